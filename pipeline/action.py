@@ -1,0 +1,60 @@
+"""One thing that a rank does, written as torch writes it: ``2F0`` is stage 2, forward, microbatch 0."""
+
+import re
+from enum import StrEnum
+from typing import NamedTuple
+
+
+class ActionError(ValueError):
+    """Text that is not an action."""
+
+
+class Kind(StrEnum):
+    """What an action does. The value is its spelling in torch's format."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
+    SEND_F = "SEND_F"
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    RECV_B = "RECV_B"
+
+
+COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
+SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
+RECEIVES = frozenset({Kind.RECV_F, Kind.RECV_B})
+# The kinds after which a stage's gradient with respect to its input exists, and may be sent on.
+GIVES_INPUT_GRADIENT = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})
+# The kinds that add to the gradients of a stage's parameters.
+GIVES_WEIGHT_GRADIENT = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})
+
+# Digits are ASCII by choice: \d would admit other scripts' digits, which int() reads too.
+_TEXT = re.compile(r"(?P<stage>[0-9]+)(?P<kind>F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B)(?P<microbatch>[0-9]+)")
+
+
+class Action(NamedTuple):
+    """Stage ``stage`` does ``kind`` for microbatch ``microbatch``.
+
+    A send is named after the stage that sends, a receive after the stage that receives: ``0SEND_F3`` on one rank
+    pairs with ``1RECV_F3`` on another, and ``1SEND_B3`` with ``0RECV_B3``.
+    """
+
+    stage: int
+    kind: Kind
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind.value}{self.microbatch}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Action":
+        """The action that ``text`` spells, in full: ``0F1junk`` is an error, not ``0F1``."""
+        match = _TEXT.fullmatch(text)
+        if match is None:
+            raise ActionError(
+                f"{text!r} is not an action: expected stage, kind and microbatch, e.g. 2F0 or 1SEND_B3, "
+                f"with a kind out of {', '.join(kind.value for kind in Kind)}"
+            )
+        return cls(int(match["stage"]), Kind(match["kind"]), int(match["microbatch"]))

@@ -1,0 +1,168 @@
+"""What crosses a stage boundary: the shapes of its tensors, and how they are told to the receiver.
+
+Legend: S stages, M microbatches.
+"""
+
+import json
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+HEADER_BYTES = 4096
+_ALIGNMENT = 16  # bytes: any dtype can be viewed at a multiple of it
+Tensors = tuple[Tensor, ...]
+Gradients = tuple[Tensor | None, ...]
+
+
+class BoundaryError(ValueError):
+    """Something that cannot cross a stage boundary."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """All that a receiver must know to make room for a tensor, and whether it owes a gradient for it."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = False
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "TensorSpec":
+        # Later kernels, and so the last bit, can depend on the strides. empty_like keeps those of a dense tensor and
+        # packs any other; a contiguous one may still carry odd strides along dimensions of size 1.
+        shape = tuple(tensor.shape)
+        stride = _row_major(shape) if tensor.is_contiguous() else tuple(torch.empty_like(tensor).stride())
+        return cls(shape, stride, tensor.dtype, tensor.requires_grad)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@lru_cache(maxsize=1024)
+def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+Specs = tuple[TensorSpec, ...]
+
+
+def encode_specs(specs: Specs) -> Tensor:
+    """``specs`` as a byte tensor of fixed length, which the receiver can post before it knows anything."""
+    rows = [[spec.shape, spec.stride, str(spec.dtype).removeprefix("torch."), spec.requires_grad] for spec in specs]
+    text = json.dumps(rows, separators=(",", ":")).encode()
+    if len(text) > HEADER_BYTES:
+        raise BoundaryError(
+            f"a stage hands on {len(specs)} tensors, whose shapes take {len(text)} bytes to describe: "
+            f"expected at most {HEADER_BYTES}; pack some of them into one tensor"
+        )
+    return torch.frombuffer(bytearray(text.ljust(HEADER_BYTES)), dtype=torch.uint8)
+
+
+def decode_specs(header: Tensor) -> Specs:
+    """The inverse of ``encode_specs``."""
+    rows = json.loads(bytes(header.tolist()))
+    return tuple(TensorSpec(tuple(shape), tuple(stride), getattr(torch, name), grad) for shape, stride, name, grad in rows)
+
+
+def signature(inputs: Tensors) -> Hashable:
+    """What the shapes of all boundaries follow from: two microbatches of one signature have equal boundaries."""
+    return tuple((tuple(tensor.shape), tensor.dtype) for tensor in inputs)
+
+
+def as_tensors(value: object, owner: str) -> Tensors:
+    """``value`` as a tuple of tensors; ``owner`` is named if it is neither a tensor nor a tuple of tensors."""
+    if isinstance(value, Tensor):
+        return (value,)
+    if isinstance(value, tuple | list) and value and all(isinstance(member, Tensor) for member in value):
+        return tuple(value)
+    kind = type(value).__name__
+    if isinstance(value, tuple | list):
+        kind += f" of {', '.join(type(member).__name__ for member in value) or 'nothing'}"
+    raise BoundaryError(f"{owner} is a {kind}: expected a tensor, or a tuple of tensors")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the members of a boundary lie in the one byte buffer that is sent.
+
+    ``offsets[k]`` is where member k starts, in bytes; None for a member that does not travel. With ``presence`` a byte
+    per travelling member follows at the end: a gradient may be missing for a microbatch that did not use the member,
+    and zeros in its place would turn the None of the parameters behind it into zeros.
+    """
+
+    specs: Specs
+    offsets: tuple[int | None, ...]
+    nbytes: int
+    presence: bool
+
+    def pack(self, members: Gradients) -> Tensor:
+        """``members`` as one byte tensor; a single one that always travels is not copied."""
+        if len(members) == 1 and not self.presence and members[0] is not None:
+            return _flat(members[0], self.specs[0]).view(torch.uint8)
+        device = next((member.device for member in members if member is not None), torch.device("cpu"))
+        buffer = torch.zeros(self.nbytes, dtype=torch.uint8, device=device)
+        mark = self.nbytes - self._travelling
+        for member, spec, offset in zip(members, self.specs, self.offsets, strict=True):
+            if offset is None:
+                continue
+            if member is not None:
+                _view(buffer, spec, offset).copy_(member.detach())
+                if self.presence:
+                    buffer[mark] = 1
+            mark += 1
+        return buffer
+
+    def unpack(self, buffer: Tensor) -> Gradients:
+        """The inverse of ``pack``: views into ``buffer``, None for a member that is missing or does not travel."""
+        present = iter(buffer[self.nbytes - self._travelling :].tolist() if self.presence else [1] * len(self.specs))
+        return tuple(
+            None if offset is None or not next(present) else _view(buffer, spec, offset)
+            for spec, offset in zip(self.specs, self.offsets, strict=True)
+        )
+
+    @property
+    def _travelling(self) -> int:
+        return sum(offset is not None for offset in self.offsets)
+
+
+@lru_cache(maxsize=1024)
+def activations(specs: Specs) -> Layout:
+    """The layout of a forward message: every member travels."""
+    return _lay_out(specs, [True] * len(specs), presence=False)
+
+
+@lru_cache(maxsize=1024)
+def gradients(specs: Specs) -> Layout:
+    """The layout of the backward message that answers a forward one: the members that require a gradient."""
+    owed = [spec.requires_grad for spec in specs]
+    return _lay_out(specs, owed, presence=any(owed))
+
+
+def _lay_out(specs: Specs, travels: list[bool], *, presence: bool) -> Layout:
+    offsets: list[int | None] = []
+    end = 0
+    for spec, goes in zip(specs, travels, strict=True):
+        offsets.append(end if goes else None)
+        if goes:
+            end += -(-spec.nbytes // _ALIGNMENT) * _ALIGNMENT if len(specs) > 1 or presence else spec.nbytes
+    return Layout(specs, tuple(offsets), end + sum(travels) * presence, presence)
+
+
+def _flat(tensor: Tensor, spec: TensorSpec) -> Tensor:
+    """``tensor``'s elements in memory order, laid out as ``spec`` says; a copy only where its strides differ."""
+    if tensor.is_contiguous():
+        return tensor.detach().view(-1)
+    if tuple(tensor.stride()) != spec.stride:
+        tensor = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=tensor.device).copy_(tensor)
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+def _view(buffer: Tensor, spec: TensorSpec, offset: int) -> Tensor:
+    """The tensor of ``spec`` that starts ``offset`` bytes into ``buffer``."""
+    return buffer[offset : offset + spec.nbytes].view(spec.dtype).as_strided(spec.shape, spec.stride)

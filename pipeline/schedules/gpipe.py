@@ -1,0 +1,25 @@
+"""GPipe: all forwards, then all backwards, drained in reverse (Huang et al., arXiv 1811.06965)."""
+
+from pipeline.action import Action, Kind
+from pipeline.schedule import Schedule
+
+
+def gpipe(*, ranks: int, microbatches: int) -> Schedule:
+    """Each rank: F0 .. F(M-1), then B(M-1) .. B0; stage r on rank r.
+
+    Drawn for P = 3, M = 3 (a forward is one cell, a backward two)::
+
+        rank 0 | 0  1  2  .  .  .  . 2B 2B 1B 1B 0B 0B
+        rank 1 | .  0  1  2  . 2B 2B 1B 1B 0B 0B  .  .
+        rank 2 | .  .  0  1  2 2B ... (last rank turns around at once)
+
+    Global bubble (P-1)(T_F + T_B); every rank holds M activations at its peak. The last microbatch's backward comes
+    first because its activations are the freshest; torch's GPipe drains in index order instead.
+    """
+
+    def actions(stage: int) -> tuple[Action, ...]:
+        forwards = tuple(Action(stage, Kind.FORWARD, m) for m in range(microbatches))
+        backwards = tuple(Action(stage, Kind.BACKWARD, m) for m in reversed(range(microbatches)))
+        return forwards + backwards
+
+    return Schedule("gpipe", microbatches, tuple(range(ranks)), tuple(actions(stage) for stage in range(ranks)))

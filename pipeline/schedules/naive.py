@@ -1,0 +1,23 @@
+"""Naive (stop-and-wait): one microbatch in flight, so one rank works at a time."""
+
+from pipeline.action import Action, Kind
+from pipeline.schedule import Schedule
+
+
+def naive(*, ranks: int, microbatches: int) -> Schedule:
+    """Each rank: F0 B0 F1 B1 ...; stage r on rank r.
+
+    Drawn for P = 3, M = 2 (a forward is one cell, a backward two)::
+
+        rank 0 | 0  .  .  .  .  .  . 0B 0B  1  .  .  .  .  .  . 1B 1B
+        rank 1 | .  0  .  .  . 0B 0B  .  .  .  1  .  .  . 1B 1B  .  .
+        rank 2 | .  .  0 0B 0B  .  .  .  .  .  .  1 1B 1B  .  .  .  .
+
+    Global bubble (P-1) M (T_F + T_B): the baseline that every other schedule improves on.
+    """
+
+    def actions(stage: int) -> tuple[Action, ...]:
+        pairs = ((Action(stage, Kind.FORWARD, m), Action(stage, Kind.BACKWARD, m)) for m in range(microbatches))
+        return tuple(action for pair in pairs for action in pair)
+
+    return Schedule("naive", microbatches, tuple(range(ranks)), tuple(actions(stage) for stage in range(ranks)))

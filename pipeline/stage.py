@@ -1,0 +1,106 @@
+"""One stage of the model: its forward and backward, and what it keeps between them."""
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.boundary import Gradients, Tensors, as_tensors
+
+LossFn = Callable[..., Tensor]  # loss_fn(*outputs of the last stage, target) -> scalar
+
+
+class StageError(ValueError):
+    """A stage module or loss function that a pipeline cannot train."""
+
+
+class Goal(NamedTuple):
+    """What the last stage's output is for. The loss is divided by ``divisor`` before its backward."""
+
+    loss_fn: LossFn
+    target: object
+    divisor: float
+
+
+class Stage(Protocol):
+    """What the runtime needs of a stage. A wrapper that observes or damages one is another Stage around it."""
+
+    @property
+    def index(self) -> int: ...
+
+    @property
+    def module(self) -> nn.Module: ...
+
+    @property
+    def losses(self) -> dict[int, Tensor]:
+        """The undivided loss of each microbatch of this step; empty but on the last stage."""
+        ...
+
+    def begin(self) -> None:
+        """Forget everything kept from an earlier step."""
+        ...
+
+    def forward(self, microbatch: int, inputs: Tensors, goal: Goal | None) -> Tensors:
+        """Run the module. ``inputs`` are leaves; those that require a gradient get one in ``backward``.
+
+        The last stage is given a ``goal`` and returns nothing to hand on.
+        """
+        ...
+
+    def backward(self, microbatch: int, gradients: Gradients) -> Gradients:
+        """Add to the parameters' gradients; returns a gradient, or None, per input. ``gradients``: one per output."""
+        ...
+
+
+class ModuleStage:
+    """A stage that is an ``nn.Module``, differentiated by autograd."""
+
+    def __init__(self, module: nn.Module, index: int) -> None:
+        self.module = module
+        self.index = index
+        self.losses: dict[int, Tensor] = {}
+        self._kept: dict[int, tuple[Tensors, Tensors]] = {}
+
+    def begin(self) -> None:
+        self.losses = {}
+        self._kept = {}
+
+    def forward(self, microbatch: int, inputs: Tensors, goal: Goal | None) -> Tensors:
+        outputs = as_tensors(self.module(*inputs), f"the output of stage {self.index}")
+        if goal is None:
+            self._require_gradient(outputs)
+        else:
+            loss = self._loss(outputs, goal)
+            self.losses[microbatch] = loss.detach()
+            outputs = (loss / goal.divisor,)
+        if torch.is_grad_enabled():
+            self._kept[microbatch] = (inputs, outputs)
+        return outputs if goal is None else ()
+
+    def backward(self, microbatch: int, gradients: Gradients) -> Gradients:
+        inputs, outputs = self._kept.pop(microbatch)
+        if not gradients:  # the last stage starts from its own loss
+            gradients = (torch.ones_like(outputs[0]),)
+        given = [(output, grad) for output, grad in zip(outputs, gradients, strict=True) if grad is not None]
+        if given:
+            torch.autograd.backward([output for output, _ in given], [grad for _, grad in given])
+        return tuple(tensor.grad for tensor in inputs)
+
+    def _loss(self, outputs: Tensors, goal: Goal) -> Tensor:
+        loss = goal.loss_fn(*outputs, goal.target)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            seen = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise StageError(f"loss_fn returned {seen}: expected one scalar per microbatch")
+        self._require_gradient((loss,), what="loss_fn's result")
+        return loss
+
+    def _require_gradient(self, outputs: Tensors, *, what: str = "its output") -> None:
+        if not torch.is_grad_enabled() or any(output.requires_grad for output in outputs):
+            return
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad:
+                raise StageError(
+                    f"stage {self.index} can never train {name}: {what} carries no gradient. Return the tensor that "
+                    "the parameters were used for, neither detached nor turned into integers"
+                )

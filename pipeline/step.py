@@ -1,0 +1,249 @@
+"""PipelineSchedule: the object that users hold. One training step: forward, backward, norm, clip, optimizer."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipeline.boundary import as_tensors
+from pipeline.gradients import GradientWork, StageGradients, Tied, clip_factor, norm_of
+from pipeline.laws import check
+from pipeline.lower import Program, lower
+from pipeline.profile import Profile
+from pipeline.runtime import Microbatch, Objective, Run, Runtime
+from pipeline.schedule import Schedule, ScheduleError
+from pipeline.schedules import build
+from pipeline.stage import LossFn, ModuleStage, Stage
+from pipeline.transport import Alone, DistributedTransport, Transport
+
+# How many compute actions ahead of its consumer a receive is posted, where the transport matches messages by tag.
+_EARLY = 2
+
+
+class MicrobatchError(ValueError):
+    """Microbatches that a schedule cannot run."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a step is made of on one rank. ``PipelineSchedule.wrapped`` replaces parts: to observe, or to plant faults."""
+
+    program: Program
+    stages: tuple[Stage, ...]
+    transport: Transport
+    gradients: GradientWork
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step gave, alike on every rank except ``profile``, which is this rank's.
+
+    ``losses`` are the microbatches' own losses, as ``loss_fn`` returned them; ``loss`` is their sum over the divisor,
+    which is what was differentiated. ``grad_norm`` is the norm over logical parameters before clipping; None for
+    evaluation.
+    """
+
+    loss: float
+    losses: tuple[float, ...]
+    grad_norm: float | None
+    profile: Profile
+
+
+class PipelineSchedule:
+    """One rank's end of a pipeline.
+
+    kind: a schedule's name ("1F1B", "gpipe", ...), or a ``Schedule`` of one's own. n_microbatches: M. stages: this
+    rank's modules, in order of their stage numbers; how many there are on each rank is V. A stage takes and returns a
+    tensor or a tuple of tensors. loss_fn(*outputs, target) gives a microbatch's scalar loss. optimizer: over this
+    rank's parameters; without one, gradients are left as they are after clipping. pp_group: the pipeline's process
+    group (default: the world, or no group at all in a single process), or a ``Transport``. tied: parameters with
+    copies in several stages, e.g. ``[{0: "embed.weight", 3: "head.weight"}]``.
+
+    Raises ``ScheduleError`` (a ValueError) for a schedule that cannot be, or stages that do not fit it.
+    """
+
+    def __init__(
+        self,
+        *,
+        kind: str | Schedule,
+        n_microbatches: int,
+        stages: Sequence[nn.Module],
+        loss_fn: LossFn,
+        optimizer: torch.optim.Optimizer | None = None,
+        pp_group: dist.ProcessGroup | Transport | None = None,
+        tied: Sequence[Tied] = (),
+    ) -> None:
+        transport = _transport(pp_group, stages)
+        if isinstance(kind, str):
+            schedule = build(kind, ranks=transport.n_ranks, microbatches=n_microbatches, virtual=len(stages))
+        else:
+            schedule = kind
+        _fit(schedule, n_microbatches, len(stages), transport)
+        program = lower(check(schedule), early=0 if transport.in_order else _EARLY)
+        numbered = zip(stages, schedule.stages_of(transport.rank), strict=True)
+        own = tuple(ModuleStage(module, index) for module, index in numbered)
+        self.parts = Parts(program, own, transport, StageGradients(own, transport, schedule.placement, tied))
+        self._loss_fn = loss_fn
+        self._optimizer = optimizer
+        self._stale = False  # whether .grad still holds what the optimizer has used already
+        self._runtime = Runtime(self.parts.program, self.parts.stages, self.parts.transport)
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.parts.program.schedule
+
+    def wrapped(self, wrap: Callable[[Parts], Parts]) -> "PipelineSchedule":
+        """This schedule with its parts replaced by ``wrap(parts)``; it shares modules and optimizer with this one."""
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        other.parts = wrap(self.parts)
+        other._runtime = Runtime(other.parts.program, other.parts.stages, other.parts.transport)
+        return other
+
+    def train_step(
+        self,
+        microbatches: Sequence[tuple[object, object]],
+        *,
+        max_norm: float | None = None,
+        loss_divisor: float | None = None,
+    ) -> StepResult:
+        """Forward, backward, tied gradients, norm, clip, optimizer. Every rank passes the same ``microbatches``.
+
+        Each is a pair (inputs, target); the first stage reads inputs, the last reads targets, the ranks between use
+        shapes only. Each loss is divided by ``loss_divisor`` before its backward: the number of microbatches unless
+        told otherwise (mean over microbatches); for a sum over tokens pass the global token count. ``max_norm``: clip
+        the global gradient norm to this.
+        """
+        began = perf_counter()
+        run, divisor = self._accumulate(microbatches, loss_divisor)
+        self.parts.gradients.reduce_tied()
+        losses, squares = self._share(run, self.parts.gradients.squares())
+        norm = norm_of(squares)
+        if max_norm is not None:
+            self.parts.gradients.scale(clip_factor(norm, max_norm))
+        if self._optimizer is not None:
+            self._optimizer.step()
+            self._stale = True
+        return self._result(run, losses, divisor, norm, perf_counter() - began)
+
+    def accumulate(
+        self, microbatches: Sequence[tuple[object, object]], *, loss_divisor: float | None = None
+    ) -> dict[int, Tensor]:
+        """Forward and backward alone: gradients are added to the parameters', and a later ``train_step`` adds to them.
+
+        Returns the losses known on this rank by microbatch: all on the last stage's rank, none elsewhere.
+        """
+        run, _ = self._accumulate(microbatches, loss_divisor)
+        return dict(run.losses)
+
+    @torch.no_grad()
+    def eval_step(
+        self, microbatches: Sequence[tuple[object, object]], *, loss_divisor: float | None = None
+    ) -> StepResult:
+        """Forward alone, modules in evaluation mode; gradients and training mode stay as they were."""
+        began = perf_counter()
+        modules = [stage.module for stage in self.parts.stages]
+        modes = [module.training for module in modules]
+        for module in modules:
+            module.eval()
+        try:
+            objective = self._objective(loss_divisor)
+            run = self._runtime.run(self._checked(microbatches), objective, forward_only=True)
+        finally:
+            for module, mode in zip(modules, modes, strict=True):
+                module.train(mode)
+        losses, _ = self._share(run, [])
+        return self._result(run, losses, objective.divisor, None, perf_counter() - began)
+
+    def profiles(self, profile: Profile) -> list[Profile]:
+        """Every rank's profile, by rank; every rank must call it with its own."""
+        own = dataclasses.astuple(profile)[1:]
+        return [Profile(rank, *row) for rank, row in enumerate(self.parts.transport.gather(own))]
+
+    def _accumulate(
+        self, microbatches: Sequence[tuple[object, object]], loss_divisor: float | None
+    ) -> tuple[Run, float]:
+        if self._stale and self._optimizer is not None:
+            self._optimizer.zero_grad(set_to_none=True)
+            self._stale = False
+        objective = self._objective(loss_divisor)
+        return self._runtime.run(self._checked(microbatches), objective), objective.divisor
+
+    def _objective(self, loss_divisor: float | None) -> Objective:
+        divisor = self.schedule.microbatches if loss_divisor is None else loss_divisor
+        if not divisor > 0:
+            raise MicrobatchError(f"loss_divisor is {divisor}: expected a number above 0, such as the token count")
+        return Objective(self._loss_fn, divisor)
+
+    def _share(self, run: Run, squares: Sequence[float]) -> tuple[tuple[float, ...], list[float]]:
+        """All losses, by microbatch, and all sums of squares, from all ranks."""
+        losses = [value for m, loss in sorted(run.losses.items()) for value in (m, loss.item())]
+        rows = self.parts.transport.gather([len(losses), *losses, *squares])
+        known: dict[int, float] = {}
+        every: list[float] = []
+        for count, *values in rows:
+            pairs, rest = values[: int(count)], values[int(count) :]
+            known |= {int(m): loss for m, loss in zip(pairs[::2], pairs[1::2], strict=True)}
+            every += rest
+        return tuple(known[m] for m in sorted(known)), every
+
+    def _result(
+        self, run: Run, losses: tuple[float, ...], divisor: float, norm: float | None, step_s: float
+    ) -> StepResult:
+        rank = self.parts.transport.rank
+        profile = Profile(rank, step_s, run.compute_s, run.communication_s, run.idle_s)
+        return StepResult(math.fsum(losses) / divisor, losses, norm, profile)
+
+    def _checked(self, microbatches: Sequence[tuple[object, object]]) -> list[Microbatch]:
+        expected = self.schedule.microbatches
+        if len(microbatches) != expected:
+            raise MicrobatchError(f"got {len(microbatches)} microbatches: this schedule was built for {expected}")
+        checked = [
+            Microbatch(as_tensors(inputs, f"the input of microbatch {m}"), target)
+            for m, (inputs, target) in enumerate(microbatches)
+        ]
+        kinds = [[(tensor.dtype, tensor.dim()) for tensor in inputs] for inputs, _ in checked]
+        for m, kind in enumerate(kinds):
+            if kind != kinds[0]:
+                raise MicrobatchError(
+                    f"microbatch {m} has {_structure(kind)}, microbatch 0 has {_structure(kinds[0])}: all need the same "
+                    "number of tensors, of the same types and numbers of dimensions (sizes may differ)"
+                )
+        return checked
+
+
+def _structure(kind: Sequence[tuple[torch.dtype, int]]) -> str:
+    return "(" + ", ".join(f"{str(dtype).removeprefix('torch.')} of {dim} dimensions" for dtype, dim in kind) + ")"
+
+
+def _transport(group: dist.ProcessGroup | Transport | None, stages: Sequence[nn.Module]) -> Transport:
+    if group is None:
+        if not (dist.is_available() and dist.is_initialized()):
+            return Alone()
+        group = dist.group.WORLD
+    if isinstance(group, dist.ProcessGroup):
+        devices = [parameter.device for stage in stages for parameter in stage.parameters()]
+        return DistributedTransport(group, device=devices[0] if devices else None)
+    assert group is not None, "an initialised torch.distributed has a world"
+    return group
+
+
+def _fit(schedule: Schedule, n_microbatches: int, n_own: int, transport: Transport) -> None:
+    """Raise unless the schedule is for these ranks, this many stages here and this many microbatches."""
+    if schedule.n_ranks != transport.n_ranks:
+        raise ScheduleError(
+            f"{schedule.name} is for {schedule.n_ranks} ranks, but the process group has {transport.n_ranks}"
+        )
+    if schedule.microbatches != n_microbatches:
+        raise ScheduleError(f"{schedule.name} is for {schedule.microbatches} microbatches, not {n_microbatches}")
+    due = schedule.stages_of(transport.rank)
+    if len(due) != n_own:
+        raise ScheduleError(
+            f"{schedule.name} has {len(due)} stages on rank {transport.rank} ({', '.join(map(str, due))}), but "
+            f"{n_own} modules were given"
+        )

@@ -1,0 +1,161 @@
+"""Moving byte buffers between ranks: the protocol, and its torch.distributed implementation."""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeline.waiting import waiting
+
+DEFAULT_TIMEOUT_S = 120.0
+
+
+class TransportError(RuntimeError):
+    """A message that could not be sent or received; the text names it and the other rank."""
+
+
+class TransportTimeout(TransportError):
+    """A message that did not come within the bound."""
+
+
+class Message(NamedTuple):
+    """One message between this rank and ``peer``. Both ends know it by ``tag``; ``name`` is for people, ``1RECV_F0``."""
+
+    name: object
+    peer: int
+    tag: int
+
+    def __str__(self) -> str:
+        return f"{self.name} with rank {self.peer}"
+
+
+class Transport(Protocol):
+    """What the runtime needs of a channel between ranks. A message is one byte tensor (uint8, one dimension).
+
+    A wrapper that delays, reorders, records or damages messages is another Transport around this one.
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def n_ranks(self) -> int: ...
+
+    @property
+    def in_order(self) -> bool:
+        """Whether messages between two ranks run in the order in which they are posted, whatever their tags (NCCL)."""
+        ...
+
+    def send(self, message: Message, buffer: Tensor) -> None:
+        """Start sending; returns at once. ``buffer`` must not be written before ``flush``."""
+        ...
+
+    def post(self, message: Message, nbytes: int) -> None:
+        """Make room for ``message`` and start receiving; returns at once."""
+        ...
+
+    def receive(self, message: Message) -> Tensor:
+        """Wait for a posted message. Raises ``TransportTimeout`` after the bound."""
+        ...
+
+    def flush(self) -> None:
+        """Wait until everything sent has arrived."""
+        ...
+
+    def gather(self, values: Sequence[float]) -> list[list[float]]:
+        """Every rank's ``values`` (fp64, any count), by rank; every rank must call it."""
+        ...
+
+
+class Alone:
+    """The transport of a world of one rank: there is nobody to talk to."""
+
+    rank = 0
+    n_ranks = 1
+    in_order = False
+
+    def send(self, message: Message, buffer: Tensor) -> None:
+        raise TransportError(f"{message}: there is only one rank")
+
+    def post(self, message: Message, nbytes: int) -> None:
+        raise TransportError(f"{message}: there is only one rank")
+
+    def receive(self, message: Message) -> Tensor:
+        raise TransportError(f"{message}: there is only one rank")
+
+    def flush(self) -> None:
+        return None
+
+    def gather(self, values: Sequence[float]) -> list[list[float]]:
+        return [list(values)]
+
+
+class DistributedTransport:
+    """Messages over a torch.distributed process group.
+
+    gloo carries CPU tensors, matched by tag; tensors on a GPU are staged through the host, which is also how several
+    ranks share one GPU (NCCL refuses two ranks on a device). NCCL carries GPU tensors directly, one GPU per rank, in
+    posting order. ``timeout_s`` bounds every wait.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, *, device: torch.device | None = None, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> None:
+        self.rank = group.rank()
+        self.n_ranks = group.size()
+        self.in_order = dist.get_backend(group) == "nccl"
+        self.timeout_s = timeout_s
+        self._group = group
+        self._device = device or torch.device("cpu")
+        # Where buffers live while they travel: gloo reads and writes host memory only.
+        self._wire = self._device if self.in_order else torch.device("cpu")
+        self._timeout = timedelta(seconds=timeout_s)
+        self._posted: dict[Message, tuple[Tensor, dist.Work]] = {}
+        self._in_flight: list[tuple[Message, Tensor, dist.Work]] = []
+
+    def send(self, message: Message, buffer: Tensor) -> None:
+        buffer = buffer.to(self._wire)
+        self._in_flight.append((message, buffer, self._group.send([buffer], message.peer, message.tag)))
+
+    def post(self, message: Message, nbytes: int) -> None:
+        buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._wire)
+        self._posted[message] = (buffer, self._group.recv([buffer], message.peer, message.tag))
+
+    def receive(self, message: Message) -> Tensor:
+        buffer, work = self._posted.pop(message)
+        self._wait(message, work)
+        return buffer.to(self._device)
+
+    def flush(self) -> None:
+        in_flight, self._in_flight = self._in_flight, []
+        for message, _, work in in_flight:
+            self._wait(message, work)
+
+    def gather(self, values: Sequence[float]) -> list[list[float]]:
+        counts = self._all_gather(torch.tensor([len(values)], dtype=torch.float64))
+        longest = int(max(count.item() for count in counts))
+        mine = torch.zeros(longest, dtype=torch.float64)
+        mine[: len(values)] = torch.tensor(values, dtype=torch.float64)
+        rows = self._all_gather(mine) if longest else [mine] * self.n_ranks
+        return [row[: int(count.item())].tolist() for row, count in zip(rows, counts, strict=True)]
+
+    def _all_gather(self, mine: Tensor) -> list[Tensor]:
+        mine = mine.to(self._wire)
+        rows = [torch.empty_like(mine) for _ in range(self.n_ranks)]
+        self._wait("gather over all ranks", self._group.allgather([rows], [mine]))
+        return [row.cpu() for row in rows]
+
+    def _wait(self, what: Message | str, work: dist.Work) -> None:
+        with waiting(what):
+            try:
+                work.wait(self._timeout)
+            except RuntimeError as error:
+                # gloo has one exception type for everything; its own words tell a bound from a lost peer.
+                if "Timed out" in str(error) or "timeout" in str(error).lower():
+                    raise TransportTimeout(
+                        f"rank {self.rank} waited {self.timeout_s:g} s at {what}, which did not come: {error}"
+                    ) from error
+                raise TransportError(f"rank {self.rank} lost {what}: {error}") from error

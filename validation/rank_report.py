@@ -1,0 +1,139 @@
+"""What became of each rank of a run, and the errors that tell it with the culprit first."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from textwrap import indent
+
+# What a rank says when another rank has gone: true, but never the cause.
+_SECONDARY = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|application timeout caused pair closure"
+    r"|did not come to|failed to recv, got 0 bytes|socket timeout|timed out waiting for clients",
+    re.IGNORECASE,
+)
+
+
+class Outcome(StrEnum):
+    """How a rank's part of a run ended."""
+
+    FINISHED = "finished"
+    RAISED = "raised"
+    SKIPPED = "skipped"
+    DIED = "died"  # its process ended
+    ABSENT = "absent"  # it never came to the run
+    STUCK = "stuck"  # it had not ended when the bound was reached
+    STOPPED = "stopped"  # it had not ended when another rank failed
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """How one rank's part of a run ended.
+
+    ``message`` is the exception as text, the reason of a skip, or a phrase such as ``exited with status 3``;
+    ``traceback`` the traceback of the exception, or the stack of a rank that had to be ended; ``waiting`` what such a
+    rank said it was waiting for; ``at_s`` the wall clock at the end, in seconds since the epoch.
+    """
+
+    rank: int
+    outcome: Outcome
+    message: str = ""
+    traceback: str = ""
+    waiting: str | None = None
+    at_s: float = 0.0
+
+    @property
+    def secondary(self) -> bool:
+        """Whether this failure only says that another rank has gone."""
+        return self.outcome is Outcome.RAISED and _SECONDARY.search(self.message) is not None
+
+    def sentence(self) -> str:
+        """The outcome as a predicate: ``raised ValueError: bad split``."""
+        match self.outcome:
+            case Outcome.FINISHED:
+                return "finished"
+            case Outcome.RAISED:
+                return f"raised {self.message}"
+            case Outcome.SKIPPED:
+                return f"skipped alone: {self.message}"
+            case Outcome.STOPPED:
+                return f"was waiting for {self.waiting}, stopped" if self.waiting else "had not finished, stopped"
+            case _:
+                return f"{self.message}, waiting for {self.waiting}" if self.waiting else self.message
+
+    def line(self) -> str:
+        """One line about a rank that is not the culprit."""
+        first, *more = self.sentence().splitlines() or [""]
+        prefix = "connection lost, " if self.secondary else ""
+        return f"rank {self.rank}: {prefix}{first}{' ...' if more else ''}"
+
+
+def culprit_of(reports: Sequence[RankReport]) -> int:
+    """The rank to blame: the earliest failure that is not merely the echo of another rank's."""
+
+    def blame(report: RankReport) -> tuple[int, float, int]:
+        match report.outcome:
+            case Outcome.DIED | Outcome.SKIPPED:
+                level = 0
+            case Outcome.RAISED:
+                level = 4 if report.secondary else 0
+            case Outcome.ABSENT:
+                level = 1
+            case Outcome.STUCK:  # a rank that computes for ever is to blame before one that waits for it
+                level = 3 if report.waiting else 2
+            case Outcome.STOPPED:
+                level = 5
+            case Outcome.FINISHED:
+                level = 6
+        return level, report.at_s, report.rank
+
+    return min(reports, key=blame).rank
+
+
+def describe(reports: Sequence[RankReport]) -> str:
+    """The whole story: the culprit with its traceback, then a line for each other rank, echoes last."""
+    culprit = next(report for report in reports if report.rank == culprit_of(reports))
+    if len(reports) > 1 and len({(report.outcome, report.message) for report in reports}) == 1:
+        return _paragraph(f"all {len(reports)} ranks {culprit.sentence()}", culprit.traceback)
+    lines = [_paragraph(f"rank {culprit.rank} of {len(reports)} {culprit.sentence()}", culprit.traceback)]
+    others = [report for report in reports if report is not culprit]
+    for report in sorted(others, key=lambda report: (report.secondary, report.rank)):
+        lines.append(_paragraph(report.line(), report.traceback if report.outcome is Outcome.STUCK else ""))
+    return "\n".join(lines)
+
+
+def _paragraph(heading: str, body: str) -> str:
+    return f"{heading}\n{indent(body.rstrip(), '    ')}" if body.strip() else heading
+
+
+class WorldError(RuntimeError):
+    """A run on a world did not give every rank's result."""
+
+
+class NeedsMoreRanks(WorldError):
+    """A run wants more ranks than the launcher started."""
+
+    def __init__(self, needed: int, available: int) -> None:
+        super().__init__(needed, available)
+        self.needed = needed
+        self.available = available
+
+    def __str__(self) -> str:
+        return f"needs {self.needed} ranks, {self.available} here"
+
+
+class RankFailed(WorldError):
+    """At least one rank failed. ``str`` puts the culprit first.
+
+    ``culprit`` is its rank, ``reports`` has one report for each rank in rank order, and ``cause`` is the culprit's
+    own exception where that is a ValueError (somebody's input was bad) and could be sent here, else None.
+    """
+
+    def __init__(self, reports: Sequence[RankReport], cause: ValueError | None = None) -> None:
+        super().__init__(tuple(reports), cause)
+        self.reports = tuple(reports)
+        self.culprit = culprit_of(reports)
+        self.cause = cause
+
+    def __str__(self) -> str:
+        return describe(self.reports)
