@@ -45,7 +45,7 @@ class RankReport:
     @property
     def secondary(self) -> bool:
         """Whether this failure only says that another rank has gone."""
-        return self.outcome is Outcome.RAISED and _SECONDARY.search(self.message) is not None
+        return self.outcome is Outcome.RAISED and bool(_SECONDARY.search(self.message))
 
     def sentence(self) -> str:
         """The outcome as a predicate: ``raised ValueError: bad split``."""
@@ -63,9 +63,10 @@ class RankReport:
 
     def line(self) -> str:
         """One line about a rank that is not the culprit."""
-        first, *more = self.sentence().splitlines() or [""]
-        prefix = "connection lost, " if self.secondary else ""
-        return f"rank {self.rank}: {prefix}{first}{' ...' if more else ''}"
+        if self.secondary and (echo := _SECONDARY.search(self.message)):
+            return f"rank {self.rank}: lost the others: {echo[0]}"
+        first, *more = self.sentence().splitlines()
+        return f"rank {self.rank}: {first}{' ...' if more else ''}"
 
 
 def culprit_of(reports: Sequence[RankReport]) -> int:

@@ -1,25 +1,27 @@
 """One process that is one rank: it joins its group once, then runs jobs until nobody gives it any."""
 
 import faulthandler
+import functools
 import os
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import NoReturn
 from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # not in __all__
 
 from pipeline import waiting
 from validation.rank_report import Outcome, RankReport
+from validation.seat import Seat
 from validation.shipping import pack, unpack
 
 # The group never gives up by itself: whoever started the worker has the bound, and ends it from outside, which is
@@ -41,33 +43,6 @@ class RankContext:
 
 
 @dataclass(frozen=True)
-class Seat:
-    """Where a worker sits: its rank, its device, and where it meets the others.
-
-    ``store`` is ``file:///path`` or ``tcp://host:port/prefix``; ``folder`` receives the stacks that only a signal
-    handler can write; ``environment`` replaces the worker's own, because a fork server's is as old as the server.
-    """
-
-    rank: int
-    ranks: int
-    local_rank: int
-    local_ranks: int
-    device: str
-    store: str
-    folder: str
-    environment: Mapping[str, str] = field(repr=False)
-
-    @property
-    def stacks(self) -> Path:
-        """The file for stacks written by a signal handler."""
-        return Path(self.folder, f"rank-{self.rank}.stacks")
-
-    def rank_device(self) -> str:
-        """``cpu`` or ``cuda:N``: ranks share the GPUs of their host in turn."""
-        return "cpu" if self.device == "cpu" else f"cuda:{self.local_rank % torch.cuda.device_count()}"
-
-
-@dataclass(frozen=True)
 class Answer:
     """What a worker sends back: its report, and as bytes its result or the ValueError that ended it."""
 
@@ -80,30 +55,32 @@ class Answer:
         return self.report.outcome is not Outcome.FINISHED
 
 
-def serve(orders: Connection, questions: Connection, seat: Seat) -> NoReturn:
-    """Be the rank of this seat: join the group and say so, then answer each order with an answer, for ever."""
+def serve(orders: Connection, questions: Connection, seat: Seat, environment: Mapping[str, str]) -> NoReturn:
+    """Be the rank of this seat: join the group and say so, then give each order its answer, for ever.
+
+    The environment replaces this process's own, which is as old as the fork server.
+    """
+    os.environ.clear()
+    os.environ.update(environment)
     _settle(seat)
     threading.Thread(target=_answer_questions, args=(questions,), daemon=True).start()
-    contexts: list[RankContext] = []
-    orders.send_bytes(pack(_attempt(seat.rank, lambda: contexts.append(_join(seat)))))
+    context = functools.cache(functools.partial(_join, seat))
+    orders.send_bytes(pack(_attempt(seat.rank, lambda: bool(context()))))
     try:
         while True:
-            order = orders.recv_bytes()
-            orders.send_bytes(pack(_attempt(seat.rank, lambda order=order: _obey(order, contexts[0]))))
+            orders.send_bytes(pack(_attempt(seat.rank, functools.partial(_obey, orders.recv_bytes(), context()))))
     except (EOFError, OSError):
         os._exit(0)  # nobody is left to work for, and an orderly end could wait for other ranks
 
 
 def _settle(seat: Seat) -> None:
-    os.environ.clear()
-    os.environ.update(seat.environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the controller decides
     stacks = seat.stacks.open("w")
-    faulthandler.enable(stacks)
-    faulthandler.register(signal.SIGUSR1, stacks)
+    faulthandler.enable(stacks, all_threads=False)
+    faulthandler.register(signal.SIGUSR1, stacks, all_threads=False)
     torch.set_num_threads(1)
     if seat.device == "cuda":
-        torch.cuda.set_device(seat.rank_device())
+        torch.cuda.set_device(_device(seat))
 
 
 def _join(seat: Seat) -> RankContext:
@@ -113,16 +90,22 @@ def _join(seat: Seat) -> RankContext:
     )
     group = dist.group.WORLD
     assert group is not None, "init_process_group returned without a default group"
-    return RankContext(seat.rank, seat.ranks, seat.rank_device(), group)
+    return RankContext(seat.rank, seat.ranks, _device(seat), group)
 
 
-def _open_store(address: str) -> dist.Store:
+def _device(seat: Seat) -> str:
+    # Ranks share the GPUs of their host in turn.
+    return "cpu" if seat.device == "cpu" else f"cuda:{seat.local_rank % torch.cuda.device_count()}"
+
+
+def _open_store(address: str) -> Store:
     url = urlsplit(address)
     if url.scheme == "file":
-        return dist.FileStore(url.path)
-    assert url.hostname and url.port, f"a store is file:///path or tcp://host:port/prefix, not {address}"
-    tcp = dist.TCPStore(url.hostname, url.port, is_master=False, timeout=_GROUP_TIMEOUT, wait_for_workers=False)
-    return dist.PrefixStore(url.path.strip("/"), tcp)
+        return FileStore(url.path)
+    assert url.scheme == "tcp", f"a store is file:///path or tcp://host:port/prefix, not {address}"
+    host, _, port = url.netloc.rpartition(":")
+    tcp = TCPStore(host, int(port), is_master=False, timeout=_GROUP_TIMEOUT, wait_for_workers=False)
+    return PrefixStore(url.path.strip("/"), tcp)
 
 
 def _obey(order: bytes, context: RankContext) -> object:
@@ -170,12 +153,18 @@ def _answer_questions(questions: Connection) -> NoReturn:
     try:
         while True:
             questions.recv_bytes()
-            questions.send_bytes(pack((_stack(main), waiting.current())))
+            frames = traceback.extract_stack(sys._current_frames()[main])
+            questions.send_bytes(pack((_stack(frames), waiting.current() or _collective(frames))))
     except (EOFError, OSError):
         os._exit(1)  # the controller is gone, and the main thread may be where only this can end it
 
 
-def _stack(thread: int) -> str:
-    frames = traceback.extract_stack(sys._current_frames()[thread])
+def _stack(frames: Sequence[traceback.FrameSummary]) -> str:
     ours = [index for index, frame in enumerate(frames) if frame.filename == __file__]
     return "".join(traceback.format_list(frames[ours[-1] + 1 :] if ours else frames))
+
+
+def _collective(frames: Sequence[traceback.FrameSummary]) -> str | None:
+    # The outermost call into torch.distributed that is not a decorator: what the job itself called.
+    inside = (frame.name for frame in frames if "torch/distributed/" in frame.filename and frame.name != "wrapper")
+    return next((f"torch.distributed.{name}" for name in inside), None)

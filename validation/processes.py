@@ -1,0 +1,54 @@
+"""Ranks as processes of this machine: one pool of workers for each number of ranks, made when first needed."""
+
+import os
+import socket
+import tempfile
+from collections.abc import Sequence
+
+from validation.pool import Pool
+from validation.seat import Seat
+from validation.worker import Answer
+
+
+class Processes:
+    """A place for ranks: processes started for them, kept, and used again until one fails."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._pools: dict[int, Pool] = {}
+
+    def run(self, order: bytes, *, label: str, ranks: int, timeout_s: float) -> Sequence[Answer]:
+        """One answer for each rank, in rank order. There is one controller, so nobody else to agree on the label."""
+        del label
+        pool = self._pools.get(ranks)
+        if pool is None or not pool.alive:
+            pool = self._pools[ranks] = Pool(self._seats(ranks))
+        return pool.run(order, timeout_s=timeout_s)
+
+    def close(self) -> None:
+        """End all workers."""
+        for pool in self._pools.values():
+            pool.close()
+        self._pools.clear()
+
+    def _seats(self, ranks: int) -> list[Seat]:
+        folder = tempfile.mkdtemp(prefix="pipeproof-")
+        return [
+            Seat(
+                rank=rank,
+                ranks=ranks,
+                local_rank=rank,
+                local_ranks=ranks,
+                device=self._device,
+                store=f"file://{folder}/store",
+                folder=folder,
+                environment=_loopback(),
+            )
+            for rank in range(ranks)
+        ]
+
+
+def _loopback() -> dict[str, str]:
+    # Without this gloo asks what the host's name resolves to, which on many a laptop is an address of another network.
+    interfaces = {name for _, name in socket.if_nameindex()}
+    return {"GLOO_SOCKET_IFNAME": "lo"} if "lo" in interfaces and "GLOO_SOCKET_IFNAME" not in os.environ else {}
