@@ -30,8 +30,10 @@ GIVES_INPUT_GRADIENT = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})
 # The kinds that add to the gradients of a stage's parameters.
 GIVES_WEIGHT_GRADIENT = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})
 
-# Digits are ASCII by choice: \d would admit other scripts' digits, which int() reads too.
-_TEXT = re.compile(r"(?P<stage>[0-9]+)(?P<kind>F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B)(?P<microbatch>[0-9]+)")
+# One spelling per number, so that equal actions are equal texts: no leading zeros, ASCII digits (int() reads other
+# scripts' too), and no more of them than any schedule needs.
+_NUMBER = "0|[1-9][0-9]{0,8}"
+_TEXT = re.compile(f"(?P<stage>{_NUMBER})(?P<kind>{'|'.join(Kind)})(?P<microbatch>{_NUMBER})")
 
 
 class Action(NamedTuple):
@@ -50,7 +52,10 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Action":
-        """The action that ``text`` spells, in full: ``0F1junk`` is an error, not ``0F1``."""
+        """The action that ``text`` spells, in full: ``0F1junk`` is an error, not ``0F1``, and so is ``0F01``.
+
+        ``str`` is its exact inverse. Raises ``ActionError``.
+        """
         match = _TEXT.fullmatch(text)
         if match is None:
             raise ActionError(

@@ -5,8 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from pipeline.action import GIVES_INPUT_GRADIENT, Action, Kind
-
-FORWARD_LIKE = frozenset({Kind.FORWARD})
+from pipeline.schedule import ScheduleError
 
 
 class Product(NamedTuple):
@@ -44,12 +43,12 @@ def need_of(action: Action, n_stages: int) -> Product | None:
     return None
 
 
-class Stuck(Exception):
+class Stuck(ScheduleError):
     """No rank can go on: ``waits`` holds, per stuck rank, its next action and what that action needs."""
 
     def __init__(self, waits: Sequence[tuple[int, Action, Product]]) -> None:
         lines = (f"rank {rank} waits at {action} for {need}" for rank, action, need in waits)
-        super().__init__("; ".join(lines))
+        super().__init__("no rank can go on: " + "; ".join(lines))
         self.waits = tuple(waits)
 
 

@@ -1,7 +1,7 @@
 """A schedule drawn as text: a row per rank, a column per unit of time."""
 
+from pipeline.schedule import Schedule, ScheduleError
 from pipeline.simulate import Timeline, simulate
-from pipeline.schedule import Schedule
 
 
 def grid(schedule: Schedule) -> str:
@@ -13,12 +13,13 @@ def grid(schedule: Schedule) -> str:
 
 
 def draw(timeline: Timeline) -> str:
-    """``timeline`` on a grid of whole units of time; durations must be whole numbers."""
+    """``timeline`` on a grid of whole units of time. Raises ``ScheduleError`` where an action starts between two."""
     columns = round(timeline.makespan)
     rows = [["."] * columns for _ in timeline.schedule.ranks]
     for rank, actions in enumerate(timeline.schedule.ranks):
         for action, start, end in zip(actions, timeline.starts[rank], timeline.ends[rank], strict=True):
-            assert start == round(start) and end == round(end), f"{action} runs from {start} to {end}: not whole units"
+            if (start, end) != (round(start), round(end)):
+                raise ScheduleError(f"cannot draw: {action} runs from {start} to {end}, which are not whole units")
             for column in range(round(start), round(end)):
                 rows[rank][column] = str(action)
     width = max(len(cell) for row in rows for cell in row)

@@ -34,20 +34,27 @@ def compute_only(schedule: Schedule) -> Iterator[Violation]:
 
 
 def placement(schedule: Schedule) -> Iterator[Violation]:
-    """Every action is of a stage that exists, on the rank that holds it, for a microbatch that exists."""
+    """Every rank holds a stage; every action is of a stage that its rank holds, for a microbatch that exists."""
+    for stage, owner in enumerate(schedule.placement):
+        if not 0 <= owner < schedule.n_ranks:
+            yield Violation("placement", f"stage {stage} is on rank {owner}: ranks are 0..{schedule.n_ranks - 1}")
     for rank, actions in enumerate(schedule.ranks):
+        if rank not in schedule.placement:
+            yield Violation("placement", "holds no stage", rank)
         for action in actions:
-            if action.stage >= schedule.n_stages:
+            if not 0 <= action.stage < schedule.n_stages:
                 yield Violation("placement", f"{action}: stages are 0..{schedule.n_stages - 1}", rank)
             elif schedule.placement[action.stage] != rank:
                 owner = schedule.placement[action.stage]
                 yield Violation("placement", f"{action}: stage {action.stage} is on rank {owner}", rank)
-            if action.microbatch >= schedule.microbatches:
+            if not 0 <= action.microbatch < schedule.microbatches:
                 yield Violation("placement", f"{action}: microbatches are 0..{schedule.microbatches - 1}", rank)
 
 
 def completeness(schedule: Schedule) -> Iterator[Violation]:
-    """Each stage and microbatch has exactly one F, and exactly one B or one pair I, W. Counted, not collected in sets."""
+    """There is work, and each stage and microbatch has exactly one F, and one B or one pair I, W. Counted, not sets."""
+    if not schedule.placement or schedule.microbatches < 1:
+        yield Violation("completeness", f"{schedule.n_stages} stages and {schedule.microbatches} microbatches: no work")
     counts: Counter[Action] = Counter(action for actions in schedule.ranks for action in actions)
     for stage in range(schedule.n_stages):
         for microbatch in range(schedule.microbatches):
@@ -58,10 +65,8 @@ def completeness(schedule: Schedule) -> Iterator[Violation]:
             if f != 1:
                 yield Violation("completeness", f"{stage}F{microbatch} appears {f} times, expected once")
             if (b, i, w) not in ((1, 0, 0), (0, 1, 1)):
-                yield Violation(
-                    "completeness",
-                    f"stage {stage} microbatch {microbatch} has {b} B, {i} I and {w} W: expected one B, or one I and one W",
-                )
+                found = f"stage {stage} microbatch {microbatch} has {b} B, {i} I and {w} W"
+                yield Violation("completeness", f"{found}: expected one B, or one I and one W")
 
 
 def local_order(schedule: Schedule) -> Iterator[Violation]:
@@ -72,9 +77,11 @@ def local_order(schedule: Schedule) -> Iterator[Violation]:
         for slot, action in enumerate(actions):
             first.setdefault(action, slot)
         for action, slot in first.items():
-            earlier = before.get(action.kind)
-            if earlier and first.get(Action(action.stage, earlier, action.microbatch), -1) > slot:
-                yield Violation("local-order", f"{action} comes before {action.stage}{earlier}{action.microbatch}", rank)
+            if action.kind not in before:
+                continue
+            needed = Action(action.stage, before[action.kind], action.microbatch)
+            if first.get(needed, -1) > slot:
+                yield Violation("local-order", f"{action} comes before {needed}", rank)
 
 
 def acyclic(schedule: Schedule) -> Iterator[Violation]:

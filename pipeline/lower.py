@@ -1,12 +1,13 @@
 """Lowering: compute actions to a program with sends and receives."""
 
+from bisect import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 from pipeline.action import COMPUTE, RECEIVES, Action, Kind
 from pipeline.dataflow import product_of
-from pipeline.schedule import Schedule, rows_to_csv
+from pipeline.schedule import Schedule, ScheduleError, rows_to_csv
 from pipeline.simulate import simulate
 
 # A message event sorts before a compute event of the same time, so that a receive is posted before it is needed.
@@ -47,6 +48,8 @@ def lower(schedule: Schedule, *, early: int = 0) -> Program:
     ``early`` moves each receive up by so many compute actions of its rank, never past another receive: right for
     transports that match messages by name (gloo with tags), not for those that run messages in posting order (NCCL).
     """
+    if early < 0:
+        raise ScheduleError(f"early is {early}: expected at least 0, for a receive cannot be posted after it is needed")
     rows: list[list[Action]] = [[] for _ in schedule.ranks]
     for _, kind, rank, _, action in sorted(_events(schedule)):
         if kind == _COMPUTE:
@@ -85,24 +88,13 @@ def _events(schedule: Schedule) -> Iterator[_Event]:
 
 
 def _hoist(row: list[Action], early: int) -> list[Action]:
-    """``row`` with every receive moved up by ``early`` compute actions, receives kept in their order."""
-    lifted: list[Action] = []
+    """``row`` with every receive moved up to just before the ``early``-th compute action above it, or the first."""
     computes = [slot for slot, action in enumerate(row) if action.kind in COMPUTE]
-    targets: dict[int, list[Action]] = {}
-    seen, last = 0, 0
-    for action in row:
-        if action.kind in RECEIVES:
-            last = max(last, seen - early)
-            targets.setdefault(last, []).append(action)
-        elif action.kind in COMPUTE:
-            seen += 1
-    seen = 0
-    for action in row:
-        if action.kind in RECEIVES:
-            continue
-        if action.kind in COMPUTE:
-            lifted.extend(targets.pop(seen, ()))
-            seen += 1
-        lifted.append(action)
-    assert not targets or set(targets) == {len(computes)}, "a receive is consumed by a later compute action"
-    return lifted
+
+    def place(slot: int) -> tuple[int, int]:
+        if row[slot].kind not in RECEIVES:
+            return slot, 1
+        return computes[max(0, bisect(computes, slot) - early)], 0
+
+    # Sorting is stable, so receives keep their order among themselves.
+    return [row[slot] for slot in sorted(range(len(row)), key=place)]

@@ -7,9 +7,9 @@ from pipeline.schedule import ScheduleError
 
 def even(layers: int, stages: int) -> tuple[int, ...]:
     """Layers per stage, as even as possible, the larger stages first: even(7, 3) is (3, 2, 2)."""
-    if layers < stages:
+    if not 1 <= stages <= layers:
         raise ScheduleError(
-            f"{layers} layers cannot fill {stages} stages: use at most {layers} stages (ranks x virtual), or more layers"
+            f"{layers} layers cannot fill {stages} stages: use 1 to {layers} stages (ranks x virtual), or more layers"
         )
     size, larger = divmod(layers, stages)
     return tuple(size + (stage < larger) for stage in range(stages))

@@ -2,8 +2,8 @@
 
 import csv
 import io
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from pipeline.action import Action, ActionError
 
@@ -32,16 +32,9 @@ class Schedule:
     def n_stages(self) -> int:
         return len(self.placement)
 
-    @cached_property
-    def _stages_by_rank(self) -> tuple[tuple[int, ...], ...]:
-        owned: list[list[int]] = [[] for _ in self.ranks]
-        for stage, rank in enumerate(self.placement):
-            owned[rank].append(stage)
-        return tuple(tuple(stages) for stages in owned)
-
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that ``rank`` holds, in ascending order."""
-        return self._stages_by_rank[rank]
+        return tuple(stage for stage, owner in enumerate(self.placement) if owner == rank)
 
     def to_csv(self) -> str:
         """One row per rank, one action per cell: torch's ``compute_only`` format."""
@@ -52,7 +45,7 @@ class Schedule:
         return "\n".join(f"rank {rank}: {row}" for rank, row in enumerate(rows))
 
 
-def rows_to_csv(rows: tuple[tuple[Action, ...], ...]) -> str:
+def rows_to_csv(rows: Sequence[Sequence[Action]]) -> str:
     """Rows of actions as comma-separated text, one line per row."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([map(str, row) for row in rows])
@@ -63,12 +56,18 @@ def schedule_from_csv(text: str, *, name: str = "csv") -> Schedule:
     """Read torch's ``compute_only`` format: a row per rank, an action per cell, blank cells for idle slots.
 
     Stages, microbatches and placement are read off the cells. Laws are not checked here (``pipeline.laws``), except
-    what is needed to name them: every cell an action, every stage on one rank, stages 0..S-1 all present.
+    what is needed to name them: every cell an action, something in every row, every stage on one rank, stages 0..S-1
+    and microbatches 0..M-1 all present. Empty lines at the end are no rows. Raises ``ScheduleError``.
     """
-    rows = [_parse_row(row, number) for number, row in enumerate(csv.reader(io.StringIO(text)), start=1)]
-    placement = _placement_of(rows)
-    microbatches = 1 + max(action.microbatch for row in rows for action in row)
-    return Schedule(name, microbatches, placement, tuple(rows))
+    try:
+        lines = list(csv.reader(io.StringIO(text.rstrip())))
+    except csv.Error as error:
+        raise ScheduleError(f"not comma-separated text: {error}") from None
+    rows = tuple(_parse_row(line, number) for number, line in enumerate(lines, start=1))
+    if not rows:
+        raise ScheduleError("there is no action at all")
+    microbatches = _count({action.microbatch for row in rows for action in row}, "microbatch")
+    return Schedule(name, microbatches, _placement_of(rows), rows)
 
 
 def _parse_row(cells: list[str], number: int) -> tuple[Action, ...]:
@@ -80,10 +79,12 @@ def _parse_row(cells: list[str], number: int) -> tuple[Action, ...]:
             actions.append(Action.parse(cell.strip()))
         except ActionError as error:
             raise ScheduleError(f"row {number}, column {column}: {error}") from None
+    if not actions:
+        raise ScheduleError(f"row {number} has no action: a row is a rank, and every rank holds a stage")
     return tuple(actions)
 
 
-def _placement_of(rows: list[tuple[Action, ...]]) -> tuple[int, ...]:
+def _placement_of(rows: Sequence[Sequence[Action]]) -> tuple[int, ...]:
     owner: dict[int, int] = {}
     for rank, row in enumerate(rows):
         for action in row:
@@ -91,7 +92,12 @@ def _placement_of(rows: list[tuple[Action, ...]]) -> tuple[int, ...]:
                 raise ScheduleError(
                     f"row {rank + 1}: {action} is stage {action.stage}, which row {owner[action.stage] + 1} has already"
                 )
-    missing = sorted(set(range(max(owner, default=-1) + 1)) - set(owner))
-    if missing or not owner:
-        raise ScheduleError(f"no row has an action of stage {missing[0]}" if missing else "there is no action at all")
-    return tuple(owner[stage] for stage in range(len(owner)))
+    return tuple(owner[stage] for stage in range(_count(owner.keys(), "stage")))
+
+
+def _count(numbers: Collection[int], what: str) -> int:
+    """How many ``numbers`` there are; raises unless they are 0, 1, 2 and so on without a gap."""
+    missing = next((number for number in range(len(numbers)) if number not in numbers), None)
+    if missing is not None:
+        raise ScheduleError(f"no row has an action of {what} {missing}, but one has of {what} {max(numbers)}")
+    return len(numbers)

@@ -71,8 +71,8 @@ def simulate(
     """Run ``schedule`` on paper: each action starts when its rank is free and what it needs has arrived.
 
     ``latency`` is added to whatever crosses ranks. ``weight_memory`` is M_W / M_B, the share of an activation still
-    held between I and W; with 1.0 the whole activation is held until W. Raises ``dataflow.Stuck`` for a schedule
-    whose orders contradict. Linear in the number of actions.
+    held between I and W; with 1.0 the whole activation is held until W. Raises ``dataflow.Stuck``, a ScheduleError, for
+    a schedule whose orders contradict. Linear in the number of actions.
     """
     starts: list[list[float]] = [[] for _ in schedule.ranks]
     ends: list[list[float]] = [[] for _ in schedule.ranks]

@@ -33,10 +33,9 @@ def canonical_name(text: str) -> str:
     known = {re.sub(r"[^a-z0-9]", "", name): name for name in FAMILIES} | dict(_ALIASES)
     if plain in known:
         return known[plain]
-    near = difflib.get_close_matches(plain, known, n=1, cutoff=0.0)
-    raise ScheduleError(
-        f"unknown schedule {text!r}: did you mean {known[near[0]] if near else 'gpipe'!r}? Known: {', '.join(FAMILIES)}"
-    )
+    near = difflib.get_close_matches(plain, known, n=1, cutoff=0.4)
+    hint = f"did you mean {known[near[0]]!r}? " if near else ""
+    raise ScheduleError(f"unknown schedule {text!r}: {hint}Known: {', '.join(FAMILIES)}")
 
 
 def build(name: str, *, ranks: int, microbatches: int, virtual: int = 1) -> Schedule:

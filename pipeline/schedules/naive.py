@@ -1,4 +1,11 @@
-"""Naive (stop-and-wait): one microbatch in flight, so one rank works at a time."""
+"""Naive (stop-and-wait): one microbatch in flight, so one rank works at a time.
+
+Drawn for P = 3, M = 2 (a forward is one cell, a backward two)::
+
+    rank 0 | 0F0   .   .   .   .   .   . 0B0 0B0 0F1   .   .   .   .   .   . 0B1 0B1
+    rank 1 |   . 1F0   .   .   . 1B0 1B0   .   .   . 1F1   .   .   . 1B1 1B1   .   .
+    rank 2 |   .   . 2F0 2B0 2B0   .   .   .   .   .   . 2F1 2B1 2B1   .   .   .   .
+"""
 
 from pipeline.action import Action, Kind
 from pipeline.schedule import Schedule
@@ -6,12 +13,6 @@ from pipeline.schedule import Schedule
 
 def naive(*, ranks: int, microbatches: int) -> Schedule:
     """Each rank: F0 B0 F1 B1 ...; stage r on rank r.
-
-    Drawn for P = 3, M = 2 (a forward is one cell, a backward two)::
-
-        rank 0 | 0  .  .  .  .  .  . 0B 0B  1  .  .  .  .  .  . 1B 1B
-        rank 1 | .  0  .  .  . 0B 0B  .  .  .  1  .  .  . 1B 1B  .  .
-        rank 2 | .  .  0 0B 0B  .  .  .  .  .  .  1 1B 1B  .  .  .  .
 
     Global bubble (P-1) M (T_F + T_B): the baseline that every other schedule improves on.
     """
