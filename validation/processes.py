@@ -1,12 +1,10 @@
 """Ranks as processes of this machine: one pool of workers for each number of ranks, made when first needed."""
 
-import os
-import socket
 import tempfile
 from collections.abc import Sequence
 
 from validation.pool import Pool
-from validation.seat import Seat
+from validation.seat import Seat, loopback
 from validation.worker import Answer
 
 
@@ -42,13 +40,7 @@ class Processes:
                 device=self._device,
                 store=f"file://{folder}/store",
                 folder=folder,
-                environment=_loopback(),
+                environment=loopback(),
             )
             for rank in range(ranks)
         ]
-
-
-def _loopback() -> dict[str, str]:
-    # Without this gloo asks what the host's name resolves to, which on many a laptop is an address of another network.
-    interfaces = {name for _, name in socket.if_nameindex()}
-    return {"GLOO_SOCKET_IFNAME": "lo"} if "lo" in interfaces and "GLOO_SOCKET_IFNAME" not in os.environ else {}

@@ -1,6 +1,7 @@
 """Where a worker sits: which rank it is, on which device, and where it meets the other ranks."""
 
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,3 +43,12 @@ class Seat:
             "OMP_NUM_THREADS": 1,  # ranks share the machine
         }
         return inherited | {name: str(number) for name, number in places.items()} | dict(self.environment)
+
+
+def loopback() -> dict[str, str]:
+    """Environment for ranks that are all on this host.
+
+    Without it gloo asks what the host's name resolves to, which on many a laptop is an address of another network.
+    """
+    interfaces = {name for _, name in socket.if_nameindex()}
+    return {"GLOO_SOCKET_IFNAME": "lo"} if "lo" in interfaces and "GLOO_SOCKET_IFNAME" not in os.environ else {}

@@ -8,6 +8,8 @@ from typing import Any, NoReturn, Protocol, Self, TypeVar
 from validation.processes import Processes
 from validation.rank_report import NeedsMoreRanks, Outcome, RankFailed, RankReport, WorldError, culprit_of
 from validation.shipping import pack, unpack
+from validation.side_store import under_torchrun
+from validation.torchrun import Torchrun
 from validation.worker import Answer, RankContext
 
 __all__ = ["NeedsMoreRanks", "RankContext", "RankFailed", "RankReport", "World", "WorldError"]
@@ -55,7 +57,7 @@ class World:
         bound_s = self.timeout_s if timeout_s is None else _bound(timeout_s)
         order = pack((sys.path, pack((job, args))))
         if self._place is None:
-            self._place = Processes(self.device)
+            self._place = _place(self.device)
         return _results(self._place.run(order, label=_label(job), ranks=ranks, timeout_s=bound_s))
 
     def close(self) -> None:
@@ -71,6 +73,10 @@ class World:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _place(device: str) -> Place:
+    return Torchrun(device) if under_torchrun() else Processes(device)
 
 
 def _bound(timeout_s: float) -> float:
