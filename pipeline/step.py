@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeline.action import Action
 from pipeline.boundary import as_tensors
 from pipeline.gradients import GradientWork, StageGradients, Tied, clip_factor, norm_of
 from pipeline.laws import check
@@ -91,11 +92,17 @@ class PipelineSchedule:
         self._loss_fn = loss_fn
         self._optimizer = optimizer
         self._stale = False  # whether .grad still holds what the optimizer has used already
+        self._executed: tuple[Action, ...] = ()
         self._runtime = Runtime(self.parts.program, self.parts.stages, self.parts.transport)
 
     @property
     def schedule(self) -> Schedule:
         return self.parts.program.schedule
+
+    @property
+    def executed(self) -> tuple[Action, ...]:
+        """This rank's compute actions in the order in which the last step really ran them."""
+        return self._executed
 
     def wrapped(self, wrap: Callable[[Parts], Parts]) -> "PipelineSchedule":
         """This schedule with its parts replaced by ``wrap(parts)``; it shares modules and optimizer with this one."""
@@ -153,7 +160,7 @@ class PipelineSchedule:
             module.eval()
         try:
             objective = self._objective(loss_divisor)
-            run = self._runtime.run(self._checked(microbatches), objective, forward_only=True)
+            run = self._run(microbatches, objective, forward_only=True)
         finally:
             for module, mode in zip(modules, modes, strict=True):
                 module.train(mode)
@@ -172,7 +179,14 @@ class PipelineSchedule:
             self._optimizer.zero_grad(set_to_none=True)
             self._stale = False
         objective = self._objective(loss_divisor)
-        return self._runtime.run(self._checked(microbatches), objective), objective.divisor
+        return self._run(microbatches, objective), objective.divisor
+
+    def _run(
+        self, microbatches: Sequence[tuple[object, object]], objective: Objective, *, forward_only: bool = False
+    ) -> Run:
+        run = self._runtime.run(self._checked(microbatches), objective, forward_only=forward_only)
+        self._executed = run.executed
+        return run
 
     def _objective(self, loss_divisor: float | None) -> Objective:
         divisor = self.schedule.microbatches if loss_divisor is None else loss_divisor

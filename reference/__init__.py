@@ -1,0 +1,1 @@
+"""Single-device models and a plain training loop: what every schedule is compared with."""

@@ -1,0 +1,91 @@
+"""Microbatches, from real text that every Python installation ships, and synthetic ones.
+
+Legend: B rows, T tokens, C width, M microbatches.
+"""
+
+import functools
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from reference.model import CONTEXT, WIDTH, ModelError
+
+IGNORED = -100  # cross entropy's mark for a target that does not count
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One microbatch: the model's ``inputs``, the loss's ``target``, and how many targets count (``tokens``)."""
+
+    inputs: tuple[Tensor, ...]
+    target: Tensor
+    tokens: int
+
+    def to(self, device: str) -> "Batch":
+        """This microbatch on ``device``."""
+        return replace(self, inputs=tuple(tensor.to(device) for tensor in self.inputs), target=self.target.to(device))
+
+    def double(self) -> "Batch":
+        """This microbatch with its floating-point tensors in fp64."""
+
+        def wide(tensor: Tensor) -> Tensor:
+            return tensor.double() if tensor.is_floating_point() else tensor
+
+        return replace(self, inputs=tuple(map(wide, self.inputs)), target=wide(self.target))
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What microbatches look like: rows, tokens per row, and whether these differ between microbatches.
+
+    ragged: sequence lengths (rows, for models without tokens) differ. unequal: numbers of counting targets differ.
+    """
+
+    rows: int = 2
+    tokens: int = 16
+    ragged: bool = False
+    unequal: bool = False
+
+
+@functools.cache
+def text() -> Tensor:
+    """Python's own language reference, as ASCII codes (about half a million, int64, one dimension)."""
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as error:
+        raise ModelError("this Python lacks pydoc_data, its built-in help texts: install the full standard library") from error
+    words = "".join(topics[name] for name in sorted(topics)).encode("ascii", errors="ignore")
+    return torch.frombuffer(bytearray(words), dtype=torch.uint8).long()
+
+
+def microbatches(model: str, *, count: int, shapes: Shapes, seed: int) -> list[Batch]:
+    """``count`` microbatches for ``model``, on the CPU, following from ``seed`` alone."""
+    generator = torch.Generator().manual_seed(seed)
+    make = _text_batch if model.startswith("gpt") else _row_batch
+    return [make(model, shapes, generator, index) for index in range(count)]
+
+
+def _text_batch(model: str, shapes: Shapes, generator: torch.Generator, index: int) -> Batch:
+    length = shapes.tokens - (index * 5 % 7 if shapes.ragged else 0)
+    if not 1 <= length <= CONTEXT:
+        raise ModelError(f"a sequence of {length} tokens: expected 1 to {CONTEXT}")
+    source = text()
+    starts_B = torch.randint(len(source) - length - 1, (shapes.rows,), generator=generator)
+    rows = torch.stack([source[start : start + length + 1] for start in starts_B.tolist()])  # (B, T + 1)
+    target_BT = rows[:, 1:].clone()
+    if shapes.unequal:
+        # Drop a growing tail of each row's targets, never all of them.
+        dropped = (index * 3 + 1) % length
+        target_BT[:, length - dropped :] = IGNORED
+    return Batch((rows[:, :-1].contiguous(),), target_BT, int((target_BT != IGNORED).sum()))
+
+
+def _row_batch(model: str, shapes: Shapes, generator: torch.Generator, index: int) -> Batch:
+    """Random rows; rows are what counts, so unequal counts mean unequal numbers of rows."""
+    rows = shapes.rows + 2 + (index * 5 % 7 if shapes.ragged or shapes.unequal else 0)
+    x_BC = torch.randn(rows, WIDTH, generator=generator)
+    target_BC = torch.randn(rows, WIDTH, generator=generator)
+    key = torch.randint(2**31, (), generator=generator)
+    extra = {"dropout": (key,), "pair": (torch.randn(rows, WIDTH, generator=generator),)}.get(model, ())
+    return Batch((x_BC, *extra), target_BC, rows)

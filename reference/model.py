@@ -1,0 +1,246 @@
+"""Single-device models, all in this file, in the manner of nanoGPT (Karpathy, github.com/karpathy/nanoGPT).
+
+A model is a chain of pieces; each takes and returns a tensor or a tuple of tensors. ``layers`` says which pieces belong
+to which layer, the unit in which a pipeline is cut: the embedding goes with the first layer, the head with the last.
+
+Legend: B rows, T tokens, C width, H heads, K vocabulary, L layers.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+WIDTH = 32
+HEADS = 4
+VOCABULARY = 128  # ASCII
+CONTEXT = 64
+
+LossFn = Callable[[Tensor, Tensor], Tensor]
+
+
+class ModelError(ValueError):
+    """A model that does not exist or cannot have what was asked of it."""
+
+
+class Model(nn.Module):
+    """A chain of named pieces, and the losses that go with its output.
+
+    ``layers[i]`` names the pieces of layer i, as submodules of this module. ``mean_loss`` is the mean over a
+    microbatch's targets, ``sum_loss`` their sum.
+    """
+
+    def __init__(self, layers: Sequence[Sequence[str]], *, mean_loss: LossFn, sum_loss: LossFn) -> None:
+        super().__init__()
+        self.layers = tuple(tuple(pieces) for pieces in layers)
+        self.mean_loss = mean_loss
+        self.sum_loss = sum_loss
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        for pieces in self.layers:
+            for piece in pieces:
+                outputs = self.get_submodule(piece)(*inputs)
+                inputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        (output,) = inputs
+        return output
+
+
+class MLPBlock(nn.Module):
+    """x + gelu(linear(norm(x)))."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x_BC: Tensor) -> Tensor:
+        return x_BC + F.gelu(self.linear(self.norm(x_BC)))
+
+
+class TwiceBlock(nn.Module):
+    """One weight used twice on a path: x + gelu(gelu(x W) W)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x_BC: Tensor) -> Tensor:
+        return x_BC + F.gelu(self.linear(F.gelu(self.linear(self.norm(x_BC)))))
+
+
+class DropoutBlock(nn.Module):
+    """An MLP block with dropout whose mask follows from (seed, layer, key), whatever else was drawn before.
+
+    ``key`` is an integer that travels with the microbatch, so a pipeline and a single device draw the same mask, in any
+    order and also when a forward is computed again.
+    """
+
+    def __init__(self, width: int, *, layer: int, seed: int, last: bool) -> None:
+        super().__init__()
+        self.block = MLPBlock(width)
+        self.rate = 0.25
+        self.layer, self.seed, self.last = layer, seed, last
+
+    def forward(self, x_BC: Tensor, key: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        y_BC = self.block(x_BC)
+        if self.training:
+            generator = torch.Generator().manual_seed((self.seed * 1009 + self.layer) * 1_000_003 + int(key))
+            kept_BC = torch.rand(y_BC.shape, generator=generator) >= self.rate
+            y_BC = y_BC * kept_BC.to(y_BC) / (1 - self.rate)
+        return y_BC if self.last else (y_BC, key)
+
+
+class PairBlock(nn.Module):
+    """Two streams of activations: a, b -> a + linear(b), gelu(other(a)). The last block drops b, so its ``other`` is
+    never used and its gradients stay None."""
+
+    def __init__(self, width: int, *, last: bool) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.linear = nn.Linear(width, width)
+        self.other = nn.Linear(width, width)
+        self.last = last
+
+    def forward(self, a_BC: Tensor, b_BC: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        out_BC = a_BC + self.linear(self.norm(b_BC))
+        return out_BC if self.last else (out_BC, b_BC + F.gelu(self.other(a_BC)))
+
+
+class Embedding(nn.Module):
+    """Token and position embeddings."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.token = nn.Embedding(VOCABULARY, width)
+        self.position = nn.Embedding(CONTEXT, width)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        positions_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+        return self.token(tokens_BT) + self.position(positions_T)  # (B, T, C)
+
+
+class Attention(nn.Module):
+    """Causal self-attention."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        b, t, c = x_BTC.shape
+        heads = (part.view(b, t, HEADS, c // HEADS).transpose(1, 2) for part in self.qkv(x_BTC).chunk(3, dim=-1))
+        y_BHTD = F.scaled_dot_product_attention(*heads, is_causal=True)  # (B, H, T, C / H)
+        return self.out(y_BHTD.transpose(1, 2).reshape(b, t, c))
+
+
+class TransformerBlock(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm_1 = nn.LayerNorm(width)
+        self.attention = Attention(width)
+        self.norm_2 = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        x_BTC = x_BTC + self.attention(self.norm_1(x_BTC))
+        return x_BTC + self.down(F.gelu(self.up(self.norm_2(x_BTC))))
+
+
+class Head(nn.Module):
+    """Final norm, and logits over the vocabulary."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.logits = nn.Linear(width, VOCABULARY, bias=False)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        return self.logits(self.norm(x_BTC))  # (B, T, K)
+
+
+def token_loss(reduction: str) -> LossFn:
+    """Cross entropy of next tokens; a target of -100 does not count."""
+
+    def loss(logits_BTK: Tensor, targets_BT: Tensor) -> Tensor:
+        return F.cross_entropy(logits_BTK.flatten(0, 1), targets_BT.flatten(), reduction=reduction)
+
+    return loss
+
+
+def square_loss(reduction: str) -> LossFn:
+    """Squared error, a row counting as one target."""
+
+    def loss(output_BC: Tensor, target_BC: Tensor) -> Tensor:
+        rows_B = (output_BC - target_BC).square().mean(dim=-1)
+        return rows_B.mean() if reduction == "mean" else rows_B.sum()
+
+    return loss
+
+
+class GPT(Model):
+    """A small GPT. With ``tied`` the head's weight is the token embedding's, one parameter under two names."""
+
+    def __init__(self, layers: int, *, tied: bool, width: int = WIDTH) -> None:
+        pieces = [[f"blocks.{layer}"] for layer in range(layers)]
+        pieces[0].insert(0, "embed")
+        pieces[-1].append("head")
+        super().__init__(pieces, mean_loss=token_loss("mean"), sum_loss=token_loss("sum"))
+        self.embed = Embedding(width)
+        self.blocks = nn.ModuleList(TransformerBlock(width) for _ in range(layers))
+        self.head = Head(width)
+        for parameter in self.parameters():
+            if parameter.dim() == 2:
+                nn.init.normal_(parameter, std=0.02 * math.sqrt(768 / width))
+        if tied:
+            self.head.logits.weight = self.embed.token.weight
+
+
+class Stack(Model):
+    """Equal blocks on rows of width C, trained to match given rows."""
+
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+        pieces = [[f"blocks.{layer}"] for layer in range(len(blocks))]
+        super().__init__(pieces, mean_loss=square_loss("mean"), sum_loss=square_loss("sum"))
+        self.blocks = nn.ModuleList(blocks)
+
+
+def _frozen(layers: int, seed: int) -> Model:
+    model = Stack([MLPBlock(WIDTH) for _ in range(layers)])
+    model.get_parameter(f"blocks.{layers // 2}.linear.weight").requires_grad_(False)
+    return model
+
+
+def _dropout(layers: int, seed: int) -> Model:
+    return Stack([DropoutBlock(WIDTH, layer=k, seed=seed, last=k == layers - 1) for k in range(layers)])
+
+
+MODELS: Mapping[str, Callable[[int, int], Model]] = MappingProxyType(
+    {
+        "gpt": lambda layers, seed: GPT(layers, tied=False),
+        "gpt-tied": lambda layers, seed: GPT(layers, tied=True),
+        "mlp": lambda layers, seed: Stack([MLPBlock(WIDTH) for _ in range(layers)]),
+        "twice": lambda layers, seed: Stack([TwiceBlock(WIDTH) for _ in range(layers)]),
+        "frozen": _frozen,
+        "dropout": _dropout,
+        "pair": lambda layers, seed: Stack([PairBlock(WIDTH, last=k == layers - 1) for k in range(layers)]),
+    }
+)
+
+
+def build_model(name: str, *, layers: int, seed: int) -> Model:
+    """The model ``name`` with ``layers`` layers and weights drawn from ``seed``, the same on every rank, on the CPU."""
+    if name not in MODELS:
+        raise ModelError(f"unknown model {name!r}: known are {', '.join(MODELS)}")
+    if layers < 1:
+        raise ModelError(f"layers is {layers}: expected at least 1")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return MODELS[name](layers, seed)

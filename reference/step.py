@@ -1,0 +1,202 @@
+"""The reference: a plain loop over the microbatches on one device.
+
+It really is one model (a tied weight is one parameter), but it keeps apart what a pipeline keeps apart: the gradient
+that each stage contributes to a parameter. So it can add the same numbers in the order in which a pipeline added them,
+and a correct pipeline then agrees to the last bit.
+"""
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from reference.data import Batch
+from reference.model import LossFn, Model
+
+Stage = int
+Slot = tuple[Stage, str]  # one stage's copy of a parameter, by its name in the model
+Gradient = Tensor | None
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a step is made, but for its data.
+
+    loss: "mean" divides each microbatch's mean loss by the number of microbatches; "tokens" divides each microbatch's
+    summed loss by the global number of counting targets. Gradients are clipped to ``max_norm``; the optimizer is SGD
+    with momentum, which, unlike Adam, shows a wrong scale.
+    """
+
+    loss: str = "mean"
+    max_norm: float = 0.1
+    lr: float = 0.5
+    momentum: float = 0.9
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What one microbatch gives: its undivided loss, and its gradient in every slot."""
+
+    loss: float
+    gradients: Mapping[Slot, Gradient]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What an operation must give.
+
+    ``losses`` by microbatch, undivided. For "train": ``gradients`` per slot after tied copies are summed and before
+    clipping, their ``norm`` over logical parameters, and ``parameters`` per slot after clip and optimizer step.
+    ``contributions`` are this operation's, by microbatch, and ``before`` the parameters it started from, by name.
+    """
+
+    operation: str
+    losses: tuple[float, ...]
+    contributions: tuple[Contribution, ...] = ()
+    before: Mapping[str, Tensor] = field(default_factory=dict)
+    gradients: Mapping[Slot, Gradient] = field(default_factory=dict)
+    norm: float | None = None
+    parameters: Mapping[Slot, Tensor] = field(default_factory=dict)
+
+
+class Reference:
+    """A model on one device that is trained operation by operation: "train", "accumulate" or "eval".
+
+    ``owner`` maps every parameter name, each name of a tied one too, to the stage that holds a copy under it.
+    """
+
+    def __init__(self, model: Model, *, owner: Mapping[str, Stage], recipe: Recipe) -> None:
+        self.model = model
+        self._recipe = recipe
+        self._parameters = dict(model.named_parameters(remove_duplicate=False))
+        self._slots = {name: (owner[name], name) for name in self._parameters}
+        self._optimizer = torch.optim.SGD(
+            [parameter for parameter in model.parameters() if parameter.requires_grad],
+            lr=recipe.lr,
+            momentum=recipe.momentum,
+        )
+        self._sums: dict[Slot, Gradient] = {}
+
+    def perform(
+        self, operation: str, batches: Sequence[Batch], *, orders: Mapping[Stage, Sequence[int]]
+    ) -> Expected:
+        """Do ``operation`` on ``batches``; ``orders[stage]`` is the order of microbatches in that stage's backwards."""
+        if operation == "eval":
+            return Expected(operation, self._evaluate(batches))
+        before = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+        contributions = self._contributions(batches)
+        self._sums = accumulate(contributions, orders=orders, onto=self._sums)
+        expected = Expected(operation, tuple(one.loss for one in contributions), contributions, before)
+        return self._update(expected) if operation == "train" else expected
+
+    def _evaluate(self, batches: Sequence[Batch]) -> tuple[float, ...]:
+        loss_fn, _ = objective(self.model, batches, self._recipe)
+        self.model.eval()
+        with torch.no_grad():
+            losses = tuple(loss_fn(self.model(*batch.inputs), batch.target).item() for batch in batches)
+        self.model.train()
+        return losses
+
+    def _contributions(self, batches: Sequence[Batch]) -> tuple[Contribution, ...]:
+        loss_fn, divisor = objective(self.model, batches, self._recipe)
+        return tuple(self._contribution(batch, loss_fn, divisor) for batch in batches)
+
+    def _contribution(self, batch: Batch, loss_fn: LossFn, divisor: float) -> Contribution:
+        """One forward and backward, with a leaf of its own for every stage's use of every parameter."""
+        leaves: dict[tuple[Stage, int], Tensor] = {}
+        uses = {}
+        for name, parameter in self._parameters.items():
+            key = (self._slots[name][0], id(parameter))
+            if key not in leaves:
+                leaves[key] = parameter.detach().requires_grad_(parameter.requires_grad)
+            uses[name] = leaves[key]
+        output = functional_call(self.model, uses, batch.inputs, tie_weights=False)
+        loss = loss_fn(output, batch.target)
+        wanted = [leaf for leaf in leaves.values() if leaf.requires_grad]
+        found = dict(zip(map(id, wanted), torch.autograd.grad(loss / divisor, wanted, allow_unused=True), strict=True))
+        return Contribution(loss.item(), {self._slots[name]: found.get(id(leaf)) for name, leaf in uses.items()})
+
+    def _update(self, expected: Expected) -> Expected:
+        gradients = self.total(self._sums)
+        norm = self.norm(gradients)
+        factor = min(1.0, self._recipe.max_norm / (norm + 1e-6))
+        for name, parameter in self.model.named_parameters():
+            gradient = gradients[self._slots[name]]
+            parameter.grad = None if gradient is None else gradient * factor
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self._sums = {}
+        parameters = {self._slots[name]: parameter.detach().clone() for name, parameter in self._parameters.items()}
+        return Expected(
+            expected.operation, expected.losses, expected.contributions, expected.before, gradients, norm, parameters
+        )
+
+    def total(self, sums: Mapping[Slot, Gradient]) -> dict[Slot, Gradient]:
+        """Gradients per slot in which the copies of a tied parameter hold the sum of all stages' shares.
+
+        Shares are added in the order of stages. Names of one parameter within one stage are one use, counted once.
+        """
+        total: dict[Slot, Gradient] = {}
+        for copies in self._copies().values():
+            shares = {stage: sums[stage, name] for stage, name in copies}
+            whole = _add([shares[stage] for stage in sorted(shares)])
+            total |= dict.fromkeys(copies, whole)
+        return total
+
+    def norm(self, gradients: Mapping[Slot, Gradient]) -> float:
+        """The 2-norm over logical parameters, a tied one counted once; sums of squares in fp64, added exactly."""
+        one_each = (gradients[copies[0]] for copies in self._copies().values())
+        squares = (torch.linalg.vector_norm(g, dtype=torch.float64).item() ** 2 for g in one_each if g is not None)
+        return math.sqrt(math.fsum(squares))
+
+    def _copies(self) -> dict[int, list[Slot]]:
+        """The slots of each logical parameter, keyed by its tensor's identity, in order of stages."""
+        copies: dict[int, list[Slot]] = {}
+        for name, parameter in self._parameters.items():
+            copies.setdefault(id(parameter), []).append(self._slots[name])
+        return {key: sorted(slots) for key, slots in copies.items()}
+
+
+def objective(model: Model, batches: Sequence[Batch], recipe: Recipe) -> tuple[LossFn, float]:
+    """A microbatch's loss function, and what its value is divided by before the backward."""
+    if recipe.loss == "tokens":
+        return model.sum_loss, float(sum(batch.tokens for batch in batches))
+    return model.mean_loss, float(len(batches))
+
+
+def accumulate(
+    contributions: Sequence[Contribution],
+    *,
+    orders: Mapping[Stage, Sequence[int]],
+    onto: Mapping[Slot, Gradient] | None = None,
+) -> dict[Slot, Gradient]:
+    """Add contributions to ``onto``, each slot in its stage's order. A slot that nothing contributes to stays None."""
+    sums: dict[Slot, Gradient] = {}
+    for slot in contributions[0].gradients:
+        found = [contributions[microbatch].gradients[slot] for microbatch in orders[slot[0]]]
+        sums[slot] = _add([(onto or {}).get(slot), *found])
+    return sums
+
+
+def in_double(reference: Reference, expected: Expected, batches: Sequence[Batch]) -> tuple[Contribution, ...]:
+    """The contributions of ``expected`` computed once more in fp64, from the same parameters and microbatches."""
+    model = copy.deepcopy(reference.model).double()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            parameter.copy_(expected.before[name])
+    owner = {name: stage for stage, name in expected.contributions[0].gradients}
+    wide = Reference(model, owner=owner, recipe=reference._recipe)
+    return wide._contributions([batch.double() for batch in batches])
+
+
+def _add(parts: Sequence[Gradient]) -> Gradient:
+    """The sum from left to right, in place as autograd accumulates; None if every part is."""
+    total: Gradient = None
+    for part in parts:
+        if part is not None:
+            total = part.clone() if total is None else total.add_(part)
+    return total

@@ -1,0 +1,134 @@
+"""The ledger of a validation: every comparison made, entered under the laws that it bears on."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from validation.tolerance import Floor, error, same_bits
+from validation.verdict import Law, Mismatch, Outcome
+
+
+@dataclass
+class _Entry:
+    checked: int = 0
+    exact: int = 0
+    worst: float = 0.0
+    floor: float = 0.0
+    outcomes: set[str] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a comparison belongs: its law, the scenario's law if there is one, and the known parts of a mismatch."""
+
+    law: str
+    scenario: str | None
+    where: Mismatch
+
+    def mismatch(self, seen: str, expected: str, *, size: float | None = None, limit: float | None = None) -> Mismatch:
+        """This place, with what was seen there."""
+        return replace(self.where, law=self.law, seen=seen, expected=expected, error=size, limit=limit)
+
+
+class Ledger:
+    """Collects comparisons. Laws that nothing was entered under stay "unknown", unless said not to apply."""
+
+    def __init__(self, laws: Sequence[str]) -> None:
+        self._entries = {law: _Entry() for law in laws}
+        self._not_applicable: dict[str, str] = {}
+        self.mismatches: list[Mismatch] = []
+
+    @property
+    def failed(self) -> bool:
+        """Whether anything so far did not agree."""
+        return any(entry.outcomes & {"fail", "unknown"} for entry in self._entries.values())
+
+    def skip(self, law: str, reason: str) -> None:
+        """``law`` does not apply here."""
+        self._not_applicable[law] = reason
+
+    def doubt(self, law: str, reason: str) -> None:
+        """``law`` cannot be judged: it says nothing that it was not seen to fail."""
+        self._entries[law].outcomes.add("unknown")
+        self._entries[law].notes.append(reason)
+
+    def hold(self, place: Place, holds: bool, seen: str, expected: str) -> None:
+        """Enter a comparison that either holds exactly or fails."""
+        self._enter(place, "pass" if holds else "fail", exact=holds)
+        if not holds:
+            self.mismatches.append(place.mismatch(seen, expected))
+
+    def tensors(
+        self, place: Place, observed: Tensor, expected: Tensor, floor: Callable[[], Floor], *, base: Tensor | None = None
+    ) -> None:
+        """Enter two tensors. ``base``: judge their differences from it, relative to how far expected moved."""
+        if same_bits(observed, expected):
+            self._enter(place, "pass", exact=True)
+            return
+        scale = None if base is None else expected.double() - base.double()
+        size, allowed = error(observed, expected, scale=scale), floor()
+        outcome = allowed.outcome(size)
+        self._enter(place, outcome, size=size, floor=allowed.largest)
+        if outcome != "pass":
+            seen, wanted = _describe(observed, expected, base)
+            self.mismatches.append(place.mismatch(seen, wanted, size=size, limit=allowed.limit))
+
+    def numbers(self, place: Place, observed: float, expected: float, floor: Callable[[], Floor]) -> None:
+        """Enter two numbers."""
+        if observed == expected:
+            self._enter(place, "pass", exact=True)
+            return
+        size = abs(observed - expected) / abs(expected) if expected else float("inf")
+        size, allowed = (size if size == size else float("inf")), floor()
+        outcome = allowed.outcome(size)
+        self._enter(place, outcome, size=size, floor=allowed.largest)
+        if outcome != "pass":
+            self.mismatches.append(
+                place.mismatch(f"{observed:.9g}", f"{expected:.9g}", size=size, limit=allowed.limit)
+            )
+
+    def laws(self) -> tuple[Law, ...]:
+        """Every law's outcome, in the order given at the start."""
+        return tuple(self._law(name, entry) for name, entry in self._entries.items())
+
+    @property
+    def all_exact(self) -> bool:
+        """Whether every comparison held bit for bit."""
+        return all(entry.exact == entry.checked for entry in self._entries.values())
+
+    def _law(self, name: str, entry: _Entry) -> Law:
+        if name in self._not_applicable:
+            return Law(name, "not applicable", note=self._not_applicable[name])
+        outcome: Outcome = "pass"
+        if "fail" in entry.outcomes:
+            outcome = "fail"
+        elif "unknown" in entry.outcomes or not entry.checked:
+            outcome = "unknown"
+        note = "; ".join(entry.notes) or ("" if entry.checked else "nothing was compared")
+        return Law(name, outcome, entry.checked, entry.exact, entry.worst, entry.floor, note)
+
+    def _enter(self, place: Place, outcome: str, *, exact: bool = False, size: float = 0.0, floor: float = 0.0) -> None:
+        for law in (place.law, place.scenario):
+            if law is not None:
+                entry = self._entries[law]
+                entry.checked += 1
+                entry.exact += exact
+                entry.outcomes.add(outcome)
+                if size > entry.worst:
+                    entry.worst, entry.floor = size, floor
+
+
+def _describe(observed: Tensor, expected: Tensor, base: Tensor | None) -> tuple[str, str]:
+    """Two tensors in words: norms, and how much of the observed one is the expected one."""
+    if observed.shape != expected.shape:
+        return f"shape {list(observed.shape)}", f"shape {list(expected.shape)}"
+    seen, wanted = observed.double(), expected.double()
+    what = "norm"
+    if base is not None:
+        seen, wanted, what = seen - base.double(), wanted - base.double(), "update of norm"
+    size = (seen.norm() * wanted.norm()).item()
+    product = (seen * wanted).sum().item()
+    likeness = f", {product / wanted.norm().item() ** 2:.6g} times expected, cosine {product / size:.6f}" if size else ""
+    return f"{what} {seen.norm().item():.6g}{likeness}", f"{what} {wanted.norm().item():.6g}"

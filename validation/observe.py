@@ -1,0 +1,155 @@
+"""Running a case on real ranks and bringing back what they produced. Observers are wrapped around parts of the step."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.action import Action, Kind
+from pipeline.boundary import Tensors
+from pipeline.gradients import GradientWork
+from pipeline.stage import Goal, Stage
+from pipeline.step import Parts, PipelineSchedule
+from pipeline.transport import DistributedTransport
+from reference.data import Batch, Shapes, microbatches
+from reference.model import Model, build_model
+from reference.step import Recipe, objective
+from validation.around import AroundGradients, AroundStage
+from validation.case import Case
+from validation.observed import Observed, RankOperation, Slot
+from validation.specimens import specimen
+from validation.stages import layers_of, on_device, tied_across
+from validation.world import RankContext, World
+
+# A wait inside a step ends sooner than the world's own bound, so that it is the rank that says what it waited for.
+STEP_TIMEOUT_S = 30.0
+
+
+class WatchedStage(AroundStage):
+    """A stage whose outputs are looked at: which forwards gave something that is not finite."""
+
+    def __init__(self, inner: Stage) -> None:
+        super().__init__(inner)
+        self.nonfinite: list[Action] = []
+
+    def begin(self) -> None:
+        self.nonfinite = []
+        self.inner.begin()
+
+    def forward(self, microbatch: int, inputs: Tensors, goal: Goal | None) -> Tensors:
+        outputs = self.inner.forward(microbatch, inputs, goal)
+        seen = outputs if goal is None else (self.losses[microbatch],)
+        if not all(bool(tensor.isfinite().all()) for tensor in seen if tensor.is_floating_point()):
+            self.nonfinite.append(Action(self.index, Kind.FORWARD, microbatch))
+        return outputs
+
+
+class WatchedGradients(AroundGradients):
+    """Gradient work that keeps a copy of every gradient as it is between the tied reduction and the clipping."""
+
+    def __init__(self, inner: GradientWork, stages: Sequence[Stage]) -> None:
+        super().__init__(inner, stages)
+        self.kept: dict[Slot, Tensor | None] = {}
+
+    def reduce_tied(self) -> None:
+        self.inner.reduce_tied()
+        self.kept = {
+            slot: None if parameter.grad is None else parameter.grad.detach().to("cpu", copy=True)
+            for slot, parameter in slots(self.stages)
+        }
+
+
+def slots(stages: Sequence[Stage]) -> list[tuple[Slot, nn.Parameter]]:
+    """Every parameter of ``stages``, under each of its names."""
+    return [
+        ((stage.index, name), parameter)
+        for stage in stages
+        for name, parameter in stage.module.named_parameters(remove_duplicate=False)
+    ]
+
+
+def observe(case: Case, world: World) -> Observed:
+    """Run ``case`` on ``world``'s ranks. Raises what the world raises: a rank that failed, hung or is missing."""
+    rows = world.run(observe_rank, case, ranks=case.ranks)
+    return Observed(case.built, tuple(tuple(row) for row in rows))
+
+
+def data_for(case: Case, operation: int) -> list[Batch]:
+    """The microbatches of operation ``operation`` of the plan; different ones for each, so that stale ones show."""
+    shapes = Shapes(ragged=case.ragged, unequal=case.unequal)
+    return microbatches(case.model, count=case.microbatches, shapes=shapes, seed=case.seed * 1000 + operation)
+
+
+def deterministic(device: str) -> None:
+    """Make a GPU give the same bits twice; a CPU with one thread does so anyway."""
+    if device.startswith("cuda"):
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+
+
+def observe_rank(context: RankContext, case: Case) -> list[RankOperation]:
+    """One rank's part of ``case``; a job for ``World.run``."""
+    deterministic(context.device)
+    model = build_model(case.model, layers=case.layers, seed=case.seed)
+    own = {stage: layers_of(case.split)[stage] for stage in case.built.stages_of(context.rank)}
+    modules: dict[int, nn.Module] = {stage: on_device(model, layers, context.device) for stage, layers in own.items()}
+    recipe = Recipe(loss=case.loss)
+    loss_fn, _ = objective(model, data_for(case, 0), recipe)
+    optimizer = torch.optim.SGD(
+        [p for module in modules.values() for p in module.parameters() if p.requires_grad] or [torch.zeros(1)],
+        lr=recipe.lr,
+        momentum=recipe.momentum,
+    )
+    transport = DistributedTransport(context.group, device=torch.device(context.device), timeout_s=STEP_TIMEOUT_S)
+    schedule = PipelineSchedule(
+        kind=case.built,
+        n_microbatches=case.microbatches,
+        stages=list(modules.values()),
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        pp_group=transport,
+        tied=tied_across(model, case.split),
+    )
+    watched = schedule.wrapped(specimen(case.specimen).plant).wrapped(_watch)
+    return [_perform(watched, model, case, operation, context.device) for operation in range(len(case.plan))]
+
+
+def _watch(parts: Parts) -> Parts:
+    stages = tuple(map(WatchedStage, parts.stages))
+    return replace(parts, stages=stages, gradients=WatchedGradients(parts.gradients, stages))
+
+
+def _perform(schedule: PipelineSchedule, model: Model, case: Case, operation: int, device: str) -> RankOperation:
+    batches = data_for(case, operation)
+    recipe = Recipe(loss=case.loss)
+    _, divisor = objective(model, batches, recipe)
+    fed = specimen(case.specimen).feed(batches, schedule.parts)
+    pairs = [(batch.inputs, batch.target) for batch in (batch.to(device) for batch in fed)]
+    name = case.plan[operation]
+    if name == "accumulate":
+        known = schedule.accumulate(pairs, loss_divisor=divisor)
+        losses = tuple(known[m].item() for m in sorted(known))
+        return RankOperation(name, losses, schedule.executed, _nonfinite(schedule))
+    if name == "eval":
+        result = schedule.eval_step(pairs, loss_divisor=divisor)
+        return RankOperation(name, result.losses, schedule.executed, _nonfinite(schedule))
+    result = schedule.train_step(pairs, max_norm=recipe.max_norm, loss_divisor=divisor)
+    gradients = schedule.parts.gradients
+    assert isinstance(gradients, WatchedGradients), "the watcher is the outermost wrapper"
+    return RankOperation(
+        name,
+        result.losses,
+        schedule.executed,
+        _nonfinite(schedule),
+        gradients=gradients.kept,
+        norm=result.grad_norm,
+        parameters={slot: parameter.detach().to("cpu", copy=True) for slot, parameter in slots(gradients.stages)},
+        profile=result.profile,
+    )
+
+
+def _nonfinite(schedule: PipelineSchedule) -> tuple[Action, ...]:
+    watched = (stage for stage in schedule.parts.stages if isinstance(stage, WatchedStage))
+    return tuple(action for stage in watched for action in stage.nonfinite)

@@ -1,0 +1,81 @@
+"""What a schedule produced: plain values, gathered from all ranks."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from pipeline.action import GIVES_WEIGHT_GRADIENT, Action, Kind
+from pipeline.profile import Profile
+from pipeline.schedule import Schedule
+
+Slot = tuple[int, str]  # one stage's copy of a parameter, by its name in the model
+
+
+@dataclass(frozen=True)
+class RankOperation:
+    """One operation of the plan, as one rank saw it. Fields that the operation does not give are empty or None.
+
+    ``losses`` and ``norm`` are what the step reported on this rank. ``gradients`` are after tied copies were summed
+    and before clipping; ``parameters`` are after the optimizer. ``nonfinite`` are the actions whose output had a NaN
+    or an infinity.
+    """
+
+    operation: str
+    losses: tuple[float, ...]
+    executed: tuple[Action, ...]
+    nonfinite: tuple[Action, ...] = ()
+    gradients: Mapping[Slot, Tensor | None] | None = None
+    norm: float | None = None
+    parameters: Mapping[Slot, Tensor] | None = None
+    profile: Profile | None = None
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What every rank produced: ``ranks[r][k]`` is operation k of the plan on rank r."""
+
+    schedule: Schedule
+    ranks: tuple[tuple[RankOperation, ...], ...]
+
+    def losses(self, operation: int) -> tuple[float, ...]:
+        """The microbatches' losses, as the last stage's rank reported them."""
+        return self.ranks[self.schedule.placement[-1]][operation].losses
+
+    def gradients(self, operation: int) -> dict[Slot, Tensor | None]:
+        """Every rank's gradients together."""
+        return {slot: grad for rank in self.ranks for slot, grad in (rank[operation].gradients or {}).items()}
+
+    def parameters(self, operation: int) -> dict[Slot, Tensor]:
+        """Every rank's parameters together."""
+        return {slot: value for rank in self.ranks for slot, value in (rank[operation].parameters or {}).items()}
+
+    def backwards(self, operation: int) -> dict[int, list[int]]:
+        """For each stage, the microbatches in the order in which their weight gradients were added."""
+        orders: dict[int, list[int]] = {stage: [] for stage in range(self.schedule.n_stages)}
+        for rank in self.ranks:
+            for stage, kind, microbatch in rank[operation].executed:
+                if kind in GIVES_WEIGHT_GRADIENT:
+                    orders[stage].append(microbatch)
+        return orders
+
+    def forwards(self, operation: int) -> dict[int, list[int]]:
+        """For each stage, the microbatches in the order of their forwards."""
+        orders: dict[int, list[int]] = {stage: [] for stage in range(self.schedule.n_stages)}
+        for rank in self.ranks:
+            for stage, kind, microbatch in rank[operation].executed:
+                if kind is Kind.FORWARD:
+                    orders[stage].append(microbatch)
+        return orders
+
+    def first_nonfinite(self, operation: int) -> Action | None:
+        """The earliest action, along the flow of data, whose output was not finite."""
+        found = [action for rank in self.ranks for action in rank[operation].nonfinite]
+        return min(found, default=None, key=lambda action: (action.stage, action.microbatch))
+
+    @property
+    def profiles(self) -> Sequence[Profile]:
+        """Each rank's profile of the last training step."""
+        last = [max(k for k, op in enumerate(rank) if op.profile is not None) for rank in self.ranks]
+        found = [rank[k].profile for rank, k in zip(self.ranks, last, strict=True)]
+        return [profile for profile in found if profile is not None]
