@@ -7,11 +7,11 @@ and a correct pipeline then agrees to the last bit.
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
 
 from reference.data import Batch
@@ -22,19 +22,23 @@ Slot = tuple[Stage, str]  # one stage's copy of a parameter, by its name in the 
 Gradient = Tensor | None
 
 
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """SGD with momentum, which, unlike Adam, shows a gradient of the wrong scale."""
+    return torch.optim.SGD(parameters, lr=0.5, momentum=0.9)
+
+
 @dataclass(frozen=True)
 class Recipe:
     """How a step is made, but for its data.
 
     loss: "mean" divides each microbatch's mean loss by the number of microbatches; "tokens" divides each microbatch's
-    summed loss by the global number of counting targets. Gradients are clipped to ``max_norm``; the optimizer is SGD
-    with momentum, which, unlike Adam, shows a wrong scale.
+    summed loss by the global number of counting targets. Gradients are clipped to ``max_norm``, then ``optimizer``,
+    made from the parameters to train, takes a step.
     """
 
     loss: str = "mean"
     max_norm: float = 0.1
-    lr: float = 0.5
-    momentum: float = 0.9
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = sgd
 
 
 @dataclass(frozen=True)
@@ -74,11 +78,7 @@ class Reference:
         self._recipe = recipe
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
         self._slots = {name: (owner[name], name) for name in self._parameters}
-        self._optimizer = torch.optim.SGD(
-            [parameter for parameter in model.parameters() if parameter.requires_grad],
-            lr=recipe.lr,
-            momentum=recipe.momentum,
-        )
+        self._optimizer = recipe.optimizer([p for p in model.parameters() if p.requires_grad])
         self._sums: dict[Slot, Gradient] = {}
 
     def perform(

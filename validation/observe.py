@@ -97,18 +97,14 @@ def observe_rank(context: RankContext, case: Case) -> list[RankOperation]:
     modules: dict[int, nn.Module] = {stage: on_device(model, layers, context.device) for stage, layers in own.items()}
     recipe = Recipe(loss=case.loss)
     loss_fn, _ = objective(model, data_for(case, 0), recipe)
-    optimizer = torch.optim.SGD(
-        [p for module in modules.values() for p in module.parameters() if p.requires_grad] or [torch.zeros(1)],
-        lr=recipe.lr,
-        momentum=recipe.momentum,
-    )
+    trained = [p for module in modules.values() for p in module.parameters() if p.requires_grad]
     transport = DistributedTransport(context.group, device=torch.device(context.device), timeout_s=STEP_TIMEOUT_S)
     schedule = PipelineSchedule(
         kind=case.built,
         n_microbatches=case.microbatches,
         stages=list(modules.values()),
         loss_fn=loss_fn,
-        optimizer=optimizer,
+        optimizer=recipe.optimizer(trained),
         pp_group=transport,
         tied=tied_across(model, case.split),
     )

@@ -1,0 +1,124 @@
+"""Running cases and showing how it goes: what the commands ``validate``, ``fuzz`` and ``replay`` do."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter
+
+import torch
+
+from pipeline.profile import profile_table
+from validation.case import Case
+from validation.fuzz import Found, Tally, cases, fuzz
+from validation.judge import judge
+from validation.observe import observe
+from validation.report import HEADER, line, screen, summary
+from validation.terminal import JsonFile, Terminal
+from validation.verdict import SCHEMA, Verdict
+from validation.world import NeedsMoreRanks, RankFailed, World
+
+NO_VERDICT = 3
+
+
+class Impossible(ValueError):
+    """A request that these ranks or this machine cannot meet."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where cases run, and what is said about them. ``device``: "auto", "cpu" or "cuda"."""
+
+    device: str = "auto"
+    timeout_s: float = 120.0
+    json: str | None = None
+    profile: bool = False
+    explain: bool = False
+
+    @property
+    def chosen_device(self) -> str:
+        """Either cpu or cuda. Raises ``Impossible`` for CUDA where there is none."""
+        available = torch.cuda.is_available()
+        if self.device == "cuda" and not available:
+            raise Impossible("--device cuda, but torch finds no CUDA device: use --device cpu, or a CUDA build of torch")
+        return "cuda" if available and self.device != "cpu" else "cpu"
+
+
+def validate_all(wanted: Sequence[Case], setting: Setting) -> int:
+    """Validate each case, a line each and a screen for what is no pass; returns the exit status."""
+    terminal, device, verdicts = Terminal(), setting.chosen_device, []
+    with JsonFile(setting.json) as file, World(device, setting.timeout_s) as world:
+        terminal.say(HEADER)
+        for number, case in enumerate(wanted, start=1):
+            try:
+                with terminal.progress(f"{number} of {len(wanted)}: {case}"):
+                    verdict, more = _validated(replace(case, device=device), world, profile=setting.profile)
+            except RankFailed as failure:
+                if failure.cause is not None:  # a rank refused the input
+                    raise failure.cause from failure
+                return _told(failure, case, terminal)
+            except NeedsMoreRanks as error:
+                raise Impossible(f"{error}; start more ranks, or ask for fewer with --ranks") from error
+            verdicts.append(verdict)
+            terminal.say(line(case, verdict), verdict.verdict)
+            if setting.explain or verdict.verdict != "pass":
+                more = "\n".join(filter(None, (more, screen(verdict))))
+            if more:
+                terminal.say(more, verdict.verdict)
+        terminal.say(summary(verdicts))
+        file.write({"schema": SCHEMA, "verdicts": [verdict.as_dict() for verdict in verdicts]})
+    return exit_status(verdicts)
+
+
+def fuzz_all(setting: Setting, *, budget: int, seed: int, schedules: Sequence[str], max_ranks: int) -> int:
+    """Run a fuzz campaign with progress; a failure is shrunk, shown and given a line to replay it by."""
+    terminal, device = Terminal(), setting.chosen_device
+    with JsonFile(setting.json) as file, World(device, setting.timeout_s) as world:
+        with terminal.progress("starting ranks") as show:
+            tally, found = fuzz(
+                world,
+                budget=budget,
+                seed_=seed,
+                strategy=cases(schedules=schedules, max_ranks=max_ranks, device=device),
+                progress=lambda tally: show(f"{tally.cases} of {tally.budget}: {tally}"),
+            )
+        terminal.say(f"seed {seed}: {tally}")
+        file.write({"schema": SCHEMA, "seed": seed, **_data(tally, found)})
+        if found is None:
+            return 0
+        terminal.say("a case that is no pass, as small as shrinking made it:")
+        if found.verdict is None:
+            assert found.failure is not None, "a case without a verdict has a failure"
+            return _told(found.failure, found.case, terminal)
+        terminal.say(screen(found.verdict), found.verdict.verdict)
+        return found.verdict.exit_status
+
+
+def exit_status(verdicts: Sequence[Verdict]) -> int:
+    """1 if anything is wrong; else 3 if anything is unknown, or if there is nothing; else 0."""
+    found = {verdict.exit_status for verdict in verdicts}
+    return 1 if 1 in found else (NO_VERDICT if NO_VERDICT in found or not found else 0)
+
+
+def _validated(case: Case, world: World, *, profile: bool) -> tuple[Verdict, str]:
+    began = perf_counter()
+    observed = observe(case, world)
+    verdict = judge(case, observed, measure=True)
+    table = profile_table(observed.profiles) if profile else ""
+    return replace(verdict, seconds=perf_counter() - began), table
+
+
+def _told(failure: RankFailed, case: Case, terminal: Terminal) -> int:
+    """Say that the ranks failed before there was anything to judge."""
+    terminal.say(f'UNKNOWN {case}\n{failure}\n  replay    pipeproof replay "{case}"', "unknown")
+    return NO_VERDICT
+
+
+def _data(tally: Tally, found: Found | None) -> dict[str, object]:
+    data: dict[str, object] = {
+        "cases": tally.cases,
+        "verdicts": dict(tally.verdicts),
+        "tiers": dict(tally.tiers),
+        "schedules": dict(tally.schedules),
+    }
+    if found is not None:
+        data["found"] = found.verdict.as_dict() if found.verdict else {"config": str(found.case)}
+    return data

@@ -1,0 +1,193 @@
+"""The command ``pipeproof``.
+
+Exit status: 0 pass; 1 a wrong answer, or a broken law; 2 bad usage or invalid input; 3 no verdict (a hang, a dead rank,
+something unknown, nothing exercised). What needs torch is imported by the commands that need it: ``show`` and
+``check`` start at once.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipeline.grid import grid
+from pipeline.laws import check
+from pipeline.partition import parse_split
+from pipeline.schedule import Schedule, schedule_from_csv
+from pipeline.schedules import FAMILIES, LOOPED, build, canonical_name
+from pipeline.simulate import simulate
+from validation.case import LOSSES, Case, CaseError
+
+BAD_INPUT, NO_VERDICT = 2, 3
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        return int(options.run(options))
+    except ValueError as error:  # every error of ours about input is one
+        return _refuse(str(error))
+    except KeyboardInterrupt:
+        return _refuse("interrupted", status=NO_VERDICT)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="pipeproof", description="Runs pipeline schedules on real ranks beside a single-device reference."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_validate(commands.add_parser("validate", help="run schedules beside the reference and compare everything"))
+    _add_fuzz(commands.add_parser("fuzz", help="run many random cases; a failure shrinks to a line that replays it"))
+    replay = commands.add_parser("replay", help="run one case again")
+    replay.add_argument("case", help='the line that a failure printed, e.g. "1f1b r4 s4 m8 split=2,2,2,2 seed=17"')
+    replay.add_argument("--json", metavar="FILE", help="write the verdict there")
+    replay.set_defaults(run=_replay)
+    show = commands.add_parser("show", help="draw a schedule; bubbles and memory")
+    show.add_argument("schedule", help=f"one of {', '.join(FAMILIES)}")
+    _add_shape(show)
+    show.set_defaults(run=_show)
+    checker = commands.add_parser("check", help="check a schedule in torch's CSV format against every law")
+    checker.add_argument("file", type=Path)
+    checker.set_defaults(run=_check)
+    return parser
+
+
+def _add_shape(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ranks", type=int, default=4, metavar="P")
+    parser.add_argument(
+        "--virtual", type=int, metavar="V", help=f"stages per rank, for {', '.join(sorted(LOOPED))} (default 2)"
+    )
+    parser.add_argument("--microbatches", type=int, default=8, metavar="M")
+
+
+def _add_validate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--schedule", default="all", metavar="NAME,...", help=f"all, or out of {', '.join(FAMILIES)}")
+    _add_shape(parser)
+    parser.add_argument("--layers", type=int, default=8, metavar="L", help="layers of the model")
+    parser.add_argument("--split", default="even", help="layers per stage: even, or sizes such as 3,1,2,2")
+    parser.add_argument("--model", default="gpt,gpt-tied", metavar="NAME,...")
+    parser.add_argument("--loss", choices=LOSSES, default="mean", help="mean over microbatches, or sum over tokens")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--profile", action="store_true", help="print where each rank's time went")
+    _add_world(parser)
+    parser.set_defaults(run=_validate)
+
+
+def _add_fuzz(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--cases", type=int, default=200, metavar="N", help="how many; a budget of cases, not of time")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--schedule", default="all", metavar="NAME,...")
+    parser.add_argument("--max-ranks", type=int, default=4, metavar="P")
+    _add_world(parser)
+    parser.set_defaults(run=_fuzz)
+
+
+def _add_world(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS", help="bound of one case")
+    parser.add_argument("--json", metavar="FILE", help="write verdicts there")
+
+
+def _validate(options: argparse.Namespace) -> int:
+    from validation.campaign import Setting, validate_all
+
+    names = _schedules(options.schedule)
+    cases = [_case(options, name, model) for model in options.model.split(",") for name in names]
+    return validate_all(cases, Setting(options.device, options.timeout, options.json, options.profile))
+
+
+def _fuzz(options: argparse.Namespace) -> int:
+    from validation.campaign import Setting, fuzz_all
+
+    for what, value in (("--cases", options.cases), ("--max-ranks", options.max_ranks)):
+        if value < 1:
+            raise CaseError(f"{what} is {value}: expected at least 1")
+    return fuzz_all(
+        Setting(options.device, options.timeout, options.json),
+        budget=options.cases,
+        seed=options.seed,
+        schedules=_schedules(options.schedule),
+        max_ranks=options.max_ranks,
+    )
+
+
+def _replay(options: argparse.Namespace) -> int:
+    from validation.campaign import Setting, validate_all
+
+    case = Case.parse(options.case)
+    return validate_all([case], Setting(case.device, json=options.json, explain=True))
+
+
+def _show(options: argparse.Namespace) -> int:
+    schedule = _built(options.schedule, options)
+    timeline = simulate(schedule)
+    print(f"{schedule.name}: {schedule.n_ranks} ranks, {schedule.n_stages} stages, {schedule.microbatches} microbatches")
+    print(grid(schedule))
+    print(f"makespan {timeline.makespan:g} (T_F = T_I = T_W = 1 per stage, T_B = T_I + T_W = 2, no latency)")
+    print(f"bubble   global {timeline.global_bubble:g} ({timeline.bubble_fraction:.1%}), local {timeline.local_bubble:g}")
+    print(f"memory   peak activations per rank, in microbatches of one stage: {_listed(timeline.peaks)}")
+    return 0
+
+
+def _check(options: argparse.Namespace) -> int:
+    try:
+        text = options.file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        return _refuse(f"cannot read {options.file}: {error}")
+    schedule = schedule_from_csv(text, name=options.file.name)
+    try:
+        check(schedule)
+    except ValueError as error:
+        print(error)
+        return 1
+    timeline = simulate(schedule)
+    print(
+        f"{schedule.name} keeps every law: {schedule.n_ranks} ranks, {schedule.n_stages} stages, "
+        f"{schedule.microbatches} microbatches; global bubble {timeline.global_bubble:g} of {timeline.makespan:g}"
+    )
+    return 0
+
+
+def _case(options: argparse.Namespace, name: str, model: str) -> Case:
+    schedule = _built(name, options)
+    split = parse_split(options.split, layers=options.layers, stages=schedule.n_stages)
+    return Case(
+        schedule.name,
+        schedule.n_ranks,
+        schedule.n_stages // schedule.n_ranks,
+        schedule.microbatches,
+        split,
+        model=model.strip(),
+        loss=options.loss,
+        ragged=True,
+        unequal=True,
+        seed=options.seed,
+    )
+
+
+def _schedules(text: str) -> list[str]:
+    return list(FAMILIES) if text == "all" else [canonical_name(name) for name in text.split(",")]
+
+
+def _built(name: str, options: argparse.Namespace) -> Schedule:
+    """``--virtual`` is for the families that can have it; asking another one for it by name is an error."""
+    family = canonical_name(name)
+    everything = getattr(options, "schedule", "") == "all"
+    virtual = options.virtual if options.virtual is not None else 2
+    if family not in LOOPED and (everything or options.virtual is None):
+        virtual = 1
+    return build(family, ranks=options.ranks, microbatches=options.microbatches, virtual=virtual)
+
+
+def _listed(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:g}" for value in values)
+
+
+def _refuse(message: str, *, status: int = BAD_INPUT) -> int:
+    if os.environ.get("RANK", "0") == "0":
+        print(f"pipeproof: {message}", file=sys.stderr)
+    return status
+
+

@@ -1,0 +1,138 @@
+"""Fuzzing: Hypothesis draws and shrinks cases in the controller; ranks only execute what they are given."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+
+from pipeline.schedules import FAMILIES, LOOPED
+from validation.case import LOSSES, MODELS, Case
+from validation.validate import validate
+from validation.verdict import Verdict
+from validation.world import RankFailed, World
+
+# From the plainest to the fullest, so that shrinking moves to the plainest that still fails.
+PLANS = (("train",), ("train", "train"), ("accumulate", "train"), ("eval", "train"), ("train", "eval", "train"))
+MAX_RANKS, MAX_VIRTUAL, MAX_MICROBATCHES, MAX_LAYERS_A_STAGE = 4, 3, 9, 3
+
+
+@st.composite
+def cases(
+    draw: st.DrawFn,
+    *,
+    schedules: Sequence[str] = tuple(FAMILIES),
+    models: Sequence[str] = ("mlp", *(model for model in MODELS if model != "mlp")),
+    max_ranks: int = MAX_RANKS,
+    device: str = "cpu",
+) -> Case:
+    """Any case: schedule, P 1..4, V 1..3, M 1..9, uneven splits down to a layer a stage, model, loss, lengths, plan."""
+    schedule = draw(st.sampled_from(list(schedules)))
+    ranks = draw(st.integers(1, max_ranks))
+    virtual = draw(st.integers(1, MAX_VIRTUAL)) if schedule in LOOPED else 1
+    stages = ranks * virtual
+    return Case(
+        schedule,
+        ranks,
+        virtual,
+        draw(st.integers(1, MAX_MICROBATCHES)),
+        tuple(draw(st.lists(st.integers(1, MAX_LAYERS_A_STAGE), min_size=stages, max_size=stages))),
+        model=draw(st.sampled_from(list(models))),
+        loss=draw(st.sampled_from(LOSSES)),
+        ragged=draw(st.booleans()),
+        unequal=draw(st.booleans()),
+        plan=draw(st.sampled_from(PLANS)),
+        seed=draw(st.integers(0, 2**16)),
+        device=device,
+    )
+
+
+@dataclass
+class Tally:
+    """How a campaign stands."""
+
+    budget: int
+    began: float = field(default_factory=perf_counter)
+    verdicts: Counter[str] = field(default_factory=Counter)
+    tiers: Counter[str] = field(default_factory=Counter)
+    schedules: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def cases(self) -> int:
+        """Cases run so far, those of shrinking included."""
+        return self.verdicts.total()
+
+    @property
+    def cases_per_second(self) -> float:
+        """Over the whole campaign so far."""
+        return self.cases / max(perf_counter() - self.began, 1e-9)
+
+    def __str__(self) -> str:
+        tiers = ", ".join(f"{count} {tier}" for tier, count in self.tiers.most_common() if tier != "none")
+        return (
+            f"{self.cases} cases, {self.verdicts['pass']} pass ({tiers or 'none'}), "
+            f"{self.cases - self.verdicts['pass']} not, {self.cases_per_second:.1f} cases/s"
+        )
+
+
+@dataclass(frozen=True)
+class Found:
+    """The smallest failing case that shrinking reached, with its verdict, or the ranks' failure."""
+
+    case: Case
+    verdict: Verdict | None
+    failure: RankFailed | None
+
+
+class _NotAPass(Exception):
+    def __init__(self, found: Found) -> None:
+        super().__init__(str(found.case))
+        self.found = found
+
+
+def fuzz(
+    world: World,
+    *,
+    budget: int,
+    seed_: int = 0,
+    strategy: st.SearchStrategy[Case] | None = None,
+    progress: Callable[[Tally], None] = lambda tally: None,
+    run: Callable[[Case, World], Verdict] = validate,
+) -> tuple[Tally, Found | None]:
+    """Run ``budget`` cases drawn from ``seed_``; the same seed and budget give the same cases.
+
+    Stops at the first case that is not a pass and shrinks it. ``progress`` is called after every case.
+    """
+    tally = Tally(budget)
+
+    @seed(seed_)
+    @settings(
+        max_examples=budget,
+        database=None,
+        deadline=None,
+        phases=(Phase.generate, Phase.shrink),
+        suppress_health_check=list(HealthCheck),
+        report_multiple_bugs=False,
+        print_blob=False,
+    )
+    @given(cases() if strategy is None else strategy)
+    def campaign(case: Case) -> None:
+        try:
+            verdict, failure = run(case, world), None
+        except RankFailed as error:
+            verdict, failure = None, error
+        outcome = "hang or crash" if verdict is None else verdict.verdict
+        tally.verdicts[outcome] += 1
+        tally.tiers[verdict.tier if verdict else "none"] += 1
+        tally.schedules[case.schedule] += 1
+        progress(tally)
+        if outcome != "pass":
+            raise _NotAPass(Found(case, verdict, failure))
+
+    try:
+        campaign()
+    except _NotAPass as error:
+        return tally, error.found
+    return tally, None
