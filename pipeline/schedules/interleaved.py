@@ -15,16 +15,15 @@ from pipeline.schedules.one_f_one_b import warm_up_then_alternate
 def interleaved(*, ranks: int, microbatches: int, virtual: int) -> Schedule:
     """Stage s on rank s mod P: chunk v of rank r is stage v P + r. Any M >= 1; V = 1 is 1F1B.
 
-    Microbatches go round the loop in groups of P. A group crosses chunk 0 of every rank, then chunk 1, and so on;
+    Microbatches go round the loop in groups. A group crosses chunk 0 of every rank, then chunk 1, and so on;
     backwards take the chunks in descending order. Rank r warms up with 2 (P-1-r) + (V-1) N forwards, where N is the
-    size of the first group. The paper asks for M mod P = 0; here the remainder joins the last group, because a short
-    group starves the loop, or locks it up.
+    size of the largest group. The paper asks for M mod P = 0 and groups of P; here groups are as even as can be with
+    none below P (torch's rule where that divides M), because a short group starves the loop or cannot run at all.
 
     For every M >= P the global bubble is (P-1)(T_F + T_B) in chunk time, a V-th of 1F1B's. Rank r holds at most
-    min(V M, (V-1) N + 2 (P-1-r) + 1) activations of one chunk; N is P from M = 2P on, and M below.
+    min(V M, (V-1) N + 2 (P-1-r) + 1) activations of one chunk.
     """
-    starts = range(0, max(microbatches - ranks, 0) + 1, ranks)
-    groups = [range(start, end) for start, end in pairwise((*starts, microbatches))]
+    groups = _even_groups(microbatches, max(1, microbatches // ranks))
     ascending = [(chunk, m) for group in groups for chunk in range(virtual) for m in group]
     descending = [(chunk, m) for group in groups for chunk in reversed(range(virtual)) for m in group]
     rows = []
@@ -39,3 +38,10 @@ def interleaved(*, ranks: int, microbatches: int, virtual: int) -> Schedule:
         )
     placement = tuple(stage % ranks for stage in range(ranks * virtual))
     return Schedule("interleaved", microbatches, placement, tuple(rows))
+
+
+def _even_groups(count: int, n_groups: int) -> list[range]:
+    """0..count-1 in ``n_groups`` runs whose sizes differ by at most one, the larger first."""
+    size, larger = divmod(count, n_groups)
+    ends = [size * group + min(group, larger) for group in range(n_groups + 1)]
+    return [range(start, end) for start, end in pairwise(ends)]

@@ -1,0 +1,237 @@
+"""The laws: each has schedules that break it and no other, and together they are exactly what a correct step needs."""
+
+from collections import defaultdict
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.action import Action, Kind
+from pipeline.laws import LAWS, check, violations
+from pipeline.schedule import Schedule, ScheduleError, schedule_from_csv
+from pipeline.schedules import build
+
+# Two stages on two ranks, two microbatches: what the specimens below are changes of.
+GOOD = ("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1")
+
+
+def schedule(*rows: str, microbatches: int = 1, placement: tuple[int, ...] = (0, 1)) -> Schedule:
+    actions = tuple(tuple(map(Action.parse, row.split())) for row in rows)
+    return Schedule("specimen", microbatches, placement, actions)
+
+
+class Specimen(NamedTuple):
+    """A schedule that breaks one law alone, and how that reads."""
+
+    schedule: Schedule
+    messages: tuple[str, ...]
+
+
+SPECIMENS = {
+    "a message": Specimen(
+        schedule("0F0 0SEND_F0 0B0", "1F0 1B0"),
+        ("compute-only: rank 0: 0SEND_F0 is a message, which lowering adds by itself",),
+    ),
+    "a stage on another rank than it says": Specimen(
+        schedule("0F0 1F0 1B0 0B0", ""),
+        (
+            "placement: rank 0: 1F0: stage 1 is on rank 1",
+            "placement: rank 0: 1B0: stage 1 is on rank 1",
+        ),
+    ),
+    "a stage beyond the last": Specimen(
+        schedule("0F0 0B0", "1F0 1B0 2F0"), ("placement: rank 1: 2F0: stages are 0..1",)
+    ),
+    "a stage before the first": Specimen(
+        Schedule("specimen", 1, (0,), ((*map(Action.parse, ("0F0", "0B0")), Action(-1, Kind.FORWARD, 0)),)),
+        ("placement: rank 0: -1F0: stages are 0..0",),
+    ),
+    "a microbatch beyond the last": Specimen(
+        schedule("0F0 0B0 0F7", "1F0 1B0"), ("placement: rank 0: 0F7: microbatches are 0..0",)
+    ),
+    "a rank without a stage": Specimen(schedule("0F0 0B0", "", placement=(0,)), ("placement: rank 1: holds no stage",)),
+    "a stage on a rank that is not there": Specimen(
+        schedule("0F0 0B0", "1F0 1B0", placement=(0, -1)),
+        (
+            "placement: stage 1 is on rank -1: ranks are 0..1",
+            "placement: rank 1: holds no stage",
+            "placement: rank 1: 1F0: stage 1 is on rank -1",
+            "placement: rank 1: 1B0: stage 1 is on rank -1",
+        ),
+    ),
+    "nothing to do": Specimen(
+        schedule("", placement=(0,), microbatches=0), ("completeness: 1 stages and 0 microbatches: no work",)
+    ),
+    "a forward twice": Specimen(
+        schedule("0F0 0B0", "1F0 1F0 1B0"), ("completeness: 1F0 appears 2 times, expected once",)
+    ),
+    "a backward twice": Specimen(
+        schedule("0F0 0B0 0B0", "1F0 1B0"),
+        ("completeness: stage 0 microbatch 0 has 2 B, 0 I and 0 W: expected one B, or one I and one W",),
+    ),
+    "a full backward and a split one": Specimen(
+        schedule("0F0 0B0 0I0 0W0", "1F0 1B0"),
+        ("completeness: stage 0 microbatch 0 has 1 B, 1 I and 1 W: expected one B, or one I and one W",),
+    ),
+    "half a backward": Specimen(
+        schedule("0F0 0I0", "1F0 1B0"),
+        ("completeness: stage 0 microbatch 0 has 0 B, 1 I and 0 W: expected one B, or one I and one W",),
+    ),
+    "no forward": Specimen(schedule("0F0 0B0", "1B0"), ("completeness: 1F0 appears 0 times, expected once",)),
+    "a backward before its forward": Specimen(
+        schedule("0F0 0B0", "1B0 1F0"), ("local-order: rank 1: 1B0 comes before 1F0",)
+    ),
+    "an input backward before its forward": Specimen(
+        schedule("0F0 0B0", "1I0 1F0 1W0"), ("local-order: rank 1: 1I0 comes before 1F0",)
+    ),
+    "a weight backward before its input backward": Specimen(
+        schedule("0F0 0W0 0I0", "1F0 1B0"), ("local-order: rank 0: 0W0 comes before 0I0",)
+    ),
+    "orders that contradict": Specimen(
+        schedule("0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0", microbatches=2),
+        (
+            "acyclic: rank 0: 0B0 waits for stage 1's input gradient of microbatch 0, which never comes",
+            "acyclic: rank 1: 1F1 waits for stage 0's output of microbatch 1, which never comes",
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPECIMENS)
+def test_a_specimen_is_refused_with_the_reason(name: str) -> None:
+    specimen = SPECIMENS[name]
+    found = violations(specimen.schedule)
+    assert tuple(map(str, found)) == specimen.messages
+    assert len({violation.law for violation in found}) == 1
+    with pytest.raises(ScheduleError, match=r"^specimen breaks 1 law:"):
+        check(specimen.schedule)
+
+
+def test_every_law_has_a_specimen_that_breaks_it_alone() -> None:
+    broken = {specimen.messages[0].split(":")[0] for specimen in SPECIMENS.values()}
+    assert broken == {law.__name__.replace("_", "-") for law in LAWS}
+
+
+def test_check_returns_a_good_schedule() -> None:
+    good = schedule(*GOOD, microbatches=2)
+    assert violations(good) == ()
+    assert check(good) is good
+
+
+def test_a_split_and_a_full_backward_may_live_in_one_schedule() -> None:
+    assert violations(schedule("0F0 0F1 0I0 0W0 0B1", "1F0 1B0 1F1 1I1 1W1", microbatches=2)) == ()
+
+
+def test_all_violations_are_collected_then_raised_once() -> None:
+    """Microbatches {0, 7} of two, a message, a backward first: five laws in one message, grouped."""
+    bad = schedule("0F0 0F7 0B0 0B7 0SEND_F0", "1B0 1F0 1F1 1B1", microbatches=2)
+    with pytest.raises(ScheduleError) as caught:
+        check(bad)
+    assert str(caught.value).splitlines() == [
+        "specimen breaks 5 laws:",
+        "  - compute-only: rank 0: 0SEND_F0 is a message, which lowering adds by itself",
+        "  - placement: rank 0: 0F7: microbatches are 0..1",
+        "  - placement: rank 0: 0B7: microbatches are 0..1",
+        "  - completeness: 0F1 appears 0 times, expected once",
+        "  - completeness: stage 0 microbatch 1 has 0 B, 0 I and 0 W: expected one B, or one I and one W",
+        "  - local-order: rank 1: 1B0 comes before 1F0",
+        "  - acyclic: rank 0: 0B7 waits for stage 1's input gradient of microbatch 7, which never comes",
+        "  - acyclic: rank 1: 1F1 waits for stage 0's output of microbatch 1, which never comes",
+    ]
+
+
+def test_a_long_list_is_cut_and_counted() -> None:
+    with pytest.raises(ScheduleError) as caught:
+        check(schedule("0F0 0B0", placement=(0,), microbatches=100))
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "specimen breaks 1 law:"
+    assert len(lines) == 10
+    assert lines[-1] == "  - and 190 more"
+
+
+def test_what_torch_accepts_is_refused() -> None:
+    """A microbatch with B and I, W beside one with none: torch counts b + (i + w) / 2 over all microbatches."""
+    found = violations(schedule_from_csv("0F0,0F1,0B0,0I0,0W0"))
+    assert [violation.law for violation in found] == ["completeness"] * 2
+
+
+def runs(schedule: Schedule) -> bool:
+    """The laws again, by another road: run the schedule with a set of what is done, and count what ran."""
+    done: set[tuple[int, str, int]] = set()
+    todo = [list(actions) for actions in schedule.ranks]
+    last = schedule.n_stages - 1
+
+    def may_run(rank: int, action: Action) -> bool:
+        stage, kind, m = action
+        if not 0 <= stage <= last or schedule.placement[stage] != rank or not 0 <= m < schedule.microbatches:
+            return False
+        if kind is Kind.FORWARD:
+            return stage == 0 or (stage - 1, "F", m) in done
+        if kind is Kind.BACKWARD_WEIGHT:
+            return (stage, "I", m) in done
+        is_backward = kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+        return is_backward and (stage, "F", m) in done and (stage == last or (stage + 1, "gradient", m) in done)
+
+    progress = True
+    while progress:
+        progress = False
+        for rank, actions in enumerate(todo):
+            while actions and may_run(rank, actions[0]):
+                stage, kind, m = actions.pop(0)
+                done |= {(stage, kind.value, m)} | ({(stage, "gradient", m)} if kind.value in "BI" else set())
+                progress = True
+    each: dict[tuple[int, int], str] = defaultdict(str)
+    for stage, kind, m in sorted(action for actions in schedule.ranks for action in actions):
+        each[stage, m] += kind.value
+    return (
+        not any(todo)
+        and len(each) == schedule.n_stages * schedule.microbatches > 0
+        and set(each.values()) <= {"BF", "FIW"}
+        and set(schedule.placement) == set(range(schedule.n_ranks))
+    )
+
+
+@st.composite
+def damaged(draw: st.DrawFn) -> Schedule:
+    """A good schedule, some of its backwards split, then changed in up to three places."""
+    name = draw(st.sampled_from(["gpipe", "1f1b", "interleaved"]))
+    virtual = draw(st.integers(1, 2)) if name == "interleaved" else 1
+    good = build(name, ranks=draw(st.integers(1, 3)), microbatches=draw(st.integers(1, 3)), virtual=virtual)
+    rows = [list(actions) for actions in good.ranks]
+    for _ in range(draw(st.integers(0, 3))):
+        row = draw(st.sampled_from(rows))
+        if not row:
+            continue
+        slot = draw(st.integers(0, len(row) - 1))
+        other = draw(st.integers(0, len(row) - 1))
+        action = row[slot]
+        match draw(st.sampled_from(["split", "swap", "drop", "double", "move", "kind", "microbatch"])):
+            case "split":
+                split = [action._replace(kind=Kind.BACKWARD_INPUT), action._replace(kind=Kind.BACKWARD_WEIGHT)]
+                row[slot : slot + 1] = split if action.kind is Kind.BACKWARD else [action]
+            case "swap":
+                row[slot], row[other] = row[other], action
+            case "drop":
+                del row[slot]
+            case "double":
+                row.insert(other, action)
+            case "move":
+                draw(st.sampled_from(rows)).append(row.pop(slot))
+            case "kind":
+                row[slot] = action._replace(kind=draw(st.sampled_from(Kind)))
+            case "microbatch":
+                row[slot] = action._replace(microbatch=draw(st.integers(-1, good.microbatches)))
+    return Schedule("damaged", good.microbatches, good.placement, tuple(map(tuple, rows)))
+
+
+@given(damaged())
+@settings(deadline=None, max_examples=300)
+def test_the_laws_hold_exactly_where_the_schedule_runs(schedule: Schedule) -> None:
+    assert (violations(schedule) == ()) == runs(schedule)
+
+
+def test_that_comparison_sees_both_sides() -> None:
+    """What the comparison above rests on: ``runs`` says yes to a good schedule and no to every specimen."""
+    assert runs(schedule(*GOOD, microbatches=2))
+    assert not any(runs(specimen.schedule) for specimen in SPECIMENS.values())
