@@ -3,8 +3,9 @@
 import tempfile
 from collections.abc import Sequence
 
+from validation.launcher import loopback
 from validation.pool import Pool
-from validation.seat import Seat, loopback
+from validation.seat import Seat
 from validation.worker import Answer
 
 

@@ -1,30 +1,106 @@
-"""pytest's side of a world: the fixture, and options for every test that uses ranks."""
+"""pytest's side of a world: the fixture, the marker, and tests that want more ranks than there are."""
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
 
+from validation.launcher import under_torchrun
+from validation.rank_report import NeedsMoreRanks
+
 if TYPE_CHECKING:
     from validation.world import World
+
+_LEFT_OUT = "pipeproof_ranks"  # a property of a report: how many ranks there were when the test wanted more
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Options that concern ranks."""
-    group = parser.getgroup("pipeproof", "ranks and their devices")
-    group.addoption("--pipeproof-device", choices=("cpu", "cuda"), default="cpu", help="where ranks compute")
-    group.addoption("--rank-timeout", type=float, default=300.0, metavar="SECONDS", help="bound for one rank's phase")
+    group = parser.getgroup("pipeproof", "pipeline-parallel tests on several ranks")
+    group.addoption(
+        "--pipeproof-device", choices=("cpu", "cuda"), default="cpu", help="where ranks compute (default: cpu)"
+    )
+    group.addoption(
+        "--rank-timeout",
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help="under torchrun, how long ranks wait for one of them before the session ends (default: 300)",
+    )
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the marker known."""
-    config.addinivalue_line("markers", "one_rank: under torchrun, run on rank 0 only; the other ranks take its verdict")
+    """Make the marker known, count what is left out, and under torchrun make the ranks go together."""
+    config.addinivalue_line("markers", "one_rank: under torchrun run on rank 0 only; the other ranks take its verdict")
+    config.pluginmanager.register(LeftOut(), "pipeproof-left-out")
+    if under_torchrun():
+        _refuse_workers(config)
+        from validation.pytest_torchrun import RanksTogether  # torch comes with it, so only here
+
+        config.pluginmanager.register(RanksTogether(config), "pipeproof-torchrun")
 
 
 @pytest.fixture(scope="session")
 def world(request: pytest.FixtureRequest) -> Iterator["World"]:
-    """Ranks to run jobs on, kept for the whole session."""
+    """Ranks to run jobs on, kept for the whole session: ``world.run(job, ranks=4)``."""
     from validation.world import World  # torch comes with it, so only where a test wants ranks
 
-    with World(device=request.config.getoption("--pipeproof-device")) as world:
+    bound_s = min(120.0, request.config.getoption("--rank-timeout"))
+    with World(device=request.config.getoption("--pipeproof-device"), timeout_s=bound_s) as world:
         yield world
+
+
+class LeftOut:
+    """Skips tests that want more ranks than there are, and counts them: a count must not shrink in silence."""
+
+    def __init__(self) -> None:
+        self._available: list[int] = []
+        self._passed = 0
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Report a want of ranks as a skip."""
+        report = yield
+        error = call.excinfo.value if call.excinfo is not None else None
+        if isinstance(error, NeedsMoreRanks):
+            report.outcome = "skipped"
+            report.longrepr = (str(item.path), (item.location[1] or 0) + 1, f"Skipped: {error}")
+            report.user_properties.append((_LEFT_OUT, error.available))
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Count."""
+        self._passed += report.when == "call" and report.passed
+        if report.skipped:
+            self._available += [
+                ranks for name, ranks in report.user_properties if name == _LEFT_OUT and isinstance(ranks, int)
+            ]
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """A session in which nothing passed because ranks were wanting is no success."""
+        if self._available and not self._passed and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Say what was left out."""
+        if self._available:
+            count = len(self._available)
+            tests, verb = ("test", "needs") if count == 1 else ("tests", "need")
+            terminalreporter.write_line(
+                f"pipeproof: {count} {tests} {verb} more ranks than the {self._available[0]} here and did not run"
+            )
+            if not self._passed:
+                terminalreporter.write_line("pipeproof: nothing else passed, so this session is no success", red=True)
+
+
+def _refuse_workers(config: pytest.Config) -> None:
+    """Raise UsageError for pytest-xdist's options: its workers would all take the place of one rank."""
+    if getattr(config.option, "numprocesses", None) or getattr(config.option, "dist", "no") != "no":
+        raise pytest.UsageError(
+            "-n does not go with torchrun: each of its workers would take itself for the same rank. "
+            "Run either `torchrun --nproc-per-node N -m pytest` or `pytest -n N`"
+        )

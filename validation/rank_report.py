@@ -8,8 +8,9 @@ from textwrap import indent
 
 # What a rank says when another rank has gone: true, but never the cause.
 _SECONDARY = re.compile(
-    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|application timeout caused pair closure"
-    r"|did not come to|failed to recv, got 0 bytes|socket timeout|timed out waiting for clients",
+    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|failed to recv, got 0 bytes|socket timeout"
+    r"|application timeout caused pair closure|timed out waiting for clients"
+    r"|torchrun ended the session|rank \d+ of \d+ did not come to .*",
     re.IGNORECASE,
 )
 
@@ -45,7 +46,13 @@ class RankReport:
     @property
     def secondary(self) -> bool:
         """Whether this failure only says that another rank has gone."""
-        return self.outcome is Outcome.RAISED and bool(_SECONDARY.search(self.message))
+        return bool(self._echo)
+
+    @property
+    def _echo(self) -> str:
+        # Only of the first line: a story of several ranks has such lines about the others, and a cause of its own.
+        found = _SECONDARY.search(self.message.partition("\n")[0]) if self.outcome is Outcome.RAISED else None
+        return found[0] if found else ""
 
     def sentence(self) -> str:
         """The outcome as a predicate: ``raised ValueError: bad split``."""
@@ -63,8 +70,8 @@ class RankReport:
 
     def line(self) -> str:
         """One line about a rank that is not the culprit."""
-        if self.secondary and (echo := _SECONDARY.search(self.message)):
-            return f"rank {self.rank}: lost the others: {echo[0]}"
+        if self.secondary:
+            return f"rank {self.rank}: lost the others: {self._echo}"
         first, *more = self.sentence().splitlines()
         return f"rank {self.rank}: {first}{' ...' if more else ''}"
 
@@ -99,7 +106,8 @@ def describe(reports: Sequence[RankReport]) -> str:
     lines = [_paragraph(f"rank {culprit.rank} of {len(reports)} {culprit.sentence()}", culprit.traceback)]
     others = [report for report in reports if report is not culprit]
     for report in sorted(others, key=lambda report: (report.secondary, report.rank)):
-        lines.append(_paragraph(report.line(), report.traceback if report.outcome is Outcome.STUCK else ""))
+        stack = report.traceback if report.outcome in (Outcome.STUCK, Outcome.ABSENT) else ""
+        lines.append(_paragraph(report.line(), stack))
     return "\n".join(lines)
 
 

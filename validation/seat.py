@@ -1,13 +1,10 @@
 """Where a worker sits: which rank it is, on which device, and where it meets the other ranks."""
 
-import os
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-# torchrun's words to this process. They are not true of a worker, which would wait for a store that nobody hosts.
-_LAUNCHER = ("TORCHELASTIC_", "MASTER_")
+from validation.launcher import launch_environment
 
 
 @dataclass(frozen=True)
@@ -33,8 +30,7 @@ class Seat:
         return Path(self.folder, f"rank-{self.rank}.stacks")
 
     def full_environment(self) -> dict[str, str]:
-        """The worker's whole environment: the caller's as it is now, without its launcher's words, and the seat's."""
-        inherited = {name: text for name, text in os.environ.items() if not name.startswith(_LAUNCHER)}
+        """The worker's whole environment: the caller's as it is now, and what is particular to this seat."""
         places = {
             "RANK": self.rank,
             "WORLD_SIZE": self.ranks,
@@ -42,13 +38,4 @@ class Seat:
             "LOCAL_WORLD_SIZE": self.local_ranks,
             "OMP_NUM_THREADS": 1,  # ranks share the machine
         }
-        return inherited | {name: str(number) for name, number in places.items()} | dict(self.environment)
-
-
-def loopback() -> dict[str, str]:
-    """Environment for ranks that are all on this host.
-
-    Without it gloo asks what the host's name resolves to, which on many a laptop is an address of another network.
-    """
-    interfaces = {name for _, name in socket.if_nameindex()}
-    return {"GLOO_SOCKET_IFNAME": "lo"} if "lo" in interfaces and "GLOO_SOCKET_IFNAME" not in os.environ else {}
+        return launch_environment() | {name: str(number) for name, number in places.items()} | dict(self.environment)

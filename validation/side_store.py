@@ -11,11 +11,6 @@ _CHUNK = 4 << 20  # bytes; the store drops the connection of whoever sends 8 MiB
 _PATIENCE_S = 0.02  # the longest pause between two looks
 
 
-def under_torchrun() -> bool:
-    """Whether torchrun started this process as a rank."""
-    return all(name in os.environ for name in ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"))
-
-
 class RanksAbsent(Exception):
     """Some ranks did not come to an exchange. ``reasons`` says of each what is known, as a predicate."""
 
@@ -41,6 +36,7 @@ class SideStore:
         server = TCPStore(host, port, is_master=not agent and self.rank == 0, wait_for_workers=False)
         self.address = f"tcp://{host}:{port}/{prefix}"
         self._store = PrefixStore(prefix, server)
+        self._hurry = ""
         self._scope = 0
         self._exchanges = 0
         self._outdated: list[str] = []  # this rank's keys of the last exchange that all ranks came to
@@ -61,9 +57,22 @@ class SideStore:
             self._scope += 1
             self._exchanges = 0
 
+    def hurry(self, reason: str) -> None:
+        """From now on wait for nobody; ``reason`` ends the sentence that a rank did not come. For a signal handler."""
+        self._hurry = reason
+
+    @property
+    def hurried(self) -> bool:
+        """Whether this rank waits for nobody any more."""
+        return bool(self._hurry)
+
     def leave(self, reason: str) -> None:
-        """Tell the others not to wait for this rank any more."""
+        """Tell the others not to wait for this rank in any exchange that it has not come to."""
         self.put(f"left/{self.rank}", reason.encode())
+
+    def has_left(self, rank: int) -> bool:
+        """Whether that rank has said that it leaves."""
+        return self.has(f"left/{rank}")
 
     @property
     def latest(self) -> str:
@@ -90,6 +99,13 @@ class SideStore:
         """Whether there is data under this key."""
         return bool(self._store.check([key]))
 
+    def wait_for(self, key: str, bound_s: float) -> bool:
+        """Wait until there is data under this key, at most for the bound in seconds; whether there is."""
+        deadline_s = time.monotonic() + bound_s
+        while not (there := self.has(key)) and time.monotonic() < deadline_s:
+            time.sleep(_PATIENCE_S)
+        return there
+
     @property
     def _end(self) -> str:
         return f"scope {self._scope}/end"
@@ -99,7 +115,7 @@ class SideStore:
         written = self.put(keys[self.rank], data)
         deadline_s, pause_s = time.monotonic() + bound_s, _PATIENCE_S / 64
         while not self._store.check(keys):
-            late = f"within {bound_s:g} s" if time.monotonic() > deadline_s else ""
+            late = self._hurry or (f"within {bound_s:g} s" if time.monotonic() > deadline_s else "")
             if absent := self._absent(keys, late):
                 self.put(f"{name}/given up", b"")
                 raise RanksAbsent({rank: f"did not come to {what} {reason}" for rank, reason in absent.items()})

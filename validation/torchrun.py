@@ -5,9 +5,10 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from validation.launcher import loopback
 from validation.pool import START_BOUND_S, Pool
 from validation.rank_report import NeedsMoreRanks, Outcome, RankFailed, RankReport
-from validation.seat import Seat, loopback
+from validation.seat import Seat
 from validation.shipping import pack, unpack
 from validation.side_store import RanksAbsent, side_store
 from validation.worker import Answer

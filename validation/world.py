@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, NoReturn, Protocol, Self, TypeVar
 
+from validation.launcher import under_torchrun
 from validation.processes import Processes
 from validation.rank_report import NeedsMoreRanks, Outcome, RankFailed, RankReport, WorldError, culprit_of
 from validation.shipping import pack, unpack
-from validation.side_store import under_torchrun
 from validation.torchrun import Torchrun
 from validation.worker import Answer, RankContext
 
