@@ -1,0 +1,89 @@
+"""``ci/bench``: speed claims, measured side by side in one run. Always ends with status 0 unless something broke."""
+
+import argparse
+import json
+import os
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import bench_cases
+import bench_overhead
+import bench_sleep
+import torch
+from bench_table import Row, table
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of the bench: what it says over its table, and how it is run."""
+
+    title: str
+    unit: str
+    measure: Callable[..., list[Row]]
+    ranks: int
+    rounds: int
+
+
+PARTS = {
+    "a": Part("overhead per action, almost no compute", "ms per step", bench_overhead.measure, 2, 40),
+    "b": Part("wall time over simulated time, sleeping stages", "ms per step", bench_sleep.measure, 4, 11),
+    "c": Part("fuzz cases against a world spawned per case", "cases per second", bench_cases.measure, 4, 3),
+}
+
+
+def main() -> None:
+    """Run the parts that were asked for and print a table for each."""
+    options = _options()
+    machine = {"torch": torch.__version__, "Python": platform.python_version(), "cores": os.cpu_count()}
+    results: dict[str, object] = {"machine": machine}
+    print(", ".join(f"{what} {value}" for what, value in machine.items()))
+    for name in options.parts or PARTS:
+        part = PARTS[name]
+        ranks, rounds = options.ranks or part.ranks, options.rounds or part.rounds
+        began, busy = time.perf_counter(), _cpu()
+        rows = part.measure(ranks=ranks, rounds=rounds)
+        took = time.perf_counter() - began
+        load = _load(busy, _cpu())
+        print(f"\n({name}) {part.title}: {part.unit}, medians of {rounds} rounds, {ranks} ranks, {took:.0f} s; {load}")
+        print(table(rows), flush=True)
+        results[name] = {"ranks": ranks, "rounds": rounds, "machine": load, "rows": [row.as_json() for row in rows]}
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump(results, file, indent=2)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="ci/bench", description=__doc__)
+    parser.add_argument("parts", nargs="*", metavar="a|b|c", help="the parts to run (default: all)")
+    parser.add_argument("--ranks", type=int, help="how many ranks (default: 2 for a, 4 for b and c)")
+    parser.add_argument("--rounds", type=int, help="how often each variant takes its turn")
+    parser.add_argument("--json", metavar="FILE", help="also write the numbers to FILE")
+    options = parser.parse_args()
+    unknown = [part for part in options.parts if part not in PARTS]
+    if unknown:
+        parser.error(f"no part {unknown[0]!r}: parts are {', '.join(PARTS)}")
+    return options
+
+
+def _cpu() -> list[int]:
+    """The machine's processor time by use so far; empty where the system does not say."""
+    try:
+        with open("/proc/stat") as file:
+            return [int(ticks) for ticks in file.readline().split()[1:9]]
+    except OSError:
+        return []
+
+
+def _load(before: list[int], after: list[int]) -> str:
+    """How busy the machine was meanwhile, and how much of it was taken by other guests of its host."""
+    spent = [b - a for a, b in zip(before, after, strict=True)]
+    if not sum(spent):
+        return "load unknown"
+    idle, steal = (spent[3] + spent[4]) / sum(spent), spent[7] / sum(spent)
+    return f"machine {1 - idle:.0%} busy, {steal:.1%} stolen"
+
+
+if __name__ == "__main__":
+    main()
