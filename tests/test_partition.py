@@ -1,0 +1,60 @@
+"""Cutting layers into stages."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.partition import by_sizes, even, parse_split
+from pipeline.schedule import ScheduleError
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "sizes"), [(8, 4, (2, 2, 2, 2)), (7, 3, (3, 2, 2)), (4, 4, (1, 1, 1, 1)), (5, 1, (5,))]
+)
+def test_even(layers: int, stages: int, sizes: tuple[int, ...]) -> None:
+    assert even(layers, stages) == sizes == parse_split("even", layers=layers, stages=stages)
+
+
+@given(st.integers(1, 40).flatmap(lambda layers: st.tuples(st.just(layers), st.integers(1, layers))))
+def test_even_uses_every_layer_once(counts: tuple[int, int]) -> None:
+    layers, stages = counts
+    sizes = even(layers, stages)
+    assert (len(sizes), sum(sizes)) == (stages, layers)
+    assert max(sizes) - min(sizes) <= 1
+    assert list(sizes) == sorted(sizes, reverse=True)
+    assert by_sizes(layers, stages, sizes) == sizes
+
+
+@pytest.mark.parametrize("text", ["3,1,2,2", " 3, 1 ,2,2 "])
+def test_sizes_as_text(text: str) -> None:
+    assert parse_split(text, layers=8, stages=4) == (3, 1, 2, 2)
+
+
+def test_even_forgives_case() -> None:
+    assert parse_split(" Even ", layers=4, stages=2) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("3,5", "split 3,5 has 2 sizes: expected 4, one per stage (ranks x virtual)"),
+        ("3,1,2,3", "split 3,1,2,3 sums to 9: the model has 8 layers"),
+        ("3,0,3,2", "split 3,0,3,2 leaves stage 1 with 0 layers: every stage needs at least 1"),
+        ("5,-1,2,2", "split 5,-1,2,2 leaves stage 1 with -1 layers: every stage needs at least 1"),
+        ("odd", "split 'odd' is neither 'even' nor sizes such as 3,1,2,2"),
+        ("3,,5", "split '3,,5' is neither 'even' nor sizes such as 3,1,2,2"),
+        ("", "split '' is neither 'even' nor sizes such as 3,1,2,2"),
+        ("2.5,5.5", "split '2.5,5.5' is neither 'even' nor sizes such as 3,1,2,2"),
+    ],
+)
+def test_a_split_that_does_not_fit_says_why(text: str, reason: str) -> None:
+    with pytest.raises(ScheduleError) as caught:
+        parse_split(text, layers=8, stages=4)
+    assert str(caught.value) == reason
+
+
+@pytest.mark.parametrize(("layers", "stages"), [(3, 4), (0, 1), (3, 0), (3, -1)])
+def test_even_needs_a_layer_per_stage(layers: int, stages: int) -> None:
+    with pytest.raises(ScheduleError) as caught:
+        even(layers, stages)
+    assert str(caught.value).startswith(f"{layers} layers cannot fill {stages} stages: use ")
