@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from pipeline.action import Action
 from pipeline.boundary import as_tensors
+from pipeline.gather import gather
 from pipeline.gradients import GradientWork, StageGradients, Tied, clip_factor, norm_of
 from pipeline.laws import check
 from pipeline.lower import Program, lower
@@ -170,7 +171,7 @@ class PipelineSchedule:
     def profiles(self, profile: Profile) -> list[Profile]:
         """Every rank's profile, by rank; every rank must call it with its own."""
         own = dataclasses.astuple(profile)[1:]
-        return [Profile(rank, *row) for rank, row in enumerate(self.parts.transport.gather(own))]
+        return [Profile(rank, *row) for rank, row in enumerate(gather(self.parts.transport, own))]
 
     def _accumulate(
         self, microbatches: Sequence[tuple[object, object]], loss_divisor: float | None
@@ -197,7 +198,7 @@ class PipelineSchedule:
     def _share(self, run: Run, squares: Sequence[float]) -> tuple[tuple[float, ...], list[float]]:
         """All losses, by microbatch, and all sums of squares, from all ranks."""
         losses = [value for m, loss in sorted(run.losses.items()) for value in (m, loss.item())]
-        rows = self.parts.transport.gather([len(losses), *losses, *squares])
+        rows = gather(self.parts.transport, [len(losses), *losses, *squares])
         known: dict[int, float] = {}
         every: list[float] = []
         for count, *values in rows:

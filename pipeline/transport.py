@@ -1,6 +1,6 @@
 """Moving byte buffers between ranks: the protocol, and its torch.distributed implementation."""
 
-from collections.abc import Sequence
+import weakref
 from datetime import timedelta
 from typing import NamedTuple, Protocol
 
@@ -65,10 +65,6 @@ class Transport(Protocol):
         """Wait until everything sent has arrived."""
         ...
 
-    def gather(self, values: Sequence[float]) -> list[list[float]]:
-        """Every rank's ``values`` (fp64, any count), by rank; every rank must call it."""
-        ...
-
 
 class Alone:
     """The transport of a world of one rank: there is nobody to talk to."""
@@ -89,9 +85,6 @@ class Alone:
     def flush(self) -> None:
         return None
 
-    def gather(self, values: Sequence[float]) -> list[list[float]]:
-        return [list(values)]
-
 
 class DistributedTransport:
     """Messages over a torch.distributed process group.
@@ -108,13 +101,22 @@ class DistributedTransport:
         self.n_ranks = group.size()
         self.in_order = dist.get_backend(group) == "nccl"
         self.timeout_s = timeout_s
-        self._group = group
+        # torch.distributed keeps the group until destroy_process_group. A reference that outlives that call makes gloo
+        # abort the interpreter on exit (seen with torch 2.13), so none is kept here.
+        self._group_kept_by_torch = weakref.ref(group)
         self._device = device or torch.device("cpu")
         # Where buffers live while they travel: gloo reads and writes host memory only.
         self._wire = self._device if self.in_order else torch.device("cpu")
         self._timeout = timedelta(seconds=timeout_s)
         self._posted: dict[Message, tuple[Tensor, dist.Work]] = {}
         self._in_flight: list[tuple[Message, Tensor, dist.Work]] = []
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        group = self._group_kept_by_torch()
+        if group is None:
+            raise TransportError("the process group is gone: a schedule works until destroy_process_group is called")
+        return group
 
     def send(self, message: Message, buffer: Tensor) -> None:
         buffer = buffer.to(self._wire)
@@ -134,21 +136,7 @@ class DistributedTransport:
         for message, _, work in in_flight:
             self._wait(message, work)
 
-    def gather(self, values: Sequence[float]) -> list[list[float]]:
-        counts = self._all_gather(torch.tensor([len(values)], dtype=torch.float64))
-        longest = int(max(count.item() for count in counts))
-        mine = torch.zeros(longest, dtype=torch.float64)
-        mine[: len(values)] = torch.tensor(values, dtype=torch.float64)
-        rows = self._all_gather(mine) if longest else [mine] * self.n_ranks
-        return [row[: int(count.item())].tolist() for row, count in zip(rows, counts, strict=True)]
-
-    def _all_gather(self, mine: Tensor) -> list[Tensor]:
-        mine = mine.to(self._wire)
-        rows = [torch.empty_like(mine) for _ in range(self.n_ranks)]
-        self._wait("gather over all ranks", self._group.allgather([rows], [mine]))
-        return [row.cpu() for row in rows]
-
-    def _wait(self, what: Message | str, work: dist.Work) -> None:
+    def _wait(self, what: Message, work: dist.Work) -> None:
         with waiting(what):
             try:
                 work.wait(self._timeout)

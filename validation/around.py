@@ -68,9 +68,6 @@ class AroundTransport:
     def flush(self) -> None:
         self.inner.flush()
 
-    def gather(self, values: Sequence[float]) -> list[list[float]]:
-        return self.inner.gather(values)
-
 
 class AroundGradients:
     """Gradient work that does what ``inner`` does, on the parameters of ``stages``."""

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pipeline import PipelineSchedule, StepResult
+from pipeline.gather import gather
 from pipeline.partition import parse_split
 from pipeline.profile import Profile, profile_table
 from pipeline.schedules import LOOPED, build, canonical_name
@@ -87,8 +88,10 @@ def train(options: argparse.Namespace, rank: int, ranks: int) -> None:
         result = schedule.train_step([(batch.inputs, batch.target) for batch in batches], max_norm=RECIPE.max_norm)
         profiles.append(result.profile)
         if reference is not None:
-            backwards = {s: [a.microbatch for a in plan.ranks[plan.placement[s]] if a.stage == s and a.kind == "B"]
-                         for s in range(plan.n_stages)}
+            backwards = {
+                s: [a.microbatch for a in plan.ranks[plan.placement[s]] if a.stage == s and a.kind == "B"]
+                for s in range(plan.n_stages)
+            }
             worst = max(worst, compare(slices, result, reference.perform("train", batches, orders=backwards)))
         if rank == 0 and (step % 10 == 0 or step == options.steps - 1):
             print(f"step {step:>4}  loss {result.loss:.4f}  grad norm {result.grad_norm:.4f}")
@@ -105,7 +108,7 @@ def report(schedule: PipelineSchedule, profiles: list[Profile], worst: float | N
         print(table)
     if worst is None:
         return
-    over_all_ranks = max(row[0] for row in schedule.parts.transport.gather([worst]))
+    over_all_ranks = max(row[0] for row in gather(schedule.parts.transport, [worst]))
     if rank == 0:
         tier = "bit for bit" if over_all_ranks == 0 else f"to {over_all_ranks:.1e} relative (allowed {LEAST:.1e})"
         print(f"check: losses, norms and weights of every step equal the single-device run's {tier}")
