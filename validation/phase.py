@@ -35,6 +35,8 @@ class Phase:
         """The phase that this report is about, as this rank saw it."""
         text, crash = report.longreprtext, getattr(report.longrepr, "reprcrash", None)
         message = crash.message if crash is not None else text
+        if message.startswith("assert "):  # pytest leaves out what it was that the assertion raised
+            message = f"AssertionError: {message}"
         if isinstance(report.longrepr, tuple):
             message = report.longrepr[2].removeprefix("Skipped: ")
         expected = getattr(report, "wasxfail", None)
@@ -43,8 +45,9 @@ class Phase:
         return cls(report.outcome, message, text, expected, tuple(report.sections), time.time())
 
     def seen_by(self, rank: int) -> RankReport:
-        """The phase as the report of a rank."""
-        return RankReport(rank, _OUTCOMES[self.outcome], self.message, self.text, at_s=self.at_s)
+        """The phase as the report of a rank. To fail as expected is to finish."""
+        outcome = _OUTCOMES[self.outcome] if self.expected is None else Outcome.FINISHED
+        return RankReport(rank, outcome, self.message, self.text, at_s=self.at_s)
 
     @property
     def as_expected(self) -> bool:

@@ -31,6 +31,7 @@ class RanksTogether:
         self._internal_error = ""
         self._errors: dict[str, str] = {}
         self._in_call = False
+        self._parts_agree = True
         self._watch = Watch(self._side)
         if self._rank != 0:
             for option in _REPORT_FILES:
@@ -84,8 +85,8 @@ class RanksTogether:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_call(self) -> Generator[None]:
-        """Reports made during a call are of its parts, such as subtests; the ranks agree on the whole."""
-        self._in_call = True
+        """Know that a report made during a call is of a part of it, a subtest."""
+        self._in_call = self._parts_agree = True
         try:
             return (yield)
         finally:
@@ -95,16 +96,12 @@ class RanksTogether:
     def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Make every rank's report of a phase the report of all ranks, so that they all go on alike."""
         report = yield
-        if self._in_call or self._lost:
+        if self._lost:
             return report
-        phase = Phase.of(report)
-        try:
-            what = f"the end of {report.when} of {item.nodeid}"
-            told = self._side.end_scope(pack(phase), what=what, bound_s=self._bound_s)
-        except RanksAbsent as absent:
-            self._give_up(item, report, phase, absent)
-        else:
-            settle(report, [unpack(data) for data in told], rank=self._rank)
+        if not self._in_call:
+            self._agree_on_phase(item, report)
+        elif self._parts_agree:
+            self._agree_on_part(item, report)
         return report
 
     def pytest_internalerror(self, excrepr: object) -> None:
@@ -135,6 +132,23 @@ class RanksTogether:
 
     def _is_elsewhere(self, item: pytest.Item) -> bool:
         return self._rank != 0 and item.get_closest_marker("one_rank") is not None
+
+    def _agree_on_phase(self, item: pytest.Item, report: pytest.TestReport) -> None:
+        phase, what = Phase.of(report), f"the end of {report.when} of {item.nodeid}"
+        try:
+            told = self._side.end_scope(pack(phase), what=what, bound_s=self._bound_s)
+        except RanksAbsent as absent:
+            self._give_up(item, report, phase, absent)
+        else:
+            settle(report, [unpack(data) for data in told], rank=self._rank)
+
+    def _agree_on_part(self, item: pytest.Item, report: pytest.TestReport) -> None:
+        try:
+            told = self._side.gather(pack(Phase.of(report)), what=f"a subtest of {item.nodeid}", bound_s=self._bound_s)
+        except RanksAbsent:
+            self._parts_agree = False  # the end of the call will tell which rank left it, and why
+        else:
+            settle(report, [unpack(data) for data in told], rank=self._rank)
 
     def _give_up(self, item: pytest.Item, report: pytest.TestReport, phase: Phase, absent: RanksAbsent) -> None:
         self._lost = item.session.shouldstop = _sentence(absent)

@@ -101,7 +101,8 @@ def culprit_of(reports: Sequence[RankReport]) -> int:
 def describe(reports: Sequence[RankReport]) -> str:
     """The whole story: the culprit with its traceback, then a line for each other rank, echoes last."""
     culprit = next(report for report in reports if report.rank == culprit_of(reports))
-    if len(reports) > 1 and len({(report.outcome, report.message) for report in reports}) == 1:
+    alike = len({(report.outcome, report.message) for report in reports}) == 1
+    if alike and len(reports) > 1 and culprit.outcome is not Outcome.STUCK:  # each is stuck in a place of its own
         return _paragraph(f"all {len(reports)} ranks {culprit.sentence()}", culprit.traceback)
     lines = [_paragraph(f"rank {culprit.rank} of {len(reports)} {culprit.sentence()}", culprit.traceback)]
     others = [report for report in reports if report is not culprit]

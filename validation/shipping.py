@@ -4,6 +4,7 @@ import functools
 import io
 import pickle
 import sys
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
@@ -31,7 +32,11 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, FunctionType | type) and _travels_by_value(obj.__module__):
             cloudpickle.register_pickle_by_value(sys.modules[obj.__module__])
-        return super().reducer_override(obj)
+        reduced = super().reducer_override(obj)
+        if isinstance(obj, type) and isinstance(reduced, tuple) and len(reduced) == 6:
+            make, arguments, state, _, _, complete = reduced
+            return _class, (obj.__module__, obj.__qualname__, make, arguments), (complete, state), None, None, _complete
+        return reduced
 
 
 @functools.cache
@@ -40,3 +45,22 @@ def _travels_by_value(name: str) -> bool:
     # `--import-mode=importlib` not at all. pytest also rewrites plugins, hence ours: those go by name.
     module = sys.modules.get(name)
     return module is not None and "@pytest_ar" in vars(module) and name.partition(".")[0] not in _OURS
+
+
+# A class that travelled by value and comes back is the class it was, not a copy; nor is it changed by its copy.
+# That also holds on the other ranks of torchrun, which have a module of the same name.
+def _class(module: str, qualname: str, make: Callable[..., type], arguments: tuple[Any, ...]) -> type:
+    return _at_home(module, qualname) or make(*arguments)
+
+
+def _complete(made: type, instructions: tuple[Callable[[type, Any], None], Any]) -> None:
+    complete, state = instructions
+    if _at_home(made.__module__, made.__qualname__) is not made:
+        complete(made, state)
+
+
+def _at_home(module: str, qualname: str) -> type | None:
+    found: object = sys.modules.get(module)
+    for name in qualname.split("."):
+        found = getattr(found, name, None)
+    return found if isinstance(found, type) else None

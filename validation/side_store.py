@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in torch's __all__
 
+from validation.shipping import pack, unpack
+
 _CHUNK = 4 << 20  # bytes; the store drops the connection of whoever sends 8 MiB at once
 _PATIENCE_S = 0.02  # the longest pause between two looks
 
@@ -44,7 +46,8 @@ class SideStore:
     def gather(self, data: bytes, *, what: str, bound_s: float) -> list[bytes]:
         """Every rank's data, in rank order. ``what`` names the exchange for the reader of an error.
 
-        Raises RanksAbsent when a rank has not come within the bound in seconds, or is known never to come.
+        Raises RanksAbsent when a rank has not come within the bound in seconds, is known never to come, or has come to
+        something else.
         """
         self._exchanges += 1
         return self._gather(self.latest, data, what, bound_s)
@@ -112,7 +115,7 @@ class SideStore:
 
     def _gather(self, name: str, data: bytes, what: str, bound_s: float) -> list[bytes]:
         keys = [f"{name}/{rank}" for rank in range(self.ranks)]
-        written = self.put(keys[self.rank], data)
+        written = self.put(keys[self.rank], pack((what, data)))
         deadline_s, pause_s = time.monotonic() + bound_s, _PATIENCE_S / 64
         while not self._store.check(keys):
             late = self._hurry or (f"within {bound_s:g} s" if time.monotonic() > deadline_s else "")
@@ -123,11 +126,15 @@ class SideStore:
             pause_s = min(2 * pause_s, _PATIENCE_S)
         if self.has(f"{name}/given up"):
             raise RanksAbsent({self.rank: f"did not come to {what} before the others gave it up"})
-        gathered = [self.get(key) or b"" for key in keys]
+        gathered = [unpack(self.get(key) or b"") for key in keys]
         for key in self._outdated:  # everybody is past the exchange before this one
             self._store.delete_key(key)
         self._outdated = written
-        return gathered
+        meant = {rank: theirs for rank, (theirs, _) in enumerate(gathered) if theirs != gathered[0][0]}
+        if meant:
+            came_to = gathered[0][0]
+            raise RanksAbsent({rank: f"did not come to {came_to}, but to {theirs}" for rank, theirs in meant.items()})
+        return [data for _, data in gathered]
 
     def _absent(self, keys: Sequence[str], late: str) -> dict[int, str]:
         """Why ranks will not come any more, where that is known; ``late`` is the reason in want of a better one."""

@@ -19,9 +19,8 @@ _SLACK_S = 30.0  # beyond the bounds of a run, for ending its workers and tellin
 
 @dataclass(frozen=True)
 class _Arrival:
-    """What a rank brings to a run: what it thinks the run is, and the number of its worker's group, 0 for none."""
+    """What a rank brings to a run: the number of its worker's group, or 0, and the newest number that it knows."""
 
-    what: str
     group: int
     newest_group: int
 
@@ -73,11 +72,8 @@ class Torchrun:
     def _pool(self, ranks: int, what: str, bound_s: float) -> Pool | None:
         """This rank's worker, in one group with the others' workers; None for a rank that the run does not need."""
         number, pool = self._pools.get(ranks, (0, None))
-        mine = _Arrival(what, number if pool is not None and pool.alive else 0, Torchrun._newest_group)
+        mine = _Arrival(number if pool is not None and pool.alive else 0, Torchrun._newest_group)
         arrivals: list[_Arrival] = [unpack(d) for d in self._side.gather(pack(mine), what=what, bound_s=bound_s)]
-        astray = {rank: theirs.what for rank, theirs in enumerate(arrivals) if theirs.what != arrivals[0].what}
-        if astray:
-            raise RanksAbsent({rank: f"did not come to {what}, but to {theirs}" for rank, theirs in astray.items()})
         groups = {arrival.group for arrival in arrivals[:ranks]}
         if len(groups) > 1 or groups == {0}:
             self._discard(ranks)

@@ -1,0 +1,45 @@
+"""What several test modules share."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from validation.launcher import launch_environment
+
+Launch = Callable[..., "subprocess.CompletedProcess[str]"]
+
+_BOUND_S = 120.0
+
+
+@pytest.fixture(scope="session")
+def torchrun() -> Launch:
+    """Run ``torchrun --nproc-per-node ranks ARGUMENTS`` in a folder; its status and all output as one text."""
+
+    def launch(folder: Path, *arguments: str, ranks: int) -> "subprocess.CompletedProcess[str]":
+        return _run(folder, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", *arguments)
+
+    return launch
+
+
+@pytest.fixture(scope="session")
+def python() -> Launch:
+    """Run ``python ARGUMENTS`` in a folder, with further variables; its status and all output as one text."""
+    return _run
+
+
+def _run(folder: Path, *arguments: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+    environment = {name: text for name, text in launch_environment().items() if not name.startswith("PYTEST_")}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=environment | variables,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=_BOUND_S,
+        check=False,
+    )
