@@ -11,7 +11,7 @@ from validation.case import Case
 from validation.fuzz import Found, Tally, cases, fuzz
 from validation.judge import judge
 from validation.observe import observe
-from validation.report import HEADER, line, screen, summary
+from validation.report import HEADER, line, summary
 from validation.terminal import JsonFile, Terminal
 from validation.verdict import SCHEMA, Verdict
 from validation.world import NeedsMoreRanks, RankFailed, World
@@ -60,7 +60,7 @@ def validate_all(wanted: Sequence[Case], setting: Setting) -> int:
             verdicts.append(verdict)
             terminal.say(line(case, verdict), verdict.verdict)
             if setting.explain or verdict.verdict != "pass":
-                more = "\n".join(filter(None, (more, screen(verdict))))
+                more = "\n".join(filter(None, (more, str(verdict))))
             if more:
                 terminal.say(more, verdict.verdict)
         terminal.say(summary(verdicts))
@@ -88,7 +88,7 @@ def fuzz_all(setting: Setting, *, budget: int, seed: int, schedules: Sequence[st
         if found.verdict is None:
             assert found.failure is not None, "a case without a verdict has a failure"
             return _told(found.failure, found.case, terminal)
-        terminal.say(screen(found.verdict), found.verdict.verdict)
+        terminal.say(str(found.verdict), found.verdict.verdict)
         return found.verdict.exit_status
 
 

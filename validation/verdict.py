@@ -7,14 +7,15 @@ from typing import Literal
 SCHEMA = "pipeproof/verdict/1"
 Outcome = Literal["pass", "fail", "unknown", "not applicable"]
 
+_SHOWN = 6  # mismatches on a screen; the rest are counted
 EXIT_STATUS: Mapping[str, int] = {"pass": 0, "fail": 1, "unknown": 3}
 
 
 class ValidationFailed(AssertionError):
     """A verdict that is not a pass; ``verdict`` holds it."""
 
-    def __init__(self, verdict: "Verdict", text: str) -> None:
-        super().__init__(text)
+    def __init__(self, verdict: "Verdict") -> None:
+        super().__init__(str(verdict))
         self.verdict = verdict
 
 
@@ -53,6 +54,16 @@ class Mismatch:
         ]
         return ", ".join(parts) or "every rank"
 
+    @property
+    def allowance(self) -> str:
+        """How large the error is, and how large it might be; empty where that was no question of size."""
+        if self.error is None or self.limit is None:
+            return ""
+        return f"; relative error {small(self.error)}, rounding allows {small(self.limit)}"
+
+    def __str__(self) -> str:
+        return f"{self.law}: {self.where}: {self.seen} (expected {self.expected})"
+
 
 @dataclass(frozen=True)
 class Law:
@@ -65,6 +76,12 @@ class Law:
     worst: float = 0.0
     floor: float = 0.0
     note: str = ""
+
+    def __str__(self) -> str:
+        exact = f"{self.checked} compared, {self.exact} bit for bit" if self.checked else ""
+        worst = f"worst {small(self.worst)}" if self.worst else ""
+        details = ", ".join(text for text in (exact, worst, self.note) if text)
+        return f"{self.name:<18} {self.outcome:<14} {details}".rstrip()
 
 
 @dataclass(frozen=True)
@@ -94,9 +111,38 @@ class Verdict:
         """0 pass, 1 wrong answer, 3 no verdict."""
         return EXIT_STATUS[self.verdict]
 
+    def raise_if_failed(self) -> None:
+        """Raise ``ValidationFailed``, with the whole screen as its text, unless this is a pass."""
+        if self.verdict != "pass":
+            raise ValidationFailed(self)
+
     def law(self, name: str) -> Law:
         """The law called ``name``. Raises KeyError if it was not judged."""
         return {law.name: law for law in self.laws}[name]
+
+    def __str__(self) -> str:
+        """All that a reader needs, on one screen: where, seen, expected, the case, and what to type next."""
+        rows = [f"{self.verdict.upper()} {self._headline()}", f"  case      {self.config}"]
+        if self.mismatches:
+            first = self.mismatches[0]
+            rows += [
+                f"  where     {first.where}; operation {first.operation} of the plan",
+                f"  seen      {first.seen}",
+                f"  expected  {first.expected}{first.allowance}",
+            ]
+        rows += [f"  then      {mismatch}" for mismatch in self.mismatches[1:_SHOWN]]
+        if len(self.mismatches) > _SHOWN:
+            rows.append(f"  then      and {len(self.mismatches) - _SHOWN} more")
+        rows += [f"  {'laws' if k == 0 else '':<9} {law}" for k, law in enumerate(self.laws)]
+        return "\n".join([*rows, f"  replay    {self.replay}"])
+
+    def _headline(self) -> str:
+        if self.verdict == "pass":
+            return f"{sum(law.checked for law in self.laws)} comparisons, {self.tier}"
+        broken = [law for law in self.laws if law.outcome == self.verdict]
+        if self.verdict == "fail":
+            return ", ".join(law.name for law in broken)
+        return "; ".join(f"{law.name}: {law.note}" if law.note else law.name for law in broken)
 
     def as_dict(self) -> dict[str, object]:
         """Plain data for JSON."""
@@ -110,3 +156,8 @@ def overall(laws: Sequence[Law]) -> Literal["pass", "fail", "unknown"]:
     if "fail" in outcomes:
         return "fail"
     return "unknown" if "unknown" in outcomes or "pass" not in outcomes else "pass"
+
+
+def small(value: float) -> str:
+    """A relative error in two digits; 0 only for exactly nothing."""
+    return "0" if value == 0 else f"{value:.1e}"

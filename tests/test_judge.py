@@ -1,0 +1,212 @@
+"""The judge, on values: what was produced is altered by hand, and the right law must say so."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from reference.model import Model, build_model
+from validation.case import FULL_PLAN, Case
+from validation.judge import LAWS, judge, one_thread, scenarios
+from validation.observe import observe
+from validation.observed import Observed, RankOperation
+from validation.verdict import Verdict
+from validation.world import World
+
+CASE = Case("1f1b", 1, 1, 3, (2,), model="mlp", ragged=True)
+SLOT = (0, "blocks.1.linear.weight")
+Change = Callable[[RankOperation], RankOperation]
+
+
+@pytest.fixture(scope="module")
+def observed(world: World) -> Observed:
+    return observe(CASE, world)
+
+
+def altered(observed: Observed, change: Change, *, operation: int = 0, rank: int = 0) -> Observed:
+    rows = [list(row) for row in observed.ranks]
+    rows[rank][operation] = change(rows[rank][operation])
+    return replace(observed, ranks=tuple(map(tuple, rows)))
+
+
+def scaled(factor: float) -> Change:
+    def change(seen: RankOperation) -> RankOperation:
+        assert seen.gradients is not None
+        gradient = seen.gradients[SLOT]
+        assert gradient is not None
+        return replace(seen, gradients={**seen.gradients, SLOT: gradient * factor})
+
+    return change
+
+
+def failing(verdict: Verdict) -> set[str]:
+    return {law.name for law in verdict.laws if law.outcome == "fail"}
+
+
+def test_what_was_produced_passes_bit_for_bit_and_every_law_was_exercised(observed: Observed) -> None:
+    verdict = judge(CASE, observed, measure=True)
+    assert (verdict.verdict, verdict.tier) == ("pass", "bitwise")
+    assert [law.name for law in verdict.laws] == list(LAWS)
+    assert {law.name: law.outcome for law in verdict.laws} == {
+        name: "not applicable" if name == "tied-copies" else "pass" for name in LAWS
+    }
+    assert all(law.exact == law.checked > 0 for law in verdict.laws if law.outcome == "pass")
+    assert 1e-8 < verdict.floor < 1e-5
+
+
+def test_rounding_is_a_pass_of_the_second_tier(observed: Observed) -> None:
+    verdict = judge(CASE, altered(observed, scaled(1 + 2**-22)))
+    assert (verdict.verdict, verdict.tier) == ("pass", "fp32")
+    assert 1e-7 < verdict.law("gradient").worst < 1e-6
+
+
+def test_more_than_rounding_and_less_than_a_microbatch_is_unknown(observed: Observed) -> None:
+    verdict = judge(CASE, altered(observed, scaled(1.0005)))
+    assert (verdict.verdict, verdict.tier, verdict.exit_status) == ("unknown", "none", 3)
+    assert verdict.mismatches[0].parameter == SLOT[1]
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, 2.0, 1 / 3])
+def test_a_wrong_gradient_names_the_law_and_the_parameter(observed: Observed, factor: float) -> None:
+    verdict = judge(CASE, altered(observed, scaled(factor)))
+    assert verdict.verdict == "fail"
+    assert failing(verdict) == {"gradient"}
+    assert [(m.law, m.parameter, m.rank, m.stage, m.operation) for m in verdict.mismatches] == [
+        ("gradient", SLOT[1], 0, 0, 1)
+    ]
+
+
+def test_later_scenarios_are_not_judged_after_a_disagreement(observed: Observed) -> None:
+    verdict = judge(CASE, altered(observed, scaled(2.0), operation=1))
+    assert failing(verdict) == {"gradient", "second-step"}
+    assert verdict.mismatches[0].operation == 2
+    assert verdict.law("eval").outcome == verdict.law("accumulation").outcome == "unknown"
+    assert verdict.law("eval").note == "not judged: operation 2 already disagrees"
+
+
+@pytest.mark.parametrize(
+    ("operation", "law"), [(1, "second-step"), (3, "accumulation"), (5, "eval")], ids=["second", "accumulated", "eval"]
+)
+def test_a_later_step_fails_the_law_of_its_scenario(observed: Observed, operation: int, law: str) -> None:
+    assert failing(judge(CASE, altered(observed, scaled(2.0), operation=operation))) == {"gradient", law}
+
+
+def test_the_scenarios_of_a_plan() -> None:
+    assert scenarios(FULL_PLAN) == [None, "second-step", "accumulation", "accumulation", "eval", "eval"]
+    assert scenarios(("eval", "train")) == ["eval", "eval"]
+    assert scenarios(("accumulate", "train", "train")) == ["accumulation", "accumulation", "second-step"]
+
+
+def test_a_gradient_that_is_none_fails_none_ness(observed: Observed) -> None:
+    verdict = judge(CASE, altered(observed, lambda s: replace(s, gradients={**(s.gradients or {}), SLOT: None})))
+    assert "none-ness" in failing(verdict)
+    assert (verdict.mismatches[0].seen, verdict.mismatches[0].expected) == ("None", "a gradient")
+
+
+def test_a_loss_names_its_microbatch(observed: Observed) -> None:
+    verdict = judge(CASE, altered(observed, lambda s: replace(s, losses=(*s.losses[:2], s.losses[2] * 1.1))))
+    assert failing(verdict) == {"loss"}
+    assert (verdict.mismatches[0].microbatch, verdict.mismatches[0].rank) == (2, 0)
+
+
+def test_missing_losses_fail(observed: Observed) -> None:
+    verdict = judge(CASE, altered(observed, lambda s: replace(s, losses=())))
+    assert failing(verdict) == {"loss"}
+    assert verdict.mismatches[0].seen == "0 losses"
+
+
+def test_an_evaluation_with_another_loss_fails(observed: Observed) -> None:
+    changed = altered(observed, lambda s: replace(s, losses=tuple(loss + 1 for loss in s.losses)), operation=4)
+    assert failing(judge(CASE, changed)) == {"loss", "eval"}
+
+
+def test_a_norm_that_one_rank_reports_otherwise_fails(observed: Observed) -> None:
+    verdict = judge(CASE, altered(observed, lambda s: replace(s, norm=(s.norm or 0.0) * 1.01)))
+    assert failing(verdict) == {"grad-norm"}
+    assert judge(CASE, altered(observed, lambda s: replace(s, norm=None))).verdict == "fail"
+
+
+def test_a_backward_that_ran_twice_fails_even_where_numbers_agree(observed: Observed) -> None:
+    verdict = judge(CASE, altered(observed, lambda s: replace(s, executed=(*s.executed, s.executed[-1]))))
+    assert failing(verdict) == {"microbatches"}
+    assert verdict.mismatches[0].seen == "backward of [0, 1, 2, 2]"
+
+
+def test_a_parameter_that_nobody_or_somebody_else_holds_fails(observed: Observed) -> None:
+    last = len(CASE.plan) - 1
+
+    def moved(seen: RankOperation) -> RankOperation:
+        kept = dict(seen.parameters or {})
+        stray = kept.pop(SLOT)
+        return replace(seen, parameters={**kept, (1, SLOT[1]): stray})
+
+    verdict = judge(CASE, altered(observed, moved, operation=last))
+    assert "parameters-once" in failing(verdict)
+    assert {(m.stage, m.seen) for m in verdict.mismatches if m.law == "parameters-once"} == {
+        (0, "held 0 times"),
+        (1, "held 1 times"),
+    }
+
+
+def test_an_updated_parameter_is_judged_by_how_far_it_moved(observed: Observed) -> None:
+    def nudged(seen: RankOperation) -> RankOperation:
+        kept = seen.parameters or {}
+        return replace(seen, parameters={**kept, SLOT: kept[SLOT] * 1.05})  # little beside the parameter, much beside its step
+
+    verdict = judge(CASE, altered(observed, nudged))
+    assert failing(verdict) == {"updated-parameters"}
+
+
+def changed_model(monkeypatch: pytest.MonkeyPatch, change: Callable[[Model], None]) -> None:
+    def build(name: str, *, layers: int, seed: int) -> Model:
+        model = build_model(name, layers=layers, seed=seed)
+        change(model)
+        return model
+
+    monkeypatch.setattr("validation.judge.build_model", build)
+
+
+def test_nan_in_the_reference_itself_is_unknown(observed: Observed, monkeypatch: pytest.MonkeyPatch) -> None:
+    def poison(model: Model) -> None:
+        with torch.no_grad():
+            model.get_parameter(SLOT[1]).fill_(float("nan"))
+
+    changed_model(monkeypatch, poison)
+    case = replace(CASE, plan=("train",))
+    nan = altered(observed, lambda s: replace(s, losses=(float("nan"),) * 3))
+    verdict = judge(case, replace(nan, ranks=(nan.ranks[0][:1],)))
+    assert verdict.law("loss").outcome == "unknown"
+    assert "the reference itself gives losses nan" in verdict.law("loss").note
+
+
+def test_two_dead_runs_that_agree_are_unknown(observed: Observed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zero gradients on both sides: everything is equal, and nothing was seen."""
+
+    def kill(model: Model) -> None:
+        loss = model.mean_loss
+        model.mean_loss = lambda output, target: loss(output, target) * 0.0
+
+    changed_model(monkeypatch, kill)
+
+    def dead(seen: RankOperation) -> RankOperation:
+        grads: dict[tuple[int, str], Tensor | None] = {
+            slot: None if g is None else torch.zeros_like(g) for slot, g in (seen.gradients or {}).items()
+        }
+        start = dict(build_model("mlp", layers=2, seed=0).named_parameters())
+        parameters = {slot: start[slot[1]].detach() for slot in grads}
+        return replace(seen, losses=(0.0,) * 3, gradients=grads, norm=0.0, parameters=parameters)
+
+    changed = altered(observed, dead)
+    verdict = judge(replace(CASE, plan=("train",)), replace(changed, ranks=(changed.ranks[0][:1],)))
+    assert verdict.verdict == "unknown"
+    assert "is zero, so nothing could be seen" in verdict.law("gradient").note
+    assert "never acted" in verdict.law("updated-parameters").note
+
+
+def test_the_reference_runs_on_one_thread_and_gives_the_others_back() -> None:
+    before = torch.get_num_threads()
+    with one_thread():
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == before

@@ -1,0 +1,64 @@
+"""Errors and floors: what counts as rounding, what as a fault, and what as neither."""
+
+import math
+
+import pytest
+import torch
+
+from validation.tolerance import LEAST, MOST, Floor, error, floor_of, same_bits, scalar_error
+
+
+def test_error_is_the_larger_of_both_norms_ratios() -> None:
+    expected = torch.tensor([3.0, 4.0])
+    assert error(expected.clone(), expected) == 0.0
+    assert error(torch.tensor([3.0, 4.4]), expected) == pytest.approx(0.1)  # 0.4 / 4, above 0.4 / 5
+    spread = torch.ones(4)
+    assert error(spread * 1.5, spread) == pytest.approx(0.5)
+
+
+def test_error_against_zero_and_with_another_shape_or_nan_is_infinite() -> None:
+    zero = torch.zeros(2)
+    assert error(zero, zero) == 0.0
+    assert error(torch.ones(2), zero) == math.inf
+    assert error(torch.ones(3), torch.ones(2)) == math.inf
+    assert error(torch.tensor([math.nan, 1.0]), torch.ones(2)) == math.inf
+
+
+def test_scale_judges_differences_against_something_else() -> None:
+    assert error(torch.tensor([10.1]), torch.tensor([10.0]), scale=torch.tensor([0.1])) == pytest.approx(1.0, rel=1e-4)
+    assert scalar_error(1.1, 1.0) == pytest.approx(0.1)
+
+
+def test_bits_tell_zeros_and_types_apart() -> None:
+    assert same_bits(torch.tensor([1.0, math.nan]), torch.tensor([1.0, math.nan]))
+    assert not same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
+    assert not same_bits(torch.tensor([1.0]), torch.tensor([1.0], dtype=torch.float64))
+    assert not same_bits(torch.ones(2), torch.ones(3))
+    assert same_bits(torch.ones(2, 3).t(), torch.ones(3, 2))
+
+
+def test_a_floor_allows_a_multiple_of_itself_never_less_than_a_few_roundings_nor_more_than_the_cap() -> None:
+    assert Floor(0.0, 0.0, 1.0).limit == LEAST
+    assert Floor(1e-6, 5e-7, 1.0).limit == pytest.approx(1.6e-5)
+    assert Floor(0.0, 1.0, 1.0).limit == MOST
+
+
+def test_between_rounding_and_a_lost_microbatch_is_unknown() -> None:
+    floor = Floor(1e-6, 0.0, 0.1)
+    assert [floor.outcome(e) for e in (0.0, 1.6e-5, 1.7e-5, 0.049, 0.05, math.inf)] == [
+        "pass",
+        "pass",
+        "unknown",
+        "unknown",
+        "fail",
+        "fail",
+    ]
+
+
+def test_a_measured_floor_sees_order_precision_and_the_least_microbatch() -> None:
+    parts = [torch.tensor([1.0, 1.0]), torch.tensor([0.1, 0.0])]
+    total = parts[0] + parts[1]
+    floor = floor_of(total, [total * (1 + 1e-6)], total.double() * (1 + 1e-5), [*parts, None])
+    assert floor.permutation == pytest.approx(1e-6, rel=0.2)
+    assert floor.double == pytest.approx(1e-5, rel=1e-3)
+    assert floor.fault == pytest.approx(0.1 / total.norm().item())
