@@ -12,6 +12,7 @@ from validation.fuzz import Found, Tally, cases, fuzz
 from validation.judge import judge
 from validation.observe import observe
 from validation.report import HEADER, line, summary
+from validation.specimens import specimen
 from validation.terminal import JsonFile, Terminal
 from validation.verdict import SCHEMA, Verdict
 from validation.world import NeedsMoreRanks, RankFailed, World
@@ -44,9 +45,10 @@ class Setting:
 
 def validate_all(wanted: Sequence[Case], setting: Setting) -> int:
     """Validate each case, a line each and a screen for what is no pass; returns the exit status."""
+    for case in wanted:
+        specimen(case.specimen)  # an unknown one is refused before anything starts
     terminal, device, verdicts = Terminal(), setting.chosen_device, []
     with JsonFile(setting.json) as file, World(device, setting.timeout_s) as world:
-        terminal.say(HEADER)
         for number, case in enumerate(wanted, start=1):
             try:
                 with terminal.progress(f"{number} of {len(wanted)}: {case}"):
@@ -57,6 +59,8 @@ def validate_all(wanted: Sequence[Case], setting: Setting) -> int:
                 return _told(failure, case, terminal)
             except NeedsMoreRanks as error:
                 raise Impossible(f"{error}; start more ranks, or ask for fewer with --ranks") from error
+            if not verdicts:
+                terminal.say(HEADER)
             verdicts.append(verdict)
             terminal.say(line(case, verdict), verdict.verdict)
             if setting.explain or verdict.verdict != "pass":

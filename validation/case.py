@@ -14,6 +14,7 @@ FULL_PLAN = ("train", "train", "accumulate", "train", "eval", "train")
 OPERATIONS = ("train", "accumulate", "eval")
 MODELS = ("gpt", "gpt-tied", "mlp", "twice", "frozen", "dropout", "pair")
 LOSSES = ("mean", "tokens")
+DEVICES = ("cpu", "cuda")
 
 
 class CaseError(ValueError):
@@ -46,7 +47,8 @@ class Case:
     def __post_init__(self) -> None:
         object.__setattr__(self, "schedule", canonical_name(self.schedule))
         by_sizes(sum(self.split), self.built.n_stages, self.split)
-        for what, value, known in (("model", self.model, MODELS), ("loss", self.loss, LOSSES)):
+        choices = (("model", self.model, MODELS), ("loss", self.loss, LOSSES), ("device", self.device, DEVICES))
+        for what, value, known in choices:
             if value not in known:
                 raise CaseError(f"unknown {what} {value!r}: known are {', '.join(known)}")
         for operation in self.plan:

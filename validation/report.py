@@ -6,7 +6,7 @@ from validation.case import Case
 from validation.verdict import Verdict, small
 
 HEADER = (
-    f"{'schedule':<12} {'model':<9} {'P':>2} {'V':>2} {'M':>3}  {'split':<16} {'losses':>6} {'params':>6}  "
+    f"{'schedule':<12} {'model':<8} {'P':>2} {'V':>2} {'M':>3}  {'split':<15} {'losses':>6} {'params':>6}  "
     f"{'tier':<8} {'worst err':>9} {'floor':>8} {'norm err':>9}  {'verdict':<8} {'time':>7}"
 )
 
@@ -19,9 +19,9 @@ def line(case: Case, verdict: Verdict) -> str:
     """
     losses, gradients, norm = (verdict.law(name) for name in ("loss", "gradient", "grad-norm"))
     split = ",".join(map(str, case.split))
-    split = split if len(split) <= 16 else f"{split[:15]}…"
+    split = split if len(split) <= 15 else f"{split[:14]}…"
     return (
-        f"{case.schedule:<12} {case.model:<9} {case.ranks:>2} {case.virtual:>2} {case.microbatches:>3}  {split:<16} "
+        f"{case.schedule:<12} {case.model:<8} {case.ranks:>2} {case.virtual:>2} {case.microbatches:>3}  {split:<15} "
         f"{losses.checked:>6} {gradients.checked:>6}  {verdict.tier:<8} {small(gradients.worst):>9} "
         f"{small(verdict.floor):>8} {small(norm.worst):>9}  {verdict.verdict:<8} {verdict.seconds:>5.1f} s"
     )

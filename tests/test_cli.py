@@ -1,0 +1,160 @@
+"""The command line as a user types it: results, exit statuses, and input that is refused in one sentence."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pipeline.schedules import build
+from validation.cli import main
+
+Launch = Callable[..., "subprocess.CompletedProcess[str]"]
+ROOT = Path(__file__).parents[1]
+
+
+def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The sentence that ``arguments`` are refused with; exit status 2, nothing on standard output."""
+    try:
+        status = main(arguments)
+    except SystemExit as error:  # argparse's own
+        status = int(error.code or 0)
+    out, err = capsys.readouterr()
+    assert status == 2, (out, err)
+    assert out == ""
+    assert "Traceback" not in err
+    return err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["validate", "--schedule", "1f2b"], "unknown schedule '1f2b': did you mean '1f1b'?"),
+        (["validate", "--schedule", "gpipe,oneb"], "unknown schedule 'oneb'"),
+        (["validate", "--microbatches", "0"], "microbatches is 0: expected at least 1"),
+        (["validate", "--ranks", "0"], "ranks is 0: expected at least 1"),
+        (["validate", "--ranks", "four"], "invalid int value: 'four'"),
+        (["validate", "--schedule", "1f1b", "--split", "3,1,2"], "split 3,1,2 has 3 sizes: expected 4"),
+        (["validate", "--schedule", "1f1b", "--split", "3,1,2,1"], "split 3,1,2,1 sums to 7: the model has 8 layers"),
+        (["validate", "--schedule", "1f1b", "--split", "4,0,2,2"], "leaves stage 1 with 0 layers"),
+        (["validate", "--schedule", "1f1b", "--split", "uneven"], "split 'uneven' is neither 'even' nor sizes"),
+        (["validate", "--schedule", "1f1b", "--layers", "3"], "3 layers cannot fill 4 stages"),
+        (["validate", "--schedule", "1f1b", "--virtual", "2"], "virtual is 2, but 1f1b has one stage per rank"),
+        (["validate", "--schedule", "interleaved", "--virtual", "0"], "virtual is 0: expected at least 1"),
+        (["validate", "--model", "lstm"], "unknown model 'lstm': known are gpt"),
+        (["validate", "--loss", "max"], "invalid choice: 'max'"),
+        (["validate", "--device", "cuda"], "--device cuda, but torch finds no CUDA device"),
+        (["validate", "--json", "/no/such/folder/x.json"], "cannot write /no/such/folder/x.json"),
+        (["validate", "--timeout", "0"], "0"),
+        (["fuzz", "--cases", "0"], "--cases is 0: expected at least 1"),
+        (["fuzz", "--max-ranks", "0"], "--max-ranks is 0"),
+        (["fuzz", "--schedule", "nope"], "unknown schedule 'nope'"),
+        (["replay", "gibberish"], "'gibberish' is no case: expected a schedule, ranks, stages and microbatches first"),
+        (["replay", "1f1b r2 s2 m2 specimen=gremlin"], "unknown specimen 'gremlin'"),
+        (["replay", "1f1b r2 s2 m2 device=tpu"], "device"),
+        (["show", "zigzag"], "unknown schedule 'zigzag'"),
+        (["show", "gpipe", "--virtual", "3"], "virtual is 3, but gpipe has one stage per rank"),
+        (["check", "/no/such/file.csv"], "cannot read /no/such/file.csv"),
+        ([], "COMMAND"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_bad_input_is_refused_in_a_sentence(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert words in refused(arguments, capsys)
+
+
+@pytest.mark.one_rank
+def test_a_validation_prints_a_line_per_schedule_and_writes_json(python: Launch, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    done = python(
+        tmp_path, "-m", "validation", "validate", "--ranks", "2", "--layers", "4", "--microbatches", "3",
+        "--model", "mlp", "--json", str(path), "--profile",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    rows = [line.split() for line in done.stdout.splitlines()]
+    names = [row[0] for row in rows if row and row[-1] == "s"]
+    assert names == ["naive", "gpipe", "1f1b", "interleaved"]
+    assert "4 pass; 4 of 4 bit for bit" in done.stdout
+    assert sum(row[:2] == ["rank", "step"] for row in rows) == 4
+    data = json.loads(path.read_text())
+    assert [verdict["verdict"] for verdict in data["verdicts"]] == ["pass"] * 4
+    assert all(verdict["floor"] > 0 for verdict in data["verdicts"])
+
+
+@pytest.mark.one_rank
+def test_a_wrong_answer_exits_1_with_a_screen_and_a_line_that_replays_it(python: Launch, tmp_path: Path) -> None:
+    line = "gpipe r2 s2 m2 split=1,1 model=mlp plan=train seed=4 specimen=layernorm-zero"
+    done = python(tmp_path, "-m", "validation", "replay", line)
+    assert done.returncode == 1, done.stdout
+    assert "FAIL gradient, grad-norm, updated-parameters" in done.stdout
+    assert "where     rank 1, stage 1, parameter blocks.1.norm.weight" in done.stdout
+    assert f'pipeproof replay "{line}"' in done.stdout
+
+
+@pytest.mark.one_rank
+def test_fuzz_says_how_many_and_how_fast(python: Launch, tmp_path: Path) -> None:
+    done = python(tmp_path, "-m", "validation", "fuzz", "--cases", "6", "--seed", "5", "--max-ranks", "2")
+    assert done.returncode == 0, done.stdout
+    assert "seed 5: 6 cases, 6 pass (6 bitwise), 0 not" in done.stdout
+    assert "cases/s" in done.stdout
+
+
+@pytest.mark.one_rank
+def test_show_draws_without_torch(tmp_path: Path, python: Launch) -> None:
+    code = (
+        "import sys; from validation.cli import main; status = main(['show', '1f1b', '--ranks', '3', '--microbatches',"
+        "'4']); assert 'torch' not in sys.modules, 'torch was imported'; sys.exit(status)"
+    )
+    done = python(tmp_path, "-c", code)
+    assert done.returncode == 0, done.stdout
+    assert "rank 0 | 0F0 0F1 0F2" in done.stdout
+    assert "global 6 (33.3%), local 6" in done.stdout
+    assert "3, 2, 1" in done.stdout
+
+
+def test_check_accepts_a_good_schedule_and_lists_what_a_bad_one_breaks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = tmp_path / "mine.csv"
+    good.write_text(build("interleaved", ranks=2, virtual=2, microbatches=4).to_csv())
+    assert main(["check", str(good)]) == 0
+    assert "mine.csv keeps every law: 2 ranks, 4 stages, 4 microbatches" in capsys.readouterr().out
+    bad = tmp_path / "bad.csv"
+    bad.write_text("0F0,0B0,0B0\n1B0,1F0\n")
+    assert main(["check", str(bad)]) == 1
+    out = capsys.readouterr().out
+    assert "completeness" in out
+    assert "local-order" in out
+
+
+def test_check_names_row_and_column_of_a_wrong_cell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "typo.csv"
+    path.write_text("0F0,0B0\n1F0,1X0\n")
+    err = refused(["check", str(path)], capsys)
+    assert "row 2, column 2" in err
+    assert "'1X0' is not an action" in err
+
+
+def test_replay_of_a_fault_is_wrong_and_of_a_sound_case_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", "naive r1 s1 m2 split=1 model=mlp plan=train seed=0"]) == 0
+    assert "PASS" in capsys.readouterr().out
+
+
+@pytest.mark.one_rank
+def test_too_few_ranks_under_torchrun_are_said_once_with_the_cure(torchrun: Launch, tmp_path: Path) -> None:
+    done = torchrun(tmp_path, "-m", "validation", "validate", "--ranks", "4", "--model", "mlp", ranks=2)
+    assert done.returncode != 0
+    said = [line for line in done.stdout.splitlines() if line.startswith("pipeproof:")]
+    assert len(said) == 1, done.stdout
+    assert "4 ranks" in said[0]
+    assert "--ranks" in said[0]
+
+
+def test_the_command_is_installed() -> None:
+    done = subprocess.run([sys.executable, "-m", "validation", "--help"], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert "validate" in done.stdout
