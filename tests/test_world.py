@@ -256,6 +256,13 @@ def test_a_result_that_cannot_be_read_is_told(world: World) -> None:
     assert sound(world)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_device_that_is_not_here_is_bad_input() -> None:
+    with World(device="cuda") as world, pytest.raises(RankFailed, match="this host has no GPU") as caught:
+        world.run(total, ranks=1)
+    assert isinstance(caught.value.cause, ValueError)
+
+
 def is_alive(pid: int) -> bool:
     """Whether there is a process with this id that has not ended."""
     try:

@@ -49,12 +49,12 @@ class Pool:
         rank of the same run has failed that is not in this pool.
         """
         try:
-            answers = [] if self._ready else self._collect(START_BOUND_S, cancelled)
+            answers = [] if self._ready else self._collect("join its group", START_BOUND_S, cancelled)
             self._ready = True
             if not any(answer.failed for answer in answers):
                 for worker in self._workers:
                     worker.order(order)
-                answers = self._collect(timeout_s, cancelled)
+                answers = self._collect("finish", timeout_s, cancelled)
         except BaseException:
             self.close()
             raise
@@ -62,7 +62,7 @@ class Pool:
             self.close()
         return answers
 
-    def _collect(self, bound_s: float, cancelled: Callable[[], bool] | None) -> list[Answer]:
+    def _collect(self, aim: str, bound_s: float, cancelled: Callable[[], bool] | None) -> list[Answer]:
         answers: dict[WorkerHandle, Answer] = {}
         pending = list(self._workers)
         deadline_s, failing = time.monotonic() + bound_s, False
@@ -79,7 +79,7 @@ class Pool:
             if graces_s:
                 failing = True
                 deadline_s = min(deadline_s, time.monotonic() + min(graces_s))
-        answers |= _examine(pending, "" if failing else f"did not finish within {bound_s:g} s")
+        answers |= _examine(pending, "" if failing else f"did not {aim} within {bound_s:g} s")
         return [answers[worker] for worker in self._workers]
 
 

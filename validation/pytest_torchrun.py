@@ -15,6 +15,7 @@ from validation.shipping import pack, unpack
 from validation.side_store import RanksAbsent, side_store
 from validation.watch import STUCK_STATUS, Watch, stacks
 
+_LEAVE_BOUND_S = 30.0  # for the exit statuses of the others; torchrun grants as much to ranks that it ends
 _REPORT_FILES = ("xmlpath", "htmlpath", "report_log", "log_file")  # options; one writer each, or the last one wins
 
 
@@ -129,6 +130,7 @@ class RanksTogether:
         else:
             self._side.wait_for("over", self._bound_s)
         self._watch.stop()
+        side_store.cache_clear()  # what was said in this session is no word for the next one in this process
 
     def _is_elsewhere(self, item: pytest.Item) -> bool:
         return self._rank != 0 and item.get_closest_marker("one_rank") is not None
@@ -172,7 +174,7 @@ class RanksTogether:
         if self._lost:
             return []
         keys = [f"status/{rank}" for rank in range(self._side.ranks)]
-        return [int(self._side.get(key) or STUCK_STATUS) for key in keys if self._side.wait_for(key, self._bound_s)]
+        return [int(self._side.get(key) or STUCK_STATUS) for key in keys if self._side.wait_for(key, _LEAVE_BOUND_S)]
 
     def _end_early(self, number: int, frame: FrameType | None) -> None:
         """End the test in progress, so that there is a report that names the rank whose process is gone."""

@@ -1,6 +1,7 @@
 """What the ranks of a launcher tell each other beside the group under test, so that they can agree about failures."""
 
 import functools
+import itertools
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from validation.shipping import pack, unpack
 
 _CHUNK = 4 << 20  # bytes; the store drops the connection of whoever sends 8 MiB at once
+_stores = itertools.count()  # every store of a process, and so of every rank, has keys of its own
 _PATIENCE_S = 0.02  # the longest pause between two looks
 
 
@@ -33,7 +35,7 @@ class SideStore:
         self.rank = int(environ["RANK"])
         self.ranks = int(environ["WORLD_SIZE"])
         host, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
-        prefix = f"pipeproof/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        prefix = f"pipeproof/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_stores)}"
         agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         server = TCPStore(host, port, is_master=not agent and self.rank == 0, wait_for_workers=False)
         self.address = f"tcp://{host}:{port}/{prefix}"

@@ -79,11 +79,11 @@ def _settle(seat: Seat) -> None:
     faulthandler.enable(stacks, all_threads=False)
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=False)
     torch.set_num_threads(1)
-    if seat.device == "cuda":
-        torch.cuda.set_device(_device(seat))
 
 
 def _join(seat: Seat) -> RankContext:
+    if seat.device == "cuda":
+        torch.cuda.set_device(_device(seat))
     backend = "nccl" if seat.device == "cuda" and torch.cuda.device_count() >= seat.local_ranks else "gloo"
     dist.init_process_group(
         backend, store=_open_store(seat.store), rank=seat.rank, world_size=seat.ranks, timeout=_GROUP_TIMEOUT
@@ -94,8 +94,11 @@ def _join(seat: Seat) -> RankContext:
 
 
 def _device(seat: Seat) -> str:
-    # Ranks share the GPUs of their host in turn.
-    return "cpu" if seat.device == "cpu" else f"cuda:{seat.local_rank % torch.cuda.device_count()}"
+    if seat.device == "cpu":
+        return "cpu"
+    if not torch.cuda.is_available():
+        raise ValueError("ranks cannot compute on cuda: this host has no GPU that torch can use")
+    return f"cuda:{seat.local_rank % torch.cuda.device_count()}"  # ranks share the GPUs of their host in turn
 
 
 def _open_store(address: str) -> Store:

@@ -47,7 +47,8 @@ class World:
     ) -> list[Result]:
         """Call ``job(context, *args)`` on each of ``ranks`` ranks: the results in rank order, the same list everywhere.
 
-        Job, arguments and results travel as bytes, so closures are welcome, and what a job changes stays on its rank.
+        Job, arguments and results travel as bytes, so closures are welcome. What a job changes stays on its rank, also
+        for later jobs there: a default dtype, say. Let results be on the CPU.
         Raises RankFailed, culprit first, where a rank raises, dies, or has not finished after the bound in seconds;
         NeedsMoreRanks where a launcher started fewer; the skip, where every rank skips for one reason.
         """
