@@ -45,7 +45,9 @@ class StageGradients:
     same bits; the copy on the lowest stage answers for the parameter in the norm.
     """
 
-    def __init__(self, stages: Sequence[Stage], transport: Transport, placement: Sequence[int], tied: Sequence[Tied]):
+    def __init__(
+        self, stages: Sequence[Stage], transport: Transport, placement: Sequence[int], tied: Sequence[Tied]
+    ) -> None:
         self._modules = {stage.index: stage.module for stage in stages}
         self._transport = transport
         self._placement = placement
@@ -142,5 +144,3 @@ def _sum(shares: Sequence[Tensor]) -> Tensor | None:
     for share in shares[1:]:
         total += share
     return total
-
-

@@ -33,7 +33,7 @@ class MicrobatchError(ValueError):
 
 @dataclass(frozen=True)
 class Parts:
-    """What a step is made of on one rank. ``PipelineSchedule.wrapped`` replaces parts: to observe, or to plant faults."""
+    """What a step is made of on one rank; ``PipelineSchedule.wrapped`` replaces parts: to observe, to plant faults."""
 
     program: Program
     stages: tuple[Stage, ...]
@@ -226,8 +226,8 @@ class PipelineSchedule:
         for m, kind in enumerate(kinds):
             if kind != kinds[0]:
                 raise MicrobatchError(
-                    f"microbatch {m} has {_structure(kind)}, microbatch 0 has {_structure(kinds[0])}: all need the same "
-                    "number of tensors, of the same types and numbers of dimensions (sizes may differ)"
+                    f"microbatch {m} has {_structure(kind)}, microbatch 0 has {_structure(kinds[0])}: all need the "
+                    "same number of tensors, of the same types and numbers of dimensions (sizes may differ)"
                 )
         return checked
 

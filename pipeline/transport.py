@@ -22,7 +22,7 @@ class TransportTimeout(TransportError):
 
 
 class Message(NamedTuple):
-    """One message between this rank and ``peer``. Both ends know it by ``tag``; ``name`` is for people, ``1RECV_F0``."""
+    """One message between this rank and ``peer``, known to both by ``tag``; ``name`` is for people: ``1RECV_F0``."""
 
     name: object
     peer: int

@@ -54,7 +54,7 @@ def text() -> Tensor:
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
-        raise ModelError("this Python lacks pydoc_data, its built-in help texts: install the full standard library") from error
+        raise ModelError("this Python lacks pydoc_data, its help texts: install the full standard library") from error
     words = "".join(topics[name] for name in sorted(topics)).encode("ascii", errors="ignore")
     return torch.frombuffer(bytearray(words), dtype=torch.uint8).long()
 

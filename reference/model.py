@@ -120,7 +120,8 @@ class Embedding(nn.Module):
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         positions_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
-        return self.token(tokens_BT) + self.position(positions_T)  # (B, T, C)
+        x_BTC: Tensor = self.token(tokens_BT) + self.position(positions_T)
+        return x_BTC
 
 
 class Attention(nn.Module):
@@ -133,9 +134,11 @@ class Attention(nn.Module):
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         b, t, c = x_BTC.shape
-        heads = (part.view(b, t, HEADS, c // HEADS).transpose(1, 2) for part in self.qkv(x_BTC).chunk(3, dim=-1))
-        y_BHTD = F.scaled_dot_product_attention(*heads, is_causal=True)  # (B, H, T, C / H)
-        return self.out(y_BHTD.transpose(1, 2).reshape(b, t, c))
+        parts_BTC = self.qkv(x_BTC).chunk(3, dim=-1)
+        query, key, value = (part.view(b, t, HEADS, c // HEADS).transpose(1, 2) for part in parts_BTC)  # (B, H, T, C/H)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        y_BTC: Tensor = self.out(mixed.transpose(1, 2).reshape(b, t, c))
+        return y_BTC
 
 
 class TransformerBlock(nn.Module):
@@ -151,7 +154,8 @@ class TransformerBlock(nn.Module):
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         x_BTC = x_BTC + self.attention(self.norm_1(x_BTC))
-        return x_BTC + self.down(F.gelu(self.up(self.norm_2(x_BTC))))
+        y_BTC: Tensor = x_BTC + self.down(F.gelu(self.up(self.norm_2(x_BTC))))
+        return y_BTC
 
 
 class Head(nn.Module):
@@ -163,7 +167,8 @@ class Head(nn.Module):
         self.logits = nn.Linear(width, VOCABULARY, bias=False)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
-        return self.logits(self.norm(x_BTC))  # (B, T, K)
+        logits_BTK: Tensor = self.logits(self.norm(x_BTC))
+        return logits_BTK
 
 
 def token_loss(reduction: str) -> LossFn:

@@ -81,9 +81,7 @@ class Reference:
         self._optimizer = recipe.optimizer([p for p in model.parameters() if p.requires_grad])
         self._sums: dict[Slot, Gradient] = {}
 
-    def perform(
-        self, operation: str, batches: Sequence[Batch], *, orders: Mapping[Stage, Sequence[int]]
-    ) -> Expected:
+    def perform(self, operation: str, batches: Sequence[Batch], *, orders: Mapping[Stage, Sequence[int]]) -> Expected:
         """Do ``operation`` on ``batches``; ``orders[stage]`` is the order of microbatches in that stage's backwards."""
         if operation == "eval":
             return Expected(operation, self._evaluate(batches))

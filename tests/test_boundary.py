@@ -101,7 +101,12 @@ def test_signature_tells_shapes_and_types_apart_but_not_values() -> None:
 
 @pytest.mark.parametrize(
     ("value", "kind"),
-    [({"x": torch.zeros(1)}, "dict"), ((torch.zeros(1), 3), "tuple of Tensor, int"), ((), "tuple of nothing"), (1.5, "float")],
+    [
+        ({"x": torch.zeros(1)}, "dict"),
+        ((torch.zeros(1), 3), "tuple of Tensor, int"),
+        ((), "tuple of nothing"),
+        (1.5, "float"),
+    ],
 )
 def test_what_is_no_tuple_of_tensors_is_refused_by_name(value: object, kind: str) -> None:
     with pytest.raises(BoundaryError, match=f"the output of stage 3 is a {kind}: expected a tensor, or a tuple"):

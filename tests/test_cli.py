@@ -156,5 +156,7 @@ def test_too_few_ranks_under_torchrun_are_said_once_with_the_cure(torchrun: Laun
 
 
 def test_the_command_is_installed() -> None:
-    done = subprocess.run([sys.executable, "-m", "validation", "--help"], capture_output=True, text=True, cwd=ROOT, check=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "validation", "--help"], capture_output=True, text=True, cwd=ROOT, check=True
+    )
     assert "validate" in done.stdout

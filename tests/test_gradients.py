@@ -32,7 +32,9 @@ def reduced(context: RankContext, have: tuple[int, ...], placement: tuple[int, .
 
 
 @pytest.mark.parametrize(
-    ("have", "total"), [((0, 1, 2), 111.0), ((1,), 10.0), ((0, 2), 101.0), ((), None)], ids=["all", "one", "ends", "none"]
+    ("have", "total"),
+    [((0, 1, 2), 111.0), ((1,), 10.0), ((0, 2), 101.0), ((), None)],
+    ids=["all", "one", "ends", "none"],
 )
 def test_every_copy_gets_the_sum_and_one_rank_answers_for_it(
     world: World, have: tuple[int, ...], total: float | None

@@ -153,7 +153,9 @@ def test_a_parameter_that_nobody_or_somebody_else_holds_fails(observed: Observed
 def test_an_updated_parameter_is_judged_by_how_far_it_moved(observed: Observed) -> None:
     def nudged(seen: RankOperation) -> RankOperation:
         kept = seen.parameters or {}
-        return replace(seen, parameters={**kept, SLOT: kept[SLOT] * 1.05})  # little beside the parameter, much beside its step
+        return replace(
+            seen, parameters={**kept, SLOT: kept[SLOT] * 1.05}
+        )  # little beside the parameter, much beside its step
 
     verdict = judge(CASE, altered(observed, nudged))
     assert failing(verdict) == {"updated-parameters"}

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from reference.data import Shapes, microbatches
-from reference.model import MODELS, GPT, ModelError, Stack, build_model
+from reference.model import GPT, MODELS, ModelError, Stack, build_model
 
 
 @pytest.mark.parametrize("name", MODELS)

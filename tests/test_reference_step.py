@@ -42,7 +42,9 @@ def plain_step(model: Model, batches: Sequence[Batch], recipe: Recipe) -> dict[s
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_are_those_of_one_plain_backward(name: str, loss: str) -> None:
     reference = reference_of(name, loss)
-    plain = plain_step(build_model(name, layers=3, seed=0).double(), [b.double() for b in data(name)], Recipe(loss=loss))
+    plain = plain_step(
+        build_model(name, layers=3, seed=0).double(), [b.double() for b in data(name)], Recipe(loss=loss)
+    )
     expected = reference.perform("train", data(name), orders=orders())
     for (_, parameter), gradient in expected.gradients.items():
         truth = plain[parameter]

@@ -30,7 +30,9 @@ def chain(stages: int) -> list[nn.Module]:
     return [nn.Linear(4, 4) for _ in range(stages)]
 
 
-def alone(kind: str = "gpipe", count: int = 2, stages: int = 1, **more: Any) -> tuple[PipelineSchedule, list[nn.Module]]:
+def alone(
+    kind: str = "gpipe", count: int = 2, stages: int = 1, **more: Any
+) -> tuple[PipelineSchedule, list[nn.Module]]:
     modules = chain(stages)
     return PipelineSchedule(kind=kind, n_microbatches=count, stages=modules, loss_fn=mse, **more), modules
 
@@ -230,6 +232,8 @@ def moody(context: RankContext) -> None:
 
 
 def test_shapes_that_follow_from_values_are_refused(world: World) -> None:
-    with pytest.raises(RankFailed, match=r"stage 0 handed on float32\[1, 4\] for microbatch 1, but float32\[2, 4\]") as e:
+    with pytest.raises(
+        RankFailed, match=r"stage 0 handed on float32\[1, 4\] for microbatch 1, but float32\[2, 4\]"
+    ) as e:
         world.run(moody, ranks=2)
     assert isinstance(e.value.cause, BoundaryError)

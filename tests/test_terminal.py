@@ -13,7 +13,9 @@ def test_lines_are_plain_where_nobody_watches(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out == "FAIL gradient " + "x" * 200 + "\n"
 
 
-def test_only_rank_0_speaks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_only_rank_0_speaks(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("RANK", "1")
     Terminal().say("hello")
     with JsonFile(str(tmp_path / "x.json")) as file:

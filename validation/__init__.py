@@ -1,0 +1,1 @@
+"""Validation: schedules on real ranks held against the reference, law by law."""

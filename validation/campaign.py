@@ -39,7 +39,7 @@ class Setting:
         """Either cpu or cuda. Raises ``Impossible`` for CUDA where there is none."""
         available = torch.cuda.is_available()
         if self.device == "cuda" and not available:
-            raise Impossible("--device cuda, but torch finds no CUDA device: use --device cpu, or a CUDA build of torch")
+            raise Impossible("--device cuda, but torch finds no CUDA device: use --device cpu, or torch built for CUDA")
         return "cuda" if available and self.device != "cpu" else "cpu"
 
 
@@ -47,8 +47,9 @@ def validate_all(wanted: Sequence[Case], setting: Setting) -> int:
     """Validate each case, a line each and a screen for what is no pass; returns the exit status."""
     for case in wanted:
         specimen(case.specimen)  # an unknown one is refused before anything starts
-    terminal, device, verdicts = Terminal(), setting.chosen_device, []
-    with JsonFile(setting.json) as file, World(device, setting.timeout_s) as world:
+    terminal, device = Terminal(), setting.chosen_device
+    verdicts: list[Verdict] = []
+    with JsonFile(setting.json) as file, World(device=device, timeout_s=setting.timeout_s) as world:
         for number, case in enumerate(wanted, start=1):
             try:
                 with terminal.progress(f"{number} of {len(wanted)}: {case}"):
@@ -75,7 +76,7 @@ def validate_all(wanted: Sequence[Case], setting: Setting) -> int:
 def fuzz_all(setting: Setting, *, budget: int, seed: int, schedules: Sequence[str], max_ranks: int) -> int:
     """Run a fuzz campaign with progress; a failure is shrunk, shown and given a line to replay it by."""
     terminal, device = Terminal(), setting.chosen_device
-    with JsonFile(setting.json) as file, World(device, setting.timeout_s) as world:
+    with JsonFile(setting.json) as file, World(device=device, timeout_s=setting.timeout_s) as world:
         with terminal.progress("starting ranks") as show:
             tally, found = fuzz(
                 world,

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Any
 
 from pipeline.partition import by_sizes, even
 from pipeline.schedule import Schedule
@@ -55,7 +56,8 @@ class Case:
             if operation not in OPERATIONS:
                 raise CaseError(f"unknown operation {operation!r} in the plan: known are {', '.join(OPERATIONS)}")
         if not self.plan or self.plan[-1] != "train":
-            raise CaseError(f"the plan {'+'.join(self.plan) or '(empty)'} must end with train, or it compares no gradient")
+            plan = "+".join(self.plan) or "(empty)"
+            raise CaseError(f"the plan {plan} must end with train, or it compares no gradient")
 
     @cached_property
     def built(self) -> Schedule:
@@ -111,14 +113,14 @@ class Case:
         flag = name in ("ragged", "unequal")
         if name not in known or bool(equals) == flag:
             raise CaseError(f"{text!r}: {word!r} is no option; known are {', '.join(known)}")
+        changes: dict[str, Any] = {name: True if flag else value}
         try:
-            parsed: object = {
-                "split": lambda: tuple(map(int, value.split(","))),
-                "plan": lambda: tuple(value.split("+")),
-                "seed": lambda: int(value),
-            }.get(name, lambda: True if flag else value)()
+            if name == "split":
+                changes = {"split": tuple(map(int, value.split(",")))}
+            elif name == "plan":
+                changes = {"plan": tuple(value.split("+"))}
+            elif name == "seed":
+                changes = {"seed": int(value)}
         except ValueError:
             raise CaseError(f"{text!r}: {word!r} needs numbers") from None
-        return replace(self, **{name: parsed})
-
-
+        return replace(self, **changes)

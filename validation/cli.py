@@ -123,10 +123,11 @@ def _replay(options: argparse.Namespace) -> int:
 def _show(options: argparse.Namespace) -> int:
     schedule = _built(options.schedule, options)
     timeline = simulate(schedule)
-    print(f"{schedule.name}: {schedule.n_ranks} ranks, {schedule.n_stages} stages, {schedule.microbatches} microbatches")
+    print(f"{schedule.name}: {_sizes(schedule)}")
     print(grid(schedule))
     print(f"makespan {timeline.makespan:g} (T_F = T_I = T_W = 1 per stage, T_B = T_I + T_W = 2, no latency)")
-    print(f"bubble   global {timeline.global_bubble:g} ({timeline.bubble_fraction:.1%}), local {timeline.local_bubble:g}")
+    share = f"{timeline.bubble_fraction:.1%}"
+    print(f"bubble   global {timeline.global_bubble:g} ({share}), local {timeline.local_bubble:g}")
     print(f"memory   peak activations per rank, in microbatches of one stage: {_listed(timeline.peaks)}")
     return 0
 
@@ -143,10 +144,8 @@ def _check(options: argparse.Namespace) -> int:
         print(error)
         return 1
     timeline = simulate(schedule)
-    print(
-        f"{schedule.name} keeps every law: {schedule.n_ranks} ranks, {schedule.n_stages} stages, "
-        f"{schedule.microbatches} microbatches; global bubble {timeline.global_bubble:g} of {timeline.makespan:g}"
-    )
+    bubble = f"global bubble {timeline.global_bubble:g} of {timeline.makespan:g}"
+    print(f"{schedule.name} keeps every law: {_sizes(schedule)}; {bubble}")
     return 0
 
 
@@ -181,6 +180,10 @@ def _built(name: str, options: argparse.Namespace) -> Schedule:
     return build(family, ranks=options.ranks, microbatches=options.microbatches, virtual=virtual)
 
 
+def _sizes(schedule: Schedule) -> str:
+    return f"{schedule.n_ranks} ranks, {schedule.n_stages} stages, {schedule.microbatches} microbatches"
+
+
 def _listed(values: Sequence[float]) -> str:
     return ", ".join(f"{value:g}" for value in values)
 
@@ -189,5 +192,3 @@ def _refuse(message: str, *, status: int = BAD_INPUT) -> int:
     if os.environ.get("RANK", "0") == "0":
         print(f"pipeproof: {message}", file=sys.stderr)
     return status
-
-

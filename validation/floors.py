@@ -83,5 +83,3 @@ class Floors:
     def worst(self) -> float:
         """The largest floor over all gradients."""
         return max((self.gradient(slot).largest for slot in self._last.gradients), default=0.0)
-
-

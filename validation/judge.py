@@ -18,7 +18,7 @@ from validation.observe import data_for, deterministic
 from validation.observed import Observed
 from validation.stages import owners, tied_across
 from validation.tolerance import Floor, same_bits
-from validation.verdict import Mismatch, Verdict, overall
+from validation.verdict import Mismatch, Tier, Verdict, overall
 
 LAWS = (
     "microbatches",  # every stage ran forward and backward once for each microbatch
@@ -222,7 +222,8 @@ class Judge:
 
     def _norms(self, operation: _Operation) -> None:
         floors, norm = operation.floors, operation.expected.norm
-        assert floors is not None and norm is not None, "a training step has a norm and floors"
+        assert floors is not None, "a training step has floors"
+        assert norm is not None, "a training step has a norm"
         for rank, operations in enumerate(self._observed.ranks):
             place = self._place("grad-norm", operation.number, operation.scenario, rank=rank)
             seen = operations[operation.number].norm
@@ -240,7 +241,7 @@ class Judge:
 
 
 def judge(case: Case, observed: Observed, *, measure: bool = False) -> Verdict:
-    """The verdict on what ``case`` produced. ``measure``: measure floors even where every bit agrees, to report them."""
+    """The verdict on what ``case`` produced. ``measure``: measure floors even where every bit agrees, to report."""
     began = perf_counter()
     deterministic(case.device)
     with one_thread():
@@ -249,7 +250,7 @@ def judge(case: Case, observed: Observed, *, measure: bool = False) -> Verdict:
         laws = at.ledger.laws()
         floor = at.measured.worst() if measure and at.measured is not None else 0.0
     outcome = overall(laws)
-    tier = "none" if outcome != "pass" else ("bitwise" if at.ledger.all_exact else "fp32")
+    tier: Tier = "none" if outcome != "pass" else ("bitwise" if at.ledger.all_exact else "fp32")
     return Verdict(
         str(case), outcome, tier, laws, tuple(at.ledger.mismatches), floor=floor, seconds=perf_counter() - began
     )

@@ -61,7 +61,13 @@ class Ledger:
             self.mismatches.append(place.mismatch(seen, expected))
 
     def tensors(
-        self, place: Place, observed: Tensor, expected: Tensor, floor: Callable[[], Floor], *, base: Tensor | None = None
+        self,
+        place: Place,
+        observed: Tensor,
+        expected: Tensor,
+        floor: Callable[[], Floor],
+        *,
+        base: Tensor | None = None,
     ) -> None:
         """Enter two tensors. ``base``: judge their differences from it, relative to how far expected moved."""
         if same_bits(observed, expected):
@@ -85,9 +91,7 @@ class Ledger:
         outcome = allowed.outcome(size)
         self._enter(place, outcome, size=size, floor=allowed.largest)
         if outcome != "pass":
-            self.mismatches.append(
-                place.mismatch(f"{observed:.9g}", f"{expected:.9g}", size=size, limit=allowed.limit)
-            )
+            self.mismatches.append(place.mismatch(f"{observed:.9g}", f"{expected:.9g}", size=size, limit=allowed.limit))
 
     def laws(self) -> tuple[Law, ...]:
         """Every law's outcome, in the order given at the start."""
@@ -130,5 +134,7 @@ def _describe(observed: Tensor, expected: Tensor, base: Tensor | None) -> tuple[
         seen, wanted, what = seen - base.double(), wanted - base.double(), "update of norm"
     size = (seen.norm() * wanted.norm()).item()
     product = (seen * wanted).sum().item()
-    likeness = f", {product / wanted.norm().item() ** 2:.6g} times expected, cosine {product / size:.6f}" if size else ""
+    likeness = ""
+    if size:
+        likeness = f", {product / wanted.norm().item() ** 2:.6g} times expected, cosine {product / size:.6f}"
     return f"{what} {seen.norm().item():.6g}{likeness}", f"{what} {wanted.norm().item():.6g}"

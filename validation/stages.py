@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -38,13 +39,16 @@ class Slice(nn.Module):
 def layers_of(split: Sequence[int]) -> list[range]:
     """The layers of each stage: split (2, 1) is layers 0..1 and layer 2."""
     ends = [sum(split[:stage]) for stage in range(len(split) + 1)]
-    return [range(start, end) for start, end in zip(ends, ends[1:], strict=False)]
+    return [range(start, end) for start, end in pairwise(ends)]
 
 
 def owners(model: Model, split: Sequence[int]) -> dict[str, int]:
     """The stage of every parameter name, each name of a tied one too."""
     stage_of = {
-        piece: stage for stage, layers in enumerate(layers_of(split)) for layer in layers for piece in model.layers[layer]
+        piece: stage
+        for stage, layers in enumerate(layers_of(split))
+        for layer in layers
+        for piece in model.layers[layer]
     }
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     return {name: next(stage for piece, stage in stage_of.items() if name.startswith(f"{piece}.")) for name in names}

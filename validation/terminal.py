@@ -52,7 +52,8 @@ class JsonFile:
             descriptor, name = tempfile.mkstemp(dir=self._path.parent or Path("."), prefix=f".{self._path.name}.")
         except OSError as error:
             reason = error.strerror or str(error)
-            raise OutputError(f"cannot write {path}: {reason}; choose a file in an existing, writable folder") from error
+            cure = "choose a file in an existing, writable folder"
+            raise OutputError(f"cannot write {path}: {reason}; {cure}") from error
         os.close(descriptor)
         self._partial = Path(name)
 

@@ -21,7 +21,7 @@ class Floor:
     """What rounding alone does to one tensor on this run, as relative errors.
 
     permutation: contributions added in reverse order. double: fp32 against fp64. fault: the least that dropping one
-    microbatch would change; an error between ``limit`` and this proves neither rounding nor a fault.
+    microbatch would change; an error between ``limit`` and half of this proves neither rounding nor a fault.
     """
 
     permutation: float
@@ -38,7 +38,7 @@ class Floor:
         return min(MOST, max(LEAST, FACTOR * self.largest))
 
     def outcome(self, error: float) -> str:
-        """``pass``, ``fail``, or ``unknown`` for an error too large for rounding and too small for a lost microbatch."""
+        """``pass``, ``fail``, or ``unknown``: too large for rounding and too small for a lost microbatch."""
         if error <= self.limit:
             return "pass"
         return "unknown" if error < self.fault / 2 else "fail"

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 SCHEMA = "pipeproof/verdict/1"
+Tier = Literal["bitwise", "fp32", "none"]
 Outcome = Literal["pass", "fail", "unknown", "not applicable"]
 
 _SHOWN = 6  # mismatches on a screen; the rest are counted
@@ -94,7 +95,7 @@ class Verdict:
 
     config: str
     verdict: Literal["pass", "fail", "unknown"]
-    tier: Literal["bitwise", "fp32", "none"]
+    tier: Tier
     laws: tuple[Law, ...]
     mismatches: tuple[Mismatch, ...] = ()
     cause: str | None = None

@@ -34,7 +34,7 @@ class World:
     are processes of this machine, started when first needed and used again. A world is not for several threads.
     """
 
-    def __init__(self, device: str = "cpu", timeout_s: float = 120.0) -> None:
+    def __init__(self, *, device: str = "cpu", timeout_s: float = 120.0) -> None:
         """``device`` is ``cpu`` or ``cuda``; ``timeout_s`` bounds each run, in seconds. Others raise ValueError."""
         if device not in ("cpu", "cuda"):
             raise ValueError(f"a world's device is cpu or cuda, not {device!r}")

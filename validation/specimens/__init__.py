@@ -7,11 +7,7 @@ from validation.specimens import gradients, microbatches, scale, tied
 from validation.specimens.specimen import Specimen
 
 SPECIMENS: Mapping[str, Specimen] = MappingProxyType(
-    {
-        specimen.name: specimen
-        for family in (scale, microbatches, gradients, tied)
-        for specimen in family.SPECIMENS
-    }
+    {specimen.name: specimen for family in (scale, microbatches, gradients, tied) for specimen in family.SPECIMENS}
 )
 _NONE = Specimen(name="", summary="nothing planted", origin="", smallest="", law="")
 
