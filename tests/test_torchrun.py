@@ -64,7 +64,7 @@ seen = {
     "one": told(place, ranks=1),
     "raises": told(raises),
     "exits": told(exits),
-    "hangs": told(hangs, timeout_s=2.0),
+    "hangs": told(hangs, timeout_s=1.0),
     "more": told(total, ranks=3),
     "another job": told(raises if RANK == 0 else total),
 }
@@ -124,7 +124,7 @@ def test_a_failure_is_the_same_on_every_rank(seen: list[Any]) -> None:
 
 def test_a_hang_ends_with_the_bound(seen: list[Any]) -> None:
     hang = both(seen, "hangs")
-    assert hang.startswith("rank 0 of 2 did not finish within 2 s, waiting for 1RECV_F0 from rank 1\n")
+    assert hang.startswith("rank 0 of 2 did not finish within 1 s, waiting for 1RECV_F0 from rank 1\n")
     assert "in hangs\n" in hang
     assert hang.endswith("rank 1: finished")
 

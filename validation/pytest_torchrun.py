@@ -153,7 +153,8 @@ class RanksTogether:
             settle(report, [unpack(data) for data in told], rank=self._rank)
 
     def _give_up(self, item: pytest.Item, report: pytest.TestReport, phase: Phase, absent: RanksAbsent) -> None:
-        self._lost = item.session.shouldstop = _sentence(absent)
+        self._lost = _sentence(absent)
+        item.session.shouldstop = self._lost.partition("\n")[0]  # the test's report has the rest
         self._reporter = min(rank for rank in range(self._side.ranks) if rank not in absent.reasons)
         told = stacks(self._side, [rank for rank in absent.reasons if not self._side.has_left(rank)])
         reports = [
