@@ -74,7 +74,7 @@ def walk(ranks: Sequence[Sequence[Action]], n_stages: int) -> Iterator[tuple[int
             yield rank, slots[rank]
             slots[rank] += 1
             product = product_of(action)
-            if product is not None and product not in made:
+            if product is not None:
                 made.add(product)
                 awake.extend(sleepers.pop(product, ()))
     if sleepers:

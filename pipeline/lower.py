@@ -12,7 +12,8 @@ from pipeline.simulate import simulate
 
 # A message event sorts before a compute event of the same time, so that a receive is posted before it is needed.
 _MESSAGE, _COMPUTE = 0, 1
-_Event = tuple[float, int, int, int, Action]  # time, message or compute, rank of the producer, slot, producer's action
+# When, message or compute, the producer's rank and slot (together unique), and what enters which rank's list.
+_Event = tuple[float, int, int, int, tuple[tuple[int, Action], ...]]
 
 
 @dataclass(frozen=True)
@@ -51,15 +52,9 @@ def lower(schedule: Schedule, *, early: int = 0) -> Program:
     if early < 0:
         raise ScheduleError(f"early is {early}: expected at least 0, for a receive cannot be posted after it is needed")
     rows: list[list[Action]] = [[] for _ in schedule.ranks]
-    for _, kind, rank, _, action in sorted(_events(schedule)):
-        if kind == _COMPUTE:
+    for *_, entries in sorted(_events(schedule)):
+        for rank, action in entries:
             rows[rank].append(action)
-            continue
-        message = message_of(action, schedule)
-        assert message is not None, f"{action} was listed as a message"
-        send, receive, peer = message
-        rows[rank].append(send)
-        rows[peer].append(receive)
     ranks = tuple(tuple(_hoist(row, early) if early else row) for row in rows)
     return Program(schedule, ranks)
 
@@ -82,9 +77,11 @@ def _events(schedule: Schedule) -> Iterator[_Event]:
     timeline = simulate(schedule)
     for rank, actions in enumerate(schedule.ranks):
         for slot, action in enumerate(actions):
-            yield timeline.starts[rank][slot], _COMPUTE, rank, slot, action
-            if message_of(action, schedule) is not None:
-                yield timeline.ends[rank][slot], _MESSAGE, rank, slot, action
+            yield timeline.starts[rank][slot], _COMPUTE, rank, slot, ((rank, action),)
+            message = message_of(action, schedule)
+            if message is not None:
+                send, receive, peer = message
+                yield timeline.ends[rank][slot], _MESSAGE, rank, slot, ((rank, send), (peer, receive))
 
 
 def _hoist(row: list[Action], early: int) -> list[Action]:

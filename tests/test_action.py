@@ -1,7 +1,7 @@
 """Actions: one spelling each, read in full or not at all."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.action import COMPUTE, RECEIVES, SENDS, Action, ActionError, Kind
@@ -22,6 +22,7 @@ def test_every_kind_is_computing_sending_or_receiving() -> None:
 
 
 @given(actions)
+@settings(deadline=None)
 def test_parse_inverts_str(action: Action) -> None:
     parsed = Action.parse(str(action))
     assert parsed == action
@@ -29,6 +30,7 @@ def test_parse_inverts_str(action: Action) -> None:
 
 
 @given(st.from_regex(r"[0-9]{1,2}(F|BB?|I|SEND_F|RECV_?B)[0-9]{0,2} ?", fullmatch=True))
+@settings(deadline=None)
 def test_str_inverts_parse(text: str) -> None:
     try:
         action = Action.parse(text)

@@ -1,7 +1,7 @@
 """What needs what, and the walk that respects it."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.action import Action, Kind
@@ -54,6 +54,7 @@ def test_products_read_as_words() -> None:
 
 
 @given(ranks=st.integers(1, 5), virtual=st.integers(1, 3), microbatches=st.integers(1, 9))
+@settings(deadline=None)
 def test_walk_visits_everything_once_and_in_order(ranks: int, virtual: int, microbatches: int) -> None:
     schedule = build("interleaved", ranks=ranks, microbatches=microbatches, virtual=virtual)
     made: set[Product] = set()

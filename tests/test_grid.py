@@ -31,6 +31,7 @@ def test_one_rank_is_never_idle() -> None:
 def test_wide_cells_and_two_digit_ranks_stay_in_columns() -> None:
     lines = grid(build("gpipe", ranks=11, microbatches=11)).splitlines()
     assert lines[0].startswith("rank  0 |   0F0   0F1   0F2")
+    assert grid(build("gpipe", ranks=10, microbatches=1)).startswith("rank 0 | 0F0 ")
     assert lines[10].endswith("10B0  10B0" + "     ." * 20)
     assert len({len(line) for line in lines}) == 1
 

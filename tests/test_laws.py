@@ -156,6 +156,11 @@ def test_what_torch_accepts_is_refused() -> None:
     assert [violation.law for violation in found] == ["completeness"] * 2
 
 
+def test_two_laws_are_laws() -> None:
+    with pytest.raises(ScheduleError, match=r"^specimen breaks 2 laws:"):
+        check(schedule("0B0 0F0 0F0", placement=(0,)))
+
+
 def runs(schedule: Schedule) -> bool:
     """The laws again, by another road: run the schedule with a set of what is done, and count what ran."""
     done: set[tuple[int, str, int]] = set()

@@ -22,7 +22,7 @@ def schedules() -> Iterator[Schedule]:
     """Every family on 1 to 8 ranks, up to 4 stages each, with few, just enough and many microbatches; and a V."""
     for name, ranks in product(FAMILIES, range(1, 9)):
         for virtual in range(1, 5) if name in LOOPED else (1,):
-            for microbatches in sorted({1, 3, ranks, ranks + 1, 12}):
+            for microbatches in sorted({1, ranks, ranks + 1, 12}):
                 yield build(name, ranks=ranks, microbatches=microbatches, virtual=virtual)
     yield VEE
 
@@ -233,8 +233,8 @@ def test_torch_lowers_to_the_same_messages() -> None:
 
 
 def test_the_cost_does_not_grow_with_the_square() -> None:
-    """40 000 actions take a good half second; with any inner loop over the others they would take many minutes."""
-    schedule = build("1f1b", ranks=4, microbatches=5_000)
+    """20 000 actions take a third of a second; with any inner loop over the others they would take many minutes."""
+    schedule = build("1f1b", ranks=4, microbatches=2_500)
     began = time.process_time()
     lower(schedule, early=2)
-    assert time.process_time() - began < 20
+    assert time.process_time() - began < 10

@@ -1,7 +1,7 @@
 """Cutting layers into stages."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.partition import by_sizes, even, parse_split
@@ -16,6 +16,7 @@ def test_even(layers: int, stages: int, sizes: tuple[int, ...]) -> None:
 
 
 @given(st.integers(1, 40).flatmap(lambda layers: st.tuples(st.just(layers), st.integers(1, layers))))
+@settings(deadline=None)
 def test_even_uses_every_layer_once(counts: tuple[int, int]) -> None:
     layers, stages = counts
     sizes = even(layers, stages)

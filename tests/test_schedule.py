@@ -5,7 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.action import Action
@@ -20,6 +20,7 @@ def test_csv_has_a_row_per_rank() -> None:
 
 
 @given(name=st.sampled_from(list(FAMILIES)), ranks=st.integers(1, 4), microbatches=st.integers(1, 6), data=st.data())
+@settings(deadline=None)
 def test_csv_round_trip(name: str, ranks: int, microbatches: int, data: st.DataObject) -> None:
     virtual = data.draw(st.integers(1, 3)) if name in LOOPED else 1
     schedule = build(name, ranks=ranks, microbatches=microbatches, virtual=virtual)

@@ -114,6 +114,7 @@ times = st.integers(1, 50).map(lambda quarters: quarters / 4)  # exact in floati
 
 
 @given(ranks=st.integers(1, 6), microbatches=st.integers(1, 9), forward=times, backward=times)
+@settings(deadline=None)
 def test_bubbles_in_closed_form_for_any_times(ranks: int, microbatches: int, forward: float, backward: float) -> None:
     def bubble(name: str) -> float:
         return simulate(build(name, ranks=ranks, microbatches=microbatches), lasting(forward, backward)).global_bubble
@@ -133,6 +134,7 @@ def test_bubbles_in_closed_form_for_any_times(ranks: int, microbatches: int, for
     backward=times,
     latency=times,
 )
+@settings(deadline=None)
 def test_the_global_bubble_is_never_below_the_fill(
     name: str, ranks: int, virtual: int, microbatches: int, forward: float, backward: float, latency: float
 ) -> None:
@@ -155,6 +157,16 @@ def test_memory_between_input_and_weight_backward() -> None:
     assert simulate(zb_h1(4, 8), weight_memory=0.0).peaks == (4, 3, 2, 1)
     assert simulate(zb_h1(4, 8), weight_memory=1.0).peaks == (4, 4, 4, 4)
     assert simulate(build("1f1b", ranks=4, microbatches=8), weight_memory=0.5).peaks == (4, 3, 2, 1)
+
+
+def test_memory_is_given_back() -> None:
+    assert simulate(schedule_from_csv("0F0,0B0,0F1,0F2,0B1,0B2")).peaks == (2,)
+    assert simulate(schedule_from_csv("0F0,0I0,0F1,0W0,0F2,0B1,0B2")).peaks == (2,)
+
+
+def test_nothing_to_do_takes_no_time() -> None:
+    timeline = simulate(Schedule("nothing", 0, (0,), ((),)))
+    assert (timeline.makespan, timeline.global_bubble, timeline.local_bubble, timeline.bubble_fraction) == (0, 0, 0, 0)
 
 
 def test_latency_is_paid_between_ranks_only() -> None:
@@ -221,8 +233,8 @@ def test_a_schedule_that_contradicts_itself_is_stuck() -> None:
 
 
 def test_the_cost_does_not_grow_with_the_square() -> None:
-    """200 000 actions take about a second; with any inner loop over the others they would take hours."""
-    schedule = build("1f1b", ranks=8, microbatches=12_500)
+    """100 000 actions take half a second; with any inner loop over the others they would take many minutes."""
+    schedule = build("1f1b", ranks=8, microbatches=6_250)
     began = time.process_time()
-    assert simulate(schedule).makespan == 3 * (12_500 + 7)
+    assert simulate(schedule).makespan == 3 * (6_250 + 7)
     assert time.process_time() - began < 30
