@@ -9,7 +9,7 @@ from hypothesis import find, settings
 from pipeline.schedules import FAMILIES
 from validation.case import MODELS, Case
 from validation.fuzz import PLANS, Tally, cases, fuzz
-from validation.validate import validate
+from validation.validator import validate
 from validation.verdict import Law, Verdict
 from validation.world import RankFailed, World
 

@@ -7,7 +7,7 @@ import pytest
 from pipeline.schedules import FAMILIES, LOOPED
 from validation.case import Case
 from validation.specimens import SPECIMENS, SpecimenError, specimen
-from validation.validate import validate
+from validation.validator import validate
 from validation.world import World
 
 

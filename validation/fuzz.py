@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pipeline.schedules import FAMILIES, LOOPED
 from validation.case import LOSSES, MODELS, Case
-from validation.validate import validate
+from validation.validator import validate
 from validation.verdict import Verdict
 from validation.world import RankFailed, World
 

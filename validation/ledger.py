@@ -13,6 +13,7 @@ from validation.verdict import Law, Mismatch, Outcome
 class _Entry:
     checked: int = 0
     exact: int = 0
+    wrong: int = 0
     worst: float = 0.0
     floor: float = 0.0
     outcomes: set[str] = field(default_factory=set)
@@ -111,7 +112,7 @@ class Ledger:
         elif "unknown" in entry.outcomes or not entry.checked:
             outcome = "unknown"
         note = "; ".join(entry.notes) or ("" if entry.checked else "nothing was compared")
-        return Law(name, outcome, entry.checked, entry.exact, entry.worst, entry.floor, note)
+        return Law(name, outcome, entry.checked, entry.exact, entry.wrong, entry.worst, entry.floor, note)
 
     def _enter(self, place: Place, outcome: str, *, exact: bool = False, size: float = 0.0, floor: float = 0.0) -> None:
         for law in (place.law, place.scenario):
@@ -119,6 +120,7 @@ class Ledger:
                 entry = self._entries[law]
                 entry.checked += 1
                 entry.exact += exact
+                entry.wrong += outcome != "pass"
                 entry.outcomes.add(outcome)
                 if size > entry.worst:
                     entry.worst, entry.floor = size, floor

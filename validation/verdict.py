@@ -68,12 +68,16 @@ class Mismatch:
 
 @dataclass(frozen=True)
 class Law:
-    """A property that must hold, and how it fared: ``checked`` things were compared, ``exact`` of them bit for bit."""
+    """A property that must hold, and how it fared.
+
+    ``checked`` things were compared, ``exact`` of them agreed bit for bit, ``wrong`` of them did not agree.
+    """
 
     name: str
     outcome: Outcome
     checked: int = 0
     exact: int = 0
+    wrong: int = 0
     worst: float = 0.0
     floor: float = 0.0
     note: str = ""
@@ -142,7 +146,7 @@ class Verdict:
             return f"{sum(law.checked for law in self.laws)} comparisons, {self.tier}"
         broken = [law for law in self.laws if law.outcome == self.verdict]
         if self.verdict == "fail":
-            return ", ".join(law.name for law in broken)
+            return ", ".join(f"{law.name} ({law.wrong} of {law.checked})" for law in broken)
         return "; ".join(f"{law.name}: {law.note}" if law.note else law.name for law in broken)
 
     def as_dict(self) -> dict[str, object]:

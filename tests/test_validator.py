@@ -3,7 +3,7 @@
 import pytest
 
 from validation.case import MODELS, Case
-from validation.validate import validate
+from validation.validator import validate
 from validation.verdict import ValidationFailed
 from validation.world import World
 
@@ -49,6 +49,6 @@ def test_a_tie_within_one_rank_is_summed_too(world: World) -> None:
 def test_a_verdict_can_be_raised(world: World) -> None:
     validate(case_of("1f1b", "mlp", plan=("train",)), world).raise_if_failed()
     wrong = validate(case_of("1f1b", "mlp", plan=("train",), specimen="stage-negated"), world)
-    with pytest.raises(ValidationFailed, match=r"(?s)FAIL gradient.*replay .*specimen=stage-negated") as caught:
+    with pytest.raises(ValidationFailed, match=r"(?s)FAIL gradient .*replay .*specimen=stage-negated") as caught:
         wrong.raise_if_failed()
     assert caught.value.verdict is wrong
