@@ -1,0 +1,69 @@
+"""Floors measured on a run: what order and precision do, and what a lost microbatch would."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from reference.data import Batch, Shapes, microbatches
+from reference.model import build_model
+from reference.step import Recipe, Reference
+from validation.floors import Floors, Pending
+from validation.stages import owners
+from validation.tolerance import LEAST, MOST, error
+
+ORDERS = {0: [0, 1, 2, 3], 1: [3, 2, 1, 0]}
+
+
+def data(model: str, seed: int = 0) -> list[Batch]:
+    return microbatches(model, count=4, shapes=Shapes(ragged=True), seed=seed)
+
+
+def floors_of(name: str, plan: Sequence[str] = ("train",)) -> tuple[Reference, Floors]:
+    model = build_model(name, layers=4, seed=0)
+    reference = Reference(model, owner=owners(model, (2, 2)), recipe=Recipe())
+    pending = []
+    for number, operation in enumerate(plan):
+        batches = data(name, number)
+        pending.append(Pending(reference.perform(operation, batches, orders=ORDERS), batches, ORDERS))
+    return reference, Floors(reference, pending)
+
+
+@pytest.mark.parametrize("plan", [("train",), ("accumulate", "train")], ids="+".join)
+@pytest.mark.parametrize("name", ["mlp", "gpt-tied"])
+def test_rounding_is_small_and_a_lost_microbatch_is_not(name: str, plan: tuple[str, ...]) -> None:
+    _, floors = floors_of(name, plan)
+    for slot, expected in floors._last.gradients.items():
+        floor = floors.gradient(slot)
+        assert expected is not None
+        assert 1e-9 < floor.largest < 3e-6, slot
+        assert LEAST <= floor.limit < MOST
+        assert floor.fault > 100 * floor.limit, slot
+    assert floors.worst() == max(floors.gradient(slot).largest for slot in floors._last.gradients)
+
+
+def test_the_floor_is_that_of_the_other_order_and_of_fp64() -> None:
+    reference, floors = floors_of("mlp")
+    slot = (0, "blocks.0.linear.weight")
+    expected = floors._last.gradients[slot]
+    parts = [one.gradients[slot] for one in floors._last.contributions]
+    assert expected is not None
+    other = torch.zeros_like(expected)
+    for part in reversed(parts):
+        other += part  # type: ignore[arg-type]
+    assert floors.gradient(slot).permutation == error(other, expected)
+    assert reference.model.get_parameter(slot[1]).dtype is torch.float32
+
+
+def test_losses_norms_and_updates_have_floors() -> None:
+    _, floors = floors_of("mlp")
+    assert all(0 <= floors.loss(m).double < 1e-6 for m in range(4))
+    assert floors.norm().largest < 1e-6
+    slot = (1, "blocks.3.norm.weight")
+    # A weight near 1 that moves by a hundredth: its own rounding is a hundred times that of its gradient.
+    assert floors.parameter(slot).largest > floors.gradient(slot).largest
+
+
+def test_a_parameter_without_a_gradient_has_no_floor() -> None:
+    _, floors = floors_of("pair")
+    assert floors.gradient((1, "blocks.3.other.weight")).largest == 0.0
