@@ -85,7 +85,7 @@ def fuzz_all(setting: Setting, *, budget: int, seed: int, schedules: Sequence[st
                 strategy=cases(schedules=schedules, max_ranks=max_ranks, device=device),
                 progress=lambda tally: show(f"{tally.cases} of {tally.budget}: {tally}"),
             )
-        terminal.say(f"seed {seed}: {tally}")
+        terminal.say(f"seed {seed}: {tally}\n{tally.by_schedule}")
         file.write({"schema": SCHEMA, "seed": seed, **_data(tally, found)})
         if found is None:
             return 0

@@ -69,6 +69,11 @@ class Tally:
         """Over the whole campaign so far."""
         return self.cases / max(perf_counter() - self.began, 1e-9)
 
+    @property
+    def by_schedule(self) -> str:
+        """How many cases each schedule had."""
+        return ", ".join(f"{name} {count}" for name, count in sorted(self.schedules.items()))
+
     def __str__(self) -> str:
         tiers = ", ".join(f"{count} {tier}" for tier, count in self.tiers.most_common() if tier != "none")
         return (
