@@ -8,6 +8,7 @@ something unknown, nothing exercised). What needs torch is imported by the comma
 import argparse
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,17 +21,22 @@ from pipeline.simulate import simulate
 from validation.case import LOSSES, Case, CaseError
 
 BAD_INPUT, NO_VERDICT = 2, 3
+_LAST_WORDS_S = 10.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     options = _parser().parse_args(arguments)
     try:
-        return int(options.run(options))
+        status = int(options.run(options))
     except ValueError as error:  # every error of ours about input is one
-        return _refuse(str(error))
+        status = _refuse(str(error))
     except KeyboardInterrupt:
-        return _refuse("interrupted", status=NO_VERDICT)
+        status = _refuse("interrupted", status=NO_VERDICT)
+    if status != 0 and os.environ.get("RANK", "0") != "0":
+        # A launcher ends all ranks as soon as one ends badly; rank 0 is the one that says why.
+        time.sleep(_LAST_WORDS_S)
+    return status
 
 
 def _parser() -> argparse.ArgumentParser:
