@@ -5,13 +5,14 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import bench_cases
 import bench_overhead
 import bench_sleep
 import torch
+from bench_ranks import machine_seconds
 from bench_table import Row, table
 
 
@@ -42,10 +43,10 @@ def main() -> None:
     for name in options.parts or PARTS:
         part = PARTS[name]
         ranks, rounds = options.ranks or part.ranks, options.rounds or part.rounds
-        began, busy = time.perf_counter(), _cpu()
+        began, busy = time.perf_counter(), machine_seconds()
         rows = part.measure(ranks=ranks, rounds=rounds)
         took = time.perf_counter() - began
-        load = _load(busy, _cpu())
+        load = _load(busy, machine_seconds())
         print(f"\n({name}) {part.title}: {part.unit}, medians of {rounds} rounds, {ranks} ranks, {took:.0f} s; {load}")
         print(table(rows), flush=True)
         results[name] = {"ranks": ranks, "rounds": rounds, "machine": load, "rows": [row.as_json() for row in rows]}
@@ -67,22 +68,11 @@ def _options() -> argparse.Namespace:
     return options
 
 
-def _cpu() -> list[int]:
-    """The machine's processor time by use so far; empty where the system does not say."""
-    try:
-        with open("/proc/stat") as file:
-            return [int(ticks) for ticks in file.readline().split()[1:9]]
-    except OSError:
-        return []
-
-
-def _load(before: list[int], after: list[int]) -> str:
-    """How busy the machine was meanwhile, and how much of it was taken by other guests of its host."""
-    spent = [b - a for a, b in zip(before, after, strict=True)]
-    if not sum(spent):
-        return "load unknown"
-    idle, steal = (spent[3] + spent[4]) / sum(spent), spent[7] / sum(spent)
-    return f"machine {1 - idle:.0%} busy, {steal:.1%} stolen"
+def _load(before: Sequence[float], after: Sequence[float]) -> str:
+    """How busy the machine was meanwhile, and how much of it other guests of its host took."""
+    user, system, steal, idle = (b - a for a, b in zip(before, after, strict=True))
+    total = user + system + steal + idle
+    return f"machine {(user + system) / total:.0%} busy, {steal / total:.1%} stolen" if total else "load unknown"
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from bench_ranks import on_ranks, spans, step_seconds
+from bench_ranks import Turns, conditions, on_ranks, step_seconds, take_turns
 from bench_table import Row, Target, ratio
 from bench_variants import SCHEDULES, Case, clear_gradients, disagreement, schedule_of, variants
 from torch import nn
@@ -13,6 +13,7 @@ HIDDEN = 64
 ROWS = 32  # of a microbatch
 MICROBATCHES = 32
 _BATCH = 3  # steps per turn
+_LIMIT_S = 20.0  # per schedule
 _AGREE = 1e-5  # fp32, up to the order of accumulation
 
 
@@ -36,7 +37,7 @@ def _schedule(name: str, rank: int, ranks: int, rounds: int) -> dict[str, Any]:
     differs = disagreement(modules.values(), steps)
     assert max(differs.values()) < _AGREE, f"{name}: gradients differ from ours by {differs}: nothing to compare"
     clear = lambda: clear_gradients(modules.values())  # noqa: E731
-    return {"spans": spans(steps, clear, rounds, _BATCH), "differs": differs}
+    return take_turns(steps, clear, Turns(rounds, _LIMIT_S, _BATCH)) | {"differs": differs}
 
 
 def _modules(own: tuple[int, ...], n_stages: int, ranks: int) -> dict[int, nn.Module]:
@@ -48,7 +49,7 @@ def _modules(own: tuple[int, ...], n_stages: int, ranks: int) -> dict[int, nn.Mo
 
 
 def _row(name: str, ranks: int, taken: list[dict[str, Any]]) -> Row:
-    seconds = step_seconds([rank["spans"] for rank in taken], _BATCH)
+    seconds = step_seconds(taken, _BATCH)
     actions = len(schedule_of(name, ranks, MICROBATCHES).ranks[0])
     targets = [Target("ours/bare", ratio(seconds["ours"], seconds["bare"]), 1.15)]
     if "torch" in seconds:
@@ -56,5 +57,7 @@ def _row(name: str, ranks: int, taken: list[dict[str, Any]]) -> Row:
         targets.append(Target("ours/torch", ratio(seconds["ours"], seconds["torch"]), most))
     milliseconds = {variant: median(values) * 1e3 for variant, values in seconds.items()}
     differs = max(value for rank in taken for value in rank["differs"].values())
-    note = f"{milliseconds['ours'] * 1e3 / actions:.0f} us/action; gradients differ by {differs:.0e}"
+    note = (
+        f"{milliseconds['ours'] * 1e3 / actions:.0f} us/action; gradients differ by {differs:.0e}; {conditions(taken)}"
+    )
     return Row(name, milliseconds, targets, note)

@@ -5,9 +5,10 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 Step = Callable[[], None]
+QUIET = 0.15  # cores: the most that other processes may use in a round that counts
+FEWEST = 5  # rounds: with fewer quiet ones than this, all count
 
 
 def on_ranks(n_ranks: int, job: Callable[..., Any], *args: object) -> list[Any]:
@@ -29,45 +32,103 @@ def _rank(rank: int, n_ranks: int, folder: str, job: Callable[..., Any], args: S
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=n_ranks)
     answer = job(rank, *args)
     Path(folder, f"rank{rank}.json").write_text(json.dumps(answer))
-    leave()
-
-
-def leave() -> None:
-    """End this rank. About one in thirty aborts in a destructor of gloo's threads when it ends by itself."""
     dist.barrier()
-    dist.destroy_process_group()
-    os._exit(0)
+    os._exit(0)  # gloo's threads abort now and then when the group is destroyed right after a collective
 
 
-def spans(steps: Mapping[str, Step], before: Step, rounds: int, batch: int) -> dict[str, list[list[float]]]:
-    """When each step of each variant began and ended on this rank: per variant, ``rounds * batch`` pairs.
+@dataclass(frozen=True)
+class Turns:
+    """How variants take turns: until so many rounds were quiet, or the time is up. A turn is ``batch`` steps."""
 
-    The variants take turns within a round and the turn order rotates, so that drift of the machine meets all alike.
+    rounds: int
+    limit_s: float
+    batch: int = 1
+
+
+def take_turns(steps: Mapping[str, Step], before: Step, turns: Turns) -> dict[str, Any]:
+    """When each step of each variant began and ended on this rank, and each round's load from other processes.
+
+    The variants take turns within a round and the order rotates, so that drift of the machine meets all alike.
     ``before`` runs untimed before each step; a barrier follows it, so that all ranks start together.
     """
-    names = list(steps)
+    names, foreign = list(steps), []
     taken: dict[str, list[list[float]]] = {name: [] for name in names}
     gc.collect()
     gc.freeze()  # the variants' own garbage still counts, imported modules do not
-    for turn in range(rounds):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            for _ in range(batch):
+    began = perf_counter()
+    while sum(load < QUIET for load in foreign) < turns.rounds and not _all_agree(
+        perf_counter() - began > turns.limit_s
+    ):
+        load, turn = _Load(), len(foreign) % len(names)
+        for name in names[turn:] + names[:turn]:
+            for _ in range(turns.batch):
                 before()
                 dist.barrier()
-                began = perf_counter()
+                start = perf_counter()
                 steps[name]()
-                taken[name].append([began, perf_counter()])
-    return taken
+                taken[name].append([start, perf_counter()])
+        foreign.append(load.foreign())
+    return {"spans": taken, "foreign": foreign}
 
 
-def step_seconds(taken: Sequence[Mapping[str, Sequence[Sequence[float]]]], batch: int) -> dict[str, list[float]]:
+def step_seconds(taken: Sequence[Mapping[str, Any]], batch: int) -> dict[str, list[float]]:
     """Per variant and round, the median step time: from the first rank's start to the last rank's end.
 
-    ``perf_counter`` is one clock for all processes of a machine.
+    ``perf_counter`` is one clock for all processes of a machine. Only quiet rounds count, unless there are hardly any.
     """
+    foreign = taken[0]["foreign"]
+    quiet = [number for number, load in enumerate(foreign) if load < QUIET]
+    counted = quiet if len(quiet) >= FEWEST else range(len(foreign))
     seconds: dict[str, list[float]] = {}
-    for name in taken[0]:
-        ranks = zip(*(rank[name] for rank in taken), strict=True)
+    for name in taken[0]["spans"]:
+        ranks = zip(*(rank["spans"][name] for rank in taken), strict=True)
         steps = [max(end for _, end in step) - min(start for start, _ in step) for step in ranks]
-        seconds[name] = [median(steps[k : k + batch]) for k in range(0, len(steps), batch)]
+        seconds[name] = [median(steps[number * batch : (number + 1) * batch]) for number in counted]
     return seconds
+
+
+def conditions(taken: Sequence[Mapping[str, Any]]) -> str:
+    """How many rounds were counted, and under what load from other processes."""
+    foreign = taken[0]["foreign"]
+    quiet = sum(load < QUIET for load in foreign)
+    if quiet >= FEWEST:
+        return f"{quiet} quiet rounds of {len(foreign)}"
+    return f"{len(foreign)} rounds, none left out: others used {median(foreign):.1f} cores"
+
+
+class _Load:
+    """The processor time, in cores, that processes other than the ranks used since this object was made."""
+
+    def __init__(self) -> None:
+        self._began = self._now()
+
+    def foreign(self) -> float:
+        """The same number on every rank, which must all ask."""
+        wall, machine, own = (b - a for a, b in zip(self._began, self._now(), strict=True))
+        total = torch.tensor([machine if dist.get_rank() == 0 else 0.0, own], dtype=torch.float64)
+        dist.all_reduce(total)
+        return (total[0] - total[1]).item() / wall
+
+    @staticmethod
+    def _now() -> tuple[float, float, float]:
+        return perf_counter(), sum(machine_seconds()[:3]), process_time()
+
+
+def machine_seconds() -> tuple[float, float, float, float]:
+    """The machine's processor time so far: busy for users, for the system, stolen by its host, idle."""
+    try:
+        user, nice, system, idle, iowait, irq, softirq, steal = _proc_stat()
+    except (OSError, ValueError):
+        return 0.0, 0.0, 0.0, 0.0  # a system that does not say
+    return user + nice, system + irq + softirq, steal, idle + iowait
+
+
+def _proc_stat() -> list[float]:
+    ticks = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+    return [int(tick) / os.sysconf("SC_CLK_TCK") for tick in ticks]
+
+
+def _all_agree(mine: bool) -> bool:
+    votes = torch.tensor([mine], dtype=torch.int64)
+    dist.all_reduce(votes, op=dist.ReduceOp.MIN)
+    return bool(votes.item())

@@ -5,7 +5,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from bench_ranks import on_ranks, spans, step_seconds
+from bench_ranks import Turns, conditions, on_ranks, step_seconds, take_turns
 from bench_table import Row, Target, ratio
 from bench_variants import SCHEDULES, Case, clear_gradients, schedule_of, variants
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from pipeline import Action, Kind, Schedule, simulate
 
 FORWARD_S, BACKWARD_S = 5e-3, 10e-3  # per rank and microbatch; a stage takes its share
 MICROBATCHES = 32
-_BATCH = 1
+_LIMIT_S = 50.0  # per schedule
 
 
 class _Sleep(torch.autograd.Function):
@@ -75,11 +75,11 @@ def _schedule(name: str, rank: int, ranks: int, rounds: int) -> dict[str, Any]:
     for step in steps.values():
         step()  # the first step learns shapes and opens connections
     clear = lambda: clear_gradients(modules.values())  # noqa: E731
-    return {"spans": spans(steps, clear, rounds, _BATCH)}
+    return take_turns(steps, clear, Turns(rounds, _LIMIT_S))
 
 
 def _row(name: str, ranks: int, taken: list[dict[str, Any]]) -> Row:
-    seconds = step_seconds([rank["spans"] for rank in taken], _BATCH)
+    seconds = step_seconds(taken, batch=1)
     paper = simulated_s(schedule_of(name, ranks, MICROBATCHES))
     on_paper = [paper] * len(seconds["ours"])
     targets = [Target("ours/simulated", ratio(seconds["ours"], on_paper), 1.12)]
@@ -87,4 +87,6 @@ def _row(name: str, ranks: int, taken: list[dict[str, Any]]) -> Row:
         targets.append(Target("ours/torch", ratio(seconds["ours"], seconds["torch"]), 1.0))
     milliseconds = {variant: median(values) * 1e3 for variant, values in seconds.items()}
     bare = ratio(seconds["bare"], on_paper)
-    return Row(name, {"simulated": paper * 1e3, **milliseconds}, targets, f"bare/simulated {bare:.3f}")
+    return Row(
+        name, {"simulated": paper * 1e3, **milliseconds}, targets, f"bare/simulated {bare:.3f}; {conditions(taken)}"
+    )

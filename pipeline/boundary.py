@@ -8,12 +8,14 @@ import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 HEADER_BYTES = 4096
 _ALIGNMENT = 16  # bytes: any dtype can be viewed at a multiple of it
+_HOST = torch.device("cpu")
 Tensors = tuple[Tensor, ...]
 Gradients = tuple[Tensor | None, ...]
 
@@ -22,8 +24,7 @@ class BoundaryError(ValueError):
     """Something that cannot cross a stage boundary."""
 
 
-@dataclass(frozen=True)
-class TensorSpec:
+class TensorSpec(NamedTuple):
     """All that a receiver must know to make room for a tensor, and whether it owes a gradient for it."""
 
     shape: tuple[int, ...]
@@ -67,7 +68,9 @@ def encode_specs(specs: Specs) -> Tensor:
 def decode_specs(header: Tensor) -> Specs:
     """The inverse of ``encode_specs``."""
     rows = json.loads(bytes(header.tolist()))
-    return tuple(TensorSpec(tuple(shape), tuple(stride), getattr(torch, name), grad) for shape, stride, name, grad in rows)
+    return tuple(
+        TensorSpec(tuple(shape), tuple(stride), getattr(torch, name), grad) for shape, stride, name, grad in rows
+    )
 
 
 def signature(inputs: Tensors) -> Hashable:
@@ -87,48 +90,54 @@ def as_tensors(value: object, owner: str) -> Tensors:
     raise BoundaryError(f"{owner} is a {kind}: expected a tensor, or a tuple of tensors")
 
 
+class _Place(NamedTuple):
+    """Where a member that travels lies in the buffer; positions in bytes."""
+
+    member: int
+    spec: TensorSpec
+    start: int
+    end: int
+
+
 @dataclass(frozen=True)
 class Layout:
     """How the members of a boundary lie in the one byte buffer that is sent.
 
-    ``offsets[k]`` is where member k starts, in bytes; None for a member that does not travel. With ``presence`` a byte
-    per travelling member follows at the end: a gradient may be missing for a microbatch that did not use the member,
-    and zeros in its place would turn the None of the parameters behind it into zeros.
+    With ``presence`` a byte per travelling member follows at the end: a gradient may be missing for a microbatch that
+    did not use the member, and zeros in its place would turn the None of the parameters behind it into zeros.
     """
 
     specs: Specs
-    offsets: tuple[int | None, ...]
+    places: tuple[_Place, ...]
     nbytes: int
     presence: bool
 
     def pack(self, members: Gradients) -> Tensor:
         """``members`` as one byte tensor; a single one that always travels is not copied."""
-        if len(members) == 1 and not self.presence and members[0] is not None:
-            return _flat(members[0], self.specs[0]).view(torch.uint8)
-        device = next((member.device for member in members if member is not None), torch.device("cpu"))
-        buffer = torch.zeros(self.nbytes, dtype=torch.uint8, device=device)
-        mark = self.nbytes - self._travelling
-        for member, spec, offset in zip(members, self.specs, self.offsets, strict=True):
-            if offset is None:
-                continue
-            if member is not None:
-                _view(buffer, spec, offset).copy_(member.detach())
-                if self.presence:
-                    buffer[mark] = 1
-            mark += 1
-        return buffer
+        device = next((member.device for member in members if member is not None), _HOST)
+        pieces, marks, end = [], [], 0
+        for number, spec, start, stop in self.places:
+            if start > end:
+                pieces.append(_constant(bytes(start - end), device))
+            member, end = members[number], stop
+            if member is None:
+                pieces.append(torch.zeros(end - start, dtype=torch.uint8, device=device))
+            else:
+                pieces.append(_bytes_of(member, spec))
+            marks.append(member is not None)
+        if self.presence:
+            pieces.append(_constant(bytes(marks), device))
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def unpack(self, buffer: Tensor) -> Gradients:
         """The inverse of ``pack``: views into ``buffer``, None for a member that is missing or does not travel."""
-        present = iter(buffer[self.nbytes - self._travelling :].tolist() if self.presence else [1] * len(self.specs))
-        return tuple(
-            None if offset is None or not next(present) else _view(buffer, spec, offset)
-            for spec, offset in zip(self.specs, self.offsets, strict=True)
-        )
-
-    @property
-    def _travelling(self) -> int:
-        return sum(offset is not None for offset in self.offsets)
+        members: list[Tensor | None] = [None] * len(self.specs)
+        marks = buffer[-len(self.places) :].tolist() if self.presence else (True,) * len(self.places)
+        for (number, spec, start, end), present in zip(self.places, marks, strict=True):
+            if present:
+                part = buffer if end - start == len(buffer) else buffer[start:end]
+                members[number] = part.view(spec.dtype).as_strided(spec.shape, spec.stride)
+        return tuple(members)
 
 
 @lru_cache(maxsize=1024)
@@ -145,24 +154,26 @@ def gradients(specs: Specs) -> Layout:
 
 
 def _lay_out(specs: Specs, travels: list[bool], *, presence: bool) -> Layout:
-    offsets: list[int | None] = []
+    places: list[_Place] = []
     end = 0
-    for spec, goes in zip(specs, travels, strict=True):
-        offsets.append(end if goes else None)
-        if goes:
-            end += -(-spec.nbytes // _ALIGNMENT) * _ALIGNMENT if len(specs) > 1 or presence else spec.nbytes
-    return Layout(specs, tuple(offsets), end + sum(travels) * presence, presence)
+    for number, spec in enumerate(specs):
+        if travels[number]:
+            start = -(-end // _ALIGNMENT) * _ALIGNMENT
+            end = start + spec.nbytes
+            places.append(_Place(number, spec, start, end))
+    return Layout(specs, tuple(places), end + presence * len(places), presence)
 
 
-def _flat(tensor: Tensor, spec: TensorSpec) -> Tensor:
+@lru_cache(maxsize=256)
+def _constant(content: bytes, device: torch.device) -> Tensor:
+    """``content`` as a tensor, to be copied from only."""
+    return torch.tensor(list(content), dtype=torch.uint8, device=device)
+
+
+def _bytes_of(tensor: Tensor, spec: TensorSpec) -> Tensor:
     """``tensor``'s elements in memory order, laid out as ``spec`` says; a copy only where its strides differ."""
-    if tensor.is_contiguous():
-        return tensor.detach().view(-1)
-    if tuple(tensor.stride()) != spec.stride:
+    if spec.stride == _row_major(spec.shape):
+        return tensor.detach().contiguous().view(-1).view(torch.uint8)
+    if tensor.stride() != spec.stride:
         tensor = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=tensor.device).copy_(tensor)
-    return tensor.detach().as_strided((tensor.numel(),), (1,))
-
-
-def _view(buffer: Tensor, spec: TensorSpec, offset: int) -> Tensor:
-    """The tensor of ``spec`` that starts ``offset`` bytes into ``buffer``."""
-    return buffer[offset : offset + spec.nbytes].view(spec.dtype).as_strided(spec.shape, spec.stride)
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)

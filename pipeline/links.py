@@ -5,6 +5,7 @@ every rank knows, so the first message of each shape over a link is preceded by 
 """
 
 from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -13,6 +14,7 @@ from pipeline.boundary import (
     HEADER_BYTES,
     BoundaryError,
     Gradients,
+    Layout,
     Specs,
     Tensors,
     TensorSpec,
@@ -21,10 +23,20 @@ from pipeline.boundary import (
     encode_specs,
     gradients,
 )
+from pipeline.mailbox import Mailbox
 from pipeline.transport import Message, Transport
 
 Link = int  # the number of the stage before it: link s joins stages s and s + 1
 _Key = tuple[Link, int]  # a link, and a number for the microbatch's signature
+_FORWARD = frozenset({Kind.SEND_F, Kind.RECV_F})
+_WITH_LATER = frozenset({Kind.SEND_F, Kind.RECV_B})  # exchanged with the stage after; the others with the one before
+
+
+class _Letter(NamedTuple):
+    """A message whose shapes are known: how its tensors lie in the buffer."""
+
+    message: Message
+    layout: Layout
 
 
 class Links:
@@ -36,93 +48,103 @@ class Links:
         self._numbers: dict[Hashable, int] = {}
         self._signatures: list[int] = []
         self._specs: dict[_Key, Specs] = {}
-        self._posted: set[Message] = set()
+        self._letters: dict[Action, _Letter] = {}  # of microbatches with the present signatures
+        self._mailbox = Mailbox(transport)
 
     def begin(self, signatures: Sequence[Hashable]) -> None:
         """Start a step whose microbatches have these ``signatures``, the same on every rank."""
-        self._signatures = [self._numbers.setdefault(signature, len(self._numbers)) for signature in signatures]
-        self._posted.clear()
+        # Without gradients nothing requires one, so evaluation has boundaries of its own.
+        modes = [(signature, torch.is_grad_enabled()) for signature in signatures]
+        numbers = [self._numbers.setdefault(mode, len(self._numbers)) for mode in modes]
+        if numbers != self._signatures:
+            self._signatures = numbers
+            self._letters.clear()
+        self._mailbox.clear()
 
     def send_activation(self, action: Action, outputs: Tensors) -> None:
-        key, specs = self._key(action.stage, action.microbatch), tuple(map(TensorSpec.of, outputs))
-        message = self._message(action, action.stage, action.stage + 1)
-        if key not in self._specs:
-            self._specs[key] = specs
-            self._transport.send(self._header(key, message.peer), encode_specs(specs))
-        if specs != self._specs[key]:
+        specs = tuple(map(TensorSpec.of, outputs))
+        letter = self._letter(action) or self._introduce(action, specs)
+        if specs != letter.layout.specs:
             raise BoundaryError(
                 f"stage {action.stage} handed on {_text(specs)} for microbatch {action.microbatch}, but "
-                f"{_text(self._specs[key])} for another with inputs of the same shapes: what a stage hands on may "
+                f"{_text(letter.layout.specs)} for another with inputs of the same shapes: what a stage hands on may "
                 "depend on the shapes of the inputs, not on their values"
             )
-        self._transport.send(message, activations(specs).pack(outputs))
-
-    def post_activation(self, action: Action) -> None:
-        self._post(self._message(action, action.stage - 1, action.stage - 1), forward=True)
+        self._transport.send(letter.message, letter.layout.pack(outputs))
 
     def receive_activation(self, action: Action) -> Tensors:
         """The inputs of a stage, as leaves that require a gradient where the sender's tensors did."""
-        link = action.stage - 1
-        key, message = self._key(link, action.microbatch), self._message(action, link, link)
-        if key not in self._specs:
-            header = self._header(key, message.peer)
-            self._transport.post(header, HEADER_BYTES)
-            self._specs[key] = decode_specs(self._transport.receive(header))
-        specs = self._specs[key]
-        if message not in self._posted:
-            self._post(message, forward=True)
-        members = activations(specs).unpack(self._transport.receive(message))
+        letter = self._letter(action) or self._get_to_know(action)
+        members = letter.layout.unpack(self._mailbox.take(letter.message, letter.layout.nbytes))
         return tuple(
             member.requires_grad_(spec.requires_grad)
-            for member, spec in zip(members, specs, strict=True)
+            for member, spec in zip(members, letter.layout.specs, strict=True)
             if member is not None
         )
 
     def send_gradient(self, action: Action, values: Gradients) -> None:
-        link = action.stage - 1
-        layout = gradients(self._specs[self._key(link, action.microbatch)])
-        if layout.nbytes:
-            self._transport.send(self._message(action, link, link), layout.pack(values))
-
-    def post_gradient(self, action: Action) -> None:
-        self._post(self._message(action, action.stage, action.stage + 1), forward=False)
+        letter = self._known(action)
+        if letter.layout.nbytes:
+            self._transport.send(letter.message, letter.layout.pack(values))
 
     def receive_gradient(self, action: Action) -> Gradients:
         """A gradient, or None, per output of a stage."""
-        specs = self._specs[self._key(action.stage, action.microbatch)]
-        layout = gradients(specs)
-        if not layout.nbytes:
-            return (None,) * len(specs)
-        message = self._message(action, action.stage, action.stage + 1)
-        if message not in self._posted:
-            self._post(message, forward=False)
-        return layout.unpack(self._transport.receive(message))
+        letter = self._known(action)
+        if not letter.layout.nbytes:
+            return (None,) * len(letter.layout.specs)
+        return letter.layout.unpack(self._mailbox.take(letter.message, letter.layout.nbytes))
 
-    def _post(self, message: Message, *, forward: bool) -> None:
+    def post(self, action: Action) -> None:
         """Start receiving, unless the shapes are not known yet: then the receiving action does, after the header."""
-        action = message.name
-        assert isinstance(action, Action), f"{action!r} names no action"
-        link = action.stage - 1 if forward else action.stage
-        specs = self._specs.get(self._key(link, action.microbatch))
-        if specs is None:
-            return
-        layout = activations(specs) if forward else gradients(specs)
-        if layout.nbytes:
-            self._posted.add(message)
-            self._transport.post(message, layout.nbytes)
+        letter = self._letter(action)
+        if letter is not None and letter.layout.nbytes:
+            self._mailbox.expect(letter.message, letter.layout.nbytes)
 
-    def _key(self, link: Link, microbatch: int) -> _Key:
-        # Without gradients nothing requires one, so evaluation has boundaries of its own.
-        return link, 2 * self._signatures[microbatch] + torch.is_grad_enabled()
+    def _letter(self, action: Action) -> _Letter | None:
+        letter = self._letters.get(action)
+        if letter is None and (specs := self._specs.get(self._key(action))) is not None:
+            layout = activations(specs) if action.kind in _FORWARD else gradients(specs)
+            letter = self._letters[action] = _Letter(self._message(action), layout)
+        return letter
 
-    def _message(self, action: Action, link: Link, peer_stage: int) -> Message:
-        forward = action.kind in (Kind.SEND_F, Kind.RECV_F)
-        tag = 3 * (action.microbatch * len(self._placement) + link) + (0 if forward else 1)
-        return Message(action, self._placement[peer_stage], tag)
+    def _known(self, action: Action) -> _Letter:
+        letter = self._letter(action)
+        assert letter is not None, f"{action} answers an activation, whose shapes are known by now"
+        return letter
 
-    def _header(self, key: _Key, peer: int) -> Message:
-        link, number = key
-        return Message(f"shapes that stage {link} hands on", peer, 3 * (number * len(self._placement) + link) + 2)
+    def _introduce(self, action: Action, specs: Specs) -> _Letter:
+        """Tell the receiver what crosses this link, before the first message of a kind."""
+        self._specs[self._key(action)] = specs
+        self._transport.send(self._header(action), encode_specs(specs))
+        return self._known(action)
+
+    def _get_to_know(self, action: Action) -> _Letter:
+        header = self._header(action)
+        self._transport.post(header, HEADER_BYTES)
+        self._specs[self._key(action)] = decode_specs(self._transport.receive(header))
+        return self._known(action)
+
+    def _key(self, action: Action) -> _Key:
+        return _link(action), self._signatures[action.microbatch]
+
+    def _message(self, action: Action) -> Message:
+        backward = action.kind not in _FORWARD
+        return Message(
+            action, self._peer(action), 3 * (action.microbatch * len(self._placement) + _link(action)) + backward
+        )
+
+    def _header(self, action: Action) -> Message:
+        link, number = self._key(action)
+        tag = 3 * (number * len(self._placement) + link) + 2
+        return Message(f"shapes that stage {link} hands on", self._peer(action), tag)
+
+    def _peer(self, action: Action) -> int:
+        return self._placement[action.stage + (1 if action.kind in _WITH_LATER else -1)]
+
+
+def _link(action: Action) -> Link:
+    """The link that a message crosses: the one after its stage, or the one before."""
+    return action.stage if action.kind in _WITH_LATER else action.stage - 1
 
 
 def _text(specs: Specs) -> str:

@@ -2,19 +2,16 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from torch import Tensor
 
 from pipeline.action import COMPUTE, Action, Kind
 from pipeline.boundary import Gradients, Tensors, signature
-from pipeline.dataflow import Product, need_of, product_of
 from pipeline.links import Links
 from pipeline.lower import Program
 from pipeline.stage import Goal, LossFn, Stage
 from pipeline.transport import Transport
-
-_T = TypeVar("_T")
 
 
 class Microbatch(NamedTuple):
@@ -76,81 +73,76 @@ class _Pass:
         self._links = links
         self._microbatches = microbatches
         self._objective = objective
-        self._activations: dict[Product, Tensors] = {}
-        self._gradients: dict[Product, Gradients] = {}
+        # What stages here made and nobody took yet, by (stage that made it, microbatch).
+        self._outputs: dict[tuple[int, int], Tensors] = {}
+        self._input_gradients: dict[tuple[int, int], Gradients] = {}
         self._idle_s = 0.0
-        self._handlers: dict[Kind, Callable[[Action], None]] = {
+
+    def run(self, transport: Transport) -> Run:
+        # Not kept on the object: it would refer to itself, and hold a step's tensors until the garbage collector runs.
+        handlers: dict[Kind, Callable[[Action], None]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
             Kind.SEND_F: self._send_f,
             Kind.SEND_B: self._send_b,
-            Kind.RECV_F: links.post_activation,
-            Kind.RECV_B: links.post_gradient,
+            Kind.RECV_F: self._links.post,
+            Kind.RECV_B: self._links.post,
         }
-
-    def run(self, transport: Transport) -> Run:
-        actions = self._program.ranks[transport.rank]
         compute_s = communication_s = 0.0
         executed = []
-        for action in actions:
-            began, idle_s = perf_counter(), self._idle_s
-            self._handlers[action.kind](action)
-            spent = perf_counter() - began - (self._idle_s - idle_s)
+        began = perf_counter()
+        for action in self._program.ranks[transport.rank]:
+            handlers[action.kind](action)
+            ended = perf_counter()
             if action.kind in COMPUTE:
                 executed.append(action)
-                compute_s += spent
+                compute_s += ended - began
             else:
-                communication_s += spent
-        began = perf_counter()
+                communication_s += ended - began
+            began = ended
         transport.flush()
         communication_s += perf_counter() - began
         losses = {m: loss for stage in self._stages.values() for m, loss in stage.losses.items()}
-        return Run(losses, tuple(executed), compute_s, communication_s, self._idle_s)
+        # All waiting for messages happens inside compute actions.
+        return Run(losses, tuple(executed), compute_s - self._idle_s, communication_s, self._idle_s)
 
     def _forward(self, action: Action) -> None:
         stage, _, microbatch = action
         goal = None
         if stage == self._n_stages - 1:
             goal = Goal(self._objective.loss_fn, self._microbatches[microbatch].target, self._objective.divisor)
-        self._activations[_product(action)] = self._stages[stage].forward(microbatch, self._inputs(action), goal)
+        outputs = self._stages[stage].forward(microbatch, self._inputs(stage, microbatch), goal)
+        self._outputs[stage, microbatch] = outputs
 
     def _backward(self, action: Action) -> None:
-        inputs = self._stages[action.stage].backward(action.microbatch, self._output_gradients(action))
-        self._gradients[_product(action)] = inputs
+        stage, _, microbatch = action
+        gradients = self._stages[stage].backward(microbatch, self._output_gradients(stage, microbatch))
+        self._input_gradients[stage, microbatch] = gradients
 
-    def _inputs(self, action: Action) -> Tensors:
-        need = need_of(action, self._n_stages)
-        if need is None:
-            return self._microbatches[action.microbatch].inputs
-        if need.stage in self._stages:
+    def _inputs(self, stage: int, microbatch: int) -> Tensors:
+        if stage == 0:
+            return self._microbatches[microbatch].inputs
+        if stage - 1 in self._stages:
             # Cut the graph where the boundary is, as if the tensors had travelled.
-            here = self._activations.pop(need)
+            here = self._outputs.pop((stage - 1, microbatch))
             return tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in here)
-        return self._waited(self._links.receive_activation, Action(action.stage, Kind.RECV_F, action.microbatch))
-
-    def _output_gradients(self, action: Action) -> Gradients:
-        need = need_of(action, self._n_stages)
-        if need is None:
-            return ()
-        if need.stage in self._stages:
-            return self._gradients.pop(need)
-        return self._waited(self._links.receive_gradient, Action(action.stage, Kind.RECV_B, action.microbatch))
-
-    def _waited(self, receive: Callable[[Action], _T], action: Action) -> _T:
         began = perf_counter()
-        received = receive(action)
+        received = self._links.receive_activation(Action(stage, Kind.RECV_F, microbatch))
+        self._idle_s += perf_counter() - began
+        return received
+
+    def _output_gradients(self, stage: int, microbatch: int) -> Gradients:
+        if stage == self._n_stages - 1:
+            return ()  # it starts from its own loss
+        if stage + 1 in self._stages:
+            return self._input_gradients.pop((stage + 1, microbatch))
+        began = perf_counter()
+        received = self._links.receive_gradient(Action(stage, Kind.RECV_B, microbatch))
         self._idle_s += perf_counter() - began
         return received
 
     def _send_f(self, action: Action) -> None:
-        self._links.send_activation(action, self._activations.pop(Product(action.stage, Kind.FORWARD, action.microbatch)))
+        self._links.send_activation(action, self._outputs.pop((action.stage, action.microbatch)))
 
     def _send_b(self, action: Action) -> None:
-        product = Product(action.stage, Kind.BACKWARD_INPUT, action.microbatch)
-        self._links.send_gradient(action, self._gradients.pop(product))
-
-
-def _product(action: Action) -> Product:
-    product = product_of(action)
-    assert product is not None, f"{action} hands nothing on"
-    return product
+        self._links.send_gradient(action, self._input_gradients.pop((action.stage, action.microbatch)))

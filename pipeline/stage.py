@@ -80,11 +80,12 @@ class ModuleStage:
 
     def backward(self, microbatch: int, gradients: Gradients) -> Gradients:
         inputs, outputs = self._kept.pop(microbatch)
-        if not gradients:  # the last stage starts from its own loss
-            gradients = (torch.ones_like(outputs[0]),)
-        given = [(output, grad) for output, grad in zip(outputs, gradients, strict=True) if grad is not None]
-        if given:
-            torch.autograd.backward([output for output, _ in given], [grad for _, grad in given])
+        if not gradients:
+            torch.autograd.backward(outputs)  # the last stage starts from its own loss
+        else:
+            given = [(output, grad) for output, grad in zip(outputs, gradients, strict=True) if grad is not None]
+            if given:
+                torch.autograd.backward([output for output, _ in given], [grad for _, grad in given])
         return tuple(tensor.grad for tensor in inputs)
 
     def _loss(self, outputs: Tensors, goal: Goal) -> Tensor:

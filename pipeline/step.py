@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -23,8 +24,9 @@ from pipeline.schedules import build
 from pipeline.stage import LossFn, ModuleStage, Stage
 from pipeline.transport import Alone, DistributedTransport, Transport
 
-# How many compute actions ahead of its consumer a receive is posted, where the transport matches messages by tag.
-_EARLY = 2
+# How many compute actions ahead of its consumer a receive may be posted, where the transport matches messages by tag:
+# any number, for what bounds it is the bytes that are under way (mailbox.py).
+_EARLY = sys.maxsize
 
 
 class MicrobatchError(ValueError):
