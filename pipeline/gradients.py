@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from pipeline.boundary import TensorSpec, gradients
+from pipeline.boundary import HEADER_BYTES, TensorSpec, decode_specs, encode_specs, gradients
 from pipeline.stage import Stage
 from pipeline.transport import Message, Transport
 
@@ -52,6 +53,9 @@ class StageGradients:
         self._transport = transport
         self._placement = placement
         self._tied = [dict(sorted(copies.items())) for copies in tied]
+        self._agreed: set[tuple[int, int]] = (
+            set()
+        )  # tied parameters that were compared with a rank's copy, and the rank
         for copies in self._tied:
             self._check(copies)
 
@@ -84,25 +88,55 @@ class StageGradients:
                     yield parameter
 
     def _reduce(self, number: int, copies: Tied) -> None:
-        """Every rank with a copy sends its shares to every other such rank; then each adds all, in order of stages."""
-        shares: dict[int, Tensor | None] = {}
+        """Every two ranks with copies exchange their shares; then each adds all, in the order of stages."""
         here = {stage: self._parameter(stage, name) for stage, name in copies.items() if stage in self._modules}
-        away = [stage for stage in copies if stage not in here]
-        specs = (TensorSpec.of(next(iter(here.values()))),)
-        for stage in away:
-            self._transport.post(self._message(number, stage, self._placement[stage]), gradients(specs).nbytes)
-        for stage, parameter in here.items():
-            shares[stage] = None if parameter.grad is None else parameter.grad.clone()
-            for peer in sorted({self._placement[other] for other in away}):
-                message = self._message(number, stage, peer)
-                self._transport.send(message, gradients(specs).pack((shares[stage],)))
-        for stage in away:
-            buffer = self._transport.receive(self._message(number, stage, self._placement[stage]))
-            (shares[stage],) = gradients(specs).unpack(buffer)
+        spec = _spec(next(iter(here.values())))
+        shares = {stage: None if p.grad is None else p.grad.contiguous().clone() for stage, p in here.items()}
+        own, rank = tuple(shares), self._transport.rank
+        for pair in combinations(sorted({self._placement[stage] for stage in copies}), 2):
+            if rank not in pair:
+                continue
+            peer = pair[1] if rank == pair[0] else pair[0]
+            theirs = [stage for stage in copies if self._placement[stage] == peer]
+            # One order of pairs for all ranks, and in each the lower rank sends first: no cycle on any transport.
+            if rank < peer:
+                self._send(number, peer, spec, {stage: shares[stage] for stage in own})
+                shares |= self._receive(number, theirs, spec)
+            else:
+                shares |= self._receive(number, theirs, spec)
+                self._send(number, peer, spec, {stage: shares[stage] for stage in own})
+            self._agreed.add((number, peer))
         self._transport.flush()
         total = _sum([share for _, share in sorted(shares.items()) if share is not None])
         for parameter in here.values():
             parameter.grad = None if total is None else total.clone()
+
+    def _send(self, number: int, peer: int, spec: TensorSpec, shares: Mapping[int, Tensor | None]) -> None:
+        for stage, share in shares.items():
+            if (number, peer) not in self._agreed:
+                self._transport.send(self._message(number, stage, peer), encode_specs((spec,)))
+            self._transport.send(self._message(number, stage, peer), gradients((spec,)).pack((share,)))
+
+    def _receive(self, number: int, stages: Sequence[int], spec: TensorSpec) -> dict[int, Tensor | None]:
+        shares: dict[int, Tensor | None] = {}
+        for stage in stages:
+            message = self._message(number, stage, self._placement[stage])
+            if (number, message.peer) not in self._agreed:
+                self._compare(number, stage, spec, decode_specs(self._received(message, HEADER_BYTES))[0])
+            (shares[stage],) = gradients((spec,)).unpack(self._received(message, gradients((spec,)).nbytes))
+        return shares
+
+    def _received(self, message: Message, nbytes: int) -> Tensor:
+        self._transport.post(message, nbytes)
+        return self._transport.receive(message)
+
+    def _compare(self, number: int, stage: int, own: TensorSpec, other: TensorSpec) -> None:
+        if own != other:
+            name = self._tied[number][stage]
+            raise TiedError(
+                f"tied {dict(self._tied[number])}: {name} of stage {stage} is {_text(other)}, this rank's copy "
+                f"{_text(own)}: copies of one parameter must be alike"
+            )
 
     def _message(self, number: int, stage: int, peer: int) -> Message:
         name = f"gradient of tied {self._tied[number][stage]} of stage {stage}"
@@ -133,8 +167,23 @@ def norm_of(squares: Sequence[float]) -> float:
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
-    """What to multiply gradients by so that their norm is at most ``max_norm``; as ``clip_grad_norm_`` forms it."""
-    return min(1.0, max_norm / (norm + 1e-6))
+    """What to multiply gradients by so that their norm is at most ``max_norm``, as ``clip_grad_norm_`` forms it.
+
+    A norm that is not a number gives a factor that is none: silence would let unclipped gradients through.
+    """
+    factor = max_norm / (norm + 1e-6)
+    return 1.0 if factor > 1.0 else factor
+
+
+def _spec(parameter: nn.Parameter) -> TensorSpec:
+    """What copies must agree on. Gradients travel in row-major order, however a copy lies in memory."""
+    plain = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+    return TensorSpec.of(plain.requires_grad_(parameter.requires_grad))
+
+
+def _text(spec: TensorSpec) -> str:
+    frozen = "" if spec.requires_grad else ", frozen"
+    return f"{str(spec.dtype).removeprefix('torch.')}{list(spec.shape)}{frozen}"
 
 
 def _sum(shares: Sequence[Tensor]) -> Tensor | None:

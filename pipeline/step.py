@@ -65,7 +65,8 @@ class PipelineSchedule:
     rank's modules, in order of their stage numbers; how many there are on each rank is V. A stage takes and returns a
     tensor or a tuple of tensors. loss_fn(*outputs, target) gives a microbatch's scalar loss. optimizer: over this
     rank's parameters; without one, gradients are left as they are after clipping. pp_group: the pipeline's process
-    group (default: the world, or no group at all in a single process), or a ``Transport``. tied: parameters with
+    group (default: the world, or no group at all in a single process), or a ``Transport``, such as
+    ``DistributedTransport(group, timeout_s=600)`` where a message may take long. tied: parameters with
     copies in several stages, e.g. ``[{0: "embed.weight", 3: "head.weight"}]``.
 
     Raises ``ScheduleError`` (a ValueError) for a schedule that cannot be, or stages that do not fit it.
@@ -94,7 +95,6 @@ class PipelineSchedule:
         self.parts = Parts(program, own, transport, StageGradients(own, transport, schedule.placement, tied))
         self._loss_fn = loss_fn
         self._optimizer = optimizer
-        self._stale = False  # whether .grad still holds what the optimizer has used already
         self._executed: tuple[Action, ...] = ()
         self._runtime = Runtime(self.parts.program, self.parts.stages, self.parts.transport)
 
@@ -127,7 +127,8 @@ class PipelineSchedule:
         Each is a pair (inputs, target); the first stage reads inputs, the last reads targets, the ranks between use
         shapes only. Each loss is divided by ``loss_divisor`` before its backward: the number of microbatches unless
         told otherwise (mean over microbatches); for a sum over tokens pass the global token count. ``max_norm``: clip
-        the global gradient norm to this.
+        the global gradient norm to this. Gradients that were there before count; after the optimizer's step they are
+        cleared, as they are when a step raises. Without an optimizer they stay, for the caller to use and to clear.
         """
         began = perf_counter()
         run, divisor = self._accumulate(microbatches, loss_divisor)
@@ -138,13 +139,13 @@ class PipelineSchedule:
             self.parts.gradients.scale(clip_factor(norm, max_norm))
         if self._optimizer is not None:
             self._optimizer.step()
-            self._stale = True
+            self._optimizer.zero_grad(set_to_none=True)
         return self._result(run, losses, divisor, norm, perf_counter() - began)
 
     def accumulate(
         self, microbatches: Sequence[tuple[object, object]], *, loss_divisor: float | None = None
     ) -> dict[int, Tensor]:
-        """Forward and backward alone: gradients are added to the parameters', and a later ``train_step`` adds to them.
+        """Forward and backward alone: gradients are added to the parameters'; a later ``train_step`` adds to them too.
 
         Returns the losses known on this rank by microbatch: all on the last stage's rank, none elsewhere.
         """
@@ -157,16 +158,15 @@ class PipelineSchedule:
     ) -> StepResult:
         """Forward alone, modules in evaluation mode; gradients and training mode stay as they were."""
         began = perf_counter()
-        modules = [stage.module for stage in self.parts.stages]
-        modes = [module.training for module in modules]
-        for module in modules:
-            module.eval()
+        objective, checked = self._objective(loss_divisor), self._checked(microbatches)
+        modes = [(module, module.training) for stage in self.parts.stages for module in stage.module.modules()]
+        for stage in self.parts.stages:
+            stage.module.eval()
         try:
-            objective = self._objective(loss_divisor)
-            run = self._run(microbatches, objective, forward_only=True)
+            run = self._run(checked, objective, forward_only=True)
         finally:
-            for module, mode in zip(modules, modes, strict=True):
-                module.train(mode)
+            for module, mode in modes:
+                module.training = mode
         losses, _ = self._share(run, [])
         return self._result(run, losses, objective.divisor, None, perf_counter() - began)
 
@@ -178,16 +178,17 @@ class PipelineSchedule:
     def _accumulate(
         self, microbatches: Sequence[tuple[object, object]], loss_divisor: float | None
     ) -> tuple[Run, float]:
-        if self._stale and self._optimizer is not None:
-            self._optimizer.zero_grad(set_to_none=True)
-            self._stale = False
-        objective = self._objective(loss_divisor)
-        return self._run(microbatches, objective), objective.divisor
+        objective, checked = self._objective(loss_divisor), self._checked(microbatches)
+        try:
+            return self._run(checked, objective), objective.divisor
+        except BaseException:
+            # Some of this step's gradients are there and some are not: no later step may build on them.
+            for stage in self.parts.stages:
+                stage.module.zero_grad(set_to_none=True)
+            raise
 
-    def _run(
-        self, microbatches: Sequence[tuple[object, object]], objective: Objective, *, forward_only: bool = False
-    ) -> Run:
-        run = self._runtime.run(self._checked(microbatches), objective, forward_only=forward_only)
+    def _run(self, microbatches: Sequence[Microbatch], objective: Objective, *, forward_only: bool = False) -> Run:
+        run = self._runtime.run(microbatches, objective, forward_only=forward_only)
         self._executed = run.executed
         return run
 
@@ -214,7 +215,8 @@ class PipelineSchedule:
     ) -> StepResult:
         rank = self.parts.transport.rank
         profile = Profile(rank, step_s, run.compute_s, run.communication_s, run.idle_s)
-        return StepResult(math.fsum(losses) / divisor, losses, norm, profile)
+        total = math.fsum(losses) if all(map(math.isfinite, losses)) else sum(losses)
+        return StepResult(total / divisor, losses, norm, profile)
 
     def _checked(self, microbatches: Sequence[tuple[object, object]]) -> list[Microbatch]:
         expected = self.schedule.microbatches

@@ -94,6 +94,18 @@ class DropoutBlock(nn.Module):
         return y_BC if self.last else (y_BC, key)
 
 
+class BatchNormBlock(nn.Module):
+    """An MLP block with batch statistics: buffers that training updates, and evaluation reads in their place."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(width)
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x_BC: Tensor) -> Tensor:
+        return x_BC + F.gelu(self.linear(self.norm(x_BC)))
+
+
 class PairBlock(nn.Module):
     """Two streams of activations: a, b -> a + linear(b), gelu(other(a)). The last block drops b, so its ``other`` is
     never used and its gradients stay None."""
@@ -234,6 +246,7 @@ MODELS: Mapping[str, Callable[[int, int], Model]] = MappingProxyType(
         "mlp": lambda layers, seed: Stack([MLPBlock(WIDTH) for _ in range(layers)]),
         "twice": lambda layers, seed: Stack([TwiceBlock(WIDTH) for _ in range(layers)]),
         "frozen": _frozen,
+        "batchnorm": lambda layers, seed: Stack([BatchNormBlock(WIDTH) for _ in range(layers)]),
         "dropout": _dropout,
         "pair": lambda layers, seed: Stack([PairBlock(WIDTH, last=k == layers - 1) for k in range(layers)]),
     }

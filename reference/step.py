@@ -8,7 +8,7 @@ and a correct pipeline then agrees to the last bit.
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ Gradient = Tensor | None
 
 def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     """SGD with momentum, which, unlike Adam, shows a gradient of the wrong scale."""
-    return torch.optim.SGD(parameters, lr=0.5, momentum=0.9)
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
 @dataclass(frozen=True)
@@ -53,18 +53,21 @@ class Contribution:
 class Expected:
     """What an operation must give.
 
-    ``losses`` by microbatch, undivided. For "train": ``gradients`` per slot after tied copies are summed and before
+    ``losses`` by microbatch, undivided, and ``loss`` what they are together after division. ``buffers`` after the
+    operation, by name. For "train": ``gradients`` per slot after tied copies are summed and before
     clipping, their ``norm`` over logical parameters, and ``parameters`` per slot after clip and optimizer step.
     ``contributions`` are this operation's, by microbatch, and ``before`` the parameters it started from, by name.
     """
 
     operation: str
     losses: tuple[float, ...]
+    loss: float
     contributions: tuple[Contribution, ...] = ()
     before: Mapping[str, Tensor] = field(default_factory=dict)
     gradients: Mapping[Slot, Gradient] = field(default_factory=dict)
     norm: float | None = None
     parameters: Mapping[Slot, Tensor] = field(default_factory=dict)
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class Reference:
@@ -81,15 +84,32 @@ class Reference:
         self._optimizer = recipe.optimizer([p for p in model.parameters() if p.requires_grad])
         self._sums: dict[Slot, Gradient] = {}
 
-    def perform(self, operation: str, batches: Sequence[Batch], *, orders: Mapping[Stage, Sequence[int]]) -> Expected:
-        """Do ``operation`` on ``batches``; ``orders[stage]`` is the order of microbatches in that stage's backwards."""
+    def perform(
+        self,
+        operation: str,
+        batches: Sequence[Batch],
+        *,
+        orders: Mapping[Stage, Sequence[int]],
+        max_norm: float | None = None,
+    ) -> Expected:
+        """Do ``operation`` on ``batches``; ``orders[stage]`` is the order of microbatches in that stage's backwards.
+
+        ``max_norm`` clips this step in place of the recipe's.
+        """
+        _, divisor = objective(self.model, batches, self._recipe)
         if operation == "eval":
-            return Expected(operation, self._evaluate(batches))
+            losses = self._evaluate(batches)
+            return Expected(operation, losses, _total(losses) / divisor, buffers=self._buffers())
         before = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
         contributions = self._contributions(batches)
+        losses = tuple(one.loss for one in contributions)
         self._sums = accumulate(contributions, orders=orders, onto=self._sums)
-        expected = Expected(operation, tuple(one.loss for one in contributions), contributions, before)
-        return self._update(expected) if operation == "train" else expected
+        loss = _total(losses) / divisor
+        expected = Expected(operation, losses, loss, contributions, before, buffers=self._buffers())
+        return self._update(expected, max_norm or self._recipe.max_norm) if operation == "train" else expected
+
+    def _buffers(self) -> dict[str, Tensor]:
+        return {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
 
     def _evaluate(self, batches: Sequence[Batch]) -> tuple[float, ...]:
         loss_fn, _ = objective(self.model, batches, self._recipe)
@@ -118,10 +138,12 @@ class Reference:
         found = dict(zip(map(id, wanted), torch.autograd.grad(loss / divisor, wanted, allow_unused=True), strict=True))
         return Contribution(loss.item(), {self._slots[name]: found.get(id(leaf)) for name, leaf in uses.items()})
 
-    def _update(self, expected: Expected) -> Expected:
+    def _update(self, expected: Expected, max_norm: float) -> Expected:
         gradients = self.total(self._sums)
         norm = self.norm(gradients)
-        factor = min(1.0, self._recipe.max_norm / (norm + 1e-6))
+        # Not min(): Python's min(1.0, nan) is 1.0, and a norm that is not a number must not go unseen.
+        factor = max_norm / (norm + 1e-6)
+        factor = 1.0 if factor > 1.0 else factor
         for name, parameter in self.model.named_parameters():
             gradient = gradients[self._slots[name]]
             parameter.grad = None if gradient is None else gradient * factor
@@ -129,9 +151,7 @@ class Reference:
         self._optimizer.zero_grad(set_to_none=True)
         self._sums = {}
         parameters = {self._slots[name]: parameter.detach().clone() for name, parameter in self._parameters.items()}
-        return Expected(
-            expected.operation, expected.losses, expected.contributions, expected.before, gradients, norm, parameters
-        )
+        return replace(expected, gradients=gradients, norm=norm, parameters=parameters)
 
     def total(self, sums: Mapping[Slot, Gradient]) -> dict[Slot, Gradient]:
         """Gradients per slot in which the copies of a tied parameter hold the sum of all stages' shares.
@@ -198,3 +218,8 @@ def _add(parts: Sequence[Gradient]) -> Gradient:
         if part is not None:
             total = part.clone() if total is None else total.add_(part)
     return total
+
+
+def _total(losses: Sequence[float]) -> float:
+    """The exactly rounded sum; the plain one where something is not finite, which fsum refuses."""
+    return math.fsum(losses) if all(map(math.isfinite, losses)) else sum(losses)

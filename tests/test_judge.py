@@ -50,7 +50,7 @@ def test_what_was_produced_passes_bit_for_bit_and_every_law_was_exercised(observ
     assert (verdict.verdict, verdict.tier) == ("pass", "bitwise")
     assert [law.name for law in verdict.laws] == list(LAWS)
     assert {law.name: law.outcome for law in verdict.laws} == {
-        name: "not applicable" if name == "tied-copies" else "pass" for name in LAWS
+        name: "not applicable" if name in ("tied-copies", "buffers") else "pass" for name in LAWS
     }
     assert all(law.exact == law.checked > 0 for law in verdict.laws if law.outcome == "pass")
     assert 1e-8 < verdict.floor < 1e-5
@@ -94,9 +94,19 @@ def test_a_later_step_fails_the_law_of_its_scenario(observed: Observed, operatio
 
 
 def test_the_scenarios_of_a_plan() -> None:
-    assert scenarios(FULL_PLAN) == [None, "second-step", "accumulation", "accumulation", "eval", "eval"]
-    assert scenarios(("eval", "train")) == ["eval", "eval"]
-    assert scenarios(("accumulate", "train", "train")) == ["accumulation", "accumulation", "second-step"]
+    assert [sorted(laws) for laws in scenarios(FULL_PLAN)] == [
+        [],
+        ["second-step"],
+        ["accumulation"],
+        ["accumulation"],
+        ["eval"],
+        ["eval"],
+    ]
+    assert scenarios(("eval", "train")) == [{"eval"}, {"eval"}]
+    assert scenarios(("accumulate", "eval", "train")) == [{"accumulation"}, {"accumulation", "eval"}] + [
+        {"accumulation", "eval"}
+    ]
+    assert scenarios(("accumulate", "train", "train")) == [{"accumulation"}, {"accumulation"}, {"second-step"}]
 
 
 def test_a_gradient_that_is_none_fails_none_ness(observed: Observed) -> None:
@@ -120,6 +130,36 @@ def test_missing_losses_fail(observed: Observed) -> None:
 def test_an_evaluation_with_another_loss_fails(observed: Observed) -> None:
     changed = altered(observed, lambda s: replace(s, losses=tuple(loss + 1 for loss in s.losses)), operation=4)
     assert failing(judge(CASE, changed)) == {"loss", "eval"}
+
+
+def test_the_steps_own_loss_is_compared(observed: Observed) -> None:
+    verdict = judge(CASE, altered(observed, lambda s: replace(s, loss=7 * (s.loss or 0.0))))
+    assert failing(verdict) == {"loss"}
+
+
+def test_a_module_that_ran_twice_or_in_the_wrong_mode_fails(observed: Observed) -> None:
+    twice = altered(observed, lambda s: replace(s, called=(*s.called, s.called[0])))
+    assert failing(judge(CASE, twice)) == {"microbatches"}
+    for operation, laws in ((0, {"microbatches"}), (4, {"microbatches", "eval"})):
+        wrong = altered(
+            observed, lambda s: replace(s, called=tuple((a, not m) for a, m in s.called)), operation=operation
+        )
+        assert failing(judge(CASE, wrong)) == laws
+
+
+def test_a_buffer_that_differs_or_is_lost_fails(world: World) -> None:
+    case = Case("1f1b", 1, 1, 2, (2,), model="batchnorm", plan=("train",))
+    seen = observe(case, world)
+    assert judge(case, seen).law("buffers").exact > 0
+    slot = (0, "blocks.1.norm.running_mean")
+
+    def nudged(s: RankOperation) -> RankOperation:
+        return replace(s, buffers={**(s.buffers or {}), slot: (s.buffers or {})[slot] * 1.1})
+
+    verdict = judge(case, altered(seen, nudged))
+    assert failing(verdict) == {"buffers"}
+    assert verdict.mismatches[0].parameter == slot[1]
+    assert failing(judge(case, altered(seen, lambda s: replace(s, buffers={})))) == {"buffers"}
 
 
 def test_a_norm_that_one_rank_reports_otherwise_fails(observed: Observed) -> None:
@@ -198,7 +238,7 @@ def test_two_dead_runs_that_agree_are_unknown(observed: Observed, monkeypatch: p
         }
         start = dict(build_model("mlp", layers=2, seed=0).named_parameters())
         parameters = {slot: start[slot[1]].detach() for slot in grads}
-        return replace(seen, losses=(0.0,) * 3, gradients=grads, norm=0.0, parameters=parameters)
+        return replace(seen, losses=(0.0,) * 3, loss=0.0, gradients=grads, norm=0.0, parameters=parameters)
 
     changed = altered(observed, dead)
     verdict = judge(replace(CASE, plan=("train",)), replace(changed, ranks=(changed.ranks[0][:1],)))

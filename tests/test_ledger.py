@@ -2,15 +2,15 @@
 
 import torch
 
-from validation.ledger import Ledger, Place
+from validation.ledger import Ledger, Heading
 from validation.tolerance import Floor
 from validation.verdict import Mismatch
 
 FLOOR = Floor(1e-7, 1e-7, 0.1)
 
 
-def place(law: str = "gradient", scenario: str | None = None) -> Place:
-    return Place(law, scenario, Mismatch(law, 1, "", "", rank=2, parameter="w"))
+def place(law: str = "gradient", scenario: str = "") -> Heading:
+    return Heading(law, frozenset({scenario} - {""}), Mismatch(law, 1, "", "", rank=2, parameter="w"))
 
 
 def ledger() -> Ledger:

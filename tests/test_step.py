@@ -1,5 +1,6 @@
 """PipelineSchedule against plain autograd, through every kind of boundary, and the input it refuses."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -72,13 +73,58 @@ def test_accumulated_gradients_are_added_to_and_cleared_only_after_an_update() -
     assert near(modules[0].weight.grad, 2 * plain_gradients(modules, pairs(2), 2)[0])  # type: ignore[arg-type]
 
 
-def test_a_step_after_an_update_starts_from_zero() -> None:
+def test_a_step_after_an_update_starts_from_zero_whichever_schedule_runs_it() -> None:
     modules = chain(1)
     optimizer = torch.optim.SGD(modules[0].parameters(), lr=0.0)
-    schedule = PipelineSchedule(kind="1f1b", n_microbatches=2, stages=modules, loss_fn=mse, optimizer=optimizer)
-    schedule.train_step(pairs(2))
+    schedules = [
+        PipelineSchedule(kind="1f1b", n_microbatches=count, stages=modules, loss_fn=mse, optimizer=optimizer)
+        for count in (2, 3)
+    ]
+    norms = [
+        schedule.train_step(pairs(3)[:count]).grad_norm
+        for schedule in schedules
+        for count in [schedule.schedule.microbatches]
+    ]
+    again = schedules[0].wrapped(lambda parts: parts).train_step(pairs(2)).grad_norm
+    assert again == norms[0]
+    assert norms[1] == pytest.approx(
+        torch.cat([g.flatten() for g in plain_gradients(modules, pairs(3), 3)]).norm().item(), rel=1e-6
+    )
+
+
+def test_a_step_that_raises_leaves_nothing_for_the_next_one() -> None:
+    modules, calls = chain(1), []
+
+    def fragile(output: Tensor, target: Tensor) -> Tensor:
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("a bad batch")
+        return mse(output, target)
+
+    schedule = PipelineSchedule(kind="1f1b", n_microbatches=2, stages=modules, loss_fn=fragile)
+    with pytest.raises(RuntimeError, match="a bad batch"):
+        schedule.train_step(pairs(2))
     schedule.train_step(pairs(2))
     assert near(modules[0].weight.grad, plain_gradients(modules, pairs(2), 2)[0])  # type: ignore[arg-type]
+
+
+def test_a_norm_that_is_no_number_is_not_hidden_by_clipping() -> None:
+    schedule, modules = alone(stages=1)
+    modules[0].weight.register_hook(lambda grad: grad * float("nan"))  # type: ignore[union-attr, operator]
+    result = schedule.train_step(pairs(2), max_norm=0.1)
+    assert result.grad_norm is not None
+    assert math.isnan(result.grad_norm)
+    assert all(p.grad is not None and p.grad.isnan().all() for p in modules[0].parameters())
+
+
+def test_infinite_losses_are_reported_and_not_raised() -> None:
+    signs = iter([1.0, -1.0])
+    schedule = PipelineSchedule(
+        kind="1f1b", n_microbatches=2, stages=chain(1), loss_fn=lambda o, t: mse(o, t) * next(signs) * float("inf")
+    )
+    result = schedule.train_step(pairs(2))
+    assert result.losses == (math.inf, -math.inf)
+    assert math.isnan(result.loss)
 
 
 def test_clipping_scales_every_gradient() -> None:
@@ -91,13 +137,20 @@ def test_clipping_scales_every_gradient() -> None:
 
 
 def test_evaluation_leaves_gradients_and_mode_alone() -> None:
-    schedule, modules = alone(stages=1)
-    modules[0].train()
-    result = schedule.eval_step(pairs(2))
+    frozen, modes = nn.Dropout().eval(), []
+    frozen.register_forward_pre_hook(lambda module, _: modes.append(module.training))
+    linear = nn.Linear(4, 4)
+    linear.register_forward_pre_hook(lambda module, _: modes.append(module.training))
+    stage = nn.Sequential(linear, frozen)
+    schedule = PipelineSchedule(kind="gpipe", n_microbatches=1, stages=[stage], loss_fn=mse)
+    frozen.eval()
+    result = schedule.eval_step(pairs(1))
     assert result.grad_norm is None
-    assert [p.grad for p in modules[0].parameters()] == [None, None]
-    assert modules[0].training
-    assert result.losses == schedule.train_step(pairs(2)).losses
+    assert modes == [False, False]
+    assert [p.grad for p in stage.parameters()] == [None, None]
+    assert [module.training for module in (stage, linear, frozen)] == [True, True, False]
+    assert result.losses == schedule.train_step(pairs(1)).losses
+    assert modes[2:] == [True, False]
 
 
 class Gate(nn.Module):

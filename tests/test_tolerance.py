@@ -62,3 +62,9 @@ def test_a_measured_floor_sees_order_precision_and_the_least_microbatch() -> Non
     assert floor.permutation == pytest.approx(1e-6, rel=0.2)
     assert floor.double == pytest.approx(1e-5, rel=1e-3)
     assert floor.fault == pytest.approx(0.1 / total.norm().item())
+
+
+def test_rounding_that_could_hide_a_lost_microbatch_passes_nothing() -> None:
+    assert Floor(1e-6, 6e-6, 5e-5).outcome(5e-5) == "unknown"
+    assert Floor(1e-6, 6e-6, 5e-5).outcome(0.0) == "unknown"
+    assert Floor(1e-6, 6e-6, 0.0).outcome(1e-6) == "pass"  # nothing can be lost of a loss

@@ -1,6 +1,7 @@
 """Running cases and showing how it goes: what the commands ``validate``, ``fuzz`` and ``replay`` do."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from time import perf_counter
 
@@ -51,15 +52,8 @@ def validate_all(wanted: Sequence[Case], setting: Setting) -> int:
     verdicts: list[Verdict] = []
     with JsonFile(setting.json) as file, World(device=device, timeout_s=setting.timeout_s) as world:
         for number, case in enumerate(wanted, start=1):
-            try:
-                with terminal.progress(f"{number} of {len(wanted)}: {case}"):
-                    verdict, more = _validated(replace(case, device=device), world, profile=setting.profile)
-            except RankFailed as failure:
-                if failure.cause is not None:  # a rank refused the input
-                    raise failure.cause from failure
-                return _told(failure, case, terminal)
-            except NeedsMoreRanks as error:
-                raise Impossible(f"{error}; start more ranks, or ask for fewer with --ranks") from error
+            with terminal.progress(f"{number} of {len(wanted)}: {case}"):
+                verdict, more = _validated(replace(case, device=device), world, profile=setting.profile)
             if not verdicts:
                 terminal.say(HEADER)
             verdicts.append(verdict)
@@ -77,7 +71,7 @@ def fuzz_all(setting: Setting, *, budget: int, seed: int, schedules: Sequence[st
     """Run a fuzz campaign with progress; a failure is shrunk, shown and given a line to replay it by."""
     terminal, device = Terminal(), setting.chosen_device
     with JsonFile(setting.json) as file, World(device=device, timeout_s=setting.timeout_s) as world:
-        with terminal.progress("starting ranks") as show:
+        with terminal.progress("starting ranks") as show, _enough_ranks():
             tally, found = fuzz(
                 world,
                 budget=budget,
@@ -90,11 +84,11 @@ def fuzz_all(setting: Setting, *, budget: int, seed: int, schedules: Sequence[st
         if found is None:
             return 0
         terminal.say("a case that is no pass, as small as shrinking made it:")
-        if found.verdict is None:
-            assert found.failure is not None, "a case without a verdict has a failure"
-            return _told(found.failure, found.case, terminal)
-        terminal.say(str(found.verdict), found.verdict.verdict)
-        return found.verdict.exit_status
+        if not found.repeated:
+            terminal.say("it did not fail again when run a second time: a race, or something else that is not seeded")
+        verdict = found.verdict or _crashed(found.case, found.failure)
+        terminal.say(str(verdict), verdict.verdict)
+        return verdict.exit_status
 
 
 def exit_status(verdicts: Sequence[Verdict]) -> int:
@@ -105,16 +99,27 @@ def exit_status(verdicts: Sequence[Verdict]) -> int:
 
 def _validated(case: Case, world: World, *, profile: bool) -> tuple[Verdict, str]:
     began = perf_counter()
-    observed = observe(case, world)
+    try:
+        with _enough_ranks():
+            observed = observe(case, world)
+    except RankFailed as failure:
+        return replace(_crashed(case, failure), seconds=perf_counter() - began), ""
     verdict = judge(case, observed, measure=True)
     table = profile_table(observed.profiles) if profile else ""
     return replace(verdict, seconds=perf_counter() - began), table
 
 
-def _told(failure: RankFailed, case: Case, terminal: Terminal) -> int:
-    """Say that the ranks failed before there was anything to judge."""
-    terminal.say(f'UNKNOWN {case}\n{failure}\n  replay    pipeproof replay "{case}"', "unknown")
-    return NO_VERDICT
+@contextmanager
+def _enough_ranks() -> Iterator[None]:
+    try:
+        yield
+    except NeedsMoreRanks as error:
+        raise Impossible(f"{error}; start more ranks, or ask for fewer with --ranks or --max-ranks") from error
+
+
+def _crashed(case: Case, failure: RankFailed | None) -> Verdict:
+    """The verdict where ranks raised, died or hung: unknown, for a wrong answer was not seen."""
+    return Verdict(str(case), "unknown", "none", (), failure=str(failure))
 
 
 def _data(tally: Tally, found: Found | None) -> dict[str, object]:

@@ -13,7 +13,7 @@ from pipeline.schedules import build, canonical_name
 # One step; a second one; an accumulation over two calls; an evaluation between two steps.
 FULL_PLAN = ("train", "train", "accumulate", "train", "eval", "train")
 OPERATIONS = ("train", "accumulate", "eval")
-MODELS = ("gpt", "gpt-tied", "mlp", "twice", "frozen", "dropout", "pair")
+MODELS = ("gpt", "gpt-tied", "mlp", "twice", "frozen", "batchnorm", "dropout", "pair")
 LOSSES = ("mean", "tokens")
 DEVICES = ("cpu", "cuda")
 

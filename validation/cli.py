@@ -9,6 +9,7 @@ import argparse
 import os
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,10 +30,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         status = int(options.run(options))
+        sys.stdout.flush()  # a full disk is noticed here, not after the status is settled
     except ValueError as error:  # every error of ours about input is one
         status = _refuse(str(error))
     except KeyboardInterrupt:
         status = _refuse("interrupted", status=NO_VERDICT)
+    except Exception as error:  # ours to mend, and never to be taken for a wrong answer
+        traceback.print_exc()
+        status = _refuse(f"a fault in pipeproof itself: {error!r}; please report it", status=NO_VERDICT)
     if status != 0 and os.environ.get("RANK", "0") != "0":
         # A launcher ends all ranks as soon as one ends badly; rank 0 is the one that says why.
         time.sleep(_LAST_WORDS_S)

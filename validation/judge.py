@@ -1,5 +1,6 @@
 """Holding what a schedule produced against the reference, law by law."""
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -8,27 +9,27 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from reference.data import Batch
 from reference.model import build_model
 from reference.step import Expected, Recipe, Reference, Slot
 from validation.case import Case
 from validation.floors import Floors, Pending
-from validation.ledger import Ledger, Place
-from validation.observe import data_for, deterministic
+from validation.ledger import Heading, Ledger
+from validation.observe import data_for, deterministic, max_norm_of
 from validation.observed import Observed
 from validation.stages import owners, tied_across
 from validation.tolerance import Floor, same_bits
 from validation.verdict import Mismatch, Tier, Verdict, overall
 
 LAWS = (
-    "microbatches",  # every stage ran forward and backward once for each microbatch
+    "microbatches",  # every stage ran forward and backward once for each microbatch, in the right mode
     "parameters-once",  # every parameter of the model is in exactly one stage, a tied one once in each that shares it
-    "loss",  # each microbatch's, as every rank reports it
+    "loss",  # each microbatch's, and the whole step's, as every rank reports it
     "none-ness",  # a gradient is None exactly where the reference's is
     "gradient",  # every parameter's
     "tied-copies",  # gradients and parameters of all copies are equal
     "grad-norm",  # over logical parameters, as every rank reports it
     "updated-parameters",  # after clip and optimizer step
+    "buffers",  # what forwards leave behind, such as running statistics
     "second-step",  # all of these in a later step: no stale state
     "accumulation",  # all of these when gradients come from two calls
     "eval",  # evaluation between steps: its losses, and all of these in the step after it
@@ -36,15 +37,18 @@ LAWS = (
 _NO_FLOOR = Floor(0.0, 0.0, 0.0)
 
 
-def scenarios(plan: Sequence[str]) -> list[str | None]:
-    """For each operation, the law about its place in the plan; None for a first, plain step."""
-    laws: list[str | None] = []
-    trained, since = False, ""
+Scenarios = frozenset[str]
+
+
+def scenarios(plan: Sequence[str]) -> list[Scenarios]:
+    """For each operation, the laws about its place in the plan; none for a first, plain step."""
+    laws: list[Scenarios] = []
+    trained, since = False, set[str]()
     for operation in plan:
-        since = {"accumulate": "accumulation", "eval": "eval"}.get(operation, since)
-        laws.append(since or ("second-step" if trained else None))
+        since |= {"accumulate": {"accumulation"}, "eval": {"eval"}}.get(operation, set())
+        laws.append(frozenset(since or ({"second-step"} if trained else set())))
         if operation == "train":
-            trained, since = True, ""
+            trained, since = True, set()
     return laws
 
 
@@ -53,7 +57,7 @@ class _Operation:
     """One operation of the plan under judgement."""
 
     number: int
-    scenario: str | None
+    scenarios: Scenarios
     expected: Expected
     floors: Floors | None
 
@@ -77,52 +81,54 @@ class Judge:
         self._skip_what_does_not_apply()
         self._parameters_once()
         pending: list[Pending] = []
-        for number, scenario in enumerate(scenarios(self._case.plan)):
+        for number, laws in enumerate(scenarios(self._case.plan)):
             if self.ledger.failed:
                 for law in self._later_laws(number):
                     self.ledger.doubt(law, f"not judged: operation {number} already disagrees")
                 return
-            self._operation(number, scenario, pending)
+            self._operation(number, laws, pending)
 
     def _later_laws(self, number: int) -> set[str]:
         plan = scenarios(self._case.plan)
-        return {law for law in plan[number:] if law is not None and law not in plan[:number]}
+        return set[str]().union(*plan[number:]) - set[str]().union(*plan[:number])
 
     def _skip_what_does_not_apply(self) -> None:
         if not self._tied:
             self.ledger.skip("tied-copies", "no parameter has copies in several stages")
-        planned = set(scenarios(self._case.plan))
+        planned = set[str]().union(*scenarios(self._case.plan))
         for law in ("second-step", "accumulation", "eval"):
             if law not in planned:
                 self.ledger.skip(law, "the plan does not have it")
 
-    def _operation(self, number: int, scenario: str | None, pending: list[Pending]) -> None:
+    def _operation(self, number: int, laws: Scenarios, pending: list[Pending]) -> None:
         name = self._case.plan[number]
         batches = [batch.to(self._device) for batch in data_for(self._case, number)]
-        orders = self._orders(number, scenario, backward=name != "eval")
-        expected = self._reference.perform(name, batches, orders=orders)
+        orders = self._orders(number, laws, backward=name != "eval")
+        max_norm = max_norm_of(self._case.plan, number)
+        expected = self._reference.perform(name, batches, orders=orders, max_norm=max_norm)
         if name != "eval":
             pending.append(Pending(expected, batches, orders))
         floors = Floors(self._reference, tuple(pending)) if name != "eval" else None
-        operation = _Operation(number, scenario, expected, floors)
+        operation = _Operation(number, laws, expected, floors)
         self._losses(operation)
+        self._buffers(operation)
         if name == "train":
             self._gradients(operation)
             self._norms(operation)
-            self._updates(operation, batches)
+            self._updates(operation, max_norm)
             pending.clear()
             self.measured = self.measured or floors
 
-    def _place(self, law: str, operation: int, scenario: str | None, **where: object) -> Place:
+    def _place(self, law: str, operation: int, scenarios: Scenarios, **where: object) -> Heading:
         known = Mismatch(law, operation + 1, seen="", expected="", **where)  # type: ignore[arg-type]
-        return Place(law, scenario, known)
+        return Heading(law, scenarios, known)
 
-    def _slot_place(self, law: str, operation: _Operation, slot: Slot) -> Place:
+    def _slot_place(self, law: str, operation: _Operation, slot: Slot) -> Heading:
         stage, name = slot
         rank = self._observed.schedule.placement[stage]
-        return self._place(law, operation.number, operation.scenario, rank=rank, stage=stage, parameter=name)
+        return self._place(law, operation.number, operation.scenarios, rank=rank, stage=stage, parameter=name)
 
-    def _orders(self, number: int, scenario: str | None, *, backward: bool) -> dict[int, Sequence[int]]:
+    def _orders(self, number: int, laws: Scenarios, *, backward: bool) -> dict[int, Sequence[int]]:
         """The order of each stage's backwards, as it really was; in index order where it was no order of all."""
         every = list(range(self._case.microbatches))
         ran = {"forward": self._observed.forwards(number)}
@@ -131,17 +137,32 @@ class Judge:
         for what, orders in ran.items():
             for stage, order in orders.items():
                 rank = self._observed.schedule.placement[stage]
-                place = self._place("microbatches", number, scenario, rank=rank, stage=stage)
+                place = self._place("microbatches", number, laws, rank=rank, stage=stage)
                 self.ledger.hold(place, sorted(order) == every, f"{what} of {order}", f"{what} of each of {every} once")
+        self._calls(number, laws, training=backward)
         orders = self._observed.backwards(number)
         return {stage: order if sorted(order) == every else every for stage, order in orders.items()}
+
+    def _calls(self, number: int, laws: Scenarios, *, training: bool) -> None:
+        """Each stage's module itself ran once for each microbatch, in training mode or not as it must be."""
+        calls = self._observed.called(number)
+        for stage in range(self._observed.schedule.n_stages):
+            rank = self._observed.schedule.placement[stage]
+            place = self._place("microbatches", number, laws, rank=rank, stage=stage)
+            seen = sorted(action.microbatch for action, _ in calls if action.stage == stage)
+            every = list(range(self._case.microbatches))
+            self.ledger.hold(place, seen == every, f"its module ran for {seen}", f"once for each of {every}")
+            modes = {mode for action, mode in calls if action.stage == stage}
+            named = {True: "training", False: "evaluation"}
+            wrong = modes - {training}
+            self.ledger.hold(place, not wrong, f"{named[not training]} mode", f"{named[training]} mode")
 
     def _parameters_once(self) -> None:
         due = {(stage, name) for name, stage in self._owner.items()}
         seen = [slot for rank in self._observed.ranks for slot in (rank[-1].parameters or {})]
         for slot in sorted(due | set(seen)):
             stage, name = slot
-            place = self._place("parameters-once", len(self._case.plan) - 1, None, stage=stage, parameter=name)
+            place = self._place("parameters-once", len(self._case.plan) - 1, frozenset(), stage=stage, parameter=name)
             count = seen.count(slot)
             self.ledger.hold(place, count == (slot in due), f"held {count} times", f"held {int(slot in due)} times")
 
@@ -152,25 +173,48 @@ class Judge:
             self.ledger.doubt("loss", f"the reference itself gives {_text(expected)}: there is nothing to compare with")
             return
         for rank, operations in enumerate(self._observed.ranks):
+            self._whole_loss(operation, rank, operations[operation.number].loss)
             reported = operations[operation.number].losses
             if operation.expected.operation == "accumulate" and rank != last:
                 continue  # accumulate() reports losses where they are known
-            place = self._place("loss", operation.number, operation.scenario, rank=rank)
+            place = self._place("loss", operation.number, operation.scenarios, rank=rank)
             if len(reported) != len(expected):
                 self.ledger.hold(place, False, f"{len(reported)} losses", f"{len(expected)} losses")
                 continue
             for microbatch, (seen, wanted) in enumerate(zip(reported, expected, strict=True)):
                 self._loss(operation, rank, microbatch, seen, wanted)
 
+    def _whole_loss(self, operation: _Operation, rank: int, seen: float | None) -> None:
+        if operation.expected.operation != "accumulate" and (seen is None or math.isfinite(seen)):
+            place = self._place("loss", operation.number, operation.scenarios, rank=rank)
+            reported = float("nan") if seen is None else seen
+            self.ledger.numbers(place, reported, operation.expected.loss, lambda: _NO_FLOOR)
+
+    def _buffers(self, operation: _Operation) -> None:
+        if not operation.expected.buffers:
+            self.ledger.skip("buffers", "the model has none")
+        observed = self._observed.buffers(operation.number)
+        names = {name for _, name in observed}
+        for name in operation.expected.buffers.keys() - names:
+            place = self._place("buffers", operation.number, operation.scenarios, parameter=name)
+            self.ledger.hold(place, False, "held by no stage", "held by one stage")
+        for slot, seen in sorted(observed.items()):
+            place = self._slot_place("buffers", operation, slot)
+            wanted = operation.expected.buffers.get(slot[1])
+            if wanted is None:
+                self.ledger.hold(place, False, "a buffer", "no such buffer")
+            else:
+                self.ledger.tensors(place, seen, wanted.cpu(), lambda: _NO_FLOOR)
+
     def _loss(self, operation: _Operation, rank: int, microbatch: int, seen: float, wanted: float) -> None:
-        scenario = operation.scenario
-        place = self._place("loss", operation.number, scenario, rank=rank, microbatch=microbatch)
+        laws = operation.scenarios
+        place = self._place("loss", operation.number, laws, rank=rank, microbatch=microbatch)
         first = self._observed.first_nonfinite(operation.number)
         if first is not None and seen != seen:
             where = self._place(
                 "loss",
                 operation.number,
-                scenario,
+                laws,
                 rank=self._observed.schedule.placement[first.stage],
                 stage=first.stage,
                 microbatch=first.microbatch,
@@ -225,18 +269,18 @@ class Judge:
         assert floors is not None, "a training step has floors"
         assert norm is not None, "a training step has a norm"
         for rank, operations in enumerate(self._observed.ranks):
-            place = self._place("grad-norm", operation.number, operation.scenario, rank=rank)
+            place = self._place("grad-norm", operation.number, operation.scenarios, rank=rank)
             seen = operations[operation.number].norm
             self.ledger.numbers(place, float("nan") if seen is None else seen, norm, floors.norm)
 
-    def _updates(self, operation: _Operation, batches: Sequence[Batch]) -> None:
+    def _updates(self, operation: _Operation, max_norm: float) -> None:
         observed = self._observed.parameters(operation.number)
         for slot, wanted in sorted(operation.expected.parameters.items()):
             if slot in observed:
                 self._tensors("updated-parameters", operation, slot, observed[slot], wanted.cpu())
         self._copies("parameter", operation, dict(observed))
-        norm, max_norm = operation.expected.norm or 0.0, Recipe().max_norm
-        if norm <= max_norm:
+        norm = operation.expected.norm or 0.0
+        if norm <= max_norm == Recipe().max_norm:
             self.ledger.doubt("updated-parameters", f"clipping to {max_norm} never acted on a norm of {norm:.3g}")
 
 

@@ -21,11 +21,11 @@ class _Entry:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a comparison belongs: its law, the scenario's law if there is one, and the known parts of a mismatch."""
+class Heading:
+    """Where a comparison belongs: its law, the laws of its scenarios, and the known parts of a mismatch."""
 
     law: str
-    scenario: str | None
+    scenarios: frozenset[str]
     where: Mismatch
 
     def mismatch(self, seen: str, expected: str, *, size: float | None = None, limit: float | None = None) -> Mismatch:
@@ -55,7 +55,7 @@ class Ledger:
         self._entries[law].outcomes.add("unknown")
         self._entries[law].notes.append(reason)
 
-    def hold(self, place: Place, holds: bool, seen: str, expected: str) -> None:
+    def hold(self, place: Heading, holds: bool, seen: str, expected: str) -> None:
         """Enter a comparison that either holds exactly or fails."""
         self._enter(place, "pass" if holds else "fail", exact=holds)
         if not holds:
@@ -63,7 +63,7 @@ class Ledger:
 
     def tensors(
         self,
-        place: Place,
+        place: Heading,
         observed: Tensor,
         expected: Tensor,
         floor: Callable[[], Floor],
@@ -82,7 +82,7 @@ class Ledger:
             seen, wanted = _describe(observed, expected, base)
             self.mismatches.append(place.mismatch(seen, wanted, size=size, limit=allowed.limit))
 
-    def numbers(self, place: Place, observed: float, expected: float, floor: Callable[[], Floor]) -> None:
+    def numbers(self, place: Heading, observed: float, expected: float, floor: Callable[[], Floor]) -> None:
         """Enter two numbers."""
         if observed == expected:
             self._enter(place, "pass", exact=True)
@@ -114,16 +114,17 @@ class Ledger:
         note = "; ".join(entry.notes) or ("" if entry.checked else "nothing was compared")
         return Law(name, outcome, entry.checked, entry.exact, entry.wrong, entry.worst, entry.floor, note)
 
-    def _enter(self, place: Place, outcome: str, *, exact: bool = False, size: float = 0.0, floor: float = 0.0) -> None:
-        for law in (place.law, place.scenario):
-            if law is not None:
-                entry = self._entries[law]
-                entry.checked += 1
-                entry.exact += exact
-                entry.wrong += outcome != "pass"
-                entry.outcomes.add(outcome)
-                if size > entry.worst:
-                    entry.worst, entry.floor = size, floor
+    def _enter(
+        self, place: Heading, outcome: str, *, exact: bool = False, size: float = 0.0, floor: float = 0.0
+    ) -> None:
+        for law in (place.law, *place.scenarios):
+            entry = self._entries[law]
+            entry.checked += 1
+            entry.exact += exact
+            entry.wrong += outcome != "pass"
+            entry.outcomes.add(outcome)
+            if size > entry.worst:
+                entry.worst, entry.floor = size, floor
 
 
 def _describe(observed: Tensor, expected: Tensor, base: Tensor | None) -> tuple[str, str]:

@@ -25,25 +25,36 @@ from validation.world import RankContext, World
 
 # A wait inside a step ends sooner than the world's own bound, so that it is the rank that says what it waited for.
 STEP_TIMEOUT_S = 30.0
+_ROOM = 1e6  # a norm that no step here comes near
 
 
 class WatchedStage(AroundStage):
-    """A stage whose outputs are looked at: which forwards gave something that is not finite."""
+    """A stage whose module's calls are noted, and which of its outputs were not finite."""
 
     def __init__(self, inner: Stage) -> None:
         super().__init__(inner)
         self.nonfinite: list[Action] = []
+        self.called: list[tuple[Action, bool]] = []
 
     def begin(self) -> None:
-        self.nonfinite = []
+        self.nonfinite, self.called = [], []
         self.inner.begin()
 
     def forward(self, microbatch: int, inputs: Tensors, goal: Goal | None) -> Tensors:
-        outputs = self.inner.forward(microbatch, inputs, goal)
+        # A plain forward hook: it does not touch the graph, and it sees calls that a wrapper does not know of.
+        hook = self.module.register_forward_pre_hook(lambda module, _: self._note(module, microbatch))
+        try:
+            outputs = self.inner.forward(microbatch, inputs, goal)
+        finally:
+            hook.remove()
         seen = outputs if goal is None else (self.losses[microbatch],)
         if not all(bool(tensor.isfinite().all()) for tensor in seen if tensor.is_floating_point()):
             self.nonfinite.append(Action(self.index, Kind.FORWARD, microbatch))
         return outputs
+
+    def _note(self, module: nn.Module, microbatch: int) -> None:
+        training = any(part.training for part in module.modules())
+        self.called.append((Action(self.index, Kind.FORWARD, microbatch), training))
 
 
 class WatchedGradients(AroundGradients):
@@ -121,31 +132,48 @@ def _perform(schedule: PipelineSchedule, model: Model, case: Case, operation: in
     batches = data_for(case, operation)
     recipe = Recipe(loss=case.loss)
     _, divisor = objective(model, batches, recipe)
+    # A mean over microbatches is what a schedule does unless told otherwise; so it is not told.
+    loss_divisor = None if case.loss == "mean" else divisor
     fed = specimen(case.specimen).feed(batches, schedule.parts)
     pairs = [(batch.inputs, batch.target) for batch in (batch.to(device) for batch in fed)]
     name = case.plan[operation]
     if name == "accumulate":
-        known = schedule.accumulate(pairs, loss_divisor=divisor)
-        losses = tuple(known[m].item() for m in sorted(known))
-        return RankOperation(name, losses, schedule.executed, _nonfinite(schedule))
+        known = schedule.accumulate(pairs, loss_divisor=loss_divisor)
+        return _seen(schedule, RankOperation(name, tuple(known[m].item() for m in sorted(known)), schedule.executed))
     if name == "eval":
-        result = schedule.eval_step(pairs, loss_divisor=divisor)
-        return RankOperation(name, result.losses, schedule.executed, _nonfinite(schedule))
-    result = schedule.train_step(pairs, max_norm=recipe.max_norm, loss_divisor=divisor)
+        result = schedule.eval_step(pairs, loss_divisor=loss_divisor)
+        return _seen(schedule, RankOperation(name, result.losses, schedule.executed, loss=result.loss))
+    result = schedule.train_step(pairs, max_norm=max_norm_of(case.plan, operation), loss_divisor=loss_divisor)
     gradients = schedule.parts.gradients
     assert isinstance(gradients, WatchedGradients), "the watcher is the outermost wrapper"
-    return RankOperation(
+    seen = RankOperation(
         name,
         result.losses,
         schedule.executed,
-        _nonfinite(schedule),
+        loss=result.loss,
         gradients=gradients.kept,
         norm=result.grad_norm,
         parameters={slot: parameter.detach().to("cpu", copy=True) for slot, parameter in slots(gradients.stages)},
         profile=result.profile,
     )
+    return _seen(schedule, seen)
 
 
-def _nonfinite(schedule: PipelineSchedule) -> tuple[Action, ...]:
-    watched = (stage for stage in schedule.parts.stages if isinstance(stage, WatchedStage))
-    return tuple(action for stage in watched for action in stage.nonfinite)
+def max_norm_of(plan: Sequence[str], operation: int) -> float:
+    """What operation ``operation`` of ``plan`` clips to: its first step is clipped, later ones have room to spare."""
+    return Recipe().max_norm if operation == plan.index("train") else _ROOM
+
+
+def _seen(schedule: PipelineSchedule, operation: RankOperation) -> RankOperation:
+    """``operation`` with what the watched stages noted."""
+    watched = [stage for stage in schedule.parts.stages if isinstance(stage, WatchedStage)]
+    return replace(
+        operation,
+        nonfinite=tuple(action for stage in watched for action in stage.nonfinite),
+        called=tuple(call for stage in watched for call in stage.called),
+        buffers={
+            (stage.index, name): buffer.detach().to("cpu", copy=True)
+            for stage in watched
+            for name, buffer in stage.module.named_buffers()
+        },
+    )

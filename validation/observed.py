@@ -16,18 +16,22 @@ Slot = tuple[int, str]  # one stage's copy of a parameter, by its name in the mo
 class RankOperation:
     """One operation of the plan, as one rank saw it. Fields that the operation does not give are empty or None.
 
-    ``losses`` and ``norm`` are what the step reported on this rank. ``gradients`` are after tied copies were summed
-    and before clipping; ``parameters`` are after the optimizer. ``nonfinite`` are the actions whose output had a NaN
-    or an infinity.
+    ``losses``, ``loss`` and ``norm`` are what the step reported on this rank. ``called`` are the modules that really
+    ran, as forwards of (stage, microbatch), and whether any part of them was in training mode. ``gradients`` are after
+    tied copies were summed and before clipping; ``parameters`` are after the optimizer. ``nonfinite`` are the actions
+    whose output had a NaN or an infinity.
     """
 
     operation: str
     losses: tuple[float, ...]
     executed: tuple[Action, ...]
     nonfinite: tuple[Action, ...] = ()
+    called: tuple[tuple[Action, bool], ...] = ()
+    loss: float | None = None
     gradients: Mapping[Slot, Tensor | None] | None = None
     norm: float | None = None
     parameters: Mapping[Slot, Tensor] | None = None
+    buffers: Mapping[Slot, Tensor] | None = None
     profile: Profile | None = None
 
 
@@ -49,6 +53,14 @@ class Observed:
     def parameters(self, operation: int) -> dict[Slot, Tensor]:
         """Every rank's parameters together."""
         return {slot: value for rank in self.ranks for slot, value in (rank[operation].parameters or {}).items()}
+
+    def buffers(self, operation: int) -> dict[Slot, Tensor]:
+        """Every rank's buffers together."""
+        return {slot: value for rank in self.ranks for slot, value in (rank[operation].buffers or {}).items()}
+
+    def called(self, operation: int) -> list[tuple[Action, bool]]:
+        """Every call of a stage's module on any rank, and whether it was in training mode."""
+        return [call for rank in self.ranks for call in rank[operation].called]
 
     def backwards(self, operation: int) -> dict[int, list[int]]:
         """For each stage, the microbatches in the order in which their weight gradients were added."""

@@ -15,15 +15,20 @@ def line(case: Case, verdict: Verdict) -> str:
     """One line of the table under ``HEADER``.
 
     losses and params are how many were compared over the whole plan; worst err and norm err are relative, 0 where
-    every bit agreed; floor is the largest that rounding alone made on this run.
+    every bit agreed; floor is what rounding alone does to the worst gradient, or, where all bits agree, to any.
     """
-    losses, gradients, norm = (verdict.law(name) for name in ("loss", "gradient", "grad-norm"))
+    numbers = ["-"] * 5
+    if verdict.laws:
+        losses, gradients, norm = (verdict.law(name) for name in ("loss", "gradient", "grad-norm"))
+        floor = gradients.floor if gradients.worst else verdict.floor
+        numbers = [str(losses.checked), str(gradients.checked), *map(small, (gradients.worst, floor, norm.worst))]
+    n_losses, n_gradients, worst, floor_, norm_ = numbers
     split = ",".join(map(str, case.split))
     split = split if len(split) <= 15 else f"{split[:14]}…"
     return (
         f"{case.schedule:<12} {case.model:<8} {case.ranks:>2} {case.virtual:>2} {case.microbatches:>3}  {split:<15} "
-        f"{losses.checked:>6} {gradients.checked:>6}  {verdict.tier:<8} {small(gradients.worst):>9} "
-        f"{small(verdict.floor):>8} {small(norm.worst):>9}  {verdict.verdict:<8} {verdict.seconds:>5.1f} s"
+        f"{n_losses:>6} {n_gradients:>6}  {verdict.tier:<8} {worst:>9} {floor_:>8} {norm_:>9}  "
+        f"{verdict.verdict:<8} {verdict.seconds:>5.1f} s"
     )
 
 

@@ -93,8 +93,8 @@ class Law:
 class Verdict:
     """What a validation found. ``tier`` is "bitwise", "fp32", or "none" where not everything agreed.
 
-    ``floor`` is the largest rounding floor measured over all gradients, 0 where none was measured; ``seconds`` what
-    judging took.
+    ``floor`` is the largest rounding floor measured over all gradients, 0 where none was measured; ``failure`` is how
+    the ranks failed where there was nothing to judge; ``seconds`` is what it took.
     """
 
     config: str
@@ -104,6 +104,7 @@ class Verdict:
     mismatches: tuple[Mismatch, ...] = ()
     cause: str | None = None
     floor: float = 0.0
+    failure: str = ""
     seconds: float = field(default=0.0, compare=False)
 
     @property
@@ -128,6 +129,8 @@ class Verdict:
     def __str__(self) -> str:
         """All that a reader needs, on one screen: where, seen, expected, the case, and what to type next."""
         rows = [f"{self.verdict.upper()} {self._headline()}", f"  case      {self.config}"]
+        if self.failure:
+            rows.append(self.failure)
         if self.mismatches:
             first = self.mismatches[0]
             rows += [
@@ -142,6 +145,8 @@ class Verdict:
         return "\n".join([*rows, f"  replay    {self.replay}"])
 
     def _headline(self) -> str:
+        if self.failure:
+            return "the ranks failed before there was anything to judge"
         if self.verdict == "pass":
             return f"{sum(law.checked for law in self.laws)} comparisons, {self.tier}"
         broken = [law for law in self.laws if law.outcome == self.verdict]
