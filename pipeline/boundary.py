@@ -75,7 +75,7 @@ def decode_specs(header: Tensor) -> Specs:
 
 def signature(inputs: Tensors) -> Hashable:
     """What the shapes of all boundaries follow from: two microbatches of one signature have equal boundaries."""
-    return tuple((tuple(tensor.shape), tensor.dtype) for tensor in inputs)
+    return tuple((tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad) for tensor in inputs)
 
 
 def as_tensors(value: object, owner: str) -> Tensors:
@@ -136,7 +136,8 @@ class Layout:
         for (number, spec, start, end), present in zip(self.places, marks, strict=True):
             if present:
                 part = buffer if end - start == len(buffer) else buffer[start:end]
-                members[number] = part.view(spec.dtype).as_strided(spec.shape, spec.stride)
+                # .data: each member has a version of its own, so that a stage may change one of them in place.
+                members[number] = part.view(spec.dtype).as_strided(spec.shape, spec.stride).data
         return tuple(members)
 
 
@@ -172,6 +173,7 @@ def _constant(content: bytes, device: torch.device) -> Tensor:
 
 def _bytes_of(tensor: Tensor, spec: TensorSpec) -> Tensor:
     """``tensor``'s elements in memory order, laid out as ``spec`` says; a copy only where its strides differ."""
+    tensor = tensor.resolve_conj().resolve_neg()
     if spec.stride == _row_major(spec.shape):
         return tensor.detach().contiguous().view(-1).view(torch.uint8)
     if tensor.stride() != spec.stride:

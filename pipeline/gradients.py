@@ -66,7 +66,7 @@ class StageGradients:
 
     def squares(self) -> list[float]:
         norms = [
-            torch.linalg.vector_norm(parameter.grad, dtype=torch.float64)
+            torch.linalg.vector_norm(_real(parameter.grad), dtype=torch.float64)
             for parameter in self._logical()
             if parameter.grad is not None
         ]
@@ -173,6 +173,10 @@ def clip_factor(norm: float, max_norm: float) -> float:
     """
     factor = max_norm / (norm + 1e-6)
     return 1.0 if factor > 1.0 else factor
+
+
+def _real(gradient: Tensor) -> Tensor:
+    return torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
 
 
 def _spec(parameter: nn.Parameter) -> TensorSpec:

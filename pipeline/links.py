@@ -67,8 +67,9 @@ class Links:
         if specs != letter.layout.specs:
             raise BoundaryError(
                 f"stage {action.stage} handed on {_text(specs)} for microbatch {action.microbatch}, but "
-                f"{_text(letter.layout.specs)} for another with inputs of the same shapes: what a stage hands on may "
-                "depend on the shapes of the inputs, not on their values"
+                f"{_text(letter.layout.specs)} for an earlier one with inputs of the same shapes. What a stage hands "
+                "on may depend on the shapes of the inputs, not on their values; after freezing or unfreezing parameters "
+                "build the schedule anew"
             )
         self._transport.send(letter.message, letter.layout.pack(outputs))
 
@@ -95,8 +96,13 @@ class Links:
         return letter.layout.unpack(self._mailbox.take(letter.message, letter.layout.nbytes))
 
     def post(self, action: Action) -> None:
-        """Start receiving, unless the shapes are not known yet: then the receiving action does, after the header."""
+        """Start receiving, unless the shapes are not known yet: then the receiving action does, after the header.
+
+        A transport that runs messages in posting order must meet the header here, where its sender has put it.
+        """
         letter = self._letter(action)
+        if letter is None and self._transport.in_order and action.kind is Kind.RECV_F:
+            letter = self._get_to_know(action)
         if letter is not None and letter.layout.nbytes:
             self._mailbox.expect(letter.message, letter.layout.nbytes)
 
@@ -148,4 +154,8 @@ def _link(action: Action) -> Link:
 
 
 def _text(specs: Specs) -> str:
-    return ", ".join(f"{str(spec.dtype).removeprefix('torch.')}{list(spec.shape)}" for spec in specs)
+    return ", ".join(
+        f"{str(spec.dtype).removeprefix('torch.')}{list(spec.shape)} of strides {list(spec.stride)} "
+        f"with{'' if spec.requires_grad else 'out'} gradient"
+        for spec in specs
+    )

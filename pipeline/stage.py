@@ -67,7 +67,7 @@ class ModuleStage:
         self._kept = {}
 
     def forward(self, microbatch: int, inputs: Tensors, goal: Goal | None) -> Tensors:
-        outputs = as_tensors(self.module(*inputs), f"the output of stage {self.index}")
+        outputs = as_tensors(self._call(inputs), f"the output of stage {self.index}")
         if goal is None:
             self._require_gradient(outputs)
         else:
@@ -87,6 +87,17 @@ class ModuleStage:
             if given:
                 torch.autograd.backward([output for output, _ in given], [grad for _, grad in given])
         return tuple(tensor.grad for tensor in inputs)
+
+    def _call(self, inputs: Tensors) -> object:
+        try:
+            return self.module(*inputs)
+        except RuntimeError as error:
+            if "leaf Variable that requires grad" not in str(error):
+                raise
+            raise StageError(
+                f"stage {self.index} changes its input in place, but its input's gradient is needed: let the first "
+                "module that touches it make a new tensor (inplace=False)"
+            ) from error
 
     def _loss(self, outputs: Tensors, goal: Goal) -> Tensor:
         loss = goal.loss_fn(*outputs, goal.target)

@@ -97,6 +97,14 @@ def test_signature_tells_shapes_and_types_apart_but_not_values() -> None:
     assert signature((torch.zeros(2),)) == signature((torch.ones(2),))
     assert signature((torch.zeros(2),)) != signature((torch.zeros(3),))
     assert signature((torch.zeros(2),)) != signature((torch.zeros(2, dtype=torch.int64),))
+    assert signature((torch.zeros(2, 3).t(),)) != signature((torch.zeros(3, 2),))
+
+
+def test_conjugated_and_negated_views_are_sent_as_the_numbers_they_show() -> None:
+    tensor = torch.tensor([1 + 2j, 3 - 1j])
+    for view in (tensor.conj(), tensor.conj().imag):
+        arrived = activations(specs_of((view,))).unpack(activations(specs_of((view,))).pack((view,)))
+        assert torch.equal(arrived[0], view)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
