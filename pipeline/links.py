@@ -68,8 +68,8 @@ class Links:
             raise BoundaryError(
                 f"stage {action.stage} handed on {_text(specs)} for microbatch {action.microbatch}, but "
                 f"{_text(letter.layout.specs)} for an earlier one with inputs of the same shapes. What a stage hands "
-                "on may depend on the shapes of the inputs, not on their values; after freezing or unfreezing parameters "
-                "build the schedule anew"
+                "on may depend on the shapes of the inputs, not on their values; after freezing or unfreezing "
+                "parameters build the schedule anew"
             )
         self._transport.send(letter.message, letter.layout.pack(outputs))
 
