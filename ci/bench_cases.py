@@ -2,47 +2,77 @@
 
 import tempfile
 import time
-from statistics import median
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from bench_table import Row
-from torch import nn
+from bench_table import Row, Target, ratio
+from hypothesis import HealthCheck, Phase, given, settings
 
-from pipeline import PipelineSchedule
+from validation import Case, World
+from validation.fuzz import cases
+from validation.judge import judge
+from validation.observe import observe, observe_rank
+from validation.validator import validate
+from validation.world import RankContext
 
-HIDDEN = 8
-MICROBATCHES = 4
+_LEAST = 20.0
 
 
 def measure(*, ranks: int, rounds: int) -> list[Row]:
-    """Cases per second, with a world spawned per case."""
-    spawned = [1 / _timed(ranks) for _ in range(rounds)]
-    return [Row("spawn per case", {"cases/s": median(spawned)})]
+    """Cases per second of the same cases, each run by a kept world, and by one spawned for it. Both judge what they saw.
+
+    ``ranks``: how many the cases have. A round is one case, run both ways.
+    """
+    kept, spawned = [], []
+    with World() as world:
+        validate(_drawn(ranks, 1)[0], world)  # the first pool starts the fork server
+        for case in _drawn(ranks, rounds):
+            kept.append(_timed(lambda case=case: validate(case, world)))
+            observed = observe(case, world)
+            spawned.append(_timed(lambda case=case: _spawn(case)) + _timed(lambda c=case, o=observed: judge(c, o)))
+    speeds = {"kept world": rounds / sum(kept), "spawn per case": rounds / sum(spawned)}
+    times = Target("times as fast", ratio(spawned, kept), _LEAST, least=True)
+    return [Row("fuzz cases", speeds, [times])]
 
 
-def _timed(ranks: int) -> float:
+def _drawn(ranks: int, count: int) -> list[Case]:
+    """The first ``count`` fuzz cases of this many ranks; the same ones at every call."""
+    found: list[Case] = []
+
+    @settings(
+        max_examples=40 * count,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(cases())
+    def draw(case: Case) -> None:
+        if case.ranks == ranks and len(found) < count:
+            found.append(case)
+
+    draw()
+    return found
+
+
+def _timed(work) -> float:  # noqa: ANN001: any call without arguments
     began = time.perf_counter()
-    spawn_a_case(ranks)
+    work()
     return time.perf_counter() - began
 
 
-def spawn_a_case(ranks: int) -> None:
-    """What a test does that starts its own ranks: spawn them, join them, run one small step, end them."""
+def _spawn(case: Case) -> None:
+    """What a test does that starts its own ranks: spawn them, join them, run the case, end them."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_case, (ranks, f"file://{folder}/store"), nprocs=ranks)
+        mp.spawn(_rank, (case, f"file://{folder}/store"), nprocs=case.ranks)
 
 
-def _case(rank: int, ranks: int, address: str) -> None:
+def _rank(rank: int, case: Case, address: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=ranks)
-    torch.manual_seed(rank)
-    module = nn.Linear(HIDDEN, HIDDEN)
-    microbatches = [(torch.randn(2, HIDDEN), torch.randn(2, HIDDEN)) for _ in range(MICROBATCHES)]
-    pipeline = PipelineSchedule(
-        kind="1f1b", n_microbatches=MICROBATCHES, stages=[module], loss_fn=nn.functional.mse_loss
-    )
-    result = pipeline.train_step(microbatches)
-    assert result.grad_norm, "a case that exercises nothing measures nothing"
-    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=case.ranks)
+    group = dist.group.WORLD
+    assert group is not None, "the group was made a line ago"
+    observe_rank(RankContext(rank, case.ranks, "cpu", group), case)
+    dist.barrier()
