@@ -1,0 +1,258 @@
+"""Splitting a backward in two: the inputs' gradients first, the weights' later, nothing computed twice.
+
+Zero-bubble schedules (Qi et al., arXiv 2401.10241) hand the input gradient on before the weights' is computed. Autograd
+has no such cut, so the graph of one microbatch is cut here:
+
+- In the forward, every use of a parameter in a torch call gets a node of its own, a view (``NamedUses``). A weight that
+  is used twice on a path is then two leaves, and the engine can be asked for one without walking on to the other.
+- ``input`` runs the engine towards the stage's inputs alone. Where a node on the way leads to weights too, what arrives
+  at it is kept. Then the activations that only the way to the inputs needed are let go.
+- ``weight`` runs the engine one node long from each of those to its weights, and adds all shares to the parameters in
+  one backward: sums are formed in the same order as in a full backward, and hooks fire as often.
+
+Some nodes cannot do half of their work: a Python ``autograd.Function`` computes all its gradients at once, and a
+checkpointed region would be recomputed. What they give to weights is computed with the inputs' gradients, kept, and
+added by ``weight`` all the same; ``undeferred`` says which and why. Where not even that is possible ``input`` does the
+full backward, and says so too.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.overrides import TorchFunctionMode
+
+from pipeline.boundary import Gradients, Tensors
+
+Shares = list[tuple[GradientEdge, Tensor]]  # what is still to be added, and where in the graph it goes on from
+
+
+class NamedUses(TorchFunctionMode):
+    """While active, torch calls get views of the trainable parameters among their arguments; ``views`` are their nodes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.views: set[Node] = set()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return func(*map(self._named, args), **{name: self._named(value) for name, value in (kwargs or {}).items()})
+
+    def _named(self, value: Any) -> Any:
+        if isinstance(value, nn.Parameter) and value.requires_grad and torch.is_grad_enabled():
+            with torch._C.DisableTorchFunction():
+                view = value.view_as(value)
+            assert view.grad_fn is not None, "a view of a parameter that requires a gradient has a node"
+            self.views.add(view.grad_fn)
+            return view
+        if isinstance(value, list | tuple) and any(isinstance(member, nn.Parameter) for member in value):
+            return type(value)(map(self._named, value))
+        return value
+
+
+class SplitBackward:
+    """The backward of one microbatch through one stage: call ``input``, then ``weight``, each once."""
+
+    def __init__(self, inputs: Tensors, outputs: Tensors, views: set[Node]) -> None:
+        self._inputs = inputs
+        self._outputs = outputs
+        self._views = views
+        self._deferred: list[_Deferred] = []
+        self._shares: Shares = []
+        self.undeferred: tuple[str, ...] = ()
+
+    def input(self, gradients: Gradients) -> Gradients:
+        """A gradient or None per input. ``gradients``: one per output; the parameters' are left as they are."""
+        given = [
+            (output, grad)
+            for output, grad in zip(self._outputs, gradients, strict=True)
+            if grad is not None and output.requires_grad
+        ]
+        leaves = [tensor for tensor in self._inputs if tensor.requires_grad]
+        graph = _Graph([get_gradient_edge(output).node for output, _ in given], leaves, self._views)
+        if graph.whole:
+            self.undeferred = (graph.whole,)
+            torch.autograd.backward([output for output, _ in given], [grad for _, grad in given])
+            found: Sequence[Tensor | None] = [leaf.grad for leaf in leaves]
+        else:
+            found = self._towards(leaves, given, graph)
+        own = dict(zip(map(id, leaves), found, strict=True))
+        result = tuple(own.get(id(tensor)) for tensor in self._inputs)
+        self._inputs = self._outputs = ()
+        return result
+
+    def weight(self) -> None:
+        """Add this microbatch's share to the parameters' gradients."""
+        shares = [*self._shares, *(share for one in self._deferred for share in one.shares())]
+        self._shares, self._deferred = [], []
+        if shares:
+            torch.autograd.backward([edge for edge, _ in shares], [grad for _, grad in shares])
+
+    def _towards(
+        self, leaves: Sequence[Tensor], given: Sequence[tuple[Tensor, Tensor]], graph: "_Graph"
+    ) -> Sequence[Tensor | None]:
+        """Run the engine from what is ``given`` to ``leaves``; keep what the weights will need, let the rest go."""
+        edges = [(get_gradient_edge(output), grad) for output, grad in given]
+        self._shares = [(edge, grad) for edge, grad in edges if edge.node not in graph.on_the_way]
+        roots = [(edge, grad) for edge, grad in edges if edge.node in graph.on_the_way]
+        if not roots:
+            return [None] * len(leaves)
+        self._deferred, early, self.undeferred = graph.plan()
+        hooks = [one.node.register_prehook(one.keep) for one in self._deferred]
+        targets = [*map(get_gradient_edge, leaves), *early]
+        found = torch.autograd.grad(
+            [edge for edge, _ in roots], targets, [grad for _, grad in roots], retain_graph=True, allow_unused=True
+        )
+        for hook in hooks:
+            hook.remove()
+        self._shares += [(e, g) for e, g in zip(early, found[len(leaves) :], strict=True) if g is not None]
+        graph.let_go(keep={one.node for one in self._deferred})
+        return found[: len(leaves)]
+
+
+class _Deferred:
+    """A node on the way to the inputs whose weights wait: what arrived at it, and the uses of weights it leads to."""
+
+    def __init__(self, node: Node, uses: Sequence[Node]) -> None:
+        self.node = node
+        self.uses = uses
+        self._arrived: Gradients = ()
+
+    def keep(self, arrived: Gradients) -> None:
+        self._arrived = arrived
+
+    def shares(self) -> Iterator[tuple[GradientEdge, Tensor]]:
+        """The share of each use, by the engine. A use has one node that leads to it, so nothing else is run."""
+        given = [(GradientEdge(self.node, k), grad) for k, grad in enumerate(self._arrived) if grad is not None]
+        if given:
+            edges = [GradientEdge(use, 0) for use in self.uses]
+            found = torch.autograd.grad([e for e, _ in given], edges, [g for _, g in given], allow_unused=True)
+            yield from ((edge, grad) for edge, grad in zip(edges, found, strict=True) if grad is not None)
+
+
+@dataclass(frozen=True)
+class _Branch:
+    """An edge from a node on the way to the inputs to one that leads to weights alone, and the uses behind it."""
+
+    node: Node
+    child: GradientEdge
+    uses: frozenset[Node]
+
+
+class _Graph:
+    """The nodes between a stage's outputs and its inputs and parameters, and what lies behind each."""
+
+    def __init__(self, roots: Sequence[Node], leaves: Sequence[Tensor], views: set[Node]) -> None:
+        self._views = views
+        ends = {get_gradient_edge(leaf).node for leaf in leaves}
+        self.on_the_way: set[Node] = set()
+        uses: dict[Node, frozenset[Node]] = {}  # of the others: the uses, or parameters used unseen, behind them
+        raw, named = set(), set()
+        for node in _children_first(roots):
+            children = [child for child, _ in node.next_functions if child is not None]
+            if node in ends or any(child in self.on_the_way for child in children):
+                self.on_the_way.add(node)
+            elif node in views:
+                uses[node] = frozenset({node})
+                named.update(children)
+            elif not children:
+                uses[node] = frozenset({node})
+            else:
+                uses[node] = frozenset[Node]().union(*(uses[child] for child in children))
+            if node not in views:
+                raw.update(child for child in children if not child.next_functions and child not in ends)
+        self._branches = [
+            _Branch(node, GradientEdge(child, number), uses[child])
+            for node in self.on_the_way
+            for child, number in node.next_functions
+            if child is not None and child not in self.on_the_way and uses[child]
+        ]
+        self.whole = self._why_whole(raw & named)
+
+    def _why_whole(self, both: set[Node]) -> str:
+        """Why the backward cannot be cut at all; empty if it can."""
+        if both:
+            return "a parameter is used both in torch calls and inside an autograd.Function"
+        if any("CheckpointFunction" in node.name() for node in self.on_the_way):
+            return "reentrant checkpointing adds to the parameters by itself"
+        return ""
+
+    def plan(self) -> tuple[list[_Deferred], list[GradientEdge], tuple[str, ...]]:
+        """The nodes whose weights wait; the edges whose gradients are computed with the inputs'; and why those."""
+        owners: dict[Node, set[Node]] = {}
+        for branch in self._branches:
+            for use in branch.uses:
+                owners.setdefault(use, set()).add(branch.node)
+        deferred: dict[Node, list[Node]] = {}
+        early: dict[tuple[Node, int], GradientEdge] = {}
+        reasons = []
+        for branch in self._branches:
+            shared = any(len(owners[use]) > 1 for use in branch.uses)
+            reason = "what it shares with others is made of parameters" if shared else self._why_early(branch)
+            if reason:
+                early[branch.child.node, branch.child.output_nr] = branch.child
+                reasons.append(f"{branch.node.name()}: {reason}")
+            else:
+                deferred.setdefault(branch.node, []).extend(branch.uses)
+        return [_Deferred(node, uses) for node, uses in deferred.items()], list(early.values()), tuple(reasons)
+
+    def _why_early(self, branch: _Branch) -> str:
+        if isinstance(branch.node, BackwardCFunction):
+            return "an autograd.Function computes all its gradients at once"
+        if not branch.uses <= self._views:
+            return "a parameter is used where no torch call shows it"
+        if any(_packed(saved) for saved in _saved(branch.node)):
+            return "its activations are recomputed, or kept elsewhere by hooks"
+        return ""
+
+    def let_go(self, *, keep: set[Node]) -> None:
+        """Drop the activations of the nodes on the way, but for those in ``keep``."""
+        for node in self.on_the_way - keep:
+            for saved in _saved(node):
+                if not _packed(saved) and saved.data is not None:
+                    saved.register_hooks(_drop, _dropped)
+
+
+def _children_first(roots: Iterable[Node]) -> Iterator[Node]:
+    done: set[Node] = set()
+    stack = [(root, False) for root in roots]
+    while stack:
+        node, expanded = stack.pop()
+        if expanded:
+            if node not in done:
+                done.add(node)
+                yield node
+        elif node not in done:
+            stack.append((node, True))
+            stack.extend((child, False) for child, _ in node.next_functions if child is not None and child not in done)
+
+
+@lru_cache(maxsize=1024)
+def _saved_names(kind: type) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+
+
+def _saved(node: Node) -> Iterator[Any]:
+    """The tensors that ``node`` keeps for its backward, as autograd wraps them."""
+    for name in _saved_names(type(node)):
+        value = getattr(node, name)
+        yield from (one for one in (value if isinstance(value, list | tuple) else [value]) if one is not None)
+
+
+def _packed(saved: Any) -> bool:
+    """Whether hooks have packed the tensor already, as checkpointing's do."""
+    return saved.unpack_hook is not None
+
+
+def _drop(tensor: Tensor) -> None:
+    """Pack a tensor by letting it go."""
+
+
+def _dropped(nothing: None) -> Tensor:
+    raise AssertionError("an activation that was let go is needed after all: a backward was run twice")
