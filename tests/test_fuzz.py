@@ -59,7 +59,35 @@ def test_a_failure_shrinks_to_the_least_that_fails() -> None:
     _, (tally, found) = campaign(200, 0, run)  # type: ignore[misc]
     assert found.case == Case("naive", 2, 1, 3, (1, 1), model="mlp", plan=("train",))
     assert found.verdict.verdict == "fail"
+    assert found.repeated
     assert tally.verdicts["fail"] > 0
+
+
+def test_a_failure_that_shows_once_is_kept_and_said_not_to_repeat() -> None:
+    ran: list[Case] = []
+
+    def run(case: Case, world: World) -> Verdict:
+        ran.append(case)
+        return replace(PASS, verdict="fail", config=str(case)) if len(ran) == 3 else PASS
+
+    _, (tally, found) = campaign(20, 0, run)  # type: ignore[misc]
+    assert found.case == ran[2]
+    assert found.verdict.config == str(ran[2])
+    assert not found.repeated
+    assert tally.verdicts["fail"] == 1
+
+
+def test_a_failure_that_repeats_is_preferred_to_a_smaller_one_that_does_not() -> None:
+    ran: list[Case] = []
+
+    def run(case: Case, world: World) -> Verdict:
+        ran.append(case)
+        once = case.ranks == 1 and ran.count(case) == 1 and any(other.ranks > 2 for other in ran)
+        return replace(PASS, verdict="fail") if case.ranks > 2 or once else PASS
+
+    _, (_, found) = campaign(50, 0, run)  # type: ignore[misc]
+    assert found.repeated
+    assert found.case.ranks > 2
 
 
 def test_unknown_is_not_a_pass_either() -> None:

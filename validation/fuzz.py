@@ -2,11 +2,12 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
+from hypothesis.errors import Flaky
 
 from pipeline.schedules import FAMILIES, LOOPED
 from validation.case import LOSSES, MODELS, Case
@@ -84,17 +85,19 @@ class Tally:
 
 @dataclass(frozen=True)
 class Found:
-    """The smallest failing case that shrinking reached, with its verdict, or the ranks' failure."""
+    """The smallest failing case that shrinking reached, with its verdict, or the ranks' failure.
+
+    ``repeated``: whether it failed again when it ran again. A fault that comes and goes is a finding all the same.
+    """
 
     case: Case
     verdict: Verdict | None
     failure: RankFailed | None
+    repeated: bool = True
 
 
 class _NotAPass(Exception):
-    def __init__(self, found: Found) -> None:
-        super().__init__(str(found.case))
-        self.found = found
+    """Tells Hypothesis of a failure."""
 
 
 def fuzz(
@@ -111,6 +114,7 @@ def fuzz(
     Stops at the first case that is not a pass and shrinks it. ``progress`` is called after every case.
     """
     tally = Tally(budget)
+    failures: list[Found] = []
 
     @seed(seed_)
     @settings(
@@ -134,10 +138,23 @@ def fuzz(
         tally.schedules[case.schedule] += 1
         progress(tally)
         if outcome != "pass":
-            raise _NotAPass(Found(case, verdict, failure))
+            failures.append(Found(case, verdict, failure))
+            raise _NotAPass
 
     try:
         campaign()
-    except _NotAPass as error:
-        return tally, error.found
+    except _NotAPass:
+        return tally, failures[-1]  # Hypothesis runs the smallest once more at the end
+    except Flaky:
+        if not failures:
+            raise
+        return tally, _smallest(failures)
     return tally, None
+
+
+def _smallest(failures: Sequence[Found]) -> Found:
+    """Of failures among which some did not repeat: the smallest that did, or else the smallest."""
+    times = Counter(found.case for found in failures)
+    again = [found for found in failures if times[found.case] > 1]
+    least = min(again or failures, key=lambda found: (found.case.stages, found.case.microbatches, found.case.layers))
+    return replace(least, repeated=bool(again))
