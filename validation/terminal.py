@@ -1,7 +1,9 @@
 """What a person sees while commands run: lines, progress, and a file of verdicts. Only rank 0 of a launcher speaks."""
 
 import json
+import math
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -40,33 +42,66 @@ class Terminal:
 
 
 class JsonFile:
-    """A file of verdicts: opened before the work, so that a bad path costs nothing, and whole or not there at all."""
+    """A file of verdicts: opened before the work, so that a bad path costs nothing, and whole or not there at all.
+
+    A symbolic link stays one: its target is written. A pipe or a device is written as it stands.
+    """
 
     def __init__(self, path: str | None) -> None:
+        self._given = path
         self._path = None if path is None or os.environ.get("RANK", "0") != "0" else Path(path)
+        self._partial: Path | None = None  # what will take the place of a regular file
         if self._path is None:
             return
-        try:
+        with self._refusing():
             if self._path.is_dir():
                 raise IsADirectoryError("it is a directory")
-            descriptor, name = tempfile.mkstemp(dir=self._path.parent or Path("."), prefix=f".{self._path.name}.")
-        except OSError as error:
-            reason = error.strerror or str(error)
-            cure = "choose a file in an existing, writable folder"
-            raise OutputError(f"cannot write {path}: {reason}; {cure}") from error
-        os.close(descriptor)
-        self._partial = Path(name)
+            if self._path.exists() and not self._path.is_file():
+                if not os.access(self._path, os.W_OK):
+                    raise PermissionError("no permission to write")
+                return
+            self._path = self._path.resolve()
+            descriptor, name = tempfile.mkstemp(dir=self._path.parent, prefix=f".{self._path.name}.")
+            os.close(descriptor)
+            self._partial = Path(name)
 
     def __enter__(self) -> "JsonFile":
         return self
 
     def write(self, data: Mapping[str, object]) -> None:
-        """Put ``data`` where the file belongs."""
-        if self._path is not None:
-            self._partial.write_text(json.dumps(data, indent=2) + "\n")
-            os.chmod(self._partial, 0o644)
+        """Put ``data`` where the file belongs. Numbers that are not finite, which JSON lacks, become text: "inf"."""
+        if self._path is None:
+            return
+        text = json.dumps(_finite(data), indent=2, allow_nan=False) + "\n"
+        with self._refusing():
+            if self._partial is None:
+                self._path.write_text(text)
+                return
+            self._partial.write_text(text)
+            if self._path.exists():
+                shutil.copymode(self._path, self._partial)
+            else:
+                os.chmod(self._partial, 0o644)
             os.replace(self._partial, self._path)
 
     def __exit__(self, *_: object) -> None:
-        if self._path is not None:
+        if self._partial is not None:
             self._partial.unlink(missing_ok=True)
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """Turn the system's errors into one that says what to do."""
+        try:
+            yield
+        except OSError as error:
+            cure = "choose a file in an existing, writable folder"
+            raise OutputError(f"cannot write {self._given}: {error.strerror or error}; {cure}") from error
+
+
+def _finite(data: object) -> object:
+    """``data`` with text in the place of numbers that are not finite: "inf", "-inf" or "nan"."""
+    if isinstance(data, Mapping):
+        return {key: _finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(value) for value in data]
+    return str(data) if isinstance(data, float) and not math.isfinite(data) else data
