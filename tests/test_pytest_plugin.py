@@ -224,11 +224,30 @@ def test_ranks_that_collect_different_tests_end_with_the_difference(launch: Laun
 
 def test_the_first_failure_of_any_rank_is_the_last_test(launch: Launch) -> None:
     session = launch(
-        "from conftest import RANK\n\ndef test_a(): assert RANK == 0\n\ndef test_b(): assert RANK == 0\n", "-x"
+        "from conftest import RANK\n\ndef test_a(): assert RANK == 0\n\ndef test_b(): assert RANK == 0\n",
+        *("-x", "-p", "no:cacheprovider"),
     )
     assert session.log(0) == session.log(1)
     assert len(session.log(0)) == 3
     assert "1 failed" in session.output
+
+
+def test_a_rank_that_breaks_before_its_session_is_told_and_ends_the_others_soon(launch: Launch) -> None:
+    session = launch(
+        """
+import os
+
+def pytest_configure():
+    assert os.environ["RANK"] == "0", "no configuration on rank 1"
+
+def test_it(): pass
+""",
+        "-p",
+        "test_it",
+    )
+    assert "rank 1 did not come to the end of collection as it had left: an error before its session" in session.output
+    assert "no configuration on rank 1" in session.output
+    assert session.statuses == {3}
 
 
 STUCK = """

@@ -33,6 +33,7 @@ class RanksTogether:
         self._errors: dict[str, str] = {}
         self._in_call = False
         self._parts_agree = True
+        self._left = False
         self._watch = Watch(self._side)
         if self._rank != 0:
             for option in _REPORT_FILES:
@@ -125,6 +126,8 @@ class RanksTogether:
     def pytest_unconfigure(self) -> None:
         """End after the reports have been written: torchrun ends all ranks as soon as one has failed."""
         sys.stdout.flush()
+        if not self._left:  # an error before the session began: the others must not wait for this rank
+            self._side.leave(f"an error before its session began\n{self._internal_error}".strip())
         if self._rank == self._reporter:
             self._side.put("over", b"")
         else:
@@ -170,6 +173,7 @@ class RanksTogether:
 
     def _leave(self, status: int) -> list[int]:
         """Say that this rank leaves; the exit statuses of the others, unless they are lost."""
+        self._left = True
         self._side.put(f"status/{self._rank}", str(status).encode())
         self._side.leave(f"exit status {status}\n{self._internal_error}".strip())
         if self._lost:
@@ -195,8 +199,9 @@ def _derandomize() -> None:
 def _silence(config: pytest.Config) -> None:
     """Let this rank's pytest write neither to the terminal nor to the cache."""
     config.get_terminal_writer()._file = open(os.devnull, "w")
-    if config.cache is not None:
-        config.cache.set = _forget  # type: ignore[method-assign]
+    cache = getattr(config, "cache", None)  # absent with -p no:cacheprovider
+    if cache is not None:
+        cache.set = _forget
 
 
 def _forget(key: str, value: object) -> None:
