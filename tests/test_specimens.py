@@ -1,12 +1,15 @@
 """The self-test: every planted fault, on every schedule, must fail the law that it is about and name where."""
 
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import pytest
 
 from pipeline.schedules import FAMILIES, LOOPED
+from reference.model import build_model
 from validation.case import Case
 from validation.specimens import SPECIMENS, SpecimenError, specimen
+from validation.stages import owners
 from validation.validator import validate
 from validation.world import World
 
@@ -18,32 +21,51 @@ def case_of(schedule: str, name: str, *, microbatches: int = 4) -> Case:
     return Case(schedule, 4, virtual, microbatches, split, model=models[0], plan=("train",), specimen=name)
 
 
-# For each specimen: the stages whose parameters may be named (from the number of stages), and the law's parameter.
-EXPECTED: dict[str, tuple[str, str]] = {
-    "loss-undivided": ("any", ""),
-    "clip-last-stage": ("not last", ""),
-    "microbatch-dropped": ("any", ""),
-    "microbatches-swapped": ("none", ""),
-    "receive-buffer-reused": ("any", ""),
-    "activation-nan": ("1", ""),
-    "stage-negated": ("middle", ""),
-    "gradient-none": ("last", "norm_1.weight"),
-    "layernorm-zero": ("middle", "norm_1.weight"),
-    "tied-not-reduced": ("ends", "weight"),
-    "norm-counts-tied-twice": ("none", ""),
-}
+Place = tuple[int | None, int | None, int | None, str | None]  # rank, stage, microbatch, parameter
 
 
-def stages_named(where: str, stages: int) -> set[int | None]:
+def parameters(case: Case, stages: Iterable[int]) -> set[Place]:
+    """Every parameter of ``stages`` that is trained."""
+    model = build_model(case.model, layers=case.layers, seed=0)
+    trained = {name for name, tensor in model.named_parameters(remove_duplicate=False) if tensor.requires_grad}
     return {
-        "any": set(range(stages)),
-        "not last": set(range(stages - 1)),
-        "none": {None},
-        "1": {1},
-        "middle": {stages // 2},
-        "last": {stages - 1},
-        "ends": {0, stages - 1},
-    }[where]  # type: ignore[return-value]
+        parameter(case, s, name) for name, s in owners(model, case.split).items() if s in stages and name in trained
+    }
+
+
+def parameter(case: Case, stage: int, name: str) -> Place:
+    return case.built.placement[stage], stage, None, name
+
+
+def norm_of(case: Case, stage: int) -> Place:
+    """The first parameter of a stage that holds one layer, its first LayerNorm's weight."""
+    return parameter(case, stage, f"blocks.{stage}.norm_1.weight")
+
+
+def overwritten(case: Case, stage: int) -> set[Place]:
+    """What differs if this is the last stage whose input was overwritten before its backward.
+
+    Its first LayerNorm alone reads the input again, for its weight's gradient and for what it hands on.
+    """
+    return {norm_of(case, stage), *parameters(case, range(stage))}
+
+
+# For each specimen, the places that its law must name: exactly one of these sets.
+EXPECTED: dict[str, Callable[[Case], list[set[Place]]]] = {
+    "loss-undivided": lambda case: [parameters(case, range(case.stages))],
+    "clip-last-stage": lambda case: [parameters(case, range(case.stages - 1))],
+    "microbatch-dropped": lambda case: [parameters(case, range(case.stages))],
+    "microbatches-swapped": lambda case: [{(rank, None, m, None) for rank in range(case.ranks) for m in (0, 1, None)}],
+    "receive-buffer-reused": lambda case: [overwritten(case, stage) for stage in range(1, case.stages)],
+    "activation-nan": lambda case: [{(1, 1, 1, None)}],
+    "stage-negated": lambda case: [parameters(case, [case.stages // 2])],
+    "gradient-none": lambda case: [{norm_of(case, case.stages - 1)}],
+    "layernorm-zero": lambda case: [{norm_of(case, case.stages // 2)}],
+    "tied-not-reduced": lambda case: [
+        {parameter(case, 0, "embed.token.weight"), parameter(case, case.stages - 1, "head.logits.weight")}
+    ],
+    "norm-counts-tied-twice": lambda case: [{(rank, None, None, None) for rank in range(case.ranks)}],
+}
 
 
 @pytest.mark.parametrize("schedule", FAMILIES)
@@ -54,10 +76,8 @@ def test_a_planted_fault_fails_its_law_and_is_located(world: World, schedule: st
     law = specimen(name).law
     assert verdict.verdict == "fail"
     assert verdict.law(law).outcome == "fail", [str(law) for law in verdict.laws]
-    found = [mismatch for mismatch in verdict.mismatches if mismatch.law == law]
-    where, parameter = EXPECTED[name]
-    assert {mismatch.stage for mismatch in found} <= stages_named(where, case.stages)
-    assert all(parameter in (mismatch.parameter or "") for mismatch in found)
+    named: set[Place] = {(m.rank, m.stage, m.microbatch, m.parameter) for m in verdict.mismatches if m.law == law}
+    assert named in EXPECTED[name](case)
     assert str(case) in verdict.replay
 
 
