@@ -114,7 +114,7 @@ class Layout:
 
     def pack(self, members: Gradients) -> Tensor:
         """``members`` as one byte tensor; a single one that always travels is not copied."""
-        device = next((member.device for member in members if member is not None), _HOST)
+        device = next(iter([member.device for member in members if member is not None]), _HOST)
         pieces, marks, end = [], [], 0
         for number, spec, start, stop in self.places:
             if start > end:
@@ -133,12 +133,14 @@ class Layout:
         """The inverse of ``pack``: views into ``buffer``, None for a member that is missing or does not travel."""
         members: list[Tensor | None] = [None] * len(self.specs)
         marks = buffer[-len(self.places) :].tolist() if self.presence else (True,) * len(self.places)
-        for (number, spec, start, end), present in zip(self.places, marks, strict=True):
+        for place, present in zip(self.places, marks, strict=True):
             if present:
-                part = buffer if end - start == len(buffer) else buffer[start:end]
-                # .data: each member has a version of its own, so that a stage may change one of them in place.
-                members[number] = part.view(spec.dtype).as_strided(spec.shape, spec.stride).data
+                members[place.member] = _member(buffer, place)
         return tuple(members)
+
+    def leaves(self, buffer: Tensor) -> Tensors:
+        """``unpack`` of an activation: members that require a gradient where the sender's did."""
+        return tuple([_member(buffer, place).requires_grad_(place.spec.requires_grad) for place in self.places])
 
 
 @lru_cache(maxsize=1024)
@@ -179,3 +181,10 @@ def _bytes_of(tensor: Tensor, spec: TensorSpec) -> Tensor:
     if tensor.stride() != spec.stride:
         tensor = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=tensor.device).copy_(tensor)
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def _member(buffer: Tensor, place: _Place) -> Tensor:
+    _, spec, start, end = place
+    part = buffer if end - start == len(buffer) else buffer[start:end]
+    # .data: each member has a version of its own, so that a stage may change one of them in place.
+    return part.view(spec.dtype).as_strided(spec.shape, spec.stride).data

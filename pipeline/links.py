@@ -63,7 +63,7 @@ class Links:
 
     def send_activation(self, action: Action, outputs: Tensors) -> None:
         specs = tuple(map(TensorSpec.of, outputs))
-        letter = self._letter(action) or self._introduce(action, specs)
+        letter = self._letters.get(action) or self._letter(action) or self._introduce(action, specs)
         if specs != letter.layout.specs:
             raise BoundaryError(
                 f"stage {action.stage} handed on {_text(specs)} for microbatch {action.microbatch}, but "
@@ -75,22 +75,17 @@ class Links:
 
     def receive_activation(self, action: Action) -> Tensors:
         """The inputs of a stage, as leaves that require a gradient where the sender's tensors did."""
-        letter = self._letter(action) or self._get_to_know(action)
-        members = letter.layout.unpack(self._mailbox.take(letter.message, letter.layout.nbytes))
-        return tuple(
-            member.requires_grad_(spec.requires_grad)
-            for member, spec in zip(members, letter.layout.specs, strict=True)
-            if member is not None
-        )
+        letter = self._letters.get(action) or self._letter(action) or self._get_to_know(action)
+        return letter.layout.leaves(self._mailbox.take(letter.message, letter.layout.nbytes))
 
     def send_gradient(self, action: Action, values: Gradients) -> None:
-        letter = self._known(action)
+        letter = self._letters.get(action) or self._known(action)
         if letter.layout.nbytes:
             self._transport.send(letter.message, letter.layout.pack(values))
 
     def receive_gradient(self, action: Action) -> Gradients:
         """A gradient, or None, per output of a stage."""
-        letter = self._known(action)
+        letter = self._letters.get(action) or self._known(action)
         if not letter.layout.nbytes:
             return (None,) * len(letter.layout.specs)
         return letter.layout.unpack(self._mailbox.take(letter.message, letter.layout.nbytes))
@@ -100,17 +95,19 @@ class Links:
 
         A transport that runs messages in posting order must meet the header here, where its sender has put it.
         """
-        letter = self._letter(action)
+        letter = self._letters.get(action) or self._letter(action)
         if letter is None and self._transport.in_order and action.kind is Kind.RECV_F:
             letter = self._get_to_know(action)
         if letter is not None and letter.layout.nbytes:
             self._mailbox.expect(letter.message, letter.layout.nbytes)
 
     def _letter(self, action: Action) -> _Letter | None:
-        letter = self._letters.get(action)
-        if letter is None and (specs := self._specs.get(self._key(action))) is not None:
-            layout = activations(specs) if action.kind in _FORWARD else gradients(specs)
-            letter = self._letters[action] = _Letter(self._message(action), layout)
+        """Make out the letter, the first time in a run of equal steps; None if what crosses the link is not known."""
+        specs = self._specs.get(self._key(action))
+        if specs is None:
+            return None
+        layout = activations(specs) if action.kind in _FORWARD else gradients(specs)
+        self._letters[action] = letter = _Letter(self._message(action), layout)
         return letter
 
     def _known(self, action: Action) -> _Letter:

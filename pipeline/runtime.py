@@ -83,6 +83,8 @@ class _Pass:
         handlers: dict[Kind, Callable[[Action], None]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
+            Kind.BACKWARD_INPUT: self._backward_input,
+            Kind.BACKWARD_WEIGHT: self._backward_weight,
             Kind.SEND_F: self._send_f,
             Kind.SEND_B: self._send_b,
             Kind.RECV_F: self._links.post,
@@ -118,6 +120,14 @@ class _Pass:
         stage, _, microbatch = action
         gradients = self._stages[stage].backward(microbatch, self._output_gradients(stage, microbatch))
         self._input_gradients[stage, microbatch] = gradients
+
+    def _backward_input(self, action: Action) -> None:
+        stage, _, microbatch = action
+        gradients = self._stages[stage].backward_input(microbatch, self._output_gradients(stage, microbatch))
+        self._input_gradients[stage, microbatch] = gradients
+
+    def _backward_weight(self, action: Action) -> None:
+        self._stages[action.stage].backward_weight(action.microbatch)
 
     def _inputs(self, stage: int, microbatch: int) -> Tensors:
         if stage == 0:

@@ -16,7 +16,7 @@ added by ``weight`` all the same; ``undeferred`` says which and why. Where not e
 full backward, and says so too.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -33,15 +33,15 @@ Shares = list[tuple[GradientEdge, Tensor]]  # what is still to be added, and whe
 
 
 class NamedUses(TorchFunctionMode):
-    """While active, torch calls get views of the trainable parameters among their arguments; ``views`` are their nodes."""
+    """While active, torch calls get views of the trainable parameters among their arguments: ``views`` are the nodes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.views: set[Node] = set()
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Callable[..., Any], types: object, *rest: Any) -> Any:
+        # torch calls this with the function's arguments and, if there are any, its keyword arguments.
+        args, kwargs = (*rest, (), {})[:2]
         return func(*map(self._named, args), **{name: self._named(value) for name, value in (kwargs or {}).items()})
 
     def _named(self, value: Any) -> Any:
@@ -153,7 +153,8 @@ class _Graph:
         ends = {get_gradient_edge(leaf).node for leaf in leaves}
         self.on_the_way: set[Node] = set()
         uses: dict[Node, frozenset[Node]] = {}  # of the others: the uses, or parameters used unseen, behind them
-        raw, named = set(), set()
+        raw: set[Node] = set()
+        named: set[Node] = set()
         for node in _children_first(roots):
             children = [child for child, _ in node.next_functions if child is not None]
             if node in ends or any(child in self.on_the_way for child in children):
@@ -203,7 +204,8 @@ class _Graph:
         return [_Deferred(node, uses) for node, uses in deferred.items()], list(early.values()), tuple(reasons)
 
     def _why_early(self, branch: _Branch) -> str:
-        if isinstance(branch.node, BackwardCFunction):
+        node: object = branch.node  # torch's stubs have the two classes unrelated
+        if isinstance(node, BackwardCFunction):
             return "an autograd.Function computes all its gradients at once"
         if not branch.uses <= self._views:
             return "a parameter is used where no torch call shows it"

@@ -1,12 +1,15 @@
 """One stage of the model: its forward and backward, and what it keeps between them."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from pipeline.boundary import Gradients, Tensors, as_tensors
+from pipeline.split import NamedUses, SplitBackward
 
 LossFn = Callable[..., Tensor]  # loss_fn(*outputs of the last stage, target) -> scalar
 
@@ -52,22 +55,41 @@ class Stage(Protocol):
         """Add to the parameters' gradients; returns a gradient, or None, per input. ``gradients``: one per output."""
         ...
 
+    def backward_input(self, microbatch: int, gradients: Gradients) -> Gradients:
+        """The first half of ``backward``: returns the same, and leaves the parameters' gradients as they are."""
+        ...
+
+    def backward_weight(self, microbatch: int) -> None:
+        """The second half of ``backward``: adds to the parameters' gradients."""
+        ...
+
 
 class ModuleStage:
-    """A stage that is an ``nn.Module``, differentiated by autograd."""
+    """A stage that is an ``nn.Module``, differentiated by autograd.
 
-    def __init__(self, module: nn.Module, index: int) -> None:
+    ``splits``: whether its backwards will be split. ``undeferred`` says what a split backward could not put off to its
+    second half, and why (see split.py).
+    """
+
+    def __init__(self, module: nn.Module, index: int, *, splits: bool = False) -> None:
         self.module = module
         self.index = index
         self.losses: dict[int, Tensor] = {}
+        self.undeferred: dict[str, None] = {}
+        self._splits = splits
         self._kept: dict[int, tuple[Tensors, Tensors]] = {}
+        self._uses: dict[int, set[Node]] = {}
+        self._halves: dict[int, SplitBackward] = {}
 
     def begin(self) -> None:
         self.losses = {}
-        self._kept = {}
+        self._kept, self._uses, self._halves = {}, {}, {}
 
     def forward(self, microbatch: int, inputs: Tensors, goal: Goal | None) -> Tensors:
-        outputs = as_tensors(self._call(inputs), f"the output of stage {self.index}")
+        with NamedUses() if self._splits else nullcontext() as uses:
+            outputs = as_tensors(self._call(inputs), f"the output of stage {self.index}")
+        if uses is not None:
+            self._uses[microbatch] = uses.views
         if goal is None:
             self._require_gradient(outputs)
         else:
@@ -86,7 +108,17 @@ class ModuleStage:
             given = [(output, grad) for output, grad in zip(outputs, gradients, strict=True) if grad is not None]
             if given:
                 torch.autograd.backward([output for output, _ in given], [grad for _, grad in given])
-        return tuple(tensor.grad for tensor in inputs)
+        return tuple([tensor.grad for tensor in inputs])
+
+    def backward_input(self, microbatch: int, gradients: Gradients) -> Gradients:
+        inputs, outputs = self._kept.pop(microbatch)
+        half = self._halves[microbatch] = SplitBackward(inputs, outputs, self._uses.pop(microbatch))
+        result = half.input(gradients or (torch.ones_like(outputs[0]),))
+        self.undeferred |= dict.fromkeys(half.undeferred)
+        return result
+
+    def backward_weight(self, microbatch: int) -> None:
+        self._halves.pop(microbatch).weight()
 
     def _call(self, inputs: Tensors) -> object:
         try:
@@ -108,7 +140,7 @@ class ModuleStage:
         return loss
 
     def _require_gradient(self, outputs: Tensors, *, what: str = "its output") -> None:
-        if not torch.is_grad_enabled() or any(output.requires_grad for output in outputs):
+        if not torch.is_grad_enabled() or any([output.requires_grad for output in outputs]):
             return
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad:

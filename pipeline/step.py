@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeline.action import Action
+from pipeline.action import Action, Kind
 from pipeline.boundary import as_tensors
 from pipeline.gather import gather
 from pipeline.gradients import GradientWork, StageGradients, Tied, clip_factor, norm_of
@@ -91,7 +91,8 @@ class PipelineSchedule:
         _fit(schedule, n_microbatches, len(stages), transport)
         program = lower(check(schedule), early=0 if transport.in_order else _EARLY)
         numbered = zip(stages, schedule.stages_of(transport.rank), strict=True)
-        own = tuple(ModuleStage(module, index) for module, index in numbered)
+        split = {action.stage for action in schedule.ranks[transport.rank] if action.kind is Kind.BACKWARD_INPUT}
+        own = tuple(ModuleStage(module, index, splits=index in split) for module, index in numbered)
         self.parts = Parts(program, own, transport, StageGradients(own, transport, schedule.placement, tied))
         self._loss_fn = loss_fn
         self._optimizer = optimizer

@@ -222,7 +222,9 @@ def test_a_split_backward_is_the_full_one_cut_in_two(name: str, first: bool) -> 
         if name not in WHOLE:
             assert same(gradients(split), before), "the parameters are touched by weight() alone"
         if not first:
-            assert (UNDEFERRED.get(name, "") in " ".join(backward.undeferred)) == (bool(backward.undeferred) or name not in UNDEFERRED)
+            assert (UNDEFERRED.get(name, "") in " ".join(backward.undeferred)) == (
+                bool(backward.undeferred) or name not in UNDEFERRED
+            )
             assert bool(backward.undeferred) == (name in UNDEFERRED)
         waiting.append(backward)
     for backward in waiting:

@@ -37,6 +37,12 @@ class AroundStage:
     def backward(self, microbatch: int, gradients: Gradients) -> Gradients:
         return self.inner.backward(microbatch, gradients)
 
+    def backward_input(self, microbatch: int, gradients: Gradients) -> Gradients:
+        return self.inner.backward_input(microbatch, gradients)
+
+    def backward_weight(self, microbatch: int) -> None:
+        self.inner.backward_weight(microbatch)
+
 
 class AroundTransport:
     """A transport that does what ``inner`` does."""
