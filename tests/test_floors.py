@@ -64,6 +64,21 @@ def test_losses_norms_and_updates_have_floors() -> None:
     assert floors.parameter(slot).largest > floors.gradient(slot).largest
 
 
+@pytest.mark.parametrize("name", ["mlp", "gpt-tied"])
+def test_the_floor_of_an_update_is_about_what_rounding_does_to_it(name: str) -> None:
+    """Which the update shows when it is made once more in fp64. The floor is neither less nor more by much."""
+    reference, floors = floors_of(name)
+    expected, rate = floors._last, reference._optimizer.param_groups[0]["lr"]
+    assert expected.norm is not None
+    clip = min(1.0, Recipe().max_norm / expected.norm)
+    for slot, gradient in floors._double_total.items():
+        assert gradient is not None
+        update = -rate * clip * gradient
+        wide = expected.before[slot[1]].double() + update
+        rounding = error(expected.parameters[slot], wide, scale=update)
+        assert rounding / 4 < floors.parameter(slot).largest < 4 * rounding, slot
+
+
 def test_a_parameter_without_a_gradient_has_no_floor() -> None:
     _, floors = floors_of("pair")
     assert floors.gradient((1, "blocks.3.other.weight")).largest == 0.0
