@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from pipeline.action import COMPUTE, Action, Kind
-from pipeline.dataflow import Stuck, walk
+from pipeline.dataflow import flow, stuck, suppliers
 from pipeline.schedule import Schedule, ScheduleError
 
 
@@ -86,11 +86,11 @@ def local_order(schedule: Schedule) -> Iterator[Violation]:
 
 def acyclic(schedule: Schedule) -> Iterator[Violation]:
     """The ranks' orders and the flow of data between stages do not contradict each other."""
-    try:
-        for _ in walk(schedule.ranks, schedule.n_stages):
-            pass
-    except Stuck as stuck:
-        for rank, action, need in stuck.waits:
+    columns = schedule.columns
+    supplier = suppliers(columns, schedule.n_stages)
+    reached = flow(columns, supplier, node=schedule.nodes).reached()[schedule.nodes]
+    if not reached.all():
+        for rank, action, need in stuck(columns, supplier, schedule.n_stages, reached).waits:
             yield Violation("acyclic", f"{action} waits for {need}, which never comes", rank)
 
 

@@ -1,19 +1,16 @@
 """Lowering: compute actions to a program with sends and receives."""
 
-from bisect import bisect
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
+
+import numpy as np
 
 from pipeline.action import COMPUTE, RECEIVES, Action, Kind
-from pipeline.dataflow import product_of
+from pipeline.columns import CODE, Columns, Ints
+from pipeline.dataflow import product_of, suppliers
 from pipeline.schedule import Schedule, ScheduleError, rows_to_csv
 from pipeline.simulate import simulate
-
-# A message event sorts before a compute event of the same time, so that a receive is posted before it is needed.
-_MESSAGE, _COMPUTE = 0, 1
-# When, message or compute, the producer's rank and slot (together unique), and what enters which rank's list.
-_Event = tuple[float, int, int, int, tuple[tuple[int, Action], ...]]
 
 
 @dataclass(frozen=True)
@@ -25,13 +22,18 @@ class Program:
     """
 
     schedule: Schedule
-    ranks: tuple[tuple[Action, ...], ...]
+    columns: Columns
+
+    @cached_property
+    def ranks(self) -> tuple[tuple[Action, ...], ...]:
+        """Every rank's actions, in order."""
+        return self.columns.rows()
 
     @cached_property
     def forward_only(self) -> "Program":
         """The forwards and their messages alone, in the same order: for evaluation."""
-        keep = (Kind.FORWARD, Kind.SEND_F, Kind.RECV_F)
-        return Program(self.schedule, tuple(tuple(a for a in actions if a.kind in keep) for actions in self.ranks))
+        keep = self.columns.is_kind(Kind.FORWARD, Kind.SEND_F, Kind.RECV_F)
+        return Program(self.schedule, self.columns.take(keep))
 
     def to_csv(self) -> str:
         """One row per rank, one action per cell: torch 2.13's ``compute_comms`` format."""
@@ -51,12 +53,8 @@ def lower(schedule: Schedule, *, early: int = 0) -> Program:
     """
     if early < 0:
         raise ScheduleError(f"early is {early}: expected at least 0, for a receive cannot be posted after it is needed")
-    rows: list[list[Action]] = [[] for _ in schedule.ranks]
-    for *_, entries in sorted(_events(schedule)):
-        for rank, action in entries:
-            rows[rank].append(action)
-    ranks = tuple(tuple(_hoist(row, early) if early else row) for row in rows)
-    return Program(schedule, ranks)
+    columns = _in_global_order(schedule)
+    return Program(schedule, columns.take(_hoisted(columns, early)) if early else columns)
 
 
 def message_of(action: Action, schedule: Schedule) -> tuple[Action, Action, int] | None:
@@ -73,25 +71,40 @@ def message_of(action: Action, schedule: Schedule) -> tuple[Action, Action, int]
     return send, receive, schedule.placement[target]
 
 
-def _events(schedule: Schedule) -> Iterator[_Event]:
+def _in_global_order(schedule: Schedule) -> Columns:
+    """Compute actions at their starts, messages at the ends of what makes them; at one time, messages come first.
+
+    So a receive is posted before it is needed. Actions that overlap stay together: they start as one and end as one.
+    """
+    columns, nodes = schedule.columns, schedule.nodes
     timeline = simulate(schedule)
-    for rank, actions in enumerate(schedule.ranks):
-        for slot, action in enumerate(actions):
-            yield timeline.starts[rank][slot], _COMPUTE, rank, slot, ((rank, action),)
-            message = message_of(action, schedule)
-            if message is not None:
-                send, receive, peer = message
-                yield timeline.ends[rank][slot], _MESSAGE, rank, slot, ((rank, send), (peer, receive))
+    starts, ends = (np.fromiter(chain.from_iterable(times), int) for times in (timeline.starts, timeline.ends))
+    leaves = np.zeros_like(ends)
+    np.maximum.at(leaves, nodes, ends)
+    supplier = suppliers(columns, schedule.n_stages)
+    consumer = np.flatnonzero(supplier >= 0)
+    consumer = consumer[columns.rank[supplier[consumer]] != columns.rank[consumer]]
+    producer = supplier[consumer]
+    forward = columns.is_kind(Kind.FORWARD)[producer]
+    send = np.where(forward, CODE[Kind.SEND_F], CODE[Kind.SEND_B])
+    receive = np.where(forward, CODE[Kind.RECV_F], CODE[Kind.RECV_B])
+    everything = np.concatenate([np.arange(len(columns)), producer, consumer])
+    kind = np.concatenate([columns.kind, send, receive])
+    # One number per moment: unit times are whole, and the producer's entry tells messages of one time apart.
+    message = 2 * leaves[nodes[producer]] * len(columns) + producer
+    compute = (2 * starts[nodes] + 1) * len(columns) + np.arange(len(columns))
+    when = np.concatenate([compute, message, message])
+    order = np.lexsort((when, columns.rank[everything]))
+    return replace(columns.take(everything[order]), kind=kind[order].astype(columns.kind.dtype))
 
 
-def _hoist(row: list[Action], early: int) -> list[Action]:
-    """``row`` with every receive moved up to just before the ``early``-th compute action above it, or the first."""
-    computes = [slot for slot, action in enumerate(row) if action.kind in COMPUTE]
-
-    def place(slot: int) -> tuple[int, int]:
-        if row[slot].kind not in RECEIVES:
-            return slot, 1
-        return computes[max(0, bisect(computes, slot) - early)], 0
-
+def _hoisted(columns: Columns, early: int) -> Ints:
+    """An order with every receive moved up to just before the ``early``-th compute action above it, or the first."""
+    places = np.arange(len(columns))
+    computes, receives = columns.is_kind(*COMPUTE), columns.is_kind(*RECEIVES)
+    for start, end in columns.spans():
+        at = start + np.flatnonzero(computes[start:end])
+        moving = start + np.flatnonzero(receives[start:end])
+        places[moving] = at[np.maximum(0, np.searchsorted(at, moving) - early)]
     # Sorting is stable, so receives keep their order among themselves.
-    return [row[slot] for slot in sorted(range(len(row)), key=place)]
+    return np.lexsort((~receives, places))

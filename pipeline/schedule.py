@@ -4,8 +4,12 @@ import csv
 import io
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
 
 from pipeline.action import Action, ActionError
+from pipeline.columns import Columns, Ints
 
 
 class ScheduleError(ValueError):
@@ -17,12 +21,15 @@ class Schedule:
     """What each rank computes, in order; sends and receives are added by ``pipeline.lower``.
 
     ``ranks[r]`` is rank r's list; an action's position in it is its slot. ``placement[s]`` is the rank of stage s.
+    ``overlaps`` are the (rank, slot) of forwards that run together with the backward after them, as one action: both
+    start when both can, and what they make leaves when both have ended (torch's ``OVERLAP_F_B``).
     """
 
     name: str
     microbatches: int
     placement: tuple[int, ...]
     ranks: tuple[tuple[Action, ...], ...]
+    overlaps: tuple[tuple[int, int], ...] = ()
 
     @property
     def n_ranks(self) -> int:
@@ -31,6 +38,19 @@ class Schedule:
     @property
     def n_stages(self) -> int:
         return len(self.placement)
+
+    @cached_property
+    def columns(self) -> Columns:
+        """``ranks`` as arrays."""
+        return Columns.of(self.ranks)
+
+    @cached_property
+    def nodes(self) -> Ints:
+        """For every entry of ``columns`` itself, or the entry before it that it runs together with."""
+        nodes = np.arange(len(self.columns))
+        for rank, slot in self.overlaps:
+            nodes[self.columns.bounds[rank] + slot + 1] -= 1
+        return nodes
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that ``rank`` holds, in ascending order."""
