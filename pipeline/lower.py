@@ -2,14 +2,15 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
+from itertools import chain, pairwise
 
 import numpy as np
 
-from pipeline.action import COMPUTE, RECEIVES, Action, Kind
+from pipeline.action import COMPUTE, GIVES_INPUT_GRADIENT, RECEIVES, SENDS, Action, Kind
+from pipeline.cells import read_cells, write_cells
 from pipeline.columns import CODE, Columns, Ints
 from pipeline.dataflow import product_of, suppliers
-from pipeline.schedule import Schedule, ScheduleError, rows_to_csv
+from pipeline.schedule import Schedule, ScheduleError, schedule_from_csv, schedule_of
 from pipeline.simulate import simulate
 
 
@@ -35,9 +36,67 @@ class Program:
         keep = self.columns.is_kind(Kind.FORWARD, Kind.SEND_F, Kind.RECV_F)
         return Program(self.schedule, self.columns.take(keep))
 
+    @cached_property
+    def with_waits(self) -> "Program":
+        """The same with a wait for every send: torch 2.15's dialect.
+
+        A sent output is waited for right after the same stage's own backward, which shows that the other side has used
+        it; a sent gradient, for which nothing shows it, at the end.
+        """
+        waits = {Kind.SEND_F: Kind.WAIT_SEND_F, Kind.SEND_B: Kind.WAIT_SEND_B}
+        rows = []
+        for actions in self.ranks:
+            sent = {action: None for action in actions if action.kind in SENDS}
+            row: list[Action] = []
+            for action in actions:
+                row.append(action)
+                output = Action(action.stage, Kind.SEND_F, action.microbatch)
+                if action.kind in GIVES_INPUT_GRADIENT and output in sent:
+                    del sent[output]
+                    row.append(output._replace(kind=Kind.WAIT_SEND_F))
+            rows.append([*row, *(action._replace(kind=waits[action.kind]) for action in sent)])
+        return Program(self.schedule, Columns.of(rows))
+
     def to_csv(self) -> str:
-        """One row per rank, one action per cell: torch 2.13's ``compute_comms`` format."""
-        return rows_to_csv(self.ranks)
+        """One row per rank, one action per cell: torch's ``compute_comms`` format.
+
+        It is 2.13's dialect, or 2.15's where the program has waits. Actions that overlap are one cell.
+        """
+        columns = self.schedule.columns
+        pairs = {
+            tuple(columns.action(int(columns.bounds[rank]) + slot + k) for k in (0, 1))
+            for rank, slot in self.schedule.overlaps
+        }
+        both = (
+            (rank, slot)
+            for rank, row in enumerate(self.ranks)
+            for slot, pair in enumerate(pairwise(row))
+            if pairs and pair in pairs
+        )
+        return write_cells(self.ranks, both)
+
+
+def program_from_csv(text: str, *, name: str = "csv") -> Program:
+    """Read torch's ``compute_comms`` format, in either dialect; the inverse of ``Program.to_csv``.
+
+    The schedule is its compute actions, read as ``schedule_from_csv`` reads them. Laws are not checked here
+    (``pipeline.program_laws``). Raises ``ScheduleError``.
+    """
+    cells = read_cells(text)
+    columns = Columns.of(cells.rows)
+    compute = columns.is_kind(*COMPUTE)
+    before: Ints = np.cumsum(compute) - compute
+    first = columns.take(compute).bounds[columns.rank]
+    slots = (before - first).tolist()
+    overlaps = tuple((rank, slots[int(columns.bounds[rank]) + slot]) for rank, slot in cells.overlaps)
+    return Program(schedule_of(columns.take(compute).rows(), name=name, overlaps=overlaps), columns)
+
+
+def read_csv(text: str, *, name: str = "csv") -> Schedule | Program:
+    """A program where there is any message in ``text``, else a schedule. Raises ``ScheduleError``."""
+    rows = read_cells(text).rows
+    messages = any(action.kind not in COMPUTE for row in rows for action in row)
+    return program_from_csv(text, name=name) if messages else schedule_from_csv(text, name=name)
 
 
 def lower(schedule: Schedule, *, early: int = 0) -> Program:

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.schedules import FAMILIES, LOOPED
-from validation.case import Case
+from pipeline.schedules import LOOPED
+from validation.case import SCHEDULES, Case
 from validation.specimens import SPECIMENS, SpecimenError, specimen
 from validation.validator import validate
 from validation.world import World
@@ -46,7 +46,7 @@ def stages_named(where: str, stages: int) -> set[int | None]:
     }[where]  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("schedule", FAMILIES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", SPECIMENS)
 def test_a_planted_fault_fails_its_law_and_is_located(world: World, schedule: str, name: str) -> None:
     case = case_of(schedule, name)

@@ -15,9 +15,9 @@ from pipeline.grid import grid
 from pipeline.laws import check
 from pipeline.partition import parse_split
 from pipeline.schedule import Schedule, schedule_from_csv
-from pipeline.schedules import FAMILIES, LOOPED, build, canonical_name
+from pipeline.schedules import FAMILIES, LOOPED, build, canonical_name, virtuals
 from pipeline.simulate import simulate
-from validation.case import LOSSES, Case, CaseError
+from validation.case import LOSSES, SCHEDULES, Case, CaseError
 
 BAD_INPUT, NO_VERDICT = 2, 3
 
@@ -63,7 +63,7 @@ def _add_shape(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_validate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--schedule", default="all", metavar="NAME,...", help=f"all, or out of {', '.join(FAMILIES)}")
+    parser.add_argument("--schedule", default="all", metavar="NAME,...", help=f"all, or out of {', '.join(SCHEDULES)}")
     _add_shape(parser)
     parser.add_argument("--layers", type=int, default=8, metavar="L", help="layers of the model")
     parser.add_argument("--split", default="even", help="layers per stage: even, or sizes such as 3,1,2,2")
@@ -167,16 +167,16 @@ def _case(options: argparse.Namespace, name: str, model: str) -> Case:
 
 
 def _schedules(text: str) -> list[str]:
-    return list(FAMILIES) if text == "all" else [canonical_name(name) for name in text.split(",")]
+    return list(SCHEDULES) if text == "all" else [canonical_name(name) for name in text.split(",")]
 
 
 def _built(name: str, options: argparse.Namespace) -> Schedule:
     """``--virtual`` is for the families that can have it; asking another one for it by name is an error."""
     family = canonical_name(name)
     everything = getattr(options, "schedule", "") == "all"
-    virtual = options.virtual if options.virtual is not None else 2
-    if family not in LOOPED and (everything or options.virtual is None):
-        virtual = 1
+    virtual = options.virtual
+    if virtual is None or (everything and family not in LOOPED):
+        virtual = virtuals(family, looped=1 if family == "zb-h1" else 2)
     return build(family, ranks=options.ranks, microbatches=options.microbatches, virtual=virtual)
 
 

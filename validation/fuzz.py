@@ -8,8 +8,8 @@ from time import perf_counter
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from pipeline.schedules import FAMILIES, LOOPED
-from validation.case import LOSSES, MODELS, Case
+from pipeline.schedules import LOOPED, virtuals
+from validation.case import LOSSES, MODELS, SCHEDULES, Case
 from validation.validator import validate
 from validation.verdict import Verdict
 from validation.world import RankFailed, World
@@ -23,7 +23,7 @@ MAX_RANKS, MAX_VIRTUAL, MAX_MICROBATCHES, MAX_LAYERS_A_STAGE = 4, 3, 9, 3
 def cases(
     draw: st.DrawFn,
     *,
-    schedules: Sequence[str] = tuple(FAMILIES),
+    schedules: Sequence[str] = SCHEDULES,
     models: Sequence[str] = ("mlp", *(model for model in MODELS if model != "mlp")),
     max_ranks: int = MAX_RANKS,
     device: str = "cpu",
@@ -31,7 +31,7 @@ def cases(
     """Any case: schedule, P 1..4, V 1..3, M 1..9, uneven splits down to a layer a stage, model, loss, lengths, plan."""
     schedule = draw(st.sampled_from(list(schedules)))
     ranks = draw(st.integers(1, max_ranks))
-    virtual = draw(st.integers(1, MAX_VIRTUAL)) if schedule in LOOPED else 1
+    virtual = draw(st.integers(1, MAX_VIRTUAL)) if schedule in LOOPED else virtuals(schedule)
     stages = ranks * virtual
     return Case(
         schedule,
