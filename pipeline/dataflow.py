@@ -106,7 +106,8 @@ class Stuck(ScheduleError):
 def stuck(columns: Columns, supplier: Ints, n_stages: int, reached: Mask) -> Stuck:
     """Where each rank stands once only the ``reached`` entries can run."""
     left = np.flatnonzero(~reached)
-    lacks = left[(supplier[left] == NEVER) | ((supplier[left] >= 0) & ~reached[supplier[left]])]
+    needed = supplier[left]
+    lacks = left[(needed == NEVER) | ((needed >= 0) & ~reached[np.maximum(needed, 0)])]
     _, first = np.unique(columns.rank[lacks], return_index=True)
     waits = []
     for entry in lacks[first].tolist():

@@ -24,11 +24,10 @@ NO_SOURCE_MODULE = {
     "train_gpt": "the training example",
 }
 
-PLAN = {"action", "schedule", "schedules", "columns", "cells", "graph", "dataflow", "memory", "laws", "lower"} | {
-    "simulate",
-    "partition",
-    "grid",
-}
+PLAN = set(
+    "action schedule schedules columns cells graph dataflow memory laws lower messages transports buffers program_laws "
+    "simulate partition grid plan".split()
+)
 FRONT = {"validation.cli", "validation.__main__", "validation.pytest_plugin"}
 # Which layers a layer may import, and which distributions (None: whatever pyproject.toml declares).
 LAYERS: Mapping[str, set[str]] = {
