@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from pipeline.action import Action, ActionError, Kind
 from pipeline.grid import grid
 from pipeline.laws import check
-from pipeline.lower import Program, lower
+from pipeline.lower import Program, lower, program_from_csv, read_csv
 from pipeline.schedule import Schedule, ScheduleError, schedule_from_csv
 from pipeline.schedules import build
-from pipeline.simulate import Timeline, simulate
+from pipeline.simulate import Timeline, Times, simulate
 
 if TYPE_CHECKING:
     from pipeline.profile import Profile as Profile
@@ -32,10 +32,13 @@ __all__ = [
     "ScheduleError",
     "StepResult",
     "Timeline",
+    "Times",
     "build",
     "check",
     "grid",
     "lower",
+    "program_from_csv",
+    "read_csv",
     "schedule_from_csv",
     "simulate",
 ]

@@ -9,6 +9,10 @@ class ActionError(ValueError):
     """Text that is not an action."""
 
 
+class ScheduleError(ValueError):
+    """A schedule that cannot be built or breaks a law; the message lists everything found."""
+
+
 class Kind(StrEnum):
     """What an action does. The value is its spelling in torch's format."""
 
@@ -20,10 +24,14 @@ class Kind(StrEnum):
     RECV_F = "RECV_F"
     SEND_B = "SEND_B"
     RECV_B = "RECV_B"
+    WAIT_SEND_F = "WAIT_SEND_F"
+    WAIT_SEND_B = "WAIT_SEND_B"
 
 
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
 SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
+# Where a rank waits until a send of its own is done; a program without them waits for all at its end.
+WAITS = frozenset({Kind.WAIT_SEND_F, Kind.WAIT_SEND_B})
 RECEIVES = frozenset({Kind.RECV_F, Kind.RECV_B})
 # The kinds after which a stage's gradient with respect to its input exists, and may be sent on.
 GIVES_INPUT_GRADIENT = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})

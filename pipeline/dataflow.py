@@ -1,10 +1,13 @@
-"""Which action needs which: the edges between stages, and a walk that respects them."""
+"""Which action needs which: the edges between stages."""
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from pipeline.action import GIVES_INPUT_GRADIENT, Action, Kind
+from pipeline.columns import Columns, Ints, Mask
+from pipeline.graph import Graph
 from pipeline.schedule import ScheduleError
 
 
@@ -43,6 +46,54 @@ def need_of(action: Action, n_stages: int) -> Product | None:
     return None
 
 
+NONE, NEVER = -1, -2  # an entry that needs nothing, and one that needs what nobody makes
+
+
+def suppliers(columns: Columns, n_stages: int) -> Ints:
+    """For every entry, the entry that makes what it needs (``need_of``, for all at once), or ``NONE`` or ``NEVER``.
+
+    Where several make the same, which no lawful schedule has, it is the first.
+    """
+    stage = columns.stage.astype(np.int64)
+    microbatch, width = _numbered(columns.microbatch)
+    forward, backward = columns.is_kind(Kind.FORWARD), columns.is_kind(*GIVES_INPUT_GRADIENT)
+    source = stage + np.where(forward, -1, 1)
+    needs = (forward & (stage > 0)) | (backward & (stage < n_stages - 1))
+    needs_made = needs & (source >= 0) & (source < n_stages)
+    makes = np.flatnonzero((forward | backward) & (stage >= 0) & (stage < n_stages))[::-1]
+
+    def product(entries: Ints | Mask, stages: Ints) -> Ints:
+        half = np.where(backward[entries], n_stages, 0)
+        return (half + stages[entries]) * width + microbatch[entries]
+
+    maker = np.full(2 * n_stages * width, NEVER)
+    maker[product(makes, stage)] = makes  # of several that are equal, numpy keeps the last, here the first entry
+    supplier = np.where(needs, NEVER, NONE)
+    supplier[needs_made] = maker[product(needs_made, source)]
+    return supplier
+
+
+def _numbered(microbatch: Ints) -> tuple[Ints, int]:
+    """Microbatches as numbers below a bound of the order of their count, equal where they were equal."""
+    if len(microbatch) and (microbatch.min() < 0 or microbatch.max() >= len(microbatch)):
+        _, microbatch = np.unique(microbatch, return_inverse=True)
+    return microbatch.astype(np.int64), int(microbatch.max(initial=-1)) + 1
+
+
+def flow(columns: Columns, supplier: Ints, *, node: Ints | None = None) -> Graph:
+    """A rank's actions in order, and each after what it needs: the graph whose cycles are contradictions.
+
+    ``node`` names the node that each entry is part of, for entries that run as one (default: each its own).
+    """
+    node = np.arange(len(columns)) if node is None else node
+    in_row = np.flatnonzero(columns.rank[:-1] == columns.rank[1:])
+    in_row = in_row[node[in_row] != node[in_row + 1]]
+    across = np.flatnonzero(supplier >= 0)
+    lost = np.flatnonzero(supplier == NEVER)  # waits for itself, so that it never comes, nor what is behind it
+    before, after = np.concatenate([in_row, supplier[across], lost]), np.concatenate([in_row + 1, across, lost])
+    return Graph(len(columns), node[before], node[after])
+
+
 class Stuck(ScheduleError):
     """No rank can go on: ``waits`` holds, per stuck rank, its next action and what that action needs."""
 
@@ -52,31 +103,16 @@ class Stuck(ScheduleError):
         self.waits = tuple(waits)
 
 
-def walk(ranks: Sequence[Sequence[Action]], n_stages: int) -> Iterator[tuple[int, int]]:
-    """Every (rank, slot), each after whatever it needs; raises ``Stuck`` where the ranks' orders contradict.
-
-    Each rank runs until it needs something that is not there and is woken by whoever makes it, so the cost is linear
-    in the number of actions.
-    """
-    made: set[Product] = set()
-    sleepers: dict[Product, list[int]] = defaultdict(list)
-    slots = [0] * len(ranks)
-    awake = list(range(len(ranks)))[::-1]
-    while awake:
-        rank = awake.pop()
-        actions = ranks[rank]
-        while slots[rank] < len(actions):
-            action = actions[slots[rank]]
-            need = need_of(action, n_stages)
-            if need is not None and need not in made:
-                sleepers[need].append(rank)
-                break
-            yield rank, slots[rank]
-            slots[rank] += 1
-            product = product_of(action)
-            if product is not None:
-                made.add(product)
-                awake.extend(sleepers.pop(product, ()))
-    if sleepers:
-        waits = [(rank, ranks[rank][slots[rank]], need) for need, stuck in sleepers.items() for rank in stuck]
-        raise Stuck(sorted(waits))
+def stuck(columns: Columns, supplier: Ints, n_stages: int, reached: Mask) -> Stuck:
+    """Where each rank stands once only the ``reached`` entries can run."""
+    left = np.flatnonzero(~reached)
+    needed = supplier[left]
+    lacks = left[(needed == NEVER) | ((needed >= 0) & ~reached[np.maximum(needed, 0)])]
+    _, first = np.unique(columns.rank[lacks], return_index=True)
+    waits = []
+    for entry in lacks[first].tolist():
+        action = columns.action(entry)
+        need = need_of(action, n_stages)
+        assert need is not None, f"{action} needs nothing, so its rank is not stuck there"
+        waits.append((int(columns.rank[entry]), action, need))
+    return Stuck(waits)

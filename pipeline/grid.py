@@ -1,5 +1,8 @@
 """A schedule drawn as text: a row per rank, a column per unit of time."""
 
+from collections.abc import Collection, Sequence
+
+from pipeline.action import Action
 from pipeline.schedule import Schedule, ScheduleError
 from pipeline.simulate import Timeline, simulate
 
@@ -27,3 +30,25 @@ def draw(timeline: Timeline) -> str:
     return "\n".join(
         f"rank {rank:>{label}} | " + " ".join(f"{cell:>{width}}" for cell in row) for rank, row in enumerate(rows)
     )
+
+
+# How much of a row is drawn on either side of its first marked cell, and how many rows are drawn at most.
+_AROUND, _ROWS = 6, 12
+
+
+def marked(rows: Sequence[Sequence[Action]], cells: Collection[tuple[int, int]]) -> list[str]:
+    """The rows of ``cells`` (rank, slot), in slots rather than in time, with those cells in brackets; [] for none.
+
+    Long rows are cut around their first marked cell, and only the first rows are drawn.
+    """
+    lines = []
+    for rank in sorted({rank for rank, _ in cells})[:_ROWS]:
+        first = min(slot for owner, slot in cells if owner == rank)
+        start, end = max(0, first - _AROUND), first + _AROUND + 1
+        row = [
+            f"[{action}]" if (rank, start + k) in cells else f" {action} "
+            for k, action in enumerate(rows[rank][start:end])
+        ]
+        dots = ("... " if start else "", " ..." if end < len(rows[rank]) else "")
+        lines.append(f"  rank {rank} | {dots[0]}{''.join(row).strip()}{dots[1]}")
+    return lines

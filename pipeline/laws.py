@@ -1,21 +1,34 @@
-"""The static laws of a schedule, one function each; every violation is collected, then raised once."""
+"""The static laws of a schedule, one function each; every violation is collected, then raised once.
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+A law that depends on what the user has (``within_memory``, ``weights_in_order``, ``ascending``) is not among ``LAWS``;
+it is passed beside them.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from pipeline.action import COMPUTE, Action, Kind
-from pipeline.dataflow import Stuck, walk
+import numpy as np
+
+from pipeline.action import COMPUTE, GIVES_WEIGHT_GRADIENT, Action, Kind
+from pipeline.columns import CODE, Columns, Ints, Mask
+from pipeline.dataflow import NEVER, flow, stuck, suppliers
+from pipeline.grid import marked
+from pipeline.memory import peaks_of
 from pipeline.schedule import Schedule, ScheduleError
 
 
 @dataclass(frozen=True)
 class Violation:
-    """A law broken by a schedule: which law, by what, and on which rank (None where no one rank is to blame)."""
+    """A law broken by a schedule: which law, by what, and on which rank (None where no one rank is to blame).
+
+    ``cells`` are the (rank, slot) of what breaks it.
+    """
 
     law: str
     message: str
     rank: int | None = None
+    cells: tuple[tuple[int, int], ...] = ()
 
     def __str__(self) -> str:
         where = "" if self.rank is None else f"rank {self.rank}: "
@@ -25,12 +38,16 @@ class Violation:
 Law = Callable[[Schedule], Iterator[Violation]]
 
 
+def at(columns: Columns, entry: int, law: str, message: str) -> Violation:
+    """A violation by one entry."""
+    return Violation(law, message, int(columns.rank[entry]), (columns.cell(entry),))
+
+
 def compute_only(schedule: Schedule) -> Iterator[Violation]:
     """A schedule holds compute actions alone; sends and receives come from lowering."""
-    for rank, actions in enumerate(schedule.ranks):
-        for action in actions:
-            if action.kind not in COMPUTE:
-                yield Violation("compute-only", f"{action} is a message, which lowering adds by itself", rank)
+    columns = schedule.columns
+    for entry in np.flatnonzero(~columns.is_kind(*COMPUTE)).tolist():
+        yield at(columns, entry, "compute-only", f"{columns.action(entry)} is a message, which lowering adds by itself")
 
 
 def placement(schedule: Schedule) -> Iterator[Violation]:
@@ -38,80 +55,167 @@ def placement(schedule: Schedule) -> Iterator[Violation]:
     for stage, owner in enumerate(schedule.placement):
         if not 0 <= owner < schedule.n_ranks:
             yield Violation("placement", f"stage {stage} is on rank {owner}: ranks are 0..{schedule.n_ranks - 1}")
-    for rank, actions in enumerate(schedule.ranks):
-        if rank not in schedule.placement:
-            yield Violation("placement", "holds no stage", rank)
-        for action in actions:
-            if not 0 <= action.stage < schedule.n_stages:
-                yield Violation("placement", f"{action}: stages are 0..{schedule.n_stages - 1}", rank)
-            elif schedule.placement[action.stage] != rank:
-                owner = schedule.placement[action.stage]
-                yield Violation("placement", f"{action}: stage {action.stage} is on rank {owner}", rank)
-            if not 0 <= action.microbatch < schedule.microbatches:
-                yield Violation("placement", f"{action}: microbatches are 0..{schedule.microbatches - 1}", rank)
+    yield from (
+        Violation("placement", "holds no stage", rank)
+        for rank in sorted(set(range(schedule.n_ranks)) - set(schedule.placement))
+    )
+    yield from misplaced(schedule.columns, schedule)
+
+
+def misplaced(columns: Columns, schedule: Schedule, *, among: Mask | None = None) -> Iterator[Violation]:
+    """Entries (of ``among``) on another rank than their stage's, or of stages or microbatches that are not there."""
+    beyond = (columns.stage < 0) | (columns.stage >= schedule.n_stages)
+    owner = np.array([*schedule.placement, NEVER])[np.where(beyond, -1, columns.stage)]
+    unknown = (columns.microbatch < 0) | (columns.microbatch >= schedule.microbatches)
+    wrong = beyond | unknown | (owner != columns.rank)
+    for entry in np.flatnonzero(wrong if among is None else wrong & among).tolist():
+        action = columns.action(entry)
+        if beyond[entry]:
+            yield at(columns, entry, "placement", f"{action}: stages are 0..{schedule.n_stages - 1}")
+        elif owner[entry] != columns.rank[entry]:
+            yield at(columns, entry, "placement", f"{action}: stage {action.stage} is on rank {owner[entry]}")
+        if unknown[entry]:
+            yield at(columns, entry, "placement", f"{action}: microbatches are 0..{schedule.microbatches - 1}")
 
 
 def completeness(schedule: Schedule) -> Iterator[Violation]:
     """There is work, and each stage and microbatch has exactly one F, and one B or one pair I, W. Counted, not sets."""
     if not schedule.placement or schedule.microbatches < 1:
         yield Violation("completeness", f"{schedule.n_stages} stages and {schedule.microbatches} microbatches: no work")
-    counts: Counter[Action] = Counter(action for actions in schedule.ranks for action in actions)
-    for stage in range(schedule.n_stages):
-        for microbatch in range(schedule.microbatches):
-            f, b, i, w = (
-                counts[Action(stage, kind, microbatch)]
-                for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-            )
-            if f != 1:
-                yield Violation("completeness", f"{stage}F{microbatch} appears {f} times, expected once")
-            if (b, i, w) not in ((1, 0, 0), (0, 1, 1)):
-                found = f"stage {stage} microbatch {microbatch} has {b} B, {i} I and {w} W"
-                yield Violation("completeness", f"{found}: expected one B, or one I and one W")
+    columns = schedule.columns
+    known, work = _work(schedule)
+    kinds = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+    size = schedule.n_stages * max(0, schedule.microbatches)
+    f, b, i, w = (np.bincount(work[known & columns.is_kind(kind)], minlength=size) for kind in kinds)
+    once = ((b == 1) & (i == 0) & (w == 0)) | ((b == 0) & (i == 1) & (w == 1))
+    for which in np.flatnonzero((f != 1) | ~once).tolist():
+        stage, microbatch = divmod(which, schedule.microbatches)
+        if f[which] != 1:
+            message = f"{stage}F{microbatch} appears {f[which]} times, expected once"
+            yield _those(columns, known & columns.is_kind(Kind.FORWARD) & (work == which), "completeness", message)
+        if not once[which]:
+            found = f"stage {stage} microbatch {microbatch} has {b[which]} B, {i[which]} I and {w[which]} W"
+            here = known & columns.is_kind(*kinds[1:]) & (work == which)
+            yield _those(columns, here, "completeness", f"{found}: expected one B, or one I and one W")
+
+
+def _those(columns: Columns, those: Mask, law: str, message: str) -> Violation:
+    """A violation that no one rank is to blame for, shown by several entries or none."""
+    return Violation(law, message, None, tuple(map(columns.cell, np.flatnonzero(those).tolist())))
+
+
+def _work(schedule: Schedule) -> tuple[Mask, Ints]:
+    """Which entries are of a stage and microbatch that exist, and one number for the two."""
+    columns = schedule.columns
+    known = (columns.stage >= 0) & (columns.stage < schedule.n_stages)
+    known &= (columns.microbatch >= 0) & (columns.microbatch < schedule.microbatches)
+    return known, np.where(known, columns.stage.astype(np.int64) * schedule.microbatches + columns.microbatch, 0)
 
 
 def local_order(schedule: Schedule) -> Iterator[Violation]:
     """On its rank, a stage's forward comes before its backward, and I before W."""
+    columns = schedule.columns
+    known, work = _work(schedule)
+    size = schedule.n_stages * max(0, schedule.microbatches)
+    first = np.full((len(CODE), size), NEVER)
+    entries = np.flatnonzero(known)[::-1]
+    first[columns.kind[entries], work[entries]] = entries
     before = {Kind.BACKWARD: Kind.FORWARD, Kind.BACKWARD_INPUT: Kind.FORWARD, Kind.BACKWARD_WEIGHT: Kind.BACKWARD_INPUT}
-    for rank, actions in enumerate(schedule.ranks):
-        first: dict[Action, int] = {}
-        for slot, action in enumerate(actions):
-            first.setdefault(action, slot)
-        for action, slot in first.items():
-            if action.kind not in before:
-                continue
-            needed = Action(action.stage, before[action.kind], action.microbatch)
-            if first.get(needed, -1) > slot:
-                yield Violation("local-order", f"{action} comes before {needed}", rank)
+    wrong: list[tuple[int, int]] = []
+    for kind, needed in before.items():
+        one, other = first[CODE[needed]], first[CODE[kind]]
+        late = np.flatnonzero((other >= 0) & (one > other))
+        late = late[columns.rank[one[late]] == columns.rank[other[late]]]
+        wrong += zip(other[late].tolist(), one[late].tolist(), strict=True)
+    for entry, needs in sorted(wrong):
+        message = f"{columns.action(entry)} comes before {columns.action(needs)}"
+        cells = (columns.cell(entry), columns.cell(needs))
+        yield Violation("local-order", message, int(columns.rank[entry]), cells)
 
 
 def acyclic(schedule: Schedule) -> Iterator[Violation]:
     """The ranks' orders and the flow of data between stages do not contradict each other."""
-    try:
-        for _ in walk(schedule.ranks, schedule.n_stages):
-            pass
-    except Stuck as stuck:
-        for rank, action, need in stuck.waits:
-            yield Violation("acyclic", f"{action} waits for {need}, which never comes", rank)
+    columns = schedule.columns
+    supplier = suppliers(columns, schedule.n_stages)
+    graph = flow(columns, supplier, node=schedule.nodes)
+    reached = graph.reached()
+    if reached[schedule.nodes].all():
+        return
+    for rank, action, need in stuck(columns, supplier, schedule.n_stages, reached[schedule.nodes]).waits:
+        slot = schedule.ranks[rank].index(action)
+        yield Violation("acyclic", f"{action} waits for {need}, which never comes", rank, ((rank, slot),))
+    cycle = graph.shortest_cycle(~reached)[::-1]
+    if len(cycle) > 1:
+        said = [f"rank {columns.rank[entry]} at {columns.action(entry)}" for entry in [*cycle, cycle[0]]]
+        yield Violation("acyclic", ", which waits for ".join(said), None, tuple(map(columns.cell, cycle)))
+
+
+def within_memory(limit: float, *, weight_memory: float = 1.0, sizes: Sequence[float] = ()) -> Law:
+    """The law that no rank ever holds more than ``limit`` activations, counted as ``pipeline.memory`` counts them."""
+
+    def memory(schedule: Schedule) -> Iterator[Violation]:
+        peaks = peaks_of(schedule.columns, weight_memory=weight_memory, sizes=sizes)
+        for rank, (value, slot) in enumerate(peaks):
+            if value > limit:
+                message = f"holds {value:g} activations at {schedule.ranks[rank][slot]}, more than {limit:g}"
+                yield Violation("memory", message, rank, ((rank, slot),))
+
+    return memory
+
+
+def weights_in_order(schedule: Schedule) -> Iterator[Violation]:
+    """On each rank, the W come in the order of their I: what a first-in-first-out store of weight gradients needs."""
+    for rank, row in enumerate(schedule.ranks):
+        inputs, weights = (
+            [(action.stage, action.microbatch) for action in row if action.kind is kind]
+            for kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+        )
+        for due, found in zip(inputs, weights, strict=False):
+            if due != found:
+                action, expected = (Action(stage, Kind.BACKWARD_WEIGHT, m) for stage, m in (found, due))
+                message = f"{action} comes where a first-in-first-out store holds {expected}"
+                yield Violation("weights-in-order", message, rank, ((rank, row.index(action)),))
+                break
+
+
+def ascending(schedule: Schedule) -> Iterator[Violation]:
+    """Each stage adds its weight gradients in ascending order of microbatches, as a sequential reference does."""
+    for rank, row in enumerate(schedule.ranks):
+        highest: dict[int, Action] = {}
+        for slot, action in enumerate(row):
+            if action.kind not in GIVES_WEIGHT_GRADIENT:
+                continue
+            before = highest.setdefault(action.stage, action)
+            if before.microbatch > action.microbatch:
+                yield Violation("ascending", f"{action} comes after {before}", rank, ((rank, slot),))
+                break
+            highest[action.stage] = action
 
 
 LAWS: tuple[Law, ...] = (compute_only, placement, completeness, local_order, acyclic)
 
 
-def violations(schedule: Schedule) -> tuple[Violation, ...]:
-    """Every violation of every law, in the order of ``LAWS``."""
-    return tuple(violation for law in LAWS for violation in law(schedule))
+def violations(schedule: Schedule, *, laws: Iterable[Law] = LAWS) -> tuple[Violation, ...]:
+    """Every violation of every law, in the order of ``laws``."""
+    return tuple(violation for law in laws for violation in law(schedule))
 
 
-def check(schedule: Schedule) -> Schedule:
+def check(schedule: Schedule, *, laws: Iterable[Law] = LAWS) -> Schedule:
     """``schedule`` itself if it keeps every law; else ``ScheduleError`` that lists all violations, grouped by law."""
-    found = violations(schedule)
-    if not found:
-        return schedule
+    found = violations(schedule, laws=laws)
+    if found:
+        raise ScheduleError(report(schedule.name, found, schedule.ranks))
+    return schedule
+
+
+def report(name: str, found: Sequence[Violation], rows: Sequence[Sequence[Action]]) -> str:
+    """All violations, grouped by law and cut where there are many, over the rows with the cells that are to blame."""
     by_law: dict[str, list[Violation]] = defaultdict(list)
     for violation in found:
         by_law[violation.law].append(violation)
     bullets = [f"  - {violation}" for group in by_law.values() for violation in group[:8]]
     more = len(found) - len(bullets)
     tail = [f"  - and {more} more"] if more else []
-    title = f"{schedule.name} breaks {len(by_law)} law{'s' * (len(by_law) > 1)}:"
-    raise ScheduleError("\n".join([title, *bullets, *tail]))
+    title = f"{name} breaks {len(by_law)} law{'s' * (len(by_law) > 1)}:"
+    drawing = marked(rows, {cell for violation in found for cell in violation.cells})
+    return "\n".join([title, *bullets, *tail, *drawing])

@@ -1,19 +1,17 @@
 """Lowering: compute actions to a program with sends and receives."""
 
-from bisect import bisect
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain, pairwise
 
-from pipeline.action import COMPUTE, RECEIVES, Action, Kind
-from pipeline.dataflow import product_of
-from pipeline.schedule import Schedule, ScheduleError, rows_to_csv
+import numpy as np
+
+from pipeline.action import COMPUTE, GIVES_INPUT_GRADIENT, RECEIVES, SENDS, Action, Kind
+from pipeline.cells import read_cells, write_cells
+from pipeline.columns import CODE, Columns, Ints
+from pipeline.dataflow import product_of, suppliers
+from pipeline.schedule import Schedule, ScheduleError, schedule_from_csv, schedule_of
 from pipeline.simulate import simulate
-
-# A message event sorts before a compute event of the same time, so that a receive is posted before it is needed.
-_MESSAGE, _COMPUTE = 0, 1
-# When, message or compute, the producer's rank and slot (together unique), and what enters which rank's list.
-_Event = tuple[float, int, int, int, tuple[tuple[int, Action], ...]]
 
 
 @dataclass(frozen=True)
@@ -25,17 +23,80 @@ class Program:
     """
 
     schedule: Schedule
-    ranks: tuple[tuple[Action, ...], ...]
+    columns: Columns
+
+    @cached_property
+    def ranks(self) -> tuple[tuple[Action, ...], ...]:
+        """Every rank's actions, in order."""
+        return self.columns.rows()
 
     @cached_property
     def forward_only(self) -> "Program":
         """The forwards and their messages alone, in the same order: for evaluation."""
-        keep = (Kind.FORWARD, Kind.SEND_F, Kind.RECV_F)
-        return Program(self.schedule, tuple(tuple(a for a in actions if a.kind in keep) for actions in self.ranks))
+        keep = self.columns.is_kind(Kind.FORWARD, Kind.SEND_F, Kind.RECV_F)
+        return Program(self.schedule, self.columns.take(keep))
+
+    @cached_property
+    def with_waits(self) -> "Program":
+        """The same with a wait for every send: torch 2.15's dialect.
+
+        A sent output is waited for right after the same stage's own backward, which shows that the other side has used
+        it; a sent gradient, for which nothing shows it, at the end.
+        """
+        waits = {Kind.SEND_F: Kind.WAIT_SEND_F, Kind.SEND_B: Kind.WAIT_SEND_B}
+        rows = []
+        for actions in self.ranks:
+            sent = {action: None for action in actions if action.kind in SENDS}
+            row: list[Action] = []
+            for action in actions:
+                row.append(action)
+                output = Action(action.stage, Kind.SEND_F, action.microbatch)
+                if action.kind in GIVES_INPUT_GRADIENT and output in sent:
+                    del sent[output]
+                    row.append(output._replace(kind=Kind.WAIT_SEND_F))
+            rows.append([*row, *(action._replace(kind=waits[action.kind]) for action in sent)])
+        return Program(self.schedule, Columns.of(rows))
 
     def to_csv(self) -> str:
-        """One row per rank, one action per cell: torch 2.13's ``compute_comms`` format."""
-        return rows_to_csv(self.ranks)
+        """One row per rank, one action per cell: torch's ``compute_comms`` format.
+
+        It is 2.13's dialect, or 2.15's where the program has waits. Actions that overlap are one cell.
+        """
+        columns = self.schedule.columns
+        pairs = {
+            tuple(columns.action(int(columns.bounds[rank]) + slot + k) for k in (0, 1))
+            for rank, slot in self.schedule.overlaps
+        }
+        both = (
+            (rank, slot)
+            for rank, row in enumerate(self.ranks)
+            for slot, pair in enumerate(pairwise(row))
+            if pairs and pair in pairs
+        )
+        return write_cells(self.ranks, both)
+
+
+def program_from_csv(text: str, *, name: str = "csv") -> Program:
+    """Read torch's ``compute_comms`` format, in either dialect; the inverse of ``Program.to_csv``.
+
+    The schedule is its compute actions, read as ``schedule_from_csv`` reads them. Laws are not checked here
+    (``pipeline.program_laws``). Raises ``ScheduleError``.
+    """
+    cells = read_cells(text)
+    columns = Columns.of(cells.rows)
+    compute = columns.is_kind(*COMPUTE)
+    before: Ints = np.cumsum(compute) - compute
+    first = columns.take(compute).bounds[columns.rank]
+    slots = (before - first).tolist()
+    overlaps = tuple((rank, slots[int(columns.bounds[rank]) + slot]) for rank, slot in cells.overlaps)
+    return Program(schedule_of(columns.take(compute).rows(), name=name, overlaps=overlaps), columns)
+
+
+def read_csv(text: str, *, name: str = "csv") -> Schedule | Program:
+    """A program where there is any message in ``text``, else a schedule. Raises ``ScheduleError``."""
+    rows = read_cells(text).rows
+    messages = any(action.kind not in COMPUTE for row in rows for action in row)
+    return program_from_csv(text, name=name) if messages else schedule_from_csv(text, name=name)
 
 
 def lower(schedule: Schedule, *, early: int = 0) -> Program:
@@ -51,12 +112,8 @@ def lower(schedule: Schedule, *, early: int = 0) -> Program:
     """
     if early < 0:
         raise ScheduleError(f"early is {early}: expected at least 0, for a receive cannot be posted after it is needed")
-    rows: list[list[Action]] = [[] for _ in schedule.ranks]
-    for *_, entries in sorted(_events(schedule)):
-        for rank, action in entries:
-            rows[rank].append(action)
-    ranks = tuple(tuple(_hoist(row, early) if early else row) for row in rows)
-    return Program(schedule, ranks)
+    columns = _in_global_order(schedule)
+    return Program(schedule, columns.take(_hoisted(columns, early)) if early else columns)
 
 
 def message_of(action: Action, schedule: Schedule) -> tuple[Action, Action, int] | None:
@@ -73,25 +130,40 @@ def message_of(action: Action, schedule: Schedule) -> tuple[Action, Action, int]
     return send, receive, schedule.placement[target]
 
 
-def _events(schedule: Schedule) -> Iterator[_Event]:
+def _in_global_order(schedule: Schedule) -> Columns:
+    """Compute actions at their starts, messages at the ends of what makes them; at one time, messages come first.
+
+    So a receive is posted before it is needed. Actions that overlap stay together: they start as one and end as one.
+    """
+    columns, nodes = schedule.columns, schedule.nodes
     timeline = simulate(schedule)
-    for rank, actions in enumerate(schedule.ranks):
-        for slot, action in enumerate(actions):
-            yield timeline.starts[rank][slot], _COMPUTE, rank, slot, ((rank, action),)
-            message = message_of(action, schedule)
-            if message is not None:
-                send, receive, peer = message
-                yield timeline.ends[rank][slot], _MESSAGE, rank, slot, ((rank, send), (peer, receive))
+    starts, ends = (np.fromiter(chain.from_iterable(times), int) for times in (timeline.starts, timeline.ends))
+    leaves = np.zeros_like(ends)
+    np.maximum.at(leaves, nodes, ends)
+    supplier = suppliers(columns, schedule.n_stages)
+    consumer = np.flatnonzero(supplier >= 0)
+    consumer = consumer[columns.rank[supplier[consumer]] != columns.rank[consumer]]
+    producer = supplier[consumer]
+    forward = columns.is_kind(Kind.FORWARD)[producer]
+    send = np.where(forward, CODE[Kind.SEND_F], CODE[Kind.SEND_B])
+    receive = np.where(forward, CODE[Kind.RECV_F], CODE[Kind.RECV_B])
+    everything = np.concatenate([np.arange(len(columns)), producer, consumer])
+    kind = np.concatenate([columns.kind, send, receive])
+    # One number per moment: unit times are whole, and the producer's entry tells messages of one time apart.
+    message = 2 * leaves[nodes[producer]] * len(columns) + producer
+    compute = (2 * starts[nodes] + 1) * len(columns) + np.arange(len(columns))
+    when = np.concatenate([compute, message, message])
+    order = np.lexsort((when, columns.rank[everything]))
+    return replace(columns.take(everything[order]), kind=kind[order].astype(columns.kind.dtype))
 
 
-def _hoist(row: list[Action], early: int) -> list[Action]:
-    """``row`` with every receive moved up to just before the ``early``-th compute action above it, or the first."""
-    computes = [slot for slot, action in enumerate(row) if action.kind in COMPUTE]
-
-    def place(slot: int) -> tuple[int, int]:
-        if row[slot].kind not in RECEIVES:
-            return slot, 1
-        return computes[max(0, bisect(computes, slot) - early)], 0
-
+def _hoisted(columns: Columns, early: int) -> Ints:
+    """An order with every receive moved up to just before the ``early``-th compute action above it, or the first."""
+    places = np.arange(len(columns))
+    computes, receives = columns.is_kind(*COMPUTE), columns.is_kind(*RECEIVES)
+    for start, end in columns.spans():
+        at = start + np.flatnonzero(computes[start:end])
+        moving = start + np.flatnonzero(receives[start:end])
+        places[moving] = at[np.maximum(0, np.searchsorted(at, moving) - early)]
     # Sorting is stable, so receives keep their order among themselves.
-    return [row[slot] for slot in sorted(range(len(row)), key=place)]
+    return np.lexsort((~receives, places))

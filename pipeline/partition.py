@@ -1,6 +1,7 @@
 """How layers are cut into stages."""
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 from pipeline.schedule import ScheduleError
 
@@ -13,6 +14,38 @@ def even(layers: int, stages: int) -> tuple[int, ...]:
         )
     size, larger = divmod(layers, stages)
     return tuple(size + (stage < larger) for stage in range(stages))
+
+
+def balanced(costs: Sequence[float], stages: int) -> tuple[int, ...]:
+    """Layers per stage such that the most expensive stage is as cheap as can be; of several such, the most even one.
+
+    ``costs`` are the layers' measured times, or their sizes. Exact, by dynamic programming over (stages, layers): the
+    linear partition problem, with the sum of squares to choose among equals.
+    """
+    layers = len(costs)
+    even(layers, stages)  # refuses counts that cannot be
+    total = [0.0, *accumulate(costs)]
+    # best[k]: largest cost, sum of squares and cuts of the first k layers in as many stages as rounds so far.
+    best: list[tuple[float, float, tuple[int, ...]]] = [(cost, cost * cost, ()) for cost in total]
+    for stage in range(1, stages):
+        best = [
+            min(_extended(best[cut], total[k] - total[cut], cut) for cut in range(stage, k)) if k > stage else best[k]
+            for k in range(layers + 1)
+        ]
+    return tuple(later - earlier for earlier, later in pairwise([0, *best[layers][2], layers]))
+
+
+def _extended(
+    best: tuple[float, float, tuple[int, ...]], cost: float, cut: int
+) -> tuple[float, float, tuple[int, ...]]:
+    largest, squares, cuts = best
+    return max(largest, cost), squares + cost * cost, (*cuts, cut)
+
+
+def costs_of(sizes: Sequence[int], costs: Sequence[float]) -> tuple[float, ...]:
+    """What each stage of ``sizes`` layers costs."""
+    ends = [0, *accumulate(sizes)]
+    return tuple(sum(costs[start:end]) for start, end in pairwise(ends))
 
 
 def by_sizes(layers: int, stages: int, sizes: Sequence[int]) -> tuple[int, ...]:

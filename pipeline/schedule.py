@@ -1,15 +1,15 @@
 """A schedule: the compute actions of every rank, in order, as a frozen value."""
 
-import csv
-import io
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from pipeline.action import Action, ActionError
+import numpy as np
 
-
-class ScheduleError(ValueError):
-    """A schedule that cannot be built or breaks a law; the message lists everything found."""
+from pipeline.action import Action
+from pipeline.action import ScheduleError as ScheduleError
+from pipeline.cells import read_cells, write_cells
+from pipeline.columns import Columns, Ints
 
 
 @dataclass(frozen=True)
@@ -17,12 +17,15 @@ class Schedule:
     """What each rank computes, in order; sends and receives are added by ``pipeline.lower``.
 
     ``ranks[r]`` is rank r's list; an action's position in it is its slot. ``placement[s]`` is the rank of stage s.
+    ``overlaps`` are the (rank, slot) of forwards that run together with the backward after them, as one action: both
+    start when both can, and what they make leaves when both have ended (torch's ``OVERLAP_F_B``).
     """
 
     name: str
     microbatches: int
     placement: tuple[int, ...]
     ranks: tuple[tuple[Action, ...], ...]
+    overlaps: tuple[tuple[int, int], ...] = ()
 
     @property
     def n_ranks(self) -> int:
@@ -32,24 +35,30 @@ class Schedule:
     def n_stages(self) -> int:
         return len(self.placement)
 
+    @cached_property
+    def columns(self) -> Columns:
+        """``ranks`` as arrays."""
+        return Columns.of(self.ranks)
+
+    @cached_property
+    def nodes(self) -> Ints:
+        """For every entry of ``columns`` itself, or the entry before it that it runs together with."""
+        nodes = np.arange(len(self.columns))
+        for rank, slot in self.overlaps:
+            nodes[self.columns.bounds[rank] + slot + 1] -= 1
+        return nodes
+
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that ``rank`` holds, in ascending order."""
         return tuple(stage for stage, owner in enumerate(self.placement) if owner == rank)
 
     def to_csv(self) -> str:
         """One row per rank, one action per cell: torch's ``compute_only`` format."""
-        return rows_to_csv(self.ranks)
+        return write_cells(self.ranks, self.overlaps)
 
     def __str__(self) -> str:
         rows = (" ".join(map(str, actions)) for actions in self.ranks)
         return "\n".join(f"rank {rank}: {row}" for rank, row in enumerate(rows))
-
-
-def rows_to_csv(rows: Sequence[Sequence[Action]]) -> str:
-    """Rows of actions as comma-separated text, one line per row."""
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([map(str, row) for row in rows])
-    return text.getvalue()
 
 
 def schedule_from_csv(text: str, *, name: str = "csv") -> Schedule:
@@ -59,29 +68,16 @@ def schedule_from_csv(text: str, *, name: str = "csv") -> Schedule:
     what is needed to name them: every cell an action, something in every row, every stage on one rank, stages 0..S-1
     and microbatches 0..M-1 all present. Empty lines at the end are no rows. Raises ``ScheduleError``.
     """
-    try:
-        lines = list(csv.reader(io.StringIO(text.rstrip())))
-    except csv.Error as error:
-        raise ScheduleError(f"not comma-separated text: {error}") from None
-    rows = tuple(_parse_row(line, number) for number, line in enumerate(lines, start=1))
-    if not rows:
-        raise ScheduleError("there is no action at all")
+    cells = read_cells(text)
+    return schedule_of(cells.rows, name=name, overlaps=cells.overlaps)
+
+
+def schedule_of(
+    rows: tuple[tuple[Action, ...], ...], *, name: str, overlaps: tuple[tuple[int, int], ...] = ()
+) -> Schedule:
+    """The schedule of ``rows``, with placement and microbatches read off them. Raises ``ScheduleError``."""
     microbatches = _count({action.microbatch for row in rows for action in row}, "microbatch")
-    return Schedule(name, microbatches, _placement_of(rows), rows)
-
-
-def _parse_row(cells: list[str], number: int) -> tuple[Action, ...]:
-    actions = []
-    for column, cell in enumerate(cells, start=1):
-        if not cell.strip():
-            continue
-        try:
-            actions.append(Action.parse(cell.strip()))
-        except ActionError as error:
-            raise ScheduleError(f"row {number}, column {column}: {error}") from None
-    if not actions:
-        raise ScheduleError(f"row {number} has no action: a row is a rank, and every rank holds a stage")
-    return tuple(actions)
+    return Schedule(name, microbatches, _placement_of(rows), rows, overlaps)
 
 
 def _placement_of(rows: Sequence[Sequence[Action]]) -> tuple[int, ...]:

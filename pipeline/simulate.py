@@ -1,21 +1,57 @@
-"""Discrete-event simulation of a schedule: makespan, bubbles and peak memory per rank."""
+"""Discrete-event simulation of a schedule: makespan, bubbles, memory, messages and the critical path.
 
-from collections.abc import Callable
+Times add up along the longest path through the ranks' orders and the flow of data. A forward and a backward that
+overlap (``Schedule.overlaps``) are one action here: it starts when both can start, takes the sum of both times and
+hands both results on at its end. That is DualPipe's convention; were each result handed on by itself, DualPipeV's
+global bubble would be (P-1) instead of 2(P-1) units.
+"""
+
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import cached_property
+
+import numpy as np
 
 from pipeline.action import Action, Kind
-from pipeline.dataflow import Product, need_of, product_of, walk
+from pipeline.columns import KINDS, Columns, Floats, Ints
+from pipeline.dataflow import flow, stuck, suppliers
+from pipeline.memory import peaks_of
 from pipeline.schedule import Schedule
 
+
+@dataclass(frozen=True)
+class Times:
+    """T_F, T_I and T_W of a stage; a full backward takes T_B = T_I + T_W. ``stages`` scales them, stage by stage."""
+
+    forward: float = 1.0
+    backward_input: float = 1.0
+    backward_weight: float = 1.0
+    stages: tuple[float, ...] = ()
+
+    def __call__(self, action: Action) -> float:
+        return self._of_kind[action.kind] * (self.stages[action.stage] if self.stages else 1.0)
+
+    @cached_property
+    def _of_kind(self) -> Mapping[Kind, float]:
+        return {
+            Kind.FORWARD: self.forward,
+            Kind.BACKWARD: self.backward_input + self.backward_weight,
+            Kind.BACKWARD_INPUT: self.backward_input,
+            Kind.BACKWARD_WEIGHT: self.backward_weight,
+        }
+
+    def of(self, columns: Columns) -> Floats:
+        """The time of every entry of ``columns``."""
+        times: Floats = np.array([self._of_kind.get(kind, 0.0) for kind in KINDS])[columns.kind]
+        if self.stages:
+            times *= np.array(self.stages)[columns.stage]
+        return times
+
+
+UNIT = Times()
 Durations = Callable[[Action], float]
-
-_UNIT = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0}
-
-
-def unit_durations(action: Action) -> float:
-    """T_F = T_I = T_W = 1, so a full backward takes T_B = T_I + T_W = 2."""
-    return _UNIT[action.kind]
+# What is added to a message: the same everywhere, or by (sending rank, receiving rank).
+Latency = float | Mapping[tuple[int, int], float] | Callable[[int, int], float]
 
 
 @dataclass(frozen=True)
@@ -23,20 +59,24 @@ class Timeline:
     """When every action of ``schedule`` runs. Times are in the unit of the durations; ranks run in order.
 
     ``starts[r][k]`` and ``ends[r][k]`` belong to ``schedule.ranks[r][k]``. ``peaks[r]`` is the largest number of
-    microbatch activations that rank r holds, counted per stage from F to B (or to W, see ``simulate``).
+    microbatch activations that rank r holds, counted per stage from F to B (or to W, see ``simulate``). ``messages``
+    is how many messages travel. ``critical_path`` holds the (rank, slot) of a chain of actions without slack: each
+    starts when the one before it on its rank ends, or when what it needs arrives, up to the last end.
     """
 
     schedule: Schedule
     starts: tuple[tuple[float, ...], ...]
     ends: tuple[tuple[float, ...], ...]
     peaks: tuple[float, ...]
+    messages: int
+    critical_path: tuple[tuple[int, int], ...]
 
     @property
     def makespan(self) -> float:
         """From the first start to the last end."""
         return max((ends[-1] for ends in self.ends if ends), default=0.0)
 
-    @property
+    @cached_property
     def busy(self) -> tuple[float, ...]:
         """Time spent computing, per rank."""
         return tuple(
@@ -63,9 +103,9 @@ class Timeline:
 
 def simulate(
     schedule: Schedule,
-    durations: Durations = unit_durations,
+    durations: Durations = UNIT,
     *,
-    latency: float = 0.0,
+    latency: Latency = 0.0,
     weight_memory: float = 1.0,
 ) -> Timeline:
     """Run ``schedule`` on paper: each action starts when its rank is free and what it needs has arrived.
@@ -74,31 +114,46 @@ def simulate(
     held between I and W; with 1.0 the whole activation is held until W. Raises ``dataflow.Stuck``, a ScheduleError, for
     a schedule whose orders contradict. Linear in the number of actions.
     """
-    starts: list[list[float]] = [[] for _ in schedule.ranks]
-    ends: list[list[float]] = [[] for _ in schedule.ranks]
-    ready: dict[Product, float] = {}
-    placement = schedule.placement
-    for rank, slot in walk(schedule.ranks, schedule.n_stages):
-        action = schedule.ranks[rank][slot]
-        start = ends[rank][-1] if slot else 0.0
-        need = need_of(action, schedule.n_stages)
-        if need is not None:
-            start = max(start, ready[need] + (latency if placement[need.stage] != rank else 0.0))
-        end = start + durations(action)
-        starts[rank].append(start)
-        ends[rank].append(end)
-        product = product_of(action)
-        if product is not None:
-            ready[product] = end
-    peaks = tuple(_peak(actions, weight_memory) for actions in schedule.ranks)
-    return Timeline(schedule, tuple(map(tuple, starts)), tuple(map(tuple, ends)), peaks)
+    columns, nodes = schedule.columns, schedule.nodes
+    supplier = suppliers(columns, schedule.n_stages)
+    times = durations.of(columns) if isinstance(durations, Times) else _each(durations, columns)
+    graph = flow(columns, supplier, node=nodes)
+    delays = _delays(columns.rank[graph.before], columns.rank[graph.after], latency)
+    lasts = np.zeros(len(columns))
+    np.add.at(lasts, nodes, times)
+    begins, reached = graph.starts(lasts, delays)
+    if not reached[nodes].all():
+        raise stuck(columns, supplier, schedule.n_stages, reached[nodes])
+    starts = begins[nodes]
+    second = np.flatnonzero(nodes != np.arange(len(nodes)))
+    starts[second] += times[nodes[second]]
+    across = supplier >= 0
+    return Timeline(
+        schedule,
+        _by_row(columns, starts),
+        _by_row(columns, starts + times),
+        tuple(peak.value for peak in peaks_of(columns, weight_memory=weight_memory)),
+        int((columns.rank[supplier[across]] != columns.rank[across]).sum()),
+        tuple(map(columns.cell, graph.critical_path(begins, lasts, delays))),
+    )
 
 
-def _peak(actions: tuple[Action, ...], weight_memory: float) -> float:
-    change = {
-        Kind.FORWARD: 1.0,
-        Kind.BACKWARD: -1.0,
-        Kind.BACKWARD_INPUT: weight_memory - 1.0,
-        Kind.BACKWARD_WEIGHT: -weight_memory,
-    }
-    return max(accumulate((change[action.kind] for action in actions), initial=0.0))
+def _each(durations: Durations, columns: Columns) -> Floats:
+    actions = (columns.action(entry) for entry in range(len(columns)))
+    return np.fromiter(map(durations, actions), np.float64, len(columns))
+
+
+def _delays(sender: Ints, receiver: Ints, latency: Latency) -> Floats:
+    """The time that passes between a product's making and its use: none where it stays on its rank."""
+    apart = sender != receiver
+    if isinstance(latency, int | float):
+        return np.where(apart, float(latency), 0.0)
+    delays = np.zeros(len(sender))
+    pairs, which = np.unique(np.stack([sender[apart], receiver[apart]]), axis=1, return_inverse=True)
+    of = latency if callable(latency) else lambda *pair: latency[pair]
+    delays[apart] = np.array([of(*pair) for pair in pairs.T.tolist()], dtype=float)[which.ravel()]
+    return delays
+
+
+def _by_row(columns: Columns, values: Floats) -> tuple[tuple[float, ...], ...]:
+    return tuple(tuple(values[start:end].tolist()) for start, end in columns.spans())

@@ -4,21 +4,34 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.action import COMPUTE, RECEIVES, SENDS, Action, ActionError, Kind
+from pipeline.action import COMPUTE, RECEIVES, SENDS, WAITS, Action, ActionError, Kind
 
 numbers = st.integers(min_value=0, max_value=999_999_999)
 actions = st.builds(Action, numbers, st.sampled_from(Kind), numbers)
 
 
+WAITS_OF_SENDS = ["WAIT_SEND_F", "WAIT_SEND_B"]
+
+
 def test_the_letters_are_torch_s() -> None:
     assert str(Action(2, Kind.FORWARD, 0)) == "2F0"
     assert str(Action(0, Kind.SEND_B, 13)) == "0SEND_B13"
-    assert [kind.value for kind in Kind] == ["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B"]
+    assert [kind.value for kind in Kind] == [
+        "F",
+        "B",
+        "I",
+        "W",
+        "SEND_F",
+        "RECV_F",
+        "SEND_B",
+        "RECV_B",
+        *WAITS_OF_SENDS,
+    ]
 
 
-def test_every_kind_is_computing_sending_or_receiving() -> None:
-    assert COMPUTE | SENDS | RECEIVES == set(Kind)
-    assert len(COMPUTE) + len(SENDS) + len(RECEIVES) == len(Kind)
+def test_every_kind_is_computing_sending_receiving_or_waiting() -> None:
+    assert COMPUTE | SENDS | RECEIVES | WAITS == set(Kind)
+    assert len(COMPUTE) + len(SENDS) + len(RECEIVES) + len(WAITS) == len(Kind)
 
 
 @given(actions)
@@ -39,7 +52,7 @@ def test_str_inverts_parse(text: str) -> None:
     assert str(action) == text
 
 
-TORCH_READS_AS_ANOTHER = ["0F1junk", "0FORWARD3", "0B-1", "0WAIT_SEND_F0"]  # 0F1, 0F, 0B and 0W
+TORCH_READS_AS_ANOTHER = ["0F1junk", "0FORWARD3", "0B-1"]  # 0F1, 0F and 0B
 TORCH_S_BUT_NOT_OURS = ["0F", "0UNSHARD", "1REDUCE_GRAD", "(0F7;7B3)OVERLAP_F_B"]
 MALFORMED = ["", "F0", "0X1", "-1F0", "0f1", "0 F1", " 0F1", "0F1\n", "0F1.0", "0SEND0", "0SEND_W1", "0F1111111111"]
 TWO_SPELLINGS = ["00F1", "0F01", "1_0F0", "+1F0", "٠F١", "0F１"]  # int() reads all of these numbers
@@ -59,5 +72,7 @@ def test_a_number_beyond_int_s_limit_is_refused_alike() -> None:
 
 
 def test_the_message_lists_the_kinds() -> None:
-    with pytest.raises(ActionError, match=r"a kind out of F, B, I, W, SEND_F, RECV_F, SEND_B, RECV_B$"):
+    with pytest.raises(
+        ActionError, match=r"a kind out of F, B, I, W, SEND_F, RECV_F, SEND_B, RECV_B, WAIT_SEND_F, WAIT_SEND_B$"
+    ):
         Action.parse("0UNSHARD")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.lower import lower
 from pipeline.schedules import build
 from validation.cli import main
 
@@ -57,6 +58,13 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["show", "zigzag"], "unknown schedule 'zigzag'"),
         (["show", "gpipe", "--virtual", "3"], "virtual is 3, but gpipe has one stage per rank"),
         (["check", "/no/such/file.csv"], "cannot read /no/such/file.csv"),
+        (["show", "/no/such/file.csv"], "cannot read /no/such/file.csv"),
+        (["show", "dualpipev", "--ranks", "4", "--microbatches", "5"], "needs at least 8"),
+        (["show", "zb-v", "--virtual", "3"], "virtual is 3, but zb-v has two stages per rank: use virtual=2"),
+        (["plan", "--ranks", "0"], "ranks is 0"),
+        (["plan", "--times", "1,2"], "--times needs three numbers"),
+        (["plan", "--times", "1,a,2"], "invalid numbers value: '1,a,2'"),
+        (["plan", "--layers", "1,-1"], "must be above 0"),
         ([], "COMMAND"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
@@ -78,11 +86,11 @@ def test_a_validation_prints_a_line_per_schedule_and_writes_json(python: Launch,
     assert done.returncode == 0, done.stdout
     rows = [line.split() for line in done.stdout.splitlines()]
     names = [row[0] for row in rows if row and row[-1] == "s"]
-    assert names == ["naive", "gpipe", "1f1b", "interleaved"]
-    assert "4 pass; 4 of 4 bit for bit" in done.stdout
-    assert sum(row[:2] == ["rank", "step"] for row in rows) == 4
+    assert names == ["naive", "gpipe", "1f1b", "interleaved", "looped-bfs"]
+    assert "5 pass; 5 of 5 bit for bit" in done.stdout
+    assert sum(row[:2] == ["rank", "step"] for row in rows) == 5
     data = json.loads(path.read_text())
-    assert [verdict["verdict"] for verdict in data["verdicts"]] == ["pass"] * 4
+    assert [verdict["verdict"] for verdict in data["verdicts"]] == ["pass"] * 5
     assert all(verdict["floor"] > 0 for verdict in data["verdicts"])
 
 
@@ -123,13 +131,49 @@ def test_check_accepts_a_good_schedule_and_lists_what_a_bad_one_breaks(
     good = tmp_path / "mine.csv"
     good.write_text(build("interleaved", ranks=2, virtual=2, microbatches=4).to_csv())
     assert main(["check", str(good)]) == 0
-    assert "mine.csv keeps every law: 2 ranks, 4 stages, 4 microbatches" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "mine.csv keeps every law: 2 ranks, 4 stages, 4 microbatches" in out
+    assert out.count("no deadlock") == 5
     bad = tmp_path / "bad.csv"
     bad.write_text("0F0,0B0,0B0\n1B0,1F0\n")
     assert main(["check", str(bad)]) == 1
     out = capsys.readouterr().out
     assert "completeness" in out
     assert "local-order" in out
+
+
+def test_check_takes_programs_and_prints_who_waits_for_whom(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "program.csv"
+    path.write_text(lower(build("zb-v", ranks=2, microbatches=4)).with_waits.to_csv())
+    assert main(["check", str(path)]) == 0
+    assert "program.csv keeps every law: 2 ranks, 4 stages, 4 microbatches" in capsys.readouterr().out
+    path.write_text("0RECV_B0,0F0,0SEND_F0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n")
+    assert main(["check", str(path)]) == 1
+    out = capsys.readouterr().out
+    assert "transport rank       DEADLOCK: rank 1 waits at 1SEND_B0 for 0SEND_F0 from rank 0 to rank 1, which" in out
+    assert "transport unlimited  no deadlock" in out
+    path.write_text("0F0,0B0,0RECV_B0\n1RECV_F0,1F0,1B0,1SEND_B0\n")
+    assert main(["check", str(path)]) == 1
+    assert "0SEND_F0 appears 0 times, expected once" in capsys.readouterr().out
+
+
+def test_show_draws_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text(build("dualpipev", ranks=2, microbatches=4).to_csv())
+    assert main(["show", str(path)]) == 0
+    assert "rank 1 |   . 1F0 2F0 1F1 2F1" in capsys.readouterr().out
+
+
+def test_plan_lists_what_fits_and_names_the_trade(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--ranks", "8", "--microbatches", "32", "--memory", "5"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("v-half")
+    assert "fails: a rank holds 32, more than 5" in next(line for line in lines if line.startswith("gpipe"))
+    assert lines[-1].startswith("v-half is the fastest that fits: bubble")
+    assert main(["plan", "--ranks", "2", "--layers", "4,1,1,1,1,4", "--times", "1,2,1"]) == 0
+    assert "1,2,2,1" in capsys.readouterr().out
+    assert main(["plan", "--memory", "0.5"]) == 1
+    assert "Nothing fits" in capsys.readouterr().out
 
 
 def test_check_names_row_and_column_of_a_wrong_cell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

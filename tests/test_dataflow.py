@@ -1,11 +1,12 @@
-"""What needs what, and the walk that respects it."""
+"""What needs what, one by one and for all actions at once."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.action import Action, Kind
-from pipeline.dataflow import Product, Stuck, need_of, product_of, walk
+from pipeline.columns import Columns
+from pipeline.dataflow import NEVER, NONE, Product, flow, need_of, product_of, stuck, suppliers
 from pipeline.schedule import ScheduleError
 from pipeline.schedules import build
 
@@ -55,35 +56,51 @@ def test_products_read_as_words() -> None:
 
 @given(ranks=st.integers(1, 5), virtual=st.integers(1, 3), microbatches=st.integers(1, 9))
 @settings(deadline=None)
-def test_walk_visits_everything_once_and_in_order(ranks: int, virtual: int, microbatches: int) -> None:
+def test_suppliers_are_the_needs_of_all_actions_at_once(ranks: int, virtual: int, microbatches: int) -> None:
     schedule = build("interleaved", ranks=ranks, microbatches=microbatches, virtual=virtual)
-    made: set[Product] = set()
-    next_slot = [0] * ranks
-    for rank, slot in walk(schedule.ranks, schedule.n_stages):
-        assert slot == next_slot[rank], "a rank's actions come in its own order"
-        next_slot[rank] += 1
-        action = schedule.ranks[rank][slot]
-        need, product = need_of(action, schedule.n_stages), product_of(action)
-        assert need is None or need in made
-        if product is not None:
-            made.add(product)
-    assert next_slot == [len(actions) for actions in schedule.ranks]
+    columns = schedule.columns
+    makers = {product_of(columns.action(entry)): entry for entry in range(len(columns))}
+    for entry, supplier in enumerate(suppliers(columns, schedule.n_stages).tolist()):
+        need = need_of(columns.action(entry), schedule.n_stages)
+        assert supplier == (NONE if need is None else makers[need])
 
 
-def test_walk_stops_where_the_orders_contradict() -> None:
-    contradictory = rows("0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0")
-    seen: list[tuple[int, int]] = []
-    with pytest.raises(Stuck) as caught:
-        seen.extend(walk(contradictory, 2))
-    assert seen == [(0, 0)]
-    assert isinstance(caught.value, ScheduleError), "a user's contradictory schedule is a user's error"
-    assert str(caught.value) == (
+def test_the_flow_is_each_rank_s_order_and_every_need() -> None:
+    columns = Columns.of(rows("0F0 0B0", "1F0 1B0"))
+    graph = flow(columns, suppliers(columns, 2))
+    edges = zip(map(columns.action, graph.before), map(columns.action, graph.after), strict=True)
+    assert sorted(f"{a}-{b}" for a, b in edges) == ["0F0-0B0", "0F0-1F0", "1B0-0B0", "1F0-1B0"]
+
+
+def test_of_several_that_make_the_same_the_first_counts() -> None:
+    columns = Columns.of(rows("0F0 0F0", "1F0"))
+    assert suppliers(columns, 2).tolist() == [NONE, NONE, 0]
+
+
+def test_what_is_out_of_range_supplies_nothing() -> None:
+    columns = Columns.of([[Action(0, Kind.FORWARD, -1), Action(7, Kind.FORWARD, 0)], rows("1F7 0B999999999")[0]])
+    assert suppliers(columns, 2).tolist() == [NONE, NEVER, NEVER, NEVER]
+
+
+def test_numbers_beyond_the_last_still_meet() -> None:
+    columns = Columns.of([[Action(0, Kind.FORWARD, 999_999_999)], [Action(1, Kind.FORWARD, 999_999_999)]])
+    assert suppliers(columns, 2).tolist() == [NONE, 0]
+
+
+def test_where_the_orders_contradict_each_rank_says_what_it_waits_for() -> None:
+    columns = Columns.of(rows("0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0"))
+    supplier = suppliers(columns, 2)
+    reached = flow(columns, supplier).reached()
+    assert [str(columns.action(entry)) for entry in range(8) if reached[entry]] == ["0F0"]
+    error = stuck(columns, supplier, 2, reached)
+    assert isinstance(error, ScheduleError), "a user's contradictory schedule is a user's error"
+    assert str(error) == (
         "no rank can go on: rank 0 waits at 0B0 for stage 1's input gradient of microbatch 0; "
         "rank 1 waits at 1F1 for stage 0's output of microbatch 1"
     )
-    assert [(rank, str(action)) for rank, action, _ in caught.value.waits] == [(0, "0B0"), (1, "1F1")]
+    assert [(rank, str(action)) for rank, action, _ in error.waits] == [(0, "0B0"), (1, "1F1")]
 
 
-def test_walk_wakes_every_rank_that_waits_for_one_product() -> None:
-    """Malformed (stage 1 on two ranks), but a walk must not lose a sleeper: laws are checked over all of it."""
-    assert sorted(walk(rows("1F0", "1F0", "0F0"), 2)) == [(0, 0), (1, 0), (2, 0)]
+def test_what_nobody_makes_holds_up_all_that_is_behind_it() -> None:
+    columns = Columns.of(rows("0F0 0B0 0F1", "1B0"))
+    assert flow(columns, suppliers(columns, 3)).reached().tolist() == [True, False, False, False]

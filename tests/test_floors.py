@@ -70,7 +70,7 @@ def test_the_floor_of_an_update_is_about_what_rounding_does_to_it(name: str) -> 
     reference, floors = floors_of(name)
     expected, rate = floors._last, reference._optimizer.param_groups[0]["lr"]
     assert expected.norm is not None
-    clip = min(1.0, Recipe().max_norm / expected.norm)
+    clip = min(1.0, Recipe().max_norm / (expected.norm + 1e-6))
     for slot, gradient in floors._double_total.items():
         assert gradient is not None
         update = -rate * clip * gradient

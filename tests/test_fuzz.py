@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import find, settings
 
-from pipeline.schedules import FAMILIES
-from validation.case import MODELS, Case
+from validation.case import MODELS, SCHEDULES, Case
 from validation.fuzz import PLANS, Tally, cases, fuzz
 from validation.validator import validate
 from validation.verdict import Law, Verdict
@@ -37,7 +36,7 @@ def test_a_campaign_is_its_seed_and_its_budget() -> None:
 
 def test_draws_reach_everything_that_a_case_can_be() -> None:
     ran, _ = campaign(400, 0)
-    assert {case.schedule for case in ran} == set(FAMILIES)
+    assert {case.schedule for case in ran} == set(SCHEDULES)
     assert {case.ranks for case in ran} == {1, 2, 3, 4}
     assert {case.virtual for case in ran} == {1, 2, 3}
     assert {case.microbatches for case in ran} == set(range(1, 10))

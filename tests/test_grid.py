@@ -6,7 +6,7 @@ import pytest
 
 from pipeline.grid import draw, grid
 from pipeline.schedule import ScheduleError, schedule_from_csv
-from pipeline.schedules import FAMILIES, LOOPED, build
+from pipeline.schedules import FAMILIES, build, virtuals
 from pipeline.simulate import simulate
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -14,7 +14,7 @@ GOLDEN = Path(__file__).parent / "golden"
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_golden(name: str) -> None:
-    drawing = grid(build(name, ranks=4, microbatches=8, virtual=2 if name in LOOPED else 1)) + "\n"
+    drawing = grid(build(name, ranks=4, microbatches=8, virtual=virtuals(name, looped=2))) + "\n"
     assert drawing == (GOLDEN / f"grid-{name}.txt").read_text()
 
 

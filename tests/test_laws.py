@@ -1,5 +1,6 @@
 """The laws: each has schedules that break it and no other, and together they are exactly what a correct step needs."""
 
+import re
 from collections import defaultdict
 from typing import NamedTuple
 
@@ -8,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.action import Action, Kind
-from pipeline.laws import LAWS, check, violations
+from pipeline.laws import LAWS, ascending, check, report, violations, weights_in_order, within_memory
 from pipeline.schedule import Schedule, ScheduleError, schedule_from_csv
 from pipeline.schedules import build
 
@@ -93,6 +94,9 @@ SPECIMENS = {
         (
             "acyclic: rank 0: 0B0 waits for stage 1's input gradient of microbatch 0, which never comes",
             "acyclic: rank 1: 1F1 waits for stage 0's output of microbatch 1, which never comes",
+            "acyclic: rank 1 at 1B0, which waits for rank 1 at 1F0, which waits for rank 1 at 1B1, which waits for "
+            "rank 1 at 1F1, which waits for rank 0 at 0F1, which waits for rank 0 at 0B0, which waits for rank 1 at "
+            "1B0",
         ),
     ),
 }
@@ -138,6 +142,8 @@ def test_all_violations_are_collected_then_raised_once() -> None:
         "  - local-order: rank 1: 1B0 comes before 1F0",
         "  - acyclic: rank 0: 0B7 waits for stage 1's input gradient of microbatch 7, which never comes",
         "  - acyclic: rank 1: 1F1 waits for stage 0's output of microbatch 1, which never comes",
+        "  rank 0 | 0F0 [0F7] 0B0 [0B7][0SEND_F0]",
+        "  rank 1 | [1B0][1F0][1F1] 1B1",
     ]
 
 
@@ -154,6 +160,42 @@ def test_what_torch_accepts_is_refused() -> None:
     """A microbatch with B and I, W beside one with none: torch counts b + (i + w) / 2 over all microbatches."""
     found = violations(schedule_from_csv("0F0,0F1,0B0,0I0,0W0"))
     assert [violation.law for violation in found] == ["completeness"] * 2
+
+
+OPTIONAL = {
+    "memory": (within_memory(1), "0F0 0F1 0B0 0B1", "memory: rank 0: holds 2 activations at 0F1, more than 1"),
+    "weights-in-order": (
+        weights_in_order,
+        "0F0 0F1 1F0 1F1 1I0 0I0 0W0 1W0 1B1 0B1",
+        "weights-in-order: rank 0: 0W0 comes where a first-in-first-out store holds 1W0",
+    ),
+    "ascending": (ascending, "0F0 0F1 0B1 0B0", "ascending: rank 0: 0B0 comes after 0B1"),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONAL)
+def test_a_law_that_is_asked_for_is_broken_alone(name: str) -> None:
+    law, row, message = OPTIONAL[name]
+    specimen = schedule(row, microbatches=2, placement=(0, 0) if "1F" in row else (0,))
+    laws = [law for law, _, _ in OPTIONAL.values()]
+    loose = [*LAWS, *(within_memory(4) if each is laws[0] and name != "memory" else each for each in laws)]
+    assert violations(specimen) == ()
+    assert [str(violation) for violation in violations(specimen, laws=loose)] == [message]
+    with pytest.raises(ScheduleError, match=re.escape(message)):
+        check(specimen, laws=[law])
+
+
+def test_a_long_row_is_cut_around_what_is_wrong() -> None:
+    rows = " ".join(f"0F{m} 0B{m}" for m in range(20)), "1F0 1B0"
+    found = violations(schedule(rows[0].replace("0F9 0B9", "0B9 0F9"), rows[1], microbatches=20))
+    text = report(
+        "specimen",
+        [violation for violation in found if violation.law == "local-order"],
+        ([Action.parse(cell) for cell in rows[0].replace("0F9 0B9", "0B9 0F9").split()],),
+    )
+    assert text.splitlines()[-1] == (
+        "  rank 0 | ... 0F6  0B6  0F7  0B7  0F8  0B8 [0B9][0F9] 0F10  0B10  0F11  0B11  0F12 ..."
+    )
 
 
 def test_two_laws_are_laws() -> None:

@@ -13,16 +13,17 @@ from pipeline.action import Action, Kind
 from pipeline.grid import grid
 from pipeline.laws import check, violations
 from pipeline.schedule import Schedule, ScheduleError
-from pipeline.schedules import FAMILIES, LOOPED, build, canonical_name
+from pipeline.schedules import FAMILIES, LOOPED, SPLIT, VEE, build, canonical_name, virtuals
 from pipeline.schedules.one_f_one_b import warm_up_then_alternate
 from pipeline.simulate import simulate
 
 
 def sizes(name: str) -> Iterator[dict[str, int]]:
     """P <= 8, V <= 4, M <= 32: every M where that is cheap, else the M around the multiples of P."""
-    for ranks, virtual in product(range(1, 9), range(1, 5) if name in LOOPED else (1,)):
+    for ranks, virtual in product(range(1, 9), range(1, 5) if name in LOOPED else (virtuals(name),)):
         near = {ranks * k + d for k in (1, 2, 3) for d in (-1, 0, 1)} | {1, 32}
-        for microbatches in sorted(near & set(range(1, 33))) if name in LOOPED else range(1, 33):
+        least = 2 * ranks if name == "dualpipev" else 1
+        for microbatches in sorted(near & set(range(least, 33))) if name in LOOPED | VEE else range(1, 33):
             yield {"ranks": ranks, "virtual": virtual, "microbatches": microbatches}
 
 
@@ -32,7 +33,7 @@ def kinds(schedule: Schedule, rank: int) -> str:
 
 def warm_ups(schedule: Schedule) -> list[int]:
     """Forwards before the first backward, per rank."""
-    return [kinds(schedule, rank).index("B") for rank in range(schedule.n_ranks)]
+    return [re.search("B|I", kinds(schedule, rank)).start() for rank in range(schedule.n_ranks)]  # type: ignore[union-attr]
 
 
 def order(schedule: Schedule, rank: int, kind: Kind) -> list[int]:
@@ -46,10 +47,12 @@ def test_every_size_keeps_every_law(name: str) -> None:
         schedule = check(build(name, **size))
         assert schedule.name == name
         assert schedule.microbatches == size["microbatches"]
-        assert schedule.placement == tuple(stage % size["ranks"] for stage in range(size["ranks"] * size["virtual"]))
+        ranks = range(size["ranks"])
+        assert schedule.placement == ((*ranks, *ranks[::-1]) if name in VEE else (*ranks,) * size["virtual"])
+        assert bool({kind for kind in "IW" if any(kind in kinds(schedule, rank) for rank in ranks)}) == (name in SPLIT)
 
 
-DRAWING = re.compile(r"Drawn for ([^(]*) \(.*?::\n\n((?: +rank .*\n?)+)", re.DOTALL)
+DRAWING = re.compile(r"Drawn for ([^(]*) \(.*?::\n\n((?: +rank [^\n]*\n?)+)", re.DOTALL)
 LETTERS = {"P": "ranks", "V": "virtual", "M": "microbatches"}
 
 
@@ -194,11 +197,18 @@ def test_interleaved_is_torch_s_where_torch_has_one(size: tuple[int, int, int]) 
         ("Interleaved1F1B", "interleaved"),
         ("interleaved_1f1b", "interleaved"),
         ("One F One B", "1f1b"),
+        ("LoopedBFS", "looped-bfs"),
+        ("ZB1P", "zb-h1"),
+        ("InterleavedZeroBubble", "zb-h1"),
+        ("zbv", "zb-v"),
+        ("ZBVZeroBubble", "zb-v"),
+        ("V half", "v-half"),
+        ("DualPipeV", "dualpipev"),
     ],
 )
 def test_case_and_punctuation_are_forgiven(text: str, name: str) -> None:
     assert canonical_name(text) == name
-    assert build(text, ranks=2, microbatches=2).name == name
+    assert build(text, ranks=2, microbatches=4).name == name
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -213,6 +223,8 @@ def test_a_name_is_its_own_spelling(name: str) -> None:
         ("gpip", "did you mean 'gpipe'? "),
         ("interleave", "did you mean 'interleaved'? "),
         ("knife", "did you mean 'naive'? "),
+        ("zbh3", "did you mean 'zb-h2'? "),
+        ("DualPipe", "it holds every stage on two ranks, which a schedule cannot say; its half is 'dualpipev'. "),
         ("", ""),
         ("zzz", ""),
     ],
@@ -220,16 +232,23 @@ def test_a_name_is_its_own_spelling(name: str) -> None:
 def test_an_unknown_name_suggests_the_nearest(text: str, hint: str) -> None:
     with pytest.raises(ScheduleError) as caught:
         build(text, ranks=2, microbatches=2)
-    assert str(caught.value) == f"unknown schedule {text!r}: {hint}Known: naive, gpipe, 1f1b, interleaved"
+    assert str(caught.value) == f"unknown schedule {text!r}: {hint}Known: {', '.join(FAMILIES)}"
 
 
 @pytest.mark.parametrize("name", sorted(set(FAMILIES) - LOOPED))
 def test_virtual_is_refused_where_a_family_cannot_have_it(name: str) -> None:
     with pytest.raises(ScheduleError) as caught:
-        build(name, ranks=2, microbatches=2, virtual=2)
+        build(name, ranks=2, microbatches=4, virtual=3)
+    has = "two stages per rank: use virtual=2" if name in VEE else "one stage per rank: use virtual=1"
     assert str(caught.value) == (
-        f"virtual is 2, but {name} has one stage per rank: use virtual=1, or a schedule out of interleaved"
+        f"virtual is 3, but {name} has {has}, or a schedule out of interleaved, looped-bfs, zb-h1"
     )
+
+
+def test_dualpipev_says_how_many_microbatches_it_needs() -> None:
+    with pytest.raises(ScheduleError, match=r"^microbatches is 7: dualpipev on 4 ranks needs at least 8 \(twice"):
+        build("dualpipev", ranks=4, microbatches=7)
+    assert build("dualpipev", ranks=4, microbatches=8).overlaps
 
 
 @pytest.mark.parametrize("what", ["ranks", "microbatches", "virtual"])
@@ -237,4 +256,4 @@ def test_virtual_is_refused_where_a_family_cannot_have_it(name: str) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_counts_below_one_are_refused(name: str, what: str, value: int) -> None:
     with pytest.raises(ScheduleError, match=rf"^{what} is {value}: expected at least 1$"):
-        build(name, **({"ranks": 2, "microbatches": 2, "virtual": 1} | {what: value}))
+        build(name, **({"ranks": 2, "microbatches": 4, "virtual": virtuals(name)} | {what: value}))

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.schedules import FAMILIES, LOOPED
+from pipeline.schedules import LOOPED
 from reference.model import build_model
-from validation.case import Case
+from validation.case import SCHEDULES, Case
 from validation.specimens import SPECIMENS, SpecimenError, specimen
 from validation.stages import owners
 from validation.validator import validate
@@ -68,7 +68,7 @@ EXPECTED: dict[str, Callable[[Case], list[set[Place]]]] = {
 }
 
 
-@pytest.mark.parametrize("schedule", FAMILIES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", SPECIMENS)
 def test_a_planted_fault_fails_its_law_and_is_located(world: World, schedule: str, name: str) -> None:
     case = case_of(schedule, name)

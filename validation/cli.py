@@ -1,8 +1,8 @@
 """The command ``pipeproof``.
 
 Exit status: 0 pass; 1 a wrong answer, or a broken law; 2 bad usage or invalid input; 3 no verdict (a hang, a dead rank,
-something unknown, nothing exercised). What needs torch is imported by the commands that need it: ``show`` and
-``check`` start at once.
+something unknown, nothing exercised). What needs torch is imported by the commands that need it: ``show``,
+``check`` and ``plan`` start at once.
 """
 
 import argparse
@@ -13,13 +13,17 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
+from pipeline import program_laws
 from pipeline.grid import grid
 from pipeline.laws import check
+from pipeline.lower import Program, lower, read_csv
 from pipeline.partition import parse_split
-from pipeline.schedule import Schedule, schedule_from_csv
-from pipeline.schedules import FAMILIES, LOOPED, build, canonical_name
+from pipeline.plan import Needs, plan, table, trade
+from pipeline.schedule import Schedule
+from pipeline.schedules import FAMILIES, LOOPED, build, canonical_name, virtuals
 from pipeline.simulate import simulate
-from validation.case import LOSSES, Case, CaseError
+from pipeline.transports import deadlocks
+from validation.case import LOSSES, SCHEDULES, Case, CaseError
 
 BAD_INPUT, NO_VERDICT = 2, 3
 _LAST_WORDS_S = 10.0
@@ -56,13 +60,35 @@ def _parser() -> argparse.ArgumentParser:
     replay.add_argument("--json", metavar="FILE", help="write the verdict there")
     replay.set_defaults(run=_replay)
     show = commands.add_parser("show", help="draw a schedule; bubbles and memory")
-    show.add_argument("schedule", help=f"one of {', '.join(FAMILIES)}")
+    show.add_argument("schedule", help=f"one of {', '.join(FAMILIES)}, or a FILE.csv")
     _add_shape(show)
     show.set_defaults(run=_show)
-    checker = commands.add_parser("check", help="check a schedule in torch's CSV format against every law")
+    checker = commands.add_parser("check", help="check a schedule or a program in torch's CSV format against every law")
     checker.add_argument("file", type=Path)
     checker.set_defaults(run=_check)
+    _add_plan(commands.add_parser("plan", help="which schedule: time, bubble, memory and messages of all, best first"))
     return parser
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ranks", type=int, default=4, metavar="P")
+    parser.add_argument("--microbatches", type=int, default=8, metavar="M")
+    parser.add_argument(
+        "--memory", type=float, help="the most that a rank may hold, in activations of one microbatch on a whole rank"
+    )
+    parser.add_argument("--times", type=numbers, default=(1.0, 1.0, 1.0), metavar="F,I,W", help="of a whole rank")
+    parser.add_argument(
+        "--layers", type=numbers, default=(), metavar="C,C,...", help="cost of every layer: stages are balanced by it"
+    )
+    parser.add_argument(
+        "--weight-memory", type=float, default=1.0, metavar="SHARE", help="of an activation, held from I to W"
+    )
+    parser.set_defaults(run=_plan)
+
+
+def numbers(text: str) -> tuple[float, ...]:
+    """``1,2.5`` as numbers; argparse names this function where it fails."""
+    return tuple(map(float, text.split(",")))
 
 
 def _add_shape(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +100,7 @@ def _add_shape(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_validate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--schedule", default="all", metavar="NAME,...", help=f"all, or out of {', '.join(FAMILIES)}")
+    parser.add_argument("--schedule", default="all", metavar="NAME,...", help=f"all, or out of {', '.join(SCHEDULES)}")
     _add_shape(parser)
     parser.add_argument("--layers", type=int, default=8, metavar="L", help="layers of the model")
     parser.add_argument("--split", default="even", help="layers per stage: even, or sizes such as 3,1,2,2")
@@ -132,7 +158,10 @@ def _replay(options: argparse.Namespace) -> int:
 
 
 def _show(options: argparse.Namespace) -> int:
-    schedule = _built(options.schedule, options)
+    if options.schedule.lower().endswith(".csv"):
+        schedule = check(_schedule_of(_read(Path(options.schedule))))
+    else:
+        schedule = _built(options.schedule, options)
     timeline = simulate(schedule)
     print(f"{schedule.name}: {_sizes(schedule)}")
     print(grid(schedule))
@@ -140,24 +169,60 @@ def _show(options: argparse.Namespace) -> int:
     share = f"{timeline.bubble_fraction:.1%}"
     print(f"bubble   global {timeline.global_bubble:g} ({share}), local {timeline.local_bubble:g}")
     print(f"memory   peak activations per rank, in microbatches of one stage: {_listed(timeline.peaks)}")
+    print(f"messages {timeline.messages}")
     return 0
 
 
 def _check(options: argparse.Namespace) -> int:
+    found = _read(options.file)
     try:
-        text = options.file.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        return _refuse(f"cannot read {options.file}: {error}")
-    schedule = schedule_from_csv(text, name=options.file.name)
-    try:
-        check(schedule)
+        if isinstance(found, Program):
+            program_laws.check(found, laws=program_laws.LAWS[:-1])
+        else:
+            check(found)
     except ValueError as error:
         print(error)
         return 1
+    schedule = _schedule_of(found)
     timeline = simulate(schedule)
     bubble = f"global bubble {timeline.global_bubble:g} of {timeline.makespan:g}"
+    stuck = deadlocks(found if isinstance(found, Program) else lower(schedule))
+    for transport, deadlock in stuck.items():
+        print(f"transport {transport.value:9}  {'no deadlock' if deadlock is None else f'DEADLOCK: {deadlock.text}'}")
+    if any(stuck.values()):
+        return 1
     print(f"{schedule.name} keeps every law: {_sizes(schedule)}; {bubble}")
     return 0
+
+
+def _plan(options: argparse.Namespace) -> int:
+    if len(options.times) != 3:
+        raise ValueError("--times needs three numbers, T_F, T_I and T_W, e.g. 1,1,1")
+    found = plan(
+        Needs(
+            options.ranks,
+            options.microbatches,
+            options.memory,
+            options.times,
+            options.layers,
+            options.weight_memory,
+        )
+    )
+    print(table(found))
+    print(trade(found))
+    return 0 if any(not option.fails for option in found) else 1
+
+
+def _read(path: Path) -> Schedule | Program:
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read {path}: {error}") from None
+    return read_csv(text, name=path.name)
+
+
+def _schedule_of(found: Schedule | Program) -> Schedule:
+    return found.schedule if isinstance(found, Program) else found
 
 
 def _case(options: argparse.Namespace, name: str, model: str) -> Case:
@@ -178,16 +243,16 @@ def _case(options: argparse.Namespace, name: str, model: str) -> Case:
 
 
 def _schedules(text: str) -> list[str]:
-    return list(FAMILIES) if text == "all" else [canonical_name(name) for name in text.split(",")]
+    return list(SCHEDULES) if text == "all" else [canonical_name(name) for name in text.split(",")]
 
 
 def _built(name: str, options: argparse.Namespace) -> Schedule:
     """``--virtual`` is for the families that can have it; asking another one for it by name is an error."""
     family = canonical_name(name)
     everything = getattr(options, "schedule", "") == "all"
-    virtual = options.virtual if options.virtual is not None else 2
-    if family not in LOOPED and (everything or options.virtual is None):
-        virtual = 1
+    virtual = options.virtual
+    if virtual is None or (everything and family not in LOOPED):
+        virtual = virtuals(family, looped=1 if family == "zb-h1" else 2)
     return build(family, ranks=options.ranks, microbatches=options.microbatches, virtual=virtual)
 
 

@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Flaky
 
-from pipeline.schedules import FAMILIES, LOOPED
-from validation.case import LOSSES, MODELS, Case
+from pipeline.schedules import LOOPED, virtuals
+from validation.case import LOSSES, MODELS, SCHEDULES, Case
 from validation.validator import validate
 from validation.verdict import Verdict
 from validation.world import RankFailed, World
@@ -24,7 +24,7 @@ MAX_RANKS, MAX_VIRTUAL, MAX_MICROBATCHES, MAX_LAYERS_A_STAGE = 4, 3, 9, 3
 def cases(
     draw: st.DrawFn,
     *,
-    schedules: Sequence[str] = tuple(FAMILIES),
+    schedules: Sequence[str] = SCHEDULES,
     models: Sequence[str] = ("mlp", *(model for model in MODELS if model != "mlp")),
     max_ranks: int = MAX_RANKS,
     device: str = "cpu",
@@ -32,7 +32,7 @@ def cases(
     """Any case: schedule, P 1..4, V 1..3, M 1..9, uneven splits down to a layer a stage, model, loss, lengths, plan."""
     schedule = draw(st.sampled_from(list(schedules)))
     ranks = draw(st.integers(1, max_ranks))
-    virtual = draw(st.integers(1, MAX_VIRTUAL)) if schedule in LOOPED else 1
+    virtual = draw(st.integers(1, MAX_VIRTUAL)) if schedule in LOOPED else virtuals(schedule)
     stages = ranks * virtual
     return Case(
         schedule,

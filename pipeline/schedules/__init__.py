@@ -6,10 +6,17 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from pipeline.schedule import Schedule, ScheduleError
+from pipeline.schedules.dual_pipe_v import dual_pipe_v
 from pipeline.schedules.gpipe import gpipe
 from pipeline.schedules.interleaved import interleaved
+from pipeline.schedules.looped_bfs import looped_bfs
 from pipeline.schedules.naive import naive
 from pipeline.schedules.one_f_one_b import one_f_one_b
+from pipeline.schedules.v_half import v_half
+from pipeline.schedules.v_min import v_min
+from pipeline.schedules.zb_h1 import zb_h1
+from pipeline.schedules.zb_h2 import zb_h2
+from pipeline.schedules.zb_v import zb_v
 
 Family = Callable[..., Schedule]
 
@@ -19,12 +26,35 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "gpipe": gpipe,
         "1f1b": one_f_one_b,
         "interleaved": interleaved,
+        "looped-bfs": looped_bfs,
+        "zb-h1": zb_h1,
+        "zb-h2": zb_h2,
+        "zb-v": zb_v,
+        "v-half": v_half,
+        "v-min": v_min,
+        "dualpipev": dual_pipe_v,
     }
 )
+# Families whose ranks may hold any number of stages, and those that need exactly two; all others have one.
+LOOPED = frozenset({"interleaved", "looped-bfs", "zb-h1"})
+VEE = frozenset({"zb-v", "v-half", "v-min", "dualpipev"})
+# Families whose backwards come in two parts, I and W.
+SPLIT = frozenset({"zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipev"})
 # Other spellings that people type, as they read after case and punctuation are dropped.
-_ALIASES = MappingProxyType({"interleaved1f1b": "interleaved", "i1f1b": "interleaved", "onefoneb": "1f1b"})
-# Families whose ranks may hold more than one stage.
-LOOPED = frozenset({"interleaved"})
+_ALIASES = MappingProxyType(
+    {
+        "interleaved1f1b": "interleaved",
+        "i1f1b": "interleaved",
+        "onefoneb": "1f1b",
+        "pipedreamflush": "1f1b",
+        "bfs": "looped-bfs",
+        "zb1p": "zb-h1",
+        "interleavedzerobubble": "zb-h1",
+        "izb": "zb-h1",
+        "zb2p": "zb-h2",
+        "zbvzerobubble": "zb-v",
+    }
+)
 
 
 def canonical_name(text: str) -> str:
@@ -35,23 +65,33 @@ def canonical_name(text: str) -> str:
         return known[plain]
     near = difflib.get_close_matches(plain, known, n=1, cutoff=0.4)
     hint = f"did you mean {known[near[0]]!r}? " if near else ""
+    if plain == "dualpipe":
+        hint = "it holds every stage on two ranks, which a schedule cannot say; its half is 'dualpipev'. "
     raise ScheduleError(f"unknown schedule {text!r}: {hint}Known: {', '.join(FAMILIES)}")
 
 
-def build(name: str, *, ranks: int, microbatches: int, virtual: int = 1) -> Schedule:
+def virtuals(family: str, *, looped: int = 1) -> int:
+    """How many stages per rank ``family`` has where nobody says: its only number, or ``looped`` where any will do."""
+    return 2 if family in VEE else looped if family in LOOPED else 1
+
+
+def build(name: str, *, ranks: int, microbatches: int, virtual: int | None = None) -> Schedule:
     """The schedule ``name`` for P = ``ranks``, V = ``virtual`` stages per rank and M = ``microbatches``.
 
-    Raises ``ScheduleError`` for an unknown name, counts below one, or a V that the family cannot have.
+    Raises ``ScheduleError`` for an unknown name, counts below one, or a V or M that the family cannot have.
     """
     family = canonical_name(name)
+    virtual = virtuals(family) if virtual is None else virtual
     for what, value in (("ranks", ranks), ("microbatches", microbatches), ("virtual", virtual)):
         if value < 1:
             raise ScheduleError(f"{what} is {value}: expected at least 1")
     if family in LOOPED:
         return FAMILIES[family](ranks=ranks, microbatches=microbatches, virtual=virtual)
-    if virtual != 1:
+    only = virtuals(family)
+    if virtual != only:
+        has = "one stage" if only == 1 else "two stages"
         raise ScheduleError(
-            f"virtual is {virtual}, but {family} has one stage per rank: use virtual=1, or a schedule out of "
+            f"virtual is {virtual}, but {family} has {has} per rank: use virtual={only}, or a schedule out of "
             f"{', '.join(sorted(LOOPED))}"
         )
     return FAMILIES[family](ranks=ranks, microbatches=microbatches)

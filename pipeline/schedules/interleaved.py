@@ -9,7 +9,7 @@ Drawn for P = 2, V = 2, M = 4 (a forward is one cell, a backward two; rank 0 has
 from itertools import pairwise
 
 from pipeline.schedule import Schedule
-from pipeline.schedules.one_f_one_b import warm_up_then_alternate
+from pipeline.schedules.one_f_one_b import Work, warm_up_then_alternate
 
 
 def interleaved(*, ranks: int, microbatches: int, virtual: int) -> Schedule:
@@ -23,9 +23,7 @@ def interleaved(*, ranks: int, microbatches: int, virtual: int) -> Schedule:
     For every M >= P the global bubble is (P-1)(T_F + T_B) in chunk time, a V-th of 1F1B's. Rank r holds at most
     min(V M, (V-1) N + 2 (P-1-r) + 1) activations of one chunk.
     """
-    groups = _even_groups(microbatches, max(1, microbatches // ranks))
-    ascending = [(chunk, m) for group in groups for chunk in range(virtual) for m in group]
-    descending = [(chunk, m) for group in groups for chunk in reversed(range(virtual)) for m in group]
+    ascending, descending, group = looped_work(ranks, virtual=virtual, microbatches=microbatches)
     rows = []
     for rank in range(ranks):
         ahead = ranks - 1 - rank
@@ -33,11 +31,19 @@ def interleaved(*, ranks: int, microbatches: int, virtual: int) -> Schedule:
             warm_up_then_alternate(
                 forwards=[(chunk * ranks + rank, m) for chunk, m in ascending],
                 backwards=[(chunk * ranks + rank, m) for chunk, m in descending],
-                warm_up=2 * ahead + (virtual - 1) * len(groups[0]) if virtual > 1 else ahead,
+                warm_up=2 * ahead + (virtual - 1) * group if virtual > 1 else ahead,
             )
         )
     placement = tuple(stage % ranks for stage in range(ranks * virtual))
     return Schedule("interleaved", microbatches, placement, tuple(rows))
+
+
+def looped_work(ranks: int, *, virtual: int, microbatches: int) -> tuple[Work, Work, int]:
+    """(chunk, microbatch) of a rank's forwards and of its backwards, in order, and the size N of the largest group."""
+    groups = _even_groups(microbatches, max(1, microbatches // ranks))
+    ascending = [(chunk, m) for group in groups for chunk in range(virtual) for m in group]
+    descending = [(chunk, m) for group in groups for chunk in reversed(range(virtual)) for m in group]
+    return ascending, descending, len(groups[0])
 
 
 def _even_groups(count: int, n_groups: int) -> list[range]:

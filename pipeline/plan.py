@@ -1,0 +1,160 @@
+"""Which schedule for P ranks and M microbatches: every family simulated, those that fit first, the trade in words.
+
+One unit of memory is the activations of one microbatch on an average rank, 1/P of the model; one of its V stages holds
+1/V of that. Times are those of an average rank's layers likewise, so schedules with different V compare.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipeline.memory import peaks_of
+from pipeline.partition import balanced, costs_of
+from pipeline.schedule import Schedule, ScheduleError
+from pipeline.schedules import FAMILIES, LOOPED, build, virtuals
+from pipeline.simulate import Times, simulate
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What is asked for.
+
+    memory: the most that a rank may hold, in units of above; None for any. times: T_F, T_I and T_W. layers: the cost of
+    every layer, if the stages should be balanced by it; empty for stages that are all alike. weight_memory: M_W / M_B.
+    """
+
+    ranks: int
+    microbatches: int
+    memory: float | None = None
+    times: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    layers: tuple[float, ...] = ()
+    weight_memory: float = 1.0
+
+
+@dataclass(frozen=True)
+class Option:
+    """One schedule. ``fails`` says which constraint it fails; then figures may be missing (makespan 0)."""
+
+    name: str
+    virtual: int
+    makespan: float = 0.0
+    global_bubble: float = 0.0
+    local_bubble: float = 0.0
+    peaks: tuple[float, ...] = ()
+    messages: int = 0
+    split: tuple[int, ...] = ()
+    fails: str = ""
+
+    @property
+    def label(self) -> str:
+        """The name, with V where ranks may hold several stages."""
+        return f"{self.name} V={self.virtual}" if self.name in LOOPED and self.virtual > 1 else self.name
+
+    @property
+    def percent(self) -> float:
+        """The global bubble in percent of the makespan."""
+        return 100 * self.global_bubble / self.makespan if self.makespan else 0.0
+
+
+def plan(needs: Needs, *, virtual: Sequence[int] = (2, 4)) -> tuple[Option, ...]:
+    """Every family, and looped ones for each V of ``virtual``: those that fit by makespan, memory, then the others.
+
+    Raises ``ScheduleError`` for counts, times or costs that are no such.
+    """
+    for what, value in (("ranks", needs.ranks), ("microbatches", needs.microbatches)):
+        if value < 1:
+            raise ScheduleError(f"{what} is {value}: expected at least 1")
+    if min((*needs.times, *needs.layers, 1.0)) <= 0 or (needs.memory is not None and needs.memory <= 0):
+        raise ScheduleError("times, layers and memory must be above 0")
+    options = [_option(name, chunks, needs) for name in FAMILIES for chunks in _virtuals(name, virtual)]
+    return tuple(sorted(options, key=_rank))
+
+
+def _virtuals(name: str, virtual: Sequence[int]) -> Sequence[int]:
+    if name not in LOOPED:
+        return (virtuals(name),)
+    return (1, *virtual) if name == "zb-h1" else virtual
+
+
+def _rank(option: Option) -> tuple[bool, float, float, int]:
+    return bool(option.fails), option.makespan, max(option.peaks, default=0.0), option.messages
+
+
+def _option(name: str, virtual: int, needs: Needs) -> Option:
+    try:
+        schedule = build(name, ranks=needs.ranks, microbatches=needs.microbatches, virtual=virtual)
+        split = balanced(needs.layers, schedule.n_stages) if needs.layers else ()
+    except ScheduleError as error:
+        return Option(name, virtual, fails=str(error))
+    return _simulated(schedule, virtual, split, needs)
+
+
+def _simulated(schedule: Schedule, virtual: int, split: tuple[int, ...], needs: Needs) -> Option:
+    weights = (1 / virtual,) * schedule.n_stages
+    if split:
+        weights = tuple(cost * needs.ranks / sum(needs.layers) for cost in costs_of(split, needs.layers))
+    timeline = simulate(schedule, Times(*needs.times, stages=weights))
+    peaks = tuple(peak.value for peak in peaks_of(schedule.columns, weight_memory=needs.weight_memory, sizes=weights))
+    fails = ""
+    if needs.memory is not None and max(peaks) > needs.memory + 1e-9:
+        fails = f"a rank holds {max(peaks):g}, more than {needs.memory:g}"
+    return Option(
+        schedule.name,
+        virtual,
+        timeline.makespan,
+        timeline.global_bubble,
+        timeline.local_bubble,
+        peaks,
+        timeline.messages,
+        split,
+        fails,
+    )
+
+
+def table(options: Sequence[Option]) -> str:
+    """One line per option: time, bubbles, memory, messages, split, and the constraint that it fails."""
+    head = ("schedule", "time", "bubble", "%", "local", "memory", "per rank", "messages", "split", "")
+    lines = [head, *map(_cells, options)]
+    widths = [max(len(line[k]) for line in lines) for k in range(len(head))]
+    left = {0, 6, 8, 9}
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if k in left else cell.rjust(width)
+            for k, (cell, width) in enumerate(zip(line, widths, strict=True))
+            if width
+        ).rstrip()
+        for line in lines
+    )
+
+
+def _cells(option: Option) -> tuple[str, ...]:
+    if not option.makespan:
+        return (option.label, *["-"] * 7, "", f"fails: {option.fails}")
+    low, high = min(option.peaks), max(option.peaks)
+    return (
+        option.label,
+        f"{option.makespan:.4g}",
+        f"{option.global_bubble:.4g}",
+        f"{option.percent:.1f}",
+        f"{max(0.0, option.local_bubble):.4g}",
+        f"{high:.4g}",
+        "all" if low == high else f"{option.peaks[0]:.4g} .. {option.peaks[-1]:.4g}",
+        str(option.messages),
+        ",".join(map(str, option.split)),
+        f"fails: {option.fails}" if option.fails else "",
+    )
+
+
+def trade(options: Sequence[Option]) -> str:
+    """What the best costs, and what the lighter one with the least memory times time saves, in a sentence or two."""
+    fitting = [option for option in options if not option.fails]
+    if not fitting:
+        return "Nothing fits: allow more memory, or more microbatches."
+    best = fitting[0]
+    lighter = [option for option in fitting if max(option.peaks) < max(best.peaks)]
+    said = f"{best.label} is the fastest that fits: bubble {best.percent:.1f} %, {max(best.peaks):.4g} of memory"
+    if not lighter:
+        return f"{said}, and none of them needs less."
+    other = min(lighter, key=lambda option: max(option.peaks) * option.makespan)
+    saved = 1 - max(other.peaks) / max(best.peaks)
+    slower = other.makespan / best.makespan - 1
+    return f"{said}. {other.label} needs {saved:.0%} less memory and takes {slower:.0%} more time."

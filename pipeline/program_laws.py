@@ -1,0 +1,143 @@
+"""The static laws of a program, one function each: its messages, their order, and that no transport deadlocks."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from pipeline.action import COMPUTE, WAITS, Kind
+from pipeline.buffers import buffer_peaks
+from pipeline.columns import Columns, Ints
+from pipeline.dataflow import NONE
+from pipeline.laws import Violation, at, misplaced, report
+from pipeline.laws import violations as of_schedule
+from pipeline.lower import Program
+from pipeline.messages import Messages, consumers, producers
+from pipeline.schedule import ScheduleError
+from pipeline.transports import Transport, deadlocks
+
+ProgramLaw = Callable[[Program], Iterator[Violation]]
+
+
+def placement(program: Program) -> Iterator[Violation]:
+    """Every end of a message is on the rank of its stage, for a stage and a microbatch that exist."""
+    columns = program.columns
+    ends = ~columns.is_kind(*COMPUTE)
+    yield from misplaced(columns, program.schedule, among=ends)
+
+
+def messages(program: Program) -> Iterator[Violation]:
+    """Between neighbouring stages on two ranks there is one send and one receive each way; elsewhere there is none."""
+    schedule, found = program.schedule, Messages.of(program)
+    columns, size = program.columns, schedule.n_stages * schedule.microbatches
+    maker = np.arange(2 * size) % size // max(1, schedule.microbatches)
+    taker = maker + np.where(np.arange(2 * size) < size, 1, -1)
+    rank = np.array([*schedule.placement, NONE])
+    taker = np.where((taker >= 0) & (taker < schedule.n_stages), taker, schedule.n_stages)
+    due = (taker < schedule.n_stages) & (rank[maker] != rank[taker])
+    for ends, kinds in ((found.sends, (Kind.SEND_F, Kind.SEND_B)), (found.receives, (Kind.RECV_F, Kind.RECV_B))):
+        counts = np.bincount(found.key[ends], minlength=2 * size)
+        for key in np.flatnonzero(counts != due).tolist():
+            stage = int((maker if kinds[0] is Kind.SEND_F else taker)[key])
+            name = f"{stage}{kinds[key >= size].value}{key % size % schedule.microbatches}"
+            cells = tuple(columns.cell(int(entry)) for entry in ends[found.key[ends] == key])
+            expected = "expected once" if due[key] else "but both stages are on one rank, where nothing is sent"
+            yield Violation("messages", f"{name} appears {counts[key]} times, {expected}", None, cells)
+    yield from _unknown(columns, found)
+
+
+def _unknown(columns: Columns, found: Messages) -> Iterator[Violation]:
+    """Messages beyond the first or the last stage."""
+    for entry in np.flatnonzero(~columns.is_kind(*COMPUTE) & (found.key == NONE)).tolist():
+        yield at(columns, entry, "messages", f"{columns.action(entry)} has no stage at its other end")
+
+
+def message_order(program: Program) -> Iterator[Violation]:
+    """What is sent is made before, what is received is used after, and each send is waited for once, or none is."""
+    columns, found = program.columns, Messages.of(program)
+    yield from _in_order(columns, producers(program, found), found.sends, "comes before what it sends")
+    yield from _in_order(columns, found.receives, consumers(program, found), "comes before what it needs")
+    waits = np.flatnonzero(columns.is_kind(*WAITS) & (found.key >= 0))
+    if not len(waits):
+        return
+    sent = found.first(found.sends)
+    yield from _in_order(columns, sent[found.key[waits]], waits, "comes before its send")
+    counts = np.bincount(found.key[waits], minlength=len(sent))[found.key[found.sends]]
+    for entry, count in zip(found.sends[counts != 1].tolist(), counts[counts != 1].tolist(), strict=True):
+        yield at(columns, entry, "message-order", f"{columns.action(entry)} is waited for {count} times, expected once")
+
+
+def _in_order(columns: Columns, first: Ints, second: Ints, words: str) -> Iterator[Violation]:
+    """Complaints where an entry of ``second`` is before that of ``first`` on the same rank; NEVER stands for none."""
+    wrong = (first >= 0) & (second >= 0) & (first > second)
+    wrong[wrong] = columns.rank[first[wrong]] == columns.rank[second[wrong]]
+    for one, other in zip(first[wrong].tolist(), second[wrong].tolist(), strict=True):
+        message = f"{columns.action(other)} {words}, {columns.action(one)}"
+        cells = (columns.cell(other), columns.cell(one))
+        yield Violation("message-order", message, int(columns.rank[other]), cells)
+
+
+def channel_order(program: Program) -> Iterator[Violation]:
+    """The k-th send from one rank to another is the k-th receive there: else data lands where other data belongs."""
+    columns, found = program.columns, Messages.of(program)
+    sends, receives = found.matched_in_order()
+    crossed = np.flatnonzero(found.key[sends] != found.key[receives])
+    channel = np.stack([columns.rank[sends[crossed]], columns.rank[receives[crossed]]])
+    _, first = np.unique(channel, axis=1, return_index=True)
+    for pair in crossed[first].tolist():
+        send, receive = int(sends[pair]), int(receives[pair])
+        message = (
+            f"from rank {columns.rank[send]} to rank {columns.rank[receive]}, {columns.action(send)} arrives as "
+            f"{columns.action(receive)}"
+        )
+        yield Violation("channel-order", message, None, (columns.cell(send), columns.cell(receive)))
+
+
+def no_deadlock(*transports: Transport) -> ProgramLaw:
+    """The law that the program does not deadlock under ``transports``: a shortest cycle of waits under each."""
+
+    def deadlock(program: Program) -> Iterator[Violation]:
+        for transport, cycle in deadlocks(program).items():
+            if cycle is not None and transport in transports:
+                cells = tuple(map(program.columns.cell, cycle.entries))
+                yield Violation("deadlock", f"under {transport.value}: {cycle.text}", None, cells)
+
+    return deadlock
+
+
+def within_buffers(limit: int) -> ProgramLaw:
+    """The law that no rank ever keeps more than ``limit`` receive buffers, nor of any other kind of buffer."""
+
+    def buffers(program: Program) -> Iterator[Violation]:
+        for what, peaks in buffer_peaks(program).items():
+            for rank, (count, slot) in enumerate(peaks):
+                if count > limit:
+                    action = program.columns.action(int(program.columns.bounds[rank]) + slot)
+                    message = f"has {count:g} {what} at {action}, more than {limit}"
+                    yield Violation("buffers", message, rank, ((rank, slot),))
+
+    return buffers
+
+
+LAWS: tuple[ProgramLaw, ...] = (placement, messages, message_order, channel_order, no_deadlock(*Transport))
+
+
+def violations(program: Program, *, laws: Iterable[ProgramLaw] = LAWS) -> tuple[Violation, ...]:
+    """Every violation of the laws of its schedule, then of ``laws``; cells are those of the program."""
+    inner = of_schedule(program.schedule)
+    bounds, computes = program.columns.bounds, np.flatnonzero(program.columns.is_kind(*COMPUTE))
+    starts = program.schedule.columns.bounds
+
+    def moved(violation: Violation) -> Violation:
+        cells = ((rank, int(computes[starts[rank] + slot] - bounds[rank])) for rank, slot in violation.cells)
+        return replace(violation, cells=tuple(cells))
+
+    return (*map(moved, inner), *(violation for law in laws for violation in law(program)))
+
+
+def check(program: Program, *, laws: Iterable[ProgramLaw] = LAWS) -> Program:
+    """``program`` itself if it keeps every law; else ``ScheduleError`` that lists all violations, grouped by law."""
+    found = violations(program, laws=laws)
+    if found:
+        raise ScheduleError(report(program.schedule.name, found, program.ranks))
+    return program

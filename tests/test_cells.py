@@ -1,0 +1,99 @@
+"""Torch's CSV in both dialects: what is read, what is refused with row and column, and that it comes back."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from pipeline.action import ScheduleError
+from pipeline.cells import Cells, read_cells, write_cells
+from pipeline.lower import Program, lower, program_from_csv, read_csv
+from pipeline.schedule import Schedule, schedule_from_csv
+from pipeline.schedules import FAMILIES, build, virtuals
+
+
+def programs() -> Iterator[Program]:
+    for name in FAMILIES:
+        yield lower(build(name, ranks=3, microbatches=6, virtual=virtuals(name, looped=2)))
+
+
+@pytest.mark.parametrize("program", list(programs()), ids=lambda program: program.schedule.name)
+def test_a_program_comes_back_in_either_dialect(program: Program) -> None:
+    for dialect in (program, program.with_waits):
+        back = read_csv(dialect.to_csv(), name=program.schedule.name)
+        assert back == dialect
+        assert program_from_csv(back.to_csv(), name=program.schedule.name) == dialect
+
+
+def test_waits_drawn() -> None:
+    """A sent output is waited for after its own backward, a sent gradient at the end."""
+    program = lower(build("1f1b", ranks=2, microbatches=1)).with_waits
+    assert program.to_csv() == "0F0,0SEND_F0,0RECV_B0,0B0,0WAIT_SEND_F0\n1RECV_F0,1F0,1B0,1SEND_B0,1WAIT_SEND_B0\n"
+
+
+def test_the_two_formats_are_told_apart_by_their_cells() -> None:
+    assert isinstance(read_csv("0F0,0B0\n1F0,1B0"), Schedule)
+    assert isinstance(read_csv("0F0,0SEND_F0,0B0\n1F0,1B0"), Program)
+
+
+def test_a_pair_that_overlaps_is_one_cell() -> None:
+    text = '0F0,0F1,(1F0;0B1)OVERLAP_F_B,"(1F1;0B0)OVERLAP_F_B"\n'
+    cells = read_cells(text)
+    assert cells.overlaps == ((0, 2), (0, 4))
+    assert " ".join(map(str, cells.rows[0])) == "0F0 0F1 1F0 0B1 1F1 0B0"
+    assert write_cells(cells.rows, cells.overlaps) == text.replace('"', "")
+    assert schedule_from_csv("0F0,(0F1;0B0)OVERLAP_F_B,0B1").overlaps == ((0, 1),)
+
+
+def test_cells_about_parameters_are_skipped() -> None:
+    assert read_cells("0UNSHARD,0F0,0B0,0RESHARD,0REDUCE_GRAD,0WAIT_REDUCE_GRAD") == read_cells("0F0,0B0")
+
+
+@pytest.mark.parametrize(
+    ("cell", "reason"),
+    [
+        ("0F1junk", "'0F1junk' is not an action"),
+        ("0FORWARD3", "'0FORWARD3' is not an action"),
+        ("0B-1", "'0B-1' is not an action"),
+        ("0F", "'0F' is not an action"),
+        ("0UNSHARD0", "'0UNSHARD0' is not an action"),
+        ("0WAIT_SEND_W0", "'0WAIT_SEND_W0' is not an action"),
+        ("(0F1;0B0)OVERLAP", "'(0F1;0B0)OVERLAP' is not an action"),
+        ("(0F1)OVERLAP_F_B", "'(0F1)OVERLAP_F_B' is not an action"),
+        ("(0F1;0X0)OVERLAP_F_B", "'0X0' is not an action"),
+        ("(0B0;0F1)OVERLAP_F_B", "'(0B0;0F1)OVERLAP_F_B' does not overlap a forward F with a full backward B"),
+        ("(0F1;0I0)OVERLAP_F_B", "'(0F1;0I0)OVERLAP_F_B' does not overlap a forward F with a full backward B"),
+        ("((0F1;0B0)OVERLAP_F_B;0B0)OVERLAP_F_B", "is not an action"),
+    ],
+)
+def test_a_wrong_cell_is_named_with_row_and_column(cell: str, reason: str) -> None:
+    with pytest.raises(ScheduleError) as caught:
+        read_cells(f"0F0,0B0\n1F0,,{cell}\n")
+    assert str(caught.value).startswith("row 2, column 3: ")
+    assert reason in str(caught.value)
+
+
+def test_nothing_is_no_schedule() -> None:
+    with pytest.raises(ScheduleError, match="no action at all"):
+        read_cells("\n \n")
+    assert read_cells("0F0") == Cells(read_cells(" 0F0,,").rows, ())
+
+
+def test_torch_reads_our_program(tmp_path: Path) -> None:
+    """By torch's own loader of ``compute_comms``; the installed torch knows waits or it does not."""
+    torch = pytest.importorskip("torch.distributed.pipelining.schedules")
+    for program in programs():
+        text = (program.with_waits if hasattr(torch, "_add_wait_send") else program).to_csv()
+        file = tmp_path / "program.csv"
+        file.write_text(text)
+        read: list[tuple[dict[int, list[object]], str]] = []
+        loaded = SimpleNamespace(
+            pipeline_order={},
+            _prepare_schedule_with_comms=lambda order, format, read=read: read.append((order, format)),
+        )
+        torch._PipelineScheduleRuntime._load_csv(loaded, str(file), format="compute_comms")
+        order, form = read.pop()
+        assert form == "compute_comms"
+        if not program.schedule.overlaps:  # torch prints an overlapping pair otherwise than it writes it
+            assert [",".join(map(str, row)) for row in order.values()] == text.splitlines()

@@ -1,0 +1,72 @@
+"""Plans: every family once, those that fit first, figures that are the simulator's, and the trade in words."""
+
+import pytest
+
+from pipeline.plan import Needs, plan, table, trade
+from pipeline.schedule import ScheduleError
+from pipeline.schedules import FAMILIES, build
+from pipeline.simulate import simulate
+
+
+def test_every_family_is_there_and_the_fastest_comes_first() -> None:
+    options = plan(Needs(4, 16))
+    assert {option.name for option in options} == set(FAMILIES)
+    assert not any(option.fails for option in options)
+    times = [option.makespan for option in options]
+    assert times == sorted(times)
+
+
+def test_figures_are_those_of_the_simulator_per_average_rank() -> None:
+    found = {option.label: option for option in plan(Needs(4, 16))}
+    for label, virtual in (("1f1b", 1), ("interleaved V=2", 2), ("zb-v", 2)):
+        timeline = simulate(build(found[label].name, ranks=4, microbatches=16, virtual=virtual))
+        assert found[label].makespan == timeline.makespan / virtual
+        assert found[label].global_bubble == timeline.global_bubble / virtual
+        assert found[label].peaks == tuple(peak / virtual for peak in timeline.peaks)
+        assert found[label].messages == timeline.messages
+    assert found["1f1b"].percent == pytest.approx(100 * 3 / 19)
+
+
+def test_what_does_not_fit_comes_last_and_says_why() -> None:
+    options = plan(Needs(8, 12, memory=4.0))
+    fails = {option.label: option.fails for option in options if option.fails}
+    assert fails["gpipe"] == "a rank holds 12, more than 4"
+    assert fails["dualpipev"] == "microbatches is 12: dualpipev on 8 ranks needs at least 16 (twice the ranks)"
+    assert [bool(option.fails) for option in options] == sorted(bool(option.fails) for option in options)
+    assert {option.label for option in options if not option.fails} == {"v-min", "naive"}
+    assert "fails: a rank holds 12, more than 4" in table(options)
+
+
+def test_the_trade_is_named() -> None:
+    assert trade(plan(Needs(4, 16))) == (
+        "zb-h1 V=4 is the fastest that fits: bubble 1.5 %, 4 of memory. "
+        "v-min needs 50% less memory and takes 10% more time."
+    )
+    assert trade(plan(Needs(8, 12, memory=0.5))) == "Nothing fits: allow more memory, or more microbatches."
+    assert trade(plan(Needs(1, 4, memory=1.0))).endswith("and none of them needs less.")
+
+
+def test_layers_are_balanced_over_the_stages_and_their_times_used() -> None:
+    options = {option.label: option for option in plan(Needs(2, 4, layers=(4, 1, 1, 1, 1, 4)))}
+    assert options["1f1b"].split == (3, 3)
+    assert options["zb-v"].split == (1, 2, 2, 1)
+    assert options["1f1b"].makespan == simulate(build("1f1b", ranks=2, microbatches=4)).makespan
+    assert options["interleaved V=4"].fails.startswith("6 layers cannot fill 8 stages")
+    assert "1,2,2,1" in table(list(options.values()))
+
+
+def test_an_uneven_model_costs_time() -> None:
+    even, uneven = (
+        next(option for option in plan(Needs(2, 8, layers=layers)) if option.label == "1f1b")
+        for layers in ((1, 1), (1, 3))
+    )
+    assert uneven.makespan > even.makespan
+
+
+@pytest.mark.parametrize(
+    "needs",
+    [Needs(0, 4), Needs(4, 0), Needs(4, 4, memory=0.0), Needs(4, 4, times=(1, 0, 1)), Needs(2, 2, layers=(-1,))],
+)
+def test_needs_that_cannot_be_are_refused(needs: Needs) -> None:
+    with pytest.raises(ScheduleError):
+        plan(needs)

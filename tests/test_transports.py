@@ -1,0 +1,144 @@
+"""Deadlocks under every model, against ranks that really step through their programs."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.action import COMPUTE, SENDS, Action, Kind
+from pipeline.columns import Columns
+from pipeline.lower import Program, lower, program_from_csv
+from pipeline.schedules import FAMILIES, build, virtuals
+from pipeline.transports import Transport, deadlocks
+
+End = tuple[int, int]  # (rank, slot)
+
+
+def partner(action: Action) -> Action:
+    stage, kind, m = action
+    forward = kind in (Kind.SEND_F, Kind.RECV_F)
+    to = (Kind.RECV_F if forward else Kind.RECV_B) if kind in SENDS else (Kind.SEND_F if forward else Kind.SEND_B)
+    return Action(stage + (1 if forward is (kind in SENDS) else -1), to, m)
+
+
+def meetings(program: Program, *, by_name: bool) -> dict[End, End]:
+    """Each end of a message and the end it meets: by name, or the k-th of each channel with the k-th."""
+    placement = program.schedule.placement
+    ends: dict[object, End] = {}
+    meets: dict[End, End] = {}
+    counts: Counter[tuple[int, int, bool]] = Counter()
+    for rank, row in enumerate(program.ranks):
+        for slot, action in enumerate(row):
+            if action.kind in COMPUTE:
+                continue
+            peer, sends = placement[partner(action).stage], action.kind in SENDS
+            own: object = action
+            other: object = partner(action)
+            if not by_name:
+                k = counts[rank, peer, sends]
+                counts[rank, peer, sends] += 1
+                own, other = (rank, peer, sends, k), (peer, rank, not sends, k)
+            ends[own] = (rank, slot)
+            if other in ends:
+                meets[ends[other]], meets[rank, slot] = (rank, slot), ends[other]
+    return meets
+
+
+def finishes(program: Program, transport: Transport) -> bool:
+    """Step every rank as far as it gets, again and again, until nothing moves."""
+    meets = meetings(program, by_name=transport is Transport.UNLIMITED)
+    rows = program.ranks
+    at = [0] * len(rows)
+    done: set[End] = set()
+
+    def queue(rank: int, slot: int) -> object:
+        peer = meets[rank, slot][0]
+        sends = rows[rank][slot].kind in SENDS
+        return {"rank": 0, "pair": peer, "directed": (peer, sends)}.get(transport.value, slot)
+
+    def may_run(rank: int, slot: int) -> bool:
+        action = rows[rank][slot]
+        kind = Kind.RECV_F if action.kind is Kind.FORWARD else Kind.RECV_B
+        needed = Action(action.stage, kind, action.microbatch) if action.kind is not Kind.BACKWARD_WEIGHT else None
+        return all((rank, k) in done for k, other in enumerate(rows[rank]) if other == needed)
+
+    def may_pass(end: End) -> bool:
+        """Whether this end of a message is the next of its queue, and its rank has come to it."""
+        rank, slot = end
+        if transport is Transport.STRICT:
+            return at[rank] == slot
+        earlier = (k for k in range(slot) if (rank, k) in meets and queue(rank, k) == queue(rank, slot))
+        return at[rank] > slot and all((rank, k) in done for k in earlier)
+
+    while True:
+        before = (tuple(at), len(done))
+        for rank, row in enumerate(rows):
+            while at[rank] < len(row):
+                message = row[at[rank]].kind not in COMPUTE
+                strict = transport is Transport.STRICT
+                if message and strict and (rank, at[rank]) not in done:
+                    break
+                if not message and not strict and not may_run(rank, at[rank]):
+                    break
+                at[rank] += 1
+        for end, other in meets.items():
+            if end not in done and may_pass(end) and may_pass(other):
+                done |= {end, other}
+        if (tuple(at), len(done)) == before:
+            return all(at[rank] == len(row) for rank, row in enumerate(rows)) and len(done) == len(meets)
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> Program:
+    """A good program, lowered early or not, some of its neighbours swapped."""
+    name = draw(st.sampled_from(["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "v-min"]))
+    sizes = {"ranks": draw(st.integers(2, 3)), "microbatches": draw(st.integers(1, 3))}
+    good = lower(build(name, **sizes, virtual=virtuals(name, looped=2)), early=draw(st.integers(0, 2)))
+    rows = [list(row) for row in good.ranks]
+    for _ in range(draw(st.integers(0, 3))):
+        row = draw(st.sampled_from(rows))
+        slot = draw(st.integers(0, len(row) - 2))
+        pair = row[slot : slot + 2]
+        if any(action.kind not in COMPUTE for action in pair):
+            row[slot : slot + 2] = pair[::-1]
+    return Program(good.schedule, Columns.of(rows))
+
+
+@given(programs())
+@settings(deadline=None, max_examples=150)
+def test_a_model_has_a_cycle_exactly_where_its_ranks_get_stuck(program: Program) -> None:
+    for transport, found in deadlocks(program).items():
+        assert finishes(program, transport) is (found is None), transport
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_lowering_makes_is_free_of_deadlock_everywhere(name: str) -> None:
+    for ranks in (1, 2, 3, 5, 8):
+        program = lower(build(name, ranks=ranks, microbatches=2 * ranks, virtual=virtuals(name, looped=2)))
+        assert not any(deadlocks(program).values())
+        assert not any(deadlocks(program.with_waits).values())
+
+
+BOTH_RECEIVE_FIRST = "0RECV_B0,0F0,0SEND_F0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0"
+
+
+def test_a_shortest_cycle_reads_as_who_waits_for_what() -> None:
+    found = deadlocks(program_from_csv(BOTH_RECEIVE_FIRST))
+    assert [transport.value for transport, deadlock in found.items() if deadlock] == ["strict", "rank", "pair"]
+    assert found[Transport.PAIR].text == (  # type: ignore[union-attr]
+        "rank 1 waits at 1SEND_B0 for 0SEND_F0 from rank 0 to rank 1, which waits for 1SEND_B0 from rank 1 to rank 0"
+    )
+    assert found[Transport.STRICT].text.startswith(  # type: ignore[union-attr]
+        "rank 1 waits at 1B0 for 1F0 on rank 1, which waits for 0SEND_F0 from rank 0 to rank 1, which waits for 0F0 on"
+    )
+
+
+def test_a_wait_that_comes_too_early_is_a_deadlock_everywhere() -> None:
+    """Each rank waits for its own send before it posts the receive that the other one's wait needs."""
+    text = (
+        "0F0,0SEND_F0,0WAIT_SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n"
+        "1RECV_F1,1F1,1RECV_F0,1F0,1B1,1SEND_B1,1B0,1SEND_B0"
+    )
+    assert deadlocks(program_from_csv(text))[Transport.UNLIMITED] is not None
+    assert deadlocks(program_from_csv(text.replace("0WAIT_SEND_F0,", "")))[Transport.UNLIMITED] is None
