@@ -2,6 +2,7 @@
 
 import tempfile
 import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ _LEAST = 20.0
 
 
 def measure(*, ranks: int, rounds: int) -> list[Row]:
-    """Cases per second of the same cases, each run by a kept world, and by one spawned for it. Both judge what they saw.
+    """Cases per second of the same cases, each run in a kept world, and in one spawned for it; both are judged.
 
     ``ranks``: how many the cases have. A round is one case, run both ways.
     """
@@ -57,7 +58,7 @@ def _drawn(ranks: int, count: int) -> list[Case]:
     return found
 
 
-def _timed(work) -> float:  # noqa: ANN001: any call without arguments
+def _timed(work: Callable[[], object]) -> float:
     began = time.perf_counter()
     work()
     return time.perf_counter() - began

@@ -33,7 +33,7 @@ Shares = list[tuple[GradientEdge, Tensor]]  # what is still to be added, and whe
 
 
 class NamedUses(TorchFunctionMode):
-    """While active, torch calls get views of the trainable parameters among their arguments (``views``: their nodes)."""
+    """While active, torch calls get views of the trainable parameters among their arguments. ``views``: their nodes."""
 
     def __init__(self) -> None:
         super().__init__()

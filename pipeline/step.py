@@ -94,6 +94,7 @@ class PipelineSchedule:
         split = {action.stage for action in schedule.ranks[transport.rank] if action.kind is Kind.BACKWARD_INPUT}
         own = tuple(ModuleStage(module, index, splits=index in split) for module, index in numbered)
         self.parts = Parts(program, own, transport, StageGradients(own, transport, schedule.placement, tied))
+        self._own = own
         self._loss_fn = loss_fn
         self._optimizer = optimizer
         self._executed: tuple[Action, ...] = ()
@@ -107,6 +108,11 @@ class PipelineSchedule:
     def executed(self) -> tuple[Action, ...]:
         """This rank's compute actions in the order in which the last step really ran them."""
         return self._executed
+
+    @property
+    def undeferred(self) -> dict[int, tuple[str, ...]]:
+        """For each stage here with split backwards: what could not be put off to the second half so far, and why."""
+        return {stage.index: tuple(stage.undeferred) for stage in self._own if stage.undeferred}
 
     def wrapped(self, wrap: Callable[[Parts], Parts]) -> "PipelineSchedule":
         """This schedule with its parts replaced by ``wrap(parts)``; it shares modules and optimizer with this one."""

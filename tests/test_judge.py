@@ -103,8 +103,10 @@ def test_the_scenarios_of_a_plan() -> None:
         ["eval"],
     ]
     assert scenarios(("eval", "train")) == [{"eval"}, {"eval"}]
-    assert scenarios(("accumulate", "eval", "train")) == [{"accumulation"}, {"accumulation", "eval"}] + [
-        {"accumulation", "eval"}
+    assert scenarios(("accumulate", "eval", "train")) == [
+        {"accumulation"},
+        {"accumulation", "eval"},
+        {"accumulation", "eval"},
     ]
     assert scenarios(("accumulate", "train", "train")) == [{"accumulation"}, {"accumulation"}, {"second-step"}]
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from validation.ledger import Ledger, Heading
+from validation.ledger import Heading, Ledger
 from validation.tolerance import Floor
 from validation.verdict import Mismatch
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from pipeline import Action, PipelineSchedule, Schedule
 from pipeline.split import NamedUses, SplitBackward
 
 W = 8
@@ -301,3 +302,13 @@ def test_missing_output_gradients_leave_what_is_behind_them_alone() -> None:
     nothing = SplitBackward((x,), outputs, uses.views)
     assert nothing.input((None, None, None, None)) == (None,)
     nothing.weight()
+
+
+def test_a_schedule_says_what_it_could_not_put_off() -> None:
+    plan = Schedule("split", 1, (0, 0), (tuple(map(Action.parse, "0F0 1F0 1I0 0I0 1W0 0W0".split())),))
+    stages = [nn.Linear(W, W), Custom()]
+    schedule = PipelineSchedule(kind=plan, n_microbatches=1, stages=stages, loss_fn=F.mse_loss)
+    assert schedule.undeferred == {}
+    schedule.train_step([(torch.randn(4, W), torch.randn(4, W))])
+    assert list(schedule.undeferred) == [1]
+    assert "an autograd.Function computes all its gradients at once" in schedule.undeferred[1][0]

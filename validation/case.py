@@ -8,12 +8,11 @@ from typing import Any
 
 from pipeline.partition import by_sizes, even
 from pipeline.schedule import Schedule
-from pipeline.schedules import FAMILIES, SPLIT, build, canonical_name
+from pipeline.schedules import FAMILIES, build, canonical_name
 
 # One step; a second one; an accumulation over two calls; an evaluation between two steps.
 FULL_PLAN = ("train", "train", "accumulate", "train", "eval", "train")
-# What "all" schedules means here: those whose backwards are whole, which is what the runtime executes.
-SCHEDULES = tuple(name for name in FAMILIES if name not in SPLIT)
+SCHEDULES = tuple(FAMILIES)
 OPERATIONS = ("train", "accumulate", "eval")
 MODELS = ("gpt", "gpt-tied", "mlp", "twice", "frozen", "batchnorm", "dropout", "pair")
 LOSSES = ("mean", "tokens")

@@ -3,13 +3,15 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from time import perf_counter
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Flaky
 
-from pipeline.schedules import LOOPED, virtuals
+from pipeline.schedule import ScheduleError
+from pipeline.schedules import LOOPED, build, virtuals
 from validation.case import LOSSES, MODELS, SCHEDULES, Case
 from validation.validator import validate
 from validation.verdict import Verdict
@@ -38,7 +40,7 @@ def cases(
         schedule,
         ranks,
         virtual,
-        draw(st.integers(1, MAX_MICROBATCHES)),
+        draw(st.integers(_fewest(schedule, ranks, virtual), MAX_MICROBATCHES)),
         tuple(draw(st.lists(st.integers(1, MAX_LAYERS_A_STAGE), min_size=stages, max_size=stages))),
         model=draw(st.sampled_from(list(models))),
         loss=draw(st.sampled_from(LOSSES)),
@@ -48,6 +50,18 @@ def cases(
         seed=draw(st.integers(0, 2**16)),
         device=device,
     )
+
+
+@cache
+def _fewest(schedule: str, ranks: int, virtual: int) -> int:
+    """The smallest number of microbatches that ``schedule`` can have here."""
+    for microbatches in range(1, MAX_MICROBATCHES):
+        try:
+            build(schedule, ranks=ranks, virtual=virtual, microbatches=microbatches)
+        except ScheduleError:
+            continue
+        return microbatches
+    return MAX_MICROBATCHES
 
 
 @dataclass
