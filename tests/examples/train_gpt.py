@@ -3,26 +3,29 @@
     torchrun --nproc-per-node 4 tests/examples/train_gpt.py --schedule 1f1b --layers 8 --microbatches 8 --steps 50
 
 With --check every rank also trains the whole model by itself and compares, step by step, every microbatch's loss, the
-gradient norm and its own stages' weights.
+gradient norm and its own stages' weights. Exit status 1 where they differ, after saying what differed first.
 """
 
 import argparse
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipeline import PipelineSchedule, StepResult
+from pipeline import PipelineSchedule, Schedule, StepResult
 from pipeline.gather import gather
 from pipeline.partition import parse_split
 from pipeline.profile import Profile, profile_table
 from pipeline.schedules import LOOPED, build, canonical_name
+from pipeline.transport import Transport
 from reference.data import Batch, Shapes, microbatches
 from reference.model import GPT
 from reference.step import Expected, Recipe, Reference
 from validation.stages import Slice, layers_of, owners, tied_across
-from validation.tolerance import LEAST, error
+from validation.tolerance import LEAST, error, scalar_error
 
 
 def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -32,7 +35,7 @@ def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 RECIPE = Recipe(max_norm=1.0, optimizer=adamw)
 
 
-def arguments() -> argparse.Namespace:
+def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schedule", default="1f1b")
     parser.add_argument("--virtual", type=int, help="stages per rank, for looped schedules (default 2)")
@@ -44,7 +47,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tied", action="store_true", help="tie the head's weight to the token embedding's")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--check", action="store_true", help="compare with a single-device run, step by step")
-    return parser.parse_args()
+    return parser.parse_args(words)
 
 
 def batches_of(options: argparse.Namespace) -> Iterator[list[Batch]]:
@@ -53,16 +56,47 @@ def batches_of(options: argparse.Namespace) -> Iterator[list[Batch]]:
         yield microbatches("gpt", count=options.microbatches, shapes=shapes, seed=options.seed * 10_000 + step)
 
 
-def compare(slices: dict[int, nn.Module], result: StepResult, expected: Expected) -> float:
-    """The largest relative error of this rank's losses, norm and weights; 0.0 means equal bit for bit."""
-    losses = error(torch.tensor(result.losses), torch.tensor(expected.losses))
-    norm = error(torch.tensor(result.grad_norm), torch.tensor(expected.norm))
-    weights = (
-        error(parameter.detach(), expected.parameters[stage, name])
-        for stage, module in slices.items()
-        for name, parameter in module.named_parameters()
-    )
-    return max(losses, norm, *weights)
+def errors(slices: dict[int, nn.Module], result: StepResult, expected: Expected) -> Iterator[tuple[str, float]]:
+    """What this rank has of a step and its relative error, in the order of computing; 0.0 is equal bit for bit."""
+    for m, (seen, wanted) in enumerate(zip(result.losses, expected.losses, strict=True)):
+        yield f"the loss of microbatch {m}", scalar_error(seen, wanted)
+    yield "the gradient norm", scalar_error(result.grad_norm or 0.0, expected.norm or 0.0)
+    for stage, module in slices.items():
+        for name, parameter in module.named_parameters():
+            yield f"parameter {name} of stage {stage}", error(parameter.detach(), expected.parameters[stage, name])
+
+
+@dataclass
+class Check:
+    """The whole model on one device beside the pipeline, and what on this rank first differed from it."""
+
+    reference: Reference
+    slices: dict[int, nn.Module]
+    orders: dict[int, list[int]]  # by stage: the microbatches of its backwards
+    worst: float = 0.0
+    step: float = math.inf  # the first that differs
+    story: str = ""
+
+    def compare(self, step: int, batches: list[Batch], result: StepResult) -> None:
+        """Hold one training step against the single device's."""
+        expected = self.reference.perform("train", batches, orders=self.orders)
+        for what, size in errors(self.slices, result, expected):
+            self.worst = max(self.worst, size)
+            if size > LEAST and not self.story:
+                self.step, self.story = step, f"{what} differs by {size:.1e} relative (allowed {LEAST:.1e})"
+
+    def conclude(self, transport: Transport) -> None:
+        """Say how all ranks fared. Every rank must call it; where something differs, all end with status 1."""
+        worst, steps = zip(*gather(transport, [self.worst, self.step]), strict=True)
+        if max(worst) <= LEAST:
+            if transport.rank == 0:
+                tier = "bit for bit" if max(worst) == 0 else f"to {max(worst):.1e} relative (allowed {LEAST:.1e})"
+                print(f"check: losses, norms and weights of every step equal the single-device run's {tier}")
+            return
+        if transport.rank == steps.index(min(steps)):
+            print(f"check: FAILED at step {self.step} on rank {transport.rank}: {self.story}", flush=True)
+        gather(transport, [])  # nobody ends before that is said: a launcher ends all ranks with the first
+        raise SystemExit(1)
 
 
 def train(options: argparse.Namespace, rank: int, ranks: int) -> None:
@@ -82,38 +116,36 @@ def train(options: argparse.Namespace, rank: int, ranks: int) -> None:
         optimizer=adamw([parameter for module in slices.values() for parameter in module.parameters()]),
         tied=tied_across(model, split),
     )
-    reference = Reference(model, owner=owners(model, split), recipe=RECIPE) if options.check else None
-    worst, profiles = 0.0, []
+    check = Check(Reference(model, owner=owners(model, split), recipe=RECIPE), slices, backwards_of(plan))
+    profiles = []
     for step, batches in enumerate(batches_of(options)):
         result = schedule.train_step([(batch.inputs, batch.target) for batch in batches], max_norm=RECIPE.max_norm)
         profiles.append(result.profile)
-        if reference is not None:
-            backwards = {
-                s: [a.microbatch for a in plan.ranks[plan.placement[s]] if a.stage == s and a.kind == "B"]
-                for s in range(plan.n_stages)
-            }
-            worst = max(worst, compare(slices, result, reference.perform("train", batches, orders=backwards)))
+        if options.check:
+            check.compare(step, batches, result)
         if rank == 0 and (step % 10 == 0 or step == options.steps - 1):
             print(f"step {step:>4}  loss {result.loss:.4f}  grad norm {result.grad_norm:.4f}")
-    report(schedule, profiles, worst if options.check else None, rank)
+    show(schedule, profiles)
+    if options.check:
+        check.conclude(schedule.parts.transport)
 
 
-def report(schedule: PipelineSchedule, profiles: list[Profile], worst: float | None, rank: int) -> None:
-    """The mean profile of all steps but the first, and, with --check, the verdict over all ranks."""
-    steady = profiles[1:] or profiles
+def backwards_of(plan: Schedule) -> dict[int, list[int]]:
+    """The microbatches in the order in which each stage's backwards, or the parts for its weights, come."""
+    return {
+        stage: [a.microbatch for a in plan.ranks[rank] if a.stage == stage and a.kind in ("B", "W")]
+        for stage, rank in enumerate(plan.placement)
+    }
+
+
+def show(schedule: PipelineSchedule, profiles: list[Profile]) -> None:
+    """Print the mean profile of all steps but the first, which also learns shapes."""
+    steady, transport = profiles[1:] or profiles, schedule.parts.transport
     fields = ("step_s", "compute_s", "communication_s", "idle_s")
-    mean = Profile(rank, *(sum(getattr(p, field) for p in steady) / len(steady) for field in fields))
+    mean = Profile(transport.rank, *(sum(getattr(p, field) for p in steady) / len(steady) for field in fields))
     table = profile_table(schedule.profiles(mean))
-    if rank == 0:
+    if transport.rank == 0:
         print(table)
-    if worst is None:
-        return
-    over_all_ranks = max(row[0] for row in gather(schedule.parts.transport, [worst]))
-    if rank == 0:
-        tier = "bit for bit" if over_all_ranks == 0 else f"to {over_all_ranks:.1e} relative (allowed {LEAST:.1e})"
-        print(f"check: losses, norms and weights of every step equal the single-device run's {tier}")
-    if over_all_ranks > LEAST:
-        raise SystemExit("check: the pipeline and the single device differ")
 
 
 def main() -> None:
