@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeline.lanes import Lane, second_lane
 from pipeline.waiting import waiting
 
 DEFAULT_TIMEOUT_S = 120.0
@@ -92,7 +93,8 @@ class DistributedTransport:
 
     gloo carries CPU tensors, matched by tag; tensors on a GPU are staged through the host, which is also how several
     ranks share one GPU (NCCL refuses two ranks on a device). NCCL carries GPU tensors directly, one GPU per rank, in
-    posting order. ``timeout_s`` bounds every wait.
+    posting order. ``timeout_s`` bounds every wait. Every rank of the group must make one: over gloo, the first time,
+    they connect a second time (lanes.py).
     """
 
     def __init__(
@@ -105,6 +107,7 @@ class DistributedTransport:
         # torch.distributed keeps the group until destroy_process_group. A reference that outlives that call makes gloo
         # abort the interpreter on exit (seen with torch 2.13), so none is kept here.
         self._group_kept_by_torch = weakref.ref(group)
+        self._down = second_lane(group)
         self._device = device or torch.device("cpu")
         # Where buffers live while they travel: gloo reads and writes host memory only.
         self._wire = self._device if self.in_order else torch.device("cpu")
@@ -116,20 +119,22 @@ class DistributedTransport:
         # while others are due.
         self._taken: deque[dist.Work] = deque(maxlen=2)
 
-    @property
-    def _group(self) -> dist.ProcessGroup:
+    def _lane(self, source: int, target: int) -> Lane:
+        """Where messages between two ranks travel: in the group to higher ranks, in its second lane to lower ones."""
         group = self._group_kept_by_torch()
         if group is None:
             raise TransportError("the process group is gone: a schedule works until destroy_process_group is called")
-        return group
+        return group if source < target or self._down is None else self._down
 
     def send(self, message: Message, buffer: Tensor) -> None:
         buffer = buffer.to(self._wire)
-        self._in_flight.append((message, buffer, self._group.send([buffer], message.peer, message.tag)))
+        work = self._lane(self.rank, message.peer).send([buffer], message.peer, message.tag)
+        self._in_flight.append((message, buffer, work))
 
     def post(self, message: Message, nbytes: int) -> None:
         buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._wire)
-        self._posted[message] = (buffer, self._group.recv([buffer], message.peer, message.tag))
+        work = self._lane(message.peer, self.rank).recv([buffer], message.peer, message.tag)
+        self._posted[message] = (buffer, work)
 
     def receive(self, message: Message) -> Tensor:
         buffer, work = self._posted.pop(message)

@@ -12,6 +12,15 @@ from validation.launcher import launch_environment
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
 _BOUND_S = 120.0
+_STARTS_PROCESSES = {"torchrun", "python", "processes"}  # fixtures
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what starts processes like what uses ranks: ``-m "not ranks"`` is the fast part."""
+    for item in items:
+        if _STARTS_PROCESSES & set(getattr(item, "fixturenames", ())):
+            item.add_marker("ranks")
 
 
 @pytest.fixture(scope="session")

@@ -19,9 +19,9 @@ VEE = schedule_from_csv("0F0,0F1,3F0,3B0,0B0,3F1,3I1,3W1,0B1\n1F0,2F0,2B0,1F1,1B
 
 
 def schedules() -> Iterator[Schedule]:
-    """Every family on 1 to 8 ranks, up to 4 stages each, with few, just enough and many microbatches; and a V."""
-    for name, ranks in product(FAMILIES, range(1, 9)):
-        for virtual in range(1, 5) if name in LOOPED else (virtuals(name),):
+    """Every family on up to 8 ranks of up to 4 stages, with few, just enough and many microbatches; and a V."""
+    for name, ranks in product(FAMILIES, (1, 2, 3, 4, 8)):
+        for virtual in (1, 2, 4) if name in LOOPED else (virtuals(name),):
             for microbatches in sorted({2 * ranks, 16} if name == "dualpipev" else {1, ranks, ranks + 1, 12}):
                 yield build(name, ranks=ranks, microbatches=microbatches, virtual=virtual)
     yield VEE
@@ -139,7 +139,7 @@ def test_a_v_sends_nothing_between_stages_of_one_rank() -> None:
 
 @pytest.mark.parametrize("early", range(5))
 def test_the_kth_send_of_a_channel_is_its_kth_receive(early: int) -> None:
-    for schedule in ALL if early in (0, 2) else ALL[::7]:
+    for schedule in ALL if early == 0 else ALL[early::5]:
         program = lower(schedule, early=early)
         sent, received = (channels(program.ranks, schedule.placement, kinds) for kinds in (SENDS, RECEIVES))
         assert sent == received, schedule

@@ -101,10 +101,10 @@ def test_laws_that_stand_alone_are_broken_alone() -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_lowering_keeps_every_law_at_every_size(name: str) -> None:
-    for ranks in range(1, 9):
-        for virtual in (1, 2, 3, 4) if name in LOOPED else (virtuals(name),):
-            for microbatches in {2 * ranks, 2 * ranks + 1} | (set() if name == "dualpipev" else {1, ranks, 32}):
+def test_lowering_keeps_every_law(name: str) -> None:
+    for ranks in (1, 2, 3, 4, 8):
+        for virtual in (1, 2, 4) if name in LOOPED else (virtuals(name),):
+            for microbatches in {2 * ranks, 2 * ranks + 1} | (set() if name == "dualpipev" else {1, ranks}):
                 program = lower(build(name, ranks=ranks, microbatches=microbatches, virtual=virtual))
                 assert violations(program) == ()
                 assert ranks > 4 or violations(program.with_waits) == ()

@@ -257,6 +257,7 @@ def test_a_result_that_cannot_be_read_is_told(world: World) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.ranks
 def test_a_device_that_is_not_here_is_bad_input() -> None:
     with World(device="cuda") as world, pytest.raises(RankFailed, match="this host has no GPU") as caught:
         world.run(total, ranks=1)

@@ -33,12 +33,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Make the marker known, count what is left out, and under torchrun make the ranks go together."""
     config.addinivalue_line("markers", "one_rank: under torchrun run on rank 0 only; the other ranks take its verdict")
+    config.addinivalue_line("markers", "ranks: starts ranks; every test that uses the world fixture has it")
     config.pluginmanager.register(LeftOut(), "pipeproof-left-out")
     if under_torchrun():
         _refuse_workers(config)
         from validation.pytest_torchrun import RanksTogether  # torch comes with it, so only here
 
         config.pluginmanager.register(RanksTogether(config), "pipeproof-torchrun")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what uses ranks, so that ``-m "not ranks"`` leaves what needs none."""
+    for item in items:
+        if "world" in getattr(item, "fixturenames", ()):
+            item.add_marker("ranks")
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,50 @@
+"""A second set of connections between the ranks of a gloo group, so that each carries data one way only.
+
+A gloo connection has one lock. Whoever sends holds it through the system call, and gloo's own thread, told meanwhile
+that something has arrived on the same connection, asks for the lock again and again without sleeping (``handleEvents``
+in gloo's ``transport/tcp/pair.cc``). If the sender has just lost its processor to that very thread, a whole time slice
+goes by. With data both ways on one connection this costs more than the messages themselves: steps of small messages
+take up to twice as long as on two.
+"""
+
+import weakref
+from datetime import timedelta
+from typing import Protocol, cast
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+
+from pipeline.waiting import waiting
+
+_MEET_S = 120.0  # for the other ranks to come, the first time that a group is used
+
+
+class Lane(Protocol):
+    """What a transport needs of a group: point-to-point messages."""
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int, /) -> dist.Work: ...
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int, /) -> dist.Work: ...
+
+
+# Shared by all transports of a group: connecting costs some milliseconds, and two threads. torch.distributed keeps a
+# group until destroy_process_group, and with the group its second lane goes.
+_second: "weakref.WeakKeyDictionary[dist.ProcessGroup, Lane]" = weakref.WeakKeyDictionary()
+
+
+def second_lane(group: dist.ProcessGroup) -> Lane | None:
+    """Another gloo group of the same ranks; None for a backend other than gloo and for a rank alone.
+
+    Every rank of ``group`` must call it; the first call connects them.
+    """
+    if dist.get_backend(group) != "gloo" or group.size() == 1:
+        return None
+    lane = _second.get(group)
+    if lane is None:
+        store = PrefixStore("pipeproof/second lane", group.get_group_store())
+        with waiting("the other ranks of the process group, to connect a second time"):
+            gloo = dist.ProcessGroupGloo(store, group.rank(), group.size(), timedelta(seconds=_MEET_S))
+        lane = cast(Lane, gloo)  # torch's stubs leave its methods out
+        _second[group] = lane
+    return lane
