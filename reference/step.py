@@ -18,7 +18,7 @@ from reference.data import Batch
 from reference.model import LossFn, Model
 
 Stage = int
-Slot = tuple[Stage, str]  # one stage's copy of a parameter, by its name in the model
+Site = tuple[Stage, str]  # one stage's copy of a parameter, by its name in the model
 Gradient = Tensor | None
 
 
@@ -43,10 +43,10 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Contribution:
-    """What one microbatch gives: its undivided loss, and its gradient in every slot."""
+    """What one microbatch gives: its undivided loss, and its gradient in every site."""
 
     loss: float
-    gradients: Mapping[Slot, Gradient]
+    gradients: Mapping[Site, Gradient]
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class Expected:
     """What an operation must give.
 
     ``losses`` by microbatch, undivided, and ``loss`` what they are together after division. ``buffers`` after the
-    operation, by name. For "train": ``gradients`` per slot after tied copies are summed and before
-    clipping, their ``norm`` over logical parameters, and ``parameters`` per slot after clip and optimizer step.
+    operation, by name. For "train": ``gradients`` per site after tied copies are summed and before
+    clipping, their ``norm`` over logical parameters, and ``parameters`` per site after clip and optimizer step.
     ``contributions`` are this operation's, by microbatch, and ``before`` the parameters it started from, by name.
     """
 
@@ -64,9 +64,9 @@ class Expected:
     loss: float
     contributions: tuple[Contribution, ...] = ()
     before: Mapping[str, Tensor] = field(default_factory=dict)
-    gradients: Mapping[Slot, Gradient] = field(default_factory=dict)
+    gradients: Mapping[Site, Gradient] = field(default_factory=dict)
     norm: float | None = None
-    parameters: Mapping[Slot, Tensor] = field(default_factory=dict)
+    parameters: Mapping[Site, Tensor] = field(default_factory=dict)
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
 
 
@@ -80,9 +80,9 @@ class Reference:
         self.model = model
         self._recipe = recipe
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
-        self._slots = {name: (owner[name], name) for name in self._parameters}
+        self._sites = {name: (owner[name], name) for name in self._parameters}
         self._optimizer = recipe.optimizer([p for p in model.parameters() if p.requires_grad])
-        self._sums: dict[Slot, Gradient] = {}
+        self._sums: dict[Site, Gradient] = {}
 
     def perform(
         self,
@@ -128,7 +128,7 @@ class Reference:
         leaves: dict[tuple[Stage, int], Tensor] = {}
         uses = {}
         for name, parameter in self._parameters.items():
-            key = (self._slots[name][0], id(parameter))
+            key = (self._sites[name][0], id(parameter))
             if key not in leaves:
                 leaves[key] = parameter.detach().requires_grad_(parameter.requires_grad)
             uses[name] = leaves[key]
@@ -136,7 +136,7 @@ class Reference:
         loss = loss_fn(output, batch.target)
         wanted = [leaf for leaf in leaves.values() if leaf.requires_grad]
         found = dict(zip(map(id, wanted), torch.autograd.grad(loss / divisor, wanted, allow_unused=True), strict=True))
-        return Contribution(loss.item(), {self._slots[name]: found.get(id(leaf)) for name, leaf in uses.items()})
+        return Contribution(loss.item(), {self._sites[name]: found.get(id(leaf)) for name, leaf in uses.items()})
 
     def _update(self, expected: Expected, max_norm: float) -> Expected:
         gradients = self.total(self._sums)
@@ -145,38 +145,38 @@ class Reference:
         factor = max_norm / (norm + 1e-6)
         factor = 1.0 if factor > 1.0 else factor
         for name, parameter in self.model.named_parameters():
-            gradient = gradients[self._slots[name]]
+            gradient = gradients[self._sites[name]]
             parameter.grad = None if gradient is None else gradient * factor
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self._sums = {}
-        parameters = {self._slots[name]: parameter.detach().clone() for name, parameter in self._parameters.items()}
+        parameters = {self._sites[name]: parameter.detach().clone() for name, parameter in self._parameters.items()}
         return replace(expected, gradients=gradients, norm=norm, parameters=parameters)
 
-    def total(self, sums: Mapping[Slot, Gradient]) -> dict[Slot, Gradient]:
-        """Gradients per slot in which the copies of a tied parameter hold the sum of all stages' shares.
+    def total(self, sums: Mapping[Site, Gradient]) -> dict[Site, Gradient]:
+        """Gradients per site in which the copies of a tied parameter hold the sum of all stages' shares.
 
         Shares are added in the order of stages. Names of one parameter within one stage are one use, counted once.
         """
-        total: dict[Slot, Gradient] = {}
+        total: dict[Site, Gradient] = {}
         for copies in self._copies().values():
             shares = {stage: sums[stage, name] for stage, name in copies}
             whole = _add([shares[stage] for stage in sorted(shares)])
             total |= dict.fromkeys(copies, whole)
         return total
 
-    def norm(self, gradients: Mapping[Slot, Gradient]) -> float:
+    def norm(self, gradients: Mapping[Site, Gradient]) -> float:
         """The 2-norm over logical parameters, a tied one counted once; sums of squares in fp64, added exactly."""
         one_each = (gradients[copies[0]] for copies in self._copies().values())
         squares = (torch.linalg.vector_norm(g, dtype=torch.float64).item() ** 2 for g in one_each if g is not None)
         return math.sqrt(math.fsum(squares))
 
-    def _copies(self) -> dict[int, list[Slot]]:
-        """The slots of each logical parameter, keyed by its tensor's identity, in order of stages."""
-        copies: dict[int, list[Slot]] = {}
+    def _copies(self) -> dict[int, list[Site]]:
+        """The sites of each logical parameter, keyed by its tensor's identity, in order of stages."""
+        copies: dict[int, list[Site]] = {}
         for name, parameter in self._parameters.items():
-            copies.setdefault(id(parameter), []).append(self._slots[name])
-        return {key: sorted(slots) for key, slots in copies.items()}
+            copies.setdefault(id(parameter), []).append(self._sites[name])
+        return {key: sorted(sites) for key, sites in copies.items()}
 
 
 def objective(model: Model, batches: Sequence[Batch], recipe: Recipe) -> tuple[LossFn, float]:
@@ -190,13 +190,13 @@ def accumulate(
     contributions: Sequence[Contribution],
     *,
     orders: Mapping[Stage, Sequence[int]],
-    onto: Mapping[Slot, Gradient] | None = None,
-) -> dict[Slot, Gradient]:
-    """Add contributions to ``onto``, each slot in its stage's order. A slot that nothing contributes to stays None."""
-    sums: dict[Slot, Gradient] = {}
-    for slot in contributions[0].gradients:
-        found = [contributions[microbatch].gradients[slot] for microbatch in orders[slot[0]]]
-        sums[slot] = _add([(onto or {}).get(slot), *found])
+    onto: Mapping[Site, Gradient] | None = None,
+) -> dict[Site, Gradient]:
+    """Add contributions to ``onto``, each site in its stage's order. A site that nothing contributes to stays None."""
+    sums: dict[Site, Gradient] = {}
+    for site in contributions[0].gradients:
+        found = [contributions[microbatch].gradients[site] for microbatch in orders[site[0]]]
+        sums[site] = _add([(onto or {}).get(site), *found])
     return sums
 
 

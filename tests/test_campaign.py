@@ -7,7 +7,7 @@ import pytest
 
 from validation.campaign import Impossible, Setting, exit_status, fuzz_all, validate_all
 from validation.case import Case
-from validation.verdict import Law, Verdict
+from validation.verdict import LawResult, Verdict
 from validation.world import NeedsMoreRanks
 
 SOUND = Case("1f1b", 1, 1, 2, (1,), model="mlp", plan=("train",))
@@ -36,7 +36,7 @@ def test_a_wrong_answer_is_not_hidden_by_a_crash(tmp_path: Path) -> None:
 
 
 def test_the_exit_status_is_that_of_the_worst() -> None:
-    law = (Law("x", "pass", 1, 1),)
+    law = (LawResult("x", "pass", 1, 1),)
     passed, failed, unknown = (Verdict("c", v, "none", law) for v in ("pass", "fail", "unknown"))  # type: ignore[arg-type]
     assert [exit_status(vs) for vs in ([passed], [passed, unknown], [unknown, failed], [])] == [0, 3, 1, 3]
 

@@ -33,35 +33,35 @@ def floors_of(name: str, plan: Sequence[str] = ("train",)) -> tuple[Reference, F
 @pytest.mark.parametrize("name", ["mlp", "gpt-tied"])
 def test_rounding_is_small_and_a_lost_microbatch_is_not(name: str, plan: tuple[str, ...]) -> None:
     _, floors = floors_of(name, plan)
-    for slot, expected in floors._last.gradients.items():
-        floor = floors.gradient(slot)
+    for site, expected in floors._last.gradients.items():
+        floor = floors.gradient(site)
         assert expected is not None
-        assert 1e-9 < floor.largest < 3e-6, slot
+        assert 1e-9 < floor.largest < 3e-6, site
         assert LEAST <= floor.limit < MOST
-        assert floor.fault > 100 * floor.limit, slot
-    assert floors.worst() == max(floors.gradient(slot).largest for slot in floors._last.gradients)
+        assert floor.fault > 100 * floor.limit, site
+    assert floors.worst() == max(floors.gradient(site).largest for site in floors._last.gradients)
 
 
 def test_the_floor_is_that_of_the_other_order_and_of_fp64() -> None:
     reference, floors = floors_of("mlp")
-    slot = (0, "blocks.0.linear.weight")
-    expected = floors._last.gradients[slot]
-    parts = [one.gradients[slot] for one in floors._last.contributions]
+    site = (0, "blocks.0.linear.weight")
+    expected = floors._last.gradients[site]
+    parts = [one.gradients[site] for one in floors._last.contributions]
     assert expected is not None
     other = torch.zeros_like(expected)
     for part in reversed(parts):
         other += part  # type: ignore[arg-type]
-    assert floors.gradient(slot).permutation == error(other, expected)
-    assert reference.model.get_parameter(slot[1]).dtype is torch.float32
+    assert floors.gradient(site).permutation == error(other, expected)
+    assert reference.model.get_parameter(site[1]).dtype is torch.float32
 
 
 def test_losses_norms_and_updates_have_floors() -> None:
     _, floors = floors_of("mlp")
     assert all(0 <= floors.loss(m).double < 1e-6 for m in range(4))
     assert floors.norm().largest < 1e-6
-    slot = (1, "blocks.3.norm.weight")
+    site = (1, "blocks.3.norm.weight")
     # A weight near 1 that moves by a hundredth: its own rounding is a hundred times that of its gradient.
-    assert floors.parameter(slot).largest > floors.gradient(slot).largest
+    assert floors.parameter(site).largest > floors.gradient(site).largest
 
 
 @pytest.mark.parametrize("name", ["mlp", "gpt-tied"])
@@ -71,12 +71,12 @@ def test_the_floor_of_an_update_is_about_what_rounding_does_to_it(name: str) -> 
     expected, rate = floors._last, reference._optimizer.param_groups[0]["lr"]
     assert expected.norm is not None
     clip = min(1.0, Recipe().max_norm / (expected.norm + 1e-6))
-    for slot, gradient in floors._double_total.items():
+    for site, gradient in floors._double_total.items():
         assert gradient is not None
         update = -rate * clip * gradient
-        wide = expected.before[slot[1]].double() + update
-        rounding = error(expected.parameters[slot], wide, scale=update)
-        assert rounding / 4 < floors.parameter(slot).largest < 4 * rounding, slot
+        wide = expected.before[site[1]].double() + update
+        rounding = error(expected.parameters[site], wide, scale=update)
+        assert rounding / 4 < floors.parameter(site).largest < 4 * rounding, site
 
 
 def test_a_parameter_without_a_gradient_has_no_floor() -> None:

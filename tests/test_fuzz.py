@@ -9,10 +9,10 @@ from hypothesis import find, settings
 from validation.case import MODELS, SCHEDULES, Case
 from validation.fuzz import PLANS, Tally, cases, fuzz
 from validation.validator import validate
-from validation.verdict import Law, Verdict
+from validation.verdict import LawResult, Verdict
 from validation.world import RankFailed, World
 
-PASS = Verdict("", "pass", "bitwise", (Law("loss", "pass", 1, 1),))
+PASS = Verdict("", "pass", "bitwise", (LawResult("loss", "pass", 1, 1),))
 
 
 def campaign(budget: int, seed: int, run: Callable[[Case, World], Verdict] | None = None) -> tuple[list[Case], object]:

@@ -153,14 +153,14 @@ def test_a_buffer_that_differs_or_is_lost_fails(world: World) -> None:
     case = Case("1f1b", 1, 1, 2, (2,), model="batchnorm", plan=("train",))
     seen = observe(case, world)
     assert judge(case, seen).law("buffers").exact > 0
-    slot = (0, "blocks.1.norm.running_mean")
+    site = (0, "blocks.1.norm.running_mean")
 
     def nudged(s: RankOperation) -> RankOperation:
-        return replace(s, buffers={**(s.buffers or {}), slot: (s.buffers or {})[slot] * 1.1})
+        return replace(s, buffers={**(s.buffers or {}), site: (s.buffers or {})[site] * 1.1})
 
     verdict = judge(case, altered(seen, nudged))
     assert failing(verdict) == {"buffers"}
-    assert verdict.mismatches[0].parameter == slot[1]
+    assert verdict.mismatches[0].parameter == site[1]
     assert failing(judge(case, altered(seen, lambda s: replace(s, buffers={})))) == {"buffers"}
 
 
@@ -236,10 +236,10 @@ def test_two_dead_runs_that_agree_are_unknown(observed: Observed, monkeypatch: p
 
     def dead(seen: RankOperation) -> RankOperation:
         grads: dict[tuple[int, str], Tensor | None] = {
-            slot: None if g is None else torch.zeros_like(g) for slot, g in (seen.gradients or {}).items()
+            site: None if g is None else torch.zeros_like(g) for site, g in (seen.gradients or {}).items()
         }
         start = dict(build_model("mlp", layers=2, seed=0).named_parameters())
-        parameters = {slot: start[slot[1]].detach() for slot in grads}
+        parameters = {site: start[site[1]].detach() for site in grads}
         return replace(seen, losses=(0.0,) * 3, loss=0.0, gradients=grads, norm=0.0, parameters=parameters)
 
     changed = altered(observed, dead)

@@ -63,4 +63,4 @@ def test_every_rank_reports_every_operation(world: World) -> None:
 def test_two_runs_of_a_case_give_the_same_bits(world: World) -> None:
     case = Case("gpipe", 2, 1, 3, (1, 1), model="gpt", plan=("train",))
     one, two = (observe(case, world).gradients(0) for _ in range(2))
-    assert all(torch.equal(one[slot], two[slot]) for slot in one)  # type: ignore[arg-type]
+    assert all(torch.equal(one[site], two[site]) for site in one)  # type: ignore[arg-type]

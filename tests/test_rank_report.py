@@ -4,17 +4,17 @@ import pickle
 
 import pytest
 
-from validation.rank_report import NeedsMoreRanks, Outcome, RankFailed, RankReport, culprit_of, describe
+from validation.rank_report import Ending, NeedsMoreRanks, RankFailed, RankReport, culprit_of, describe
 
 GLOO = "RuntimeError: [pair.cc:537] Read error [127.0.0.1]:25993: Connection reset by peer. Check the logs."
 
 
 def raised(rank: int, message: str = "ValueError: bad split", at_s: float = 0.0) -> RankReport:
     """A rank that raised."""
-    return RankReport(rank, Outcome.RAISED, message, f"Traceback of rank {rank}\n", at_s=at_s)
+    return RankReport(rank, Ending.RAISED, message, f"Traceback of rank {rank}\n", at_s=at_s)
 
 
-FINISHED = RankReport(0, Outcome.FINISHED)
+FINISHED = RankReport(0, Ending.FINISHED)
 
 
 @pytest.mark.parametrize(
@@ -23,12 +23,12 @@ FINISHED = RankReport(0, Outcome.FINISHED)
         ([FINISHED, raised(1)], 1),
         ([raised(0, at_s=2.0), raised(1, at_s=1.0)], 1),
         ([raised(0, GLOO, at_s=1.0), raised(1, at_s=2.0)], 1),
-        ([raised(0, GLOO, at_s=1.0), RankReport(1, Outcome.DIED, "exited with status 3", at_s=2.0)], 1),
+        ([raised(0, GLOO, at_s=1.0), RankReport(1, Ending.DIED, "exited with status 3", at_s=2.0)], 1),
         ([raised(0, GLOO, at_s=2.0), raised(1, GLOO, at_s=1.0)], 1),
-        ([RankReport(0, Outcome.STOPPED), raised(1, GLOO)], 1),
-        ([RankReport(0, Outcome.STUCK, waiting="1RECV_F0"), RankReport(1, Outcome.STUCK)], 1),
-        ([RankReport(0, Outcome.STOPPED), RankReport(1, Outcome.ABSENT, "did not come")], 1),
-        ([raised(0, "RankFailed: rank 1 of 2 did not come to the run"), RankReport(1, Outcome.SKIPPED, at_s=9.0)], 1),
+        ([RankReport(0, Ending.STOPPED), raised(1, GLOO)], 1),
+        ([RankReport(0, Ending.STUCK, waiting="1RECV_F0"), RankReport(1, Ending.STUCK)], 1),
+        ([RankReport(0, Ending.STOPPED), RankReport(1, Ending.ABSENT, "did not come")], 1),
+        ([raised(0, "RankFailed: rank 1 of 2 did not come to the run"), RankReport(1, Ending.SKIPPED, at_s=9.0)], 1),
         ([raised(0, "RankFailed: rank 2 raised\nrank 1: Connection closed", at_s=1.0), raised(1, at_s=2.0)], 0),
     ],
 )
@@ -39,9 +39,9 @@ def test_the_culprit_is_the_first_cause(reports: list[RankReport], culprit: int)
 def test_the_story_has_the_culprit_first_and_echoes_last() -> None:
     reports = [
         raised(0, GLOO),
-        RankReport(1, Outcome.STOPPED, waiting="1RECV_F0 from rank 0", traceback="a stack\n"),
+        RankReport(1, Ending.STOPPED, waiting="1RECV_F0 from rank 0", traceback="a stack\n"),
         raised(2, at_s=5.0),
-        RankReport(3, Outcome.FINISHED),
+        RankReport(3, Ending.FINISHED),
         raised(4, "KeyError: 'x'\nmore", at_s=6.0),
     ]
     assert describe(reports).splitlines() == [
@@ -55,7 +55,7 @@ def test_the_story_has_the_culprit_first_and_echoes_last() -> None:
 
 
 def test_every_rank_that_is_stuck_shows_where() -> None:
-    stuck = [RankReport(rank, Outcome.STUCK, "did not finish within 5 s", f"stack {rank}\n") for rank in range(2)]
+    stuck = [RankReport(rank, Ending.STUCK, "did not finish within 5 s", f"stack {rank}\n") for rank in range(2)]
     assert describe(stuck).splitlines() == [
         "rank 0 of 2 did not finish within 5 s",
         "    stack 0",

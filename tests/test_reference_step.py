@@ -71,12 +71,12 @@ def test_three_steps_end_where_torchs_own_loop_ends(name: str) -> None:
 def test_the_order_of_addition_is_the_one_asked_for() -> None:
     contributions = reference_of("mlp").perform("train", data("mlp"), orders=orders()).contributions
     forward, backward = (accumulate(contributions, orders=orders(order)) for order in ([0, 1, 2], [2, 1, 0]))
-    slot = (0, "blocks.0.linear.weight")
-    parts = [one.gradients[slot] for one in contributions]
+    site = (0, "blocks.0.linear.weight")
+    parts = [one.gradients[site] for one in contributions]
     assert all(isinstance(part, Tensor) for part in parts)
     a, b, c = (part for part in parts if part is not None)
-    assert torch.equal(forward[slot], (a + b) + c)  # type: ignore[arg-type]
-    assert torch.equal(backward[slot], (c + b) + a)  # type: ignore[arg-type]
+    assert torch.equal(forward[site], (a + b) + c)  # type: ignore[arg-type]
+    assert torch.equal(backward[site], (c + b) + a)  # type: ignore[arg-type]
 
 
 def test_stages_keep_their_shares_of_a_tied_weight_apart() -> None:
@@ -92,10 +92,10 @@ def test_accumulation_adds_two_calls_and_is_used_once() -> None:
     one.perform("accumulate", data("mlp"), orders=orders())
     both = one.perform("train", data("mlp"), orders=orders())
     single = two.perform("train", data("mlp"), orders=orders())
-    slot = (1, "blocks.2.linear.bias")
-    assert error(both.gradients[slot], 2 * single.gradients[slot]) < 1e-6  # type: ignore[arg-type, operator]
+    site = (1, "blocks.2.linear.bias")
+    assert error(both.gradients[site], 2 * single.gradients[site]) < 1e-6  # type: ignore[arg-type, operator]
     after = one.perform("train", data("mlp"), orders=orders())
-    assert error(after.gradients[slot], both.gradients[slot]) > 0.1  # type: ignore[arg-type]
+    assert error(after.gradients[site], both.gradients[site]) > 0.1  # type: ignore[arg-type]
 
 
 def test_evaluation_changes_nothing_and_drops_nothing_out() -> None:
@@ -113,8 +113,8 @@ def test_fp64_starts_from_the_parameters_that_the_operation_started_from() -> No
     second = reference.perform("train", data("gpt-tied", 1), orders=orders())
     for fp32, fp64 in zip(second.contributions, in_double(reference, second, data("gpt-tied", 1)), strict=True):
         assert fp64.loss == pytest.approx(fp32.loss, rel=1e-5)
-        for slot, gradient in fp32.gradients.items():
-            wide = fp64.gradients[slot]
+        for site, gradient in fp32.gradients.items():
+            wide = fp64.gradients[site]
             assert gradient is not None
             assert wide is not None
             assert wide.dtype is torch.float64

@@ -5,17 +5,17 @@ from pathlib import Path
 
 from validation.case import Case
 from validation.report import HEADER, line, summary
-from validation.verdict import Law, Mismatch, Verdict
+from validation.verdict import LawResult, Mismatch, Verdict
 
 GOLDEN = Path(__file__).parent / "golden"
 CASE = Case("interleaved", 4, 2, 8, (1,) * 8, model="gpt-tied", seed=3)
 LAWS = (
-    Law("loss", "pass", 32, 32),
-    Law("none-ness", "pass", 101, 101),
-    Law("gradient", "fail", 101, 99, 2, worst=1.0, floor=3e-7),
-    Law("tied-copies", "not applicable", note="no parameter has copies in several stages"),
-    Law("grad-norm", "pass", 4, 0, worst=2e-8, floor=1e-8),
-    Law("second-step", "unknown", note="not judged: operation 1 already disagrees"),
+    LawResult("loss", "pass", 32, 32),
+    LawResult("none-ness", "pass", 101, 101),
+    LawResult("gradient", "fail", 101, 99, 2, worst=1.0, floor=3e-7),
+    LawResult("tied-copies", "not applicable", note="no parameter has copies in several stages"),
+    LawResult("grad-norm", "pass", 4, 0, worst=2e-8, floor=1e-8),
+    LawResult("second-step", "unknown", note="not judged: operation 1 already disagrees"),
 )
 FIRST = Mismatch(
     "gradient",
@@ -38,7 +38,8 @@ def test_a_failure_is_one_screen_with_where_seen_expected_case_and_replay() -> N
 
 
 def test_the_table() -> None:
-    passed = replace(FAILED, verdict="pass", tier="fp32", laws=(*LAWS[:2], Law("gradient", "pass", 101, 101), LAWS[4]))
+    sound = (*LAWS[:2], LawResult("gradient", "pass", 101, 101), LAWS[4])
+    passed = replace(FAILED, verdict="pass", tier="fp32", laws=sound)
     table = "\n".join([HEADER, line(CASE, FAILED), line(CASE, passed)])
     assert table + "\n" == (GOLDEN / "table.txt").read_text()
     assert max(map(len, table.splitlines())) <= 120

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from validation.verdict import Law, Mismatch, Verdict, overall
+from validation.verdict import LawResult, Mismatch, Verdict, overall
 
-PASS, FAIL, UNKNOWN, SKIPPED = (Law("x", o) for o in ("pass", "fail", "unknown", "not applicable"))
+PASS, FAIL, UNKNOWN, SKIPPED = (LawResult("x", o) for o in ("pass", "fail", "unknown", "not applicable"))
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ PASS, FAIL, UNKNOWN, SKIPPED = (Law("x", o) for o in ("pass", "fail", "unknown",
         ([], "unknown"),
     ],
 )
-def test_the_worst_law_decides_and_nothing_exercised_is_unknown(laws: list[Law], outcome: str) -> None:
+def test_the_worst_law_decides_and_nothing_exercised_is_unknown(laws: list[LawResult], outcome: str) -> None:
     assert overall(laws) == outcome
 
 

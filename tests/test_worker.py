@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from validation.processes import Processes
-from validation.rank_report import Outcome
+from validation.rank_report import Ending
 from validation.shipping import pack, unpack
 from validation.worker import Answer, RankContext
 
@@ -117,7 +117,7 @@ def test_a_worker_that_dies_between_runs_is_told(processes: Processes) -> None:
     os.kill(pids[1], signal.SIGKILL)
     assert gone(pids[1:], 5.0)
     told = answers(processes, lambda context: None)
-    assert told[1].report.outcome is Outcome.DIED
+    assert told[1].report.ending is Ending.DIED
     assert told[1].report.message == "was killed by SIGKILL"
     assert results(processes, lambda context: context.rank) == [0, 1]
 
@@ -127,7 +127,7 @@ def test_a_worker_that_is_stopped_ends_with_the_bound(processes: Processes) -> N
         os.kill(os.getpid(), signal.SIGSTOP)
 
     told = answers(processes, job, timeout_s=0.5)
-    assert {answer.report.outcome for answer in told} == {Outcome.STUCK}
+    assert {answer.report.ending for answer in told} == {Ending.STUCK}
     assert results(processes, lambda context: context.rank) == [0, 1]
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline.waiting import waiting
-from validation.rank_report import Outcome
+from validation.rank_report import Ending
 from validation.world import RankContext, RankFailed, World, WorldError
 
 BOUND_S = 1.0  # for jobs that hang on purpose
@@ -164,29 +164,29 @@ def rank_0_waits_for_a_send(context: RankContext) -> None:
 
 
 FAILURES = [
-    (raises, Outcome.RAISED, r"rank 1 of 2 raised .*BadSplit: 3 layers, 4 stages\n(.*\n)*.*in raises\n"),
-    (exits, Outcome.DIED, r"rank 1 of 2 exited with status 3\n"),
-    (exits_politely, Outcome.RAISED, r"rank 1 of 2 raised SystemExit: enough\n(.*\n)*rank 0: finished"),
-    (crashes, Outcome.DIED, r"rank 1 of 2 was killed by SIGSEGV\n(.*\n)*.* in crashes\n"),
-    (skips_alone, Outcome.SKIPPED, r"rank 1 of 2 skipped alone: not on mine\nrank 0: finished"),
-    (raises_no_exception, Outcome.RAISED, r"rank 1 of 2 raised KeyboardInterrupt: by itself\n"),
-    (returns_a_lock, Outcome.RAISED, r"rank 1 of 2 raised TypeError: its result, a lock, cannot be sent back"),
-    (computes_for_ever, Outcome.STUCK, r"rank 1 of 2 did not finish within 1 s\n(.*\n)*.*in computes_for_ever\n"),
-    (stays_in_native_code, Outcome.STUCK, r"rank 1 of 2 did not finish within 1 s\n    busy in native code\n"),
+    (raises, Ending.RAISED, r"rank 1 of 2 raised .*BadSplit: 3 layers, 4 stages\n(.*\n)*.*in raises\n"),
+    (exits, Ending.DIED, r"rank 1 of 2 exited with status 3\n"),
+    (exits_politely, Ending.RAISED, r"rank 1 of 2 raised SystemExit: enough\n(.*\n)*rank 0: finished"),
+    (crashes, Ending.DIED, r"rank 1 of 2 was killed by SIGSEGV\n(.*\n)*.* in crashes\n"),
+    (skips_alone, Ending.SKIPPED, r"rank 1 of 2 skipped alone: not on mine\nrank 0: finished"),
+    (raises_no_exception, Ending.RAISED, r"rank 1 of 2 raised KeyboardInterrupt: by itself\n"),
+    (returns_a_lock, Ending.RAISED, r"rank 1 of 2 raised TypeError: its result, a lock, cannot be sent back"),
+    (computes_for_ever, Ending.STUCK, r"rank 1 of 2 did not finish within 1 s\n(.*\n)*.*in computes_for_ever\n"),
+    (stays_in_native_code, Ending.STUCK, r"rank 1 of 2 did not finish within 1 s\n    busy in native code\n"),
 ]
 
 
-@pytest.mark.parametrize(("job", "outcome", "told"), FAILURES, ids=[job.__name__ for job, *_ in FAILURES])
+@pytest.mark.parametrize(("job", "ending", "told"), FAILURES, ids=[job.__name__ for job, *_ in FAILURES])
 def test_the_culprit_comes_first_and_the_next_run_is_sound(
-    world: World, job: Callable[[RankContext], Any], outcome: Outcome, told: str
+    world: World, job: Callable[[RankContext], Any], ending: Ending, told: str
 ) -> None:
-    hangs = outcome is Outcome.STUCK
+    hangs = ending is Ending.STUCK
     with pytest.raises(RankFailed) as caught:
         world.run(job, ranks=2, timeout_s=BOUND_S if hangs else 60)
     assert re.match(told, str(caught.value)), str(caught.value)
     assert caught.value.culprit == 1
     assert [report.rank for report in caught.value.reports] == [0, 1]
-    assert caught.value.reports[1].outcome is outcome
+    assert caught.value.reports[1].ending is ending
     assert sound(world)
 
 

@@ -7,7 +7,7 @@ from functools import cached_property
 from torch import Tensor
 
 from reference.data import Batch
-from reference.step import Contribution, Expected, Reference, Slot, accumulate, in_double
+from reference.step import Contribution, Expected, Reference, Site, accumulate, in_double
 from validation.tolerance import UNIT, Floor, floor_of, scalar_error
 
 Orders = Mapping[int, Sequence[int]]
@@ -38,26 +38,26 @@ class Floors:
         return [in_double(self._reference, one.expected, one.batches) for one in self._pending]
 
     @cached_property
-    def _reversed_total(self) -> dict[Slot, Tensor | None]:
-        sums: dict[Slot, Tensor | None] = {}
+    def _reversed_total(self) -> dict[Site, Tensor | None]:
+        sums: dict[Site, Tensor | None] = {}
         for one in reversed(self._pending):
             orders = {stage: tuple(reversed(order)) for stage, order in one.orders.items()}
             sums = accumulate(one.expected.contributions, orders=orders, onto=sums)
         return self._reference.total(sums)
 
     @cached_property
-    def _double_total(self) -> dict[Slot, Tensor | None]:
-        sums: dict[Slot, Tensor | None] = {}
+    def _double_total(self) -> dict[Site, Tensor | None]:
+        sums: dict[Site, Tensor | None] = {}
         for one, double in zip(self._pending, self._double, strict=True):
             sums = accumulate(double, orders=one.orders, onto=sums)
         return self._reference.total(sums)
 
-    def gradient(self, slot: Slot) -> Floor:
-        """The floor of one slot's gradient."""
-        expected, other, double = self._last.gradients[slot], self._reversed_total[slot], self._double_total[slot]
+    def gradient(self, site: Site) -> Floor:
+        """The floor of one site's gradient."""
+        expected, other, double = self._last.gradients[site], self._reversed_total[site], self._double_total[site]
         if expected is None or other is None or double is None:
             return Floor(0.0, 0.0, 0.0)
-        parts = [one.gradients[slot] for pending in self._pending for one in pending.expected.contributions]
+        parts = [one.gradients[site] for pending in self._pending for one in pending.expected.contributions]
         return floor_of(expected.cpu(), [other.cpu()], double.cpu(), [None if p is None else p.cpu() for p in parts])
 
     def loss(self, microbatch: int) -> Floor:
@@ -72,14 +72,14 @@ class Floors:
         permutation, double = (scalar_error(other, norm) for other in others)
         return Floor(permutation, double, 0.0)
 
-    def parameter(self, slot: Slot) -> Floor:
-        """The floor of one slot's update: its gradient's, or the rounding of the parameter itself if that is more."""
-        gradient = self.gradient(slot)
-        before, after = self._last.before[slot[1]].double(), self._last.parameters[slot].double()
+    def parameter(self, site: Site) -> Floor:
+        """The floor of one site's update: its gradient's, or the rounding of the parameter itself if that is more."""
+        gradient = self.gradient(site)
+        before, after = self._last.before[site[1]].double(), self._last.parameters[site].double()
         step = (after - before).abs().amax().item()
         rounding = UNIT * before.abs().amax().item() / step if step else 0.0
         return Floor(gradient.permutation, max(gradient.double, rounding), gradient.fault)
 
     def worst(self) -> float:
         """The largest floor over all gradients."""
-        return max((self.gradient(slot).largest for slot in self._last.gradients), default=0.0)
+        return max((self.gradient(site).largest for site in self._last.gradients), default=0.0)

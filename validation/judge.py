@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from reference.model import build_model
-from reference.step import Expected, Recipe, Reference, Slot
+from reference.step import Expected, Recipe, Reference, Site
 from validation.case import Case
 from validation.floors import Floors, Pending
 from validation.ledger import Heading, Ledger
@@ -123,8 +123,8 @@ class Judge:
         known = Mismatch(law, operation + 1, seen="", expected="", **where)  # type: ignore[arg-type]
         return Heading(law, scenarios, known)
 
-    def _slot_place(self, law: str, operation: _Operation, slot: Slot) -> Heading:
-        stage, name = slot
+    def _site_place(self, law: str, operation: _Operation, site: Site) -> Heading:
+        stage, name = site
         rank = self._observed.schedule.placement[stage]
         return self._place(law, operation.number, operation.scenarios, rank=rank, stage=stage, parameter=name)
 
@@ -159,12 +159,12 @@ class Judge:
 
     def _parameters_once(self) -> None:
         due = {(stage, name) for name, stage in self._owner.items()}
-        seen = [slot for rank in self._observed.ranks for slot in (rank[-1].parameters or {})]
-        for slot in sorted(due | set(seen)):
-            stage, name = slot
+        seen = [site for rank in self._observed.ranks for site in (rank[-1].parameters or {})]
+        for site in sorted(due | set(seen)):
+            stage, name = site
             place = self._place("parameters-once", len(self._case.plan) - 1, frozenset(), stage=stage, parameter=name)
-            count = seen.count(slot)
-            self.ledger.hold(place, count == (slot in due), f"held {count} times", f"held {int(slot in due)} times")
+            count = seen.count(site)
+            self.ledger.hold(place, count == (site in due), f"held {count} times", f"held {int(site in due)} times")
 
     def _losses(self, operation: _Operation) -> None:
         last = self._observed.schedule.placement[-1]
@@ -198,9 +198,9 @@ class Judge:
         for name in operation.expected.buffers.keys() - names:
             place = self._place("buffers", operation.number, operation.scenarios, parameter=name)
             self.ledger.hold(place, False, "held by no stage", "held by one stage")
-        for slot, seen in sorted(observed.items()):
-            place = self._slot_place("buffers", operation, slot)
-            wanted = operation.expected.buffers.get(slot[1])
+        for site, seen in sorted(observed.items()):
+            place = self._site_place("buffers", operation, site)
+            wanted = operation.expected.buffers.get(site[1])
             if wanted is None:
                 self.ledger.hold(place, False, "a buffer", "no such buffer")
             else:
@@ -230,38 +230,38 @@ class Judge:
         observed = self._observed.gradients(operation.number)
         zero = []
         # From the last stage down, as gradients flow: the first to differ is the nearest to the fault.
-        for slot, wanted in sorted(operation.expected.gradients.items(), key=lambda item: (-item[0][0], item[0][1])):
-            seen = observed.get(slot)
+        for site, wanted in sorted(operation.expected.gradients.items(), key=lambda item: (-item[0][0], item[0][1])):
+            seen = observed.get(site)
             same = (seen is None) == (wanted is None)
-            place = self._slot_place("none-ness", operation, slot)
+            place = self._site_place("none-ness", operation, site)
             self.ledger.hold(place, same, _presence(seen), _presence(wanted))
             if seen is None or wanted is None:
                 continue
             if not wanted.any():
-                zero.append(slot[1])
-            self._tensors("gradient", operation, slot, seen, wanted.cpu())
+                zero.append(site[1])
+            self._tensors("gradient", operation, site, seen, wanted.cpu())
         if zero:
             more = f" and of {len(zero) - 1} more" * (len(zero) > 1)
             self.ledger.doubt("gradient", f"the expected gradient of {zero[0]}{more} is zero, so nothing could be seen")
         self._copies("gradient", operation, observed)
 
-    def _tensors(self, law: str, operation: _Operation, slot: Slot, seen: Tensor, wanted: Tensor) -> None:
+    def _tensors(self, law: str, operation: _Operation, site: Site, seen: Tensor, wanted: Tensor) -> None:
         floors = operation.floors
         assert floors is not None, "a training step has floors"
-        place = self._slot_place(law, operation, slot)
+        place = self._site_place(law, operation, site)
         if law == "gradient":
-            self.ledger.tensors(place, seen, wanted, lambda: floors.gradient(slot))
+            self.ledger.tensors(place, seen, wanted, lambda: floors.gradient(site))
         else:
-            before = operation.expected.before[slot[1]].cpu()
-            self.ledger.tensors(place, seen, wanted, lambda: floors.parameter(slot), base=before)
+            before = operation.expected.before[site[1]].cpu()
+            self.ledger.tensors(place, seen, wanted, lambda: floors.parameter(site), base=before)
 
-    def _copies(self, what: str, operation: _Operation, observed: dict[Slot, Tensor | None]) -> None:
+    def _copies(self, what: str, operation: _Operation, observed: dict[Site, Tensor | None]) -> None:
         for copies in self._tied:
             (first, *others) = sorted(copies.items())
             for other in others:
                 one, two = observed.get(first), observed.get(other)
                 same = one is two is None or (one is not None and two is not None and same_bits(one, two))
-                place = self._slot_place("tied-copies", operation, other)
+                place = self._site_place("tied-copies", operation, other)
                 self.ledger.hold(place, same, f"another {what} than {first[1]} of stage {first[0]}", f"the same {what}")
 
     def _norms(self, operation: _Operation) -> None:
@@ -275,9 +275,9 @@ class Judge:
 
     def _updates(self, operation: _Operation, max_norm: float) -> None:
         observed = self._observed.parameters(operation.number)
-        for slot, wanted in sorted(operation.expected.parameters.items()):
-            if slot in observed:
-                self._tensors("updated-parameters", operation, slot, observed[slot], wanted.cpu())
+        for site, wanted in sorted(operation.expected.parameters.items()):
+            if site in observed:
+                self._tensors("updated-parameters", operation, site, observed[site], wanted.cpu())
         self._copies("parameter", operation, dict(observed))
         norm = operation.expected.norm or 0.0
         if norm <= max_norm == Recipe().max_norm:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from validation.tolerance import Floor, error, same_bits
-from validation.verdict import Law, Mismatch, Outcome
+from validation.verdict import LawResult, Mismatch, Outcome
 
 
 @dataclass
@@ -94,7 +94,7 @@ class Ledger:
         if outcome != "pass":
             self.mismatches.append(place.mismatch(f"{observed:.9g}", f"{expected:.9g}", size=size, limit=allowed.limit))
 
-    def laws(self) -> tuple[Law, ...]:
+    def laws(self) -> tuple[LawResult, ...]:
         """Every law's outcome, in the order given at the start."""
         return tuple(self._law(name, entry) for name, entry in self._entries.items())
 
@@ -103,16 +103,16 @@ class Ledger:
         """Whether every comparison held bit for bit."""
         return all(entry.exact == entry.checked for entry in self._entries.values())
 
-    def _law(self, name: str, entry: _Entry) -> Law:
+    def _law(self, name: str, entry: _Entry) -> LawResult:
         if name in self._not_applicable:
-            return Law(name, "not applicable", note=self._not_applicable[name])
+            return LawResult(name, "not applicable", note=self._not_applicable[name])
         outcome: Outcome = "pass"
         if "fail" in entry.outcomes:
             outcome = "fail"
         elif "unknown" in entry.outcomes or not entry.checked:
             outcome = "unknown"
         note = "; ".join(entry.notes) or ("" if entry.checked else "nothing was compared")
-        return Law(name, outcome, entry.checked, entry.exact, entry.wrong, entry.worst, entry.floor, note)
+        return LawResult(name, outcome, entry.checked, entry.exact, entry.wrong, entry.worst, entry.floor, note)
 
     def _enter(
         self, place: Heading, outcome: str, *, exact: bool = False, size: float = 0.0, floor: float = 0.0

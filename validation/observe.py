@@ -18,7 +18,7 @@ from reference.model import Model, build_model
 from reference.step import Recipe, objective
 from validation.around import AroundGradients, AroundStage
 from validation.case import Case
-from validation.observed import Observed, RankOperation, Slot
+from validation.observed import Observed, RankOperation, Site
 from validation.specimens import specimen
 from validation.stages import layers_of, on_device, tied_across
 from validation.world import RankContext, World
@@ -62,17 +62,17 @@ class WatchedGradients(AroundGradients):
 
     def __init__(self, inner: GradientWork, stages: Sequence[Stage]) -> None:
         super().__init__(inner, stages)
-        self.kept: dict[Slot, Tensor | None] = {}
+        self.kept: dict[Site, Tensor | None] = {}
 
     def reduce_tied(self) -> None:
         self.inner.reduce_tied()
         self.kept = {
-            slot: None if parameter.grad is None else parameter.grad.detach().to("cpu", copy=True)
-            for slot, parameter in slots(self.stages)
+            site: None if parameter.grad is None else parameter.grad.detach().to("cpu", copy=True)
+            for site, parameter in sites(self.stages)
         }
 
 
-def slots(stages: Sequence[Stage]) -> list[tuple[Slot, nn.Parameter]]:
+def sites(stages: Sequence[Stage]) -> list[tuple[Site, nn.Parameter]]:
     """Every parameter of ``stages``, under each of its names."""
     return [
         ((stage.index, name), parameter)
@@ -153,7 +153,7 @@ def _perform(schedule: PipelineSchedule, model: Model, case: Case, operation: in
         loss=result.loss,
         gradients=gradients.kept,
         norm=result.grad_norm,
-        parameters={slot: parameter.detach().to("cpu", copy=True) for slot, parameter in slots(gradients.stages)},
+        parameters={site: parameter.detach().to("cpu", copy=True) for site, parameter in sites(gradients.stages)},
         profile=result.profile,
     )
     return _seen(schedule, seen)

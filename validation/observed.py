@@ -9,7 +9,7 @@ from pipeline.action import GIVES_WEIGHT_GRADIENT, Action, Kind
 from pipeline.profile import Profile
 from pipeline.schedule import Schedule
 
-Slot = tuple[int, str]  # one stage's copy of a parameter, by its name in the model
+Site = tuple[int, str]  # one stage's copy of a parameter, by its name in the model
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class RankOperation:
     nonfinite: tuple[Action, ...] = ()
     called: tuple[tuple[Action, bool], ...] = ()
     loss: float | None = None
-    gradients: Mapping[Slot, Tensor | None] | None = None
+    gradients: Mapping[Site, Tensor | None] | None = None
     norm: float | None = None
-    parameters: Mapping[Slot, Tensor] | None = None
-    buffers: Mapping[Slot, Tensor] | None = None
+    parameters: Mapping[Site, Tensor] | None = None
+    buffers: Mapping[Site, Tensor] | None = None
     profile: Profile | None = None
 
 
@@ -46,17 +46,17 @@ class Observed:
         """The microbatches' losses, as the last stage's rank reported them."""
         return self.ranks[self.schedule.placement[-1]][operation].losses
 
-    def gradients(self, operation: int) -> dict[Slot, Tensor | None]:
+    def gradients(self, operation: int) -> dict[Site, Tensor | None]:
         """Every rank's gradients together."""
-        return {slot: grad for rank in self.ranks for slot, grad in (rank[operation].gradients or {}).items()}
+        return {site: grad for rank in self.ranks for site, grad in (rank[operation].gradients or {}).items()}
 
-    def parameters(self, operation: int) -> dict[Slot, Tensor]:
+    def parameters(self, operation: int) -> dict[Site, Tensor]:
         """Every rank's parameters together."""
-        return {slot: value for rank in self.ranks for slot, value in (rank[operation].parameters or {}).items()}
+        return {site: value for rank in self.ranks for site, value in (rank[operation].parameters or {}).items()}
 
-    def buffers(self, operation: int) -> dict[Slot, Tensor]:
+    def buffers(self, operation: int) -> dict[Site, Tensor]:
         """Every rank's buffers together."""
-        return {slot: value for rank in self.ranks for slot, value in (rank[operation].buffers or {}).items()}
+        return {site: value for rank in self.ranks for site, value in (rank[operation].buffers or {}).items()}
 
     def called(self, operation: int) -> list[tuple[Action, bool]]:
         """Every call of a stage's module on any rank, and whether it was in training mode."""

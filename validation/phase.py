@@ -9,10 +9,10 @@ import pytest
 from _pytest._code.code import ReprFileLocation, TerminalRepr
 from _pytest._io import TerminalWriter
 
-from validation.rank_report import Outcome, RankReport, culprit_of, describe
+from validation.rank_report import Ending, RankReport, culprit_of, describe
 
 _STRICT = "[XPASS(strict)]"  # how pytest's report begins where a test should have failed
-_OUTCOMES = {"passed": Outcome.FINISHED, "failed": Outcome.RAISED, "skipped": Outcome.SKIPPED}
+_ENDINGS = {"passed": Ending.FINISHED, "failed": Ending.RAISED, "skipped": Ending.SKIPPED}
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class Phase:
 
     def seen_by(self, rank: int) -> RankReport:
         """The phase as the report of a rank. To fail as expected is to finish."""
-        outcome = _OUTCOMES[self.outcome] if self.expected is None else Outcome.FINISHED
-        return RankReport(rank, outcome, self.message, self.text, at_s=self.at_s)
+        ending = _ENDINGS[self.outcome] if self.expected is None else Ending.FINISHED
+        return RankReport(rank, ending, self.message, self.text, at_s=self.at_s)
 
     @property
     def as_expected(self) -> bool:

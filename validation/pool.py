@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 
-from validation.rank_report import Outcome, RankReport
+from validation.rank_report import Ending, RankReport
 from validation.seat import Seat
 from validation.worker import Answer
 from validation.worker_handle import WorkerHandle
@@ -74,7 +74,7 @@ class Pool:
                 pending.remove(worker)
                 answers[worker] = worker.answer()
                 if answers[worker].failed:
-                    skipped = answers[worker].report.outcome is Outcome.SKIPPED
+                    skipped = answers[worker].report.ending is Ending.SKIPPED
                     graces_s.append(_SKIP_GRACE_S if skipped else GRACE_S)
             if graces_s:
                 failing = True
@@ -91,8 +91,8 @@ def _examine(workers: Sequence[WorkerHandle], complaint: str) -> dict[WorkerHand
     answers = {}
     for worker in workers:
         stack, waiting = worker.testimony(deadline_s)
-        outcome = Outcome.STUCK if complaint else Outcome.STOPPED
-        answers[worker] = Answer(RankReport(worker.seat.rank, outcome, complaint, stack, waiting, time.time()))
+        ending = Ending.STUCK if complaint else Ending.STOPPED
+        answers[worker] = Answer(RankReport(worker.seat.rank, ending, complaint, stack, waiting, time.time()))
     return answers
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from validation.collection import Collected, difference
 from validation.phase import Phase, blame, settle
-from validation.rank_report import Outcome, RankReport, describe
+from validation.rank_report import Ending, RankReport, describe
 from validation.shipping import pack, unpack
 from validation.side_store import RanksAbsent, side_store
 from validation.watch import STUCK_STATUS, Watch, stacks
@@ -161,9 +161,9 @@ class RanksTogether:
         self._reporter = min(rank for rank in range(self._side.ranks) if rank not in absent.reasons)
         told = stacks(self._side, [rank for rank in absent.reasons if not self._side.has_left(rank)])
         reports = [
-            RankReport(rank, Outcome.ABSENT, absent.reasons[rank], told.get(rank, ""))
+            RankReport(rank, Ending.ABSENT, absent.reasons[rank], told.get(rank, ""))
             if rank in absent.reasons
-            else RankReport(rank, Outcome.STOPPED)
+            else RankReport(rank, Ending.STOPPED)
             for rank in range(self._side.ranks)
         ]
         reports[self._rank] = phase.seen_by(self._rank)

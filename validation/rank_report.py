@@ -15,7 +15,7 @@ _SECONDARY = re.compile(
 )
 
 
-class Outcome(StrEnum):
+class Ending(StrEnum):
     """How a rank's part of a run ended."""
 
     FINISHED = "finished"
@@ -37,7 +37,7 @@ class RankReport:
     """
 
     rank: int
-    outcome: Outcome
+    ending: Ending
     message: str = ""
     traceback: str = ""
     waiting: str | None = None
@@ -51,19 +51,19 @@ class RankReport:
     @property
     def _echo(self) -> str:
         # Only of the first line: a story of several ranks has such lines about the others, and a cause of its own.
-        found = _SECONDARY.search(self.message.partition("\n")[0]) if self.outcome is Outcome.RAISED else None
+        found = _SECONDARY.search(self.message.partition("\n")[0]) if self.ending is Ending.RAISED else None
         return found[0] if found else ""
 
     def sentence(self) -> str:
-        """The outcome as a predicate: ``raised ValueError: bad split``."""
-        match self.outcome:
-            case Outcome.FINISHED:
+        """The ending as a predicate: ``raised ValueError: bad split``."""
+        match self.ending:
+            case Ending.FINISHED:
                 return "finished"
-            case Outcome.RAISED:
+            case Ending.RAISED:
                 return f"raised {self.message}"
-            case Outcome.SKIPPED:
+            case Ending.SKIPPED:
                 return f"skipped alone: {self.message}"
-            case Outcome.STOPPED:
+            case Ending.STOPPED:
                 return f"was waiting for {self.waiting}, stopped" if self.waiting else "had not finished, stopped"
             case _:
                 return f"{self.message}, waiting for {self.waiting}" if self.waiting else self.message
@@ -80,18 +80,18 @@ def culprit_of(reports: Sequence[RankReport]) -> int:
     """The rank to blame: the earliest failure that is not merely the echo of another rank's."""
 
     def blame(report: RankReport) -> tuple[int, float, int]:
-        match report.outcome:
-            case Outcome.DIED | Outcome.SKIPPED:
+        match report.ending:
+            case Ending.DIED | Ending.SKIPPED:
                 level = 0
-            case Outcome.RAISED:
+            case Ending.RAISED:
                 level = 4 if report.secondary else 0
-            case Outcome.ABSENT:
+            case Ending.ABSENT:
                 level = 1
-            case Outcome.STUCK:  # a rank that computes for ever is to blame before one that waits for it
+            case Ending.STUCK:  # a rank that computes for ever is to blame before one that waits for it
                 level = 3 if report.waiting else 2
-            case Outcome.STOPPED:
+            case Ending.STOPPED:
                 level = 5
-            case Outcome.FINISHED:
+            case Ending.FINISHED:
                 level = 6
         return level, report.at_s, report.rank
 
@@ -101,13 +101,13 @@ def culprit_of(reports: Sequence[RankReport]) -> int:
 def describe(reports: Sequence[RankReport]) -> str:
     """The whole story: the culprit with its traceback, then a line for each other rank, echoes last."""
     culprit = next(report for report in reports if report.rank == culprit_of(reports))
-    alike = len({(report.outcome, report.message) for report in reports}) == 1
-    if alike and len(reports) > 1 and culprit.outcome is not Outcome.STUCK:  # each is stuck in a place of its own
+    alike = len({(report.ending, report.message) for report in reports}) == 1
+    if alike and len(reports) > 1 and culprit.ending is not Ending.STUCK:  # each is stuck in a place of its own
         return _paragraph(f"all {len(reports)} ranks {culprit.sentence()}", culprit.traceback)
     lines = [_paragraph(f"rank {culprit.rank} of {len(reports)} {culprit.sentence()}", culprit.traceback)]
     others = [report for report in reports if report is not culprit]
     for report in sorted(others, key=lambda report: (report.secondary, report.rank)):
-        stack = report.traceback if report.outcome in (Outcome.STUCK, Outcome.ABSENT) else ""
+        stack = report.traceback if report.ending in (Ending.STUCK, Ending.ABSENT) else ""
         lines.append(_paragraph(report.line(), stack))
     return "\n".join(lines)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from validation.launcher import loopback
 from validation.pool import START_BOUND_S, Pool
-from validation.rank_report import NeedsMoreRanks, Outcome, RankFailed, RankReport
+from validation.rank_report import Ending, NeedsMoreRanks, RankFailed, RankReport
 from validation.seat import Seat
 from validation.shipping import pack, unpack
 from validation.side_store import RanksAbsent, side_store
@@ -102,8 +102,8 @@ class Torchrun:
 
     def _reports(self, absent: RanksAbsent) -> list[RankReport]:
         return [
-            RankReport(rank, Outcome.ABSENT, absent.reasons[rank])
+            RankReport(rank, Ending.ABSENT, absent.reasons[rank])
             if rank in absent.reasons
-            else RankReport(rank, Outcome.STOPPED)
+            else RankReport(rank, Ending.STOPPED)
             for rank in range(self._side.ranks)
         ]

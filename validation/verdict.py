@@ -67,7 +67,7 @@ class Mismatch:
 
 
 @dataclass(frozen=True)
-class Law:
+class LawResult:
     """A property that must hold, and how it fared.
 
     ``checked`` things were compared, ``exact`` of them agreed bit for bit, ``wrong`` of them did not agree.
@@ -100,7 +100,7 @@ class Verdict:
     config: str
     verdict: Literal["pass", "fail", "unknown"]
     tier: Tier
-    laws: tuple[Law, ...]
+    laws: tuple[LawResult, ...]
     mismatches: tuple[Mismatch, ...] = ()
     cause: str | None = None
     floor: float = 0.0
@@ -122,7 +122,7 @@ class Verdict:
         if self.verdict != "pass":
             raise ValidationFailed(self)
 
-    def law(self, name: str) -> Law:
+    def law(self, name: str) -> LawResult:
         """The law called ``name``. Raises KeyError if it was not judged."""
         return {law.name: law for law in self.laws}[name]
 
@@ -160,7 +160,7 @@ class Verdict:
         return {"schema": SCHEMA, **data, "replay": self.replay}
 
 
-def overall(laws: Sequence[Law]) -> Literal["pass", "fail", "unknown"]:
+def overall(laws: Sequence[LawResult]) -> Literal["pass", "fail", "unknown"]:
     """Fail if any law fails; else unknown if any is, or if none was exercised; else pass."""
     outcomes = {law.outcome for law in laws}
     if "fail" in outcomes:

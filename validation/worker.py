@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # not in __all__
 
 from pipeline import waiting
-from validation.rank_report import Outcome, RankReport
+from validation.rank_report import Ending, RankReport
 from validation.seat import Seat
 from validation.shipping import pack, unpack
 
@@ -52,7 +52,7 @@ class Answer:
     @property
     def failed(self) -> bool:
         """Whether there is no result."""
-        return self.report.outcome is not Outcome.FINISHED
+        return self.report.ending is not Ending.FINISHED
 
 
 def serve(orders: Connection, questions: Connection, seat: Seat, environment: Mapping[str, str]) -> NoReturn:
@@ -123,23 +123,23 @@ def _attempt(rank: int, work: Callable[[], object]) -> Answer:
     except BaseException as error:  # also SystemExit and pytest's outcomes: the controller is the judge of all of them
         return _failure(rank, error)
     try:
-        return Answer(RankReport(rank, Outcome.FINISHED, at_s=time.time()), pack(result))
+        return Answer(RankReport(rank, Ending.FINISHED, at_s=time.time()), pack(result))
     except Exception as error:  # no one type: an object that cannot be pickled raises what it likes
         message = f"TypeError: its result, a {type(result).__qualname__}, cannot be sent back: {error}"
-        return Answer(RankReport(rank, Outcome.RAISED, message, at_s=time.time()))
+        return Answer(RankReport(rank, Ending.RAISED, message, at_s=time.time()))
 
 
 def _failure(rank: int, error: BaseException) -> Answer:
     now_s = time.time()
     outcomes = sys.modules.get("_pytest.outcomes")
     if outcomes is not None and isinstance(error, outcomes.Skipped):
-        return Answer(RankReport(rank, Outcome.SKIPPED, str(error), at_s=now_s))
+        return Answer(RankReport(rank, Ending.SKIPPED, str(error), at_s=now_s))
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
     told = traceback.TracebackException(type(error), error, trace)
     message = "".join(told.format_exception_only()).strip()
-    report = RankReport(rank, Outcome.RAISED, message, "".join(told.format()), at_s=now_s)
+    report = RankReport(rank, Ending.RAISED, message, "".join(told.format()), at_s=now_s)
     return Answer(report, _packed_cause(error))
 
 

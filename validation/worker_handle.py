@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from types import ModuleType
 
-from validation.rank_report import Outcome, RankReport
+from validation.rank_report import Ending, RankReport
 from validation.seat import Seat
 from validation.shipping import unpack
 from validation.worker import Answer, serve
@@ -56,7 +56,7 @@ class WorkerHandle:
                 assert isinstance(answer, Answer), f"a worker sends answers, not {type(answer)}"
                 return answer
         self._process.join(_EXIT_BOUND_S)
-        report = RankReport(self.seat.rank, Outcome.DIED, self._death(), self._signal_stack(), at_s=time.time())
+        report = RankReport(self.seat.rank, Ending.DIED, self._death(), self._signal_stack(), at_s=time.time())
         return Answer(report)
 
     def ask(self) -> None:

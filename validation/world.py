@@ -7,7 +7,7 @@ from typing import Any, NoReturn, Protocol, Self, TypeVar
 
 from validation.launcher import under_torchrun
 from validation.processes import Processes
-from validation.rank_report import NeedsMoreRanks, Outcome, RankFailed, RankReport, WorldError, culprit_of
+from validation.rank_report import Ending, NeedsMoreRanks, RankFailed, RankReport, WorldError, culprit_of
 from validation.shipping import pack, unpack
 from validation.torchrun import Torchrun
 from validation.worker import Answer, RankContext
@@ -96,7 +96,7 @@ def _results(answers: Sequence[Answer]) -> list[Any]:
     if not any(answer.failed for answer in answers):
         return [_result(answer) for answer in answers]
     reports = [answer.report for answer in answers]
-    if len({report.message for report in reports}) == 1 and all(r.outcome is Outcome.SKIPPED for r in reports):
+    if len({report.message for report in reports}) == 1 and all(r.ending is Ending.SKIPPED for r in reports):
         _skip(reports[0].message)
     raise RankFailed(reports, _cause(answers[culprit_of(reports)]))
 
