@@ -28,7 +28,7 @@ def read_file(path: str | Path) -> Schedule | Program:
 def _text(path: Path) -> str:
     try:
         if path.exists() and not path.is_file():  # reading a pipe may never end
-            raise OSError("it is no regular file; write the schedule to one")
+            raise OSError("it is no regular file")
         if path.stat().st_size > _MOST_BYTES:
             raise OSError(f"it has more than {_MOST_BYTES >> 20} MiB, which no schedule needs")
         return path.read_text(encoding="utf-8-sig")

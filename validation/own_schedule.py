@@ -40,5 +40,7 @@ def _from_rank_0(path: str | Path) -> Schedule | Program | ScheduleError:
 
     side = side_store()
     mine = pack(_read(path)) if side.rank == 0 else b""
-    found: Schedule | Program | ScheduleError = unpack(side.gather(mine, what=f"reading {path}", bound_s=_BOUND_S)[0])
+    found: Schedule | Program | ScheduleError = unpack(
+        side.gather(mine, what="reading a schedule", bound_s=_BOUND_S)[0]
+    )
     return found

@@ -65,8 +65,8 @@ def canonical_name(text: str) -> str:
         return known[plain]
     if plain == "dualpipe":  # dual_pipe_v.py says what it would take
         raise ScheduleError(
-            f"{text!r} holds every stage on two ranks, which a schedule cannot say: use 'dualpipev', DualPipe folded at "
-            "the middle"
+            f"{text!r} holds every stage on two ranks, which a schedule cannot say: use 'dualpipev', which is "
+            "DualPipe folded at the middle"
         )
     near = difflib.get_close_matches(plain, known, n=1, cutoff=0.4)
     hint = f"did you mean {known[near[0]]!r}? " if near else ""

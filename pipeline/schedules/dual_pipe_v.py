@@ -7,10 +7,10 @@ Drawn for P = 2, M = 4 (F, I and W are one cell, B two; rank 0 has stages 0 and 
 
 DualPipe itself holds every stage on two ranks, r and P-1-r, feeds half of the microbatches in at either end and adds
 the two copies' weight gradients; P and M must be even, M >= 2P. A ``Schedule`` says where *the* copy of a stage lives
-(``placement``). It would take a direction in every action (the text has no place for one, nor has torch's), a placement
-by (direction, stage), laws that count by direction, and in the runtime two modules per stage with a sum over both
-copies before the norm. What that buys is a bubble half as large for twice the weights; folded at the middle it is the
-schedule here, on half as many ranks, which needs none of that.
+(``placement``). It would take a direction in every action (neither our text nor torch's has a place for one), a
+placement by (direction, stage), laws that count by direction, and in the runtime two modules per stage with a sum over
+both before the norm. At equal times that buys, on as many ranks, a global bubble of P-2 for P-1 of a rank's units
+(DeepSeek's table of DualPipe) at twice the weights; so the library has the schedule here, which needs none of it.
 """
 
 from pipeline.action import Action
