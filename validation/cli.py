@@ -77,11 +77,27 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, default=4, metavar="P")
     parser.add_argument("--microbatches", type=int, default=8, metavar="M")
     parser.add_argument(
-        "--memory", type=float, help="the most that a rank may hold, in activations of one microbatch on a whole rank"
+        "--memory",
+        type=float,
+        help="the most that a rank may hold, in activations of one microbatch on a whole rank, or as --activations",
     )
     parser.add_argument("--times", type=numbers, default=(1.0, 1.0, 1.0), metavar="F,I,W", help="of a whole rank")
     parser.add_argument(
         "--layers", type=numbers, default=(), metavar="C,C,...", help="cost of every layer: stages are balanced by it"
+    )
+    parser.add_argument(
+        "--activations",
+        type=numbers,
+        default=(),
+        metavar="A,A,...",
+        help="what a microbatch leaves on every layer, e.g. in MiB: then --memory is in MiB, and includes the weights",
+    )
+    parser.add_argument(
+        "--weights",
+        type=numbers,
+        default=(),
+        metavar="W,W,...",
+        help="what stays on every layer, in the same unit: parameters, gradients, the optimizer's state",
     )
     parser.add_argument(
         "--weight-memory", type=float, default=1.0, metavar="SHARE", help="of an activation, held from I to W"
@@ -204,6 +220,8 @@ def _plan(options: argparse.Namespace) -> int:
             options.times,
             options.layers,
             options.weight_memory,
+            options.activations,
+            options.weights,
         )
     )
     print(table(found))
