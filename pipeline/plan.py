@@ -109,26 +109,34 @@ def _option(name: str, virtual: int, needs: Needs) -> Option:
 
 
 def _splits(schedule: Schedule, needs: Needs) -> Iterator[tuple[int, ...]]:
-    """The split that balances best, and the one that does so among those that leave every rank in its memory.
+    """The split that balances best, and those that do so among the splits that leave each stage in its share of memory.
 
-    A rank that holds several stages shares its memory out in proportion to the most that each ever holds; so for those
-    the second is one that fits, and not always the best of them.
+    With one stage on a rank its share is all, and the second split is the best that fits. Several stages share in
+    proportion to the most that each ever holds, first as if they did so together as at equal sizes, then as if all did
+    at once; whether a rank really stays in its memory is for the caller to see.
     """
     yield balanced(needs.costs, schedule.n_stages)
     if needs.memory is None:
         return
     most = _most_held(schedule, needs.weight_memory)
-    on_rank = [sum(most[stage] for stage in schedule.stages_of(rank)) for rank in range(schedule.n_ranks)]
-    rooms = [needs.memory * held / on_rank[schedule.placement[stage]] for stage, held in enumerate(most)]
+    together = [peak.value for peak in peaks_of(schedule.columns, weight_memory=needs.weight_memory)]
+    at_once = [sum(most[stage] for stage in schedule.stages_of(rank)) for rank in range(schedule.n_ranks)]
+    for held in (together, at_once):
+        rooms = [needs.memory * own / held[schedule.placement[stage]] for stage, own in enumerate(most)]
+        found = _within(rooms, most, needs)
+        if found is not None:
+            yield found
+
+
+def _within(rooms: Sequence[float], most: Sequence[float], needs: Needs) -> tuple[int, ...] | None:
+    """The split that balances best where stage s may hold ``rooms[s]`` with ``most[s]`` activations at its peak."""
     activations, weights = ([0.0, *accumulate(sizes)] for sizes in _sizes(needs))
 
     def fits(stage: int, first: int, end: int) -> bool:
         held = most[stage] * (activations[end] - activations[first]) + weights[end] - weights[first]
         return held <= rooms[stage] + _SLACK
 
-    found = balanced_within(needs.costs, schedule.n_stages, fits=fits)
-    if found is not None:
-        yield found
+    return balanced_within(needs.costs, len(rooms), fits=fits)
 
 
 def _most_held(schedule: Schedule, weight_memory: float) -> list[float]:
