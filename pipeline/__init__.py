@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from pipeline.action import Action, ActionError, Kind
+from pipeline.files import read_file
 from pipeline.grid import grid
 from pipeline.laws import check
 from pipeline.lower import Program, lower, program_from_csv, read_csv
@@ -39,6 +40,7 @@ __all__ = [
     "lower",
     "program_from_csv",
     "read_csv",
+    "read_file",
     "schedule_from_csv",
     "simulate",
 ]

@@ -67,7 +67,11 @@ class Action(NamedTuple):
         match = _TEXT.fullmatch(text)
         if match is None:
             raise ActionError(
-                f"{text!r} is not an action: expected stage, kind and microbatch, e.g. 2F0 or 1SEND_B3, "
+                f"{_shown(text)} is not an action: expected stage, kind and microbatch, e.g. 2F0 or 1SEND_B3, "
                 f"with a kind out of {', '.join(kind.value for kind in Kind)}"
             )
         return cls(int(match["stage"]), Kind(match["kind"]), int(match["microbatch"]))
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= 60 else f"{text[:60]}...")

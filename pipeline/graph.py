@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 
 from pipeline.columns import Floats, Ints, Mask
 
+_MOST_STEPS = 2_000_000
+
 
 @dataclass(frozen=True, eq=False)
 class Graph:
@@ -78,15 +80,20 @@ class Graph:
     def shortest_cycle(self, within: Mask) -> list[int]:
         """A cycle of fewest nodes among those of ``within``, from its smallest node on; [] where there is none.
 
-        A breadth-first search from every such node, each cut off at the best length so far.
+        A breadth-first search from every such node, each cut off at the best length so far. Where that takes more than
+        ``_MOST_STEPS`` steps, which is some seconds, it is the best found until then.
         """
         inside = within[self.before] & within[self.after]
         following: dict[int, list[int]] = {}
         for source, target in zip(self.before[inside].tolist(), self.after[inside].tolist(), strict=True):
             following.setdefault(source, []).append(target)
         best: list[int] = []
+        steps = 0
         for node in _on_cycles(following):
-            best = _cycle_from(node, following, shorter_than=len(best)) or best
+            cycle, taken = _cycle_from(node, following, shorter_than=len(best))
+            best, steps = cycle or best, steps + taken
+            if best and steps > _MOST_STEPS:
+                break
         return best
 
 
@@ -113,22 +120,25 @@ def _on_cycles(following: Mapping[int, list[int]]) -> list[int]:
     return sorted(node for node, count in onward.items() if count > 0)
 
 
-def _cycle_from(start: int, following: Mapping[int, list[int]], *, shorter_than: int) -> list[int]:
-    """The shortest cycle through ``start``, if it has fewer than ``shorter_than`` nodes (0: no bound); else []."""
+def _cycle_from(start: int, following: Mapping[int, list[int]], *, shorter_than: int) -> tuple[list[int], int]:
+    """The shortest cycle through ``start``, if it has fewer than ``shorter_than`` nodes (0: no bound), else [].
+
+    With it, how many nodes were seen on the way.
+    """
     came_from = {start: start}
     depth = {start: 1}
     queue = deque([start])
     while queue:
         node = queue.popleft()
         if shorter_than and depth[node] >= shorter_than:
-            return []
+            break
         for target in following.get(node, ()):
             if target == start:
-                return _path(node, came_from)
+                return _path(node, came_from), len(came_from)
             if target not in came_from:
                 came_from[target], depth[target] = node, depth[node] + 1
                 queue.append(target)
-    return []
+    return [], len(came_from)
 
 
 def _path(node: int, came_from: Mapping[int, int]) -> list[int]:

@@ -38,6 +38,10 @@ class Violation:
 Law = Callable[[Schedule], Iterator[Violation]]
 
 
+class LawBroken(ScheduleError):
+    """A schedule or a program that can be read, but breaks laws; the message lists all violations on its grid."""
+
+
 def at(columns: Columns, entry: int, law: str, message: str) -> Violation:
     """A violation by one entry."""
     return Violation(law, message, int(columns.rank[entry]), (columns.cell(entry),))
@@ -201,10 +205,10 @@ def violations(schedule: Schedule, *, laws: Iterable[Law] = LAWS) -> tuple[Viola
 
 
 def check(schedule: Schedule, *, laws: Iterable[Law] = LAWS) -> Schedule:
-    """``schedule`` itself if it keeps every law; else ``ScheduleError`` that lists all violations, grouped by law."""
+    """``schedule`` itself if it keeps every law; else ``LawBroken`` that lists all violations, grouped by law."""
     found = violations(schedule, laws=laws)
     if found:
-        raise ScheduleError(report(schedule.name, found, schedule.ranks))
+        raise LawBroken(report(schedule.name, found, schedule.ranks))
     return schedule
 
 

@@ -1,9 +1,12 @@
 """How layers are cut into stages."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
 from pipeline.schedule import ScheduleError
+
+Fits = Callable[[int, int, int], bool]
+Best = tuple[float, float, tuple[int, ...]]
 
 
 def even(layers: int, stages: int) -> tuple[int, ...]:
@@ -22,22 +25,38 @@ def balanced(costs: Sequence[float], stages: int) -> tuple[int, ...]:
     ``costs`` are the layers' measured times, or their sizes. Exact, by dynamic programming over (stages, layers): the
     linear partition problem, with the sum of squares to choose among equals.
     """
+    even(len(costs), stages)  # refuses counts that cannot be
+    found = balanced_within(costs, stages, fits=lambda stage, first, end: True)
+    assert found is not None, "where everything fits there is a split"
+    return found
+
+
+def balanced_within(costs: Sequence[float], stages: int, *, fits: Fits) -> tuple[int, ...] | None:
+    """As ``balanced``, among splits of which every stage fits; None where there is none.
+
+    ``fits(stage, first, end)`` says whether that stage can hold layers first..end-1.
+    """
     layers = len(costs)
-    even(layers, stages)  # refuses counts that cannot be
     total = [0.0, *accumulate(costs)]
     # best[k]: largest cost, sum of squares and cuts of the first k layers in as many stages as rounds so far.
-    best: list[tuple[float, float, tuple[int, ...]]] = [(cost, cost * cost, ()) for cost in total]
-    for stage in range(1, stages):
+    best: list[Best | None] = [(0.0, 0.0, ()), *[None] * layers]
+    for stage in range(stages):
         best = [
-            min(_extended(best[cut], total[k] - total[cut], cut) for cut in range(stage, k)) if k > stage else best[k]
+            min(
+                (
+                    _extended(before, total[k] - total[cut], cut)
+                    for cut in range(stage, k)
+                    if (before := best[cut]) is not None and fits(stage, cut, k)
+                ),
+                default=None,
+            )
             for k in range(layers + 1)
         ]
-    return tuple(later - earlier for earlier, later in pairwise([0, *best[layers][2], layers]))
+    last = best[layers]
+    return None if last is None else tuple(later - earlier for earlier, later in pairwise([*last[2], layers]))
 
 
-def _extended(
-    best: tuple[float, float, tuple[int, ...]], cost: float, cut: int
-) -> tuple[float, float, tuple[int, ...]]:
+def _extended(best: Best, cost: float, cut: int) -> Best:
     largest, squares, cuts = best
     return max(largest, cost), squares + cost * cost, (*cuts, cut)
 

@@ -1,17 +1,21 @@
 """Which schedule for P ranks and M microbatches: every family simulated, those that fit first, the trade in words.
 
 One unit of memory is the activations of one microbatch on an average rank, 1/P of the model; one of its V stages holds
-1/V of that. Times are those of an average rank's layers likewise, so schedules with different V compare.
+1/V of that. Times are those of an average rank's layers likewise, so schedules with different V compare. Where the
+layers' activations and weights are given (``Needs.activations``), memory is what those say, in their unit.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from pipeline.memory import peaks_of
-from pipeline.partition import balanced, costs_of
+from pipeline.partition import balanced, balanced_within, costs_of
 from pipeline.schedule import Schedule, ScheduleError
 from pipeline.schedules import FAMILIES, LOOPED, build, virtuals
 from pipeline.simulate import Times, simulate
+
+_SLACK = 1e-9  # what rounding may add to a sum
 
 
 @dataclass(frozen=True)
@@ -20,6 +24,8 @@ class Needs:
 
     memory: the most that a rank may hold, in units of above; None for any. times: T_F, T_I and T_W. layers: the cost of
     every layer, if the stages should be balanced by it; empty for stages that are all alike. weight_memory: M_W / M_B.
+    activations: of every layer, what one microbatch leaves there from F to its backward, in bytes or whatever unit
+    ``memory`` is in. weights: of every layer, what stays there: parameters, gradients, the optimizer's state.
     """
 
     ranks: int
@@ -28,6 +34,13 @@ class Needs:
     times: tuple[float, float, float] = (1.0, 1.0, 1.0)
     layers: tuple[float, ...] = ()
     weight_memory: float = 1.0
+    activations: tuple[float, ...] = ()
+    weights: tuple[float, ...] = ()
+
+    @property
+    def costs(self) -> tuple[float, ...]:
+        """What every layer costs: all the same where only their memory is known."""
+        return self.layers or (1.0,) * len(self.activations)
 
 
 @dataclass(frozen=True)
@@ -63,8 +76,14 @@ def plan(needs: Needs, *, virtual: Sequence[int] = (2, 4)) -> tuple[Option, ...]
     for what, value in (("ranks", needs.ranks), ("microbatches", needs.microbatches)):
         if value < 1:
             raise ScheduleError(f"{what} is {value}: expected at least 1")
-    if min((*needs.times, *needs.layers, 1.0)) <= 0 or (needs.memory is not None and needs.memory <= 0):
-        raise ScheduleError("times, layers and memory must be above 0")
+    above = (*needs.times, *needs.layers, *needs.activations, 1.0 if needs.memory is None else needs.memory)
+    if min(above) <= 0 or min(needs.weights, default=0.0) < 0:
+        raise ScheduleError("times, layers, activations and memory must be above 0, and weights not below")
+    if needs.weights and not needs.activations:
+        raise ScheduleError("weights need activations in the same unit, a number for every layer")
+    for what, values in (("activations", needs.activations), ("weights", needs.weights)):
+        if values and len(values) != len(needs.costs):
+            raise ScheduleError(f"{what} has {len(values)} numbers: expected {len(needs.costs)}, one for every layer")
     options = [_option(name, chunks, needs) for name in FAMILIES for chunks in _virtuals(name, virtual)]
     return tuple(sorted(options, key=_rank))
 
@@ -82,20 +101,71 @@ def _rank(option: Option) -> tuple[bool, float, float, int]:
 def _option(name: str, virtual: int, needs: Needs) -> Option:
     try:
         schedule = build(name, ranks=needs.ranks, microbatches=needs.microbatches, virtual=virtual)
-        split = balanced(needs.layers, schedule.n_stages) if needs.layers else ()
+        splits = tuple(_splits(schedule, needs)) if needs.costs else ((),)
     except ScheduleError as error:
         return Option(name, virtual, fails=str(error))
-    return _simulated(schedule, virtual, split, needs)
+    options = [_simulated(schedule, virtual, split, needs) for split in splits]
+    return next((option for option in options if not option.fails), options[0])
+
+
+def _splits(schedule: Schedule, needs: Needs) -> Iterator[tuple[int, ...]]:
+    """The split that balances best, and those that do so among the splits that leave each stage in its share of memory.
+
+    With one stage on a rank its share is all, and the second split is the best that fits. Several stages share in
+    proportion to the most that each ever holds, first as if they did so together as at equal sizes, then as if all did
+    at once; whether a rank really stays in its memory is for the caller to see.
+    """
+    yield balanced(needs.costs, schedule.n_stages)
+    if needs.memory is None:
+        return
+    most = _most_held(schedule, needs.weight_memory)
+    together = [peak.value for peak in peaks_of(schedule.columns, weight_memory=needs.weight_memory)]
+    at_once = [sum(most[stage] for stage in schedule.stages_of(rank)) for rank in range(schedule.n_ranks)]
+    for held in (together, at_once):
+        rooms = [needs.memory * own / held[schedule.placement[stage]] for stage, own in enumerate(most)]
+        found = _within(rooms, most, needs)
+        if found is not None:
+            yield found
+
+
+def _within(rooms: Sequence[float], most: Sequence[float], needs: Needs) -> tuple[int, ...] | None:
+    """The split that balances best where stage s may hold ``rooms[s]`` with ``most[s]`` activations at its peak."""
+    activations, weights = ([0.0, *accumulate(sizes)] for sizes in _sizes(needs))
+
+    def fits(stage: int, first: int, end: int) -> bool:
+        held = most[stage] * (activations[end] - activations[first]) + weights[end] - weights[first]
+        return held <= rooms[stage] + _SLACK
+
+    return balanced_within(needs.costs, len(rooms), fits=fits)
+
+
+def _most_held(schedule: Schedule, weight_memory: float) -> list[float]:
+    """The most activations that each stage ever holds by itself."""
+    columns = schedule.columns
+    alone = (columns.take(columns.stage == stage) for stage in range(schedule.n_stages))
+    return [max(peak.value for peak in peaks_of(each, weight_memory=weight_memory)) for each in alone]
+
+
+def _sizes(needs: Needs) -> tuple[Sequence[float], Sequence[float]]:
+    """Every layer's activations and weights, in the unit of ``memory``."""
+    costs = needs.costs
+    activations = needs.activations or tuple(cost * needs.ranks / sum(costs) for cost in costs)
+    return activations, needs.weights or (0.0,) * len(costs)
 
 
 def _simulated(schedule: Schedule, virtual: int, split: tuple[int, ...], needs: Needs) -> Option:
-    weights = (1 / virtual,) * schedule.n_stages
+    times = held = (1 / virtual,) * schedule.n_stages
+    weights = (0.0,) * schedule.n_stages
     if split:
-        weights = tuple(cost * needs.ranks / sum(needs.layers) for cost in costs_of(split, needs.layers))
-    timeline = simulate(schedule, Times(*needs.times, stages=weights))
-    peaks = tuple(peak.value for peak in peaks_of(schedule.columns, weight_memory=needs.weight_memory, sizes=weights))
+        times = tuple(cost * needs.ranks / sum(needs.costs) for cost in costs_of(split, needs.costs))
+        held, weights = (costs_of(split, sizes) for sizes in _sizes(needs))
+    timeline = simulate(schedule, Times(*needs.times, stages=times))
+    peaks = tuple(
+        peak.value + sum(weights[stage] for stage in schedule.stages_of(rank))
+        for rank, peak in enumerate(peaks_of(schedule.columns, weight_memory=needs.weight_memory, sizes=held))
+    )
     fails = ""
-    if needs.memory is not None and max(peaks) > needs.memory + 1e-9:
+    if needs.memory is not None and max(peaks) > needs.memory + _SLACK:
         fails = f"a rank holds {max(peaks):g}, more than {needs.memory:g}"
     return Option(
         schedule.name,

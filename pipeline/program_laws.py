@@ -9,11 +9,10 @@ from pipeline.action import COMPUTE, WAITS, Kind
 from pipeline.buffers import buffer_peaks
 from pipeline.columns import Columns, Ints
 from pipeline.dataflow import NONE
-from pipeline.laws import Violation, at, misplaced, report
+from pipeline.laws import LawBroken, Violation, at, misplaced, report
 from pipeline.laws import violations as of_schedule
 from pipeline.lower import Program
 from pipeline.messages import Messages, consumers, producers
-from pipeline.schedule import ScheduleError
 from pipeline.transports import Transport, deadlocks
 
 ProgramLaw = Callable[[Program], Iterator[Violation]]
@@ -119,7 +118,17 @@ def within_buffers(limit: int) -> ProgramLaw:
     return buffers
 
 
-LAWS: tuple[ProgramLaw, ...] = (placement, messages, message_order, channel_order, no_deadlock(*Transport))
+ANYWHERE: tuple[ProgramLaw, ...] = (placement, messages, message_order, channel_order)
+LAWS: tuple[ProgramLaw, ...] = (*ANYWHERE, no_deadlock(*Transport))
+
+
+def runnable(*, in_order: bool) -> tuple[ProgramLaw, ...]:
+    """The laws of a program that is to run: it may not deadlock where its messages really go.
+
+    ``in_order`` says that messages run in the order in which they are posted, as NCCL's do: then each may hold up its
+    rank. Else they are matched by name, any number in flight.
+    """
+    return (*ANYWHERE, no_deadlock(Transport.STRICT if in_order else Transport.UNLIMITED))
 
 
 def violations(program: Program, *, laws: Iterable[ProgramLaw] = LAWS) -> tuple[Violation, ...]:
@@ -136,8 +145,8 @@ def violations(program: Program, *, laws: Iterable[ProgramLaw] = LAWS) -> tuple[
 
 
 def check(program: Program, *, laws: Iterable[ProgramLaw] = LAWS) -> Program:
-    """``program`` itself if it keeps every law; else ``ScheduleError`` that lists all violations, grouped by law."""
+    """``program`` itself if it keeps every law; else ``LawBroken`` that lists all violations, grouped by law."""
     found = violations(program, laws=laws)
     if found:
-        raise ScheduleError(report(program.schedule.name, found, program.ranks))
+        raise LawBroken(report(program.schedule.name, found, program.ranks))
     return program

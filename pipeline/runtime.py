@@ -89,6 +89,8 @@ class _Pass:
             Kind.SEND_B: self._send_b,
             Kind.RECV_F: self._links.post,
             Kind.RECV_B: self._links.post,
+            Kind.WAIT_SEND_F: _keep,
+            Kind.WAIT_SEND_B: _keep,
         }
         compute_s = communication_s = 0.0
         executed = []
@@ -156,3 +158,7 @@ class _Pass:
 
     def _send_b(self, action: Action) -> None:
         self._links.send_gradient(action, self._input_gradients.pop((action.stage, action.microbatch)))
+
+
+def _keep(action: Action) -> None:
+    """A wait for a send: the buffer is kept until the step ends, so it may always be met there."""

@@ -18,6 +18,8 @@ from pipeline.gradients import GradientWork, StageGradients, Tied, clip_factor, 
 from pipeline.laws import check
 from pipeline.lower import Program, lower
 from pipeline.profile import Profile
+from pipeline.program_laws import check as check_program
+from pipeline.program_laws import runnable
 from pipeline.runtime import Microbatch, Objective, Run, Runtime
 from pipeline.schedule import Schedule, ScheduleError
 from pipeline.schedules import build
@@ -61,7 +63,8 @@ class StepResult:
 class PipelineSchedule:
     """One rank's end of a pipeline.
 
-    kind: a schedule's name ("1F1B", "gpipe", ...), or a ``Schedule`` of one's own. n_microbatches: M. stages: this
+    kind: a schedule's name ("1F1B", "gpipe", ...), or a ``Schedule`` or ``Program`` of one's own; a program's messages
+    are posted where it says, and its waits for sends are met when the step ends. n_microbatches: M. stages: this
     rank's modules, in order of their stage numbers; how many there are on each rank is V. A stage takes and returns a
     tensor or a tuple of tensors. loss_fn(*outputs, target) gives a microbatch's scalar loss. optimizer: over this
     rank's parameters; without one, gradients are left as they are after clipping. pp_group: the pipeline's process
@@ -75,7 +78,7 @@ class PipelineSchedule:
     def __init__(
         self,
         *,
-        kind: str | Schedule,
+        kind: str | Schedule | Program,
         n_microbatches: int,
         stages: Sequence[nn.Module],
         loss_fn: LossFn,
@@ -85,11 +88,10 @@ class PipelineSchedule:
     ) -> None:
         transport = _transport(pp_group, stages)
         if isinstance(kind, str):
-            schedule = build(kind, ranks=transport.n_ranks, microbatches=n_microbatches, virtual=len(stages))
-        else:
-            schedule = kind
+            kind = build(kind, ranks=transport.n_ranks, microbatches=n_microbatches, virtual=len(stages))
+        schedule = kind.schedule if isinstance(kind, Program) else kind
         _fit(schedule, n_microbatches, len(stages), transport)
-        program = lower(check(schedule), early=0 if transport.in_order else _EARLY)
+        program = _program(kind, transport)
         numbered = zip(stages, schedule.stages_of(transport.rank), strict=True)
         split = {action.stage for action in schedule.ranks[transport.rank] if action.kind is Kind.BACKWARD_INPUT}
         own = tuple(ModuleStage(module, index, splits=index in split) for module, index in numbered)
@@ -257,6 +259,13 @@ def _transport(group: dist.ProcessGroup | Transport | None, stages: Sequence[nn.
         return DistributedTransport(group, device=devices[0] if devices else None)
     assert group is not None, "an initialised torch.distributed has a world"
     return group
+
+
+def _program(kind: Schedule | Program, transport: Transport) -> Program:
+    """``kind`` lowered for ``transport``, or itself where it is a program. Raises ``LawBroken``, a ScheduleError."""
+    if isinstance(kind, Program):
+        return check_program(kind, laws=runnable(in_order=transport.in_order))
+    return lower(check(kind), early=0 if transport.in_order else _EARLY)
 
 
 def _fit(schedule: Schedule, n_microbatches: int, n_own: int, transport: Transport) -> None:

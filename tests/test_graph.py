@@ -44,6 +44,15 @@ def test_layers_and_cycles(pairs: list[tuple[int, int]]) -> None:
     assert all(pair in pairs for pair in zip(cycle, [*cycle[1:], *cycle[:1]], strict=True))
 
 
+def test_a_search_that_would_take_for_ever_ends_with_the_best_cycle_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = 500
+    ring = [(node, (node + 1) % size) for node in range(size)]
+    short = [(size - 2, size - 3)]  # found only from the far end
+    assert graph([*ring, *short], size).shortest_cycle(np.ones(size, dtype=bool)) == [size - 3, size - 2]
+    monkeypatch.setattr("pipeline.graph._MOST_STEPS", 1000)
+    assert graph([*ring, *short], size).shortest_cycle(np.ones(size, dtype=bool)) == list(range(size))
+
+
 def test_the_longest_path() -> None:
     diamond = graph([(0, 1), (0, 2), (1, 3), (2, 3)], 4)
     durations, delays = np.array([1.0, 5.0, 2.0, 1.0]), np.array([0.0, 0.0, 0.5, 4.0])

@@ -162,6 +162,24 @@ def test_what_torch_accepts_is_refused() -> None:
     assert [violation.law for violation in found] == ["completeness"] * 2
 
 
+def test_an_order_of_torch_s_that_lost_a_forward_is_refused() -> None:
+    """1F1B as 2.13 and 2.15 put it: the last rank begins at microbatch 1 and ends at one that is not there."""
+    rows = "0F0 0F1 0B0 0B1", "1F1 1B0 1F2 1B1"
+    assert [str(violation) for violation in violations(schedule(*rows, microbatches=2))] == [
+        "placement: rank 1: 1F2: microbatches are 0..1",
+        "completeness: 1F0 appears 0 times, expected once",
+        "acyclic: rank 0: 0B1 waits for stage 1's input gradient of microbatch 1, which never comes",
+        "acyclic: rank 1: 1F2 waits for stage 0's output of microbatch 2, which never comes",
+    ]
+    torch = pytest.importorskip("torch.distributed.pipelining.schedules")
+    made = torch.Schedule1F1B.__new__(torch.Schedule1F1B)
+    made._num_stages, made._n_microbatches = 2, 2
+    order = made._get_pipeline_order()
+    text = "\n".join(",".join(str(cell or "") for cell in row) for row in order.values())
+    lost = "1F0" not in text
+    assert bool(violations(schedule_from_csv(text))) == lost
+
+
 OPTIONAL = {
     "memory": (within_memory(1), "0F0 0F1 0B0 0B1", "memory: rank 0: holds 2 activations at 0F1, more than 1"),
     "weights-in-order": (

@@ -1,7 +1,10 @@
 """Plans: every family once, those that fit first, figures that are the simulator's, and the trade in words."""
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from pipeline.partition import costs_of
 from pipeline.plan import Needs, plan, table, trade
 from pipeline.schedule import ScheduleError
 from pipeline.schedules import FAMILIES, build
@@ -61,6 +64,59 @@ def test_an_uneven_model_costs_time() -> None:
         for layers in ((1, 1), (1, 3))
     )
     assert uneven.makespan > even.makespan
+
+
+@given(
+    activations=st.lists(st.integers(1, 9), min_size=6, max_size=6),
+    weights=st.lists(st.integers(0, 20), min_size=6, max_size=6),
+    memory=st.integers(20, 120),
+)
+@settings(deadline=None, max_examples=40)
+def test_the_split_is_the_most_even_one_that_the_device_can_hold(
+    activations: list[int], weights: list[int], memory: int
+) -> None:
+    """1F1B on three ranks, against every split: rank r holds 3 - r activations of its layers, and their weights."""
+    needs = Needs(3, 8, float(memory), activations=tuple(activations), weights=tuple(weights))
+    found = next(option for option in plan(needs) if option.label == "1f1b")
+
+    def peaks(split: tuple[int, ...]) -> list[int]:
+        held, kept = costs_of(split, activations), costs_of(split, weights)
+        return [int((3 - rank) * held[rank] + kept[rank]) for rank in range(3)]
+
+    every = [(a, b, 6 - a - b) for a in range(1, 5) for b in range(1, 6 - a)]
+    fitting = [split for split in every if max(peaks(split)) <= memory]
+    assert bool(found.fails) == (not fitting)
+    assert [int(peak) for peak in found.peaks] == peaks(found.split)
+    if fitting:
+        assert max(found.split) == min(map(max, fitting))
+
+
+def test_a_rank_with_two_stages_shares_its_memory_out() -> None:
+    """What is found fits, and is not the split that balances where that does not fit."""
+    sizes = (9.0, 1, 1, 1, 1, 1, 1, 9)
+    free, tight = (
+        next(option for option in plan(Needs(2, 8, memory, activations=sizes)) if option.label == "zb-v")
+        for memory in (None, 38.0)
+    )
+    assert free.split == (2, 2, 2, 2)
+    assert max(free.peaks) > 38 >= max(tight.peaks)
+    assert tight.split != free.split
+    assert not tight.fails
+
+
+@pytest.mark.parametrize(
+    ("needs", "words"),
+    [
+        (Needs(2, 4, layers=(1, 1), activations=(1,)), "activations has 1 numbers: expected 2, one for every layer"),
+        (Needs(2, 4, activations=(1, 1), weights=(1, 1, 1)), "weights has 3 numbers: expected 2"),
+        (Needs(2, 4, weights=(1, 1)), "weights need activations in the same unit"),
+        (Needs(2, 4, activations=(1, 0)), "must be above 0"),
+        (Needs(2, 4, activations=(1, 1), weights=(-1, 0)), "weights not below"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(needs: Needs, words: str) -> None:
+    with pytest.raises(ScheduleError, match=words):
+        plan(needs)
 
 
 @pytest.mark.parametrize(

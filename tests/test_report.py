@@ -57,3 +57,8 @@ def test_an_unknown_verdict_says_why() -> None:
 
 def test_a_pass_says_how_much_was_compared() -> None:
     assert str(PASSED).startswith("PASS 165 comparisons, bitwise\n")
+
+
+def test_what_was_left_out_is_counted() -> None:
+    assert summary([]) == "0 pass; 0 of 0 bit for bit"
+    assert summary([], left_out=2) == "0 pass; 0 of 0 bit for bit; 2 left out"

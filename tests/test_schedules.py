@@ -225,7 +225,6 @@ def test_a_name_is_its_own_spelling(name: str) -> None:
         ("interleave", "did you mean 'interleaved'? "),
         ("knife", "did you mean 'naive'? "),
         ("zbh3", "did you mean 'zb-h2'? "),
-        ("DualPipe", "it holds every stage on two ranks, which a schedule cannot say; its half is 'dualpipev'. "),
         ("", ""),
         ("zzz", ""),
     ],
@@ -234,6 +233,12 @@ def test_an_unknown_name_suggests_the_nearest(text: str, hint: str) -> None:
     with pytest.raises(ScheduleError) as caught:
         build(text, ranks=2, microbatches=2)
     assert str(caught.value) == f"unknown schedule {text!r}: {hint}Known: {', '.join(FAMILIES)}"
+
+
+@pytest.mark.parametrize("text", ["dualpipe", "DualPipe", "dual-pipe"])
+def test_dualpipe_is_told_apart_and_where_to_go(text: str) -> None:
+    with pytest.raises(ScheduleError, match=rf"^'{text}' holds every stage on two ranks, .*: use 'dualpipev'"):
+        build(text, ranks=3, microbatches=8)
 
 
 @pytest.mark.parametrize("name", sorted(set(FAMILIES) - LOOPED))

@@ -1,9 +1,10 @@
 """Running cases and showing how it goes: what the commands ``validate``, ``fuzz`` and ``replay`` do."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from time import perf_counter
+from types import MappingProxyType
 
 import torch
 
@@ -19,6 +20,7 @@ from validation.verdict import SCHEMA, Verdict
 from validation.world import NeedsMoreRanks, RankFailed, World
 
 NO_VERDICT = 3
+NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 class Impossible(ValueError):
@@ -44,13 +46,18 @@ class Setting:
         return "cuda" if available and self.device != "cpu" else "cpu"
 
 
-def validate_all(wanted: Sequence[Case], setting: Setting) -> int:
-    """Validate each case, a line each and a screen for what is no pass; returns the exit status."""
+def validate_all(wanted: Sequence[Case], setting: Setting, *, left_out: Mapping[str, str] = NOTHING) -> int:
+    """Validate each case, a line each and a screen for what is no pass; returns the exit status.
+
+    ``left_out`` are schedules that were asked for and cannot be, with the reason; they are said and counted.
+    """
     for case in wanted:
         specimen(case.specimen)  # an unknown one is refused before anything starts
     terminal, device = Terminal(), setting.chosen_device
     verdicts: list[Verdict] = []
     with JsonFile(setting.json) as file, World(device=device, timeout_s=setting.timeout_s) as world:
+        for name, reason in left_out.items():
+            terminal.say(f"{name} is left out: {reason}")
         for number, case in enumerate(wanted, start=1):
             with terminal.progress(f"{number} of {len(wanted)}: {case}"):
                 verdict, more = _validated(replace(case, device=device), world, profile=setting.profile)
@@ -62,8 +69,9 @@ def validate_all(wanted: Sequence[Case], setting: Setting) -> int:
                 more = "\n".join(filter(None, (more, str(verdict))))
             if more:
                 terminal.say(more, verdict.verdict)
-        terminal.say(summary(verdicts))
-        file.write({"schema": SCHEMA, "verdicts": [verdict.as_dict() for verdict in verdicts]})
+        terminal.say(summary(verdicts, left_out=len(left_out)))
+        data = {"verdicts": [verdict.as_dict() for verdict in verdicts], "left_out": dict(left_out)}
+        file.write({"schema": SCHEMA, **data})
     return exit_status(verdicts)
 
 

@@ -1,14 +1,21 @@
-"""A case: everything that one validation depends on, as a value and as the line that replays it."""
+"""A case: everything that one validation depends on, as a value and as the line that replays it.
+
+A schedule of one's own is named by its file, and what the file holds travels with the case.
+"""
 
 import re
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
+from pipeline.files import is_csv
+from pipeline.lower import Program
 from pipeline.partition import by_sizes, even
 from pipeline.schedule import Schedule
 from pipeline.schedules import FAMILIES, build, canonical_name
+from validation.own_schedule import own_schedule
 
 # One step; a second one; an accumulation over two calls; an evaluation between two steps.
 FULL_PLAN = ("train", "train", "accumulate", "train", "eval", "train")
@@ -27,9 +34,10 @@ class CaseError(ValueError):
 class Case:
     """One validation. ``str(case)`` is the replay line and ``parse`` its inverse.
 
-    split: layers per stage. plan: the operations that are run and compared, in order; the last must be "train".
-    loss: "mean" over microbatches, or "tokens", a sum divided by the global count. ragged: microbatches differ in
-    length. unequal: they differ in how many targets count. specimen: the name of a planted fault.
+    schedule: a family, or a FILE.csv. virtual: stages per rank; for a file the most that a rank has. split: layers per
+    stage. plan: the operations that are run and compared, in order; the last must be "train". loss: "mean" over
+    microbatches, or "tokens", a sum divided by the global count. ragged: microbatches differ in length. unequal: they
+    differ in how many targets count. specimen: the name of a planted fault.
     """
 
     schedule: str
@@ -45,9 +53,15 @@ class Case:
     seed: int = 0
     device: str = "cpu"
     specimen: str = ""
+    own: Schedule | Program | None = field(default=None, repr=False)  # what the file holds; read if it is not given
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "schedule", canonical_name(self.schedule))
+        if not is_csv(self.schedule):
+            object.__setattr__(self, "schedule", canonical_name(self.schedule))
+        elif self.own is None:
+            object.__setattr__(self, "own", own_schedule(self.schedule))
+        if self.own is not None:
+            self._agree()
         by_sizes(sum(self.split), self.built.n_stages, self.split)
         choices = (("model", self.model, MODELS), ("loss", self.loss, LOSSES), ("device", self.device, DEVICES))
         for what, value, known in choices:
@@ -60,10 +74,27 @@ class Case:
             plan = "+".join(self.plan) or "(empty)"
             raise CaseError(f"the plan {plan} must end with train, or it compares no gradient")
 
+    def _agree(self) -> None:
+        """Raise unless these are the numbers of the file."""
+        schedule = self.built
+        found = schedule.n_ranks, schedule.n_stages, schedule.microbatches, most_stages(schedule)
+        said = self.ranks, self.stages, self.microbatches, self.virtual
+        if found != said:
+            numbers = "{} ranks, {} stages, {} microbatches and up to {} stages on a rank"
+            texts = (numbers.format(*shape) for shape in (found, said))
+            raise CaseError(f"{self.schedule} has {', not '.join(texts)}")
+
     @cached_property
     def built(self) -> Schedule:
         """The case's schedule. Raises ``ScheduleError`` where it cannot be."""
-        return build(self.schedule, ranks=self.ranks, virtual=self.virtual, microbatches=self.microbatches)
+        if self.own is None:
+            return build(self.schedule, ranks=self.ranks, virtual=self.virtual, microbatches=self.microbatches)
+        return self.own.schedule if isinstance(self.own, Program) else self.own
+
+    @property
+    def run(self) -> Schedule | Program:
+        """What the ranks run: the schedule, or the program of a file that has messages."""
+        return self.built if self.own is None else self.own
 
     @property
     def stages(self) -> int:
@@ -75,10 +106,10 @@ class Case:
 
     def __str__(self) -> str:
         head = f"{self.schedule} r{self.ranks} s{self.stages} m{self.microbatches}"
-        return " ".join([head, f"split={','.join(map(str, self.split))}", *self._options()])
+        return " ".join([head, f"split={','.join(map(str, self.split))}", *self._words()])
 
-    def _options(self) -> Iterator[str]:
-        for option in fields(self)[5:]:
+    def _words(self) -> Iterator[str]:
+        for option in _options()[1:]:
             value = getattr(self, option.name)
             if option.name == "plan":
                 if value != option.default:
@@ -92,25 +123,27 @@ class Case:
     @classmethod
     def parse(cls, text: str) -> "Case":
         """The case that ``text`` spells: ``1f1b r4 s4 m8 split=2,2,2,2 model=gpt seed=17``; the rest has defaults."""
-        words = text.split()
-        head, options = words[:4], words[4:]
-        shape = re.fullmatch(r"(\S+) r(\d+) s(\d+) m(\d+)", " ".join(head), flags=re.ASCII)
+        shape = re.fullmatch(r"(.+?)\s+r(\d+)\s+s(\d+)\s+m(\d+)((?:\s+\S+)*)\s*", text, flags=re.ASCII)
         if shape is None:
             raise CaseError(
                 f"{text!r} is no case: expected a schedule, ranks, stages and microbatches first, "
                 "e.g. 1f1b r4 s4 m8 split=2,2,2,2 model=gpt seed=17"
             )
-        ranks, stages, microbatches = (int(shape[k]) for k in (2, 3, 4))
-        if ranks < 1 or stages < 1 or stages % ranks:
+        name, ranks, stages, microbatches = shape[1], int(shape[2]), int(shape[3]), int(shape[4])
+        if is_csv(name):
+            own = own_schedule(name)
+            case = cls(name, ranks, most_stages(own), microbatches, even(2 * stages, stages), own=own)
+        elif ranks < 1 or stages < 1 or stages % ranks:
             raise CaseError(f"{text!r}: {stages} stages do not spread evenly over {ranks} ranks")
-        case = cls(shape[1], ranks, stages // ranks, microbatches, even(2 * stages, stages))
-        for word in options:
+        else:
+            case = cls(name, ranks, stages // ranks, microbatches, even(2 * stages, stages))
+        for word in shape[5].split():
             case = case._with(word, text)
         return case
 
     def _with(self, word: str, text: str) -> "Case":
         name, equals, value = word.partition("=")
-        known = {option.name: option for option in fields(self)[4:]}
+        known = [option.name for option in _options()]
         flag = name in ("ragged", "unequal")
         if name not in known or bool(equals) == flag:
             raise CaseError(f"{text!r}: {word!r} is no option; known are {', '.join(known)}")
@@ -125,3 +158,14 @@ class Case:
         except ValueError:
             raise CaseError(f"{text!r}: {word!r} needs numbers") from None
         return replace(self, **changes)
+
+
+def _options() -> list[Field[Any]]:
+    """What a replay line says by name: the split first."""
+    return [option for option in fields(Case)[4:] if option.name != "own"]
+
+
+def most_stages(own: Schedule | Program) -> int:
+    """The most stages that a rank holds: V where all hold as many."""
+    schedule = own.schedule if isinstance(own, Program) else own
+    return max(Counter(schedule.placement).values())

@@ -13,19 +13,20 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline import program_laws
+from pipeline.files import is_csv, read_file
 from pipeline.grid import grid
-from pipeline.laws import check
-from pipeline.lower import Program, lower, read_csv
+from pipeline.laws import LawBroken, check
+from pipeline.lower import Program
 from pipeline.partition import parse_split
 from pipeline.plan import Needs, plan, table, trade
 from pipeline.schedule import Schedule
-from pipeline.schedules import FAMILIES, LOOPED, build, canonical_name, virtuals
+from pipeline.schedules import FAMILIES, LOOPED, canonical_name
 from pipeline.simulate import simulate
-from pipeline.transports import deadlocks
-from validation.case import LOSSES, SCHEDULES, Case, CaseError
+from validation.case import LOSSES, SCHEDULES, Case, CaseError, most_stages
+from validation.checking import checked
+from validation.selection import Shape, selected
 
-BAD_INPUT, NO_VERDICT = 2, 3
+WRONG, BAD_INPUT, NO_VERDICT = 1, 2, 3
 _LAST_WORDS_S = 10.0
 
 
@@ -35,6 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         status = int(options.run(options))
         sys.stdout.flush()  # a full disk is noticed here, not after the status is settled
+    except LawBroken as error:
+        status = _report(str(error))
     except ValueError as error:  # every error of ours about input is one
         status = _refuse(str(error))
     except KeyboardInterrupt:
@@ -74,11 +77,27 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, default=4, metavar="P")
     parser.add_argument("--microbatches", type=int, default=8, metavar="M")
     parser.add_argument(
-        "--memory", type=float, help="the most that a rank may hold, in activations of one microbatch on a whole rank"
+        "--memory",
+        type=float,
+        help="the most that a rank may hold, in activations of one microbatch on a whole rank, or as --activations",
     )
     parser.add_argument("--times", type=numbers, default=(1.0, 1.0, 1.0), metavar="F,I,W", help="of a whole rank")
     parser.add_argument(
         "--layers", type=numbers, default=(), metavar="C,C,...", help="cost of every layer: stages are balanced by it"
+    )
+    parser.add_argument(
+        "--activations",
+        type=numbers,
+        default=(),
+        metavar="A,A,...",
+        help="what a microbatch leaves on every layer, e.g. in MiB: then --memory is in MiB, and includes the weights",
+    )
+    parser.add_argument(
+        "--weights",
+        type=numbers,
+        default=(),
+        metavar="W,W,...",
+        help="what stays on every layer, in the same unit: parameters, gradients, the optimizer's state",
     )
     parser.add_argument(
         "--weight-memory", type=float, default=1.0, metavar="SHARE", help="of an activation, held from I to W"
@@ -100,7 +119,12 @@ def _add_shape(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_validate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--schedule", default="all", metavar="NAME,...", help=f"all, or out of {', '.join(SCHEDULES)}")
+    parser.add_argument(
+        "--schedule",
+        default="all",
+        metavar="NAME,...",
+        help=f"all, or out of {', '.join(SCHEDULES)}, or a FILE.csv, whose ranks, stages and microbatches are its own",
+    )
     _add_shape(parser)
     parser.add_argument("--layers", type=int, default=8, metavar="L", help="layers of the model")
     parser.add_argument("--split", default="even", help="layers per stage: even, or sizes such as 3,1,2,2")
@@ -130,9 +154,15 @@ def _add_world(parser: argparse.ArgumentParser) -> None:
 def _validate(options: argparse.Namespace) -> int:
     from validation.campaign import Setting, validate_all
 
-    names = _schedules(options.schedule)
-    cases = [_case(options, name, model) for model in options.model.split(",") for name in names]
-    return validate_all(cases, Setting(options.device, options.timeout, options.json, options.profile))
+    shape = Shape(options.ranks, options.microbatches, options.virtual)
+    found = selected(options.schedule, shape, fits=lambda schedule: _split(options, schedule))
+    cases = [
+        _case(options, name, schedule, model)
+        for model in options.model.split(",")
+        for name, schedule in found.chosen.items()
+    ]
+    setting = Setting(options.device, options.timeout, options.json, options.profile)
+    return validate_all(cases, setting, left_out=found.left_out)
 
 
 def _fuzz(options: argparse.Namespace) -> int:
@@ -158,8 +188,8 @@ def _replay(options: argparse.Namespace) -> int:
 
 
 def _show(options: argparse.Namespace) -> int:
-    if options.schedule.lower().endswith(".csv"):
-        schedule = check(_schedule_of(_read(Path(options.schedule))))
+    if is_csv(options.schedule):
+        schedule = check(_schedule_of(read_file(options.schedule)))
     else:
         schedule = _built(options.schedule, options)
     timeline = simulate(schedule)
@@ -174,25 +204,9 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-    found = _read(options.file)
-    try:
-        if isinstance(found, Program):
-            program_laws.check(found, laws=program_laws.LAWS[:-1])
-        else:
-            check(found)
-    except ValueError as error:
-        print(error)
-        return 1
-    schedule = _schedule_of(found)
-    timeline = simulate(schedule)
-    bubble = f"global bubble {timeline.global_bubble:g} of {timeline.makespan:g}"
-    stuck = deadlocks(found if isinstance(found, Program) else lower(schedule))
-    for transport, deadlock in stuck.items():
-        print(f"transport {transport.value:9}  {'no deadlock' if deadlock is None else f'DEADLOCK: {deadlock.text}'}")
-    if any(stuck.values()):
-        return 1
-    print(f"{schedule.name} keeps every law: {_sizes(schedule)}; {bubble}")
-    return 0
+    text, free = checked(read_file(options.file))
+    print(text)
+    return 0 if free else WRONG
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -206,6 +220,8 @@ def _plan(options: argparse.Namespace) -> int:
             options.times,
             options.layers,
             options.weight_memory,
+            options.activations,
+            options.weights,
         )
     )
     print(table(found))
@@ -213,32 +229,28 @@ def _plan(options: argparse.Namespace) -> int:
     return 0 if any(not option.fails for option in found) else 1
 
 
-def _read(path: Path) -> Schedule | Program:
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read {path}: {error}") from None
-    return read_csv(text, name=path.name)
-
-
 def _schedule_of(found: Schedule | Program) -> Schedule:
     return found.schedule if isinstance(found, Program) else found
 
 
-def _case(options: argparse.Namespace, name: str, model: str) -> Case:
-    schedule = _built(name, options)
-    split = parse_split(options.split, layers=options.layers, stages=schedule.n_stages)
+def _split(options: argparse.Namespace, schedule: Schedule) -> tuple[int, ...]:
+    return parse_split(options.split, layers=options.layers, stages=schedule.n_stages)
+
+
+def _case(options: argparse.Namespace, name: str, found: Schedule | Program, model: str) -> Case:
+    schedule = _schedule_of(found)
     return Case(
-        schedule.name,
+        name,
         schedule.n_ranks,
-        schedule.n_stages // schedule.n_ranks,
+        most_stages(schedule),
         schedule.microbatches,
-        split,
+        _split(options, schedule),
         model=model.strip(),
         loss=options.loss,
         ragged=True,
         unequal=True,
         seed=options.seed,
+        own=found if is_csv(name) else None,
     )
 
 
@@ -247,13 +259,7 @@ def _schedules(text: str) -> list[str]:
 
 
 def _built(name: str, options: argparse.Namespace) -> Schedule:
-    """``--virtual`` is for the families that can have it; asking another one for it by name is an error."""
-    family = canonical_name(name)
-    everything = getattr(options, "schedule", "") == "all"
-    virtual = options.virtual
-    if virtual is None or (everything and family not in LOOPED):
-        virtual = virtuals(family, looped=1 if family == "zb-h1" else 2)
-    return build(family, ranks=options.ranks, microbatches=options.microbatches, virtual=virtual)
+    return Shape(options.ranks, options.microbatches, options.virtual).family(name)
 
 
 def _sizes(schedule: Schedule) -> str:
@@ -262,6 +268,12 @@ def _sizes(schedule: Schedule) -> str:
 
 def _listed(values: Sequence[float]) -> str:
     return ", ".join(f"{value:g}" for value in values)
+
+
+def _report(text: str) -> int:
+    if os.environ.get("RANK", "0") == "0":
+        print(text)
+    return WRONG
 
 
 def _refuse(message: str, *, status: int = BAD_INPUT) -> int:

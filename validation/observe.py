@@ -111,7 +111,7 @@ def observe_rank(context: RankContext, case: Case) -> list[RankOperation]:
     trained = [p for module in modules.values() for p in module.parameters() if p.requires_grad]
     transport = DistributedTransport(context.group, device=torch.device(context.device), timeout_s=STEP_TIMEOUT_S)
     schedule = PipelineSchedule(
-        kind=case.built,
+        kind=case.run,
         n_microbatches=case.microbatches,
         stages=list(modules.values()),
         loss_fn=loss_fn,

@@ -26,15 +26,16 @@ def line(case: Case, verdict: Verdict) -> str:
     split = ",".join(map(str, case.split))
     split = split if len(split) <= 15 else f"{split[:14]}…"
     return (
-        f"{case.schedule:<12} {case.model:<8} {case.ranks:>2} {case.virtual:>2} {case.microbatches:>3}  {split:<15} "
+        f"{case.built.name:<12} {case.model:<8} {case.ranks:>2} {case.virtual:>2} {case.microbatches:>3}  {split:<15} "
         f"{n_losses:>6} {n_gradients:>6}  {verdict.tier:<8} {worst:>9} {floor_:>8} {norm_:>9}  "
         f"{verdict.verdict:<8} {verdict.seconds:>5.1f} s"
     )
 
 
-def summary(verdicts: Sequence[Verdict]) -> str:
-    """The last line of a table."""
+def summary(verdicts: Sequence[Verdict], *, left_out: int = 0) -> str:
+    """The last line of a table; ``left_out`` schedules were asked for and not run."""
     counts = {outcome: sum(v.verdict == outcome for v in verdicts) for outcome in ("pass", "fail", "unknown")}
     bitwise = sum(v.tier == "bitwise" for v in verdicts)
     said = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count or outcome == "pass")
-    return f"{said}; {bitwise} of {len(verdicts)} bit for bit"
+    missing = f"; {left_out} left out" if left_out else ""
+    return f"{said}; {bitwise} of {len(verdicts)} bit for bit{missing}"

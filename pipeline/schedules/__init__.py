@@ -63,10 +63,13 @@ def canonical_name(text: str) -> str:
     known = {re.sub(r"[^a-z0-9]", "", name): name for name in FAMILIES} | dict(_ALIASES)
     if plain in known:
         return known[plain]
+    if plain == "dualpipe":  # dual_pipe_v.py says what it would take
+        raise ScheduleError(
+            f"{text!r} holds every stage on two ranks, which a schedule cannot say: use 'dualpipev', which is "
+            "DualPipe folded at the middle"
+        )
     near = difflib.get_close_matches(plain, known, n=1, cutoff=0.4)
     hint = f"did you mean {known[near[0]]!r}? " if near else ""
-    if plain == "dualpipe":
-        hint = "it holds every stage on two ranks, which a schedule cannot say; its half is 'dualpipev'. "
     raise ScheduleError(f"unknown schedule {text!r}: {hint}Known: {', '.join(FAMILIES)}")
 
 

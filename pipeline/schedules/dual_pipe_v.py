@@ -5,10 +5,12 @@ Drawn for P = 2, M = 4 (F, I and W are one cell, B two; rank 0 has stages 0 and 
     rank 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 3B1   . 3F2 0B0 0B0 3B2 3B2   . 3F3 0B1 0B1 3B3 3B3 0I2 0W2 0I3 0W3
     rank 1 |   . 1F0 2F0 1F1 2F1 1F2 2B0 2B0 2F2 1B0 1B0 1F3 2B1 2B1 2F3 1B1 1B1 2B2 2B2 1B2 1B2   . 2I3 1I3 2W3 1W3
 
-DualPipe itself holds every stage on two ranks, r and P-1-r, and feeds microbatches in from both ends; their weight
-gradients are summed. A ``Schedule`` says where *the* copy of a stage lives (``placement``). It would take a placement
-by (direction, stage), a direction in every action, and a reduction between the two copies in the runtime; folded at
-the middle it is this schedule, which needs none of that.
+DualPipe itself holds every stage on two ranks, r and P-1-r, feeds half of the microbatches in at either end and adds
+the two copies' weight gradients; P and M must be even, M >= 2P. A ``Schedule`` says where *the* copy of a stage lives
+(``placement``). It would take a direction in every action (neither our text nor torch's has a place for one), a
+placement by (direction, stage), laws that count by direction, and in the runtime two modules per stage with a sum over
+both before the norm. At equal times that buys, on as many ranks, a global bubble of P-2 for P-1 of a rank's units
+(DeepSeek's table of DualPipe) at twice the weights; so the library has the schedule here, which needs none of it.
 """
 
 from pipeline.action import Action
