@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from bench_order import chain, out_of_order
 from bench_ranks import Turns, conditions, on_ranks, step_seconds, take_turns
-from bench_sleeper import UNIT_S, Sleeper, Watched, assert_slept, halves
+from bench_sleeper import UNIT_S, Sleeper, Sleeps, Watched, assert_lasted, halves
 from bench_table import Row, Target, ratio
 from bench_variants import Case, clear_gradients, disagreement, pipeline_of, schedule_of, variants
 from torch import nn
@@ -27,11 +27,12 @@ def measure(*, ranks: int, rounds: int) -> list[Row]:
 
     A round is one step of every variant of every schedule, so that all are measured under the same conditions.
     """
-    for name, half in halves().items():
-        assert_slept({f"{name}: I": [half.input_s], f"{name}: W": [half.weight_s]}, UNIT_S)
-    taken = on_ranks(ranks, _rank, ranks, rounds)
-    seconds = step_seconds([rank["turns"] for rank in taken], batch=1)
     schedules = {name: schedule_of(name, ranks, MICROBATCHES) for name in FAMILIES}
+    sleeps = {unit: Sleeps.lasting(unit) for unit in {*map(unit_s, schedules.values())}}
+    for unit, those in sleeps.items():
+        assert_lasted(halves(those), unit)
+    taken = on_ranks(ranks, _rank, ranks, rounds, sleeps)
+    seconds = step_seconds([rank["turns"] for rank in taken], batch=1)
     paper = {name: simulated_s(schedule) for name, schedule in schedules.items()}
     rows = [_row(schedule, seconds, _slept(taken, name)) for name, schedule in schedules.items()]
     wall = {name: median(seconds[f"{name} ours"]) for name in FAMILIES}
@@ -49,10 +50,10 @@ def simulated_s(schedule: Schedule) -> float:
     return simulate(schedule, Times(unit, unit, unit)).makespan
 
 
-def _rank(rank: int, ranks: int, rounds: int) -> dict[str, Any]:
+def _rank(rank: int, ranks: int, rounds: int, sleeps: Mapping[float, Sleeps]) -> dict[str, Any]:
     steps, modules, slept = {}, [], {}
     for name in FAMILIES:
-        case = _case(name, rank, ranks)
+        case = _case(name, rank, ranks, sleeps)
         own = variants(case)
         differs = disagreement(case.modules.values(), own)  # the first step also learns shapes and opens connections
         assert max(differs.values()) < _AGREE, f"{name}: gradients differ from ours by {differs}: nothing to compare"
@@ -62,9 +63,10 @@ def _rank(rank: int, ranks: int, rounds: int) -> dict[str, Any]:
     return {"turns": take_turns(steps, lambda: clear_gradients(modules), Turns(rounds, _LIMIT_S)), "slept": slept}
 
 
-def _case(name: str, rank: int, ranks: int) -> Case:
+def _case(name: str, rank: int, ranks: int, sleeps: Mapping[float, Sleeps]) -> Case:
     schedule = schedule_of(name, ranks, MICROBATCHES)
-    modules: dict[int, nn.Module] = {stage: Sleeper(unit_s(schedule)) for stage in schedule.stages_of(rank)}
+    those = sleeps[unit_s(schedule)]
+    modules: dict[int, nn.Module] = {stage: Sleeper(those) for stage in schedule.stages_of(rank)}
     draws = torch.randn(MICROBATCHES, 2, 8, 8, generator=torch.Generator().manual_seed(1))
     # The first stage is to have an input gradient too, or its I would have nothing to do and sleep in W.
     return Case(schedule, rank, modules, [(x.requires_grad_(), y) for x, y in draws], nn.functional.mse_loss)
@@ -77,8 +79,9 @@ def _watched(case: Case) -> dict[str, float]:
     watched = pipeline.wrapped(lambda parts: replace(parts, stages=tuple(Watched(s, seconds) for s in parts.stages)))
     watched.accumulate(case.microbatches)
     assert not pipeline.undeferred, f"sleeps that belong to W came early: {pipeline.undeferred}"
-    assert_slept(seconds, unit_s(case.schedule))
-    return {kind: median(taken) for kind, taken in seconds.items()}
+    lasted = {kind: median(taken) for kind, taken in seconds.items()}
+    assert_lasted(lasted, unit_s(case.schedule))
+    return lasted
 
 
 def _slept(taken: Taken, name: str) -> dict[str, float]:
