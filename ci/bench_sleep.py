@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from bench_order import chain, out_of_order
 from bench_ranks import Turns, conditions, on_ranks, step_seconds, take_turns
-from bench_sleeper import UNIT_S, Sleeper, Sleeps, Watched, assert_lasted, halves
+from bench_sleeper import UNIT_S, Sleeper, Sleeps, Watched, assert_lasted, excess, halves
 from bench_table import Row, Target, ratio
 from bench_variants import Case, clear_gradients, disagreement, pipeline_of, schedule_of, variants
 from torch import nn
@@ -28,19 +28,24 @@ def measure(*, ranks: int, rounds: int) -> list[Row]:
     A round is one step of every variant of every schedule, so that all are measured under the same conditions.
     """
     schedules = {name: schedule_of(name, ranks, MICROBATCHES) for name in FAMILIES}
-    sleeps = {unit: Sleeps.lasting(unit) for unit in {*map(unit_s, schedules.values())}}
-    for unit, those in sleeps.items():
-        assert_lasted(halves(those), unit)
-    taken = on_ranks(ranks, _rank, ranks, rounds, sleeps)
+    beyond = excess()
+    for unit in {*map(unit_s, schedules.values())}:
+        assert_lasted(halves(Sleeps(unit, unit).shortened(beyond)), unit)
+    taken = on_ranks(ranks, _rank, ranks, rounds, beyond)
     seconds = step_seconds([rank["turns"] for rank in taken], batch=1)
     paper = {name: simulated_s(schedule) for name, schedule in schedules.items()}
-    rows = [_row(schedule, seconds, _slept(taken, name)) for name, schedule in schedules.items()]
+    really = {name: as_measured_s(schedule, _lasted(taken, name)) for name, schedule in schedules.items()}
     wall = {name: median(seconds[f"{name} ours"]) for name in FAMILIES}
-    return [*rows, _order(wall, paper, conditions([rank["turns"] for rank in taken])), _against_1f1b(seconds, paper)]
+    return [
+        *(_row(name, seconds, paper[name], really[name], _lasted(taken, name)) for name in FAMILIES),
+        order("order", wall, paper, f"; {conditions([rank['turns'] for rank in taken])}"),
+        order("order, durations as measured", wall, really, ""),
+        _against_1f1b(seconds, paper),
+    ]
 
 
 def unit_s(schedule: Schedule) -> float:
-    """How long each of a stage's F, I and W sleeps: a rank's stages share its time."""
+    """How long each of a stage's F, I and W is to last: a rank's stages share its time."""
     return UNIT_S * schedule.n_ranks / schedule.n_stages
 
 
@@ -50,23 +55,28 @@ def simulated_s(schedule: Schedule) -> float:
     return simulate(schedule, Times(unit, unit, unit)).makespan
 
 
-def _rank(rank: int, ranks: int, rounds: int, sleeps: Mapping[float, Sleeps]) -> dict[str, Any]:
-    steps, modules, slept = {}, [], {}
+def as_measured_s(schedule: Schedule, lasted: Mapping[str, float]) -> float:
+    """The makespan on paper, with actions that last as long as they did on the ranks while all of them were at work."""
+    return simulate(schedule, lambda action: lasted[action.kind.value]).makespan
+
+
+def _rank(rank: int, ranks: int, rounds: int, beyond: Sleeps) -> dict[str, Any]:
+    steps, modules, lasted = {}, [], {}
     for name in FAMILIES:
-        case = _case(name, rank, ranks, sleeps)
+        case = _case(name, rank, ranks, beyond)
         own = variants(case)
         differs = disagreement(case.modules.values(), own)  # the first step also learns shapes and opens connections
         assert max(differs.values()) < _AGREE, f"{name}: gradients differ from ours by {differs}: nothing to compare"
-        slept[name] = _watched(case)
+        lasted[name] = _watched(case)
         steps |= {f"{name} {variant}": step for variant, step in own.items()}
         modules += case.modules.values()
-    return {"turns": take_turns(steps, lambda: clear_gradients(modules), Turns(rounds, _LIMIT_S)), "slept": slept}
+    return {"turns": take_turns(steps, lambda: clear_gradients(modules), Turns(rounds, _LIMIT_S)), "lasted": lasted}
 
 
-def _case(name: str, rank: int, ranks: int, sleeps: Mapping[float, Sleeps]) -> Case:
+def _case(name: str, rank: int, ranks: int, beyond: Sleeps) -> Case:
     schedule = schedule_of(name, ranks, MICROBATCHES)
-    those = sleeps[unit_s(schedule)]
-    modules: dict[int, nn.Module] = {stage: Sleeper(those) for stage in schedule.stages_of(rank)}
+    sleeps = Sleeps(unit_s(schedule), unit_s(schedule)).shortened(beyond)
+    modules: dict[int, nn.Module] = {stage: Sleeper(sleeps) for stage in schedule.stages_of(rank)}
     draws = torch.randn(MICROBATCHES, 2, 8, 8, generator=torch.Generator().manual_seed(1))
     # The first stage is to have an input gradient too, or its I would have nothing to do and sleep in W.
     return Case(schedule, rank, modules, [(x.requires_grad_(), y) for x, y in draws], nn.functional.mse_loss)
@@ -84,29 +94,33 @@ def _watched(case: Case) -> dict[str, float]:
     return lasted
 
 
-def _slept(taken: Taken, name: str) -> dict[str, float]:
-    kinds = taken[0]["slept"][name]
-    return {kind: median(rank["slept"][name][kind] for rank in taken) for kind in kinds}
+def order(name: str, wall: Mapping[str, float], paper: Mapping[str, float], under: str) -> Row:
+    """Whether wall times rank as the simulated ones do, and which pairs do not."""
+    wrong = out_of_order(wall, paper)
+    pairs = (
+        f"{less} before {more} ({paper[more] / paper[less] - 1:.1%}, but {wall[more] / wall[less] - 1:.1%})"
+        for less, more in wrong
+    )
+    agree = f"no, not {', '.join(pairs)}" if wrong else "yes"
+    note = f"ranks agree: {agree}; simulated {chain(paper)}; wall {chain(wall)}{under}"
+    return Row(name, {}, [Target("pairs out of order", len(wrong), 0)], note)
 
 
-def _row(schedule: Schedule, seconds: Mapping[str, list[float]], slept: Mapping[str, float]) -> Row:
-    name, paper = schedule.name, simulated_s(schedule)
+def _lasted(taken: Taken, name: str) -> dict[str, float]:
+    kinds = taken[0]["lasted"][name]
+    return {kind: median(rank["lasted"][name][kind] for rank in taken) for kind in kinds}
+
+
+def _row(
+    name: str, seconds: Mapping[str, list[float]], paper: float, really: float, lasted: Mapping[str, float]
+) -> Row:
     own = {key.removeprefix(f"{name} "): values for key, values in seconds.items() if key.startswith(f"{name} ")}
     targets = [Target("ours/simulated", median(own["ours"]) / paper, 1.12)]
     if "torch" in own:
         targets.append(Target("ours/torch", ratio(own["ours"], own["torch"]), 1.0))
-    really = simulate(schedule, lambda action: slept[action.kind.value]).makespan
-    actions = ", ".join(f"{kind} {value * 1e3:.2f}" for kind, value in slept.items())
-    note = f"ours/simulated {median(own['ours']) / really:.3f} with measured durations: {actions} ms"
+    actions = ", ".join(f"{kind} {value * 1e3:.2f}" for kind, value in lasted.items())
+    note = f"ours/simulated {median(own['ours']) / really:.3f} with durations as measured: {actions} ms"
     return Row(name, {"simulated": paper * 1e3} | {v: median(values) * 1e3 for v, values in own.items()}, targets, note)
-
-
-def _order(wall: Mapping[str, float], paper: Mapping[str, float], under: str) -> Row:
-    wrong = out_of_order(wall, paper)
-    pairs = ", ".join(f"{less} before {more}" for less, more in wrong)
-    agree = f"no, for {pairs}" if wrong else "yes"
-    note = f"ranks agree: {agree}; simulated {chain(paper)}; wall {chain(wall)}; {under}"
-    return Row("order", {}, [Target("pairs out of order", len(wrong), 0)], note)
 
 
 def _against_1f1b(seconds: Mapping[str, list[float]], paper: Mapping[str, float]) -> Row:

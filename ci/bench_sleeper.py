@@ -13,7 +13,8 @@ from pipeline import Kind
 from pipeline.boundary import Gradients, Tensors
 from pipeline.stage import Goal, ModuleStage, Stage
 
-UNIT_S = 5e-3  # of a rank, for each of F, I and W of a microbatch; a stage takes its share
+UNIT_S = 5e-3  # what each of F, I and W of a microbatch lasts on a rank; a stage takes its share
+_PROBE_S = UNIT_S / 2
 _OFF = 0.5  # how far, as a share, the median duration of an action may be from what it is to be
 
 
@@ -23,22 +24,26 @@ class Sleeps(NamedTuple):
     forward_s: float
     half_s: float
 
-    @classmethod
-    def lasting(cls, unit_s: float, *, repeats: int = 60) -> "Sleeps":
-        """The sleeps with which a stage's whole F lasts ``unit_s`` where it runs alone, and its whole B twice that.
+    def shortened(self, excess: "Sleeps") -> "Sleeps":
+        """These sleeps, each less what its action takes beyond it."""
+        return Sleeps(self.forward_s - excess.forward_s, self.half_s - excess.half_s)
 
-        A sleep ends late, by what depends on the machine, and autograd takes its time too: that is found out here.
-        """
-        taken: list[tuple[float, float]] = []
-        module, x = Sleeper(cls(unit_s, unit_s)), torch.ones(8, 8, requires_grad=True)
-        for _ in range(repeats):
-            began = time.perf_counter()
-            y = module(x)
-            between = time.perf_counter()
-            y.backward(torch.ones_like(y))
-            taken.append((between - began, time.perf_counter() - between))
-        forward_s, backward_s = map(median, zip(*taken, strict=True))
-        return cls(2 * unit_s - forward_s, 2 * unit_s - backward_s / 2)
+
+def excess(*, repeats: int = 200) -> Sleeps:
+    """What F, and half a B, take longer than their sleeps where a stage runs alone: medians.
+
+    A sleep ends late, by what depends on the machine, and autograd takes its time too. Neither depends on the length.
+    """
+    taken: list[tuple[float, float]] = []
+    module, x = Sleeper(Sleeps(_PROBE_S, _PROBE_S)), torch.ones(8, 8, requires_grad=True)
+    for _ in range(repeats):
+        began = time.perf_counter()
+        y = module(x)
+        between = time.perf_counter()
+        y.backward(torch.ones_like(y))
+        taken.append((between - began, time.perf_counter() - between))
+    forward_s, backward_s = map(median, zip(*taken, strict=True))
+    return Sleeps(forward_s - _PROBE_S, backward_s / 2 - _PROBE_S)
 
 
 class _SleepBack(torch.autograd.Function):
