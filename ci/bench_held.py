@@ -35,26 +35,26 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.between(x))))
 
 
-class Kind(NamedTuple):
+class Example(NamedTuple):
     """A stage to measure, and the shape of its input."""
 
     make: Callable[[], nn.Module]
     shape: tuple[int, ...]
 
 
-KINDS = {
-    "mlp, 4 layers of 1024": Kind(
+EXAMPLES = {
+    "mlp, 4 layers of 1024": Example(
         lambda: nn.Sequential(*(part for _ in range(4) for part in (nn.Linear(1024, 1024), nn.GELU()))), (512, 1024)
     ),
-    "transformer block": Kind(lambda: Block(512, 8), (4, 256, 512)),
-    "2 transformer blocks": Kind(lambda: nn.Sequential(Block(512, 8), Block(512, 8)), (4, 256, 512)),
+    "transformer block": Example(lambda: Block(512, 8), (4, 256, 512)),
+    "2 transformer blocks": Example(lambda: nn.Sequential(Block(512, 8), Block(512, 8)), (4, 256, 512)),
 }
 
 
 def measure(*, ranks: int, rounds: int) -> list[Row]:
     """Megabytes held after F, and after I: ours and torch's. No ranks take part, and a count needs no second round."""
     del ranks, rounds
-    return [_row(name, *kind) for name, kind in KINDS.items()]
+    return [_row(name, *kind) for name, kind in EXAMPLES.items()]
 
 
 def _row(name: str, make: Callable[[], nn.Module], shape: tuple[int, ...]) -> Row:

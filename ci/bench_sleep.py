@@ -78,7 +78,8 @@ def _case(name: str, rank: int, ranks: int, beyond: Sleeps) -> Case:
     sleeps = Sleeps(unit_s(schedule), unit_s(schedule)).shortened(beyond)
     modules: dict[int, nn.Module] = {stage: Sleeper(sleeps) for stage in schedule.stages_of(rank)}
     draws = torch.randn(MICROBATCHES, 2, 8, 8, generator=torch.Generator().manual_seed(1))
-    # The first stage is to have an input gradient too, or its I would have nothing to do and sleep in W.
+    # The first stage is to have an input gradient too, or its I would have nothing to do and sleep in W, as torch's
+    # does whatever its input: there the first stage's whole backward is its W.
     return Case(schedule, rank, modules, [(x.requires_grad_(), y) for x, y in draws], nn.functional.mse_loss)
 
 
