@@ -95,6 +95,15 @@ def test_durations_as_measured_move_the_makespan() -> None:
     assert bench_sleep.as_measured_s(schedule, {"F": 1.0, "I": 1.0, "W": 0.5}) == pytest.approx(4 * 2.5 + 1.5)
 
 
+def test_the_naive_schedule_tells_what_a_message_takes() -> None:
+    naive, lasted = build("naive", ranks=4, microbatches=3), {"F": 1.0, "B": 2.0}
+    wall = 3 * 4 * 3 + 18 * 0.25  # every action and every one of the 2 M (P - 1) messages, one after another
+    latency = bench_sleep.latency_s(naive, wall, lasted)
+    assert latency == pytest.approx(0.25)
+    assert bench_sleep.as_measured_s(naive, lasted, latency) == pytest.approx(wall)
+    assert bench_sleep.latency_s(naive, 1.0, lasted) == 0, "no message is there before it was sent"
+
+
 @pytest.fixture
 def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Sleeps as they are asked for; none is slept."""
