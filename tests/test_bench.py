@@ -2,6 +2,7 @@
 
 import sys
 import time
+from typing import Any
 
 import bench_held
 import bench_main
@@ -14,6 +15,7 @@ import torch
 from bench_order import chain, out_of_order
 from bench_sleeper import Sleeper, Sleeps
 from bench_table import Row, Target
+from bench_variants import schedule_of
 from torch import Tensor, nn
 
 from pipeline import Kind, build
@@ -174,3 +176,24 @@ def test_a_part_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, capsys:
     with pytest.raises(SystemExit, match="2"):
         bench_main.main()
     assert "no part 'z': parts are a, b, c, d, e" in capsys.readouterr().err
+
+
+def test_ranks_that_take_what_is_simulated_are_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    def taken(ranks: int, *_: object) -> list[dict[str, Any]]:
+        made = {name: schedule_of(name, ranks, bench_sleep.MICROBATCHES) for name in FAMILIES}
+        paper = {f"{name} ours": bench_sleep.simulated_s(schedule) for name, schedule in made.items()}
+        paper |= {f"{name} torch": 0.6 for name in ("zb-h1", "1f1b")}
+        unit = {name: bench_sleep.unit_s(schedule) for name, schedule in made.items()}
+        lasted = {name: dict.fromkeys("FIW", unit[name]) | {"B": 2 * unit[name]} for name in made}
+        turns = {"spans": {name: [[0.0, wall]] * 5 for name, wall in paper.items()}, "foreign": [0.0] * 5}
+        return [{"turns": turns, "lasted": lasted}] * ranks
+
+    monkeypatch.setattr(bench_sleep, "on_ranks", lambda ranks, job, *args: taken(*args))
+    monkeypatch.setattr(bench_sleep, "excess", lambda: Sleeps(0.0, 0.0))
+    monkeypatch.setattr(bench_sleep, "halves", lambda sleeps: {})
+    rows = {row.name: row for row in bench_sleep.measure(ranks=4, rounds=5)}
+    assert [*rows] == [*FAMILIES, "order", "order, as measured", "zb-h1 to 1f1b"]
+    assert [target.value for target in rows["zb-h1"].targets] == pytest.approx([1.0, 0.825])
+    assert rows["order"].note.startswith("ranks agree: yes; simulated zb-v < v-half < ")
+    assert rows["order"].note.endswith("; 5 quiet rounds of 5")
+    assert rows["order, as measured"].note.endswith("; 0.00 ms a message")
