@@ -9,7 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import bench_cases
+import bench_held
 import bench_overhead
+import bench_scale
 import bench_sleep
 import torch
 from bench_ranks import machine_seconds
@@ -31,6 +33,8 @@ PARTS = {
     "a": Part("overhead per action, almost no compute", "ms per step", bench_overhead.measure, 2, 40),
     "b": Part("wall time over simulated time, sleeping stages", "ms per step", bench_sleep.measure, 4, 11),
     "c": Part("fuzz cases against a world spawned per case", "cases per second", bench_cases.measure, 4, 3),
+    "d": Part("building, checking, simulating up to P = M = ranks", "seconds", bench_scale.measure, 1024, 1),
+    "e": Part("memory held between I and W", "MB", bench_held.measure, 1, 1),
 }
 
 
@@ -56,9 +60,15 @@ def main() -> None:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="ci/bench", description=__doc__)
-    parser.add_argument("parts", nargs="*", metavar="a|b|c", help="the parts to run (default: all)")
-    parser.add_argument("--ranks", type=int, help="how many ranks (default: 2 for a, 4 for b and c)")
+    parser = argparse.ArgumentParser(
+        prog="ci/bench",
+        description=__doc__,
+        epilog="\n".join(["parts:", *(f"  {name}  {part.title} ({part.unit})" for name, part in PARTS.items())]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("parts", nargs="*", metavar="a|b|c|d|e", help="the parts to run (default: all)")
+    defaults = ", ".join(f"{part.ranks} for {name}" for name, part in PARTS.items())
+    parser.add_argument("--ranks", type=int, help=f"how many ranks (default: {defaults})")
     parser.add_argument("--rounds", type=int, help="how often each variant takes its turn")
     parser.add_argument("--json", metavar="FILE", help="also write the numbers to FILE")
     options = parser.parse_args()

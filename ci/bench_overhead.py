@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from bench_ranks import Turns, conditions, on_ranks, step_seconds, take_turns
 from bench_table import Row, Target, ratio
-from bench_variants import SCHEDULES, Case, clear_gradients, disagreement, schedule_of, variants
+from bench_variants import Case, clear_gradients, disagreement, schedule_of, variants
 from torch import nn
 
+SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved")
 HIDDEN = 64
 ROWS = 32  # of a microbatch
 MICROBATCHES = 32

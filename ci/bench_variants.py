@@ -10,12 +10,31 @@ import torch
 from bench_bare import bare
 from bench_ranks import Step
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+)
 
 from pipeline import PipelineSchedule, Schedule, build
+from pipeline.schedules import SPLIT
 
-_TORCH = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
-SCHEDULES = ("naive", *_TORCH)
+_TORCH = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "looped-bfs": ScheduleLoopedBFS,
+    "zb-h1": ScheduleInterleavedZeroBubble,
+    "zb-v": ScheduleZBVZeroBubble,
+    "dualpipev": ScheduleDualPipeV,
+}
+_VIRTUAL = {"interleaved": 2, "looped-bfs": 2}  # where the family leaves it open, and the bench wants more than one
 
 
 @dataclass(frozen=True)
@@ -31,25 +50,32 @@ class Case:
 
 def schedule_of(name: str, ranks: int, microbatches: int) -> Schedule:
     """The schedule ``name``, with as many stages per rank as the bench gives it."""
-    return build(name, ranks=ranks, microbatches=microbatches, virtual=2 if name == "interleaved" else 1)
+    return build(name, ranks=ranks, microbatches=microbatches, virtual=_VIRTUAL.get(name))
 
 
 def variants(case: Case) -> dict[str, Step]:
-    """The step of each variant that exists for this schedule, by name; torch has no naive schedule."""
-    steps = {"ours": ours(case), "bare": bare(case.schedule, case.rank, case.modules, case.microbatches, case.loss_fn)}
+    """The step of each variant that exists for this schedule, by name: a bare loop has whole backwards only."""
+    steps = {"ours": ours(case)}
+    if case.schedule.name not in SPLIT:
+        steps["bare"] = bare(case.schedule, case.rank, case.modules, case.microbatches, case.loss_fn)
     if case.schedule.name in _TORCH:
         steps["torch"] = torchs(case)
     return steps
 
 
-def ours(case: Case) -> Step:
-    """Forward and backward with ``PipelineSchedule``."""
-    pipeline = PipelineSchedule(
+def pipeline_of(case: Case) -> PipelineSchedule:
+    """Ours."""
+    return PipelineSchedule(
         kind=case.schedule,
         n_microbatches=len(case.microbatches),
         stages=list(case.modules.values()),
         loss_fn=case.loss_fn,
     )
+
+
+def ours(case: Case) -> Step:
+    """Forward and backward with ``PipelineSchedule``."""
+    pipeline = pipeline_of(case)
 
     def step() -> None:
         pipeline.accumulate(case.microbatches)
@@ -61,10 +87,10 @@ def torchs(case: Case) -> Step:
     """Forward and backward with torch's schedule of that name: it splits one large batch into the same microbatches."""
     n_stages = case.schedule.n_stages
     stages = [PipelineStage(module, index, n_stages, torch.device("cpu")) for index, module in case.modules.items()]
-    pipeline = _TORCH[case.schedule.name](
-        stages if n_stages > case.schedule.n_ranks else stages[0], len(case.microbatches), loss_fn=case.loss_fn
-    )
-    inputs, targets = (torch.cat(column) for column in zip(*case.microbatches, strict=True))
+    kind = _TORCH[case.schedule.name]
+    several = issubclass(kind, PipelineScheduleMulti)
+    pipeline = kind(stages if several else stages[0], len(case.microbatches), loss_fn=case.loss_fn)
+    inputs, targets = (torch.cat(column).detach() for column in zip(*case.microbatches, strict=True))
     args = (inputs,) if 0 in case.modules else ()
     scored = n_stages - 1 in case.modules
 

@@ -70,18 +70,19 @@ class SplitBackward:
     def input(self, gradients: Gradients) -> Gradients:
         """A gradient or None per input. ``gradients``: one per output; the parameters' are left as they are."""
         given = [
-            (output, grad)
+            (get_gradient_edge(output), grad)
             for output, grad in zip(self._outputs, gradients, strict=True)
             if grad is not None and output.requires_grad
         ]
         leaves = [tensor for tensor in self._inputs if tensor.requires_grad]
-        graph = _Graph([get_gradient_edge(output).node for output, _ in given], leaves, self._views)
+        ends = [*map(get_gradient_edge, leaves)]
+        graph = _Graph([edge.node for edge, _ in given], {edge.node for edge in ends}, self._views)
         if graph.whole:
             self.undeferred = (graph.whole,)
-            torch.autograd.backward([output for output, _ in given], [grad for _, grad in given])
+            torch.autograd.backward([edge for edge, _ in given], [grad for _, grad in given])
             found: Sequence[Tensor | None] = [leaf.grad for leaf in leaves]
         else:
-            found = self._towards(leaves, given, graph)
+            found = self._towards(ends, given, graph)
         own = dict(zip(map(id, leaves), found, strict=True))
         result = tuple(own.get(id(tensor)) for tensor in self._inputs)
         self._inputs = self._outputs = ()
@@ -94,26 +95,26 @@ class SplitBackward:
         if shares:
             torch.autograd.backward([edge for edge, _ in shares], [grad for _, grad in shares])
 
-    def _towards(
-        self, leaves: Sequence[Tensor], given: Sequence[tuple[Tensor, Tensor]], graph: "_Graph"
-    ) -> Sequence[Tensor | None]:
-        """Run the engine from what is ``given`` to ``leaves``; keep what the weights will need, let the rest go."""
-        edges = [(get_gradient_edge(output), grad) for output, grad in given]
-        self._shares = [(edge, grad) for edge, grad in edges if edge.node not in graph.on_the_way]
-        roots = [(edge, grad) for edge, grad in edges if edge.node in graph.on_the_way]
+    def _towards(self, ends: Sequence[GradientEdge], given: Shares, graph: "_Graph") -> Sequence[Tensor | None]:
+        """Run the engine from what is ``given`` to ``ends``; keep what the weights will need, let the rest go."""
+        self._shares = [(edge, grad) for edge, grad in given if edge.node not in graph.on_the_way]
+        roots = [(edge, grad) for edge, grad in given if edge.node in graph.on_the_way]
         if not roots:
-            return [None] * len(leaves)
+            return [None] * len(ends)
         self._deferred, early, self.undeferred = graph.plan()
         hooks = [one.node.register_prehook(one.keep) for one in self._deferred]
-        targets = [*map(get_gradient_edge, leaves), *early]
         found = torch.autograd.grad(
-            [edge for edge, _ in roots], targets, [grad for _, grad in roots], retain_graph=True, allow_unused=True
+            [edge for edge, _ in roots],
+            [*ends, *early],
+            [grad for _, grad in roots],
+            retain_graph=True,
+            allow_unused=True,
         )
         for hook in hooks:
             hook.remove()
-        self._shares += [(e, g) for e, g in zip(early, found[len(leaves) :], strict=True) if g is not None]
+        self._shares += [(e, g) for e, g in zip(early, found[len(ends) :], strict=True) if g is not None]
         graph.let_go(keep={one.node for one in self._deferred})
-        return found[: len(leaves)]
+        return found[: len(ends)]
 
 
 class _Deferred:
@@ -148,9 +149,8 @@ class _Branch:
 class _Graph:
     """The nodes between a stage's outputs and its inputs and parameters, and what lies behind each."""
 
-    def __init__(self, roots: Sequence[Node], leaves: Sequence[Tensor], views: set[Node]) -> None:
+    def __init__(self, roots: Sequence[Node], ends: set[Node], views: set[Node]) -> None:
         self._views = views
-        ends = {get_gradient_edge(leaf).node for leaf in leaves}
         self.on_the_way: set[Node] = set()
         uses: dict[Node, frozenset[Node]] = {}  # of the others: the uses, or parameters used unseen, behind them
         raw: set[Node] = set()

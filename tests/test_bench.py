@@ -1,0 +1,199 @@
+"""What ci/bench computes from what it measures, and that its instruments measure what they should."""
+
+import sys
+import time
+from typing import Any
+
+import bench_held
+import bench_main
+import bench_scale
+import bench_sleep
+import bench_sleeper
+import bench_table
+import pytest
+import torch
+from bench_order import chain, out_of_order
+from bench_sleeper import Sleeper, Sleeps
+from bench_table import Row, Target
+from bench_variants import schedule_of
+from torch import Tensor, nn
+
+from pipeline import Kind, build
+from pipeline.schedules import FAMILIES
+from pipeline.stage import ModuleStage
+
+PREDICTED = {"a": 1.0, "b": 2.0, "c": 2.0, "d": 3.0}
+
+
+def test_measured_in_the_order_that_was_predicted() -> None:
+    assert out_of_order({"a": 10, "b": 19, "c": 18, "d": 20}, PREDICTED) == []
+    assert out_of_order({"a": 10, "b": 18, "c": 19, "d": 20}, PREDICTED) == [], "what is predicted equal comes anyhow"
+
+
+def test_an_order_that_was_not_predicted_names_the_pairs() -> None:
+    assert out_of_order({"a": 10, "b": 21, "c": 18, "d": 20}, PREDICTED) == [("b", "d")]
+    assert out_of_order({"a": 18, "b": 19, "c": 18, "d": 20}, PREDICTED) == [("a", "c")], "a tie is not an order"
+
+
+def test_an_order_is_written_with_its_ties() -> None:
+    assert chain(PREDICTED | {"a": 4.0}) == "b = c < d < a"
+
+
+def test_the_row_of_the_order_says_yes_or_which() -> None:
+    row = bench_sleep.order("order", {"a": 1.0, "b": 2.0}, {"a": 5.0, "b": 6.0}, "")
+    assert row.targets[0].met
+    assert row.note == "ranks agree: yes; simulated a < b; wall a < b"
+    row = bench_sleep.order("order", {"a": 1.0, "b": 2.0}, {"a": 6.0, "b": 5.0}, "; quiet")
+    assert not row.targets[0].met
+    assert row.note == "ranks agree: no, not b before a (20.0%, but -50.0%); simulated b < a; wall a < b; quiet"
+
+
+def test_a_table_has_a_column_for_each_variant() -> None:
+    rows = [Row("one", {"ours": 1.5}, [Target("ours/x", 0.5, 1)], "why"), Row("two", {"ours": 12.25, "torch": 3})]
+    assert bench_table.table(rows).splitlines() == [
+        "      ours  torch  targets",
+        "one   1.50      -  ours/x 0.500 (pass: <= 1)  why",
+        "two  12.25   3.00",
+    ]
+
+
+def test_a_target_can_be_missed() -> None:
+    assert str(Target("x", 1.2, 1.1)) == "x 1.200 (MISS: <= 1.1)"
+    assert not Target("x", 19, 20, least=True).met
+    assert bench_table.ratio([2, 9, 4], [1, 1, 1]) == 4
+
+
+def test_growth_is_the_exponent_of_the_cost() -> None:
+    sizes = [1e5, 2e5, 4e5]
+    assert bench_scale.exponent([(size, 3 * size) for size in sizes]) == pytest.approx(1)
+    assert bench_scale.exponent([(size, size**2) for size in sizes]) == pytest.approx(2)
+
+
+def test_scale_is_measured_point_by_point() -> None:
+    rows = bench_scale.measure(ranks=4, rounds=1)
+    assert [row.name for row in rows] == ["1f1b P=M=4 V=1", "interleaved P=M=4 V=2"]
+    assert [row.note for row in rows] == ["32 actions, 80 with messages", "64 actions, 176 with messages"]
+    for row in rows:
+        steps = ("build", "check", "simulate", "lower", "transports")
+        assert row.medians["total s"] == pytest.approx(sum(row.medians[step] for step in steps))
+        assert 0 < row.medians["peak GB"] < 0.2, "torch, which this process has loaded, is not in it"
+
+
+def test_units_are_shared_by_a_ranks_stages() -> None:
+    made = {
+        name: build(name, ranks=4, microbatches=32, virtual=2 if name == "interleaved" else None) for name in FAMILIES
+    }
+    paper = {name: bench_sleep.simulated_s(schedule) * 1e3 for name, schedule in made.items()}
+    assert paper["1f1b"] == pytest.approx(35 * 15)
+    assert paper["interleaved"] == pytest.approx(32 * 15 + 3 * 7.5)
+    assert paper["zb-h1"] == pytest.approx(32 * 15 + 3 * 5)
+    assert paper["zb-v"] == pytest.approx(32 * 15 + 3 * 2.5)
+
+
+def test_durations_as_measured_move_the_makespan() -> None:
+    schedule = build("zb-h1", ranks=2, microbatches=4)
+    even = bench_sleep.as_measured_s(schedule, dict.fromkeys("FIW", bench_sleeper.UNIT_S))
+    assert even == pytest.approx(bench_sleep.simulated_s(schedule))
+    assert bench_sleep.as_measured_s(schedule, {"F": 1.0, "I": 1.0, "W": 0.5}) == pytest.approx(4 * 2.5 + 1.5)
+
+
+def test_the_naive_schedule_tells_what_a_message_takes() -> None:
+    naive, lasted = build("naive", ranks=4, microbatches=3), {"F": 1.0, "B": 2.0}
+    wall = 3 * 4 * 3 + 18 * 0.25  # every action and every one of the 2 M (P - 1) messages, one after another
+    latency = bench_sleep.latency_s(naive, wall, lasted)
+    assert latency == pytest.approx(0.25)
+    assert bench_sleep.as_measured_s(naive, lasted, latency) == pytest.approx(wall)
+    assert bench_sleep.latency_s(naive, 1.0, lasted) == 0, "no message is there before it was sent"
+
+
+@pytest.fixture
+def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Sleeps as they are asked for; none is slept."""
+    seconds: list[float] = []
+    monkeypatch.setattr(time, "sleep", seconds.append)
+    return seconds
+
+
+def test_a_sleeper_sleeps_once_in_each_of_f_i_and_w(slept: list[float]) -> None:
+    stage, x = ModuleStage(Sleeper(Sleeps(1.0, 2.0)), 0, splits=True), torch.ones(2, requires_grad=True)
+    stage.forward(0, (x,), None)
+    assert slept == [1.0]
+    stage.backward_input(0, (torch.ones(2),))
+    assert slept == [1.0, 2.0]
+    stage.backward_weight(0)
+    assert slept == [1.0, 2.0, 2.0]
+    assert not stage.undeferred
+
+
+def test_both_splits_put_the_same_sleep_in_each_half(slept: list[float]) -> None:
+    assert set(bench_sleeper.halves(Sleeps(1.0, 2.0), repeats=1)) == {"our I", "our W", "torch's I", "torch's W"}
+    assert slept == [1.0, 2.0, 2.0] * 2
+
+
+def test_sleeps_are_shortened_by_what_comes_on_top() -> None:
+    assert Sleeps(5.0, 4.0).shortened(Sleeps(1.0, 0.5)) == Sleeps(4.0, 3.5)
+
+
+def test_a_half_that_sleeps_for_both_is_noticed() -> None:
+    bench_sleeper.assert_lasted({"I": 5.4e-3, "W": 5.1e-3, Kind.BACKWARD.value: 10.3e-3}, 5e-3)
+    with pytest.raises(AssertionError, match=r"I took 10\.20 ms: expected about 5\.00 ms"):
+        bench_sleeper.assert_lasted({"I": 10.2e-3, "W": 0.2e-3}, 5e-3)
+    with pytest.raises(AssertionError, match=r"W took 0\.20 ms"):
+        bench_sleeper.assert_lasted({"W": 0.2e-3}, 5e-3)
+
+
+def test_held_memory_is_counted_to_the_byte() -> None:
+    def keep(module: nn.Module, x: Tensor, gradient: Tensor) -> Tensor:
+        let_go = x.detach() * 2
+        return let_go + 1
+
+    def nothing(module: nn.Module, x: Tensor, gradient: Tensor) -> None:
+        keep(module, x, gradient)
+
+    assert bench_held.held_bytes(keep, nn.Identity(), (1000, 64)) == 1000 * 64 * 4
+    assert bench_held.held_bytes(nothing, nn.Identity(), (1000, 64)) == 0
+
+
+def test_what_we_hold_between_i_and_w_is_what_the_weights_need() -> None:
+    """The GELU's output and what arrives at the first linear: the input and the output's gradient were there before."""
+    module = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    held = {name: bench_held.held_bytes(step, module, (100, 64)) for name, step in bench_held.STEPS.items()}
+    assert held["ours"] == 2 * 100 * 64 * 4
+    assert held["ours"] < held["torch"]
+
+
+def test_the_help_names_every_part(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench", "--help"])
+    with pytest.raises(SystemExit):
+        bench_main.main()
+    text = capsys.readouterr().out
+    for name, part in bench_main.PARTS.items():
+        assert f"  {name}  {part.title}" in text
+
+
+def test_a_part_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench", "z"])
+    with pytest.raises(SystemExit, match="2"):
+        bench_main.main()
+    assert "no part 'z': parts are a, b, c, d, e" in capsys.readouterr().err
+
+
+def test_ranks_that_take_what_is_simulated_are_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    def taken(ranks: int, *_: object) -> list[dict[str, Any]]:
+        made = {name: schedule_of(name, ranks, bench_sleep.MICROBATCHES) for name in FAMILIES}
+        paper = {f"{name} ours": bench_sleep.simulated_s(schedule) for name, schedule in made.items()}
+        paper |= {f"{name} torch": 0.6 for name in ("zb-h1", "1f1b")}
+        unit = {name: bench_sleep.unit_s(schedule) for name, schedule in made.items()}
+        lasted = {name: dict.fromkeys("FIW", unit[name]) | {"B": 2 * unit[name]} for name in made}
+        turns = {"spans": {name: [[0.0, wall]] * 5 for name, wall in paper.items()}, "foreign": [0.0] * 5}
+        return [{"turns": turns, "lasted": lasted}] * ranks
+
+    monkeypatch.setattr(bench_sleep, "on_ranks", lambda ranks, job, *args: taken(*args))
+    monkeypatch.setattr(bench_sleep, "excess", lambda: Sleeps(0.0, 0.0))
+    monkeypatch.setattr(bench_sleep, "halves", lambda sleeps: {})
+    rows = {row.name: row for row in bench_sleep.measure(ranks=4, rounds=5)}
+    assert [*rows] == [*FAMILIES, "order", "order, as measured", "zb-h1 to 1f1b"]
+    assert [target.value for target in rows["zb-h1"].targets] == pytest.approx([1.0, 0.825])
+    assert rows["order"].note.startswith("ranks agree: yes; simulated zb-v < v-half < ")
+    assert rows["order"].note.endswith("; 5 quiet rounds of 5")
+    assert rows["order, as measured"].note.endswith("; 0.00 ms a message")
