@@ -28,11 +28,16 @@ class Objective(NamedTuple):
     divisor: float
 
 
+# An action, when it began and ended (``perf_counter``, in seconds), and how long of that, at first, it waited for its
+# message. A plain tuple, for one is made per action of every step; ``trace.Span`` is what others see.
+OwnSpan = tuple[Action, float, float, float]
+
+
 class Run(NamedTuple):
     """What one pass over the program gave on this rank."""
 
     losses: Mapping[int, Tensor]  # by microbatch, undivided; empty unless the last stage is here
-    executed: tuple[Action, ...]  # the compute actions, in the order in which they ran
+    spans: Sequence[OwnSpan]  # every action, in the order in which they ran
     compute_s: float
     communication_s: float
     idle_s: float
@@ -93,13 +98,15 @@ class _Pass:
             Kind.WAIT_SEND_B: _keep,
         }
         compute_s = communication_s = 0.0
-        executed = []
+        spans: list[OwnSpan] = []
+        idle_s = 0.0
         began = perf_counter()
         for action in self._program.ranks[transport.rank]:
             handlers[action.kind](action)
             ended = perf_counter()
+            spans.append((action, began, ended, self._idle_s - idle_s))
             if action.kind in COMPUTE:
-                executed.append(action)
+                idle_s = self._idle_s
                 compute_s += ended - began
             else:
                 communication_s += ended - began
@@ -108,7 +115,7 @@ class _Pass:
         communication_s += perf_counter() - began
         losses = {m: loss for stage in self._stages.values() for m, loss in stage.losses.items()}
         # All waiting for messages happens inside compute actions.
-        return Run(losses, tuple(executed), compute_s - self._idle_s, communication_s, self._idle_s)
+        return Run(losses, spans, compute_s - self._idle_s, communication_s, self._idle_s)
 
     def _forward(self, action: Action) -> None:
         stage, _, microbatch = action

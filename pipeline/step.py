@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeline.action import Action, Kind
+from pipeline import clocks
+from pipeline.action import COMPUTE, Action, Kind
 from pipeline.boundary import as_tensors
 from pipeline.gather import gather
 from pipeline.gradients import GradientWork, StageGradients, Tied, clip_factor, norm_of
@@ -20,10 +21,11 @@ from pipeline.lower import Program, lower
 from pipeline.profile import Profile
 from pipeline.program_laws import check as check_program
 from pipeline.program_laws import runnable
-from pipeline.runtime import Microbatch, Objective, Run, Runtime
+from pipeline.runtime import Microbatch, Objective, OwnSpan, Run, Runtime
 from pipeline.schedule import Schedule, ScheduleError
 from pipeline.schedules import build
 from pipeline.stage import LossFn, ModuleStage, Stage
+from pipeline.trace import Trace, decode, encode
 from pipeline.transport import Alone, DistributedTransport, Transport
 
 # How many compute actions ahead of its consumer a receive may be posted, where the transport matches messages by tag:
@@ -99,7 +101,7 @@ class PipelineSchedule:
         self._own = own
         self._loss_fn = loss_fn
         self._optimizer = optimizer
-        self._executed: tuple[Action, ...] = ()
+        self._spans: Sequence[OwnSpan] = ()
         self._runtime = Runtime(self.parts.program, self.parts.stages, self.parts.transport)
 
     @property
@@ -109,7 +111,7 @@ class PipelineSchedule:
     @property
     def executed(self) -> tuple[Action, ...]:
         """This rank's compute actions in the order in which the last step really ran them."""
-        return self._executed
+        return tuple(action for action, *_ in self._spans if action.kind in COMPUTE)
 
     @property
     def undeferred(self) -> dict[int, tuple[str, ...]]:
@@ -184,6 +186,20 @@ class PipelineSchedule:
         own = dataclasses.astuple(profile)[1:]
         return [Profile(rank, *row) for rank, row in enumerate(gather(self.parts.transport, own))]
 
+    def trace(self) -> Trace:
+        """When every rank ran every action of its last step, on one clock; every rank must call it, and all get it.
+
+        Times are seconds from the first action's beginning. Ranks of one machine share its clock. Those of another
+        are moved so that both read the same at the end of an exchange of messages: right to about a message's latency.
+        On a GPU an action lasts until it is queued, unless its messages travel through the host.
+        """
+        transport = self.parts.transport
+        gather(transport, ())
+        rows = gather(transport, [*clocks.reading(), *encode(self._spans)])
+        shifts = clocks.shifts([(machine, now) for machine, now, *_ in rows])
+        spans = [decode(rank, row[2:], shift) for rank, (row, shift) in enumerate(zip(rows, shifts, strict=True))]
+        return Trace(self.schedule, tuple(spans)).from_zero()
+
     def _accumulate(
         self, microbatches: Sequence[tuple[object, object]], loss_divisor: float | None
     ) -> tuple[Run, float]:
@@ -198,7 +214,7 @@ class PipelineSchedule:
 
     def _run(self, microbatches: Sequence[Microbatch], objective: Objective, *, forward_only: bool = False) -> Run:
         run = self._runtime.run(microbatches, objective, forward_only=forward_only)
-        self._executed = run.executed
+        self._spans = run.spans
         return run
 
     def _objective(self, loss_divisor: float | None) -> Objective:

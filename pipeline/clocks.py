@@ -1,0 +1,26 @@
+"""The clocks of several machines. Processes of one machine share its monotonic clock; machines do not."""
+
+import platform
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from time import perf_counter
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")  # Linux: one for each start of a machine, whatever its name
+
+
+def reading() -> tuple[float, float]:
+    """A number for this machine, and its clock now (``perf_counter``, in seconds)."""
+    name = _BOOT.read_text() if _BOOT.exists() else platform.node()
+    return float(zlib.crc32(name.encode())), perf_counter()
+
+
+def shifts(readings: Sequence[tuple[float, float]]) -> list[float]:
+    """What to add to every rank's clock to make it rank 0's, from ``reading()`` at one moment on every rank.
+
+    All ranks of a machine get the same, that of its first rank: their clocks are one.
+    """
+    first: dict[float, float] = {}
+    for machine, now in readings:
+        first.setdefault(machine, readings[0][1] - now)
+    return [first[machine] for machine, _ in readings]

@@ -1,0 +1,84 @@
+"""What actions and messages cost, measured, and what the simulator predicts with that."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import TypeVar
+
+from pipeline.action import Action, Kind
+from pipeline.deliveries import deliveries
+from pipeline.schedule import Schedule
+from pipeline.simulate import Timeline, simulate
+from pipeline.trace import Span, Trace
+
+
+Key = TypeVar("Key")
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of work by stage and kind of action, messages too, and of a message's way by (sender, receiver).
+
+    A message's way is from the end of its send to the moment at which the receiver has it. Nothing is known of a pair
+    of ranks, and 0 is taken, where no receiver ever waited: its messages were there in time.
+    """
+
+    work: Mapping[tuple[int, Kind], float]
+    latency: Mapping[tuple[int, int], float]
+
+    def of(self, action: Action | None) -> float:
+        """The work of ``action``; 0 for none, and for what was never seen."""
+        return self.work.get((action.stage, action.kind), 0.0) if action is not None else 0.0
+
+
+def costs_of(traces: Sequence[Trace]) -> Costs:
+    """The medians over all microbatches of ``traces``, measured steps of one schedule."""
+    work = (((span.action.stage, span.action.kind), span.worked) for span in _spans(traces))
+    latency = (found for trace in traces for found in _ways(trace))
+    return Costs(_medians(work), _medians(latency))
+
+
+def predict(schedule: Schedule, costs: Costs) -> Trace:
+    """``schedule`` simulated with ``costs``: an action takes what its receive, its own work and its send take."""
+    receives = {delivery.user: delivery.receive for delivery in deliveries(schedule)}
+    sends = {delivery.maker: delivery.send for delivery in deliveries(schedule)}
+
+    def duration(action: Action) -> float:
+        return costs.of(receives.get(action)) + costs.of(action) + costs.of(sends.get(action))
+
+    timeline = simulate(schedule, duration, latency=lambda *pair: costs.latency.get(pair, 0.0))
+    rows = []
+    for rank, actions in enumerate(schedule.ranks):
+        row: list[Span] = []
+        for action, at in zip(actions, timeline.starts[rank], strict=True):
+            for part in filter(None, (receives.get(action), action, sends.get(action))):
+                row.append(Span(rank, part, at, at + costs.of(part)))
+                at += costs.of(part)
+        rows.append(tuple(row))
+    return Trace(schedule, tuple(rows))
+
+
+def trace_of(timeline: Timeline) -> Trace:
+    """A simulation with free messages as a trace, in the units of its durations."""
+    times = zip(timeline.schedule.ranks, timeline.starts, timeline.ends, strict=True)
+    spans = (tuple(map(Span, [rank] * len(row[0]), *row)) for rank, row in enumerate(times))
+    return Trace(timeline.schedule, tuple(spans), in_seconds=False)
+
+
+def _spans(traces: Iterable[Trace]) -> Iterable[Span]:
+    return (span for trace in traces for spans in trace.spans for span in spans)
+
+
+def _ways(trace: Trace) -> Iterable[tuple[tuple[int, int], float]]:
+    """The ways of the messages that were waited for when they were sent."""
+    for delivery in deliveries(trace.schedule):
+        sent, used = trace.by_action[delivery.send], trace.by_action[delivery.user]
+        if used.began < sent.began:
+            yield (delivery.sender, delivery.receiver), max(0.0, used.worked_from - sent.ended)
+
+
+def _medians(found: Iterable[tuple[Key, float]]) -> dict[Key, float]:
+    values: dict[Key, list[float]] = {}
+    for key, value in found:
+        values.setdefault(key, []).append(value)
+    return {key: median(each) for key, each in values.items()}

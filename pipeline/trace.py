@@ -1,0 +1,107 @@
+"""When every action of a step ran: one value for what was measured and for what was simulated."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
+from typing import NamedTuple
+
+from pipeline.action import COMPUTE, Action
+from pipeline.columns import CODE, KINDS
+from pipeline.profile import Profile
+from pipeline.schedule import Schedule
+
+
+class Span(NamedTuple):
+    """One action on its rank, from ``began`` to ``ended``; for the first ``waited`` of that it waited for a message."""
+
+    rank: int
+    action: Action
+    began: float
+    ended: float
+    waited: float = 0.0
+
+    @property
+    def worked_from(self) -> float:
+        """When what the action waited for had come."""
+        return self.began + self.waited
+
+    @property
+    def worked(self) -> float:
+        """How long the action took without waiting."""
+        return self.ended - self.worked_from
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The spans of a step, by rank and in the order in which they ran; a rank's spans do not overlap.
+
+    Times are in seconds, or in the units of a simulation's durations where not ``in_seconds``.
+    """
+
+    schedule: Schedule
+    spans: tuple[tuple[Span, ...], ...]
+    in_seconds: bool = True
+
+    @cached_property
+    def began(self) -> float:
+        """When the first rank began."""
+        return min((spans[0].began for spans in self.spans if spans), default=0.0)
+
+    @cached_property
+    def makespan(self) -> float:
+        """From the first beginning to the last end."""
+        return max((spans[-1].ended for spans in self.spans if spans), default=0.0) - self.began
+
+    @cached_property
+    def by_action(self) -> dict[Action, Span]:
+        """Every span by its action: no two of a step have the same."""
+        return {span.action: span for span in chain.from_iterable(self.spans)}
+
+    def from_zero(self) -> "Trace":
+        """The same with the first beginning at 0."""
+        start = self.began
+        moved = (
+            tuple(span._replace(began=span.began - start, ended=span.ended - start) for span in spans)
+            for spans in self.spans
+        )
+        return replace(self, spans=tuple(moved))
+
+    def profiles(self) -> list[Profile]:
+        """Every rank's part of the makespan: computing, with messages, and idle, which is all the rest."""
+        return [self._profile(rank, spans) for rank, spans in enumerate(self.spans)]
+
+    @property
+    def bubble(self) -> float:
+        """Global bubble over makespan, messages counted as busy: the share in which even the busiest rank is idle."""
+        return min(profile.idle_s for profile in self.profiles()) / self.makespan if self.makespan else 0.0
+
+    def _profile(self, rank: int, spans: Iterable[Span]) -> Profile:
+        compute = communication = 0.0
+        for span in spans:
+            if span.action.kind in COMPUTE:
+                compute += span.worked
+            else:
+                communication += span.worked
+        return Profile(rank, self.makespan, compute, communication, self.makespan - compute - communication)
+
+
+def encode(spans: Iterable[tuple[Action, float, float, float]]) -> list[float]:
+    """Spans of one rank, (action, began, ended, waited), as numbers."""
+    return [
+        number
+        for (stage, kind, microbatch), *times in spans
+        for number in (float(stage), float(CODE[kind]), float(microbatch), *times)
+    ]
+
+
+def decode(rank: int, numbers: Sequence[float], shift: float = 0.0) -> tuple[Span, ...]:
+    """The spans of ``rank`` that ``encode`` made ``numbers`` of, ``shift`` later."""
+    width = 6
+    assert len(numbers) % width == 0, f"{len(numbers)} numbers are no whole spans of {width}"
+    return tuple(
+        Span(rank, Action(int(stage), KINDS[int(kind)], int(microbatch)), began + shift, ended + shift, waited)
+        for stage, kind, microbatch, began, ended, waited in (
+            numbers[k : k + width] for k in range(0, len(numbers), width)
+        )
+    )
