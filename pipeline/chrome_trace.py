@@ -2,11 +2,11 @@
 
 The format is described in "Trace Event Format" by N. Duca and D. Sinclair (2016). A trace is a process in it and a rank
 a thread; an action is a complete event ("X"), and so is the wait at its beginning. A message is a flow: an arrow from
-the slice that holds its start ("s") to the one that holds its finish ("f").
+the slice around its start ("s") to the slice around its finish ("f").
 """
 
 from collections.abc import Iterator, Mapping
-from itertools import count
+from itertools import chain, count
 
 from pipeline.action import COMPUTE
 from pipeline.dataflow import need_of
@@ -15,7 +15,7 @@ from pipeline.trace import Span, Trace
 
 Event = dict[str, object]
 
-# Names from the format's fixed palette; the microbatch chooses.
+# Names from the format's fixed palette, one per microbatch and then again.
 COLOURS = (
     "rail_response",
     "thread_state_iowait",
@@ -29,76 +29,81 @@ COLOURS = (
     "bad",
 )
 _WAIT, _MESSAGE = "white", "grey"
-# Viewers turn microseconds into whole nanoseconds. In eighths of one nothing is rounded, so no two slices overlap.
-_STEPS_PER_US = 8
+# Viewers turn microseconds into whole nanoseconds. Eighths of one are whole in both, so no slice grows into the next.
+_PER_US = 8
 _US_PER_SECOND, _US_PER_UNIT = 1e6, 1e3
 
 
 def chrome_trace(traces: Mapping[str, Trace]) -> dict[str, object]:
-    """``traces``, by the names that they get, as one JSON object. A simulation's unit of time becomes 1 ms."""
-    events: list[Event] = []
-    messages = count()
-    for process, (name, trace) in enumerate(traces.items()):
-        events += _Process(process, trace, messages).events(name)
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
+    """``traces``, by the names that they get, as one JSON object. A simulation's unit of time becomes 1 ms.
+
+    Names come first, and then everything in the order of time; at one time, slices before the arrows that they hold.
+    """
+    messages = count()  # an arrow's number is its own throughout the file
+    processes = [_Process(number, trace) for number, trace in enumerate(traces.values())]
+    names = chain.from_iterable(map(_Process.names, processes, traces))
+    slices = chain.from_iterable(map(_Process.slices, processes))
+    arrows = chain.from_iterable(process.arrows(messages) for process in processes)
+    timed = sorted([*slices, *arrows], key=lambda event: float(str(event["ts"])))
+    return {"traceEvents": [*names, *timed], "displayTimeUnit": "ms"}
 
 
 class _Process:
     """The events of one trace."""
 
-    def __init__(self, number: int, trace: Trace, messages: Iterator[int]) -> None:
+    def __init__(self, number: int, trace: Trace) -> None:
         self._number = number
         self._trace = trace
-        self._messages = messages  # numbers for arrows, which no two of a file may share
-        self._us = _US_PER_SECOND if trace.in_seconds else _US_PER_UNIT
+        self._scale = _PER_US * (_US_PER_SECOND if trace.in_seconds else _US_PER_UNIT)
 
-    def events(self, name: str) -> list[Event]:
-        """Names first, and then everything in the order of time; at one time a slice comes before its arrows."""
-        slices = [event for spans in self._trace.spans for span in spans for event in self._slices(span)]
-        timed = sorted([*slices, *self._flows()], key=lambda event: float(str(event["ts"])))
-        return [*self._names(name), *timed]
-
-    def _names(self, name: str) -> Iterator[Event]:
-        yield {"ph": "M", "name": "process_name", "pid": self._number, "args": {"name": name}}
+    def names(self, name: str) -> Iterator[Event]:
+        yield {"ph": "M", "pid": self._number, "name": "process_name", "args": {"name": name}}
         for rank in range(len(self._trace.spans)):
-            where = {"ph": "M", "pid": self._number, "tid": rank}
-            yield {**where, "name": "thread_name", "args": {"name": f"rank {rank}"}}
-            yield {**where, "name": "thread_sort_index", "args": {"sort_index": rank}}
+            thread = {"ph": "M", "pid": self._number, "tid": rank}
+            yield {**thread, "name": "thread_name", "args": {"name": f"rank {rank}"}}
+            yield {**thread, "name": "thread_sort_index", "args": {"sort_index": rank}}
 
-    def _slices(self, span: Span) -> Iterator[Event]:
-        action = span.action
-        stage, kind, microbatch = action
-        compute = kind in COMPUTE
-        parts = (
-            (f"wait for {need_of(action, self._trace.schedule.n_stages)}", "idle", span.began, span.worked_from, _WAIT),
-            (
-                str(action),
-                "compute" if compute else "communication",
-                span.worked_from,
-                span.ended,
-                COLOURS[microbatch % len(COLOURS)] if compute else _MESSAGE,
-            ),
-        )
-        args = {"stage": stage, "kind": kind.value, "microbatch": microbatch}
-        for name, category, began, ended, colour in parts:
-            start, end = self._at(began), self._at(ended)
-            if end > start:
-                place = {"pid": self._number, "tid": span.rank}
-                yield {"ph": "X", "name": name, "cat": category, "ts": start, "dur": end - start, **place,
-                       "cname": colour, "args": args}  # fmt: skip
+    def slices(self) -> Iterator[Event]:
+        for span in chain.from_iterable(self._trace.spans):
+            yield from self._wait(span)
+            yield from self._work(span)
 
-    def _flows(self) -> Iterator[Event]:
-        """Arrows from the send's slice, or from its maker's where sending takes no time, to where it is used."""
-        by_action = self._trace.by_action
-        for delivery, number in zip(deliveries(self._trace.schedule), self._messages, strict=False):
-            sent = by_action.get(delivery.send)
-            if sent is None or self._at(sent.ended) == self._at(sent.worked_from):
-                sent = by_action[delivery.maker]
-            ends = (("s", sent, {}), ("f", by_action[delivery.user], {"bp": "e"}))
-            for phase, span, binding in ends:
-                place = {"pid": self._number, "tid": span.rank, "id": number}
-                yield {"ph": phase, "name": str(delivery.send), "cat": "message", "ts": self._at(span.worked_from),
-                       **place, **binding}  # fmt: skip
+    def arrows(self, numbers: Iterator[int]) -> Iterator[Event]:
+        """From the send's slice, or its maker's where sending takes no time, to the slice of what uses the message."""
+        spans = self._trace.by_action
+        for delivery in deliveries(self._trace.schedule):
+            sent = spans.get(delivery.send)
+            if sent is None or not self._lasts(sent):
+                sent = spans[delivery.maker]
+            message: Event = {"name": str(delivery.send), "cat": "message", "id": next(numbers)}
+            yield {**self._event("s", sent, sent.worked_from), **message}
+            used = spans[delivery.user]
+            yield {**self._event("f", used, used.worked_from), **message, "bp": "e"}
+
+    def _wait(self, span: Span) -> Iterator[Event]:
+        until = self._at(span.worked_from) - self._at(span.began)
+        if until:
+            need = need_of(span.action, self._trace.schedule.n_stages)
+            what: Event = {"name": f"wait for {need}", "cat": "idle", "cname": _WAIT}
+            yield {**self._event("X", span, span.began), "dur": until, **what}
+
+    def _work(self, span: Span) -> Iterator[Event]:
+        stage, kind, microbatch = span.action
+        if kind in COMPUTE:
+            what: Event = {"cat": "compute", "cname": COLOURS[microbatch % len(COLOURS)]}
+        else:
+            what = {"cat": "communication", "cname": _MESSAGE}
+        if self._lasts(span):
+            args = {"stage": stage, "kind": kind.value, "microbatch": microbatch}
+            lasting: Event = {"dur": self._lasts(span), "name": str(span.action), "args": args}
+            yield {**self._event("X", span, span.worked_from), **lasting, **what}
+
+    def _event(self, phase: str, span: Span, time: float) -> Event:
+        return {"ph": phase, "pid": self._number, "tid": span.rank, "ts": self._at(time)}
+
+    def _lasts(self, span: Span) -> float:
+        return self._at(span.ended) - self._at(span.worked_from)
 
     def _at(self, time: float) -> float:
-        return round(time * self._us * _STEPS_PER_US) / _STEPS_PER_US
+        """``time`` in microseconds."""
+        return round(time * self._scale) / _PER_US

@@ -11,7 +11,6 @@ from pipeline.schedule import Schedule
 from pipeline.simulate import Timeline, simulate
 from pipeline.trace import Span, Trace
 
-
 Key = TypeVar("Key")
 
 

@@ -27,7 +27,7 @@ NO_SOURCE_MODULE = {
 
 PLAN = set(
     "action schedule schedules columns cells graph dataflow memory laws lower messages transports buffers program_laws "
-    "simulate partition grid plan files".split()
+    "simulate partition grid plan files profile trace deliveries costs chrome_trace".split()
 )
 FRONT = {"validation.cli", "validation.__main__", "validation.pytest_plugin"}
 # Which layers a layer may import, and which distributions (None: whatever pyproject.toml declares).
@@ -185,7 +185,8 @@ def layer(module: str) -> str | None:
 
 def declared() -> set[str]:
     """What the distributions that pyproject.toml declares are imported as."""
-    names = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = [*project["dependencies"], *project["optional-dependencies"]["plot"]]
     return {re.split(r"[^\w-]", name)[0] for name in names} | {"_pytest", "xdist"}
 
 

@@ -79,7 +79,7 @@ def fuzz_all(setting: Setting, *, budget: int, seed: int, schedules: Sequence[st
     """Run a fuzz campaign with progress; a failure is shrunk, shown and given a line to replay it by."""
     terminal, device = Terminal(), setting.chosen_device
     with JsonFile(setting.json) as file, World(device=device, timeout_s=setting.timeout_s) as world:
-        with terminal.progress("starting ranks") as show, _enough_ranks():
+        with terminal.progress("starting ranks") as show, enough_ranks():
             tally, found = fuzz(
                 world,
                 budget=budget,
@@ -108,7 +108,7 @@ def exit_status(verdicts: Sequence[Verdict]) -> int:
 def _validated(case: Case, world: World, *, profile: bool) -> tuple[Verdict, str]:
     began = perf_counter()
     try:
-        with _enough_ranks():
+        with enough_ranks():
             observed = observe(case, world)
     except RankFailed as failure:
         return replace(_crashed(case, failure), seconds=perf_counter() - began), ""
@@ -118,7 +118,8 @@ def _validated(case: Case, world: World, *, profile: bool) -> tuple[Verdict, str
 
 
 @contextmanager
-def _enough_ranks() -> Iterator[None]:
+def enough_ranks() -> Iterator[None]:
+    """Turn a launcher's shortage of ranks into a sentence for whoever asked for too many."""
     try:
         yield
     except NeedsMoreRanks as error:

@@ -6,6 +6,7 @@ something unknown, nothing exercised). What needs torch is imported by the comma
 """
 
 import argparse
+import math
 import os
 import sys
 import time
@@ -14,17 +15,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.files import is_csv, read_file
-from pipeline.grid import grid
 from pipeline.laws import LawBroken, check
 from pipeline.lower import Program
 from pipeline.partition import parse_split
 from pipeline.plan import Needs, plan, table, trade
 from pipeline.schedule import Schedule
 from pipeline.schedules import FAMILIES, LOOPED, canonical_name
-from pipeline.simulate import simulate
+from pipeline.simulate import Times
 from validation.case import LOSSES, SCHEDULES, Case, CaseError, most_stages
 from validation.checking import checked
+from validation.drawings import Paths
 from validation.selection import Shape, selected
+from validation.show import show
 
 WRONG, BAD_INPUT, NO_VERDICT = 1, 2, 3
 _LAST_WORDS_S = 10.0
@@ -62,15 +64,29 @@ def _parser() -> argparse.ArgumentParser:
     replay.add_argument("case", help='the line that a failure printed, e.g. "1f1b r4 s4 m8 split=2,2,2,2 seed=17"')
     replay.add_argument("--json", metavar="FILE", help="write the verdict there")
     replay.set_defaults(run=_replay)
-    show = commands.add_parser("show", help="draw a schedule; bubbles and memory")
-    show.add_argument("schedule", help=f"one of {', '.join(FAMILIES)}, or a FILE.csv")
-    _add_shape(show)
-    show.set_defaults(run=_show)
+    shower = commands.add_parser("show", help="draw a schedule; bubbles and memory")
+    shower.add_argument("schedule", help=f"one of {', '.join(FAMILIES)}, or a FILE.csv")
+    _add_shape(shower)
+    _add_drawing(shower)
+    shower.set_defaults(run=_show)
     checker = commands.add_parser("check", help="check a schedule or a program in torch's CSV format against every law")
     checker.add_argument("file", type=Path)
     checker.set_defaults(run=_check)
     _add_plan(commands.add_parser("plan", help="which schedule: time, bubble, memory and messages of all, best first"))
     return parser
+
+
+def _add_drawing(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--times", type=numbers, metavar="F,I,W", help="of a stage (default 1,1,1)")
+    parser.add_argument("--svg", metavar="FILE", help="draw the timeline (needs the extra 'plot')")
+    parser.add_argument("--png", metavar="FILE", help="draw the timeline (needs the extra 'plot')")
+    parser.add_argument("--trace", metavar="FILE.json", help="write the timeline for ui.perfetto.dev: Chrome's format")
+    parser.add_argument("--run", dest="real", action="store_true", help="time it on ranks too, with a small model")
+    real = parser.add_argument_group("with --run", argument_default=argparse.SUPPRESS)
+    real.add_argument("--steps", type=int, metavar="N", help="how many are timed (default 5)")
+    real.add_argument("--model", metavar="NAME", help="(default gpt)")
+    real.add_argument("--layers", type=int, metavar="L", help="layers of the model (default 8)")
+    real.add_argument("--split", help="layers per stage: even, or sizes such as 3,1,2,2")
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
@@ -192,15 +208,27 @@ def _show(options: argparse.Namespace) -> int:
         schedule = check(_schedule_of(read_file(options.schedule)))
     else:
         schedule = _built(options.schedule, options)
-    timeline = simulate(schedule)
+    paths = Paths(options.svg, options.png, options.trace)
+    if options.real:
+        return _show_real(argparse.Namespace(**(_REAL | vars(options))), schedule, paths)
+    for name in _REAL.keys() & vars(options).keys():
+        raise ValueError(f"--{name} says how ranks run: it needs --run")
+    text = show(schedule, Times(*_three(options.times or (1.0, 1.0, 1.0))), paths)
     print(f"{schedule.name}: {_sizes(schedule)}")
-    print(grid(schedule))
-    print(f"makespan {timeline.makespan:g} (T_F = T_I = T_W = 1 per stage, T_B = T_I + T_W = 2, no latency)")
-    share = f"{timeline.bubble_fraction:.1%}"
-    print(f"bubble   global {timeline.global_bubble:g} ({share}), local {timeline.local_bubble:g}")
-    print(f"memory   peak activations per rank, in microbatches of one stage: {_listed(timeline.peaks)}")
-    print(f"messages {timeline.messages}")
+    print(text)
     return 0
+
+
+# What --run takes where nothing is said.
+_REAL = {"steps": 5, "model": "gpt", "layers": 8, "split": "even", "loss": "mean", "seed": 0}
+
+
+def _show_real(options: argparse.Namespace, schedule: Schedule, paths: Paths) -> int:
+    from validation.measure import show_measured
+
+    if options.times is not None:
+        raise ValueError("--times with --run: expected one of the two, for a run measures times")
+    return show_measured(_case(options, schedule.name, options.model), paths, steps=options.steps)
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -210,14 +238,12 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    if len(options.times) != 3:
-        raise ValueError("--times needs three numbers, T_F, T_I and T_W, e.g. 1,1,1")
     found = plan(
         Needs(
             options.ranks,
             options.microbatches,
             options.memory,
-            options.times,
+            _three(options.times),
             options.layers,
             options.weight_memory,
             options.activations,
@@ -227,6 +253,15 @@ def _plan(options: argparse.Namespace) -> int:
     print(table(found))
     print(trade(found))
     return 0 if any(not option.fails for option in found) else 1
+
+
+def _three(times: Sequence[float]) -> tuple[float, float, float]:
+    if len(times) != 3:
+        raise ValueError("--times needs three numbers, T_F, T_I and T_W, e.g. 1,1,1")
+    f, i, w = times
+    if not all(0 < time < math.inf for time in times):
+        raise ValueError(f"--times {f:g},{i:g},{w:g}: expected numbers above 0, e.g. 1,1,1")
+    return f, i, w
 
 
 def _schedule_of(found: Schedule | Program) -> Schedule:
@@ -264,10 +299,6 @@ def _built(name: str, options: argparse.Namespace) -> Schedule:
 
 def _sizes(schedule: Schedule) -> str:
     return f"{schedule.n_ranks} ranks, {schedule.n_stages} stages, {schedule.microbatches} microbatches"
-
-
-def _listed(values: Sequence[float]) -> str:
-    return ", ".join(f"{value:g}" for value in values)
 
 
 def _report(text: str) -> int:

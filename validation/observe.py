@@ -102,6 +102,13 @@ def deterministic(device: str) -> None:
 
 def observe_rank(context: RankContext, case: Case) -> list[RankOperation]:
     """One rank's part of ``case``; a job for ``World.run``."""
+    model, schedule = assemble(context, case)
+    watched = schedule.wrapped(specimen(case.specimen).plant).wrapped(_watch)
+    return [_perform(watched, model, case, operation, context.device) for operation in range(len(case.plan))]
+
+
+def assemble(context: RankContext, case: Case) -> tuple[Model, PipelineSchedule]:
+    """The whole model, and this rank's end of the pipeline that ``case`` is about."""
     deterministic(context.device)
     model = build_model(case.model, layers=case.layers, seed=case.seed)
     own = {stage: layers_of(case.split)[stage] for stage in case.built.stages_of(context.rank)}
@@ -119,8 +126,7 @@ def observe_rank(context: RankContext, case: Case) -> list[RankOperation]:
         pp_group=transport,
         tied=tied_across(model, case.split),
     )
-    watched = schedule.wrapped(specimen(case.specimen).plant).wrapped(_watch)
-    return [_perform(watched, model, case, operation, context.device) for operation in range(len(case.plan))]
+    return model, schedule
 
 
 def _watch(parts: Parts) -> Parts:
