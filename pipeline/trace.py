@@ -68,13 +68,8 @@ class Trace:
         return replace(self, spans=tuple(moved))
 
     def profiles(self) -> list[Profile]:
-        """Every rank's part of the makespan: computing, with messages, and idle, which is all the rest."""
+        """Every rank's part of the makespan: computing, with messages, and idle, which is the rest."""
         return [self._profile(rank, spans) for rank, spans in enumerate(self.spans)]
-
-    @property
-    def bubble(self) -> float:
-        """Global bubble over makespan, messages counted as busy: the share in which even the busiest rank is idle."""
-        return min(profile.idle_s for profile in self.profiles()) / self.makespan if self.makespan else 0.0
 
     def _profile(self, rank: int, spans: Iterable[Span]) -> Profile:
         compute = communication = 0.0
