@@ -1,7 +1,9 @@
 """What actions and messages cost, measured, and what the simulator predicts with that."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from statistics import median
 from typing import TypeVar
 
@@ -18,8 +20,7 @@ Key = TypeVar("Key")
 class Costs:
     """Seconds of work by stage and kind of action, messages too, and of a message's way by (sender, receiver).
 
-    A message's way is from the end of its send to the moment at which the receiver has it. Nothing is known of a pair
-    of ranks, and 0 is taken, where no receiver ever waited: its messages were there in time.
+    A message's way is from the end of its send to the moment at which its user has it.
     """
 
     work: Mapping[tuple[int, Kind], float]
@@ -31,10 +32,22 @@ class Costs:
 
 
 def costs_of(traces: Sequence[Trace]) -> Costs:
-    """The medians over all microbatches of ``traces``, measured steps of one schedule."""
-    work = (((span.action.stage, span.action.kind), span.worked) for span in _spans(traces))
-    latency = (found for trace in traces for found in _ways(trace))
-    return Costs(_medians(work), _medians(latency))
+    """The medians over all microbatches of ``traces``, measured steps of one schedule.
+
+    Of ways, those tell that somebody waited for from before the send; between ranks that have none, it is the shortest.
+    """
+    work: dict[tuple[int, Kind], list[float]] = defaultdict(list)
+    waited: dict[tuple[int, int], list[float]] = defaultdict(list)
+    ways: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for trace in traces:
+        for span in chain.from_iterable(trace.spans):
+            work[span.action.stage, span.action.kind].append(span.worked)
+        for delivery in deliveries(trace.schedule):
+            sent, used = trace.by_action[delivery.send], trace.by_action[delivery.user]
+            found = waited if used.began < sent.began else ways
+            found[delivery.sender, delivery.receiver].append(max(0.0, used.worked_from - sent.ended))
+    shortest = {pair: min(values) for pair, values in ways.items()}
+    return Costs(_medians(work), shortest | _medians(waited))
 
 
 def predict(schedule: Schedule, costs: Costs) -> Trace:
@@ -64,20 +77,5 @@ def trace_of(timeline: Timeline) -> Trace:
     return Trace(timeline.schedule, tuple(spans), in_seconds=False)
 
 
-def _spans(traces: Iterable[Trace]) -> Iterable[Span]:
-    return (span for trace in traces for spans in trace.spans for span in spans)
-
-
-def _ways(trace: Trace) -> Iterable[tuple[tuple[int, int], float]]:
-    """The ways of the messages that were waited for when they were sent."""
-    for delivery in deliveries(trace.schedule):
-        sent, used = trace.by_action[delivery.send], trace.by_action[delivery.user]
-        if used.began < sent.began:
-            yield (delivery.sender, delivery.receiver), max(0.0, used.worked_from - sent.ended)
-
-
-def _medians(found: Iterable[tuple[Key, float]]) -> dict[Key, float]:
-    values: dict[Key, list[float]] = {}
-    for key, value in found:
-        values.setdefault(key, []).append(value)
-    return {key: median(each) for key, each in values.items()}
+def _medians(samples: Mapping[Key, Sequence[float]]) -> dict[Key, float]:
+    return {key: median(values) for key, values in samples.items()}
