@@ -22,7 +22,7 @@ def draw(timeline: Timeline) -> str:
     for rank, actions in enumerate(timeline.schedule.ranks):
         for action, start, end in zip(actions, timeline.starts[rank], timeline.ends[rank], strict=True):
             if (start, end) != (round(start), round(end)):
-                raise ScheduleError(f"cannot draw: {action} runs from {start} to {end}, which are not whole units")
+                raise ScheduleError(f"cannot draw: {action} runs from {start:g} to {end:g}, which are not whole units")
             for column in range(round(start), round(end)):
                 rows[rank][column] = str(action)
     width = max(len(cell) for row in rows for cell in row)

@@ -61,6 +61,15 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["show", "/no/such/file.csv"], "cannot read /no/such/file.csv"),
         (["show", "dualpipev", "--ranks", "4", "--microbatches", "5"], "needs at least 8"),
         (["show", "zb-v", "--virtual", "3"], "virtual is 3, but zb-v has two stages per rank: use virtual=2"),
+        (["show", "1f1b", "--times", "1,0,1"], "--times 1,0,1: expected numbers above 0"),
+        (["show", "1f1b", "--times", "1,2"], "--times needs three numbers"),
+        (["show", "1f1b", "--svg", "x.pdf"], "--svg x.pdf: expected a file that ends in .svg"),
+        (["show", "1f1b", "--trace", "/no/such/folder/x.json"], "cannot write /no/such/folder/x.json"),
+        (["show", "1f1b", "--layers", "4"], "--layers says how ranks run: it needs --run"),
+        (["show", "1f1b", "--run", "--times", "1,1,1"], "--times with --run: expected one of the two"),
+        (["show", "1f1b", "--run", "--steps", "0"], "--steps is 0: expected at least 1"),
+        (["show", "1f1b", "--run", "--model", "lstm"], "unknown model 'lstm'"),
+        (["show", "1f1b", "--run", "--layers", "3"], "3 layers cannot fill 4 stages"),
         (["plan", "--ranks", "0"], "ranks is 0"),
         (["plan", "--times", "1,2"], "--times needs three numbers"),
         (["plan", "--times", "1,a,2"], "invalid numbers value: '1,a,2'"),
@@ -113,6 +122,33 @@ def test_fuzz_says_how_many_and_how_fast(python: Launch, tmp_path: Path) -> None
     assert done.returncode == 0, done.stdout
     assert "seed 5: 6 cases, 6 pass (6 bitwise), 0 not" in done.stdout
     assert "cases/s" in done.stdout
+
+
+def test_a_picture_without_the_library_is_refused_and_nothing_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for option, name in (("--svg", "x.svg"), ("--png", "x.png")):
+        for more in ([], ["--run"]):
+            message = refused(["show", "1f1b", option, str(tmp_path / name), *more], capsys)
+            assert "the extra 'plot' brings: pip install 'pipeproof[plot]'" in message
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.one_rank
+def test_a_run_is_timed_beside_its_simulation_and_both_are_written(python: Launch, tmp_path: Path) -> None:
+    done = python(
+        tmp_path, "-m", "validation", "show", "1f1b", "--ranks", "2", "--microbatches", "4", "--layers", "2", "--run",
+        "--steps", "1", "--trace", "x.json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    first, head, *rows = done.stdout.splitlines()
+    assert first == "1f1b r2 s2 m4 split=1,1 model=gpt seed=0"
+    assert head.split() == ["rank", "makespan", "compute", "communication", "idle"]
+    assert [row.split()[0] for row in rows[:4]] == ["0", "simulated", "1", "simulated"]
+    events = json.loads((tmp_path / "x.json").read_text())["traceEvents"]
+    processes = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert processes == ["1f1b, simulated with the measured times", "1f1b, measured"]
 
 
 @pytest.mark.one_rank

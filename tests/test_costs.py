@@ -15,6 +15,7 @@ COSTS = Costs(
     {(stage, kind): 0.01 * (stage + 1) * (1 + 0.1 * k) for stage in range(8) for k, kind in enumerate(Kind)},
     {(one, other): 0.002 * (one + 1) for one in range(4) for other in range(4)},
 )
+EXACT = Costs({key: s for key, s in COSTS.work.items() if key[1] not in RECEIVES}, COSTS.latency)
 
 
 def test_a_message_is_timed_by_those_who_waited_for_it() -> None:
@@ -55,17 +56,16 @@ def as_measured(trace: Trace) -> Trace:
 def test_what_the_simulator_predicts_is_what_it_would_measure(name: str) -> None:
     """Costs read off a step that follows them exactly are those costs, so the prediction is the step."""
     schedule = build(name, ranks=4, microbatches=8, virtual=virtuals(name, looped=2))
-    exact = replace(COSTS, work={key: s for key, s in COSTS.work.items() if key[1] not in RECEIVES})
-    measured = predict(schedule, exact)
+    measured = predict(schedule, EXACT)
     found = costs_of([as_measured(measured)])
-    assert found.work == pytest.approx({key: exact.work[key] for key in found.work})
-    assert all(found.latency[pair] >= exact.latency[pair] - 1e-9 for pair in found.latency)
+    assert found.work == pytest.approx({key: EXACT.work[key] for key in found.work})
+    assert all(found.latency[pair] >= EXACT.latency[pair] - 1e-9 for pair in found.latency)
     assert predict(schedule, found).makespan == pytest.approx(measured.makespan)
 
 
 def test_one_slow_microbatch_does_not_move_the_prediction() -> None:
     schedule = build("1f1b", ranks=4, microbatches=8)
-    quiet = predict(schedule, Costs(COSTS.work, {}))
+    quiet = as_measured(predict(schedule, EXACT))
     *most, last = quiet.spans[0]
     slow = replace(quiet, spans=((*most, last._replace(ended=last.ended + 1)), *quiet.spans[1:]))
     assert slow.makespan == pytest.approx(quiet.makespan + 1)

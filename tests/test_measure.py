@@ -62,5 +62,5 @@ def test_ranks_that_fail_give_no_verdict_and_no_file(
 
     monkeypatch.setattr("validation.measure.measure", fail)
     assert show_measured(CASE, Paths(trace=str(tmp_path / "x.json")), steps=1) == 3
-    assert "rank 1 ended with status 7" in capsys.readouterr().out
+    assert "rank 1 of 2 ended with status 7" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []

@@ -40,10 +40,15 @@ def arguments(command: str) -> list[str]:
     return [*start[words[0]], *words[1:]]
 
 
+def written(command: str) -> list[Path]:
+    """The files that ``command`` writes."""
+    return [ROOT / name for name in re.findall(r"--(?:json|svg|png|trace) (\S+)", command)]
+
+
 def steady(text: str) -> list[str]:
     """The words of ``text``, with times and rates blanked, which differ from run to run."""
     text = re.sub(r"\d+\.\d (s|ms|cases/s)\b", r"# \1", text)
-    if re.search(r"(?m)^rank +step", text):  # the table of a profile: times and their shares
+    if re.search(r"(?m)^rank +(step|makespan)", text):  # the table of a profile: times and their shares
         text = re.sub(r"\d+\.\d%", "#%", text)
     return text.split()
 
@@ -94,7 +99,8 @@ def run(python: Launch) -> Iterator[Callable[[str], "subprocess.CompletedProcess
         return first
 
     yield launch
-    (ROOT / "verdicts.json").unlink(missing_ok=True)
+    for path in {path for command, _ in examples() for path in written(command)}:
+        path.unlink(missing_ok=True)
 
 
 @pytest.mark.one_rank
@@ -102,6 +108,8 @@ def run(python: Launch) -> Iterator[Callable[[str], "subprocess.CompletedProcess
 def test_a_command_prints_what_readme_shows(
     command: str, output: str, run: Callable[[str], "subprocess.CompletedProcess[str]"]
 ) -> None:
+    if "--svg" in command or "--png" in command:
+        pytest.importorskip("matplotlib")  # the extra "plot"
     done = run(command)
     assert done.returncode == (1 if "specimen=" in command else 0), done.stdout
     if output:
@@ -138,4 +146,5 @@ def test_the_comparison_can_fail() -> None:
 
 
 def test_a_command_as_words() -> None:
+    assert written("a --json b.json --svg c.svg d") == [ROOT / "b.json", ROOT / "c.svg"]
     assert arguments('pipeproof replay "a b" -x') == ["-m", "validation", "replay", "a b", "-x"]

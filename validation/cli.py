@@ -210,7 +210,7 @@ def _show(options: argparse.Namespace) -> int:
         schedule = _built(options.schedule, options)
     paths = Paths(options.svg, options.png, options.trace)
     if options.real:
-        return _show_real(argparse.Namespace(**(_REAL | vars(options))), schedule, paths)
+        return _show_real(argparse.Namespace(**(_REAL | vars(options))), paths)
     for name in _REAL.keys() & vars(options).keys():
         raise ValueError(f"--{name} says how ranks run: it needs --run")
     text = show(schedule, Times(*_three(options.times or (1.0, 1.0, 1.0))), paths)
@@ -223,12 +223,12 @@ def _show(options: argparse.Namespace) -> int:
 _REAL = {"steps": 5, "model": "gpt", "layers": 8, "split": "even", "loss": "mean", "seed": 0}
 
 
-def _show_real(options: argparse.Namespace, schedule: Schedule, paths: Paths) -> int:
+def _show_real(options: argparse.Namespace, paths: Paths) -> int:
     from validation.measure import show_measured
 
     if options.times is not None:
         raise ValueError("--times with --run: expected one of the two, for a run measures times")
-    return show_measured(_case(options, schedule.name, options.model), paths, steps=options.steps)
+    return show_measured(_case(options, options.schedule, options.model), paths, steps=options.steps)
 
 
 def _check(options: argparse.Namespace) -> int:
