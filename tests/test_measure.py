@@ -14,7 +14,7 @@ from tests.test_trace import TRACE
 from validation.case import Case
 from validation.drawings import Paths
 from validation.measure import Measured, measure, show_measured
-from validation.rank_report import Outcome, RankReport
+from validation.rank_report import Ending, RankReport
 from validation.world import RankFailed, World
 
 CASE = Case("zb-h1", 2, 2, 5, (1, 1, 1, 1))
@@ -58,7 +58,7 @@ def test_ranks_that_fail_give_no_verdict_and_no_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> Measured:
-        raise RankFailed([RankReport(0, Outcome.FINISHED), RankReport(1, Outcome.DIED, "ended with status 7")])
+        raise RankFailed([RankReport(0, Ending.FINISHED), RankReport(1, Ending.DIED, "ended with status 7")])
 
     monkeypatch.setattr("validation.measure.measure", fail)
     assert show_measured(CASE, Paths(trace=str(tmp_path / "x.json")), steps=1) == 3
