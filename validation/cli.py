@@ -204,13 +204,11 @@ def _replay(options: argparse.Namespace) -> int:
 
 
 def _show(options: argparse.Namespace) -> int:
-    if is_csv(options.schedule):
-        schedule = check(_schedule_of(read_file(options.schedule)))
-    else:
-        schedule = _built(options.schedule, options)
+    found = read_file(options.schedule) if is_csv(options.schedule) else _built(options.schedule, options)
+    schedule = check(_schedule_of(found))
     paths = Paths(options.svg, options.png, options.trace)
     if options.real:
-        return _show_real(argparse.Namespace(**(_REAL | vars(options))), paths)
+        return _show_real(argparse.Namespace(**(_REAL | vars(options))), found, paths)
     for name in _REAL.keys() & vars(options).keys():
         raise ValueError(f"--{name} says how ranks run: it needs --run")
     text = show(schedule, Times(*_three(options.times or (1.0, 1.0, 1.0))), paths)
@@ -223,12 +221,13 @@ def _show(options: argparse.Namespace) -> int:
 _REAL = {"steps": 5, "model": "gpt", "layers": 8, "split": "even", "loss": "mean", "seed": 0}
 
 
-def _show_real(options: argparse.Namespace, paths: Paths) -> int:
+def _show_real(options: argparse.Namespace, found: Schedule | Program, paths: Paths) -> int:
     from validation.measure import show_measured
 
     if options.times is not None:
         raise ValueError("--times with --run: expected one of the two, for a run measures times")
-    return show_measured(_case(options, options.schedule, options.model), paths, steps=options.steps)
+    name = options.schedule if is_csv(options.schedule) else _schedule_of(found).name
+    return show_measured(_case(options, name, found, options.model), paths, steps=options.steps)
 
 
 def _check(options: argparse.Namespace) -> int:
