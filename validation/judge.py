@@ -104,7 +104,7 @@ class Judge:
         name = self._case.plan[number]
         batches = [batch.to(self._device) for batch in data_for(self._case, number)]
         orders = self._orders(number, laws, backward=name != "eval")
-        max_norm = max_norm_of(self._case.plan, number)
+        max_norm = max_norm_of(self._case, number)
         expected = self._reference.perform(name, batches, orders=orders, max_norm=max_norm)
         if name != "eval":
             pending.append(Pending(expected, batches, orders))
@@ -280,7 +280,7 @@ class Judge:
                 self._tensors("updated-parameters", operation, site, observed[site], wanted.cpu())
         self._copies("parameter", operation, dict(observed))
         norm = operation.expected.norm or 0.0
-        if norm <= max_norm == Recipe().max_norm:
+        if norm <= max_norm and operation.number == self._case.plan.index("train"):
             self.ledger.doubt("updated-parameters", f"clipping to {max_norm} never acted on a norm of {norm:.3g}")
 
 

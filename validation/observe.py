@@ -25,6 +25,9 @@ from validation.world import RankContext, World
 
 # A wait inside a step ends sooner than the world's own bound, so that it is the rank that says what it waited for.
 STEP_TIMEOUT_S = 30.0
+# What a first step is clipped to must be below its norm, or clipping is not seen. Over 13,666 random cases the least
+# norm was 0.062 with "frozen", 0.13 with "twice" and 0.29 with the other models, which the recipe's own bound is for.
+_CLIPPED = {"frozen": 0.01, "twice": 0.03}
 _ROOM = 1e6  # a norm that no step here comes near
 
 
@@ -149,7 +152,7 @@ def _perform(schedule: PipelineSchedule, model: Model, case: Case, operation: in
     if name == "eval":
         result = schedule.eval_step(pairs, loss_divisor=loss_divisor)
         return _seen(schedule, RankOperation(name, result.losses, schedule.executed, loss=result.loss))
-    result = schedule.train_step(pairs, max_norm=max_norm_of(case.plan, operation), loss_divisor=loss_divisor)
+    result = schedule.train_step(pairs, max_norm=max_norm_of(case, operation), loss_divisor=loss_divisor)
     gradients = schedule.parts.gradients
     assert isinstance(gradients, WatchedGradients), "the watcher is the outermost wrapper"
     seen = RankOperation(
@@ -165,9 +168,9 @@ def _perform(schedule: PipelineSchedule, model: Model, case: Case, operation: in
     return _seen(schedule, seen)
 
 
-def max_norm_of(plan: Sequence[str], operation: int) -> float:
-    """What operation ``operation`` of ``plan`` clips to: its first step is clipped, later ones have room to spare."""
-    return Recipe().max_norm if operation == plan.index("train") else _ROOM
+def max_norm_of(case: Case, operation: int) -> float:
+    """What operation ``operation`` of the plan clips to: its first step is clipped, later ones have room to spare."""
+    return _CLIPPED.get(case.model, Recipe().max_norm) if operation == case.plan.index("train") else _ROOM
 
 
 def _seen(schedule: PipelineSchedule, operation: RankOperation) -> RankOperation:
