@@ -88,7 +88,6 @@ def test_bad_input_is_refused_in_a_sentence(
     assert words in refused(arguments, capsys)
 
 
-@pytest.mark.one_rank
 def test_a_validation_prints_a_line_per_schedule_and_writes_json(python: Launch, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     done = python(
@@ -106,7 +105,6 @@ def test_a_validation_prints_a_line_per_schedule_and_writes_json(python: Launch,
     assert all(verdict["floor"] > 0 for verdict in data["verdicts"])
 
 
-@pytest.mark.one_rank
 def test_a_wrong_answer_exits_1_with_a_screen_and_a_line_that_replays_it(python: Launch, tmp_path: Path) -> None:
     line = "gpipe r2 s2 m2 split=1,1 model=mlp plan=train seed=4 specimen=layernorm-zero"
     done = python(tmp_path, "-m", "validation", "replay", line)
@@ -116,7 +114,6 @@ def test_a_wrong_answer_exits_1_with_a_screen_and_a_line_that_replays_it(python:
     assert f'pipeproof replay "{line}"' in done.stdout
 
 
-@pytest.mark.one_rank
 def test_fuzz_says_how_many_and_how_fast(python: Launch, tmp_path: Path) -> None:
     done = python(tmp_path, "-m", "validation", "fuzz", "--cases", "6", "--seed", "5", "--max-ranks", "2")
     assert done.returncode == 0, done.stdout
@@ -135,7 +132,6 @@ def test_a_picture_without_the_library_is_refused_and_nothing_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.one_rank
 def test_a_run_is_timed_beside_its_simulation_and_both_are_written(python: Launch, tmp_path: Path) -> None:
     done = python(
         tmp_path, "-m", "validation", "show", "1f1b", "--ranks", "2", "--microbatches", "4", "--layers", "2", "--run",
@@ -151,7 +147,6 @@ def test_a_run_is_timed_beside_its_simulation_and_both_are_written(python: Launc
     assert processes == ["1f1b, simulated with the measured times", "1f1b, measured"]
 
 
-@pytest.mark.one_rank
 def test_show_draws_without_torch(tmp_path: Path, python: Launch) -> None:
     code = (
         "import sys; from validation.cli import main; status = main(['show', '1f1b', '--ranks', '3', '--microbatches',"
@@ -229,7 +224,6 @@ def test_replay_of_a_fault_is_wrong_and_of_a_sound_case_is_not(capsys: pytest.Ca
     assert "PASS" in capsys.readouterr().out
 
 
-@pytest.mark.one_rank
 def test_too_few_ranks_under_torchrun_are_said_once_with_the_cure(torchrun: Launch, tmp_path: Path) -> None:
     done = torchrun(tmp_path, "-m", "validation", "validate", "--ranks", "4", "--model", "mlp", ranks=2)
     assert done.returncode != 0

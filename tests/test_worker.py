@@ -16,8 +16,6 @@ from validation.rank_report import Ending
 from validation.shipping import pack, unpack
 from validation.worker import Answer, RankContext
 
-pytestmark = pytest.mark.one_rank  # these are processes of one controller, also where torchrun started several
-
 ORPHANS = """
 import os, signal, sys, time
 from validation.world import World
