@@ -26,13 +26,13 @@ class Batch:
         """This microbatch on ``device``."""
         return replace(self, inputs=tuple(tensor.to(device) for tensor in self.inputs), target=self.target.to(device))
 
-    def double(self) -> "Batch":
-        """This microbatch with its floating-point tensors in fp64."""
+    def cast(self, dtype: torch.dtype) -> "Batch":
+        """This microbatch with its floating-point tensors as ``dtype``."""
 
-        def wide(tensor: Tensor) -> Tensor:
-            return tensor.double() if tensor.is_floating_point() else tensor
+        def as_dtype(tensor: Tensor) -> Tensor:
+            return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-        return replace(self, inputs=tuple(map(wide, self.inputs)), target=wide(self.target))
+        return replace(self, inputs=tuple(map(as_dtype, self.inputs)), target=as_dtype(self.target))
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,11 @@ HEADS = 4
 VOCABULARY = 128  # ASCII
 CONTEXT = 64
 
+# What weights, activations and gradients are made of.
+DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+)
+
 LossFn = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -183,11 +188,16 @@ class Head(nn.Module):
         return logits_BTK
 
 
+def _full(output: Tensor) -> Tensor:
+    """``output`` in fp32 at least: a loss of eight significant bits would say nothing."""
+    return output.to(torch.promote_types(output.dtype, torch.float32))
+
+
 def token_loss(reduction: str) -> LossFn:
     """Cross entropy of next tokens; a target of -100 does not count."""
 
     def loss(logits_BTK: Tensor, targets_BT: Tensor) -> Tensor:
-        return F.cross_entropy(logits_BTK.flatten(0, 1), targets_BT.flatten(), reduction=reduction)
+        return F.cross_entropy(_full(logits_BTK).flatten(0, 1), targets_BT.flatten(), reduction=reduction)
 
     return loss
 
@@ -196,7 +206,7 @@ def square_loss(reduction: str) -> LossFn:
     """Squared error, a row counting as one target."""
 
     def loss(output_BC: Tensor, target_BC: Tensor) -> Tensor:
-        rows_B = (output_BC - target_BC).square().mean(dim=-1)
+        rows_B = (_full(output_BC) - _full(target_BC)).square().mean(dim=-1)
         return rows_B.mean() if reduction == "mean" else rows_B.sum()
 
     return loss
@@ -253,12 +263,17 @@ MODELS: Mapping[str, Callable[[int, int], Model]] = MappingProxyType(
 )
 
 
-def build_model(name: str, *, layers: int, seed: int) -> Model:
-    """The model ``name`` with ``layers`` layers and weights drawn from ``seed``, the same on every rank, on the CPU."""
+def build_model(name: str, *, layers: int, seed: int, dtype: str = "fp32") -> Model:
+    """The model ``name`` with ``layers`` layers and weights drawn from ``seed``, the same on every rank, on the CPU.
+
+    ``dtype`` is one of ``DTYPES``; weights are drawn in fp32 whatever it is.
+    """
     if name not in MODELS:
         raise ModelError(f"unknown model {name!r}: known are {', '.join(MODELS)}")
     if layers < 1:
         raise ModelError(f"layers is {layers}: expected at least 1")
+    if dtype not in DTYPES:
+        raise ModelError(f"unknown dtype {dtype!r}: known are {', '.join(DTYPES)}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return MODELS[name](layers, seed)
+        return MODELS[name](layers, seed).to(DTYPES[dtype])

@@ -200,15 +200,22 @@ def accumulate(
     return sums
 
 
-def in_double(reference: Reference, expected: Expected, batches: Sequence[Batch]) -> tuple[Contribution, ...]:
-    """The contributions of ``expected`` computed once more in fp64, from the same parameters and microbatches."""
+def in_double(
+    reference: Reference, expected: Expected, batches: Sequence[Batch], *, nudge: float = 0.0
+) -> tuple[Contribution, ...]:
+    """The contributions of ``expected`` computed once more in fp64, from the same parameters and microbatches.
+
+    ``nudge``: make every weight larger or smaller by this part of itself, at random.
+    """
     model = copy.deepcopy(reference.model).double()
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            parameter.copy_(expected.before[name])
+            signs = torch.randint(2, parameter.shape, generator=generator, dtype=torch.float64).to(parameter.device)
+            parameter.copy_(expected.before[name].double() * (1 + nudge * (2 * signs - 1)))
     owner = {name: stage for stage, name in expected.contributions[0].gradients}
     wide = Reference(model, owner=owner, recipe=reference._recipe)
-    return wide._contributions([batch.double() for batch in batches])
+    return wide._contributions([batch.cast(torch.float64) for batch in batches])
 
 
 def _add(parts: Sequence[Gradient]) -> Gradient:

@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given, settings
 
 from pipeline.schedule import ScheduleError
+from reference.model import DTYPES as REFERENCE_DTYPES
 from reference.model import MODELS as REFERENCE_MODELS
-from validation.case import FULL_PLAN, MODELS, Case, CaseError
+from validation.case import DTYPES, FULL_PLAN, MODELS, Case, CaseError
 from validation.fuzz import cases
 
 
@@ -19,11 +20,13 @@ def test_the_line_says_what_differs_from_the_defaults() -> None:
     case = Case("1F1B", 2, 1, 3, (2, 1), model="mlp", loss="tokens", ragged=True, plan=("eval", "train"), seed=7)
     assert str(case) == "1f1b r2 s2 m3 split=2,1 model=mlp loss=tokens ragged plan=eval+train seed=7"
     assert str(Case("gpipe", 1, 1, 1, (1,))) == "gpipe r1 s1 m1 split=1 model=gpt seed=0"
+    assert str(Case("gpipe", 1, 1, 1, (1,), dtype="bf16")) == "gpipe r1 s1 m1 split=1 model=gpt dtype=bf16 seed=0"
     assert Case.parse("gpipe r1 s1 m1 split=1").plan == FULL_PLAN
 
 
-def test_every_model_of_the_reference_can_be_a_case() -> None:
+def test_every_model_and_dtype_of_the_reference_can_be_a_case() -> None:
     assert set(MODELS) == set(REFERENCE_MODELS)
+    assert DTYPES == tuple(REFERENCE_DTYPES)
 
 
 @pytest.mark.parametrize(
@@ -40,6 +43,7 @@ def test_every_model_of_the_reference_can_be_a_case() -> None:
         ("1f1b r2 s2 m1 seed=x", "'seed=x' needs numbers"),
         ("1f1b r2 s2 m1 split=1,b", "'split=1,b' needs numbers"),
         ("1f1b r2 s2 m1 model=lstm", "unknown model 'lstm': known are gpt"),
+        ("1f1b r2 s2 m1 dtype=fp16", "unknown dtype 'fp16': known are fp32, bf16, fp64"),
         ("1f1b r2 s2 m1 loss=max", "unknown loss 'max': known are mean, tokens"),
         ("1f1b r2 s2 m1 plan=jump+train", "unknown operation 'jump'"),
         ("1f1b r2 s2 m1 plan=train+eval", "must end with train"),

@@ -45,6 +45,8 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["validate", "--schedule", "1f1b", "--virtual", "2"], "virtual is 2, but 1f1b has one stage per rank"),
         (["validate", "--schedule", "interleaved", "--virtual", "0"], "virtual is 0: expected at least 1"),
         (["validate", "--model", "lstm"], "unknown model 'lstm': known are gpt"),
+        (["validate", "--dtype", "fp32,fp16"], "--dtype fp32,fp16: unknown dtype 'fp16': known are fp32, bf16, fp64"),
+        (["fuzz", "--dtype", "half"], "--dtype half: unknown dtype 'half'"),
         (["validate", "--loss", "max"], "invalid choice: 'max'"),
         (["validate", "--device", "cuda"], "--device cuda, but torch finds no CUDA device"),
         (["validate", "--json", "/no/such/folder/x.json"], "cannot write /no/such/folder/x.json"),
@@ -92,16 +94,17 @@ def test_a_validation_prints_a_line_per_schedule_and_writes_json(python: Launch,
     path = tmp_path / "out.json"
     done = python(
         tmp_path, "-m", "validation", "validate", "--ranks", "2", "--layers", "4", "--microbatches", "3",
-        "--model", "mlp", "--schedule", "naive,gpipe,1f1b,interleaved,looped-bfs", "--json", str(path), "--profile",
+        "--model", "mlp", "--schedule", "naive,1f1b,interleaved", "--dtype", "fp32,bf16", "--json", str(path), "--profile",
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
     rows = [line.split() for line in done.stdout.splitlines()]
     names = [row[0] for row in rows if row and row[-1] == "s"]
-    assert names == ["naive", "gpipe", "1f1b", "interleaved", "looped-bfs"]
-    assert "5 pass; 5 of 5 bit for bit" in done.stdout
-    assert sum(row[:2] == ["rank", "step"] for row in rows) == 5
+    assert names == ["naive", "1f1b", "interleaved"] * 2
+    assert [row[2] for row in rows if row and row[-1] == "s"] == ["fp32"] * 3 + ["bf16"] * 3
+    assert "6 pass; 6 of 6 bit for bit" in done.stdout
+    assert sum(row[:2] == ["rank", "step"] for row in rows) == 6
     data = json.loads(path.read_text())
-    assert [verdict["verdict"] for verdict in data["verdicts"]] == ["pass"] * 5
+    assert [verdict["verdict"] for verdict in data["verdicts"]] == ["pass"] * 6
     assert all(verdict["floor"] > 0 for verdict in data["verdicts"])
 
 

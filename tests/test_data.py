@@ -51,7 +51,7 @@ def test_models_with_more_inputs_get_them() -> None:
 
 def test_fp64_leaves_integers_alone() -> None:
     (batch,) = microbatches("dropout", count=1, shapes=Shapes(), seed=0)
-    assert [tensor.dtype for tensor in batch.double().inputs] == [torch.float64, torch.int64]
+    assert [tensor.dtype for tensor in batch.cast(torch.float64).inputs] == [torch.float64, torch.int64]
 
 
 def test_a_sequence_longer_than_the_context_is_refused() -> None:

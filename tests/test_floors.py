@@ -1,16 +1,17 @@
 """Floors measured on a run: what order and precision do, and what a lost microbatch would."""
 
+import math
 from collections.abc import Sequence
 
 import pytest
 import torch
 
 from reference.data import Batch, Shapes, microbatches
-from reference.model import build_model
+from reference.model import DTYPES, build_model
 from reference.step import Recipe, Reference
 from validation.floors import Floors, Pending
 from validation.stages import owners
-from validation.tolerance import LEAST, MOST, error
+from validation.tolerance import FP32, PRECISIONS, error
 
 ORDERS = {0: [0, 1, 2, 3], 1: [3, 2, 1, 0]}
 
@@ -19,12 +20,12 @@ def data(model: str, seed: int = 0) -> list[Batch]:
     return microbatches(model, count=4, shapes=Shapes(ragged=True), seed=seed)
 
 
-def floors_of(name: str, plan: Sequence[str] = ("train",)) -> tuple[Reference, Floors]:
-    model = build_model(name, layers=4, seed=0)
+def floors_of(name: str, plan: Sequence[str] = ("train",), *, dtype: str = "fp32") -> tuple[Reference, Floors]:
+    model = build_model(name, layers=4, seed=0, dtype=dtype)
     reference = Reference(model, owner=owners(model, (2, 2)), recipe=Recipe())
     pending = []
     for number, operation in enumerate(plan):
-        batches = data(name, number)
+        batches = [batch.cast(DTYPES[dtype]) for batch in data(name, number)]
         pending.append(Pending(reference.perform(operation, batches, orders=ORDERS), batches, ORDERS))
     return reference, Floors(reference, pending)
 
@@ -37,7 +38,7 @@ def test_rounding_is_small_and_a_lost_microbatch_is_not(name: str, plan: tuple[s
         floor = floors.gradient(site)
         assert expected is not None
         assert 1e-9 < floor.largest < 3e-6, site
-        assert LEAST <= floor.limit < MOST
+        assert FP32.least <= floor.limit < FP32.most
         assert floor.fault > 100 * floor.limit, site
     assert floors.worst() == max(floors.gradient(site).largest for site in floors._last.gradients)
 
@@ -57,7 +58,7 @@ def test_the_floor_is_that_of_the_other_order_and_of_fp64() -> None:
 
 def test_losses_norms_and_updates_have_floors() -> None:
     _, floors = floors_of("mlp")
-    assert all(0 <= floors.loss(m).double < 1e-6 for m in range(4))
+    assert all(0 <= floors.loss(m).rounding < 1e-6 for m in range(4))
     assert floors.norm().largest < 1e-6
     site = (1, "blocks.3.norm.weight")
     # A weight near 1 that moves by a hundredth: its own rounding is a hundred times that of its gradient.
@@ -71,12 +72,38 @@ def test_the_floor_of_an_update_is_about_what_rounding_does_to_it(name: str) -> 
     expected, rate = floors._last, reference._optimizer.param_groups[0]["lr"]
     assert expected.norm is not None
     clip = min(1.0, Recipe().max_norm / (expected.norm + 1e-6))
-    for site, gradient in floors._double_total.items():
+    for site, gradient in floors._apart_total.items():
         assert gradient is not None
         update = -rate * clip * gradient
         wide = expected.before[site[1]].double() + update
         rounding = error(expected.parameters[site], wide, scale=update)
         assert rounding / 4 < floors.parameter(site).largest < 4 * rounding, site
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp64"])
+@pytest.mark.parametrize("name", ["mlp", "gpt-tied"])
+def test_other_dtypes_have_floors_of_a_few_of_their_own_units(name: str, dtype: str) -> None:
+    _, floors = floors_of(name, dtype=dtype)
+    unit = PRECISIONS[DTYPES[dtype]].unit
+    for site, expected in floors._last.gradients.items():
+        assert expected is not None
+        assert expected.dtype is DTYPES[dtype]
+        floor = floors.gradient(site)
+        assert floor.precision is PRECISIONS[DTYPES[dtype]]
+        assert unit / 2 < floor.rounding < 32 * unit, site
+        assert floor.permutation < 8 * unit, site
+    assert unit / 100 < max(floors.loss(m).rounding for m in range(4)) < 8 * unit
+    assert floors.norm().largest < 8 * unit
+
+
+def test_a_step_that_vanished_proves_no_fault_where_it_did_not() -> None:
+    """A weight of bf16 that stood still may have moved by one unit in another order of things."""
+    _, floors = floors_of("mlp", dtype="bf16")
+    site = (0, "blocks.0.norm.weight")
+    assert torch.equal(floors._last.parameters[site], floors._last.before[site[1]])
+    assert floors.parameter(site).outcome(math.inf) == "unknown"
+    _, frozen = floors_of("frozen", dtype="bf16")
+    assert frozen.parameter((1, "blocks.2.linear.weight")).outcome(math.inf) == "fail"
 
 
 def test_a_parameter_without_a_gradient_has_no_floor() -> None:

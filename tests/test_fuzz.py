@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import find, settings
 
-from validation.case import MODELS, SCHEDULES, Case
+from validation.case import FUZZED_DTYPES, MODELS, SCHEDULES, Case
 from validation.fuzz import PLANS, Tally, cases, fuzz
 from validation.validator import validate
 from validation.verdict import LawResult, Verdict
@@ -48,6 +48,7 @@ def test_draws_reach_everything_that_a_case_can_be() -> None:
     for flag in ("ragged", "unequal"):
         assert {getattr(case, flag) for case in ran} == {True, False}
     assert {case.loss for case in ran} == {"mean", "tokens"}
+    assert {case.dtype for case in ran} == set(FUZZED_DTYPES)
 
 
 def test_a_failure_shrinks_to_the_least_that_fails() -> None:

@@ -1,17 +1,18 @@
 """The judge, on values: what was produced is altered by hand, and the right law must say so."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from reference.model import Model, build_model
+from reference.model import DTYPES, Model, build_model
+from reference.step import Recipe
 from validation.case import FULL_PLAN, Case
 from validation.judge import LAWS, judge, one_thread, scenarios
 from validation.observe import observe
-from validation.observed import Observed, RankOperation
+from validation.observed import Observed, RankOperation, Site
 from validation.verdict import Verdict
 from validation.world import World
 
@@ -204,8 +205,8 @@ def test_an_updated_parameter_is_judged_by_how_far_it_moved(observed: Observed) 
 
 
 def changed_model(monkeypatch: pytest.MonkeyPatch, change: Callable[[Model], None]) -> None:
-    def build(name: str, *, layers: int, seed: int) -> Model:
-        model = build_model(name, layers=layers, seed=seed)
+    def build(name: str, *, layers: int, seed: int, dtype: str) -> Model:
+        model = build_model(name, layers=layers, seed=seed, dtype=dtype)
         change(model)
         return model
 
@@ -247,6 +248,52 @@ def test_two_dead_runs_that_agree_are_unknown(observed: Observed, monkeypatch: p
     assert verdict.verdict == "unknown"
     assert "is zero, so nothing could be seen" in verdict.law("gradient").note
     assert "never acted" in verdict.law("updated-parameters").note
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp64"])
+def test_other_dtypes_are_judged_bit_for_bit_too(world: World, dtype: str) -> None:
+    case = replace(CASE, dtype=dtype, plan=("train",))
+    seen = observe(case, world)
+    gradient = seen.gradients(0)[SLOT]
+    assert gradient is not None
+    assert gradient.dtype is DTYPES[dtype]
+    assert judge(case, seen).tier == "bitwise"
+    assert judge(case, altered(seen, scaled(1.1))).verdict == "unknown"
+    assert failing(judge(case, altered(seen, scaled(2.0)))) == {"gradient"}
+
+
+def test_the_tier_below_bitwise_is_named_after_the_dtype(world: World) -> None:
+    case = replace(CASE, dtype="bf16", plan=("train",))
+    seen = observe(case, world)
+    verdict = judge(case, altered(seen, scaled(1 + 2.0**-7)))
+    assert (verdict.verdict, verdict.tier) == ("pass", "bf16")
+    wide = altered(seen, lambda s: replace(s, gradients=_cast(s.gradients, torch.float32)))
+    assert judge(case, wide).law("gradient").exact == 0  # the same numbers in another dtype are not the same bits
+
+
+def _cast(gradients: Mapping[Site, Tensor | None] | None, dtype: torch.dtype) -> dict[Site, Tensor | None]:
+    return {site: gradient if gradient is None else gradient.to(dtype) for site, gradient in (gradients or {}).items()}
+
+
+def test_an_optimizer_that_nobody_could_see_is_unknown(observed: Observed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that move nothing: parameters agree, and that says nothing."""
+    idle = Recipe(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0))
+    monkeypatch.setattr("validation.judge.Recipe", lambda loss: replace(idle, loss=loss))
+
+    def still(seen: RankOperation) -> RankOperation:
+        start = dict(build_model("mlp", layers=2, seed=0).named_parameters())
+        return replace(seen, parameters={site: start[site[1]].detach() for site in seen.parameters or {}})
+
+    one = altered(observed, still)
+    verdict = judge(replace(CASE, plan=("train",)), replace(one, ranks=(one.ranks[0][:1],)))
+    assert verdict.verdict == "unknown"
+    assert verdict.law("updated-parameters").note.startswith("no parameter of stage 0 moves: steps vanish in rounding")
+
+
+def test_steps_that_vanish_are_counted(world: World) -> None:
+    case = replace(CASE, dtype="bf16", plan=("train",))
+    law = judge(case, observe(case, world)).law("updated-parameters")
+    assert (law.outcome, law.note) == ("pass", "steps of 2 of 8 in operation 1 vanish in rounding")
 
 
 def test_the_reference_runs_on_one_thread_and_gives_the_others_back() -> None:

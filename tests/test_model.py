@@ -72,4 +72,6 @@ def test_what_does_not_exist_is_refused() -> None:
         build_model("lstm", layers=1, seed=0)
     with pytest.raises(ModelError, match="layers is 0"):
         build_model("mlp", layers=0, seed=0)
+    with pytest.raises(ModelError, match="unknown dtype 'fp16': known are fp32, bf16, fp64"):
+        build_model("mlp", layers=1, seed=0, dtype="fp16")
     assert isinstance(build_model("mlp", layers=1, seed=0), Stack)

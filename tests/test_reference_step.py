@@ -43,7 +43,7 @@ def plain_step(model: Model, batches: Sequence[Batch], recipe: Recipe) -> dict[s
 def test_gradients_are_those_of_one_plain_backward(name: str, loss: str) -> None:
     reference = reference_of(name, loss)
     plain = plain_step(
-        build_model(name, layers=3, seed=0).double(), [b.double() for b in data(name)], Recipe(loss=loss)
+        build_model(name, layers=3, seed=0).double(), [b.cast(torch.float64) for b in data(name)], Recipe(loss=loss)
     )
     expected = reference.perform("train", data(name), orders=orders())
     for (_, parameter), gradient in expected.gradients.items():

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from validation.tolerance import LEAST, MOST, Floor, error, floor_of, same_bits, scalar_error
+from validation.tolerance import FP32, PRECISIONS, Floor, error, floor_of, same_bits, scalar_error
 
 
 def test_error_is_the_larger_of_both_norms_ratios() -> None:
@@ -38,9 +38,9 @@ def test_bits_tell_zeros_and_types_apart() -> None:
 
 
 def test_a_floor_allows_a_multiple_of_itself_never_less_than_a_few_roundings_nor_more_than_the_cap() -> None:
-    assert Floor(0.0, 0.0, 1.0).limit == LEAST
+    assert Floor(0.0, 0.0, 1.0).limit == FP32.least
     assert Floor(1e-6, 5e-7, 1.0).limit == pytest.approx(1.6e-5)
-    assert Floor(0.0, 1.0, 1.0).limit == MOST
+    assert Floor(0.0, 1.0, 1.0).limit == FP32.most
 
 
 def test_between_rounding_and_a_lost_microbatch_is_unknown() -> None:
@@ -55,12 +55,31 @@ def test_between_rounding_and_a_lost_microbatch_is_unknown() -> None:
     ]
 
 
+def test_what_rounding_explains_and_the_cap_does_not_excuse_is_unknown() -> None:
+    floor = Floor(0.0, 1e-3, 1e-2)
+    assert [floor.outcome(e) for e in (1e-4, 2e-4, 1.6e-2, 1.7e-2)] == ["pass", "unknown", "unknown", "fail"]
+
+
+def test_every_precision_excuses_a_few_of_its_own_roundings_and_no_lost_microbatch() -> None:
+    for dtype, precision in PRECISIONS.items():
+        assert precision.unit == torch.finfo(dtype).eps / 2
+        assert precision.unit < precision.least < precision.most <= 1 / 16
+        assert Floor(0.0, 0.0, 0.5, precision).outcome(2 * precision.least) == "unknown"
+        assert Floor(0.0, 0.0, 0.5, precision).outcome(0.25) == "fail"
+        assert Floor(precision.unit, 0.0, 0.5, precision).outcome(precision.unit) == "pass"
+
+
+@pytest.mark.parametrize(("dtype", "outcome"), [(torch.float32, "pass"), (torch.bfloat16, "unknown")])
+def test_bf16_passes_nothing_that_could_hide_a_lost_microbatch(dtype: torch.dtype, outcome: str) -> None:
+    assert floor_of(torch.ones(4, dtype=dtype), [], torch.ones(4), [torch.ones(4) / 64]).outcome(0.0) == outcome
+
+
 def test_a_measured_floor_sees_order_precision_and_the_least_microbatch() -> None:
     parts = [torch.tensor([1.0, 1.0]), torch.tensor([0.1, 0.0])]
     total = parts[0] + parts[1]
     floor = floor_of(total, [total * (1 + 1e-6)], total.double() * (1 + 1e-5), [*parts, None])
     assert floor.permutation == pytest.approx(1e-6, rel=0.2)
-    assert floor.double == pytest.approx(1e-5, rel=1e-3)
+    assert floor.rounding == pytest.approx(1e-5, rel=1e-3)
     assert floor.fault == pytest.approx(0.1 / total.norm().item())
 
 

@@ -75,7 +75,9 @@ def validate_all(wanted: Sequence[Case], setting: Setting, *, left_out: Mapping[
     return exit_status(verdicts)
 
 
-def fuzz_all(setting: Setting, *, budget: int, seed: int, schedules: Sequence[str], max_ranks: int) -> int:
+def fuzz_all(
+    setting: Setting, *, budget: int, seed: int, schedules: Sequence[str], dtypes: Sequence[str], max_ranks: int
+) -> int:
     """Run a fuzz campaign with progress; a failure is shrunk, shown and given a line to replay it by."""
     terminal, device = Terminal(), setting.chosen_device
     with JsonFile(setting.json) as file, World(device=device, timeout_s=setting.timeout_s) as world:
@@ -84,7 +86,7 @@ def fuzz_all(setting: Setting, *, budget: int, seed: int, schedules: Sequence[st
                 world,
                 budget=budget,
                 seed_=seed,
-                strategy=cases(schedules=schedules, max_ranks=max_ranks, device=device),
+                strategy=cases(schedules=schedules, dtypes=dtypes, max_ranks=max_ranks, device=device),
                 progress=lambda tally: show(f"{tally.cases} of {tally.budget}: {tally}"),
             )
         terminal.say(f"seed {seed}: {tally}\n{tally.by_schedule}")
@@ -137,6 +139,7 @@ def _data(tally: Tally, found: Found | None) -> dict[str, object]:
         "verdicts": dict(tally.verdicts),
         "tiers": dict(tally.tiers),
         "schedules": dict(tally.schedules),
+        "dtypes": dict(tally.dtypes),
     }
     if found is not None:
         data["found"] = found.verdict.as_dict() if found.verdict else {"config": str(found.case)}

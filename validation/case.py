@@ -23,6 +23,8 @@ SCHEDULES = tuple(FAMILIES)
 OPERATIONS = ("train", "accumulate", "eval")
 MODELS = ("gpt", "gpt-tied", "mlp", "twice", "frozen", "batchnorm", "dropout", "pair")
 LOSSES = ("mean", "tokens")
+DTYPES = ("fp32", "bf16", "fp64")
+FUZZED_DTYPES = DTYPES[:2]  # those that people train in
 DEVICES = ("cpu", "cuda")
 
 
@@ -35,9 +37,9 @@ class Case:
     """One validation. ``str(case)`` is the replay line and ``parse`` its inverse.
 
     schedule: a family, or a FILE.csv. virtual: stages per rank; for a file the most that a rank has. split: layers per
-    stage. plan: the operations that are run and compared, in order; the last must be "train". loss: "mean" over
-    microbatches, or "tokens", a sum divided by the global count. ragged: microbatches differ in length. unequal: they
-    differ in how many targets count. specimen: the name of a planted fault.
+    stage. dtype: of weights, activations and gradients. plan: the operations that are run and compared, in order; the
+    last must be "train". loss: "mean" over microbatches, or "tokens", a sum divided by the global count. ragged:
+    microbatches differ in length. unequal: they differ in how many targets count. specimen: a planted fault's name.
     """
 
     schedule: str
@@ -46,6 +48,7 @@ class Case:
     microbatches: int
     split: tuple[int, ...]
     model: str = "gpt"
+    dtype: str = "fp32"
     loss: str = "mean"
     ragged: bool = False
     unequal: bool = False
@@ -63,8 +66,9 @@ class Case:
         if self.own is not None:
             self._agree()
         by_sizes(sum(self.split), self.built.n_stages, self.split)
-        choices = (("model", self.model, MODELS), ("loss", self.loss, LOSSES), ("device", self.device, DEVICES))
-        for what, value, known in choices:
+        choices = {"model": MODELS, "dtype": DTYPES, "loss": LOSSES, "device": DEVICES}
+        for what, known in choices.items():
+            value = getattr(self, what)
             if value not in known:
                 raise CaseError(f"unknown {what} {value!r}: known are {', '.join(known)}")
         for operation in self.plan:

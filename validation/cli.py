@@ -22,7 +22,7 @@ from pipeline.plan import Needs, plan, table, trade
 from pipeline.schedule import Schedule
 from pipeline.schedules import FAMILIES, LOOPED, canonical_name
 from pipeline.simulate import Times
-from validation.case import LOSSES, SCHEDULES, Case, CaseError, most_stages
+from validation.case import DTYPES, FUZZED_DTYPES, LOSSES, SCHEDULES, Case, CaseError, most_stages
 from validation.checking import checked
 from validation.drawings import Paths
 from validation.selection import Shape, selected
@@ -145,6 +145,7 @@ def _add_validate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, default=8, metavar="L", help="layers of the model")
     parser.add_argument("--split", default="even", help="layers per stage: even, or sizes such as 3,1,2,2")
     parser.add_argument("--model", default="gpt,gpt-tied", metavar="NAME,...")
+    parser.add_argument("--dtype", default="fp32", metavar="NAME,...", help=f"out of {', '.join(DTYPES)}")
     parser.add_argument("--loss", choices=LOSSES, default="mean", help="mean over microbatches, or sum over tokens")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--profile", action="store_true", help="print where each rank's time went")
@@ -156,6 +157,12 @@ def _add_fuzz(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cases", type=int, default=200, metavar="N", help="how many; a budget of cases, not of time")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--schedule", default="all", metavar="NAME,...")
+    parser.add_argument(
+        "--dtype",
+        default=",".join(FUZZED_DTYPES),
+        metavar="NAME,...",
+        help=f"out of {', '.join(DTYPES)} (default %(default)s)",
+    )
     parser.add_argument("--max-ranks", type=int, default=4, metavar="P")
     _add_world(parser)
     parser.set_defaults(run=_fuzz)
@@ -173,7 +180,8 @@ def _validate(options: argparse.Namespace) -> int:
     shape = Shape(options.ranks, options.microbatches, options.virtual)
     found = selected(options.schedule, shape, fits=lambda schedule: _split(options, schedule))
     cases = [
-        _case(options, name, schedule, model)
+        _case(options, name, schedule, model, dtype)
+        for dtype in _dtypes(options.dtype)
         for model in options.model.split(",")
         for name, schedule in found.chosen.items()
     ]
@@ -192,6 +200,7 @@ def _fuzz(options: argparse.Namespace) -> int:
         budget=options.cases,
         seed=options.seed,
         schedules=_schedules(options.schedule),
+        dtypes=_dtypes(options.dtype),
         max_ranks=options.max_ranks,
     )
 
@@ -227,7 +236,7 @@ def _show_real(options: argparse.Namespace, found: Schedule | Program, paths: Pa
     if options.times is not None:
         raise ValueError("--times with --run: expected one of the two, for a run measures times")
     name = options.schedule if is_csv(options.schedule) else _schedule_of(found).name
-    return show_measured(_case(options, name, found, options.model), paths, steps=options.steps)
+    return show_measured(_case(options, name, found, options.model, "fp32"), paths, steps=options.steps)
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -271,7 +280,7 @@ def _split(options: argparse.Namespace, schedule: Schedule) -> tuple[int, ...]:
     return parse_split(options.split, layers=options.layers, stages=schedule.n_stages)
 
 
-def _case(options: argparse.Namespace, name: str, found: Schedule | Program, model: str) -> Case:
+def _case(options: argparse.Namespace, name: str, found: Schedule | Program, model: str, dtype: str) -> Case:
     schedule = _schedule_of(found)
     return Case(
         name,
@@ -280,6 +289,7 @@ def _case(options: argparse.Namespace, name: str, found: Schedule | Program, mod
         schedule.microbatches,
         _split(options, schedule),
         model=model.strip(),
+        dtype=dtype,
         loss=options.loss,
         ragged=True,
         unequal=True,
@@ -290,6 +300,14 @@ def _case(options: argparse.Namespace, name: str, found: Schedule | Program, mod
 
 def _schedules(text: str) -> list[str]:
     return list(SCHEDULES) if text == "all" else [canonical_name(name) for name in text.split(",")]
+
+
+def _dtypes(text: str) -> list[str]:
+    found = [name.strip() for name in text.split(",")]
+    for name in found:
+        if name not in DTYPES:
+            raise CaseError(f"--dtype {text}: unknown dtype {name!r}: known are {', '.join(DTYPES)}")
+    return found
 
 
 def _built(name: str, options: argparse.Namespace) -> Schedule:

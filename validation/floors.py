@@ -1,14 +1,16 @@
-"""What rounding alone does on this very run: the reference in other orders, and in fp64."""
+"""What rounding alone does on this very run: the reference in other orders, and rounded otherwise."""
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from reference.data import Batch
 from reference.step import Contribution, Expected, Reference, Site, accumulate, in_double
-from validation.tolerance import UNIT, Floor, floor_of, scalar_error
+from validation.tolerance import PRECISIONS, Floor, floor_of, scalar_error
 
 Orders = Mapping[int, Sequence[int]]
 
@@ -32,10 +34,14 @@ class Floors:
         self._reference = reference
         self._pending = tuple(pending)
         self._last = pending[-1].expected
+        dtype = next(reference.model.parameters()).dtype
+        self._precision = PRECISIONS[dtype]
+        # Nothing is wider than fp64; there it is the weights that are rounded once more (as TTrace does with inputs).
+        self._nudge = 2 * self._precision.unit if dtype is torch.float64 else 0.0
 
     @cached_property
-    def _double(self) -> list[tuple[Contribution, ...]]:
-        return [in_double(self._reference, one.expected, one.batches) for one in self._pending]
+    def _apart(self) -> list[tuple[Contribution, ...]]:
+        return [in_double(self._reference, one.expected, one.batches, nudge=self._nudge) for one in self._pending]
 
     @cached_property
     def _reversed_total(self) -> dict[Site, Tensor | None]:
@@ -46,39 +52,41 @@ class Floors:
         return self._reference.total(sums)
 
     @cached_property
-    def _double_total(self) -> dict[Site, Tensor | None]:
+    def _apart_total(self) -> dict[Site, Tensor | None]:
         sums: dict[Site, Tensor | None] = {}
-        for one, double in zip(self._pending, self._double, strict=True):
-            sums = accumulate(double, orders=one.orders, onto=sums)
+        for one, apart in zip(self._pending, self._apart, strict=True):
+            sums = accumulate(apart, orders=one.orders, onto=sums)
         return self._reference.total(sums)
 
     def gradient(self, site: Site) -> Floor:
         """The floor of one site's gradient."""
-        expected, other, double = self._last.gradients[site], self._reversed_total[site], self._double_total[site]
-        if expected is None or other is None or double is None:
-            return Floor(0.0, 0.0, 0.0)
+        expected, other, apart = self._last.gradients[site], self._reversed_total[site], self._apart_total[site]
+        if expected is None or other is None or apart is None:
+            return Floor(0.0, 0.0, 0.0, self._precision)
         parts = [one.gradients[site] for pending in self._pending for one in pending.expected.contributions]
-        return floor_of(expected.cpu(), [other.cpu()], double.cpu(), [None if p is None else p.cpu() for p in parts])
+        return floor_of(expected.cpu(), [other.cpu()], apart.cpu(), [None if p is None else p.cpu() for p in parts])
 
     def loss(self, microbatch: int) -> Floor:
         """The floor of one microbatch's loss."""
-        wide = self._double[-1][microbatch].loss
-        return Floor(0.0, scalar_error(self._last.losses[microbatch], wide), 0.0)
+        apart = self._apart[-1][microbatch].loss
+        return Floor(0.0, scalar_error(self._last.losses[microbatch], apart), 0.0, self._precision)
 
     def norm(self) -> Floor:
         """The floor of the gradient norm."""
         norm = self._last.norm or 0.0
-        others = (self._reference.norm(total) for total in (self._reversed_total, self._double_total))
-        permutation, double = (scalar_error(other, norm) for other in others)
-        return Floor(permutation, double, 0.0)
+        others = (self._reference.norm(total) for total in (self._reversed_total, self._apart_total))
+        permutation, rounding = (scalar_error(other, norm) for other in others)
+        return Floor(permutation, rounding, 0.0, self._precision)
 
     def parameter(self, site: Site) -> Floor:
         """The floor of one site's update: its gradient's, or the rounding of the parameter itself if that is more."""
         gradient = self.gradient(site)
+        if self._last.gradients[site] is None:
+            return gradient
         before, after = self._last.before[site[1]].double(), self._last.parameters[site].double()
         step = (after - before).abs().amax().item()
-        rounding = UNIT * before.abs().amax().item() / step if step else 0.0
-        return Floor(gradient.permutation, max(gradient.double, rounding), gradient.fault)
+        rounding = self._precision.unit * before.abs().amax().item() / step if step else math.inf
+        return replace(gradient, rounding=max(gradient.rounding, rounding))
 
     def worst(self) -> float:
         """The largest floor over all gradients."""

@@ -12,7 +12,7 @@ from hypothesis.errors import Flaky
 
 from pipeline.schedule import ScheduleError
 from pipeline.schedules import LOOPED, build, virtuals
-from validation.case import LOSSES, MODELS, SCHEDULES, Case
+from validation.case import FUZZED_DTYPES, LOSSES, MODELS, SCHEDULES, Case
 from validation.validator import validate
 from validation.verdict import Verdict
 from validation.world import RankFailed, World
@@ -28,10 +28,11 @@ def cases(
     *,
     schedules: Sequence[str] = SCHEDULES,
     models: Sequence[str] = ("mlp", *(model for model in MODELS if model != "mlp")),
+    dtypes: Sequence[str] = FUZZED_DTYPES,
     max_ranks: int = MAX_RANKS,
     device: str = "cpu",
 ) -> Case:
-    """Any case: schedule, P 1..4, V 1..3, M 1..9, uneven splits down to a layer a stage, model, loss, lengths, plan."""
+    """Any case: schedule, P 1..4, V 1..3, M 1..9, uneven splits down to a layer a stage, model, dtype, loss, plan."""
     schedule = draw(st.sampled_from(list(schedules)))
     ranks = draw(st.integers(1, max_ranks))
     virtual = draw(st.integers(1, MAX_VIRTUAL)) if schedule in LOOPED else virtuals(schedule)
@@ -43,6 +44,7 @@ def cases(
         draw(st.integers(_fewest(schedule, ranks, virtual), MAX_MICROBATCHES)),
         tuple(draw(st.lists(st.integers(1, MAX_LAYERS_A_STAGE), min_size=stages, max_size=stages))),
         model=draw(st.sampled_from(list(models))),
+        dtype=draw(st.sampled_from(list(dtypes))),
         loss=draw(st.sampled_from(LOSSES)),
         ragged=draw(st.booleans()),
         unequal=draw(st.booleans()),
@@ -73,6 +75,7 @@ class Tally:
     verdicts: Counter[str] = field(default_factory=Counter)
     tiers: Counter[str] = field(default_factory=Counter)
     schedules: Counter[str] = field(default_factory=Counter)
+    dtypes: Counter[str] = field(default_factory=Counter)
 
     @property
     def cases(self) -> int:
@@ -150,6 +153,7 @@ def fuzz(
         tally.verdicts[outcome] += 1
         tally.tiers[verdict.tier if verdict else "none"] += 1
         tally.schedules[case.schedule] += 1
+        tally.dtypes[case.dtype] += 1
         progress(tally)
         if outcome != "pass":
             failures.append(Found(case, verdict, failure))

@@ -9,7 +9,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from reference.model import build_model
+from reference.model import DTYPES, build_model
 from reference.step import Expected, Recipe, Reference, Site
 from validation.case import Case
 from validation.floors import Floors, Pending
@@ -17,7 +17,7 @@ from validation.ledger import Heading, Ledger
 from validation.observe import data_for, deterministic, max_norm_of
 from validation.observed import Observed
 from validation.stages import owners, tied_across
-from validation.tolerance import Floor, same_bits
+from validation.tolerance import PRECISIONS, Floor, same_bits
 from validation.verdict import Mismatch, Tier, Verdict, overall
 
 LAWS = (
@@ -34,8 +34,6 @@ LAWS = (
     "accumulation",  # all of these when gradients come from two calls
     "eval",  # evaluation between steps: its losses, and all of these in the step after it
 )
-_NO_FLOOR = Floor(0.0, 0.0, 0.0)
-
 
 Scenarios = frozenset[str]
 
@@ -69,7 +67,8 @@ class Judge:
         self._case = case
         self._observed = observed
         self._device = "cpu" if case.device == "cpu" else "cuda:0"
-        model = build_model(case.model, layers=case.layers, seed=case.seed).to(self._device)
+        model = build_model(case.model, layers=case.layers, seed=case.seed, dtype=case.dtype).to(self._device)
+        self._no_floor = Floor(0.0, 0.0, 0.0, PRECISIONS[DTYPES[case.dtype]])
         self._owner = owners(model, case.split)
         self._tied = tied_across(model, case.split)
         self._reference = Reference(model, owner=self._owner, recipe=Recipe(loss=case.loss))
@@ -188,7 +187,7 @@ class Judge:
         if operation.expected.operation != "accumulate" and (seen is None or math.isfinite(seen)):
             place = self._place("loss", operation.number, operation.scenarios, rank=rank)
             reported = float("nan") if seen is None else seen
-            self.ledger.numbers(place, reported, operation.expected.loss, lambda: _NO_FLOOR)
+            self.ledger.numbers(place, reported, operation.expected.loss, lambda: self._no_floor)
 
     def _buffers(self, operation: _Operation) -> None:
         if not operation.expected.buffers:
@@ -204,7 +203,7 @@ class Judge:
             if wanted is None:
                 self.ledger.hold(place, False, "a buffer", "no such buffer")
             else:
-                self.ledger.tensors(place, seen, wanted.cpu(), lambda: _NO_FLOOR)
+                self.ledger.tensors(place, seen, wanted.cpu(), lambda: self._no_floor)
 
     def _loss(self, operation: _Operation, rank: int, microbatch: int, seen: float, wanted: float) -> None:
         laws = operation.scenarios
@@ -224,7 +223,7 @@ class Judge:
             self.ledger.hold(where, False, note, f"loss {wanted:.9g}")
             return
         floors = operation.floors
-        self.ledger.numbers(place, seen, wanted, lambda: floors.loss(microbatch) if floors else _NO_FLOOR)
+        self.ledger.numbers(place, seen, wanted, lambda: floors.loss(microbatch) if floors else self._no_floor)
 
     def _gradients(self, operation: _Operation) -> None:
         observed = self._observed.gradients(operation.number)
@@ -279,9 +278,21 @@ class Judge:
             if site in observed:
                 self._tensors("updated-parameters", operation, site, observed[site], wanted.cpu())
         self._copies("parameter", operation, dict(observed))
+        self._moved(operation)
         norm = operation.expected.norm or 0.0
         if norm <= max_norm and operation.number == self._case.plan.index("train"):
             self.ledger.doubt("updated-parameters", f"clipping to {max_norm} never acted on a norm of {norm:.3g}")
+
+    def _moved(self, operation: _Operation) -> None:
+        """A step too small for the dtype moves nothing; where a whole stage stands still, no optimizer was seen."""
+        expected = operation.expected
+        trained = [site for site, gradient in expected.gradients.items() if gradient is not None and gradient.any()]
+        still = [site for site in trained if same_bits(expected.parameters[site], expected.before[site[1]])]
+        for stage in sorted({stage for stage, _ in trained} - {stage for stage, _ in set(trained) - set(still)}):
+            self.ledger.doubt("updated-parameters", f"no parameter of stage {stage} moves: steps vanish in rounding")
+        if still:
+            which = f"{len(still)} of {len(trained)} in operation {operation.number + 1}"
+            self.ledger.remark("updated-parameters", f"steps of {which} vanish in rounding")
 
 
 def judge(case: Case, observed: Observed, *, measure: bool = False) -> Verdict:
@@ -294,7 +305,8 @@ def judge(case: Case, observed: Observed, *, measure: bool = False) -> Verdict:
         laws = at.ledger.laws()
         floor = at.measured.worst() if measure and at.measured is not None else 0.0
     outcome = overall(laws)
-    tier: Tier = "none" if outcome != "pass" else ("bitwise" if at.ledger.all_exact else "fp32")
+    reached: Tier = "bitwise" if at.ledger.all_exact else PRECISIONS[DTYPES[case.dtype]].name
+    tier: Tier = reached if outcome == "pass" else "none"
     return Verdict(
         str(case), outcome, tier, laws, tuple(at.ledger.mismatches), floor=floor, seconds=perf_counter() - began
     )

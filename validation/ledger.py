@@ -55,6 +55,10 @@ class Ledger:
         self._entries[law].outcomes.add("unknown")
         self._entries[law].notes.append(reason)
 
+    def remark(self, law: str, note: str) -> None:
+        """Something about ``law`` that readers should know, and that changes no outcome."""
+        self._entries[law].notes.append(note)
+
     def hold(self, place: Heading, holds: bool, seen: str, expected: str) -> None:
         """Enter a comparison that either holds exactly or fails."""
         self._enter(place, "pass" if holds else "fail", exact=holds)

@@ -14,7 +14,7 @@ from pipeline.stage import Goal, Stage
 from pipeline.step import Parts, PipelineSchedule
 from pipeline.transport import DistributedTransport
 from reference.data import Batch, Shapes, microbatches
-from reference.model import Model, build_model
+from reference.model import DTYPES, Model, build_model
 from reference.step import Recipe, objective
 from validation.around import AroundGradients, AroundStage
 from validation.case import Case
@@ -93,7 +93,8 @@ def observe(case: Case, world: World) -> Observed:
 def data_for(case: Case, operation: int) -> list[Batch]:
     """The microbatches of operation ``operation`` of the plan; different ones for each, so that stale ones show."""
     shapes = Shapes(ragged=case.ragged, unequal=case.unequal)
-    return microbatches(case.model, count=case.microbatches, shapes=shapes, seed=case.seed * 1000 + operation)
+    batches = microbatches(case.model, count=case.microbatches, shapes=shapes, seed=case.seed * 1000 + operation)
+    return [batch.cast(DTYPES[case.dtype]) for batch in batches]
 
 
 def deterministic(device: str) -> None:
@@ -113,7 +114,7 @@ def observe_rank(context: RankContext, case: Case) -> list[RankOperation]:
 def assemble(context: RankContext, case: Case) -> tuple[Model, PipelineSchedule]:
     """The whole model, and this rank's end of the pipeline that ``case`` is about."""
     deterministic(context.device)
-    model = build_model(case.model, layers=case.layers, seed=case.seed)
+    model = build_model(case.model, layers=case.layers, seed=case.seed, dtype=case.dtype)
     own = {stage: layers_of(case.split)[stage] for stage in case.built.stages_of(context.rank)}
     modules: dict[int, nn.Module] = {stage: on_device(model, layers, context.device) for stage, layers in own.items()}
     recipe = Recipe(loss=case.loss)

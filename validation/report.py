@@ -6,8 +6,9 @@ from validation.case import Case
 from validation.verdict import Verdict, small
 
 HEADER = (
-    f"{'schedule':<12} {'model':<8} {'P':>2} {'V':>2} {'M':>3}  {'split':<15} {'losses':>6} {'params':>6}  "
-    f"{'tier':<8} {'worst err':>9} {'floor':>8} {'norm err':>9}  {'verdict':<8} {'time':>7}"
+    f"{'schedule':<12} {'model':<8} {'dtype':<5} {'P':>2} {'V':>2} {'M':>3}  {'split':<15} "
+    f"{'losses':>6} {'params':>6}  {'tier':<7} {'worst err':>9} {'floor':>7} {'norm err':>8}  "
+    f"{'verdict':<7} {'time':>6}"
 )
 
 
@@ -26,9 +27,9 @@ def line(case: Case, verdict: Verdict) -> str:
     split = ",".join(map(str, case.split))
     split = split if len(split) <= 15 else f"{split[:14]}…"
     return (
-        f"{case.built.name:<12} {case.model:<8} {case.ranks:>2} {case.virtual:>2} {case.microbatches:>3}  {split:<15} "
-        f"{n_losses:>6} {n_gradients:>6}  {verdict.tier:<8} {worst:>9} {floor_:>8} {norm_:>9}  "
-        f"{verdict.verdict:<8} {verdict.seconds:>5.1f} s"
+        f"{case.built.name:<12} {case.model:<8} {case.dtype:<5} {case.ranks:>2} {case.virtual:>2} "
+        f"{case.microbatches:>3}  {split:<15} {n_losses:>6} {n_gradients:>6}  "
+        f"{verdict.tier:<7} {worst:>9} {floor_:>7} {norm_:>8}  {verdict.verdict:<7} {verdict.seconds:>4.1f} s"
     )
 
 

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 SCHEMA = "pipeproof/verdict/1"
-Tier = Literal["bitwise", "fp32", "none"]
+Tier = Literal["bitwise", "fp32", "bf16", "fp64", "none"]  # bit for bit, or to the rounding of a dtype
 Outcome = Literal["pass", "fail", "unknown", "not applicable"]
 
 _SHOWN = 6  # mismatches on a screen; the rest are counted
@@ -91,7 +91,7 @@ class LawResult:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a validation found. ``tier`` is "bitwise", "fp32", or "none" where not everything agreed.
+    """What a validation found. ``tier`` is "bitwise", a dtype's name, or "none" where not everything agreed.
 
     ``floor`` is the largest rounding floor measured over all gradients, 0 where none was measured; ``failure`` is how
     the ranks failed where there was nothing to judge; ``seconds`` is what it took.

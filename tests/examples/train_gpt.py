@@ -25,7 +25,7 @@ from reference.data import Batch, Shapes, microbatches
 from reference.model import GPT
 from reference.step import Expected, Recipe, Reference
 from validation.stages import Slice, layers_of, owners, tied_across
-from validation.tolerance import LEAST, error, scalar_error
+from validation.tolerance import FP32, error, scalar_error
 
 
 def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -82,15 +82,15 @@ class Check:
         expected = self.reference.perform("train", batches, orders=self.orders)
         for what, size in errors(self.slices, result, expected):
             self.worst = max(self.worst, size)
-            if size > LEAST and not self.story:
-                self.step, self.story = step, f"{what} differs by {size:.1e} relative (allowed {LEAST:.1e})"
+            if size > FP32.least and not self.story:
+                self.step, self.story = step, f"{what} differs by {size:.1e} relative (allowed {FP32.least:.1e})"
 
     def conclude(self, transport: Transport) -> None:
         """Say how all ranks fared. Every rank must call it; where something differs, all end with status 1."""
         worst, steps = zip(*gather(transport, [self.worst, self.step]), strict=True)
-        if max(worst) <= LEAST:
+        if max(worst) <= FP32.least:
             if transport.rank == 0:
-                tier = "bit for bit" if max(worst) == 0 else f"to {max(worst):.1e} relative (allowed {LEAST:.1e})"
+                tier = "bit for bit" if max(worst) == 0 else f"to {max(worst):.1e} relative (allowed {FP32.least:.1e})"
                 print(f"check: losses, norms and weights of every step equal the single-device run's {tier}")
             return
         if transport.rank == steps.index(min(steps)):
