@@ -121,9 +121,9 @@ class Reference:
 
     def _contributions(self, batches: Sequence[Batch]) -> tuple[Contribution, ...]:
         loss_fn, divisor = objective(self.model, batches, self._recipe)
-        return tuple(self._contribution(batch, loss_fn, divisor) for batch in batches)
+        return tuple(self.contribution(batch, loss_fn, divisor) for batch in batches)
 
-    def _contribution(self, batch: Batch, loss_fn: LossFn, divisor: float) -> Contribution:
+    def contribution(self, batch: Batch, loss_fn: LossFn, divisor: float) -> Contribution:
         """One forward and backward, with a leaf of its own for every stage's use of every parameter."""
         leaves: dict[tuple[Stage, int], Tensor] = {}
         uses = {}

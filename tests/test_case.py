@@ -8,6 +8,7 @@ from reference.model import DTYPES as REFERENCE_DTYPES
 from reference.model import MODELS as REFERENCE_MODELS
 from validation.case import DTYPES, FULL_PLAN, MODELS, Case, CaseError
 from validation.fuzz import cases
+from validation.tolerance import PRECISIONS
 
 
 @given(cases())
@@ -27,6 +28,7 @@ def test_the_line_says_what_differs_from_the_defaults() -> None:
 def test_every_model_and_dtype_of_the_reference_can_be_a_case() -> None:
     assert set(MODELS) == set(REFERENCE_MODELS)
     assert DTYPES == tuple(REFERENCE_DTYPES)
+    assert [PRECISIONS[dtype].name for dtype in REFERENCE_DTYPES.values()] == list(DTYPES)
 
 
 @pytest.mark.parametrize(

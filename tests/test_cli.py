@@ -94,7 +94,8 @@ def test_a_validation_prints_a_line_per_schedule_and_writes_json(python: Launch,
     path = tmp_path / "out.json"
     done = python(
         tmp_path, "-m", "validation", "validate", "--ranks", "2", "--layers", "4", "--microbatches", "3",
-        "--model", "mlp", "--schedule", "naive,1f1b,interleaved", "--dtype", "fp32,bf16", "--json", str(path), "--profile",
+        "--model", "mlp", "--schedule", "naive,1f1b,interleaved", "--dtype", "fp32,bf16",
+        "--json", str(path), "--profile",
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
     rows = [line.split() for line in done.stdout.splitlines()]

@@ -22,7 +22,7 @@ from pipeline.plan import Needs, plan, table, trade
 from pipeline.schedule import Schedule
 from pipeline.schedules import FAMILIES, LOOPED, canonical_name
 from pipeline.simulate import Times
-from validation.case import DTYPES, FUZZED_DTYPES, LOSSES, SCHEDULES, Case, CaseError, most_stages
+from validation.case import DTYPES, FUZZED_DTYPES, LOSSES, MODELS, SCHEDULES, Case, CaseError, most_stages
 from validation.checking import checked
 from validation.drawings import Paths
 from validation.selection import Shape, selected
@@ -35,6 +35,7 @@ _LAST_WORDS_S = 10.0
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     options = _parser().parse_args(arguments)
+    options.arguments = sys.argv[1:] if arguments is None else arguments
     try:
         status = int(options.run(options))
         sys.stdout.flush()  # a full disk is noticed here, not after the status is settled
@@ -72,6 +73,9 @@ def _parser() -> argparse.ArgumentParser:
     checker = commands.add_parser("check", help="check a schedule or a program in torch's CSV format against every law")
     checker.add_argument("file", type=Path)
     checker.set_defaults(run=_check)
+    _add_tolerance(
+        commands.add_parser("tolerance", help="measure rounding, and how far the smallest faults lie above it")
+    )
     _add_plan(commands.add_parser("plan", help="which schedule: time, bubble, memory and messages of all, best first"))
     return parser
 
@@ -168,6 +172,23 @@ def _add_fuzz(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_fuzz)
 
 
+def _add_tolerance(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default=",".join(MODELS), metavar="NAME,...", help="(default: all)")
+    parser.add_argument("--dtype", default=",".join(DTYPES), metavar="NAME,...", help="(default: all)")
+    parser.add_argument(
+        "--microbatches", type=counts, default=(2, 4, 8, 16, 32), metavar="M,...", help="(default 2..32)"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--markdown", metavar="FILE", help="write the page there, rather than to the terminal")
+    parser.add_argument("--svg", metavar="FILE", help="draw it (needs the extra 'plot')")
+    parser.set_defaults(run=_tolerance)
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """``2,8`` as numbers; argparse names this function where it fails."""
+    return tuple(map(int, text.split(",")))
+
+
 def _add_world(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS", help="bound of one case")
@@ -203,6 +224,14 @@ def _fuzz(options: argparse.Namespace) -> int:
         dtypes=_dtypes(options.dtype),
         max_ranks=options.max_ranks,
     )
+
+
+def _tolerance(options: argparse.Namespace) -> int:
+    from validation.gap_survey import Survey, show_tolerance
+
+    models = [name.strip() for name in options.model.split(",")]
+    survey = Survey(models, _dtypes(options.dtype), options.microbatches, options.seed)
+    return show_tolerance(survey, markdown=options.markdown, svg=options.svg, arguments=options.arguments)
 
 
 def _replay(options: argparse.Namespace) -> int:

@@ -5,7 +5,7 @@ They are drawn by matplotlib, which is the extra ``plot``: it is imported here a
 
 import importlib.util
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from pipeline.action import COMPUTE, Kind
@@ -68,12 +68,17 @@ def check_drawable(actions: int) -> None:
 
 def picture(panels: Mapping[str, Trace], *, file_format: str) -> bytes:
     """``panels``, by their titles and all in one unit of time, as a file: "svg" or "png". Equal panels, equal bytes."""
+    return rendered(lambda: _figure(panels), file_format=file_format)
+
+
+def rendered(draw: Callable[[], "Figure"], *, file_format: str) -> bytes:
+    """What ``draw`` makes, as a file: "svg" or "png". Equal figures, equal bytes."""
     from matplotlib import rc_context
 
     file = io.BytesIO()
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "pipeproof", "font.family": "sans-serif"}):
         metadata = {"Date": None} if file_format == "svg" else None
-        _figure(panels).savefig(file, format=file_format, dpi=160, metadata=metadata)
+        draw().savefig(file, format=file_format, dpi=160, metadata=metadata)
     return file.getvalue()
 
 
