@@ -49,4 +49,4 @@ def test_a_world_that_is_too_small_is_a_sentence(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(Impossible, match=r"4 ranks.*ask for fewer with --ranks or --max-ranks"):
         validate_all([SOUND], Setting("cpu"))
     with pytest.raises(Impossible, match="4 ranks"):
-        fuzz_all(Setting("cpu"), budget=1, seed=0, schedules=("1f1b",), max_ranks=4)
+        fuzz_all(Setting("cpu"), budget=1, seed=0, schedules=("1f1b",), dtypes=("fp32",), max_ranks=4)

@@ -91,3 +91,19 @@ def test_another_shape_is_described() -> None:
     book = ledger()
     book.tensors(place(), torch.ones(2), torch.ones(3), lambda: FLOOR)
     assert (book.mismatches[0].seen, book.mismatches[0].expected) == ("shape [2]", "shape [3]")
+
+
+def test_nan_beside_something_that_did_not_move_is_a_mismatch_with_words() -> None:
+    book = ledger()
+    before = torch.ones(3)
+    book.tensors(place(), torch.full((3,), float("nan")), before, lambda: FLOOR, base=before)
+    (mismatch,) = book.mismatches
+    assert (mismatch.seen, mismatch.expected) == ("update of norm nan", "update of norm 0")
+
+
+def test_a_remark_is_said_and_changes_no_outcome() -> None:
+    book = ledger()
+    book.hold(place(), True, "", "")
+    book.remark("gradient", "by the way")
+    (law,) = [law for law in book.laws() if law.name == "gradient"]
+    assert (law.outcome, law.note) == ("pass", "by the way")

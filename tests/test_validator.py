@@ -1,8 +1,11 @@
 """The main job on real ranks: every schedule, every model, every scenario, bit for bit."""
 
+from dataclasses import replace
+
 import pytest
 
 from validation.case import MODELS, Case
+from validation.specimens import SPECIMENS
 from validation.validator import validate
 from validation.verdict import ValidationFailed
 from validation.world import World
@@ -14,6 +17,8 @@ SHAPES = {
     "1f1b on three": ("1f1b", 3, 1, (1, 2, 1)),
     "interleaved": ("interleaved", 2, 2, (1, 2, 1, 1)),
     "interleaved deep": ("interleaved", 2, 3, (1,) * 6),
+    "v-half": ("v-half", 2, 2, (1, 2, 1, 1)),
+    "zb-h1": ("zb-h1", 2, 1, (2, 1)),
     "one rank": ("interleaved", 1, 2, (1, 2)),
 }
 
@@ -38,6 +43,25 @@ def test_every_schedule_equals_the_reference_bit_for_bit(world: World, shape: st
 def test_any_number_of_microbatches(world: World, shape: str, microbatches: int) -> None:
     verdict = validate(case_of(shape, "mlp", microbatches, plan=("train",)), world)
     assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), verdict.mismatches[:3]
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("shape", ["1f1b on three", "v-half", "zb-h1"])
+def test_bf16_equals_the_reference_bit_for_bit(world: World, shape: str, model: str) -> None:
+    case = case_of(shape, model, dtype="bf16", loss="tokens", ragged=True, unequal=True)
+    verdict = validate(case, world)
+    assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), verdict.mismatches[:3]
+    assert verdict.law("updated-parameters").exact > 0
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp64"])
+@pytest.mark.parametrize(
+    "name", ["microbatch-dropped", "layernorm-zero", "loss-undivided", "clip-last-stage", "activation-nan"]
+)
+def test_faults_are_caught_in_every_dtype(world: World, name: str, dtype: str) -> None:
+    planted = SPECIMENS[name]
+    verdict = validate(replace(Case.parse(planted.smallest), specimen=name, dtype=dtype), world)
+    assert (verdict.verdict, verdict.law(planted.law).outcome) == ("fail", "fail")
 
 
 def test_a_tie_within_one_rank_is_summed_too(world: World) -> None:

@@ -139,9 +139,9 @@ def _describe(observed: Tensor, expected: Tensor, base: Tensor | None) -> tuple[
     what = "norm"
     if base is not None:
         seen, wanted, what = seen - base.double(), wanted - base.double(), "update of norm"
-    size = (seen.norm() * wanted.norm()).item()
-    product = (seen * wanted).sum().item()
+    one, two = seen.norm().item(), wanted.norm().item()
     likeness = ""
-    if size:
-        likeness = f", {product / wanted.norm().item() ** 2:.6g} times expected, cosine {product / size:.6f}"
-    return f"{what} {seen.norm().item():.6g}{likeness}", f"{what} {wanted.norm().item():.6g}"
+    if one and two:  # not their product: beside a NaN it does not show that the other is zero
+        product = (seen * wanted).sum().item() / two
+        likeness = f", {product / two:.6g} times expected, cosine {product / one:.6f}"
+    return f"{what} {one:.6g}{likeness}", f"{what} {two:.6g}"
