@@ -1,14 +1,16 @@
 """Floors measured on a run: what order and precision do, and what a lost microbatch would."""
 
+import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 
 from reference.data import Batch, Shapes, microbatches
 from reference.model import DTYPES, build_model
-from reference.step import Recipe, Reference
+from reference.step import Recipe, Reference, accumulate
 from validation.floors import Floors, Pending
 from validation.stages import owners
 from validation.tolerance import FP32, PRECISIONS, error
@@ -94,6 +96,29 @@ def test_other_dtypes_have_floors_of_a_few_of_their_own_units(name: str, dtype: 
         assert floor.permutation < 8 * unit, site
     assert unit / 100 < max(floors.loss(m).rounding for m in range(4)) < 8 * unit
     assert floors.norm().largest < 8 * unit
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp64"])
+@pytest.mark.parametrize("name", ["mlp", "gpt-tied"])
+def test_the_same_sum_in_any_order_or_in_a_wide_accumulator_never_fails(name: str, dtype: str) -> None:
+    reference, floors = floors_of(name, dtype=dtype)
+    contributions = floors._last.contributions
+    wide = [
+        replace(one, gradients={site: g if g is None else g.double() for site, g in one.gradients.items()})
+        for one in contributions
+    ]
+    others = [
+        accumulate(contributions, orders={0: order, 1: order})
+        for order in itertools.islice(itertools.permutations(range(4)), 0, None, 4)
+    ]
+    others.append(accumulate(wide, orders=ORDERS))
+    allowed = {site: floors.gradient(site) for site in floors._last.gradients}
+    for sums in others:
+        for site, total in reference.total(sums).items():
+            expected = floors._last.gradients[site]
+            assert total is not None
+            assert expected is not None
+            assert allowed[site].outcome(error(total.to(expected.dtype), expected)) != "fail", site
 
 
 def test_a_step_that_vanished_proves_no_fault_where_it_did_not() -> None:

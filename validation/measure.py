@@ -8,6 +8,7 @@ from pipeline.costs import costs_of, predict
 from pipeline.profile import beside
 from pipeline.trace import Trace
 from reference.data import Shapes, microbatches
+from reference.model import DTYPES
 from validation.campaign import NO_VERDICT, enough_ranks
 from validation.case import Case, CaseError
 from validation.drawings import Drawings, Paths
@@ -79,7 +80,10 @@ def measure_rank(context: RankContext, case: Case, steps: int) -> Sequence[Trace
     """One rank's part; a job for ``World.run``. All ranks return the same traces."""
     _, schedule = assemble(context, case)
     batches = microbatches(case.model, count=case.microbatches, shapes=_SHAPES, seed=case.seed)
-    pairs = [(batch.inputs, batch.target) for batch in (batch.to(context.device) for batch in batches)]
+    pairs = [
+        (batch.inputs, batch.target)
+        for batch in (batch.cast(DTYPES[case.dtype]).to(context.device) for batch in batches)
+    ]
     traces = []
     for step in range(_WARM_UP + steps):
         schedule.train_step(pairs)
