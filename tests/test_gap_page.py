@@ -61,6 +61,26 @@ def test_the_page_that_is_kept_has_every_model_dtype_and_number_of_microbatches(
     assert (KEPT.parent / "tolerance.svg").read_text().count("<svg") == 1
 
 
+def test_readme_says_what_the_page_says() -> None:
+    def found(dtype: str, fault: str) -> str:
+        part = KEPT.read_text().split(f"\n## {dtype}\n")[1]
+        return next(line for line in part.splitlines() if line.startswith(f"- *{fault}*"))
+
+    readme = " ".join((KEPT.parents[1] / "README.md").read_text().split())
+    token, drop = found("bf16", "token weight"), found("bf16", "LayerNorm drop")
+    assert found("fp32", "LayerNorm drop").startswith("- *LayerNorm drop*: +4.8 ")
+    assert found("fp32", "token weight").startswith("- *token weight*: +1.4 ")
+    assert token.startswith("- *token weight*: -3.4 to -1.8 decades")
+    assert drop.startswith("- *LayerNorm drop*: +0.1 ")
+    for words in ("lies 4.8 decades above", "lies 1.4 above", "lies 1.8 to 3.4 decades *below*", "(0.1 decades)"):
+        assert words in readme
+    passed, unseen = re.search(r"pass in (\d+) of 40", token), re.search(r"(\d+ of \d+) variants", token)
+    assert passed is not None
+    assert unseen is not None
+    assert f"{passed[1]} rows of 40 let it pass" in readme
+    assert f"{unseen[1]} such faults change no bit" in readme
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("model", "count"), [("mlp", 2), ("mlp", 32), ("dropout", 4)])
 def test_the_rows_of_the_page_that_is_kept_can_be_measured_again(dtype: str, model: str, count: int) -> None:
