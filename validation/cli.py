@@ -1,21 +1,17 @@
 """The command ``pipeproof``.
 
-Exit status: 0 pass; 1 a wrong answer, or a broken law; 2 bad usage or invalid input; 3 no verdict (a hang, a dead rank,
-something unknown, nothing exercised). What needs torch is imported by the commands that need it: ``show``,
-``check`` and ``plan`` start at once.
+Exit status: 0 pass; 1 a wrong answer, or a broken law; 2 bad usage, invalid input, or no room for output; 3 no verdict
+(a hang, a dead rank, something unknown, nothing exercised, interrupted); 141 where the reader of standard output has
+stopped. What needs torch is imported by the commands that need it: ``show``, ``check`` and ``plan`` start at once.
 """
 
 import argparse
 import math
-import os
-import sys
-import time
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.files import is_csv, read_file
-from pipeline.laws import LawBroken, check
+from pipeline.laws import check
 from pipeline.lower import Program
 from pipeline.partition import parse_split
 from pipeline.plan import Needs, plan, table, trade
@@ -25,32 +21,19 @@ from pipeline.simulate import Times
 from validation.case import LOSSES, SCHEDULES, Case, CaseError, most_stages
 from validation.checking import checked
 from validation.drawings import Paths
+from validation.ending import WRONG, ended
 from validation.selection import Shape, selected
 from validation.show import show
-
-WRONG, BAD_INPUT, NO_VERDICT = 1, 2, 3
-_LAST_WORDS_S = 10.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
+    return ended(lambda: _run(arguments))
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     options = _parser().parse_args(arguments)
-    try:
-        status = int(options.run(options))
-        sys.stdout.flush()  # a full disk is noticed here, not after the status is settled
-    except LawBroken as error:
-        status = _report(str(error))
-    except ValueError as error:  # every error of ours about input is one
-        status = _refuse(str(error))
-    except KeyboardInterrupt:
-        status = _refuse("interrupted", status=NO_VERDICT)
-    except Exception as error:  # ours to mend, and never to be taken for a wrong answer
-        traceback.print_exc()
-        status = _refuse(f"a fault in pipeproof itself: {error!r}; please report it", status=NO_VERDICT)
-    if status != 0 and os.environ.get("RANK", "0") != "0":
-        # A launcher ends all ranks as soon as one ends badly; rank 0 is the one that says why.
-        time.sleep(_LAST_WORDS_S)
-    return status
+    return int(options.run(options))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -298,15 +281,3 @@ def _built(name: str, options: argparse.Namespace) -> Schedule:
 
 def _sizes(schedule: Schedule) -> str:
     return f"{schedule.n_ranks} ranks, {schedule.n_stages} stages, {schedule.microbatches} microbatches"
-
-
-def _report(text: str) -> int:
-    if os.environ.get("RANK", "0") == "0":
-        print(text)
-    return WRONG
-
-
-def _refuse(message: str, *, status: int = BAD_INPUT) -> int:
-    if os.environ.get("RANK", "0") == "0":
-        print(f"pipeproof: {message}", file=sys.stderr)
-    return status

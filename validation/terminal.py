@@ -2,13 +2,13 @@
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from rich.console import Console
 from rich.text import Text
 
+from validation.launcher import reports
 from validation.output_file import OutputFile
 
 _STYLES = {"pass": "green", "fail": "bold red", "unknown": "bold yellow"}
@@ -18,7 +18,7 @@ class Terminal:
     """Standard output for results, standard error for progress, which shows only where somebody watches."""
 
     def __init__(self) -> None:
-        self._quiet = os.environ.get("RANK", "0") != "0"
+        self._quiet = not reports()
         self._out = Console(quiet=self._quiet, soft_wrap=True, highlight=False)
         self._err = Console(stderr=True, quiet=self._quiet)
 
