@@ -12,8 +12,8 @@ from validation.selection import Selection, Shape, selected
 
 
 def select(text: str, *, ranks: int = 4, microbatches: int = 8, layers: int = 8) -> Selection:
-    def fits(schedule: Schedule) -> object:
-        return even(layers, schedule.n_stages)
+    def fits(stages: int) -> object:
+        return even(layers, stages)
 
     return selected(text, Shape(ranks, microbatches), fits=fits)
 
