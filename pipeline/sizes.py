@@ -36,3 +36,8 @@ def is_number(value: float, *, zero: bool) -> bool:
 def number_wanted(*, zero: bool) -> str:
     """What ``is_number`` wants, in words."""
     return f"a number {'of at least 0' if zero else 'above 0'}, and at most {_LARGEST:g}"
+
+
+def some(count: int, what: str) -> str:
+    """``1 rank``, ``2 ranks``, ``2 microbatches``."""
+    return f"{count} {what}{'' if count == 1 else 'es' if what.endswith('ch') else 's'}"

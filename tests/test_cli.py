@@ -77,6 +77,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["plan", "--activations", "1,1", "--weights", "1"], "weights has 1 numbers: expected 2, one for every layer"),
         (["validate", "--schedule", "dualpipev", "--microbatches", "3"], "dualpipev on 4 ranks needs at least 8"),
         (["validate", "--schedule", "dualpipe", "--ranks", "3"], "'dualpipe' holds every stage on two ranks"),
+        (["plan", "--layers", "8"], "--layers 8: expected the costs of all layers"),
         (["plan", "--memory", "nan"], "argument --memory: 'nan': expected a number above 0"),
         (["plan", "--memory", "-1"], "argument --memory: '-1': expected a number above 0"),
         (["plan", "--layers", "inf,1"], "argument --layers: 'inf' in 'inf,1'"),

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from pipeline.schedule import ScheduleError
-from pipeline.sizes import MOST_ACTIONS, MOST_MICROBATCHES, MOST_RANKS, counted, measured
+from pipeline.sizes import MOST_ACTIONS, MOST_MICROBATCHES, MOST_RANKS, counted, measured, some
 
 
 def test_what_is_within_bounds_comes_back() -> None:
@@ -31,3 +31,12 @@ def test_a_number_beyond_its_bounds_is_refused(value: float) -> None:
 def test_a_plan_of_1024_ranks_and_microbatches_is_within_bounds() -> None:
     assert min(MOST_RANKS, MOST_MICROBATCHES) >= 1024
     assert 1024 * 1024 * 4 * 3 <= MOST_ACTIONS, "four stages on a rank, F, I and W"
+
+
+def test_one_is_no_plural() -> None:
+    assert [some(1, "rank"), some(2, "stage"), some(1, "microbatch"), some(3, "microbatch")] == [
+        "1 rank",
+        "2 stages",
+        "1 microbatch",
+        "3 microbatches",
+    ]

@@ -19,7 +19,7 @@ from pipeline.schedule import Schedule
 from pipeline.schedules import FAMILIES, LOOPED, canonical_name
 from pipeline.simulate import Times
 from pipeline.sizes import MOST_ACTIONS, MOST_PROCESSES, MOST_SEED, counted
-from validation.case import LOSSES, MODELS, SCHEDULES, Case, most_stages
+from validation.case import LOSSES, MODELS, SCHEDULES, Case, CaseError, most_stages
 from validation.checking import checked
 from validation.drawings import Paths
 from validation.ending import WRONG, ended
@@ -27,6 +27,7 @@ from validation.option_parser import OptionParser, joined
 from validation.option_types import number, numbers, seconds, share, shares, three_numbers
 from validation.selection import MICROBATCHES, RANKS, Shape, schedule_in, selected
 from validation.show import show
+from validation.terminal import Terminal
 
 _UNIT = (1.0, 1.0, 1.0)
 _MODELS = f"out of {', '.join(MODELS)}"
@@ -50,7 +51,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"pipeproof {version('pipeproof')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    _add_validate(commands.add_parser("validate", help="run schedules beside the reference and compare everything"))
+    _add_validate(
+        commands.add_parser(
+            "validate",
+            help="run schedules beside the reference and compare everything",
+            description="By default: every schedule, on 4 ranks, with a GPT and with one whose weights are tied.",
+            epilog=_STATUSES,
+        )
+    )
     _add_fuzz(commands.add_parser("fuzz", help="run many random cases; a failure shrinks to a line that replays it"))
     replay = commands.add_parser("replay", help="run one case again", epilog=_STATUSES)
     replay.add_argument("case", help='the line that a failure printed, e.g. "1f1b r4 s4 m8 split=2,2,2,2 seed=17"')
@@ -210,8 +218,9 @@ def _replay(options: argparse.Namespace) -> int:
 
 def _show(options: argparse.Namespace) -> int:
     shape = Shape(options.ranks, options.microbatches, options.virtual)
-    found = read_file(options.schedule) if is_csv(options.schedule) else shape.family(options.schedule)
-    schedule = check(schedule_in(found))
+    with Terminal().progress(f"show {options.schedule}"):
+        found = read_file(options.schedule) if is_csv(options.schedule) else shape.family(options.schedule)
+        schedule = check(schedule_in(found))
     if is_csv(options.schedule):
         shape.agree(options.schedule, schedule)
     paths = Paths(options.svg, options.png, options.trace)
@@ -219,8 +228,9 @@ def _show(options: argparse.Namespace) -> int:
         return _show_real(argparse.Namespace(**(_REAL | vars(options))), found, paths)
     for name in _REAL.keys() & vars(options).keys():
         raise ValueError(f"--{name} says how ranks run: it needs --run")
-    text = show(schedule, Times(*(options.times or _UNIT)), paths)
-    print(f"{schedule.name}: {_sizes(schedule)}")
+    with Terminal().progress(f"show {options.schedule}"):
+        text = show(schedule, Times(*(options.times or _UNIT)), paths)
+    print(f"{schedule.name}: {schedule.sizes}")
     print(text)
     return 0
 
@@ -239,24 +249,27 @@ def _show_real(options: argparse.Namespace, found: Schedule | Program, paths: Pa
 
 
 def _check(options: argparse.Namespace) -> int:
-    text, free = checked(read_file(options.file))
+    with Terminal().progress(f"check {options.file}"):
+        text, free = checked(read_file(options.file))
     print(text)
     return 0 if free else WRONG
 
 
 def _plan(options: argparse.Namespace) -> int:
-    found = plan(
-        Needs(
-            options.ranks,
-            options.microbatches,
-            options.memory,
-            options.times,
-            options.layers,
-            options.weight_memory,
-            options.activations,
-            options.weights,
-        )
+    if len(options.layers) == 1:
+        raise CaseError(f"--layers {options.layers[0]:g}: expected the costs of all layers, e.g. 1,1,1,1")
+    needs = Needs(
+        options.ranks,
+        options.microbatches,
+        options.memory,
+        options.times,
+        options.layers,
+        options.weight_memory,
+        options.activations,
+        options.weights,
     )
+    with Terminal().progress("plan") as show_progress:
+        found = plan(needs, progress=lambda name: show_progress(f"plan: {name}"))
     print(table(found))
     print(trade(found))
     return 0 if any(not option.fails for option in found) else 1
@@ -285,7 +298,3 @@ def _case(options: argparse.Namespace, name: str, found: Schedule | Program, mod
 
 def _schedules(text: str) -> list[str]:
     return list(SCHEDULES) if text == "all" else [canonical_name(name) for name in text.split(",")]
-
-
-def _sizes(schedule: Schedule) -> str:
-    return f"{schedule.n_ranks} ranks, {schedule.n_stages} stages, {schedule.microbatches} microbatches"
