@@ -96,3 +96,7 @@ def test_what_rich_prints_ends_alike() -> None:
     code = "from validation.terminal import Terminal as T; from validation.ending import ended as e; import sys\n"
     code += "sys.exit(e(lambda: [T().say('x' * 70000) for _ in range(9)] and 0))"
     assert piped("| head -c 1", "-c", code) == (UNREAD, "")
+
+
+def test_where_even_the_complaint_cannot_be_written_the_status_stays() -> None:
+    assert piped("2>/dev/full", *SHOW, "--virtual", "2") == (2, "")

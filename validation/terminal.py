@@ -32,6 +32,9 @@ class Terminal:
     @contextmanager
     def progress(self, text: str) -> Iterator[Callable[[str], None]]:
         """A line that is gone after the block; call what it yields to replace it meanwhile."""
+        if not self._err.is_terminal:  # rich would write there all the same: nothing, which fails on a full disk
+            yield lambda text: None
+            return
         with self._err.status(text) as status:
             yield status.update
 
