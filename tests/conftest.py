@@ -38,6 +38,13 @@ def no_rank_of_torchrun(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
             monkeypatch.delenv(name)
 
 
+@pytest.fixture
+def rank_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process as a rank of torchrun that is not the first, as far as its environment says."""
+    for name, text in {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, text)
+
+
 @pytest.fixture(scope="session")
 def torchrun() -> Launch:
     """Run ``torchrun --nproc-per-node ranks ARGUMENTS`` in a folder; its status and all output as one text."""
