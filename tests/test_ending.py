@@ -2,8 +2,9 @@
 
 import os
 import signal
+import time
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
@@ -39,8 +40,20 @@ def test_a_fault_of_ours_is_no_wrong_answer(capsys: pytest.CaptureFixture[str]) 
     assert "a fault in pipeproof itself: RuntimeError('x'); please report it" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_request_to_end_is_met_in_order(number: int, capsys: pytest.CaptureFixture[str]) -> None:
+ASKED = pytest.mark.parametrize(
+    ("number", "word", "handler"),
+    [
+        (signal.SIGINT, "interrupted", signal.default_int_handler),
+        (signal.SIGTERM, "terminated", signal.SIG_DFL),
+        (signal.SIGHUP, "terminated", signal.SIG_DFL),
+    ],
+)
+
+
+@ASKED
+def test_a_request_to_end_is_met_in_order(
+    number: int, word: str, handler: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     left: list[str] = []
 
     def command() -> int:
@@ -50,14 +63,32 @@ def test_a_request_to_end_is_met_in_order(number: int, capsys: pytest.CaptureFix
         finally:
             left.append("in order")
 
-    before = signal.signal(number, signal.SIG_DFL)
+    before = signal.signal(number, handler)
     try:
         assert ended(command) == 3
-        assert signal.getsignal(number) is signal.SIG_DFL
+        assert signal.getsignal(number) is handler
     finally:
         signal.signal(number, before)
     assert left == ["in order"]
-    assert capsys.readouterr().err == "pipeproof: terminated\n"
+    assert capsys.readouterr().err == f"pipeproof: {word}\n"
+
+
+class Dying:
+    """Its end is a place where exceptions are swallowed, as a garbage collector's callback is."""
+
+    def __del__(self) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)  # a bytecode or two for the signal to be seen in
+
+
+def test_a_request_that_falls_where_nothing_can_be_raised_is_repeated(capsys: pytest.CaptureFixture[str]) -> None:
+    def command() -> int:
+        Dying()
+        time.sleep(10.0)
+        return 0
+
+    assert ended(command) == 3
+    assert capsys.readouterr().err == "pipeproof: interrupted\n"
 
 
 def test_a_rank_that_some_program_left_behind_does_not_silence(

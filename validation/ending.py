@@ -1,13 +1,14 @@
 """How a command ends: its exit status, and on standard error the one sentence that says why there is no result."""
 
+import os
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import NoReturn
 
 from pipeline.laws import LawBroken
@@ -17,10 +18,23 @@ from validation.standard_output import ReaderGone, standard_output
 WRONG, BAD_INPUT, NO_VERDICT = 1, 2, 3
 UNREAD = 128 + signal.SIGPIPE  # what a shell sees of any program whose reader stops: no verdict, and no complaint
 _LAST_WORDS_S = 10.0
+_REQUESTS: Mapping[int, str] = MappingProxyType(
+    {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "terminated"}
+)
+_UNASKED = (signal.SIG_DFL, signal.default_int_handler)
+_AGAIN_S = 0.05
 
 
-class Terminated(BaseException):
-    """The process was asked to end: like KeyboardInterrupt nothing on the way may take it for an error."""
+class AskedToEnd(BaseException):
+    """A signal asked the process to end. Like KeyboardInterrupt nothing on the way may take it for an error.
+
+    KeyboardInterrupt itself would not do: where one passes through ``exec``, CPython 3.11 ends by the signal in the
+    end, whatever status was chosen.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(_REQUESTS[number])
+        self.number = number
 
 
 def ended(command: Callable[[], int]) -> int:
@@ -40,10 +54,10 @@ def _status(command: Callable[[], int]) -> int:
         return int(UNREAD)
     except ValueError as error:  # every error of ours about input or output is one
         return _say(str(error), BAD_INPUT)
+    except AskedToEnd as request:
+        return _say(str(request), NO_VERDICT)
     except KeyboardInterrupt:
         return _say("interrupted", NO_VERDICT)
-    except Terminated:
-        return _say("terminated", NO_VERDICT)
     except Exception as error:  # ours to mend, and never to be taken for a wrong answer
         return _say(
             f"{traceback.format_exc()}pipeproof: a fault in pipeproof itself: {error!r}; please report it", NO_VERDICT
@@ -68,18 +82,37 @@ def _say(message: str, status: int) -> int:
 @contextmanager
 def _heeding_signals() -> Iterator[None]:
     """Let signals that would end the process at once end the block first, so that nothing is left behind."""
-    ours = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+    before = {number: signal.getsignal(number) for number in _REQUESTS}
+    ours = {number: handler for number, handler in before.items() if handler in _UNASKED}
     if threading.current_thread() is not threading.main_thread():
-        ours = []  # Python would not hear of it
+        ours = {}  # Python would not hear of it
+    hook, sys.unraisablehook = sys.unraisablehook, _insisting(sys.unraisablehook)
     for number in ours:
-        signal.signal(number, _terminate)
+        signal.signal(number, _ask)
     try:
         yield
     finally:
-        for number in ours:
-            signal.signal(number, signal.SIG_DFL)
+        for number, handler in ours.items():
+            signal.signal(number, handler)
+        sys.unraisablehook = hook
 
 
-def _terminate(number: int, frame: FrameType | None) -> NoReturn:
+def _ask(number: int, frame: FrameType | None) -> NoReturn:
     signal.signal(number, signal.SIG_IGN)  # once is enough: what was started is ended within a bound
-    raise Terminated
+    raise AskedToEnd(number)
+
+
+def _insisting(hook: Callable[["sys.UnraisableHookArgs"], object]) -> Callable[["sys.UnraisableHookArgs"], object]:
+    """``hook``, but a request to end that fell where nothing can be raised (a collector's callback) is repeated."""
+
+    def insist(unraisable: "sys.UnraisableHookArgs") -> None:
+        request = unraisable.exc_value
+        if not isinstance(request, AskedToEnd):
+            hook(unraisable)
+            return
+        signal.signal(request.number, _ask)
+        again = threading.Timer(_AGAIN_S, os.kill, (os.getpid(), request.number))
+        again.daemon = True
+        again.start()
+
+    return insist
