@@ -28,15 +28,23 @@ def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 @dataclass(frozen=True)
+class Loss:
+    """A loss of one's own: ``function(output, target)`` of a microbatch, divided by ``divisor`` before its backward."""
+
+    function: LossFn
+    divisor: float
+
+
+@dataclass(frozen=True)
 class Recipe:
     """How a step is made, but for its data.
 
     loss: "mean" divides each microbatch's mean loss by the number of microbatches; "tokens" divides each microbatch's
-    summed loss by the global number of counting targets. Gradients are clipped to ``max_norm``, then ``optimizer``,
-    made from the parameters to train, takes a step.
+    summed loss by the global number of counting targets; both are the model's own, others are a ``Loss``. Gradients are
+    clipped to ``max_norm``, then ``optimizer``, made from the parameters to train, takes a step.
     """
 
-    loss: str = "mean"
+    loss: str | Loss = "mean"
     max_norm: float = 0.1
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = sgd
 
@@ -76,7 +84,7 @@ class Reference:
     ``owner`` maps every parameter name, each name of a tied one too, to the stage that holds a copy under it.
     """
 
-    def __init__(self, model: Model, *, owner: Mapping[str, Stage], recipe: Recipe) -> None:
+    def __init__(self, model: nn.Module, *, owner: Mapping[str, Stage], recipe: Recipe) -> None:
         self.model = model
         self._recipe = recipe
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -179,8 +187,11 @@ class Reference:
         return {key: sorted(sites) for key, sites in copies.items()}
 
 
-def objective(model: Model, batches: Sequence[Batch], recipe: Recipe) -> tuple[LossFn, float]:
+def objective(model: nn.Module, batches: Sequence[Batch], recipe: Recipe) -> tuple[LossFn, float]:
     """A microbatch's loss function, and what its value is divided by before the backward."""
+    if isinstance(recipe.loss, Loss):
+        return recipe.loss.function, recipe.loss.divisor
+    assert isinstance(model, Model), f"only our models bring losses of their own, not {type(model).__name__}"
     if recipe.loss == "tokens":
         return model.sum_loss, float(sum(batch.tokens for batch in batches))
     return model.mean_loss, float(len(batches))

@@ -209,7 +209,7 @@ def changed_model(monkeypatch: pytest.MonkeyPatch, change: Callable[[Model], Non
         change(model)
         return model
 
-    monkeypatch.setattr("validation.judge.build_model", build)
+    monkeypatch.setattr("validation.subject.build_model", build)
 
 
 def test_nan_in_the_reference_itself_is_unknown(observed: Observed, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,9 +55,9 @@ class Ledger:
         self._entries[law].outcomes.add("unknown")
         self._entries[law].notes.append(reason)
 
-    def hold(self, place: Heading, holds: bool, seen: str, expected: str) -> None:
-        """Enter a comparison that either holds exactly or fails."""
-        self._enter(place, "pass" if holds else "fail", exact=holds)
+    def hold(self, place: Heading, holds: bool, seen: str, expected: str, *, exact: bool = True) -> None:
+        """Enter a comparison that either holds or fails; ``exact``: if it holds, it does so bit for bit."""
+        self._enter(place, "pass" if holds else "fail", exact=holds and exact)
         if not holds:
             self.mismatches.append(place.mismatch(seen, expected))
 

@@ -1,0 +1,67 @@
+"""A tensor in a few numbers, enough to recognise it again: where it came from is told by its content."""
+
+import functools
+import hashlib
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_DIRECTIONS = 4
+
+
+def digest(tensor: Tensor) -> bytes:
+    """Equal for tensors of one shape and type that are equal bit for bit, and for no others."""
+    whole = tensor.detach().cpu().contiguous()
+    form = f"{whole.dtype}{list(whole.shape)}".encode()
+    content: Any = whole.flatten().view(torch.uint8).numpy()
+    return hashlib.blake2b(content, digest_size=16, key=form[:64]).digest()
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """A tensor's form, its digest, its norm and its projections onto a few fixed random directions.
+
+    The projections of a difference have its norm as their expected size, so they tell how far apart two tensors are.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    digest: bytes
+    norm: float
+    projections: tuple[float, ...]
+
+    def distance(self, other: "Sketch") -> float:
+        """About the relative Frobenius error of this against ``other``; infinite where they cannot be compared."""
+        if self.digest == other.digest:
+            return 0.0
+        if self.shape != other.shape or self.dtype != other.dtype or not other.norm:
+            return math.inf
+        squares = [(a - b) ** 2 for a, b in zip(self.projections, other.projections, strict=True)]
+        distance = math.sqrt(sum(squares) / len(squares)) / other.norm
+        return distance if distance == distance else math.inf
+
+    @property
+    def limit(self) -> float:
+        """How far another tensor may be and still be taken for this one: half of the digits of its type."""
+        return math.sqrt(torch.finfo(self.dtype).eps) if self.dtype.is_floating_point else 0.0
+
+    def is_like(self, other: "Sketch") -> bool:
+        """Whether this is ``other`` up to rounding."""
+        return self.distance(other) <= other.limit
+
+
+def sketch(tensor: Tensor) -> Sketch:
+    """The sketch of ``tensor``."""
+    flat = tensor.detach().cpu().double().flatten()
+    projections = _directions(flat.numel()) @ flat
+    return Sketch(tuple(tensor.shape), tensor.dtype, digest(tensor), flat.norm().item(), tuple(projections.tolist()))
+
+
+@functools.lru_cache(maxsize=16)
+def _directions(size: int) -> Tensor:
+    """Signs, the same in every process."""
+    generator = torch.Generator().manual_seed(size)
+    return 1.0 - 2.0 * torch.randint(2, (_DIRECTIONS, size), generator=generator, dtype=torch.float64)

@@ -1,0 +1,198 @@
+"""Validating a foreign step: run it on ranks, run the reference, and judge by the laws that show from outside."""
+
+import os
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Any
+
+from torch import Tensor, nn
+
+from reference.data import Batch
+from reference.step import Loss, Recipe, Reference
+from validation.judge import judged
+from validation.oracle import LiveOracle
+from validation.rank_report import RankFailed
+from validation.subject import Subject
+from validation.tolerance import LEAST, scalar_error
+from validation.verdict import Verdict
+from validation.whitebox.assemble import Assembled
+from validation.whitebox.handed import HandBackError
+from validation.whitebox.matching import Names
+from validation.whitebox.places import survey
+from validation.whitebox.rank import Order, Step, run_step
+from validation.whitebox.sketch import digest
+from validation.whitebox.task import Task, name_of
+from validation.world import World
+
+LAWS = (
+    "parameters-once",  # every parameter of the reference is held once, and nothing else is
+    "initial-weights",  # those that the step started from
+    "microbatches",  # every watched stage ran forward and backward once for each microbatch
+    "boundaries",  # what passed the boundaries of watched stages
+    "loss",  # each microbatch's, or the whole step's, on every rank that reports it
+    "none-ness",  # a gradient is None exactly where the reference's is
+    "gradient",  # every parameter's
+    "tied-copies",  # gradients of all copies are equal
+    "grad-norm",  # on every rank that reports it
+)
+_ROOM = 1e6  # nothing is clipped: gradients are compared as they are before that
+
+
+@dataclass(frozen=True)
+class WhiteBox:
+    """Validates steps on the ranks of ``world``; ``timeout_s`` bounds each, in seconds (None: the world's bound)."""
+
+    world: World
+    timeout_s: float | None = None
+
+    def validate(
+        self,
+        step: Step,
+        *,
+        reference: Callable[[], nn.Module],
+        microbatches: Sequence[Any],
+        ranks: int,
+        loss_fn: Callable[[Any, Tensor], Tensor] | None = None,
+        loss_divisor: float | None = None,
+        names: Names | None = None,
+    ) -> Verdict:
+        """The verdict on ``step(model, microbatches)``, called on each of ``ranks`` ranks, beside the reference.
+
+        ``model`` is ``reference()`` in training mode, for the step to cut into stages or to ignore, ``microbatches``
+        are those given here: pairs of inputs (a tensor or a tuple of tensors) and target. ``loss_fn(output, target)``
+        is a microbatch's loss; None: the model gives the loss, when called with all of a microbatch. It is divided by
+        ``loss_divisor`` before the backward (None: by the number of microbatches).
+        The step hands back its modules, losses and norm as ``HandedBack`` has them, before gradients are clipped or
+        cleared. ``names`` tells its parameters' names in the reference, where those are others and their weights do not
+        tell: prefixes and what to put in their place, or a function. Raises ``WhiteBoxError``, and ``NeedsMoreRanks``
+        where a launcher started fewer; all else that goes wrong is in the verdict.
+        """
+        began = perf_counter()
+        task = Task(step, reference, tuple(microbatches), loss_fn, loss_divisor)
+        task.check(ranks)
+        verdict = self._validated(task, ranks, names)
+        return replace(verdict, rerun=_rerun(), seconds=perf_counter() - began)
+
+    def _validated(self, task: Task, ranks: int, names: Names | None) -> Verdict:
+        title = task.title(ranks)
+        model, again = (task.built(self.world.device) for _ in range(2))
+        differing = _first_difference(model, again)
+        if differing:
+            why = f"called twice it gave other weights, first {differing}: seed it, e.g. torch.manual_seed(0) inside"
+            return _undecided(title, f"the reference {task.name} is random: {why}")
+        order = Order(task.step, task.reference, task.microbatches, names, name_of(task.step))
+        try:
+            made = self.world.run(run_step, order, ranks=ranks, timeout_s=self.timeout_s)
+        except RankFailed as failure:
+            return _failed(title, failure)
+        found = Assembled(model, made, len(task.microbatches))
+        if found.other_build:
+            why = f"{found.other_build}: seed it, and let it depend on nothing that ranks differ in"
+            return _undecided(title, f"the reference {task.name} is not the same everywhere: {why}")
+        return _judged(title, task, found, again)
+
+
+def validate(
+    step: Step,
+    *,
+    reference: Callable[[], nn.Module],
+    microbatches: Sequence[Any],
+    ranks: int,
+    loss_fn: Callable[[Any, Tensor], Tensor] | None = None,
+    loss_divisor: float | None = None,
+    names: Names | None = None,
+) -> Verdict:
+    """As ``WhiteBox.validate``, on a world that lasts as long as this call."""
+    with World() as world:
+        return WhiteBox(world).validate(
+            step,
+            reference=reference,
+            microbatches=microbatches,
+            ranks=ranks,
+            loss_fn=loss_fn,
+            loss_divisor=loss_divisor,
+            names=names,
+        )
+
+
+def _judged(title: str, task: Task, found: Assembled, again: nn.Module) -> Verdict:
+    batches = task.batches(found.model)
+    random = _randomness(found.model, again, batches[0], task.loss)
+    if random:
+        return _undecided(title, f"the reference {task.name} is random: {random}")
+    places = survey(again, batches, task.loss) if found.watched else None
+    reference = Reference(found.model, owner=found.owner, recipe=Recipe(loss=task.loss))
+    oracle = LiveOracle(reference, plan=("train",), batches=lambda _: batches, max_norm=lambda _: _ROOM)
+    observed = found.observed(places)
+    subject = Subject(
+        title,
+        LAWS,
+        ("train",),
+        len(batches),
+        found.due,
+        oracle,
+        found.tied,
+        skipped=dict(_skipped(found, any(row[0].norm is not None for row in observed.ranks))),
+        strangers=found.strangers,
+        unseen=found.unseen,
+        uncalled=found.uncalled,
+        every_rank=False,
+    )
+    return judged(subject, observed)
+
+
+def _skipped(found: Assembled, norm: bool) -> Sequence[tuple[str, str]]:
+    """The laws that say nothing about what was handed back."""
+    modules = any(local.content is not None for stage in found.stages for local in stage.part.locals)
+    ordered = len(found.unseen) < len(found.stages) or not found.stages
+    return [
+        (law, reason)
+        for law, applies, reason in (
+            ("initial-weights", modules or not found.stages, "gradients were handed back, not modules"),
+            ("microbatches", ordered, "no stage was watched: watch(module) does"),
+            ("boundaries", found.watched, "no stage was watched: watch(module) does"),
+            ("grad-norm", norm, "no rank reports a norm"),
+        )
+        if not applies
+    ]
+
+
+def _randomness(model: nn.Module, again: nn.Module, batch: Batch, loss: Loss) -> str:
+    """How two forwards of equal models differ; empty if they do not."""
+    one, two = (loss.function(each(*batch.inputs), batch.target).item() for each in (model, again))
+    if scalar_error(one, two) <= LEAST or one == two or (one != one and two != two):
+        return ""
+    return (
+        f"two forwards of microbatch 0 from equal weights gave losses {one:.6g} and {two:.6g}: draw from a generator "
+        "that is seeded by layer and microbatch, or switch dropout off"
+    )
+
+
+def _first_difference(model: nn.Module, again: nn.Module) -> str:
+    other = dict(again.named_parameters())
+    for name, parameter in model.named_parameters():
+        if name not in other or digest(other[name]) != digest(parameter):
+            return name
+    return ""
+
+
+def _failed(title: str, failure: RankFailed) -> Verdict:
+    """The verdict where the ranks brought nothing back: what they did instead."""
+    told = failure.reports[failure.culprit]
+    sentence = told.sentence().partition("\n")[0]
+    if isinstance(failure.cause, HandBackError):
+        return _undecided(title, f"rank {failure.culprit}: {failure.cause}")
+    return Verdict(title, "unknown", "none", (), headline=f"rank {failure.culprit} {sentence}", failure=str(failure))
+
+
+def _undecided(title: str, sentence: str) -> Verdict:
+    return Verdict(title, "unknown", "none", (), headline=sentence)
+
+
+def _rerun() -> str:
+    """What to type to have the same once more."""
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
+    return f'pytest "{test}"' if test else shlex.join(["python", *sys.argv])
