@@ -34,6 +34,7 @@ LAWS = (
     "accumulation",  # all of these when gradients come from two calls
     "eval",  # evaluation between steps: its losses, and all of these in the step after it
 )
+_LISTED = 12  # names in a note
 _NO_FLOOR = Floor(0.0, 0.0, 0.0)
 
 
@@ -167,15 +168,19 @@ class Judge:
 
     def _parameters_once(self) -> None:
         due, last = self._subject.due, len(self._subject.plan) - 1
+        for site, why in sorted(self._subject.strangers.items()):
+            place = self._held("parameters-once", last, frozenset(), site)
+            self.ledger.hold(place, False, why, "a parameter of the reference")
         seen = self._observed.held(last)
         for site in sorted(due | set(seen)):
             stage = None if site[0] == NOWHERE else site[0]
             place = self._place("parameters-once", last, frozenset(), stage=stage, parameter=site[1])
             count = seen.count(site)
             self.ledger.hold(place, count == (site in due), f"held {count} times", f"held {int(site in due)} times")
-        for site, why in sorted(self._subject.strangers.items()):
-            place = self._held("parameters-once", last, frozenset(), site)
-            self.ledger.hold(place, False, why, "a parameter of the reference")
+        lost = [name for stage, name in sorted(due) if stage == NOWHERE]
+        for what, names in (("unknown", [name for _, name in sorted(self._subject.strangers)]), ("held by none", lost)):
+            if names:
+                self.ledger.note("parameters-once", f"{what}: {_listed(names)}")
 
     def _crossings(self, operation: _Operation) -> None:
         """What passed the boundaries of stages, along the flow of data: the first to differ is nearest to the fault."""
@@ -190,8 +195,7 @@ class Judge:
             self.ledger.hold(place, crossing.same, seen, expected, exact=crossing.exact)
 
     def _losses(self, operation: _Operation) -> None:
-        last = self._observed.schedule.placement[-1]
-        expected = operation.expected.losses
+        expected, placement = operation.expected.losses, self._observed.schedule.placement
         if not all(loss == loss and abs(loss) != float("inf") for loss in expected):
             self.ledger.doubt("loss", f"the reference itself gives {_text(expected)}: there is nothing to compare with")
             return
@@ -199,7 +203,7 @@ class Judge:
             loss, reported = operations[operation.number].loss, operations[operation.number].losses
             if loss is not None or self._subject.every_rank:
                 self._whole_loss(operation, rank, loss)
-            if operation.expected.operation == "accumulate" and rank != last:
+            if operation.expected.operation == "accumulate" and rank != placement[-1]:
                 continue  # accumulate() reports losses where they are known
             if not reported and not self._subject.every_rank:
                 continue
@@ -355,6 +359,11 @@ def _flow(action: Action, n_stages: int) -> tuple[bool, int, int]:
     """Where ``action`` comes in the flow of data: forwards down the stages, then backwards up."""
     forward = action.kind is Kind.FORWARD
     return not forward, action.stage if forward else n_stages - action.stage, action.microbatch
+
+
+def _listed(names: Sequence[str]) -> str:
+    """The first of ``names``, and how many more there are."""
+    return ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")
 
 
 def _presence(tensor: Tensor | None) -> str:

@@ -55,6 +55,10 @@ class Ledger:
         self._entries[law].outcomes.add("unknown")
         self._entries[law].notes.append(reason)
 
+    def note(self, law: str, text: str) -> None:
+        """Add ``text`` to what is said of ``law``."""
+        self._entries[law].notes.append(text)
+
     def hold(self, place: Heading, holds: bool, seen: str, expected: str, *, exact: bool = True) -> None:
         """Enter a comparison that either holds or fails; ``exact``: if it holds, it does so bit for bit."""
         self._enter(place, "pass" if holds else "fail", exact=holds and exact)

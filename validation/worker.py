@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # not in __all__
 
 from pipeline import waiting
+from validation import posted
 from validation.rank_report import Ending, RankReport
 from validation.seat import Seat
 from validation.shipping import pack, unpack
@@ -166,7 +167,8 @@ def _answer_questions(questions: Connection) -> NoReturn:
         while True:
             questions.recv_bytes()
             frames = traceback.extract_stack(sys._current_frames()[main])
-            questions.send_bytes(pack((_stack(frames), waiting.current() or _collective(frames))))
+            wait = waiting.current() or _collective(frames) or posted.awaited(frames)
+            questions.send_bytes(pack((_stack(frames), wait)))
     except (EOFError, OSError):
         os._exit(1)  # the controller is gone, and the main thread may be where only this can end it
 

@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_map_only
 
 from pipeline.action import Action
 from validation.observe import deterministic
+from validation.posted import noted_messages
 from validation.whitebox.handed import HandedBack, understood
 from validation.whitebox.matching import Local, Names, renamed
 from validation.whitebox.sight import FirstSight
@@ -64,7 +65,7 @@ def run_step(context: RankContext, order: Order) -> RankMade:
     weights = {name: digest(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
     origin = _Origin(model)
     microbatches = tree_map_only(Tensor, lambda tensor: tensor.to(context.device, copy=True), list(order.microbatches))
-    with watching() as watcher, FirstSight(weights.values()) as sight:
+    with noted_messages(), watching() as watcher, FirstSight(weights.values()) as sight:
         result = order.step(model, microbatches)
     handed = understood(result, order.name)
     collect = _Collector(order.names, origin, sight, watcher)

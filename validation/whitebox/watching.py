@@ -36,7 +36,7 @@ class Watcher:
 
     def __init__(self) -> None:
         self._calls: dict[int, tuple[nn.Module, list[Call]]] = {}
-        self._entering: list[list[Sketch]] = []
+        self._entering: list[tuple[list[Sketch], list[int]]] = []
         self._backwards = 0
 
     def watch(self, module: nn.Module) -> None:
@@ -56,19 +56,22 @@ class Watcher:
 
     def _entered(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         if _counts():
-            self._entering.append(list(map(sketch, _tensors((arguments, named)))))  # now: it may change them in place
+            inputs = _tensors((arguments, named))  # looked at now: the module may change them in place
+            self._entering.append((list(map(sketch, inputs)), [tensor._version for tensor in inputs]))
 
     def _called(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
         if not _counts():
             return
         inputs, outputs = _tensors((arguments, named)), _tensors(result)
         training = any(part.training for part in module.modules())
-        call = Call(training, self._entering.pop(), list(map(sketch, outputs)))
+        taken, versions = self._entering.pop()
+        call = Call(training, taken, list(map(sketch, outputs)))
         self._calls[id(module)][1].append(call)
         wanting = [number for number, tensor in enumerate(inputs) if tensor.requires_grad]
         giving = [number for number, tensor in enumerate(outputs) if tensor.requires_grad]
         if giving:
-            self._look_again(outputs[giving[0]], call, {k: weakref.ref(tensor) for k, tensor in enumerate(inputs)})
+            unchanged = [k for k, tensor in enumerate(inputs) if tensor._version == versions[k]]
+            self._look_again(outputs[giving[0]], call, {k: weakref.ref(inputs[k]) for k in unchanged})
         # A backward is counted where it ends: at an input, or if no input wants a gradient, where it begins.
         for number in wanting:
             self._hook(inputs[number], number, call.input_gradients, call if number == wanting[0] else None)
