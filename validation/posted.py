@@ -1,6 +1,5 @@
 """Messages that code which is not ours has posted, so that a hang in it can say who waits for whom."""
 
-import functools
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -8,17 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
 
-from pipeline.waiting import waiting
-
-# Functions of torch.distributed about one message: what it does, and where its peer stands among the arguments.
-_FUNCTIONS = {
-    "isend": ("send to", "dst"),
-    "irecv": ("message from", "src"),
-    "send": ("send to", "dst"),
-    "recv": ("message from", "src"),
-}
+# Methods of a process group, through which every message passes; the peer is the second argument.
+_METHODS = {"send": "a send to", "recv": "a message from", "recv_anysource": "a message from any rank"}
 _SHOWN = 4  # messages in a sentence
 
 
@@ -35,45 +26,32 @@ class _Posted:
 _messages: list[_Posted] = []
 
 
-class _Noted:
-    """A function of torch.distributed that notes what it posts; equal to it, as torch compares such functions."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        functools.update_wrapper(self, function)
-        self._function = function
-
-    def __call__(self, tensor: Any, peer: Any = None, *more: Any, **named: Any) -> Any:
-        what, key = _FUNCTIONS[self._function.__name__]
-        known = peer if peer is not None else named.get(key, named.get(f"group_{key}"))
-        text = f"a {what} rank {known}" if known is not None else f"a {what.split()[0]}, any peer"
-        with waiting(text):
-            work = self._function(tensor, *(() if peer is None and not more else (peer,)), *more, **named)
-        if hasattr(work, "is_completed"):
-            _messages[:] = [one for one in _messages if one.open]
-            _messages.append(_Posted(text, work))
-        return work
-
-    def __eq__(self, other: object) -> bool:
-        return other is self or other == self._function
-
-    def __hash__(self) -> int:
-        return hash(self._function)
-
-
 @contextmanager
 def noted_messages() -> Iterator[None]:
-    """While this is open, messages posted through ``torch.distributed`` are noted."""
-    kept = {name: getattr(dist, name) for name in _FUNCTIONS}
-    for name, function in kept.items():
-        for module in (dist, c10d):
-            setattr(module, name, _Noted(function))
+    """While this is open, messages between ranks are noted as they are posted.
+
+    Where they pass and not where they are called for: torch tells its own functions apart by identity.
+    """
+    kept = {name: vars(dist.ProcessGroup)[name] for name in _METHODS}  # getattr's would not bind when put back
+    for name in kept:
+        setattr(dist.ProcessGroup, name, _noting(name, getattr(dist.ProcessGroup, name)))
     try:
         yield
     finally:
-        for name, function in kept.items():
-            for module in (dist, c10d):
-                setattr(module, name, function)
+        for name, method in kept.items():
+            setattr(dist.ProcessGroup, name, method)
         _messages.clear()
+
+
+def _noting(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    def noted(group: dist.ProcessGroup, *arguments: Any) -> Any:
+        work = method(group, *arguments)
+        peer = f" rank {dist.get_global_rank(group, arguments[1])}" if name != "recv_anysource" else ""
+        _messages[:] = [one for one in _messages if one.open]
+        _messages.append(_Posted(_METHODS[name] + peer, work))
+        return work
+
+    return noted
 
 
 def awaited(frames: Sequence[traceback.FrameSummary]) -> str | None:

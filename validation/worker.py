@@ -167,7 +167,7 @@ def _answer_questions(questions: Connection) -> NoReturn:
         while True:
             questions.recv_bytes()
             frames = traceback.extract_stack(sys._current_frames()[main])
-            wait = waiting.current() or _collective(frames) or posted.awaited(frames)
+            wait = waiting.current() or posted.awaited(frames) or _collective(frames)
             questions.send_bytes(pack((_stack(frames), wait)))
     except (EOFError, OSError):
         os._exit(1)  # the controller is gone, and the main thread may be where only this can end it

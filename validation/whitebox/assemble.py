@@ -12,7 +12,7 @@ from reference.step import Site
 from validation.observed import Observed, RankOperation
 from validation.stages import copies_apart
 from validation.subject import NOWHERE
-from validation.whitebox.flow import Flow, flow_of
+from validation.whitebox.crossings import Passed, passed
 from validation.whitebox.matching import match
 from validation.whitebox.places import Places
 from validation.whitebox.rank import Part, RankMade
@@ -105,12 +105,12 @@ class Assembled:
 
     def observed(self, places: tuple[Places, Places] | None) -> Observed:
         """What was produced; ``places`` are needed where anything was watched."""
-        flows = {
-            stage.index: flow_of(stage.index, stage.part.calls, self.microbatches, places)
+        known = {
+            stage.index: passed(stage.index, stage.part.calls, self.microbatches, places)
             for stage in self.stages
             if stage.part.calls is not None and places is not None
         }
-        rows = tuple((self._operation(rank, made, flows),) for rank, made in enumerate(self.made))
+        rows = tuple((self._operation(rank, made, known),) for rank, made in enumerate(self.made))
         placement = tuple(stage.rank for stage in self.stages)
         return Observed(Schedule("foreign", self.microbatches, placement, tuple(() for _ in self.made)), rows)
 
@@ -122,9 +122,9 @@ class Assembled:
     def _by_content(self) -> dict[bytes, Tensor]:
         return {digest(parameter): parameter.detach().cpu().clone() for parameter in self._parameters.values()}
 
-    def _operation(self, rank: int, made: RankMade, flows: Mapping[int, Flow]) -> RankOperation:
+    def _operation(self, rank: int, made: RankMade, known: Mapping[int, Passed]) -> RankOperation:
         own = [stage for stage in self.stages if stage.rank == rank]
-        seen = [flows[stage.index] for stage in own if stage.index in flows]
+        seen = [known[stage.index] for stage in own if stage.index in known]
         actions = tuple(action for flow in seen for action in flow.actions) if made.actions is None else made.actions
         return RankOperation(
             "train",

@@ -47,16 +47,16 @@ class HandedBack:
     @property
     def by_microbatch(self) -> tuple[float, ...]:
         """The microbatches' losses, if that is what the losses are."""
-        return () if self.losses is None or _is_number(self.losses) else tuple(map(float, self.losses))
+        return () if self.losses is None or _is_number(self.losses) else tuple(map(_float, self.losses))
 
     @property
     def whole_loss(self) -> float | None:
         """The whole step's loss, if that is what was handed back."""
-        return float(self.losses) if _is_number(self.losses) else None
+        return _float(self.losses) if _is_number(self.losses) else None
 
     @property
     def norm(self) -> float | None:
-        return None if self.grad_norm is None else float(self.grad_norm)
+        return None if self.grad_norm is None else _float(self.grad_norm)
 
     def actions(self, rank: int) -> tuple[Action, ...] | None:
         """What ``rank`` did, in order, if the runtime told."""
@@ -117,6 +117,10 @@ def _check_made(made: object, step: str) -> None:
                 raise HandBackError(f"{step} returned {_named(one)} among its modules: expected modules only")
     else:
         raise HandBackError(f"{step} returned {_named(made)}: expected {_EXPECTED}")
+
+
+def _float(value: Any) -> float:
+    return float(value.item() if isinstance(value, Tensor) else value)
 
 
 def _is_number(value: object) -> bool:

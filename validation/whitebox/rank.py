@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pipeline.action import Action
 from validation.observe import deterministic
@@ -47,7 +47,10 @@ class Part:
 
 @dataclass(frozen=True)
 class RankMade:
-    """What one rank brings back. ``weights`` are the digests of the reference as this rank built it, by name."""
+    """What one rank brings back.
+
+    ``weights`` are the digests of the reference as this rank built it, by name, ``given`` those of the microbatches.
+    """
 
     parts: tuple[Part, ...]
     losses: tuple[float, ...]
@@ -55,6 +58,7 @@ class RankMade:
     norm: float | None
     actions: tuple[Action, ...] | None
     weights: Mapping[str, bytes]
+    given: tuple[tuple[bytes, ...], ...] = ()
 
 
 def run_step(context: RankContext, order: Order) -> RankMade:
@@ -68,6 +72,7 @@ def run_step(context: RankContext, order: Order) -> RankMade:
     with noted_messages(), watching() as watcher, FirstSight(weights.values()) as sight:
         result = order.step(model, microbatches)
     handed = understood(result, order.name)
+    given = contents(order.microbatches)
     collect = _Collector(order.names, origin, sight, watcher)
     return RankMade(
         collect.parts(handed),
@@ -76,7 +81,13 @@ def run_step(context: RankContext, order: Order) -> RankMade:
         handed.norm,
         handed.actions(context.rank),
         weights,
+        given,
     )
+
+
+def contents(microbatches: Sequence[Any]) -> tuple[tuple[bytes, ...], ...]:
+    """The digests of every microbatch's tensors."""
+    return tuple(tuple(digest(leaf) for leaf in tree_leaves(one) if isinstance(leaf, Tensor)) for one in microbatches)
 
 
 class _Origin:

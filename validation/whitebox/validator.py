@@ -5,6 +5,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from time import perf_counter
 from typing import Any
 
@@ -22,7 +23,7 @@ from validation.whitebox.assemble import Assembled
 from validation.whitebox.handed import HandBackError
 from validation.whitebox.matching import Names
 from validation.whitebox.places import survey
-from validation.whitebox.rank import Order, Step, run_step
+from validation.whitebox.rank import Order, RankMade, Step, contents, run_step
 from validation.whitebox.sketch import digest
 from validation.whitebox.task import Task, name_of
 from validation.world import World
@@ -92,6 +93,8 @@ class WhiteBox:
         if found.other_build:
             why = f"{found.other_build}: seed it, and let it depend on nothing that ranks differ in"
             return _undecided(title, f"the reference {task.name} is not the same everywhere: {why}")
+        if other := other_data(made, contents(task.microbatches)):
+            return _undecided(title, other)
         return _judged(title, task, found, again)
 
 
@@ -142,6 +145,18 @@ def _judged(title: str, task: Task, found: Assembled, again: nn.Module) -> Verdi
         every_rank=False,
     )
     return judged(subject, observed)
+
+
+def other_data(made: Sequence[RankMade], own: tuple[tuple[bytes, ...], ...]) -> str:
+    """Which rank was first given other microbatches than the reference's; empty if none was."""
+    for rank, one in enumerate(made):
+        for number, (theirs, ours) in enumerate(zip_longest(one.given, own)):
+            if theirs != ours:
+                return (
+                    f"rank {rank} was given another microbatch {number} than the reference: every rank of torchrun "
+                    "makes its own, so seed them alike"
+                )
+    return ""
 
 
 def _skipped(found: Assembled, norm: bool) -> Sequence[tuple[str, str]]:

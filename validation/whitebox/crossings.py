@@ -11,7 +11,7 @@ from validation.whitebox.watching import Call
 
 
 @dataclass(frozen=True)
-class Flow:
+class Passed:
     """A stage's actions in the order in which they ran, its module's calls, and what crossed its boundary."""
 
     actions: tuple[Action, ...]
@@ -36,8 +36,9 @@ class _Point:
         return set() if seen is None else {number for number, one in known.items() if seen.is_like(one)}
 
 
-def flow_of(stage: int, calls: Sequence[Call], microbatches: int, places: tuple[Places, Places]) -> Flow:
+def passed(stage: int, calls: Sequence[Call], microbatches: int, places: tuple[Places, Places]) -> Passed:
     """What the calls of ``stage`` were; ``places`` are those of tensors and of gradients."""
+    calls = _without_trial(calls, microbatches, places)
     points = list(_points(calls, places))
     order = _microbatches(points, len(calls), microbatches)
     ends = sorted((end, order[k]) for k, call in enumerate(calls) for end in call.backwards)
@@ -50,7 +51,19 @@ def flow_of(stage: int, calls: Sequence[Call], microbatches: int, places: tuple[
         for k, number in enumerate(order)
         for crossing in _crossing(stage, point, k, number)
     )
-    return Flow((*forwards, *backwards), called, crossings)
+    return Passed((*forwards, *backwards), called, crossings)
+
+
+def _without_trial(calls: Sequence[Call], microbatches: int, places: tuple[Places, Places]) -> Sequence[Call]:
+    """``calls`` but for a first too many, by which a runtime learns shapes: its microbatch comes again, or none.
+
+    Were it more than a trial, the gradients would show it.
+    """
+    if len(calls) != microbatches + 1:
+        return calls
+    points = list(_points(calls, places))
+    first, *others = (_owner(points, k) for k in range(len(calls)))
+    return calls[1:] if first is None or first in others else calls
 
 
 def _points(calls: Sequence[Call], places: tuple[Places, Places]) -> Iterator[_Point]:
@@ -59,7 +72,7 @@ def _points(calls: Sequence[Call], places: tuple[Places, Places]) -> Iterator[_P
     for kind, what, field, known in (
         (Kind.FORWARD, "input", "inputs", forward),
         (Kind.FORWARD, "output", "outputs", forward),
-        (Kind.BACKWARD, "kept input", "kept", forward),
+        (Kind.BACKWARD, "input when the backward begins", "kept", forward),
         (Kind.BACKWARD, "output gradient", "output_gradients", backward),
         (Kind.BACKWARD, "input gradient", "input_gradients", backward),
     ):
