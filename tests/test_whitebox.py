@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from validation.verdict import ValidationFailed, Verdict
 from validation.whitebox import HandedBack, WhiteBox, watch
-from validation.whitebox.rank import RankMade, contents
+from validation.whitebox.rank import RankMade, digests
 from validation.whitebox.validator import other_data
 
 WIDTH = 8
@@ -339,10 +339,10 @@ def test_a_reference_that_differs_between_ranks(whitebox: WhiteBox) -> None:
 
 
 def test_microbatches_that_differ_between_ranks_of_torchrun() -> None:
-    made = [RankMade((), (), None, None, None, {}, contents(data(seed))) for seed in (0, 1)]
-    assert other_data(made[:1], contents(data())) == ""
-    assert other_data(made, contents(data())).startswith("rank 1 was given another microbatch 0 than the reference: ")
-    assert other_data(made[:1], contents(data()[:3])).startswith("rank 0 was given another microbatch 3")
+    made = [RankMade((), (), None, None, None, {}, digests(data(seed))) for seed in (0, 1)]
+    assert other_data(made[:1], digests(data())) == ""
+    assert other_data(made, digests(data())).startswith("rank 1 was given another microbatch 0 than the reference: ")
+    assert other_data(made[:1], digests(data()[:3])).startswith("rank 0 was given another microbatch 3")
 
 
 def hangs(model: nn.Module, microbatches: list[Any]) -> Any:

@@ -16,7 +16,6 @@ from validation.whitebox.crossings import Passed, passed
 from validation.whitebox.matching import match
 from validation.whitebox.places import Places
 from validation.whitebox.rank import Part, RankMade
-from validation.whitebox.sketch import digest
 
 
 @dataclass(frozen=True)
@@ -32,9 +31,10 @@ class Stage:
 
 @dataclass(frozen=True)
 class Assembled:
-    """All ranks' parts as stages of ``model``."""
+    """All ranks' parts as stages of ``model``, whose parameters have these ``contents`` by name."""
 
     model: nn.Module
+    contents: Mapping[str, bytes]
     made: Sequence[RankMade]
     microbatches: int
 
@@ -42,7 +42,7 @@ class Assembled:
     def stages(self) -> tuple[Stage, ...]:
         """In the order in which the reference has their first parameters."""
         parts = [(rank, part) for rank, made in enumerate(self.made) for part in made.parts]
-        found = match([part.locals for _, part in parts], {name: digest(p) for name, p in self._parameters.items()})
+        found = match([part.locals for _, part in parts], self.contents)
         order = {name: number for number, name in enumerate(self._parameters)}
         rows = []
         for number, (rank, part) in enumerate(parts):
@@ -82,9 +82,9 @@ class Assembled:
     @property
     def other_build(self) -> str:
         """Which rank's reference first began with other weights than this one's; empty if none did."""
-        for name, parameter in self._parameters.items():
+        for name, content in self.contents.items():
             for rank, made in enumerate(self.made):
-                if made.weights.get(name) != digest(parameter):
+                if made.weights.get(name) != content:
                     return f"on rank {rank} it has other weights, first {name}"
         return ""
 
@@ -120,7 +120,7 @@ class Assembled:
 
     @cached_property
     def _by_content(self) -> dict[bytes, Tensor]:
-        return {digest(parameter): parameter.detach().cpu().clone() for parameter in self._parameters.values()}
+        return {content: self._parameters[name].detach().cpu() for name, content in self.contents.items()}
 
     def _operation(self, rank: int, made: RankMade, known: Mapping[int, Passed]) -> RankOperation:
         own = [stage for stage in self.stages if stage.rank == rank]

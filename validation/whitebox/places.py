@@ -19,13 +19,18 @@ class Places:
 
     def __init__(self) -> None:
         self.by_place: dict[str, dict[int, Sketch]] = {}
+        self._by_content: dict[bytes, list[tuple[str, int]]] = {}
 
     def note(self, place: str, microbatch: int, tensor: Tensor) -> None:
         """``tensor`` passed there; if it does so more than once, the last counts."""
-        self.by_place.setdefault(place, {})[microbatch] = sketch(tensor)
+        made = self.by_place.setdefault(place, {})[microbatch] = sketch(tensor)
+        self._by_content.setdefault(made.digest, []).append((place, microbatch))
 
     def find(self, seen: Sketch) -> Iterator[tuple[str, int]]:
-        """Every (place, microbatch) whose tensor ``seen`` is, up to rounding."""
+        """Every (place, microbatch) whose tensor ``seen`` is: bit for bit, or if none is, up to rounding."""
+        if seen.digest in self._by_content:
+            yield from self._by_content[seen.digest]
+            return
         for place, sketches in self.by_place.items():
             for microbatch, known in sketches.items():
                 if seen.is_like(known):
@@ -45,8 +50,9 @@ def survey(model: nn.Module, batches: Sequence[Batch], loss: Loss) -> tuple[Plac
     forward, backward = Places(), Places()
     wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for microbatch, batch in enumerate(batches):
+        noted: dict[int, Tensor] = {}  # kept, so that no id is used again
         hooks = [
-            module.register_forward_hook(_noting(name, microbatch, forward, backward))
+            module.register_forward_hook(_noting(name, microbatch, (forward, backward), noted))
             for name, module in model.named_modules()
         ]
         for number, tensor in enumerate(batch.inputs):
@@ -60,10 +66,18 @@ def survey(model: nn.Module, batches: Sequence[Batch], loss: Loss) -> tuple[Plac
     return forward, backward
 
 
-def _noting(name: str, microbatch: int, forward: Places, backward: Places) -> Callable[[nn.Module, Any, Any], None]:
+def _noting(
+    name: str, microbatch: int, places: tuple[Places, Places], noted: dict[int, Tensor]
+) -> Callable[[nn.Module, Any, Any], None]:
+    """A hook that notes a module's outputs, unless a module inside it has given the same tensors."""
+    forward, backward = places
+
     def called(module: nn.Module, arguments: Any, result: Any) -> None:
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         for number, tensor in enumerate(outputs):
+            if id(tensor) in noted:
+                continue
+            noted[id(tensor)] = tensor
             place = f"output {number} of {name or 'the model'}"
             forward.note(place, microbatch, tensor)
             if tensor.requires_grad:

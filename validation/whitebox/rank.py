@@ -13,7 +13,7 @@ from validation.posted import noted_messages
 from validation.whitebox.handed import HandedBack, understood
 from validation.whitebox.matching import Local, Names, renamed
 from validation.whitebox.sight import FirstSight
-from validation.whitebox.sketch import digest
+from validation.whitebox.sketch import contents, digest
 from validation.whitebox.watching import Call, Watcher, watching
 from validation.worker import RankContext
 
@@ -22,13 +22,17 @@ Step = Callable[[nn.Module, list[Any]], Any]
 
 @dataclass(frozen=True)
 class Order:
-    """What every rank is to do: call ``step(build(), microbatches)``."""
+    """What every rank is to do: call ``step(build(), microbatches)``.
+
+    ``known`` are the contents of the reference's parameters by name.
+    """
 
     step: Step
     build: Callable[[], nn.Module]
     microbatches: Sequence[Any]
     names: Names | None
-    name: str = "the step"
+    name: str
+    known: Mapping[str, bytes]
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,8 @@ class Part:
 class RankMade:
     """What one rank brings back.
 
-    ``weights`` are the digests of the reference as this rank built it, by name, ``given`` those of the microbatches.
+    ``weights`` are the contents of the reference as this rank builds it, looked up only where some are not the known
+    ones; ``given`` are the digests of the microbatches.
     """
 
     parts: tuple[Part, ...]
@@ -66,26 +71,20 @@ def run_step(context: RankContext, order: Order) -> RankMade:
     __tracebackhide__ = True  # what is told of a failure begins in the user's own code
     deterministic(context.device)
     model = order.build().to(context.device).train()
-    weights = {name: digest(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
     origin = _Origin(model)
     microbatches = tree_map_only(Tensor, lambda tensor: tensor.to(context.device, copy=True), list(order.microbatches))
-    with noted_messages(), watching() as watcher, FirstSight(weights.values()) as sight:
+    with noted_messages(), watching() as watcher, FirstSight(order.known.values()) as sight:
         result = order.step(model, microbatches)
     handed = understood(result, order.name)
-    given = contents(order.microbatches)
+    given = digests(order.microbatches)
     collect = _Collector(order.names, origin, sight, watcher)
-    return RankMade(
-        collect.parts(handed),
-        handed.by_microbatch,
-        handed.whole_loss,
-        handed.norm,
-        handed.actions(context.rank),
-        weights,
-        given,
-    )
+    parts, actions = collect.parts(handed), handed.actions(context.rank)
+    doubt = any(part.values for part in parts)
+    weights = contents(order.build()) if doubt else order.known
+    return RankMade(parts, handed.by_microbatch, handed.whole_loss, handed.norm, actions, weights, given)
 
 
-def contents(microbatches: Sequence[Any]) -> tuple[tuple[bytes, ...], ...]:
+def digests(microbatches: Sequence[Any]) -> tuple[tuple[bytes, ...], ...]:
     """The digests of every microbatch's tensors."""
     return tuple(tuple(digest(leaf) for leaf in tree_leaves(one) if isinstance(leaf, Tensor)) for one in microbatches)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _DIRECTIONS = 4
 
@@ -18,6 +18,11 @@ def digest(tensor: Tensor) -> bytes:
     form = f"{whole.dtype}{list(whole.shape)}".encode()
     content: Any = whole.flatten().view(torch.uint8).numpy()
     return hashlib.blake2b(content, digest_size=16, key=form[:64]).digest()
+
+
+def contents(model: nn.Module) -> dict[str, bytes]:
+    """The digest of every parameter by name, each name of a tied one too."""
+    return {name: digest(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from time import perf_counter
@@ -23,8 +23,8 @@ from validation.whitebox.assemble import Assembled
 from validation.whitebox.handed import HandBackError
 from validation.whitebox.matching import Names
 from validation.whitebox.places import survey
-from validation.whitebox.rank import Order, RankMade, Step, contents, run_step
-from validation.whitebox.sketch import digest
+from validation.whitebox.rank import Order, RankMade, Step, digests, run_step
+from validation.whitebox.sketch import contents
 from validation.whitebox.task import Task, name_of
 from validation.world import World
 
@@ -80,20 +80,21 @@ class WhiteBox:
     def _validated(self, task: Task, ranks: int, names: Names | None) -> Verdict:
         title = task.title(ranks)
         model, again = (task.built(self.world.device) for _ in range(2))
-        differing = _first_difference(model, again)
+        known = contents(model)
+        differing = first_difference(known, contents(again))
         if differing:
             why = f"called twice it gave other weights, first {differing}: seed it, e.g. torch.manual_seed(0) inside"
             return _undecided(title, f"the reference {task.name} is random: {why}")
-        order = Order(task.step, task.reference, task.microbatches, names, name_of(task.step))
+        order = Order(task.step, task.reference, task.microbatches, names, name_of(task.step), known)
         try:
             made = self.world.run(run_step, order, ranks=ranks, timeout_s=self.timeout_s)
         except RankFailed as failure:
             return _failed(title, failure)
-        found = Assembled(model, made, len(task.microbatches))
+        found = Assembled(model, known, made, len(task.microbatches))
         if found.other_build:
             why = f"{found.other_build}: seed it, and let it depend on nothing that ranks differ in"
             return _undecided(title, f"the reference {task.name} is not the same everywhere: {why}")
-        if other := other_data(made, contents(task.microbatches)):
+        if other := other_data(made, digests(task.microbatches)):
             return _undecided(title, other)
         return _judged(title, task, found, again)
 
@@ -186,12 +187,9 @@ def _randomness(model: nn.Module, again: nn.Module, batch: Batch, loss: Loss) ->
     )
 
 
-def _first_difference(model: nn.Module, again: nn.Module) -> str:
-    other = dict(again.named_parameters())
-    for name, parameter in model.named_parameters():
-        if name not in other or digest(other[name]) != digest(parameter):
-            return name
-    return ""
+def first_difference(one: Mapping[str, bytes], two: Mapping[str, bytes]) -> str:
+    """The first name whose contents differ; empty if none does."""
+    return next((name for name in {**one, **two} if one.get(name) != two.get(name)), "")
 
 
 def _failed(title: str, failure: RankFailed) -> Verdict:
