@@ -221,8 +221,8 @@ def test_other_microbatches_than_the_references_are_found_at_the_first_stage(whi
     verdict = judged(whitebox, other_microbatches)
     first = verdict.mismatches[0]
     assert (first.law, first.rank, first.stage, first.microbatch, first.action) == ("boundaries", 0, 0, 0, "0F0")
-    assert first.expected == "input: microbatch 0's"
-    assert "no microbatch's" in first.seen
+    assert first.expected == "microbatch 0's"
+    assert first.seen.startswith("input: no microbatch's")
 
 
 def repeated_data(model: nn.Module, microbatches: list[Any]) -> Any:

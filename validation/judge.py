@@ -190,8 +190,7 @@ class Judge:
             where = {"rank": self._rank_of(stage), "stage": stage, "microbatch": microbatch}
             laws = operation.scenarios
             place = self._place("boundaries", operation.number, laws, action=str(crossing.action), **where)
-            expected = f"{crossing.what}: microbatch {microbatch}'s"
-            seen = f"{crossing.what}: {crossing.seen}"
+            seen, expected = f"{crossing.what}: {crossing.seen}", f"microbatch {microbatch}'s"
             self.ledger.hold(place, crossing.same, seen, expected, exact=crossing.exact)
 
     def _losses(self, operation: _Operation) -> None:

@@ -71,7 +71,7 @@ RUNTIMES: dict[Step, tuple[str, str, int, int, str]] = {
         "boundaries",
         2,
         2,
-        r"input when the backward begins: microbatch 1's \(expected input when the backward begins: microbatch 0's\)",
+        r"input when the backward begins: microbatch 1's \(expected microbatch 0's\)",
     ),
     interleaved: ("undivided", "gradient", 3, 7, r"8 times expected, cosine 1\.000000"),
     zero_bubble: ("no-last-flush", "gradient", 3, 3, r"0\.\d+ times expected, cosine 0\.\d+"),
