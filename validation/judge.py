@@ -1,7 +1,7 @@
 """Holding what a schedule produced against the reference, law by law."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
@@ -9,16 +9,17 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from pipeline.action import Action, Kind
 from reference.step import Expected, Site
 from validation.case import Case
+from validation.conduct import Conduct
 from validation.floors import Floors
-from validation.ledger import Heading, Ledger
+from validation.ledger import Ledger
 from validation.observe import deterministic
 from validation.observed import Observed
-from validation.subject import NOWHERE, Subject, subject_of
+from validation.placing import NOWHERE, Placing
+from validation.subject import Subject, subject_of
 from validation.tolerance import Floor, same_bits
-from validation.verdict import Mismatch, Tier, Verdict, overall
+from validation.verdict import Tier, Verdict, overall
 
 LAWS = (
     "microbatches",  # every stage ran forward and backward once for each microbatch, in the right mode
@@ -34,7 +35,6 @@ LAWS = (
     "accumulation",  # all of these when gradients come from two calls
     "eval",  # evaluation between steps: its losses, and all of these in the step after it
 )
-_LISTED = 12  # names in a note
 _NO_FLOOR = Floor(0.0, 0.0, 0.0)
 
 
@@ -71,12 +71,14 @@ class Judge:
         self._subject = subject
         self._observed = observed
         self.ledger = Ledger(subject.laws)
+        self._place = Placing(observed.schedule.placement)
+        self._conduct = Conduct(subject, observed, self.ledger)
         self.measured: Floors | None = None
 
     def judge(self) -> None:
         """Compare everything up to the first operation that disagrees: what follows it is consequence."""
         self._skip_what_does_not_apply()
-        self._parameters_once()
+        self._conduct.parameters_once()
         for number, laws in enumerate(scenarios(self._subject.plan)):
             if number and self.ledger.failed:
                 for law in self._later_laws(number):
@@ -99,13 +101,13 @@ class Judge:
 
     def _operation(self, number: int, laws: Scenarios) -> None:
         name = self._subject.plan[number]
-        answer = self._subject.oracle.answer(number, self._orders(number, laws, backward=name != "eval"))
+        answer = self._subject.oracle.answer(number, self._conduct.orders(number, laws, backward=name != "eval"))
         operation = _Operation(number, laws, answer.expected, answer.floors, answer.max_norm)
         if not self._same_start(operation):
             for law in set(self._subject.laws) - {"initial-weights", "parameters-once"}:
                 self.ledger.doubt(law, "not judged: the weights differ before the step")
             return
-        self._crossings(operation)
+        self._conduct.crossings(number, laws)
         self._losses(operation)
         self._buffers(operation)
         if name == "train":
@@ -118,80 +120,11 @@ class Judge:
         """Whether the weights that were seen before the operation are the reference's."""
         before = self._observed.before(operation.number)
         differing = len(self.ledger.mismatches)
-        for site in sorted(before, key=lambda site: list(operation.expected.before).index(site[1])):
-            place = self._site_place("initial-weights", operation, site)
+        order = {name: number for number, name in enumerate(operation.expected.before)}
+        for site in sorted(before, key=lambda site: order[site[1]]):
+            place = self._place.site("initial-weights", operation.number, operation.scenarios, site)
             self.ledger.tensors(place, before[site], operation.expected.before[site[1]].cpu(), lambda: _NO_FLOOR)
         return len(self.ledger.mismatches) == differing
-
-    def _rank_of(self, stage: int) -> int | None:
-        return None if stage == NOWHERE else self._observed.schedule.placement[stage]
-
-    def _place(self, law: str, operation: int, scenarios: Scenarios, **where: object) -> Heading:
-        known = Mismatch(law, operation + 1, seen="", expected="", **where)  # type: ignore[arg-type]
-        return Heading(law, scenarios, known)
-
-    def _site_place(self, law: str, operation: _Operation, site: Site) -> Heading:
-        return self._held(law, operation.number, operation.scenarios, site)
-
-    def _held(self, law: str, number: int, laws: Scenarios, site: Site) -> Heading:
-        stage, name = site
-        known = None if stage == NOWHERE else stage
-        return self._place(law, number, laws, rank=self._rank_of(stage), stage=known, parameter=name)
-
-    def _orders(self, number: int, laws: Scenarios, *, backward: bool) -> Mapping[int, Sequence[int]]:
-        """The order of each stage's backwards, as it really was; in index order where it was no order of all."""
-        every = list(range(self._subject.microbatches))
-        ran = {"forward": self._observed.forwards(number)}
-        if backward:
-            ran["backward"] = self._observed.backwards(number)
-        for what, orders in ran.items():
-            for stage in orders.keys() - self._subject.unseen:
-                order = orders[stage]
-                place = self._place("microbatches", number, laws, rank=self._rank_of(stage), stage=stage)
-                self.ledger.hold(place, sorted(order) == every, f"{what} of {order}", f"{what} of each of {every} once")
-        self._calls(number, laws, training=backward)
-        ordered = {stage: order for stage, order in self._observed.backwards(number).items() if sorted(order) == every}
-        return {stage: every for stage, _ in self._subject.due} | ordered
-
-    def _calls(self, number: int, laws: Scenarios, *, training: bool) -> None:
-        """Each stage's module itself ran once for each microbatch, in training mode or not as it must be."""
-        calls = self._observed.called(number)
-        for stage in sorted({*range(self._observed.schedule.n_stages)} - {*self._subject.uncalled}):
-            place = self._place("microbatches", number, laws, rank=self._rank_of(stage), stage=stage)
-            seen = sorted(action.microbatch for action, _ in calls if action.stage == stage)
-            every = list(range(self._subject.microbatches))
-            self.ledger.hold(place, seen == every, f"its module ran for {seen}", f"once for each of {every}")
-            modes = {mode for action, mode in calls if action.stage == stage}
-            named = {True: "training", False: "evaluation"}
-            wrong = modes - {training}
-            self.ledger.hold(place, not wrong, f"{named[not training]} mode", f"{named[training]} mode")
-
-    def _parameters_once(self) -> None:
-        due, last = self._subject.due, len(self._subject.plan) - 1
-        for site, why in sorted(self._subject.strangers.items()):
-            place = self._held("parameters-once", last, frozenset(), site)
-            self.ledger.hold(place, False, why, "a parameter of the reference")
-        seen = self._observed.held(last)
-        for site in sorted(due | set(seen)):
-            stage = None if site[0] == NOWHERE else site[0]
-            place = self._place("parameters-once", last, frozenset(), stage=stage, parameter=site[1])
-            count = seen.count(site)
-            self.ledger.hold(place, count == (site in due), f"held {count} times", f"held {int(site in due)} times")
-        lost = [name for stage, name in sorted(due) if stage == NOWHERE]
-        for what, names in (("unknown", [name for _, name in sorted(self._subject.strangers)]), ("held by none", lost)):
-            if names:
-                self.ledger.note("parameters-once", f"{what}: {_listed(names)}")
-
-    def _crossings(self, operation: _Operation) -> None:
-        """What passed the boundaries of stages, along the flow of data: the first to differ is nearest to the fault."""
-        crossings = self._observed.crossings(operation.number)
-        for crossing in sorted(crossings, key=lambda one: _flow(one.action, self._observed.schedule.n_stages)):
-            stage, _, microbatch = crossing.action
-            where = {"rank": self._rank_of(stage), "stage": stage, "microbatch": microbatch}
-            laws = operation.scenarios
-            place = self._place("boundaries", operation.number, laws, action=str(crossing.action), **where)
-            seen, expected = f"{crossing.what}: {crossing.seen}", f"microbatch {microbatch}'s"
-            self.ledger.hold(place, crossing.same, seen, expected, exact=crossing.exact)
 
     def _losses(self, operation: _Operation) -> None:
         expected, placement = operation.expected.losses, self._observed.schedule.placement
@@ -206,7 +139,7 @@ class Judge:
                 continue  # accumulate() reports losses where they are known
             if not reported and not self._subject.every_rank:
                 continue
-            place = self._place("loss", operation.number, operation.scenarios, rank=rank)
+            place = self._place.at("loss", operation.number, operation.scenarios, rank=rank)
             if len(reported) != len(expected):
                 self.ledger.hold(place, False, f"{len(reported)} losses", f"{len(expected)} losses")
                 continue
@@ -215,7 +148,7 @@ class Judge:
 
     def _whole_loss(self, operation: _Operation, rank: int, seen: float | None) -> None:
         if operation.expected.operation != "accumulate" and (seen is None or math.isfinite(seen)):
-            place = self._place("loss", operation.number, operation.scenarios, rank=rank)
+            place = self._place.at("loss", operation.number, operation.scenarios, rank=rank)
             reported = float("nan") if seen is None else seen
             self.ledger.numbers(place, reported, operation.expected.loss, lambda: _NO_FLOOR)
 
@@ -227,10 +160,10 @@ class Judge:
         observed = self._observed.buffers(operation.number)
         names = {name for _, name in observed}
         for name in operation.expected.buffers.keys() - names:
-            place = self._place("buffers", operation.number, operation.scenarios, parameter=name)
+            place = self._place.at("buffers", operation.number, operation.scenarios, parameter=name)
             self.ledger.hold(place, False, "held by no stage", "held by one stage")
         for site, seen in sorted(observed.items()):
-            place = self._site_place("buffers", operation, site)
+            place = self._place.site("buffers", operation.number, operation.scenarios, site)
             wanted = operation.expected.buffers.get(site[1])
             if wanted is None:
                 self.ledger.hold(place, False, "a buffer", "no such buffer")
@@ -239,10 +172,10 @@ class Judge:
 
     def _loss(self, operation: _Operation, rank: int, microbatch: int, seen: float, wanted: float) -> None:
         laws = operation.scenarios
-        place = self._place("loss", operation.number, laws, rank=rank, microbatch=microbatch)
+        place = self._place.at("loss", operation.number, laws, rank=rank, microbatch=microbatch)
         first = self._observed.first_nonfinite(operation.number)
         if first is not None and seen != seen:
-            where = self._place(
+            where = self._place.at(
                 "loss",
                 operation.number,
                 laws,
@@ -266,7 +199,7 @@ class Judge:
                 continue  # said already, or another name of one that is judged
             seen = observed.get(site)
             same = (seen is None) == (wanted is None)
-            place = self._site_place("none-ness", operation, site)
+            place = self._place.site("none-ness", operation.number, operation.scenarios, site)
             self.ledger.hold(place, same, _presence(seen), _presence(wanted))
             if seen is None or wanted is None:
                 continue
@@ -281,7 +214,7 @@ class Judge:
     def _tensors(self, law: str, operation: _Operation, site: Site, seen: Tensor, wanted: Tensor) -> None:
         floors = operation.floors
         assert floors is not None, "a training step has floors"
-        place = self._site_place(law, operation, site)
+        place = self._place.site(law, operation.number, operation.scenarios, site)
         if law == "gradient":
             self.ledger.tensors(place, seen, wanted, lambda: floors.gradient(site))
         else:
@@ -294,7 +227,7 @@ class Judge:
             for other in others:
                 one, two = observed.get(first), observed.get(other)
                 same = one is two is None or (one is not None and two is not None and same_bits(one, two))
-                place = self._site_place("tied-copies", operation, other)
+                place = self._place.site("tied-copies", operation.number, operation.scenarios, other)
                 self.ledger.hold(place, same, f"another {what} than {first[1]} of stage {first[0]}", f"the same {what}")
 
     def _norms(self, operation: _Operation) -> None:
@@ -302,7 +235,7 @@ class Judge:
         assert floors is not None, "a training step has floors"
         assert norm is not None, "a training step has a norm"
         for rank, operations in enumerate(self._observed.ranks):
-            place = self._place("grad-norm", operation.number, operation.scenarios, rank=rank)
+            place = self._place.at("grad-norm", operation.number, operation.scenarios, rank=rank)
             seen = operations[operation.number].norm
             if seen is None and not self._subject.every_rank:
                 continue
@@ -352,17 +285,6 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-def _flow(action: Action, n_stages: int) -> tuple[bool, int, int]:
-    """Where ``action`` comes in the flow of data: forwards down the stages, then backwards up."""
-    forward = action.kind is Kind.FORWARD
-    return not forward, action.stage if forward else n_stages - action.stage, action.microbatch
-
-
-def _listed(names: Sequence[str]) -> str:
-    """The first of ``names``, and how many more there are."""
-    return ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")
 
 
 def _presence(tensor: Tensor | None) -> str:

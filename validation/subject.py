@@ -10,8 +10,6 @@ from validation.observe import data_for, max_norm_of
 from validation.oracle import LiveOracle, Oracle
 from validation.stages import copies_apart, owners
 
-NOWHERE = -1  # the stage of a parameter that no stage holds
-
 
 @dataclass(frozen=True)
 class Subject:

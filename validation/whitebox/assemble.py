@@ -10,8 +10,8 @@ from pipeline.action import Action
 from pipeline.schedule import Schedule
 from reference.step import Site
 from validation.observed import Observed, RankOperation
+from validation.placing import NOWHERE
 from validation.stages import copies_apart
-from validation.subject import NOWHERE
 from validation.whitebox.crossings import Passed, passed
 from validation.whitebox.matching import match
 from validation.whitebox.places import Places
@@ -120,7 +120,7 @@ class Assembled:
 
     @cached_property
     def _by_content(self) -> dict[bytes, Tensor]:
-        return {content: self._parameters[name].detach().cpu() for name, content in self.contents.items()}
+        return {content: self._parameters[name].detach().cpu().clone() for name, content in self.contents.items()}
 
     def _operation(self, rank: int, made: RankMade, known: Mapping[int, Passed]) -> RankOperation:
         own = [stage for stage in self.stages if stage.rank == rank]
