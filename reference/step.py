@@ -99,17 +99,19 @@ class Reference:
         *,
         orders: Mapping[Stage, Sequence[int]],
         max_norm: float | None = None,
+        contributions: Sequence[Contribution] = (),
     ) -> Expected:
         """Do ``operation`` on ``batches``; ``orders[stage]`` is the order of microbatches in that stage's backwards.
 
-        ``max_norm`` clips this step in place of the recipe's.
+        ``max_norm`` clips this step in place of the recipe's. ``contributions`` are those of ``batches``, where they
+        are known already.
         """
         _, divisor = objective(self.model, batches, self._recipe)
         if operation == "eval":
             losses = self._evaluate(batches)
             return Expected(operation, losses, _total(losses) / divisor, buffers=self._buffers())
         before = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
-        contributions = self._contributions(batches)
+        contributions = tuple(contributions) or self.contribute(batches)
         losses = tuple(one.loss for one in contributions)
         self._sums = accumulate(contributions, orders=orders, onto=self._sums)
         loss = _total(losses) / divisor
@@ -127,7 +129,8 @@ class Reference:
         self.model.train()
         return losses
 
-    def _contributions(self, batches: Sequence[Batch]) -> tuple[Contribution, ...]:
+    def contribute(self, batches: Sequence[Batch]) -> tuple[Contribution, ...]:
+        """What every microbatch gives; nothing is added up, and no parameter changes."""
         loss_fn, divisor = objective(self.model, batches, self._recipe)
         return tuple(self._contribution(batch, loss_fn, divisor) for batch in batches)
 
@@ -219,7 +222,7 @@ def in_double(reference: Reference, expected: Expected, batches: Sequence[Batch]
             parameter.copy_(expected.before[name])
     owner = {name: stage for stage, name in expected.contributions[0].gradients}
     wide = Reference(model, owner=owner, recipe=reference._recipe)
-    return wide._contributions([batch.double() for batch in batches])
+    return wide.contribute([batch.double() for batch in batches])
 
 
 def _add(parts: Sequence[Gradient]) -> Gradient:

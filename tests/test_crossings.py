@@ -4,7 +4,6 @@ import torch
 from torch import Tensor, nn
 
 from reference.data import Batch
-from reference.step import Loss
 from validation.observed import Crossing
 from validation.whitebox.crossings import Passed, passed
 from validation.whitebox.places import Places, survey
@@ -29,7 +28,14 @@ def batches() -> list[Batch]:
 
 
 def places() -> tuple[Places, Places]:
-    return survey(model(), batches(), Loss(loss_fn, MICROBATCHES))
+    whole = model()
+
+    def train() -> None:
+        for batch in batches():
+            (loss_fn(whole(*batch.inputs), batch.target) / MICROBATCHES).backward()
+
+    _, both = survey(whole, batches(), train)
+    return both
 
 
 def calls(order: list[int], *, change: float = 1.0, late: Tensor | None = None) -> list[Call]:

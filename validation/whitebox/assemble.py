@@ -14,7 +14,7 @@ from validation.placing import NOWHERE
 from validation.stages import copies_apart
 from validation.whitebox.crossings import Passed, passed
 from validation.whitebox.matching import match
-from validation.whitebox.places import Places
+from validation.whitebox.places import Both
 from validation.whitebox.rank import Part, RankMade
 
 
@@ -103,7 +103,7 @@ class Assembled:
         """The stages whose modules nobody watched."""
         return frozenset(stage.index for stage in self.stages if stage.part.calls is None)
 
-    def observed(self, places: tuple[Places, Places] | None) -> Observed:
+    def observed(self, places: Both | None) -> Observed:
         """What was produced; ``places`` are needed where anything was watched."""
         known = {
             stage.index: passed(stage.index, stage.part.calls, self.microbatches, places)

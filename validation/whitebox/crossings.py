@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from pipeline.action import Action, Kind
 from validation.observed import Crossing
-from validation.whitebox.places import Places
+from validation.whitebox.places import Both, Places
 from validation.whitebox.sketch import Sketch
 from validation.whitebox.watching import Call
 
@@ -36,7 +36,7 @@ class _Point:
         return set() if seen is None else {number for number, one in known.items() if seen.is_like(one)}
 
 
-def passed(stage: int, calls: Sequence[Call], microbatches: int, places: tuple[Places, Places]) -> Passed:
+def passed(stage: int, calls: Sequence[Call], microbatches: int, places: Both) -> Passed:
     """What the calls of ``stage`` were; ``places`` are those of tensors and of gradients."""
     calls = _without_trial(calls, microbatches, places)
     points = list(_points(calls, places))
@@ -54,7 +54,7 @@ def passed(stage: int, calls: Sequence[Call], microbatches: int, places: tuple[P
     return Passed((*forwards, *backwards), called, crossings)
 
 
-def _without_trial(calls: Sequence[Call], microbatches: int, places: tuple[Places, Places]) -> Sequence[Call]:
+def _without_trial(calls: Sequence[Call], microbatches: int, places: Both) -> Sequence[Call]:
     """``calls`` but for a first too many, by which a runtime learns shapes: its microbatch comes again, or none.
 
     Were it more than a trial, the gradients would show it.
@@ -66,7 +66,7 @@ def _without_trial(calls: Sequence[Call], microbatches: int, places: tuple[Place
     return calls[1:] if first is None or first in others else calls
 
 
-def _points(calls: Sequence[Call], places: tuple[Places, Places]) -> Iterator[_Point]:
+def _points(calls: Sequence[Call], places: Both) -> Iterator[_Point]:
     """Every tensor at the boundary that has a place in the reference; others are the runtime's own affair."""
     forward, backward = places
     for kind, what, field, known in (

@@ -1,17 +1,16 @@
 """Where in the reference a tensor passes, told by its content: between which modules, and for which microbatch."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from reference.data import Batch
-from reference.step import Loss
 from validation.whitebox.sketch import Sketch, sketch
 
 INPUT = "input of the model"
+Result = TypeVar("Result")
 
 
 class Places:
@@ -45,42 +44,52 @@ class Places:
         return max(found, key=lambda place: len(found[place]), default=None)
 
 
-def survey(model: nn.Module, batches: Sequence[Batch], loss: Loss) -> tuple[Places, Places]:
-    """Where tensors and where gradients pass when ``model`` is trained on ``batches``, which changes no parameter."""
+Both = tuple[Places, Places]  # of tensors, and of gradients
+
+
+def survey(model: nn.Module, batches: Sequence[Batch], run: Callable[[], Result]) -> tuple[Result, Both]:
+    """What ``run`` returns, which trains ``model`` on each of ``batches``; and where what passes meanwhile."""
     forward, backward = Places(), Places()
-    wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for microbatch, batch in enumerate(batches):
-        noted: dict[int, Tensor] = {}  # kept, so that no id is used again
-        hooks = [
-            module.register_forward_hook(_noting(name, microbatch, (forward, backward), noted))
-            for name, module in model.named_modules()
-        ]
         for number, tensor in enumerate(batch.inputs):
             forward.note(f"{INPUT} {number}", microbatch, tensor)
-        try:
-            value = loss.function(model(*batch.inputs), batch.target)
-            torch.autograd.grad(value / loss.divisor, wanted, allow_unused=True)
-        finally:
-            for hook in hooks:
-                hook.remove()
-    return forward, backward
+    observer = _Observer(forward, backward)
+    hooks = [model.register_forward_pre_hook(observer.begins)]
+    hooks += [module.register_forward_hook(observer.noting(name)) for name, module in model.named_modules()]
+    try:
+        return run(), (forward, backward)
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
-def _noting(
-    name: str, microbatch: int, places: tuple[Places, Places], noted: dict[int, Tensor]
-) -> Callable[[nn.Module, Any, Any], None]:
-    """A hook that notes a module's outputs, unless a module inside it has given the same tensors."""
-    forward, backward = places
+class _Observer:
+    """Notes the outputs of modules, one microbatch after another."""
 
-    def called(module: nn.Module, arguments: Any, result: Any) -> None:
-        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        for number, tensor in enumerate(outputs):
-            if id(tensor) in noted:
-                continue
-            noted[id(tensor)] = tensor
-            place = f"output {number} of {name or 'the model'}"
-            forward.note(place, microbatch, tensor)
-            if tensor.requires_grad:
-                tensor.register_hook(lambda gradient, place=place: backward.note(place, microbatch, gradient))  # type: ignore[no-untyped-call]  # in torch
+    def __init__(self, forward: Places, backward: Places) -> None:
+        self._forward, self._backward = forward, backward
+        self._microbatch = -1
+        self._noted: dict[int, Tensor] = {}  # of this microbatch; kept, so that no id is used again
 
-    return called
+    def begins(self, model: nn.Module, arguments: Any) -> None:
+        """The next microbatch enters the model."""
+        self._microbatch += 1
+        self._noted.clear()
+
+    def noting(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        """A hook that notes a module's outputs, unless a module inside it has given the same tensors."""
+
+        def called(module: nn.Module, arguments: Any, result: Any) -> None:
+            outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+            for number, tensor in enumerate(outputs):
+                if id(tensor) not in self._noted:
+                    self._noted[id(tensor)] = tensor
+                    self._note(f"output {number} of {name or 'the model'}", tensor)
+
+        return called
+
+    def _note(self, place: str, tensor: Tensor) -> None:
+        microbatch = self._microbatch
+        self._forward.note(place, microbatch, tensor)
+        if tensor.requires_grad:
+            tensor.register_hook(lambda gradient: self._backward.note(place, microbatch, gradient))  # type: ignore[no-untyped-call]  # in torch

@@ -60,13 +60,14 @@ class Sketch:
 
 def sketch(tensor: Tensor) -> Sketch:
     """The sketch of ``tensor``."""
-    flat = tensor.detach().cpu().double().flatten()
-    projections = _directions(flat.numel()) @ flat
+    wide = tensor.dtype if tensor.dtype in (torch.float32, torch.float64) else torch.float64
+    flat = tensor.detach().cpu().flatten().to(wide)
+    projections = _directions(flat.numel(), wide) @ flat
     return Sketch(tuple(tensor.shape), tensor.dtype, digest(tensor), flat.norm().item(), tuple(projections.tolist()))
 
 
 @functools.lru_cache(maxsize=16)
-def _directions(size: int) -> Tensor:
+def _directions(size: int, dtype: torch.dtype) -> Tensor:
     """Signs, the same in every process."""
     generator = torch.Generator().manual_seed(size)
-    return 1.0 - 2.0 * torch.randint(2, (_DIRECTIONS, size), generator=generator, dtype=torch.float64)
+    return 1.0 - 2.0 * torch.randint(2, (_DIRECTIONS, size), generator=generator).to(dtype)

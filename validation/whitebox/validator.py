@@ -12,9 +12,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from reference.data import Batch
-from reference.step import Loss, Recipe, Reference
-from validation.judge import judged
-from validation.oracle import LiveOracle
+from reference.step import Contribution, Loss, Recipe, Reference
+from validation.floors import Floors, Orders, Pending
+from validation.judge import judged, one_thread
+from validation.oracle import Answer
 from validation.rank_report import RankFailed
 from validation.subject import Subject
 from validation.tolerance import LEAST, scalar_error
@@ -22,7 +23,7 @@ from validation.verdict import Verdict
 from validation.whitebox.assemble import Assembled
 from validation.whitebox.handed import HandBackError
 from validation.whitebox.matching import Names
-from validation.whitebox.places import survey
+from validation.whitebox.places import Both, survey
 from validation.whitebox.rank import Order, RankMade, Step, digests, run_step
 from validation.whitebox.sketch import contents
 from validation.whitebox.task import Task, name_of
@@ -124,12 +125,16 @@ def validate(
 
 def _judged(title: str, task: Task, found: Assembled, again: nn.Module) -> Verdict:
     batches = task.batches(found.model)
-    random = _randomness(found.model, again, batches[0], task.loss)
+    places: Both | None = None
+    reference = Reference(found.model, owner=found.owner, recipe=Recipe(loss=task.loss))
+    with one_thread():
+        if found.watched:
+            made, places = survey(found.model, batches, lambda: reference.contribute(batches))
+        else:
+            made = reference.contribute(batches)
+        random = _randomness(made[0].loss, again, batches[0], task.loss)
     if random:
         return _undecided(title, f"the reference {task.name} is random: {random}")
-    places = survey(again, batches, task.loss) if found.watched else None
-    reference = Reference(found.model, owner=found.owner, recipe=Recipe(loss=task.loss))
-    oracle = LiveOracle(reference, plan=("train",), batches=lambda _: batches, max_norm=lambda _: _ROOM)
     observed = found.observed(places)
     subject = Subject(
         title,
@@ -137,7 +142,7 @@ def _judged(title: str, task: Task, found: Assembled, again: nn.Module) -> Verdi
         ("train",),
         len(batches),
         found.due,
-        oracle,
+        _Oracle(reference, batches, made),
         found.tied,
         skipped=dict(_skipped(found, any(row[0].norm is not None for row in observed.ranks))),
         strangers=found.strangers,
@@ -146,6 +151,21 @@ def _judged(title: str, task: Task, found: Assembled, again: nn.Module) -> Verdi
         every_rank=False,
     )
     return judged(subject, observed)
+
+
+@dataclass(frozen=True)
+class _Oracle:
+    """Knows what every microbatch gives, and adds it up in the order that it is asked for."""
+
+    reference: Reference
+    batches: Sequence[Batch]
+    made: Sequence[Contribution]
+
+    def answer(self, number: int, orders: Orders) -> Answer:
+        """The one operation there is."""
+        assert number == 0, "a foreign step is one operation"
+        expected = self.reference.perform("train", self.batches, orders=orders, max_norm=_ROOM, contributions=self.made)
+        return Answer(expected, Floors(self.reference, (Pending(expected, self.batches, orders),)), _ROOM)
 
 
 def other_data(made: Sequence[RankMade], own: tuple[tuple[bytes, ...], ...]) -> str:
@@ -176,10 +196,10 @@ def _skipped(found: Assembled, norm: bool) -> Sequence[tuple[str, str]]:
     ]
 
 
-def _randomness(model: nn.Module, again: nn.Module, batch: Batch, loss: Loss) -> str:
-    """How two forwards of equal models differ; empty if they do not."""
-    one, two = (loss.function(each(*batch.inputs), batch.target).item() for each in (model, again))
-    if scalar_error(one, two) <= LEAST or one == two or (one != one and two != two):
+def _randomness(one: float, again: nn.Module, batch: Batch, loss: Loss) -> str:
+    """How the losses of two equal models differ, of which ``one`` is known; empty if they do not."""
+    two = loss.function(again(*batch.inputs), batch.target).item()
+    if one == two or scalar_error(one, two) <= LEAST or (one != one and two != two):
         return ""
     return (
         f"two forwards of microbatch 0 from equal weights gave losses {one:.6g} and {two:.6g}: draw from a generator "
