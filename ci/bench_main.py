@@ -14,6 +14,7 @@ import bench_held
 import bench_overhead
 import bench_scale
 import bench_sleep
+import bench_whitebox
 import torch
 from bench_ranks import machine_seconds
 from bench_table import Row, table
@@ -43,6 +44,7 @@ PARTS = {
     "c": Part("fuzz cases against a world spawned per case", "cases per second", bench_cases.measure, 4, 3),
     "d": Part("building, checking, simulating up to P = M = ranks", "seconds", bench_scale.measure, 1024, 1),
     "e": Part("memory held between I and W", "MB", bench_held.measure, 1, 1),
+    "g": Part("what validating a foreign step adds to it", "seconds", bench_whitebox.measure, 4, 9),
 }
 
 

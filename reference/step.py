@@ -28,15 +28,23 @@ def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 @dataclass(frozen=True)
+class Loss:
+    """A loss of one's own: ``function(output, target)`` of a microbatch, divided by ``divisor`` before its backward."""
+
+    function: LossFn
+    divisor: float
+
+
+@dataclass(frozen=True)
 class Recipe:
     """How a step is made, but for its data.
 
     loss: "mean" divides each microbatch's mean loss by the number of microbatches; "tokens" divides each microbatch's
-    summed loss by the global number of counting targets. Gradients are clipped to ``max_norm``, then ``optimizer``,
-    made from the parameters to train, takes a step.
+    summed loss by the global number of counting targets; both are the model's own, others are a ``Loss``. Gradients are
+    clipped to ``max_norm``, then ``optimizer``, made from the parameters to train, takes a step.
     """
 
-    loss: str = "mean"
+    loss: str | Loss = "mean"
     max_norm: float = 0.1
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = sgd
 
@@ -76,7 +84,7 @@ class Reference:
     ``owner`` maps every parameter name, each name of a tied one too, to the stage that holds a copy under it.
     """
 
-    def __init__(self, model: Model, *, owner: Mapping[str, Stage], recipe: Recipe) -> None:
+    def __init__(self, model: nn.Module, *, owner: Mapping[str, Stage], recipe: Recipe) -> None:
         self.model = model
         self._recipe = recipe
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -91,17 +99,19 @@ class Reference:
         *,
         orders: Mapping[Stage, Sequence[int]],
         max_norm: float | None = None,
+        contributions: Sequence[Contribution] = (),
     ) -> Expected:
         """Do ``operation`` on ``batches``; ``orders[stage]`` is the order of microbatches in that stage's backwards.
 
-        ``max_norm`` clips this step in place of the recipe's.
+        ``max_norm`` clips this step in place of the recipe's. ``contributions`` are those of ``batches``, where they
+        are known already.
         """
         _, divisor = objective(self.model, batches, self._recipe)
         if operation == "eval":
             losses = self._evaluate(batches)
             return Expected(operation, losses, _total(losses) / divisor, buffers=self._buffers())
         before = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
-        contributions = self._contributions(batches)
+        contributions = tuple(contributions) or self.contribute(batches)
         losses = tuple(one.loss for one in contributions)
         self._sums = accumulate(contributions, orders=orders, onto=self._sums)
         loss = _total(losses) / divisor
@@ -119,7 +129,8 @@ class Reference:
         self.model.train()
         return losses
 
-    def _contributions(self, batches: Sequence[Batch]) -> tuple[Contribution, ...]:
+    def contribute(self, batches: Sequence[Batch]) -> tuple[Contribution, ...]:
+        """What every microbatch gives; nothing is added up, and no parameter changes."""
         loss_fn, divisor = objective(self.model, batches, self._recipe)
         return tuple(self.contribution(batch, loss_fn, divisor) for batch in batches)
 
@@ -179,8 +190,11 @@ class Reference:
         return {key: sorted(sites) for key, sites in copies.items()}
 
 
-def objective(model: Model, batches: Sequence[Batch], recipe: Recipe) -> tuple[LossFn, float]:
+def objective(model: nn.Module, batches: Sequence[Batch], recipe: Recipe) -> tuple[LossFn, float]:
     """A microbatch's loss function, and what its value is divided by before the backward."""
+    if isinstance(recipe.loss, Loss):
+        return recipe.loss.function, recipe.loss.divisor
+    assert isinstance(model, Model), f"only our models bring losses of their own, not {type(model).__name__}"
     if recipe.loss == "tokens":
         return model.sum_loss, float(sum(batch.tokens for batch in batches))
     return model.mean_loss, float(len(batches))
@@ -215,7 +229,7 @@ def in_double(
             parameter.copy_(expected.before[name].double() * (1 + nudge * (2 * signs - 1)))
     owner = {name: stage for stage, name in expected.contributions[0].gradients}
     wide = Reference(model, owner=owner, recipe=reference._recipe)
-    return wide._contributions([batch.cast(torch.float64) for batch in batches])
+    return wide.contribute([batch.cast(torch.float64) for batch in batches])
 
 
 def _add(parts: Sequence[Gradient]) -> Gradient:

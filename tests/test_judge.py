@@ -210,7 +210,7 @@ def changed_model(monkeypatch: pytest.MonkeyPatch, change: Callable[[Model], Non
         change(model)
         return model
 
-    monkeypatch.setattr("validation.judge.build_model", build)
+    monkeypatch.setattr("validation.subject.build_model", build)
 
 
 def test_nan_in_the_reference_itself_is_unknown(observed: Observed, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,7 +278,7 @@ def _cast(gradients: Mapping[Site, Tensor | None] | None, dtype: torch.dtype) ->
 def test_an_optimizer_that_nobody_could_see_is_unknown(observed: Observed, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that move nothing: parameters agree, and that says nothing."""
     idle = Recipe(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0))
-    monkeypatch.setattr("validation.judge.Recipe", lambda loss: replace(idle, loss=loss))
+    monkeypatch.setattr("validation.subject.Recipe", lambda loss: replace(idle, loss=loss))
 
     def still(seen: RankOperation) -> RankOperation:
         start = dict(build_model("mlp", layers=2, seed=0).named_parameters())

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from reference.data import Batch
 from reference.step import Contribution, Expected, Reference, Site, accumulate, in_double
-from validation.tolerance import PRECISIONS, Floor, floor_of, scalar_error
+from validation.tolerance import Floor, floor_of, precision_of, scalar_error
 
 Orders = Mapping[int, Sequence[int]]
 
@@ -35,7 +35,7 @@ class Floors:
         self._pending = tuple(pending)
         self._last = pending[-1].expected
         dtype = next(reference.model.parameters()).dtype
-        self._precision = PRECISIONS[dtype]
+        self._precision = precision_of(dtype)
         # Nothing is wider than fp64; there it is the weights that are rounded once more (as TTrace does with inputs).
         self._nudge = 2 * self._precision.unit if dtype is torch.float64 else 0.0
 

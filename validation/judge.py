@@ -9,16 +9,17 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from reference.model import DTYPES, build_model
-from reference.step import Expected, Recipe, Reference, Site
+from reference.step import Expected, Site
 from validation.case import Case
-from validation.floors import Floors, Pending
-from validation.ledger import Heading, Ledger
-from validation.observe import data_for, deterministic, max_norm_of
+from validation.conduct import Conduct
+from validation.floors import Floors
+from validation.ledger import Ledger
+from validation.observe import deterministic
 from validation.observed import Observed
-from validation.stages import owners, tied_across
-from validation.tolerance import PRECISIONS, Floor, same_bits
-from validation.verdict import Mismatch, Tier, Verdict, overall
+from validation.placing import NOWHERE, Placing
+from validation.subject import Subject, subject_of
+from validation.tolerance import Floor, same_bits
+from validation.verdict import Tier, Verdict, overall
 
 LAWS = (
     "microbatches",  # every stage ran forward and backward once for each microbatch, in the right mode
@@ -58,125 +59,86 @@ class _Operation:
     scenarios: Scenarios
     expected: Expected
     floors: Floors | None
+    max_norm: float
 
 
 class Judge:
-    """Runs the reference through a case's plan and compares operation by operation."""
+    """Asks the subject's oracle for each operation of the plan, and compares."""
 
-    def __init__(self, case: Case, observed: Observed) -> None:
-        self._case = case
+    def __init__(self, subject: Subject, observed: Observed) -> None:
+        self._subject = subject
         self._observed = observed
-        self._device = "cpu" if case.device == "cpu" else "cuda:0"
-        model = build_model(case.model, layers=case.layers, seed=case.seed, dtype=case.dtype).to(self._device)
-        self._no_floor = Floor(0.0, 0.0, 0.0, PRECISIONS[DTYPES[case.dtype]])
-        self._owner = owners(model, case.split)
-        self._tied = tied_across(model, case.split)
-        self._reference = Reference(model, owner=self._owner, recipe=Recipe(loss=case.loss))
-        self.ledger = Ledger(LAWS)
+        self._no_floor = Floor(0.0, 0.0, 0.0, subject.oracle.precision)
+        self.ledger = Ledger(subject.laws)
+        self._place = Placing(observed.schedule.placement)
+        self._conduct = Conduct(subject, observed, self.ledger)
         self.measured: Floors | None = None
 
     def judge(self) -> None:
         """Compare everything up to the first operation that disagrees: what follows it is consequence."""
         self._skip_what_does_not_apply()
-        self._parameters_once()
-        pending: list[Pending] = []
-        for number, laws in enumerate(scenarios(self._case.plan)):
-            if self.ledger.failed:
+        self._conduct.parameters_once()
+        for number, laws in enumerate(scenarios(self._subject.plan)):
+            if number and self.ledger.failed:
                 for law in self._later_laws(number):
                     self.ledger.doubt(law, f"not judged: operation {number} already disagrees")
                 return
-            self._operation(number, laws, pending)
+            self._operation(number, laws)
 
     def _later_laws(self, number: int) -> set[str]:
-        plan = scenarios(self._case.plan)
+        plan = scenarios(self._subject.plan)
         return set[str]().union(*plan[number:]) - set[str]().union(*plan[:number])
 
     def _skip_what_does_not_apply(self) -> None:
-        if not self._tied:
+        if not self._subject.tied:
             self.ledger.skip("tied-copies", "no parameter has copies in several stages")
-        planned = set[str]().union(*scenarios(self._case.plan))
-        for law in ("second-step", "accumulation", "eval"):
-            if law not in planned:
-                self.ledger.skip(law, "the plan does not have it")
+        planned = set[str]().union(*scenarios(self._subject.plan))
+        for law in {"second-step", "accumulation", "eval"} & set(self._subject.laws) - planned:
+            self.ledger.skip(law, "the plan does not have it")
+        for law, reason in self._subject.skipped.items():
+            self.ledger.skip(law, reason)
 
-    def _operation(self, number: int, laws: Scenarios, pending: list[Pending]) -> None:
-        name = self._case.plan[number]
-        batches = [batch.to(self._device) for batch in data_for(self._case, number)]
-        orders = self._orders(number, laws, backward=name != "eval")
-        max_norm = max_norm_of(self._case, number)
-        expected = self._reference.perform(name, batches, orders=orders, max_norm=max_norm)
-        if name != "eval":
-            pending.append(Pending(expected, batches, orders))
-        floors = Floors(self._reference, tuple(pending)) if name != "eval" else None
-        operation = _Operation(number, laws, expected, floors)
+    def _operation(self, number: int, laws: Scenarios) -> None:
+        name = self._subject.plan[number]
+        answer = self._subject.oracle.answer(number, self._conduct.orders(number, laws, backward=name != "eval"))
+        operation = _Operation(number, laws, answer.expected, answer.floors, answer.max_norm)
+        if not self._same_start(operation):
+            for law in set(self._subject.laws) - {"initial-weights", "parameters-once"}:
+                self.ledger.doubt(law, "not judged: the weights differ before the step")
+            return
+        self._conduct.crossings(number, laws)
         self._losses(operation)
         self._buffers(operation)
         if name == "train":
             self._gradients(operation)
             self._norms(operation)
-            self._updates(operation, max_norm)
-            pending.clear()
-            self.measured = self.measured or floors
+            self._updates(operation)
+            self.measured = self.measured or answer.floors
 
-    def _place(self, law: str, operation: int, scenarios: Scenarios, **where: object) -> Heading:
-        known = Mismatch(law, operation + 1, seen="", expected="", **where)  # type: ignore[arg-type]
-        return Heading(law, scenarios, known)
-
-    def _site_place(self, law: str, operation: _Operation, site: Site) -> Heading:
-        stage, name = site
-        rank = self._observed.schedule.placement[stage]
-        return self._place(law, operation.number, operation.scenarios, rank=rank, stage=stage, parameter=name)
-
-    def _orders(self, number: int, laws: Scenarios, *, backward: bool) -> dict[int, Sequence[int]]:
-        """The order of each stage's backwards, as it really was; in index order where it was no order of all."""
-        every = list(range(self._case.microbatches))
-        ran = {"forward": self._observed.forwards(number)}
-        if backward:
-            ran["backward"] = self._observed.backwards(number)
-        for what, orders in ran.items():
-            for stage, order in orders.items():
-                rank = self._observed.schedule.placement[stage]
-                place = self._place("microbatches", number, laws, rank=rank, stage=stage)
-                self.ledger.hold(place, sorted(order) == every, f"{what} of {order}", f"{what} of each of {every} once")
-        self._calls(number, laws, training=backward)
-        orders = self._observed.backwards(number)
-        return {stage: order if sorted(order) == every else every for stage, order in orders.items()}
-
-    def _calls(self, number: int, laws: Scenarios, *, training: bool) -> None:
-        """Each stage's module itself ran once for each microbatch, in training mode or not as it must be."""
-        calls = self._observed.called(number)
-        for stage in range(self._observed.schedule.n_stages):
-            rank = self._observed.schedule.placement[stage]
-            place = self._place("microbatches", number, laws, rank=rank, stage=stage)
-            seen = sorted(action.microbatch for action, _ in calls if action.stage == stage)
-            every = list(range(self._case.microbatches))
-            self.ledger.hold(place, seen == every, f"its module ran for {seen}", f"once for each of {every}")
-            modes = {mode for action, mode in calls if action.stage == stage}
-            named = {True: "training", False: "evaluation"}
-            wrong = modes - {training}
-            self.ledger.hold(place, not wrong, f"{named[not training]} mode", f"{named[training]} mode")
-
-    def _parameters_once(self) -> None:
-        due = {(stage, name) for name, stage in self._owner.items()}
-        seen = [site for rank in self._observed.ranks for site in (rank[-1].parameters or {})]
-        for site in sorted(due | set(seen)):
-            stage, name = site
-            place = self._place("parameters-once", len(self._case.plan) - 1, frozenset(), stage=stage, parameter=name)
-            count = seen.count(site)
-            self.ledger.hold(place, count == (site in due), f"held {count} times", f"held {int(site in due)} times")
+    def _same_start(self, operation: _Operation) -> bool:
+        """Whether the weights that were seen before the operation are the reference's."""
+        before = self._observed.before(operation.number)
+        differing = len(self.ledger.mismatches)
+        order = {name: number for number, name in enumerate(operation.expected.before)}
+        for site in sorted(before, key=lambda site: order[site[1]]):
+            place = self._place.site("initial-weights", operation.number, operation.scenarios, site)
+            self.ledger.tensors(place, before[site], operation.expected.before[site[1]].cpu(), lambda: self._no_floor)
+        return len(self.ledger.mismatches) == differing
 
     def _losses(self, operation: _Operation) -> None:
-        last = self._observed.schedule.placement[-1]
-        expected = operation.expected.losses
+        expected, placement = operation.expected.losses, self._observed.schedule.placement
         if not all(loss == loss and abs(loss) != float("inf") for loss in expected):
             self.ledger.doubt("loss", f"the reference itself gives {_text(expected)}: there is nothing to compare with")
             return
         for rank, operations in enumerate(self._observed.ranks):
-            self._whole_loss(operation, rank, operations[operation.number].loss)
-            reported = operations[operation.number].losses
-            if operation.expected.operation == "accumulate" and rank != last:
+            loss, reported = operations[operation.number].loss, operations[operation.number].losses
+            if loss is not None or self._subject.every_rank:
+                self._whole_loss(operation, rank, loss)
+            if operation.expected.operation == "accumulate" and rank != placement[-1]:
                 continue  # accumulate() reports losses where they are known
-            place = self._place("loss", operation.number, operation.scenarios, rank=rank)
+            if not reported and not self._subject.every_rank:
+                continue
+            place = self._place.at("loss", operation.number, operation.scenarios, rank=rank)
             if len(reported) != len(expected):
                 self.ledger.hold(place, False, f"{len(reported)} losses", f"{len(expected)} losses")
                 continue
@@ -185,20 +147,22 @@ class Judge:
 
     def _whole_loss(self, operation: _Operation, rank: int, seen: float | None) -> None:
         if operation.expected.operation != "accumulate" and (seen is None or math.isfinite(seen)):
-            place = self._place("loss", operation.number, operation.scenarios, rank=rank)
+            place = self._place.at("loss", operation.number, operation.scenarios, rank=rank)
             reported = float("nan") if seen is None else seen
             self.ledger.numbers(place, reported, operation.expected.loss, lambda: self._no_floor)
 
     def _buffers(self, operation: _Operation) -> None:
+        if "buffers" not in self._subject.laws:
+            return
         if not operation.expected.buffers:
             self.ledger.skip("buffers", "the model has none")
         observed = self._observed.buffers(operation.number)
         names = {name for _, name in observed}
         for name in operation.expected.buffers.keys() - names:
-            place = self._place("buffers", operation.number, operation.scenarios, parameter=name)
+            place = self._place.at("buffers", operation.number, operation.scenarios, parameter=name)
             self.ledger.hold(place, False, "held by no stage", "held by one stage")
         for site, seen in sorted(observed.items()):
-            place = self._site_place("buffers", operation, site)
+            place = self._place.site("buffers", operation.number, operation.scenarios, site)
             wanted = operation.expected.buffers.get(site[1])
             if wanted is None:
                 self.ledger.hold(place, False, "a buffer", "no such buffer")
@@ -207,10 +171,10 @@ class Judge:
 
     def _loss(self, operation: _Operation, rank: int, microbatch: int, seen: float, wanted: float) -> None:
         laws = operation.scenarios
-        place = self._place("loss", operation.number, laws, rank=rank, microbatch=microbatch)
+        place = self._place.at("loss", operation.number, laws, rank=rank, microbatch=microbatch)
         first = self._observed.first_nonfinite(operation.number)
         if first is not None and seen != seen:
-            where = self._place(
+            where = self._place.at(
                 "loss",
                 operation.number,
                 laws,
@@ -230,9 +194,11 @@ class Judge:
         zero = []
         # From the last stage down, as gradients flow: the first to differ is the nearest to the fault.
         for site, wanted in sorted(operation.expected.gradients.items(), key=lambda item: (-item[0][0], item[0][1])):
+            if site[0] == NOWHERE or site not in self._subject.due:
+                continue  # said already, or another name of one that is judged
             seen = observed.get(site)
             same = (seen is None) == (wanted is None)
-            place = self._site_place("none-ness", operation, site)
+            place = self._place.site("none-ness", operation.number, operation.scenarios, site)
             self.ledger.hold(place, same, _presence(seen), _presence(wanted))
             if seen is None or wanted is None:
                 continue
@@ -247,7 +213,7 @@ class Judge:
     def _tensors(self, law: str, operation: _Operation, site: Site, seen: Tensor, wanted: Tensor) -> None:
         floors = operation.floors
         assert floors is not None, "a training step has floors"
-        place = self._site_place(law, operation, site)
+        place = self._place.site(law, operation.number, operation.scenarios, site)
         if law == "gradient":
             self.ledger.tensors(place, seen, wanted, lambda: floors.gradient(site))
         else:
@@ -255,12 +221,12 @@ class Judge:
             self.ledger.tensors(place, seen, wanted, lambda: floors.parameter(site), base=before)
 
     def _copies(self, what: str, operation: _Operation, observed: dict[Site, Tensor | None]) -> None:
-        for copies in self._tied:
+        for copies in self._subject.tied:
             (first, *others) = sorted(copies.items())
             for other in others:
                 one, two = observed.get(first), observed.get(other)
                 same = one is two is None or (one is not None and two is not None and same_bits(one, two))
-                place = self._site_place("tied-copies", operation, other)
+                place = self._place.site("tied-copies", operation.number, operation.scenarios, other)
                 self.ledger.hold(place, same, f"another {what} than {first[1]} of stage {first[0]}", f"the same {what}")
 
     def _norms(self, operation: _Operation) -> None:
@@ -268,11 +234,15 @@ class Judge:
         assert floors is not None, "a training step has floors"
         assert norm is not None, "a training step has a norm"
         for rank, operations in enumerate(self._observed.ranks):
-            place = self._place("grad-norm", operation.number, operation.scenarios, rank=rank)
+            place = self._place.at("grad-norm", operation.number, operation.scenarios, rank=rank)
             seen = operations[operation.number].norm
+            if seen is None and not self._subject.every_rank:
+                continue
             self.ledger.numbers(place, float("nan") if seen is None else seen, norm, floors.norm)
 
-    def _updates(self, operation: _Operation, max_norm: float) -> None:
+    def _updates(self, operation: _Operation) -> None:
+        if "updated-parameters" not in self._subject.laws:
+            return
         observed = self._observed.parameters(operation.number)
         for site, wanted in sorted(operation.expected.parameters.items()):
             if site in observed:
@@ -280,8 +250,9 @@ class Judge:
         self._copies("parameter", operation, dict(observed))
         self._moved(operation)
         norm = operation.expected.norm or 0.0
-        if norm <= max_norm and operation.number == self._case.plan.index("train"):
-            self.ledger.doubt("updated-parameters", f"clipping to {max_norm} never acted on a norm of {norm:.3g}")
+        if norm <= operation.max_norm and operation.number == self._subject.plan.index("train"):
+            never = f"clipping to {operation.max_norm} never acted on a norm of {norm:.3g}"
+            self.ledger.doubt("updated-parameters", never)
 
     def _moved(self, operation: _Operation) -> None:
         """A step too small for the dtype moves nothing; where a whole stage stands still, no optimizer was seen."""
@@ -297,18 +268,23 @@ class Judge:
 
 def judge(case: Case, observed: Observed, *, measure: bool = False) -> Verdict:
     """The verdict on what ``case`` produced. ``measure``: measure floors even where every bit agrees, to report."""
-    began = perf_counter()
     deterministic(case.device)
+    return judged(subject_of(case, LAWS), observed, measure=measure)
+
+
+def judged(subject: Subject, observed: Observed, *, measure: bool = False) -> Verdict:
+    """The verdict on what ``subject`` produced; ``measure`` as for ``judge``."""
+    began = perf_counter()
     with one_thread():
-        at = Judge(case, observed)
+        at = Judge(subject, observed)
         at.judge()
         laws = at.ledger.laws()
         floor = at.measured.worst() if measure and at.measured is not None else 0.0
     outcome = overall(laws)
-    reached: Tier = "bitwise" if at.ledger.all_exact else PRECISIONS[DTYPES[case.dtype]].name
+    reached: Tier = "bitwise" if at.ledger.all_exact else subject.oracle.precision.name
     tier: Tier = reached if outcome == "pass" else "none"
     return Verdict(
-        str(case), outcome, tier, laws, tuple(at.ledger.mismatches), floor=floor, seconds=perf_counter() - began
+        subject.config, outcome, tier, laws, tuple(at.ledger.mismatches), floor=floor, seconds=perf_counter() - began
     )
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from reference.data import IGNORED, Batch
-from reference.model import LossFn
+from reference.model import LossFn, Model
 from reference.step import Contribution, Recipe, Reference, Site, accumulate, objective
 
 Total = Mapping[Site, Tensor | None]
@@ -36,6 +36,11 @@ class Step:
     def right(self) -> Total:
         """The gradients that this step must give."""
         return self.total(self.contributions)
+
+    @property
+    def model(self) -> Model:
+        assert isinstance(self.reference.model, Model), "faults are made in models of ours, whose layers are known"
+        return self.reference.model
 
     @property
     def stages(self) -> range:
@@ -111,7 +116,7 @@ def _drops(step: Step) -> Iterator[Total]:
 
 
 def _narrow_boundary(step: Step) -> Iterator[Total]:
-    model = step.reference.model
+    model = step.model
     lasts = [max(layer for layer in range(len(model.layers)) if _stage(step, layer) == s) for s in step.stages[:-1]]
     for layer in lasts:
         for microbatch in _ends(len(step.batches)):
@@ -121,7 +126,7 @@ def _narrow_boundary(step: Step) -> Iterator[Total]:
 
 
 def _stage(step: Step, layer: int) -> int:
-    piece = step.reference.model.layers[layer][-1]
+    piece = step.model.layers[layer][-1]
     return next(stage for name, stage in step.owner.items() if name.startswith(f"{piece}."))
 
 

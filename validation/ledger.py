@@ -59,9 +59,9 @@ class Ledger:
         """Something about ``law`` that readers should know, and that changes no outcome."""
         self._entries[law].notes.append(note)
 
-    def hold(self, place: Heading, holds: bool, seen: str, expected: str) -> None:
-        """Enter a comparison that either holds exactly or fails."""
-        self._enter(place, "pass" if holds else "fail", exact=holds)
+    def hold(self, place: Heading, holds: bool, seen: str, expected: str, *, exact: bool = True) -> None:
+        """Enter a comparison that either holds or fails; ``exact``: if it holds, it does so bit for bit."""
+        self._enter(place, "pass" if holds else "fail", exact=holds and exact)
         if not holds:
             self.mismatches.append(place.mismatch(seen, expected))
 

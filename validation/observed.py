@@ -13,13 +13,28 @@ Site = tuple[int, str]  # one stage's copy of a parameter, by its name in the mo
 
 
 @dataclass(frozen=True)
+class Crossing:
+    """A tensor at the boundary of a stage: which (``output of the module``, say) in which action.
+
+    ``same``: whether it is the reference's, up to rounding; ``exact``: bit for bit. ``seen`` is what it is instead.
+    """
+
+    action: Action
+    what: str
+    same: bool
+    exact: bool
+    seen: str = ""
+
+
+@dataclass(frozen=True)
 class RankOperation:
     """One operation of the plan, as one rank saw it. Fields that the operation does not give are empty or None.
 
     ``losses``, ``loss`` and ``norm`` are what the step reported on this rank. ``called`` are the modules that really
     ran, as forwards of (stage, microbatch), and whether any part of them was in training mode. ``gradients`` are after
-    tied copies were summed and before clipping; ``parameters`` are after the optimizer. ``nonfinite`` are the actions
-    whose output had a NaN or an infinity.
+    tied copies were summed and before clipping; ``before`` are the parameters that the operation started from, as far
+    as they were seen, ``parameters`` what the optimizer made of them. ``nonfinite`` are the actions whose output had a
+    NaN or an infinity. ``crossings`` are tensors at the boundaries of stages, where they were watched.
     """
 
     operation: str
@@ -31,8 +46,10 @@ class RankOperation:
     gradients: Mapping[Site, Tensor | None] | None = None
     norm: float | None = None
     parameters: Mapping[Site, Tensor] | None = None
+    before: Mapping[Site, Tensor] | None = None
     buffers: Mapping[Site, Tensor] | None = None
     profile: Profile | None = None
+    crossings: tuple[Crossing, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -54,6 +71,14 @@ class Observed:
         """Every rank's parameters together."""
         return {site: value for rank in self.ranks for site, value in (rank[operation].parameters or {}).items()}
 
+    def before(self, operation: int) -> dict[Site, Tensor]:
+        """The parameters that every rank started from, together, as far as they were seen."""
+        return {site: value for rank in self.ranks for site, value in (rank[operation].before or {}).items()}
+
+    def held(self, operation: int) -> list[Site]:
+        """Every site that a rank has a parameter for, or at least a gradient, as often as it has one."""
+        return [site for rank in self.ranks for site in (rank[operation].parameters or rank[operation].gradients or {})]
+
     def buffers(self, operation: int) -> dict[Site, Tensor]:
         """Every rank's buffers together."""
         return {site: value for rank in self.ranks for site, value in (rank[operation].buffers or {}).items()}
@@ -61,6 +86,10 @@ class Observed:
     def called(self, operation: int) -> list[tuple[Action, bool]]:
         """Every call of a stage's module on any rank, and whether it was in training mode."""
         return [call for rank in self.ranks for call in rank[operation].called]
+
+    def crossings(self, operation: int) -> list[Crossing]:
+        """Every rank's crossings together."""
+        return [crossing for rank in self.ranks for crossing in rank[operation].crossings]
 
     def backwards(self, operation: int) -> dict[int, list[int]]:
         """For each stage, the microbatches in the order in which their weight gradients were added."""

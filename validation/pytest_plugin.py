@@ -9,6 +9,7 @@ from validation.launcher import under_torchrun
 from validation.rank_report import NeedsMoreRanks
 
 if TYPE_CHECKING:
+    from validation.whitebox import WhiteBox
     from validation.world import World
 
 _LEFT_OUT = "pipeproof_ranks"  # a property of a report: how many ranks there were when the test wanted more
@@ -58,6 +59,14 @@ def world(request: pytest.FixtureRequest) -> Iterator["World"]:
     bound_s = min(120.0, request.config.getoption("--rank-timeout"))
     with World(device=request.config.getoption("--pipeproof-device"), timeout_s=bound_s) as world:
         yield world
+
+
+@pytest.fixture
+def whitebox(world: "World") -> "WhiteBox":
+    """Judges a training step of one's own: ``whitebox.validate(step, reference=..., microbatches=..., ranks=4)``."""
+    from validation.whitebox import WhiteBox
+
+    return WhiteBox(world)
 
 
 class LeftOut:

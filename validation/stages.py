@@ -56,7 +56,11 @@ def owners(model: Model, split: Sequence[int]) -> dict[str, int]:
 
 def tied_across(model: Model, split: Sequence[int]) -> list[Mapping[int, str]]:
     """The tied parameters whose copies lie in several stages: for each, the name of its copy by stage."""
-    owner = owners(model, split)
+    return copies_apart(model, owners(model, split))
+
+
+def copies_apart(model: nn.Module, owner: Mapping[str, int]) -> list[Mapping[int, str]]:
+    """As ``tied_across``, where ``owner`` has the stage of every parameter name."""
     by_tensor: dict[int, dict[int, str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         by_tensor.setdefault(id(parameter), {}).setdefault(owner[name], name)

@@ -38,6 +38,11 @@ PRECISIONS: Mapping[torch.dtype, Precision] = MappingProxyType(
 )
 
 
+def precision_of(dtype: torch.dtype) -> Precision:
+    """How ``dtype`` rounds; others than the three that are known are judged as fp32."""
+    return PRECISIONS.get(dtype, FP32)
+
+
 @dataclass(frozen=True)
 class Floor:
     """What rounding alone does to one tensor on this run, as relative errors.
@@ -104,7 +109,7 @@ def floor_of(expected: Tensor, others: Sequence[Tensor], apart: Tensor, parts: S
     permutation = max((error(other, expected) for other in others), default=0.0)
     size = expected.double().norm()
     fault = min((_ratio(part.double().norm(), size) for part in parts if part is not None), default=0.0)
-    return Floor(permutation, error(expected, apart), fault, PRECISIONS[expected.dtype])
+    return Floor(permutation, error(expected, apart), fault, precision_of(expected.dtype))
 
 
 def _ratio(top: Tensor, bottom: Tensor) -> float:

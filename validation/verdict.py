@@ -94,7 +94,8 @@ class Verdict:
     """What a validation found. ``tier`` is "bitwise", a dtype's name, or "none" where not everything agreed.
 
     ``floor`` is the largest rounding floor measured over all gradients, 0 where none was measured; ``failure`` is how
-    the ranks failed where there was nothing to judge; ``seconds`` is what it took.
+    the ranks failed where there was nothing to judge; ``headline`` says in a sentence what the laws cannot; ``rerun``
+    is what to type where there is no replay line; ``seconds`` is what it took.
     """
 
     config: str
@@ -105,12 +106,14 @@ class Verdict:
     cause: str | None = None
     floor: float = 0.0
     failure: str = ""
+    headline: str = ""
+    rerun: str = ""
     seconds: float = field(default=0.0, compare=False)
 
     @property
     def replay(self) -> str:
         """The line that runs this case again."""
-        return f'pipeproof replay "{self.config}"'
+        return self.rerun or f'pipeproof replay "{self.config}"'
 
     @property
     def exit_status(self) -> int:
@@ -119,6 +122,7 @@ class Verdict:
 
     def raise_if_failed(self) -> None:
         """Raise ``ValidationFailed``, with the whole screen as its text, unless this is a pass."""
+        __tracebackhide__ = True  # in a test's traceback the test's own line is what matters
         if self.verdict != "pass":
             raise ValidationFailed(self)
 
@@ -145,6 +149,8 @@ class Verdict:
         return "\n".join([*rows, f"  replay    {self.replay}"])
 
     def _headline(self) -> str:
+        if self.headline:
+            return self.headline
         if self.failure:
             return "the ranks failed before there was anything to judge"
         if self.verdict == "pass":

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from types import FrameType
 from typing import NoReturn
 from urllib.parse import urlsplit
 
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # not in __all__
 
 from pipeline import waiting
+from validation import posted
 from validation.rank_report import Ending, RankReport
 from validation.seat import Seat
 from validation.shipping import pack, unpack
@@ -138,12 +140,17 @@ def _failure(rank: int, error: BaseException) -> Answer:
     if outcomes is not None and isinstance(error, outcomes.Skipped):
         return Answer(RankReport(rank, Ending.SKIPPED, str(error), at_s=now_s))
     trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename == __file__:
+    while trace is not None and trace.tb_next is not None and _is_ours(trace.tb_frame):
         trace = trace.tb_next
     told = traceback.TracebackException(type(error), error, trace)
     message = "".join(told.format_exception_only()).strip()
     report = RankReport(rank, Ending.RAISED, message, "".join(told.format()), at_s=now_s)
     return Answer(report, _packed_cause(error))
+
+
+def _is_ours(frame: FrameType) -> bool:
+    """Whether this frame only leads to the user's code: pytest's own mark says so."""
+    return frame.f_code.co_filename == __file__ or "__tracebackhide__" in frame.f_locals
 
 
 def _packed_cause(error: BaseException) -> bytes:
@@ -160,7 +167,8 @@ def _answer_questions(questions: Connection) -> NoReturn:
         while True:
             questions.recv_bytes()
             frames = traceback.extract_stack(sys._current_frames()[main])
-            questions.send_bytes(pack((_stack(frames), waiting.current() or _collective(frames))))
+            wait = waiting.current() or posted.awaited(frames) or _collective(frames)
+            questions.send_bytes(pack((_stack(frames), wait)))
     except (EOFError, OSError):
         os._exit(1)  # the controller is gone, and the main thread may be where only this can end it
 

@@ -1,0 +1,63 @@
+"""Messages that code which is not ours has posted, so that a hang in it can say who waits for whom."""
+
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+# Methods of a process group, through which every message passes; the peer is the second argument.
+_METHODS = {"send": "a send to", "recv": "a message from", "recv_anysource": "a message from any rank"}
+_SHOWN = 4  # messages in a sentence
+
+
+@dataclass(frozen=True)
+class _Posted:
+    text: str
+    work: Any
+
+    @property
+    def open(self) -> bool:
+        return not self.work.is_completed()
+
+
+_messages: list[_Posted] = []
+
+
+@contextmanager
+def noted_messages() -> Iterator[None]:
+    """While this is open, messages between ranks are noted as they are posted.
+
+    Where they pass and not where they are called for: torch tells its own functions apart by identity.
+    """
+    kept = {name: vars(dist.ProcessGroup)[name] for name in _METHODS}  # getattr's would not bind when put back
+    for name in kept:
+        setattr(dist.ProcessGroup, name, _noting(name, getattr(dist.ProcessGroup, name)))
+    try:
+        yield
+    finally:
+        for name, method in kept.items():
+            setattr(dist.ProcessGroup, name, method)
+        _messages.clear()
+
+
+def _noting(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    def noted(group: dist.ProcessGroup, *arguments: Any) -> Any:
+        work = method(group, *arguments)
+        peer = f" rank {dist.get_global_rank(group, arguments[1])}" if name != "recv_anysource" else ""
+        _messages[:] = [one for one in _messages if one.open]
+        _messages.append(_Posted(_METHODS[name] + peer, work))
+        return work
+
+    return noted
+
+
+def awaited(frames: Sequence[traceback.FrameSummary]) -> str | None:
+    """What a rank with this stack waits for: the messages that it has posted and not met, if it stands at a wait."""
+    if not frames or "wait" not in (frames[-1].line or ""):
+        return None
+    texts = list(dict.fromkeys(one.text for one in list(_messages) if one.open))
+    more = f" and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
+    return " or ".join(texts[:_SHOWN]) + more or None

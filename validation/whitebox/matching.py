@@ -1,0 +1,125 @@
+"""Which parameter of the reference is which of a foreign step's: by identity, by name, by a mapping, by content."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+Names = Mapping[str, str] | Callable[[str], str]
+Place = tuple[int, int]  # the k-th parameter of the i-th part
+
+
+@dataclass(frozen=True)
+class Local:
+    """One parameter as the step calls it.
+
+    ``said`` is what the user's mapping makes of its name, ``identical`` the reference's name of the very same object,
+    ``content`` the digest of its weights before the step, each None where it is not known.
+    """
+
+    name: str
+    said: str | None = None
+    identical: str | None = None
+    content: bytes | None = None
+
+
+@dataclass(frozen=True)
+class Matched:
+    """The reference's names by place, and for every place that has none, why."""
+
+    names: Mapping[Place, str]
+    strangers: Mapping[Place, str]
+
+
+def renamed(names: Names | None, name: str) -> str | None:
+    """What the user's mapping makes of ``name``: a function, or prefixes of which the longest that fits is replaced."""
+    if names is None:
+        return None
+    if not isinstance(names, Mapping):
+        return names(name)
+    fitting = max((prefix for prefix in names if name.startswith(prefix)), key=len, default=None)
+    return name if fitting is None else names[fitting] + name[len(fitting) :]
+
+
+def match(parts: Sequence[Sequence[Local]], known: Mapping[str, bytes | None]) -> Matched:
+    """Match every part's parameters with those of the reference: ``known`` has their contents by name, in order.
+
+    A part whose parameters are all named as the reference names them, with the same contents, is taken at its names. In
+    others, content decides before the name: a copied slice of a ``Sequential`` counts from 0 again.
+    """
+    names: dict[Place, str] = {}
+    guessed: set[Place] = set()
+    why: dict[Place, str] = {}
+    for number, part in enumerate(parts):
+        found = _match_part(part, known)
+        names |= {(number, k): name for k, name in found.names.items()}
+        guessed |= {(number, k) for k in found.guessed}
+        why |= {(number, k): _why(local, known) for k, local in enumerate(part) if k not in found.names}
+    if guessed and (why or len(set(names.values())) < len(names)):
+        # Something does not fit, so what was told by its neighbours alone is no more than a guess.
+        for place in guessed:
+            del names[place]
+            why[place] = "several parameters of the reference have its weights: say which it is, with names="
+    return Matched(names, why)
+
+
+@dataclass(frozen=True)
+class _Found:
+    names: Mapping[int, str]
+    guessed: frozenset[int] = frozenset()
+
+
+def _match_part(part: Sequence[Local], known: Mapping[str, bytes | None]) -> _Found:
+    if any(local.said is not None for local in part):
+        return _Found({k: one.said for k, one in enumerate(part) if one.said is not None and one.said in known})
+    sure = {k: one.identical for k, one in enumerate(part) if one.identical is not None}
+    left = {k: one for k, one in enumerate(part) if k not in sure}
+    if all(one.name in known and one.content in (None, known[one.name]) for one in left.values()):
+        return _Found(sure | {k: one.name for k, one in left.items()})
+    sure |= dict(_by_content(left, known))
+    guesses = dict(_by_neighbours(part, sure, known))
+    rest = {k: one.name for k, one in left.items() if one.name in known and k not in sure | guesses}
+    taken = {*sure.values(), *guesses.values()}
+    named = {k: name for k, name in rest.items() if name not in taken and _nowhere(part[k], known)}
+    return _Found(sure | guesses | named, frozenset(guesses))
+
+
+def _by_content(left: Mapping[int, Local], known: Mapping[str, bytes | None]) -> Iterator[tuple[int, str]]:
+    """Those whose content one parameter of the reference has, and no other of the part."""
+    holders: dict[bytes, list[str]] = {}
+    for name, content in known.items():
+        if content is not None:
+            holders.setdefault(content, []).append(name)
+    copies = Counter(one.content for one in left.values())
+    for k, one in left.items():
+        found = holders.get(one.content, []) if one.content is not None else []
+        if len(found) == 1 and copies[one.content] == 1:
+            yield k, found[0]
+
+
+def _by_neighbours(
+    part: Sequence[Local], sure: Mapping[int, str], known: Mapping[str, bytes | None]
+) -> Iterator[tuple[int, str]]:
+    """Those of ambiguous content, by their distance from the nearest sure ones: both sides must point to one name."""
+    order = list(known)
+    for k, one in enumerate(part):
+        if k in sure or one.content is None:
+            continue
+        before = max((j for j in sure if j < k), default=None)
+        after = min((j for j in sure if j > k), default=None)
+        pointed = {order.index(sure[j]) + k - j for j in (before, after) if j is not None}
+        places = {place for place in pointed if 0 <= place < len(order) and known[order[place]] == one.content}
+        if len(places) == 1 and order[min(places)] not in sure.values():
+            yield k, order[min(places)]
+
+
+def _nowhere(one: Local, known: Mapping[str, bytes | None]) -> bool:
+    """Whether no parameter of the reference has its content, so that only its name can tell."""
+    return one.content is None or one.content not in known.values()
+
+
+def _why(one: Local, known: Mapping[str, bytes | None]) -> str:
+    if one.said is not None:
+        return f"unknown to the reference, also as {one.said!r}, which names= makes of it"
+    if one.content is not None and one.content in known.values():
+        return "several parameters of the reference have its weights: say which it is, with names="
+    return "unknown to the reference, by its name and by its weights"

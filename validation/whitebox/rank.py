@@ -1,0 +1,152 @@
+"""One rank's part: run the user's step under observation and bring back what it made, as values."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from pipeline.action import Action
+from validation.observe import deterministic
+from validation.posted import noted_messages
+from validation.whitebox.handed import HandedBack, understood
+from validation.whitebox.matching import Local, Names, renamed
+from validation.whitebox.sight import FirstSight
+from validation.whitebox.sketch import contents, digest
+from validation.whitebox.watching import Call, Watcher, watching
+from validation.worker import RankContext
+
+Step = Callable[[nn.Module, list[Any]], Any]
+
+
+@dataclass(frozen=True)
+class Order:
+    """What every rank is to do: call ``step(build(), microbatches)``.
+
+    ``known`` are the contents of the reference's parameters by name.
+    """
+
+    step: Step
+    build: Callable[[], nn.Module]
+    microbatches: Sequence[Any]
+    names: Names | None
+    name: str
+    known: Mapping[str, bytes]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One module that was handed back, or all gradients that were handed back by name; by its parameters in order.
+
+    ``values``: weights before the step, where they are not those of any parameter of the reference. ``calls`` is None
+    where nobody watched.
+    """
+
+    locals: tuple[Local, ...]
+    gradients: tuple[Tensor | None, ...]
+    values: Mapping[int, Tensor] = field(default_factory=dict)
+    calls: tuple[Call, ...] | None = None
+
+
+@dataclass(frozen=True)
+class RankMade:
+    """What one rank brings back.
+
+    ``weights`` are the contents of the reference as this rank builds it, looked up only where some are not the known
+    ones; ``given`` are the digests of the microbatches.
+    """
+
+    parts: tuple[Part, ...]
+    losses: tuple[float, ...]
+    loss: float | None
+    norm: float | None
+    actions: tuple[Action, ...] | None
+    weights: Mapping[str, bytes]
+    given: tuple[tuple[bytes, ...], ...] = ()
+
+
+def run_step(context: RankContext, order: Order) -> RankMade:
+    """One rank's part of a validation; a job for ``World.run``. Raises whatever the user's step raises."""
+    __tracebackhide__ = True  # what is told of a failure begins in the user's own code
+    deterministic(context.device)
+    model = order.build().to(context.device).train()
+    origin = _Origin(model)
+    microbatches = tree_map_only(Tensor, lambda tensor: tensor.to(context.device, copy=True), list(order.microbatches))
+    with noted_messages(), watching() as watcher, FirstSight(order.known.values()) as sight:
+        result = order.step(model, microbatches)
+    handed = understood(result, order.name)
+    given = digests(order.microbatches)
+    collect = _Collector(order.names, origin, sight, watcher)
+    parts, actions = collect.parts(handed), handed.actions(context.rank)
+    doubt = any(part.values for part in parts)
+    weights = contents(order.build()) if doubt else order.known
+    return RankMade(parts, handed.by_microbatch, handed.whole_loss, handed.norm, actions, weights, given)
+
+
+def digests(microbatches: Sequence[Any]) -> tuple[tuple[bytes, ...], ...]:
+    """The digests of every microbatch's tensors."""
+    return tuple(tuple(digest(leaf) for leaf in tree_leaves(one) if isinstance(leaf, Tensor)) for one in microbatches)
+
+
+class _Origin:
+    """Where the parameters of the model are that the step was given, so that they are known again as objects."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model  # kept, so that no id is used again
+        self._by_holder: dict[tuple[int, str], str] = {}
+        self._by_parameter: dict[int, str] = {}
+        for prefix, module in model.named_modules():
+            for leaf, parameter in module._parameters.items():
+                if parameter is not None:
+                    name = f"{prefix}.{leaf}" if prefix else leaf
+                    self._by_holder.setdefault((id(module), leaf), name)
+                    self._by_parameter.setdefault(id(parameter), name)
+        self._kept = dict(model.named_parameters())
+
+    def name(self, holder: nn.Module, leaf: str, parameter: nn.Parameter) -> str | None:
+        """The reference's name, by the module that holds the parameter if that is known: a tied one has several."""
+        return self._by_holder.get((id(holder), leaf), self._by_parameter.get(id(parameter)))
+
+
+@dataclass(frozen=True)
+class _Collector:
+    names: Names | None
+    origin: _Origin
+    sight: FirstSight
+    watcher: Watcher
+
+    def parts(self, handed: HandedBack) -> tuple[Part, ...]:
+        if handed.gradients is not None:
+            locals_ = tuple(Local(name, said=renamed(self.names, name)) for name in handed.gradients)
+            return (Part(locals_, tuple(map(_copy, handed.gradients.values()))),) if locals_ else ()
+        return tuple(map(self._part, handed.modules))
+
+    def _part(self, module: nn.Module) -> Part:
+        locals_: list[Local] = []
+        gradients: list[Tensor | None] = []
+        values: dict[int, Tensor] = {}
+        for name, holder, leaf, parameter in _parameters(module):
+            seen = self.sight.of(parameter)
+            identical = self.origin.name(holder, leaf, parameter)
+            content = None if seen is None else seen.digest
+            if seen is not None and seen.value is not None:
+                values[len(locals_)] = seen.value
+            locals_.append(Local(name, renamed(self.names, name), identical, content))
+            gradients.append(_copy(parameter.grad))
+        calls = self.watcher.calls(module)
+        return Part(tuple(locals_), tuple(gradients), values, None if calls is None else tuple(calls))
+
+
+def _parameters(module: nn.Module) -> list[tuple[str, nn.Module, str, nn.Parameter]]:
+    """Every parameter under each of its names, with the module that holds it and its name there."""
+    return [
+        (f"{prefix}.{leaf}" if prefix else leaf, holder, leaf, parameter)
+        for prefix, holder in module.named_modules()
+        for leaf, parameter in holder._parameters.items()
+        if parameter is not None
+    ]
+
+
+def _copy(gradient: Tensor | None) -> Tensor | None:
+    return None if gradient is None else gradient.detach().to("cpu", copy=True)

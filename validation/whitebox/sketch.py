@@ -1,0 +1,73 @@
+"""A tensor in a few numbers, enough to recognise it again: where it came from is told by its content."""
+
+import functools
+import hashlib
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_DIRECTIONS = 4
+
+
+def digest(tensor: Tensor) -> bytes:
+    """Equal for tensors of one shape and type that are equal bit for bit, and for no others."""
+    whole = tensor.detach().cpu().contiguous()
+    form = f"{whole.dtype}{list(whole.shape)}".encode()
+    content: Any = whole.flatten().view(torch.uint8).numpy()
+    return hashlib.blake2b(content, digest_size=16, key=form[:64]).digest()
+
+
+def contents(model: nn.Module) -> dict[str, bytes]:
+    """The digest of every parameter by name, each name of a tied one too."""
+    return {name: digest(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """A tensor's form, its digest, its norm and its projections onto a few fixed random directions.
+
+    The projections of a difference have its norm as their expected size, so they tell how far apart two tensors are.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    digest: bytes
+    norm: float
+    projections: tuple[float, ...]
+
+    def distance(self, other: "Sketch") -> float:
+        """About the relative Frobenius error of this against ``other``; infinite where they cannot be compared."""
+        if self.digest == other.digest:
+            return 0.0
+        if self.shape != other.shape or self.dtype != other.dtype or not other.norm:
+            return math.inf
+        squares = [(a - b) ** 2 for a, b in zip(self.projections, other.projections, strict=True)]
+        distance = math.sqrt(sum(squares) / len(squares)) / other.norm
+        return distance if distance == distance else math.inf
+
+    @property
+    def limit(self) -> float:
+        """How far another tensor may be and still be taken for this one: half of the digits of its type."""
+        return math.sqrt(torch.finfo(self.dtype).eps) if self.dtype.is_floating_point else 0.0
+
+    def is_like(self, other: "Sketch") -> bool:
+        """Whether this is ``other`` up to rounding."""
+        return self.distance(other) <= other.limit
+
+
+def sketch(tensor: Tensor) -> Sketch:
+    """The sketch of ``tensor``."""
+    wide = tensor.dtype if tensor.dtype in (torch.float32, torch.float64) else torch.float64
+    flat = tensor.detach().cpu().flatten().to(wide)
+    projections = _directions(flat.numel(), wide) @ flat
+    return Sketch(tuple(tensor.shape), tensor.dtype, digest(tensor), flat.norm().item(), tuple(projections.tolist()))
+
+
+@functools.lru_cache(maxsize=16)
+def _directions(size: int, dtype: torch.dtype) -> Tensor:
+    """Signs, the same in every process."""
+    generator = torch.Generator().manual_seed(size)
+    return 1.0 - 2.0 * torch.randint(2, (_DIRECTIONS, size), generator=generator).to(dtype)

@@ -1,0 +1,236 @@
+"""Validating a foreign step: run it on ranks, run the reference, and judge by the laws that show from outside."""
+
+import os
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from time import perf_counter
+from typing import Any
+
+from torch import Tensor, nn
+
+from reference.data import Batch
+from reference.step import Contribution, Loss, Recipe, Reference
+from validation.floors import Floors, Orders, Pending
+from validation.judge import judged, one_thread
+from validation.oracle import Answer, precision_of_reference
+from validation.rank_report import RankFailed
+from validation.subject import Subject
+from validation.tolerance import FP32, Precision, scalar_error
+from validation.verdict import Verdict
+from validation.whitebox.assemble import Assembled
+from validation.whitebox.handed import HandBackError
+from validation.whitebox.matching import Names
+from validation.whitebox.places import Both, survey
+from validation.whitebox.rank import Order, RankMade, Step, digests, run_step
+from validation.whitebox.sketch import contents
+from validation.whitebox.task import Task, name_of
+from validation.world import World
+
+LAWS = (
+    "parameters-once",  # every parameter of the reference is held once, and nothing else is
+    "initial-weights",  # those that the step started from
+    "microbatches",  # every watched stage ran forward and backward once for each microbatch
+    "boundaries",  # what passed the boundaries of watched stages
+    "loss",  # each microbatch's, or the whole step's, on every rank that reports it
+    "none-ness",  # a gradient is None exactly where the reference's is
+    "gradient",  # every parameter's
+    "tied-copies",  # gradients of all copies are equal
+    "grad-norm",  # on every rank that reports it
+)
+_ROOM = 1e6  # nothing is clipped: gradients are compared as they are before that
+
+
+@dataclass(frozen=True)
+class WhiteBox:
+    """Validates steps on the ranks of ``world``; ``timeout_s`` bounds each, in seconds (None: the world's bound)."""
+
+    world: World
+    timeout_s: float | None = None
+
+    def validate(
+        self,
+        step: Step,
+        *,
+        reference: Callable[[], nn.Module],
+        microbatches: Sequence[Any],
+        ranks: int,
+        loss_fn: Callable[[Any, Tensor], Tensor] | None = None,
+        loss_divisor: float | None = None,
+        names: Names | None = None,
+    ) -> Verdict:
+        """The verdict on ``step(model, microbatches)``, called on each of ``ranks`` ranks, beside the reference.
+
+        ``model`` is ``reference()`` in training mode, for the step to cut into stages or to ignore, ``microbatches``
+        are those given here: pairs of inputs (a tensor or a tuple of tensors) and target. ``loss_fn(output, target)``
+        is a microbatch's loss; None: the model gives the loss, when called with all of a microbatch. It is divided by
+        ``loss_divisor`` before the backward (None: by the number of microbatches).
+        The step hands back its modules, losses and norm as ``HandedBack`` has them, before gradients are clipped or
+        cleared. ``names`` tells its parameters' names in the reference, where those are others and their weights do not
+        tell: prefixes and what to put in their place, or a function. Raises ``WhiteBoxError``, and ``NeedsMoreRanks``
+        where a launcher started fewer; all else that goes wrong is in the verdict.
+        """
+        began = perf_counter()
+        task = Task(step, reference, tuple(microbatches), loss_fn, loss_divisor)
+        task.check(ranks)
+        verdict = self._validated(task, ranks, names)
+        return replace(verdict, rerun=_rerun(), seconds=perf_counter() - began)
+
+    def _validated(self, task: Task, ranks: int, names: Names | None) -> Verdict:
+        title = task.title(ranks)
+        model, again = (task.built(self.world.device) for _ in range(2))
+        known = contents(model)
+        differing = first_difference(known, contents(again))
+        if differing:
+            why = f"called twice it gave other weights, first {differing}: seed it, e.g. torch.manual_seed(0) inside"
+            return _undecided(title, f"the reference {task.name} is random: {why}")
+        order = Order(task.step, task.reference, task.microbatches, names, name_of(task.step), known)
+        try:
+            made = self.world.run(run_step, order, ranks=ranks, timeout_s=self.timeout_s)
+        except RankFailed as failure:
+            return _failed(title, failure)
+        found = Assembled(model, known, made, len(task.microbatches))
+        if found.other_build:
+            why = f"{found.other_build}: seed it, and let it depend on nothing that ranks differ in"
+            return _undecided(title, f"the reference {task.name} is not the same everywhere: {why}")
+        if other := other_data(made, digests(task.microbatches)):
+            return _undecided(title, other)
+        return _judged(title, task, found, again)
+
+
+def validate(
+    step: Step,
+    *,
+    reference: Callable[[], nn.Module],
+    microbatches: Sequence[Any],
+    ranks: int,
+    loss_fn: Callable[[Any, Tensor], Tensor] | None = None,
+    loss_divisor: float | None = None,
+    names: Names | None = None,
+) -> Verdict:
+    """As ``WhiteBox.validate``, on a world that lasts as long as this call."""
+    with World() as world:
+        return WhiteBox(world).validate(
+            step,
+            reference=reference,
+            microbatches=microbatches,
+            ranks=ranks,
+            loss_fn=loss_fn,
+            loss_divisor=loss_divisor,
+            names=names,
+        )
+
+
+def _judged(title: str, task: Task, found: Assembled, again: nn.Module) -> Verdict:
+    batches = task.batches(found.model)
+    places: Both | None = None
+    reference = Reference(found.model, owner=found.owner, recipe=Recipe(loss=task.loss))
+    with one_thread():
+        if found.watched:
+            made, places = survey(found.model, batches, lambda: reference.contribute(batches))
+        else:
+            made = reference.contribute(batches)
+        random = _randomness(made[0].loss, again, batches[0], task.loss)
+    if random:
+        return _undecided(title, f"the reference {task.name} is random: {random}")
+    observed = found.observed(places)
+    subject = Subject(
+        title,
+        LAWS,
+        ("train",),
+        len(batches),
+        found.due,
+        _Oracle(reference, batches, made),
+        found.tied,
+        skipped=dict(_skipped(found, any(row[0].norm is not None for row in observed.ranks))),
+        strangers=found.strangers,
+        unseen=found.unseen,
+        uncalled=found.uncalled,
+        every_rank=False,
+    )
+    return judged(subject, observed)
+
+
+@dataclass(frozen=True)
+class _Oracle:
+    """Knows what every microbatch gives, and adds it up in the order that it is asked for."""
+
+    reference: Reference
+    batches: Sequence[Batch]
+    made: Sequence[Contribution]
+
+    @property
+    def precision(self) -> Precision:
+        """That of the reference's parameters."""
+        return precision_of_reference(self.reference)
+
+    def answer(self, number: int, orders: Orders) -> Answer:
+        """The one operation there is."""
+        assert number == 0, "a foreign step is one operation"
+        expected = self.reference.perform("train", self.batches, orders=orders, max_norm=_ROOM, contributions=self.made)
+        return Answer(expected, Floors(self.reference, (Pending(expected, self.batches, orders),)), _ROOM)
+
+
+def other_data(made: Sequence[RankMade], own: tuple[tuple[bytes, ...], ...]) -> str:
+    """Which rank was first given other microbatches than the reference's; empty if none was."""
+    for rank, one in enumerate(made):
+        for number, (theirs, ours) in enumerate(zip_longest(one.given, own)):
+            if theirs != ours:
+                return (
+                    f"rank {rank} was given another microbatch {number} than the reference: every rank of torchrun "
+                    "makes its own, so seed them alike"
+                )
+    return ""
+
+
+def _skipped(found: Assembled, norm: bool) -> Sequence[tuple[str, str]]:
+    """The laws that say nothing about what was handed back."""
+    modules = any(local.content is not None for stage in found.stages for local in stage.part.locals)
+    ordered = len(found.unseen) < len(found.stages) or not found.stages
+    return [
+        (law, reason)
+        for law, applies, reason in (
+            ("initial-weights", modules or not found.stages, "gradients were handed back, not modules"),
+            ("microbatches", ordered, "no stage was watched: watch(module) does"),
+            ("boundaries", found.watched, "no stage was watched: watch(module) does"),
+            ("grad-norm", norm, "no rank reports a norm"),
+        )
+        if not applies
+    ]
+
+
+def _randomness(one: float, again: nn.Module, batch: Batch, loss: Loss) -> str:
+    """How the losses of two equal models differ, of which ``one`` is known; empty if they do not."""
+    two = loss.function(again(*batch.inputs), batch.target).item()
+    if one == two or scalar_error(one, two) <= FP32.least or (one != one and two != two):
+        return ""
+    return (
+        f"two forwards of microbatch 0 from equal weights gave losses {one:.6g} and {two:.6g}: draw from a generator "
+        "that is seeded by layer and microbatch, or switch dropout off"
+    )
+
+
+def first_difference(one: Mapping[str, bytes], two: Mapping[str, bytes]) -> str:
+    """The first name whose contents differ; empty if none does."""
+    return next((name for name in {**one, **two} if one.get(name) != two.get(name)), "")
+
+
+def _failed(title: str, failure: RankFailed) -> Verdict:
+    """The verdict where the ranks brought nothing back: what they did instead."""
+    told = failure.reports[failure.culprit]
+    sentence = told.sentence().partition("\n")[0]
+    if isinstance(failure.cause, HandBackError):
+        return _undecided(title, f"rank {failure.culprit}: {failure.cause}")
+    return Verdict(title, "unknown", "none", (), headline=f"rank {failure.culprit} {sentence}", failure=str(failure))
+
+
+def _undecided(title: str, sentence: str) -> Verdict:
+    return Verdict(title, "unknown", "none", (), headline=sentence)
+
+
+def _rerun() -> str:
+    """What to type to have the same once more."""
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
+    return f'pytest "{test}"' if test else shlex.join(["python", *sys.argv])

@@ -1,0 +1,129 @@
+"""Observers at a module's boundary that change no bit: what came in, what went out, and what flowed back."""
+
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from validation.whitebox.sketch import Sketch, sketch
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+@dataclass
+class Call:
+    """One call of a watched module. Gradients are by the number of the tensor that they belong to.
+
+    ``backwards`` has an entry, a count over all calls of this rank, for each time that gradients came out of the call.
+    """
+
+    training: bool
+    inputs: list[Sketch] = field(default_factory=list)
+    outputs: list[Sketch] = field(default_factory=list)
+    output_gradients: dict[int, Sketch] = field(default_factory=dict)
+    input_gradients: dict[int, Sketch] = field(default_factory=dict)
+    kept: dict[int, Sketch] = field(default_factory=dict)  # the inputs once more, when the backward begins
+    backwards: list[int] = field(default_factory=list)
+
+
+class Watcher:
+    """Notes the calls of watched modules."""
+
+    def __init__(self) -> None:
+        self._calls: dict[int, tuple[nn.Module, list[Call]]] = {}
+        self._entering: list[tuple[list[Sketch], list[int]]] = []
+        self._backwards = 0
+
+    def watch(self, module: nn.Module) -> None:
+        """Hook ``module``, once."""
+        if id(module) not in self._calls:
+            self._calls[id(module)] = module, []
+            module.register_forward_pre_hook(self._entered, with_kwargs=True)
+            module.register_forward_hook(self._called, with_kwargs=True)
+
+    def calls(self, module: nn.Module) -> list[Call] | None:
+        """The calls of ``module``, or of the one watched module inside it or around it; None if there is none."""
+        own = {id(part) for part in module.modules()}
+        for watched, calls in self._calls.values():
+            if id(watched) in own or module in watched.modules():
+                return calls
+        return None
+
+    def _entered(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        if _counts():
+            inputs = _tensors((arguments, named))  # looked at now: the module may change them in place
+            self._entering.append((list(map(sketch, inputs)), [tensor._version for tensor in inputs]))
+
+    def _called(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
+        if not _counts():
+            return
+        inputs, outputs = _tensors((arguments, named)), _tensors(result)
+        training = any(part.training for part in module.modules())
+        taken, versions = self._entering.pop()
+        call = Call(training, taken, list(map(sketch, outputs)))
+        self._calls[id(module)][1].append(call)
+        wanting = [number for number, tensor in enumerate(inputs) if tensor.requires_grad]
+        giving = [number for number, tensor in enumerate(outputs) if tensor.requires_grad]
+        if giving:
+            unchanged = [k for k, tensor in enumerate(inputs) if tensor._version == versions[k]]
+            self._look_again(outputs[giving[0]], call, {k: weakref.ref(inputs[k]) for k in unchanged})
+        # A backward is counted where it ends: at an input, or if no input wants a gradient, where it begins.
+        for number in wanting:
+            self._hook(inputs[number], number, call.input_gradients, call if number == wanting[0] else None)
+        for number in giving:
+            counts = not wanting and number == giving[0]
+            self._hook(outputs[number], number, call.output_gradients, call if counts else None)
+
+    def _look_again(self, output: Tensor, call: Call, inputs: Mapping[int, weakref.ref[Tensor]]) -> None:
+        def begins(gradient: Tensor) -> None:
+            alive = {number: tensor for number, reference in inputs.items() if (tensor := reference()) is not None}
+            call.kept.update({number: sketch(tensor) for number, tensor in alive.items()})
+
+        output.register_hook(begins)  # type: ignore[no-untyped-call]  # in torch
+
+    def _hook(self, tensor: Tensor, number: int, into: dict[int, Sketch], counted: Call | None) -> None:
+        def flowed(gradient: Tensor) -> None:
+            into[number] = sketch(gradient)
+            if counted is not None:
+                counted.backwards.append(self._backwards)
+                self._backwards += 1
+
+        tensor.register_hook(flowed)  # type: ignore[no-untyped-call]  # in torch
+
+
+_watcher: Watcher | None = None
+
+
+@contextmanager
+def watching() -> Iterator[Watcher]:
+    """While this is open, ``watch`` has somebody to tell."""
+    global _watcher
+    outer, _watcher = _watcher, Watcher()
+    try:
+        yield _watcher
+    finally:
+        _watcher = outer
+
+
+def watch(module: Module) -> Module:
+    """Watch ``module``, a stage of a pipeline, from now on: its calls and the gradients that pass through it.
+
+    Returns the module itself. Outside a validation this does nothing, so it may stay in the code that is validated.
+    """
+    if _watcher is not None:
+        _watcher.watch(module)
+    return module
+
+
+def _tensors(values: object) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and not leaf.is_meta]
+
+
+def _counts() -> bool:
+    """Whether a call is a forward of a training step: no trial without gradients, no recompute inside a backward."""
+    return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
