@@ -85,16 +85,21 @@ def counted(stage: int, coefficients: Sequence[float]) -> list[Broken]:
     return [Broken("unequal-weights", stage, tuple(off), detail=text)]
 
 
-def broken_between(stage: int, additions: Sequence[Addition], *, start: Gradients, end: Gradients) -> list[Broken]:
-    """What happened to a stage's sums while none of its actions ran; it began with ``start`` and ended with ``end``."""
+def broken_between(
+    stage: int, additions: Sequence[Addition], *, start: Gradients, end: Gradients, earlier: Gradients
+) -> list[Broken]:
+    """What happened to a stage's sums while none of its actions ran; it began with ``start`` and ended with ``end``.
+
+    ``earlier``: the gradients of the step before, which may have been added once more.
+    """
     found: list[Broken] = []
     before, done = start, list[int]()
     for addition in additions:
         if addition.before is not None:
-            found += _changed(stage, before, addition.before, f"before {addition.action}", done)
+            found += changed(stage, before, addition.before, f"before {addition.action}", done=done, earlier=earlier)
         before = addition.after
         done.append(addition.action.microbatch)
-    return found + _changed(stage, before, end, "after the last backward", done)
+    return found + changed(stage, before, end, "after the last backward", done=done, earlier=earlier)
 
 
 def _of_the_stage(
@@ -154,32 +159,53 @@ def _finding(delta: Tensor | None, wanted: Tensor | None) -> tuple[str, float | 
     return "computation", None, "no multiple of what it should be"
 
 
-def _changed(stage: int, old: Gradients, new: Gradients, when: str, done: Sequence[int]) -> list[Broken]:
+def changed(
+    stage: int,
+    old: Gradients,
+    new: Gradients,
+    when: str,
+    *,
+    done: Sequence[int] = (),
+    earlier: Gradients | None = None,
+) -> list[Broken]:
+    """What became of gradients that should have stayed as they were; ``done``: the microbatches that they held."""
     names = [name for name in new if not _alike(old.get(name), new[name])]
     if not names:
         return []
-    whole = () if len(names) == sum(old.get(n) is not None or new[n] is not None for n in new) else tuple(names)
-    kinds = {_change(old.get(name), new[name]) for name in names}
+    held = [name for name in new if old.get(name) is not None or new[name] is not None]
+    whole = () if len(names) == len(held) else tuple(names)
+    kinds = {_change(old.get(name), new[name], (earlier or {}).get(name)) for name in names}
     if len(kinds) > 1:
-        return [Broken("extra-term", stage, action=when, parameters=whole, detail=f"changed {when}")]
+        return [Broken("extra-term", stage, parameters=whole, detail=f"changed {when}")]
     kind, factor = kinds.pop()
-    detail = {"dropped": "cleared", "extra-term": "something was added"}.get(kind, f"multiplied by {factor}")
+    if kind == "zero" and not whole:
+        kind = "dropped"
+    words = {
+        "extra-term": "something was added",
+        "stale-gradient": "an earlier step's gradients were added",
+        "not-finite": "made not finite",
+    }
+    detail = words.get(kind, f"multiplied by {factor:g}" if factor is not None else "cleared")
     lost = tuple(sorted(set(done))) if kind == "dropped" else ()
-    if kind == "dropped" and whole:
-        kind = "zero" if all(new[name] is not None for name in whole) else "missing"
-    return [Broken(kind, stage, lost, when, whole, factor, f"{detail} {when}")]
+    return [Broken(kind, stage, lost, None, whole, factor, f"{detail} {when}")]
 
 
-def _change(old: Tensor | None, new: Tensor | None) -> tuple[str, float | None]:
-    if new is None or not new.any():
-        return "dropped", None
+def _change(old: Tensor | None, new: Tensor | None, earlier: Tensor | None) -> tuple[str, float | None]:
+    if new is None:
+        return "missing", None
+    if not new.any():
+        return "zero", None
     if not bool(new.isfinite().all()):
         return "not-finite", None
-    found = None if old is None else fit(new.flatten().double(), [old.flatten().double()])
-    if found is None or not found.explains or new.numel() < 2:
+    if new.numel() < 3:
         return "extra-term", None
-    factor = float(f"{found.coefficients[0]:.4g}")
-    return ("sign" if factor == -1 else "scale"), factor
+    found = None if old is None else fit(new.flatten().double(), [old.flatten().double()])
+    if found is not None and found.explains:
+        factor = float(f"{found.coefficients[0]:.4g}")
+        return ("sign" if factor == -1 else "scale"), factor
+    parts = [one.flatten().double() for one in (old, earlier) if one is not None]
+    again = fit(new.flatten().double(), parts) if earlier is not None else None
+    return ("stale-gradient" if again is not None and again.explains else "extra-term"), None
 
 
 def _by_microbatch(additions: Sequence[Addition]) -> dict[int, dict[str, tuple[Tensor | None, Tensor | None]]]:
