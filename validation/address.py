@@ -13,6 +13,7 @@ from validation.tolerance import LEAST, error
 NARROWER = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _GARBAGE = 1e12  # times the largest expected element: no arithmetic error comes near
 _TINY = 1e-30  # memory that was never written is full of numbers below this
+_SMALL = 1000  # whole numbers up to this are equal by chance
 _FEW = 8  # equal elements that could be chance
 
 
@@ -53,7 +54,7 @@ class Catalogue:
     """Tensors of the reference, found again by content."""
 
     def __init__(self, known: Iterable[tuple[Label, Tensor]]) -> None:
-        self._known = [(label, tensor) for label, tensor in known if tensor.numel() > 1 and tensor.any()]
+        self._known = [(label, tensor) for label, tensor in known if _telling(tensor)]
         self._by_bits: dict[bytes, list[Label]] = {}
         for label, tensor in self._known:
             self._by_bits.setdefault(_digest(tensor), []).append(label)
@@ -186,6 +187,13 @@ def _garbage(seen: Tensor, expected: Tensor) -> bool:
     tiny = ((size > 0) & (size < _TINY)).sum().item()
     constant = seen.numel() >= _FEW and bool((seen == seen.flatten()[0]).all())
     return constant or tiny > seen.numel() // 4 or size.max().item() > _GARBAGE * max(expected.abs().max().item(), 1.0)
+
+
+def _telling(tensor: Tensor) -> bool:
+    """Whether it is no chance if another tensor has this content."""
+    if tensor.numel() == 1:
+        return not tensor.is_floating_point() and abs(int(tensor)) > _SMALL
+    return bool(tensor.any())
 
 
 def _same(one: Tensor, other: Tensor) -> Tensor:

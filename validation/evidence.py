@@ -111,7 +111,8 @@ class Evidence:
     def _broken(self, number: int, stage: int, recording: Recording, start: dict[int, Gradients]) -> list[Broken]:
         additions: Sequence[Addition] = recording.additions.get(stage, ())
         expected = self.played[number].expected
-        found = broken_additions(stage, additions, parts_of(expected))
+        again = [m for (s, m), ran in recording.graphs.items() if s == stage and len(ran) > 1]
+        found = broken_additions(stage, additions, parts_of(expected), repeated=again)
         last: Gradients = additions[-1].after if additions else {}
         end = of_stage(recording.summed, stage) or last
         begun = start.get(stage, {})

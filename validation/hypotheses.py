@@ -11,6 +11,7 @@ from reference.model import Model
 from validation.address import agrees
 from validation.case import Case
 from validation.flow import Played
+from validation.observe import data_for
 from validation.stages import layers_of
 from validation.tolerance import LEAST
 
@@ -33,15 +34,18 @@ def computed(
     return None
 
 
-def other_target(case: Case, now: Played, microbatch: int, seen: Tensor, targets: Mapping[int, Tensor]) -> int | None:
-    """The microbatch whose targets give the loss ``seen`` with this microbatch's output."""
-    model = now.model
+def other_target(case: Case, played: Mapping[int, Played], number: int, *, microbatch: int, seen: Tensor) -> str | None:
+    """Whose targets give the loss ``seen`` with this microbatch's output, in words; None if nobody's do."""
+    now = played[number]
     (output,) = now.boundaries[microbatch].outputs[-1]
-    loss_fn = model.sum_loss if case.loss == "tokens" else model.mean_loss
-    for other, target in targets.items():
-        if other != microbatch and target.shape == targets[microbatch].shape:
-            if agrees(seen, loss_fn(output, target), LEAST):
-                return other
+    loss_fn = now.model.sum_loss if case.loss == "tokens" else now.model.mean_loss
+    own = data_for(case, number)[microbatch].target
+    for earlier in range(number, -1, -1):
+        when = " of an earlier step" if earlier != number else ""
+        for other, batch in enumerate(data_for(case, earlier)):
+            if (other, earlier) != (microbatch, number) and batch.target.shape == own.shape:
+                if agrees(seen, loss_fn(output, batch.target), LEAST):
+                    return f"that of microbatch {other}'s targets{when}, expected microbatch {microbatch}'s"
     return None
 
 

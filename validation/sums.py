@@ -3,12 +3,14 @@
 Also what happened to the sums between actions, and between the last action and the reduction of tied parameters.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from validation.address import NARROWER
 from validation.fit import Fit, fit
 from validation.recording import Addition, Site
 from validation.tolerance import LEAST, UNIT
@@ -31,9 +33,16 @@ class Broken:
 
 
 def broken_additions(
-    stage: int, additions: Sequence[Addition], parts: Sequence[Mapping[Site, Tensor | None]]
+    stage: int,
+    additions: Sequence[Addition],
+    parts: Sequence[Mapping[Site, Tensor | None]],
+    *,
+    repeated: Collection[int] = (),
 ) -> list[Broken]:
-    """What is wrong with one stage's additions; ``parts[m]`` is what microbatch m should add to every site."""
+    """What is wrong with one stage's additions; ``parts[m]`` is what microbatch m should add to every site.
+
+    ``repeated``: microbatches whose backward is known to have run more than once.
+    """
     names = [name for site, name in parts[0] if site == stage]
     expected = [{name: part[stage, name] for name in names} for part in parts]
     added = _by_microbatch(additions)
@@ -46,9 +55,11 @@ def broken_additions(
         return []
     whole = [name for name in names if any(part[name] is not None for part in expected)]
     if all(set(whole) <= {*bad, *_nothing(expected[m])} for m, bad in wrong.items()):
-        found = _of_the_stage(stage, added, expected, sorted(wrong), whole)
-        if found is not None:
-            return found
+        total = _total(added, expected, sorted(wrong), whole)
+        if total is not None and not any(total) and all(additions[-1].after[name] is None for name in whole):
+            return [Broken("missing", stage, detail="no action added anything")]
+        if total is not None:
+            return counted(stage, total, repeated={*repeated, *_several(additions)})
     return list(_of_parameters(stage, added, expected, wrong))
 
 
@@ -59,19 +70,25 @@ def totals(seen: Gradients, expected: Sequence[Gradients], names: Sequence[str])
     return fit(torch.cat([_flat(seen[name], sizes[name]) for name in names]), rows)
 
 
-def counted(stage: int, coefficients: Sequence[float]) -> list[Broken]:
-    """Coefficients of every microbatch's contribution in words; empty where each is 1."""
+def counted(stage: int, coefficients: Sequence[float], *, repeated: Collection[int] = ()) -> list[Broken]:
+    """Coefficients of every microbatch's contribution in words; empty where each is 1.
+
+    ``repeated`` microbatches were really added more than once.
+    """
     off = [m for m, value in enumerate(coefficients) if abs(value - 1) > _COUNT]
     if not off:
         return []
     first = coefficients[off[0]]
     alike = all(abs(coefficients[m] - first) <= _COUNT * max(1.0, abs(first)) for m in off)
+    whole = abs(first - round(first)) <= _COUNT and first > 1
+    if alike and whole and set(off) <= set(repeated):
+        return [Broken("doubled", stage, tuple(off), factor=first, detail=f"{_list(off)} added {round(first)} times")]
     if alike and len(off) == len(coefficients) and abs(first) > _COUNT:
         kind = "sign" if abs(first + 1) <= _COUNT else "scale"
         return [Broken(kind, stage, factor=first, detail=f"{first:.6g} times the expected")]
     if alike and abs(first) <= _COUNT:
         return [Broken("dropped", stage, tuple(off), detail=f"{_list(off)} added nothing")]
-    if alike and abs(first - round(first)) <= _COUNT and first > 1:
+    if alike and whole:
         return [Broken("doubled", stage, tuple(off), factor=first, detail=f"{_list(off)} counted {round(first)} times")]
     if alike:
         kind = "sign" if abs(first + 1) <= _COUNT else "scale"
@@ -79,8 +96,10 @@ def counted(stage: int, coefficients: Sequence[float]) -> list[Broken]:
     lost = [m for m in off if abs(coefficients[m]) <= _COUNT]
     twice = [m for m in off if abs(coefficients[m] - 2) <= _COUNT]
     if len(lost) + len(twice) == len(off):
-        detail = f"{_list(twice)} counted twice, {_list(lost)} not at all"
-        return [Broken("doubled", stage, tuple(twice), detail=detail), Broken("dropped", stage, tuple(lost))]
+        detail = f"{_list(lost)} added nothing, {_list(twice)} counted twice"
+        return [
+            Broken(kind, stage, tuple(of), detail=detail) for kind, of in (("dropped", lost), ("doubled", twice)) if of
+        ]
     text = ", ".join(f"{coefficients[m]:.4g} of microbatch {m}'s" for m in off)
     return [Broken("unequal-weights", stage, tuple(off), detail=text)]
 
@@ -96,20 +115,27 @@ def broken_between(
     before, done = start, list[int]()
     for addition in additions:
         if addition.before is not None:
-            found += changed(stage, before, addition.before, f"before {addition.action}", done=done, earlier=earlier)
+            when = f"before {addition.action}"
+            seen = changed(stage, before, addition.before, when, earlier=earlier)
+            # To clear all sums before another addition is to lose what they held.
+            found += [
+                replace(one, kind="dropped", microbatches=tuple(sorted(set(done))))
+                if one.kind in ("zero", "missing") and not one.parameters
+                else one
+                for one in seen
+            ]
         before = addition.after
         done.append(addition.action.microbatch)
-    return found + changed(stage, before, end, "after the last backward", done=done, earlier=earlier)
+    return found + changed(stage, before, end, "after the last backward", earlier=earlier)
 
 
-def _of_the_stage(
-    stage: int,
+def _total(
     added: Mapping[int, Mapping[str, tuple[Tensor | None, Tensor | None]]],
     expected: Sequence[Gradients],
     wrong: Sequence[int],
     names: Sequence[str],
-) -> list[Broken] | None:
-    """All parameters of the stage as one vector: how much of each microbatch's contribution each action added."""
+) -> list[float] | None:
+    """How much of each microbatch's contribution all actions added, all parameters of the stage taken as one vector."""
     total = [float(m not in wrong) for m in range(len(expected))]
     for m in wrong:
         if m not in added:
@@ -121,7 +147,19 @@ def _of_the_stage(
         if found is None or not found.explains:
             return None
         total = [one + other for one, other in zip(total, found.coefficients, strict=True)]
-    return counted(stage, total)
+    return total
+
+
+def _several(additions: Sequence[Addition]) -> set[int]:
+    """Microbatches for which more than one action added to every gradient that there is."""
+    counts: Counter[int] = Counter()
+    last: Gradients = {}
+    for addition in additions:
+        before = last if addition.before is None else addition.before
+        moved = [not _alike(before.get(name), after) for name, after in addition.after.items() if after is not None]
+        counts[addition.action.microbatch] += bool(moved) and all(moved)
+        last = addition.after
+    return {m for m, count in counts.items() if count > 1}
 
 
 def _of_parameters(
@@ -159,16 +197,8 @@ def _finding(delta: Tensor | None, wanted: Tensor | None) -> tuple[str, float | 
     return "computation", None, "no multiple of what it should be"
 
 
-def changed(
-    stage: int,
-    old: Gradients,
-    new: Gradients,
-    when: str,
-    *,
-    done: Sequence[int] = (),
-    earlier: Gradients | None = None,
-) -> list[Broken]:
-    """What became of gradients that should have stayed as they were; ``done``: the microbatches that they held."""
+def changed(stage: int, old: Gradients, new: Gradients, when: str, *, earlier: Gradients | None = None) -> list[Broken]:
+    """What became of gradients that should have stayed as they were; ``earlier`` ones may have been added."""
     names = [name for name in new if not _alike(old.get(name), new[name])]
     if not names:
         return []
@@ -178,16 +208,16 @@ def changed(
     if len(kinds) > 1:
         return [Broken("extra-term", stage, parameters=whole, detail=f"changed {when}")]
     kind, factor = kinds.pop()
-    if kind == "zero" and not whole:
-        kind = "dropped"
     words = {
         "extra-term": "something was added",
         "stale-gradient": "an earlier step's gradients were added",
         "not-finite": "made not finite",
+        "altered": "put in another order",
+        "rounded": "rounded to a narrower type",
+        "unexpected": "made where there should be none",
     }
     detail = words.get(kind, f"multiplied by {factor:g}" if factor is not None else "cleared")
-    lost = tuple(sorted(set(done))) if kind == "dropped" else ()
-    return [Broken(kind, stage, lost, None, whole, factor, f"{detail} {when}")]
+    return [Broken(kind, stage, parameters=whole, factor=factor, detail=f"{detail} {when}")]
 
 
 def _change(old: Tensor | None, new: Tensor | None, earlier: Tensor | None) -> tuple[str, float | None]:
@@ -197,14 +227,20 @@ def _change(old: Tensor | None, new: Tensor | None, earlier: Tensor | None) -> t
         return "zero", None
     if not bool(new.isfinite().all()):
         return "not-finite", None
+    known = [one for one in (old, earlier) if one is not None]
+    if not known:
+        return "unexpected", None
     if new.numel() < 3:
         return "extra-term", None
+    if old is not None and any(torch.equal(old.to(dtype).to(old.dtype), new) for dtype in NARROWER.values()):
+        return "rounded", None
+    if old is not None and torch.equal(old.flatten().sort().values, new.flatten().sort().values):
+        return "altered", None
     found = None if old is None else fit(new.flatten().double(), [old.flatten().double()])
     if found is not None and found.explains:
         factor = float(f"{found.coefficients[0]:.4g}")
         return ("sign" if factor == -1 else "scale"), factor
-    parts = [one.flatten().double() for one in (old, earlier) if one is not None]
-    again = fit(new.flatten().double(), parts) if earlier is not None else None
+    again = fit(new.flatten().double(), [one.flatten().double() for one in known]) if earlier is not None else None
     return ("stale-gradient" if again is not None and again.explains else "extra-term"), None
 
 

@@ -1,7 +1,7 @@
 """Links after the last backward: the reduction of tied parameters, the norm, the clipping, the update, the report."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -57,6 +57,8 @@ def _tied(
         if found is not None and found.explains and all(abs(c - 1) <= _COUNT for c in found.coefficients):
             continue
         kind, detail = "extra-term", "no sum of the stages' shares"
+        if seen is not None and _reordered(seen, shares):
+            kind, detail = "altered", "the sum of the stages' shares, one of them in another order"
         if seen is None or not seen.any():
             kind, detail = ("missing", "no gradient") if seen is None else ("zero", "zero")
         elif found is not None and found.explains:
@@ -74,23 +76,34 @@ def _tied(
     return []
 
 
+def _reordered(seen: Tensor, shares: Sequence[Tensor]) -> bool:
+    """Whether ``seen`` is the sum of ``shares`` but for the order of elements of one of them."""
+    total = torch.stack(list(shares)).sum(dim=0)
+    rests = [(seen.flatten().double() - (total - share), share) for share in shares]
+    return any(
+        float((rest.sort().values - share.sort().values).norm()) <= 1e-5 * float(share.norm()) for rest, share in rests
+    )
+
+
 def norm(evidence: Evidence) -> list[Cause]:
     """A norm that is not that of the gradients, although these are right."""
     found = [m for m in evidence.verdict.mismatches if m.law == "grad-norm"]
     if not found or evidence.differs("gradient") or evidence.differs("none-ness"):
         return []
-    ranks = {m.rank for m in found}
-    alone = len(ranks) < evidence.case.ranks
-    seen = [(m.rank, evidence.observed.ranks[m.rank or 0][evidence.number].norm) for m in found]
-    rank, value = seen[0]
-    text = next((words for words, other in _norms(evidence, rank or 0) if _near(value, other)), "like nothing known")
-    factor = value / evidence.expected.norm if value is not None and evidence.expected.norm else None
-    used = _factors(evidence)
-    wanted = _clip_factor(evidence, evidence.expected.norm)
+    right = evidence.expected.norm
+    reported = [rank[evidence.number].norm for rank in evidence.observed.ranks]
+    rank = found[0].rank or 0
+    value = reported[rank]
+    alone = len({m.rank for m in found}) < evidence.case.ranks
+    if value is None or not right:
+        return [Cause("report" if alone else "norm", rank=rank if alone else None, detail=f"{value}, expected {right}")]
+    known = [(text, stage) for text, stage, other in _norms(evidence, rank, reported) if _near(value, other)]
+    text, stage = known[0] if known else ("like nothing known", None)
+    used, wanted = _factors(evidence), _clip_factor(evidence, right)
     sound = bool(used) and wanted < 1 and all(_near(one, wanted) for one in used.values())
-    kind = "report" if alone or sound else "norm"
-    detail = f"{value:.6g} in place of {evidence.expected.norm:.6g}: {text}"
-    return [Cause(kind, rank=rank if alone else None, factor=factor, detail=detail)]
+    kind = "report" if alone or (sound and not known) else "norm"
+    detail = f"{value:.6g} in place of {right:.6g}: {text}"
+    return [Cause(kind, rank=rank if alone else None, stage=stage, factor=value / right, detail=detail)]
 
 
 def clip(evidence: Evidence) -> list[Cause]:
@@ -100,6 +113,14 @@ def clip(evidence: Evidence) -> list[Cause]:
     wrong = {site: one for site, one in used.items() if not _near(one, wanted)}
     if not wrong or evidence.differs("gradient"):
         return []
+    if any(one != one for one in wrong.values()):
+        stage, name = next(site for site, one in wrong.items() if one != one)
+        detail = "what the optimizer is given are not the gradients that the norm is of"
+        return [
+            Cause(
+                "update", rank=evidence.observed.schedule.placement[stage], stage=stage, parameter=name, detail=detail
+            )
+        ]
     by_stage = {stage: {one for (s, _), one in wrong.items() if s == stage} for stage, _ in sorted(wrong, reverse=True)}
     stage, factors = next(iter(by_stage.items()))
     whole = all(sum(s == one for s, _ in wrong) == sum(s == one for s, _ in used) for one in by_stage)
@@ -164,42 +185,50 @@ def _ratio(found: Sequence[Mismatch]) -> float | None:
     return ratios.pop() if len(ratios) == 1 else None
 
 
-def _norms(evidence: Evidence, rank: int) -> Iterator[tuple[str, float | None]]:
-    """Other norms of the same gradients that a step may form by mistake."""
+def _norms(evidence: Evidence, rank: int, reported: Sequence[float | None]) -> Iterator[tuple[str, int | None, float]]:
+    """Other norms of the same gradients that a step may form by mistake, and the stage that the mistake is about."""
     kept = evidence.observed.gradients(evidence.number)
     sizes = {site: float(g.double().norm()) for site, g in kept.items() if g is not None}
-    own = [size for (stage, _), size in sizes.items() if evidence.observed.schedule.placement[stage] == rank]
-    yield "every copy of a tied parameter is counted", math.sqrt(math.fsum(size**2 for size in sizes.values()))
-    yield f"that of rank {rank}'s gradients alone", math.sqrt(math.fsum(size**2 for size in own))
-    for stage in range(evidence.case.stages):
-        part = math.sqrt(math.fsum(size**2 for (s, _), size in sizes.items() if s == stage))
-        yield f"that of stage {stage}'s gradients alone", part
-    yield "norms were added, not their squares", math.fsum(sizes.values())
-    yield "the largest of the parameters' norms", max(sizes.values(), default=None)
-    right = evidence.expected.norm
-    if right:
-        yield "its square", right**2
-        yield "that of the clipped gradients", right * _clip_factor(evidence, right)
-        for factor in (evidence.case.microbatches, evidence.case.ranks, evidence.case.stages):
-            yield f"{factor} times the right one", right * factor
-            yield f"1/{factor} of the right one", right / factor
+    by_stage = {s: _root(size for (of, _), size in sizes.items() if of == s) for s in range(evidence.case.stages)}
+    placement = evidence.observed.schedule.placement
+    if len(set(reported)) > 1:  # a norm that all ranks agree on is no rank's own
+        own = _root(size for (stage, _), size in sizes.items() if placement[stage] == rank)
+        yield f"that of rank {rank}'s gradients alone", None, own
+    for stage, part in by_stage.items():
+        whole = evidence.expected.norm or 0.0
+        yield f"stage {stage}'s gradients are left out", stage, math.sqrt(max(0.0, whole**2 - part**2))
+        yield f"that of stage {stage}'s gradients alone", stage, part
+    yield "every copy of a tied parameter is counted", None, _root(sizes.values())
+    yield "norms were added, not their squares", None, math.fsum(sizes.values())
+    yield "the largest of the parameters' norms", None, max(sizes.values(), default=0.0)
+    yield from ((text, None, other) for text, other in _multiples(evidence))
+
+
+def _multiples(evidence: Evidence) -> Iterator[tuple[str, float]]:
+    right = evidence.expected.norm or 0.0
+    yield "its square", right**2
+    yield "that of the clipped gradients", right * _clip_factor(evidence, right)
+    for factor in (evidence.case.microbatches, evidence.case.ranks, evidence.case.stages):
+        yield f"{factor} times the right one", right * factor
+        yield f"1/{factor} of the right one", right / factor
     for number in range(evidence.number):
-        if evidence.played[number].expected.norm:
-            yield "that of an earlier step", evidence.played[number].expected.norm
+        yield "that of an earlier step", evidence.played[number].expected.norm or 0.0
+
+
+def _root(sizes: Iterable[float]) -> float:
+    return math.sqrt(math.fsum(size**2 for size in sizes))
 
 
 def _factors(evidence: Evidence) -> dict[Site, float]:
-    """What each gradient was really multiplied by."""
+    """What each gradient was really multiplied by; NaN where what is left is no multiple of it."""
     kept = evidence.observed.gradients(evidence.number)
     clipped = evidence.recording.clipped if evidence.recording is not None else {}
     found = {}
     for site, after in clipped.items():
         before = kept.get(site)
         if before is not None and after is not None and before.any():
-            found[site] = (
-                float(torch.vdot(after.flatten().double(), before.flatten().double()))
-                / float(before.double().norm()) ** 2
-            )
+            one = fit(after.flatten().double(), [before.flatten().double()])
+            found[site] = one.coefficients[0] if one is not None and one.explains else math.nan
     return found
 
 

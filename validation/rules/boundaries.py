@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from types import MappingProxyType
 
+import torch
 from torch import Tensor
 
 from validation.address import factor_of
@@ -11,7 +12,6 @@ from validation.cause import Cause
 from validation.divergence import Divergence
 from validation.evidence import Evidence
 from validation.hypotheses import computed, other_target
-from validation.observe import data_for
 from validation.recording import FLOWED, GIVEN, HANDED_ON, KEPT, LATE, LOSS, MADE, OUTPUT, RECEIVED, USED, Point
 
 # What a tensor was says what happened to it, wherever that was ...
@@ -35,7 +35,8 @@ _THERE: Mapping[str, tuple[str, str, str]] = MappingProxyType(
         RECEIVED: ("wrong-message", "uninitialised", "altered"),
         KEPT: ("overwritten", "overwritten", "overwritten"),
         LATE: ("overwritten", "overwritten", "overwritten"),
-        FLOWED: ("swapped-gradients", "altered", "altered"),
+        # What flows into a module's graph is what was received, and whatever else was derived from its output.
+        FLOWED: ("swapped-gradients", "altered", "extra-term"),
         HANDED_ON: ("swapped-gradients", "altered", "computation"),
     }
 )
@@ -84,13 +85,34 @@ def _refined(one: Divergence, evidence: Evidence) -> tuple[str, str] | None:
     if point.where == MADE:
         return computed(evidence.case, played, number, point.stage, microbatch=point.microbatch, seen=seen)
     if point.where == LOSS:
-        targets = {m: batch.target for m, batch in enumerate(data_for(evidence.case, number))}
-        other = other_target(evidence.case, played[number], point.microbatch, seen, targets)
-        if other is not None:
-            return "swapped-data", f"that of microbatch {other}'s targets, expected microbatch {point.microbatch}'s"
-        wanted = played[number].boundaries[point.microbatch].loss
-        return "scale", f"{float(seen / wanted):.6g} times the expected"
+        other = other_target(evidence.case, played, number, microbatch=point.microbatch, seen=seen)
+        return ("swapped-data", other) if other else _scaled_loss(evidence, number)
+    if point.where in (GIVEN, USED) and not point.stage and _cut_otherwise(evidence, number, point.where):
+        return "swapped-data", "other parts of the same data: the batch was cut into microbatches in another way"
     return None
+
+
+def _scaled_loss(evidence: Evidence, number: int) -> tuple[str, str] | None:
+    """One number is a multiple of any other: only where all losses have one factor does it say something."""
+    factors = set()
+    for m, one in enumerate(evidence.played[number].boundaries):
+        seen = _seen(evidence, Point(evidence.case.stages - 1, m, LOSS))
+        if seen is None or not one.loss.any():
+            return None
+        factors.add(f"{float(seen / one.loss):.5g}")
+    return ("scale", f"{factors.pop()} times the expected") if len(factors) == 1 < evidence.case.microbatches else None
+
+
+def _cut_otherwise(evidence: Evidence, number: int, where: str) -> bool:
+    """Whether all microbatches' inputs together are the right data."""
+    seen, expected = [], []
+    for m, one in enumerate(evidence.played[number].boundaries):
+        tensor = _seen(evidence, Point(0, m, where))
+        if tensor is None:
+            return False
+        seen.append(tensor.flatten())
+        expected.append(one.inputs[0][0].flatten())
+    return torch.equal(torch.cat(seen).sort().values, torch.cat(expected).sort().values)
 
 
 def _cause(kind: str, group: Sequence[tuple[Divergence, str]], evidence: Evidence) -> Cause:

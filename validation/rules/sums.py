@@ -26,7 +26,7 @@ def causes_of(found: Sequence[Broken], evidence: Evidence) -> list[Cause]:
 def _cause(group: Sequence[Broken], evidence: Evidence) -> Cause:
     first = group[0]
     stages = {one.stage for one in group}
-    everywhere = len(stages) == evidence.case.stages > 1
+    everywhere = len(stages) == evidence.case.stages > 1 and not first.parameters
     names = sorted({name for one in group for name in one.parameters})
     more = f"; {len(names)} parameters: {', '.join(names[:3])}{', ...' * (len(names) > 3)}" if len(names) > 1 else ""
     also = "" if everywhere or len(stages) == 1 else f"; also at stage {', '.join(map(str, sorted(stages)[:-1]))}"
@@ -36,7 +36,7 @@ def _cause(group: Sequence[Broken], evidence: Evidence) -> Cause:
         stage=None if everywhere else first.stage,
         microbatches=first.microbatches,
         action=first.action,
-        parameter=names[0] if len(names) == 1 else None,
+        parameter=first.parameters[0] if len(first.parameters) == 1 else None,
         factor=first.factor,
         detail=f"{first.detail}{' at every stage' * everywhere}{more}{also}",
     )
