@@ -49,7 +49,7 @@ def boundary(
     return _backward(made, outputs, loss / divisor) if training else made
 
 
-def run_layers(model: Model, layers: range, inputs: Tensors) -> Tensors:
+def run_layers(model: Model, layers: Sequence[int], inputs: Tensors) -> Tensors:
     """What ``layers`` of ``model`` make of ``inputs``."""
     for layer in layers:
         for piece in model.layers[layer]:

@@ -14,7 +14,7 @@ from validation.evidence import Evidence
 from validation.observed import Observed
 from validation.rules.after import clip, norm, reduction, report, update
 from validation.rules.boundaries import boundaries
-from validation.rules.laws import buffers, calls, partition
+from validation.rules.laws import buffers, calls, partition, weights
 from validation.rules.sums import sums
 from validation.verdict import Verdict
 
@@ -25,6 +25,7 @@ Attribute = Callable[[Case, Observed, int], Sequence[Cause]]
 LINKS: Mapping[Rule, str] = {
     partition: "partition: every parameter is in the stage that should hold it",
     calls: "order, mode: every stage ran once each way for each microbatch, in the right mode",
+    weights: "weights: every stage began with the model's parameters",
     boundaries: "messages, buffers, computation: every recorded boundary tensor is right",
     sums: "microbatches: each action added what its microbatch contributes, and nothing touched the sums between",
     reduction: "tied parameters: every copy has the sum of all shares, and no other gradient changed meanwhile",
@@ -34,7 +35,7 @@ LINKS: Mapping[Rule, str] = {
     buffers: "buffers: what forwards leave behind is right",
     report: "report: what was reported is what was computed",
 }
-RECORDED = (boundaries, sums, reduction, clip)  # links that only a recording shows
+RECORDED = (weights, boundaries, sums, reduction, clip)  # links that only a recording shows
 
 
 def diagnose(case: Case, observed: Observed, verdict: Verdict, *, attribute: Attribute | None = None) -> Verdict:

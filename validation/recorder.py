@@ -43,16 +43,22 @@ class RecordedStage(AroundStage):
         self._inputs: dict[int, Sequence[Tensor]] = {}
         self._received: dict[int, Gradients] = {}
         self._backward_of: int | None = None
+        self._parameters: dict[tuple[int, str], Tensor] = {}
 
     def begin(self) -> None:
         self._tensors, self._graphs, self._additions = {}, {}, []
         self._inputs, self._received, self._backward_of = {}, {}, None
         self._last = {}
+        self._parameters = {
+            (self.index, name): parameter.detach().to("cpu", copy=True)
+            for name, parameter in self.module.named_parameters(remove_duplicate=False)
+        }
         self.inner.begin()
 
     def recorded(self) -> Recording:
         """What passed since ``begin``."""
-        return Recording(self._tensors, self._graphs, {self.index: tuple(self._additions)})
+        additions = {self.index: tuple(self._additions)}
+        return Recording(self._tensors, self._graphs, additions, parameters=self._parameters)
 
     def forward(self, microbatch: int, inputs: Tensors, goal: Goal | None) -> Tensors:
         def called(module: nn.Module, arguments: tuple[Any, ...]) -> None:

@@ -51,7 +51,7 @@ class Recording:
 
     ``tensors`` by point; ``graphs``: for each (stage, microbatch) the microbatches whose forwards its backward ran back
     through; ``additions`` by stage, in order; ``summed`` are the gradients as the reduction of tied parameters found
-    them, ``clipped`` as the clipping left them.
+    them, ``clipped`` as the clipping left them. ``parameters`` are those that the operation began with.
     """
 
     tensors: Mapping[Point, Sequence[Tensor | None]] = field(default_factory=dict)
@@ -59,6 +59,7 @@ class Recording:
     additions: Mapping[int, Sequence[Addition]] = field(default_factory=dict)
     summed: Mapping[Site, Tensor | None] = field(default_factory=dict)
     clipped: Mapping[Site, Tensor | None] = field(default_factory=dict)
+    parameters: Mapping[Site, Tensor] = field(default_factory=dict)
 
 
 def together(recordings: Sequence[Recording]) -> Recording:
@@ -69,4 +70,5 @@ def together(recordings: Sequence[Recording]) -> Recording:
         {stage: seen for one in recordings for stage, seen in one.additions.items()},
         {site: seen for one in recordings for site, seen in one.summed.items()},
         {site: seen for one in recordings for site, seen in one.clipped.items()},
+        {site: seen for one in recordings for site, seen in one.parameters.items()},
     )

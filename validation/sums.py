@@ -117,11 +117,11 @@ def broken_between(
         if addition.before is not None:
             when = f"before {addition.action}"
             seen = changed(stage, before, addition.before, when, earlier=earlier)
-            # To clear all sums before another addition is to lose what they held.
+            # To clear all sums before another addition is to lose what they held; to find some, is to add to them.
             found += [
                 replace(one, kind="dropped", microbatches=tuple(sorted(set(done))))
                 if one.kind in ("zero", "missing") and not one.parameters
-                else one
+                else replace(one, kind="extra-term" if one.kind == "unexpected" else one.kind)
                 for one in seen
             ]
         before = addition.after

@@ -96,7 +96,7 @@ def norm(evidence: Evidence) -> list[Cause]:
     value = reported[rank]
     alone = len({m.rank for m in found}) < evidence.case.ranks
     if value is None or not right:
-        return [Cause("report" if alone else "norm", rank=rank if alone else None, detail=f"{value}, expected {right}")]
+        return [Cause("report", rank=rank if alone else None, detail=f"norm {value}, expected {right}")]
     known = [(text, stage) for text, stage, other in _norms(evidence, rank, reported) if _near(value, other)]
     text, stage = known[0] if known else ("like nothing known", None)
     used, wanted = _factors(evidence), _clip_factor(evidence, right)
@@ -194,9 +194,10 @@ def _norms(evidence: Evidence, rank: int, reported: Sequence[float | None]) -> I
     if len(set(reported)) > 1:  # a norm that all ranks agree on is no rank's own
         own = _root(size for (stage, _), size in sizes.items() if placement[stage] == rank)
         yield f"that of rank {rank}'s gradients alone", None, own
+    whole = evidence.expected.norm or 0.0
     for stage, part in by_stage.items():
-        whole = evidence.expected.norm or 0.0
         yield f"stage {stage}'s gradients are left out", stage, math.sqrt(max(0.0, whole**2 - part**2))
+    for stage, part in by_stage.items():
         yield f"that of stage {stage}'s gradients alone", stage, part
     yield "every copy of a tied parameter is counted", None, _root(sizes.values())
     yield "norms were added, not their squares", None, math.fsum(sizes.values())

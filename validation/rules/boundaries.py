@@ -11,14 +11,13 @@ from validation.address import factor_of
 from validation.cause import Cause
 from validation.divergence import Divergence
 from validation.evidence import Evidence
-from validation.hypotheses import computed, other_target
+from validation.hypotheses import computed, draws, other_target
 from validation.recording import FLOWED, GIVEN, HANDED_ON, KEPT, LATE, LOSS, MADE, OUTPUT, RECEIVED, USED, Point
 
 # What a tensor was says what happened to it, wherever that was ...
 _ANYWHERE: Mapping[str, str] = MappingProxyType(
     {
         "rounded": "rounded",
-        "partial": "overwritten",
         "uninitialised": "uninitialised",
         "not-finite": "not-finite",
         "stale": "stale-tensor",
@@ -68,6 +67,9 @@ def _kind(one: Divergence, evidence: Evidence) -> tuple[str, str]:
         return ("sign" if abs(what.factor + 1) < 1e-3 else "scale"), what.text
     if what.kind == "other" and one.point.stage == 0 and where in (GIVEN, USED):
         return "swapped-data", what.text
+    if what.kind == "partial" and where not in (MADE, HANDED_ON):
+        # To the end, or with what is somebody else's: a buffer. A few elements in the middle: something on the way.
+        return ("overwritten" if what.label is not None or "from element" in what.text else "altered"), what.text
     refined = _refined(one, evidence)
     if refined is not None:
         return refined
@@ -87,6 +89,8 @@ def _refined(one: Divergence, evidence: Evidence) -> tuple[str, str] | None:
     if point.where == LOSS:
         other = other_target(evidence.case, played, number, microbatch=point.microbatch, seen=seen)
         return ("swapped-data", other) if other else _scaled_loss(evidence, number)
+    if point.where == HANDED_ON and draws(evidence.case, played, number, point.stage):
+        return "randomness", f"{one.what.text}; the stage draws random numbers, and the backward seems to have others"
     if point.where in (GIVEN, USED) and not point.stage and _cut_otherwise(evidence, number, point.where):
         return "swapped-data", "other parts of the same data: the batch was cut into microbatches in another way"
     return None
@@ -112,6 +116,8 @@ def _cut_otherwise(evidence: Evidence, number: int, where: str) -> bool:
             return False
         seen.append(tensor.flatten())
         expected.append(one.inputs[0][0].flatten())
+    if all(map(torch.equal, seen, expected)):
+        return False
     return torch.equal(torch.cat(seen).sort().values, torch.cat(expected).sort().values)
 
 

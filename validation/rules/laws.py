@@ -1,10 +1,15 @@
 """Links that the laws themselves judge: who holds what, what ran and how, and what forwards left behind."""
 
 from collections import Counter
+from collections.abc import Mapping
+
+from torch import Tensor
 
 from pipeline.action import GIVES_WEIGHT_GRADIENT, Kind
+from validation.address import agrees
 from validation.cause import Cause
 from validation.evidence import Evidence
+from validation.recording import Site
 from validation.verdict import Mismatch
 
 
@@ -16,6 +21,47 @@ def partition(evidence: Evidence) -> list[Cause]:
     first = found[0]
     detail = f"{first.seen}, expected {first.expected}; {len(found)} parameters"
     return [Cause("partition", stage=first.stage, parameter=first.parameter, detail=detail)]
+
+
+def weights(evidence: Evidence) -> list[Cause]:
+    """Parameters that a stage began with and that are not the model's."""
+    for number in evidence.concerned:
+        recording, model = evidence.observed.recording(number), evidence.played[number].model
+        known = {name: tensor.detach() for name, tensor in model.named_parameters(remove_duplicate=False)}
+        began = recording.parameters if recording is not None else {}
+        wrong = {
+            site: seen for site, seen in sorted(began.items()) if not _same(known.get(site[1]), seen, evidence.limit)
+        }
+        if wrong:
+            return [_weights(evidence, number, wrong, known)]
+    return []
+
+
+def _weights(evidence: Evidence, number: int, wrong: Mapping[Site, Tensor], known: Mapping[str, Tensor]) -> Cause:
+    (stage, name), seen = next(iter(wrong.items()))
+    other = next(
+        (key for key, tensor in known.items() if key != name and _same(tensor, seen, 0.0) and tensor.any()), None
+    )
+    kind, detail = ("randomness", "drawn otherwise") if number == 0 else ("update", "no operation left these")
+    earlier = [one.model.get_parameter(name).detach() for one in evidence.played[:number]]
+    if any(_same(one, seen, 0.0) for one in earlier):
+        kind, detail = "stale-tensor", "those of an earlier operation"
+    # Norms and biases begin alike in every layer: they are nobody's in particular.
+    if other is not None and seen.std() > 0:
+        kind, detail = "partition", f"those of {other}"
+    stages = {of for of, _ in wrong}
+    one = len(stages) == 1
+    return Cause(
+        kind,
+        rank=evidence.observed.schedule.placement[stage] if one else None,
+        stage=stage if one else None,
+        parameter=name if len(wrong) == 1 else None,
+        detail=f"operation {number + 1} began with other parameters: {name} has {detail}; {len(wrong)} parameters",
+    )
+
+
+def _same(one: Tensor | None, other: Tensor, limit: float) -> bool:
+    return one is not None and agrees(other, one.cpu(), limit)
 
 
 def calls(evidence: Evidence) -> list[Cause]:

@@ -1,15 +1,22 @@
 """From broken sums to causes: alike over all stages is one cause, else each is its own."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from validation.cause import Cause
 from validation.evidence import Evidence
+from validation.hypotheses import draws
 from validation.sums import Broken
 
 
 def sums(evidence: Evidence) -> list[Cause]:
     """Additions that are not their microbatch's contribution, and sums that changed between actions."""
-    return causes_of(evidence.broken_sums, evidence)
+    found = evidence.broken_sums
+    if found and found[0].kind == "computation":
+        played = {one.number: one for one in evidence.played}
+        if draws(evidence.case, played, evidence.number, found[0].stage):
+            found = [replace(found[0], kind="randomness", detail=f"{found[0].detail}; the stage draws random numbers")]
+    return causes_of(found, evidence)
 
 
 def causes_of(found: Sequence[Broken], evidence: Evidence) -> list[Cause]:
