@@ -296,7 +296,14 @@ def judge(case: Case, observed: Observed, *, measure: bool = False) -> Verdict:
     outcome = overall(laws)
     tier: Tier = "none" if outcome != "pass" else ("bitwise" if at.ledger.all_exact else "fp32")
     return Verdict(
-        str(case), outcome, tier, laws, tuple(at.ledger.mismatches), floor=floor, seconds=perf_counter() - began
+        str(case),
+        outcome,
+        tier,
+        laws,
+        tuple(at.ledger.mismatches),
+        bindings=case.bindings,
+        floor=floor,
+        seconds=perf_counter() - began,
     )
 
 

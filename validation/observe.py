@@ -18,7 +18,9 @@ from reference.model import Model, build_model
 from reference.step import Recipe, objective
 from validation.around import AroundGradients, AroundStage
 from validation.case import Case
-from validation.observed import Observed, RankOperation, Site
+from validation.observed import Observed, RankOperation
+from validation.recorder import Recorder
+from validation.recording import Site
 from validation.specimens import specimen
 from validation.stages import layers_of, on_device, tied_across
 from validation.world import RankContext, World
@@ -84,9 +86,12 @@ def sites(stages: Sequence[Stage]) -> list[tuple[Site, nn.Parameter]]:
     ]
 
 
-def observe(case: Case, world: World) -> Observed:
-    """Run ``case`` on ``world``'s ranks. Raises what the world raises: a rank that failed, hung or is missing."""
-    rows = world.run(observe_rank, case, ranks=case.ranks)
+def observe(case: Case, world: World, *, record: bool = False) -> Observed:
+    """Run ``case`` on ``world``'s ranks; ``record``: and copy every boundary tensor on the way.
+
+    Raises what the world raises: a rank that failed, hung or is missing.
+    """
+    rows = world.run(observe_rank, case, record, ranks=case.ranks)
     return Observed(case.built, tuple(tuple(row) for row in rows))
 
 
@@ -103,11 +108,17 @@ def deterministic(device: str) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def observe_rank(context: RankContext, case: Case) -> list[RankOperation]:
-    """One rank's part of ``case``; a job for ``World.run``."""
+def observe_rank(context: RankContext, case: Case, record: bool = False) -> list[RankOperation]:
+    """One rank's part of ``case``; a job for ``World.run``. ``record``: keep every boundary tensor too."""
     model, schedule = assemble(context, case)
-    watched = schedule.wrapped(specimen(case.specimen).plant).wrapped(_watch)
-    return [_perform(watched, model, case, operation, context.device) for operation in range(len(case.plan))]
+    planted = schedule.wrapped(specimen(case.specimen).plant)
+    recorder = Recorder() if record else None
+    watched = (planted.wrapped(recorder.wrap) if recorder else planted).wrapped(_watch)
+    done = []
+    for operation in range(len(case.plan)):
+        seen = _perform(watched, model, case, operation, context.device)
+        done.append(replace(seen, recording=recorder.take()) if recorder else seen)
+    return done
 
 
 def assemble(context: RankContext, case: Case) -> tuple[Model, PipelineSchedule]:

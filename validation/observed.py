@@ -8,8 +8,7 @@ from torch import Tensor
 from pipeline.action import GIVES_WEIGHT_GRADIENT, Action, Kind
 from pipeline.profile import Profile
 from pipeline.schedule import Schedule
-
-Site = tuple[int, str]  # one stage's copy of a parameter, by its name in the model
+from validation.recording import Recording, Site, together
 
 
 @dataclass(frozen=True)
@@ -19,7 +18,7 @@ class RankOperation:
     ``losses``, ``loss`` and ``norm`` are what the step reported on this rank. ``called`` are the modules that really
     ran, as forwards of (stage, microbatch), and whether any part of them was in training mode. ``gradients`` are after
     tied copies were summed and before clipping; ``parameters`` are after the optimizer. ``nonfinite`` are the actions
-    whose output had a NaN or an infinity.
+    whose output had a NaN or an infinity. ``recording`` is there where the run was recorded.
     """
 
     operation: str
@@ -33,6 +32,7 @@ class RankOperation:
     parameters: Mapping[Site, Tensor] | None = None
     buffers: Mapping[Site, Tensor] | None = None
     profile: Profile | None = None
+    recording: Recording | None = None
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,11 @@ class Observed:
     def buffers(self, operation: int) -> dict[Site, Tensor]:
         """Every rank's buffers together."""
         return {site: value for rank in self.ranks for site, value in (rank[operation].buffers or {}).items()}
+
+    def recording(self, operation: int) -> Recording | None:
+        """Every rank's recording as one; None unless all were recorded."""
+        found = [rank[operation].recording for rank in self.ranks]
+        return together([one for one in found if one is not None]) if None not in found else None
 
     def called(self, operation: int) -> list[tuple[Action, bool]]:
         """Every call of a stage's module on any rank, and whether it was in training mode."""
