@@ -18,7 +18,8 @@ from reference.model import Model
 from reference.step import Gradient, Recipe, Stage, objective
 
 Tensors = tuple[Tensor, ...]
-Flow = Callable[[Tensors], Sequence[Gradient]]  # from a stage's outputs to the gradients in them
+# From a stage's outputs to the gradients in them; None where it does not fit them.
+Flow = Callable[[Tensors], Sequence[Gradient] | None]
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Pairing:
         self.batches = [batch.double() for batch in batches]
         self._loss_fn, self._divisor = objective(self._model, self.batches, recipe)
         self._output_gradients: dict[Stage, list[tuple[Gradient, ...]]] = {}
-        self._made: dict[tuple[Stage, int, int], Contributed] = {}
+        self._made: dict[tuple[Stage, int], Contributed] = {}
 
     def with_batches(self, batches: Sequence[Batch]) -> "Pairing":
         """The same parameters with other microbatches."""
@@ -98,19 +99,19 @@ class Pairing:
         if stage not in self._output_gradients:
             own = range(self.microbatches)
             if stage < self.stages - 1:
-                rows = [self.contribution(stage + 1, j, j).inputs for j in own]
+                rows = [self.contribution(stage + 1, j).inputs for j in own]
             else:
-                rows = [tuple(self.target(j)(self._outputs[j])) for j in own]
+                rows = [tuple(self.target(j)(self._outputs[j]) or ()) for j in own]
             self._output_gradients[stage] = rows
         return self._output_gradients[stage]
 
     def target(self, j: int) -> Flow:
         """The flow that starts from the loss with microbatch j's target, whatever the outputs are."""
 
-        def flow(outputs: Tensors) -> Sequence[Gradient]:
+        def flow(outputs: Tensors) -> Sequence[Gradient] | None:
             (output,), (own,) = outputs, self._outputs[j]
             if output.shape != own.shape:
-                raise PairingError(f"an output of shape {list(output.shape)} and a target for {list(own.shape)}")
+                return None
             leaf = output.detach().requires_grad_()
             with torch.enable_grad():
                 loss = self._loss_fn(leaf, self.batches[j].target) / self._divisor
@@ -123,18 +124,20 @@ class Pairing:
         gradients = self.output_gradients(stage)[j]
         return lambda _: gradients
 
-    def contribution(self, stage: Stage, i: int, j: int) -> Contributed:
-        """The contribution of microbatch i's activation and microbatch j's output gradient, or target on the last stage.
+    def seed(self, stage: Stage, j: int) -> Flow:
+        """What microbatch j's backward of ``stage`` starts from: its target on the last stage, else its flow."""
+        return self.target(j) if stage == self.stages - 1 else self.flow(stage, j)
 
-        Raises ``PairingError`` where the two do not fit together.
-        """
-        if (stage, i, j) not in self._made:
-            flow = self.target(j) if stage == self.stages - 1 else self.flow(stage, j)
-            self._made[stage, i, j] = self.contribute(stage, self.inputs[stage][i], [flow])[0]
-        return self._made[stage, i, j]
+    def contribution(self, stage: Stage, j: int) -> Contributed:
+        """Microbatch j's own contribution."""
+        if (stage, j) not in self._made:
+            (made,) = self.contribute(stage, self.inputs[stage][j], [self.seed(stage, j)])
+            assert made is not None, "a microbatch fits itself"
+            self._made[stage, j] = made
+        return self._made[stage, j]
 
-    def contribute(self, stage: Stage, inputs: Tensors, flows: Sequence[Flow]) -> list[Contributed]:
-        """One forward of ``stage`` and a backward for each of ``flows``."""
+    def contribute(self, stage: Stage, inputs: Tensors, flows: Sequence[Flow]) -> list[Contributed | None]:
+        """One forward of ``stage`` and a backward for each of ``flows``; None for a flow that does not fit."""
         leaves = tuple(x.detach().requires_grad_(x.is_floating_point()) for x in inputs)
         outputs = self._forward(stage, leaves)
         return [self._backward(stage, leaves, outputs, flow) for flow in flows]
@@ -145,19 +148,18 @@ class Pairing:
             inputs = outputs if isinstance(outputs, tuple) else (outputs,)
         return inputs
 
-    def _backward(self, stage: Stage, leaves: Tensors, outputs: Tensors, flow: Flow) -> Contributed:
+    def _backward(self, stage: Stage, leaves: Tensors, outputs: Tensors, flow: Flow) -> Contributed | None:
         parameters = self.parameters(stage)
         wanted = [*parameters.values(), *(x for x in leaves if x.requires_grad)]
-        seeds = [(y, d) for y, d in zip(outputs, flow(outputs), strict=True) if d is not None and y.requires_grad]
+        gradients = flow(outputs)
+        if gradients is None or len(gradients) != len(outputs):
+            return None
+        seeds = [(y, d) for y, d in zip(outputs, gradients, strict=True) if d is not None and y.requires_grad]
         if any(y.shape != d.shape for y, d in seeds):
-            raise PairingError(f"stage {stage}: an output gradient of another shape than the output")
+            return None
         found = torch.autograd.grad(
             [y for y, _ in seeds], wanted, [d for _, d in seeds], allow_unused=True, retain_graph=True
         )
         rest = iter(found[len(parameters) :])
         inputs = tuple(next(rest) if x.requires_grad else None for x in leaves)
         return Contributed(dict(zip(parameters, found, strict=False)), inputs)
-
-
-class PairingError(ValueError):
-    """An activation and an output gradient, or a target, that do not fit together."""

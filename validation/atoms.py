@@ -4,15 +4,12 @@ A correct gradient is the sum of the nominal atoms, each once: microbatch i's ac
 gradient. The others are what faults put there.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
-from reference.pairing import Contributed, Flow, Pairing, PairingError, Tensors
+from reference.pairing import Contributed, Flow, Pairing, Tensors
 from reference.step import Gradient, Site, Stage
 
 
@@ -103,19 +100,18 @@ class Atoms:
     @cached_property
     def nominal(self) -> list[Atom]:
         """What a correct gradient is the sum of."""
-        found = [self._atom(Term("pair", i, i), self._now.contribution(self._stage, i, i)) for i in self._own]
+        found = [self._atom(Term("pair", i, i), self._now.contribution(self._stage, i)) for i in self._own]
         for call, pairing in enumerate(self._evidence.earlier, start=1):
             for i in range(pairing.microbatches):
-                found.append(self._atom(Term("earlier", i, call), pairing.contribution(self._stage, i, i)))
+                found.append(self._atom(Term("earlier", i, call), pairing.contribution(self._stage, i)))
         return found
 
     @cached_property
     def consequences(self) -> list[Atom]:
         """What follows from the next stage's errors: their output gradients with the microbatches concerned."""
-        found = []
-        for number, wrong in enumerate(self._wrong):
-            found += self._with(_as_is(wrong.atom.inputs), "flow", number, sorted(wrong.near))
-        return found
+        flows = {number: _as_is(wrong.atom.inputs) for number, wrong in enumerate(self._wrong)}
+        near = {i: {n: flows[n] for n, wrong in enumerate(self._wrong) if i in wrong.near} for i in self._own}
+        return [atom for i in self._own for atom in self._with(self._inputs(i), i, "flow", near[i])]
 
     @cached_property
     def extras(self) -> list[Atom]:
@@ -133,19 +129,18 @@ class Atoms:
         """What each microbatch of the step before gave."""
         before, stage = self._evidence.before, self._stage
         own = range(0 if before is None else before.microbatches)
-        return [self._atom(Term("contribution", i), before.contribution(stage, i, i)) for i in own if before]
+        return [self._atom(Term("contribution", i), before.contribution(stage, i)) for i in own if before]
 
     @cached_property
     def pairs(self) -> list[Atom]:
         """Every activation with every other microbatch's output gradient, target, or gradient in the logits."""
-        last = self._stage == self._now.stages - 1
-        found = []
-        for j in self._own:
-            others = [i for i in self._own if i != j]
-            flow = self._now.target(j) if last else self._now.flow(self._stage, j)
-            found += self._with(flow, "pair", j, others)
-            if last:
-                found += self._with(self._now.flow(self._stage, j), "logits", j, others)
+        stage = self._stage
+        found: list[Atom] = []
+        for i in self._own:
+            others = [j for j in self._own if j != i]
+            found += self._with(self._inputs(i), i, "pair", {j: self._now.seed(stage, j) for j in others})
+            if stage == self._now.stages - 1:
+                found += self._with(self._inputs(i), i, "logits", {j: self._now.flow(stage, j) for j in others})
         return found
 
     @cached_property
@@ -154,62 +149,31 @@ class Atoms:
         evidence, stage, before = self._evidence, self._stage, self._evidence.before
         if before is None:
             return []
-        found = []
-        last = stage == self._now.stages - 1
-        for j in range(before.microbatches):
-            flow = before.target(j) if last else before.flow(stage, j)
-            found += self._with(flow, "old-gradient", j, self._own)
-        for j in self._own:
-            flow = self._now.target(j) if last else self._now.flow(stage, j)
-            found += self._with(flow, "old-activation", j, range(before.microbatches), inputs=before.inputs[stage])
+        found: list[Atom] = []
+        then = range(before.microbatches)
+        old = {j: before.seed(stage, j) for j in then}
+        new = {j: self._now.seed(stage, j) for j in self._own}
+        for i in self._own:
+            found += self._with(self._inputs(i), i, "old-gradient", old)
+        for i in then:
+            found += self._with(before.inputs[stage][i], i, "old-activation", new)
         for what, pairing in (("old-data", evidence.old_data), ("old-weights", evidence.old_weights)):
             assert pairing is not None, "there is a step before"
-            for i in range(pairing.microbatches):
-                found.append(Atom(Term(what, i, i), pairing.contribution(stage, i, i).gradients))
+            found += [Atom(Term(what, i, i), pairing.contribution(stage, i).gradients) for i in then]
         return found
 
-    def _with(
-        self, flow: Flow, what: str, number: int, activations: Iterable[int], *, inputs: Sequence[Tensors] | None = None
-    ) -> Iterator[Atom]:
-        """``flow`` with each of ``activations``, where the shapes fit."""
-        known = self._now.inputs[self._stage] if inputs is None else inputs
-        for i in activations:
-            try:
-                (made,) = self._now.contribute(self._stage, known[i], [flow])
-            except PairingError:
-                continue
-            yield self._atom(Term(what, i, number), made)
+    def _inputs(self, i: int) -> Tensors:
+        return self._now.inputs[self._stage][i]
+
+    def _with(self, inputs: Tensors, i: int, what: str, flows: Mapping[int, Flow]) -> Iterator[Atom]:
+        """Activation ``inputs`` of microbatch i with each of ``flows``, where they fit."""
+        made = self._now.contribute(self._stage, inputs, list(flows.values())) if flows else []
+        for number, contributed in zip(flows, made, strict=True):
+            if contributed is not None:
+                yield self._atom(Term(what, i, number), contributed)
 
     def _atom(self, term: Term, made: Contributed) -> Atom:
         return Atom(term, made.gradients, made.inputs)
-
-
-class Space:
-    """Some parameters of a stage laid end to end, each divided by its scale so that all count alike."""
-
-    def __init__(self, scales: Mapping[str, float], shapes: Mapping[str, Tensor]) -> None:
-        self._scales = dict(scales)
-        self._shapes = shapes
-
-    @property
-    def names(self) -> list[str]:
-        return list(self._scales)
-
-    def vector(self, gradients: Mapping[str, Gradient]) -> Tensor:
-        """Gradients as one vector of fp64; None is zero."""
-        parts = [self._part(name, gradients.get(name)) for name in self._scales]
-        return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
-
-    def matrix(self, atoms: Sequence[Atom]) -> Tensor:
-        """Atoms as rows."""
-        width = sum(self._shapes[name].numel() for name in self._scales)
-        rows = [self.vector(atom.gradients) for atom in atoms]
-        return torch.stack(rows) if rows else torch.zeros(0, width, dtype=torch.float64)
-
-    def _part(self, name: str, gradient: Gradient) -> Tensor:
-        if gradient is None:
-            return torch.zeros(self._shapes[name].numel(), dtype=torch.float64)
-        return gradient.detach().double().cpu().flatten() / self._scales[name]
 
 
 def _as_is(gradients: tuple[Gradient, ...]) -> Flow:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from reference.model import build_model
 from reference.pairing import Pairing
-from reference.step import Expected, Recipe, Reference, Stage
+from reference.step import Expected, Gradient, Recipe, Reference, Site, Stage
 from validation.atoms import Evidence, Wrong
 from validation.case import Case
 from validation.cause import Cause
@@ -51,7 +51,8 @@ def attribute(evidence: Evidence) -> Attribution:
     found: dict[Stage, Explanation] = {}
     wrong: Sequence[Wrong] = ()
     for stage in reversed(range(evidence.now.stages)):
-        found[stage] = Explainer(evidence, stage, wrong).explain()
+        thorough = all(one.explained for one in found.values())
+        found[stage] = Explainer(evidence, stage, wrong, thorough=thorough).explain()
         wrong = handed_on(found[stage])
     stages = tuple(found[stage] for stage in range(evidence.now.stages))
     tied = explain_tied(evidence, stages)
@@ -112,5 +113,5 @@ def evidence_of(case: Case, observed: Observed, operation: int) -> Evidence:
     )
 
 
-def _gradients(expected: Expected | None) -> Mapping:
+def _gradients(expected: Expected | None) -> Mapping[Site, Gradient]:
     return expected.gradients if expected is not None else {}

@@ -56,12 +56,9 @@ def _followed(stages: Sequence[Explanation], stage: Stage, term: Term) -> Iterat
         yield term.activation
 
 
-def _readings(
-    evidence: Evidence, stages: Sequence[Explanation], chain: Chain
-) -> list[tuple[str, Stage | None, str]]:
+def _readings(evidence: Evidence, stages: Sequence[Explanation], chain: Chain) -> list[tuple[str, Stage | None, str]]:
     """The exchanges that a chain can come from, as kind, stage and detail, the likeliest first."""
-    i, j = chain.term.activation, chain.term.gradient
-    last = evidence.now.stages - 1
+    i, last = chain.term.activation, evidence.now.stages - 1
     if chain.stage == last and chain.term.what == "pair":
         return _forward_readings(chain, last)
     if chain.followed:
@@ -71,7 +68,7 @@ def _readings(
 
 
 def _forward_readings(chain: Chain, last: Stage) -> list[tuple[str, Stage | None, str]]:
-    """A target met another microbatch's outputs: the inputs were exchanged at the stage where the activations change."""
+    """A target met another microbatch's outputs: they were exchanged where the activations change."""
     i, j = chain.term.activation, chain.term.gradient
     same = next((k for k, activation in enumerate(chain.followed) if activation != i), len(chain.followed))
     first = last - same  # the first stage that worked on microbatch i's activation
@@ -90,7 +87,9 @@ def _by_use(stage: Explanation) -> list[str]:
         if c and term.what in ("pair", "logits"):
             activations[term.activation] += round(c)
             gradients[term.gradient] += round(c)
-    uneven = [len(set(uses.values())) > 1 or len(uses) < len(activations | gradients) for uses in (activations, gradients)]
+    uneven = [
+        len(set(uses.values())) > 1 or len(uses) < len(activations | gradients) for uses in (activations, gradients)
+    ]
     if uneven == [True, False]:
         return ["swapped-activations"]
     if uneven == [False, True]:

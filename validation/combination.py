@@ -4,13 +4,14 @@ Legend: D elements, N atoms. Everything in fp64. Orthogonal least squares is Che
 (International Journal of Control 50, 1989): of all atoms, the next is the one that leaves the smallest residual.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-EVIDENCE = 8  # more equations than unknowns, before a small residual says anything
+_CHANCE = 1e-9  # how likely an explanation may be to fit by chance
 DECIDED = 0.05  # a coefficient known no better than this is undecided
 _SKETCH = 2048
 _DEPENDENT = 1e-6  # an atom of which no more than this is new
@@ -20,14 +21,12 @@ _DEPENDENT = 1e-6  # an atom of which no more than this is new
 class Fit:
     """``coefficients`` of the atoms, and what they leave: ``residual``, relative to the size of what was added.
 
-    ``uncertain[k]`` bounds how far rounding may have moved coefficient k. ``explained``: the residual is rounding, and
-    there were enough equations for that to mean something.
+    ``uncertain[k]`` bounds how far rounding may have moved coefficient k.
     """
 
     coefficients: tuple[float, ...]
     residual: float
     uncertain: tuple[float, ...]
-    explained: bool
 
     @property
     def undecided(self) -> tuple[int, ...]:
@@ -37,7 +36,9 @@ class Fit:
 
 def residual_of(observed: Tensor, atoms: Tensor, coefficients: Sequence[float]) -> float:
     """What coefficients (N) of atoms (N, D) leave of observed (D), relative to the size of what was added."""
-    weights = torch.tensor(coefficients, dtype=torch.float64)
+    used = [k for k, c in enumerate(coefficients) if c]
+    weights = torch.tensor([coefficients[k] for k in used], dtype=torch.float64)
+    atoms = atoms[used]
     gap = (observed - weights @ atoms).norm().item()
     size = max(observed.norm().item(), (weights * atoms.norm(dim=1)).norm().item())
     return gap / size if size else 0.0
@@ -48,7 +49,7 @@ def fit(observed: Tensor, atoms: Tensor, limit: float, *, size: float = 0.0) -> 
     of what was added, which is at least ``size``."""
     count, length = atoms.shape
     if count == 0 or length == 0:
-        return Fit((0.0,) * count, 1.0, (float("inf"),) * count, explained=False)
+        return Fit((0.0,) * count, 1.0, (float("inf"),) * count)
     norms = atoms.norm(dim=1).clamp_min(torch.finfo(torch.float64).tiny)
     unit = atoms / norms[:, None]
     # The singular values of all atoms together say which of their combinations the observed tensor can tell apart.
@@ -63,12 +64,21 @@ def fit(observed: Tensor, atoms: Tensor, limit: float, *, size: float = 0.0) -> 
     bounds = noise * (left * inverse).norm(dim=1) / norms
     lost = (left[:, ~kept] ** 2).sum(dim=1) if length >= count else 1 - (left[:, kept] ** 2).sum(dim=1)
     bounds = torch.where(lost > 1e-9, torch.inf, bounds)
-    explained = residual <= limit and length >= int(kept.sum()) + EVIDENCE
-    return Fit(tuple(weights.tolist()), residual, tuple(bounds.tolist()), explained)
+    return Fit(tuple(weights.tolist()), residual, tuple(bounds.tolist()))
+
+
+def conclusive(size: int, *, used: int, atoms: int, limit: float) -> bool:
+    """Whether ``used`` of ``atoms`` atoms that leave no more than ``limit`` of ``size`` elements do so for a reason.
+
+    Each element beyond the coefficients would agree by chance once in 1 / limit times, and there were as many tries as
+    there are choices of so many atoms.
+    """
+    tries = math.lgamma(atoms + 1) - math.lgamma(used + 1) - math.lgamma(atoms - used + 1)
+    return (size - used) * math.log(limit) + tries <= math.log(_CHANCE)
 
 
 def select(observed: Tensor, atoms: Tensor, *, goal: float, most: int) -> list[int]:
-    """Atoms (N, D), one at a time, until what they leave of observed (D) has a norm of ``goal``, or there are ``most``."""
+    """Atoms (N, D), one at a time, until they leave of observed (D) a norm of ``goal``, or there are ``most``."""
     target, rest = _sketch(observed, atoms)
     norms = rest.norm(dim=1)
     rest = rest / norms.clamp_min(torch.finfo(torch.float64).tiny)[:, None]

@@ -4,14 +4,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch import Tensor
 
 from reference.step import Gradient, Stage
-from validation.atoms import Atom, Atoms, Evidence, Space, Term, Wrong
-from validation.combination import DECIDED, EVIDENCE, alike, fit, residual_of, select
+from validation.atoms import Atom, Atoms, Evidence, Term, Wrong
+from validation.combination import DECIDED, alike, fit, select
+from validation.system import System, weights
 from validation.tolerance import Floor, error
 
 _ZERO = 1e-3  # a coefficient this small may be none at all: it is left out if nothing but rounding remains without it
 _NARROW = 2.0**-7  # more than rounding to bfloat16 changes
+_MORE = 8  # a sparse explanation has at most two atoms for every microbatch, and so many more
 _HALF = 0.5  # an explanation holds for a stage if it holds for at least this share of its parameters
 
 
@@ -55,9 +58,14 @@ class Explanation:
 
 
 class Explainer:
-    """Explains one stage, given what errors in the next one handed on."""
+    """Explains one stage, given what errors in the next one handed on.
 
-    def __init__(self, evidence: Evidence, stage: Stage, wrong: Sequence[Wrong]) -> None:
+    ``thorough``: also try tensors of the step before, which are many; a stage after which nothing could be explained is
+    not worth that.
+    """
+
+    def __init__(self, evidence: Evidence, stage: Stage, wrong: Sequence[Wrong], *, thorough: bool = True) -> None:
+        self._thorough = thorough
         self._evidence, self._stage, self._wrong = evidence, stage, tuple(wrong)
         self._atoms = Atoms(evidence, stage, wrong)
         self._parameters = evidence.now.parameters(stage)
@@ -74,15 +82,15 @@ class Explainer:
         if not self._names:
             zero = any(oddity.what == "zero" for oddity in self._absent)
             terms = {atom.term: float(not zero) for atom in self._atoms.nominal}
-            found = self._simple(terms, self._atoms.nominal, [])
+            atoms = self._atoms.nominal
+            found = self._simple(terms, System.of(atoms, [], self._seen, self._due), atoms)
             return replace(found, odd=self._absences(found))
         best: Explanation | None = None
         for atoms, sparse in self._attempts():
-            found = self._attempt(atoms, self._names, sparse=sparse)
-            if found is not None and found.explained:
+            found = self._attempt(atoms, sparse=sparse)
+            if found.explained:
                 return found
-            if best is None and found is not None:
-                best = found
+            best = best or found
         assert best is not None, "the first attempt always gives something"
         return best
 
@@ -97,101 +105,118 @@ class Explainer:
             yield [*atoms.nominal, *atoms.contributions], False
         some = [*atoms.nominal, *atoms.consequences, *atoms.extras, *atoms.pairs]
         yield some, True
-        if atoms.stale:
+        if self._thorough and atoms.stale:
             yield [*some, *atoms.stale], True
 
-    def _attempt(self, atoms: list[Atom], names: list[str], *, sparse: bool) -> Explanation | None:
+    def _attempt(self, atoms: list[Atom], *, sparse: bool) -> Explanation:
         """An explanation by ``atoms``, of all parameters or of most."""
-        whole = self._solve(atoms, names, sparse=sparse)
+        system = System.of(atoms, self._names, self._seen, self._due)
+        whole = self._solve(system, atoms, sparse=sparse)
         if whole.explained:
-            return self._but_for(whole, atoms)
-        if sparse:
-            return whole
-        nominal = self._simple({atom.term: 1.0 for atom in self._atoms.nominal}, atoms, names)
-        for candidate in (nominal, *(self._solve(atoms, [name], sparse=False) for name in names)):
-            holds = [name for name in names if self._holds(candidate, name)]
-            if len(holds) >= _HALF * len(names) and self._enough(candidate, holds):
-                return self._but_for(self._simple(candidate.coefficients, atoms, holds), atoms)
+            return self._but_for(whole, system, atoms)
+        if not sparse:
+            for candidate in self._candidates(system, atoms):
+                holds = self._holding(candidate, system)
+                if len(holds) >= _HALF * len(self._names):
+                    return self._but_for(self._simple(candidate.coefficients, system.only(holds), atoms), system, atoms)
         return whole
 
-    def _enough(self, candidate: Explanation, names: list[str]) -> bool:
-        return bool(names) and not candidate.undecided
+    def _candidates(self, system: System, atoms: list[Atom]) -> Iterator[Explanation]:
+        """What may hold for most parameters: that nothing is wrong, and what each parameter says alone."""
+        yield self._simple({atom.term: 1.0 for atom in self._atoms.nominal}, system, atoms)
+        for name in self._names:
+            alone = self._solve(system.only([name]), atoms, sparse=False)
+            if alone.explained and not alone.undecided:
+                yield alone
 
-    def _but_for(self, found: Explanation, atoms: list[Atom]) -> Explanation:
-        """``found`` with the parameters that it does not hold for named."""
-        odd = [name for name in self._names if not self._holds(found, name)]
-        if odd and len(odd) < len(self._names):
-            rest = [name for name in self._names if name not in odd]
-            better = self._solve([a for a in atoms if found.coefficients.get(a.term)], rest, sparse=False)
-            if better.explained:
-                terms = {**dict.fromkeys(found.coefficients, 0.0), **better.coefficients}
-                found = self._simple(terms, atoms, rest)
-                odd = [name for name in self._names if not self._holds(found, name)]
-        if len(odd) > (1 - _HALF) * len(self._names):
+    def _but_for(self, found: Explanation, system: System, atoms: list[Atom]) -> Explanation:
+        """``found`` with the parameters that it does not hold for named, refined without these."""
+        holds = self._holding(found, system)
+        if len(holds) < _HALF * len(self._names):
             return replace(found, explained=False)
-        oddities = tuple(self._oddity(found, name) for name in odd)
-        return replace(found, odd=(*self._absences(found), *oddities))
+        if len(holds) < len(self._names):
+            found = self._refined(found, system.only(holds), atoms)
+            holds = self._holding(found, system)
+        odd = tuple(self._oddity(found, name) for name in self._names if name not in holds)
+        return replace(found, odd=(*self._absences(found), *odd), compared=len(self._names))
 
-    def _solve(self, atoms: list[Atom], names: list[str], *, sparse: bool) -> Explanation:
-        """Least squares with all ``atoms``; with a few where ``sparse``, or where there are too few equations for all.
+    def _refined(self, found: Explanation, system: System, atoms: list[Atom]) -> Explanation:
+        used = [atom for atom in atoms if found.coefficients.get(atom.term)]
+        better = self._solve(system.of_atoms([atoms.index(atom) for atom in used]), used, sparse=False)
+        if not better.explained or better.undecided:
+            return found
+        terms = {**dict.fromkeys(found.coefficients, 0.0), **better.coefficients}
+        return self._simple(terms, system, atoms)
 
-        In the latter case a correct gradient is changed by a few atoms.
-        """
-        space = self._space(names)
-        target, rows = space.vector(self._seen), space.matrix(atoms)
-        limit = max((self._limits[name] for name in names), default=0.0)
-        few = len(target) < len(atoms) + EVIDENCE and not sparse
-        base = rows[: len(self._atoms.nominal)].sum(dim=0) if few else torch.zeros_like(target)
-        terms = dict.fromkeys((atom.term for atom in self._atoms.nominal), float(few))
-        chosen = list(range(len(atoms)))
-        if few or sparse:
-            most = min(2 * len(terms) + EVIDENCE, len(target) // 4)
-            chosen = select(target - base, rows, goal=limit / 2 * target.norm().item(), most=most)
-        found = fit(target - base, rows[chosen], limit, size=target.norm().item())
+    def _solve(self, system: System, atoms: list[Atom], *, sparse: bool) -> Explanation:
+        """Least squares with all ``atoms``, unless only few may be used, or too few equations decide on all."""
+        if not sparse and system.conclusive(len(atoms), self._limit(system)):
+            base = torch.zeros_like(system.target)
+            found = self._fitted(system, atoms, list(range(len(atoms))), base)
+            if not found.undecided:
+                return found
+        return self._picked(system, atoms, from_nominal=not sparse)
+
+    def _picked(self, system: System, atoms: list[Atom], *, from_nominal: bool) -> Explanation:
+        """A few of ``atoms``, or a correct gradient but for a few."""
+        limit = self._limit(system)
+        nominal = [k for k, atom in enumerate(atoms) if atom.term.nominal and from_nominal]
+        base = system.rows[nominal].sum(dim=0)
+        most = min(2 * len(self._atoms.nominal) + _MORE, len(atoms))
+        while most and not system.conclusive(most, limit):
+            most -= 1
+        goal = limit / 2 * system.target.norm().item()
+        chosen = select(system.target - base, system.rows, goal=goal, most=most)
+        return self._fitted(system, atoms, chosen, base)
+
+    def _fitted(self, system: System, atoms: list[Atom], chosen: list[int], base: Tensor) -> Explanation:
+        """Least squares with the ``chosen`` atoms on top of ``base``, which is 0 or the sum of the nominal ones."""
+        limit = self._limit(system)
+        found = fit(system.target - base, system.rows[chosen], limit, size=system.target.norm().item())
+        terms = {atom.term: float(bool(base.any())) for atom in self._atoms.nominal}
         bounds: dict[Term, float] = {}
-        unclear = alike(rows, chosen, limit)
+        unclear = alike(system.rows, chosen, limit)
         for k, coefficient, bound in zip(chosen, found.coefficients, found.uncertain, strict=True):
             term = atoms[k].term
             terms[term] = terms.get(term, 0.0) + coefficient
             bounds[term] = float("inf") if k in unclear else bound
-        enough = len(target) >= len(chosen) + EVIDENCE
-        return self._tidy(atoms, names, terms, bounds, enough=enough)
+        tidy = self._tidy(system, atoms, terms, bounds)
+        undecided = tuple(term for term in tidy.coefficients if bounds.get(term, 0.0) > DECIDED)
+        explained = tidy.explained and system.conclusive(len(chosen), limit)
+        return replace(tidy, explained=explained, undecided=undecided)
 
     def _tidy(
-        self,
-        atoms: list[Atom],
-        names: list[str],
-        terms: Mapping[Term, float],
-        bounds: Mapping[Term, float],
-        *,
-        enough: bool,
+        self, system: System, atoms: list[Atom], terms: Mapping[Term, float], bounds: Mapping[Term, float]
     ) -> Explanation:
         """``terms`` without what rounding put there, each coefficient simple where that leaves no more than before."""
         kept = {term: c for term, c in terms.items() if term.nominal or abs(c) > _ZERO}
         simple = {term: self._round(c, bounds.get(term, 0.0)) for term, c in kept.items()}
-        attempts = (self._simple(each, atoms, names) for each in (simple, kept, terms))
-        tidy = next((each for each in attempts if each.explained), self._simple(kept, atoms, names))
-        undecided = tuple(term for term in tidy.coefficients if bounds.get(term, 0.0) > DECIDED)
-        return replace(tidy, explained=enough and tidy.explained, undecided=undecided)
+        attempts = (self._simple(each, system, atoms) for each in (simple, kept, terms))
+        return next((each for each in attempts if each.explained), self._simple(kept, system, atoms))
 
-    def _simple(self, terms: Mapping[Term, float], atoms: list[Atom], names: list[str]) -> Explanation:
-        """``terms`` as an explanation of ``names``."""
+    def _simple(self, terms: Mapping[Term, float], system: System, atoms: list[Atom]) -> Explanation:
+        """``terms`` as an explanation of the parameters of ``system``."""
+        gap, limit = system.residual(weights(terms, atoms)), self._limit(system)
         used = tuple(atom for atom in atoms if atom.term in terms)
-        space = self._space(names)
-        gap = residual_of(space.vector(self._seen), space.matrix(used), [terms[atom.term] for atom in used])
-        limit = max((self._limits[name] for name in names), default=0.0)
-        coefficients = {atom.term: terms[atom.term] for atom in used}
         return Explanation(
             self._stage,
-            coefficients,
+            {atom.term: terms[atom.term] for atom in used},
             gap,
             limit,
             gap <= limit,
-            compared=len(names),
+            compared=len(system.names),
             odd=self._absent,
             wrong=self._wrong,
             atoms=used,
         )
+
+    def _holding(self, found: Explanation, system: System) -> list[str]:
+        """The parameters of which ``found`` leaves only rounding."""
+        left = system.residuals(weights(found.coefficients, system.atoms))
+        return [name for name, gap in left.items() if gap <= self._limits[name]]
+
+    def _limit(self, system: System) -> float:
+        return max((self._limits[name] for name in system.names), default=0.0)
 
     def _round(self, value: float, bound: float) -> float:
         """The simple number that ``value`` may well be, or itself."""
@@ -201,17 +226,6 @@ class Explainer:
     def _numbers(self) -> list[float]:
         count = self._evidence.now.microbatches
         return [0.0, *(sign * n for sign in (1, -1) for n in (1.0, 2.0, 3.0, 4.0, 0.5, count, 1 / count))]
-
-    def _holds(self, found: Explanation, name: str) -> bool:
-        """Whether ``found`` leaves only rounding of parameter ``name``."""
-        space = self._space([name])
-        rows = space.matrix(found.atoms)
-        weights = [found.coefficients[atom.term] for atom in found.atoms]
-        return residual_of(space.vector(self._seen), rows, weights) <= self._limits[name]
-
-    def _space(self, names: Sequence[str]) -> Space:
-        scales = {name: size_of(self._due[name]) for name in names}
-        return Space(scales, self._parameters)
 
     def _nominal_sum(self, name: str) -> Gradient:
         parts = [g for atom in self._atoms.nominal if (g := atom.gradients.get(name)) is not None]
@@ -255,11 +269,6 @@ def limit_of(due: Gradient, wide: Gradient) -> float:
     if due is None or wide is None:
         return Floor(0.0, 0.0, 0.0).limit
     return Floor(0.0, error(due.cpu(), wide), 0.0).limit
-
-
-def size_of(gradient: Gradient) -> float:
-    """The norm of a gradient; 1 where it is zero or None."""
-    return (0.0 if gradient is None else gradient.double().norm().item()) or 1.0
 
 
 def _narrow(gradient: Gradient) -> bool:

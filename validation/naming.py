@@ -7,6 +7,7 @@ step's, in the first ones it came down with the output gradients.
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from reference.step import Stage
 from validation.atoms import Evidence, Term
@@ -28,6 +29,13 @@ class Fault:
     factor: float | None = None
     detail: str = ""
 
+    def same(self, other: "Fault") -> bool:
+        """Whether both are one fault, seen twice: alike but for how rounding moved the factor."""
+        if self.factor is None or other.factor is None:
+            return self == other
+        near = abs(self.factor - other.factor) <= _SAME * abs(self.factor)
+        return near and (self.kind, self.microbatches) == (other.kind, other.microbatches)
+
 
 def name_causes(
     evidence: Evidence, stages: Sequence[Explanation], tied: Sequence[Shares]
@@ -35,7 +43,9 @@ def name_causes(
     """The causes, the most likely first; what stays unknown; and what was ruled out."""
     swapped = swaps(evidence, stages)
     faults = {
-        one.stage: faults_of(evidence, one, filled(one)) for one in stages if one.explained and (one.compared or one.odd)
+        one.stage: faults_of(evidence, one, filled(one))
+        for one in stages
+        if one.explained and (one.compared or one.odd)
     }
     causes = [*swapped, *_placed(evidence, faults), *_odd(evidence, stages), *_tied(evidence, tied)]
     causes = [_with_rank(evidence, cause) for cause in causes]
@@ -156,7 +166,7 @@ def _leftovers(stage: Explanation) -> Iterator[Fault]:
     ):
         for term, c in terms.items():
             if term.what == what:
-                yield Fault(kind, factor=c, detail=f"{words}, {c:.6g} times")
+                yield Fault(kind, factor=c, detail=f"{words}, {c:.4g} times")
     old = {term.activation: c for term, c in terms.items() if term.what == "contribution"}
     if old:
         factor = next(iter(old.values())) if len(set(old.values())) == 1 else None
@@ -167,7 +177,9 @@ def _leftovers(stage: Explanation) -> Iterator[Fault]:
         ("old-data", "data of the step before"),
         ("old-weights", "weights of the step before"),
     ):
-        found = sorted({term.activation if what == "old-gradient" else term.gradient for term in terms if term.what == what})
+        found = sorted(
+            {term.activation if what == "old-gradient" else term.gradient for term in terms if term.what == what}
+        )
         if found:
             yield Fault("stale-tensor", tuple(found), detail=words)
 
@@ -201,7 +213,8 @@ def _placed(evidence: Evidence, faults: dict[Stage, tuple[Fault, ...]]) -> Itera
     where: dict[Fault, list[Stage]] = {}
     for stage, found in sorted(faults.items()):
         for fault in found:
-            where.setdefault(fault, []).append(stage)
+            known = next((known for known in where if known.same(fault)), fault)
+            where.setdefault(known, []).append(stage)
     for fault, stages in sorted(where.items(), key=lambda item: -len(item[1])):
         yield from _in_stages(evidence, fault, stages, list(faults))
 
@@ -229,7 +242,7 @@ def _compounded(evidence: Evidence, faults: dict[Stage, tuple[Fault, ...]]) -> C
         factors.append(found[0].factor or 1.0 if found else 1.0)
     if len(factors) < 3 or stage not in faults or factors[0] == factors[1] or not factors[0]:
         return None
-    ratios = [low / high for high, low in zip(factors, factors[1:], strict=False)]
+    ratios = [low / high for high, low in pairwise(factors)]
     if max(ratios) - min(ratios) > _SAME * abs(max(ratios)):
         return None
     detail = f"{factor_words(evidence, ratios[0])}, once more in every stage before"

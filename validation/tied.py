@@ -7,7 +7,7 @@ import torch
 
 from reference.step import Gradient, Stage
 from validation.atoms import Evidence
-from validation.combination import DECIDED, fit
+from validation.combination import DECIDED, fit, residual_of
 from validation.explanation import Explanation, limit_of
 
 _NEAR = 1e-3
@@ -52,11 +52,13 @@ def _copy(stage: Stage, name: str, seen: Gradient, shares: dict[Stage, Gradient]
     if not bool(seen.isfinite().all()):
         return Shares(stage, name, {}, explained=False)
     known = {holder: share for holder, share in shares.items() if share is not None}
-    rows = torch.stack([share.flatten() for share in known.values()])
-    made = fit(seen.double().cpu().flatten(), rows, limit)
-    near = [round(c) if abs(c - round(c)) <= _NEAR else c for c in made.coefficients]
-    decided = max(made.uncertain) <= DECIDED
-    return Shares(stage, name, dict(zip(known, near, strict=True)), explained=made.explained and decided)
+    if not known:
+        return Shares(stage, name, {}, explained=False)
+    target, rows = seen.double().cpu().flatten(), torch.stack([share.flatten() for share in known.values()])
+    made = fit(target, rows, limit)
+    counts = [float(round(c)) if abs(c - round(c)) <= _NEAR else c for c in made.coefficients]
+    explained = max(made.uncertain) <= DECIDED and residual_of(target, rows, counts) <= limit
+    return Shares(stage, name, dict(zip(known, counts, strict=True)), explained)
 
 
 def _nominal(explanation: Explanation, name: str) -> Gradient:
