@@ -50,6 +50,11 @@ class Explanation:
     wrong: tuple[Wrong, ...] = field(default=(), repr=False)
     atoms: tuple[Atom, ...] = field(default=(), repr=False)
 
+    @property
+    def complete(self) -> bool:
+        """Whether it says something of every parameter."""
+        return self.explained and all(oddity.what != "unknown" for oddity in self.odd)
+
     def predicted(self, name: str) -> Gradient:
         """What the coefficients make of parameter ``name``; None where no atom says anything."""
         terms = [(self.coefficients[atom.term], atom.gradients.get(name)) for atom in self.atoms]
@@ -85,14 +90,12 @@ class Explainer:
             atoms = self._atoms.nominal
             found = self._simple(terms, System.of(atoms, [], self._seen, self._due), atoms)
             return replace(found, odd=self._absences(found))
-        best: Explanation | None = None
+        found = []
         for atoms, sparse in self._attempts():
-            found = self._attempt(atoms, sparse=sparse)
-            if found.explained:
-                return found
-            best = best or found
-        assert best is not None, "the first attempt always gives something"
-        return best
+            found.append(self._attempt(atoms, sparse=sparse))
+            if found[-1].complete:
+                return found[-1]
+        return next((one for one in found if one.explained), found[0])
 
     def _attempts(self) -> Iterator[tuple[list[Atom], bool]]:
         """From simple to complicated: the atoms of each attempt, and whether only few of them may be used."""

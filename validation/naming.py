@@ -97,13 +97,11 @@ def faults_of(evidence: Evidence, stage: Explanation, nominal: dict[Term, float]
 
 def _weights(evidence: Evidence, found: dict[int, float]) -> Iterator[Fault]:
     """What is wrong with the coefficients of microbatches, each of which should be 1."""
+    uneven = _uneven(evidence, found)
+    if uneven is not None:
+        yield uneven
+        return
     base = _base(list(found.values()))
-    if base is None:
-        uneven = _uneven(evidence, found)
-        if uneven is not None:
-            yield uneven
-            return
-        base = 1.0
     if abs(base - 1.0) > _SAME:
         yield _uniform(evidence, base)
     if base == 0.0:
@@ -118,15 +116,15 @@ def _weights(evidence: Evidence, found: dict[int, float]) -> Iterator[Fault]:
         yield _some(evidence, ratio, tuple(microbatches))
 
 
-def _base(values: list[float]) -> float | None:
-    """The factor that most microbatches have; 1 if several are as common and that is one; else None."""
+def _base(values: list[float]) -> float:
+    """The factor that most microbatches have, or 1."""
     groups: Counter[float] = Counter()
     for value in values:
         groups[next((g for g in groups if abs(g - value) <= _SAME * max(abs(g), abs(value))), value)] += 1
     (base, count), *_ = groups.most_common(1)
     if count == len(values) or (2 * count > len(values) and base != 0.0):
         return base
-    return 1.0 if any(abs(value - 1.0) <= _SAME or value in (0.0, 2.0, -1.0) for value in values) else None
+    return 1.0
 
 
 def _uniform(evidence: Evidence, factor: float) -> Fault:
@@ -243,7 +241,7 @@ def _compounded(evidence: Evidence, faults: dict[Stage, tuple[Fault, ...]]) -> C
     if len(factors) < 3 or stage not in faults or factors[0] == factors[1] or not factors[0]:
         return None
     ratios = [low / high for high, low in pairwise(factors)]
-    if max(ratios) - min(ratios) > _SAME * abs(max(ratios)):
+    if max(ratios) - min(ratios) > _SAME * abs(max(ratios)) or abs(ratios[0]) == 1.0:
         return None
     detail = f"{factor_words(evidence, ratios[0])}, once more in every stage before"
     return Cause("scale", factor=ratios[0], detail=detail)
@@ -277,23 +275,28 @@ def _odd_cause(evidence: Evidence, odd: Oddity) -> Cause | None:
 
 
 def _tied(evidence: Evidence, tied: Sequence[Shares]) -> Iterator[Cause]:
-    for copy in tied:
-        if copy.right or not copy.explained:
-            continue
-        where = Cause(copy.absent or "tied-not-summed", stage=copy.stage, parameter=copy.parameter)
-        if copy.absent:
-            yield where
-            continue
-        lost = [stage for stage, count in copy.counts.items() if count == 0]
-        counts = ", ".join(f"stage {stage}'s share {count:g} times" for stage, count in copy.counts.items())
-        if lost and all(count in (0, 1) for count in copy.counts.values()):
-            yield replace(where, detail=counts)
-        elif all(count == round(count) and count >= 1 for count in copy.counts.values()):
-            yield replace(where, kind="tied-doubled", detail=counts)
+    """One cause for each tied parameter, with a stage if only one of its copies is wrong."""
+    for copies in evidence.tied:
+        wrong = [copy for copy in tied if (copy.stage, copy.parameter) in copies.items() and not copy.right]
+        causes = [_tied_cause(copy) for copy in wrong if copy.explained]
+        if causes and len({cause.kind for cause in causes}) == 1 and len(causes) == len(copies):
+            detail = "; ".join(f"{cause.parameter} of stage {cause.stage} has {cause.detail}" for cause in causes)
+            yield replace(causes[0], stage=None, detail=detail)
         else:
-            factors = set(copy.counts.values())
-            kind, factor = ("scale", factors.pop()) if len(factors) == 1 else ("tied-not-summed", None)
-            yield replace(where, kind=kind, factor=factor, detail=counts)
+            yield from causes
+
+
+def _tied_cause(copy: Shares) -> Cause:
+    where = Cause(copy.absent or "tied-not-summed", stage=copy.stage, parameter=copy.parameter)
+    counts = list(copy.counts.values())
+    detail = ", ".join(f"stage {stage}'s share {count:g} times" for stage, count in copy.counts.items())
+    if copy.absent or (0.0 in counts and set(counts) <= {0.0, 1.0}):
+        return replace(where, detail=detail)
+    if all(count == round(count) and count >= 1 for count in counts):
+        return replace(where, kind="tied-doubled", detail=detail)
+    if len(set(counts)) == 1:
+        return replace(where, kind="scale", factor=counts[0], detail=detail)
+    return replace(where, detail=detail)
 
 
 def _unknown(stages: Sequence[Explanation], tied: Sequence[Shares]) -> Iterator[str]:
