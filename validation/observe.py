@@ -16,7 +16,7 @@ from pipeline.transport import DistributedTransport
 from reference.data import Batch, Shapes, microbatches
 from reference.model import Model, build_model
 from reference.step import Recipe, objective
-from validation.around import AroundGradients, AroundStage
+from validation.around import AroundGradients, AroundStage, Steps
 from validation.case import Case
 from validation.observed import Observed, RankOperation, Site
 from validation.specimens import specimen
@@ -109,7 +109,9 @@ def observe_rank(context: RankContext, case: Case) -> list[RankOperation]:
     recipe = Recipe(loss=case.loss)
     loss_fn, _ = objective(model, data_for(case, 0), recipe)
     trained = [p for module in modules.values() for p in module.parameters() if p.requires_grad]
-    transport = DistributedTransport(context.group, device=torch.device(context.device), timeout_s=STEP_TIMEOUT_S)
+    planted = specimen(case.specimen)
+    timeout_s = planted.timeout_s or STEP_TIMEOUT_S
+    transport = DistributedTransport(context.group, device=torch.device(context.device), timeout_s=timeout_s)
     schedule = PipelineSchedule(
         kind=case.built,
         n_microbatches=case.microbatches,
@@ -119,8 +121,13 @@ def observe_rank(context: RankContext, case: Case) -> list[RankOperation]:
         pp_group=transport,
         tied=tied_across(model, case.split),
     )
-    watched = schedule.wrapped(specimen(case.specimen).plant).wrapped(_watch)
-    return [_perform(watched, model, case, operation, context.device) for operation in range(len(case.plan))]
+
+    def plant(parts: Parts) -> Parts:
+        return planted.plant(replace(parts, program=planted.reorder(parts.program)))
+
+    watched = schedule.wrapped(plant).wrapped(_watch)
+    steps = planted.drive(watched)
+    return [_perform(watched, steps, model, case, operation) for operation in range(len(case.plan))]
 
 
 def _watch(parts: Parts) -> Parts:
@@ -128,22 +135,23 @@ def _watch(parts: Parts) -> Parts:
     return replace(parts, stages=stages, gradients=WatchedGradients(parts.gradients, stages))
 
 
-def _perform(schedule: PipelineSchedule, model: Model, case: Case, operation: int, device: str) -> RankOperation:
+def _perform(schedule: PipelineSchedule, steps: Steps, model: Model, case: Case, operation: int) -> RankOperation:
     batches = data_for(case, operation)
     recipe = Recipe(loss=case.loss)
     _, divisor = objective(model, batches, recipe)
     # A mean over microbatches is what a schedule does unless told otherwise; so it is not told.
     loss_divisor = None if case.loss == "mean" else divisor
     fed = specimen(case.specimen).feed(batches, schedule.parts)
-    pairs = [(batch.inputs, batch.target) for batch in (batch.to(device) for batch in fed)]
+    device = next(parameter for _, parameter in sites(schedule.parts.stages)).device
+    pairs = [(batch.inputs, batch.target) for batch in (batch.to(str(device)) for batch in fed)]
     name = case.plan[operation]
     if name == "accumulate":
-        known = schedule.accumulate(pairs, loss_divisor=loss_divisor)
+        known = steps.accumulate(pairs, loss_divisor=loss_divisor)
         return _seen(schedule, RankOperation(name, tuple(known[m].item() for m in sorted(known)), schedule.executed))
     if name == "eval":
-        result = schedule.eval_step(pairs, loss_divisor=loss_divisor)
+        result = steps.eval_step(pairs, loss_divisor=loss_divisor)
         return _seen(schedule, RankOperation(name, result.losses, schedule.executed, loss=result.loss))
-    result = schedule.train_step(pairs, max_norm=max_norm_of(case.plan, operation), loss_divisor=loss_divisor)
+    result = steps.train_step(pairs, max_norm=max_norm_of(case.plan, operation), loss_divisor=loss_divisor)
     gradients = schedule.parts.gradients
     assert isinstance(gradients, WatchedGradients), "the watcher is the outermost wrapper"
     seen = RankOperation(
