@@ -82,7 +82,7 @@ class _EvaluationTicks(AroundSteps):
         for stage in self.parts.stages:
             for name, buffer in stage.module.named_buffers():
                 if operation == "eval" and name.endswith("running_mean"):
-                    buffer.mul_(0.9)
+                    buffer.add_(0.1)
         return result
 
 
