@@ -61,6 +61,8 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["show", "/no/such/file.csv"], "cannot read /no/such/file.csv"),
         (["show", "dualpipev", "--ranks", "4", "--microbatches", "5"], "needs at least 8"),
         (["show", "zb-v", "--virtual", "3"], "virtual is 3, but zb-v has two stages per rank: use virtual=2"),
+        (["specimens", "--only", "gremlin"], "unknown specimen 'gremlin': pipeproof specimens --list prints all"),
+        (["specimens", "--schedule", "1f2b"], "unknown schedule '1f2b'"),
         (["plan", "--ranks", "0"], "ranks is 0"),
         (["plan", "--times", "1,2"], "--times needs three numbers"),
         (["plan", "--times", "1,a,2"], "invalid numbers value: '1,a,2'"),

@@ -189,7 +189,7 @@ def line(result: Result) -> str:
     schedule = result.case.partition(" ")[0]
     return (
         f"{result.specimen:<28} {schedule:<12} {result.planted:<20} {caught:<18} {result.named or '-':<20} {place:<5} "
-        f"{result.seconds:>5.2f} s"
+        f"{result.seconds:>5.1f} s"
     )
 
 

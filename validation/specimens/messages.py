@@ -227,7 +227,7 @@ SPECIMENS = (
         smallest="looped-bfs r2 s4 m1 split=1,1,1,1 model=mlp plan=train seed=0",
         law="loss",
         fault=Fault("wrong-message", microbatches=(0,), alike=("swapped-activations",)),
-        needs=Needs(ranks=2, models=("mlp", "twice", "frozen", "batchnorm", "gpt", "gpt-tied"), also=_round_further),
+        needs=Needs(ranks=2, stages=4, models=_PLAIN, also=_round_further),
         plant=on_transport(_OfOtherStage),
     ),
     Specimen(

@@ -115,14 +115,12 @@ def _cross_sends(program: Program) -> Program:
     return changed(program, change)
 
 
-def _forwards_exchanged(program: Program) -> Program:
-    """The last rank takes microbatches 0 and 1 forward in the other order."""
+def _counted_otherwise(program: Program) -> Program:
+    """On the last rank, microbatch 0 comes where 1 did, and the other way round."""
     other = {0: 1, 1: 0}
 
     def change(row: list[Action]) -> _Row:
-        return [
-            a._replace(microbatch=other.get(a.microbatch, a.microbatch)) if a.kind is Kind.FORWARD else a for a in row
-        ]
+        return [action._replace(microbatch=other.get(action.microbatch, action.microbatch)) for action in row]
 
     return _on(program.schedule.placement[-1], change)(program)
 
@@ -145,7 +143,7 @@ def _apart(case: Case) -> str:
 
 
 def _waits_in_a_circle(case: Case) -> str:
-    return "" if hangs(_forwards_exchanged(lower(case.built))) else "needs microbatch 0 back before 1 is sent"
+    return "" if hangs(_counted_otherwise(lower(case.built))) else "needs microbatch 0 back before 1 is sent"
 
 
 def _halves(case: Case) -> str:
@@ -228,7 +226,7 @@ _TABLE: Sequence[tuple[str, str, str, tuple[str, ...], str, str, Fault, Needs, R
         _moved,
     ),
     (
-        "forwards-exchanged",
+        "microbatches-counted-otherwise",
         "the last rank waits for microbatch 1 while the others wait for microbatch 0's gradient",
         "pytorch/pytorch#127332",
         ("tI", "mG"),
@@ -236,7 +234,7 @@ _TABLE: Sequence[tuple[str, str, str, tuple[str, ...], str, str, Fault, Needs, R
         "acyclic",
         _DEADLOCK,
         Needs(ranks=2, microbatches=2, also=_waits_in_a_circle),
-        _forwards_exchanged,
+        _counted_otherwise,
     ),
     (
         "sends-last",
