@@ -70,6 +70,8 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["show", "1f1b", "--run", "--steps", "0"], "--steps is 0: expected at least 1"),
         (["show", "1f1b", "--run", "--model", "lstm"], "unknown model 'lstm'"),
         (["show", "1f1b", "--run", "--layers", "3"], "3 layers cannot fill 4 stages"),
+        (["specimens", "--only", "gremlin"], "unknown specimen 'gremlin': pipeproof specimens --list prints all"),
+        (["specimens", "--schedule", "1f2b"], "unknown schedule '1f2b'"),
         (["plan", "--ranks", "0"], "ranks is 0"),
         (["plan", "--times", "1,2"], "--times needs three numbers"),
         (["plan", "--times", "1,a,2"], "invalid numbers value: '1,a,2'"),

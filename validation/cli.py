@@ -72,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     checker = commands.add_parser("check", help="check a schedule or a program in torch's CSV format against every law")
     checker.add_argument("file", type=Path)
     checker.set_defaults(run=_check)
+    _add_specimens(commands.add_parser("specimens", help="plant known faults; see that each is caught and named"))
     _add_plan(commands.add_parser("plan", help="which schedule: time, bubble, memory and messages of all, best first"))
     return parser
 
@@ -161,6 +162,17 @@ def _add_fuzz(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_fuzz)
 
 
+def _add_specimens(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--list", action="store_true", help="one line for each, without running anything")
+    parser.add_argument(
+        "--schedule", default="", metavar="NAME,...", help="all, or some: each specimen there, not in its smallest case"
+    )
+    parser.add_argument("--only", default="", metavar="NAME,...", help="these specimens alone")
+    parser.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS", help="bound of one case")
+    parser.add_argument("--json", metavar="FILE", help="write results there")
+    parser.set_defaults(run=_specimens)
+
+
 def _add_world(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS", help="bound of one case")
@@ -201,6 +213,18 @@ def _replay(options: argparse.Namespace) -> int:
 
     case = Case.parse(options.case)
     return validate_all([case], Setting(case.device, json=options.json, explain=True))
+
+
+def _specimens(options: argparse.Namespace) -> int:
+    from validation.campaign import Setting
+    from validation.catalogue import chosen, listing, try_all
+
+    names = chosen(options.only)
+    if options.list:
+        print(listing(names))
+        return 0
+    schedules = _schedules(options.schedule) if options.schedule else []
+    return try_all(names, schedules, Setting("cpu", options.timeout, options.json))
 
 
 def _show(options: argparse.Namespace) -> int:

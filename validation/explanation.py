@@ -90,12 +90,12 @@ class Explainer:
             atoms = self._atoms.nominal
             found = self._simple(terms, System.of(atoms, [], self._seen, self._due), atoms)
             return replace(found, odd=self._absences(found))
-        found = []
+        tried: list[Explanation] = []
         for atoms, sparse in self._attempts():
-            found.append(self._attempt(atoms, sparse=sparse))
-            if found[-1].complete:
-                return found[-1]
-        return next((one for one in found if one.explained), found[0])
+            tried.append(self._attempt(atoms, sparse=sparse))
+            if tried[-1].complete:
+                return tried[-1]
+        return next((one for one in tried if one.explained), tried[0])
 
     def _attempts(self) -> Iterator[tuple[list[Atom], bool]]:
         """From simple to complicated: the atoms of each attempt, and whether only few of them may be used."""
