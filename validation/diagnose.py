@@ -3,6 +3,7 @@
 Evidence is followed along the way that a gradient takes: the order of actions, the tensors at the boundaries, each
 microbatch's addition to the sums, the reduction of tied parameters, the norm, the clipping, the update, the report. The
 first link that broke is the cause; what comes after it is consequence, and the sound links before it are ruled out.
+Where nothing was recorded, what the final gradients are made of stands for the links that only a recording shows.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,51 +13,63 @@ from validation.case import Case
 from validation.cause import Cause
 from validation.evidence import Evidence
 from validation.observed import Observed
-from validation.rules.after import clip, norm, reduction, report, update
+from validation.rules.attributed import attributed
 from validation.rules.boundaries import boundaries
 from validation.rules.laws import buffers, calls, partition, weights
+from validation.rules.norm import norm
+from validation.rules.reduction import reduction
+from validation.rules.report import report
 from validation.rules.sums import sums
+from validation.rules.update import clip, update
 from validation.verdict import Verdict
 
 Rule = Callable[[Evidence], list[Cause]]
-Attribute = Callable[[Case, Observed, int], Sequence[Cause]]
 
-# In the order of the flow; and what it means that a link is sound.
-LINKS: Mapping[Rule, str] = {
-    partition: "partition: every parameter is in the stage that should hold it",
+# Links in the order of the flow; and what it means that one is sound. First those that a watched run shows ...
+_RAN: Mapping[Rule, str] = {
     calls: "order, mode: every stage ran once each way for each microbatch, in the right mode",
+}
+# ... those on which a gradient is made, of which only a recording shows more than what came out ...
+_MADE: Mapping[Rule, str] = {
     weights: "weights: every stage began with the model's parameters",
     boundaries: "messages, buffers, computation: every recorded boundary tensor is right",
     sums: "microbatches: each action added what its microbatch contributes, and nothing touched the sums between",
     reduction: "tied parameters: every copy has the sum of all shares, and no other gradient changed meanwhile",
+}
+# ... and those on which it is used.
+_USED: Mapping[Rule, str] = {
     norm: "norm: it is that of the gradients",
     clip: "clip: all gradients were multiplied alike",
     update: "update: the optimizer did what it should",
     buffers: "buffers: what forwards leave behind is right",
     report: "report: what was reported is what was computed",
 }
-RECORDED = (weights, boundaries, sums, reduction, clip)  # links that only a recording shows
 
 
-def diagnose(case: Case, observed: Observed, verdict: Verdict, *, attribute: Attribute | None = None) -> Verdict:
-    """``verdict`` with its causes, the likeliest first; none where the evidence does not decide.
-
-    ``attribute`` finds causes from final gradients alone: it is asked where nothing was recorded, or all that was is
-    right.
-    """
+def diagnose(case: Case, observed: Observed, verdict: Verdict) -> Verdict:
+    """``verdict`` with its causes, the likeliest first; none where the evidence does not decide."""
     if verdict.verdict == "pass" or not verdict.mismatches:
         return verdict
     evidence = Evidence(case, observed, verdict)
     ruled_out: list[str] = []
-    for link, sound in LINKS.items():
-        if link in RECORDED and evidence.recording is None:
-            continue
+    for link, sound in _links(evidence).items():
         causes = link(evidence)
         if causes:
             return replace(verdict, cause=_ranked(causes, ruled_out))
+        if link is attributed and evidence.unexplained:
+            break
         ruled_out.append(sound)
-    causes = list(attribute(case, observed, evidence.number)) if attribute is not None else []
-    return replace(verdict, cause=_ranked(causes, ruled_out), undecided=() if causes else tuple(ruled_out))
+    return replace(verdict, undecided=(*evidence.unexplained, *ruled_out))
+
+
+def _links(evidence: Evidence) -> Mapping[Rule, str]:
+    """The links that this evidence can judge. Attribution stands for those that only a recording shows."""
+    held: Mapping[Rule, str] = {partition: "partition: every parameter is in the stage that should hold it"}
+    made: Mapping[Rule, str] = {attributed: "gradients: they are made of what they should be"}
+    ran: Mapping[Rule, str] = _RAN if evidence.observed.watched else {}
+    if evidence.recording is not None:
+        return {**held, **ran, **_MADE, **_USED, **made}
+    return {**held, **ran, **made, **_USED}
 
 
 def _ranked(causes: Sequence[Cause], ruled_out: Sequence[str]) -> tuple[Cause, ...]:

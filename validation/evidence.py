@@ -6,13 +6,16 @@ from functools import cached_property
 
 from torch import Tensor
 
+from reference.model import build_model
 from reference.step import Expected
+from validation.attribution import Attribution, attribute_case
 from validation.case import Case
 from validation.divergence import Divergence, Ground, Positions, divergences
 from validation.flow import Played, parts_of, play
 from validation.judge import one_thread
 from validation.observed import Observed
 from validation.recording import Addition, Recording, Site
+from validation.stages import tied_across
 from validation.sums import Broken, broken_additions, broken_between
 from validation.tolerance import LEAST
 from validation.verdict import Verdict
@@ -87,6 +90,26 @@ class Evidence:
             for stage in reversed(range(self.case.stages)):
                 found += self._broken(number, stage, recording, start)
         return found
+
+    @cached_property
+    def shared(self) -> frozenset[Site]:
+        """The copies of parameters that several stages hold."""
+        model = build_model(self.case.model, layers=self.case.layers, seed=self.case.seed)
+        return frozenset(site for copies in tied_across(model, self.case.split) for site in copies.items())
+
+    @cached_property
+    def attribution(self) -> Attribution | None:
+        """What the gradients of the update that the failing operation is part of are made of; None without one."""
+        updates = [k for k in range(self.number, len(self.case.plan)) if self.case.plan[k] == "train"]
+        if not updates:
+            return None
+        with one_thread():
+            return attribute_case(self.case, self.observed, updates[0])
+
+    @property
+    def unexplained(self) -> tuple[str, ...]:
+        """What attribution says of gradients that it finds nothing for."""
+        return self.attribution.unknown if self.attribution is not None else ()
 
     def differs(self, law: str) -> bool:
         """Whether ``law`` has a mismatch."""

@@ -1,7 +1,7 @@
 """What a schedule produced: plain values, gathered from all ranks."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -42,6 +42,11 @@ class Observed:
     schedule: Schedule
     ranks: tuple[tuple[RankOperation, ...], ...]
 
+    @property
+    def watched(self) -> bool:
+        """Whether it is known what ran: the ranks were our runtime's."""
+        return any(one.executed for rank in self.ranks for one in rank)
+
     def losses(self, operation: int) -> tuple[float, ...]:
         """The microbatches' losses, as the last stage's rank reported them."""
         return self.ranks[self.schedule.placement[-1]][operation].losses
@@ -62,6 +67,14 @@ class Observed:
         """Every rank's recording as one; None unless all were recorded."""
         found = [rank[operation].recording for rank in self.ranks]
         return together([one for one in found if one is not None]) if None not in found else None
+
+    def final(self) -> "Observed":
+        """What a runtime hands back that nobody watched: losses, norms, final gradients, parameters, buffers."""
+        ranks = tuple(
+            tuple(replace(one, executed=(), called=(), nonfinite=(), recording=None) for one in rank)
+            for rank in self.ranks
+        )
+        return replace(self, ranks=ranks)
 
     def called(self, operation: int) -> list[tuple[Action, bool]]:
         """Every call of a stage's module on any rank, and whether it was in training mode."""

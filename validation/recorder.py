@@ -105,8 +105,13 @@ class RecordedStage(AroundStage):
 
     def _begin_backward(self, microbatch: int, gradients: Gradients) -> None:
         self._note(microbatch, RECEIVED, gradients)
-        self._note(microbatch, KEPT, self._inputs.pop(microbatch, ()))
+        self._keep(microbatch)
         self._start(microbatch, graph=True)
+
+    def _keep(self, microbatch: int) -> None:
+        """Note the module's input as the backward finds it: when it begins, and again when gradients begin to flow."""
+        if microbatch in self._inputs:
+            self._note(microbatch, KEPT, self._inputs[microbatch])
 
     def _made(self, microbatch: int, outputs: Sequence[Any]) -> None:
         tensors = [output for output in outputs if isinstance(output, Tensor)]
@@ -123,6 +128,7 @@ class RecordedStage(AroundStage):
         seen = self._graphs.get(key, ())
         if not number:
             self._graphs[key] = (*seen, microbatch)
+            self._keep(self._backward_of)
         point = Point(*key, FLOWED)
         found = list(self._tensors.get(point, ()))
         found += [None] * (number + 1 - len(found))
@@ -135,6 +141,8 @@ class RecordedStage(AroundStage):
 
     def _added(self, kind: Kind, microbatch: int) -> None:
         self._backward_of = None
+        if kind is not Kind.BACKWARD_INPUT:
+            self._inputs.pop(microbatch, None)
         self._last = self._gradients()
         self._additions.append(Addition(Action(self.index, kind, microbatch), self._before, self._last))
 

@@ -27,7 +27,7 @@ _ANYWHERE: Mapping[str, str] = MappingProxyType(
 _THERE: Mapping[str, tuple[str, str, str]] = MappingProxyType(
     {
         GIVEN: ("wrong-message", "uninitialised", "altered"),
-        USED: ("wrong-message", "uninitialised", "altered"),
+        USED: ("wrong-message", "altered", "altered"),  # it was there: what was given is right
         MADE: ("computation", "computation", "computation"),
         OUTPUT: ("wrong-message", "altered", "altered"),
         LOSS: ("computation", "computation", "computation"),

@@ -11,12 +11,26 @@ from validation.sums import Broken
 
 def sums(evidence: Evidence) -> list[Cause]:
     """Additions that are not their microbatch's contribution, and sums that changed between actions."""
-    found = evidence.broken_sums
+    found = [one for one in evidence.broken_sums if not mended(one, evidence)]
     if found and found[0].kind == "computation":
         played = {one.number: one for one in evidence.played}
         if draws(evidence.case, played, evidence.number, found[0].stage):
             found = [replace(found[0], kind="randomness", detail=f"{found[0].detail}; the stage draws random numbers")]
     return causes_of(found, evidence)
+
+
+def mended(one: Broken, evidence: Evidence) -> bool:
+    """Whether the gradients came right after all: what was only late is no cause of what is wrong in the end.
+
+    Tied parameters do not count: their copies' gradients are made of more than their own stage's sums.
+    """
+    if evidence.case.plan[evidence.number] != "train":
+        return False
+    wrong = {(m.stage, m.parameter) for m in evidence.verdict.mismatches if m.law in ("gradient", "none-ness")}
+    own = {(stage, name) for stage, name in evidence.expected.gradients if stage == one.stage}
+    concerned = {(one.stage, name) for name in one.parameters} or own
+    judged = concerned - evidence.shared
+    return bool(judged) and not judged & wrong
 
 
 def causes_of(found: Sequence[Broken], evidence: Evidence) -> list[Cause]:

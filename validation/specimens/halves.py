@@ -8,9 +8,11 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 from pipeline.action import Kind
+from pipeline.boundary import Gradients
 from pipeline.schedule import Schedule
 from pipeline.stage import Stage
 from reference.model import HEADS, Attention, TwiceBlock
+from validation.around import AroundStage
 from validation.case import Case
 from validation.specimens.planting import Times, first, middle, on_modules, on_stages
 from validation.specimens.specimen import Fault, Needs, Specimen, halved
@@ -31,6 +33,33 @@ def _first_half(stage: Stage, schedule: Schedule, *counts: float) -> Stage:
 
 def _every_half(stage: Stage, schedule: Schedule, count: float) -> Stage:
     return Times(stage, dict.fromkeys(_halves(stage, schedule), count))
+
+
+class _WholeThenHalf(AroundStage):
+    """The input half computes the whole backward; the weight half adds the weights' share once more."""
+
+    def __init__(self, inner: Stage) -> None:
+        super().__init__(inner)
+        self._shares: dict[int, dict[nn.Parameter, Tensor]] = {}
+
+    def backward_input(self, microbatch: int, gradients: Gradients) -> Gradients:
+        result = self.inner.backward_input(microbatch, gradients)
+        before = {parameter: parameter.grad for parameter in self.module.parameters()}
+        self.module.zero_grad(set_to_none=True)
+        self.inner.backward_weight(microbatch)
+        self._shares[microbatch] = {p: p.grad for p in before if p.grad is not None}
+        for parameter, gradient in before.items():
+            parameter.grad = gradient
+        self._add(microbatch)
+        return result
+
+    def backward_weight(self, microbatch: int) -> None:
+        self._add(microbatch)
+        del self._shares[microbatch]
+
+    def _add(self, microbatch: int) -> None:
+        for parameter, share in self._shares[microbatch].items():
+            parameter.grad = share.clone() if parameter.grad is None else parameter.grad + share
 
 
 def _never(stage: Stage, schedule: Schedule) -> Stage:
@@ -137,7 +166,7 @@ SPECIMENS = (
         law="gradient",
         fault=Fault("doubled", stage=middle, alike=("scale",)),
         needs=Needs(split=True),
-        plant=on_stages(lambda stage, schedule: _every_half(stage, schedule, 2.0), middle),
+        plant=on_stages(lambda stage, schedule: _WholeThenHalf(stage), middle),
     ),
     Specimen(
         name="first-stage-weights-empty",
@@ -167,7 +196,7 @@ SPECIMENS = (
         classes=("tC", "mH"),
         smallest="naive r1 s1 m1 split=1 model=twice plan=train seed=0",
         law="gradient",
-        fault=Fault("extra-term", stage=middle, parameter=r"linear\.weight$", alike=("computation",)),
+        fault=Fault("computation", stage=middle, parameter=r"linear\.weight$", alike=("extra-term",)),
         needs=Needs(models=("twice",)),
         plant=on_modules(_share_twice, middle),
     ),

@@ -4,14 +4,24 @@ import math
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pipeline.gradients import clip_factor, norm_of
 from pipeline.schedule import Schedule
 from pipeline.step import Parts, StepResult
 from reference.step import Recipe
-from validation.around import AroundGradients, AroundSteps, Pairs
-from validation.specimens.planting import ONE, TWO_STAGES, Around, gradients_of, last, middle, on_work, rounded
+from validation.around import AroundGradients, AroundSteps
+from validation.specimens.planting import (
+    ONE,
+    TWO_STAGES,
+    Around,
+    MovedTwice,
+    gradients_of,
+    last,
+    middle,
+    on_work,
+    rounded,
+)
 from validation.specimens.specimen import Fault, Needs, Specimen
 
 _MAX_NORM = Recipe().max_norm
@@ -115,20 +125,12 @@ class _Skips(_Placed):
                 stage.module.zero_grad(set_to_none=True)
 
 
-class _UpdatedTwice(AroundSteps):
+class _UpdatedTwice(MovedTwice):
     """The optimizer moves the middle stage twice."""
 
-    def given(self, operation: str, microbatches: Pairs) -> Pairs:
+    def moved(self) -> list[nn.Parameter]:
         place = middle(self.parts.program.schedule.n_stages)
-        parameters = (p for stage in self.parts.stages if stage.index == place for p in stage.module.parameters())
-        self._before: dict[nn.Parameter, Tensor] = {p: p.detach().clone() for p in parameters}
-        return microbatches
-
-    @torch.no_grad()
-    def told(self, operation: str, result: StepResult) -> StepResult:
-        for parameter, before in self._before.items() if operation == "train" else ():
-            parameter.add_(parameter - before)
-        return result
+        return [p for stage in self.parts.stages if stage.index == place for p in stage.module.parameters()]
 
 
 SPECIMENS = (

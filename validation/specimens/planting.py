@@ -12,9 +12,9 @@ from pipeline.boundary import Gradients
 from pipeline.gradients import GradientWork
 from pipeline.schedule import Schedule
 from pipeline.stage import Stage
-from pipeline.step import Parts
+from pipeline.step import Parts, StepResult
 from pipeline.transport import Message, Transport
-from validation.around import AroundGradients, AroundStage, AroundTransport
+from validation.around import AroundGradients, AroundStage, AroundSteps, AroundTransport, Pairs
 from validation.specimens.specimen import Place, Plant
 
 SMALLEST = "naive r1 s1 m{m} split=1 model={model} plan={plan} seed=0"
@@ -125,6 +125,24 @@ class _ChangedGradients(Around):
     def _all(self) -> None:
         for module in self._modules:
             self._change(module)
+
+
+class MovedTwice(AroundSteps):
+    """An optimizer without state, or in its first step, moves ``moved()`` at twice the rate."""
+
+    def moved(self) -> list[nn.Parameter]:
+        """This rank's parameters that are concerned."""
+        raise NotImplementedError
+
+    def given(self, operation: str, microbatches: Pairs) -> Pairs:
+        self._before = {parameter: parameter.detach().clone() for parameter in self.moved()}
+        return microbatches
+
+    @torch.no_grad()
+    def told(self, operation: str, result: StepResult) -> StepResult:
+        for parameter, before in self._before.items() if operation == "train" else ():
+            parameter.add_(parameter - before)
+        return result
 
 
 class Times(AroundStage):

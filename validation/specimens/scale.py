@@ -144,7 +144,7 @@ SPECIMENS = (
         classes=("mA",),
         smallest=TWO_OF_TWO,
         law="gradient",
-        fault=Fault("scale", stage=lambda n_stages: n_stages - 2),
+        fault=Fault("scale"),
         needs=Needs(microbatches=2, stages=2),
         plant=on_stages(_HandsOnDivided),
     ),

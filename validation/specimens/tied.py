@@ -9,7 +9,7 @@ from pipeline.boundary import Gradients
 from pipeline.stage import Stage
 from pipeline.step import Parts
 from validation.around import AroundStage
-from validation.specimens.planting import Around, first, last, on_gradients, on_work
+from validation.specimens.planting import Around, MovedTwice, first, last, on_gradients, on_work
 from validation.specimens.specimen import Fault, Needs, Specimen
 
 _SMALLEST = "naive r2 s2 m1 split=1,1 model=gpt-tied plan=train seed=0"
@@ -128,10 +128,12 @@ def _shift(module: nn.Module) -> None:
         gradient.copy_(gradient.roll(gradient.shape[0] // 2, 0))
 
 
-def _double_rate(module: nn.Module) -> None:
-    gradient = _table(module).grad
-    if gradient is not None:
-        gradient.mul_(2.0)
+class _LastAtDoubleRate(MovedTwice):
+    """The last stage's copy of the table has twice the learning rate."""
+
+    def moved(self) -> list[nn.Parameter]:
+        place = last(self.parts.program.schedule.n_stages)
+        return [_table(stage.module) for stage in self.parts.stages if stage.index == place]
 
 
 def _lose_share(module: nn.Module) -> None:
@@ -238,6 +240,6 @@ SPECIMENS = (
         law="tied-copies",
         fault=Fault("update", stage=last, parameter=r"head\.logits\.weight$"),
         needs=_NEEDS,
-        plant=on_gradients(_double_rate, last, clipped=True),
+        drive=_LastAtDoubleRate,
     ),
 )
