@@ -15,13 +15,13 @@ from pipeline.lower import lower
 from pipeline.schedules import SPLIT
 from reference.model import build_model
 from validation.case import SCHEDULES, Case
-from validation.catalogue import case_for, smallest_of, try_out
 from validation.judge import LAWS
 from validation.observe import observe
 from validation.specimens import CONTROLS, FAMILIES, SPECIMENS, SpecimenError, specimen
 from validation.specimens.order import broken
 from validation.specimens.specimen import CLASSES, Needs, unchanged_order
 from validation.stages import owners
+from validation.trial import case_for, smallest_of, try_out
 from validation.validator import validate
 from validation.verdict import Verdict
 from validation.world import RankFailed, World
@@ -101,11 +101,14 @@ BY_COST = sorted(SPECIMENS, key=lambda name: SPECIMENS[name].law == "deadlock")
 
 
 @pytest.mark.parametrize("name", BY_COST)
-def test_the_smallest_case_shows_the_fault_and_nothing_is_wrong_without_it(world: World, name: str) -> None:
+def test_the_smallest_case_shows_the_fault_by_name_and_nothing_is_wrong_without_it(world: World, name: str) -> None:
     case = smallest_of(SPECIMENS[name])
     assert sound(world, replace(case, specimen="")) == "pass"
-    result = try_out(case, world)
-    assert result.caught, result
+    found = try_out(case, world)
+    assert found.caught, found
+    assert found.recorded is not None, "what is caught is diagnosed"
+    assert found.recorded.located, found
+    assert found.final is None or not found.final.wrong, found
 
 
 @cache

@@ -1,119 +1,21 @@
-"""The catalogue of specimens at work: planted faults in their smallest cases or on whole schedules, caught and named.
+"""The catalogue at work: planted faults in their smallest cases or on whole schedules, caught and named."""
 
-Nothing here knows how a fault is found: a case with a specimen is validated like any other.
-"""
-
-import re
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from time import perf_counter
 
-from pipeline.lower import lower
-from pipeline.schedules import LOOPED, virtuals
 from validation.campaign import Setting
 from validation.case import Case
-from validation.cause import Cause
+from validation.confusion import matrix, pairs_of, totals
 from validation.specimens import CONTROLS, FAMILIES, SPECIMENS, SpecimenError
-from validation.specimens.order import broken
-from validation.specimens.specimen import Specimen, unchanged_order
 from validation.terminal import JsonFile, Terminal
+from validation.trial import Named, Trial, case_for, smallest_of, try_out
 from validation.validator import validate
-from validation.world import RankFailed, World
+from validation.world import World
 
-SCHEMA = "pipeproof/specimens/1"
-_TIMED_OUT = re.compile(r"did not come|not finished|waiting for", re.IGNORECASE)
-
-
-@dataclass(frozen=True)
-class Result:
-    """What became of one specimen in one case.
-
-    ``laws`` failed: the judge's, static ones, or "deadlock" and "crash" where ranks failed. ``named`` is the kind of
-    cause that the verdict named, None where it named none; ``located``: whether it named the place too.
-    """
-
-    specimen: str
-    case: str
-    law: str
-    planted: str
-    laws: tuple[str, ...]
-    named: str | None
-    located: bool
-    seconds: float
-
-    @property
-    def caught(self) -> bool:
-        """Whether the law that must fail did."""
-        return self.law in self.laws
-
-    @property
-    def right(self) -> bool:
-        """Whether the cause was named as it was planted."""
-        return self.named == self.planted
-
-    def as_dict(self) -> dict[str, object]:
-        """Plain data for JSON."""
-        return {**asdict(self), "caught": self.caught}
-
-
-def case_for(specimen: Specimen, schedule: str, *, ranks: int = 4, microbatches: int = 8) -> Case:
-    """The case on ``schedule`` that has what ``specimen`` needs, where a schedule can have it at all."""
-    needs = specimen.needs
-    virtual = virtuals(schedule, looped=2 if schedule in LOOPED else 1)
-    model = needs.models[0] if needs.models else "gpt"
-    return Case(
-        schedule,
-        ranks,
-        virtual,
-        microbatches,
-        (needs.layers,) * (ranks * virtual),
-        model=model,
-        loss=needs.loss or "mean",
-        ragged=needs.ragged,
-        unequal=needs.unequal,
-        plan=needs.plan,
-        specimen=specimen.name,
-    )
-
-
-def smallest_of(specimen: Specimen) -> Case:
-    """The smallest case that shows ``specimen``, with it planted."""
-    return Case.parse(f"{specimen.smallest} specimen={specimen.name}")
-
-
-def try_out(case: Case, world: World) -> Result:
-    """Run a case with a planted fault, unless a static law refuses it before any rank starts."""
-    specimen, began = SPECIMENS[case.specimen], perf_counter()
-    laws, named = _outcome(specimen, case, world)
-    planted = specimen.cause(case)
-    return Result(
-        specimen.name,
-        str(case),
-        specimen.law,
-        planted.kind,
-        laws,
-        None if named is None else named.kind,
-        named is not None and located(planted, named),
-        perf_counter() - began,
-    )
-
-
-def _outcome(specimen: Specimen, case: Case, world: World) -> tuple[tuple[str, ...], Cause | None]:
-    if specimen.reorder is not unchanged_order:
-        return broken(specimen.reorder(lower(case.built))), None
-    try:
-        verdict = validate(case, world)
-    except RankFailed as failure:
-        return ("deadlock" if _TIMED_OUT.search(str(failure)) else "crash",), None
-    cause = verdict.cause if isinstance(verdict.cause, Cause) else None
-    return tuple(law.name for law in verdict.laws if law.outcome == "fail"), cause
-
-
-def located(planted: Cause, named: Cause) -> bool:
-    """Whether ``named`` says of place all that ``planted`` asks for."""
-    fields = ("rank", "stage", "microbatches", "parameter")
-    return all(getattr(planted, field) in (None, (), getattr(named, field)) for field in fields)
+SCHEMA = "pipeproof/specimens/2"
+_EVIDENCE: Mapping[str, str] = {
+    "recorded": "with boundary tensors",
+    "final": "from final gradients alone",
+}
 
 
 def cases_on(names: Iterable[str], schedules: Iterable[str]) -> tuple[list[Case], dict[tuple[str, str], str]]:
@@ -140,27 +42,34 @@ def chosen(text: str) -> list[str]:
     return names
 
 
-def try_all(names: Sequence[str], schedules: Sequence[str], setting: Setting) -> int:
+def try_all(names: Sequence[str], schedules: Sequence[str], setting: Setting, *, final_only: bool = False) -> int:
     """Run specimens on schedules, or in their smallest cases where there is no schedule; returns the exit status.
 
-    A line for each, then how often each planted kind was named what. 1 where a specimen was not caught.
+    A line for each, then how often each planted kind was named what. 1 where a specimen was not caught or was named
+    as something else. ``final_only``: no case is run again to record its boundary tensors.
     """
     cases, left_out = cases_on(names, schedules) if schedules else ([smallest_of(SPECIMENS[n]) for n in names], {})
-    terminal, results = Terminal(), list[Result]()
+    terminal, trials = Terminal(), list[Trial]()
     with JsonFile(setting.json) as file, World(device="cpu", timeout_s=setting.timeout_s) as world:
         terminal.say(HEADER)
         for number, case in enumerate(cases, start=1):
             with terminal.progress(f"{number} of {len(cases)}: {case}"):
-                results.append(try_out(case, world))
-            terminal.say(line(results[-1]))
+                trials.append(try_out(case, world, record=not final_only))
+            terminal.say(line(trials[-1]))
         if not schedules and len(names) == len(SPECIMENS):
             terminal.say(_controls(world))
         for why, those in _grouped(left_out).items():
             terminal.say(f"left out, {why}: {', '.join(those)}")
-        terminal.say(f"planted, and what it was named:\n{confusion((r.planted, r.named) for r in results)}")
-        terminal.say(summary(results))
-        file.write({"schema": SCHEMA, "specimens": [result.as_dict() for result in results]})
-    return 0 if results and all(result.caught for result in results) else 1
+        for which, words in _EVIDENCE.items():
+            if which == "final" or not final_only:
+                terminal.say(f"\n{words}:\n{matrix(pairs_of(trials, which))}\n{totals(trials, which)}")
+        file.write({"schema": SCHEMA, "specimens": [trial.as_dict() for trial in trials]})
+    return 0 if trials and all(_sound(trial) for trial in trials) else 1
+
+
+def _sound(trial: Trial) -> bool:
+    """Whether it was caught, and was not named as something else."""
+    return trial.caught and not any(one is not None and one.wrong for one in (trial.recorded, trial.final))
 
 
 def _controls(world: World) -> str:
@@ -179,45 +88,31 @@ def _grouped(left_out: Mapping[tuple[str, str], str]) -> dict[str, list[str]]:
     return {why: [f"{n} on {' '.join(where)}" for n, where in those.items()] for why, those in by_reason.items()}
 
 
-HEADER = f"{'specimen':<28} {'schedule':<12} {'planted':<20} {'caught by':<18} {'named':<20} {'place':<5} {'time':>7}"
+HEADER = (
+    f"{'specimen':<28} {'schedule':<12} {'planted':<20} {'caught by':<18} {'named':<20} {'place':<5} "
+    f"{'from gradients':<20} {'time':>7}"
+)
 
 
-def line(result: Result) -> str:
+def line(trial: Trial) -> str:
     """One line of the table under ``HEADER``."""
-    caught = result.law if result.caught else f"NOT: {', '.join(result.laws) or 'nothing'}"
-    place = "-" if result.named is None else "right" if result.located else "wrong"
-    schedule = result.case.partition(" ")[0]
+    caught = trial.law if trial.caught else f"NOT: {', '.join(trial.laws) or 'nothing'}"
+    place = "-" if trial.recorded is None or trial.recorded.kind is None else _place(trial.recorded)
+    schedule = trial.case.partition(" ")[0]
     return (
-        f"{result.specimen:<28} {schedule:<12} {result.planted:<20} {caught:<18} {result.named or '-':<20} {place:<5} "
-        f"{result.seconds:>5.1f} s"
+        f"{trial.specimen:<28} {schedule:<12} {trial.planted:<20} {caught:<18} {_kind(trial.recorded):<20} {place:<5} "
+        f"{_kind(trial.final):<20} {trial.seconds:>5.1f} s"
     )
 
 
-def summary(results: Collection[Result]) -> str:
-    """How many were caught, named right and located."""
-    caught, right, placed = (sum(getattr(r, what) for r in results) for what in ("caught", "right", "located"))
-    named = sum(result.named is not None for result in results)
-    wrong = named - right
-    return (
-        f"{len(results)} tried: {caught} caught, {right} named right, {wrong} named wrong, {placed} located; "
-        f"{sum(result.seconds for result in results):.1f} s"
-    )
+def _kind(one: Named | None) -> str:
+    if one is None:
+        return "-"
+    return "unknown" if one.kind is None else one.kind if one.right else f"NOT: {one.kind}"
 
 
-def confusion(pairs: Iterable[tuple[str, str | None]]) -> str:
-    """A line for each planted kind: how often each kind was named for it; the right one first, ``-`` for none."""
-    table: dict[str, Counter[str]] = {}
-    for planted, named in pairs:
-        table.setdefault(planted, Counter())[named or "-"] += 1
-    width = max(map(len, table), default=0)
-    return "\n".join(
-        f"{planted:<{width}}  {', '.join(_counts(planted, named))}" for planted, named in sorted(table.items())
-    )
-
-
-def _counts(planted: str, named: Counter[str]) -> Iterator[str]:
-    for kind, count in sorted(named.items(), key=lambda item: (item[0] != planted, -item[1], item[0])):
-        yield f"{kind} {count}"
+def _place(one: Named) -> str:
+    return "right" if one.located else "wrong"
 
 
 def listing(names: Collection[str] = SPECIMENS) -> str:

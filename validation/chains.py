@@ -94,7 +94,8 @@ def _by_use(stage: Explanation) -> list[str]:
         return ["swapped-activations"]
     if uneven == [False, True]:
         return ["swapped-gradients"]
-    return ["swapped-activations", "swapped-gradients"]
+    # Messages are taken for each other more easily than what a stage itself keeps.
+    return ["swapped-gradients", "swapped-activations"]
 
 
 def _slot(kind: str, chain: Chain) -> int:

@@ -168,6 +168,7 @@ def _add_specimens(parser: argparse.ArgumentParser) -> None:
         "--schedule", default="", metavar="NAME,...", help="all, or some: each specimen there, not in its smallest case"
     )
     parser.add_argument("--only", default="", metavar="NAME,...", help="these specimens alone")
+    parser.add_argument("--final-only", action="store_true", help="from final gradients alone: record no tensors")
     parser.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS", help="bound of one case")
     parser.add_argument("--json", metavar="FILE", help="write results there")
     parser.set_defaults(run=_specimens)
@@ -224,7 +225,8 @@ def _specimens(options: argparse.Namespace) -> int:
         print(listing(names))
         return 0
     schedules = _schedules(options.schedule) if options.schedule else []
-    return try_all(names, schedules, Setting("cpu", options.timeout, options.json))
+    setting = Setting("cpu", options.timeout, options.json)
+    return try_all(names, schedules, setting, final_only=options.final_only)
 
 
 def _show(options: argparse.Namespace) -> int:

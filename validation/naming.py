@@ -48,6 +48,7 @@ def name_causes(
         if one.explained and (one.compared or one.odd)
     }
     causes = [*swapped, *_placed(evidence, faults), *_odd(evidence, stages), *_tied(evidence, tied)]
+    causes += _untrained(evidence)
     causes = [_with_rank(evidence, cause) for cause in causes]
     unknown = tuple(_unknown(stages, tied))
     return tuple(dict.fromkeys(causes)), unknown, tuple(_ruled_out(stages, causes))
@@ -89,6 +90,8 @@ def faults_of(evidence: Evidence, stage: Explanation, nominal: dict[Term, float]
         part = {term.activation: c for term, c in nominal.items() if term[::2] == ("earlier", call)}
         detail = f"in the accumulating call {call} before the step"
         faults += [replace(fault, detail=detail) for fault in _weights(evidence, part)]
+    if any(nominal.values()):  # zero is a gradient, not the part of one
+        faults = [replace(fault, kind="dropped") if fault.kind == "zero" else fault for fault in faults]
     if len({fault.kind for fault in faults}) == 1 and calls and len(faults) == len(calls) + 1:
         if len({fault.factor for fault in faults}) == 1:
             faults = [replace(faults[0], detail="")]
@@ -261,6 +264,16 @@ def _odd(evidence: Evidence, stages: Sequence[Explanation]) -> Iterator[Cause]:
                 more = f"and {', '.join(names[1:])}" if len(names) > 1 else ""
                 detail = "; ".join(filter(None, (cause.detail, more)))
                 yield replace(cause, stage=one.stage, parameter=names[0], detail=detail)
+
+
+def _untrained(evidence: Evidence) -> Iterator[Cause]:
+    """Parameters that are not trained, and have a gradient."""
+    for stage in range(evidence.now.stages):
+        trained = evidence.now.parameters(stage)
+        for (owner, name), due in evidence.expected.items():
+            seen = evidence.observed.get((owner, name))
+            if owner == stage and name not in trained and due is None and seen is not None:
+                yield Cause("unexpected", stage=stage, parameter=name)
 
 
 def _odd_cause(evidence: Evidence, odd: Oddity) -> Cause | None:

@@ -1,15 +1,19 @@
 """Validating a case: run it on ranks, run the reference, judge, and explain what is wrong."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from time import perf_counter
 
+from pipeline.laws import Violation
+from pipeline.lower import Program, lower
 from validation.case import Case
 from validation.cause import Cause
 from validation.diagnose import diagnose
 from validation.judge import judge
 from validation.observe import observe
 from validation.observed import Observed
-from validation.rank_report import Ending, RankFailed
+from validation.rank_report import Ending, RankFailed, RankReport
+from validation.stall import lost_message
 from validation.verdict import Verdict
 from validation.world import World
 
@@ -53,7 +57,39 @@ def crashed(case: Case, failure: RankFailed | None) -> Verdict:
     culprit = failure.reports[failure.culprit]
     stuck = culprit.ending in (Ending.STUCK, Ending.ABSENT) and culprit.waiting is not None
     timeout = "Timeout" in culprit.message.partition(":")[0]
-    detail = culprit.sentence().partition("\n")[0]
-    return replace(
-        verdict, cause=(Cause("deadlock" if stuck or timeout else "crash", rank=culprit.rank, detail=detail),)
+    if not (stuck or timeout):
+        return replace(verdict, cause=(Cause("crash", rank=culprit.rank, detail=_first_line(culprit)),))
+    return replace(verdict, cause=(_stalled(case, failure),))
+
+
+def refused(case: Case, violations: Sequence[Violation]) -> Verdict:
+    """The verdict where static laws refuse what the ranks were to run: nothing ran, and the cause is there to read.
+
+    Laws come from what is computed to how it is sent, and the first that is broken is the cause: ranks that wait for
+    each other are a consequence of whatever was wrong before.
+    """
+    first = violations[0]
+    kind = "deadlock" if first.law in ("acyclic", "deadlock") else "order"
+    cause = Cause(kind, rank=first.rank, detail=str(first))
+    failure = "\n".join(map(str, violations))
+    return Verdict(str(case), "unknown", "none", (), failure=failure, cause=(cause,), bindings=case.bindings)
+
+
+def _stalled(case: Case, failure: RankFailed) -> Cause:
+    culprit = failure.reports[failure.culprit]
+    run = case.run
+    lost = lost_message(run if isinstance(run, Program) else lower(run), failure.reports)
+    if lost is None:
+        return Cause("deadlock", rank=culprit.rank, detail=_first_line(culprit))
+    return Cause(
+        "deadlock",
+        rank=lost.rank,
+        stage=lost.receive.stage,
+        microbatches=(lost.receive.microbatch,),
+        action=str(lost.receive),
+        detail=str(lost),
     )
+
+
+def _first_line(report: RankReport) -> str:
+    return report.sentence().partition("\n")[0]
