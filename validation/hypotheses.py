@@ -103,12 +103,12 @@ def _alternatives(case: Case, played: Mapping[int, Played], number: int, stage: 
     for name, dtype in NARROWER.items():
         yield _Alternative("rounded", f"it was computed in {name}", model, layers, training, dtype)
         yield _Cast("rounded", f"it was computed in {name}", model, layers, training, dtype)
-    for other in _orders(list(layers), case.layers):
+    for other in layer_orders(list(layers), case.layers):
         text = f"it computed layers {_list(other)}, expected {_list(layers)}"
         yield _Alternative("partition", text, model, other, training)
 
 
-def _orders(own: list[int], count: int) -> Iterator[list[int]]:
+def layer_orders(own: list[int], count: int) -> Iterator[list[int]]:
     """Other layers that a stage may have by mistake: a neighbouring range, another order, one twice, one exchanged."""
     for start in range(count):
         for end in range(start + 1, count + 1):
