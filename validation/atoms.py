@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
+import torch
+
 from reference.pairing import Contributed, Flow, Pairing, Tensors
 from reference.step import Gradient, Site, Stage
 
@@ -20,7 +22,8 @@ class Term(NamedTuple):
     stage its target. "logits": the same on the last stage with the gradient in the logits. "flow": with the output
     gradient number ``gradient`` that an error in the next stage made. "earlier": microbatch ``activation`` of the
     accumulating call ``gradient`` calls ago. "gradient": the whole gradient of the step before. "contribution": one
-    microbatch's part of it. "parameter": the parameter itself. "old-activation", "old-gradient": a pair of which that
+    microbatch's part of it. "parameter": the parameter itself. "evaluated": the gradient of evaluation
+    number ``activation``. "old-activation", "old-gradient": a pair of which that
     half is of the step before. "old-data": the step before's microbatch in today's model. "old-weights": today's
     microbatch in the step before's model.
     """
@@ -59,7 +62,8 @@ class Evidence:
     ``observed`` and ``expected``: an update's gradients by site, after tied copies are summed. ``now``: the operation
     that made the update; ``earlier``: the accumulating calls before it, latest first; ``before``: the last operation
     of the update before, and ``old``, that update's gradients. ``tied``: parameters with copies in several stages, the
-    name by stage. ``placement``: each stage's rank.
+    name by stage. ``evaluated``: evaluations before the update, as if they had been
+    steps. ``placement``: each stage's rank.
     """
 
     observed: Mapping[Site, Gradient]
@@ -69,6 +73,7 @@ class Evidence:
     before: Pairing | None = None
     old: Mapping[Site, Gradient] = field(default_factory=dict)
     tied: Sequence[Mapping[Stage, str]] = ()
+    evaluated: Sequence[Pairing] = ()
     placement: Sequence[int] = ()
 
     @cached_property
@@ -119,6 +124,9 @@ class Atoms:
         evidence, stage = self._evidence, self._stage
         values = {name: value.detach() for name, value in self._now.parameters(stage).items()}
         found = [Atom(Term("parameter"), values)]
+        for number, pairing in enumerate(evidence.evaluated):
+            parts = [pairing.contribution(stage, i).gradients for i in range(pairing.microbatches)]
+            found.append(Atom(Term("evaluated", number), {name: _sum([p[name] for p in parts]) for name in values}))
         if evidence.before is not None:
             old = {name: _double(evidence.old.get((stage, name))) for name in values}
             found.append(Atom(Term("gradient"), old))
@@ -182,3 +190,8 @@ def _as_is(gradients: tuple[Gradient, ...]) -> Flow:
 
 def _double(gradient: Gradient) -> Gradient:
     return None if gradient is None else gradient.double()
+
+
+def _sum(parts: Sequence[Gradient]) -> Gradient:
+    found = [part for part in parts if part is not None]
+    return torch.stack(found).sum(dim=0) if found else None

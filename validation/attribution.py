@@ -87,13 +87,17 @@ def evidence_of(case: Case, observed: Observed, operation: int) -> Evidence:
     recipe = Recipe(loss=case.loss)
     reference = Reference(model, owner=owners(model, case.split), recipe=recipe)
     pending: list[Pairing] = []
+    evaluated: list[Pairing] = []
     before: Pairing | None = None
     old: Expected | None = None
     for number in range(operation + 1):
         name, batches = case.plan[number], data_for(case, number)
         orders = dict.fromkeys(range(case.stages), range(case.microbatches))
         expected = reference.perform(name, batches, orders=orders, max_norm=max_norm_of(case, number))
-        if name != "eval":
+        if name == "eval":
+            now = {key: value.detach().clone() for key, value in model.named_parameters(remove_duplicate=False)}
+            evaluated.append(Pairing(model, before=now, layers=layers_of(case.split), batches=batches, recipe=recipe))
+        else:
             pairing = Pairing(
                 model, before=expected.before, layers=layers_of(case.split), batches=batches, recipe=recipe
             )
@@ -109,6 +113,7 @@ def evidence_of(case: Case, observed: Observed, operation: int) -> Evidence:
         before,
         _gradients(old),
         tied_across(model, case.split),
+        evaluated,
         case.built.placement,
     )
 

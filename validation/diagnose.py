@@ -31,7 +31,6 @@ _RAN: Mapping[Rule, str] = {
 }
 # ... those on which a gradient is made, of which only a recording shows more than what came out ...
 _MADE: Mapping[Rule, str] = {
-    weights: "weights: every stage began with the model's parameters",
     boundaries: "messages, buffers, computation: every recorded boundary tensor is right",
     sums: "microbatches: each action added what its microbatch contributes, and nothing touched the sums between",
     reduction: "tied parameters: every copy has the sum of all shares, and no other gradient changed meanwhile",
@@ -65,11 +64,12 @@ def diagnose(case: Case, observed: Observed, verdict: Verdict) -> Verdict:
 def _links(evidence: Evidence) -> Mapping[Rule, str]:
     """The links that this evidence can judge. Attribution stands for those that only a recording shows."""
     held: Mapping[Rule, str] = {partition: "partition: every parameter is in the stage that should hold it"}
+    begun: Mapping[Rule, str] = {weights: "weights: every stage began with the model's parameters"}
     made: Mapping[Rule, str] = {attributed: "gradients: they are made of what they should be"}
     ran: Mapping[Rule, str] = _RAN if evidence.observed.watched else {}
     if evidence.recording is not None:
-        return {**held, **ran, **_MADE, **_USED, **made}
-    return {**held, **ran, **made, **_USED}
+        return {**held, **ran, **begun, **_MADE, **_USED, **made}
+    return {**held, **ran, **begun, **made, **_USED}
 
 
 def _ranked(causes: Sequence[Cause], ruled_out: Sequence[str]) -> tuple[Cause, ...]:

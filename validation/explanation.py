@@ -15,6 +15,7 @@ from validation.tolerance import Floor, error
 _ZERO = 1e-3  # a coefficient this small may be none at all: it is left out if nothing but rounding remains without it
 _NARROW = 2.0**-7  # more than rounding to bfloat16 changes
 _MORE = 8  # a sparse explanation has at most two atoms for every microbatch, and so many more
+_SEVERAL = 4
 _HALF = 0.5  # an explanation holds for a stage if it holds for at least this share of its parameters
 
 
@@ -22,7 +23,8 @@ _HALF = 0.5  # an explanation holds for a stage if it holds for at least this sh
 class Oddity:
     """A parameter whose gradient is not what the rest of its stage says.
 
-    what: "missing", "unexpected", "zero", "not-finite", "shape", "factor" (times ``factor``), "rounded" or "unknown".
+    what: "missing", "unexpected", "zero", "not-finite", "shape", "factor" (times ``factor``), "rounded",
+    "altered" (in another order) or "unknown".
     """
 
     parameter: str
@@ -263,6 +265,8 @@ class Explainer:
         if says is None or says.numel() < 2:
             return Oddity(name, "unknown")
         one = fit(seen.double().flatten().cpu(), says.flatten()[None], self._limits[name])
+        if one.residual > self._limits[name] and reordered(seen, says, self._limits[name]):
+            return Oddity(name, "altered")
         factor = self._round(one.coefficients[0], one.uncertain[0])
         return Oddity(name, "factor", factor) if one.residual <= self._limits[name] else Oddity(name, "unknown")
 
@@ -272,6 +276,12 @@ def limit_of(due: Gradient, wide: Gradient) -> float:
     if due is None or wide is None:
         return Floor(0.0, 0.0, 0.0).limit
     return Floor(0.0, error(due.cpu(), wide), 0.0).limit
+
+
+def reordered(seen: Tensor, says: Tensor, limit: float) -> bool:
+    """Whether ``seen`` is ``says`` but for the order of its elements, which are enough for that to be no chance."""
+    one, two = (tensor.double().cpu().flatten().sort().values for tensor in (seen, says))
+    return len(one) >= _SEVERAL and one.shape == two.shape and error(one, two) <= limit
 
 
 def _narrow(gradient: Gradient) -> bool:

@@ -14,6 +14,7 @@ from validation.atoms import Evidence, Term
 from validation.cause import Cause
 from validation.chains import swaps
 from validation.explanation import Explanation, Oddity
+from validation.mixed import mixed
 from validation.tied import Shares
 
 _WHOLE = {"missing", "unexpected", "rounded", "not-finite"}  # what a whole stage can be at once
@@ -45,12 +46,12 @@ def name_causes(
     faults = {
         one.stage: faults_of(evidence, one, filled(one))
         for one in stages
-        if one.explained and (one.compared or one.odd)
+        if one.explained and (one.compared or one.odd or not any(one.coefficients.values()))
     }
     causes = [*swapped, *_placed(evidence, faults), *_odd(evidence, stages), *_tied(evidence, tied)]
     causes += _untrained(evidence)
     causes = [_with_rank(evidence, cause) for cause in causes]
-    unknown = tuple(_unknown(stages, tied))
+    unknown = tuple(_unknown(evidence, stages, tied))
     return tuple(dict.fromkeys(causes)), unknown, tuple(_ruled_out(stages, causes))
 
 
@@ -70,7 +71,7 @@ def filled(stage: Explanation) -> dict[Term, float]:
 
 def _slots(stage: Explanation, term: Term) -> tuple[int, ...]:
     """The microbatches that a wrong term may stand in for, the likeliest first."""
-    if term.nominal or term.what in ("gradient", "contribution", "parameter"):
+    if term.nominal or term.what in ("gradient", "contribution", "parameter", "evaluated"):
         return ()
     if term.what == "flow":
         return (term.activation, *sorted(stage.wrong[term.gradient].near))
@@ -164,6 +165,7 @@ def _leftovers(stage: Explanation) -> Iterator[Fault]:
     for what, kind, words in (
         ("gradient", "stale-gradient", "the gradient of the step before was added"),
         ("parameter", "extra-term", "the parameter itself was added"),
+        ("evaluated", "extra-term", "the gradient of an evaluation was added"),
     ):
         for term, c in terms.items():
             if term.what == what:
@@ -255,6 +257,7 @@ def _odd(evidence: Evidence, stages: Sequence[Explanation]) -> Iterator[Cause]:
     for one in stages:
         if one.compared == 0 and len({oddity.what for oddity in one.odd} & _WHOLE) == 1:
             continue  # the stage's own fault
+        yield from mixed(stages, one, evidence)
         groups: dict[tuple[str, float | None], list[str]] = {}
         for oddity in one.odd:
             groups.setdefault((oddity.what, oddity.factor), []).append(oddity.parameter)
@@ -277,7 +280,7 @@ def _untrained(evidence: Evidence) -> Iterator[Cause]:
 
 
 def _odd_cause(evidence: Evidence, odd: Oddity) -> Cause | None:
-    if odd.what in ("missing", "unexpected", "zero", "not-finite", "rounded"):
+    if odd.what in ("missing", "unexpected", "zero", "not-finite", "rounded", "altered"):
         return Cause(odd.what)
     if odd.what == "shape":
         return Cause("partition", detail="its gradient has another shape")
@@ -292,7 +295,9 @@ def _tied(evidence: Evidence, tied: Sequence[Shares]) -> Iterator[Cause]:
     for copies in evidence.tied:
         wrong = [copy for copy in tied if (copy.stage, copy.parameter) in copies.items() and not copy.right]
         causes = [_tied_cause(copy) for copy in wrong if copy.explained]
-        if causes and len({cause.kind for cause in causes}) == 1 and len(causes) == len(copies):
+        if any(cause.kind == "altered" for cause in causes):
+            yield next(cause for cause in causes if cause.kind == "altered")
+        elif causes and len({cause.kind for cause in causes}) == 1 and len(causes) == len(copies):
             detail = "; ".join(f"{cause.parameter} of stage {cause.stage} has {cause.detail}" for cause in causes)
             yield replace(causes[0], stage=None, detail=detail)
         else:
@@ -302,6 +307,12 @@ def _tied(evidence: Evidence, tied: Sequence[Shares]) -> Iterator[Cause]:
 def _tied_cause(copy: Shares) -> Cause:
     where = Cause(copy.absent or "tied-not-summed", stage=copy.stage, parameter=copy.parameter)
     counts = list(copy.counts.values())
+    if copy.turned is not None:
+        return replace(where, kind="altered", stage=copy.turned, detail="its share is in another order")
+    if copy.lacking:
+        listed = ", ".join(map(str, copy.lacking))
+        detail = f"other stages' share of microbatch {listed} is missing"
+        return replace(where, microbatches=copy.lacking, detail=detail)
     detail = ", ".join(f"stage {stage}'s share {count:g} times" for stage, count in copy.counts.items())
     if copy.absent or (0.0 in counts and set(counts) <= {0.0, 1.0}):
         return replace(where, detail=detail)
@@ -312,7 +323,7 @@ def _tied_cause(copy: Shares) -> Cause:
     return replace(where, detail=detail)
 
 
-def _unknown(stages: Sequence[Explanation], tied: Sequence[Shares]) -> Iterator[str]:
+def _unknown(evidence: Evidence, stages: Sequence[Explanation], tied: Sequence[Shares]) -> Iterator[str]:
     for one in reversed(stages):
         if not one.explained:
             yield (
@@ -322,8 +333,9 @@ def _unknown(stages: Sequence[Explanation], tied: Sequence[Shares]) -> Iterator[
         elif one.undecided:
             terms = ", ".join(f"({t.activation}, {t.gradient})" for t in one.undecided)
             yield f"stage {one.stage}: the coefficients of {terms} are not decided by so few, or so similar, numbers"
+        told = {cause.parameter for cause in mixed(stages, one, evidence)}
         for odd in one.odd:
-            if odd.what == "unknown":
+            if odd.what == "unknown" and odd.parameter not in told:
                 yield f"stage {one.stage}: the gradient of {odd.parameter} is no multiple of what the others say"
     for copy in tied:
         if not copy.explained:

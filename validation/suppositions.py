@@ -1,12 +1,12 @@
 """What may go wrong at a stage, as suppositions that the reference can play through."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from reference.boundary import Tensors, run_layers
-from reference.model import Model
+from reference.model import DropoutBlock, Model
 from validation.address import NARROWER
 from validation.flow import Played
 from validation.hypotheses import layer_orders
@@ -20,6 +20,10 @@ def of_forward(played: Mapping[int, Played], number: int, stage: int, layers: Se
     yield Supposed("mode", stage, "its module ran in evaluation mode", compute=_in_evaluation(layers[stage]))
     for name, dtype in NARROWER.items():
         yield Supposed("rounded", stage, f"it was computed in {name}", compute=_in_type(layers[stage], dtype))
+    own = _pieces(played[number].model, layers[stage])
+    if any(isinstance(part, DropoutBlock) for piece in own for part in piece.modules()):
+        for text, change in _KEYS.items():
+            yield Supposed("randomness", stage, text, compute=_keyed(layers[stage], change))
     for other in layer_orders(list(layers[stage]), count):
         listed = ", ".join(map(str, other))
         yield Supposed("partition", stage, f"it computed layers {listed}", compute=_of_layers(other))
@@ -37,6 +41,34 @@ def of_backward(stage: int) -> Iterator[Supposed]:
 def spoiled(stage: int) -> Supposed:
     """Something else in place of what was kept: which gradients does that reach?"""
     return Supposed("overwritten", stage, "its kept inputs were overwritten before its backward", kept=_noise)
+
+
+# What random numbers may be drawn from by mistake: the layer's number in its stage, and the seed.
+_KEYS: Mapping[str, Callable[[int, int, int], tuple[int, int]]] = {
+    "its random numbers are those of layers counted from 0": lambda place, layer, seed: (place, seed),
+    "its random numbers are those of layers counted from 1": lambda place, layer, seed: (layer + 1, seed),
+    "its random numbers are those of the next seed": lambda place, layer, seed: (layer, seed + 1),
+    "its random numbers are those of the seed before": lambda place, layer, seed: (layer, seed - 1),
+}
+
+
+def _pieces(model: Model, layers: Sequence[int]) -> list[nn.Module]:
+    return [model.get_submodule(piece) for layer in layers for piece in model.layers[layer]]
+
+
+def _keyed(layers: Sequence[int], change: Callable[[int, int, int], tuple[int, int]]) -> Compute:
+    def compute(model: Model, inputs: Tensors) -> Tensors:
+        parts = [part for piece in _pieces(model, layers) for part in piece.modules() if isinstance(part, DropoutBlock)]
+        before = [(part.layer, part.seed) for part in parts]
+        try:
+            for place, part in enumerate(parts):
+                part.layer, part.seed = change(place, part.layer, part.seed)
+            return run_layers(model, layers, inputs)
+        finally:
+            for part, (layer, seed) in zip(parts, before, strict=True):
+                part.layer, part.seed = layer, seed
+
+    return compute
 
 
 def _of_inputs(played: Mapping[int, Played], number: int, stage: int) -> Iterator[Supposed]:

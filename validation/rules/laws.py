@@ -10,7 +10,11 @@ from validation.address import agrees
 from validation.cause import Cause
 from validation.evidence import Evidence
 from validation.recording import Site
+from validation.rules.update import clip_factor, learning_rate
 from validation.verdict import Mismatch
+
+_LARGE = 10.0  # a parameter as small as its update says nothing of what it was before
+_DERIVED = 1e-2  # a relative error that no doubt about the update reaches; weights drawn otherwise differ by far more
 
 
 def partition(evidence: Evidence) -> list[Cause]:
@@ -28,13 +32,33 @@ def weights(evidence: Evidence) -> list[Cause]:
     for number in evidence.concerned:
         recording, model = evidence.observed.recording(number), evidence.played[number].model
         known = {name: tensor.detach() for name, tensor in model.named_parameters(remove_duplicate=False)}
-        began = recording.parameters if recording is not None else {}
-        wrong = {
-            site: seen for site, seen in sorted(began.items()) if not _same(known.get(site[1]), seen, evidence.limit)
-        }
+        began = recording.parameters if recording is not None else _began(evidence, number)
+        limit = evidence.limit if recording is not None else _DERIVED
+        wrong = {site: seen for site, seen in sorted(began.items()) if not _same(known.get(site[1]), seen, limit)}
         if wrong:
             return [_weights(evidence, number, wrong, known)]
     return []
+
+
+def _began(evidence: Evidence, number: int) -> dict[Site, Tensor]:
+    """What nobody recorded: the parameters that an operation began with are those that the one before left.
+
+    Before the first, they follow from what the update left, for that is linear in the gradient. Other ones show in the
+    losses, so where these are right there is nothing to look for.
+    """
+    updates = [k for k in range(number) if evidence.case.plan[k] == "train"]
+    if updates:
+        return evidence.observed.parameters(updates[-1])
+    norm = evidence.observed.ranks[0][number].norm
+    if not evidence.differs("loss") or evidence.case.plan[number] != "train" or not norm or norm != norm:
+        return {}
+    factor, rate = clip_factor(evidence, norm), learning_rate()
+    gradients = evidence.observed.gradients(number)
+    return {
+        site: left + rate * factor * gradient
+        for site, left in evidence.observed.parameters(number).items()
+        if (gradient := gradients.get(site)) is not None and left.norm() > _LARGE * rate * factor * gradient.norm()
+    }
 
 
 def _weights(evidence: Evidence, number: int, wrong: Mapping[Site, Tensor], known: Mapping[str, Tensor]) -> Cause:

@@ -99,6 +99,12 @@ def clip_factor(evidence: Evidence, size: float | None) -> float:
     return 1.0 if factor > 1.0 else factor
 
 
+def learning_rate() -> float:
+    """What the optimizer of every case multiplies gradients by."""
+    (group,) = Recipe().optimizer([nn.Parameter(torch.zeros(1))]).param_groups
+    return float(group["lr"])
+
+
 def near(one: float | None, other: float | None) -> bool:
     """Whether two numbers are one, formed in two ways."""
     return one is not None and other is not None and abs(one - other) <= max(_ALIKE, LEAST) * abs(other)
@@ -120,8 +126,7 @@ def _given(evidence: Evidence) -> dict[Site, tuple[Tensor, float]]:
         return {site: (one, 0.0) for site, one in evidence.recording.clipped.items() if one is not None}
     if evidence.case.plan[evidence.number] != "train":
         return {}
-    (group,) = Recipe().optimizer([nn.Parameter(torch.zeros(1))]).param_groups
-    factor, rate = clip_factor(evidence, evidence.expected.norm), group["lr"]
+    factor, rate = clip_factor(evidence, evidence.expected.norm), learning_rate()
     found = {}
     for site, seen in evidence.observed.parameters(evidence.number).items():
         due, gradient = evidence.expected.parameters.get(site), evidence.expected.gradients.get(site)
