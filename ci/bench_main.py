@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import bench_cases
 import bench_held
 import bench_overhead
+import bench_recorder
 import bench_scale
 import bench_sleep
 import torch
@@ -35,6 +36,7 @@ PARTS = {
     "c": Part("fuzz cases against a world spawned per case", "cases per second", bench_cases.measure, 4, 3),
     "d": Part("building, checking, simulating up to P = M = ranks", "seconds", bench_scale.measure, 1024, 1),
     "e": Part("memory held between I and W", "MB", bench_held.measure, 1, 1),
+    "f": Part("what recording boundary tensors costs", "ms per step", bench_recorder.measure, 2, 40),
 }
 
 
@@ -66,7 +68,7 @@ def _options() -> argparse.Namespace:
         epilog="\n".join(["parts:", *(f"  {name}  {part.title} ({part.unit})" for name, part in PARTS.items())]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("parts", nargs="*", metavar="a|b|c|d|e", help="the parts to run (default: all)")
+    parser.add_argument("parts", nargs="*", metavar="a|b|c|d|e|f", help="the parts to run (default: all)")
     defaults = ", ".join(f"{part.ranks} for {name}" for name, part in PARTS.items())
     parser.add_argument("--ranks", type=int, help=f"how many ranks (default: {defaults})")
     parser.add_argument("--rounds", type=int, help="how often each variant takes its turn")

@@ -1,6 +1,6 @@
 """The recorder: wrapped around stages and gradient work, it copies what passes and changes no bit of it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +28,9 @@ from validation.recording import (
     Recording,
     together,
 )
-from validation.tolerance import same_bits
+from validation.snapshot import Named, Snapshot, Versions, gradients, parameters, versions
+
+_NOTHING = Snapshot((), {})
 
 
 class RecordedStage(AroundStage):
@@ -38,27 +40,30 @@ class RecordedStage(AroundStage):
         super().__init__(inner)
         self._tensors: dict[Point, Sequence[Tensor | None]] = {}
         self._graphs: dict[tuple[int, int], tuple[int, ...]] = {}
-        self._additions: list[Addition] = []
-        self._last: Mapping[str, Tensor | None] = {}
+        self._additions: list[tuple[Action, Snapshot | None, Snapshot]] = []
+        self._named: Named = ()
+        self._written: Versions = ()
+        self._before: Snapshot | None = None
         self._inputs: dict[int, Sequence[Tensor]] = {}
         self._received: dict[int, Gradients] = {}
         self._backward_of: int | None = None
-        self._parameters: dict[tuple[int, str], Tensor] = {}
+        self._parameters = _NOTHING
 
     def begin(self) -> None:
         self._tensors, self._graphs, self._additions = {}, {}, []
         self._inputs, self._received, self._backward_of = {}, {}, None
-        self._last = {}
-        self._parameters = {
-            (self.index, name): parameter.detach().to("cpu", copy=True)
-            for name, parameter in self.module.named_parameters(remove_duplicate=False)
-        }
+        self._named = list(self.module.named_parameters(remove_duplicate=False))
+        self._written, self._parameters = (), parameters(self._named)
         self.inner.begin()
 
     def recorded(self) -> Recording:
         """What passed since ``begin``."""
-        additions = {self.index: tuple(self._additions)}
-        return Recording(self._tensors, self._graphs, additions, parameters=self._parameters)
+        additions = [
+            Addition(action, None if before is None else before.tensors(), after.tensors())
+            for action, before, after in self._additions
+        ]
+        began = {(self.index, name): value for name, value in self._parameters.tensors().items() if value is not None}
+        return Recording(self._tensors, self._graphs, {self.index: tuple(additions)}, parameters=began)
 
     def forward(self, microbatch: int, inputs: Tensors, goal: Goal | None) -> Tensors:
         def called(module: nn.Module, arguments: tuple[Any, ...]) -> None:
@@ -137,20 +142,16 @@ class RecordedStage(AroundStage):
 
     def _start(self, microbatch: int, *, graph: bool) -> None:
         self._backward_of = microbatch if graph else None
-        self._before = None if _same(self._last, self._live()) else self._gradients()
+        # Torch counts the writes to a tensor, so that sums nobody touched need not be copied to see that. What writes
+        # past that count shows at the end of this action, as an addition that is not the microbatch's.
+        self._before = None if versions(self._named) == self._written else gradients(self._named)
 
     def _added(self, kind: Kind, microbatch: int) -> None:
         self._backward_of = None
         if kind is not Kind.BACKWARD_INPUT:
             self._inputs.pop(microbatch, None)
-        self._last = self._gradients()
-        self._additions.append(Addition(Action(self.index, kind, microbatch), self._before, self._last))
-
-    def _live(self) -> dict[str, Tensor | None]:
-        return {name: parameter.grad for name, parameter in self.module.named_parameters(remove_duplicate=False)}
-
-    def _gradients(self) -> dict[str, Tensor | None]:
-        return {name: _copy(gradient) for name, gradient in self._live().items()}
+        self._written, after = versions(self._named), gradients(self._named)
+        self._additions.append((Action(self.index, kind, microbatch), self._before, after))
 
     def _note(self, microbatch: int, where: str, tensors: Sequence[Tensor | None]) -> None:
         self._tensors[Point(self.index, microbatch, where)] = tuple(map(_copy, tensors))
@@ -172,11 +173,11 @@ class RecordedGradients(AroundGradients):
         self.recorded = replace(self.recorded, clipped=self._copies())
 
     def _copies(self) -> dict[tuple[int, str], Tensor | None]:
-        return {
-            (stage.index, name): _copy(parameter.grad)
-            for stage in self.stages
-            for name, parameter in stage.module.named_parameters(remove_duplicate=False)
-        }
+        found = dict[tuple[int, str], Tensor | None]()
+        for stage in self.stages:
+            held = gradients(list(stage.module.named_parameters(remove_duplicate=False))).tensors()
+            found |= {(stage.index, name): gradient for name, gradient in held.items()}
+        return found
 
 
 class Recorder:
@@ -202,14 +203,3 @@ class Recorder:
 
 def _copy(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.detach().to("cpu", copy=True)
-
-
-def _same(one: Mapping[str, Tensor | None], other: Mapping[str, Tensor | None]) -> bool:
-    """Whether all gradients are equal bit for bit, and None alike."""
-    return one.keys() == other.keys() and all(_equal(one[name], other[name]) for name in one)
-
-
-def _equal(one: Tensor | None, other: Tensor | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return same_bits(other.detach().cpu(), one)
