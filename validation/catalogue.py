@@ -1,10 +1,12 @@
 """The catalogue at work: planted faults in their smallest cases or on whole schedules, caught and named."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 
 from validation.campaign import Setting
 from validation.case import Case
 from validation.confusion import matrix, pairs_of, totals
+from validation.shrinking import Shrunk, shrink
 from validation.specimens import CONTROLS, FAMILIES, SPECIMENS, SpecimenError
 from validation.terminal import JsonFile, Terminal
 from validation.trial import Named, Trial, case_for, smallest_of, try_out
@@ -65,6 +67,19 @@ def try_all(names: Sequence[str], schedules: Sequence[str], setting: Setting, *,
                 terminal.say(f"\n{words}:\n{matrix(pairs_of(trials, which))}\n{totals(trials, which)}")
         file.write({"schema": SCHEMA, "specimens": [trial.as_dict() for trial in trials]})
     return 0 if trials and all(_sound(trial) for trial in trials) else 1
+
+
+def shrink_all(names: Sequence[str], setting: Setting, *, seed: int) -> int:
+    """Shrink a random failing case of each specimen; 1 where one does not end in the case that it states."""
+    terminal, found = Terminal(), list[Shrunk]()
+    with JsonFile(setting.json) as file, World(device="cpu", timeout_s=setting.timeout_s) as world:
+        for number, name in enumerate(names, start=1):
+            with terminal.progress(f"{number} of {len(names)}: {name}"):
+                found.append(shrink(SPECIMENS[name], world, seed=seed))
+            terminal.say(str(found[-1]))
+        terminal.say(f"{sum(one.as_stated for one in found)} of {len(found)} shrink to the case that they state")
+        file.write({"schema": SCHEMA, "seed": seed, "shrunk": [asdict(one) for one in found]})
+    return 0 if found and all(one.as_stated for one in found) else 1
 
 
 def _sound(trial: Trial) -> bool:

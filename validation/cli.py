@@ -168,6 +168,8 @@ def _add_specimens(parser: argparse.ArgumentParser) -> None:
         "--schedule", default="", metavar="NAME,...", help="all, or some: each specimen there, not in its smallest case"
     )
     parser.add_argument("--only", default="", metavar="NAME,...", help="these specimens alone")
+    parser.add_argument("--shrink", action="store_true", help="shrink a random failing case of each to its smallest")
+    parser.add_argument("--seed", type=int, default=0, help="where --shrink begins")
     parser.add_argument("--final-only", action="store_true", help="from final gradients alone: record no tensors")
     parser.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS", help="bound of one case")
     parser.add_argument("--json", metavar="FILE", help="write results there")
@@ -218,7 +220,7 @@ def _replay(options: argparse.Namespace) -> int:
 
 def _specimens(options: argparse.Namespace) -> int:
     from validation.campaign import Setting
-    from validation.catalogue import chosen, listing, try_all
+    from validation.catalogue import chosen, listing, shrink_all, try_all
 
     names = chosen(options.only)
     if options.list:
@@ -226,6 +228,8 @@ def _specimens(options: argparse.Namespace) -> int:
         return 0
     schedules = _schedules(options.schedule) if options.schedule else []
     setting = Setting("cpu", options.timeout, options.json)
+    if options.shrink:
+        return shrink_all(names, setting, seed=options.seed)
     return try_all(names, schedules, setting, final_only=options.final_only)
 
 
