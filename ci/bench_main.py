@@ -7,6 +7,7 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import bench_cases
 import bench_held
@@ -33,6 +34,13 @@ class Part:
 PARTS = {
     "a": Part("overhead per action, almost no compute", "ms per step", bench_overhead.measure, 2, 40),
     "b": Part("wall time over simulated time, sleeping stages", "ms per step", bench_sleep.measure, 4, 11),
+    "b2": Part(
+        "the same, twice as slow: 5 ms for every action of a rank's two stages",
+        "ms per step",
+        partial(bench_sleep.measure, whole_s=10e-3),
+        4,
+        7,
+    ),
     "c": Part("fuzz cases against a world spawned per case", "cases per second", bench_cases.measure, 4, 3),
     "d": Part("building, checking, simulating up to P = M = ranks", "seconds", bench_scale.measure, 1024, 1),
     "e": Part("memory held between I and W", "MB", bench_held.measure, 1, 1),
@@ -65,10 +73,10 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="ci/bench",
         description=__doc__,
-        epilog="\n".join(["parts:", *(f"  {name}  {part.title} ({part.unit})" for name, part in PARTS.items())]),
+        epilog="\n".join(["parts:", *(f"  {name:2}  {part.title} ({part.unit})" for name, part in PARTS.items())]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("parts", nargs="*", metavar="a|b|c|d|e|f", help="the parts to run (default: all)")
+    parser.add_argument("parts", nargs="*", metavar="|".join(PARTS), help="the parts to run (default: all)")
     defaults = ", ".join(f"{part.ranks} for {name}" for name, part in PARTS.items())
     parser.add_argument("--ranks", type=int, help=f"how many ranks (default: {defaults})")
     parser.add_argument("--rounds", type=int, help="how often each variant takes its turn")

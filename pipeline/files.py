@@ -1,5 +1,7 @@
 """Schedules and programs in files: torch's CSV, read whole or refused in a sentence that names the file."""
 
+import io
+import sys
 from pathlib import Path
 
 from pipeline.lower import Program, read_csv
@@ -16,24 +18,41 @@ def is_csv(name: str | Path) -> bool:
 def read_file(path: str | Path) -> Schedule | Program:
     """What the file says: a program where it holds any message, else a schedule. Laws are not checked here.
 
-    UTF-8, with or without a byte order mark; any line ends. Raises ``ScheduleError`` that names the file.
+    ``-`` is standard input. UTF-8, with or without a byte order mark; any line ends. Raises ``ScheduleError`` that
+    names the file.
     """
-    text = _text(Path(path))
+    source = "standard input" if path == "-" else path
+    if path == "":
+        raise ScheduleError("cannot read a file whose name is empty; give it one, or - for standard input")
+    text = _text(source, Path(path))
     try:
-        return read_csv(text, name=Path(path).name)
+        return read_csv(text, name=Path(source).name)
     except ScheduleError as error:
-        raise ScheduleError(f"{path}: {error}") from None
+        raise ScheduleError(f"{source}: {error}") from None
 
 
-def _text(path: Path) -> str:
+def _text(source: str | Path, path: Path) -> str:
     try:
-        if path.exists() and not path.is_file():  # reading a pipe may never end
-            raise OSError("it is no regular file")
-        if path.stat().st_size > _MOST_BYTES:
-            raise OSError(f"it has more than {_MOST_BYTES >> 20} MiB, which no schedule needs")
-        return path.read_text(encoding="utf-8-sig")
+        return io.StringIO(_bytes(path).decode("utf-8-sig"), newline=None).read()
     except UnicodeDecodeError as error:
         found = f"byte {error.object[error.start]:#04x} at {error.start} is not UTF-8; save it as comma-separated text"
-        raise ScheduleError(f"cannot read {path}: {found} in UTF-8") from None
+        raise ScheduleError(f"cannot read {source}: {found} in UTF-8") from None
     except (OSError, ValueError) as error:  # ValueError: a name with a null character
-        raise ScheduleError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+        raise ScheduleError(f"cannot read {source}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def _bytes(path: Path) -> bytes:
+    """All of a regular file or, for ``-``, of standard input, unless it is more than a schedule can need."""
+    if path == Path("-"):
+        if sys.stdin is None:
+            raise OSError("it is closed")
+        data = sys.stdin.buffer.read(_MOST_BYTES + 1)
+        size = len(data)
+    else:
+        if path.exists() and not path.is_file():  # reading a pipe may never end
+            raise OSError("it is no regular file (pipeproof check - reads standard input)")
+        size = path.stat().st_size
+        data = path.read_bytes() if size <= _MOST_BYTES else b""
+    if size > _MOST_BYTES:
+        raise OSError(f"it has more than {_MOST_BYTES >> 20} MiB, which no schedule needs")
+    return data

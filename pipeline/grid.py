@@ -5,6 +5,7 @@ from collections.abc import Collection, Sequence
 from pipeline.action import Action
 from pipeline.schedule import Schedule, ScheduleError
 from pipeline.simulate import Timeline, simulate
+from pipeline.sizes import MOST_ACTIONS
 
 
 def grid(schedule: Schedule) -> str:
@@ -18,6 +19,8 @@ def grid(schedule: Schedule) -> str:
 def draw(timeline: Timeline) -> str:
     """``timeline`` on a grid of whole units of time. Raises ``ScheduleError`` where an action starts between two."""
     columns = round(timeline.makespan)
+    if columns * len(timeline.schedule.ranks) > MOST_ACTIONS:
+        raise ScheduleError(f"cannot draw: {timeline.makespan:g} units of time are too many columns")
     rows = [["."] * columns for _ in timeline.schedule.ranks]
     for rank, actions in enumerate(timeline.schedule.ranks):
         for action, start, end in zip(actions, timeline.starts[rank], timeline.ends[rank], strict=True):

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
 from pipeline.schedule import ScheduleError
+from pipeline.sizes import MOST_LAYERS, counted, some
 
 Fits = Callable[[int, int, int], bool]
 Best = tuple[float, float, tuple[int, ...]]
@@ -11,9 +12,11 @@ Best = tuple[float, float, tuple[int, ...]]
 
 def even(layers: int, stages: int) -> tuple[int, ...]:
     """Layers per stage, as even as possible, the larger stages first: even(7, 3) is (3, 2, 2)."""
+    counted("layers", layers, most=MOST_LAYERS)
     if not 1 <= stages <= layers:
         raise ScheduleError(
-            f"{layers} layers cannot fill {stages} stages: use 1 to {layers} stages (ranks x virtual), or more layers"
+            f"{some(layers, 'layer')} cannot fill {some(stages, 'stage')}: use 1 to {layers} (ranks x virtual), "
+            "or more layers"
         )
     size, larger = divmod(layers, stages)
     return tuple(size + (stage < larger) for stage in range(stages))

@@ -5,7 +5,7 @@ One unit of memory is the activations of one microbatch on an average rank, 1/P 
 layers' activations and weights are given (``Needs.activations``), memory is what those say, in their unit.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -14,6 +14,7 @@ from pipeline.partition import balanced, balanced_within, costs_of
 from pipeline.schedule import Schedule, ScheduleError
 from pipeline.schedules import FAMILIES, LOOPED, build, virtuals
 from pipeline.simulate import Times, simulate
+from pipeline.sizes import MOST_MICROBATCHES, MOST_RANKS, counted, measured
 
 _SLACK = 1e-9  # what rounding may add to a sum
 
@@ -68,24 +69,38 @@ class Option:
         return 100 * self.global_bubble / self.makespan if self.makespan else 0.0
 
 
-def plan(needs: Needs, *, virtual: Sequence[int] = (2, 4)) -> tuple[Option, ...]:
+def plan(
+    needs: Needs, *, virtual: Sequence[int] = (2, 4), progress: Callable[[str], object] = lambda name: None
+) -> tuple[Option, ...]:
     """Every family, and looped ones for each V of ``virtual``: those that fit by makespan, memory, then the others.
 
-    Raises ``ScheduleError`` for counts, times or costs that are no such.
+    ``progress`` is called with each family's name before its turn. Raises ``ScheduleError`` for counts, times or costs
+    that are no such.
     """
-    for what, value in (("ranks", needs.ranks), ("microbatches", needs.microbatches)):
-        if value < 1:
-            raise ScheduleError(f"{what} is {value}: expected at least 1")
-    above = (*needs.times, *needs.layers, *needs.activations, 1.0 if needs.memory is None else needs.memory)
-    if min(above) <= 0 or min(needs.weights, default=0.0) < 0:
-        raise ScheduleError("times, layers, activations and memory must be above 0, and weights not below")
+    _check(needs)
+    options = []
+    for name in FAMILIES:
+        progress(name)
+        options += [_option(name, chunks, needs) for chunks in _virtuals(name, virtual)]
+    return tuple(sorted(options, key=_rank))
+
+
+def _check(needs: Needs) -> None:
+    counted("ranks", needs.ranks, most=MOST_RANKS)
+    counted("microbatches", needs.microbatches, most=MOST_MICROBATCHES)
+    memory = () if needs.memory is None else (needs.memory,)
+    above = {"times": needs.times, "layers": needs.layers, "activations": needs.activations, "memory": memory}
+    for what, values in above.items():
+        for value in values:
+            measured(what, value)
+    for what, values in {"weights": needs.weights, "weight_memory": (needs.weight_memory,)}.items():
+        for value in values:
+            measured(what, value, zero=True)
     if needs.weights and not needs.activations:
         raise ScheduleError("weights need activations in the same unit, a number for every layer")
     for what, values in (("activations", needs.activations), ("weights", needs.weights)):
         if values and len(values) != len(needs.costs):
             raise ScheduleError(f"{what} has {len(values)} numbers: expected {len(needs.costs)}, one for every layer")
-    options = [_option(name, chunks, needs) for name in FAMILIES for chunks in _virtuals(name, virtual)]
-    return tuple(sorted(options, key=_rank))
 
 
 def _virtuals(name: str, virtual: Sequence[int]) -> Sequence[int]:

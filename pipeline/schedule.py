@@ -10,6 +10,7 @@ from pipeline.action import Action
 from pipeline.action import ScheduleError as ScheduleError
 from pipeline.cells import read_cells, write_cells
 from pipeline.columns import Columns, Ints
+from pipeline.sizes import some
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,12 @@ class Schedule:
     @property
     def n_stages(self) -> int:
         return len(self.placement)
+
+    @property
+    def sizes(self) -> str:
+        """P, S and M in words."""
+        counts = {"rank": self.n_ranks, "stage": self.n_stages, "microbatch": self.microbatches}
+        return ", ".join(some(count, what) for what, count in counts.items())
 
     @cached_property
     def columns(self) -> Columns:

@@ -1,5 +1,6 @@
 """What several test modules share."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,10 +18,31 @@ _STARTS_PROCESSES = {"torchrun", "python", "processes"}  # fixtures
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what starts processes like what uses ranks: ``-m "not ranks"`` is the fast part."""
+    """Mark what starts processes like what uses ranks: ``-m "not ranks"`` is the fast part.
+
+    What does not share the ranks of a world has nothing to gain from running once on every rank of torchrun.
+    """
     for item in items:
-        if _STARTS_PROCESSES & set(getattr(item, "fixturenames", ())):
+        fixtures = set(getattr(item, "fixturenames", ()))
+        if _STARTS_PROCESSES & fixtures:
             item.add_marker("ranks")
+        if "world" not in fixtures:
+            item.add_marker("one_rank")
+
+
+@pytest.fixture(autouse=True)
+def no_rank_of_torchrun(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test that runs on one rank only must not wait for the others, so it is not told that there are others."""
+    if request.node.get_closest_marker("one_rank"):
+        for name in os.environ.keys() - launch_environment().keys():
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def rank_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process as a rank of torchrun that is not the first, as far as its environment says."""
+    for name, text in {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, text)
 
 
 @pytest.fixture(scope="session")

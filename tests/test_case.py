@@ -38,6 +38,7 @@ def test_every_model_of_the_reference_can_be_a_case() -> None:
         ("1f1b r2 s2 m1 ragged=yes", "'ragged=yes' is no option"),
         ("1f1b r2 s2 m1 seed", "'seed' is no option"),
         ("1f1b r2 s2 m1 seed=x", "'seed=x' needs numbers"),
+        ("1f1b r2 s2 m1 seed=1 ragged seed=1", "seed is said twice"),
         ("1f1b r2 s2 m1 split=1,b", "'split=1,b' needs numbers"),
         ("1f1b r2 s2 m1 model=lstm", "unknown model 'lstm': known are gpt"),
         ("1f1b r2 s2 m1 loss=max", "unknown loss 'max': known are mean, tokens"),

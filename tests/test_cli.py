@@ -61,8 +61,8 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["show", "/no/such/file.csv"], "cannot read /no/such/file.csv"),
         (["show", "dualpipev", "--ranks", "4", "--microbatches", "5"], "needs at least 8"),
         (["show", "zb-v", "--virtual", "3"], "virtual is 3, but zb-v has two stages per rank: use virtual=2"),
-        (["show", "1f1b", "--times", "1,0,1"], "--times 1,0,1: expected numbers above 0"),
-        (["show", "1f1b", "--times", "1,2"], "--times needs three numbers"),
+        (["show", "1f1b", "--times", "1,0,1"], "argument --times: '0' in '1,0,1': expected a number above 0"),
+        (["show", "1f1b", "--times", "1,2"], "argument --times: '1,2' has 2 numbers: expected three"),
         (["show", "1f1b", "--svg", "x.pdf"], "--svg x.pdf: expected a file that ends in .svg"),
         (["show", "1f1b", "--trace", "/no/such/folder/x.json"], "cannot write /no/such/folder/x.json"),
         (["show", "1f1b", "--layers", "4"], "--layers says how ranks run: it needs --run"),
@@ -72,13 +72,51 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["show", "1f1b", "--run", "--layers", "3"], "3 layers cannot fill 4 stages"),
         (["specimens", "--only", "gremlin"], "unknown specimen 'gremlin': pipeproof specimens --list prints all"),
         (["specimens", "--schedule", "1f2b"], "unknown schedule '1f2b'"),
+        (["specimens", "--shrink", "--schedule", "1f1b"], "--shrink draws its own schedules and names nothing"),
+        (["specimens", "--shrink", "--seed", "-1"], "--seed"),
         (["plan", "--ranks", "0"], "ranks is 0"),
-        (["plan", "--times", "1,2"], "--times needs three numbers"),
-        (["plan", "--times", "1,a,2"], "invalid numbers value: '1,a,2'"),
-        (["plan", "--layers", "1,-1"], "must be above 0"),
+        (["plan", "--times", "1,2"], "argument --times: '1,2' has 2 numbers: expected three"),
+        (["plan", "--times", "1,a,2"], "argument --times: 'a' in '1,a,2': expected a number above 0"),
+        (["plan", "--layers", "1,-1"], "argument --layers: '-1' in '1,-1': expected a number above 0"),
         (["plan", "--activations", "1,1", "--weights", "1"], "weights has 1 numbers: expected 2, one for every layer"),
         (["validate", "--schedule", "dualpipev", "--microbatches", "3"], "dualpipev on 4 ranks needs at least 8"),
         (["validate", "--schedule", "dualpipe", "--ranks", "3"], "'dualpipe' holds every stage on two ranks"),
+        (["plan", "--layers", "8"], "--layers 8: expected the costs of all layers"),
+        (["plan", "--memory", "nan"], "argument --memory: 'nan': expected a number above 0"),
+        (["plan", "--memory", "-1"], "argument --memory: '-1': expected a number above 0"),
+        (["plan", "--layers", "inf,1"], "argument --layers: 'inf' in 'inf,1'"),
+        (["plan", "--layers", "1e308,1e308"], "argument --layers: '1e308' in '1e308,1e308'"),
+        (["plan", "--activations", "nan"], "argument --activations: 'nan': expected a number above 0"),
+        (["plan", "--weights", "-inf"], "argument --weights: '-inf': expected a number of at least 0"),
+        (["plan", "--weight-memory", "nan"], "argument --weight-memory: 'nan': expected a number of at least 0"),
+        (["plan", "--weight-memory", "-1"], "argument --weight-memory: '-1'"),
+        (["validate", "--timeout", "inf"], "argument --timeout: 'inf': expected a number above 0"),
+        (["validate", "--timeout", "1e9"], "argument --timeout: '1e9' is too long"),
+        (["show", "1f1b", "--times", "1e308,1,1"], "argument --times: '1e308' in '1e308,1,1'"),
+        (["show", "1f1b", "--times", "-1,1,1"], "argument --times: '-1' in '-1,1,1': expected a number above 0"),
+        (["validate", "--schedule", "1f1b", "--split", "-1,9"], "split -1,9 has 2 sizes"),
+        (["validate", "--seed", "4294967296"], "seed is 4294967296: expected at most 4294967295"),
+        (["validate", "--seed", "-1"], "seed is -1: expected at least 0"),
+        (["fuzz", "--seed", "9" * 23], f"--seed is {'9' * 23}: expected at most 4294967295"),
+        (["replay", f"1f1b r2 s2 m2 seed={'9' * 23}"], f"seed is {'9' * 23}: expected at most 4294967295"),
+        (["replay", "1f1b r2 s2 m2 seed=1 seed=2"], "seed is said twice"),
+        (["replay", "1f1b r2 s2 m1000000"], "microbatches is 1000000: expected at most 65536"),
+        (["replay", "1f1b r2 s2 m2 split=1,1000000000"], "layers is 1000000001: expected at most 4096"),
+        (["replay", "1f1b r2000 s2000 m2"], "ranks is 2000: expected at most 256"),
+        (["replay", f"1f1b r1 s{'9' * 20} m2"], f"stages is {'9' * 20}: expected at most 4096"),
+        (["validate", "--ranks", "9" * 20], f"ranks is {'9' * 20}: expected at most 4096"),
+        (["validate", "--ranks", "4096", "--microbatches", "9000"], "8 layers cannot fill 4096 stages"),
+        (["validate", "--layers", "1000000000"], "layers is 1000000000: expected at most 4096"),
+        (["validate", "--layers", "0"], "layers is 0: expected at least 1"),
+        (["validate", "--microbatches", "1000000"], "microbatches is 1000000: expected at most 65536"),
+        (["show", "1f1b", "--run", "--layers", "1000000000"], "layers is 1000000000"),
+        (["show", "1f1b", "--ranks", "100000", "--microbatches", "2"], "ranks is 100000: expected at most 4096"),
+        (["show", "1f1b", "--ranks", "4096", "--microbatches", "65536"], "1f1b has 536870912 actions"),
+        (["plan", "--ranks", "100000"], "ranks is 100000: expected at most 4096"),
+        (["plan", "--microbatches", "1000000"], "microbatches is 1000000: expected at most 65536"),
+        (["fuzz", "--max-ranks", "257"], "--max-ranks is 257: expected at most 256"),
+        (["show", "nope"], "unknown schedule 'nope': known are naive"),
+        (["validate", "--json", ""], "cannot write a file whose name is empty"),
         ([], "COMMAND"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
@@ -90,7 +128,16 @@ def test_bad_input_is_refused_in_a_sentence(
     assert words in refused(arguments, capsys)
 
 
-@pytest.mark.one_rank
+def test_an_option_that_disagrees_with_a_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(tmp_path / "ok.csv")
+    Path(path).write_text(build("1f1b", ranks=2, microbatches=2).to_csv())
+    for command in (["show", path], ["validate", "--schedule", path]):
+        for option, own in (("ranks", 2), ("microbatches", 2), ("virtual", 1)):
+            said = refused([*command, f"--{option}", "5"], capsys)
+            assert said == f"pipeproof: --{option} is 5, but {path} has {own}: leave the option out\n"
+    assert main(["show", path, "--ranks", "2"]) == 0
+
+
 def test_a_validation_prints_a_line_per_schedule_and_writes_json(python: Launch, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     done = python(
@@ -108,7 +155,6 @@ def test_a_validation_prints_a_line_per_schedule_and_writes_json(python: Launch,
     assert all(verdict["floor"] > 0 for verdict in data["verdicts"])
 
 
-@pytest.mark.one_rank
 def test_a_wrong_answer_exits_1_with_a_screen_and_a_line_that_replays_it(python: Launch, tmp_path: Path) -> None:
     line = "gpipe r2 s2 m2 split=1,1 model=mlp plan=train seed=4 specimen=layernorm-zero"
     done = python(tmp_path, "-m", "validation", "replay", line)
@@ -118,7 +164,6 @@ def test_a_wrong_answer_exits_1_with_a_screen_and_a_line_that_replays_it(python:
     assert f'pipeproof replay "{line}"' in done.stdout
 
 
-@pytest.mark.one_rank
 def test_fuzz_says_how_many_and_how_fast(python: Launch, tmp_path: Path) -> None:
     done = python(tmp_path, "-m", "validation", "fuzz", "--cases", "6", "--seed", "5", "--max-ranks", "2")
     assert done.returncode == 0, done.stdout
@@ -137,7 +182,6 @@ def test_a_picture_without_the_library_is_refused_and_nothing_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.one_rank
 def test_a_run_is_timed_beside_its_simulation_and_both_are_written(python: Launch, tmp_path: Path) -> None:
     done = python(
         tmp_path, "-m", "validation", "show", "1f1b", "--ranks", "2", "--microbatches", "4", "--layers", "2", "--run",
@@ -153,7 +197,6 @@ def test_a_run_is_timed_beside_its_simulation_and_both_are_written(python: Launc
     assert processes == ["1f1b, simulated with the measured times", "1f1b, measured"]
 
 
-@pytest.mark.one_rank
 def test_show_draws_without_torch(tmp_path: Path, python: Launch) -> None:
     code = (
         "import sys; from validation.cli import main; status = main(['show', '1f1b', '--ranks', '3', '--microbatches',"
@@ -231,7 +274,6 @@ def test_replay_of_a_fault_is_wrong_and_of_a_sound_case_is_not(capsys: pytest.Ca
     assert "PASS" in capsys.readouterr().out
 
 
-@pytest.mark.one_rank
 def test_too_few_ranks_under_torchrun_are_said_once_with_the_cure(torchrun: Launch, tmp_path: Path) -> None:
     done = torchrun(tmp_path, "-m", "validation", "validate", "--ranks", "4", "--model", "mlp", ranks=2)
     assert done.returncode != 0

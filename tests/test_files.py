@@ -3,6 +3,7 @@
 Exit status 2 where a file cannot be read as a schedule, 1 where what it says breaks a law.
 """
 
+import io
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -115,9 +116,30 @@ def test_what_is_no_file_is_refused_in_a_sentence(
     folder, pipe, missing = (tmp_path / name for name in ("folder.csv", "pipe.csv", "missing.csv"))
     folder.mkdir()
     os.mkfifo(pipe)
-    assert told(command, folder, capsys) == (2, f"pipeproof: cannot read {folder}: it is no regular file\n")
-    assert told(command, pipe, capsys) == (2, f"pipeproof: cannot read {pipe}: it is no regular file\n")
+    why = "it is no regular file (pipeproof check - reads standard input)"
+    assert told(command, folder, capsys) == (2, f"pipeproof: cannot read {folder}: {why}\n")
+    assert told(command, pipe, capsys) == (2, f"pipeproof: cannot read {pipe}: {why}\n")
     assert told(command, missing, capsys) == (2, f"pipeproof: cannot read {missing}: No such file or directory\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "words"),
+    [
+        (GOOD, 0, "standard input keeps every law: 2 ranks"),
+        ("0F0;0B0", 2, "pipeproof: standard input: row 1, column 1: '0F0;0B0' is not an action"),
+    ],
+)
+def test_standard_input_is_read_where_it_is_asked_for(
+    text: str, status: int, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    assert main(["check", "-"]) == status
+    assert words in "".join(capsys.readouterr())
+
+
+def test_a_file_needs_a_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", ""]) == 2
+    assert "cannot read a file whose name is empty" in capsys.readouterr().err
 
 
 def test_a_file_that_no_schedule_fills_is_not_read(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ NO_SOURCE_MODULE = {
 
 PLAN = set(
     "action schedule schedules columns cells graph dataflow memory laws lower messages transports buffers program_laws "
-    "simulate partition grid plan files profile trace deliveries costs chrome_trace".split()
+    "simulate sizes partition grid plan files profile trace deliveries costs chrome_trace".split()
 )
 FRONT = {"validation.cli", "validation.__main__", "validation.pytest_plugin"}
 # Which layers a layer may import, and which distributions (None: whatever pyproject.toml declares).

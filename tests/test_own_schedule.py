@@ -103,7 +103,6 @@ sys.exit(main(["validate", "--schedule", "mine.csv", "--model", "mlp"]))
 """
 
 
-@pytest.mark.one_rank
 def test_under_torchrun_the_file_is_needed_where_rank_0_is(
     torchrun: Callable[..., "subprocess.CompletedProcess[str]"], tmp_path: Path
 ) -> None:

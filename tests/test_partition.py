@@ -83,8 +83,14 @@ def test_a_split_that_does_not_fit_says_why(text: str, reason: str) -> None:
     assert str(caught.value) == reason
 
 
-@pytest.mark.parametrize(("layers", "stages"), [(3, 4), (0, 1), (3, 0), (3, -1)])
+@pytest.mark.parametrize(("layers", "stages"), [(3, 4), (3, 0), (3, -1)])
 def test_even_needs_a_layer_per_stage(layers: int, stages: int) -> None:
     with pytest.raises(ScheduleError) as caught:
         even(layers, stages)
     assert str(caught.value).startswith(f"{layers} layers cannot fill {stages} stages: use ")
+
+
+def test_a_model_has_layers_and_not_too_many() -> None:
+    for layers in (0, 4097):
+        with pytest.raises(ScheduleError, match=f"layers is {layers}: expected at "):
+            even(layers, 1)

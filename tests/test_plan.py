@@ -1,5 +1,7 @@
 """Plans: every family once, those that fit first, figures that are the simulator's, and the trade in words."""
 
+import math
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -110,8 +112,8 @@ def test_a_rank_with_two_stages_shares_its_memory_out() -> None:
         (Needs(2, 4, layers=(1, 1), activations=(1,)), "activations has 1 numbers: expected 2, one for every layer"),
         (Needs(2, 4, activations=(1, 1), weights=(1, 1, 1)), "weights has 3 numbers: expected 2"),
         (Needs(2, 4, weights=(1, 1)), "weights need activations in the same unit"),
-        (Needs(2, 4, activations=(1, 0)), "must be above 0"),
-        (Needs(2, 4, activations=(1, 1), weights=(-1, 0)), "weights not below"),
+        (Needs(2, 4, activations=(1, 0)), "activations is 0: expected a number above 0"),
+        (Needs(2, 4, activations=(1, 1), weights=(-1, 0)), "weights is -1: expected a number of at least 0"),
     ],
 )
 def test_sizes_that_cannot_be_are_refused(needs: Needs, words: str) -> None:
@@ -121,7 +123,17 @@ def test_sizes_that_cannot_be_are_refused(needs: Needs, words: str) -> None:
 
 @pytest.mark.parametrize(
     "needs",
-    [Needs(0, 4), Needs(4, 0), Needs(4, 4, memory=0.0), Needs(4, 4, times=(1, 0, 1)), Needs(2, 2, layers=(-1,))],
+    [
+        Needs(0, 4),
+        Needs(4, 0),
+        Needs(4, 4, memory=0.0),
+        Needs(4, 4, times=(1, 0, 1)),
+        Needs(2, 2, layers=(-1,)),
+        Needs(4, 4, memory=math.nan),
+        Needs(4, 4, weight_memory=-1.0),
+        Needs(4, 4, layers=(math.inf,)),
+        Needs(4097, 4),
+    ],
 )
 def test_needs_that_cannot_be_are_refused(needs: Needs) -> None:
     with pytest.raises(ScheduleError):

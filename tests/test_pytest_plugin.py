@@ -11,8 +11,6 @@ from xml.etree import ElementTree
 
 import pytest
 
-pytestmark = pytest.mark.one_rank
-
 CONFTEST = """
 import os, random
 import pytest

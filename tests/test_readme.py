@@ -107,7 +107,6 @@ def run(python: Launch) -> Iterator[Callable[[str], "subprocess.CompletedProcess
         path.unlink(missing_ok=True)
 
 
-@pytest.mark.one_rank
 @pytest.mark.parametrize(("command", "output"), examples(), ids=[command for command, _ in examples()])
 def test_a_command_prints_what_readme_shows(
     command: str, output: str, run: Callable[[str], "subprocess.CompletedProcess[str]"]

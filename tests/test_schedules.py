@@ -227,12 +227,13 @@ def test_a_name_is_its_own_spelling(name: str) -> None:
         ("zbh3", "did you mean 'zb-h2'? "),
         ("", ""),
         ("zzz", ""),
+        ("nope", ""),
     ],
 )
 def test_an_unknown_name_suggests_the_nearest(text: str, hint: str) -> None:
     with pytest.raises(ScheduleError) as caught:
         build(text, ranks=2, microbatches=2)
-    assert str(caught.value) == f"unknown schedule {text!r}: {hint}Known: {', '.join(FAMILIES)}"
+    assert str(caught.value) == f"unknown schedule {text!r}: {hint}known are {', '.join(FAMILIES)}"
 
 
 @pytest.mark.parametrize("text", ["dualpipe", "DualPipe", "dual-pipe"])

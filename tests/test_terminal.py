@@ -17,10 +17,8 @@ def test_lines_are_plain_where_nobody_watches(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out == "FAIL gradient " + "x" * 200 + "\n"
 
 
-def test_only_rank_0_speaks(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("RANK", "1")
+@pytest.mark.usefixtures("rank_1")
+def test_only_rank_0_speaks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     Terminal().say("hello")
     with JsonFile(str(tmp_path / "x.json")) as file:
         file.write({})

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.one_rank
-
 SCRIPT = """
 import json, os, sys, time
 import torch

@@ -55,6 +55,26 @@ def test_training_equals_the_single_device_and_the_loss_falls(world: World) -> N
     assert silent == ""
 
 
+def refuse(context: RankContext, words: tuple[str, ...]) -> tuple[str, object]:
+    """What this rank says on standard error, and its exit status."""
+    example = load()
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        try:
+            example.train(example.arguments(words), context.rank, context.ranks)
+        except SystemExit as left:
+            return said.getvalue(), left.code
+    return said.getvalue(), 0
+
+
+def test_what_cannot_be_is_said_once(world: World) -> None:
+    (said, status), silent = world.run(refuse, ("--schedule", "nope"), ranks=2)
+    assert status == 2
+    assert said.startswith("train_gpt: unknown schedule 'nope': known are ")
+    assert silent == ("", 2)
+    (said, _), _ = world.run(refuse, ("--layers", "1"), ranks=2)
+    assert said.startswith("train_gpt: 1 layer cannot fill 2 stages")
+
+
 def test_a_difference_is_told_by_its_step_its_rank_and_what_it_is_in(world: World) -> None:
     told, statuses = zip(*world.run(train, (*SHAPE, "--steps", "5"), True, ranks=2), strict=True)
     assert statuses == (1, 1)

@@ -13,10 +13,9 @@ import pytest
 
 from validation.processes import Processes
 from validation.rank_report import Ending
+from validation.seat import Seat
 from validation.shipping import pack, unpack
-from validation.worker import Answer, RankContext
-
-pytestmark = pytest.mark.one_rank  # these are processes of one controller, also where torchrun started several
+from validation.worker import Answer, RankContext, _settle
 
 ORPHANS = """
 import os, signal, sys, time
@@ -142,3 +141,24 @@ def test_no_worker_outlives_its_controller(
     pids = [int(line) for line in launched.stdout.split()]
     assert len(pids) == 2
     assert gone(pids, 10.0)
+
+
+def test_a_worker_whose_folder_is_gone_ends_without_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its controller was interrupted while it started."""
+
+    def leave(status: int) -> None:
+        raise SystemExit(status)
+
+    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    gone = str(tmp_path / "gone")
+    with pytest.raises(SystemExit, match=r"^0$"):
+        _settle(Seat(rank=0, ranks=1, local_rank=0, local_ranks=1, device="cpu", store=f"file://{gone}", folder=gone))
+
+
+def test_ctrl_c_is_kept_from_workers_and_not_from_their_controller(processes: Processes) -> None:
+    def blocked(context: RankContext) -> bool:
+        return signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+    assert results(processes, blocked) == [True, True]
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])

@@ -97,6 +97,8 @@ def test_a_world_wants_ranks_a_bound_and_a_device_that_exist(world: World) -> No
         world.run(total, ranks=0)
     with pytest.raises(ValueError, match="positive number of seconds, not -1"):
         world.run(total, ranks=1, timeout_s=-1)
+    with pytest.raises(ValueError, match="positive number of seconds, not inf; at most 1e"):
+        World(timeout_s=float("inf"))
     with pytest.raises(ValueError, match="cpu or cuda, not 'tpu'"):
         World(device="tpu")
 

@@ -6,15 +6,16 @@ A schedule of one's own is named by its file, and what the file holds travels wi
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import Field, dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
 from pipeline.files import is_csv
 from pipeline.lower import Program
-from pipeline.partition import by_sizes, even
+from pipeline.partition import by_sizes
 from pipeline.schedule import Schedule
 from pipeline.schedules import FAMILIES, build, canonical_name
+from pipeline.sizes import MOST_LAYERS, MOST_PROCESSES, MOST_SEED, counted
 from validation.own_schedule import own_schedule
 
 # One step; a second one; an accumulation over two calls; an evaluation between two steps.
@@ -56,6 +57,9 @@ class Case:
     own: Schedule | Program | None = field(default=None, repr=False)  # what the file holds; read if it is not given
 
     def __post_init__(self) -> None:
+        counted("ranks", self.ranks, most=MOST_PROCESSES)
+        counted("layers", self.layers, most=MOST_LAYERS)
+        counted("seed", self.seed, least=0, most=MOST_SEED)
         if not is_csv(self.schedule):
             object.__setattr__(self, "schedule", canonical_name(self.schedule))
         elif self.own is None:
@@ -137,34 +141,38 @@ class Case:
                 "e.g. 1f1b r4 s4 m8 split=2,2,2,2 model=gpt seed=17"
             )
         name, ranks, stages, microbatches = shape[1], int(shape[2]), int(shape[3]), int(shape[4])
+        options: dict[str, Any] = {}
+        for word in shape[5].split():
+            option, value = _option(word, text)
+            if option in options:
+                raise CaseError(f"{text!r}: {option} is said twice")
+            options[option] = value
+        counted("stages", stages, most=MOST_LAYERS)
+        split = options.pop("split", (2,) * stages)
         if is_csv(name):
             own = own_schedule(name)
-            case = cls(name, ranks, most_stages(own), microbatches, even(2 * stages, stages), own=own)
-        elif ranks < 1 or stages < 1 or stages % ranks:
+            return cls(name, ranks, most_stages(own), microbatches, split, own=own, **options)
+        if ranks < 1 or stages % ranks:
             raise CaseError(f"{text!r}: {stages} stages do not spread evenly over {ranks} ranks")
-        else:
-            case = cls(name, ranks, stages // ranks, microbatches, even(2 * stages, stages))
-        for word in shape[5].split():
-            case = case._with(word, text)
-        return case
+        by_sizes(sum(split), stages, split)
+        return cls(name, ranks, stages // ranks, microbatches, split, **options)
 
-    def _with(self, word: str, text: str) -> "Case":
-        name, equals, value = word.partition("=")
-        known = [option.name for option in _options()]
-        flag = name in ("ragged", "unequal")
-        if name not in known or bool(equals) == flag:
-            raise CaseError(f"{text!r}: {word!r} is no option; known are {', '.join(known)}")
-        changes: dict[str, Any] = {name: True if flag else value}
-        try:
-            if name == "split":
-                changes = {"split": tuple(map(int, value.split(",")))}
-            elif name == "plan":
-                changes = {"plan": tuple(value.split("+"))}
-            elif name == "seed":
-                changes = {"seed": int(value)}
-        except ValueError:
-            raise CaseError(f"{text!r}: {word!r} needs numbers") from None
-        return replace(self, **changes)
+
+def _option(word: str, text: str) -> tuple[str, Any]:
+    """The option that ``word`` of the line ``text`` names, and its value."""
+    name, equals, value = word.partition("=")
+    known = [option.name for option in _options()]
+    flag = name in ("ragged", "unequal")
+    if name not in known or bool(equals) == flag:
+        raise CaseError(f"{text!r}: {word!r} is no option; known are {', '.join(known)}")
+    try:
+        if name == "split":
+            return name, tuple(map(int, value.split(",")))
+        if name == "plan":
+            return name, tuple(value.split("+"))
+        return name, int(value) if name == "seed" else flag or value
+    except ValueError:
+        raise CaseError(f"{text!r}: {word!r} needs numbers") from None
 
 
 def _options() -> list[Field[Any]]:

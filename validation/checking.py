@@ -31,6 +31,5 @@ def _lines(program: Program) -> Iterator[str]:
     yield from marked(program.ranks, cells)
     if not cells:
         timeline = simulate(schedule)
-        sizes = f"{schedule.n_ranks} ranks, {schedule.n_stages} stages, {schedule.microbatches} microbatches"
         bubble = f"global bubble {timeline.global_bubble:g} of {timeline.makespan:g}"
-        yield f"{schedule.name} keeps every law: {sizes}; {bubble}"
+        yield f"{schedule.name} keeps every law: {schedule.sizes}; {bubble}"

@@ -1,66 +1,66 @@
 """The command ``pipeproof``.
 
-Exit status: 0 pass; 1 a wrong answer, or a broken law; 2 bad usage or invalid input; 3 no verdict (a hang, a dead rank,
-something unknown, nothing exercised). What needs torch is imported by the commands that need it: ``show``,
-``check`` and ``plan`` start at once.
+Exit status: 0 pass; 1 a wrong answer, or a broken law; 2 bad usage, invalid input, or no room for output; 3 no verdict
+(a hang, a dead rank, something unknown, nothing exercised, interrupted); 141 where the reader of standard output has
+stopped. What needs torch is imported by the commands that need it: ``show``, ``check`` and ``plan`` start at once.
 """
 
 import argparse
-import math
-import os
 import sys
-import time
-import traceback
 from collections.abc import Sequence
-from pathlib import Path
+from importlib.metadata import version
 
 from pipeline.files import is_csv, read_file
-from pipeline.laws import LawBroken, check
+from pipeline.laws import check
 from pipeline.lower import Program
 from pipeline.partition import parse_split
 from pipeline.plan import Needs, plan, table, trade
 from pipeline.schedule import Schedule
 from pipeline.schedules import FAMILIES, LOOPED, canonical_name
 from pipeline.simulate import Times
-from validation.case import LOSSES, SCHEDULES, Case, CaseError, most_stages
+from pipeline.sizes import MOST_ACTIONS, MOST_PROCESSES, MOST_SEED, counted
+from validation.case import LOSSES, MODELS, SCHEDULES, Case, CaseError, most_stages
 from validation.checking import checked
 from validation.drawings import Paths
-from validation.selection import Shape, selected
+from validation.ending import WRONG, ended
+from validation.option_parser import OptionParser, joined
+from validation.option_types import number, numbers, seconds, share, shares, three_numbers
+from validation.selection import MICROBATCHES, RANKS, Shape, schedule_in, selected
 from validation.show import show
+from validation.terminal import Terminal
 
-WRONG, BAD_INPUT, NO_VERDICT = 1, 2, 3
-_LAST_WORDS_S = 10.0
+_UNIT = (1.0, 1.0, 1.0)
+_MODELS = f"out of {', '.join(MODELS)}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    options = _parser().parse_args(arguments)
-    try:
-        status = int(options.run(options))
-        sys.stdout.flush()  # a full disk is noticed here, not after the status is settled
-    except LawBroken as error:
-        status = _report(str(error))
-    except ValueError as error:  # every error of ours about input is one
-        status = _refuse(str(error))
-    except KeyboardInterrupt:
-        status = _refuse("interrupted", status=NO_VERDICT)
-    except Exception as error:  # ours to mend, and never to be taken for a wrong answer
-        traceback.print_exc()
-        status = _refuse(f"a fault in pipeproof itself: {error!r}; please report it", status=NO_VERDICT)
-    if status != 0 and os.environ.get("RANK", "0") != "0":
-        # A launcher ends all ranks as soon as one ends badly; rank 0 is the one that says why.
-        time.sleep(_LAST_WORDS_S)
-    return status
+    return ended(lambda: _run(arguments))
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    options = _parser().parse_args(joined(sys.argv[1:] if arguments is None else arguments))
+    return int(options.run(options))
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="pipeproof", description="Runs pipeline schedules on real ranks beside a single-device reference."
+    parser = OptionParser(
+        prog="pipeproof",
+        description="Runs pipeline schedules on real ranks beside a single-device reference.",
+        epilog=_STATUSES,
     )
+    parser.add_argument("--version", action="version", version=f"pipeproof {version('pipeproof')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    _add_validate(commands.add_parser("validate", help="run schedules beside the reference and compare everything"))
+    _add_validate(
+        commands.add_parser(
+            "validate",
+            help="run schedules beside the reference and compare everything",
+            description="By default: every schedule, on 4 ranks, with a GPT and with one whose weights are tied.",
+            epilog=_STATUSES,
+        )
+    )
     _add_fuzz(commands.add_parser("fuzz", help="run many random cases; a failure shrinks to a line that replays it"))
-    replay = commands.add_parser("replay", help="run one case again")
+    replay = commands.add_parser("replay", help="run one case again", epilog=_STATUSES)
     replay.add_argument("case", help='the line that a failure printed, e.g. "1f1b r4 s4 m8 split=2,2,2,2 seed=17"')
     replay.add_argument("--json", metavar="FILE", help="write the verdict there")
     replay.set_defaults(run=_replay)
@@ -69,38 +69,52 @@ def _parser() -> argparse.ArgumentParser:
     _add_shape(shower)
     _add_drawing(shower)
     shower.set_defaults(run=_show)
-    checker = commands.add_parser("check", help="check a schedule or a program in torch's CSV format against every law")
-    checker.add_argument("file", type=Path)
+    checker = commands.add_parser(
+        "check", help="check a schedule or a program in torch's CSV format against every law", epilog=_STATUSES
+    )
+    checker.add_argument("file", help="a FILE.csv, or - for standard input")
     checker.set_defaults(run=_check)
     _add_specimens(commands.add_parser("specimens", help="plant known faults; see that each is caught and named"))
     _add_plan(commands.add_parser("plan", help="which schedule: time, bubble, memory and messages of all, best first"))
     return parser
 
 
+_STATUSES = (
+    "Exit status: 0 pass; 1 a wrong answer, or a broken law; 2 bad usage, invalid input, or no room for output; "
+    "3 no verdict: a hang, a dead rank, something unknown, an interruption."
+)
+
+
 def _add_drawing(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--times", type=numbers, metavar="F,I,W", help="of a stage (default 1,1,1)")
+    parser.add_argument("--times", type=three_numbers, metavar="F,I,W", help="of a stage (default 1,1,1)")
     parser.add_argument("--svg", metavar="FILE", help="draw the timeline (needs the extra 'plot')")
     parser.add_argument("--png", metavar="FILE", help="draw the timeline (needs the extra 'plot')")
     parser.add_argument("--trace", metavar="FILE.json", help="write the timeline for ui.perfetto.dev: Chrome's format")
     parser.add_argument("--run", dest="real", action="store_true", help="time it on ranks too, with a small model")
     real = parser.add_argument_group("with --run", argument_default=argparse.SUPPRESS)
     real.add_argument("--steps", type=int, metavar="N", help="how many are timed (default 5)")
-    real.add_argument("--model", metavar="NAME", help="(default gpt)")
+    real.add_argument("--model", metavar="NAME", help=f"{_MODELS} (default gpt)")
     real.add_argument("--layers", type=int, metavar="L", help="layers of the model (default 8)")
     real.add_argument("--split", help="layers per stage: even, or sizes such as 3,1,2,2")
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", type=int, default=4, metavar="P")
-    parser.add_argument("--microbatches", type=int, default=8, metavar="M")
+    parser.add_argument("--ranks", type=int, default=RANKS, metavar="P", help="(default %(default)s)")
+    parser.add_argument("--microbatches", type=int, default=MICROBATCHES, metavar="M", help="(default %(default)s)")
     parser.add_argument(
         "--memory",
-        type=float,
+        type=number,
         help="the most that a rank may hold, in activations of one microbatch on a whole rank, or as --activations",
     )
-    parser.add_argument("--times", type=numbers, default=(1.0, 1.0, 1.0), metavar="F,I,W", help="of a whole rank")
     parser.add_argument(
-        "--layers", type=numbers, default=(), metavar="C,C,...", help="cost of every layer: stages are balanced by it"
+        "--times", type=three_numbers, default=_UNIT, metavar="F,I,W", help="of a whole rank (default 1,1,1)"
+    )
+    parser.add_argument(
+        "--layers",
+        type=numbers,
+        default=(),
+        metavar="C,C,...",
+        help="cost of every layer: stages are balanced by it",
     )
     parser.add_argument(
         "--activations",
@@ -111,28 +125,27 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--weights",
-        type=numbers,
+        type=shares,
         default=(),
         metavar="W,W,...",
         help="what stays on every layer, in the same unit: parameters, gradients, the optimizer's state",
     )
     parser.add_argument(
-        "--weight-memory", type=float, default=1.0, metavar="SHARE", help="of an activation, held from I to W"
+        "--weight-memory",
+        type=share,
+        default=1.0,
+        metavar="SHARE",
+        help="of an activation, held from I to W (default 1)",
     )
     parser.set_defaults(run=_plan)
 
 
-def numbers(text: str) -> tuple[float, ...]:
-    """``1,2.5`` as numbers; argparse names this function where it fails."""
-    return tuple(map(float, text.split(",")))
-
-
 def _add_shape(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", type=int, default=4, metavar="P")
+    parser.add_argument("--ranks", type=int, metavar="P", help=f"(default {RANKS})")
     parser.add_argument(
         "--virtual", type=int, metavar="V", help=f"stages per rank, for {', '.join(sorted(LOOPED))} (default 2)"
     )
-    parser.add_argument("--microbatches", type=int, default=8, metavar="M")
+    parser.add_argument("--microbatches", type=int, metavar="M", help=f"(default {MICROBATCHES})")
 
 
 def _add_validate(parser: argparse.ArgumentParser) -> None:
@@ -143,21 +156,21 @@ def _add_validate(parser: argparse.ArgumentParser) -> None:
         help=f"all, or out of {', '.join(SCHEDULES)}, or a FILE.csv, whose ranks, stages and microbatches are its own",
     )
     _add_shape(parser)
-    parser.add_argument("--layers", type=int, default=8, metavar="L", help="layers of the model")
+    parser.add_argument("--layers", type=int, default=8, metavar="L", help="layers of the model (default 8)")
     parser.add_argument("--split", default="even", help="layers per stage: even, or sizes such as 3,1,2,2")
-    parser.add_argument("--model", default="gpt,gpt-tied", metavar="NAME,...")
+    parser.add_argument("--model", default="gpt,gpt-tied", metavar="NAME,...", help=f"{_MODELS} (default %(default)s)")
     parser.add_argument("--loss", choices=LOSSES, default="mean", help="mean over microbatches, or sum over tokens")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="(default %(default)s)")
     parser.add_argument("--profile", action="store_true", help="print where each rank's time went")
     _add_world(parser)
     parser.set_defaults(run=_validate)
 
 
 def _add_fuzz(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--cases", type=int, default=200, metavar="N", help="how many; a budget of cases, not of time")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--schedule", default="all", metavar="NAME,...")
-    parser.add_argument("--max-ranks", type=int, default=4, metavar="P")
+    parser.add_argument("--cases", type=int, default=200, metavar="N", help="how many (default 200)")
+    parser.add_argument("--seed", type=int, default=0, help="(default %(default)s)")
+    parser.add_argument("--schedule", default="all", metavar="NAME,...", help="(default %(default)s)")
+    parser.add_argument("--max-ranks", type=int, default=4, metavar="P", help="(default %(default)s)")
     _add_world(parser)
     parser.set_defaults(run=_fuzz)
 
@@ -171,14 +184,14 @@ def _add_specimens(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shrink", action="store_true", help="shrink a random failing case of each to its smallest")
     parser.add_argument("--seed", type=int, default=0, help="where --shrink begins")
     parser.add_argument("--final-only", action="store_true", help="from final gradients alone: record no tensors")
-    parser.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS", help="bound of one case")
+    parser.add_argument("--timeout", type=seconds, default=120.0, metavar="SECONDS", help="of one case (default 120)")
     parser.add_argument("--json", metavar="FILE", help="write results there")
     parser.set_defaults(run=_specimens)
 
 
 def _add_world(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS", help="bound of one case")
+    parser.add_argument("--timeout", type=seconds, default=120.0, metavar="SECONDS", help="of one case (default 120)")
     parser.add_argument("--json", metavar="FILE", help="write verdicts there")
 
 
@@ -186,7 +199,7 @@ def _validate(options: argparse.Namespace) -> int:
     from validation.campaign import Setting, validate_all
 
     shape = Shape(options.ranks, options.microbatches, options.virtual)
-    found = selected(options.schedule, shape, fits=lambda schedule: _split(options, schedule))
+    found = selected(options.schedule, shape, fits=lambda stages: _split(options, stages))
     cases = [
         _case(options, name, schedule, model)
         for model in options.model.split(",")
@@ -199,9 +212,9 @@ def _validate(options: argparse.Namespace) -> int:
 def _fuzz(options: argparse.Namespace) -> int:
     from validation.campaign import Setting, fuzz_all
 
-    for what, value in (("--cases", options.cases), ("--max-ranks", options.max_ranks)):
-        if value < 1:
-            raise CaseError(f"{what} is {value}: expected at least 1")
+    counted("--cases", options.cases, most=MOST_ACTIONS)
+    counted("--max-ranks", options.max_ranks, most=MOST_PROCESSES)
+    counted("--seed", options.seed, least=0, most=MOST_SEED)
     return fuzz_all(
         Setting(options.device, options.timeout, options.json),
         budget=options.cases,
@@ -228,21 +241,29 @@ def _specimens(options: argparse.Namespace) -> int:
         return 0
     schedules = _schedules(options.schedule) if options.schedule else []
     setting = Setting("cpu", options.timeout, options.json)
+    counted("--seed", options.seed, least=0, most=MOST_SEED)
     if options.shrink:
+        if schedules or options.final_only:
+            raise CaseError("--shrink draws its own schedules and names nothing: leave out --schedule and --final-only")
         return shrink_all(names, setting, seed=options.seed)
     return try_all(names, schedules, setting, final_only=options.final_only)
 
 
 def _show(options: argparse.Namespace) -> int:
-    found = read_file(options.schedule) if is_csv(options.schedule) else _built(options.schedule, options)
-    schedule = check(_schedule_of(found))
+    shape = Shape(options.ranks, options.microbatches, options.virtual)
+    with Terminal().progress(f"show {options.schedule}"):
+        found = read_file(options.schedule) if is_csv(options.schedule) else shape.family(options.schedule)
+        schedule = check(schedule_in(found))
+    if is_csv(options.schedule):
+        shape.agree(options.schedule, schedule)
     paths = Paths(options.svg, options.png, options.trace)
     if options.real:
         return _show_real(argparse.Namespace(**(_REAL | vars(options))), found, paths)
     for name in _REAL.keys() & vars(options).keys():
         raise ValueError(f"--{name} says how ranks run: it needs --run")
-    text = show(schedule, Times(*_three(options.times or (1.0, 1.0, 1.0))), paths)
-    print(f"{schedule.name}: {_sizes(schedule)}")
+    with Terminal().progress(f"show {options.schedule}"):
+        text = show(schedule, Times(*(options.times or _UNIT)), paths)
+    print(f"{schedule.name}: {schedule.sizes}")
     print(text)
     return 0
 
@@ -256,59 +277,49 @@ def _show_real(options: argparse.Namespace, found: Schedule | Program, paths: Pa
 
     if options.times is not None:
         raise ValueError("--times with --run: expected one of the two, for a run measures times")
-    name = options.schedule if is_csv(options.schedule) else _schedule_of(found).name
+    name = options.schedule if is_csv(options.schedule) else schedule_in(found).name
     return show_measured(_case(options, name, found, options.model), paths, steps=options.steps)
 
 
 def _check(options: argparse.Namespace) -> int:
-    text, free = checked(read_file(options.file))
+    with Terminal().progress(f"check {options.file}"):
+        text, free = checked(read_file(options.file))
     print(text)
     return 0 if free else WRONG
 
 
 def _plan(options: argparse.Namespace) -> int:
-    found = plan(
-        Needs(
-            options.ranks,
-            options.microbatches,
-            options.memory,
-            _three(options.times),
-            options.layers,
-            options.weight_memory,
-            options.activations,
-            options.weights,
-        )
+    if len(options.layers) == 1:
+        raise CaseError(f"--layers {options.layers[0]:g}: expected the costs of all layers, e.g. 1,1,1,1")
+    needs = Needs(
+        options.ranks,
+        options.microbatches,
+        options.memory,
+        options.times,
+        options.layers,
+        options.weight_memory,
+        options.activations,
+        options.weights,
     )
+    with Terminal().progress("plan") as show_progress:
+        found = plan(needs, progress=lambda name: show_progress(f"plan: {name}"))
     print(table(found))
     print(trade(found))
     return 0 if any(not option.fails for option in found) else 1
 
 
-def _three(times: Sequence[float]) -> tuple[float, float, float]:
-    if len(times) != 3:
-        raise ValueError("--times needs three numbers, T_F, T_I and T_W, e.g. 1,1,1")
-    f, i, w = times
-    if not all(0 < time < math.inf for time in times):
-        raise ValueError(f"--times {f:g},{i:g},{w:g}: expected numbers above 0, e.g. 1,1,1")
-    return f, i, w
-
-
-def _schedule_of(found: Schedule | Program) -> Schedule:
-    return found.schedule if isinstance(found, Program) else found
-
-
-def _split(options: argparse.Namespace, schedule: Schedule) -> tuple[int, ...]:
-    return parse_split(options.split, layers=options.layers, stages=schedule.n_stages)
+def _split(options: argparse.Namespace, stages: int) -> tuple[int, ...]:
+    return parse_split(options.split, layers=options.layers, stages=stages)
 
 
 def _case(options: argparse.Namespace, name: str, found: Schedule | Program, model: str) -> Case:
-    schedule = _schedule_of(found)
+    schedule = schedule_in(found)
     return Case(
         name,
         schedule.n_ranks,
         most_stages(schedule),
         schedule.microbatches,
-        _split(options, schedule),
+        _split(options, schedule.n_stages),
         model=model.strip(),
         loss=options.loss,
         ragged=True,
@@ -320,23 +331,3 @@ def _case(options: argparse.Namespace, name: str, found: Schedule | Program, mod
 
 def _schedules(text: str) -> list[str]:
     return list(SCHEDULES) if text == "all" else [canonical_name(name) for name in text.split(",")]
-
-
-def _built(name: str, options: argparse.Namespace) -> Schedule:
-    return Shape(options.ranks, options.microbatches, options.virtual).family(name)
-
-
-def _sizes(schedule: Schedule) -> str:
-    return f"{schedule.n_ranks} ranks, {schedule.n_stages} stages, {schedule.microbatches} microbatches"
-
-
-def _report(text: str) -> int:
-    if os.environ.get("RANK", "0") == "0":
-        print(text)
-    return WRONG
-
-
-def _refuse(message: str, *, status: int = BAD_INPUT) -> int:
-    if os.environ.get("RANK", "0") == "0":
-        print(f"pipeproof: {message}", file=sys.stderr)
-    return status

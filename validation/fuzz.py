@@ -12,6 +12,7 @@ from hypothesis.errors import Flaky
 
 from pipeline.schedule import ScheduleError
 from pipeline.schedules import LOOPED, build, virtuals
+from pipeline.sizes import some
 from validation.case import LOSSES, MODELS, SCHEDULES, Case
 from validation.validator import validate
 from validation.verdict import Verdict
@@ -92,7 +93,7 @@ class Tally:
     def __str__(self) -> str:
         tiers = ", ".join(f"{count} {tier}" for tier, count in self.tiers.most_common() if tier != "none")
         return (
-            f"{self.cases} cases, {self.verdicts['pass']} pass ({tiers or 'none'}), "
+            f"{some(self.cases, 'case')}, {self.verdicts['pass']} pass ({tiers or 'none'}), "
             f"{self.cases - self.verdicts['pass']} not, {self.cases_per_second:.1f} cases/s"
         )
 

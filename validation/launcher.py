@@ -12,6 +12,14 @@ def under_torchrun() -> bool:
     return all(name in os.environ for name in ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"))
 
 
+def reports() -> bool:
+    """Whether this process tells the user and writes files: it does, unless torchrun's rank 0 does it for all ranks.
+
+    A RANK that some other program left behind makes nobody silent.
+    """
+    return not under_torchrun() or os.environ["RANK"] == "0"
+
+
 def launch_environment() -> dict[str, str]:
     """This process's environment without its launcher's words, for a process that is no rank of that launcher.
 

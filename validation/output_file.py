@@ -1,11 +1,14 @@
 """A file of results: opened before the work, so that a bad path costs nothing, and whole or not there at all."""
 
+import errno
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from validation.launcher import reports
 
 
 class OutputError(ValueError):
@@ -19,8 +22,10 @@ class OutputFile:
     """
 
     def __init__(self, path: str | None) -> None:
+        if path == "":
+            raise OutputError("cannot write a file whose name is empty; give it one")
         self._given = path
-        self._path = None if path is None or os.environ.get("RANK", "0") != "0" else Path(path)
+        self._path = Path(path) if path is not None and reports() else None
         self._partial: Path | None = None  # what will take the place of a regular file
         if self._path is None:
             return
@@ -64,5 +69,6 @@ class OutputFile:
         try:
             yield
         except OSError as error:
-            cure = "choose a file in an existing, writable folder"
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            cure = "make room there, or choose another" if full else "choose a file in an existing, writable folder"
             raise OutputError(f"cannot write {self._given}: {error.strerror or error}; {cure}") from error

@@ -8,24 +8,47 @@ from pipeline.files import is_csv
 from pipeline.lower import Program
 from pipeline.schedule import Schedule, ScheduleError
 from pipeline.schedules import FAMILIES, LOOPED, build, canonical_name, virtuals
-from validation.case import CaseError
+from pipeline.sizes import MOST_LAYERS, MOST_RANKS, counted
+from validation.case import CaseError, most_stages
 from validation.own_schedule import own_schedule
+
+RANKS, MICROBATCHES = 4, 8
+Fits = Callable[[int], object]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What families are built for; ``virtual`` None is each one's own number of stages per rank, 2 for a loop."""
+    """What families are built for, as far as it is said.
 
-    ranks: int
-    microbatches: int
+    None is 4 ranks, 8 microbatches, and each family's own number of stages per rank, 2 for a loop.
+    """
+
+    ranks: int | None = None
+    microbatches: int | None = None
     virtual: int | None = None
 
-    def family(self, name: str) -> Schedule:
-        """The schedule ``name`` of this shape. Raises ``ScheduleError`` where it cannot be."""
+    def family(self, name: str, *, fits: Fits = lambda stages: None) -> Schedule:
+        """The schedule ``name`` of this shape. Raises ``ScheduleError`` where it cannot be, or what ``fits`` raises.
+
+        ``fits`` is asked before the schedule is built, which can take long.
+        """
         family = canonical_name(name)
         own = virtuals(family, looped=1 if family == "zb-h1" else 2)
-        virtual = own if self.virtual is None else self.virtual
-        return build(family, ranks=self.ranks, microbatches=self.microbatches, virtual=virtual)
+        virtual = counted("virtual", own if self.virtual is None else self.virtual, most=MOST_LAYERS)
+        ranks = counted("ranks", RANKS if self.ranks is None else self.ranks, most=MOST_RANKS)
+        fits(ranks * virtual)
+        microbatches = MICROBATCHES if self.microbatches is None else self.microbatches
+        return build(family, ranks=ranks, microbatches=microbatches, virtual=virtual)
+
+    def agree(self, path: str, schedule: Schedule) -> None:
+        """Raise ``CaseError`` where something else is said than what the file at ``path`` has."""
+        for option, said, own in (
+            ("ranks", self.ranks, schedule.n_ranks),
+            ("microbatches", self.microbatches, schedule.microbatches),
+            ("virtual", self.virtual, most_stages(schedule)),
+        ):
+            if said not in (None, own):
+                raise CaseError(f"--{option} is {said}, but {path} has {own}: leave the option out")
 
 
 @dataclass(frozen=True)
@@ -36,15 +59,20 @@ class Selection:
     left_out: Mapping[str, str]
 
 
-def selected(text: str, shape: Shape, *, fits: Callable[[Schedule], object]) -> Selection:
+def selected(text: str, shape: Shape, *, fits: Fits) -> Selection:
     """``all``, or names and files with commas between.
 
-    ``fits`` raises ``ScheduleError`` for a schedule that cannot be run. What was asked for by name raises it too; of
-    ``all``, families that cannot be are left out, unless that leaves nothing; ``virtual`` is for those that can have
-    it.
+    ``fits`` raises ``ScheduleError`` for a number of stages that cannot be run. What was asked for by name raises it
+    too; of ``all``, families that cannot be are left out, unless that leaves nothing; ``virtual`` is for those that can
+    have it. A shape is for families: where all are files it may say nothing else than they do.
     """
     if text.strip().lower() != "all":
-        return Selection({name: _named(name.strip(), shape, fits) for name in text.split(",")}, {})
+        names = [name.strip() for name in text.split(",")]
+        found = {name: _named(name, shape, fits) for name in names}
+        if all(map(is_csv, names)):
+            for path, mine in found.items():
+                shape.agree(path, schedule_in(mine))
+        return Selection(found, {})
     chosen: dict[str, Schedule | Program] = {}
     left_out: dict[str, str] = {}
     for name in FAMILIES:
@@ -58,10 +86,17 @@ def selected(text: str, shape: Shape, *, fits: Callable[[Schedule], object]) -> 
     return Selection(chosen, left_out)
 
 
-def _named(name: str, shape: Shape, fits: Callable[[Schedule], object]) -> Schedule | Program:
-    found = own_schedule(name) if is_csv(name) else shape.family(name)
-    fits(found.schedule if isinstance(found, Program) else found)
+def _named(name: str, shape: Shape, fits: Fits) -> Schedule | Program:
+    if not is_csv(name):
+        return shape.family(name, fits=fits)
+    found = own_schedule(name)
+    fits(schedule_in(found).n_stages)
     return found
+
+
+def schedule_in(found: Schedule | Program) -> Schedule:
+    """What is computed, of a schedule or a program."""
+    return found.schedule if isinstance(found, Program) else found
 
 
 def _nothing(left_out: Mapping[str, str]) -> str:

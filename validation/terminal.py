@@ -2,13 +2,13 @@
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from rich.console import Console
 from rich.text import Text
 
+from validation.launcher import reports
 from validation.output_file import OutputFile
 
 _STYLES = {"pass": "green", "fail": "bold red", "unknown": "bold yellow"}
@@ -18,7 +18,7 @@ class Terminal:
     """Standard output for results, standard error for progress, which shows only where somebody watches."""
 
     def __init__(self) -> None:
-        self._quiet = os.environ.get("RANK", "0") != "0"
+        self._quiet = not reports()
         self._out = Console(quiet=self._quiet, soft_wrap=True, highlight=False)
         self._err = Console(stderr=True, quiet=self._quiet)
 
@@ -32,6 +32,9 @@ class Terminal:
     @contextmanager
     def progress(self, text: str) -> Iterator[Callable[[str], None]]:
         """A line that is gone after the block; call what it yields to replace it meanwhile."""
+        if not self._err.is_terminal:  # rich would write there all the same: nothing, which fails on a full disk
+            yield lambda text: None
+            return
         with self._err.status(text) as status:
             yield status.update
 

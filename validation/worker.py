@@ -75,7 +75,10 @@ def serve(orders: Connection, questions: Connection, seat: Seat, environment: Ma
 
 def _settle(seat: Seat) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the controller decides
-    stacks = seat.stacks.open("w")
+    try:
+        stacks = seat.stacks.open("w")
+    except FileNotFoundError:
+        os._exit(0)  # whoever started it has ended meanwhile, and taken the folder along
     faulthandler.enable(stacks, all_threads=False)
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=False)
     torch.set_num_threads(1)

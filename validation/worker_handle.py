@@ -9,6 +9,7 @@ import struct
 import sys
 import time
 from collections.abc import Iterator
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from types import ModuleType
 
@@ -123,6 +124,7 @@ def _starting() -> Iterator[None]:
     sys.modules["__main__"] = ModuleType("__main__")
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
+        _start_server()
         yield
     finally:
         sys.modules["__main__"] = script
@@ -130,3 +132,13 @@ def _starting() -> Iterator[None]:
             del os.environ["OMP_NUM_THREADS"]
         else:
             os.environ["OMP_NUM_THREADS"] = threads
+
+
+def _start_server() -> None:
+    """Start the fork server where there is none, with Ctrl-C kept from it: that is for this process to decide on."""
+    resource_tracker.ensure_running()  # the server starts it too, and would then undo the mask
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, NoReturn, Protocol, Self, TypeVar
 
+from pipeline.sizes import MOST_SECONDS
 from validation.launcher import under_torchrun
 from validation.processes import Processes
 from validation.rank_report import Ending, NeedsMoreRanks, RankFailed, RankReport, WorldError, culprit_of
@@ -81,8 +82,8 @@ def _place(device: str) -> Place:
 
 
 def _bound(timeout_s: float) -> float:
-    if not timeout_s > 0:
-        raise ValueError(f"a bound is a positive number of seconds, not {timeout_s}")
+    if not 0 < timeout_s <= MOST_SECONDS:
+        raise ValueError(f"a bound is a positive number of seconds, not {timeout_s}; at most {MOST_SECONDS:g}")
     return timeout_s
 
 

@@ -17,6 +17,7 @@ from pipeline.schedules.v_min import v_min
 from pipeline.schedules.zb_h1 import zb_h1
 from pipeline.schedules.zb_h2 import zb_h2
 from pipeline.schedules.zb_v import zb_v
+from pipeline.sizes import MOST_ACTIONS, MOST_LAYERS, MOST_MICROBATCHES, MOST_RANKS, counted
 
 Family = Callable[..., Schedule]
 
@@ -68,9 +69,9 @@ def canonical_name(text: str) -> str:
             f"{text!r} holds every stage on two ranks, which a schedule cannot say: use 'dualpipev', which is "
             "DualPipe folded at the middle"
         )
-    near = difflib.get_close_matches(plain, known, n=1, cutoff=0.4)
+    near = difflib.get_close_matches(plain, known, n=1, cutoff=0.6)
     hint = f"did you mean {known[near[0]]!r}? " if near else ""
-    raise ScheduleError(f"unknown schedule {text!r}: {hint}Known: {', '.join(FAMILIES)}")
+    raise ScheduleError(f"unknown schedule {text!r}: {hint}known are {', '.join(FAMILIES)}")
 
 
 def virtuals(family: str, *, looped: int = 1) -> int:
@@ -85,9 +86,7 @@ def build(name: str, *, ranks: int, microbatches: int, virtual: int | None = Non
     """
     family = canonical_name(name)
     virtual = virtuals(family) if virtual is None else virtual
-    for what, value in (("ranks", ranks), ("microbatches", microbatches), ("virtual", virtual)):
-        if value < 1:
-            raise ScheduleError(f"{what} is {value}: expected at least 1")
+    _check_sizes(family, ranks, microbatches, virtual)
     if family in LOOPED:
         return FAMILIES[family](ranks=ranks, microbatches=microbatches, virtual=virtual)
     only = virtuals(family)
@@ -98,3 +97,15 @@ def build(name: str, *, ranks: int, microbatches: int, virtual: int | None = Non
             f"{', '.join(sorted(LOOPED))}"
         )
     return FAMILIES[family](ranks=ranks, microbatches=microbatches)
+
+
+def _check_sizes(family: str, ranks: int, microbatches: int, virtual: int) -> None:
+    counted("ranks", ranks, most=MOST_RANKS)
+    counted("microbatches", microbatches, most=MOST_MICROBATCHES)
+    counted("virtual", virtual, most=MOST_LAYERS)
+    actions = ranks * virtual * microbatches * (3 if family in SPLIT else 2)
+    if actions > MOST_ACTIONS:
+        raise ScheduleError(
+            f"{family} has {actions} actions with ranks {ranks}, virtual {virtual} and microbatches {microbatches}: "
+            f"expected at most {MOST_ACTIONS}"
+        )

@@ -8,6 +8,7 @@ gradient norm and its own stages' weights. Exit status 1 where they differ, afte
 
 import argparse
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -19,7 +20,8 @@ from pipeline import PipelineSchedule, Schedule, StepResult
 from pipeline.gather import gather
 from pipeline.partition import parse_split
 from pipeline.profile import Profile, profile_table
-from pipeline.schedules import LOOPED, build, canonical_name
+from pipeline.schedule import ScheduleError
+from pipeline.schedules import build, canonical_name, virtuals
 from pipeline.transport import Transport
 from reference.data import Batch, Shapes, microbatches
 from reference.model import GPT
@@ -99,13 +101,28 @@ class Check:
         raise SystemExit(1)
 
 
+def planned(options: argparse.Namespace, rank: int, ranks: int) -> tuple[Schedule, tuple[int, ...]]:
+    """The schedule, and layers per stage. What cannot be ends all ranks with status 2, and rank 0 says why."""
+    try:
+        family = canonical_name(options.schedule)
+        plan = build(
+            family,
+            ranks=ranks,
+            virtual=options.virtual or virtuals(family, looped=2),
+            microbatches=options.microbatches,
+        )
+        return plan, parse_split(options.split, layers=options.layers, stages=plan.n_stages)
+    except ScheduleError as error:
+        if rank == 0:
+            print(f"train_gpt: {error}", file=sys.stderr, flush=True)
+        dist.barrier()  # nobody ends before that is said: a launcher ends all ranks with the first
+        raise SystemExit(2) from None
+
+
 def train(options: argparse.Namespace, rank: int, ranks: int) -> None:
+    plan, split = planned(options, rank, ranks)
     torch.manual_seed(options.seed)  # the same weights on every rank
     model = GPT(options.layers, tied=options.tied)
-    family = canonical_name(options.schedule)
-    virtual = (options.virtual or 2) if family in LOOPED else (options.virtual or 1)
-    plan = build(family, ranks=ranks, virtual=virtual, microbatches=options.microbatches)
-    split = parse_split(options.split, layers=options.layers, stages=plan.n_stages)
     slices: dict[int, nn.Module] = {s: Slice(model, layers_of(split)[s]) for s in plan.stages_of(rank)}
 
     schedule = PipelineSchedule(

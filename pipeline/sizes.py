@@ -1,0 +1,43 @@
+"""Bounds of what is asked for: far above any use, and low enough that what is allowed ends and fits in memory."""
+
+from pipeline.action import ScheduleError
+
+MOST_RANKS = 1 << 12
+MOST_MICROBATCHES = 1 << 16
+MOST_ACTIONS = 1 << 24  # P = M = 1024 takes three quarters of that with V = 4 and backwards in two parts
+MOST_LAYERS = 1 << 12
+MOST_PROCESSES = 1 << 8  # ranks that really run
+MOST_SEED = (1 << 32) - 1  # what is computed from a seed stays below torch's 2**64
+MOST_SECONDS = 1e6  # of any wait
+_LARGEST = 1e15  # a number: sums over all actions stay finite, and exact to a few digits
+
+
+def counted(what: str, value: int, *, least: int = 1, most: int) -> int:
+    """``value`` itself, once it is known to be within bounds. Raises ``ScheduleError``."""
+    if value < least:
+        raise ScheduleError(f"{what} is {value}: expected at least {least}")
+    if value > most:
+        raise ScheduleError(f"{what} is {value}: expected at most {most}")
+    return value
+
+
+def measured(what: str, value: float, *, zero: bool = False) -> float:
+    """``value`` itself, once it is known to be finite and above 0, or 0 where ``zero`` is allowed."""
+    if not is_number(value, zero=zero):
+        raise ScheduleError(f"{what} is {value:g}: expected {number_wanted(zero=zero)}")
+    return value
+
+
+def is_number(value: float, *, zero: bool) -> bool:
+    """Whether a time, a cost or a size of memory can have this value; nan is within no bounds."""
+    return 0 <= value <= _LARGEST and (zero or value > 0)
+
+
+def number_wanted(*, zero: bool) -> str:
+    """What ``is_number`` wants, in words."""
+    return f"a number {'of at least 0' if zero else 'above 0'}, and at most {_LARGEST:g}"
+
+
+def some(count: int, what: str) -> str:
+    """``1 rank``, ``2 ranks``, ``2 microbatches``."""
+    return f"{count} {what}{'' if count == 1 else 'es' if what.endswith('ch') else 's'}"

@@ -1,0 +1,42 @@
+"""The bounds of sizes and numbers, and that what is proven stays within them."""
+
+import math
+
+import pytest
+
+from pipeline.schedule import ScheduleError
+from pipeline.sizes import MOST_ACTIONS, MOST_MICROBATCHES, MOST_RANKS, counted, measured, some
+
+
+def test_what_is_within_bounds_comes_back() -> None:
+    assert counted("ranks", 4, most=4) == 4
+    assert measured("memory", 1e15) == 1e15
+    assert measured("share", 0.0, zero=True) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("value", "words"), [(0, "ranks is 0: expected at least 1"), (5, "ranks is 5: expected at most 4")]
+)
+def test_a_count_beyond_its_bounds_is_refused(value: int, words: str) -> None:
+    with pytest.raises(ScheduleError, match=f"^{words}$"):
+        counted("ranks", value, most=4)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1.0, 0.0, 1e16])
+def test_a_number_beyond_its_bounds_is_refused(value: float) -> None:
+    with pytest.raises(ScheduleError, match=f"^memory is {value:g}: expected a number above 0".replace("+", "[+]")):
+        measured("memory", value)
+
+
+def test_a_plan_of_1024_ranks_and_microbatches_is_within_bounds() -> None:
+    assert min(MOST_RANKS, MOST_MICROBATCHES) >= 1024
+    assert 1024 * 1024 * 4 * 3 <= MOST_ACTIONS, "four stages on a rank, F, I and W"
+
+
+def test_one_is_no_plural() -> None:
+    assert [some(1, "rank"), some(2, "stage"), some(1, "microbatch"), some(3, "microbatch")] == [
+        "1 rank",
+        "2 stages",
+        "1 microbatch",
+        "3 microbatches",
+    ]
