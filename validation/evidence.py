@@ -6,12 +6,12 @@ from functools import cached_property
 
 from torch import Tensor
 
-from reference.model import build_model
 from reference.step import Expected
 from validation.attribution import Attribution, attribute_case
 from validation.case import Case
 from validation.divergence import Divergence, Ground, Positions, divergences
 from validation.flow import Played, parts_of, play
+from validation.hypotheses import Tried
 from validation.judge import one_thread
 from validation.observed import Observed
 from validation.recording import Addition, Recording, Site
@@ -92,10 +92,19 @@ class Evidence:
         return found
 
     @cached_property
+    def tried(self) -> Tried:
+        """What each stage may have computed in place of what it should, as far as that is still open."""
+        return {}
+
+    @cached_property
     def shared(self) -> frozenset[Site]:
         """The copies of parameters that several stages hold."""
-        model = build_model(self.case.model, layers=self.case.layers, seed=self.case.seed)
-        return frozenset(site for copies in tied_across(model, self.case.split) for site in copies.items())
+        return frozenset(site for copies in self.tied for site in copies)
+
+    @cached_property
+    def tied(self) -> list[list[Site]]:
+        """For each parameter that several stages hold, its copies."""
+        return [list(copies.items()) for copies in tied_across(self.played[0].model, self.case.split)]
 
     @cached_property
     def attribution(self) -> Attribution | None:

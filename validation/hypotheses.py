@@ -43,6 +43,9 @@ class _Alternative:
             return None
 
 
+Tried = dict[int, list[_Alternative]]
+
+
 class _Cast(_Alternative):
     """All of the stage, parameters and activations, in another type."""
 
@@ -55,14 +58,21 @@ class _Cast(_Alternative):
 
 
 def computed(
-    case: Case, played: Mapping[int, Played], number: int, stage: int, *, microbatch: int, seen: Tensor
+    case: Case, played: Mapping[int, Played], number: int, stage: int, *, microbatch: int, seen: Tensor, tried: Tried
 ) -> tuple[str, str] | None:
-    """The kind of cause and its words, if ``seen`` is what ``stage`` gives when something is done wrongly."""
+    """The kind of cause and its words, if ``seen`` is what ``stage`` gives when something is done wrongly.
+
+    ``tried`` by stage: a stage does the same with every microbatch, so what the first one says holds for the next.
+    """
     inputs = played[number].boundaries[microbatch].inputs[stage]
-    for one in _alternatives(case, played, number, stage):
+    if stage not in tried:
+        tried[stage] = list(_alternatives(case, played, number, stage))
+    for one in tried[stage]:
         made = one.run(inputs)
         if made is not None and agrees(seen, made, LEAST):
+            tried[stage] = [one]
             return one.kind, one.text
+    tried[stage] = []
     if draws(case, played, number, stage):
         return "randomness", "the stage draws random numbers, and others gave this output"
     return None

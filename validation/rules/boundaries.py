@@ -85,7 +85,9 @@ def _refined(one: Divergence, evidence: Evidence) -> tuple[str, str] | None:
         return None
     played = {k: evidence.played[k] for k in range(number + 1)}
     if point.where == MADE:
-        return computed(evidence.case, played, number, point.stage, microbatch=point.microbatch, seen=seen)
+        return computed(
+            evidence.case, played, number, point.stage, microbatch=point.microbatch, seen=seen, tried=evidence.tried
+        )
     if point.where == LOSS:
         other = other_target(evidence.case, played, number, microbatch=point.microbatch, seen=seen)
         return ("swapped-data", other) if other else _scaled_loss(evidence, number)

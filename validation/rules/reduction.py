@@ -5,13 +5,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from reference.model import build_model
 from validation.cause import Cause
 from validation.evidence import Evidence, of_stage
 from validation.fit import fit
 from validation.recording import Site
 from validation.rules.sums import causes_of, mended
-from validation.stages import tied_across
 from validation.sums import Broken, changed
 
 _COUNT = 1e-3
@@ -23,9 +21,7 @@ def reduction(evidence: Evidence) -> list[Cause]:
     summed, reduced = evidence.recording.summed, evidence.observed.gradients(evidence.number)
     if not summed:
         return []
-    model = build_model(evidence.case.model, layers=evidence.case.layers, seed=0)
-    tied = [list(copies.items()) for copies in tied_across(model, evidence.case.split)]
-    causes = [cause for copies in tied if (cause := _tied(evidence, copies, summed, reduced)) is not None]
+    causes = [cause for copies in evidence.tied if (cause := _tied(evidence, copies, summed, reduced)) is not None]
     found: list[Broken] = []
     for stage in reversed(range(evidence.case.stages)):
         old, new = (
