@@ -12,6 +12,7 @@ from functools import partial
 import bench_cases
 import bench_held
 import bench_overhead
+import bench_recorder
 import bench_scale
 import bench_sleep
 import bench_whitebox
@@ -44,6 +45,7 @@ PARTS = {
     "c": Part("fuzz cases against a world spawned per case", "cases per second", bench_cases.measure, 4, 3),
     "d": Part("building, checking, simulating up to P = M = ranks", "seconds", bench_scale.measure, 1024, 1),
     "e": Part("memory held between I and W", "MB", bench_held.measure, 1, 1),
+    "f": Part("what recording boundary tensors costs", "ms per step", bench_recorder.measure, 2, 40),
     "g": Part("what validating a foreign step adds to it", "seconds", bench_whitebox.measure, 4, 9),
 }
 

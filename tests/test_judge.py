@@ -63,8 +63,8 @@ def test_rounding_is_a_pass_of_the_second_tier(observed: Observed) -> None:
     assert 1e-7 < verdict.law("gradient").worst < 1e-6
 
 
-def test_more_than_rounding_and_less_than_a_microbatch_is_unknown(observed: Observed) -> None:
-    verdict = judge(CASE, altered(observed, scaled(1.0005)))
+def test_more_than_rounding_and_less_than_surely_a_fault_is_unknown(observed: Observed) -> None:
+    verdict = judge(CASE, altered(observed, scaled(1.00005)))
     assert (verdict.verdict, verdict.tier, verdict.exit_status) == ("unknown", "none", 3)
     assert verdict.mismatches[0].parameter == SLOT[1]
 

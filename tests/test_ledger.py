@@ -65,7 +65,7 @@ def test_a_fault_fails_its_law_and_its_scenario_and_is_described() -> None:
 
 def test_neither_rounding_nor_fault_is_unknown() -> None:
     book = ledger()
-    book.numbers(place(), 1.001, 1.0, lambda: FLOOR)
+    book.numbers(place(), 1.00005, 1.0, lambda: FLOOR)
     book.hold(place("second-step"), True, "x", "x")
     assert outcomes(book) == ["unknown", "pass"]
     assert book.failed

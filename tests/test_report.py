@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from validation.case import Case
+from validation.cause import Cause
 from validation.report import HEADER, line, summary
 from validation.verdict import LawResult, Mismatch, Verdict
 
@@ -35,6 +36,22 @@ PASSED = Verdict(str(CASE), "pass", "bitwise", LAWS[:1] * 2 + (LAWS[1],), floor=
 def test_a_failure_is_one_screen_with_where_seen_expected_case_and_replay() -> None:
     assert str(FAILED) + "\n" == (GOLDEN / "failure.txt").read_text()
     assert len(str(FAILED).splitlines()) <= 24
+
+
+def test_a_cause_comes_first_with_what_was_ruled_out_and_the_bindings() -> None:
+    cause = Cause(
+        "zero",
+        rank=2,
+        stage=6,
+        parameter="blocks.6.norm_1.weight",
+        detail="cleared between the last backward and the norm",
+        ruled_out=("messages, buffers, computation: every recorded boundary tensor is right",),
+    )
+    named = replace(FAILED, cause=(cause,), bindings=CASE.bindings)
+    assert str(named) + "\n" == (GOLDEN / "cause.txt").read_text()
+    assert len(str(named).splitlines()) <= 24
+    undecided = replace(FAILED, undecided=("stage 0: no combination of what the reference knows makes its gradients",))
+    assert str(undecided) + "\n" == (GOLDEN / "undecided.txt").read_text()
 
 
 def test_the_table() -> None:

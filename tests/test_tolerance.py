@@ -43,9 +43,9 @@ def test_a_floor_allows_a_multiple_of_itself_never_less_than_a_few_roundings_nor
     assert Floor(0.0, 1.0, 1.0).limit == FP32.most
 
 
-def test_between_rounding_and_a_lost_microbatch_is_unknown() -> None:
+def test_between_rounding_and_what_no_rounding_reaches_is_unknown() -> None:
     floor = Floor(1e-6, 0.0, 0.1)
-    assert [floor.outcome(e) for e in (0.0, 1.6e-5, 1.7e-5, 0.049, 0.05, math.inf)] == [
+    assert [floor.outcome(e) for e in (0.0, 1.6e-5, 1.7e-5, 0.99e-4, 1e-4, math.inf)] == [
         "pass",
         "pass",
         "unknown",
@@ -72,6 +72,10 @@ def test_every_precision_excuses_a_few_of_its_own_roundings_and_no_lost_microbat
 @pytest.mark.parametrize(("dtype", "outcome"), [(torch.float32, "pass"), (torch.bfloat16, "unknown")])
 def test_bf16_passes_nothing_that_could_hide_a_lost_microbatch(dtype: torch.dtype, outcome: str) -> None:
     assert floor_of(torch.ones(4, dtype=dtype), [], torch.ones(4), [torch.ones(4) / 64]).outcome(0.0) == outcome
+
+
+def test_one_tokens_weight_of_4096_is_a_fault() -> None:
+    assert Floor(2e-7, 8e-7, 0.5).outcome(1 / 4096) == "fail"
 
 
 def test_a_measured_floor_sees_order_precision_and_the_least_microbatch() -> None:

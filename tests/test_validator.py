@@ -4,9 +4,11 @@ from dataclasses import replace
 
 import pytest
 
+from pipeline.laws import Violation
 from validation.case import MODELS, Case
+from validation.rank_report import Ending, RankFailed, RankReport
 from validation.specimens import SPECIMENS
-from validation.validator import validate
+from validation.validator import crashed, refused, validate
 from validation.verdict import ValidationFailed
 from validation.world import World
 
@@ -76,3 +78,20 @@ def test_a_verdict_can_be_raised(world: World) -> None:
     with pytest.raises(ValidationFailed, match=r"(?s)FAIL gradient .*replay .*specimen=stage-negated") as caught:
         wrong.raise_if_failed()
     assert caught.value.verdict is wrong
+
+
+def test_what_static_laws_refuse_has_its_cause_before_anything_runs() -> None:
+    case = case_of("1f1b", "mlp", plan=("train",))
+    order = Violation("local-order", "0B0 comes before 0F0", 0)
+    wait = Violation("deadlock", "rank 0 waits at 0B0")
+    assert [(c.kind, c.rank) for c in refused(case, [order, wait]).cause] == [("order", 0)]
+    assert [c.kind for c in refused(case, [wait]).cause] == ["deadlock"]
+    assert refused(case, [order]).verdict == "unknown"
+
+
+def test_a_rank_that_raised_is_a_crash_and_ranks_that_wait_are_a_deadlock() -> None:
+    case = case_of("1f1b", "mlp", plan=("train",))
+    raised = RankFailed([RankReport(0, Ending.RAISED, "ValueError: bad"), RankReport(1, Ending.STOPPED)])
+    assert [(c.kind, c.rank, c.detail) for c in crashed(case, raised).cause] == [("crash", 0, "raised ValueError: bad")]
+    stuck = RankFailed([RankReport(0, Ending.STUCK, "stuck", waiting="0RECV_B0 with rank 1")])
+    assert [(c.kind, c.rank, c.stage) for c in crashed(case, stuck).cause] == [("deadlock", 0, None)]

@@ -1,12 +1,14 @@
 """Wrappers that pass everything on: observers and specimens override the one thing that they are about."""
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from torch import Tensor, nn
 
 from pipeline.boundary import Gradients, Tensors
 from pipeline.gradients import GradientWork
 from pipeline.stage import Goal, Stage
+from pipeline.step import Parts, StepResult
 from pipeline.transport import Message, Transport
 
 
@@ -90,3 +92,49 @@ class AroundGradients:
 
     def scale(self, factor: float) -> None:
         self.inner.scale(factor)
+
+
+Pairs = Sequence[tuple[object, object]]  # microbatches: inputs and target of each
+
+
+class Steps(Protocol):
+    """What takes steps: a ``PipelineSchedule``, or a wrapper around one."""
+
+    parts: Parts
+
+    def train_step(
+        self, microbatches: Pairs, *, max_norm: float | None = None, loss_divisor: float | None = None
+    ) -> StepResult: ...
+
+    def accumulate(self, microbatches: Pairs, *, loss_divisor: float | None = None) -> dict[int, Tensor]: ...
+
+    def eval_step(self, microbatches: Pairs, *, loss_divisor: float | None = None) -> StepResult: ...
+
+
+class AroundSteps:
+    """Takes the steps that ``inner`` takes. Override ``given``, what goes in, or ``told``, what comes out."""
+
+    def __init__(self, inner: Steps) -> None:
+        self.inner = inner
+        self.parts = inner.parts
+
+    def given(self, operation: str, microbatches: Pairs) -> Pairs:
+        """The microbatches of a "train", "accumulate" or "eval" that is about to begin."""
+        return microbatches
+
+    def told(self, operation: str, result: StepResult) -> StepResult:
+        """The result of a "train" or "eval" that has ended."""
+        return result
+
+    def train_step(
+        self, microbatches: Pairs, *, max_norm: float | None = None, loss_divisor: float | None = None
+    ) -> StepResult:
+        given = self.given("train", microbatches)
+        return self.told("train", self.inner.train_step(given, max_norm=max_norm, loss_divisor=loss_divisor))
+
+    def accumulate(self, microbatches: Pairs, *, loss_divisor: float | None = None) -> dict[int, Tensor]:
+        return self.inner.accumulate(self.given("accumulate", microbatches), loss_divisor=loss_divisor)
+
+    def eval_step(self, microbatches: Pairs, *, loss_divisor: float | None = None) -> StepResult:
+        given = self.given("eval", microbatches)
+        return self.told("eval", self.inner.eval_step(given, loss_divisor=loss_divisor))

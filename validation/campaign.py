@@ -16,6 +16,7 @@ from validation.observe import observe
 from validation.report import HEADER, line, summary
 from validation.specimens import specimen
 from validation.terminal import JsonFile, Terminal
+from validation.validator import crashed, explained, validate
 from validation.verdict import SCHEMA, Verdict
 from validation.world import NeedsMoreRanks, RankFailed, World
 
@@ -89,6 +90,7 @@ def fuzz_all(
                 strategy=cases(schedules=schedules, dtypes=dtypes, max_ranks=max_ranks, device=device),
                 progress=lambda tally: show(f"{tally.cases} of {tally.budget}: {tally}"),
             )
+            found = _explained(found, world)
         terminal.say(f"seed {seed}: {tally}\n{tally.by_schedule}")
         file.write({"schema": SCHEMA, "seed": seed, **_data(tally, found)})
         if found is None:
@@ -96,9 +98,19 @@ def fuzz_all(
         terminal.say("a case that is no pass, as small as shrinking made it:")
         if not found.repeated:
             terminal.say("it did not fail again when run a second time: a race, or something else that is not seeded")
-        verdict = found.verdict or _crashed(found.case, found.failure)
+        verdict = found.verdict or crashed(found.case, found.failure)
         terminal.say(str(verdict), verdict.verdict)
         return verdict.exit_status
+
+
+def _explained(found: Found | None, world: World) -> Found | None:
+    """What was found, with its cause: only the smallest case is worth the second run that this takes."""
+    if found is None or found.verdict is None or not found.repeated:
+        return found
+    try:
+        return replace(found, verdict=validate(found.case, world))
+    except RankFailed as failure:
+        return replace(found, verdict=None, failure=failure)
 
 
 def exit_status(verdicts: Sequence[Verdict]) -> int:
@@ -113,8 +125,10 @@ def _validated(case: Case, world: World, *, profile: bool) -> tuple[Verdict, str
         with enough_ranks():
             observed = observe(case, world)
     except RankFailed as failure:
-        return replace(_crashed(case, failure), seconds=perf_counter() - began), ""
+        return replace(crashed(case, failure), seconds=perf_counter() - began), ""
     verdict = judge(case, observed, measure=True)
+    if verdict.verdict == "fail":
+        verdict = explained(case, world, observed, verdict)
     table = profile_table(observed.profiles) if profile else ""
     return replace(verdict, seconds=perf_counter() - began), table
 
@@ -126,11 +140,6 @@ def enough_ranks() -> Iterator[None]:
         yield
     except NeedsMoreRanks as error:
         raise Impossible(f"{error}; start more ranks, or ask for fewer with --ranks or --max-ranks") from error
-
-
-def _crashed(case: Case, failure: RankFailed | None) -> Verdict:
-    """The verdict where ranks raised, died or hung: unknown, for a wrong answer was not seen."""
-    return Verdict(str(case), "unknown", "none", (), failure=str(failure))
 
 
 def _data(tally: Tally, found: Found | None) -> dict[str, object]:

@@ -112,6 +112,13 @@ class Case:
     def layers(self) -> int:
         return sum(self.split)
 
+    @property
+    def bindings(self) -> str:
+        """What the case's letters stand for, as a reader wants them beside a failure."""
+        split = ",".join(map(str, self.split))
+        sizes = f"P {self.ranks}, V {self.virtual}, M {self.microbatches}, split {split}"
+        return f"{self.schedule}, {sizes}, seed {self.seed}, model {self.model}, loss {self.loss}"
+
     def __str__(self) -> str:
         head = f"{self.schedule} r{self.ranks} s{self.stages} m{self.microbatches}"
         return " ".join([head, f"split={','.join(map(str, self.split))}", *self._words()])

@@ -80,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_tolerance(
         commands.add_parser("tolerance", help="measure rounding, and how far the smallest faults lie above it")
     )
+    _add_specimens(commands.add_parser("specimens", help="plant known faults; see that each is caught and named"))
     _add_plan(commands.add_parser("plan", help="which schedule: time, bubble, memory and messages of all, best first"))
     return parser
 
@@ -200,6 +201,20 @@ def counts(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(",")))
 
 
+def _add_specimens(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--list", action="store_true", help="one line for each, without running anything")
+    parser.add_argument(
+        "--schedule", default="", metavar="NAME,...", help="all, or some: each specimen there, not in its smallest case"
+    )
+    parser.add_argument("--only", default="", metavar="NAME,...", help="these specimens alone")
+    parser.add_argument("--shrink", action="store_true", help="shrink a random failing case of each to its smallest")
+    parser.add_argument("--seed", type=int, default=0, help="where --shrink begins")
+    parser.add_argument("--final-only", action="store_true", help="from final gradients alone: record no tensors")
+    parser.add_argument("--timeout", type=seconds, default=120.0, metavar="SECONDS", help="of one case (default 120)")
+    parser.add_argument("--json", metavar="FILE", help="write results there")
+    parser.set_defaults(run=_specimens)
+
+
 def _add_world(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--timeout", type=seconds, default=120.0, metavar="SECONDS", help="of one case (default 120)")
@@ -250,6 +265,24 @@ def _replay(options: argparse.Namespace) -> int:
 
     case = Case.parse(options.case)
     return validate_all([case], Setting(case.device, json=options.json, explain=True))
+
+
+def _specimens(options: argparse.Namespace) -> int:
+    from validation.campaign import Setting
+    from validation.catalogue import chosen, listing, shrink_all, try_all
+
+    names = chosen(options.only)
+    if options.list:
+        print(listing(names))
+        return 0
+    schedules = _schedules(options.schedule) if options.schedule else []
+    setting = Setting("cpu", options.timeout, options.json)
+    counted("--seed", options.seed, least=0, most=MOST_SEED)
+    if options.shrink:
+        if schedules or options.final_only:
+            raise CaseError("--shrink draws its own schedules and names nothing: leave out --schedule and --final-only")
+        return shrink_all(names, setting, seed=options.seed)
+    return try_all(names, schedules, setting, final_only=options.final_only)
 
 
 def _show(options: argparse.Namespace) -> int:

@@ -114,6 +114,11 @@ class Found:
     repeated: bool = True
 
 
+def judged(case: Case, world: World) -> Verdict:
+    """The verdict on ``case`` without its cause, which would take a second run."""
+    return validate(case, world, explain=False)
+
+
 class _NotAPass(Exception):
     """Tells Hypothesis of a failure."""
 
@@ -125,7 +130,7 @@ def fuzz(
     seed_: int = 0,
     strategy: st.SearchStrategy[Case] | None = None,
     progress: Callable[[Tally], None] = lambda tally: None,
-    run: Callable[[Case, World], Verdict] = validate,
+    run: Callable[[Case, World], Verdict] = judged,
 ) -> tuple[Tally, Found | None]:
     """Run ``budget`` cases drawn from ``seed_``; the same seed and budget give the same cases.
 

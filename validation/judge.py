@@ -284,7 +284,14 @@ def judged(subject: Subject, observed: Observed, *, measure: bool = False) -> Ve
     reached: Tier = "bitwise" if at.ledger.all_exact else subject.oracle.precision.name
     tier: Tier = reached if outcome == "pass" else "none"
     return Verdict(
-        subject.config, outcome, tier, laws, tuple(at.ledger.mismatches), floor=floor, seconds=perf_counter() - began
+        subject.config,
+        outcome,
+        tier,
+        laws,
+        tuple(at.ledger.mismatches),
+        bindings=subject.bindings,
+        floor=floor,
+        seconds=perf_counter() - began,
     )
 
 

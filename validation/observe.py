@@ -16,9 +16,11 @@ from pipeline.transport import DistributedTransport
 from reference.data import Batch, Shapes, microbatches
 from reference.model import DTYPES, Model, build_model
 from reference.step import Recipe, objective
-from validation.around import AroundGradients, AroundStage
+from validation.around import AroundGradients, AroundStage, Steps
 from validation.case import Case
-from validation.observed import Observed, RankOperation, Site
+from validation.observed import Observed, RankOperation
+from validation.recorder import Recorder
+from validation.recording import Site
 from validation.specimens import specimen
 from validation.stages import layers_of, on_device, tied_across
 from validation.world import RankContext, World
@@ -84,9 +86,12 @@ def sites(stages: Sequence[Stage]) -> list[tuple[Site, nn.Parameter]]:
     ]
 
 
-def observe(case: Case, world: World) -> Observed:
-    """Run ``case`` on ``world``'s ranks. Raises what the world raises: a rank that failed, hung or is missing."""
-    rows = world.run(observe_rank, case, ranks=case.ranks)
+def observe(case: Case, world: World, *, record: bool = False) -> Observed:
+    """Run ``case`` on ``world``'s ranks; ``record``: and copy every boundary tensor on the way.
+
+    Raises what the world raises: a rank that failed, hung or is missing.
+    """
+    rows = world.run(observe_rank, case, record, ranks=case.ranks)
     return Observed(case.built, tuple(tuple(row) for row in rows))
 
 
@@ -104,11 +109,18 @@ def deterministic(device: str) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def observe_rank(context: RankContext, case: Case) -> list[RankOperation]:
-    """One rank's part of ``case``; a job for ``World.run``."""
+def observe_rank(context: RankContext, case: Case, record: bool = False) -> list[RankOperation]:
+    """One rank's part of ``case``; a job for ``World.run``. ``record``: keep every boundary tensor too."""
     model, schedule = assemble(context, case)
-    watched = schedule.wrapped(specimen(case.specimen).plant).wrapped(_watch)
-    return [_perform(watched, model, case, operation, context.device) for operation in range(len(case.plan))]
+    planted = _planted(case, schedule)
+    recorder = Recorder() if record else None
+    watched = (planted.wrapped(recorder.wrap) if recorder else planted).wrapped(_watch)
+    steps = specimen(case.specimen).drive(watched)
+    done = []
+    for operation in range(len(case.plan)):
+        seen = _perform(watched, steps, model, case, operation, device=context.device)
+        done.append(replace(seen, recording=recorder.take()) if recorder else seen)
+    return done
 
 
 def assemble(context: RankContext, case: Case) -> tuple[Model, PipelineSchedule]:
@@ -120,7 +132,8 @@ def assemble(context: RankContext, case: Case) -> tuple[Model, PipelineSchedule]
     recipe = Recipe(loss=case.loss)
     loss_fn, _ = objective(model, data_for(case, 0), recipe)
     trained = [p for module in modules.values() for p in module.parameters() if p.requires_grad]
-    transport = DistributedTransport(context.group, device=torch.device(context.device), timeout_s=STEP_TIMEOUT_S)
+    timeout_s = specimen(case.specimen).timeout_s or STEP_TIMEOUT_S
+    transport = DistributedTransport(context.group, device=torch.device(context.device), timeout_s=timeout_s)
     schedule = PipelineSchedule(
         kind=case.run,
         n_microbatches=case.microbatches,
@@ -133,12 +146,20 @@ def assemble(context: RankContext, case: Case) -> tuple[Model, PipelineSchedule]
     return model, schedule
 
 
+def _planted(case: Case, schedule: PipelineSchedule) -> PipelineSchedule:
+    """``schedule`` with the case's specimen in its program and its parts."""
+    one = specimen(case.specimen)
+    return schedule.wrapped(lambda parts: one.plant(replace(parts, program=one.reorder(parts.program))))
+
+
 def _watch(parts: Parts) -> Parts:
     stages = tuple(map(WatchedStage, parts.stages))
     return replace(parts, stages=stages, gradients=WatchedGradients(parts.gradients, stages))
 
 
-def _perform(schedule: PipelineSchedule, model: Model, case: Case, operation: int, device: str) -> RankOperation:
+def _perform(
+    schedule: PipelineSchedule, steps: Steps, model: Model, case: Case, operation: int, *, device: str
+) -> RankOperation:
     batches = data_for(case, operation)
     recipe = Recipe(loss=case.loss)
     _, divisor = objective(model, batches, recipe)
@@ -148,12 +169,12 @@ def _perform(schedule: PipelineSchedule, model: Model, case: Case, operation: in
     pairs = [(batch.inputs, batch.target) for batch in (batch.to(device) for batch in fed)]
     name = case.plan[operation]
     if name == "accumulate":
-        known = schedule.accumulate(pairs, loss_divisor=loss_divisor)
+        known = steps.accumulate(pairs, loss_divisor=loss_divisor)
         return _seen(schedule, RankOperation(name, tuple(known[m].item() for m in sorted(known)), schedule.executed))
     if name == "eval":
-        result = schedule.eval_step(pairs, loss_divisor=loss_divisor)
+        result = steps.eval_step(pairs, loss_divisor=loss_divisor)
         return _seen(schedule, RankOperation(name, result.losses, schedule.executed, loss=result.loss))
-    result = schedule.train_step(pairs, max_norm=max_norm_of(case, operation), loss_divisor=loss_divisor)
+    result = steps.train_step(pairs, max_norm=max_norm_of(case, operation), loss_divisor=loss_divisor)
     gradients = schedule.parts.gradients
     assert isinstance(gradients, WatchedGradients), "the watcher is the outermost wrapper"
     seen = RankOperation(

@@ -1,15 +1,14 @@
 """What a schedule produced: plain values, gathered from all ranks."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from pipeline.action import GIVES_WEIGHT_GRADIENT, Action, Kind
 from pipeline.profile import Profile
 from pipeline.schedule import Schedule
-
-Site = tuple[int, str]  # one stage's copy of a parameter, by its name in the model
+from validation.recording import Recording, Site, together
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,8 @@ class RankOperation:
     ran, as forwards of (stage, microbatch), and whether any part of them was in training mode. ``gradients`` are after
     tied copies were summed and before clipping; ``before`` are the parameters that the operation started from, as far
     as they were seen, ``parameters`` what the optimizer made of them. ``nonfinite`` are the actions whose output had a
-    NaN or an infinity. ``crossings`` are tensors at the boundaries of stages, where they were watched.
+    NaN or an infinity. ``crossings`` are tensors at the boundaries of stages, where they were watched; ``recording`` is
+    there where the run was recorded.
     """
 
     operation: str
@@ -50,6 +50,7 @@ class RankOperation:
     buffers: Mapping[Site, Tensor] | None = None
     profile: Profile | None = None
     crossings: tuple[Crossing, ...] = ()
+    recording: Recording | None = None
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,11 @@ class Observed:
 
     schedule: Schedule
     ranks: tuple[tuple[RankOperation, ...], ...]
+
+    @property
+    def watched(self) -> bool:
+        """Whether it is known what ran: the ranks were our runtime's."""
+        return any(one.executed for rank in self.ranks for one in rank)
 
     def losses(self, operation: int) -> tuple[float, ...]:
         """The microbatches' losses, as the last stage's rank reported them."""
@@ -82,6 +88,19 @@ class Observed:
     def buffers(self, operation: int) -> dict[Site, Tensor]:
         """Every rank's buffers together."""
         return {site: value for rank in self.ranks for site, value in (rank[operation].buffers or {}).items()}
+
+    def recording(self, operation: int) -> Recording | None:
+        """Every rank's recording as one; None unless all were recorded."""
+        found = [rank[operation].recording for rank in self.ranks]
+        return together([one for one in found if one is not None]) if None not in found else None
+
+    def final(self) -> "Observed":
+        """What a runtime hands back that nobody watched: losses, norms, final gradients, parameters, buffers."""
+        ranks = tuple(
+            tuple(replace(one, executed=(), called=(), nonfinite=(), recording=None) for one in rank)
+            for rank in self.ranks
+        )
+        return replace(self, ranks=ranks)
 
     def called(self, operation: int) -> list[tuple[Action, bool]]:
         """Every call of a stage's module on any rank, and whether it was in training mode."""

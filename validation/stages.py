@@ -18,9 +18,9 @@ class Slice(nn.Module):
 
     def __init__(self, model: Model, layers: range) -> None:
         super().__init__()
-        self._pieces = [piece for layer in layers for piece in model.layers[layer]]
-        copies = copy.deepcopy([model.get_submodule(piece) for piece in self._pieces])
-        for piece, module in zip(self._pieces, copies, strict=True):
+        self.pieces = [piece for layer in layers for piece in model.layers[layer]]
+        copies = copy.deepcopy([model.get_submodule(piece) for piece in self.pieces])
+        for piece, module in zip(self.pieces, copies, strict=True):
             parent: nn.Module = self
             *path, leaf = piece.split(".")
             for name in path:
@@ -30,7 +30,7 @@ class Slice(nn.Module):
             parent.add_module(leaf, module)
 
     def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
-        for piece in self._pieces:
+        for piece in self.pieces:
             outputs = self.get_submodule(piece)(*inputs)
             inputs = outputs if isinstance(outputs, tuple) else (outputs,)
         return inputs[0] if len(inputs) == 1 else inputs

@@ -15,7 +15,8 @@ from validation.stages import copies_apart, owners
 class Subject:
     """What is known before anything is compared.
 
-    ``config`` names the subject; ``plan`` are its operations. ``due`` are the sites that must be held, and ``tied`` the
+    ``config`` names the subject, ``bindings`` says its numbers in words; ``plan`` are its operations. ``due`` are the
+    sites that must be held, and ``tied`` the
     parameters with copies in several of them: for each, the name of its copy by stage. ``strangers`` are held and not
     known to the reference. ``skipped`` are laws that do not apply, with the reason. ``unseen`` stages are those whose
     actions nobody noted, ``uncalled`` those whose modules nobody watched. Where ``every_rank`` is False, ranks may
@@ -34,6 +35,7 @@ class Subject:
     unseen: Collection[int] = ()
     uncalled: Collection[int] = ()
     every_rank: bool = True
+    bindings: str = ""
 
 
 def subject_of(case: Case, laws: tuple[str, ...]) -> Subject:
@@ -49,4 +51,4 @@ def subject_of(case: Case, laws: tuple[str, ...]) -> Subject:
         max_norm=lambda number: max_norm_of(case, number),
     )
     due = frozenset((stage, name) for name, stage in owner.items())
-    return Subject(str(case), laws, case.plan, case.microbatches, due, oracle, tied)
+    return Subject(str(case), laws, case.plan, case.microbatches, due, oracle, tied, bindings=case.bindings)

@@ -68,13 +68,14 @@ class Floor:
     def outcome(self, error: float) -> str:
         """``pass``, ``fail``, or ``unknown``: no proof of rounding, and no proof of a fault either.
 
-        That is an error too small for a lost microbatch, or one that rounding explains and ``most`` does not excuse.
+        That is an error that rounding explains and ``most`` does not excuse, or one below ``most`` that is too small
+        for half a lost microbatch.
         """
         blind = 0 < self.fault / 2 <= self.limit  # rounding could hide a lost microbatch
         if error <= self.limit:
             return "unknown" if blind else "pass"
         explained = error <= self.precision.factor * self.largest
-        return "unknown" if explained or error < self.fault / 2 else "fail"
+        return "unknown" if explained or error < min(self.fault / 2, self.precision.most) else "fail"
 
 
 def same_bits(observed: Tensor, expected: Tensor) -> bool:

@@ -4,11 +4,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
+from validation.cause import KINDS, Cause
+
 SCHEMA = "pipeproof/verdict/1"
 Tier = Literal["bitwise", "fp32", "bf16", "fp64", "none"]  # bit for bit, or to the rounding of a dtype
 Outcome = Literal["pass", "fail", "unknown", "not applicable"]
 
-_SHOWN = 6  # mismatches on a screen; the rest are counted
+_SHOWN = 4  # mismatches on a screen; the rest are counted
+_CAUSES = 3  # causes on a screen
 EXIT_STATUS: Mapping[str, int] = {"pass": 0, "fail": 1, "unknown": 3}
 
 
@@ -93,6 +96,8 @@ class LawResult:
 class Verdict:
     """What a validation found. ``tier`` is "bitwise", a dtype's name, or "none" where not everything agreed.
 
+    ``cause`` are the causes that the evidence allows, the likeliest first: none where it does not decide, and
+    ``undecided`` then says why; both are empty where nobody asked. ``bindings`` are the case's numbers, in words.
     ``floor`` is the largest rounding floor measured over all gradients, 0 where none was measured; ``failure`` is how
     the ranks failed where there was nothing to judge; ``headline`` says in a sentence what the laws cannot; ``rerun``
     is what to type where there is no replay line; ``seconds`` is what it took.
@@ -103,7 +108,9 @@ class Verdict:
     tier: Tier
     laws: tuple[LawResult, ...]
     mismatches: tuple[Mismatch, ...] = ()
-    cause: str | None = None
+    cause: tuple[Cause, ...] = ()
+    undecided: tuple[str, ...] = ()
+    bindings: str = ""
     floor: float = 0.0
     failure: str = ""
     headline: str = ""
@@ -131,8 +138,8 @@ class Verdict:
         return {law.name: law for law in self.laws}[name]
 
     def __str__(self) -> str:
-        """All that a reader needs, on one screen: where, seen, expected, the case, and what to type next."""
-        rows = [f"{self.verdict.upper()} {self._headline()}", f"  case      {self.config}"]
+        """All that a reader needs, on one screen: the cause, where, seen, expected, the bindings, what to type next."""
+        rows = [f"{self.verdict.upper()} {self._headline()}", *self._causes()]
         if self.failure:
             rows.append(self.failure)
         if self.mismatches:
@@ -142,11 +149,36 @@ class Verdict:
                 f"  seen      {first.seen}",
                 f"  expected  {first.expected}{first.allowance}",
             ]
+        rows.append(f"  bindings  {self.bindings}" if self.bindings else f"  case      {self.config}")
         rows += [f"  then      {mismatch}" for mismatch in self.mismatches[1:_SHOWN]]
         if len(self.mismatches) > _SHOWN:
             rows.append(f"  then      and {len(self.mismatches) - _SHOWN} more")
-        rows += [f"  {'laws' if k == 0 else '':<9} {law}" for k, law in enumerate(self.laws)]
-        return "\n".join([*rows, f"  replay    {self.replay}"])
+        return "\n".join([*rows, *self._laws(), f"  replay    {self.replay}"])
+
+    def _causes(self) -> list[str]:
+        rows = []
+        for number, cause in enumerate(self.cause[:_CAUSES]):
+            rows += [
+                f"  {'or' if number else 'cause':<9} {cause.kind}: {KINDS[cause.kind]}",
+                f"  {'':<9} {told(cause)}",
+            ]
+        if not self.cause and self.undecided:
+            rows.append("  cause     unknown: the evidence does not decide")
+        ruled_out = [reason for cause in self.cause[:1] for reason in cause.ruled_out] + list(self.undecided)
+        return rows + [f"  {'not' if k == 0 else '':<9} {reason}" for k, reason in enumerate(ruled_out)]
+
+    def _laws(self) -> list[str]:
+        """The laws that matter; those that passed in one line, where any did not."""
+        if self.verdict == "pass":
+            shown, passed = list(self.laws), []
+        else:
+            shown = [law for law in self.laws if law.outcome in ("fail", "unknown")]
+            passed = [law for law in self.laws if law.outcome == "pass"]
+        rows = [str(law) for law in shown]
+        if passed:
+            compared = sum(law.checked for law in passed)
+            rows.append(f"{'pass':<18} {', '.join(law.name for law in passed)}: {compared} compared")
+        return [f"  {'laws' if k == 0 else '':<9} {row}" for k, row in enumerate(rows)]
 
     def _headline(self) -> str:
         if self.headline:
@@ -164,6 +196,23 @@ class Verdict:
         """Plain data for JSON."""
         data = asdict(self)
         return {"schema": SCHEMA, **data, "replay": self.replay}
+
+
+def told(cause: Cause) -> str:
+    """A cause's place and detail on one line."""
+    microbatches = ", ".join(map(str, cause.microbatches))
+    parts = [
+        f"{name} {value}"
+        for name, value in (
+            ("rank", cause.rank),
+            ("stage", cause.stage),
+            ("microbatch" if len(cause.microbatches) == 1 else "microbatches", microbatches or None),
+            ("action", cause.action),
+            ("parameter", cause.parameter),
+        )
+        if value is not None
+    ]
+    return f"{', '.join(parts) or 'everywhere'}: {cause.detail}"
 
 
 def overall(laws: Sequence[LawResult]) -> Literal["pass", "fail", "unknown"]:

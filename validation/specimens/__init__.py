@@ -1,25 +1,43 @@
-"""Planted faults, by composition only: changed programs and data, wrapped transports, stages and gradient work."""
+"""Planted faults, by composition only: changed programs and data, wrapped transports, stages, gradient work, steps."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from validation.specimens import gradients, microbatches, scale, tied
-from validation.specimens.specimen import Specimen
-
-SPECIMENS: Mapping[str, Specimen] = MappingProxyType(
-    {specimen.name: specimen for family in (scale, microbatches, gradients, tied) for specimen in family.SPECIMENS}
+from validation.specimens import (
+    gradients,
+    halves,
+    memory,
+    messages,
+    microbatches,
+    model,
+    norm,
+    order,
+    report,
+    scale,
+    sound,
+    state,
+    tied,
 )
-_NONE = Specimen(name="", summary="nothing planted", origin="", smallest="", law="")
+from validation.specimens.specimen import Planted, Specimen
+
+FAMILIES = (scale, microbatches, state, halves, gradients, tied, norm, report, messages, memory, model, order)
+SPECIMENS: Mapping[str, Specimen] = MappingProxyType(
+    {specimen.name: specimen for family in FAMILIES for specimen in family.SPECIMENS}
+)
+# Changes without a fault, which must pass.
+CONTROLS: Mapping[str, Planted] = MappingProxyType({control.name: control for control in sound.CONTROLS})
+_NONE = Planted(name="", summary="nothing planted", origin="", smallest="")
 
 
 class SpecimenError(ValueError):
     """A specimen that does not exist."""
 
 
-def specimen(name: str) -> Specimen:
-    """The specimen ``name``; the empty name plants nothing."""
+def specimen(name: str) -> Planted:
+    """The specimen or control ``name``; the empty name plants nothing."""
     if not name:
         return _NONE
-    if name not in SPECIMENS:
+    found = SPECIMENS.get(name) or CONTROLS.get(name)
+    if found is None:
         raise SpecimenError(f"unknown specimen {name!r}: known are {', '.join(SPECIMENS)}")
-    return SPECIMENS[name]
+    return found

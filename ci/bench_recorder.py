@@ -1,0 +1,54 @@
+"""Part f: what it costs a step to record its boundary tensors and every addition to its gradients."""
+
+from statistics import median
+from typing import Any
+
+import torch.distributed as dist
+from bench_ranks import Turns, conditions, on_ranks, step_seconds, take_turns
+from bench_table import Row, Target, ratio
+
+from validation.case import Case
+from validation.observe import assemble, data_for
+from validation.recorder import Recorder
+from validation.world import RankContext
+
+MODELS = ("gpt", "mlp")
+SCHEDULES = ("1f1b", "zb-h1")
+MICROBATCHES = 8
+LAYERS = 4  # of a stage
+_LIMIT_S = 20.0  # per row
+_MOST = 1.10
+
+
+def measure(*, ranks: int, rounds: int) -> list[Row]:
+    """A row per schedule and model: milliseconds per step, recorded and not, and the one over the other."""
+    taken = on_ranks(ranks, _rank, ranks, rounds)
+    return [_row(name, [rank[name] for rank in taken]) for name in taken[0]]
+
+
+def _rank(rank: int, ranks: int, rounds: int) -> dict[str, Any]:
+    return {
+        f"{schedule} {model}": _steps(Case(schedule, ranks, 1, MICROBATCHES, (LAYERS,) * ranks, model=model), rounds)
+        for schedule in SCHEDULES
+        for model in MODELS
+    }
+
+
+def _steps(case: Case, rounds: int) -> dict[str, Any]:
+    group = dist.group.WORLD
+    assert group is not None, "ranks have a group"
+    _, schedule = assemble(RankContext(dist.get_rank(), case.ranks, "cpu", group), case)
+    recorded = schedule.wrapped(Recorder().wrap)
+    pairs = [(batch.inputs, batch.target) for batch in data_for(case, 0)]
+    steps = {
+        "plain": lambda: schedule.train_step(pairs, max_norm=1.0),
+        "recorded": lambda: recorded.train_step(pairs, max_norm=1.0),
+    }
+    return take_turns(steps, lambda: None, Turns(rounds, _LIMIT_S))
+
+
+def _row(name: str, taken: list[dict[str, Any]]) -> Row:
+    seconds = step_seconds(taken, 1)
+    milliseconds = {variant: median(values) * 1e3 for variant, values in seconds.items()}
+    target = Target("recorded/plain", ratio(seconds["recorded"], seconds["plain"]), _MOST)
+    return Row(name, milliseconds, [target], conditions(taken))

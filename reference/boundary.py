@@ -1,0 +1,88 @@
+"""What crosses the cuts when a model is cut into stages: one device, one microbatch at a time.
+
+The graph is cut where a pipeline cuts it, which on one device does not change a bit.
+"""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from reference.data import Batch
+from reference.model import LossFn, Model
+
+Tensors = tuple[Tensor, ...]
+Gradients = tuple[Tensor | None, ...]
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """One microbatch's tensors at the cuts; entry s of each field is stage s's.
+
+    ``outputs[-1]`` is what the loss function takes; ``loss`` is undivided. ``output_gradients`` are what each stage's
+    backward starts from, the last one's included, and ``input_gradients`` what it gives; both empty for evaluation.
+    """
+
+    inputs: tuple[Tensors, ...]
+    outputs: tuple[Tensors, ...]
+    loss: Tensor
+    output_gradients: tuple[Gradients, ...] = ()
+    input_gradients: tuple[Gradients, ...] = ()
+
+
+def boundary(
+    model: Model, batch: Batch, *, stages: Sequence[range], loss_fn: LossFn, divisor: float, training: bool = True
+) -> Boundary:
+    """``batch`` through ``model`` cut into ``stages``, ranges of layers, and back unless this is evaluation."""
+    model.train(training)
+    with nullcontext() if training else torch.no_grad():
+        inputs, outputs, given = [], [], batch.inputs
+        for layers in stages:
+            inputs.append(tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in given))
+            given = run_layers(model, layers, inputs[-1])
+            outputs.append(given)
+        (output,) = outputs[-1]
+        loss = loss_fn(output, batch.target)
+    made = Boundary(tuple(inputs), tuple(map(_plain, outputs)), loss.detach())
+    return _backward(made, outputs, loss / divisor) if training else made
+
+
+def run_layers(model: Model, layers: Sequence[int], inputs: Tensors) -> Tensors:
+    """What ``layers`` of ``model`` make of ``inputs``."""
+    for layer in layers:
+        for piece in model.layers[layer]:
+            found = model.get_submodule(piece)(*inputs)
+            inputs = found if isinstance(found, tuple) else (found,)
+    return inputs
+
+
+def _backward(made: Boundary, outputs: Sequence[Tensors], objective: Tensor) -> Boundary:
+    received: list[Gradients] = [_gradients((objective,), (None,), outputs[-1])]
+    handed_on: list[Gradients] = []
+    for stage in reversed(range(len(outputs))):
+        handed_on.insert(0, _gradients(outputs[stage], received[0], made.inputs[stage]))
+        if stage:
+            received.insert(0, handed_on[0])
+    plain = tuple(map(_plain, made.inputs))
+    return Boundary(plain, made.outputs, made.loss, tuple(received), tuple(handed_on))
+
+
+def _gradients(outputs: Tensors, received: Gradients, inputs: Tensors) -> Gradients:
+    """The gradient of every one of ``inputs``, None where none flows."""
+    given = [
+        (output, gradient)
+        for output, gradient in zip(outputs, received, strict=True)
+        if output.requires_grad and (gradient is not None or output.dim() == 0)
+    ]
+    wanted = [tensor for tensor in inputs if tensor.requires_grad]
+    if not given or not wanted:
+        return (None,) * len(inputs)
+    ends, starts = [output for output, _ in given], [gradient for _, gradient in given]
+    found = iter(torch.autograd.grad(ends, wanted, starts, retain_graph=True, allow_unused=True))
+    return tuple(next(found) if tensor.requires_grad else None for tensor in inputs)
+
+
+def _plain(tensors: Tensors) -> Tensors:
+    return tuple(tensor.detach() for tensor in tensors)

@@ -1,0 +1,165 @@
+"""Contributions of any pairing: the gradient that a stage gives for one microbatch's activation and another's output
+gradient.
+
+A correct backward pairs microbatch i's activation with microbatch i's output gradient. What a wrong one paired can be
+found in its gradients, if the contributions of the other pairings are known. Everything here is in fp64.
+"""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from reference.data import Batch
+from reference.model import Model
+from reference.step import Gradient, Recipe, Stage, objective
+
+Tensors = tuple[Tensor, ...]
+# From a stage's outputs to the gradients in them; None where it does not fit them.
+Flow = Callable[[Tensors], Sequence[Gradient] | None]
+
+
+@dataclass(frozen=True)
+class Contributed:
+    """What a stage's backward gives: gradients by parameter name, and in each of the stage's inputs."""
+
+    gradients: Mapping[str, Gradient]
+    inputs: tuple[Gradient, ...]
+
+
+class Pairing:
+    """One operation on one device, in stages: what went into each stage, and every contribution one could make of it.
+
+    ``before`` are the parameters that the operation started from, by name; ``layers`` the layers of each stage. A
+    parameter that one stage has under several names is listed under the first.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        before: Mapping[str, Tensor],
+        layers: Sequence[range],
+        batches: Sequence[Batch],
+        recipe: Recipe,
+    ) -> None:
+        self._recipe, self._layers, self._before = recipe, layers, before
+        self._model = copy.deepcopy(model).double()
+        with torch.no_grad():
+            for name, parameter in self._model.named_parameters(remove_duplicate=False):
+                parameter.copy_(before[name])
+        self._model.train()
+        self._pieces = [[piece for layer in part for piece in self._model.layers[layer]] for part in layers]
+        self.batches = [batch.cast(torch.float64) for batch in batches]
+        self._loss_fn, self._divisor = objective(self._model, self.batches, recipe)
+        self._output_gradients: dict[Stage, list[tuple[Gradient, ...]]] = {}
+        self._made: dict[tuple[Stage, int], Contributed] = {}
+
+    def with_batches(self, batches: Sequence[Batch]) -> "Pairing":
+        """The same parameters with other microbatches."""
+        return Pairing(self._model, before=self._before, layers=self._layers, batches=batches, recipe=self._recipe)
+
+    @property
+    def stages(self) -> int:
+        return len(self._pieces)
+
+    @property
+    def microbatches(self) -> int:
+        return len(self.batches)
+
+    def parameters(self, stage: Stage) -> dict[str, Tensor]:
+        """The parameters of ``stage`` that are trained."""
+        found: dict[int, tuple[str, Tensor]] = {}
+        for piece in self._pieces[stage]:
+            for name, parameter in self._model.get_submodule(piece).named_parameters(remove_duplicate=False):
+                if parameter.requires_grad:
+                    found.setdefault(id(parameter), (f"{piece}.{name}", parameter))
+        return dict(found.values())
+
+    @cached_property
+    def inputs(self) -> list[list[Tensors]]:
+        """``inputs[s][i]``: what goes into stage s for microbatch i."""
+        with torch.no_grad():
+            rows = [[batch.inputs for batch in self.batches]]
+            for stage in range(self.stages - 1):
+                rows.append([self._forward(stage, x) for x in rows[-1]])
+        return rows
+
+    @cached_property
+    def _outputs(self) -> list[Tensors]:
+        """What comes out of the last stage for each microbatch."""
+        with torch.no_grad():
+            return [self._forward(self.stages - 1, x) for x in self.inputs[-1]]
+
+    def output_gradients(self, stage: Stage) -> list[tuple[Gradient, ...]]:
+        """For each microbatch, the gradients of its divided loss in the outputs of ``stage``."""
+        if stage not in self._output_gradients:
+            own = range(self.microbatches)
+            if stage < self.stages - 1:
+                rows = [self.contribution(stage + 1, j).inputs for j in own]
+            else:
+                rows = [tuple(self.target(j)(self._outputs[j]) or ()) for j in own]
+            self._output_gradients[stage] = rows
+        return self._output_gradients[stage]
+
+    def target(self, j: int) -> Flow:
+        """The flow that starts from the loss with microbatch j's target, whatever the outputs are."""
+
+        def flow(outputs: Tensors) -> Sequence[Gradient] | None:
+            (output,), (own,) = outputs, self._outputs[j]
+            if output.shape != own.shape:
+                return None
+            leaf = output.detach().requires_grad_()
+            with torch.enable_grad():
+                loss = self._loss_fn(leaf, self.batches[j].target) / self._divisor
+            return torch.autograd.grad(loss, [leaf])
+
+        return flow
+
+    def flow(self, stage: Stage, j: int) -> Flow:
+        """Microbatch j's output gradient of ``stage``, as it is."""
+        gradients = self.output_gradients(stage)[j]
+        return lambda _: gradients
+
+    def seed(self, stage: Stage, j: int) -> Flow:
+        """What microbatch j's backward of ``stage`` starts from: its target on the last stage, else its flow."""
+        return self.target(j) if stage == self.stages - 1 else self.flow(stage, j)
+
+    def contribution(self, stage: Stage, j: int) -> Contributed:
+        """Microbatch j's own contribution."""
+        if (stage, j) not in self._made:
+            (made,) = self.contribute(stage, self.inputs[stage][j], [self.seed(stage, j)])
+            assert made is not None, "a microbatch fits itself"
+            self._made[stage, j] = made
+        return self._made[stage, j]
+
+    def contribute(self, stage: Stage, inputs: Tensors, flows: Sequence[Flow]) -> list[Contributed | None]:
+        """One forward of ``stage`` and a backward for each of ``flows``; None for a flow that does not fit."""
+        leaves = tuple(x.detach().requires_grad_(x.is_floating_point()) for x in inputs)
+        outputs = self._forward(stage, leaves)
+        return [self._backward(stage, leaves, outputs, flow) for flow in flows]
+
+    def _forward(self, stage: Stage, inputs: Tensors) -> Tensors:
+        for piece in self._pieces[stage]:
+            outputs = self._model.get_submodule(piece)(*inputs)
+            inputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        return inputs
+
+    def _backward(self, stage: Stage, leaves: Tensors, outputs: Tensors, flow: Flow) -> Contributed | None:
+        parameters = self.parameters(stage)
+        wanted = [*parameters.values(), *(x for x in leaves if x.requires_grad)]
+        gradients = flow(outputs)
+        if gradients is None or len(gradients) != len(outputs):
+            return None
+        seeds = [(y, d) for y, d in zip(outputs, gradients, strict=True) if d is not None and y.requires_grad]
+        if any(y.shape != d.shape for y, d in seeds):
+            return None
+        found = torch.autograd.grad(
+            [y for y, _ in seeds], wanted, [d for _, d in seeds], allow_unused=True, retain_graph=True
+        )
+        rest = iter(found[len(parameters) :])
+        inputs = tuple(next(rest) if x.requires_grad else None for x in leaves)
+        return Contributed(dict(zip(parameters, found, strict=False)), inputs)

@@ -1,0 +1,219 @@
+"""What a tensor really is, told by its content: another microbatch's, an earlier step's, a multiple, nothing."""
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from validation.recording import Point
+from validation.tolerance import FP32, error, precision_of
+
+NARROWER = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_GARBAGE = 1e12  # times the largest expected element: no arithmetic error comes near
+_TINY = 1e-30  # memory that was never written is full of numbers below this
+_SMALL = 1000  # whole numbers up to this are equal by chance
+_FEW = 8  # equal elements that could be chance
+
+
+@dataclass(frozen=True)
+class Label:
+    """Whose a tensor of the reference is. ``ago``: how many operations before the one in question."""
+
+    point: Point
+    ago: int = 0
+
+    def text(self, at: Point) -> str:
+        """Named as seen from ``at``: what is the same goes without saying."""
+        words = [f"microbatch {self.point.microbatch}'s"]
+        if self.point.where != at.where:
+            words.append(self.point.where)
+        if self.point.stage != at.stage:
+            words.append(f"at stage {self.point.stage}")
+        if self.ago:
+            words.append("of the previous step" if self.ago == 1 else f"of {self.ago} operations earlier")
+        return " ".join(words)
+
+
+@dataclass(frozen=True)
+class What:
+    """What a tensor is in place of the expected one.
+
+    kind: other, stale, partial, rounded, multiple, zero, not-finite, uninitialised, reordered, sum, shape, missing,
+    unexpected or different. ``label`` says whose, where it is somebody's; ``factor`` of a multiple.
+    """
+
+    kind: str
+    text: str
+    factor: float | None = None
+    label: Label | None = None
+
+
+class Catalogue:
+    """Tensors of the reference, found again by content."""
+
+    def __init__(self, known: Iterable[tuple[Label, Tensor]]) -> None:
+        self._known = [(label, tensor) for label, tensor in known if _telling(tensor)]
+        self._by_bits: dict[bytes, list[Label]] = {}
+        for label, tensor in self._known:
+            self._by_bits.setdefault(_digest(tensor), []).append(label)
+
+    def find(self, seen: Tensor, at: Point, *, limit: float) -> Label | None:
+        """Whose ``seen`` is: the nearest of those with its bits, or else within ``limit`` of it."""
+        labels = self._by_bits.get(_digest(seen), [])
+        if not labels and seen.is_floating_point():
+            labels = [
+                label
+                for label, tensor in self._known
+                if tensor.shape == seen.shape and tensor.dtype == seen.dtype and error(seen, tensor) <= limit
+            ]
+        return min(labels, default=None, key=lambda label: _distance(label, at))
+
+    def like(self, seen: Tensor) -> list[tuple[Label, Tensor]]:
+        """All tensors of ``seen``'s shape and type."""
+        return [(la, t) for la, t in self._known if t.shape == seen.shape and t.dtype == seen.dtype]
+
+
+def what_is(
+    seen: Tensor | None, expected: Tensor | None, at: Point, *, known: Catalogue, limit: float = FP32.least
+) -> What | None:
+    """What ``seen`` is in place of ``expected``; None where it is what it should be, up to ``limit``."""
+    if seen is None or expected is None:
+        if seen is expected:
+            return None
+        text = "nothing" if seen is None else "a tensor where there should be none"
+        return What("missing" if seen is None else "unexpected", text)
+    if agrees(seen, expected, limit):
+        return None
+    found = known.find(seen, at, limit=limit)
+    if found is not None and found != Label(at):
+        wanted = f"expected microbatch {at.microbatch}'s"
+        return What("stale" if found.ago else "other", f"{found.text(at)}, {wanted}", label=found)
+    if seen.shape != expected.shape or seen.dtype != expected.dtype:
+        return What("shape", f"{_form(seen)}, expected {_form(expected)}")
+    return _compared(seen, expected, at, known, limit)
+
+
+def agrees(seen: Tensor, expected: Tensor, limit: float) -> bool:
+    """Whether ``seen`` is ``expected``, bit for bit or within ``limit``."""
+    if seen.shape != expected.shape or seen.dtype != expected.dtype:
+        return False
+    if _same(seen, expected).all():
+        return True
+    return seen.is_floating_point() and error(seen, expected) <= limit
+
+
+def _compared(seen: Tensor, expected: Tensor, at: Point, known: Catalogue, limit: float) -> What:
+    """``seen`` has the shape and type of ``expected``, and no other's content."""
+    for name, dtype in NARROWER.items():
+        if seen.is_floating_point() and seen.dtype.itemsize > dtype.itemsize and _rounded(seen, expected, dtype):
+            return What("rounded", f"{name}-rounded")
+    if not seen.any():
+        return What("zero", "zero")
+    partial = _partial(seen, expected, at, known)
+    if partial is not None:
+        return partial
+    if not seen.is_floating_point():
+        return What("different", f"other integers, {int((seen != expected).sum())} of {seen.numel()} differ")
+    bad = int((~seen.isfinite()).sum())
+    if bad:
+        return What("not-finite", f"not finite in {bad} of {seen.numel()} elements")
+    factor = factor_of(seen, expected, max(limit, precision_of(expected.dtype).least))
+    if factor is not None:
+        return What("multiple", f"{factor:.6g} times the expected", factor=factor)
+    if _garbage(seen, expected):
+        return What("uninitialised", "uninitialised: no such numbers come from arithmetic")
+    return _mixed(seen, expected, at, known, limit)
+
+
+def _mixed(seen: Tensor, expected: Tensor, at: Point, known: Catalogue, limit: float) -> What:
+    if seen.numel() >= _FEW and torch.equal(seen.flatten().sort().values, expected.flatten().sort().values):
+        return What("reordered", "its own elements in another order")
+    difference = (seen.double() - expected.double()).to(seen.dtype)
+    size = max(seen.abs().max().item(), expected.abs().max().item())
+    for label, tensor in known.like(seen):
+        if error(difference, tensor) <= max(limit, precision_of(expected.dtype).least) * max(
+            1.0, 4 * size / tensor.abs().max().item()
+        ):
+            return What("sum", f"the expected plus {label.text(at)}", label=label)
+    cosine = torch.nn.functional.cosine_similarity(seen.double().flatten(), expected.double().flatten(), dim=0).item()
+    return What("different", f"like nothing known: relative error {error(seen, expected):.1e}, cosine {cosine:.4f}")
+
+
+def factor_of(seen: Tensor, expected: Tensor, limit: float) -> float | None:
+    """The factor c for which ``seen`` is c times ``expected``, within ``limit``; None if there is none."""
+    one, two = seen.double().flatten(), expected.double().flatten()
+    square = (two @ two).item()
+    if not square or seen.numel() < 2 or not bool(one.isfinite().all()):
+        return None
+    factor = (one @ two).item() / square
+    if factor == 0.0 or (one - factor * two).norm().item() > limit * abs(factor) * two.norm().item():
+        return None
+    return factor
+
+
+def _partial(seen: Tensor, expected: Tensor, at: Point, known: Catalogue) -> What | None:
+    """One run of elements differs, and enough of the others are right that this is no chance."""
+    same = _same(seen, expected)
+    telling = same & (expected.flatten() != 0)
+    wrong = (~same).nonzero().flatten()
+    if int(telling.sum()) < max(_FEW, seen.numel() // 64):
+        return None
+    first, last = int(wrong[0]), int(wrong[-1])
+    if len(wrong) < (last - first + 1) * 0.9:
+        return None
+    place = f"from element {first}" if last == seen.numel() - 1 and first else f"in elements {first} to {last}"
+    inside = slice(first, last + 1)
+    owner = next((la for la, t in known.like(seen) if _same(seen, t)[inside].all() and t.flatten()[inside].any()), None)
+    content = f" with {owner.text(at)}" if owner is not None else _content(seen.flatten()[inside])
+    return What("partial", f"partly overwritten {place}{content}", label=owner)
+
+
+def _content(part: Tensor) -> str:
+    if not part.any():
+        return " with zeros"
+    return " with NaN" if part.is_floating_point() and bool(part.isnan().all()) else ""
+
+
+def _rounded(seen: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+    """All of ``seen`` can be said in ``dtype``, all of ``expected`` cannot, and they differ by rounding alone."""
+    narrow = seen.to(dtype).to(seen.dtype)
+    if not bool(_same(narrow, seen).all()) or bool(_same(expected.to(dtype).to(expected.dtype), expected).all()):
+        return False
+    return error(seen, expected) <= 2 * torch.finfo(dtype).eps
+
+
+def _garbage(seen: Tensor, expected: Tensor) -> bool:
+    size = seen.abs()
+    tiny = ((size > 0) & (size < _TINY)).sum().item()
+    constant = seen.numel() >= _FEW and bool((seen == seen.flatten()[0]).all())
+    return constant or tiny > seen.numel() // 4 or size.max().item() > _GARBAGE * max(expected.abs().max().item(), 1.0)
+
+
+def _telling(tensor: Tensor) -> bool:
+    """Whether it is no chance if another tensor has this content."""
+    if tensor.numel() == 1:
+        return not tensor.is_floating_point() and abs(int(tensor)) > _SMALL
+    return bool(tensor.any())
+
+
+def _same(one: Tensor, other: Tensor) -> Tensor:
+    """Element by element: the same bits. Both have one shape and type."""
+    width = one.element_size()
+    bits = [tensor.contiguous().flatten().view(torch.uint8).view(-1, width) for tensor in (one, other)]
+    return (bits[0] == bits[1]).all(dim=1)
+
+
+def _digest(tensor: Tensor) -> bytes:
+    content = tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return hashlib.blake2b(content + _form(tensor).encode(), digest_size=16).digest()
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _distance(label: Label, at: Point) -> tuple[int, ...]:
+    point = label.point
+    return (point.where != at.where, label.ago, point.stage != at.stage, abs(point.stage - at.stage), point.microbatch)

@@ -1,0 +1,197 @@
+"""Atoms: the tensors that a stage's gradients could be made of, each with the term that says what it is.
+
+A correct gradient is the sum of the nominal atoms, each once: microbatch i's activation with microbatch i's output
+gradient. The others are what faults put there.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+from reference.pairing import Contributed, Flow, Pairing, Tensors
+from reference.step import Gradient, Site, Stage
+
+
+class Term(NamedTuple):
+    """What an atom is; ``activation`` and ``gradient`` are microbatches, -1 where there is none.
+
+    what: "pair", of microbatch ``activation``'s activation and microbatch ``gradient``'s output gradient, on the last
+    stage its target. "logits": the same on the last stage with the gradient in the logits. "flow": with the output
+    gradient number ``gradient`` that an error in the next stage made. "earlier": microbatch ``activation`` of the
+    accumulating call ``gradient`` calls ago. "gradient": the whole gradient of the step before. "contribution": one
+    microbatch's part of it. "parameter": the parameter itself. "evaluated": the gradient of evaluation
+    number ``activation``. "old-activation", "old-gradient": a pair of which that
+    half is of the step before. "old-data": the step before's microbatch in today's model. "old-weights": today's
+    microbatch in the step before's model.
+    """
+
+    what: str
+    activation: int = -1
+    gradient: int = -1
+
+    @property
+    def nominal(self) -> bool:
+        """Whether a correct gradient has this once."""
+        return self.what == "earlier" or (self.what == "pair" and self.activation == self.gradient)
+
+
+@dataclass(frozen=True)
+class Atom:
+    """A term, its gradients by parameter, and what its backward hands on to the stage before."""
+
+    term: Term
+    gradients: Mapping[str, Gradient]
+    inputs: tuple[Gradient, ...] = ()
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """An atom that should not be there and hands something on, and the microbatches that it can be a matter of."""
+
+    atom: Atom
+    near: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All that attribution works from.
+
+    ``observed`` and ``expected``: an update's gradients by site, after tied copies are summed. ``now``: the operation
+    that made the update; ``earlier``: the accumulating calls before it, latest first; ``before``: the last operation
+    of the update before, and ``old``, that update's gradients. ``tied``: parameters with copies in several stages, the
+    name by stage. ``evaluated``: evaluations before the update, as if they had been
+    steps. ``placement``: each stage's rank.
+    """
+
+    observed: Mapping[Site, Gradient]
+    expected: Mapping[Site, Gradient]
+    now: Pairing
+    earlier: tuple[Pairing, ...] = ()
+    before: Pairing | None = None
+    old: Mapping[Site, Gradient] = field(default_factory=dict)
+    tied: Sequence[Mapping[Stage, str]] = ()
+    evaluated: Sequence[Pairing] = ()
+    placement: Sequence[int] = ()
+
+    @cached_property
+    def shared(self) -> frozenset[Site]:
+        """The sites of parameters that have copies in several stages."""
+        return frozenset(site for copies in self.tied for site in copies.items())
+
+    @cached_property
+    def old_data(self) -> Pairing | None:
+        """The step before's microbatches in today's model."""
+        return None if self.before is None else self.now.with_batches(self.before.batches)
+
+    @cached_property
+    def old_weights(self) -> Pairing | None:
+        """Today's microbatches in the step before's model."""
+        return None if self.before is None else self.before.with_batches(self.now.batches)
+
+
+class Atoms:
+    """The atoms of one stage, made when asked for. ``wrong`` are what errors in the next stage handed on."""
+
+    def __init__(self, evidence: Evidence, stage: Stage, wrong: Sequence[Wrong]) -> None:
+        self._evidence = evidence
+        self._now = evidence.now
+        self._stage = stage
+        self._wrong = wrong
+        self._own = range(evidence.now.microbatches)
+
+    @cached_property
+    def nominal(self) -> list[Atom]:
+        """What a correct gradient is the sum of."""
+        found = [self._atom(Term("pair", i, i), self._now.contribution(self._stage, i)) for i in self._own]
+        for call, pairing in enumerate(self._evidence.earlier, start=1):
+            for i in range(pairing.microbatches):
+                found.append(self._atom(Term("earlier", i, call), pairing.contribution(self._stage, i)))
+        return found
+
+    @cached_property
+    def consequences(self) -> list[Atom]:
+        """What follows from the next stage's errors: their output gradients with the microbatches concerned."""
+        flows = {number: _as_is(wrong.atom.inputs) for number, wrong in enumerate(self._wrong)}
+        near = {i: {n: flows[n] for n, wrong in enumerate(self._wrong) if i in wrong.near} for i in self._own}
+        return [atom for i in self._own for atom in self._with(self._inputs(i), i, "flow", near[i])]
+
+    @cached_property
+    def extras(self) -> list[Atom]:
+        """The gradient of the step before, and the parameters themselves."""
+        evidence, stage = self._evidence, self._stage
+        values = {name: value.detach() for name, value in self._now.parameters(stage).items()}
+        found = [Atom(Term("parameter"), values)]
+        for number, pairing in enumerate(evidence.evaluated):
+            parts = [pairing.contribution(stage, i).gradients for i in range(pairing.microbatches)]
+            found.append(Atom(Term("evaluated", number), {name: _sum([p[name] for p in parts]) for name in values}))
+        if evidence.before is not None:
+            old = {name: _double(evidence.old.get((stage, name))) for name in values}
+            found.append(Atom(Term("gradient"), old))
+        return found
+
+    @cached_property
+    def contributions(self) -> list[Atom]:
+        """What each microbatch of the step before gave."""
+        before, stage = self._evidence.before, self._stage
+        own = range(0 if before is None else before.microbatches)
+        return [self._atom(Term("contribution", i), before.contribution(stage, i)) for i in own if before]
+
+    @cached_property
+    def pairs(self) -> list[Atom]:
+        """Every activation with every other microbatch's output gradient, target, or gradient in the logits."""
+        stage = self._stage
+        found: list[Atom] = []
+        for i in self._own:
+            others = [j for j in self._own if j != i]
+            found += self._with(self._inputs(i), i, "pair", {j: self._now.seed(stage, j) for j in others})
+            if stage == self._now.stages - 1:
+                found += self._with(self._inputs(i), i, "logits", {j: self._now.flow(stage, j) for j in others})
+        return found
+
+    @cached_property
+    def stale(self) -> list[Atom]:
+        """Pairs of which one half, or the data, or the weights, are the step before's."""
+        evidence, stage, before = self._evidence, self._stage, self._evidence.before
+        if before is None:
+            return []
+        found: list[Atom] = []
+        then = range(before.microbatches)
+        old = {j: before.seed(stage, j) for j in then}
+        new = {j: self._now.seed(stage, j) for j in self._own}
+        for i in self._own:
+            found += self._with(self._inputs(i), i, "old-gradient", old)
+        for i in then:
+            found += self._with(before.inputs[stage][i], i, "old-activation", new)
+        for what, pairing in (("old-data", evidence.old_data), ("old-weights", evidence.old_weights)):
+            assert pairing is not None, "there is a step before"
+            found += [Atom(Term(what, i, i), pairing.contribution(stage, i).gradients) for i in then]
+        return found
+
+    def _inputs(self, i: int) -> Tensors:
+        return self._now.inputs[self._stage][i]
+
+    def _with(self, inputs: Tensors, i: int, what: str, flows: Mapping[int, Flow]) -> Iterator[Atom]:
+        """Activation ``inputs`` of microbatch i with each of ``flows``, where they fit."""
+        made = self._now.contribute(self._stage, inputs, list(flows.values())) if flows else []
+        for number, contributed in zip(flows, made, strict=True):
+            if contributed is not None:
+                yield self._atom(Term(what, i, number), contributed)
+
+    def _atom(self, term: Term, made: Contributed) -> Atom:
+        return Atom(term, made.gradients, made.inputs)
+
+
+def _as_is(gradients: tuple[Gradient, ...]) -> Flow:
+    return lambda _: gradients
+
+
+def _double(gradient: Gradient) -> Gradient:
+    return None if gradient is None else gradient.double()
+
+
+def _sum(parts: Sequence[Gradient]) -> Gradient:
+    found = [part for part in parts if part is not None]
+    return torch.stack(found).sum(dim=0) if found else None

@@ -1,0 +1,102 @@
+"""The reference's side of a recording: every boundary tensor that a run must show, operation by operation."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from reference.boundary import Boundary, boundary
+from reference.model import Model, build_model
+from reference.step import Expected, Recipe, Reference, objective
+from validation.case import Case
+from validation.observe import data_for, max_norm_of
+from validation.observed import Observed
+from validation.recording import (
+    FLOWED,
+    GIVEN,
+    HANDED_ON,
+    KEPT,
+    LATE,
+    LOSS,
+    MADE,
+    OUTPUT,
+    RECEIVED,
+    USED,
+    Point,
+)
+from validation.stages import layers_of, owners
+
+Tensors = Sequence[Tensor | None]
+
+
+@dataclass(frozen=True)
+class Played:
+    """One operation as the reference did it: what it must give, its boundary tensors, and the model as it began."""
+
+    number: int
+    expected: Expected
+    boundaries: tuple[Boundary, ...]
+    model: Model
+
+    def tensors(self) -> dict[Point, Tensors]:
+        """What a recording must hold at every point."""
+        return {
+            point: seen for m, one in enumerate(self.boundaries) for point, seen in _points(m, one) if seen is not None
+        }
+
+
+def play(case: Case, observed: Observed, until: int) -> list[Played]:
+    """The reference's operations 0 to ``until``, adding in the orders in which the ranks ran their backwards."""
+    model = build_model(case.model, layers=case.layers, seed=case.seed, dtype=case.dtype)
+    recipe = Recipe(loss=case.loss)
+    reference = Reference(model, owner=owners(model, case.split), recipe=recipe)
+    every = list(range(case.microbatches))
+    played = []
+    for number in range(until + 1):
+        name, batches = case.plan[number], data_for(case, number)
+        loss_fn, divisor = objective(model, batches, recipe)
+        # A copy each for evaluation and for training: forwards may leave something behind.
+        before = copy.deepcopy(model)
+        cut = copy.deepcopy(before)
+        boundaries = tuple(
+            boundary(
+                cut,
+                batch,
+                stages=layers_of(case.split),
+                loss_fn=loss_fn,
+                divisor=divisor,
+                training=name != "eval",
+            )
+            for batch in batches
+        )
+        orders = {s: o if sorted(o) == every else every for s, o in observed.backwards(number).items()}
+        expected = reference.perform(name, batches, orders=orders, max_norm=max_norm_of(case, number))
+        played.append(Played(number, expected, boundaries, before))
+    return played
+
+
+def _points(microbatch: int, one: Boundary) -> list[tuple[Point, Tensors | None]]:
+    last = len(one.inputs) - 1
+    found: list[tuple[Point, Tensors | None]] = []
+    for stage, (inputs, outputs) in enumerate(zip(one.inputs, one.outputs, strict=True)):
+        seen: dict[str, Tensors | None] = {GIVEN: inputs, USED: inputs, MADE: outputs}
+        seen |= {OUTPUT: outputs} if stage < last else {LOSS: (one.loss,)}
+        if one.output_gradients:
+            gradients = one.output_gradients[stage]
+            received = gradients if stage < last else None
+            seen |= {RECEIVED: received, KEPT: inputs, LATE: received, HANDED_ON: one.input_gradients[stage]}
+            seen[FLOWED] = gradients
+        found += [(Point(stage, microbatch, where), tensors) for where, tensors in seen.items()]
+    return found
+
+
+def parts_of(expected: Expected) -> list[Mapping[tuple[int, str], Tensor | None]]:
+    """By microbatch, what it adds to the gradient of every site."""
+    return [contribution.gradients for contribution in expected.contributions]
+
+
+def cpu(tensors: Tensors) -> list[Tensor | None]:
+    """``tensors`` where they can be compared."""
+    return [None if tensor is None else tensor.detach().to(torch.device("cpu")) for tensor in tensors]

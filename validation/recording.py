@@ -1,0 +1,74 @@
+"""A recording: the tensors at the boundaries of every stage in one operation, as values."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import Tensor
+
+from pipeline.action import Action
+
+Site = tuple[int, str]  # one stage's copy of a parameter, by its name in the model
+Gradients = Mapping[str, Tensor | None]  # of one stage's parameters, by name
+
+# Where a tensor was seen, in the order in which data flow through a stage.
+GIVEN = "input"  # what the runtime gave the stage
+USED = "input of the module"  # what the module was called with
+MADE = "output of the module"
+OUTPUT = "output"  # what the stage handed on
+LOSS = "loss"
+RECEIVED = "output gradient"  # what the runtime gave the backward
+KEPT = "input kept for the backward"  # the module's input once more, when the backward began
+FLOWED = "output gradient of the module"  # what flowed into the module's graph
+HANDED_ON = "input gradient"
+LATE = "output gradient kept for W"  # the received one once more, when the second half of the backward began
+FORWARD_POINTS = (GIVEN, USED, MADE, OUTPUT, LOSS)
+BACKWARD_POINTS = (RECEIVED, KEPT, FLOWED, HANDED_ON, LATE)
+
+
+class Point(NamedTuple):
+    """A place in the flow of one microbatch: at which stage, and at which of the points above."""
+
+    stage: int
+    microbatch: int
+    where: str
+
+
+class Addition(NamedTuple):
+    """What one action did to the gradients of its stage's parameters.
+
+    ``before`` is None where nothing had touched them since the stage's last action.
+    """
+
+    action: Action
+    before: Gradients | None
+    after: Gradients
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What a rank's stages took and gave in one operation.
+
+    ``tensors`` by point; ``graphs``: for each (stage, microbatch) the microbatches whose forwards its backward ran back
+    through; ``additions`` by stage, in order; ``summed`` are the gradients as the reduction of tied parameters found
+    them, ``clipped`` as the clipping left them. ``parameters`` are those that the operation began with.
+    """
+
+    tensors: Mapping[Point, Sequence[Tensor | None]] = field(default_factory=dict)
+    graphs: Mapping[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+    additions: Mapping[int, Sequence[Addition]] = field(default_factory=dict)
+    summed: Mapping[Site, Tensor | None] = field(default_factory=dict)
+    clipped: Mapping[Site, Tensor | None] = field(default_factory=dict)
+    parameters: Mapping[Site, Tensor] = field(default_factory=dict)
+
+
+def together(recordings: Sequence[Recording]) -> Recording:
+    """All ranks' recordings of one operation as one."""
+    return Recording(
+        {point: seen for one in recordings for point, seen in one.tensors.items()},
+        {key: seen for one in recordings for key, seen in one.graphs.items()},
+        {stage: seen for one in recordings for stage, seen in one.additions.items()},
+        {site: seen for one in recordings for site, seen in one.summed.items()},
+        {site: seen for one in recordings for site, seen in one.clipped.items()},
+        {site: seen for one in recordings for site, seen in one.parameters.items()},
+    )

@@ -1,0 +1,111 @@
+"""What a step would have given had something gone wrong in it: the reference does it, and the results are compared.
+
+One microbatch at a time, cut into stages as the pipeline cuts them, with one thing supposed to differ on the way.
+"""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from reference.boundary import Tensors, run_layers
+from reference.data import Batch
+from reference.model import LossFn, Model
+
+Change = Callable[[Tensor], Tensor]
+Given = Callable[[int, Tensors], Tensors | None]
+Compute = Callable[[Model, Tensors], Tensors]
+
+
+@dataclass(frozen=True)
+class Supposed:
+    """One thing that may have gone wrong at ``stage``: the kind of cause, its words, and what it changes.
+
+    ``given`` is what reaches the stage in place of its right inputs, by microbatch; ``compute`` what the stage does;
+    ``kept`` what becomes of its input before its backward, and ``received`` of the output gradients given to that.
+    """
+
+    kind: str
+    stage: int
+    text: str
+    given: Given | None = None
+    compute: Compute | None = None
+    kept: Change | None = None
+    received: Change | None = None
+
+    @property
+    def forward(self) -> bool:
+        """Whether it can be seen in a loss."""
+        return self.given is not None or self.compute is not None
+
+
+@dataclass(frozen=True)
+class Line:
+    """The stages, one behind the other: a model and the layers of each. ``divisor`` divides the loss."""
+
+    model: Model
+    layers: Sequence[range]
+    loss_fn: LossFn
+    divisor: float
+
+    def loss(self, supposed: Supposed, microbatch: int, inputs: Tensors, batch: Batch) -> float | None:
+        """The loss if ``supposed`` were true; ``inputs`` are those of its stage. None where it cannot be."""
+        try:
+            with torch.no_grad():
+                given = self._given(supposed, microbatch, inputs)
+                if given is None:
+                    return None
+                for stage in range(supposed.stage, len(self.layers)):
+                    given = self._compute(supposed, stage, given)
+                return float(self.loss_fn(given[0], batch.target))
+        except (RuntimeError, TypeError, ValueError, IndexError):
+            return None  # stages that do not take such tensors never ran so
+
+    def gradients(self, supposed: Supposed, microbatch: int, batch: Batch) -> Mapping[str, Tensor | None] | None:
+        """Every parameter's gradient if ``supposed`` were true, by name; a tied one's is of all stages together."""
+        line = Line(copy.deepcopy(self.model).train(), self.layers, self.loss_fn, self.divisor)
+        try:
+            return line._differentiated(supposed, microbatch, batch)
+        except (RuntimeError, TypeError, ValueError, IndexError):
+            return None
+
+    def _differentiated(self, supposed: Supposed, microbatch: int, batch: Batch) -> Mapping[str, Tensor | None] | None:
+        ends: list[tuple[Tensors, Tensors]] = []
+        given: Tensors | None = batch.inputs
+        for stage in range(len(self.layers)):
+            if given is not None and stage == supposed.stage:
+                given = self._given(supposed, microbatch, given)
+            if given is None:
+                return None
+            leaves = tuple(x.detach().clone().requires_grad_(x.is_floating_point()) for x in given)
+            given = self._compute(supposed, stage, leaves)
+            ends.append((leaves, given))
+        objective = self.loss_fn(ends[-1][1][0], batch.target) / self.divisor
+        self._back(supposed, ends, objective)
+        return {name: p.grad for name, p in self.model.named_parameters(remove_duplicate=False)}
+
+    def _back(self, supposed: Supposed, ends: Sequence[tuple[Tensors, Tensors]], objective: Tensor) -> None:
+        received: Sequence[Tensor | None] = ()
+        for stage in reversed(range(len(ends))):
+            leaves, outputs = ends[stage]
+            if stage == supposed.stage and supposed.kept is not None:
+                leaves[0].data.copy_(supposed.kept(leaves[0].data))
+            if stage == len(ends) - 1:
+                objective.backward()  # type: ignore[no-untyped-call]  # in torch
+            else:
+                change = supposed.received if stage == supposed.stage else None
+                pairs = [(y, d) for y, d in zip(outputs, received, strict=True) if d is not None and y.requires_grad]
+                grads = [d if change is None else change(d) for _, d in pairs]
+                if pairs:
+                    torch.autograd.backward([y for y, _ in pairs], grads)
+            received = [leaf.grad for leaf in leaves]
+
+    def _given(self, supposed: Supposed, microbatch: int, inputs: Tensors) -> Tensors | None:
+        return inputs if supposed.given is None else supposed.given(microbatch, inputs)
+
+    def _compute(self, supposed: Supposed, stage: int, inputs: Tensors) -> Tensors:
+        if stage == supposed.stage and supposed.compute is not None:
+            return supposed.compute(self.model, inputs)
+        return run_layers(self.model, self.layers[stage], inputs)
