@@ -25,6 +25,7 @@ from validation.drawings import Paths
 from validation.ending import WRONG, ended
 from validation.option_parser import OptionParser, joined
 from validation.option_types import number, numbers, seconds, share, shares, three_numbers
+from validation.record_commands import add_record_commands
 from validation.selection import MICROBATCHES, RANKS, Shape, schedule_in, selected
 from validation.show import show
 from validation.terminal import Terminal
@@ -64,6 +65,8 @@ def _parser() -> argparse.ArgumentParser:
     replay.add_argument("case", help='the line that a failure printed, e.g. "1f1b r4 s4 m8 split=2,2,2,2 seed=17"')
     replay.add_argument("--json", metavar="FILE", help="write the verdict there")
     replay.set_defaults(run=_replay)
+    _add_recording(replay)
+    add_record_commands(commands)
     shower = commands.add_parser("show", help="draw a schedule; bubbles and memory")
     shower.add_argument("schedule", help=f"one of {', '.join(FAMILIES)}, or a FILE.csv")
     _add_shape(shower)
@@ -161,6 +164,7 @@ def _add_validate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--loss", choices=LOSSES, default="mean", help="mean over microbatches, or sum over tokens")
     parser.add_argument("--seed", type=int, default=0, help="(default %(default)s)")
     parser.add_argument("--profile", action="store_true", help="print where each rank's time went")
+    _add_recording(parser)
     _add_world(parser)
     parser.set_defaults(run=_validate)
 
@@ -172,6 +176,10 @@ def _add_fuzz(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-ranks", type=int, default=4, metavar="P", help="(default %(default)s)")
     _add_world(parser)
     parser.set_defaults(run=_fuzz)
+
+
+def _add_recording(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--record", metavar="FILE", help="write there what the ranks gave, for compare and diff")
 
 
 def _add_world(parser: argparse.ArgumentParser) -> None:
@@ -190,7 +198,7 @@ def _validate(options: argparse.Namespace) -> int:
         for model in options.model.split(",")
         for name, schedule in found.chosen.items()
     ]
-    setting = Setting(options.device, options.timeout, options.json, options.profile)
+    setting = Setting(options.device, options.timeout, options.json, options.profile, record=options.record)
     return validate_all(cases, setting, left_out=found.left_out)
 
 
@@ -213,7 +221,7 @@ def _replay(options: argparse.Namespace) -> int:
     from validation.campaign import Setting, validate_all
 
     case = Case.parse(options.case)
-    return validate_all([case], Setting(case.device, json=options.json, explain=True))
+    return validate_all([case], Setting(case.device, json=options.json, explain=True, record=options.record))
 
 
 def _show(options: argparse.Namespace) -> int:

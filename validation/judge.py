@@ -9,12 +9,11 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from reference.model import build_model
 from reference.step import Expected, Recipe, Reference, Site
 from validation.case import Case
 from validation.floors import Floors, Pending
 from validation.ledger import Heading, Ledger
-from validation.observe import data_for, deterministic, max_norm_of
+from validation.observe import data_for, deterministic, max_norm_of, model_for
 from validation.observed import Observed
 from validation.stages import owners, tied_across
 from validation.tolerance import Floor, same_bits
@@ -69,7 +68,7 @@ class Judge:
         self._case = case
         self._observed = observed
         self._device = "cpu" if case.device == "cpu" else "cuda:0"
-        model = build_model(case.model, layers=case.layers, seed=case.seed).to(self._device)
+        model = model_for(case).to(self._device)
         self._owner = owners(model, case.split)
         self._tied = tied_across(model, case.split)
         self._reference = Reference(model, owner=self._owner, recipe=Recipe(loss=case.loss))

@@ -96,6 +96,11 @@ def data_for(case: Case, operation: int) -> list[Batch]:
     return microbatches(case.model, count=case.microbatches, shapes=shapes, seed=case.seed * 1000 + operation)
 
 
+def model_for(case: Case) -> Model:
+    """The model that ``case`` is about, whole, on the CPU, with the weights that every rank begins with."""
+    return build_model(case.model, layers=case.layers, seed=case.seed)
+
+
 def deterministic(device: str) -> None:
     """Make a GPU give the same bits twice; a CPU with one thread does so anyway."""
     if device.startswith("cuda"):
@@ -107,13 +112,15 @@ def observe_rank(context: RankContext, case: Case) -> list[RankOperation]:
     """One rank's part of ``case``; a job for ``World.run``."""
     model, schedule = assemble(context, case)
     watched = schedule.wrapped(specimen(case.specimen).plant).wrapped(_watch)
-    return [_perform(watched, model, case, operation, context.device) for operation in range(len(case.plan))]
+    started = _copies(watched.parts.stages)
+    done = [_perform(watched, model, case, operation, context.device) for operation in range(len(case.plan))]
+    return [replace(done[0], started=started), *done[1:]]
 
 
 def assemble(context: RankContext, case: Case) -> tuple[Model, PipelineSchedule]:
     """The whole model, and this rank's end of the pipeline that ``case`` is about."""
     deterministic(context.device)
-    model = build_model(case.model, layers=case.layers, seed=case.seed)
+    model = model_for(case)
     own = {stage: layers_of(case.split)[stage] for stage in case.built.stages_of(context.rank)}
     modules: dict[int, nn.Module] = {stage: on_device(model, layers, context.device) for stage, layers in own.items()}
     recipe = Recipe(loss=case.loss)
@@ -162,10 +169,14 @@ def _perform(schedule: PipelineSchedule, model: Model, case: Case, operation: in
         loss=result.loss,
         gradients=gradients.kept,
         norm=result.grad_norm,
-        parameters={site: parameter.detach().to("cpu", copy=True) for site, parameter in sites(gradients.stages)},
+        parameters=_copies(gradients.stages),
         profile=result.profile,
     )
     return _seen(schedule, seen)
+
+
+def _copies(stages: Sequence[Stage]) -> dict[Site, Tensor]:
+    return {site: parameter.detach().to("cpu", copy=True) for site, parameter in sites(stages)}
 
 
 def max_norm_of(case: Case, operation: int) -> float:

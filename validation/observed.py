@@ -19,7 +19,7 @@ class RankOperation:
     ``losses``, ``loss`` and ``norm`` are what the step reported on this rank. ``called`` are the modules that really
     ran, as forwards of (stage, microbatch), and whether any part of them was in training mode. ``gradients`` are after
     tied copies were summed and before clipping; ``parameters`` are after the optimizer. ``nonfinite`` are the actions
-    whose output had a NaN or an infinity.
+    whose output had a NaN or an infinity. ``started`` are the parameters before anything ran, in the first operation.
     """
 
     operation: str
@@ -33,6 +33,7 @@ class RankOperation:
     parameters: Mapping[Site, Tensor] | None = None
     buffers: Mapping[Site, Tensor] | None = None
     profile: Profile | None = None
+    started: Mapping[Site, Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,10 @@ class Observed:
     def parameters(self, operation: int) -> dict[Site, Tensor]:
         """Every rank's parameters together."""
         return {site: value for rank in self.ranks for site, value in (rank[operation].parameters or {}).items()}
+
+    def started(self) -> dict[Site, Tensor]:
+        """Every rank's parameters before the first operation, together."""
+        return {site: value for rank in self.ranks for site, value in (rank[0].started or {}).items()}
 
     def buffers(self, operation: int) -> dict[Site, Tensor]:
         """Every rank's buffers together."""

@@ -94,7 +94,8 @@ class Verdict:
     """What a validation found. ``tier`` is "bitwise", "fp32", or "none" where not everything agreed.
 
     ``floor`` is the largest rounding floor measured over all gradients, 0 where none was measured; ``failure`` is how
-    the ranks failed where there was nothing to judge; ``seconds`` is what it took.
+    the ranks failed where there was nothing to judge; ``seconds`` is what it took. ``again`` is the line that
+    repeats it where that is not the replay of a case, empty where there is none.
     """
 
     config: str
@@ -106,11 +107,12 @@ class Verdict:
     floor: float = 0.0
     failure: str = ""
     seconds: float = field(default=0.0, compare=False)
+    again: str | None = None
 
     @property
     def replay(self) -> str:
-        """The line that runs this case again."""
-        return f'pipeproof replay "{self.config}"'
+        """The line that runs this case again; empty where there is none."""
+        return f'pipeproof replay "{self.config}"' if self.again is None else self.again
 
     @property
     def exit_status(self) -> int:
@@ -142,7 +144,7 @@ class Verdict:
         if len(self.mismatches) > _SHOWN:
             rows.append(f"  then      and {len(self.mismatches) - _SHOWN} more")
         rows += [f"  {'laws' if k == 0 else '':<9} {law}" for k, law in enumerate(self.laws)]
-        return "\n".join([*rows, f"  replay    {self.replay}"])
+        return "\n".join([*rows, *([f"  replay    {self.replay}"] if self.replay else [])])
 
     def _headline(self) -> str:
         if self.failure:

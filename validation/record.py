@@ -1,0 +1,97 @@
+"""A record: what was expected of some steps, or what a run gave in them, by the model's own names of its parameters.
+
+A record knows nothing of ranks but where each parameter lay, so records of different schedules, P or V can be compared.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from validation.content import digest
+from validation.tolerance import MOST, UNIT, Floor
+
+Kind = Literal["expected", "observed"]
+Tensors = Mapping[str, Tensor]
+Gradients = Mapping[str, Tensor | None]
+Place = tuple[int, int]  # rank and stage
+
+
+class RecordError(ValueError):
+    """A record that cannot be made, written, read or compared."""
+
+
+@dataclass(frozen=True)
+class RecordedFloors:
+    """What rounding alone does to each number of an operation, as the reference measured it."""
+
+    losses: Sequence[Floor]
+    norm: Floor
+    gradients: Mapping[str, Floor]
+    parameters: Mapping[str, Floor]
+
+
+@dataclass(frozen=True)
+class RecordedOperation:
+    """One operation of a plan: "train", "accumulate" or "eval".
+
+    ``microbatches`` are digests of their contents. ``before`` are the parameters that the operation began with, where
+    they are known; ``gradients`` are after tied copies were summed and before clipping, ``parameters`` after the
+    optimizer; both are empty where the operation gives none. ``floors`` is None where nobody measured them.
+    """
+
+    operation: str
+    microbatches: tuple[str, ...]
+    losses: tuple[float, ...]
+    loss: float | None = None
+    norm: float | None = None
+    before: Tensors = field(default_factory=dict)
+    gradients: Gradients = field(default_factory=dict)
+    parameters: Tensors = field(default_factory=dict)
+    buffers: Tensors = field(default_factory=dict)
+    floors: RecordedFloors | None = None
+
+
+@dataclass(frozen=True)
+class Record:
+    """What was expected or seen, and of what: ``config`` says it in plain data, the same words in every record.
+
+    ``places`` says of each parameter, by its name in the model, which rank and stage held it: one place, unless
+    something is wrong; none are known where no pipeline ran.
+    """
+
+    kind: Kind
+    config: Mapping[str, object]
+    operations: tuple[RecordedOperation, ...]
+    places: Mapping[str, Sequence[Place]] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """What it is a record of, on one line."""
+        return str(self.config.get("case") or self.config.get("model") or "a step")
+
+
+def unmeasured(tensor: Tensor | None = None) -> Floor:
+    """The floor of numbers whose rounding nobody measured: little is rounding, much is wrong, between is unknown."""
+    unit = torch.finfo(tensor.dtype).eps / 2 if tensor is not None and tensor.is_floating_point() else UNIT
+    return Floor(0.0, 0.0, 4 * MOST * max(1.0, unit / UNIT))
+
+
+def config_differences(one: Record, other: Record) -> Iterator[tuple[str, object, object]]:
+    """What the configs say differently: the name, and what each says (None where it says nothing)."""
+    for name in dict.fromkeys([*one.config, *other.config]):
+        values = one.config.get(name), other.config.get(name)
+        if values[0] != values[1]:
+            yield name, *values
+
+
+def microbatch_digests(microbatches: Sequence[tuple[object, object]]) -> tuple[str, ...]:
+    """A digest of each microbatch, a pair of inputs and target: tensors, or tuples, lists and dicts of them."""
+    return tuple(digest((_plain(inputs), target)) for inputs, target in microbatches)
+
+
+def _plain(inputs: object) -> object:
+    """One tensor and a tuple of it alone are the same inputs."""
+    return inputs[0] if isinstance(inputs, tuple | list) and len(inputs) == 1 else inputs
