@@ -25,7 +25,7 @@ def test_error_against_zero_and_with_another_shape_or_nan_is_infinite() -> None:
 
 
 def test_scale_judges_differences_against_something_else() -> None:
-    assert error(torch.tensor([10.1]), torch.tensor([10.0]), scale=torch.tensor([0.1])) == pytest.approx(1.0, rel=1e-4)
+    assert error(torch.tensor([10.1]), torch.tensor([10.0]), base=torch.tensor([9.9])) == pytest.approx(1.0, rel=1e-4)
     assert scalar_error(1.1, 1.0) == pytest.approx(0.1)
 
 

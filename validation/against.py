@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import Tensor
 
 from validation.ledger import Heading, Ledger
-from validation.record import Place, RecordedOperation, unmeasured
-from validation.tolerance import UNIT, Floor
+from validation.record import Place, RecordedOperation, unmeasured, update_floor
+from validation.tolerance import Floor
 from validation.verdict import Mismatch
 
 LAWS = (
@@ -25,7 +25,8 @@ _EXACT = Floor(0.0, 0.0, 0.0)
 class Against:
     """Enters into ``ledger`` how what was seen of an operation agrees with ``expected``.
 
-    ``number`` is the operation's place in the plan, from 0. ``places`` are where what is seen lies, as far as is known.
+    ``number`` is the operation's place in the plan, from 0. ``places`` are where what is seen lies, as far as is known,
+    and ``rank`` is who says what lies nowhere, where that is one rank.
     """
 
     def __init__(
@@ -35,11 +36,13 @@ class Against:
         *,
         number: int = 0,
         places: Mapping[str, Sequence[Place]],
+        rank: int | None = None,
     ) -> None:
         self._expected = expected
         self._ledger = ledger
         self._number = number
         self._places = places
+        self._rank = rank
 
     def held(self, counts: Mapping[str, int]) -> None:
         """How many places hold each parameter."""
@@ -53,8 +56,8 @@ class Against:
                 f"held {wanted} times",
             )
 
-    def losses(self, seen: Sequence[float], *, whole: float | None = None) -> None:
-        """The microbatches' losses, and what they are together after division, where both sides say it."""
+    def losses(self, seen: Sequence[float]) -> None:
+        """The microbatches' losses."""
         expected, floors = self._expected.losses, self._expected.floors
         if not all(map(math.isfinite, expected)):
             self._ledger.doubt("loss", f"the losses expected are {_text(expected)}: there is nothing to compare with")
@@ -65,8 +68,12 @@ class Against:
         for microbatch, (one, wanted) in enumerate(zip(seen, expected, strict=True)):
             floor = unmeasured() if floors is None else floors.losses[microbatch]
             self._number_of(self._at("loss", microbatch=microbatch), one, wanted, floor)
-        if whole is not None and self._expected.loss is not None:
-            self._number_of(self._at("loss"), whole, self._expected.loss, unmeasured())
+
+    def loss(self, seen: float | None) -> None:
+        """What the losses are together after division, where both sides say it."""
+        wanted = self._expected.loss
+        if seen is not None and wanted is not None and math.isfinite(wanted):
+            self._number_of(self._at("loss"), seen, wanted, unmeasured())
 
     def gradients(self, seen: Mapping[str, Tensor | None]) -> None:
         """Gradients by name. From the last stage down, as they flow: the first to differ is nearest to the fault."""
@@ -97,11 +104,10 @@ class Against:
 
     def parameters(self, seen: Mapping[str, Tensor]) -> None:
         """Parameters after the optimizer, by name: how far they moved is what is judged."""
-        for name, wanted in self._expected.parameters.items():
-            if name not in seen:
-                continue
+        for name in (name for name in self._expected.parameters if name in seen):
+            wanted = self._expected.parameters[name]
             before, floors = self._expected.before[name], self._expected.floors
-            floor = _update_floor(before, wanted) if floors is None else floors.parameters[name]
+            floor = update_floor(unmeasured(wanted), before, wanted) if floors is None else floors.parameters[name]
             place = self._at("updated-parameters", parameter=name)
             self._tensors(place, seen[name], wanted, floor, base=before)
 
@@ -130,18 +136,11 @@ class Against:
 
     def _at(self, law: str, *, parameter: str | None = None, microbatch: int | None = None) -> Heading:
         found = self._places.get(parameter or "", ())
-        rank, stage = found[0] if found else (None, None)
+        rank, stage = found[0] if found else (None if parameter else self._rank, None)
         where = Mismatch(
             law, self._number + 1, "", "", rank=rank, stage=stage, microbatch=microbatch, parameter=parameter
         )
         return Heading(law, frozenset(), where)
-
-
-def _update_floor(before: Tensor, after: Tensor) -> Floor:
-    """What rounding of the parameter itself does to its update, where nobody measured more."""
-    step = (after.double() - before.double()).abs().amax().item()
-    rounding = UNIT * before.double().abs().amax().item() / step if step else 0.0
-    return Floor(0.0, rounding, unmeasured(after).fault)
 
 
 def _presence(tensor: Tensor | None) -> str:

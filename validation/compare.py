@@ -30,7 +30,8 @@ def compare(expected: Record, seen: Record, *, again: str = "") -> Verdict:
         at = Against(wanted, ledger, number=number, places=places)
         if one.operation == "train":
             at.held(_counts(seen, one))
-        at.losses(one.losses, whole=one.loss)
+        at.losses(one.losses)
+        at.loss(one.loss)
         at.buffers(one.buffers)
         if one.operation == "train":
             at.gradients(one.gradients)
@@ -51,9 +52,10 @@ def concluded(ledger: Ledger, config: str, *, again: str, seconds: float) -> Ver
 
 def other_weights(expected: Mapping[str, Tensor], seen: Mapping[str, Tensor]) -> str:
     """The first parameter, in the model's order, that is another before the step, and how far; empty if none is."""
-    for name, wanted in expected.items():
-        if name in seen and not same_bits(seen[name].cpu(), wanted):
-            return f"{name} first, by a relative error of {error(seen[name].cpu(), wanted):.1e}"
+    for name in (name for name in expected if name in seen):  # a record fetches what it is asked for
+        one, wanted = seen[name].detach().cpu(), expected[name].cpu()
+        if not same_bits(one, wanted):
+            return f"{name} first, by a relative error of {error(one, wanted):.1e}"
     return ""
 
 

@@ -79,6 +79,13 @@ def unmeasured(tensor: Tensor | None = None) -> Floor:
     return Floor(0.0, 0.0, 4 * MOST * max(1.0, unit / UNIT))
 
 
+def update_floor(gradient: Floor, before: Tensor, after: Tensor) -> Floor:
+    """The floor of a parameter's update: its gradient's, or the rounding of the parameter itself if that is more."""
+    step = (after.double() - before.double()).abs().amax().item()
+    rounding = UNIT * before.double().abs().amax().item() / step if step else 0.0
+    return Floor(gradient.permutation, max(gradient.double, rounding), gradient.fault)
+
+
 def config_differences(one: Record, other: Record) -> Iterator[tuple[str, object, object]]:
     """What the configs say differently: the name, and what each says (None where it says nothing)."""
     for name in dict.fromkeys([*one.config, *other.config]):

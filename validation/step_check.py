@@ -1,0 +1,317 @@
+"""One step of a running job under torchrun, held against a record, or against the single-device model beside it.
+
+Every rank compares its own stages, one tensor at a time and where the job holds it, so that a check takes a few times
+the memory of the largest parameter; the verdicts are joined at the end, so that all ranks have the same.
+"""
+
+import math
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import perf_counter
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor, nn
+
+from pipeline.step import Parts
+from validation.against import LAWS, Against
+from validation.around import AroundGradients
+from validation.compare import concluded, other_microbatch, other_weights
+from validation.exchange import Exchange, exchange
+from validation.ledger import Ledger
+from validation.rank_report import Ending, RankReport, describe
+from validation.record import Place, Record, RecordedOperation, RecordError, microbatch_digests
+from validation.record_file import described, read, restored
+from validation.record_step import Pairs
+from validation.side_store import RanksAbsent
+from validation.single_device import SingleDevice
+from validation.verdict import Verdict
+
+_LAST_WORDS_S = 10.0  # a rank that raised waits no longer than this for the others before it goes its way
+
+
+class CheckError(ValueError):
+    """A check that is used in the wrong order."""
+
+
+def check_step(
+    modules: nn.Module | Mapping[int, nn.Module],
+    microbatches: Pairs | None,
+    *,
+    against: str | Path | Record | SingleDevice,
+    rename: Callable[[str], str] = str,
+    operation: int = 0,
+    timeout_s: float = 300.0,
+) -> "StepCheck":
+    """A context manager around one step of a job; every rank enters it.
+
+    modules: this rank's stages by number; a single module is the stage of this rank's number. microbatches: pairs of
+    inputs and target, or None on a rank that does not have them; for a ``SingleDevice`` rank 0 must. against: a
+    record, its file, or the model beside the job. rename: from a name here to the one in the record. operation: which
+    one of the record's. timeout_s bounds each wait for the other ranks, and so for the reference.
+    """
+    return StepCheck(_Job(modules, microbatches, rename, timeout_s), against, operation)
+
+
+@dataclass(frozen=True)
+class _Job:
+    modules: nn.Module | Mapping[int, nn.Module]
+    microbatches: Pairs | None
+    rename: Callable[[str], str]
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    """What a rank brings to a check: parameters by name with their stage, its microbatches, and what is wrong."""
+
+    held: Mapping[str, int]
+    microbatches: tuple[str, ...] | None
+    problem: str
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What a rank has seen of the step: how it ended, what it compared, and whether it reported a norm."""
+
+    report: RankReport
+    ledger: Ledger
+    norm: bool
+
+
+class StepCheck:
+    """The check of one step. ``gradients`` between backward and clipping, ``report`` anywhere; then ``verdict``."""
+
+    def __init__(self, job: _Job, against: str | Path | Record | SingleDevice, operation: int) -> None:
+        self._job = job
+        self._source = against
+        self._number = operation
+        self._ledger = Ledger(LAWS)
+        self._at: Against | None = None  # None before the step, and where there is nothing to judge
+        self._expected: RecordedOperation | None = None
+        self._laid_out: dict[str, Tensor] = {}
+        self._norm = False
+        self._verdict: Verdict | None = None
+
+    def __enter__(self) -> "StepCheck":
+        self._began = perf_counter()
+        self._exchange: Exchange = exchange()
+        self._stages = self._numbered()
+        self._parameters = {
+            self._job.rename(name): (stage, parameter)
+            for stage, module in self._stages.items()
+            for name, parameter in module.named_parameters(remove_duplicate=False)
+        }
+        try:
+            self._failure = self._begin()
+        except RanksAbsent as absent:
+            self._failure = _sentence(absent)
+        return self
+
+    @property
+    def verdict(self) -> Verdict:
+        """The verdict of all ranks together, the same on each. Raises ``CheckError`` before the end of the block."""
+        if self._verdict is None:
+            raise CheckError("the verdict is known at the end of the with block, on every rank")
+        return self._verdict
+
+    def gradients(self, named: Mapping[str, Tensor | None] | None = None) -> None:
+        """Compare this rank's gradients now: they must be complete, and not clipped yet.
+
+        ``named``: gradients by the parameters' names here, for a runtime that does not keep them in ``.grad``.
+        """
+        if self._at is not None:
+            found = {name: parameter.grad for name, (_, parameter) in self._parameters.items()}
+            given = {self._job.rename(name): gradient for name, gradient in (named or {}).items()}
+            self._at.gradients(found if named is None else given)
+
+    def report(
+        self, *, losses: Sequence[float] | None = None, loss: float | None = None, norm: float | None = None
+    ) -> None:
+        """Compare what this rank knows: the microbatches' losses, undivided; what they are together; the norm."""
+        if self._at is None:
+            return
+        if losses is not None:
+            self._at.losses([float(one) for one in losses])
+        self._at.loss(None if loss is None else float(loss))
+        if norm is not None:
+            self._norm = True
+            self._at.norm(float(norm))
+
+    def wrap(self, parts: Parts) -> Parts:
+        """For ``PipelineSchedule.wrapped``: its steps then call ``gradients`` themselves, at the right moment."""
+        return replace(parts, gradients=_Checked(parts, self))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._at is not None and error is None:
+            self._at.parameters({name: parameter for name, (_, parameter) in self._parameters.items()})
+            self._at.buffers(self._buffers())
+        ending = Ending.FINISHED if error is None else Ending.RAISED
+        message = "" if error is None else f"{type(error).__name__}: {error}"
+        mine = _Part(RankReport(self._exchange.rank, ending, message), self._ledger, self._norm)
+        what = "the end of the checked step"
+        bound_s = self._job.timeout_s if error is None else min(self._job.timeout_s, _LAST_WORDS_S)
+        try:
+            parts = self._exchange.finish(mine, what=what, bound_s=bound_s)
+        except RanksAbsent as absent:
+            parts, self._failure = [mine], self._failure or _sentence(absent)
+        self._exchange.clear(self._laid_out)
+        self._verdict = self._joined(parts)
+
+    def _begin(self) -> str:
+        """Agree on what is expected; what stands in the way of a comparison, in sentences, or nothing."""
+        record, problem = self._read()
+        digests = None if self._job.microbatches is None else microbatch_digests(self._job.microbatches)
+        if record is not None:
+            problem = problem or self._unlike(record, digests)
+        mine = _Arrival({name: stage for name, (stage, _) in self._parameters.items()}, digests, problem)
+        arrivals: list[_Arrival] = self._gather(mine, "the beginning of the checked step")
+        problems = {rank: arrival.problem for rank, arrival in enumerate(arrivals) if arrival.problem}
+        problems = problems or _disagreement([arrival.microbatches for arrival in arrivals])
+        if not problems and isinstance(self._source, SingleDevice):
+            record, problems = self._beside(self._source, arrivals)
+        if problems or record is None:
+            return "\n".join(f"rank {rank}: {problem}" for rank, problem in problems.items())
+        self._expected = record.operations[self._number]
+        rank = self._exchange.rank
+        places = _places(arrivals)
+        self._name = record.name
+        self._at = Against(self._expected, self._ledger, number=self._number, places=places, rank=rank)
+        if rank == 0:
+            self._at.held({name: len(found) for name, found in places.items()})
+        return ""
+
+    def _read(self) -> tuple[Record | None, str]:
+        """The record, where there is one already, and what is wrong with it."""
+        try:
+            found = read(self._source) if isinstance(self._source, str | Path) else self._source
+        except RecordError as error:
+            return None, str(error)
+        if not isinstance(found, Record):
+            return None, ""
+        plan = [one.operation for one in found.operations]
+        if not 0 <= self._number < len(plan) or plan[self._number] != "train":
+            return None, f"operation {self._number} of {'+'.join(plan)} is no training step"
+        return found, ""
+
+    def _unlike(self, record: Record, digests: tuple[str, ...] | None) -> str:
+        """What is another before the step on this rank than in the record."""
+        expected = record.operations[self._number]
+        try:
+            parameters = {name: parameter for name, (_, parameter) in self._parameters.items()}
+            if found := other_weights(expected.before, parameters):
+                return f"weights that differ from the record's before the step: {found}; start from the recorded ones"
+            if digests is not None and (found := other_microbatch(expected.microbatches, digests)):
+                return f"microbatches that are not the record's: {found}; run the recorded ones in this step"
+        except RecordError as error:
+            return str(error)
+        return ""
+
+    def _beside(self, source: SingleDevice, arrivals: Sequence[_Arrival]) -> tuple[Record | None, dict[int, str]]:
+        """The record that rank 0 makes of the reference with everybody's weights, or why it cannot."""
+        held = {name: rank for rank, arrival in reversed(list(enumerate(arrivals))) for name in arrival.held}
+        given = [name for name, rank in held.items() if rank == self._exchange.rank]
+        for name in given:
+            self._exchange.give(f"weight {name}", self._parameters[name][1])
+        text, problem = "", ""
+        if self._exchange.rank == 0:
+            text, problem = self._made(source, held)
+        outcomes = self._gather((text, problem), "the reference of the checked step")
+        self._exchange.clear(f"weight {name}" for name in given)
+        text, problem = outcomes[0]
+        return (None, {0: problem}) if problem else (restored(text, self._fetch), {})
+
+    def _made(self, source: SingleDevice, held: Mapping[str, int]) -> tuple[str, str]:
+        if self._job.microbatches is None:
+            return "", "the reference runs here, and there are no microbatches: pass them on rank 0"
+        try:
+            record = source.record(held, lambda name: self._fetch(f"weight {name}"), self._job.microbatches)
+            record = replace(record, operations=tuple(replace(one, before={}) for one in record.operations))
+            text = described(record, self._laid_out)
+        except Exception as error:  # the user's own code runs in it
+            return "", f"the reference raised {type(error).__name__}: {error}"
+        for address, tensor in self._laid_out.items():
+            self._exchange.give(address, tensor)
+        return text, ""
+
+    def _fetch(self, name: str) -> Tensor:
+        return self._exchange.take(name, bound_s=self._job.timeout_s)
+
+    def _joined(self, parts: Sequence[_Part]) -> Verdict:
+        took = perf_counter() - self._began
+        again = f"torchrun --nproc-per-node {self._exchange.ranks} {shlex.join(sys.argv)}"
+        reports = [part.report for part in parts]
+        if any(report.ending is not Ending.FINISHED for report in reports):
+            self._failure = self._failure or describe(reports)
+        if self._failure or self._expected is None:
+            config = "a step of this job"
+            return Verdict(config, "unknown", "none", (), failure=self._failure, seconds=took, again=again)
+        ledger = Ledger(LAWS)
+        for part in reversed(parts):  # as gradients flow
+            ledger.join(part.ledger)
+        ledger.mismatches.sort(key=lambda one: (LAWS.index(one.law), -math.inf if one.stage is None else -one.stage))
+        if not any(part.norm for part in parts):
+            ledger.skip("grad-norm", "the job reports none")
+        if not self._expected.parameters:
+            ledger.skip("updated-parameters", "what is expected makes no update: the optimizer's state is the job's")
+        if not self._expected.buffers:
+            ledger.skip("buffers", "nothing is expected of them")
+        return concluded(ledger, f"a step of this job against {self._name}", again=again, seconds=took)
+
+    def _gather(self, value: object, what: str) -> list[Any]:
+        return self._exchange.gather(value, what=what, bound_s=self._job.timeout_s)
+
+    def _numbered(self) -> Mapping[int, nn.Module]:
+        modules = self._job.modules
+        return {self._exchange.rank: modules} if isinstance(modules, nn.Module) else modules
+
+    def _buffers(self) -> dict[str, Tensor]:
+        wanted = {} if self._expected is None else self._expected.buffers
+        return {
+            self._job.rename(name): buffer
+            for module in self._stages.values()
+            for name, buffer in module.named_buffers()
+            if wanted
+        }
+
+
+class _Checked(AroundGradients):
+    """Gradient work that has gradients compared between the tied reduction and the clipping."""
+
+    def __init__(self, parts: Parts, check: StepCheck) -> None:
+        super().__init__(parts.gradients, parts.stages)
+        self._check = check
+
+    def reduce_tied(self) -> None:
+        self.inner.reduce_tied()
+        self._check.gradients()
+
+
+def _places(arrivals: Sequence[_Arrival]) -> dict[str, list[Place]]:
+    """Every parameter's ranks and stages, in the order of ranks."""
+    places: dict[str, list[Place]] = {}
+    for rank, arrival in enumerate(arrivals):
+        for name, stage in arrival.held.items():
+            places.setdefault(name, []).append((rank, stage))
+    return places
+
+
+def _disagreement(digests: Sequence[tuple[str, ...] | None]) -> dict[int, str]:
+    """The rank that runs other microbatches than another, and which."""
+    known = [(rank, found) for rank, found in enumerate(digests) if found is not None]
+    if not known:
+        return {0: "nobody says which microbatches the step is of: pass them on one rank at least"}
+    first, expected = known[0]
+    for rank, seen in known:
+        if found := other_microbatch(expected, seen):
+            return {rank: f"other microbatches than those of rank {first}: {found}"}
+    return {}
+
+
+def _sentence(absent: RanksAbsent) -> str:
+    return "\n".join(f"rank {rank} {reason}" for rank, reason in absent.reasons.items())
