@@ -1,4 +1,4 @@
-"""The check of a step inside a job: here of one rank alone; under torchrun in test_checked_training."""
+"""The check of a step inside a job: here of one rank alone; under torchrun in examples/test_checked_training."""
 
 from collections.abc import Callable
 from itertools import accumulate
@@ -12,9 +12,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from pipeline import PipelineSchedule
 from validation.record import Record
-from validation.record_step import record_step, write_record
 from validation.single_device import SingleDevice
 from validation.step_check import CheckError, check_step
+from validation.step_record import record_step, write_record
 from validation.verdict import Verdict
 
 Pairs = list[tuple[object, object]]
@@ -264,4 +264,4 @@ def test_comparing_takes_less_memory_than_a_stage(tmp_path: Path) -> None:
     assert len(mapped) == 1, "the file"
     held = list(accumulate(size for size in sizes if size not in mapped))
     assert held[-1] < stage / 100
-    assert max(held) < stage
+    assert max(held) < stage / 2

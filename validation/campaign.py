@@ -74,7 +74,7 @@ def validate_all(wanted: Sequence[Case], setting: Setting, *, left_out: Mapping[
             terminal.say(f"{name} is left out: {reason}")
         for number, case in enumerate(wanted, start=1):
             with terminal.progress(f"{number} of {len(wanted)}: {case}"):
-                verdict, observed = _validated(replace(case, device=device), world)
+                verdict, observed = validated(replace(case, device=device), world)
             if not verdicts:
                 terminal.say(HEADER)
             verdicts.append(verdict)
@@ -121,14 +121,18 @@ def exit_status(verdicts: Sequence[Verdict]) -> int:
     return 1 if 1 in found else (NO_VERDICT if NO_VERDICT in found or not found else 0)
 
 
-def _validated(case: Case, world: World) -> tuple[Verdict, Observed | None]:
+def validated(case: Case, world: World, *, measure: bool = True) -> tuple[Verdict, Observed | None]:
+    """The verdict on ``case``, and what its ranks gave; "unknown" and None where they failed.
+
+    ``measure``: measure rounding floors even where every bit agrees. Raises ``Impossible`` for too small a world.
+    """
     began = perf_counter()
     try:
         with enough_ranks():
             observed = observe(case, world)
     except RankFailed as failure:
         return replace(_crashed(case, failure), seconds=perf_counter() - began), None
-    verdict = judge(case, observed, measure=True)
+    verdict = judge(case, observed, measure=measure)
     return replace(verdict, seconds=perf_counter() - began), observed
 
 

@@ -7,7 +7,7 @@ stopped. What needs torch is imported by the commands that need it: ``show``, ``
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 
 from pipeline.files import is_csv, read_file
@@ -61,6 +61,11 @@ def _parser() -> argparse.ArgumentParser:
         )
     )
     _add_fuzz(commands.add_parser("fuzz", help="run many random cases; a failure shrinks to a line that replays it"))
+    _add_gate(
+        commands.add_parser(
+            "gate", help="decide a merge: the table of schedules, fuzzing, and a planted fault", epilog=_STATUSES
+        )
+    )
     replay = commands.add_parser("replay", help="run one case again", epilog=_STATUSES)
     replay.add_argument("case", help='the line that a failure printed, e.g. "1f1b r4 s4 m8 split=2,2,2,2 seed=17"')
     replay.add_argument("--json", metavar="FILE", help="write the verdict there")
@@ -151,6 +156,14 @@ def _add_shape(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_validate(parser: argparse.ArgumentParser) -> None:
+    _add_table(parser)
+    parser.add_argument("--profile", action="store_true", help="print where each rank's time went")
+    _add_recording(parser)
+    _add_world(parser)
+    parser.set_defaults(run=_validate)
+
+
+def _add_table(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--schedule",
         default="all",
@@ -163,10 +176,19 @@ def _add_validate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="gpt,gpt-tied", metavar="NAME,...", help=f"{_MODELS} (default %(default)s)")
     parser.add_argument("--loss", choices=LOSSES, default="mean", help="mean over microbatches, or sum over tokens")
     parser.add_argument("--seed", type=int, default=0, help="(default %(default)s)")
-    parser.add_argument("--profile", action="store_true", help="print where each rank's time went")
-    _add_recording(parser)
+
+
+def _add_gate(parser: argparse.ArgumentParser) -> None:
+    _add_table(parser)
+    parser.add_argument("--cases", type=int, default=50, metavar="N", help="how many are drawn from the seed")
+    parser.add_argument("--case", action="append", default=[], metavar="LINE", help="one more case, as for replay")
+    parser.add_argument("--max-ranks", type=int, metavar="P", help="of drawn cases (default: --ranks)")
+    parser.add_argument("--junit", metavar="FILE", help="write a test report there")
+    parser.add_argument("--summary", metavar="FILE", help="write a table in Markdown there")
+    parser.add_argument("--artifacts", metavar="DIR", help="leave the records of failing cases there")
+    parser.add_argument("--annotations", choices=("github",), help="print what is wrong so that GitHub shows it")
     _add_world(parser)
-    parser.set_defaults(run=_validate)
+    parser.set_defaults(run=_gate)
 
 
 def _add_fuzz(parser: argparse.ArgumentParser) -> None:
@@ -191,6 +213,13 @@ def _add_world(parser: argparse.ArgumentParser) -> None:
 def _validate(options: argparse.Namespace) -> int:
     from validation.campaign import Setting, validate_all
 
+    cases, left_out = _table(options)
+    setting = Setting(options.device, options.timeout, options.json, options.profile, record=options.record)
+    return validate_all(cases, setting, left_out=left_out)
+
+
+def _table(options: argparse.Namespace) -> tuple[list[Case], Mapping[str, str]]:
+    """The cases that options of ``_add_table`` ask for, and why others cannot be."""
     shape = Shape(options.ranks, options.microbatches, options.virtual)
     found = selected(options.schedule, shape, fits=lambda stages: _split(options, stages))
     cases = [
@@ -198,8 +227,30 @@ def _validate(options: argparse.Namespace) -> int:
         for model in options.model.split(",")
         for name, schedule in found.chosen.items()
     ]
-    setting = Setting(options.device, options.timeout, options.json, options.profile, record=options.record)
-    return validate_all(cases, setting, left_out=found.left_out)
+    return cases, found.left_out
+
+
+def _gate(options: argparse.Namespace) -> int:
+    from validation.campaign import Setting
+    from validation.gate import Plan, Reports, gate
+
+    if options.cases < 0:
+        raise CaseError(f"--cases is {options.cases}: expected 0 or more")
+    table, missing = _table(options)
+    families = ",".join(name for name in options.schedule.split(",") if not is_csv(name))
+    if options.cases and not families:
+        raise CaseError(f"--cases {options.cases} are drawn from families, and --schedule names none: give --cases 0")
+    plan = Plan(
+        table,
+        [Case.parse(text) for text in options.case],
+        _schedules(families) if families else [],
+        options.cases,
+        options.seed,
+        options.max_ranks or options.ranks,
+        missing,
+    )
+    reports = Reports(options.junit, options.summary, options.artifacts, options.annotations == "github")
+    return gate(plan, Setting(options.device, options.timeout, options.json), reports)
 
 
 def _fuzz(options: argparse.Namespace) -> int:

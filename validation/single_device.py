@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from validation.record import Record, RecordError
-from validation.record_step import LossFn, Pairs, record_step
+from validation.step_record import LossFn, Pairs, record_step
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """One step of a running job under torchrun, held against a record, or against the single-device model beside it.
 
-Every rank compares its own stages, one tensor at a time and where the job holds it, so that a check takes a few times
-the memory of the largest parameter; the verdicts are joined at the end, so that all ranks have the same.
+Every rank compares its own stages, one tensor at a time and where the job holds it, so that a check takes no more
+memory than the largest parameter; the verdicts are joined at the end, so that all ranks have the same.
 """
 
 import math
@@ -25,9 +25,9 @@ from validation.ledger import Ledger
 from validation.rank_report import Ending, RankReport, describe
 from validation.record import Place, Record, RecordedOperation, RecordError, microbatch_digests
 from validation.record_file import described, read, restored
-from validation.record_step import Pairs
 from validation.side_store import RanksAbsent
 from validation.single_device import SingleDevice
+from validation.step_record import Pairs
 from validation.verdict import Verdict
 
 _LAST_WORDS_S = 10.0  # a rank that raised waits no longer than this for the others before it goes its way
@@ -233,6 +233,8 @@ class StepCheck:
             record = source.record(held, lambda name: self._fetch(f"weight {name}"), self._job.microbatches)
             record = replace(record, operations=tuple(replace(one, before={}) for one in record.operations))
             text = described(record, self._laid_out)
+        except RecordError as error:
+            return "", str(error)
         except Exception as error:  # the user's own code runs in it
             return "", f"the reference raised {type(error).__name__}: {error}"
         for address, tensor in self._laid_out.items():

@@ -14,7 +14,7 @@ UNIT = 2.0**-24  # the unit roundoff of fp32
 FACTOR = 16.0  # how many floors are still rounding
 LEAST = 32 * UNIT  # about 2e-6: a floor measured as zero still leaves this much
 MOST = 1e-4  # no floor, however large, excuses more
-_PIECE = 1 << 16  # elements that are compared at once
+_PIECE = 1 << 14  # elements that are compared at once
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def error(observed: Tensor, expected: Tensor, *, base: Tensor | None = None) -> 
 
 
 def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Tensors of one shape side by side, flat and in fp64, piece by piece: whole ones would take twice as much memory."""
+    """Tensors of one shape side by side, flat and in fp64, piece by piece: whole ones would take much memory."""
     flat = [tensor.detach().reshape(-1) for tensor in tensors]
     for start in range(0, max(1, flat[0].numel()), _PIECE):
         yield tuple(tensor[start : start + _PIECE].double().cpu() for tensor in flat)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from validation.compare import compare
 from validation.record import RecordError
 from validation.record_file import read
-from validation.record_step import record_step, write_record
+from validation.step_record import record_step, write_record
 from validation.tolerance import same_bits
 
 
