@@ -236,6 +236,8 @@ def _gate(options: argparse.Namespace) -> int:
 
     if options.cases < 0:
         raise CaseError(f"--cases is {options.cases}: expected 0 or more")
+    if options.max_ranks is not None and options.max_ranks < 1:
+        raise CaseError(f"--max-ranks is {options.max_ranks}: expected at least 1")
     table, missing = _table(options)
     families = ",".join(name for name in options.schedule.split(",") if not is_csv(name))
     if options.cases and not families:

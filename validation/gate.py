@@ -1,10 +1,11 @@
 """The gate of a merge: a table of schedules, lines of earlier failures, fuzzing, and a fault that must be caught."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from pathlib import Path
 
-from validation.campaign import NOTHING, Setting, enough_ranks, validated
+from validation.campaign import Setting, enough_ranks, validated
 from validation.case import Case, CaseError
 from validation.case_record import expected_record, observed_record
 from validation.fuzz import cases, fuzz
@@ -36,12 +37,13 @@ class Plan:
     budget: int
     seed: int
     max_ranks: int
-    missing: Mapping[str, str] = NOTHING
+    missing: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def due(self) -> int:
         """How many cases must run, the planted one included."""
-        return len(self.table) + len(self.missing) + len(self.pinned) + self.budget + 1
+        models = {case.model for case in self.table}
+        return len(self.table) + len(self.missing) * len(models) + len(self.pinned) + self.budget + 1
 
 
 @dataclass(frozen=True)
@@ -131,11 +133,10 @@ class _Run:
                 run=run,
             )
         self._terminal.say(f"seed {plan.seed}: {tally}")
-        if found is not None:  # what shrinking tried on its way is of no interest
-            drawn = [one for one in drawn if one.outcome == "pass"]
+        self.results += takewhile(lambda one: one.outcome == "pass", drawn)
+        if found is not None:  # in the place of all that shrinking tried
             assert found.verdict is not None, "run returns a verdict also where ranks failed"
-            drawn = [*drawn[: plan.budget - 1], CaseResult("fuzz", found.case, found.verdict)]
-        self.results += drawn
+            self.results.append(CaseResult("fuzz", found.case, found.verdict))
 
     def planted(self) -> None:
         """A case with a fault in it: a gate that cannot fail proves nothing."""

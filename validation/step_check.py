@@ -28,7 +28,7 @@ from validation.record_file import described, read, restored
 from validation.side_store import RanksAbsent
 from validation.single_device import SingleDevice
 from validation.step_record import Pairs
-from validation.verdict import Verdict
+from validation.verdict import LawResult, Verdict
 
 _LAST_WORDS_S = 10.0  # a rank that raised waits no longer than this for the others before it goes its way
 
@@ -94,6 +94,8 @@ class StepCheck:
         self._expected: RecordedOperation | None = None
         self._laid_out: dict[str, Tensor] = {}
         self._norm = False
+        self._obstacle = ""  # why there is nothing to compare
+        self._failure = ""  # how ranks failed
         self._verdict: Verdict | None = None
 
     def __enter__(self) -> "StepCheck":
@@ -106,7 +108,7 @@ class StepCheck:
             for name, parameter in module.named_parameters(remove_duplicate=False)
         }
         try:
-            self._failure = self._begin()
+            self._obstacle = self._begin()
         except RanksAbsent as absent:
             self._failure = _sentence(absent)
         return self
@@ -176,7 +178,7 @@ class StepCheck:
         if not problems and isinstance(self._source, SingleDevice):
             record, problems = self._beside(self._source, arrivals)
         if problems or record is None:
-            return "\n".join(f"rank {rank}: {problem}" for rank, problem in problems.items())
+            return "; ".join(f"rank {rank}: {problem}" for rank, problem in problems.items())
         self._expected = record.operations[self._number]
         rank = self._exchange.rank
         places = _places(arrivals)
@@ -251,8 +253,9 @@ class StepCheck:
         if any(report.ending is not Ending.FINISHED for report in reports):
             self._failure = self._failure or describe(reports)
         if self._failure or self._expected is None:
+            laws = (LawResult("comparable", "unknown", note=self._obstacle),) if self._obstacle else ()
             config = "a step of this job"
-            return Verdict(config, "unknown", "none", (), failure=self._failure, seconds=took, again=again)
+            return Verdict(config, "unknown", "none", laws, failure=self._failure, seconds=took, again=again)
         ledger = Ledger(LAWS)
         for part in reversed(parts):  # as gradients flow
             ledger.join(part.ledger)
