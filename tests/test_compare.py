@@ -50,6 +50,15 @@ def test_another_order_of_addition_agrees_within_rounding() -> None:
     assert verdict.law("gradient").floor > 0
 
 
+@pytest.mark.parametrize("model", ["gpt-tied", "twice", "pair", "frozen"])
+def test_schedules_that_add_in_another_order_agree_over_several_steps(model: str) -> None:
+    text = f"r2 s2 m4 split=1,1 model={model} plan=train+train+train seed=1"
+    one, other = (expected_record(Case.parse(f"{schedule} {text}")) for schedule in ("1f1b", "gpipe"))
+    assert compare(one, other).verdict == "pass", str(compare(one, other))
+    bare = replace(one, operations=tuple(replace(each, floors=None) for each in one.operations))
+    assert compare(bare, other).verdict == "pass", str(compare(bare, other))
+
+
 def test_without_floors_rounding_still_is_no_fault() -> None:
     bare = replace(EXPECTED, operations=tuple(replace(one, floors=None) for one in EXPECTED.operations))
     assert compare(bare, REVERSED).verdict == "pass"

@@ -91,3 +91,19 @@ def test_another_shape_is_described() -> None:
     book = ledger()
     book.tensors(place(), torch.ones(2), torch.ones(3), lambda: FLOOR)
     assert (book.mismatches[0].seen, book.mismatches[0].expected) == ("shape [2]", "shape [3]")
+
+
+def test_ledgers_of_several_ranks_are_one() -> None:
+    one, other = Ledger(["loss", "gradient", "norm"]), Ledger(["loss", "gradient", "norm"])
+    one.tensors(place(), torch.ones(2), torch.ones(2), lambda: FLOOR)
+    other.tensors(place(), torch.ones(2), -torch.ones(2), lambda: FLOOR)
+    other.doubt("loss", "nobody looked")
+    other.skip("norm", "there is none")
+    one.join(other)
+    loss, gradient, norm = one.laws()
+    assert (loss.outcome, loss.note) == ("unknown", "nobody looked")
+    assert (gradient.outcome, gradient.worst) == ("fail", 2.0)
+    assert (gradient.checked, gradient.exact, gradient.wrong) == (2, 1, 1)
+    assert norm.outcome == "not applicable"
+    assert len(one.mismatches) == 1
+    assert not one.all_exact

@@ -32,7 +32,7 @@ RECORD = Record(
             gradients={"w": WEIGHT * 2, "tied": WEIGHT * 2, "b": None},
             parameters={"w": WEIGHT - 1, "b": BIAS},
             buffers={"n": torch.tensor(3)},
-            floors=RecordedFloors((FLOOR, FLOOR), FLOOR, {"w": FLOOR, "tied": FLOOR, "b": FLOOR}, {"w": FLOOR}),
+            floors=RecordedFloors((FLOOR, FLOOR), FLOOR, {"w": FLOOR, "tied": FLOOR, "b": FLOOR}),
         ),
     ),
     {"w": ((0, 0),), "tied": ((1, 1), (1, 2))},

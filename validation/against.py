@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -106,10 +107,11 @@ class Against:
         """Parameters after the optimizer, by name: how far they moved is what is judged."""
         for name in (name for name in self._expected.parameters if name in seen):
             wanted = self._expected.parameters[name]
-            before, floors = self._expected.before[name], self._expected.floors
-            floor = update_floor(unmeasured(wanted), before, wanted) if floors is None else floors.parameters[name]
+            before, floors = self._expected.before[name].cpu(), self._expected.floors
+            gradient = unmeasured(wanted) if floors is None else floors.gradients[name]
             place = self._at("updated-parameters", parameter=name)
-            self._tensors(place, seen[name], wanted, floor, base=before)
+            floor = partial(update_floor, gradient, before, wanted)
+            self._ledger.tensors(place, seen[name].detach().cpu(), wanted.cpu(), floor, base=before, rounded=True)
 
     def buffers(self, seen: Mapping[str, Tensor]) -> None:
         """Buffers after the operation, by name."""
@@ -126,10 +128,8 @@ class Against:
         stages = {name: self._places[name][0][1] if self._places.get(name) else 0 for name in listed}
         return sorted(listed[::-1], key=lambda name: -stages[name])
 
-    def _tensors(
-        self, place: Heading, seen: Tensor, wanted: Tensor, floor: Floor, *, base: Tensor | None = None
-    ) -> None:
-        self._ledger.tensors(place, seen.detach().cpu(), wanted.cpu(), lambda: floor, base=base)
+    def _tensors(self, place: Heading, seen: Tensor, wanted: Tensor, floor: Floor) -> None:
+        self._ledger.tensors(place, seen.detach().cpu(), wanted.cpu(), lambda: floor)
 
     def _number_of(self, place: Heading, seen: float, wanted: float, floor: Floor) -> None:
         self._ledger.numbers(place, seen, wanted, lambda: floor)

@@ -103,7 +103,6 @@ def _floors(expected: Expected, floors: Floors) -> RecordedFloors:
         tuple(floors.loss(microbatch) for microbatch in range(len(expected.losses))),
         floors.norm(),
         {name: floors.gradient((stage, name)) for stage, name in expected.gradients},
-        {name: floors.parameter((stage, name)) for stage, name in expected.parameters},
     )
 
 

@@ -71,8 +71,11 @@ def markdown(result: GateResult) -> str:
 def _row(one: CaseResult) -> str:
     laws = {law.name: law for law in one.verdict.laws}
     gradient = laws.get("gradient")
-    worst, floor = ("-", "-") if gradient is None else (small(gradient.worst), small(gradient.floor))
+    worst, floor = "-", "-"
+    if gradient is not None:
+        worst, floor = small(gradient.worst), small(gradient.floor if gradient.worst else one.verdict.floor)
     outcome = one.outcome if one.outcome == "pass" else f"**{one.outcome}**"
+    outcome += ", planted" * (one.group == "planted")
     cells = [outcome, f"`{one.case}`", one.verdict.tier, worst, floor, f"{one.verdict.seconds:.1f}"]
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 

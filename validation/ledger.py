@@ -79,12 +79,16 @@ class Ledger:
         floor: Callable[[], Floor],
         *,
         base: Tensor | None = None,
+        rounded: bool = False,
     ) -> None:
-        """Enter two tensors. ``base``: judge their differences from it, relative to how far expected moved."""
+        """Enter two tensors. ``base``: judge their differences from it, relative to how far expected moved.
+
+        ``rounded``: let pass what storing them may have done to their last places.
+        """
         if same_bits(observed, expected):
             self._enter(place, "pass", exact=True)
             return
-        size, allowed = error(observed, expected, base=base), floor()
+        size, allowed = error(observed, expected, base=base, rounded=rounded), floor()
         outcome = allowed.outcome(size)
         self._enter(place, outcome, size=size, floor=allowed.largest)
         if outcome != "pass":

@@ -4,19 +4,20 @@ A record knows nothing of ranks but where each parameter lay, so records of diff
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from validation.content import digest
-from validation.tolerance import MOST, UNIT, Floor
+from validation.tolerance import LEAST, MOST, UNIT, Floor, pieces
 
 Kind = Literal["expected", "observed"]
 Tensors = Mapping[str, Tensor]
 Gradients = Mapping[str, Tensor | None]
 Place = tuple[int, int]  # rank and stage
+_LOST = 1 / 64  # of an update: as much as a fault changes, where nobody measured the smallest
 
 
 class RecordError(ValueError):
@@ -30,7 +31,6 @@ class RecordedFloors:
     losses: Sequence[Floor]
     norm: Floor
     gradients: Mapping[str, Floor]
-    parameters: Mapping[str, Floor]
 
 
 @dataclass(frozen=True)
@@ -80,10 +80,14 @@ def unmeasured(tensor: Tensor | None = None) -> Floor:
 
 
 def update_floor(gradient: Floor, before: Tensor, after: Tensor) -> Floor:
-    """The floor of a parameter's update: its gradient's, or the rounding of the parameter itself if that is more."""
-    step = (after.double() - before.double()).abs().amax().item()
-    rounding = UNIT * before.double().abs().amax().item() / step if step else 0.0
-    return Floor(gradient.permutation, max(gradient.double, rounding), gradient.fault)
+    """The floor of a parameter's update, what storing the parameter does to its last place left aside.
+
+    It is its gradient's, unless the last place is as large as the smallest fault: then no agreement proves anything.
+    """
+    step = max((new - old).abs().amax().item() for new, old in pieces(after, before))
+    place = torch.finfo(after.dtype).eps * max(new.abs().amax().item() for (new,) in pieces(after))
+    blind = place >= step * max(gradient.fault / 2, _LOST)
+    return replace(gradient, fault=min(gradient.fault, LEAST)) if blind else gradient
 
 
 def config_differences(one: Record, other: Record) -> Iterator[tuple[str, object, object]]:

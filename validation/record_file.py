@@ -139,8 +139,8 @@ def _floors(data: Mapping[str, Any]) -> RecordedFloors:
     def floor(values: Mapping[str, Any]) -> Floor:
         return Floor(**{name: float(value) for name, value in values.items()})
 
-    by_name = ({name: floor(one) for name, one in data[kind].items()} for kind in ("gradients", "parameters"))
-    return RecordedFloors(tuple(map(floor, data["losses"])), floor(data["norm"]), *by_name)
+    gradients = {name: floor(one) for name, one in data["gradients"].items()}
+    return RecordedFloors(tuple(map(floor, data["losses"])), floor(data["norm"]), gradients)
 
 
 def _metadata(path: Path) -> dict[str, str]:

@@ -3,21 +3,14 @@
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from validation.output_file import OutputFile
-from validation.record import (
-    Record,
-    RecordedFloors,
-    RecordedOperation,
-    RecordError,
-    microbatch_digests,
-    update_floor,
-)
+from validation.record import Record, RecordedFloors, RecordedOperation, RecordError, microbatch_digests
 from validation.record_file import write
 from validation.tolerance import Floor, error, scalar_error
 
@@ -80,7 +73,7 @@ def record_step(
         gradients=first.gradients,
         parameters=after,
         buffers={name: buffer.detach().clone() for name, buffer in model.named_buffers()},
-        floors=None if measured is None else _with_updates(measured, before, after),
+        floors=measured,
     )
     return Record("expected", _config(model, microbatches, divisor, max_norm), (operation,))
 
@@ -132,7 +125,7 @@ def _cast(value: Any, like: Tensor) -> Any:
 
 
 def _floors(run: _Run, first: _Pass, norm: float, other: nn.Module, wide: nn.Module) -> RecordedFloors:
-    """What the reverse order of addition, and fp64, do to every number but the updates."""
+    """What the reverse order of addition, and fp64, do to every number."""
     backwards, double = run.of(other, backwards=True), run.of(wide)
     for number, loss in sorted(first.losses.items()):
         again = backwards.losses[number]
@@ -155,13 +148,7 @@ def _floors(run: _Run, first: _Pass, norm: float, other: nn.Module, wide: nn.Mod
     norms = Floor(
         scalar_error(_norm(backwards.gradients, other), norm), scalar_error(_norm(double.gradients, wide), norm), 0.0
     )
-    return RecordedFloors(losses, norms, gradients, {})
-
-
-def _with_updates(floors: RecordedFloors, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> RecordedFloors:
-    """``floors`` with those of the updates."""
-    updates = {name: update_floor(floors.gradients[name], before[name], after[name]) for name in after}
-    return replace(floors, parameters=updates)
+    return RecordedFloors(losses, norms, gradients)
 
 
 def _update(

@@ -54,16 +54,19 @@ def same_bits(observed: Tensor, expected: Tensor) -> bool:
     return torch.equal(observed.contiguous().view(words), expected.contiguous().view(words))
 
 
-def error(observed: Tensor, expected: Tensor, *, base: Tensor | None = None) -> float:
+def error(observed: Tensor, expected: Tensor, *, base: Tensor | None = None, rounded: bool = False) -> float:
     """The larger of |o - e| / |e - b| in the Frobenius and in the maximum norm, in fp64; b is ``base``, or zero.
 
+    ``rounded``: a unit in the last place of each element is no difference, for that is what storing it may do.
     0 where both are zero; infinite where only the divisor is, where shapes differ, or where something is not finite.
     """
     if observed.shape != expected.shape:
         return float("inf")
     squares, largest = torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
+    unit = torch.finfo(expected.dtype).eps if rounded else 0.0
     for one, wanted, *origin in pieces(observed, expected, *([] if base is None else [base])):
-        pair = (one - wanted, wanted - origin[0] if origin else wanted)
+        difference = ((one - wanted).abs() - unit * wanted.abs()).clamp(min=0)
+        pair = (difference, wanted - origin[0] if origin else wanted)
         squares += torch.stack([each.square().sum() for each in pair])
         largest = torch.maximum(largest, torch.stack([each.abs().amax() for each in pair]))
     return max(_ratio(*squares.sqrt()), _ratio(*largest))
