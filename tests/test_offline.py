@@ -46,8 +46,8 @@ def test_records_of_two_schedules_agree(capsys: pytest.CaptureFixture[str]) -> N
 def test_diff_says_first_how_the_configs_differ(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diff", "one", "other"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert lines[1:4] == [["schedule", "1f1b", "gpipe"], ["ranks", "2", "1"], ["split", "1,1", "2"]]
-    assert lines[4][0] == "PASS"
+    assert lines[:3] == [["schedule", "1f1b", "gpipe"], ["ranks", "2", "1"], ["split", "1,1", "2"]]
+    assert lines[3][0] == "PASS"
     assert main(["diff", "one", "one"]) == 0
     assert capsys.readouterr().out.startswith("the configs are the same\nPASS")
 

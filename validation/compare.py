@@ -83,7 +83,7 @@ def _comparable(expected: Record, seen: Record) -> None:
 
 
 def _refused(expected: Record, seen: Record, reason: str) -> RecordError:
-    found = [f"{name} ({one}, {other})" for name, one, other in config_differences(expected, seen) if name != "case"]
+    found = [f"{name} ({one}, {other})" for name, one, other in config_differences(expected, seen)]
     differ = f"; their configs differ in {', '.join(found[:_SHOWN])}" if found else ""
     return RecordError(f"the records have {reason}{differ}; expected two records of the same steps")
 

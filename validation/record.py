@@ -91,8 +91,13 @@ def update_floor(gradient: Floor, before: Tensor, after: Tensor) -> Floor:
 
 
 def config_differences(one: Record, other: Record) -> Iterator[tuple[str, object, object]]:
-    """What the configs say differently: the name, and what each says (None where it says nothing)."""
+    """What the configs say differently: the name, and what each says (None where it says nothing).
+
+    All but the line of a case, which repeats the others.
+    """
     for name in dict.fromkeys([*one.config, *other.config]):
+        if name == "case":
+            continue
         values = one.config.get(name), other.config.get(name)
         if values[0] != values[1]:
             yield name, *values
