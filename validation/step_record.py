@@ -51,13 +51,13 @@ def record_step(
     Raises ``RecordError`` for a model that does not give the same loss twice.
     """
     divisor = float(len(microbatches) if loss_divisor is None else loss_divisor)
+    untouched = model
     model, optimizer = copy.deepcopy((model, optimizer))
     run = _Run(microbatches, loss_fn, divisor)
-    others = [copy.deepcopy(model), copy.deepcopy(model).double()] if floors else []
     before = {name: parameter.detach().clone() for name, parameter in _named(model).items()}
     first = run.of(model)
     norm = _norm(first.gradients, model)
-    measured = _floors(run, first, norm, *others) if floors else None
+    measured = _floors(run, first, norm, untouched) if floors else None
     after: Mapping[str, Tensor] = {}
     if optimizer is not None:
         _update(model, optimizer, first.gradients, _factor(norm, max_norm))
@@ -124,31 +124,38 @@ def _cast(value: Any, like: Tensor) -> Any:
     return value.to(like.device, torch.float64 if wide else value.dtype)
 
 
-def _floors(run: _Run, first: _Pass, norm: float, other: nn.Module, wide: nn.Module) -> RecordedFloors:
-    """What the reverse order of addition, and fp64, do to every number."""
-    backwards, double = run.of(other, backwards=True), run.of(wide)
+def _floors(run: _Run, first: _Pass, norm: float, model: nn.Module) -> RecordedFloors:
+    """What the reverse order of addition, and fp64, do to every number. One copy of ``model`` at a time."""
+    again = run.of(copy.deepcopy(model), backwards=True)
     for number, loss in sorted(first.losses.items()):
-        again = backwards.losses[number]
-        if loss != again and (loss == loss or again == again):
+        other = again.losses[number]
+        if loss != other and (loss == loss or other == other):
             raise RecordError(
-                f"the model does not give the same loss twice: microbatch {number} {loss:.9g}, then {again:.9g}; "
+                f"the model does not give the same loss twice: microbatch {number} {loss:.9g}, then {other:.9g}; "
                 "seed what it draws from the microbatch, or switch it off"
             )
-    gradients = {}
-    for name, total in first.gradients.items():
-        rounded, exact = backwards.gradients[name], double.gradients[name]
-        if total is None or rounded is None or exact is None:
-            gradients[name] = Floor(0.0, 0.0, 0.0)
-            continue
-        size = total.double().norm().item()
-        gradients[name] = Floor(error(rounded, total), error(total, exact), first.least[name] / size if size else 0.0)
-    losses = tuple(
-        Floor(0.0, scalar_error(loss, double.losses[number]), 0.0) for number, loss in sorted(first.losses.items())
-    )
-    norms = Floor(
-        scalar_error(_norm(backwards.gradients, other), norm), scalar_error(_norm(double.gradients, wide), norm), 0.0
-    )
-    return RecordedFloors(losses, norms, gradients)
+    permuted, permuted_norm = _errors(again, first), _norm(again.gradients, model)
+    del again
+    wide = run.of(copy.deepcopy(model).double())
+    rounded, wide_norm = _errors(wide, first), _norm(wide.gradients, model)
+    gradients = {
+        name: Floor(permuted[name], rounded[name], _share(first.least[name], total))
+        for name, total in first.gradients.items()
+    }
+    losses = [Floor(0.0, scalar_error(loss, wide.losses[number]), 0.0) for number, loss in sorted(first.losses.items())]
+    norms = Floor(scalar_error(permuted_norm, norm), scalar_error(wide_norm, norm), 0.0)
+    return RecordedFloors(tuple(losses), norms, gradients)
+
+
+def _errors(other: _Pass, first: _Pass) -> dict[str, float]:
+    """How far each gradient of another pass is from the first's; 0 where there is none."""
+    pairs = {name: (other.gradients[name], total) for name, total in first.gradients.items()}
+    return {name: 0.0 if one is None or two is None else error(one, two) for name, (one, two) in pairs.items()}
+
+
+def _share(least: float, total: Tensor | None) -> float:
+    size = 0.0 if total is None else total.double().norm().item()
+    return least / size if size else 0.0
 
 
 def _update(
