@@ -15,7 +15,7 @@ from validation.verdict import Tier, Verdict, overall
 _SHOWN = 4  # differences of configs in a sentence
 
 
-def compare(expected: Record, seen: Record, *, again: str = "") -> Verdict:
+def compare(expected: Record, seen: Record, *, rerun: str = "pipeproof compare FILE FILE") -> Verdict:
     """The verdict on ``seen``, judged by ``expected``: operation by operation, up to the first that disagrees.
 
     Raises ``RecordError`` where the two are not of the same steps: other operations, microbatches or first weights.
@@ -39,15 +39,15 @@ def compare(expected: Record, seen: Record, *, again: str = "") -> Verdict:
             at.parameters(one.parameters)
     if not any(one.buffers for record in (expected, seen) for one in record.operations):
         ledger.skip("buffers", "the model has none")
-    return concluded(ledger, f"{seen.name} against {expected.name}", again=again, seconds=perf_counter() - began)
+    return concluded(ledger, f"{seen.name} against {expected.name}", rerun=rerun, seconds=perf_counter() - began)
 
 
-def concluded(ledger: Ledger, config: str, *, again: str, seconds: float) -> Verdict:
+def concluded(ledger: Ledger, config: str, *, rerun: str, seconds: float) -> Verdict:
     """The verdict that follows from all that was entered."""
     laws = ledger.laws()
     outcome = overall(laws)
     tier: Tier = "none" if outcome != "pass" else ("bitwise" if ledger.all_exact else "fp32")
-    return Verdict(config, outcome, tier, laws, tuple(ledger.mismatches), seconds=seconds, again=again)
+    return Verdict(config, outcome, tier, laws, tuple(ledger.mismatches), seconds=seconds, rerun=rerun)
 
 
 def other_weights(expected: Mapping[str, Tensor], seen: Mapping[str, Tensor]) -> str:

@@ -29,7 +29,7 @@ def record_case(case: Case, path: str) -> int:
 def compare_files(expected: str, seen: str, *, json: str | None) -> int:
     """Judge the record in one file by that in another; returns the exit status."""
     with JsonFile(json) as file:
-        verdict = compare(read(expected), read(seen), again=f"pipeproof compare {expected} {seen}")
+        verdict = compare(read(expected), read(seen), rerun=f"pipeproof compare {expected} {seen}")
         file.write(verdict.as_dict())
     return _said(verdict)
 
@@ -39,7 +39,7 @@ def diff_files(one: str, other: str, *, json: str | None) -> int:
     first, second = read(one), read(other)
     with JsonFile(json) as file:
         Terminal().say("\n".join(_configs(first, second)))
-        verdict = compare(first, second, again=f"pipeproof diff {one} {other}")
+        verdict = compare(first, second, rerun=f"pipeproof diff {one} {other}")
         differences = {name: values for name, *values in config_differences(first, second)}
         file.write({**verdict.as_dict(), "config_differences": differences})
     return _said(verdict)

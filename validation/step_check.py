@@ -248,14 +248,14 @@ class StepCheck:
 
     def _joined(self, parts: Sequence[_Part]) -> Verdict:
         took = perf_counter() - self._began
-        again = f"torchrun --nproc-per-node {self._exchange.ranks} {shlex.join(sys.argv)}"
+        rerun = f"torchrun --nproc-per-node {self._exchange.ranks} {shlex.join(sys.argv)}"
         reports = [part.report for part in parts]
         if any(report.ending is not Ending.FINISHED for report in reports):
             self._failure = self._failure or describe(reports)
         if self._failure or self._expected is None:
             laws = (LawResult("comparable", "unknown", note=self._obstacle),) if self._obstacle else ()
             config = "a step of this job"
-            return Verdict(config, "unknown", "none", laws, failure=self._failure, seconds=took, again=again)
+            return Verdict(config, "unknown", "none", laws, failure=self._failure, seconds=took, rerun=rerun)
         ledger = Ledger(LAWS)
         for part in reversed(parts):  # as gradients flow
             ledger.join(part.ledger)
@@ -266,7 +266,7 @@ class StepCheck:
             ledger.skip("updated-parameters", "what is expected makes no update: the optimizer's state is the job's")
         if not self._expected.buffers:
             ledger.skip("buffers", "nothing is expected of them")
-        return concluded(ledger, f"a step of this job against {self._name}", again=again, seconds=took)
+        return concluded(ledger, f"a step of this job against {self._name}", rerun=rerun, seconds=took)
 
     def _gather(self, value: object, what: str) -> list[Any]:
         return self._exchange.gather(value, what=what, bound_s=self._job.timeout_s)

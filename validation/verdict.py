@@ -94,8 +94,8 @@ class Verdict:
     """What a validation found. ``tier`` is "bitwise", "fp32", or "none" where not everything agreed.
 
     ``floor`` is the largest rounding floor measured over all gradients, 0 where none was measured; ``failure`` is how
-    the ranks failed where there was nothing to judge; ``seconds`` is what it took. ``again`` is the line that
-    repeats it where that is not the replay of a case, empty where there is none.
+    the ranks failed where there was nothing to judge; ``seconds`` is what it took. ``rerun``
+    is what to type where there is no replay line.
     """
 
     config: str
@@ -107,12 +107,12 @@ class Verdict:
     floor: float = 0.0
     failure: str = ""
     seconds: float = field(default=0.0, compare=False)
-    again: str | None = None
+    rerun: str = ""
 
     @property
     def replay(self) -> str:
-        """The line that runs this case again; empty where there is none."""
-        return f'pipeproof replay "{self.config}"' if self.again is None else self.again
+        """The line that runs this case again."""
+        return self.rerun or f'pipeproof replay "{self.config}"'
 
     @property
     def exit_status(self) -> int:
@@ -144,7 +144,7 @@ class Verdict:
         if len(self.mismatches) > _SHOWN:
             rows.append(f"  then      and {len(self.mismatches) - _SHOWN} more")
         rows += [f"  {'laws' if k == 0 else '':<9} {law}" for k, law in enumerate(self.laws)]
-        return "\n".join([*rows, *([f"  replay    {self.replay}"] if self.replay else [])])
+        return "\n".join([*rows, f"  replay    {self.replay}"])
 
     def _headline(self) -> str:
         if self.failure:
