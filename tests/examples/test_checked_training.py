@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.one_rank
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 SCRIPT = str(Path(__file__).with_name("checked_training.py"))
 AGAINST = ("--record", "x", "--check-at", "0", "--steps", "1")
