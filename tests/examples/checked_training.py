@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node 2 tests/examples/checked_training.py --check-at 2
 
-The lines that concern pipeproof are marked. --fault plants a mistake, to see what is said of it; --write FILE makes the
-record of step 0 on one device, without ranks; --record FILE checks step 0 against that in place of the model itself.
+The lines that concern pipeproof are marked. --fault plants a mistake, from step --fault-from on, to see what is said of
+it; --write FILE makes the record of step 0 on one device, without ranks; --record FILE checks against that in place of
+the model itself.
 """
 
 import argparse
@@ -71,29 +72,31 @@ def train(stage: nn.Module, options: argparse.Namespace) -> int:
     against = options.record or SingleDevice(build_model, loss_fn)  # pipeproof
     for step in range(options.steps):
         microbatches = microbatches_of(step)
+        fault = options.fault if step >= options.fault_from else ""
         optimizer.zero_grad()
-        if step != options.check_at:
-            forward_backward(stage, microbatches, options.fault)
+        if step not in options.check_at:
+            forward_backward(stage, microbatches, fault)
             clip(stage, 1.0)
             optimizer.step()
             continue
         with check_step(stage, microbatches, against=against) as check:  # pipeproof
-            losses = forward_backward(stage, microbatches, options.fault)
+            losses = forward_backward(stage, microbatches, fault)
             check.gradients()  # pipeproof: complete, and not clipped yet
             norm = clip(stage, 1.0)
             optimizer.step()
             check.report(losses=losses or None, norm=norm)  # pipeproof
         if dist.get_rank() == 0:
             print(check.verdict)
-        status = check.verdict.exit_status
+        status = max(status, check.verdict.exit_status)
     return status
 
 
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--check-at", type=int, default=2)
-    parser.add_argument("--fault", choices=("", "undivided", "dropped", "other-weights"), default="")
+    parser.add_argument("--check-at", type=int, nargs="+", default=[2])
+    parser.add_argument("--fault", choices=("", "undivided", "dropped"), default="")
+    parser.add_argument("--fault-from", type=int, default=0)
     parser.add_argument("--record", metavar="FILE")
     parser.add_argument("--write", metavar="FILE")
     options = parser.parse_args()
@@ -103,8 +106,6 @@ def main() -> int:
         write_record(record, options.write)
         return 0
     dist.init_process_group("gloo")
-    if options.fault == "other-weights":
-        model[3][0].bias.data[5] += 0.25
     first = 2 * dist.get_rank()
     status = train(model[first : first + 2], options)  # a slice keeps the whole model's names
     dist.barrier()
