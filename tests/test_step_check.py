@@ -214,9 +214,39 @@ def test_a_reference_that_is_another_model_or_raises_is_said() -> None:
 
 def test_other_names_are_no_matter_with_a_rename(path: Path) -> None:
     model = nn.ModuleDict({"net": build()})
-    with check_step(model, data(), against=path, rename=lambda name: name.removeprefix("net.")) as check:
+    with check_step(model, data(), against=path, rename=lambda _, name: name.removeprefix("net.")) as check:
         pass
     assert check.verdict.law("parameters-once").outcome == "pass"
+
+
+def test_two_stages_with_one_name_are_said_and_a_rename_tells_them_apart(path: Path) -> None:
+    whole = build()
+    assert isinstance(whole, nn.Sequential)
+    stages = {1: whole[:2], 5: nn.Sequential(whole[2], whole[3])}
+    with check_step(stages, data(), against=path) as check:
+        pass
+    assert "stages 1 and 5 both have a parameter 0.weight: give rename=" in str(check.verdict)
+    with check_step(stages, data(), against=path, rename=lambda s, n: f"{int(n[0]) + s // 2}{n[1:]}") as check:
+        pass
+    assert check.verdict.law("parameters-once").checked == 6
+    assert check.verdict.law("parameters-once").outcome == "pass"
+
+
+def test_a_record_that_was_altered_is_said_where_it_is_read(path: Path, tmp_path: Path) -> None:
+    gradient = expected(build(), data()).operations[0].gradients["3.weight"]
+    assert gradient is not None
+    content = bytearray(path.read_bytes())
+    content[content.index(gradient.numpy().tobytes())] ^= 1
+    (tmp_path / "altered").write_bytes(content)
+    verdict = step(tmp_path / "altered")
+    assert verdict.verdict == "unknown"
+    assert "altered was altered since it was written" in verdict.law("comparable").note
+
+
+def test_microbatches_that_cannot_be_told_apart_are_said(path: Path) -> None:
+    with check_step(build(), [(object(), None)], against=path) as check:
+        pass
+    assert "rank 0: a object has no digest" in str(check.verdict)
 
 
 def test_a_step_that_raises_keeps_its_own_error(path: Path) -> None:

@@ -47,7 +47,7 @@ class Against:
 
     def held(self, counts: Mapping[str, int]) -> None:
         """How many places hold each parameter."""
-        due = {**self._expected.before, **self._expected.gradients}
+        due = dict.fromkeys([*self._expected.before, *self._expected.gradients])
         for name in dict.fromkeys([*due, *counts]):
             count, wanted = counts.get(name, 0), int(name in due)
             self._ledger.hold(

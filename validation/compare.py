@@ -92,4 +92,4 @@ def _counts(record: Record, operation: RecordedOperation) -> Mapping[str, int]:
     """How many places hold each parameter; one each, where a record knows of no places."""
     if record.places:
         return {name: len(found) for name, found in record.places.items()}
-    return Counter({**operation.before, **operation.gradients}.keys())
+    return Counter({*operation.before, *operation.gradients})

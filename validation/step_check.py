@@ -7,7 +7,9 @@ memory than the largest parameter; the verdicts are joined at the end, so that a
 import math
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
@@ -20,6 +22,7 @@ from pipeline.step import Parts
 from validation.against import LAWS, Against
 from validation.around import AroundGradients
 from validation.compare import concluded, other_microbatch, other_weights
+from validation.content import ContentError
 from validation.exchange import Exchange, exchange
 from validation.ledger import Ledger
 from validation.rank_report import Ending, RankReport, describe
@@ -33,8 +36,16 @@ from validation.verdict import LawResult, Verdict
 _LAST_WORDS_S = 10.0  # a rank that raised waits no longer than this for the others before it goes its way
 
 
+Rename = Callable[[int, str], str]
+
+
 class CheckError(ValueError):
     """A check that is used in the wrong order."""
+
+
+def own_name(stage: int, name: str) -> str:
+    """A parameter's name in its stage, for stages that keep the names of the whole model."""
+    return name
 
 
 def check_step(
@@ -42,7 +53,7 @@ def check_step(
     microbatches: Pairs | None,
     *,
     against: str | Path | Record | SingleDevice,
-    rename: Callable[[str], str] = str,
+    rename: Rename = own_name,
     operation: int = 0,
     timeout_s: float = 300.0,
 ) -> "StepCheck":
@@ -50,8 +61,8 @@ def check_step(
 
     modules: this rank's stages by number; a single module is the stage of this rank's number. microbatches: pairs of
     inputs and target, or None on a rank that does not have them; for a ``SingleDevice`` rank 0 must. against: a
-    record, its file, or the model beside the job. rename: from a name here to the one in the record. operation: which
-    one of the record's. timeout_s bounds each wait for the other ranks, and so for the reference.
+    record, its file, or the model beside the job. rename: from a stage's number and a name in it to the record's name.
+    operation: which one of the record's. timeout_s bounds each wait for the other ranks, and so for the reference.
     """
     return StepCheck(_Job(modules, microbatches, rename, timeout_s), against, operation)
 
@@ -60,7 +71,7 @@ def check_step(
 class _Job:
     modules: nn.Module | Mapping[int, nn.Module]
     microbatches: Pairs | None
-    rename: Callable[[str], str]
+    rename: Rename
     timeout_s: float
 
 
@@ -75,11 +86,12 @@ class _Arrival:
 
 @dataclass(frozen=True)
 class _Part:
-    """What a rank has seen of the step: how it ended, what it compared, and whether it reported a norm."""
+    """What a rank has seen of the step: how it ended, what it compared, whether it reported a norm, what is wrong."""
 
     report: RankReport
     ledger: Ledger
     norm: bool
+    problem: str = ""
 
 
 class StepCheck:
@@ -94,6 +106,7 @@ class StepCheck:
         self._expected: RecordedOperation | None = None
         self._laid_out: dict[str, Tensor] = {}
         self._norm = False
+        self._problem = ""  # of this rank, with the record
         self._obstacle = ""  # why there is nothing to compare
         self._failure = ""  # how ranks failed
         self._verdict: Verdict | None = None
@@ -102,11 +115,12 @@ class StepCheck:
         self._began = perf_counter()
         self._exchange: Exchange = exchange()
         self._stages = self._numbered()
-        self._parameters = {
-            self._job.rename(name): (stage, parameter)
+        self._named = [
+            (self._job.rename(stage, name), stage, parameter)
             for stage, module in self._stages.items()
             for name, parameter in module.named_parameters(remove_duplicate=False)
-        }
+        ]
+        self._parameters = {name: (stage, parameter) for name, stage, parameter in self._named}
         try:
             self._obstacle = self._begin()
         except RanksAbsent as absent:
@@ -123,12 +137,12 @@ class StepCheck:
     def gradients(self, named: Mapping[str, Tensor | None] | None = None) -> None:
         """Compare this rank's gradients now: they must be complete, and not clipped yet.
 
-        ``named``: gradients by the parameters' names here, for a runtime that does not keep them in ``.grad``.
+        ``named``: gradients by the record's names, for a runtime that does not keep them in ``.grad``.
         """
         if self._at is not None:
-            found = {name: parameter.grad for name, (_, parameter) in self._parameters.items()}
-            given = {self._job.rename(name): gradient for name, gradient in (named or {}).items()}
-            self._at.gradients(found if named is None else given)
+            own = {name: parameter.grad for name, (_, parameter) in self._parameters.items()}
+            with self._noting():
+                self._at.gradients(own if named is None else named)
 
     def report(
         self, *, losses: Sequence[float] | None = None, loss: float | None = None, norm: float | None = None
@@ -151,11 +165,12 @@ class StepCheck:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._at is not None and error is None:
-            self._at.parameters({name: parameter for name, (_, parameter) in self._parameters.items()})
-            self._at.buffers(self._buffers())
+            with self._noting():
+                self._at.parameters({name: parameter for name, (_, parameter) in self._parameters.items()})
+                self._at.buffers(self._buffers())
         ending = Ending.FINISHED if error is None else Ending.RAISED
         message = "" if error is None else f"{type(error).__name__}: {error}"
-        mine = _Part(RankReport(self._exchange.rank, ending, message), self._ledger, self._norm)
+        mine = _Part(RankReport(self._exchange.rank, ending, message), self._ledger, self._norm, self._problem)
         what = "the end of the checked step"
         bound_s = self._job.timeout_s if error is None else min(self._job.timeout_s, _LAST_WORDS_S)
         try:
@@ -167,18 +182,21 @@ class StepCheck:
 
     def _begin(self) -> str:
         """Agree on what is expected; what stands in the way of a comparison, in sentences, or nothing."""
-        record, problem = self._read()
-        digests = None if self._job.microbatches is None else microbatch_digests(self._job.microbatches)
-        if record is not None:
-            problem = problem or self._unlike(record, digests)
-        mine = _Arrival({name: stage for name, (stage, _) in self._parameters.items()}, digests, problem)
+        record: Record | None = None
+        digests: tuple[str, ...] | None = None
+        with self._noting():
+            record, digests = self._read(), self._digests()
+            self._distinct()
+            if record is not None:
+                self._alike(record, digests)
+        mine = _Arrival({name: stage for name, (stage, _) in self._parameters.items()}, digests, self._problem)
         arrivals: list[_Arrival] = self._gather(mine, "the beginning of the checked step")
         problems = {rank: arrival.problem for rank, arrival in enumerate(arrivals) if arrival.problem}
         problems = problems or _disagreement([arrival.microbatches for arrival in arrivals])
         if not problems and isinstance(self._source, SingleDevice):
             record, problems = self._beside(self._source, arrivals)
         if problems or record is None:
-            return "; ".join(f"rank {rank}: {problem}" for rank, problem in problems.items())
+            return _told(problems)
         self._expected = record.operations[self._number]
         rank = self._exchange.rank
         places = _places(arrivals)
@@ -188,31 +206,43 @@ class StepCheck:
             self._at.held({name: len(found) for name, found in places.items()})
         return ""
 
-    def _read(self) -> tuple[Record | None, str]:
-        """The record, where there is one already, and what is wrong with it."""
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        """Keep what is wrong with what this rank was given, for all to know in the end."""
         try:
-            found = read(self._source) if isinstance(self._source, str | Path) else self._source
-        except RecordError as error:
-            return None, str(error)
+            yield
+        except (RecordError, ContentError) as error:
+            self._problem = self._problem or str(error)
+
+    def _read(self) -> Record | None:
+        """The record, where there is one already."""
+        found = read(self._source) if isinstance(self._source, str | Path) else self._source
         if not isinstance(found, Record):
-            return None, ""
+            return None
         plan = [one.operation for one in found.operations]
         if not 0 <= self._number < len(plan) or plan[self._number] != "train":
-            return None, f"operation {self._number} of {'+'.join(plan)} is no training step"
-        return found, ""
+            raise RecordError(f"operation {self._number} of {'+'.join(plan)} is no training step")
+        return found
 
-    def _unlike(self, record: Record, digests: tuple[str, ...] | None) -> str:
-        """What is another before the step on this rank than in the record."""
+    def _digests(self) -> tuple[str, ...] | None:
+        return None if self._job.microbatches is None else microbatch_digests(self._job.microbatches)
+
+    def _distinct(self) -> None:
+        """Raise where two of this rank's parameters have one name."""
+        twice = [name for name, count in Counter(name for name, *_ in self._named).items() if count > 1]
+        if twice:
+            stages = " and ".join(str(stage) for name, stage, _ in self._named if name == twice[0])
+            raise RecordError(f"stages {stages} both have a parameter {twice[0]}: give rename=, from stage and name")
+
+    def _alike(self, record: Record, digests: tuple[str, ...] | None) -> None:
+        """Raise where something is another before the step on this rank than in the record."""
         expected = record.operations[self._number]
-        try:
-            parameters = {name: parameter for name, (_, parameter) in self._parameters.items()}
-            if found := other_weights(expected.before, parameters):
-                return f"weights that differ from the record's before the step: {found}; start from the recorded ones"
-            if digests is not None and (found := other_microbatch(expected.microbatches, digests)):
-                return f"microbatches that are not the record's: {found}; run the recorded ones in this step"
-        except RecordError as error:
-            return str(error)
-        return ""
+        if found := other_weights(expected.before, {name: one for name, (_, one) in self._parameters.items()}):
+            raise RecordError(
+                f"weights that differ from the record's before the step: {found}; start from the recorded ones"
+            )
+        if digests is not None and (found := other_microbatch(expected.microbatches, digests)):
+            raise RecordError(f"microbatches that are not the record's: {found}; run the recorded ones in this step")
 
     def _beside(self, source: SingleDevice, arrivals: Sequence[_Arrival]) -> tuple[Record | None, dict[int, str]]:
         """The record that rank 0 makes of the reference with everybody's weights, or why it cannot."""
@@ -252,7 +282,8 @@ class StepCheck:
         reports = [part.report for part in parts]
         if any(report.ending is not Ending.FINISHED for report in reports):
             self._failure = self._failure or describe(reports)
-        if self._failure or self._expected is None:
+        self._obstacle = self._obstacle or _told({part.report.rank: part.problem for part in parts})
+        if self._failure or self._obstacle or self._expected is None:
             laws = (LawResult("comparable", "unknown", note=self._obstacle),) if self._obstacle else ()
             config = "a step of this job"
             return Verdict(config, "unknown", "none", laws, failure=self._failure, seconds=took, rerun=rerun)
@@ -278,8 +309,8 @@ class StepCheck:
     def _buffers(self) -> dict[str, Tensor]:
         wanted = {} if self._expected is None else self._expected.buffers
         return {
-            self._job.rename(name): buffer
-            for module in self._stages.values()
+            self._job.rename(stage, name): buffer
+            for stage, module in self._stages.items()
             for name, buffer in module.named_buffers()
             if wanted
         }
@@ -304,6 +335,10 @@ def _places(arrivals: Sequence[_Arrival]) -> dict[str, list[Place]]:
         for name, stage in arrival.held.items():
             places.setdefault(name, []).append((rank, stage))
     return places
+
+
+def _told(problems: Mapping[int, str]) -> str:
+    return "; ".join(f"rank {rank}: {problem}" for rank, problem in problems.items() if problem)
 
 
 def _disagreement(digests: Sequence[tuple[str, ...] | None]) -> dict[int, str]:
