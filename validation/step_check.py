@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from pipeline.step import Parts
 from validation.against import LAWS, Against
 from validation.around import AroundGradients
+from validation.arrivals import Arrival, disagreement, places_of, told
 from validation.compare import concluded, other_microbatch, other_weights
 from validation.content import ContentError
 from validation.exchange import Exchange, exchange
 from validation.ledger import Ledger
 from validation.rank_report import Ending, RankReport, describe
-from validation.record import Place, Record, RecordedOperation, RecordError, microbatch_digests
+from validation.record import Record, RecordedOperation, RecordError, microbatch_digests
 from validation.record_file import described, read, restored
 from validation.side_store import RanksAbsent
 from validation.single_device import SingleDevice
@@ -73,15 +74,6 @@ class _Job:
     microbatches: Pairs | None
     rename: Rename
     timeout_s: float
-
-
-@dataclass(frozen=True)
-class _Arrival:
-    """What a rank brings to a check: parameters by name with their stage, its microbatches, and what is wrong."""
-
-    held: Mapping[str, int]
-    microbatches: tuple[str, ...] | None
-    problem: str
 
 
 @dataclass(frozen=True)
@@ -189,17 +181,17 @@ class StepCheck:
             self._distinct()
             if record is not None:
                 self._alike(record, digests)
-        mine = _Arrival({name: stage for name, (stage, _) in self._parameters.items()}, digests, self._problem)
-        arrivals: list[_Arrival] = self._gather(mine, "the beginning of the checked step")
+        mine = Arrival({name: stage for name, (stage, _) in self._parameters.items()}, digests, self._problem)
+        arrivals: list[Arrival] = self._gather(mine, "the beginning of the checked step")
         problems = {rank: arrival.problem for rank, arrival in enumerate(arrivals) if arrival.problem}
-        problems = problems or _disagreement([arrival.microbatches for arrival in arrivals])
+        problems = problems or disagreement([arrival.microbatches for arrival in arrivals])
         if not problems and isinstance(self._source, SingleDevice):
             record, problems = self._beside(self._source, arrivals)
         if problems or record is None:
-            return _told(problems)
+            return told(problems)
         self._expected = record.operations[self._number]
         rank = self._exchange.rank
-        places = _places(arrivals)
+        places = places_of(arrivals)
         self._name = record.name
         self._at = Against(self._expected, self._ledger, number=self._number, places=places, rank=rank)
         if rank == 0:
@@ -244,7 +236,7 @@ class StepCheck:
         if digests is not None and (found := other_microbatch(expected.microbatches, digests)):
             raise RecordError(f"microbatches that are not the record's: {found}; run the recorded ones in this step")
 
-    def _beside(self, source: SingleDevice, arrivals: Sequence[_Arrival]) -> tuple[Record | None, dict[int, str]]:
+    def _beside(self, source: SingleDevice, arrivals: Sequence[Arrival]) -> tuple[Record | None, dict[int, str]]:
         """The record that rank 0 makes of the reference with everybody's weights, or why it cannot."""
         held = {name: rank for rank, arrival in reversed(list(enumerate(arrivals))) for name in arrival.held}
         given = [name for name, rank in held.items() if rank == self._exchange.rank]
@@ -282,7 +274,7 @@ class StepCheck:
         reports = [part.report for part in parts]
         if any(report.ending is not Ending.FINISHED for report in reports):
             self._failure = self._failure or describe(reports)
-        self._obstacle = self._obstacle or _told({part.report.rank: part.problem for part in parts})
+        self._obstacle = self._obstacle or told({part.report.rank: part.problem for part in parts})
         if self._failure or self._obstacle or self._expected is None:
             laws = (LawResult("comparable", "unknown", note=self._obstacle),) if self._obstacle else ()
             config = "a step of this job"
@@ -326,31 +318,6 @@ class _Checked(AroundGradients):
     def reduce_tied(self) -> None:
         self.inner.reduce_tied()
         self._check.gradients()
-
-
-def _places(arrivals: Sequence[_Arrival]) -> dict[str, list[Place]]:
-    """Every parameter's ranks and stages, in the order of ranks."""
-    places: dict[str, list[Place]] = {}
-    for rank, arrival in enumerate(arrivals):
-        for name, stage in arrival.held.items():
-            places.setdefault(name, []).append((rank, stage))
-    return places
-
-
-def _told(problems: Mapping[int, str]) -> str:
-    return "; ".join(f"rank {rank}: {problem}" for rank, problem in problems.items() if problem)
-
-
-def _disagreement(digests: Sequence[tuple[str, ...] | None]) -> dict[int, str]:
-    """The rank that runs other microbatches than another, and which."""
-    known = [(rank, found) for rank, found in enumerate(digests) if found is not None]
-    if not known:
-        return {0: "nobody says which microbatches the step is of: pass them on one rank at least"}
-    first, expected = known[0]
-    for rank, seen in known:
-        if found := other_microbatch(expected, seen):
-            return {rank: f"other microbatches than those of rank {first}: {found}"}
-    return {}
 
 
 def _sentence(absent: RanksAbsent) -> str:
