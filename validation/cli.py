@@ -234,10 +234,10 @@ def _gate(options: argparse.Namespace) -> int:
     from validation.campaign import Setting
     from validation.gate import Plan, Reports, gate
 
-    if options.cases < 0:
-        raise CaseError(f"--cases is {options.cases}: expected 0 or more")
-    if options.max_ranks is not None and options.max_ranks < 1:
-        raise CaseError(f"--max-ranks is {options.max_ranks}: expected at least 1")
+    max_ranks = options.ranks if options.max_ranks is None else options.max_ranks
+    counted("--cases", options.cases, least=0, most=MOST_ACTIONS)
+    counted("--max-ranks", max_ranks, most=MOST_PROCESSES)
+    counted("--seed", options.seed, least=0, most=MOST_SEED)
     table, missing = _table(options)
     families = ",".join(name for name in options.schedule.split(",") if not is_csv(name))
     if options.cases and not families:
@@ -248,7 +248,7 @@ def _gate(options: argparse.Namespace) -> int:
         _schedules(families) if families else [],
         options.cases,
         options.seed,
-        options.max_ranks or options.ranks,
+        max_ranks,
         missing,
     )
     reports = Reports(options.junit, options.summary, options.artifacts, options.annotations == "github")
