@@ -182,7 +182,7 @@ def _add_gate(parser: argparse.ArgumentParser) -> None:
     _add_table(parser)
     parser.add_argument("--cases", type=int, default=50, metavar="N", help="how many are drawn from the seed")
     parser.add_argument("--case", action="append", default=[], metavar="LINE", help="one more case, as for replay")
-    parser.add_argument("--max-ranks", type=int, metavar="P", help="of drawn cases (default: --ranks)")
+    parser.add_argument("--max-ranks", type=int, metavar="P", help="of drawn cases (default: as in the table)")
     parser.add_argument("--junit", metavar="FILE", help="write a test report there")
     parser.add_argument("--summary", metavar="FILE", help="write a table in Markdown there")
     parser.add_argument("--artifacts", metavar="DIR", help="leave the records of failing cases there")
@@ -234,11 +234,11 @@ def _gate(options: argparse.Namespace) -> int:
     from validation.campaign import Setting
     from validation.gate import Plan, Reports, gate
 
-    max_ranks = options.ranks if options.max_ranks is None else options.max_ranks
+    table, missing = _table(options)
+    max_ranks = max(case.ranks for case in table) if options.max_ranks is None else options.max_ranks
     counted("--cases", options.cases, least=0, most=MOST_ACTIONS)
     counted("--max-ranks", max_ranks, most=MOST_PROCESSES)
     counted("--seed", options.seed, least=0, most=MOST_SEED)
-    table, missing = _table(options)
     families = ",".join(name for name in options.schedule.split(",") if not is_csv(name))
     if options.cases and not families:
         raise CaseError(f"--cases {options.cases} are drawn from families, and --schedule names none: give --cases 0")
