@@ -107,3 +107,19 @@ def test_a_remark_is_said_and_changes_no_outcome() -> None:
     book.remark("gradient", "by the way")
     (law,) = [law for law in book.laws() if law.name == "gradient"]
     assert (law.outcome, law.note) == ("pass", "by the way")
+
+
+def test_ledgers_of_several_ranks_are_one() -> None:
+    one, other = Ledger(["loss", "gradient", "norm"]), Ledger(["loss", "gradient", "norm"])
+    one.tensors(place(), torch.ones(2), torch.ones(2), lambda: FLOOR)
+    other.tensors(place(), torch.ones(2), -torch.ones(2), lambda: FLOOR)
+    other.doubt("loss", "nobody looked")
+    other.skip("norm", "there is none")
+    one.join(other)
+    loss, gradient, norm = one.laws()
+    assert (loss.outcome, loss.note) == ("unknown", "nobody looked")
+    assert (gradient.outcome, gradient.worst) == ("fail", 2.0)
+    assert (gradient.checked, gradient.exact, gradient.wrong) == (2, 1, 1)
+    assert norm.outcome == "not applicable"
+    assert len(one.mismatches) == 1
+    assert not one.all_exact

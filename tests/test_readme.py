@@ -31,12 +31,28 @@ def examples() -> list[tuple[str, str]]:
     return found
 
 
+def sequences() -> list[list[tuple[str, str]]]:
+    """README's commands with their outputs, each behind those that write what it reads."""
+    found = examples()
+    before = {
+        command: [other for other in found if other[0] != command and _written_names(other[0]) & set(command.split())]
+        for command, _ in found
+    }
+    inner = {command for first in before.values() for command, _ in first}
+    return [[*before[command], (command, output)] for command, output in found if command not in inner]
+
+
+def _written_names(command: str) -> set[str]:
+    return {path.name for path in written(command)}
+
+
 def arguments(command: str) -> list[str]:
     """``command`` with this Python in place of installed scripts."""
     words = [word.strip('"') for word in re.findall(r'"[^"]*"|\S+', command)]
     start = {
         "pipeproof": ["-m", "validation"],
         "ci/validate": ["-m", "validation", "validate"],
+        "ci/gate": ["-m", "validation", "gate"],
         "torchrun": ["-m", "torch.distributed.run"],
         "python": [],
     }
@@ -45,7 +61,7 @@ def arguments(command: str) -> list[str]:
 
 def written(command: str) -> list[Path]:
     """The files that ``command`` writes."""
-    return [ROOT / name for name in re.findall(r"--(?:json|svg|png|trace) (\S+)", command)]
+    return [ROOT / name for name in re.findall(r"--(?:json|svg|png|trace|out|record|junit|summary) (\S+)", command)]
 
 
 def steady(text: str) -> list[str]:
@@ -108,20 +124,21 @@ def run(python: Launch) -> Iterator[Callable[[str], "subprocess.CompletedProcess
         path.unlink(missing_ok=True)
 
 
-@pytest.mark.parametrize(("command", "output"), examples(), ids=[command for command, _ in examples()])
+@pytest.mark.parametrize("commands", sequences(), ids=[commands[-1][0] for commands in sequences()])
 def test_a_command_prints_what_readme_shows(
-    command: str, output: str, run: Callable[[str], "subprocess.CompletedProcess[str]"]
+    commands: list[tuple[str, str]], run: Callable[[str], "subprocess.CompletedProcess[str]"]
 ) -> None:
-    if "--svg" in command or "--png" in command:
-        pytest.importorskip("matplotlib")  # the extra "plot"
-    done = run(command)
-    fails = "specimen=" in command or "one_buffer" in command
-    assert done.returncode == fails, done.stdout
-    if output:
-        seen = relevant(done.stdout)
-        assert same(seen, output), f"now it prints:\n{seen}"
-        losses = [float(loss) for loss in re.findall(r"(?m)^step.* loss (\S+)", seen)]
-        assert losses[-1:] <= losses[:1], "training lowers the loss"
+    for command, output in commands:
+        if "--svg" in command or "--png" in command:
+            pytest.importorskip("matplotlib")  # the extra "plot"
+        done = run(command)
+        fails = "specimen=" in command or "one_buffer" in command
+        assert done.returncode == fails, done.stdout
+        if output:
+            seen = relevant(done.stdout)
+            assert same(seen, output), f"now it prints:\n{seen}"
+            losses = [float(loss) for loss in re.findall(r"(?m)^step.* loss (\S+)", seen)]
+            assert losses[-1:] <= losses[:1], "training lowers the loss"
 
 
 def test_every_program_in_readme_is_an_example_that_runs() -> None:
@@ -133,7 +150,7 @@ def test_every_program_in_readme_is_an_example_that_runs() -> None:
 
 
 def test_the_scripts_that_readme_names_are_there_and_ci_runs_the_tests() -> None:
-    for name in ("ci/setup", "ci/validate", "ci/test"):
+    for name in ("ci/setup", "ci/validate", "ci/test", "ci/gate"):
         assert (ROOT / name).stat().st_mode & 0o111
         assert name in README
     assert "ci/test" in (ROOT / ".ci" / "run").read_text()
@@ -150,6 +167,12 @@ def test_the_comparison_can_fail() -> None:
     assert not same("20 pass\n1f1b 6, zb-v 14", "20 pass")
     assert same("rank step\n0 3.1 ms 20.0%", "rank step\n0 4.1 ms 29.1%")
     assert not same("bubble 20.0%", "bubble 29.1%")
+
+
+def test_every_command_is_run_and_has_what_it_reads() -> None:
+    run = [[command.split()[:2] for command, _ in commands] for commands in sequences()]
+    assert [["pipeproof", "record"], ["pipeproof", "replay"], ["pipeproof", "diff"]] in run
+    assert {command for commands in sequences() for command, _ in commands} == {command for command, _ in examples()}
 
 
 def test_a_command_as_words() -> None:

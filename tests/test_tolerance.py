@@ -25,7 +25,7 @@ def test_error_against_zero_and_with_another_shape_or_nan_is_infinite() -> None:
 
 
 def test_scale_judges_differences_against_something_else() -> None:
-    assert error(torch.tensor([10.1]), torch.tensor([10.0]), scale=torch.tensor([0.1])) == pytest.approx(1.0, rel=1e-4)
+    assert error(torch.tensor([10.1]), torch.tensor([10.0]), base=torch.tensor([9.9])) == pytest.approx(1.0, rel=1e-4)
     assert scalar_error(1.1, 1.0) == pytest.approx(0.1)
 
 
@@ -91,3 +91,12 @@ def test_rounding_that_could_hide_a_lost_microbatch_passes_nothing() -> None:
     assert Floor(1e-6, 6e-6, 5e-5).outcome(5e-5) == "unknown"
     assert Floor(1e-6, 6e-6, 5e-5).outcome(0.0) == "unknown"
     assert Floor(1e-6, 6e-6, 0.0).outcome(1e-6) == "pass"  # nothing can be lost of a loss
+
+
+def test_the_last_place_of_what_is_stored_can_be_left_aside() -> None:
+    before, after = torch.ones(4), torch.ones(4) + 1e-4
+    place = torch.nextafter(after, torch.tensor(2.0))
+    assert error(place, after, base=before) > 1e-4
+    assert error(place, after, base=before, rounded=True) == 0.0
+    assert error(before, after, base=before, rounded=True) > 0.99
+    assert error(after * float("nan"), after, base=before, rounded=True) == float("inf")

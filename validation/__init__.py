@@ -1,7 +1,8 @@
 """Validation: schedules on real ranks held against the reference, law by law.
 
-``Case`` says what to run, ``World`` where, ``validate`` gives the ``Verdict``. They load when first used, so that a
-command that needs no torch does not wait for it.
+``Case`` says what to run, ``World`` where, ``validate`` gives the ``Verdict``. ``check_step`` judges a step of a
+running job by a record that ``record_step`` and ``write_record`` made, or by a ``SingleDevice`` beside it. They load
+when first used, so that a command that needs no torch does not wait for it.
 """
 
 import importlib
@@ -9,13 +10,26 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from validation.case import Case as Case
+    from validation.single_device import SingleDevice as SingleDevice
+    from validation.step_check import check_step as check_step
+    from validation.step_record import record_step as record_step
+    from validation.step_record import write_record as write_record
     from validation.validator import validate as validate
     from validation.verdict import Verdict as Verdict
     from validation.world import World as World
 
-_HOMES = {"Case": "case", "Verdict": "verdict", "World": "world", "validate": "validator"}
+_HOMES = {
+    "Case": "case",
+    "SingleDevice": "single_device",
+    "Verdict": "verdict",
+    "World": "world",
+    "check_step": "step_check",
+    "record_step": "step_record",
+    "validate": "validator",
+    "write_record": "step_record",
+}
 
-__all__ = ["Case", "Verdict", "World", "validate"]
+__all__ = ["Case", "SingleDevice", "Verdict", "World", "check_step", "record_step", "validate", "write_record"]
 
 
 def __getattr__(name: str) -> Any:

@@ -10,9 +10,13 @@ import torch
 
 from pipeline.profile import profile_table
 from validation.case import Case
+from validation.case_record import observed_record
 from validation.fuzz import Found, Tally, cases, fuzz
 from validation.judge import judge
 from validation.observe import observe
+from validation.observed import Observed
+from validation.output_file import OutputFile
+from validation.record_file import write
 from validation.report import HEADER, line, summary
 from validation.specimens import specimen
 from validation.terminal import JsonFile, Terminal
@@ -30,13 +34,17 @@ class Impossible(ValueError):
 
 @dataclass(frozen=True)
 class Setting:
-    """Where cases run, and what is said about them. ``device``: "auto", "cpu" or "cuda"."""
+    """Where cases run, and what is said about them. ``device``: "auto", "cpu" or "cuda".
+
+    ``json`` and ``record`` are files for the verdicts, and for what the ranks of the one case gave.
+    """
 
     device: str = "auto"
     timeout_s: float = 120.0
     json: str | None = None
     profile: bool = False
     explain: bool = False
+    record: str | None = None
 
     @property
     def chosen_device(self) -> str:
@@ -54,22 +62,30 @@ def validate_all(wanted: Sequence[Case], setting: Setting, *, left_out: Mapping[
     """
     for case in wanted:
         specimen(case.specimen)  # an unknown one is refused before anything starts
+    if setting.record is not None and len(wanted) != 1:
+        raise Impossible(f"--record takes one case, and these are {len(wanted)}: choose one --schedule and one --model")
     terminal, device = Terminal(), setting.chosen_device
     verdicts: list[Verdict] = []
-    with JsonFile(setting.json) as file, World(device=device, timeout_s=setting.timeout_s) as world:
+    with (
+        JsonFile(setting.json) as file,
+        OutputFile(setting.record) as recorded,
+        World(device=device, timeout_s=setting.timeout_s) as world,
+    ):
         for name, reason in left_out.items():
             terminal.say(f"{name} is left out: {reason}")
         for number, case in enumerate(wanted, start=1):
             with terminal.progress(f"{number} of {len(wanted)}: {case}"):
-                verdict, more = _validated(replace(case, device=device), world, profile=setting.profile)
+                verdict, observed = validated(replace(case, device=device), world)
             if not verdicts:
                 terminal.say(HEADER)
             verdicts.append(verdict)
             terminal.say(line(case, verdict), verdict.verdict)
+            if observed is not None and setting.record is not None:
+                write(observed_record(replace(case, device=device), observed), recorded)
+            if observed is not None and setting.profile:
+                terminal.say(profile_table(observed.profiles))
             if setting.explain or verdict.verdict != "pass":
-                more = "\n".join(filter(None, (more, str(verdict))))
-            if more:
-                terminal.say(more, verdict.verdict)
+                terminal.say(str(verdict), verdict.verdict)
         terminal.say(summary(verdicts, left_out=len(left_out)))
         data = {"verdicts": [verdict.as_dict() for verdict in verdicts], "left_out": dict(left_out)}
         file.write({"schema": SCHEMA, **data})
@@ -119,18 +135,21 @@ def exit_status(verdicts: Sequence[Verdict]) -> int:
     return 1 if 1 in found else (NO_VERDICT if NO_VERDICT in found or not found else 0)
 
 
-def _validated(case: Case, world: World, *, profile: bool) -> tuple[Verdict, str]:
+def validated(case: Case, world: World, *, measure: bool = True) -> tuple[Verdict, Observed | None]:
+    """The verdict on ``case``, and what its ranks gave; "unknown" and None where they failed.
+
+    ``measure``: measure rounding floors even where every bit agrees. Raises ``Impossible`` for too small a world.
+    """
     began = perf_counter()
     try:
         with enough_ranks():
             observed = observe(case, world)
     except RankFailed as failure:
-        return replace(crashed(case, failure), seconds=perf_counter() - began), ""
-    verdict = judge(case, observed, measure=True)
+        return replace(crashed(case, failure), seconds=perf_counter() - began), None
+    verdict = judge(case, observed, measure=measure)
     if verdict.verdict == "fail":
         verdict = explained(case, world, observed, verdict)
-    table = profile_table(observed.profiles) if profile else ""
-    return replace(verdict, seconds=perf_counter() - began), table
+    return replace(verdict, seconds=perf_counter() - began), observed
 
 
 @contextmanager

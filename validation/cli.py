@@ -7,7 +7,7 @@ stopped. What needs torch is imported by the commands that need it: ``show``, ``
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 
 from pipeline.files import is_csv, read_file
@@ -25,6 +25,7 @@ from validation.drawings import Paths
 from validation.ending import WRONG, ended
 from validation.option_parser import OptionParser, joined
 from validation.option_types import number, numbers, seconds, share, shares, three_numbers
+from validation.record_commands import add_record_commands
 from validation.selection import MICROBATCHES, RANKS, Shape, schedule_in, selected
 from validation.show import show
 from validation.terminal import Terminal
@@ -63,10 +64,17 @@ def _parser() -> argparse.ArgumentParser:
         )
     )
     _add_fuzz(commands.add_parser("fuzz", help="run many random cases; a failure shrinks to a line that replays it"))
+    _add_gate(
+        commands.add_parser(
+            "gate", help="decide a merge: the table of schedules, fuzzing, and a planted fault", epilog=_STATUSES
+        )
+    )
     replay = commands.add_parser("replay", help="run one case again", epilog=_STATUSES)
     replay.add_argument("case", help='the line that a failure printed, e.g. "1f1b r4 s4 m8 split=2,2,2,2 seed=17"')
     replay.add_argument("--json", metavar="FILE", help="write the verdict there")
     replay.set_defaults(run=_replay)
+    _add_recording(replay)
+    add_record_commands(commands)
     shower = commands.add_parser("show", help="draw a schedule; bubbles and memory")
     shower.add_argument("schedule", help=f"one of {', '.join(FAMILIES)}, or a FILE.csv")
     _add_shape(shower)
@@ -155,6 +163,14 @@ def _add_shape(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_validate(parser: argparse.ArgumentParser) -> None:
+    _add_table(parser)
+    parser.add_argument("--profile", action="store_true", help="print where each rank's time went")
+    _add_recording(parser)
+    _add_world(parser)
+    parser.set_defaults(run=_validate)
+
+
+def _add_table(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--schedule",
         default="all",
@@ -168,9 +184,19 @@ def _add_validate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="fp32", metavar="NAME,...", help=f"{_DTYPES} (default %(default)s)")
     parser.add_argument("--loss", choices=LOSSES, default="mean", help="mean over microbatches, or sum over tokens")
     parser.add_argument("--seed", type=int, default=0, help="(default %(default)s)")
-    parser.add_argument("--profile", action="store_true", help="print where each rank's time went")
+
+
+def _add_gate(parser: argparse.ArgumentParser) -> None:
+    _add_table(parser)
+    parser.add_argument("--cases", type=int, default=50, metavar="N", help="how many are drawn from the seed")
+    parser.add_argument("--case", action="append", default=[], metavar="LINE", help="one more case, as for replay")
+    parser.add_argument("--max-ranks", type=int, metavar="P", help="of drawn cases (default: as in the table)")
+    parser.add_argument("--junit", metavar="FILE", help="write a test report there")
+    parser.add_argument("--summary", metavar="FILE", help="write a table in Markdown there")
+    parser.add_argument("--artifacts", metavar="DIR", help="leave the records of failing cases there")
+    parser.add_argument("--annotations", choices=("github",), help="print what is wrong so that GitHub shows it")
     _add_world(parser)
-    parser.set_defaults(run=_validate)
+    parser.set_defaults(run=_gate)
 
 
 def _add_fuzz(parser: argparse.ArgumentParser) -> None:
@@ -215,6 +241,10 @@ def _add_specimens(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_specimens)
 
 
+def _add_recording(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--record", metavar="FILE", help="write there what the ranks gave, for compare and diff")
+
+
 def _add_world(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--timeout", type=seconds, default=120.0, metavar="SECONDS", help="of one case (default 120)")
@@ -224,6 +254,13 @@ def _add_world(parser: argparse.ArgumentParser) -> None:
 def _validate(options: argparse.Namespace) -> int:
     from validation.campaign import Setting, validate_all
 
+    cases, left_out = _table(options)
+    setting = Setting(options.device, options.timeout, options.json, options.profile, record=options.record)
+    return validate_all(cases, setting, left_out=left_out)
+
+
+def _table(options: argparse.Namespace) -> tuple[list[Case], Mapping[str, str]]:
+    """The cases that options of ``_add_table`` ask for, and why others cannot be."""
     shape = Shape(options.ranks, options.microbatches, options.virtual)
     found = selected(options.schedule, shape, fits=lambda stages: _split(options, stages))
     cases = [
@@ -232,8 +269,32 @@ def _validate(options: argparse.Namespace) -> int:
         for model in options.model.split(",")
         for name, schedule in found.chosen.items()
     ]
-    setting = Setting(options.device, options.timeout, options.json, options.profile)
-    return validate_all(cases, setting, left_out=found.left_out)
+    return cases, found.left_out
+
+
+def _gate(options: argparse.Namespace) -> int:
+    from validation.campaign import Setting
+    from validation.gate import Plan, Reports, gate
+
+    table, missing = _table(options)
+    max_ranks = max(case.ranks for case in table) if options.max_ranks is None else options.max_ranks
+    counted("--cases", options.cases, least=0, most=MOST_ACTIONS)
+    counted("--max-ranks", max_ranks, most=MOST_PROCESSES)
+    counted("--seed", options.seed, least=0, most=MOST_SEED)
+    families = ",".join(name for name in options.schedule.split(",") if not is_csv(name))
+    if options.cases and not families:
+        raise CaseError(f"--cases {options.cases} are drawn from families, and --schedule names none: give --cases 0")
+    plan = Plan(
+        table,
+        [Case.parse(text) for text in options.case],
+        _schedules(families) if families else [],
+        options.cases,
+        options.seed,
+        max_ranks,
+        missing,
+    )
+    reports = Reports(options.junit, options.summary, options.artifacts, options.annotations == "github")
+    return gate(plan, Setting(options.device, options.timeout, options.json), reports)
 
 
 def _fuzz(options: argparse.Namespace) -> int:
@@ -264,7 +325,7 @@ def _replay(options: argparse.Namespace) -> int:
     from validation.campaign import Setting, validate_all
 
     case = Case.parse(options.case)
-    return validate_all([case], Setting(case.device, json=options.json, explain=True))
+    return validate_all([case], Setting(case.device, json=options.json, explain=True, record=options.record))
 
 
 def _specimens(options: argparse.Namespace) -> int:

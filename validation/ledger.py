@@ -3,9 +3,10 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
-from validation.tolerance import Floor, error, same_bits
+from validation.tolerance import Floor, error, pieces, same_bits
 from validation.verdict import LawResult, Mismatch, Outcome
 
 
@@ -18,6 +19,15 @@ class _Entry:
     floor: float = 0.0
     outcomes: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
+
+    def add(self, other: "_Entry") -> None:
+        self.checked += other.checked
+        self.exact += other.exact
+        self.wrong += other.wrong
+        if other.worst > self.worst:
+            self.worst, self.floor = other.worst, other.floor
+        self.outcomes |= other.outcomes
+        self.notes += [note for note in other.notes if note not in self.notes]
 
 
 @dataclass(frozen=True)
@@ -73,13 +83,16 @@ class Ledger:
         floor: Callable[[], Floor],
         *,
         base: Tensor | None = None,
+        rounded: bool = False,
     ) -> None:
-        """Enter two tensors. ``base``: judge their differences from it, relative to how far expected moved."""
+        """Enter two tensors. ``base``: judge their differences from it, relative to how far expected moved.
+
+        ``rounded``: let pass what storing them may have done to their last places.
+        """
         if same_bits(observed, expected):
             self._enter(place, "pass", exact=True)
             return
-        scale = None if base is None else expected.double() - base.double()
-        size, allowed = error(observed, expected, scale=scale), floor()
+        size, allowed = error(observed, expected, base=base, rounded=rounded), floor()
         outcome = allowed.outcome(size)
         self._enter(place, outcome, size=size, floor=allowed.largest)
         if outcome != "pass":
@@ -97,6 +110,13 @@ class Ledger:
         self._enter(place, outcome, size=size, floor=allowed.largest)
         if outcome != "pass":
             self.mismatches.append(place.mismatch(f"{observed:.9g}", f"{expected:.9g}", size=size, limit=allowed.limit))
+
+    def join(self, other: "Ledger") -> None:
+        """Add all that another rank's ledger has."""
+        for law, theirs in other._entries.items():
+            self._entries[law].add(theirs)
+        self._not_applicable |= other._not_applicable
+        self.mismatches += other.mismatches
 
     def laws(self) -> tuple[LawResult, ...]:
         """Every law's outcome, in the order given at the start."""
@@ -135,13 +155,14 @@ def _describe(observed: Tensor, expected: Tensor, base: Tensor | None) -> tuple[
     """Two tensors in words: norms, and how much of the observed one is the expected one."""
     if observed.shape != expected.shape:
         return f"shape {list(observed.shape)}", f"shape {list(expected.shape)}"
-    seen, wanted = observed.double(), expected.double()
-    what = "norm"
-    if base is not None:
-        seen, wanted, what = seen - base.double(), wanted - base.double(), "update of norm"
-    one, two = seen.norm().item(), wanted.norm().item()
-    likeness = ""
-    if one and two:  # not their product: beside a NaN it does not show that the other is zero
-        product = (seen * wanted).sum().item() / two
-        likeness = f", {product / two:.6g} times expected, cosine {product / one:.6f}"
-    return f"{what} {one:.6g}{likeness}", f"{what} {two:.6g}"
+    sums = torch.zeros(3, dtype=torch.float64)  # of squares of what was seen, of what was expected, and of products
+    for one, other, *origin in pieces(observed, expected, *([] if base is None else [base])):
+        seen, wanted = (one - origin[0], other - origin[0]) if origin else (one, other)
+        sums += torch.stack([(seen * seen).sum(), (wanted * wanted).sum(), (seen * wanted).sum()])
+    product = sums[2].item()
+    seen_norm, wanted_norm = sums[:2].sqrt().tolist()
+    what, likeness = "norm" if base is None else "update of norm", ""
+    if seen_norm and wanted_norm:  # not their product: beside a NaN it does not show that the other is zero
+        along = product / wanted_norm
+        likeness = f", {along / wanted_norm:.6g} times expected, cosine {along / seen_norm:.6f}"
+    return f"{what} {seen_norm:.6g}{likeness}", f"{what} {wanted_norm:.6g}"

@@ -102,6 +102,11 @@ def data_for(case: Case, operation: int) -> list[Batch]:
     return [batch.cast(DTYPES[case.dtype]) for batch in batches]
 
 
+def model_for(case: Case) -> Model:
+    """The model that ``case`` is about, whole, on the CPU, with the weights that every rank begins with."""
+    return build_model(case.model, layers=case.layers, seed=case.seed, dtype=case.dtype)
+
+
 def deterministic(device: str) -> None:
     """Make a GPU give the same bits twice; a CPU with one thread does so anyway."""
     if device.startswith("cuda"):
@@ -116,17 +121,18 @@ def observe_rank(context: RankContext, case: Case, record: bool = False) -> list
     recorder = Recorder() if record else None
     watched = (planted.wrapped(recorder.wrap) if recorder else planted).wrapped(_watch)
     steps = specimen(case.specimen).drive(watched)
+    started = _copies(watched.parts.stages)
     done = []
     for operation in range(len(case.plan)):
         seen = _perform(watched, steps, model, case, operation, device=context.device)
         done.append(replace(seen, recording=recorder.take()) if recorder else seen)
-    return done
+    return [replace(done[0], started=started), *done[1:]]
 
 
 def assemble(context: RankContext, case: Case) -> tuple[Model, PipelineSchedule]:
     """The whole model, and this rank's end of the pipeline that ``case`` is about."""
     deterministic(context.device)
-    model = build_model(case.model, layers=case.layers, seed=case.seed, dtype=case.dtype)
+    model = model_for(case)
     own = {stage: layers_of(case.split)[stage] for stage in case.built.stages_of(context.rank)}
     modules: dict[int, nn.Module] = {stage: on_device(model, layers, context.device) for stage, layers in own.items()}
     recipe = Recipe(loss=case.loss)
@@ -184,10 +190,14 @@ def _perform(
         loss=result.loss,
         gradients=gradients.kept,
         norm=result.grad_norm,
-        parameters={site: parameter.detach().to("cpu", copy=True) for site, parameter in sites(gradients.stages)},
+        parameters=_copies(gradients.stages),
         profile=result.profile,
     )
     return _seen(schedule, seen)
+
+
+def _copies(stages: Sequence[Stage]) -> dict[Site, Tensor]:
+    return {site: parameter.detach().to("cpu", copy=True) for site, parameter in sites(stages)}
 
 
 def max_norm_of(case: Case, operation: int) -> float:

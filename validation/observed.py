@@ -34,7 +34,7 @@ class RankOperation:
     tied copies were summed and before clipping; ``before`` are the parameters that the operation started from, as far
     as they were seen, ``parameters`` what the optimizer made of them. ``nonfinite`` are the actions whose output had a
     NaN or an infinity. ``crossings`` are tensors at the boundaries of stages, where they were watched; ``recording`` is
-    there where the run was recorded.
+    there where the run was recorded; ``started`` are the parameters before anything ran, in the first operation.
     """
 
     operation: str
@@ -51,6 +51,7 @@ class RankOperation:
     profile: Profile | None = None
     crossings: tuple[Crossing, ...] = ()
     recording: Recording | None = None
+    started: Mapping[Site, Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,10 @@ class Observed:
     def held(self, operation: int) -> list[Site]:
         """Every site that a rank has a parameter for, or at least a gradient, as often as it has one."""
         return [site for rank in self.ranks for site in (rank[operation].parameters or rank[operation].gradients or {})]
+
+    def started(self) -> dict[Site, Tensor]:
+        """Every rank's parameters before the first operation, together."""
+        return {site: value for rank in self.ranks for site, value in (rank[0].started or {}).items()}
 
     def buffers(self, operation: int) -> dict[Site, Tensor]:
         """Every rank's buffers together."""

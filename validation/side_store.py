@@ -100,6 +100,18 @@ class SideStore:
         parts, _, first = self._store.get(key).partition(b"\n")
         return b"".join([first, *(self._store.get(f"{key}/part {index}") for index in range(int(parts)))])
 
+    def take(self, key: str) -> bytes | None:
+        """The data under this key, which then is free again; None where there is none yet."""
+        if (data := self.get(key)) is not None:
+            parts = int(self._store.get(key).partition(b"\n")[0])
+            self.drop([key, *(f"{key}/part {index}" for index in range(parts))])
+        return data
+
+    def drop(self, keys: Sequence[str]) -> None:
+        """Free what these keys take up."""
+        for key in keys:
+            self._store.delete_key(key)
+
     def has(self, key: str) -> bool:
         """Whether there is data under this key."""
         return bool(self._store.check([key]))
@@ -129,8 +141,7 @@ class SideStore:
         if self.has(f"{name}/given up"):
             raise RanksAbsent({self.rank: f"did not come to {what} before the others gave it up"})
         gathered = [unpack(self.get(key) or b"") for key in keys]
-        for key in self._outdated:  # everybody is past the exchange before this one
-            self._store.delete_key(key)
+        self.drop(self._outdated)  # everybody is past the exchange before this one
         self._outdated = written
         meant = {rank: theirs for rank, (theirs, _) in enumerate(gathered) if theirs != gathered[0][0]}
         if meant:

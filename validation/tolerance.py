@@ -4,13 +4,15 @@ Sources: the metric is TTrace's relative Frobenius error (arXiv 2506.09280) besi
 largest element; elementwise tolerances and ULPs say nothing about gradients, whose elements cancel near zero.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+_PIECE = 1 << 14  # elements that are compared at once
 
 
 @dataclass(frozen=True)
@@ -86,17 +88,29 @@ def same_bits(observed: Tensor, expected: Tensor) -> bool:
     return torch.equal(observed.contiguous().view(words), expected.contiguous().view(words))
 
 
-def error(observed: Tensor, expected: Tensor, *, scale: Tensor | None = None) -> float:
-    """The larger of |o - e| / |s| in the Frobenius and in the maximum norm, in fp64; s is ``scale``, or e itself.
+def error(observed: Tensor, expected: Tensor, *, base: Tensor | None = None, rounded: bool = False) -> float:
+    """The larger of |o - e| / |e - b| in the Frobenius and in the maximum norm, in fp64; b is ``base``, or zero.
 
-    0 where both are zero; infinite where only the scale is, where shapes differ, or where something is not finite.
+    ``rounded``: a unit in the last place of each element is no difference, for that is what storing it may do.
+    0 where both are zero; infinite where only the divisor is, where shapes differ, or where something is not finite.
     """
     if observed.shape != expected.shape:
         return float("inf")
-    difference = observed.double() - expected.double()
-    against = (expected if scale is None else scale).double()
-    ratios = [_ratio(difference.norm(), against.norm()), _ratio(difference.abs().amax(), against.abs().amax())]
-    return max(ratios)
+    squares, largest = torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
+    unit = torch.finfo(expected.dtype).eps if rounded else 0.0
+    for one, wanted, *origin in pieces(observed, expected, *([] if base is None else [base])):
+        difference = ((one - wanted).abs() - unit * wanted.abs()).clamp(min=0)
+        pair = (difference, wanted - origin[0] if origin else wanted)
+        squares += torch.stack([each.square().sum() for each in pair])
+        largest = torch.maximum(largest, torch.stack([each.abs().amax() for each in pair]))
+    return max(_ratio(*squares.sqrt()), _ratio(*largest))
+
+
+def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Tensors of one shape side by side, flat and in fp64, piece by piece: whole ones would take much memory."""
+    flat = [tensor.detach().reshape(-1) for tensor in tensors]
+    for start in range(0, max(1, flat[0].numel()), _PIECE):
+        yield tuple(tensor[start : start + _PIECE].double().cpu() for tensor in flat)
 
 
 def scalar_error(observed: float, expected: float) -> float:

@@ -1,0 +1,42 @@
+"""A training script under torchrun, one step of which is checked: right, wrong, and what cannot be judged."""
+
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+Launch = Callable[..., "subprocess.CompletedProcess[str]"]
+SCRIPT = str(Path(__file__).with_name("checked_training.py"))
+
+
+def verdicts(output: str) -> list[str]:
+    """What was said of each step that was checked."""
+    return re.split(r"(?m)^(?=PASS|FAIL|UNKNOWN)", output)[1:]
+
+
+def test_beside_the_model_a_right_step_passes_and_a_wrong_one_is_named(torchrun: Launch, tmp_path: Path) -> None:
+    options = ("--check-at", "1", "2", "--fault", "dropped", "--fault-from", "2")
+    done = torchrun(tmp_path, SCRIPT, *options, ranks=2)
+    assert done.returncode == 1, done.stdout
+    right, wrong = verdicts(done.stdout)
+    assert right.startswith("PASS 54 comparisons")
+    assert re.search(r"gradient +pass +16 compared", right)
+    assert re.search(r"loss +pass +4 compared", right)
+    assert re.search(r"grad-norm +pass +2 compared", right), "one of each rank"
+    assert wrong.startswith("FAIL gradient (8 of 16), grad-norm (2 of 2)\n")
+    assert "where     rank 0, stage 0, parameter 1.2.bias" in wrong
+    assert f"replay    torchrun --nproc-per-node 2 {SCRIPT} --check-at 1 2 --fault dropped" in wrong
+
+
+def test_a_record_judges_the_update_too_and_no_step_from_other_weights(
+    torchrun: Launch, python: Launch, tmp_path: Path
+) -> None:
+    assert python(tmp_path, SCRIPT, "--write", "x").returncode == 0
+    done = torchrun(tmp_path, SCRIPT, "--record", "x", "--check-at", "0", "1", "--steps", "2", ranks=2)
+    assert done.returncode == 1, "torchrun's own; the script ends with 3"
+    right, later = verdicts(done.stdout)
+    assert right.startswith("PASS 70 comparisons")
+    assert re.search(r"updated-parameters +pass +16 compared", right)
+    assert later.startswith("UNKNOWN comparable: rank 0: weights that differ from the record's before the step: 0.0.we")
+    assert "; rank 1: weights that differ" in later
+    assert f'File "{SCRIPT}"' not in done.stdout, "no traceback"
