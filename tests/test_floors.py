@@ -78,7 +78,7 @@ def test_the_floor_of_an_update_is_about_what_rounding_does_to_it(name: str) -> 
         assert gradient is not None
         update = -rate * clip * gradient
         wide = expected.before[site[1]].double() + update
-        rounding = error(expected.parameters[site], wide, scale=update)
+        rounding = error(expected.parameters[site], wide, base=expected.before[site[1]])
         assert rounding / 4 < floors.parameter(site).largest < 4 * rounding, site
 
 

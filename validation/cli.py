@@ -16,17 +16,26 @@ from pipeline.lower import Program
 from pipeline.partition import parse_split
 from pipeline.plan import Needs, plan, table, trade
 from pipeline.schedule import Schedule
-from pipeline.schedules import FAMILIES, LOOPED, canonical_name
+from pipeline.schedules import FAMILIES, LOOPED
 from pipeline.simulate import Times
 from pipeline.sizes import MOST_ACTIONS, MOST_PROCESSES, MOST_SEED, counted
 from validation.case import DTYPES, FUZZED_DTYPES, LOSSES, MODELS, SCHEDULES, Case, CaseError, most_stages
 from validation.checking import checked
 from validation.drawings import Paths
 from validation.ending import WRONG, ended
+from validation.fault_commands import add_fault_commands
 from validation.option_parser import OptionParser, joined
 from validation.option_types import number, numbers, seconds, share, shares, three_numbers
 from validation.record_commands import add_record_commands
-from validation.selection import MICROBATCHES, RANKS, Shape, schedule_in, selected
+from validation.selection import (
+    MICROBATCHES,
+    RANKS,
+    Shape,
+    dtype_names,
+    schedule_in,
+    schedule_names,
+    selected,
+)
 from validation.show import show
 from validation.terminal import Terminal
 
@@ -85,10 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     checker.add_argument("file", help="a FILE.csv, or - for standard input")
     checker.set_defaults(run=_check)
-    _add_tolerance(
-        commands.add_parser("tolerance", help="measure rounding, and how far the smallest faults lie above it")
-    )
-    _add_specimens(commands.add_parser("specimens", help="plant known faults; see that each is caught and named"))
+    add_fault_commands(commands)
     _add_plan(commands.add_parser("plan", help="which schedule: time, bubble, memory and messages of all, best first"))
     return parser
 
@@ -210,37 +216,6 @@ def _add_fuzz(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_fuzz)
 
 
-def _add_tolerance(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default=",".join(MODELS), metavar="NAME,...", help="(default: all)")
-    parser.add_argument("--dtype", default=",".join(DTYPES), metavar="NAME,...", help="(default: all)")
-    parser.add_argument(
-        "--microbatches", type=counts, default=(2, 4, 8, 16, 32), metavar="M,...", help="(default 2..32)"
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--markdown", metavar="FILE", help="write the page there, rather than to the terminal")
-    parser.add_argument("--svg", metavar="FILE", help="draw it (needs the extra 'plot')")
-    parser.set_defaults(run=_tolerance)
-
-
-def counts(text: str) -> tuple[int, ...]:
-    """``2,8`` as numbers; argparse names this function where it fails."""
-    return tuple(map(int, text.split(",")))
-
-
-def _add_specimens(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--list", action="store_true", help="one line for each, without running anything")
-    parser.add_argument(
-        "--schedule", default="", metavar="NAME,...", help="all, or some: each specimen there, not in its smallest case"
-    )
-    parser.add_argument("--only", default="", metavar="NAME,...", help="these specimens alone")
-    parser.add_argument("--shrink", action="store_true", help="shrink a random failing case of each to its smallest")
-    parser.add_argument("--seed", type=int, default=0, help="where --shrink begins")
-    parser.add_argument("--final-only", action="store_true", help="from final gradients alone: record no tensors")
-    parser.add_argument("--timeout", type=seconds, default=120.0, metavar="SECONDS", help="of one case (default 120)")
-    parser.add_argument("--json", metavar="FILE", help="write results there")
-    parser.set_defaults(run=_specimens)
-
-
 def _add_recording(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--record", metavar="FILE", help="write there what the ranks gave, for compare and diff")
 
@@ -265,7 +240,7 @@ def _table(options: argparse.Namespace) -> tuple[list[Case], Mapping[str, str]]:
     found = selected(options.schedule, shape, fits=lambda stages: _split(options, stages))
     cases = [
         _case(options, name, schedule, model, dtype)
-        for dtype in _dtypes(options.dtype)
+        for dtype in dtype_names(options.dtype)
         for model in options.model.split(",")
         for name, schedule in found.chosen.items()
     ]
@@ -287,7 +262,7 @@ def _gate(options: argparse.Namespace) -> int:
     plan = Plan(
         table,
         [Case.parse(text) for text in options.case],
-        _schedules(families) if families else [],
+        schedule_names(families) if families else [],
         options.cases,
         options.seed,
         max_ranks,
@@ -307,18 +282,10 @@ def _fuzz(options: argparse.Namespace) -> int:
         Setting(options.device, options.timeout, options.json),
         budget=options.cases,
         seed=options.seed,
-        schedules=_schedules(options.schedule),
-        dtypes=_dtypes(options.dtype),
+        schedules=schedule_names(options.schedule),
+        dtypes=dtype_names(options.dtype),
         max_ranks=options.max_ranks,
     )
-
-
-def _tolerance(options: argparse.Namespace) -> int:
-    from validation.gap_survey import Survey, show_tolerance
-
-    models = [name.strip() for name in options.model.split(",")]
-    survey = Survey(models, _dtypes(options.dtype), options.microbatches, options.seed)
-    return show_tolerance(survey, markdown=options.markdown, svg=options.svg, arguments=options.arguments)
 
 
 def _replay(options: argparse.Namespace) -> int:
@@ -326,24 +293,6 @@ def _replay(options: argparse.Namespace) -> int:
 
     case = Case.parse(options.case)
     return validate_all([case], Setting(case.device, json=options.json, explain=True, record=options.record))
-
-
-def _specimens(options: argparse.Namespace) -> int:
-    from validation.campaign import Setting
-    from validation.catalogue import chosen, listing, shrink_all, try_all
-
-    names = chosen(options.only)
-    if options.list:
-        print(listing(names))
-        return 0
-    schedules = _schedules(options.schedule) if options.schedule else []
-    setting = Setting("cpu", options.timeout, options.json)
-    counted("--seed", options.seed, least=0, most=MOST_SEED)
-    if options.shrink:
-        if schedules or options.final_only:
-            raise CaseError("--shrink draws its own schedules and names nothing: leave out --schedule and --final-only")
-        return shrink_all(names, setting, seed=options.seed)
-    return try_all(names, schedules, setting, final_only=options.final_only)
 
 
 def _show(options: argparse.Namespace) -> int:
@@ -425,15 +374,3 @@ def _case(options: argparse.Namespace, name: str, found: Schedule | Program, mod
         seed=options.seed,
         own=found if is_csv(name) else None,
     )
-
-
-def _schedules(text: str) -> list[str]:
-    return list(SCHEDULES) if text == "all" else [canonical_name(name) for name in text.split(",")]
-
-
-def _dtypes(text: str) -> list[str]:
-    found = [name.strip() for name in text.split(",")]
-    for name in found:
-        if name not in DTYPES:
-            raise CaseError(f"--dtype {text}: unknown dtype {name!r}: known are {', '.join(DTYPES)}")
-    return found

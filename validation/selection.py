@@ -9,7 +9,7 @@ from pipeline.lower import Program
 from pipeline.schedule import Schedule, ScheduleError
 from pipeline.schedules import FAMILIES, LOOPED, build, canonical_name, virtuals
 from pipeline.sizes import MOST_LAYERS, MOST_RANKS, counted
-from validation.case import CaseError, most_stages
+from validation.case import DTYPES, SCHEDULES, CaseError, most_stages
 from validation.own_schedule import own_schedule
 
 RANKS, MICROBATCHES = 4, 8
@@ -107,3 +107,17 @@ def _nothing(left_out: Mapping[str, str]) -> str:
     if len(names) == 1:
         return next(iter(names))
     return "no schedule can be: " + "; ".join(f"{', '.join(group)}: {reason}" for reason, group in names.items())
+
+
+def schedule_names(text: str) -> list[str]:
+    """``all``, or names of families, as those of the families."""
+    return list(SCHEDULES) if text == "all" else [canonical_name(name) for name in text.split(",")]
+
+
+def dtype_names(text: str) -> list[str]:
+    """The dtypes in ``text``. Raises ``CaseError`` for an unknown one."""
+    found = [name.strip() for name in text.split(",")]
+    for name in found:
+        if name not in DTYPES:
+            raise CaseError(f"--dtype {text}: unknown dtype {name!r}: known are {', '.join(DTYPES)}")
+    return found
