@@ -250,15 +250,15 @@ def test_two_dead_runs_that_agree_are_unknown(observed: Observed, monkeypatch: p
     assert "never acted" in verdict.law("updated-parameters").note
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp64"])
-def test_other_dtypes_are_judged_bit_for_bit_too(world: World, dtype: str) -> None:
+@pytest.mark.parametrize(("dtype", "doubtful"), [("bf16", 1.04), ("fp64", 1 + 3e-13)])
+def test_other_dtypes_are_judged_bit_for_bit_too(world: World, dtype: str, doubtful: float) -> None:
     case = replace(CASE, dtype=dtype, plan=("train",))
     seen = observe(case, world)
     gradient = seen.gradients(0)[SLOT]
     assert gradient is not None
     assert gradient.dtype is DTYPES[dtype]
     assert judge(case, seen).tier == "bitwise"
-    assert judge(case, altered(seen, scaled(1.1))).verdict == "unknown"
+    assert judge(case, altered(seen, scaled(doubtful))).verdict == "unknown"
     assert failing(judge(case, altered(seen, scaled(2.0)))) == {"gradient"}
 
 

@@ -89,7 +89,7 @@ def test_the_command_runs_a_file_and_the_line_that_it_prints(
     Path("mine.csv").write_text("0F0,0F1,1F0,1B0,1F1,1B1,0I1,0I0,0W0,0W1\n")
     command = ["validate", "--schedule", "mine.csv", "--model", "mlp", "--layers", "3", "--split", "1,2"]
     assert main(command) == 0
-    assert capsys.readouterr().out.splitlines()[1].split()[:6] == ["mine.csv", "mlp", "1", "2", "2", "1,2"]
+    assert capsys.readouterr().out.splitlines()[1].split()[:7] == ["mine.csv", "mlp", "fp32", "1", "2", "2", "1,2"]
     assert main(["replay", "mine.csv r1 s2 m2 split=1,2 model=mlp ragged unequal seed=0"]) == 0
     assert "1 pass; 1 of 1 bit for bit" in capsys.readouterr().out
 
