@@ -19,6 +19,7 @@ from reference.step import Recipe, objective
 from validation.around import AroundGradients, AroundStage
 from validation.case import Case
 from validation.observed import Observed, RankOperation, Site
+from validation.runtimes import OWN
 from validation.specimens import specimen
 from validation.stages import layers_of, on_device, tied_across
 from validation.world import RankContext, World
@@ -105,6 +106,13 @@ def deterministic(device: str) -> None:
 
 def observe_rank(context: RankContext, case: Case) -> list[RankOperation]:
     """One rank's part of ``case``; a job for ``World.run``."""
+    if case.runtime != OWN:
+        from validation.torch_runtime import observe_torch  # loads torch.distributed.pipelining, which takes a second
+
+        deterministic(context.device)
+        return observe_torch(
+            context, case, data=lambda number: data_for(case, number), max_norm=lambda number: max_norm_of(case, number)
+        )
     model, schedule = assemble(context, case)
     watched = schedule.wrapped(specimen(case.specimen).plant).wrapped(_watch)
     return [_perform(watched, model, case, operation, context.device) for operation in range(len(case.plan))]
