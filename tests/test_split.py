@@ -315,7 +315,7 @@ def test_a_schedule_says_what_it_could_not_put_off() -> None:
 
 
 def test_what_flows_on_is_not_what_later_shares_are_added_to() -> None:
-    """``x + w`` gives both one gradient: x's must stay as it is when w's grows, wherever it is kept until it is read."""
+    """``x + w`` gives both one gradient: x's must stay as it is when w's grows, until somebody reads it."""
     weight = nn.Parameter(torch.randn(W))
 
     def backward() -> Tensor:

@@ -25,6 +25,7 @@ from validation.drawings import Paths
 from validation.ending import WRONG, ended
 from validation.option_parser import OptionParser, joined
 from validation.option_types import number, numbers, seconds, share, shares, three_numbers
+from validation.runtimes import OWN, TORCH
 from validation.selection import MICROBATCHES, RANKS, Shape, schedule_in, selected
 from validation.show import show
 from validation.terminal import Terminal
@@ -170,6 +171,12 @@ def _add_fuzz(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="(default %(default)s)")
     parser.add_argument("--schedule", default="all", metavar="NAME,...", help="(default %(default)s)")
     parser.add_argument("--max-ranks", type=int, default=4, metavar="P", help="(default %(default)s)")
+    parser.add_argument(
+        "--runtime",
+        choices=(OWN, TORCH),
+        default=OWN,
+        help="whose: torch is torch.distributed.pipelining (default %(default)s)",
+    )
     _add_world(parser)
     parser.set_defaults(run=_fuzz)
 
@@ -206,6 +213,7 @@ def _fuzz(options: argparse.Namespace) -> int:
         seed=options.seed,
         schedules=_schedules(options.schedule),
         max_ranks=options.max_ranks,
+        runtime=options.runtime,
     )
 
 
