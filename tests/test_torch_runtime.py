@@ -26,13 +26,15 @@ def test_a_schedule_of_ones_own_runs_on_torchs_runtime(schedule: str, world: Wor
     virtual = 2 if schedule == "v-half" else 1
     line = f"{schedule} r2 s{2 * virtual} m3 split={SPLIT[virtual]} model=dropout loss=tokens plan=accumulate+train"
     verdict = validate(Case.parse(f"{line} options=unscaled runtime=torch-csv"), world)
-    assert (verdict.verdict, verdict.tier) == ("pass", "bitwise")
+    assert verdict.verdict == "pass"
+    gradient = verdict.law("gradient")
+    assert gradient.exact == gradient.checked > 0  # losses are only as exact as they survive a division by the tokens
 
 
 @pytest.mark.parametrize("finding", FINDINGS, ids=lambda finding: finding.name)
 def test_a_finding_is_there_or_torch_has_mended_it(finding: object, world: World) -> None:
     """The judgement fails on real faults. If one passes here, say so in FINDINGS.md: this torch has mended it."""
-    mended = {"trial-run-trains-buffers"}  # in 2.15
+    mended = {"trial-run-trains-buffers", "no-deferred-receives", "messages-to-oneself"}  # since 2.15, 2.13 and 2.13
     assert finding.verdict(world) in ({"fail", "raised", "pass"} if finding.name in mended else {"fail", "raised"})  # type: ignore[attr-defined]
 
 

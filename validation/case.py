@@ -127,6 +127,11 @@ class Case:
         return self.built if self.own is None else self.own
 
     @property
+    def late(self) -> float:
+        """What gradients are divided by when a call ends: torch's documented ``scale_grads`` divides by M then."""
+        return 1.0 if self.runtime == OWN or "unscaled" in self.options else float(self.microbatches)
+
+    @property
     def stages(self) -> int:
         return len(self.split)
 

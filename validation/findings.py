@@ -128,6 +128,16 @@ FINDINGS = (
         lambda case: case.model == "sometimes" and _unread(case),
     ),
     Finding(
+        "messages-to-oneself",
+        "looped-bfs r1 s2 m1 split=1,1 model=mlp plan=train options=unscaled runtime=torch",
+        _neighbours,
+    ),
+    Finding(
+        "no-deferred-receives",  # an option that older versions do not have
+        "looped-bfs r1 s1 m1 split=1 model=mlp plan=train options=defer-recv runtime=torch",
+        lambda case: "defer-recv" in case.options,
+    ),
+    Finding(
         "shared-gradient",
         "own.csv r1 s3 m2 split=1,1,1 model=prompt plan=train options=unscaled runtime=torch-csv",
         lambda case: case.model == "prompt" and bool(_split_stages(case)),

@@ -52,11 +52,10 @@ class TorchRank:
         """Operation ``operation`` of the plan."""
         name, batches = self.case.plan[operation], self.data(operation)
         _, divisor = objective(self.model, batches, Recipe(loss=self.case.loss))
-        scaled = "unscaled" not in self.case.options
-        self.divisor = divisor / self.case.microbatches if scaled else divisor
+        self.divisor = divisor / self.case.late
         self.recorder.begin()
         own = self._run(name, [batch.to(self.context.device) for batch in batches])
-        losses = next(filter(None, self._gathered([float(loss) * self.divisor for loss in own])), [])
+        losses = next(filter(None, self._gathered([loss.item() * self.divisor for loss in own])), [])
         loss = math.fsum(losses) / divisor if all(map(math.isfinite, losses)) else sum(losses)
         executed, called = tuple(self.recorder.executed), tuple(self.recorder.called)
         seen: dict[str, Any] = {"called": called, "buffers": self._sites("named_buffers")}
