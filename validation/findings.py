@@ -138,6 +138,11 @@ FINDINGS = (
         lambda case: "defer-recv" in case.options,
     ),
     Finding(
+        "deferred-receives-swapped",
+        "dualpipev r3 s6 m6 split=1,1,1,1,1,1 model=mlp plan=train options=unscaled+defer-recv runtime=torch",
+        lambda case: "defer-recv" in case.options and case.ranks > 1 and case.virtual > 1,
+    ),
+    Finding(
         "shared-gradient",
         "own.csv r1 s3 m2 split=1,1,1 model=prompt plan=train options=unscaled runtime=torch-csv",
         lambda case: case.model == "prompt" and bool(_split_stages(case)),

@@ -55,11 +55,11 @@ class Recorder:
         return forward_one_chunk
 
     def _around_backward(self, stage: Any, inner: Callable[..., Any]) -> Callable[..., Any]:
-        def backward_one_chunk(microbatch: int, loss: Any = None, full_backward: bool = True, **options: Any) -> Any:
+        def backward_one_chunk(microbatch: int, loss: Any = None, *, full_backward: bool = True, **more: Any) -> Any:
             if stage.has_backward:
                 kind = Kind.BACKWARD if full_backward else Kind.BACKWARD_INPUT
                 self.executed.append(Action(stage.stage_index, kind, microbatch))
-            return inner(microbatch, loss=loss, full_backward=full_backward, **options)
+            return inner(microbatch, loss=loss, full_backward=full_backward, **more)
 
         return backward_one_chunk
 
