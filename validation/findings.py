@@ -139,7 +139,7 @@ FINDINGS = (
     ),
     Finding(
         "deferred-receives-swapped",
-        "v-half r2 s4 m3 split=1,1,1,1 model=mlp plan=train options=defer-recv runtime=torch-csv",
+        "zb-v r2 s4 m3 split=1,1,1,1 model=mlp plan=train options=unscaled+defer-recv runtime=torch",
         lambda case: "defer-recv" in case.options and case.ranks > 1 and case.virtual > 1,
     ),
     Finding(
