@@ -58,6 +58,7 @@ def test_a_short_campaign_on_torch_finds_nothing_new(world: World) -> None:
     [
         ("naive r2 s2 m2 runtime=torch", "no class for naive: use torch-csv"),
         ("1f1b r2 s2 m1 runtime=torch", "as many microbatches as stages, 2"),
+        ("interleaved r2 s4 m5 runtime=torch", "2 rounds to be of one length"),
         ("1f1b r2 s2 m2 ragged runtime=torch", "microbatches of one size"),
         ("1f1b r2 s2 m2 model=gpt-tied runtime=torch", "their copies must be on one rank"),
         ("1f1b r2 s2 m2 specimen=stage-negated runtime=torch", "planted in pipeproof's own runtime"),

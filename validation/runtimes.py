@@ -38,12 +38,17 @@ def why_not(
     if runtime == OWN:
         return f"options={'+'.join(options)} are torch's: expected runtime=torch or torch-csv" if options else ""
     ranks, stages, microbatches = shape
+    rounds = max(1, microbatches // ranks)
     one_rank = ranks == 1 or schedule in ("zb-v", "v-half", "v-min", "dualpipev")  # for the first and the last stage
     reasons = (
         (runtime == TORCH and schedule not in TORCH_CLASSES, f"torch has no class for {schedule}: use {TORCH_CSV}"),
         (
             runtime == TORCH and schedule == "1f1b" and microbatches < stages,
             f"torch's 1F1B wants as many microbatches as stages, {stages}",
+        ),
+        (
+            runtime == TORCH and schedule in ("interleaved", "zb-h1") and bool(microbatches % rounds),
+            f"torch's class wants its {rounds} rounds to be of one length: {microbatches} microbatches are not",
         ),
         (sizes_differ, "torch receives into buffers of the first microbatch's shape: use microbatches of one size"),
         (

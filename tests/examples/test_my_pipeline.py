@@ -26,13 +26,3 @@ def test_my_pipeline(whitebox: WhiteBox) -> None:
     microbatches = [(torch.randn(8, 16), torch.randn(8, 16)) for _ in range(6)]
     verdict = whitebox.validate(my_step, reference=build_model, microbatches=microbatches, ranks=4, loss_fn=loss_fn)
     verdict.raise_if_failed()
-
-
-def test_a_user_of_torch_pipelining(whitebox: WhiteBox) -> None:
-    from torch_pipeline import my_step
-
-    microbatches = [(torch.randn(8, 16), torch.randn(8, 16)) for _ in range(6)]
-    verdict = whitebox.validate(
-        my_step, reference=build_model, microbatches=microbatches, ranks=2, loss_fn=nn.functional.mse_loss
-    )
-    verdict.raise_if_failed()
