@@ -65,6 +65,7 @@ class SplitBackward:
         self._views = views
         self._deferred: list[_Deferred] = []
         self._shares: Shares = []
+        self._held: set[int] = set()  # the storages of gradients that others hold too
         self.undeferred: tuple[str, ...] = ()
 
     def input(self, gradients: Gradients) -> Gradients:
@@ -85,6 +86,7 @@ class SplitBackward:
             found = self._towards(ends, given, graph)
         own = dict(zip(map(id, leaves), found, strict=True))
         result = tuple(own.get(id(tensor)) for tensor in self._inputs)
+        self._held = {_storage(grad) for grad in (*gradients, *result) if grad is not None}
         self._inputs = self._outputs = ()
         return result
 
@@ -93,7 +95,15 @@ class SplitBackward:
         shares = [*self._shares, *(share for one in self._deferred for share in one.shares())]
         self._shares, self._deferred = [], []
         if shares:
-            torch.autograd.backward([edge for edge, _ in shares], [grad for _, grad in shares])
+            torch.autograd.backward([edge for edge, _ in shares], [self._own(grad) for _, grad in shares])
+
+    def _own(self, grad: Tensor) -> Tensor:
+        """``grad`` in a storage that nobody else has: later shares are added in place, and ``x + w`` gives one gradient
+        to both, of which x's may not have been read yet."""
+        place = _storage(grad)
+        shared = place in self._held
+        self._held.add(place)
+        return grad.clone() if shared else grad
 
     def _towards(self, ends: Sequence[GradientEdge], given: Shares, graph: "_Graph") -> Sequence[Tensor | None]:
         """Run the engine from what is ``given`` to ``ends``; keep what the weights will need, let the rest go."""
@@ -115,6 +125,10 @@ class SplitBackward:
         self._shares += [(e, g) for e, g in zip(early, found[len(ends) :], strict=True) if g is not None]
         graph.let_go(keep={one.node for one in self._deferred})
         return found[: len(ends)]
+
+
+def _storage(grad: Tensor) -> int:
+    return grad.untyped_storage().data_ptr()
 
 
 class _Deferred:

@@ -87,5 +87,6 @@ def _row_batch(model: str, shapes: Shapes, generator: torch.Generator, index: in
     x_BC = torch.randn(rows, WIDTH, generator=generator)
     target_BC = torch.randn(rows, WIDTH, generator=generator)
     key = torch.randint(2**31, (), generator=generator)
-    extra = {"dropout": (key,), "pair": (torch.randn(rows, WIDTH, generator=generator),)}.get(model, ())
+    second_BC = torch.randn(rows, WIDTH, generator=generator)
+    extra = {"dropout": (key,), "pair": (second_BC,), "sometimes": (second_BC, key)}.get(model, ())
     return Batch((x_BC, *extra), target_BC, rows)

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from reference.streams import CarryBlock, FreshBlock, PromptBlock, SometimesBlock, ViewBlock
+
 WIDTH = 32
 HEADS = 4
 VOCABULARY = 128  # ASCII
@@ -249,6 +251,11 @@ def _dropout(layers: int, seed: int) -> Model:
     return Stack([DropoutBlock(WIDTH, layer=k, seed=seed, last=k == layers - 1) for k in range(layers)])
 
 
+def _stream(block: Callable[..., nn.Module]) -> Callable[[int, int], Model]:
+    """A model of blocks that must know which of them is the last, for it hands on one tensor only."""
+    return lambda layers, seed: Stack([block(WIDTH, last=k == layers - 1) for k in range(layers)])
+
+
 MODELS: Mapping[str, Callable[[int, int], Model]] = MappingProxyType(
     {
         "gpt": lambda layers, seed: GPT(layers, tied=False),
@@ -258,7 +265,12 @@ MODELS: Mapping[str, Callable[[int, int], Model]] = MappingProxyType(
         "frozen": _frozen,
         "batchnorm": lambda layers, seed: Stack([BatchNormBlock(WIDTH) for _ in range(layers)]),
         "dropout": _dropout,
-        "pair": lambda layers, seed: Stack([PairBlock(WIDTH, last=k == layers - 1) for k in range(layers)]),
+        "pair": _stream(PairBlock),
+        "view": lambda layers, seed: Stack([ViewBlock(WIDTH) for _ in range(layers)]),
+        "carry": _stream(CarryBlock),
+        "fresh": _stream(FreshBlock),
+        "prompt": _stream(PromptBlock),
+        "sometimes": _stream(SometimesBlock),
     }
 )
 

@@ -41,11 +41,13 @@ class Recipe:
 
     loss: "mean" divides each microbatch's mean loss by the number of microbatches; "tokens" divides each microbatch's
     summed loss by the global number of counting targets; both are the model's own, others are a ``Loss``. Gradients are
-    clipped to ``max_norm``, then ``optimizer``, made from the parameters to train, takes a step.
+    clipped to ``max_norm``, then ``optimizer``, made from the parameters to train, takes a step. ``late``: this part of
+    the divisor is left out before the backward, and gradients are divided by it once they are summed.
     """
 
     loss: str | Loss = "mean"
     max_norm: float = 0.1
+    late: float = 1.0
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = sgd
 
 
@@ -64,7 +66,8 @@ class Expected:
     ``losses`` by microbatch, undivided, and ``loss`` what they are together after division. ``buffers`` after the
     operation, by name. For "train": ``gradients`` per site after tied copies are summed and before
     clipping, their ``norm`` over logical parameters, and ``parameters`` per site after clip and optimizer step.
-    ``contributions`` are this operation's, by microbatch, and ``before`` the parameters it started from, by name.
+    ``contributions`` are this operation's, by microbatch and before any late division, and ``before`` the parameters it
+    started from, by name.
     """
 
     operation: str
@@ -89,6 +92,7 @@ class Reference:
         self._recipe = recipe
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
         self._sites = {name: (owner[name], name) for name in self._parameters}
+        self.late = recipe.late
         self._optimizer = recipe.optimizer([p for p in model.parameters() if p.requires_grad])
         self._sums: dict[Site, Gradient] = {}
 
@@ -132,7 +136,7 @@ class Reference:
     def contribute(self, batches: Sequence[Batch]) -> tuple[Contribution, ...]:
         """What every microbatch gives; nothing is added up, and no parameter changes."""
         loss_fn, divisor = objective(self.model, batches, self._recipe)
-        return tuple(self.contribution(batch, loss_fn, divisor) for batch in batches)
+        return tuple(self.contribution(batch, loss_fn, divisor / self.late) for batch in batches)
 
     def contribution(self, batch: Batch, loss_fn: LossFn, divisor: float) -> Contribution:
         """One forward and backward, with a leaf of its own for every stage's use of every parameter."""
@@ -173,6 +177,7 @@ class Reference:
         for copies in self._copies().values():
             shares = {stage: sums[stage, name] for stage, name in copies}
             whole = _add([shares[stage] for stage in sorted(shares)])
+            whole = whole if whole is None or self.late == 1.0 else whole / self.late
             total |= dict.fromkeys(copies, whole)
         return total
 

@@ -312,3 +312,24 @@ def test_a_schedule_says_what_it_could_not_put_off() -> None:
     schedule.train_step([(torch.randn(4, W), torch.randn(4, W))])
     assert list(schedule.undeferred) == [1]
     assert "an autograd.Function computes all its gradients at once" in schedule.undeferred[1][0]
+
+
+def test_what_flows_on_is_not_what_later_shares_are_added_to() -> None:
+    """``x + w`` gives both one gradient: x's must stay as it is when w's grows, until somebody reads it."""
+    weight = nn.Parameter(torch.randn(W))
+
+    def backward() -> Tensor:
+        x = torch.randn(W, requires_grad=True)
+        with NamedUses() as uses:
+            output = x + weight
+        half = SplitBackward((x,), (output,), uses.views)
+        (flows_on,) = half.input((torch.ones(W),))
+        half.weight()
+        assert flows_on is not None
+        return flows_on
+
+    first = backward()
+    backward()
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, torch.full((W,), 2.0))
+    assert torch.equal(first, torch.ones(W))

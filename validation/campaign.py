@@ -11,6 +11,7 @@ import torch
 from pipeline.profile import profile_table
 from validation.case import Case
 from validation.case_record import observed_record
+from validation.findings import FINDINGS, Finding, known
 from validation.fuzz import Found, Tally, cases, fuzz
 from validation.judge import judge
 from validation.observe import observe
@@ -18,6 +19,7 @@ from validation.observed import Observed
 from validation.output_file import OutputFile
 from validation.record_file import write
 from validation.report import HEADER, line, summary
+from validation.runtimes import OWN
 from validation.specimens import specimen
 from validation.terminal import JsonFile, Terminal
 from validation.validator import crashed, explained, validate
@@ -93,22 +95,35 @@ def validate_all(wanted: Sequence[Case], setting: Setting, *, left_out: Mapping[
 
 
 def fuzz_all(
-    setting: Setting, *, budget: int, seed: int, schedules: Sequence[str], dtypes: Sequence[str], max_ranks: int
+    setting: Setting,
+    *,
+    budget: int,
+    seed: int,
+    schedules: Sequence[str],
+    dtypes: Sequence[str],
+    max_ranks: int,
+    runtime: str = OWN,
 ) -> int:
-    """Run a fuzz campaign with progress; a failure is shrunk, shown and given a line to replay it by."""
+    """Run a fuzz campaign with progress; a failure is shrunk, shown and given a line to replay it by.
+
+    On a runtime that is not ours, findings that are known and still there are said first, and not drawn.
+    """
     terminal, device = Terminal(), setting.chosen_device
     with JsonFile(setting.json) as file, World(device=device, timeout_s=setting.timeout_s) as world:
+        there = _findings(world, terminal) if runtime != OWN else []
+        drawn = cases(schedules=schedules, dtypes=dtypes, max_ranks=max_ranks, device=device, runtime=runtime)
         with terminal.progress("starting ranks") as show, enough_ranks():
             tally, found = fuzz(
                 world,
                 budget=budget,
                 seed_=seed,
-                strategy=cases(schedules=schedules, dtypes=dtypes, max_ranks=max_ranks, device=device),
+                strategy=drawn.filter(lambda case: not known(case, there)),
                 progress=lambda tally: show(f"{tally.cases} of {tally.budget}: {tally}"),
             )
             found = _explained(found, world)
         terminal.say(f"seed {seed}: {tally}\n{tally.by_schedule}")
-        file.write({"schema": SCHEMA, "seed": seed, **_data(tally, found)})
+        findings = {"findings": [finding.name for finding in there]} if there else {}
+        file.write({"schema": SCHEMA, "seed": seed, **findings, **_data(tally, found)})
         if found is None:
             return 0
         terminal.say("a case that is no pass, as small as shrinking made it:")
@@ -127,6 +142,19 @@ def _explained(found: Found | None, world: World) -> Found | None:
         return replace(found, verdict=validate(found.case, world))
     except RankFailed as failure:
         return replace(found, verdict=None, failure=failure)
+
+
+def _findings(world: World, terminal: Terminal) -> list[Finding]:
+    """Run the smallest case of every finding; those that are there on this torch."""
+    there = []
+    terminal.say(f"findings on torch {torch.__version__}; what is there is left out of what is drawn:")
+    for finding in FINDINGS:
+        with terminal.progress(finding.name), enough_ranks():
+            verdict = finding.verdict(world)
+        terminal.say(f"  {finding.name:<26} {'absent' if verdict == 'pass' else verdict:<8} {finding.line}")
+        if verdict != "pass":
+            there.append(finding)
+    return there
 
 
 def exit_status(verdicts: Sequence[Verdict]) -> int:

@@ -17,12 +17,14 @@ from pipeline.schedule import Schedule
 from pipeline.schedules import FAMILIES, build, canonical_name
 from pipeline.sizes import MOST_LAYERS, MOST_PROCESSES, MOST_SEED, counted
 from validation.own_schedule import own_schedule
+from validation.runtimes import OPTIONS, OWN, RUNTIMES, why_not
 
 # One step; a second one; an accumulation over two calls; an evaluation between two steps.
 FULL_PLAN = ("train", "train", "accumulate", "train", "eval", "train")
 SCHEDULES = tuple(FAMILIES)
 OPERATIONS = ("train", "accumulate", "eval")
-MODELS = ("gpt", "gpt-tied", "mlp", "twice", "frozen", "batchnorm", "dropout", "pair")
+STREAMS = ("pair", "view", "carry", "fresh", "prompt", "sometimes")  # what passes between stages is uncommon
+MODELS = ("gpt", "gpt-tied", "mlp", "twice", "frozen", "batchnorm", "dropout", *STREAMS)
 LOSSES = ("mean", "tokens")
 DTYPES = ("fp32", "bf16", "fp64")
 FUZZED_DTYPES = DTYPES[:2]  # those that people train in
@@ -41,6 +43,7 @@ class Case:
     stage. dtype: of weights, activations and gradients. plan: the operations that are run and compared, in order; the
     last must be "train". loss: "mean" over microbatches, or "tokens", a sum divided by the global count. ragged:
     microbatches differ in length. unequal: they differ in how many targets count. specimen: a planted fault's name.
+    runtime: whose runtime carries it out, and options: what that runtime is told.
     """
 
     schedule: str
@@ -57,6 +60,8 @@ class Case:
     seed: int = 0
     device: str = "cpu"
     specimen: str = ""
+    runtime: str = OWN
+    options: tuple[str, ...] = ()
     own: Schedule | Program | None = field(default=None, repr=False)  # what the file holds; read if it is not given
 
     def __post_init__(self) -> None:
@@ -70,9 +75,15 @@ class Case:
         if self.own is not None:
             self._agree()
         by_sizes(sum(self.split), self.built.n_stages, self.split)
-        choices = {"model": MODELS, "dtype": DTYPES, "loss": LOSSES, "device": DEVICES}
-        for what, known in choices.items():
-            value = getattr(self, what)
+        choices = (
+            ("model", self.model, MODELS),
+            ("dtype", self.dtype, DTYPES),
+            ("loss", self.loss, LOSSES),
+            ("device", self.device, DEVICES),
+            ("runtime", self.runtime, RUNTIMES),
+            *(("option", option, OPTIONS) for option in self.options),
+        )
+        for what, value, known in choices:
             if value not in known:
                 raise CaseError(f"unknown {what} {value!r}: known are {', '.join(known)}")
         for operation in self.plan:
@@ -81,6 +92,21 @@ class Case:
         if not self.plan or self.plan[-1] != "train":
             plan = "+".join(self.plan) or "(empty)"
             raise CaseError(f"the plan {plan} must end with train, or it compares no gradient")
+        if self.reason:
+            raise CaseError(f"runtime={self.runtime} cannot run this: {self.reason}")
+
+    @property
+    def reason(self) -> str:
+        """Why its runtime cannot run it; empty if it can."""
+        return why_not(
+            self.runtime,
+            self.options,
+            schedule=self.schedule,
+            model=self.model,
+            shape=(self.ranks, self.stages, self.microbatches),
+            sizes_differ=self.ragged or (self.unequal and not self.model.startswith("gpt")),
+            specimen=self.specimen,
+        )
 
     def _agree(self) -> None:
         """Raise unless these are the numbers of the file."""
@@ -105,6 +131,11 @@ class Case:
         return self.built if self.own is None else self.own
 
     @property
+    def late(self) -> float:
+        """What gradients are divided by when a call ends: torch's documented ``scale_grads`` divides by M then."""
+        return 1.0 if self.runtime == OWN or "unscaled" in self.options else float(self.microbatches)
+
+    @property
     def stages(self) -> int:
         return len(self.split)
 
@@ -126,9 +157,9 @@ class Case:
     def _words(self) -> Iterator[str]:
         for option in _options()[1:]:
             value = getattr(self, option.name)
-            if option.name == "plan":
+            if isinstance(value, tuple):
                 if value != option.default:
-                    yield f"plan={'+'.join(value)}"
+                    yield f"{option.name}={'+'.join(value)}"
             elif isinstance(value, bool):
                 if value:
                     yield option.name
@@ -172,7 +203,7 @@ def _option(word: str, text: str) -> tuple[str, Any]:
     try:
         if name == "split":
             return name, tuple(map(int, value.split(",")))
-        if name == "plan":
+        if name in ("plan", "options"):
             return name, tuple(value.split("+"))
         return name, int(value) if name == "seed" else flag or value
     except ValueError:

@@ -27,6 +27,7 @@ from validation.fault_commands import add_fault_commands
 from validation.option_parser import OptionParser, joined
 from validation.option_types import number, numbers, seconds, share, shares, three_numbers
 from validation.record_commands import add_record_commands
+from validation.runtimes import OWN, TORCH
 from validation.selection import (
     MICROBATCHES,
     RANKS,
@@ -212,6 +213,12 @@ def _add_fuzz(parser: argparse.ArgumentParser) -> None:
     drawn = ",".join(FUZZED_DTYPES)
     parser.add_argument("--dtype", default=drawn, metavar="NAME,...", help=f"{_DTYPES} (default %(default)s)")
     parser.add_argument("--max-ranks", type=int, default=4, metavar="P", help="(default %(default)s)")
+    parser.add_argument(
+        "--runtime",
+        choices=(OWN, TORCH),
+        default=OWN,
+        help="whose: torch is torch.distributed.pipelining (default %(default)s)",
+    )
     _add_world(parser)
     parser.set_defaults(run=_fuzz)
 
@@ -285,6 +292,7 @@ def _fuzz(options: argparse.Namespace) -> int:
         schedules=schedule_names(options.schedule),
         dtypes=dtype_names(options.dtype),
         max_ranks=options.max_ranks,
+        runtime=options.runtime,
     )
 
 

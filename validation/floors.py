@@ -63,8 +63,10 @@ class Floors:
         expected, other, apart = self._last.gradients[site], self._reversed_total[site], self._apart_total[site]
         if expected is None or other is None or apart is None:
             return Floor(0.0, 0.0, 0.0, self._precision)
+        late = self._reference.late
         parts = [one.gradients[site] for pending in self._pending for one in pending.expected.contributions]
-        return floor_of(expected.cpu(), [other.cpu()], apart.cpu(), [None if p is None else p.cpu() for p in parts])
+        shares = [None if part is None else part.cpu() / late for part in parts]
+        return floor_of(expected.cpu(), [other.cpu()], apart.cpu(), shares)
 
     def loss(self, microbatch: int) -> Floor:
         """The floor of one microbatch's loss."""

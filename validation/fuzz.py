@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from time import perf_counter
 
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import HealthCheck, Phase, given, reject, seed, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Flaky
 
@@ -14,6 +14,7 @@ from pipeline.schedule import ScheduleError
 from pipeline.schedules import LOOPED, build, virtuals
 from pipeline.sizes import some
 from validation.case import FUZZED_DTYPES, LOSSES, MODELS, SCHEDULES, Case
+from validation.runtimes import OPTIONS, OWN, TORCH, TORCH_CLASSES, TORCH_CSV, why_not
 from validation.validator import validate
 from validation.verdict import Verdict
 from validation.world import RankFailed, World
@@ -32,26 +33,46 @@ def cases(
     dtypes: Sequence[str] = FUZZED_DTYPES,
     max_ranks: int = MAX_RANKS,
     device: str = "cpu",
+    runtime: str = OWN,
 ) -> Case:
-    """Any case: schedule, P 1..4, V 1..3, M 1..9, uneven splits down to a layer a stage, model, dtype, loss, plan."""
+    """Any case: schedule, P 1..4, V 1..3, M 1..9, uneven splits down to a layer a stage, model, dtype, loss, plan.
+
+    ``runtime`` torch stands for both of torch's: a class where it has one, and its runtime for schedules of one's own.
+    """
     schedule = draw(st.sampled_from(list(schedules)))
+    if runtime == TORCH:
+        runtime = draw(st.sampled_from([TORCH, TORCH_CSV] if schedule in TORCH_CLASSES else [TORCH_CSV]))
     ranks = draw(st.integers(1, max_ranks))
     virtual = draw(st.integers(1, MAX_VIRTUAL)) if schedule in LOOPED else virtuals(schedule)
     stages = ranks * virtual
+    microbatches = draw(st.integers(_fewest(schedule, ranks, virtual), MAX_MICROBATCHES))
+    split = tuple(draw(st.lists(st.integers(1, MAX_LAYERS_A_STAGE), min_size=stages, max_size=stages)))
+    model = draw(st.sampled_from(list(models)))
+    shape = (ranks, stages, microbatches)
+
+    def can(sizes_differ: bool = False, *options: str) -> bool:
+        return not why_not(
+            runtime, options, schedule=schedule, model=model, shape=shape, sizes_differ=sizes_differ, specimen=""
+        )
+
+    if not can():
+        reject()
     return Case(
         schedule,
         ranks,
         virtual,
-        draw(st.integers(_fewest(schedule, ranks, virtual), MAX_MICROBATCHES)),
-        tuple(draw(st.lists(st.integers(1, MAX_LAYERS_A_STAGE), min_size=stages, max_size=stages))),
-        model=draw(st.sampled_from(list(models))),
-        dtype=draw(st.sampled_from(list(dtypes))),
+        microbatches,
+        split,
+        model=model,
+        dtype=draw(st.sampled_from(list(dtypes))) if runtime == OWN else "fp32",
         loss=draw(st.sampled_from(LOSSES)),
-        ragged=draw(st.booleans()),
-        unequal=draw(st.booleans()),
+        ragged=draw(st.booleans()) if can(True) else False,
+        unequal=draw(st.booleans()) if can(not model.startswith("gpt")) else False,
         plan=draw(st.sampled_from(PLANS)),
         seed=draw(st.integers(0, 2**16)),
         device=device,
+        runtime=runtime,
+        options=tuple(option for option in OPTIONS if can(False, option) and draw(st.booleans())),
     )
 
 

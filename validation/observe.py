@@ -21,6 +21,7 @@ from validation.case import Case
 from validation.observed import Observed, RankOperation
 from validation.recorder import Recorder
 from validation.recording import Site
+from validation.runtimes import OWN
 from validation.specimens import specimen
 from validation.stages import layers_of, on_device, tied_across
 from validation.world import RankContext, World
@@ -116,6 +117,13 @@ def deterministic(device: str) -> None:
 
 def observe_rank(context: RankContext, case: Case, record: bool = False) -> list[RankOperation]:
     """One rank's part of ``case``; a job for ``World.run``. ``record``: keep every boundary tensor too."""
+    if case.runtime != OWN:
+        from validation.torch_runtime import observe_torch  # loads torch.distributed.pipelining, which takes a second
+
+        deterministic(context.device)
+        return observe_torch(
+            context, case, data=lambda number: data_for(case, number), max_norm=lambda number: max_norm_of(case, number)
+        )
     model, schedule = assemble(context, case)
     planted = _planted(case, schedule)
     recorder = Recorder() if record else None

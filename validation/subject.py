@@ -45,7 +45,7 @@ def subject_of(case: Case, laws: tuple[str, ...]) -> Subject:
     owner = owners(model, case.split)
     tied = copies_apart(model, owner)
     oracle = LiveOracle(
-        Reference(model, owner=owner, recipe=Recipe(loss=case.loss)),
+        Reference(model, owner=owner, recipe=Recipe(loss=case.loss, late=case.late)),
         plan=case.plan,
         batches=lambda number: [batch.to(device) for batch in data_for(case, number)],
         max_norm=lambda number: max_norm_of(case, number),

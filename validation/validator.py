@@ -13,6 +13,7 @@ from validation.judge import judge
 from validation.observe import observe
 from validation.observed import Observed
 from validation.rank_report import Ending, RankFailed, RankReport
+from validation.runtimes import OWN
 from validation.stall import lost_message
 from validation.verdict import Verdict
 from validation.world import World
@@ -35,6 +36,8 @@ def validate(case: Case, world: World, *, measure: bool = False, explain: bool =
 
 def explained(case: Case, world: World, observed: Observed, verdict: Verdict) -> Verdict:
     """``verdict`` with its causes. The case runs again, recorded: a run that is right costs nothing."""
+    if case.runtime != OWN:
+        return replace(verdict, undecided=(f"the runtime {case.runtime} is not ours, and was not recorded",))
     try:
         recorded = observe(case, world, record=True)
         again = judge(case, recorded)

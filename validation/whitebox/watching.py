@@ -1,7 +1,7 @@
 """Observers at a module's boundary that change no bit: what came in, what went out, and what flowed back."""
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -36,13 +36,15 @@ class Watcher:
 
     def __init__(self) -> None:
         self._calls: dict[int, tuple[nn.Module, list[Call]]] = {}
+        self._when: dict[int, Callable[[], bool]] = {}
         self._entering: list[tuple[list[Sketch], list[int]]] = []
         self._backwards = 0
 
-    def watch(self, module: nn.Module) -> None:
-        """Hook ``module``, once."""
+    def watch(self, module: nn.Module, when: Callable[[], bool] | None = None) -> None:
+        """Hook ``module``, once; calls count while ``when`` holds."""
         if id(module) not in self._calls:
             self._calls[id(module)] = module, []
+            self._when[id(module)] = when or (lambda: True)
             module.register_forward_pre_hook(self._entered, with_kwargs=True)
             module.register_forward_hook(self._called, with_kwargs=True)
 
@@ -55,12 +57,12 @@ class Watcher:
         return None
 
     def _entered(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        if _counts():
+        if self._counts(module):
             inputs = _tensors((arguments, named))  # looked at now: the module may change them in place
             self._entering.append((list(map(sketch, inputs)), [tensor._version for tensor in inputs]))
 
     def _called(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
-        if not _counts():
+        if not self._counts(module):
             return
         inputs, outputs = _tensors((arguments, named)), _tensors(result)
         training = any(part.training for part in module.modules())
@@ -78,6 +80,9 @@ class Watcher:
         for number in giving:
             counts = not wanting and number == giving[0]
             self._hook(outputs[number], number, call.output_gradients, call if counts else None)
+
+    def _counts(self, module: nn.Module) -> bool:
+        return _trains() and self._when[id(module)]()
 
     def _look_again(self, output: Tensor, call: Call, inputs: Mapping[int, weakref.ref[Tensor]]) -> None:
         def begins(gradient: Tensor) -> None:
@@ -110,13 +115,14 @@ def watching() -> Iterator[Watcher]:
         _watcher = outer
 
 
-def watch(module: Module) -> Module:
+def watch(module: Module, *, when: Callable[[], bool] | None = None) -> Module:
     """Watch ``module``, a stage of a pipeline, from now on: its calls and the gradients that pass through it.
 
-    Returns the module itself. Outside a validation this does nothing, so it may stay in the code that is validated.
+    ``when`` is asked at every call whether it counts; None: all do. Returns the module itself. Outside a validation
+    this does nothing, so it may stay in the code that is validated.
     """
     if _watcher is not None:
-        _watcher.watch(module)
+        _watcher.watch(module, when)
     return module
 
 
@@ -124,6 +130,6 @@ def _tensors(values: object) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and not leaf.is_meta]
 
 
-def _counts() -> bool:
+def _trains() -> bool:
     """Whether a call is a forward of a training step: no trial without gradients, no recompute inside a backward."""
     return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
