@@ -27,6 +27,18 @@ class Crossing:
 
 
 @dataclass(frozen=True)
+class Claim:
+    """Something that must hold of a parameter on a rank, by its law: whether it does, what was seen and expected."""
+
+    law: str
+    rank: int
+    site: Site
+    holds: bool
+    seen: str
+    expected: str
+
+
+@dataclass(frozen=True)
 class RankOperation:
     """One operation of the plan, as one rank saw it. Fields that the operation does not give are empty or None.
 
@@ -34,7 +46,8 @@ class RankOperation:
     ran, as forwards of (stage, microbatch), and whether any part of them was in training mode. ``gradients`` are after
     tied copies were summed and before clipping; ``before`` are the parameters that the operation started from, as far
     as they were seen, ``parameters`` what the optimizer made of them. ``nonfinite`` are the actions whose output had a
-    NaN or an infinity. ``crossings`` are tensors at the boundaries of stages, where they were watched.
+    NaN or an infinity. ``crossings`` are tensors at the boundaries of stages, where they were watched. ``share`` are
+    the microbatches whose losses it reports (None: all), ``claims`` what must hold between it and other ranks.
     """
 
     operation: str
@@ -50,6 +63,8 @@ class RankOperation:
     buffers: Mapping[Site, Tensor] | None = None
     profile: Profile | None = None
     crossings: tuple[Crossing, ...] = ()
+    share: tuple[int, ...] | None = None
+    claims: tuple[Claim, ...] = ()
 
 
 @dataclass(frozen=True)
