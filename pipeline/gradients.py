@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,13 @@ Tied = Mapping[int, str]  # one logical parameter: the name of its copy in each 
 
 class TiedError(ValueError):
     """A declaration of tied parameters that the stages do not bear out."""
+
+
+@runtime_checkable
+class InShards(Protocol):
+    """A DTensor, which takes seconds to import where nobody uses one."""
+
+    def full_tensor(self) -> Tensor: ...
 
 
 class GradientWork(Protocol):
@@ -70,7 +77,7 @@ class StageGradients:
             for parameter in self._logical()
             if parameter.grad is not None
         ]
-        return [norm**2 for norm in torch.stack(norms).tolist()] if norms else []
+        return [norm**2 for norm in _whole(torch.stack(norms)).tolist()] if norms else []
 
     def scale(self, factor: float) -> None:
         for parameter in {p for module in self._modules.values() for p in module.parameters()}:
@@ -153,6 +160,8 @@ class StageGradients:
                 self._modules[stage].named_parameters(remove_duplicate=False)
             ):
                 raise TiedError(f"tied {name}: stage {stage} has no parameter of that name")
+            if stage in self._modules and isinstance(self._parameter(stage, name), InShards):
+                raise TiedError(f"tied {name}: stage {stage} has it in shards: leave tied ones out of fully_shard")
         here = [self._parameter(stage, name) for stage, name in copies.items() if stage in self._modules]
         if len({id(parameter) for parameter in here}) < len(here):
             raise TiedError(
@@ -173,6 +182,11 @@ def clip_factor(norm: float, max_norm: float) -> float:
     """
     factor = max_norm / (norm + 1e-6)
     return 1.0 if factor > 1.0 else factor
+
+
+def _whole(numbers: Tensor) -> Tensor:
+    """``numbers`` over all shards, where the tensors that they come from are sharded."""
+    return numbers.full_tensor() if isinstance(numbers, InShards) else numbers
 
 
 def _real(gradient: Tensor) -> Tensor:

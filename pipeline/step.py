@@ -21,10 +21,11 @@ from pipeline.lower import Program, lower
 from pipeline.profile import Profile
 from pipeline.program_laws import check as check_program
 from pipeline.program_laws import runnable
+from pipeline.replicas import stage_of, with_replicas
 from pipeline.runtime import Microbatch, Objective, OwnSpan, Run, Runtime
 from pipeline.schedule import Schedule, ScheduleError
 from pipeline.schedules import build
-from pipeline.stage import LossFn, ModuleStage, Stage
+from pipeline.stage import LossFn, Stage
 from pipeline.trace import Trace, decode, encode
 from pipeline.transport import Alone, DistributedTransport, Transport
 
@@ -66,13 +67,14 @@ class PipelineSchedule:
     """One rank's end of a pipeline.
 
     kind: a schedule's name ("1F1B", "gpipe", ...), or a ``Schedule`` or ``Program`` of one's own; a program's messages
-    are posted where it says, and its waits for sends are met when the step ends. n_microbatches: M. stages: this
-    rank's modules, in order of their stage numbers; how many there are on each rank is V. A stage takes and returns a
-    tensor or a tuple of tensors. loss_fn(*outputs, target) gives a microbatch's scalar loss. optimizer: over this
-    rank's parameters; without one, gradients are left as they are after clipping. pp_group: the pipeline's process
-    group (default: the world, or no group at all in a single process), or a ``Transport``, such as
-    ``DistributedTransport(group, timeout_s=600)`` where a message may take long. tied: parameters with
-    copies in several stages, e.g. ``[{0: "embed.weight", 3: "head.weight"}]``.
+    are posted where it says, and its waits for sends are met when the step ends. n_microbatches: M. stages: this rank's
+    modules, in order of their stage numbers; how many there are on each rank is V. A stage takes and returns a tensor
+    or a tuple of tensors. In DDP, or given to ``fully_shard``, over the ranks that hold its replicas, a stage's
+    gradients are reduced once a step; each replica trains on microbatches of its own. loss_fn(*outputs, target) gives a
+    microbatch's scalar loss. optimizer: over this rank's parameters; without one, gradients are left as they are after
+    clipping. pp_group: the pipeline's process group (default: the world, or no group at all in a single process), or a
+    ``Transport``, such as ``DistributedTransport(group, timeout_s=600)`` where a message may take long. tied:
+    parameters with copies in several stages, e.g. ``[{0: "embed.weight", 3: "head.weight"}]``.
 
     Raises ``ScheduleError`` (a ValueError) for a schedule that cannot be, or stages that do not fit it.
     """
@@ -96,8 +98,9 @@ class PipelineSchedule:
         program = _program(kind, transport)
         numbered = zip(stages, schedule.stages_of(transport.rank), strict=True)
         split = {action.stage for action in schedule.ranks[transport.rank] if action.kind is Kind.BACKWARD_INPUT}
-        own = tuple(ModuleStage(module, index, splits=index in split) for module, index in numbered)
-        self.parts = Parts(program, own, transport, StageGradients(own, transport, schedule.placement, tied))
+        own = tuple(stage_of(one, k, splits=k in split, microbatches=n_microbatches) for one, k in numbered)
+        gradients = with_replicas(StageGradients(own, transport, schedule.placement, tied), stages)
+        self.parts = Parts(program, own, transport, gradients)
         self._own = own
         self._loss_fn = loss_fn
         self._optimizer = optimizer

@@ -29,6 +29,10 @@ from validation.whitebox.handed import HandBackError, HandedBack, understood
         (([], None, None, 3), "step returned a trace that cannot be read"),
         ((), "step returned a tuple of 0"),
         (([], 1, 2, 3, 4), "step returned a tuple of 5"),
+        (
+            ({"w": (torch.ones(2), 3)}, None),
+            "step returned a mapping with 'w': a tuple: expected the name",
+        ),
     ],
 )
 def test_what_is_not_understood_is_said_in_a_sentence(result: Any, sentence: str) -> None:

@@ -67,6 +67,14 @@ class Conduct:
             if names:
                 self._ledger.remark("parameters-once", f"{what}: {_listed(names)}")
 
+    def claims(self, number: int, laws: frozenset[str]) -> None:
+        """What must hold between ranks that have a stage in common."""
+        for rank in self._observed.ranks:
+            for claim in rank[number].claims:
+                stage, name = claim.site
+                place = self._place.at(claim.law, number, laws, rank=claim.rank, stage=stage, parameter=name)
+                self._ledger.hold(place, claim.holds, claim.seen, claim.expected)
+
     def crossings(self, number: int, laws: frozenset[str]) -> None:
         """What passed the boundaries of stages, along the flow of data: the first to differ is nearest to the fault."""
         crossings = self._observed.crossings(number)

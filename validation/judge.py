@@ -102,6 +102,7 @@ class Judge:
         name = self._subject.plan[number]
         answer = self._subject.oracle.answer(number, self._conduct.orders(number, laws, backward=name != "eval"))
         operation = _Operation(number, laws, answer.expected, answer.floors, answer.max_norm)
+        self._conduct.claims(number, laws)
         if not self._same_start(operation):
             for law in set(self._subject.laws) - {"initial-weights", "parameters-once"}:
                 self.ledger.doubt(law, "not judged: the weights differ before the step")
@@ -131,7 +132,9 @@ class Judge:
             self.ledger.doubt("loss", f"the reference itself gives {_text(expected)}: there is nothing to compare with")
             return
         for rank, operations in enumerate(self._observed.ranks):
-            loss, reported = operations[operation.number].loss, operations[operation.number].losses
+            own = operations[operation.number]
+            loss, reported = own.loss, own.losses
+            share = range(len(expected)) if own.share is None else own.share
             if loss is not None or self._subject.every_rank:
                 self._whole_loss(operation, rank, loss)
             if operation.expected.operation == "accumulate" and rank != placement[-1]:
@@ -139,11 +142,11 @@ class Judge:
             if not reported and not self._subject.every_rank:
                 continue
             place = self._place.at("loss", operation.number, operation.scenarios, rank=rank)
-            if len(reported) != len(expected):
-                self.ledger.hold(place, False, f"{len(reported)} losses", f"{len(expected)} losses")
+            if len(reported) != len(share):
+                self.ledger.hold(place, False, f"{len(reported)} losses", f"{len(share)} losses")
                 continue
-            for microbatch, (seen, wanted) in enumerate(zip(reported, expected, strict=True)):
-                self._loss(operation, rank, microbatch, seen, wanted)
+            for microbatch, seen in zip(share, reported, strict=True):
+                self._loss(operation, rank, microbatch, seen, expected[microbatch])
 
     def _whole_loss(self, operation: _Operation, rank: int, seen: float | None) -> None:
         if operation.expected.operation != "accumulate" and (seen is None or math.isfinite(seen)):

@@ -26,6 +26,18 @@ class Crossing:
 
 
 @dataclass(frozen=True)
+class Claim:
+    """Something that must hold of a parameter on a rank, by its law: whether it does, what was seen and expected."""
+
+    law: str
+    rank: int
+    site: Site
+    holds: bool
+    seen: str
+    expected: str
+
+
+@dataclass(frozen=True)
 class RankOperation:
     """One operation of the plan, as one rank saw it. Fields that the operation does not give are empty or None.
 
@@ -35,6 +47,8 @@ class RankOperation:
     as they were seen, ``parameters`` what the optimizer made of them. ``nonfinite`` are the actions whose output had a
     NaN or an infinity. ``crossings`` are tensors at the boundaries of stages, where they were watched; ``recording`` is
     there where the run was recorded; ``started`` are the parameters before anything ran, in the first operation.
+    ``share`` are the microbatches whose losses it reports (None: all), ``claims`` what must hold between it and other
+    ranks.
     """
 
     operation: str
@@ -52,6 +66,8 @@ class RankOperation:
     crossings: tuple[Crossing, ...] = ()
     recording: Recording | None = None
     started: Mapping[Site, Tensor] | None = None
+    share: tuple[int, ...] | None = None
+    claims: tuple[Claim, ...] = ()
 
 
 @dataclass(frozen=True)

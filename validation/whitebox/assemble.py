@@ -9,13 +9,15 @@ from torch import Tensor, nn
 from pipeline.action import Action
 from pipeline.schedule import Schedule
 from reference.step import Site
-from validation.observed import Observed, RankOperation
+from validation.observed import Claim, Observed, RankOperation
 from validation.placing import NOWHERE
 from validation.stages import copies_apart
 from validation.whitebox.crossings import Passed, passed
 from validation.whitebox.matching import match
 from validation.whitebox.places import Both
 from validation.whitebox.rank import Part, RankMade
+from validation.whitebox.share import Replicas
+from validation.whitebox.together import claims
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Assembled:
     model: nn.Module
     contents: Mapping[str, bytes]
     made: Sequence[RankMade]
-    microbatches: int
+    replicas: Replicas
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
@@ -106,13 +108,13 @@ class Assembled:
     def observed(self, places: Both | None) -> Observed:
         """What was produced; ``places`` are needed where anything was watched."""
         known = {
-            stage.index: passed(stage.index, stage.part.calls, self.microbatches, places)
+            stage.index: passed(stage.index, stage.part.calls, self.replicas.microbatches, places)
             for stage in self.stages
             if stage.part.calls is not None and places is not None
         }
         rows = tuple((self._operation(rank, made, known),) for rank, made in enumerate(self.made))
         placement = tuple(stage.rank for stage in self.stages)
-        return Observed(Schedule("foreign", self.microbatches, placement, tuple(() for _ in self.made)), rows)
+        return Observed(Schedule("foreign", self.replicas.microbatches, placement, tuple(() for _ in self.made)), rows)
 
     @cached_property
     def _parameters(self) -> dict[str, nn.Parameter]:
@@ -136,11 +138,17 @@ class Assembled:
             norm=made.norm,
             before={site: value for stage in own for site, value in self._before(stage)},
             crossings=tuple(crossing for flow in seen for crossing in flow.crossings),
+            share=made.share,
+            claims=tuple(claim for stage in own for claim in self._claims(stage)),
         )
 
     def _known(self, actions: Sequence[Action]) -> Iterator[Action]:
         """A trace may speak of stages that have no parameters, and so are none here."""
         return (action for action in actions if 0 <= action.stage < len(self.stages))
+
+    def _claims(self, stage: Stage) -> Iterator[Claim]:
+        for k, name in stage.names.items():
+            yield from claims((stage.index, name), k, stage.part.members, self.replicas)
 
     def _before(self, stage: Stage) -> Iterator[tuple[Site, Tensor]]:
         for k, name in stage.names.items():

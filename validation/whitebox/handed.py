@@ -22,7 +22,8 @@ class HandedBack:
     """What a step made on one rank; a tuple of these, in this order, is as good.
 
     ``made``: a module, a list of modules, or a mapping of parameter names to gradients; nothing in it on a rank that
-    holds nothing. ``losses``: one for each microbatch, undivided, or one number, the whole step's; None where another
+    holds nothing. A gradient may be a DTensor, or a part of one and its index in the whole: ``(part, slice(0, 4))``.
+    ``losses``: one for each microbatch, undivided, or one number, the whole step's; None where another
     rank knows. ``grad_norm``: before clipping, if the step computes it. ``trace``: what the rank did in which order, if
     the runtime knows: a ``Trace``, actions, or their names (``0F1``).
     """
@@ -40,7 +41,7 @@ class HandedBack:
         return [self.made] if isinstance(self.made, nn.Module) else list(self.made)
 
     @property
-    def gradients(self) -> Mapping[str, Tensor | None] | None:
+    def gradients(self) -> Mapping[str, Any] | None:
         """The gradients by name, where no modules were handed back."""
         return self.made if isinstance(self.made, Mapping) and not isinstance(self.made, nn.Module) else None
 
@@ -106,10 +107,11 @@ def _check_made(made: object, step: str) -> None:
         return
     if isinstance(made, Mapping):
         for name, gradient in made.items():
-            if not isinstance(name, str) or not (gradient is None or isinstance(gradient, Tensor)):
+            whole = gradient[0] if _is_part(gradient) else gradient
+            if not isinstance(name, str) or not (whole is None or isinstance(whole, Tensor)):
                 raise HandBackError(
                     f"{step} returned a mapping with {name!r}: {_named(gradient)}: expected the name of a parameter "
-                    "and its gradient, a tensor or None"
+                    "and its gradient, a tensor or None, or a part of it and its index"
                 )
     elif isinstance(made, Sequence) and not isinstance(made, str):
         for one in made:
@@ -121,6 +123,10 @@ def _check_made(made: object, step: str) -> None:
 
 def _float(value: Any) -> float:
     return float(value.item() if isinstance(value, Tensor) else value)
+
+
+def _is_part(value: object) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], slice | tuple)
 
 
 def _is_number(value: object) -> bool:

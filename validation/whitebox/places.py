@@ -47,13 +47,18 @@ class Places:
 Both = tuple[Places, Places]  # of tensors, and of gradients
 
 
-def survey(model: nn.Module, batches: Sequence[Batch], run: Callable[[], Result]) -> tuple[Result, Both]:
-    """What ``run`` returns, which trains ``model`` on each of ``batches``; and where what passes meanwhile."""
+def survey(
+    model: nn.Module, batches: Sequence[Batch], run: Callable[[], Result], *, replicas: int = 1
+) -> tuple[Result, Both]:
+    """What ``run`` returns, which trains ``model`` on each of ``batches``; and where what passes meanwhile.
+
+    A replica whose share is to be averaged with others has gradients that are ``replicas`` times as large.
+    """
     forward, backward = Places(), Places()
     for microbatch, batch in enumerate(batches):
         for number, tensor in enumerate(batch.inputs):
             forward.note(f"{INPUT} {number}", microbatch, tensor)
-    observer = _Observer(forward, backward)
+    observer = _Observer(forward, backward, replicas)
     hooks = [model.register_forward_pre_hook(observer.begins)]
     hooks += [module.register_forward_hook(observer.noting(name)) for name, module in model.named_modules()]
     try:
@@ -66,8 +71,9 @@ def survey(model: nn.Module, batches: Sequence[Batch], run: Callable[[], Result]
 class _Observer:
     """Notes the outputs of modules, one microbatch after another."""
 
-    def __init__(self, forward: Places, backward: Places) -> None:
+    def __init__(self, forward: Places, backward: Places, replicas: int) -> None:
         self._forward, self._backward = forward, backward
+        self._replicas = replicas
         self._microbatch = -1
         self._noted: dict[int, Tensor] = {}  # of this microbatch; kept, so that no id is used again
 
@@ -92,4 +98,9 @@ class _Observer:
         microbatch = self._microbatch
         self._forward.note(place, microbatch, tensor)
         if tensor.requires_grad:
-            tensor.register_hook(lambda gradient: self._backward.note(place, microbatch, gradient))  # type: ignore[no-untyped-call]  # in torch
+            tensor.register_hook(lambda gradient: self._flowed(place, microbatch, gradient))  # type: ignore[no-untyped-call]  # in torch
+
+    def _flowed(self, place: str, microbatch: int, gradient: Tensor) -> None:
+        self._backward.note(place, microbatch, gradient)
+        if self._replicas > 1:
+            self._backward.note(f"{place} of a replica", microbatch, gradient * self._replicas)

@@ -1,6 +1,6 @@
 """One rank's part: run the user's step under observation and bring back what it made, as values."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,8 +10,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from pipeline.action import Action
 from validation.observe import deterministic
 from validation.posted import noted_messages
-from validation.whitebox.handed import HandedBack, understood
+from validation.whitebox.handed import HandBackError, HandedBack, understood
 from validation.whitebox.matching import Local, Names, renamed
+from validation.whitebox.shards import Index, InShards, Shard, ShardError, shard_at, shard_of
+from validation.whitebox.share import Replicas
 from validation.whitebox.sight import FirstSight
 from validation.whitebox.sketch import contents, digest
 from validation.whitebox.watching import Call, Watcher, watching
@@ -33,6 +35,7 @@ class Order:
     names: Names | None
     name: str
     known: Mapping[str, bytes]
+    replicas: Replicas
 
 
 @dataclass(frozen=True)
@@ -40,13 +43,16 @@ class Part:
     """One module that was handed back, or all gradients that were handed back by name; by its parameters in order.
 
     ``values``: weights before the step, where they are not those of any parameter of the reference. ``calls`` is None
-    where nobody watched.
+    where nobody watched. ``shards``: where a gradient lies in the whole, for those of which the rank has a part only.
+    ``members``: the ranks with this stage and what each handed back, once they are put together.
     """
 
     locals: tuple[Local, ...]
     gradients: tuple[Tensor | None, ...]
     values: Mapping[int, Tensor] = field(default_factory=dict)
     calls: tuple[Call, ...] | None = None
+    shards: Mapping[int, Shard] = field(default_factory=dict)
+    members: tuple[tuple[int, "Part"], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -54,7 +60,7 @@ class RankMade:
     """What one rank brings back.
 
     ``weights`` are the contents of the reference as this rank builds it, looked up only where some are not the known
-    ones; ``given`` are the digests of the microbatches.
+    ones; ``given`` are the digests of the microbatches, ``share`` those that it was given to train on.
     """
 
     parts: tuple[Part, ...]
@@ -64,6 +70,7 @@ class RankMade:
     actions: tuple[Action, ...] | None
     weights: Mapping[str, bytes]
     given: tuple[tuple[bytes, ...], ...] = ()
+    share: tuple[int, ...] | None = None
 
 
 def run_step(context: RankContext, order: Order) -> RankMade:
@@ -72,7 +79,8 @@ def run_step(context: RankContext, order: Order) -> RankMade:
     deterministic(context.device)
     model = order.build().to(context.device).train()
     origin = _Origin(model)
-    microbatches = tree_map_only(Tensor, lambda tensor: tensor.to(context.device, copy=True), list(order.microbatches))
+    share = [order.microbatches[number] for number in order.replicas.share(context.rank)]
+    microbatches = tree_map_only(Tensor, lambda tensor: tensor.to(context.device, copy=True), share)
     with noted_messages(), watching() as watcher, FirstSight(order.known.values()) as sight:
         result = order.step(model, microbatches)
     handed = understood(result, order.name)
@@ -119,23 +127,25 @@ class _Collector:
     def parts(self, handed: HandedBack) -> tuple[Part, ...]:
         if handed.gradients is not None:
             locals_ = tuple(Local(name, said=renamed(self.names, name)) for name in handed.gradients)
-            return (Part(locals_, tuple(map(_copy, handed.gradients.values()))),) if locals_ else ()
+            gradients, shards = _in_parts(handed.gradients.items())
+            return (Part(locals_, gradients, shards=shards),) if locals_ else ()
         return tuple(map(self._part, handed.modules))
 
     def _part(self, module: nn.Module) -> Part:
         locals_: list[Local] = []
-        gradients: list[Tensor | None] = []
+        held: list[tuple[str, Any]] = []
         values: dict[int, Tensor] = {}
         for name, holder, leaf, parameter in _parameters(module):
-            seen = self.sight.of(parameter)
+            seen = self.sight.of(parameter, holder, leaf)
             identical = self.origin.name(holder, leaf, parameter)
             content = None if seen is None else seen.digest
             if seen is not None and seen.value is not None:
                 values[len(locals_)] = seen.value
             locals_.append(Local(name, renamed(self.names, name), identical, content))
-            gradients.append(_copy(parameter.grad))
+            held.append((name, _gradient(parameter)))
         calls = self.watcher.calls(module)
-        return Part(tuple(locals_), tuple(gradients), values, None if calls is None else tuple(calls))
+        gradients, shards = _in_parts(held)
+        return Part(tuple(locals_), gradients, values, None if calls is None else tuple(calls), shards)
 
 
 def _parameters(module: nn.Module) -> list[tuple[str, nn.Module, str, nn.Parameter]]:
@@ -146,6 +156,34 @@ def _parameters(module: nn.Module) -> list[tuple[str, nn.Module, str, nn.Paramet
         for leaf, parameter in holder._parameters.items()
         if parameter is not None
     ]
+
+
+def _gradient(parameter: nn.Parameter) -> Any:
+    """A parameter's gradient; where there is none, a sharded one's shard all the same."""
+    shard = shard_of(parameter) if parameter.grad is None else None
+    return parameter.grad if shard is None else (None, shard)
+
+
+def _in_parts(held: Iterable[tuple[str, Any]]) -> tuple[tuple[Tensor | None, ...], dict[int, Shard]]:
+    """What there is of every gradient here, and where it lies in the whole. Raises ``HandBackError``."""
+    gradients: list[Tensor | None] = []
+    shards: dict[int, Shard] = {}
+    for k, (name, given) in enumerate(held):
+        part, where = given if isinstance(given, tuple) else (given, None)
+        try:
+            shard = _shard(part, where)
+        except ShardError as error:
+            raise HandBackError(f"the gradient of {name} cannot be read: {error}") from None
+        if shard is not None:
+            shards[k] = shard
+        gradients.append(_copy(part.to_local() if isinstance(part, InShards) else part))
+    return tuple(gradients), shards
+
+
+def _shard(part: Tensor | None, where: Shard | Index | None) -> Shard | None:
+    if where is None:
+        return None if part is None else shard_of(part)
+    return where if isinstance(where, Shard) else shard_at(where, part)
 
 
 def _copy(gradient: Tensor | None) -> Tensor | None:

@@ -8,6 +8,7 @@ from typing import Any, Self
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from validation.whitebox.shards import InShards
 from validation.whitebox.sketch import digest
 
 
@@ -28,6 +29,7 @@ class FirstSight:
     def __init__(self, known: Collection[bytes]) -> None:
         self._known = frozenset(known)
         self._seen: dict[int, tuple[nn.Parameter, Seen]] = {}  # the parameter too, so that its id is not used again
+        self._at: dict[tuple[int, str], tuple[nn.Module, Seen]] = {}  # by the module that it was seen in, and its name
 
     def __enter__(self) -> Self:
         self._hook = register_module_forward_pre_hook(self._look)
@@ -38,20 +40,26 @@ class FirstSight:
     ) -> None:
         self._hook.remove()
 
-    def of(self, parameter: nn.Parameter) -> Seen | None:
+    def of(self, parameter: nn.Parameter, holder: nn.Module, leaf: str) -> Seen | None:
         """What ``parameter`` was when it was first used.
 
         One that no module was called with is looked at now, and only taken for unchanged where its content is known.
+        One in shards is looked up as the whole that ``holder`` had in its place when it was called.
         """
+        if isinstance(parameter, InShards):
+            return self._at[id(holder), leaf][1] if (id(holder), leaf) in self._at else None
         if id(parameter) in self._seen:
             return self._seen[id(parameter)][1]
         now = self._note(parameter)
         return now if now.value is None else None
 
     def _look(self, module: nn.Module, arguments: Any) -> None:
-        for parameter in module._parameters.values():
-            if parameter is not None and not parameter.is_meta and id(parameter) not in self._seen:
+        for leaf, parameter in module._parameters.items():
+            if parameter is None or parameter.is_meta or isinstance(parameter, InShards):
+                continue
+            if id(parameter) not in self._seen:
                 self._seen[id(parameter)] = parameter, self._note(parameter)
+            self._at.setdefault((id(module), leaf), (module, self._seen[id(parameter)][1]))
 
     def _note(self, parameter: nn.Parameter) -> Seen:
         content = digest(parameter)

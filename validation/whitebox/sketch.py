@@ -14,7 +14,8 @@ _DIRECTIONS = 4
 
 def digest(tensor: Tensor) -> bytes:
     """Equal for tensors of one shape and type that are equal bit for bit, and for no others."""
-    whole = tensor.detach().cpu().contiguous()
+    # A copy: numpy would pin the storage, which its owner may want to free, as fully_shard does.
+    whole = tensor.detach().to("cpu", copy=True).contiguous()
     form = f"{whole.dtype}{list(whole.shape)}".encode()
     content: Any = whole.flatten().view(torch.uint8).numpy()
     return hashlib.blake2b(content, digest_size=16, key=form[:64]).digest()

@@ -15,6 +15,7 @@ from reference.data import Batch
 from reference.step import Contribution, Loss, Recipe, Reference
 from validation.floors import Floors, Orders, Pending
 from validation.judge import judged, one_thread
+from validation.observed import Observed
 from validation.oracle import Answer, precision_of_reference
 from validation.rank_report import RankFailed
 from validation.subject import Subject
@@ -25,8 +26,11 @@ from validation.whitebox.handed import HandBackError
 from validation.whitebox.matching import Names
 from validation.whitebox.places import Both, survey
 from validation.whitebox.rank import Order, RankMade, Step, digests, run_step
+from validation.whitebox.share import Replicas
 from validation.whitebox.sketch import contents
+from validation.whitebox.suspects import Suspects
 from validation.whitebox.task import Task, name_of
+from validation.whitebox.together import together
 from validation.world import World
 
 LAWS = (
@@ -37,6 +41,8 @@ LAWS = (
     "loss",  # each microbatch's, or the whole step's, on every rank that reports it
     "none-ness",  # a gradient is None exactly where the reference's is
     "gradient",  # every parameter's
+    "shards",  # those of a parameter make up the whole
+    "replicas",  # every replica holds every stage, and has the same gradients
     "tied-copies",  # gradients of all copies are equal
     "grad-norm",  # on every rank that reports it
 )
@@ -56,12 +62,12 @@ class WhiteBox:
         *,
         reference: Callable[[], nn.Module],
         microbatches: Sequence[Any],
-        ranks: int,
+        ranks: int | Sequence[int],
         loss_fn: Callable[[Any, Tensor], Tensor] | None = None,
         loss_divisor: float | None = None,
         names: Names | None = None,
     ) -> Verdict:
-        """The verdict on ``step(model, microbatches)``, called on each of ``ranks`` ranks, beside the reference.
+        """The verdict on ``step(model, microbatches)``, called on each of so many ranks, beside the reference.
 
         ``model`` is ``reference()`` in training mode, for the step to cut into stages or to ignore, ``microbatches``
         are those given here: pairs of inputs (a tensor or a tuple of tensors) and target. ``loss_fn(output, target)``
@@ -69,29 +75,35 @@ class WhiteBox:
         ``loss_divisor`` before the backward (None: by the number of microbatches).
         The step hands back its modules, losses and norm as ``HandedBack`` has them, before gradients are clipped or
         cleared. ``names`` tells its parameters' names in the reference, where those are others and their weights do not
-        tell: prefixes and what to put in their place, or a function. Raises ``WhiteBoxError``, and ``NeedsMoreRanks``
-        where a launcher started fewer; all else that goes wrong is in the verdict.
+        tell: prefixes and what to put in their place, or a function. ``ranks`` is how many, or where they work on
+        replicas of the model, the number of each one's: of n, replica r is given the microbatches r, r + n, ..., and
+        reports the losses of these; the reference sees all. What several ranks hold of a stage, replicas or shards, is
+        put together. Raises ``WhiteBoxError``, ``ReplicasError``, and ``NeedsMoreRanks`` where a launcher started
+        fewer; all else that goes wrong is in the verdict.
         """
         began = perf_counter()
         task = Task(step, reference, tuple(microbatches), loss_fn, loss_divisor)
-        task.check(ranks)
-        verdict = self._validated(task, ranks, names)
+        task.check(ranks if isinstance(ranks, int) else len(ranks))
+        replicas = Replicas((0,) * ranks if isinstance(ranks, int) else tuple(ranks), len(task.microbatches))
+        replicas.check()
+        verdict = self._validated(task, replicas, names)
         return replace(verdict, rerun=_rerun(), seconds=perf_counter() - began)
 
-    def _validated(self, task: Task, ranks: int, names: Names | None) -> Verdict:
-        title = task.title(ranks)
+    def _validated(self, task: Task, replicas: Replicas, names: Names | None) -> Verdict:
+        ranks = len(replicas.of)
+        title = task.title(ranks) + (f", {replicas.count} replicas" if replicas.count > 1 else "")
         model, again = (task.built(self.world.device) for _ in range(2))
         known = contents(model)
         differing = first_difference(known, contents(again))
         if differing:
             why = f"called twice it gave other weights, first {differing}: seed it, e.g. torch.manual_seed(0) inside"
             return _undecided(title, f"the reference {task.name} is random: {why}")
-        order = Order(task.step, task.reference, task.microbatches, names, name_of(task.step), known)
+        order = Order(task.step, task.reference, task.microbatches, names, name_of(task.step), known, replicas)
         try:
             made = self.world.run(run_step, order, ranks=ranks, timeout_s=self.timeout_s)
         except RankFailed as failure:
             return _failed(title, failure)
-        found = Assembled(model, known, made, len(task.microbatches))
+        found = Assembled(model, known, together(made, replicas), replicas)
         if found.other_build:
             why = f"{found.other_build}: seed it, and let it depend on nothing that ranks differ in"
             return _undecided(title, f"the reference {task.name} is not the same everywhere: {why}")
@@ -105,7 +117,7 @@ def validate(
     *,
     reference: Callable[[], nn.Module],
     microbatches: Sequence[Any],
-    ranks: int,
+    ranks: int | Sequence[int],
     loss_fn: Callable[[Any, Tensor], Tensor] | None = None,
     loss_divisor: float | None = None,
     names: Names | None = None,
@@ -129,7 +141,9 @@ def _judged(title: str, task: Task, found: Assembled, again: nn.Module) -> Verdi
     reference = Reference(found.model, owner=found.owner, recipe=Recipe(loss=task.loss))
     with one_thread():
         if found.watched:
-            made, places = survey(found.model, batches, lambda: reference.contribute(batches))
+            made, places = survey(
+                found.model, batches, lambda: reference.contribute(batches), replicas=found.replicas.count
+            )
         else:
             made = reference.contribute(batches)
         random = _randomness(made[0].loss, again, batches[0], task.loss)
@@ -144,13 +158,28 @@ def _judged(title: str, task: Task, found: Assembled, again: nn.Module) -> Verdi
         found.due,
         _Oracle(reference, batches, made),
         found.tied,
-        skipped=dict(_skipped(found, any(row[0].norm is not None for row in observed.ranks))),
+        skipped=dict(_skipped(found, observed)),
         strangers=found.strangers,
         unseen=found.unseen,
         uncalled=found.uncalled,
         every_rank=False,
     )
-    return judged(subject, observed)
+    verdict = judged(subject, observed)
+    if verdict.verdict == "pass":
+        return verdict
+    suspects = Suspects(found.stages, found.replicas, made, [row[0].norm for row in observed.ranks])
+    return _with_notes(verdict, suspects.notes())
+
+
+def _with_notes(verdict: Verdict, notes: Mapping[str, str]) -> Verdict:
+    """``verdict``, with what is suspected said at the laws that failed."""
+    laws = [
+        replace(law, note="; ".join(filter(None, [law.note, notes[law.name]])))
+        if law.outcome == "fail" and law.name in notes
+        else law
+        for law in verdict.laws
+    ]
+    return replace(verdict, laws=tuple(laws))
 
 
 @dataclass(frozen=True)
@@ -185,9 +214,11 @@ def other_data(made: Sequence[RankMade], own: tuple[tuple[bytes, ...], ...]) -> 
     return ""
 
 
-def _skipped(found: Assembled, norm: bool) -> Sequence[tuple[str, str]]:
+def _skipped(found: Assembled, observed: Observed) -> Sequence[tuple[str, str]]:
     """The laws that say nothing about what was handed back."""
     modules = any(local.content is not None for stage in found.stages for local in stage.part.locals)
+    norm = any(row[0].norm is not None for row in observed.ranks)
+    claimed = {claim.law for row in observed.ranks for claim in row[0].claims}
     ordered = len(found.unseen) < len(found.stages) or not found.stages
     return [
         (law, reason)
@@ -195,6 +226,8 @@ def _skipped(found: Assembled, norm: bool) -> Sequence[tuple[str, str]]:
             ("initial-weights", modules or not found.stages, "gradients were handed back, not modules"),
             ("microbatches", ordered, "no stage was watched: watch(module) does"),
             ("boundaries", found.watched, "no stage was watched: watch(module) does"),
+            ("shards", "shards" in claimed, "no parameter is in shards"),
+            ("replicas", "replicas" in claimed, "no stage is held by several ranks"),
             ("grad-norm", norm, "no rank reports a norm"),
         )
         if not applies

@@ -1,0 +1,126 @@
+"""Stages that have replicas on other ranks: their gradients are reduced once in a step, not in every backward.
+
+Several microbatches are under way at a time, and a schedule may split a backward; neither DDP's reducer nor the hooks
+of ``fully_shard`` can count on one backward after every forward. So DDP is told not to reduce at all, and its mean is
+formed after the last backward. ``fully_shard`` reduces in hooks of its own, which only a whole backward runs: it is
+told to do so in the step's last one.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from pipeline.boundary import Gradients, Tensors
+from pipeline.gradients import GradientWork
+from pipeline.stage import Goal, ModuleStage
+
+_NOT_SPLIT = "the hooks of fully_shard reduce gradients in whole backwards only"
+
+
+@runtime_checkable
+class Sharded(Protocol):
+    """A module that was given to ``fully_shard``, which need not be imported to know it."""
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None: ...
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None: ...
+
+
+class ShardedStage(ModuleStage):
+    """A stage whose module was given to ``fully_shard``: the last of a run's backwards reduces its gradients.
+
+    A split backward is done as a whole by its first half; ``undeferred`` says so.
+    """
+
+    def __init__(self, module: nn.Module, index: int, *, microbatches: int) -> None:
+        super().__init__(module, index)
+        self._microbatches = microbatches
+        self._left = microbatches
+
+    def begin(self) -> None:
+        super().begin()
+        self._left = self._microbatches
+
+    def backward(self, microbatch: int, gradients: Gradients) -> Gradients:
+        self._left -= 1
+        assert isinstance(self.module, Sharded), "made for modules that are"
+        self.module.set_requires_gradient_sync(self._left == 0)
+        self.module.set_is_last_backward(self._left == 0)
+        return super().backward(microbatch, gradients)
+
+    def backward_input(self, microbatch: int, gradients: Gradients) -> Gradients:
+        self.undeferred[_NOT_SPLIT] = None
+        return self.backward(microbatch, gradients)
+
+    def backward_weight(self, microbatch: int) -> None:
+        """Done by the first half."""
+
+
+class ReplicatedStage(ModuleStage):
+    """A stage whose module is in DDP, which prepares to reduce in every forward that it is not told to do without."""
+
+    def forward(self, microbatch: int, inputs: Tensors, goal: Goal | None) -> Tensors:
+        assert isinstance(self.module, DistributedDataParallel), "made for modules that are"
+        with self.module.no_sync():
+            return super().forward(microbatch, inputs, goal)
+
+
+class ReplicatedGradients:
+    """Gradient work that first takes the mean over the replicas of every stage that is in DDP, as DDP would."""
+
+    def __init__(self, inner: GradientWork, modules: Sequence[DistributedDataParallel]) -> None:
+        self._inner = inner
+        self._modules = modules
+
+    def reduce_tied(self) -> None:
+        for module in self._modules:
+            _take_mean(module)
+        self._inner.reduce_tied()
+
+    def squares(self) -> list[float]:
+        return self._inner.squares()
+
+    def scale(self, factor: float) -> None:
+        self._inner.scale(factor)
+
+
+def stage_of(module: nn.Module, index: int, *, splits: bool, microbatches: int) -> ModuleStage:
+    """The stage that ``module`` needs, by what is around it."""
+    if isinstance(module, Sharded):
+        return ShardedStage(module, index, microbatches=microbatches)
+    if isinstance(module, DistributedDataParallel):
+        return ReplicatedStage(module, index, splits=splits)
+    return ModuleStage(module, index, splits=splits)
+
+
+def with_replicas(inner: GradientWork, modules: Sequence[nn.Module]) -> GradientWork:
+    """``inner``, after the mean over replicas where any of ``modules`` is in DDP."""
+    replicated = [module for module in modules if isinstance(module, DistributedDataParallel)]
+    return ReplicatedGradients(inner, replicated) if replicated else inner
+
+
+def _take_mean(module: DistributedDataParallel) -> None:
+    """A parameter that some replicas have no gradient for gets one there; one that none has stays without."""
+    group = module.process_group
+    parameters = list(_reduced(module))
+    present = torch.tensor([float(p.grad is not None) for p in parameters], device=module.device)
+    dist.all_reduce(present, group=group)
+    for parameter, count in zip(parameters, present.tolist(), strict=True):
+        if count:
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = _mean(gradient, group)
+
+
+def _reduced(module: DistributedDataParallel) -> Iterator[nn.Parameter]:
+    ignored = module.parameters_to_ignore
+    return (p for name, p in module.module.named_parameters() if p.requires_grad and name not in ignored)
+
+
+def _mean(gradient: Tensor, group: dist.ProcessGroup) -> Tensor:
+    gradient = gradient.detach().contiguous()  # a view of DDP's buckets may be among them
+    dist.all_reduce(gradient, group=group)
+    return gradient.div_(dist.get_world_size(group))

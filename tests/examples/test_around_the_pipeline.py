@@ -1,0 +1,134 @@
+"""Each kind of parallelism around the pipeline is validated as it is added, and one bug in each is caught."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from around_the_pipeline import (
+    RANKS,
+    REPLICAS,
+    WIDTH,
+    build_model,
+    recomputing,
+    replicated,
+    sharded,
+    sharded_by_hand,
+)
+from torch import nn
+
+from validation.verdict import Mismatch, Verdict
+from validation.whitebox import WhiteBox
+
+KINDS = ["1F1B", "ZB-H1"]
+
+
+def judged(whitebox: WhiteBox, step: Callable[..., Any]) -> Verdict:
+    draw = torch.Generator().manual_seed(0)
+    microbatches = [(torch.randn(3, WIDTH, generator=draw), torch.randn(3, WIDTH, generator=draw)) for _ in range(8)]
+    return whitebox.validate(
+        step,
+        reference=build_model,
+        microbatches=microbatches,
+        loss_fn=nn.functional.mse_loss,
+        ranks=REPLICAS,
+    )
+
+
+def failing(verdict: Verdict) -> set[str]:
+    return {law.name for law in verdict.laws if law.outcome != "pass" and law.outcome != "not applicable"}
+
+
+def first(verdict: Verdict, law: str) -> Mismatch:
+    return next(mismatch for mismatch in verdict.mismatches if mismatch.law == law)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_replicas_in_ddp(whitebox: WhiteBox, kind: str) -> None:
+    verdict = judged(whitebox, partial(replicated, kind=kind))
+    verdict.raise_if_failed()
+    assert verdict.verdict == "pass"
+    assert verdict.law("replicas").checked == 8 * 2
+    assert verdict.law("loss").checked == RANKS * 4
+    assert verdict.law("grad-norm").checked == RANKS
+    assert verdict.law("shards").outcome == "not applicable"
+    assert verdict.law("boundaries").checked >= 8 * 2 * 4 - 8, "gradients at boundaries too, a replica's scale and all"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shards_of_fully_shard(whitebox: WhiteBox, kind: str) -> None:
+    verdict = judged(whitebox, partial(sharded, kind=kind))
+    verdict.raise_if_failed()
+    assert verdict.verdict == "pass"
+    assert verdict.law("shards").checked == 8
+    assert verdict.law("initial-weights").checked == 8, "as they were gathered for the forward"
+    assert verdict.law("grad-norm").checked == RANKS
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shards_with_their_index(whitebox: WhiteBox, kind: str) -> None:
+    verdict = judged(whitebox, partial(sharded_by_hand, kind=kind))
+    verdict.raise_if_failed()
+    assert (verdict.verdict, verdict.law("shards").checked) == ("pass", 8)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recompute(whitebox: WhiteBox, kind: str, reentrant: bool) -> None:
+    verdict = judged(whitebox, partial(recomputing, kind=kind, reentrant=reentrant))
+    verdict.raise_if_failed()
+    assert (verdict.verdict, verdict.law("gradient").checked) == ("pass", 8)
+
+
+def test_a_replica_that_is_not_reduced(whitebox: WhiteBox) -> None:
+    verdict = judged(whitebox, partial(replicated, fault="not reduced"))
+    assert failing(verdict) == {"replicas", "gradient", "grad-norm"}
+    found = first(verdict, "replicas")
+    assert (found.rank, found.stage, found.parameter) == (3, 1, "2.inner.0.weight")
+    assert found.seen.startswith("another gradient than rank 2's, relative error ")
+    assert found.expected == "rank 2's gradient, bit for bit"
+    assert verdict.law("replicas").wrong == 4, "of stage 1 alone"
+    assert verdict.law("replicas").note == (
+        "stage 1 was not reduced over its replicas: rank 2 has the gradient of its own microbatches 0, 2, 4, 6 alone, "
+        "rank 3 has the gradient of its own microbatches 1, 3, 5, 7 alone"
+    )
+
+
+def test_a_mean_where_a_sum_was_meant(whitebox: WhiteBox) -> None:
+    verdict = judged(whitebox, partial(replicated, fault="mean for sum"))
+    assert failing(verdict) == {"gradient", "grad-norm"}
+    assert "0.5 times expected, cosine 1.000000" in first(verdict, "gradient").seen
+    note = "all are 1/2 of what is expected: a mean over 2 replicas where a sum was due"
+    assert verdict.law("gradient").note == note
+
+
+def test_a_norm_that_misses_the_other_shards(whitebox: WhiteBox) -> None:
+    verdict = judged(whitebox, partial(sharded, fault="norm of own shards"))
+    assert failing(verdict) == {"grad-norm"}
+    assert [mismatch.rank for mismatch in verdict.mismatches] == [*range(RANKS)]
+    for replica in (0, 1):
+        one, two = (float(verdict.mismatches[rank].seen) for rank in (replica, replica + 2))
+        assert one == two < float(verdict.mismatches[replica].expected)
+    assert verdict.law("grad-norm").note == "rank 0's is the norm of what ranks 0, 2 hold alone"
+
+
+def test_shards_in_the_wrong_order(whitebox: WhiteBox) -> None:
+    verdict = judged(whitebox, partial(sharded_by_hand, fault="wrong order"))
+    assert failing(verdict) == {"gradient"}
+    assert (first(verdict, "gradient").rank, first(verdict, "gradient").stage) == (2, 1)
+    assert verdict.law("gradient").note == (
+        "rank 0's shard of 0.inner.0.weight, said to be [6:12, 0:12], is that of [0:6, 0:12], which rank 1 is said to "
+        "have: shards in the wrong order"
+    )
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_recompute_with_another_dropout(whitebox: WhiteBox, reentrant: bool) -> None:
+    verdict = judged(whitebox, partial(recomputing, reentrant=reentrant, fault="other dropout"))
+    assert failing(verdict) == {"gradient", "grad-norm"}, "every forward was right, and so is the loss"
+    assert verdict.law("boundaries").checked > 0
+    found = first(verdict, "gradient")
+    assert (found.rank, found.stage, found.parameter) == (2, 1, "2.inner.0.bias")
+    assert "times expected, cosine 0." in found.seen
+    assert verdict.law("replicas").outcome == "pass", "it was reduced all the same"

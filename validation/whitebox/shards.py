@@ -1,0 +1,121 @@
+"""Which part of a parameter a rank holds, where it does not hold all of it: from a DTensor, or from an index."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
+
+Index = slice | tuple[slice, ...]  # as in ``whole[index]``: of the first dimensions; the others are whole
+Bounds = tuple[tuple[int, int], ...]  # from where to where, in every dimension
+
+
+@runtime_checkable
+class InShards(Protocol):
+    """A DTensor, which takes seconds to import where nobody uses one."""
+
+    @property
+    def placements(self) -> Sequence[Any]: ...
+
+    @property
+    def device_mesh(self) -> Any: ...
+
+    def to_local(self) -> Tensor: ...
+
+
+class ShardError(ValueError):
+    """A tensor in parts that cannot be put together."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Where a part lies. ``shape`` is the whole's, if that is known, ``peers`` the ranks with the others, if known."""
+
+    bounds: Bounds
+    shape: tuple[int, ...] | None = None
+    peers: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return f"[{', '.join(f'{start}:{stop}' for start, stop in self.bounds)}]"
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        return tuple(slice(*bound) for bound in self.bounds)
+
+    @property
+    def count(self) -> int:
+        """How many elements."""
+        count = 1
+        for start, stop in self.bounds:
+            count *= stop - start
+        return count
+
+    def overlaps(self, other: "Shard") -> bool:
+        return all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(self.bounds, other.bounds, strict=True))
+
+
+def shard_of(tensor: Tensor) -> Shard | None:
+    """Where this rank's part of a DTensor lies; None of any other tensor. Raises ``ShardError`` for what is no part."""
+    if not isinstance(tensor, InShards):
+        return None
+    shape, mesh = tuple(tensor.shape), tensor.device_mesh
+    bounds = [(0, length) for length in shape]
+    for number, placement in enumerate(tensor.placements):
+        if placement.is_partial():
+            raise ShardError("it is Partial: reduce it over its mesh first, e.g. redistribute it to Replicate()")
+        if type(placement).__name__ not in ("Shard", "Replicate"):
+            raise ShardError(f"its placement is {placement}: expected Shard or Replicate")
+        if placement.is_shard():
+            start, stop = bounds[placement.dim]
+            part = -(-(stop - start) // mesh.size(number))
+            first = min(start + part * mesh.get_coordinate()[number], stop)
+            bounds[placement.dim] = first, min(first + part, stop)
+    return Shard(tuple(bounds), shape, tuple(mesh.mesh.flatten().tolist()))
+
+
+def shard_at(index: Index, part: Tensor | None) -> Shard:
+    """The part of a parameter that has this index. Raises ``ShardError`` where the two do not fit."""
+    slices = index if isinstance(index, tuple) else (index,)
+    for one in slices:
+        if not isinstance(one, slice) or one.start is None or one.stop is None or one.step not in (None, 1):
+            raise ShardError(f"its index has {one}: expected slices that say from where to where, e.g. slice(0, 4)")
+    bounds = tuple((int(one.start), int(one.stop)) for one in slices)
+    if part is not None:
+        lengths = tuple(part.shape)
+        if tuple(stop - start for start, stop in bounds) != lengths[: len(bounds)]:
+            raise ShardError(f"its index is {index}, but its shape {list(lengths)}: expected one to fit the other")
+        bounds += tuple((0, length) for length in lengths[len(bounds) :])
+    return Shard(bounds)
+
+
+def gathered(parts: Sequence[tuple[Shard, Tensor | None]]) -> Tensor | None:
+    """The whole, not a number where no part lies; None where no rank has anything."""
+    given = [(shard, part) for shard, part in parts if part is not None]
+    if not given:
+        return None
+    whole = given[0][1].new_full(_shape([shard for shard, _ in given]), float("nan"))
+    for shard, part in given:
+        whole[shard.index] = part
+    return whole
+
+
+def untiled(shards: Sequence[Shard]) -> str:
+    """What is wrong with ``shards`` as the parts of one whole; empty if each element is in one of them."""
+    distinct = list(dict.fromkeys(shard for shard in shards))
+    if len({len(shard.bounds) for shard in distinct}) > 1:
+        return "parts of different dimensions"
+    for one, two in combinations(distinct, 2):
+        if one.overlaps(two):
+            return f"parts {one} and {two} overlap"
+    shape = _shape(distinct)
+    whole = Shard(tuple((0, length) for length in shape))
+    held = sum(shard.count for shard in distinct)
+    return f"parts {', '.join(map(str, distinct))} of {list(shape)}: not all of it" if held < whole.count else ""
+
+
+def _shape(shards: Sequence[Shard]) -> tuple[int, ...]:
+    known = next((shard.shape for shard in shards if shard.shape is not None), None)
+    if known is not None:
+        return known
+    return tuple(max(stop for _, stop in column) for column in zip(*(shard.bounds for shard in shards), strict=True))
