@@ -10,7 +10,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from pipeline.action import Action
-from validation.observed import Claim, Site
+from validation.observed import Claim
+from validation.recording import Site
 from validation.tolerance import error, same_bits
 from validation.whitebox.rank import Part, RankMade
 from validation.whitebox.shards import Shard, gathered, untiled
