@@ -10,7 +10,7 @@ import torch
 
 from reference.data import Batch, Shapes, microbatches
 from reference.model import DTYPES, build_model
-from reference.step import Recipe, Reference, accumulate
+from reference.step import Contribution, Expected, Recipe, Reference, accumulate
 from validation.floors import Floors, Pending
 from validation.stages import owners
 from validation.tolerance import FP32, PRECISIONS, error
@@ -56,6 +56,22 @@ def test_the_floor_is_that_of_the_other_order_and_of_fp64() -> None:
         other += part  # type: ignore[arg-type]
     assert floors.gradient(site).permutation == error(other, expected)
     assert reference.model.get_parameter(site[1]).dtype is torch.float32
+
+
+def test_a_model_that_draws_otherwise_in_fp64_says_nothing_about_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dropout's mask depends on the dtype. Taken for rounding, it would excuse gradients of any size."""
+
+    def otherwise(reference: Reference, expected: Expected, *_: object, **__: object) -> tuple[Contribution, ...]:
+        return tuple(
+            Contribution(2 * one.loss, {site: None if g is None else 3 * g for site, g in one.gradients.items()})
+            for one in expected.contributions
+        )
+
+    monkeypatch.setattr("validation.floors.in_double", otherwise)
+    _, floors = floors_of("mlp")
+    assert all(floors.gradient(site).rounding == 0 for site in floors._last.gradients)
+    assert floors.loss(0).rounding == 0
+    assert floors.norm().rounding < 1e-6
 
 
 def test_losses_norms_and_updates_have_floors() -> None:
