@@ -278,7 +278,7 @@ def _cast(gradients: Mapping[Site, Tensor | None] | None, dtype: torch.dtype) ->
 def test_an_optimizer_that_nobody_could_see_is_unknown(observed: Observed, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that move nothing: parameters agree, and that says nothing."""
     idle = Recipe(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0))
-    monkeypatch.setattr("validation.subject.Recipe", lambda loss: replace(idle, loss=loss))
+    monkeypatch.setattr("validation.subject.Recipe", lambda **given: replace(idle, **given))
 
     def still(seen: RankOperation) -> RankOperation:
         start = dict(build_model("mlp", layers=2, seed=0).named_parameters())

@@ -9,6 +9,9 @@ from types import FunctionType
 from typing import Any
 
 import cloudpickle
+import numpy as np
+import torch
+from torch import Tensor
 
 _OURS = frozenset({"pipeline", "reference", "validation"})
 
@@ -30,6 +33,8 @@ def unpack(data: bytes) -> Any:
 
 class _Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
     def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is Tensor and _plain(obj):
+            return _tensor, (obj.reshape(-1).view(torch.uint8).numpy().tobytes(), obj.dtype, obj.shape)
         if isinstance(obj, FunctionType | type) and _travels_by_value(obj.__module__):
             cloudpickle.register_pickle_by_value(sys.modules[obj.__module__])
         reduced = super().reducer_override(obj)
@@ -45,6 +50,24 @@ def _travels_by_value(name: str) -> bool:
     # `--import-mode=importlib` not at all. pytest also rewrites plugins, hence ours: those go by name.
     module = sys.modules.get(name)
     return module is not None and "@pytest_ar" in vars(module) and name.partition(".")[0] not in _OURS
+
+
+# Torch's own way makes an archive of each tensor, which takes most of the time of a result that has hundreds of them.
+def _plain(tensor: Tensor) -> bool:
+    """Whether a tensor is nothing but its elements."""
+    return (
+        tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not (tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+        and not vars(tensor)
+    )
+
+
+def _tensor(data: bytes, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    tensor = torch.empty(shape, dtype=dtype)  # in memory of torch's own, aligned as all its tensors are
+    tensor.reshape(-1).view(torch.uint8).numpy()[:] = np.frombuffer(data, np.uint8)
+    return tensor
 
 
 # A class that travelled by value and comes back is the class it was, not a copy; nor is it changed by its copy.
