@@ -1,6 +1,6 @@
 """What follows from what all ranks bring to a check."""
 
-from validation.arrivals import Arrival, disagreement, places_of, told
+from validation.records.arrivals import Arrival, disagreement, places_of, told
 
 
 def test_ranks_that_run_other_microbatches_are_named() -> None:

@@ -7,7 +7,7 @@ from pipeline.costs import trace_of
 from pipeline.schedules import build
 from pipeline.simulate import simulate
 from pipeline.trace import Span
-from validation.boxes import COLOURS, HALF, MESSAGE, Box, boxes, letters
+from validation.commands.boxes import COLOURS, HALF, MESSAGE, Box, boxes, letters
 
 
 def span(name: str, began: float = 2.0, ended: float = 6.0, waited: float = 0.0) -> Span:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from validation.campaign import Impossible, Setting, exit_status, fuzz_all, validate_all
 from validation.case import Case
+from validation.commands.campaign import Impossible, Setting, exit_status, fuzz_all, validate_all
 from validation.verdict import LawResult, Verdict
 from validation.world import NeedsMoreRanks
 

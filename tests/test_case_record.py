@@ -3,9 +3,9 @@
 import pytest
 
 from validation.case import Case
-from validation.case_record import backwards_of, config_of, expected_record, observed_record
-from validation.compare import compare
 from validation.observe import observe
+from validation.records.case_record import backwards_of, config_of, expected_record, observed_record
+from validation.records.compare import compare
 from validation.world import World
 
 PLAN = "plan=train+accumulate+train"

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from tests.test_trial import RIGHT, TRIAL
-from validation import catalogue
-from validation.campaign import Setting
 from validation.case import SCHEDULES, Case
-from validation.catalogue import cases_on, chosen, line, listing, try_all
+from validation.commands.campaign import Setting
 from validation.specimens import CONTROLS, SPECIMENS, SpecimenError
-from validation.trial import Named, Trial
+from validation.trials import catalogue
+from validation.trials.catalogue import cases_on, chosen, line, listing, try_all
+from validation.trials.trial import Named, Trial
 from validation.world import World
 
 

@@ -1,6 +1,6 @@
 """Ranks must collect the same tests, in whatever order."""
 
-from validation.collection import Collected, difference
+from validation.session.collection import Collected, difference
 
 
 def test_order_is_no_difference() -> None:

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from validation.case import Case
-from validation.case_record import expected_record
-from validation.compare import compare
-from validation.record import Record, RecordedOperation, RecordError
+from validation.records.case_record import expected_record
+from validation.records.compare import compare
+from validation.records.record import Record, RecordedOperation, RecordError
 
 EXPECTED = expected_record(Case.parse("1f1b r2 s2 m3 split=1,1 model=batchnorm plan=train+train seed=3"))
 REVERSED = expected_record(Case.parse("gpipe r1 s1 m3 split=2 model=batchnorm plan=train+train seed=3"))

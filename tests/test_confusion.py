@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from tests.test_trial import RIGHT, TRIAL
-from validation.confusion import counts, matrix, pairs_of, totals
-from validation.trial import Named
+from validation.trials.confusion import counts, matrix, pairs_of, totals
+from validation.trials.trial import Named
 
 WRONG, UNKNOWN = Named("sign", False, False, 0.75), Named(None, False, False, 0.5)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from validation.content import ContentError, digest
+from validation.records.content import ContentError, digest
 
 
 def test_equal_bits_have_one_digest_however_they_lie_in_memory() -> None:

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from tests.test_trace import TRACE
-from validation import drawings, picture
-from validation.drawings import Drawings, Paths
-from validation.output_file import OutputError
-from validation.picture import PictureError
+from validation.commands import drawings, picture
+from validation.commands.drawings import Drawings, Paths
+from validation.commands.picture import PictureError
+from validation.console.output_file import OutputError
 
 
 def paths(folder: Path) -> Paths:

@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 import pytest
 
 from pipeline.laws import LawBroken
-from validation import ending
-from validation.ending import ended
+from validation.console import ending
+from validation.console.ending import ended
 
 
 def raising(error: BaseException) -> Callable[[], int]:

@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from validation.gap_picture import gap_picture
-from validation.gaps import Gap, Row
-from validation.least_faults import FAULTS
+from validation.gaps.gap_picture import gap_picture
+from validation.gaps.gaps import Gap, Row
+from validation.gaps.least_faults import FAULTS
 
 needs_matplotlib = pytest.mark.skipif(not importlib.util.find_spec("matplotlib"), reason="needs the extra 'plot'")
 

@@ -7,7 +7,7 @@ import pytest
 
 from validation.case import CaseError
 from validation.cli import main
-from validation.gap_survey import Survey
+from validation.gaps.gap_survey import Survey
 
 needs_matplotlib = pytest.mark.skipif(not importlib.util.find_spec("matplotlib"), reason="needs the extra 'plot'")
 SMALL = ["tolerance", "--model", "mlp", "--dtype", "fp32", "--microbatches", "2"]

@@ -8,9 +8,9 @@ import torch
 
 from reference.data import Shapes, microbatches
 from reference.step import Reference
-from validation import gaps
-from validation.gaps import Gap, Row, measured
-from validation.least_faults import LeastFault, Step, Total
+from validation.gaps import gaps
+from validation.gaps.gaps import Gap, Row, measured
+from validation.gaps.least_faults import LeastFault, Step, Total
 from validation.tolerance import error
 
 

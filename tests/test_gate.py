@@ -9,11 +9,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from validation import gate
 from validation.case import Case
 from validation.cli import main
 from validation.fuzz import Tally
-from validation.record_file import read
+from validation.gate import gate
+from validation.records.record_file import read
 from validation.verdict import LawResult, Verdict
 from validation.world import World
 

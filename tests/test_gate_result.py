@@ -7,8 +7,8 @@ from xml.etree import ElementTree
 import pytest
 
 from validation.case import Case
-from validation.gate_reports import annotations, junit, markdown
-from validation.gate_result import CaseResult, GateResult, Group
+from validation.gate.gate_reports import annotations, junit, markdown
+from validation.gate.gate_result import CaseResult, GateResult, Group
 from validation.verdict import LawResult, Mismatch, Verdict
 
 LINE = "gpipe r2 s2 m2 split=1,1 model=mlp plan=train seed=0"

@@ -59,9 +59,13 @@ class Source:
         """``pipeline.laws``; the package's own name for an ``__init__``."""
         return self.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
-    @property
-    def functions(self) -> Iterator[Function]:
-        return (node for node in ast.walk(self.tree) if isinstance(node, Function))
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        return list(ast.walk(self.tree))
+
+    @cached_property
+    def functions(self) -> list[Function]:
+        return [node for node in self.nodes if isinstance(node, Function)]
 
 
 def sources(*folders: str) -> list[Source]:
@@ -72,20 +76,17 @@ def sources(*folders: str) -> list[Source]:
 
 def own_parameters(function: Function) -> list[ast.arg]:
     """The parameters that can be passed by position, without self or cls."""
-    found = [*function.args.posonlyargs, *function.args.args]
-    return found[1:] if found and found[0].arg in ("self", "cls") else found
+    return [one for one in (*function.args.posonlyargs, *function.args.args) if one.arg not in ("self", "cls")]
 
 
 def short_files(source: Source) -> Iterator[str]:
-    count = len(source.text.splitlines())
-    if count > 400:
+    if (count := len(source.text.splitlines())) > 400:
         yield f"has {count} lines, above 400"
 
 
 def short_functions(source: Source) -> Iterator[str]:
     for function in source.functions:
-        count = (function.end_lineno or function.lineno) - function.lineno + 1
-        if count > 70:
+        if (count := (function.end_lineno or function.lineno) - function.lineno + 1) > 70:
             yield f"{function.name} has {count} lines, above 70"
 
 
@@ -120,21 +121,18 @@ def documented(source: Source) -> Iterator[str]:
     if ast.get_docstring(source.tree) is None:
         yield "has no docstring"
     for node in source.tree.body:
-        if isinstance(node, Function | ast.ClassDef) and not node.name.startswith("_"):
-            if ast.get_docstring(node) is None:
-                yield f"{node.name} has no docstring"
+        if isinstance(node, Function | ast.ClassDef) and node.name[0] != "_" and not ast.get_docstring(node):
+            yield f"{node.name} has no docstring"
 
 
 def silent(source: Source) -> Iterator[str]:
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.Name) and node.id == "print":
-            yield f"line {node.lineno} prints"
+    names = (node for node in source.nodes if isinstance(node, ast.Name))
+    yield from (f"line {node.lineno} prints" for node in names if node.id == "print")
 
 
 def asserts_with_words(source: Source) -> Iterator[str]:
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.Assert) and node.msg is None:
-            yield f"line {node.lineno} asserts without words"
+    asserts = (node for node in source.nodes if isinstance(node, ast.Assert))
+    yield from (f"line {node.lineno} asserts without words" for node in asserts if node.msg is None)
 
 
 # Written so that they do not match themselves.
@@ -151,7 +149,7 @@ def portable(source: Source) -> Iterator[str]:
 def imported(source: Source, modules: Collection[str]) -> Iterator[tuple[int, str]]:
     """(line, module) of every import, also inside functions and by ``import_module("...")``."""
     package = source.module if source.path.endswith("__init__.py") else source.module.rpartition(".")[0]
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -166,6 +164,8 @@ def imported(source: Source, modules: Collection[str]) -> Iterator[tuple[int, st
 
 def without_type_checking(source: Source) -> Source:
     """``source`` as it runs: what stands under ``if TYPE_CHECKING`` is left out."""
+    if "if TYPE_CHECKING" not in source.text:
+        return source
     tree = ast.parse(source.text)
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):

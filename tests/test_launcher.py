@@ -2,7 +2,7 @@
 
 import pytest
 
-from validation.launcher import reports
+from validation.ranks.launcher import reports
 
 
 def test_rank_0_of_torchrun_reports_and_no_other(monkeypatch: pytest.MonkeyPatch, rank_1: None) -> None:

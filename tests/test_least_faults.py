@@ -7,7 +7,7 @@ from torch import Tensor
 from reference.data import IGNORED, Shapes, microbatches
 from reference.model import DTYPES, build_model
 from reference.step import Recipe, Reference, Site
-from validation.least_faults import FAULTS, Step, Total
+from validation.gaps.least_faults import FAULTS, Step, Total
 from validation.stages import owners
 from validation.tolerance import error
 

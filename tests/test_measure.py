@@ -12,9 +12,9 @@ from pipeline.deliveries import deliveries
 from pipeline.trace import Trace
 from tests.test_trace import TRACE
 from validation.case import Case
-from validation.drawings import Paths
-from validation.measure import Measured, measure, show_measured
-from validation.rank_report import Ending, RankReport
+from validation.commands.drawings import Paths
+from validation.commands.measure import Measured, measure, show_measured
+from validation.ranks.rank_report import Ending, RankReport
 from validation.world import RankFailed, World
 
 CASE = Case("zb-h1", 2, 2, 5, (1, 1, 1, 1))
@@ -60,7 +60,7 @@ def test_ranks_that_fail_give_no_verdict_and_no_file(
     def fail(*_: object, **__: object) -> Measured:
         raise RankFailed([RankReport(0, Ending.FINISHED), RankReport(1, Ending.DIED, "ended with status 7")])
 
-    monkeypatch.setattr("validation.measure.measure", fail)
+    monkeypatch.setattr("validation.commands.measure.measure", fail)
     assert show_measured(CASE, Paths(trace=str(tmp_path / "x.json")), steps=1) == 3
     assert "rank 1 of 2 ended with status 7" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from validation.case import Case
-from validation.case_record import expected_record
 from validation.cli import main
-from validation.output_file import OutputFile
-from validation.record_file import write
+from validation.console.output_file import OutputFile
+from validation.records.case_record import expected_record
+from validation.records.record_file import write
 
 ONE = "1f1b r2 s2 m3 split=1,1 model=mlp plan=train seed=0"
 OTHER = "gpipe r1 s1 m3 split=2 model=mlp plan=train seed=0"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from validation.option_parser import OptionParser, UsageError, joined
+from validation.console.option_parser import OptionParser, UsageError, joined
 
 
 def test_a_value_may_begin_with_a_minus() -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from validation.output_file import OutputError, OutputFile
+from validation.console.output_file import OutputError, OutputFile
 
 
 def test_bytes_arrive_as_they_are(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from validation.case import Case, CaseError
 from validation.cli import main
 from validation.observe import observe
 from validation.own_schedule import own_schedule
-from validation.shipping import pack, unpack
+from validation.ranks.shipping import pack, unpack
 from validation.validator import validate
 
 # Three stages on two ranks, one of them with two; the second microbatch goes first on its way back.

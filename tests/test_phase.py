@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from validation.phase import Phase, settle
+from validation.session.phase import Phase, settle
 
 PASSED = Phase("passed", "", "", None, (), 1.0)
 NOISE = ("Captured stdout call", "noise")

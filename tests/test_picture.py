@@ -11,7 +11,7 @@ from pipeline.schedules import build
 from pipeline.simulate import simulate
 from pipeline.trace import Trace
 from tests.test_trace import TRACE
-from validation.picture import MOST, Layout, PictureError, check_drawable, picture
+from validation.commands.picture import MOST, Layout, PictureError, check_drawable, picture
 
 needs_matplotlib = pytest.mark.skipif(not importlib.util.find_spec("matplotlib"), reason="needs the extra 'plot'")
 

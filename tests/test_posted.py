@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from validation import posted
+from validation.ranks import posted
 from validation.world import RankContext, World
 
 AT_A_WAIT = [traceback.FrameSummary("loop.py", 3, "step", line="work.wait()")]

@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from validation.rank_report import Ending, NeedsMoreRanks, RankFailed, RankReport, culprit_of, describe
+from validation.ranks.rank_report import Ending, NeedsMoreRanks, RankFailed, RankReport, culprit_of, describe
 
 GLOO = "RuntimeError: [pair.cc:537] Read error [127.0.0.1]:25993: Connection reset by peer. Check the logs."
 

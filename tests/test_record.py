@@ -2,7 +2,7 @@
 
 import torch
 
-from validation.record import (
+from validation.records.record import (
     Record,
     RecordedOperation,
     config_differences,

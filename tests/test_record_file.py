@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from validation.output_file import OutputError, OutputFile
-from validation.record import Record, RecordedFloors, RecordedOperation, RecordError
-from validation.record_file import read, write
+from validation.console.output_file import OutputError, OutputFile
+from validation.records.record import Record, RecordedFloors, RecordedOperation, RecordError
+from validation.records.record_file import read, write
 from validation.tolerance import Floor, same_bits
 
 FLOOR = Floor(1e-8, 2e-7, 0.25)

@@ -12,8 +12,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.step import PipelineSchedule
-from validation.rank_report import RankFailed
-from validation.worker import RankContext
+from validation.ranks.rank_report import RankFailed
+from validation.ranks.worker import RankContext
 from validation.world import World
 
 MICROBATCHES = 4  # of each of two replicas

@@ -2,7 +2,7 @@
 
 import pytest
 
-from validation.seat import Seat
+from validation.ranks.seat import Seat
 
 SEAT = Seat(rank=2, ranks=4, local_rank=0, local_ranks=2, device="cpu", store="file:///x", folder="/y")
 

@@ -8,7 +8,7 @@ from pipeline.partition import even
 from pipeline.schedule import Schedule, ScheduleError
 from pipeline.schedules import FAMILIES
 from validation.case import CaseError
-from validation.selection import Selection, Shape, selected
+from validation.commands.selection import Selection, Shape, selected
 
 
 def select(text: str, *, ranks: int = 4, microbatches: int = 8, layers: int = 8) -> Selection:

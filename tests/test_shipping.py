@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.action import Action
-from validation.shipping import pack, unpack
+from validation.ranks.shipping import pack, unpack
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from pipeline import Times, build
-from validation.drawings import Paths
-from validation.show import show
+from validation.commands.drawings import Paths
+from validation.commands.show import show
 
 SCHEDULE = build("zb-h1", ranks=4, microbatches=8)
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 
 from validation.case import Case
-from validation.shrinking import Shrunk, cases_that_show, shrink
 from validation.specimens import SPECIMENS
+from validation.trials.shrinking import Shrunk, cases_that_show, shrink
 from validation.world import World
 
 

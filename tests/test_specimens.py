@@ -21,7 +21,7 @@ from validation.specimens import CONTROLS, FAMILIES, SPECIMENS, SpecimenError, s
 from validation.specimens.order import broken
 from validation.specimens.specimen import CLASSES, Needs, unchanged_order
 from validation.stages import owners
-from validation.trial import case_for, smallest_of, try_out
+from validation.trials.trial import case_for, smallest_of, try_out
 from validation.validator import validate
 from validation.verdict import Verdict
 from validation.world import RankFailed, World

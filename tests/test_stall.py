@@ -3,8 +3,8 @@
 from pipeline import build
 from pipeline.action import Action
 from pipeline.lower import lower
-from validation.rank_report import Ending, RankReport
-from validation.stall import lost_message
+from validation.ranks.rank_report import Ending, RankReport
+from validation.ranks.stall import lost_message
 
 PROGRAM = lower(build("1f1b", ranks=2, virtual=1, microbatches=2))
 

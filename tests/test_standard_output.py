@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from validation.ending import UNREAD, ended
-from validation.output_file import OutputError
-from validation.standard_output import ReaderGone, standard_output
+from validation.console.ending import UNREAD, ended
+from validation.console.output_file import OutputError
+from validation.console.standard_output import ReaderGone, standard_output
 
 
 class Broken(io.StringIO):
@@ -93,7 +93,8 @@ def test_as_a_shell_redirects_it(redirection: str, status: int, said: str) -> No
 
 
 def test_what_rich_prints_ends_alike() -> None:
-    code = "from validation.terminal import Terminal as T; from validation.ending import ended as e; import sys\n"
+    code = "import sys; from validation.console.ending import ended as e\n"
+    code += "from validation.console.terminal import Terminal as T\n"
     code += "sys.exit(e(lambda: [T().say('x' * 70000) for _ in range(9)] and 0))"
     assert piped("| head -c 1", "-c", code) == (UNREAD, "")
 

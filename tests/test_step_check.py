@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from pipeline import PipelineSchedule
-from validation.record import Record
-from validation.single_device import SingleDevice
-from validation.step_check import CheckError, check_step
-from validation.step_record import record_step, write_record
+from validation.records.record import Record
+from validation.records.single_device import SingleDevice
+from validation.records.step_check import CheckError, check_step
+from validation.records.step_record import record_step, write_record
 from validation.verdict import Verdict
 
 Pairs = list[tuple[object, object]]

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from validation.compare import compare
-from validation.record import RecordError
-from validation.record_file import read
-from validation.step_record import record_step, write_record
+from validation.records.compare import compare
+from validation.records.record import RecordError
+from validation.records.record_file import read
+from validation.records.step_record import record_step, write_record
 from validation.tolerance import same_bits
 
 

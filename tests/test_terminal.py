@@ -8,8 +8,8 @@ from typing import NoReturn
 
 import pytest
 
-from validation.output_file import OutputError
-from validation.terminal import JsonFile, Terminal
+from validation.console.output_file import OutputError
+from validation.console.terminal import JsonFile, Terminal
 
 
 def test_lines_are_plain_where_nobody_watches(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ import json, os, sys, time
 import torch
 import torch.distributed as dist
 from pipeline.waiting import waiting
-from validation.side_store import RanksAbsent, side_store
+from validation.ranks.side_store import RanksAbsent, side_store
 from validation.world import NeedsMoreRanks, RankFailed, World
 
 RANK = int(os.environ["RANK"])

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import torch
 
-from validation.worker import RankContext
+from validation.ranks.worker import RankContext
 from validation.world import World
 
 SCRIPT = Path(__file__).parent / "examples" / "train_gpt.py"

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from validation.cause import Cause
 from validation.specimens import SPECIMENS
-from validation.trial import Named, Trial, case_for, located, named, smallest_of, try_out
+from validation.trials.trial import Named, Trial, case_for, located, named, smallest_of, try_out
 from validation.verdict import Verdict
 from validation.world import World
 

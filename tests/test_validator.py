@@ -6,7 +6,7 @@ import pytest
 
 from pipeline.laws import Violation
 from validation.case import MODELS, Case
-from validation.rank_report import Ending, RankFailed, RankReport
+from validation.ranks.rank_report import Ending, RankFailed, RankReport
 from validation.specimens import SPECIMENS
 from validation.validator import crashed, refused, validate
 from validation.verdict import ValidationFailed

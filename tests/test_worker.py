@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from validation.processes import Processes
-from validation.rank_report import Ending
-from validation.seat import Seat
-from validation.shipping import pack, unpack
-from validation.worker import Answer, RankContext, _settle
+from validation.ranks.processes import Processes
+from validation.ranks.rank_report import Ending
+from validation.ranks.seat import Seat
+from validation.ranks.shipping import pack, unpack
+from validation.ranks.worker import Answer, RankContext, _settle
 
 ORPHANS = """
 import os, signal, sys, time

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline.waiting import waiting
-from validation.rank_report import Ending
+from validation.ranks.rank_report import Ending
 from validation.world import RankContext, RankFailed, World, WorldError
 
 BOUND_S = 1.0  # for jobs that hang on purpose

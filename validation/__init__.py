@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from validation.case import Case as Case
-    from validation.single_device import SingleDevice as SingleDevice
-    from validation.step_check import check_step as check_step
-    from validation.step_record import record_step as record_step
-    from validation.step_record import write_record as write_record
+    from validation.records.single_device import SingleDevice as SingleDevice
+    from validation.records.step_check import check_step as check_step
+    from validation.records.step_record import record_step as record_step
+    from validation.records.step_record import write_record as write_record
     from validation.validator import validate as validate
     from validation.verdict import Verdict as Verdict
     from validation.world import World as World

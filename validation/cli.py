@@ -20,15 +20,11 @@ from pipeline.schedules import FAMILIES, LOOPED
 from pipeline.simulate import Times
 from pipeline.sizes import MOST_ACTIONS, MOST_PROCESSES, MOST_SEED, counted
 from validation.case import DTYPES, FUZZED_DTYPES, LOSSES, MODELS, SCHEDULES, Case, CaseError, most_stages
-from validation.checking import checked
-from validation.drawings import Paths
-from validation.ending import WRONG, ended
-from validation.fault_commands import add_fault_commands
-from validation.option_parser import OptionParser, joined
-from validation.option_types import number, numbers, seconds, share, shares, three_numbers
-from validation.record_commands import add_record_commands
-from validation.runtimes import OWN, TORCH
-from validation.selection import (
+from validation.commands.checking import checked
+from validation.commands.drawings import Paths
+from validation.commands.fault_commands import add_fault_commands
+from validation.commands.record_commands import add_record_commands
+from validation.commands.selection import (
     MICROBATCHES,
     RANKS,
     Shape,
@@ -37,8 +33,12 @@ from validation.selection import (
     schedule_names,
     selected,
 )
-from validation.show import show
-from validation.terminal import Terminal
+from validation.commands.show import show
+from validation.console.ending import WRONG, ended
+from validation.console.option_parser import OptionParser, joined
+from validation.console.option_types import number, numbers, seconds, share, shares, three_numbers
+from validation.console.terminal import Terminal
+from validation.runtimes import OWN, TORCH
 
 _UNIT = (1.0, 1.0, 1.0)
 _MODELS = f"out of {', '.join(MODELS)}"
@@ -234,7 +234,7 @@ def _add_world(parser: argparse.ArgumentParser) -> None:
 
 
 def _validate(options: argparse.Namespace) -> int:
-    from validation.campaign import Setting, validate_all
+    from validation.commands.campaign import Setting, validate_all
 
     cases, left_out = _table(options)
     setting = Setting(options.device, options.timeout, options.json, options.profile, record=options.record)
@@ -255,8 +255,8 @@ def _table(options: argparse.Namespace) -> tuple[list[Case], Mapping[str, str]]:
 
 
 def _gate(options: argparse.Namespace) -> int:
-    from validation.campaign import Setting
-    from validation.gate import Plan, Reports, gate
+    from validation.commands.campaign import Setting
+    from validation.gate.gate import Plan, Reports, gate
 
     table, missing = _table(options)
     max_ranks = max(case.ranks for case in table) if options.max_ranks is None else options.max_ranks
@@ -280,7 +280,7 @@ def _gate(options: argparse.Namespace) -> int:
 
 
 def _fuzz(options: argparse.Namespace) -> int:
-    from validation.campaign import Setting, fuzz_all
+    from validation.commands.campaign import Setting, fuzz_all
 
     counted("--cases", options.cases, most=MOST_ACTIONS)
     counted("--max-ranks", options.max_ranks, most=MOST_PROCESSES)
@@ -297,7 +297,7 @@ def _fuzz(options: argparse.Namespace) -> int:
 
 
 def _replay(options: argparse.Namespace) -> int:
-    from validation.campaign import Setting, validate_all
+    from validation.commands.campaign import Setting, validate_all
 
     case = Case.parse(options.case)
     return validate_all([case], Setting(case.device, json=options.json, explain=True, record=options.record))
@@ -327,7 +327,7 @@ _REAL = {"steps": 5, "model": "gpt", "layers": 8, "split": "even", "loss": "mean
 
 
 def _show_real(options: argparse.Namespace, found: Schedule | Program, paths: Paths) -> int:
-    from validation.measure import show_measured
+    from validation.commands.measure import show_measured
 
     if options.times is not None:
         raise ValueError("--times with --run: expected one of the two, for a run measures times")

@@ -11,16 +11,16 @@ from dataclasses import replace
 
 from validation.case import Case
 from validation.cause import Cause
-from validation.evidence import Evidence
+from validation.diagnosis.evidence import Evidence
+from validation.diagnosis.rules.attributed import attributed
+from validation.diagnosis.rules.boundaries import boundaries
+from validation.diagnosis.rules.laws import buffers, calls, partition, weights
+from validation.diagnosis.rules.norm import norm
+from validation.diagnosis.rules.reduction import reduction
+from validation.diagnosis.rules.report import report
+from validation.diagnosis.rules.sums import sums
+from validation.diagnosis.rules.update import clip, update
 from validation.observed import Observed
-from validation.rules.attributed import attributed
-from validation.rules.boundaries import boundaries
-from validation.rules.laws import buffers, calls, partition, weights
-from validation.rules.norm import norm
-from validation.rules.reduction import reduction
-from validation.rules.report import report
-from validation.rules.sums import sums
-from validation.rules.update import clip, update
 from validation.verdict import Verdict
 
 Rule = Callable[[Evidence], list[Cause]]

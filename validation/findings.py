@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from pipeline.action import Kind
 from validation.case import Case
 from validation.observe import data_for
-from validation.rank_report import RankFailed
+from validation.ranks.rank_report import RankFailed
 from validation.runtimes import OWN
 from validation.validator import validate
 from validation.world import World

@@ -8,7 +8,7 @@ from pipeline.lower import Program
 from pipeline.program_laws import check as check_program
 from pipeline.program_laws import runnable
 from pipeline.schedule import Schedule, ScheduleError
-from validation.launcher import under_torchrun
+from validation.ranks.launcher import under_torchrun
 
 _BOUND_S = 60.0
 
@@ -35,8 +35,8 @@ def _read(path: str | Path) -> Schedule | Program | ScheduleError:
 
 
 def _from_rank_0(path: str | Path) -> Schedule | Program | ScheduleError:
-    from validation.shipping import pack, unpack  # these load torch
-    from validation.side_store import side_store
+    from validation.ranks.shipping import pack, unpack  # these load torch
+    from validation.ranks.side_store import side_store
 
     side = side_store()
     mine = pack(_read(path)) if side.rank == 0 else b""

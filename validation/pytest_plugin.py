@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from validation.launcher import under_torchrun
-from validation.rank_report import NeedsMoreRanks
+from validation.ranks.launcher import under_torchrun
+from validation.ranks.rank_report import NeedsMoreRanks
 
 if TYPE_CHECKING:
     from validation.whitebox import WhiteBox
@@ -38,7 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(LeftOut(), "pipeproof-left-out")
     if under_torchrun():
         _refuse_workers(config)
-        from validation.pytest_torchrun import RanksTogether  # torch comes with it, so only here
+        from validation.session.pytest_torchrun import RanksTogether  # torch comes with it, so only here
 
         config.pluginmanager.register(RanksTogether(config), "pipeproof-torchrun")
 

@@ -17,7 +17,7 @@ from reference.model import Model, build_model
 from reference.step import Recipe, objective
 from validation.case import Case
 from validation.observed import RankOperation
-from validation.posted import noted_messages
+from validation.ranks.posted import noted_messages
 from validation.recording import Site
 from validation.runtimes import SINGLE, TORCH, TORCH_CLASSES
 from validation.stages import layers_of, on_device, tied_across

@@ -12,9 +12,9 @@ from validation.diagnose import diagnose
 from validation.judge import judge
 from validation.observe import observe
 from validation.observed import Observed
-from validation.rank_report import Ending, RankFailed, RankReport
+from validation.ranks.rank_report import Ending, RankFailed, RankReport
+from validation.ranks.stall import lost_message
 from validation.runtimes import OWN
-from validation.stall import lost_message
 from validation.verdict import Verdict
 from validation.world import World
 

@@ -6,12 +6,12 @@ from types import TracebackType
 from typing import Any, NoReturn, Protocol, Self, TypeVar
 
 from pipeline.sizes import MOST_SECONDS
-from validation.launcher import under_torchrun
-from validation.processes import Processes
-from validation.rank_report import Ending, NeedsMoreRanks, RankFailed, RankReport, WorldError, culprit_of
-from validation.shipping import pack, unpack
-from validation.torchrun import Torchrun
-from validation.worker import Answer, RankContext
+from validation.ranks.launcher import under_torchrun
+from validation.ranks.processes import Processes
+from validation.ranks.rank_report import Ending, NeedsMoreRanks, RankFailed, RankReport, WorldError, culprit_of
+from validation.ranks.shipping import pack, unpack
+from validation.ranks.torchrun import Torchrun
+from validation.ranks.worker import Answer, RankContext
 
 __all__ = ["NeedsMoreRanks", "RankContext", "RankFailed", "RankReport", "World", "WorldError"]
 

@@ -9,7 +9,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pipeline.action import Action
 from validation.observe import deterministic
-from validation.posted import noted_messages
+from validation.ranks.posted import noted_messages
+from validation.ranks.worker import RankContext
 from validation.whitebox.handed import HandBackError, HandedBack, understood
 from validation.whitebox.matching import Local, Names, renamed
 from validation.whitebox.shards import Index, InShards, Shard, ShardError, shard_at, shard_of
@@ -17,7 +18,6 @@ from validation.whitebox.share import Replicas
 from validation.whitebox.sight import FirstSight
 from validation.whitebox.sketch import contents, digest
 from validation.whitebox.watching import Call, Watcher, watching
-from validation.worker import RankContext
 
 Step = Callable[[nn.Module, list[Any]], Any]
 

@@ -17,7 +17,7 @@ from validation.floors import Floors, Orders, Pending
 from validation.judge import judged, one_thread
 from validation.observed import Observed
 from validation.oracle import Answer, precision_of_reference
-from validation.rank_report import RankFailed
+from validation.ranks.rank_report import RankFailed
 from validation.subject import Subject
 from validation.tolerance import FP32, Precision, scalar_error
 from validation.verdict import Verdict

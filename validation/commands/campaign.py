@@ -1,0 +1,202 @@
+"""Running cases and showing how it goes: what the commands ``validate``, ``fuzz`` and ``replay`` do."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from time import perf_counter
+from types import MappingProxyType
+
+import torch
+
+from pipeline.profile import profile_table
+from validation.case import Case
+from validation.console.output_file import OutputFile
+from validation.console.terminal import JsonFile, Terminal
+from validation.findings import FINDINGS, Finding, known
+from validation.fuzz import Found, Tally, cases, fuzz
+from validation.judge import judge
+from validation.observe import observe
+from validation.observed import Observed
+from validation.records.case_record import observed_record
+from validation.records.record_file import write
+from validation.report import HEADER, line, summary
+from validation.runtimes import OWN
+from validation.specimens import specimen
+from validation.validator import crashed, explained, validate
+from validation.verdict import SCHEMA, Verdict
+from validation.world import NeedsMoreRanks, RankFailed, World
+
+NO_VERDICT = 3
+NOTHING: Mapping[str, str] = MappingProxyType({})
+
+
+class Impossible(ValueError):
+    """A request that these ranks or this machine cannot meet."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where cases run, and what is said about them. ``device``: "auto", "cpu" or "cuda".
+
+    ``json`` and ``record`` are files for the verdicts, and for what the ranks of the one case gave.
+    """
+
+    device: str = "auto"
+    timeout_s: float = 120.0
+    json: str | None = None
+    profile: bool = False
+    explain: bool = False
+    record: str | None = None
+
+    @property
+    def chosen_device(self) -> str:
+        """Either cpu or cuda. Raises ``Impossible`` for CUDA where there is none."""
+        available = torch.cuda.is_available()
+        if self.device == "cuda" and not available:
+            raise Impossible("--device cuda, but torch finds no CUDA device: use --device cpu, or torch built for CUDA")
+        return "cuda" if available and self.device != "cpu" else "cpu"
+
+
+def validate_all(wanted: Sequence[Case], setting: Setting, *, left_out: Mapping[str, str] = NOTHING) -> int:
+    """Validate each case, a line each and a screen for what is no pass; returns the exit status.
+
+    ``left_out`` are schedules that were asked for and cannot be, with the reason; they are said and counted.
+    """
+    for case in wanted:
+        specimen(case.specimen)  # an unknown one is refused before anything starts
+    if setting.record is not None and len(wanted) != 1:
+        raise Impossible(f"--record takes one case, and these are {len(wanted)}: choose one --schedule and one --model")
+    terminal, device = Terminal(), setting.chosen_device
+    verdicts: list[Verdict] = []
+    with (
+        JsonFile(setting.json) as file,
+        OutputFile(setting.record) as recorded,
+        World(device=device, timeout_s=setting.timeout_s) as world,
+    ):
+        for name, reason in left_out.items():
+            terminal.say(f"{name} is left out: {reason}")
+        for number, case in enumerate(wanted, start=1):
+            with terminal.progress(f"{number} of {len(wanted)}: {case}"):
+                verdict, observed = validated(replace(case, device=device), world)
+            if not verdicts:
+                terminal.say(HEADER)
+            verdicts.append(verdict)
+            terminal.say(line(case, verdict), verdict.verdict)
+            if observed is not None and setting.record is not None:
+                write(observed_record(replace(case, device=device), observed), recorded)
+            if observed is not None and setting.profile:
+                terminal.say(profile_table(observed.profiles))
+            if setting.explain or verdict.verdict != "pass":
+                terminal.say(str(verdict), verdict.verdict)
+        terminal.say(summary(verdicts, left_out=len(left_out)))
+        data = {"verdicts": [verdict.as_dict() for verdict in verdicts], "left_out": dict(left_out)}
+        file.write({"schema": SCHEMA, **data})
+    return exit_status(verdicts)
+
+
+def fuzz_all(
+    setting: Setting,
+    *,
+    budget: int,
+    seed: int,
+    schedules: Sequence[str],
+    dtypes: Sequence[str],
+    max_ranks: int,
+    runtime: str = OWN,
+) -> int:
+    """Run a fuzz campaign with progress; a failure is shrunk, shown and given a line to replay it by.
+
+    On a runtime that is not ours, findings that are known and still there are said first, and not drawn.
+    """
+    terminal, device = Terminal(), setting.chosen_device
+    with JsonFile(setting.json) as file, World(device=device, timeout_s=setting.timeout_s) as world:
+        there = _findings(world, terminal) if runtime != OWN else []
+        drawn = cases(schedules=schedules, dtypes=dtypes, max_ranks=max_ranks, device=device, runtime=runtime)
+        with terminal.progress("starting ranks") as show, enough_ranks():
+            tally, found = fuzz(
+                world,
+                budget=budget,
+                seed_=seed,
+                strategy=drawn.filter(lambda case: not known(case, there)),
+                progress=lambda tally: show(f"{tally.cases} of {tally.budget}: {tally}"),
+            )
+            found = _explained(found, world)
+        terminal.say(f"seed {seed}: {tally}\n{tally.by_schedule}")
+        findings = {"findings": [finding.name for finding in there]} if there else {}
+        file.write({"schema": SCHEMA, "seed": seed, **findings, **_data(tally, found)})
+        if found is None:
+            return 0
+        terminal.say("a case that is no pass, as small as shrinking made it:")
+        if not found.repeated:
+            terminal.say("it did not fail again when run a second time: a race, or something else that is not seeded")
+        verdict = found.verdict or crashed(found.case, found.failure)
+        terminal.say(str(verdict), verdict.verdict)
+        return verdict.exit_status
+
+
+def _explained(found: Found | None, world: World) -> Found | None:
+    """What was found, with its cause: only the smallest case is worth the second run that this takes."""
+    if found is None or found.verdict is None or not found.repeated:
+        return found
+    try:
+        return replace(found, verdict=validate(found.case, world))
+    except RankFailed as failure:
+        return replace(found, verdict=None, failure=failure)
+
+
+def _findings(world: World, terminal: Terminal) -> list[Finding]:
+    """Run the smallest case of every finding; those that are there on this torch."""
+    there = []
+    terminal.say(f"findings on torch {torch.__version__}; what is there is left out of what is drawn:")
+    for finding in FINDINGS:
+        with terminal.progress(finding.name), enough_ranks():
+            verdict = finding.verdict(world)
+        terminal.say(f"  {finding.name:<26} {'absent' if verdict == 'pass' else verdict:<8} {finding.line}")
+        if verdict != "pass":
+            there.append(finding)
+    return there
+
+
+def exit_status(verdicts: Sequence[Verdict]) -> int:
+    """1 if anything is wrong; else 3 if anything is unknown, or if there is nothing; else 0."""
+    found = {verdict.exit_status for verdict in verdicts}
+    return 1 if 1 in found else (NO_VERDICT if NO_VERDICT in found or not found else 0)
+
+
+def validated(case: Case, world: World, *, measure: bool = True) -> tuple[Verdict, Observed | None]:
+    """The verdict on ``case``, and what its ranks gave; "unknown" and None where they failed.
+
+    ``measure``: measure rounding floors even where every bit agrees. Raises ``Impossible`` for too small a world.
+    """
+    began = perf_counter()
+    try:
+        with enough_ranks():
+            observed = observe(case, world)
+    except RankFailed as failure:
+        return replace(crashed(case, failure), seconds=perf_counter() - began), None
+    verdict = judge(case, observed, measure=measure)
+    if verdict.verdict == "fail":
+        verdict = explained(case, world, observed, verdict)
+    return replace(verdict, seconds=perf_counter() - began), observed
+
+
+@contextmanager
+def enough_ranks() -> Iterator[None]:
+    """Turn a launcher's shortage of ranks into a sentence for whoever asked for too many."""
+    try:
+        yield
+    except NeedsMoreRanks as error:
+        raise Impossible(f"{error}; start more ranks, or ask for fewer with --ranks or --max-ranks") from error
+
+
+def _data(tally: Tally, found: Found | None) -> dict[str, object]:
+    data: dict[str, object] = {
+        "cases": tally.cases,
+        "verdicts": dict(tally.verdicts),
+        "tiers": dict(tally.tiers),
+        "schedules": dict(tally.schedules),
+        "dtypes": dict(tally.dtypes),
+    }
+    if found is not None:
+        data["found"] = found.verdict.as_dict() if found.verdict else {"config": str(found.case)}
+    return data

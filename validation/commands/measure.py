@@ -1,0 +1,92 @@
+"""Running a case to time it: a few steps on real ranks, and nothing that observes but the runtime's own clock."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from pipeline.costs import costs_of, predict
+from pipeline.profile import beside
+from pipeline.trace import Trace
+from reference.data import Shapes, microbatches
+from reference.model import DTYPES
+from validation.case import Case, CaseError
+from validation.commands.campaign import NO_VERDICT, enough_ranks
+from validation.commands.drawings import Drawings, Paths
+from validation.console.terminal import Terminal
+from validation.observe import assemble
+from validation.world import RankContext, RankFailed, World
+
+# Steps before the timed ones: links learn shapes, allocators warm up.
+_WARM_UP = 2
+# As long as the models' context admits, so that there is something to compute.
+_SHAPES = Shapes(rows=8, tokens=64)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Steps of one schedule on real ranks, ``steps[k]`` the k-th."""
+
+    steps: tuple[Trace, ...]
+
+    @property
+    def typical(self) -> Trace:
+        """The step whose makespan is the median (of an even number, the longer of the two in the middle)."""
+        return sorted(self.steps, key=lambda step: step.makespan)[len(self.steps) // 2]
+
+    @property
+    def predicted(self) -> Trace:
+        """The schedule simulated with the medians of what its actions and messages cost in all steps."""
+        return predict(self.typical.schedule, costs_of(self.steps))
+
+    def __str__(self) -> str:
+        measured, predicted = self.typical, self.predicted
+        lines = [
+            beside(measured.profiles(), predicted.profiles()),
+            f"makespan: {measured.makespan * 1e3:.1f} ms measured, {predicted.makespan * 1e3:.1f} ms simulated",
+        ]
+        ranks, processors = measured.schedule.n_ranks, os.cpu_count() or 1
+        if ranks > processors:
+            lines.append(f"{ranks} ranks share {processors} processors here; the simulator gives each rank its own")
+        return "\n".join(lines)
+
+
+def show_measured(case: Case, paths: Paths, *, steps: int) -> int:
+    """Time ``case``, say how it went beside the simulation, and draw both; returns the exit status."""
+    if steps < 1:
+        raise CaseError(f"--steps is {steps}: expected at least 1")
+    case, terminal = replace(case, ragged=False, unequal=False), Terminal()
+    # Messages are drawn too: two ends for each, of which there are at most as many as of actions.
+    with Drawings(paths, actions=2 * sum(map(len, case.built.ranks))) as drawings, World() as world:
+        try:
+            with terminal.progress(f"{steps} steps of {case}"), enough_ranks():
+                measured = measure(case, world, steps=steps)
+        except RankFailed as failure:
+            terminal.say(str(failure))
+            return NO_VERDICT
+        name = case.built.name
+        drawings.write({f"{name}, simulated with the measured times": measured.predicted,
+                        f"{name}, measured": measured.typical})  # fmt: skip
+    terminal.say(f"{case}\n{measured}")
+    return 0
+
+
+def measure(case: Case, world: World, *, steps: int) -> Measured:
+    """Time ``steps`` training steps of ``case`` on ``world``. Raises what the world raises."""
+    (first, *_) = world.run(measure_rank, case, steps, ranks=case.ranks)
+    return Measured(tuple(first))
+
+
+def measure_rank(context: RankContext, case: Case, steps: int) -> Sequence[Trace]:
+    """One rank's part; a job for ``World.run``. All ranks return the same traces."""
+    _, schedule = assemble(context, case)
+    batches = microbatches(case.model, count=case.microbatches, shapes=_SHAPES, seed=case.seed)
+    pairs = [
+        (batch.inputs, batch.target)
+        for batch in (batch.cast(DTYPES[case.dtype]).to(context.device) for batch in batches)
+    ]
+    traces = []
+    for step in range(_WARM_UP + steps):
+        schedule.train_step(pairs)
+        if step >= _WARM_UP:
+            traces.append(schedule.trace())
+    return traces

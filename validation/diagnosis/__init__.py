@@ -1,0 +1,1 @@
+"""From what disagrees to the fault that explains it."""

@@ -1,0 +1,161 @@
+"""Atoms: the tensors that a stage's gradients could be made of, each with the term that says what it is.
+
+A correct gradient is the sum of the nominal atoms, each once: microbatch i's activation with microbatch i's output
+gradient. The others are what faults put there.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+from reference.pairing import Contributed, Flow, Tensors
+from reference.step import Gradient, Stage
+from validation.diagnosis.update import Update
+
+
+class Term(NamedTuple):
+    """What an atom is; ``activation`` and ``gradient`` are microbatches, -1 where there is none.
+
+    what: "pair", of microbatch ``activation``'s activation and microbatch ``gradient``'s output gradient, on the last
+    stage its target. "logits": the same on the last stage with the gradient in the logits. "flow": with the output
+    gradient number ``gradient`` that an error in the next stage made. "earlier": microbatch ``activation`` of the
+    accumulating call ``gradient`` calls ago. "gradient": the whole gradient of the step before. "contribution": one
+    microbatch's part of it. "parameter": the parameter itself. "evaluated": the gradient of evaluation
+    number ``activation``. "old-activation", "old-gradient": a pair of which that
+    half is of the step before. "old-data": the step before's microbatch in today's model. "old-weights": today's
+    microbatch in the step before's model.
+    """
+
+    what: str
+    activation: int = -1
+    gradient: int = -1
+
+    @property
+    def nominal(self) -> bool:
+        """Whether a correct gradient has this once."""
+        return self.what == "earlier" or (self.what == "pair" and self.activation == self.gradient)
+
+
+@dataclass(frozen=True)
+class Atom:
+    """A term, its gradients by parameter, and what its backward hands on to the stage before."""
+
+    term: Term
+    gradients: Mapping[str, Gradient]
+    inputs: tuple[Gradient, ...] = ()
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """An atom that should not be there and hands something on, and the microbatches that it can be a matter of."""
+
+    atom: Atom
+    near: frozenset[int]
+
+
+class Atoms:
+    """The atoms of one stage, made when asked for. ``wrong`` are what errors in the next stage handed on."""
+
+    def __init__(self, update: Update, stage: Stage, wrong: Sequence[Wrong]) -> None:
+        self._update = update
+        self._now = update.now
+        self._stage = stage
+        self._wrong = wrong
+        self._own = range(update.now.microbatches)
+
+    @cached_property
+    def nominal(self) -> list[Atom]:
+        """What a correct gradient is the sum of."""
+        found = [self._atom(Term("pair", i, i), self._now.contribution(self._stage, i)) for i in self._own]
+        for call, pairing in enumerate(self._update.earlier, start=1):
+            for i in range(pairing.microbatches):
+                found.append(self._atom(Term("earlier", i, call), pairing.contribution(self._stage, i)))
+        return found
+
+    @cached_property
+    def consequences(self) -> list[Atom]:
+        """What follows from the next stage's errors: their output gradients with the microbatches concerned."""
+        flows = {number: _as_is(wrong.atom.inputs) for number, wrong in enumerate(self._wrong)}
+        near = {i: {n: flows[n] for n, wrong in enumerate(self._wrong) if i in wrong.near} for i in self._own}
+        return [atom for i in self._own for atom in self._with(self._inputs(i), i, "flow", near[i])]
+
+    @cached_property
+    def extras(self) -> list[Atom]:
+        """The gradient of the step before, and the parameters themselves."""
+        update, stage = self._update, self._stage
+        values = {name: value.detach() for name, value in self._now.parameters(stage).items()}
+        found = [Atom(Term("parameter"), values)]
+        for number, pairing in enumerate(update.evaluated):
+            parts = [pairing.contribution(stage, i).gradients for i in range(pairing.microbatches)]
+            found.append(Atom(Term("evaluated", number), {name: _sum([p[name] for p in parts]) for name in values}))
+        if update.before is not None:
+            old = {name: _double(update.old.get((stage, name))) for name in values}
+            found.append(Atom(Term("gradient"), old))
+        return found
+
+    @cached_property
+    def contributions(self) -> list[Atom]:
+        """What each microbatch of the step before gave."""
+        before, stage = self._update.before, self._stage
+        own = range(0 if before is None else before.microbatches)
+        return [self._atom(Term("contribution", i), before.contribution(stage, i)) for i in own if before]
+
+    @cached_property
+    def pairs(self) -> list[Atom]:
+        """Every activation with every other microbatch's output gradient, target, or gradient in the logits."""
+        stage = self._stage
+        found: list[Atom] = []
+        for i in self._own:
+            others = [j for j in self._own if j != i]
+            found += self._with(self._inputs(i), i, "pair", {j: self._now.seed(stage, j) for j in others})
+            if stage == self._now.stages - 1:
+                found += self._with(self._inputs(i), i, "logits", {j: self._now.flow(stage, j) for j in others})
+        return found
+
+    @cached_property
+    def stale(self) -> list[Atom]:
+        """Pairs of which one half, or the data, or the weights, are the step before's."""
+        update, stage, before = self._update, self._stage, self._update.before
+        if before is None:
+            return []
+        found: list[Atom] = []
+        then = range(before.microbatches)
+        old = {j: before.seed(stage, j) for j in then}
+        new = {j: self._now.seed(stage, j) for j in self._own}
+        for i in self._own:
+            found += self._with(self._inputs(i), i, "old-gradient", old)
+        for i in then:
+            found += self._with(before.inputs[stage][i], i, "old-activation", new)
+        for what, pairing in (("old-data", update.old_data), ("old-weights", update.old_weights)):
+            assert pairing is not None, "there is a step before"
+            found += [Atom(Term(what, i, i), pairing.contribution(stage, i).gradients) for i in then]
+        return found
+
+    def _inputs(self, i: int) -> Tensors:
+        return self._now.inputs[self._stage][i]
+
+    def _with(self, inputs: Tensors, i: int, what: str, flows: Mapping[int, Flow]) -> Iterator[Atom]:
+        """Activation ``inputs`` of microbatch i with each of ``flows``, where they fit."""
+        made = self._now.contribute(self._stage, inputs, list(flows.values())) if flows else []
+        for number, contributed in zip(flows, made, strict=True):
+            if contributed is not None:
+                yield self._atom(Term(what, i, number), contributed)
+
+    def _atom(self, term: Term, made: Contributed) -> Atom:
+        return Atom(term, made.gradients, made.inputs)
+
+
+def _as_is(gradients: tuple[Gradient, ...]) -> Flow:
+    return lambda _: gradients
+
+
+def _double(gradient: Gradient) -> Gradient:
+    return None if gradient is None else gradient.double()
+
+
+def _sum(parts: Sequence[Gradient]) -> Gradient:
+    found = [part for part in parts if part is not None]
+    return torch.stack(found).sum(dim=0) if found else None

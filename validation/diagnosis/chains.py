@@ -1,0 +1,104 @@
+"""Wrong pairs followed from stage to stage: which exchange explains them all, and where it happened.
+
+An error shows first in the stage nearest to the loss; the stages before work with what it hands on. Which activations
+they pair that with tells the exchanges apart.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from reference.step import Stage
+from validation.cause import Cause
+from validation.diagnosis.atoms import Term
+from validation.diagnosis.explanation import Explanation
+from validation.diagnosis.update import Update
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A wrong pair of activation ``activation`` and output gradient ``gradient`` in ``stage``, and the activations
+    that the stages before it paired with what follows from it, nearest first."""
+
+    term: Term
+    stage: Stage
+    followed: tuple[int, ...]
+
+
+def swaps(update: Update, stages: Sequence[Explanation]) -> list[Cause]:
+    """The exchanges that the wrong pairs of all stages come from, each once, with all its microbatches."""
+    found: dict[tuple[str, Stage | None, str], set[int]] = {}
+    for chain in chains(stages):
+        for kind, stage, detail in _readings(update, stages, chain):
+            found.setdefault((kind, stage, detail), set()).add(_slot(kind, chain))
+    return [
+        Cause(kind, stage=stage, microbatches=tuple(sorted(slots)), detail=detail)
+        for (kind, stage, detail), slots in found.items()
+    ]
+
+
+def chains(stages: Sequence[Explanation]) -> Iterator[Chain]:
+    """Every wrong pair that is no consequence of another."""
+    for one in reversed(stages):
+        if one.explained:
+            for term, c in one.coefficients.items():
+                if c and (term.what == "logits" or (term.what == "pair" and not term.nominal)):
+                    yield Chain(term, one.stage, tuple(_followed(stages, one.stage, term)))
+
+
+def _followed(stages: Sequence[Explanation], stage: Stage, term: Term) -> Iterator[int]:
+    """The activations that earlier stages paired with what ``term`` handed on, as long as that can be followed."""
+    for one in reversed(stages[:stage]):
+        number = next((k for k, wrong in enumerate(one.wrong) if wrong.atom.term == term), None)
+        flows = [t for t, c in one.coefficients.items() if c and t.what == "flow" and t.gradient == number]
+        if not one.explained or len(flows) != 1:
+            return
+        term = flows[0]
+        yield term.activation
+
+
+def _readings(update: Update, stages: Sequence[Explanation], chain: Chain) -> list[tuple[str, Stage | None, str]]:
+    """The exchanges that a chain can come from, as kind, stage and detail, the likeliest first."""
+    i, last = chain.term.activation, update.now.stages - 1
+    if chain.stage == last and chain.term.what == "pair":
+        return _forward_readings(chain, last)
+    if chain.followed:
+        return [("swapped-gradients" if chain.followed[0] == i else "swapped-activations", chain.stage, "")]
+    kinds = _by_use(stages[chain.stage])
+    return [(kind, chain.stage, "" if len(kinds) == 1 else "the other swap gives the same gradients") for kind in kinds]
+
+
+def _forward_readings(chain: Chain, last: Stage) -> list[tuple[str, Stage | None, str]]:
+    """A target met another microbatch's outputs: they were exchanged where the activations change."""
+    i, j = chain.term.activation, chain.term.gradient
+    same = next((k for k, activation in enumerate(chain.followed) if activation != i), len(chain.followed))
+    first = last - same  # the first stage that worked on microbatch i's activation
+    if first == 0:
+        return [("swapped-data", None, "inputs of one microbatch met the target of another")]
+    if len(chain.followed) > same and chain.followed[same] == j:
+        return [("swapped-activations", first, "already in its forward: what it received was another microbatch's")]
+    return [("swapped-data", None, ""), ("swapped-activations", None, "")]
+
+
+def _by_use(stage: Explanation) -> list[str]:
+    """Which of the two was used too often or too seldom; both if that does not say."""
+    activations: Counter[int] = Counter()
+    gradients: Counter[int] = Counter()
+    for term, c in stage.coefficients.items():
+        if c and term.what in ("pair", "logits"):
+            activations[term.activation] += round(c)
+            gradients[term.gradient] += round(c)
+    uneven = [
+        len(set(uses.values())) > 1 or len(uses) < len(activations | gradients) for uses in (activations, gradients)
+    ]
+    if uneven == [True, False]:
+        return ["swapped-activations"]
+    if uneven == [False, True]:
+        return ["swapped-gradients"]
+    # Messages are taken for each other more easily than what a stage itself keeps.
+    return ["swapped-gradients", "swapped-activations"]
+
+
+def _slot(kind: str, chain: Chain) -> int:
+    """The microbatch whose work went wrong."""
+    return chain.term.activation if kind == "swapped-gradients" else chain.term.gradient

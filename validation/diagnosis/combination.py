@@ -1,0 +1,133 @@
+"""A tensor as a combination of others: which coefficients explain it down to rounding, and which stay undecided.
+
+Legend: D elements, N atoms. Everything in fp64. Orthogonal least squares is Chen, Billings and Luo's forward selection
+(International Journal of Control 50, 1989): of all atoms, the next is the one that leaves the smallest residual.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_CHANCE = 1e-9  # how likely an explanation may be to fit by chance
+DECIDED = 0.05  # a coefficient known no better than this is undecided
+_SKETCH = 2048
+_DEPENDENT = 1e-6  # an atom of which no more than this is new
+
+
+@dataclass(frozen=True)
+class Fit:
+    """``coefficients`` of the atoms, and what they leave: ``residual``, relative to the size of what was added.
+
+    ``uncertain[k]`` bounds how far rounding may have moved coefficient k.
+    """
+
+    coefficients: tuple[float, ...]
+    residual: float
+    uncertain: tuple[float, ...]
+
+    @property
+    def undecided(self) -> tuple[int, ...]:
+        """The atoms whose coefficients rounding does not decide."""
+        return tuple(k for k, bound in enumerate(self.uncertain) if bound > DECIDED)
+
+
+def residual_of(observed: Tensor, atoms: Tensor, coefficients: Sequence[float]) -> float:
+    """What coefficients (N) of atoms (N, D) leave of observed (D), relative to the size of what was added."""
+    used = [k for k, c in enumerate(coefficients) if c]
+    weights = torch.tensor([coefficients[k] for k in used], dtype=torch.float64)
+    atoms = atoms[used]
+    gap = (observed - weights @ atoms).norm().item()
+    size = max(observed.norm().item(), (weights * atoms.norm(dim=1)).norm().item())
+    return gap / size if size else 0.0
+
+
+def fit(observed: Tensor, atoms: Tensor, limit: float, *, size: float = 0.0) -> Fit:
+    """Least squares: observed (D) by atoms (N, D). ``limit``: the residual that is still rounding, relative to the size
+    of what was added, which is at least ``size``."""
+    count, length = atoms.shape
+    if count == 0 or length == 0:
+        return Fit((0.0,) * count, 1.0, (float("inf"),) * count)
+    norms = atoms.norm(dim=1).clamp_min(torch.finfo(torch.float64).tiny)
+    unit = atoms / norms[:, None]
+    # The singular values of all atoms together say which of their combinations the observed tensor can tell apart. The
+    # products of atoms have them squared, and are few: what that costs in digits, a second round gives back.
+    squares, vectors = torch.linalg.eigh(unit @ unit.T)  # (N) (N, N)
+    kept = squares > (_DEPENDENT**2) * squares[-1]
+    inverse = torch.where(kept, 1 / squares.clamp_min(1e-300), 0.0)
+    scaled = torch.zeros(count, dtype=torch.float64)
+    for _ in range(2):
+        scaled += vectors @ (inverse * (vectors.T @ (unit @ (observed - scaled @ unit))))
+    weights = scaled / norms
+    gap = (observed - scaled @ unit).norm().item()
+    size = max(size, observed.norm().item(), (weights * norms).norm().item())
+    residual, noise = (gap / size if size else 0.0), limit * size
+    bounds = noise * (vectors * inverse.sqrt()).norm(dim=1) / norms
+    bounds = torch.where((vectors[:, ~kept] ** 2).sum(dim=1) > 1e-9, torch.inf, bounds)
+    return Fit(tuple(weights.tolist()), residual, tuple(bounds.tolist()))
+
+
+def counts_of(whole: Tensor, parts: Sequence[Tensor], limit: float) -> tuple[float, ...] | None:
+    """How often each of ``parts`` is in ``whole``, if they explain it within ``limit``; all are taken as vectors.
+
+    None where they do not, or where another answer would do as well.
+    """
+    target, atoms = (tensor.double().cpu() for tensor in (whole.flatten(), torch.stack([p.flatten() for p in parts])))
+    if not bool(target.isfinite().all()) or not bool(atoms.isfinite().all()) or not target.any():
+        return None
+    made = fit(target, atoms, limit)
+    return None if made.undecided or made.residual > limit else made.coefficients
+
+
+def conclusive(size: int, *, used: int, atoms: int, limit: float) -> bool:
+    """Whether ``used`` of ``atoms`` atoms that leave no more than ``limit`` of ``size`` elements do so for a reason.
+
+    Each element beyond the coefficients would agree by chance once in 1 / limit times, and there were as many tries as
+    there are choices of so many atoms.
+    """
+    tries = math.lgamma(atoms + 1) - math.lgamma(used + 1) - math.lgamma(atoms - used + 1)
+    return (size - used) * math.log(limit) + tries <= math.log(_CHANCE)
+
+
+def select(observed: Tensor, atoms: Tensor, *, goal: float, most: int) -> list[int]:
+    """Atoms (N, D), one at a time, until they leave of observed (D) a norm of ``goal``, or there are ``most``."""
+    target, rest = _sketch(observed, atoms)
+    norms = rest.norm(dim=1)
+    rest = rest / norms.clamp_min(torch.finfo(torch.float64).tiny)[:, None]
+    usable = norms > 0
+    picked: list[int] = []
+    while len(picked) < min(most, len(atoms)) and target.norm().item() > goal:
+        new = rest.norm(dim=1)
+        usable &= new > _DEPENDENT
+        if not usable.any():
+            break
+        gain = torch.where(usable, (rest @ target).abs() / new.clamp_min(1e-300), -1.0)
+        best = int(gain.argmax())
+        direction = rest[best] / new[best]
+        target = target - (direction @ target) * direction
+        rest = rest - torch.outer(rest @ direction, direction)
+        usable[best] = False
+        picked.append(best)
+    return picked
+
+
+def alike(atoms: Tensor, picked: Sequence[int], limit: float) -> set[int]:
+    """Those of the ``picked`` atoms (N, D) that another atom equals but for its size: nothing tells the two apart."""
+    unit = atoms / atoms.norm(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
+    close = (unit[list(picked)] @ unit.T).abs() >= 1 - max(limit**2 / 2, 1e-12)
+    return {k for k, row in zip(picked, close, strict=True) if int(row.sum()) > 1}
+
+
+def _sketch(observed: Tensor, atoms: Tensor) -> tuple[Tensor, Tensor]:
+    """Both with fewer elements and almost the same inner products: signed sums of elements drawn at random."""
+    size = len(observed)
+    if size <= 2 * _SKETCH:
+        return observed, atoms
+    generator = torch.Generator().manual_seed(0)
+    bucket = torch.randint(_SKETCH, (size,), generator=generator)
+    sign = torch.randint(2, (size,), generator=generator).double() * 2 - 1
+    rows = torch.cat([observed[None], atoms]) * sign
+    short = torch.zeros(len(rows), _SKETCH, dtype=torch.float64).index_add_(1, bucket, rows)
+    return short[0], short[1:]

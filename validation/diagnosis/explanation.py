@@ -1,0 +1,292 @@
+"""What a stage's gradients are made of: the simplest combination of atoms that leaves nothing but rounding."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from reference.step import Gradient, Stage
+from validation.diagnosis.atoms import Atom, Atoms, Term, Wrong
+from validation.diagnosis.combination import DECIDED, alike, fit, select
+from validation.diagnosis.system import System, weights
+from validation.diagnosis.update import Update
+from validation.tolerance import Floor, error
+
+_ZERO = 1e-3  # a coefficient this small may be none at all: it is left out if nothing but rounding remains without it
+_NARROW = 2.0**-7  # more than rounding to bfloat16 changes
+_MORE = 8  # a sparse explanation has at most two atoms for every microbatch, and so many more
+_SEVERAL = 4
+_HALF = 0.5  # an explanation holds for a stage if it holds for at least this share of its parameters
+
+
+@dataclass(frozen=True)
+class Oddity:
+    """A parameter whose gradient is not what the rest of its stage says.
+
+    what: "missing", "unexpected", "zero", "not-finite", "shape", "factor" (times ``factor``), "rounded",
+    "altered" (in another order) or "unknown".
+    """
+
+    parameter: str
+    what: str
+    factor: float | None = None
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """One stage's gradients as coefficients of terms; nominal terms are listed even where they are 0.
+
+    ``residual`` is relative, ``limit`` what rounding may leave. ``explained``: it is rounding. ``undecided`` are terms
+    whose coefficients could be others as well. ``wrong`` are the atoms that "flow" terms are numbered by, and
+    ``odd`` the parameters that the coefficients do not hold for.
+    """
+
+    stage: Stage
+    coefficients: Mapping[Term, float]
+    residual: float
+    limit: float
+    explained: bool
+    undecided: tuple[Term, ...] = ()
+    odd: tuple[Oddity, ...] = ()
+    compared: int = 0
+    wrong: tuple[Wrong, ...] = field(default=(), repr=False)
+    atoms: tuple[Atom, ...] = field(default=(), repr=False)
+
+    @property
+    def complete(self) -> bool:
+        """Whether it says something of every parameter."""
+        return self.explained and all(oddity.what != "unknown" for oddity in self.odd)
+
+    def predicted(self, name: str) -> Gradient:
+        """What the coefficients make of parameter ``name``; None where no atom says anything."""
+        terms = [(self.coefficients[atom.term], atom.gradients.get(name)) for atom in self.atoms]
+        parts = [c * gradient for c, gradient in terms if gradient is not None and c]
+        return torch.stack(parts).sum(dim=0) if parts else None
+
+
+class Explainer:
+    """Explains one stage, given what errors in the next one handed on.
+
+    ``thorough``: also try tensors of the step before, which are many; a stage after which nothing could be explained is
+    not worth that.
+    """
+
+    def __init__(self, update: Update, stage: Stage, wrong: Sequence[Wrong], *, thorough: bool = True) -> None:
+        self._thorough = thorough
+        self._update, self._stage, self._wrong = update, stage, tuple(wrong)
+        self._atoms = Atoms(update, stage, wrong)
+        self._parameters = update.now.parameters(stage)
+        own = [name for name in self._parameters if (stage, name) not in update.shared]
+        self._seen = {name: update.observed.get((stage, name)) for name in own}
+        self._due = {name: update.expected.get((stage, name)) for name in own}
+        self._absent = tuple(filter(None, map(self._absence, own)))
+        absent = {oddity.parameter for oddity in self._absent}
+        self._names = [name for name in own if name not in absent and self._due[name] is not None]
+        self._limits = {name: limit_of(self._due[name], self._nominal_sum(name)) for name in self._names}
+
+    def explain(self) -> Explanation:
+        """The simplest explanation, or the unexplained rest."""
+        if not self._names:
+            zero = any(oddity.what == "zero" for oddity in self._absent)
+            terms = {atom.term: float(not zero) for atom in self._atoms.nominal}
+            atoms = self._atoms.nominal
+            found = self._simple(terms, System.of(atoms, [], self._seen, self._due), atoms)
+            return replace(found, odd=self._absences(found))
+        tried: list[Explanation] = []
+        for atoms, sparse in self._attempts():
+            tried.append(self._attempt(atoms, sparse=sparse))
+            if tried[-1].complete:
+                return tried[-1]
+        return next((one for one in tried if one.explained), tried[0])
+
+    def _attempts(self) -> Iterator[tuple[list[Atom], bool]]:
+        """From simple to complicated: the atoms of each attempt, and whether only few of them may be used."""
+        atoms = self._atoms
+        yield atoms.nominal, False
+        if self._wrong:
+            yield [*atoms.nominal, *atoms.consequences], False
+        yield [*atoms.nominal, *atoms.extras], False
+        if atoms.contributions:
+            yield [*atoms.nominal, *atoms.contributions], False
+        some = [*atoms.nominal, *atoms.consequences, *atoms.extras, *atoms.pairs]
+        yield some, True
+        if self._thorough and atoms.stale:
+            yield [*some, *atoms.stale], True
+
+    def _attempt(self, atoms: list[Atom], *, sparse: bool) -> Explanation:
+        """An explanation by ``atoms``, of all parameters or of most."""
+        system = System.of(atoms, self._names, self._seen, self._due)
+        whole = self._solve(system, atoms, sparse=sparse)
+        if whole.explained:
+            return self._but_for(whole, system, atoms)
+        if not sparse:
+            for candidate in self._candidates(system, atoms):
+                holds = self._holding(candidate, system)
+                if len(holds) >= _HALF * len(self._names):
+                    return self._but_for(self._simple(candidate.coefficients, system.only(holds), atoms), system, atoms)
+        return whole
+
+    def _candidates(self, system: System, atoms: list[Atom]) -> Iterator[Explanation]:
+        """What may hold for most parameters: that nothing is wrong, and what each parameter says alone."""
+        yield self._simple({atom.term: 1.0 for atom in self._atoms.nominal}, system, atoms)
+        for name in self._names:
+            alone = self._solve(system.only([name]), atoms, sparse=False)
+            if alone.explained and not alone.undecided:
+                yield alone
+
+    def _but_for(self, found: Explanation, system: System, atoms: list[Atom]) -> Explanation:
+        """``found`` with the parameters that it does not hold for named, refined without these."""
+        holds = self._holding(found, system)
+        if len(holds) < _HALF * len(self._names):
+            return replace(found, explained=False)
+        if len(holds) < len(self._names):
+            found = self._refined(found, system.only(holds), atoms)
+            holds = self._holding(found, system)
+        odd = tuple(self._oddity(found, name) for name in self._names if name not in holds)
+        return replace(found, odd=(*self._absences(found), *odd), compared=len(self._names))
+
+    def _refined(self, found: Explanation, system: System, atoms: list[Atom]) -> Explanation:
+        used = [atom for atom in atoms if found.coefficients.get(atom.term)]
+        better = self._solve(system.of_atoms([atoms.index(atom) for atom in used]), used, sparse=False)
+        if not better.explained or better.undecided:
+            return found
+        terms = {**dict.fromkeys(found.coefficients, 0.0), **better.coefficients}
+        return self._simple(terms, system, atoms)
+
+    def _solve(self, system: System, atoms: list[Atom], *, sparse: bool) -> Explanation:
+        """Least squares with all ``atoms``, unless only few may be used, or too few equations decide on all."""
+        if not sparse and system.conclusive(len(atoms), self._limit(system)):
+            base = torch.zeros_like(system.target)
+            found = self._fitted(system, atoms, list(range(len(atoms))), base)
+            if not found.undecided:
+                return found
+        return self._picked(system, atoms, from_nominal=not sparse)
+
+    def _picked(self, system: System, atoms: list[Atom], *, from_nominal: bool) -> Explanation:
+        """A few of ``atoms``, or a correct gradient but for a few."""
+        limit = self._limit(system)
+        nominal = [k for k, atom in enumerate(atoms) if atom.term.nominal and from_nominal]
+        base = system.rows[nominal].sum(dim=0)
+        most = min(2 * len(self._atoms.nominal) + _MORE, len(atoms))
+        while most and not system.conclusive(most, limit):
+            most -= 1
+        goal = limit / 2 * system.target.norm().item()
+        chosen = select(system.target - base, system.rows, goal=goal, most=most)
+        return self._fitted(system, atoms, chosen, base)
+
+    def _fitted(self, system: System, atoms: list[Atom], chosen: list[int], base: Tensor) -> Explanation:
+        """Least squares with the ``chosen`` atoms on top of ``base``, which is 0 or the sum of the nominal ones."""
+        limit = self._limit(system)
+        found = fit(system.target - base, system.rows[chosen], limit, size=system.target.norm().item())
+        terms = {atom.term: float(bool(base.any())) for atom in self._atoms.nominal}
+        bounds: dict[Term, float] = {}
+        unclear = alike(system.rows, chosen, limit)
+        for k, coefficient, bound in zip(chosen, found.coefficients, found.uncertain, strict=True):
+            term = atoms[k].term
+            terms[term] = terms.get(term, 0.0) + coefficient
+            bounds[term] = float("inf") if k in unclear else bound
+        tidy = self._tidy(system, atoms, terms, bounds)
+        undecided = tuple(term for term in tidy.coefficients if bounds.get(term, 0.0) > DECIDED)
+        explained = tidy.explained and system.conclusive(len(chosen), limit)
+        return replace(tidy, explained=explained, undecided=undecided)
+
+    def _tidy(
+        self, system: System, atoms: list[Atom], terms: Mapping[Term, float], bounds: Mapping[Term, float]
+    ) -> Explanation:
+        """``terms`` without what rounding put there, each coefficient simple where that leaves no more than before."""
+        kept = {term: c for term, c in terms.items() if term.nominal or abs(c) > _ZERO}
+        simple = {term: self._round(c, bounds.get(term, 0.0)) for term, c in kept.items()}
+        attempts = (self._simple(each, system, atoms) for each in (simple, kept, terms))
+        return next((each for each in attempts if each.explained), self._simple(kept, system, atoms))
+
+    def _simple(self, terms: Mapping[Term, float], system: System, atoms: list[Atom]) -> Explanation:
+        """``terms`` as an explanation of the parameters of ``system``."""
+        gap, limit = system.residual(weights(terms, atoms)), self._limit(system)
+        used = tuple(atom for atom in atoms if atom.term in terms)
+        return Explanation(
+            self._stage,
+            {atom.term: terms[atom.term] for atom in used},
+            gap,
+            limit,
+            gap <= limit,
+            compared=len(system.names),
+            odd=self._absent,
+            wrong=self._wrong,
+            atoms=used,
+        )
+
+    def _holding(self, found: Explanation, system: System) -> list[str]:
+        """The parameters of which ``found`` leaves only rounding."""
+        left = system.residuals(weights(found.coefficients, system.atoms))
+        return [name for name, gap in left.items() if gap <= self._limits[name]]
+
+    def _limit(self, system: System) -> float:
+        return max((self._limits[name] for name in system.names), default=0.0)
+
+    def _round(self, value: float, bound: float) -> float:
+        """The simple number that ``value`` may well be, or itself."""
+        near = min(self._numbers(), key=lambda number: abs(number - value))
+        return near if abs(near - value) <= min(max(bound, 1e-5 * abs(near)), DECIDED) else value
+
+    def _numbers(self) -> list[float]:
+        count = self._update.now.microbatches
+        return [0.0, *(sign * n for sign in (1, -1) for n in (1.0, 2.0, 3.0, 4.0, 0.5, count, 1 / count))]
+
+    def _nominal_sum(self, name: str) -> Gradient:
+        parts = [g for atom in self._atoms.nominal if (g := atom.gradients.get(name)) is not None]
+        return torch.stack(parts).sum(dim=0) if parts else None
+
+    def _absence(self, name: str) -> Oddity | None:
+        """What is plainly wrong with a gradient whatever the numbers are."""
+        seen, due = self._seen[name], self._due[name]
+        if seen is None:
+            return None if due is None else Oddity(name, "missing")
+        if due is None:
+            return Oddity(name, "unexpected")
+        if seen.shape != due.shape:
+            return Oddity(name, "shape")
+        if not bool(seen.isfinite().all()):
+            return Oddity(name, "not-finite")
+        if _narrow(seen) and not _narrow(due) and 0 < error(seen.cpu(), due.cpu()) < _NARROW:
+            return Oddity(name, "rounded")
+        return Oddity(name, "zero") if due.any() and not seen.any() else None
+
+    def _absences(self, found: Explanation) -> tuple[Oddity, ...]:
+        """What is plainly wrong, but for zeros that ``found`` explains."""
+        return tuple(odd for odd in self._absent if odd.what != "zero" or self._nonzero(found.predicted(odd.parameter)))
+
+    def _nonzero(self, gradient: Gradient) -> bool:
+        return gradient is not None and bool(gradient.any())
+
+    def _oddity(self, found: Explanation, name: str) -> Oddity:
+        """A parameter by itself: a multiple of what the rest says, rounded, or nothing known."""
+        seen, says = self._seen[name], found.predicted(name)
+        assert seen is not None, "only gradients that are there are compared"
+        if says is None or says.numel() < 2:
+            return Oddity(name, "unknown")
+        one = fit(seen.double().flatten().cpu(), says.flatten()[None], self._limits[name])
+        if one.residual > self._limits[name] and reordered(seen, says, self._limits[name]):
+            return Oddity(name, "altered")
+        factor = self._round(one.coefficients[0], one.uncertain[0])
+        return Oddity(name, "factor", factor) if one.residual <= self._limits[name] else Oddity(name, "unknown")
+
+
+def limit_of(due: Gradient, wide: Gradient) -> float:
+    """What rounding may leave of one parameter: from what it left of the expected gradient on this very run."""
+    if due is None or wide is None:
+        return Floor(0.0, 0.0, 0.0).limit
+    return Floor(0.0, error(due.cpu(), wide), 0.0).limit
+
+
+def reordered(seen: Tensor, says: Tensor, limit: float) -> bool:
+    """Whether ``seen`` is ``says`` but for the order of its elements, which are enough for that to be no chance."""
+    one, two = (tensor.double().cpu().flatten().sort().values for tensor in (seen, says))
+    return len(one) >= _SEVERAL and one.shape == two.shape and error(one, two) <= limit
+
+
+def _narrow(gradient: Gradient) -> bool:
+    """Whether every element is a number of a narrower type."""
+    if gradient is None or gradient.dtype in (torch.bfloat16, torch.float16):
+        return False
+    return any(torch.equal(gradient.to(kind).to(gradient.dtype), gradient) for kind in (torch.bfloat16, torch.float16))

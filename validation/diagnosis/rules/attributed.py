@@ -1,0 +1,23 @@
+"""The link that final gradients alone show: what they are made of."""
+
+from dataclasses import replace
+
+from validation.cause import Cause
+from validation.diagnosis.evidence import Evidence
+from validation.diagnosis.rules.supposed import supposed
+from validation.judge import one_thread
+
+
+def attributed(evidence: Evidence) -> list[Cause]:
+    """The causes that attribution names, the likeliest with what the coefficients speak against.
+
+    Where it finds none for gradients that are wrong, whatever else the reference can suppose.
+    """
+    found = evidence.attribution
+    if found is None or found.right:
+        return []
+    if not found.causes:
+        with one_thread():
+            return supposed(evidence)
+    first, *rest = found.causes
+    return [replace(first, ruled_out=found.ruled_out), *rest]

@@ -1,0 +1,179 @@
+"""From divergences to causes: where a tensor went wrong, and what it was, say what happened to it."""
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from validation.cause import Cause
+from validation.diagnosis.address import factor_of
+from validation.diagnosis.divergence import Divergence
+from validation.diagnosis.evidence import Evidence
+from validation.diagnosis.hypotheses import computed, draws, other_target
+from validation.recording import FLOWED, GIVEN, HANDED_ON, KEPT, LATE, LOSS, MADE, OUTPUT, RECEIVED, USED, Point
+
+# What a tensor was says what happened to it, wherever that was ...
+_ANYWHERE: Mapping[str, str] = MappingProxyType(
+    {
+        "rounded": "rounded",
+        "uninitialised": "uninitialised",
+        "not-finite": "not-finite",
+        "stale": "stale-tensor",
+    }
+)
+# ... and otherwise it depends on where: the kind of cause for "other" (another's tensor), "zero", and anything else.
+_THERE: Mapping[str, tuple[str, str, str]] = MappingProxyType(
+    {
+        GIVEN: ("wrong-message", "uninitialised", "altered"),
+        USED: ("wrong-message", "altered", "altered"),  # it was there: what was given is right
+        MADE: ("computation", "computation", "computation"),
+        OUTPUT: ("wrong-message", "altered", "altered"),
+        LOSS: ("computation", "computation", "computation"),
+        RECEIVED: ("wrong-message", "uninitialised", "altered"),
+        KEPT: ("overwritten", "overwritten", "overwritten"),
+        LATE: ("overwritten", "overwritten", "overwritten"),
+        # What flows into a module's graph is what was received, and whatever else was derived from its output.
+        FLOWED: ("swapped-gradients", "altered", "extra-term"),
+        HANDED_ON: ("swapped-gradients", "altered", "computation"),
+    }
+)
+_GRADIENTS = (RECEIVED, FLOWED, HANDED_ON, LOSS)
+
+
+def boundaries(evidence: Evidence) -> list[Cause]:
+    """The cause of the first divergence, then those of others that do not follow from it."""
+    groups: dict[tuple[str, int, str], list[tuple[Divergence, str]]] = {}
+    for one in evidence.divergences:
+        kind, text = _kind(one, evidence)
+        groups.setdefault((kind, one.point.stage, one.point.where), []).append((one, text))
+    causes: dict[tuple[str, str], Cause] = {}
+    for (kind, _, where), group in groups.items():
+        if (kind, where) not in causes:  # the same at a later stage adds nothing
+            causes[kind, where] = _cause(kind, group, evidence)
+    return list(causes.values())
+
+
+def _kind(one: Divergence, evidence: Evidence) -> tuple[str, str]:
+    where, what = one.point.where, one.what
+    if one.graph is not None:
+        return "swapped-activations", what.text
+    if where in (KEPT, LATE):
+        return "overwritten", what.text
+    if what.kind in _ANYWHERE:
+        return _ANYWHERE[what.kind], what.text
+    if what.factor is not None and where in _GRADIENTS:
+        return ("sign" if abs(what.factor + 1) < 1e-3 else "scale"), what.text
+    if what.kind == "other" and one.point.stage == 0 and where in (GIVEN, USED):
+        return "swapped-data", what.text
+    if what.kind == "partial" and where not in (MADE, HANDED_ON):
+        # To the end, or with what is somebody else's: a buffer. A few elements in the middle: something on the way.
+        return ("overwritten" if what.label is not None or "from element" in what.text else "altered"), what.text
+    refined = _refined(one, evidence)
+    if refined is not None:
+        return refined
+    other, zero, rest = _THERE[where]
+    return {"other": other, "zero": zero}.get(what.kind, rest), what.text
+
+
+def _refined(one: Divergence, evidence: Evidence) -> tuple[str, str] | None:
+    """What the last stage or a module may have done with right inputs."""
+    point, number = one.point, evidence.diverged
+    seen = _seen(evidence, point)
+    if seen is None:
+        return None
+    played = {k: evidence.played[k] for k in range(number + 1)}
+    if point.where == MADE:
+        return computed(
+            evidence.case, played, number, point.stage, microbatch=point.microbatch, seen=seen, tried=evidence.tried
+        )
+    if point.where == LOSS:
+        other = other_target(evidence.case, played, number, microbatch=point.microbatch, seen=seen)
+        return ("swapped-data", other) if other else _scaled_loss(evidence, number)
+    if point.where == HANDED_ON and draws(evidence.case, played, number, point.stage):
+        return "randomness", f"{one.what.text}; the stage draws random numbers, and the backward seems to have others"
+    if point.where in (GIVEN, USED) and not point.stage and _cut_otherwise(evidence, number, point.where):
+        return "swapped-data", "other parts of the same data: the batch was cut into microbatches in another way"
+    return None
+
+
+def _scaled_loss(evidence: Evidence, number: int) -> tuple[str, str] | None:
+    """One number is a multiple of any other: only where all losses have one factor does it say something."""
+    factors = set()
+    for m, one in enumerate(evidence.played[number].boundaries):
+        seen = _seen(evidence, Point(evidence.case.stages - 1, m, LOSS))
+        if seen is None or not one.loss.any():
+            return None
+        factors.add(f"{float(seen / one.loss):.5g}")
+    return ("scale", f"{factors.pop()} times the expected") if len(factors) == 1 < evidence.case.microbatches else None
+
+
+def _cut_otherwise(evidence: Evidence, number: int, where: str) -> bool:
+    """Whether all microbatches' inputs together are the right data."""
+    seen, expected = [], []
+    for m, one in enumerate(evidence.played[number].boundaries):
+        tensor = _seen(evidence, Point(0, m, where))
+        if tensor is None:
+            return False
+        seen.append(tensor.flatten())
+        expected.append(one.inputs[0][0].flatten())
+    if all(map(torch.equal, seen, expected)):
+        return False
+    return torch.equal(torch.cat(seen).sort().values, torch.cat(expected).sort().values)
+
+
+def _cause(kind: str, group: Sequence[tuple[Divergence, str]], evidence: Evidence) -> Cause:
+    first, text = group[0]
+    microbatches = tuple(sorted({one.point.microbatch for one, _ in group}))
+    every = len(microbatches) == evidence.case.microbatches
+    factors = {one.what.factor for one, _ in group}
+    detail = f"{first.point.where} {'of every microbatch ' * (every and len(microbatches) > 1)}is {text}"
+    if kind == "scale" and len({f"{factor or 0:.3g}" for factor in factors}) > 1:
+        kind, detail = _weights(group, evidence)
+    elif kind == "scale" and (by_stage := _by_stage(evidence)):
+        return Cause("scale", factor=first.what.factor, detail=f"once more at every stage: {by_stage}")
+    others = {text for _, text in group} - {text}
+    if others and len(others) < 3 and kind != "unequal-weights":
+        detail += "; " + "; ".join(sorted(others))
+    slot = f", slot {first.slot}" if first.slot is not None else ""
+    return Cause(
+        kind,
+        rank=first.rank,
+        stage=first.point.stage,
+        microbatches=() if every and kind in ("scale", "sign") else microbatches,
+        action=first.action,
+        factor=first.what.factor,
+        detail=f"{detail} ({first.action}{slot})",
+    )
+
+
+def _weights(group: Sequence[tuple[Divergence, str]], evidence: Evidence) -> tuple[str, str]:
+    """Factors that differ between microbatches: by how many of their targets count?"""
+    factors = {one.point.microbatch: one.what.factor or 0.0 for one, _ in group}
+    text = ", ".join(f"{factor:.4g} of microbatch {m}" for m, factor in sorted(factors.items()))
+    return "unequal-weights", f"{group[0][0].point.where}: {text}"
+
+
+def _by_stage(evidence: Evidence) -> str:
+    """The factor of what every stage hands on, where these differ from stage to stage; else empty."""
+    number = evidence.diverged
+    recording, expected = evidence.observed.recording(number), evidence.played[number].tensors()
+    assert recording is not None, "a divergence comes from a recording"
+    found: dict[int, float] = {}
+    for stage in reversed(range(1, evidence.case.stages)):
+        point = Point(stage, 0, HANDED_ON)
+        for seen, wanted in zip(recording.tensors.get(point, ()), expected[point], strict=False):
+            factor = None if seen is None or wanted is None else factor_of(seen, wanted.cpu(), 1e-4)
+            if factor is not None:
+                found[stage] = factor
+    values = list(found.values())
+    if len(values) < 2 or any(abs(b / a - 1) < 1e-3 for a, b in pairwise(values)):
+        return ""
+    return ", ".join(f"{factor:.4g} at stage {stage}" for stage, factor in found.items())
+
+
+def _seen(evidence: Evidence, point: Point) -> Tensor | None:
+    recording = evidence.observed.recording(evidence.diverged)
+    tensors = recording.tensors.get(point, ()) if recording is not None else ()
+    return tensors[0] if tensors else None

@@ -1,0 +1,132 @@
+"""Where no combination explains final gradients: is there one thing that, had it gone wrong, would have given them?
+
+A loss says which suppositions are worth a look, each microbatch's by itself; that all gradients follow decides.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import Tensor
+
+from reference.model import build_model
+from reference.step import Recipe, objective
+from validation.cause import Cause
+from validation.diagnosis.evidence import Evidence
+from validation.diagnosis.supposed import Line, Supposed
+from validation.diagnosis.suppositions import of_backward, of_forward, spoiled
+from validation.observe import data_for
+from validation.recording import Site
+from validation.stages import layers_of, owners
+from validation.tolerance import error
+
+_SAME_LOSS = 3e-6  # relative: two ways to sum a loss differ by less
+_NOTHING = Supposed("", 0, "")
+
+
+def supposed(evidence: Evidence) -> list[Cause]:
+    """The one thing that explains every loss and every gradient, if there is one among those that are known."""
+    if evidence.case.plan[evidence.number] != "train":
+        return []
+    at = _Suppositions(evidence)
+    wrong = sorted({m.microbatch for m in evidence.verdict.mismatches if m.law == "loss" and m.microbatch is not None})
+    return at.forward(wrong) if wrong else at.backward()
+
+
+class _Suppositions:
+    """Suppositions about the failing operation, held against what was observed."""
+
+    def __init__(self, evidence: Evidence) -> None:
+        self._evidence = evidence
+        case, number = evidence.case, evidence.number
+        self._batches = data_for(case, number)
+        self._played = {one.number: one for one in evidence.played}
+        model = self._played[number].model
+        self._layers = layers_of(case.split)
+        self._line = Line(model.train(), self._layers, *objective(model, self._batches, Recipe(loss=case.loss)))
+        self._owner = owners(build_model(case.model, layers=case.layers, seed=case.seed, dtype=case.dtype), case.split)
+        self._seen = evidence.observed.gradients(number)
+        self._right: dict[int, Mapping[str, Tensor | None]] = {}
+
+    def forward(self, wrong: Sequence[int]) -> list[Cause]:
+        """Suppositions that give the losses of the microbatches ``wrong``, and then all gradients."""
+        for stage in reversed(range(self._evidence.case.stages)):
+            for one in of_forward(self._played, self._evidence.number, stage, self._layers):
+                if all(self._gives_loss(one, m) for m in wrong) and self._gives_gradients(one, wrong):
+                    every = len(wrong) == len(self._batches)
+                    return [self._cause(one, () if every else tuple(wrong))]
+        return []
+
+    def backward(self) -> list[Cause]:
+        """The losses are right: suppositions about the backward of the last stage with a wrong gradient."""
+        wrong = self._wrong()
+        if not wrong:
+            return []
+        stage = max(s for s, _ in wrong)
+        every = range(len(self._batches))
+        for one in of_backward(stage):
+            for concerned in (every, *((m,) for m in every if len(every) > 1)):
+                if self._gives_gradients(one, concerned):
+                    return [self._cause(one, () if len(concerned) == len(every) else tuple(concerned))]
+        return [self._cause(spoiled(stage), ())] if self._reads_what_was_kept(stage, wrong) else []
+
+    def _wrong(self) -> set[Site]:
+        found = self._evidence.verdict.mismatches
+        return {(m.stage, m.parameter) for m in found if m.law == "gradient" and m.stage is not None and m.parameter}
+
+    def _reads_what_was_kept(self, stage: int, wrong: set[Site]) -> bool:
+        """Whether exactly those gradients of ``stage`` are wrong that its backward reads its kept input for.
+
+        What is handed on is read for it as well, so that the stages before must be wrong; without any, it is not told
+        from a fault of these parameters alone.
+        """
+        if not stage or any((s, name) not in wrong for s, name in self._trained() if s < stage):
+            return False
+        spoilt, right = self._line.gradients(spoiled(stage), 0, self._batches[0]), self._right_of(0)
+        if spoilt is None:
+            return False
+        reads = {
+            (s, name) for s, name in self._trained() if s == stage and not _alike(spoilt[name], right[name], limit=1e-6)
+        }
+        own = {(s, name) for s, name in self._trained() if s == stage}
+        return bool(reads) and reads != own and reads == {site for site in wrong if site[0] == stage}
+
+    def _trained(self) -> Iterator[Site]:
+        expected = self._evidence.expected.gradients
+        return (site for site, gradient in expected.items() if gradient is not None and bool(gradient.any()))
+
+    def _gives_loss(self, one: Supposed, m: int) -> bool:
+        inputs = self._played[self._evidence.number].boundaries[m].inputs[one.stage]
+        loss, seen = self._line.loss(one, m, inputs, self._batches[m]), self._evidence.observed.losses(self._number)[m]
+        return loss is not None and abs(loss - seen) <= _SAME_LOSS * abs(seen)
+
+    def _gives_gradients(self, one: Supposed, microbatches: Sequence[int]) -> bool:
+        total = {site: None if g is None else g.double() for site, g in self._evidence.expected.gradients.items()}
+        for m in microbatches:
+            made = self._line.gradients(one, m, self._batches[m])
+            if made is None:
+                return False
+            for site, whole in total.items():
+                new, old = made[site[1]], self._right_of(m)[site[1]]
+                if whole is not None and new is not None and old is not None:
+                    whole += new.double() - old.double()
+        return all(_alike(self._seen.get(site), whole, self._evidence.limit) for site, whole in total.items())
+
+    def _right_of(self, m: int) -> Mapping[str, Tensor | None]:
+        if m not in self._right:
+            found = self._line.gradients(_NOTHING, m, self._batches[m])
+            assert found is not None, "the reference fits itself"
+            self._right[m] = found
+        return self._right[m]
+
+    @property
+    def _number(self) -> int:
+        return self._evidence.number
+
+    def _cause(self, one: Supposed, microbatches: tuple[int, ...]) -> Cause:
+        rank = self._evidence.observed.schedule.placement[one.stage]
+        return Cause(one.kind, rank=rank, stage=one.stage, microbatches=microbatches, detail=f"as if {one.text}")
+
+
+def _alike(one: Tensor | None, other: Tensor | None, limit: float) -> bool:
+    if one is None or other is None:
+        return one is other
+    return error(one.double(), other.double()) <= max(limit, 1e-5)

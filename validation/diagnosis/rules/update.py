@@ -1,0 +1,157 @@
+"""What is done with the gradients: the clipping and the update."""
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from reference.step import Recipe
+from validation.cause import Cause
+from validation.diagnosis.evidence import Evidence, of_stage
+from validation.observe import max_norm_of
+from validation.recording import Site
+from validation.tolerance import FP32, precision_of
+
+_ALIKE = 1e-5  # numbers that two ways of forming a norm or a factor may differ by
+_ROOM = 16  # roundings
+
+
+class Factor(NamedTuple):
+    """What a gradient was multiplied by before the optimizer had it, known up to the relative error ``noise``."""
+
+    value: float
+    noise: float
+
+    def near(self, other: float) -> bool:
+        """Whether it may be ``other``."""
+        return abs(self.value - other) <= max(_ALIKE, FP32.least, self.noise) * max(abs(other), abs(self.value))
+
+
+def clip(evidence: Evidence) -> list[Cause]:
+    """Gradients that clipping did not multiply by what their norm asks for."""
+    used = factors(evidence)
+    wanted = clip_factor(evidence, evidence.expected.norm)
+    wrong = {site: one for site, one in used.items() if not one.near(wanted)}
+    if not wrong or evidence.differs("gradient"):
+        return []
+    if any(math.isnan(one.value) for one in wrong.values()):
+        return _other_gradients(evidence, wrong)
+    known = [_known(evidence, stage, one) for (stage, _), one in wrong.items()]
+    if evidence.recording is None and not all(known):
+        return []  # the optimizer may have done it
+    stages = sorted({stage for stage, _ in wrong}, reverse=True)
+    several, whole = len(stages) > 1, {site for site in used if site[0] in stages} == set(wrong)
+    (stage, name), factor = next((site, one) for site, one in wrong.items() if site[0] == stages[0])
+    detail = f"multiplied by {factor.value:.4g}, expected {wanted:.4g}, at stage {', '.join(map(str, stages[::-1]))}"
+    return [
+        Cause(
+            "clip",
+            rank=None if several else evidence.observed.schedule.placement[stage],
+            stage=None if several else stage,
+            parameter=None if whole or len(wrong) > 1 else name,
+            factor=factor.value,
+            detail="; ".join(filter(None, (detail, known[0] if len(set(known)) == 1 else ""))),
+        )
+    ]
+
+
+def update(evidence: Evidence) -> list[Cause]:
+    """Parameters that are not what the right gradients should have made of them."""
+    found = [m for m in evidence.verdict.mismatches if m.law == "updated-parameters"]
+    if not found or any(evidence.differs(law) for law in ("gradient", "none-ness", "grad-norm")):
+        return []
+    stages = {m.stage for m in found}
+    first = found[0]
+    one = len(stages) == 1
+    return [
+        Cause(
+            "update",
+            rank=first.rank if one else None,
+            stage=first.stage if one else None,
+            parameter=first.parameter if len(found) == 1 else None,
+            detail=f"{first.seen}, expected {first.expected}; {len(found)} parameters",
+        )
+    ]
+
+
+def factors(evidence: Evidence) -> dict[Site, Factor]:
+    """What each gradient was really multiplied by; NaN where what the optimizer had is no multiple of it."""
+    kept = evidence.observed.gradients(evidence.number)
+    found = {}
+    for site, (given, noise) in _given(evidence).items():
+        before = kept.get(site)
+        if before is None or not before.any():
+            continue
+        one, two = given.flatten().double(), before.flatten().double()
+        value = float(one @ two) / float(two @ two)
+        size = max(float(one.norm()), abs(value) * float(two.norm()))
+        allowed = 1e-4 * size + noise
+        multiple = float((one - value * two).norm()) <= allowed and size > 0
+        found[site] = Factor(value if multiple or not size else math.nan, noise / size if size else 0.0)
+    return found
+
+
+def clip_factor(evidence: Evidence, size: float | None) -> float:
+    """What clipping multiplies by where the norm is ``size``."""
+    factor = max_norm_of(evidence.case, evidence.number) / ((size or 0.0) + 1e-6)
+    return 1.0 if factor > 1.0 else factor
+
+
+def learning_rate() -> float:
+    """What the optimizer of every case multiplies gradients by."""
+    (group,) = Recipe().optimizer([nn.Parameter(torch.zeros(1))]).param_groups
+    return float(group["lr"])
+
+
+def near(one: float | None, other: float | None) -> bool:
+    """Whether two numbers are one, formed in two ways."""
+    return one is not None and other is not None and abs(one - other) <= max(_ALIKE, FP32.least) * abs(other)
+
+
+def _other_gradients(evidence: Evidence, wrong: Mapping[Site, Factor]) -> list[Cause]:
+    stage, name = next(site for site, one in wrong.items() if math.isnan(one.value))
+    detail = "what the optimizer is given are not the gradients that the norm is of"
+    rank = evidence.observed.schedule.placement[stage]
+    return [Cause("update", rank=rank, stage=stage, parameter=name, detail=detail)]
+
+
+def _given(evidence: Evidence) -> dict[Site, tuple[Tensor, float]]:
+    """What the optimizer was given at every site, and the norm of what rounding may have done to that.
+
+    Where it was not recorded, it follows from the update, which is linear in the gradient.
+    """
+    if evidence.recording is not None:
+        return {site: (one, 0.0) for site, one in evidence.recording.clipped.items() if one is not None}
+    if evidence.case.plan[evidence.number] != "train":
+        return {}
+    factor, rate = clip_factor(evidence, evidence.expected.norm), learning_rate()
+    found = {}
+    for site, seen in evidence.observed.parameters(evidence.number).items():
+        due, gradient = evidence.expected.parameters.get(site), evidence.expected.gradients.get(site)
+        if due is not None and gradient is not None:
+            more = (due.cpu().double() - seen.double()) / rate
+            noise = _ROOM * precision_of(due.dtype).unit * float(due.double().norm()) / rate
+            found[site] = (factor * gradient.cpu().double() + more, noise)
+    return found
+
+
+def _known(evidence: Evidence, stage: int, factor: Factor) -> str:
+    """How clipping comes to such a factor, in words; empty if it does not."""
+    right = evidence.expected.norm
+    kept = evidence.observed.gradients(evidence.number)
+    placement = evidence.observed.schedule.placement
+    rank = [other for other in range(evidence.case.stages) if placement[other] == placement[stage]]
+    ways = {
+        "not clipped": 1.0,
+        "clipped twice": clip_factor(evidence, right) ** 2,
+        "by its own stage's norm": clip_factor(evidence, _size(kept, [stage])),
+        "by its own rank's norm": clip_factor(evidence, _size(kept, rank)),
+    }
+    return next((words for words, value in ways.items() if factor.near(value)), "")
+
+
+def _size(gradients: Mapping[Site, Tensor | None], stages: list[int]) -> float:
+    own = [g for stage in stages for g in of_stage(gradients, stage).values() if g is not None]
+    return math.sqrt(math.fsum(float(g.double().norm()) ** 2 for g in own))

@@ -1,0 +1,114 @@
+"""The copies of tied parameters: how often each stage's share is in each copy's gradient."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from reference.step import Gradient, Stage
+from validation.diagnosis.combination import DECIDED, fit, residual_of
+from validation.diagnosis.explanation import Explanation, limit_of, reordered
+from validation.diagnosis.update import Update
+
+_NEAR = 1e-3
+
+
+@dataclass(frozen=True)
+class Shares:
+    """One copy of a tied parameter: ``counts[stage]`` is how often that stage's share is in its gradient.
+
+    ``explained``: that leaves only rounding. ``absent``: "missing" or "zero" in place of any count. ``turned``: the
+    stage whose share's elements are in another order; ``lacking``: the microbatches of other stages' shares that are
+    not there.
+    """
+
+    stage: Stage
+    parameter: str
+    counts: dict[Stage, float]
+    explained: bool
+    absent: str = ""
+    turned: Stage | None = None
+    lacking: tuple[int, ...] = ()
+
+    @property
+    def right(self) -> bool:
+        """Whether every share is in it once."""
+        whole = not self.absent and self.turned is None and not self.lacking
+        return self.explained and whole and all(count == 1 for count in self.counts.values())
+
+
+def explain_tied(update: Update, stages: Sequence[Explanation]) -> tuple[Shares, ...]:
+    """Each copy of each parameter that stages share, in terms of what the stages are known to give."""
+    found = []
+    for copies in update.tied:
+        shares = {stage: stages[stage].predicted(name) for stage, name in copies.items()}
+        wide = _sum([_nominal(stages[stage], name) for stage, name in copies.items()])
+        for stage, name in sorted(copies.items()):
+            due = update.expected.get((stage, name))
+            if due is not None:
+                limit = limit_of(due, wide)
+                seen = update.observed.get((stage, name))
+                copy = _copy(stage, name, seen, shares, limit)
+                if seen is not None and not copy.explained:
+                    copy = _turned(copy, seen, shares, limit) or _lacking(copy, seen, copies, stages, limit) or copy
+                found.append(copy)
+    return tuple(found)
+
+
+def _copy(stage: Stage, name: str, seen: Gradient, shares: dict[Stage, Gradient], limit: float) -> Shares:
+    if seen is None or not bool(seen.any()):
+        return Shares(stage, name, {}, explained=True, absent="missing" if seen is None else "zero")
+    if not bool(seen.isfinite().all()):
+        return Shares(stage, name, {}, explained=False)
+    known = {holder: share for holder, share in shares.items() if share is not None}
+    if not known:
+        return Shares(stage, name, {}, explained=False)
+    target, rows = seen.double().cpu().flatten(), torch.stack([share.flatten() for share in known.values()])
+    made = fit(target, rows, limit)
+    counts = [float(round(c)) if abs(c - round(c)) <= _NEAR else c for c in made.coefficients]
+    explained = max(made.uncertain) <= DECIDED and residual_of(target, rows, counts) <= limit
+    return Shares(stage, name, dict(zip(known, counts, strict=True)), explained)
+
+
+def _turned(copy: Shares, seen: Tensor, shares: Mapping[Stage, Gradient], limit: float) -> Shares | None:
+    """A copy that is the sum of all shares but for the order of elements of one."""
+    known = {stage: share for stage, share in shares.items() if share is not None}
+    for stage, share in known.items():
+        rest = seen.double().cpu() - sum((other for s, other in known.items() if s != stage), torch.zeros(()))
+        if reordered(rest, share, 10 * limit):
+            return replace(copy, counts=dict.fromkeys(known, 1.0), explained=True, turned=stage)
+    return None
+
+
+def _lacking(
+    copy: Shares, seen: Tensor, copies: Mapping[Stage, str], stages: Sequence[Explanation], limit: float
+) -> Shares | None:
+    """A copy in which some microbatches of other stages' shares are missing, and nothing else."""
+    rows = {
+        (stage, atom.term): gradient.flatten() * stages[stage].coefficients[atom.term]
+        for stage, name in copies.items()
+        for atom in stages[stage].atoms
+        if atom.term.nominal and (gradient := atom.gradients.get(name)) is not None
+    }
+    target = seen.double().cpu().flatten()
+    if not rows or not all(bool(row.any()) for row in rows.values()):
+        return None
+    made = fit(target, torch.stack(list(rows.values())), limit)
+    counts = [float(round(c)) for c in made.coefficients]
+    if max(made.uncertain) > DECIDED or residual_of(target, torch.stack(list(rows.values())), counts) > limit:
+        return None
+    gone = [key for key, count in zip(rows, counts, strict=True) if not count]
+    if set(counts) != {0.0, 1.0} or any(stage == copy.stage for stage, _ in gone):
+        return None
+    lacking = tuple(sorted({term.activation for _, term in gone}))
+    return replace(copy, counts=dict.fromkeys(copies, 1.0), explained=True, lacking=lacking)
+
+
+def _nominal(explanation: Explanation, name: str) -> Gradient:
+    return _sum([atom.gradients.get(name) for atom in explanation.atoms if atom.term.nominal])
+
+
+def _sum(parts: Sequence[Gradient]) -> Gradient:
+    found = [part for part in parts if part is not None]
+    return torch.stack(found).sum(dim=0) if found else None

@@ -1,0 +1,1 @@
+"""How far the smallest faults lie above rounding."""

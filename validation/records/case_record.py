@@ -1,0 +1,131 @@
+"""Records of a case: what the reference expects of it, on one device, and what a run of it gave."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from pipeline.action import GIVES_WEIGHT_GRADIENT
+from reference.data import Batch
+from reference.step import Expected, Recipe, Reference, Site
+from validation.case import Case
+from validation.floors import Floors, Pending
+from validation.judge import one_thread
+from validation.observe import data_for, deterministic, max_norm_of, model_for
+from validation.observed import Observed, RankOperation
+from validation.records.record import Place, Record, RecordedFloors, RecordedOperation, microbatch_digests
+from validation.stages import owners
+
+Value = TypeVar("Value")
+
+
+def expected_record(case: Case) -> Record:
+    """What a correct run of ``case`` gives, with the floors of rounding. Gradients are added in its schedule's order.
+
+    Runs on one device: no rank is started.
+    """
+    device = "cpu" if case.device == "cpu" else "cuda:0"
+    deterministic(case.device)
+    with one_thread():
+        model = model_for(case).to(device)
+        owner = owners(model, case.split)
+        reference = Reference(model, owner=owner, recipe=Recipe(loss=case.loss))
+        orders, pending, done = backwards_of(case), list[Pending](), []
+        for number, name in enumerate(case.plan):
+            batches = [batch.to(device) for batch in data_for(case, number)]
+            expected = reference.perform(name, batches, orders=orders, max_norm=max_norm_of(case, number))
+            pending += [Pending(expected, batches, orders)] if name != "eval" else []
+            floors = Floors(reference, tuple(pending)) if name == "train" else None
+            done.append(_expected(expected, batches, floors))
+            if name == "train":
+                pending.clear()
+    placement = case.built.placement
+    places = {name: ((placement[stage], stage),) for name, stage in owner.items()}
+    return Record("expected", config_of(case), tuple(done), places)
+
+
+def observed_record(case: Case, observed: Observed) -> Record:
+    """What a run of ``case`` gave."""
+    places: dict[str, list[Place]] = {}
+    for rank, operations in enumerate(observed.ranks):
+        for stage, name in operations[-1].parameters or {}:
+            places.setdefault(name, []).append((rank, stage))
+    done, before = [], _named(observed.started())
+    for number in range(len(case.plan)):
+        done.append(_observed(case, observed, number, before))
+        before = {**before, **done[-1].parameters} if done[-1].operation == "train" else before
+    return Record("observed", config_of(case), tuple(done), {name: tuple(found) for name, found in places.items()})
+
+
+def backwards_of(case: Case) -> dict[int, list[int]]:
+    """For each stage, the microbatches in the order in which the case's schedule adds their weight gradients."""
+    schedule = case.built
+    return {
+        stage: [
+            action.microbatch
+            for action in schedule.ranks[rank]
+            if action.stage == stage and action.kind in GIVES_WEIGHT_GRADIENT
+        ]
+        for stage, rank in enumerate(schedule.placement)
+    }
+
+
+def config_of(case: Case) -> dict[str, object]:
+    """A case in plain data, each of its options spelt as in its line; and what its numbers depend on besides."""
+    config: dict[str, object] = {"case": str(case)}
+    for option in fields(case):
+        if option.name != "own":
+            value, between = getattr(case, option.name), "," if option.name == "split" else "+"
+            config[option.name] = between.join(map(str, value)) if isinstance(value, tuple) else value
+    dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in model_for(case).parameters()}
+    return config | {"dtype": "+".join(sorted(dtypes)), "torch": str(torch.__version__)}
+
+
+def _expected(expected: Expected, batches: Sequence[Batch], floors: Floors | None) -> RecordedOperation:
+    return RecordedOperation(
+        expected.operation,
+        _digests(batches),
+        expected.losses,
+        expected.loss if expected.operation != "accumulate" else None,
+        expected.norm,
+        before=expected.before,
+        gradients=_named(expected.gradients),
+        parameters=_named(expected.parameters),
+        buffers=expected.buffers,
+        floors=None if floors is None else _floors(expected, floors),
+    )
+
+
+def _floors(expected: Expected, floors: Floors) -> RecordedFloors:
+    return RecordedFloors(
+        tuple(floors.loss(microbatch) for microbatch in range(len(expected.losses))),
+        floors.norm(),
+        {name: floors.gradient((stage, name)) for stage, name in expected.gradients},
+    )
+
+
+def _observed(case: Case, observed: Observed, number: int, before: Mapping[str, Tensor]) -> RecordedOperation:
+    seen = [rank[number] for rank in observed.ranks]
+    last: RankOperation = seen[observed.schedule.placement[-1]]
+    return RecordedOperation(
+        last.operation,
+        _digests(data_for(case, number)),
+        last.losses,
+        last.loss,
+        last.norm,
+        before=before if last.operation != "eval" else {},
+        gradients=_named(observed.gradients(number)),
+        parameters=_named(observed.parameters(number)),
+        buffers={name: buffer for (_, name), buffer in observed.buffers(number).items()},
+    )
+
+
+def _digests(batches: Sequence[Batch]) -> tuple[str, ...]:
+    return microbatch_digests([(batch.inputs, batch.target) for batch in batches])
+
+
+def _named(found: Mapping[Site, Value]) -> dict[str, Value]:
+    """By name alone; of a parameter that several stages hold, the lowest stage's."""
+    return {name: value for (_, name), value in sorted(found.items(), key=lambda item: item[0], reverse=True)}

@@ -1,0 +1,113 @@
+"""A record: what was expected of some steps, or what a run gave in them, by the model's own names of its parameters.
+
+A record knows nothing of ranks but where each parameter lay, so records of different schedules, P or V can be compared.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from validation.records.content import digest
+from validation.tolerance import FP32, Floor, pieces, precision_of
+
+Kind = Literal["expected", "observed"]
+Tensors = Mapping[str, Tensor]
+Gradients = Mapping[str, Tensor | None]
+Place = tuple[int, int]  # rank and stage
+_LOST = 1 / 64  # of an update: as much as a fault changes, where nobody measured the smallest
+
+
+class RecordError(ValueError):
+    """A record that cannot be made, written, read or compared."""
+
+
+@dataclass(frozen=True)
+class RecordedFloors:
+    """What rounding alone does to each number of an operation, as the reference measured it."""
+
+    losses: Sequence[Floor]
+    norm: Floor
+    gradients: Mapping[str, Floor]
+
+
+@dataclass(frozen=True)
+class RecordedOperation:
+    """One operation of a plan: "train", "accumulate" or "eval".
+
+    ``microbatches`` are digests of their contents. ``before`` are the parameters that the operation began with, where
+    they are known; ``gradients`` are after tied copies were summed and before clipping, ``parameters`` after the
+    optimizer; both are empty where the operation gives none. ``floors`` is None where nobody measured them.
+    """
+
+    operation: str
+    microbatches: tuple[str, ...]
+    losses: tuple[float, ...]
+    loss: float | None = None
+    norm: float | None = None
+    before: Tensors = field(default_factory=dict)
+    gradients: Gradients = field(default_factory=dict)
+    parameters: Tensors = field(default_factory=dict)
+    buffers: Tensors = field(default_factory=dict)
+    floors: RecordedFloors | None = None
+
+
+@dataclass(frozen=True)
+class Record:
+    """What was expected or seen, and of what: ``config`` says it in plain data, the same words in every record.
+
+    ``places`` says of each parameter, by its name in the model, which rank and stage held it: one place, unless
+    something is wrong; none are known where no pipeline ran.
+    """
+
+    kind: Kind
+    config: Mapping[str, object]
+    operations: tuple[RecordedOperation, ...]
+    places: Mapping[str, Sequence[Place]] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """What it is a record of, on one line."""
+        return str(self.config.get("case") or self.config.get("model") or "a step")
+
+
+def unmeasured(tensor: Tensor | None = None) -> Floor:
+    """The floor of numbers whose rounding nobody measured: little is rounding, much is wrong, between is unknown."""
+    precision = FP32 if tensor is None else precision_of(tensor.dtype)
+    return Floor(0.0, 0.0, 4 * precision.most, precision)
+
+
+def update_floor(gradient: Floor, before: Tensor, after: Tensor) -> Floor:
+    """The floor of a parameter's update, what storing the parameter does to its last place left aside.
+
+    It is its gradient's, unless the last place is as large as the smallest fault: then no agreement proves anything.
+    """
+    step = max((new - old).abs().amax().item() for new, old in pieces(after, before))
+    place = torch.finfo(after.dtype).eps * max(new.abs().amax().item() for (new,) in pieces(after))
+    blind = place >= step * max(gradient.fault / 2, _LOST)
+    return replace(gradient, fault=min(gradient.fault, gradient.precision.least)) if blind else gradient
+
+
+def config_differences(one: Record, other: Record) -> Iterator[tuple[str, object, object]]:
+    """What the configs say differently: the name, and what each says (None where it says nothing).
+
+    All but the line of a case, which repeats the others.
+    """
+    for name in dict.fromkeys([*one.config, *other.config]):
+        if name == "case":
+            continue
+        values = one.config.get(name), other.config.get(name)
+        if values[0] != values[1]:
+            yield name, *values
+
+
+def microbatch_digests(microbatches: Sequence[tuple[object, object]]) -> tuple[str, ...]:
+    """A digest of each microbatch, a pair of inputs and target: tensors, or tuples, lists and dicts of them."""
+    return tuple(digest((_plain(inputs), target)) for inputs, target in microbatches)
+
+
+def _plain(inputs: object) -> object:
+    """One tensor and a tuple of it alone are the same inputs."""
+    return inputs[0] if isinstance(inputs, tuple | list) and len(inputs) == 1 else inputs

@@ -1,0 +1,206 @@
+"""Records on disk: one safetensors file, with everything that is no tensor as JSON in its metadata; nothing is pickled.
+
+A tensor is stored once, under the digest of its content, however often it is named. So what is read is checked as it is
+read, one tensor at a time, and a rank that needs its own stage reads no other. The JSON has a digest of its own.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from validation.console.output_file import OutputFile
+from validation.records.content import digest
+from validation.records.record import Gradients, Record, RecordedFloors, RecordedOperation, RecordError
+from validation.tolerance import PRECISIONS, Floor
+
+FORMAT, VERSION = "pipeproof/record", 1
+_LENGTH = 8  # bytes of the number that every safetensors file begins with: how long its header is
+_BEGINNING = b'{"__metadata__"'  # of the header, which follows
+_CURE = "record it again"
+
+Fetch = Callable[[str], Tensor]
+
+
+class Addressed(Mapping[str, Tensor | None]):
+    """Tensors by name that are fetched, by the digest of their content, each time one is asked for."""
+
+    def __init__(self, digests: Mapping[str, str | None], fetch: Fetch) -> None:
+        self.digests = dict(digests)
+        self._fetch = fetch
+
+    def __getitem__(self, name: str) -> Tensor | None:
+        address = self.digests[name]
+        return None if address is None else self._fetch(address)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.digests)
+
+    def __len__(self) -> int:
+        return len(self.digests)
+
+
+def write(record: Record, file: OutputFile) -> None:
+    """Put ``record`` into ``file``, whole or not at all."""
+    tensors: dict[str, Tensor] = {}
+    text = described(record, tensors)
+    metadata = {"format": FORMAT, "version": str(VERSION), "record": text, "sha256": _sha256(text)}
+    try:
+        file.write(save({key: tensor.cpu().contiguous() for key, tensor in tensors.items()}, metadata))
+    except (SafetensorError, KeyError) as error:
+        raise RecordError(f"a tensor cannot be recorded: {error}") from error
+
+
+def read(path: str | Path) -> Record:
+    """The record in the file at ``path``. Raises ``RecordError`` unless it is one, whole and as it was written.
+
+    Tensors are read, and checked, when they are asked for.
+    """
+    metadata = _metadata(Path(path))
+    if _sha256(metadata["record"]) != metadata["sha256"]:
+        raise _altered(path, "its description")
+    try:
+        stored: Any = safe_open(str(path), framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise _altered(path, f"its header ({error})") from error
+    known = set(stored.keys())
+
+    def fetch(address: str) -> Tensor:
+        tensor: Tensor | None = stored.get_tensor(address) if address in known else None
+        if tensor is None or digest(tensor) != address:
+            raise _altered(path, f"tensor {address[:12]}")
+        return tensor
+
+    return restored(metadata["record"], fetch)
+
+
+def described(record: Record, tensors: dict[str, Tensor]) -> str:
+    """``record`` as JSON in which tensors stand as digests; adds the tensors to ``tensors`` under these."""
+
+    def addresses(named: Gradients) -> dict[str, str | None]:
+        found: dict[str, str | None] = {}
+        for name, tensor in named.items():
+            address = found[name] = None if tensor is None else digest(tensor)
+            if tensor is not None and address is not None:
+                tensors.setdefault(address, tensor)
+        return found
+
+    operations = [
+        {
+            "operation": one.operation,
+            "microbatches": one.microbatches,
+            "losses": one.losses,
+            "loss": one.loss,
+            "norm": one.norm,
+            **{name: addresses(getattr(one, name)) for name in _TENSORS},
+            "floors": None if one.floors is None else asdict(one.floors),
+        }
+        for one in record.operations
+    ]
+    places = {name: list(found) for name, found in record.places.items()}
+    data = {"kind": record.kind, "config": dict(record.config), "operations": operations, "places": places}
+    return json.dumps(_strict(data), allow_nan=False)
+
+
+_TENSORS = ("before", "gradients", "parameters", "buffers")
+
+
+def restored(text: str, fetch: Fetch) -> Record:
+    """The record that ``described`` made ``text`` of; ``fetch`` gives the tensor that belongs to a digest."""
+    data = json.loads(text)
+    return Record(
+        data["kind"],
+        data["config"],
+        tuple(_operation(one, fetch) for one in data["operations"]),
+        {name: tuple((rank, stage) for rank, stage in found) for name, found in data["places"].items()},
+    )
+
+
+def _operation(data: Mapping[str, Any], fetch: Fetch) -> RecordedOperation:
+    return RecordedOperation(
+        data["operation"],
+        tuple(data["microbatches"]),
+        tuple(map(float, data["losses"])),
+        None if data["loss"] is None else float(data["loss"]),
+        None if data["norm"] is None else float(data["norm"]),
+        **{name: Addressed(data[name], fetch) for name in _TENSORS},  # type: ignore[arg-type]  # only gradients are None
+        floors=None if data["floors"] is None else _floors(data["floors"]),
+    )
+
+
+def _floors(data: Mapping[str, Any]) -> RecordedFloors:
+    def floor(values: Mapping[str, Any]) -> Floor:
+        precision = next(one for one in PRECISIONS.values() if one.name == values["precision"]["name"])
+        permutation, rounding, fault = (float(values[name]) for name in ("permutation", "rounding", "fault"))
+        return Floor(permutation, rounding, fault, precision)
+
+    gradients = {name: floor(one) for name, one in data["gradients"].items()}
+    return RecordedFloors(tuple(map(floor, data["losses"])), floor(data["norm"]), gradients)
+
+
+def _metadata(path: Path) -> dict[str, str]:
+    """The metadata of a record's file, after a look at whether it is one, whole, and of a version that we know."""
+    try:
+        with path.open("rb") as file:
+            length, size = int.from_bytes(file.read(_LENGTH), "little"), path.stat().st_size
+            text = file.read(min(length, size))
+    except OSError as error:
+        raise RecordError(f"cannot read {path}: {error.strerror or error}") from error
+    if _LENGTH + length > size and _BEGINNING in text[: 2 * len(_BEGINNING)]:
+        raise RecordError(f"{path} is cut short: it has {size} bytes, and its header alone is longer; {_CURE}")
+    header = _parsed(text)
+    found = header.get("__metadata__")
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise RecordError(f"{path} is no record: expected a file that `pipeproof record` or --record wrote")
+    if found.get("version") != str(VERSION):
+        raise RecordError(
+            f"{path} is a record of version {found.get('version')}: this pipeproof reads version {VERSION}; "
+            f"use the pipeproof that wrote it, or {_CURE}"
+        )
+    if not {"record", "sha256"} <= found.keys():
+        raise _altered(path, "its description")
+    due = _LENGTH + length + _end(header)
+    if size != due:
+        raise RecordError(f"{path} is {'cut short' if size < due else 'too long'}: {size} bytes of {due}; {_CURE}")
+    return found
+
+
+def _parsed(text: bytes) -> dict[str, Any]:
+    """The header of a safetensors file; empty where it is none."""
+    try:
+        header = json.loads(text)
+    except ValueError:  # neither text nor JSON
+        return {}
+    return header if isinstance(header, dict) else {}
+
+
+def _end(header: Mapping[str, Any]) -> int:
+    """How many bytes of tensors there are, as the header says; -1 where it says nothing that makes sense."""
+    try:
+        return max((int(one["data_offsets"][1]) for name, one in header.items() if name != "__metadata__"), default=0)
+    except (KeyError, TypeError, IndexError, ValueError):
+        return -1
+
+
+def _altered(path: str | Path, what: str) -> RecordError:
+    return RecordError(f"{path} was altered since it was written: {what} is not what its checksum says; {_CURE}")
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _strict(data: object) -> object:
+    """``data`` with text in the place of numbers that are not finite, which JSON lacks; float() reads it back."""
+    if isinstance(data, Mapping):
+        return {key: _strict(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_strict(value) for value in data]
+    return str(data) if isinstance(data, float) and not math.isfinite(data) else data

@@ -1,0 +1,324 @@
+"""One step of a running job under torchrun, held against a record, or against the single-device model beside it.
+
+Every rank compares its own stages, one tensor at a time and where the job holds it, so that a check takes no more
+memory than the largest parameter; the verdicts are joined at the end, so that all ranks have the same.
+"""
+
+import math
+import shlex
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import perf_counter
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor, nn
+
+from pipeline.step import Parts
+from validation.around import AroundGradients
+from validation.ledger import Ledger
+from validation.ranks.exchange import Exchange, exchange
+from validation.ranks.rank_report import Ending, RankReport, describe
+from validation.ranks.side_store import RanksAbsent
+from validation.records.against import LAWS, Against
+from validation.records.arrivals import Arrival, disagreement, places_of, told
+from validation.records.compare import concluded, other_microbatch, other_weights
+from validation.records.content import ContentError
+from validation.records.record import Record, RecordedOperation, RecordError, microbatch_digests
+from validation.records.record_file import described, read, restored
+from validation.records.single_device import SingleDevice
+from validation.records.step_record import Pairs
+from validation.verdict import LawResult, Verdict
+
+_LAST_WORDS_S = 10.0  # a rank that raised waits no longer than this for the others before it goes its way
+
+
+Rename = Callable[[int, str], str]
+
+
+class CheckError(ValueError):
+    """A check that is used in the wrong order."""
+
+
+def own_name(stage: int, name: str) -> str:
+    """A parameter's name in its stage, for stages that keep the names of the whole model."""
+    return name
+
+
+def check_step(
+    modules: nn.Module | Mapping[int, nn.Module],
+    microbatches: Pairs | None,
+    *,
+    against: str | Path | Record | SingleDevice,
+    rename: Rename = own_name,
+    operation: int = 0,
+    timeout_s: float = 300.0,
+) -> "StepCheck":
+    """A context manager around one step of a job; every rank enters it.
+
+    modules: this rank's stages by number; a single module is the stage of this rank's number. microbatches: pairs of
+    inputs and target, or None on a rank that does not have them; for a ``SingleDevice`` rank 0 must. against: a
+    record, its file, or the model beside the job. rename: from a stage's number and a name in it to the record's name.
+    operation: which one of the record's. timeout_s bounds each wait for the other ranks, and so for the reference.
+    """
+    return StepCheck(_Job(modules, microbatches, rename, timeout_s), against, operation)
+
+
+@dataclass(frozen=True)
+class _Job:
+    modules: nn.Module | Mapping[int, nn.Module]
+    microbatches: Pairs | None
+    rename: Rename
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What a rank has seen of the step: how it ended, what it compared, whether it reported a norm, what is wrong."""
+
+    report: RankReport
+    ledger: Ledger
+    norm: bool
+    problem: str = ""
+
+
+class StepCheck:
+    """The check of one step. ``gradients`` between backward and clipping, ``report`` anywhere; then ``verdict``."""
+
+    def __init__(self, job: _Job, against: str | Path | Record | SingleDevice, operation: int) -> None:
+        self._job = job
+        self._source = against
+        self._number = operation
+        self._ledger = Ledger(LAWS)
+        self._at: Against | None = None  # None before the step, and where there is nothing to judge
+        self._expected: RecordedOperation | None = None
+        self._laid_out: dict[str, Tensor] = {}
+        self._norm = False
+        self._problem = ""  # of this rank, with the record
+        self._obstacle = ""  # why there is nothing to compare
+        self._failure = ""  # how ranks failed
+        self._verdict: Verdict | None = None
+
+    def __enter__(self) -> "StepCheck":
+        self._began = perf_counter()
+        self._exchange: Exchange = exchange()
+        self._stages = self._numbered()
+        self._named = [
+            (self._job.rename(stage, name), stage, parameter)
+            for stage, module in self._stages.items()
+            for name, parameter in module.named_parameters(remove_duplicate=False)
+        ]
+        self._parameters = {name: (stage, parameter) for name, stage, parameter in self._named}
+        try:
+            self._obstacle = self._begin()
+        except RanksAbsent as absent:
+            self._failure = _sentence(absent)
+        return self
+
+    @property
+    def verdict(self) -> Verdict:
+        """The verdict of all ranks together, the same on each. Raises ``CheckError`` before the end of the block."""
+        if self._verdict is None:
+            raise CheckError("the verdict is known at the end of the with block, on every rank")
+        return self._verdict
+
+    def gradients(self, named: Mapping[str, Tensor | None] | None = None) -> None:
+        """Compare this rank's gradients now: they must be complete, and not clipped yet.
+
+        ``named``: gradients by the record's names, for a runtime that does not keep them in ``.grad``.
+        """
+        if self._at is not None:
+            own = {name: parameter.grad for name, (_, parameter) in self._parameters.items()}
+            with self._noting():
+                self._at.gradients(own if named is None else named)
+
+    def report(
+        self, *, losses: Sequence[float] | None = None, loss: float | None = None, norm: float | None = None
+    ) -> None:
+        """Compare what this rank knows: the microbatches' losses, undivided; what they are together; the norm."""
+        if self._at is None:
+            return
+        if losses is not None:
+            self._at.losses([float(one) for one in losses])
+        self._at.loss(None if loss is None else float(loss))
+        if norm is not None:
+            self._norm = True
+            self._at.norm(float(norm))
+
+    def wrap(self, parts: Parts) -> Parts:
+        """For ``PipelineSchedule.wrapped``: its steps then call ``gradients`` themselves, at the right moment."""
+        return replace(parts, gradients=_Checked(parts, self))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._at is not None and error is None:
+            with self._noting():
+                self._at.parameters({name: parameter for name, (_, parameter) in self._parameters.items()})
+                self._at.buffers(self._buffers())
+        ending = Ending.FINISHED if error is None else Ending.RAISED
+        message = "" if error is None else f"{type(error).__name__}: {error}"
+        mine = _Part(RankReport(self._exchange.rank, ending, message), self._ledger, self._norm, self._problem)
+        what = "the end of the checked step"
+        bound_s = self._job.timeout_s if error is None else min(self._job.timeout_s, _LAST_WORDS_S)
+        try:
+            parts = self._exchange.finish(mine, what=what, bound_s=bound_s)
+        except RanksAbsent as absent:
+            parts, self._failure = [mine], self._failure or _sentence(absent)
+        self._exchange.clear(self._laid_out)
+        self._verdict = self._joined(parts)
+
+    def _begin(self) -> str:
+        """Agree on what is expected; what stands in the way of a comparison, in sentences, or nothing."""
+        record: Record | None = None
+        digests: tuple[str, ...] | None = None
+        with self._noting():
+            record, digests = self._read(), self._digests()
+            self._distinct()
+            if record is not None:
+                self._alike(record, digests)
+        mine = Arrival({name: stage for name, (stage, _) in self._parameters.items()}, digests, self._problem)
+        arrivals: list[Arrival] = self._gather(mine, "the beginning of the checked step")
+        problems = {rank: arrival.problem for rank, arrival in enumerate(arrivals) if arrival.problem}
+        problems = problems or disagreement([arrival.microbatches for arrival in arrivals])
+        if not problems and isinstance(self._source, SingleDevice):
+            record, problems = self._beside(self._source, arrivals)
+        if problems or record is None:
+            return told(problems)
+        self._expected = record.operations[self._number]
+        rank = self._exchange.rank
+        places = places_of(arrivals)
+        self._name = record.name
+        self._at = Against(self._expected, self._ledger, number=self._number, places=places, rank=rank)
+        if rank == 0:
+            self._at.held({name: len(found) for name, found in places.items()})
+        return ""
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        """Keep what is wrong with what this rank was given, for all to know in the end."""
+        try:
+            yield
+        except (RecordError, ContentError) as error:
+            self._problem = self._problem or str(error)
+
+    def _read(self) -> Record | None:
+        """The record, where there is one already."""
+        found = read(self._source) if isinstance(self._source, str | Path) else self._source
+        if not isinstance(found, Record):
+            return None
+        plan = [one.operation for one in found.operations]
+        if not 0 <= self._number < len(plan) or plan[self._number] != "train":
+            raise RecordError(f"operation {self._number} of {'+'.join(plan)} is no training step")
+        return found
+
+    def _digests(self) -> tuple[str, ...] | None:
+        return None if self._job.microbatches is None else microbatch_digests(self._job.microbatches)
+
+    def _distinct(self) -> None:
+        """Raise where two of this rank's parameters have one name."""
+        twice = [name for name, count in Counter(name for name, *_ in self._named).items() if count > 1]
+        if twice:
+            stages = " and ".join(str(stage) for name, stage, _ in self._named if name == twice[0])
+            raise RecordError(f"stages {stages} both have a parameter {twice[0]}: give rename=, from stage and name")
+
+    def _alike(self, record: Record, digests: tuple[str, ...] | None) -> None:
+        """Raise where something is another before the step on this rank than in the record."""
+        expected = record.operations[self._number]
+        if found := other_weights(expected.before, {name: one for name, (_, one) in self._parameters.items()}):
+            raise RecordError(
+                f"weights that differ from the record's before the step: {found}; start from the recorded ones"
+            )
+        if digests is not None and (found := other_microbatch(expected.microbatches, digests)):
+            raise RecordError(f"microbatches that are not the record's: {found}; run the recorded ones in this step")
+
+    def _beside(self, source: SingleDevice, arrivals: Sequence[Arrival]) -> tuple[Record | None, dict[int, str]]:
+        """The record that rank 0 makes of the reference with everybody's weights, or why it cannot."""
+        held = {name: rank for rank, arrival in reversed(list(enumerate(arrivals))) for name in arrival.held}
+        given = [name for name, rank in held.items() if rank == self._exchange.rank]
+        for name in given:
+            self._exchange.give(f"weight {name}", self._parameters[name][1])
+        text, problem = "", ""
+        if self._exchange.rank == 0:
+            text, problem = self._made(source, held)
+        outcomes = self._gather((text, problem), "the reference of the checked step")
+        self._exchange.clear(f"weight {name}" for name in given)
+        text, problem = outcomes[0]
+        return (None, {0: problem}) if problem else (restored(text, self._fetch), {})
+
+    def _made(self, source: SingleDevice, held: Mapping[str, int]) -> tuple[str, str]:
+        if self._job.microbatches is None:
+            return "", "the reference runs here, and there are no microbatches: pass them on rank 0"
+        try:
+            record = source.record(held, lambda name: self._fetch(f"weight {name}"), self._job.microbatches)
+            record = replace(record, operations=tuple(replace(one, before={}) for one in record.operations))
+            text = described(record, self._laid_out)
+        except RecordError as error:
+            return "", str(error)
+        except Exception as error:  # the user's own code runs in it
+            return "", f"the reference raised {type(error).__name__}: {error}"
+        for address, tensor in self._laid_out.items():
+            self._exchange.give(address, tensor)
+        return text, ""
+
+    def _fetch(self, name: str) -> Tensor:
+        return self._exchange.take(name, bound_s=self._job.timeout_s)
+
+    def _joined(self, parts: Sequence[_Part]) -> Verdict:
+        took = perf_counter() - self._began
+        rerun = f"torchrun --nproc-per-node {self._exchange.ranks} {shlex.join(sys.argv)}"
+        reports = [part.report for part in parts]
+        if any(report.ending is not Ending.FINISHED for report in reports):
+            self._failure = self._failure or describe(reports)
+        self._obstacle = self._obstacle or told({part.report.rank: part.problem for part in parts})
+        if self._failure or self._obstacle or self._expected is None:
+            laws = (LawResult("comparable", "unknown", note=self._obstacle),) if self._obstacle else ()
+            config = "a step of this job"
+            return Verdict(config, "unknown", "none", laws, failure=self._failure, seconds=took, rerun=rerun)
+        ledger = Ledger(LAWS)
+        for part in reversed(parts):  # as gradients flow
+            ledger.join(part.ledger)
+        ledger.mismatches.sort(key=lambda one: (LAWS.index(one.law), -math.inf if one.stage is None else -one.stage))
+        if not any(part.norm for part in parts):
+            ledger.skip("grad-norm", "the job reports none")
+        if not self._expected.parameters:
+            ledger.skip("updated-parameters", "what is expected makes no update: the optimizer's state is the job's")
+        if not self._expected.buffers:
+            ledger.skip("buffers", "nothing is expected of them")
+        return concluded(ledger, f"a step of this job against {self._name}", rerun=rerun, seconds=took)
+
+    def _gather(self, value: object, what: str) -> list[Any]:
+        return self._exchange.gather(value, what=what, bound_s=self._job.timeout_s)
+
+    def _numbered(self) -> Mapping[int, nn.Module]:
+        modules = self._job.modules
+        return {self._exchange.rank: modules} if isinstance(modules, nn.Module) else modules
+
+    def _buffers(self) -> dict[str, Tensor]:
+        wanted = {} if self._expected is None else self._expected.buffers
+        return {
+            self._job.rename(stage, name): buffer
+            for stage, module in self._stages.items()
+            for name, buffer in module.named_buffers()
+            if wanted
+        }
+
+
+class _Checked(AroundGradients):
+    """Gradient work that has gradients compared between the tied reduction and the clipping."""
+
+    def __init__(self, parts: Parts, check: StepCheck) -> None:
+        super().__init__(parts.gradients, parts.stages)
+        self._check = check
+
+    def reduce_tied(self) -> None:
+        self.inner.reduce_tied()
+        self._check.gradients()
+
+
+def _sentence(absent: RanksAbsent) -> str:
+    return "\n".join(f"rank {rank} {reason}" for rank, reason in absent.reasons.items())

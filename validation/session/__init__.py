@@ -1,0 +1,1 @@
+"""A pytest session under torchrun: the ranks collect, run and report as one."""

@@ -1,0 +1,1 @@
+"""Planted faults tried out: caught, named, located, and shrunk to their smallest case."""
