@@ -81,6 +81,7 @@ class _Pass:
         # What stages here made and nobody took yet, by (stage that made it, microbatch).
         self._outputs: dict[tuple[int, int], Tensors] = {}
         self._input_gradients: dict[tuple[int, int], Gradients] = {}
+        self._began = 0.0  # the action that runs
         self._idle_s = 0.0
 
     def run(self, transport: Transport) -> Run:
@@ -100,21 +101,21 @@ class _Pass:
         compute_s = communication_s = 0.0
         spans: list[OwnSpan] = []
         idle_s = 0.0
-        began = perf_counter()
+        self._began = perf_counter()
         for action in self._program.ranks[transport.rank]:
             handlers[action.kind](action)
-            ended = perf_counter()
+            began, ended = self._began, perf_counter()
             spans.append((action, began, ended, self._idle_s - idle_s))
             if action.kind in COMPUTE:
                 idle_s = self._idle_s
                 compute_s += ended - began
             else:
                 communication_s += ended - began
-            began = ended
+            self._began = ended
         transport.flush()
-        communication_s += perf_counter() - began
+        communication_s += perf_counter() - self._began
         losses = {m: loss for stage in self._stages.values() for m, loss in stage.losses.items()}
-        # All waiting for messages happens inside compute actions.
+        # All waiting for messages happens inside compute actions, from their beginning until the message is there.
         return Run(losses, spans, compute_s - self._idle_s, communication_s, self._idle_s)
 
     def _forward(self, action: Action) -> None:
@@ -145,9 +146,8 @@ class _Pass:
             # Cut the graph where the boundary is, as if the tensors had travelled.
             here = self._outputs.pop((stage - 1, microbatch))
             return tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in here)
-        began = perf_counter()
         received = self._links.receive_activation(Action(stage, Kind.RECV_F, microbatch))
-        self._idle_s += perf_counter() - began
+        self._idle_s += perf_counter() - self._began
         return received
 
     def _output_gradients(self, stage: int, microbatch: int) -> Gradients:
@@ -155,9 +155,8 @@ class _Pass:
             return ()  # it starts from its own loss
         if stage + 1 in self._stages:
             return self._input_gradients.pop((stage + 1, microbatch))
-        began = perf_counter()
         received = self._links.receive_gradient(Action(stage, Kind.RECV_B, microbatch))
-        self._idle_s += perf_counter() - began
+        self._idle_s += perf_counter() - self._began
         return received
 
     def _send_f(self, action: Action) -> None:

@@ -3,7 +3,7 @@
 import re
 import socket
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -35,15 +35,11 @@ def sequences() -> list[list[tuple[str, str]]]:
     """README's commands with their outputs, each behind those that write what it reads."""
     found = examples()
     before = {
-        command: [other for other in found if other[0] != command and _written_names(other[0]) & set(command.split())]
+        command: [other for other in found if other[0] != command and written(other[0]) & set(command.split())]
         for command, _ in found
     }
     inner = {command for first in before.values() for command, _ in first}
     return [[*before[command], (command, output)] for command, output in found if command not in inner]
-
-
-def _written_names(command: str) -> set[str]:
-    return {path.name for path in written(command)}
 
 
 def arguments(command: str) -> list[str]:
@@ -59,9 +55,9 @@ def arguments(command: str) -> list[str]:
     return [*start[words[0]], *words[1:]]
 
 
-def written(command: str) -> list[Path]:
+def written(command: str) -> set[str]:
     """The files that ``command`` writes."""
-    return [ROOT / name for name in re.findall(r"--(?:json|svg|png|trace|out|record|junit|summary) (\S+)", command)]
+    return set(re.findall(r"--(?:json|svg|png|trace|out|record|junit|summary) (\S+)", command))
 
 
 def steady(text: str) -> list[str]:
@@ -102,8 +98,10 @@ def relevant(output: str) -> str:
 
 
 @pytest.fixture
-def run(python: Launch) -> Iterator[Callable[[str], "subprocess.CompletedProcess[str]"]]:
-    """Run a command of README in the repository, on as many machines as it is for: here they are all this one."""
+def run(python: Launch, tmp_path: Path) -> Callable[[str], "subprocess.CompletedProcess[str]"]:
+    """Run a command of README where the tests are, on as many machines as it is for: here they are all this one."""
+    for name in ("tests", "pyproject.toml"):
+        (tmp_path / name).symlink_to(ROOT / name)
 
     def launch(command: str) -> "subprocess.CompletedProcess[str]":
         with socket.socket() as free:
@@ -111,17 +109,15 @@ def run(python: Launch) -> Iterator[Callable[[str], "subprocess.CompletedProcess
             here = command.replace("29500", str(free.getsockname()[1]))
         with ThreadPoolExecutor() as machines:
             others = [
-                machines.submit(python, ROOT, *arguments(here.replace("--node-rank 0", f"--node-rank {rank}")))
+                machines.submit(python, tmp_path, *arguments(here.replace("--node-rank 0", f"--node-rank {rank}")))
                 for rank in range(1, 2 if "--nnodes 2" in command else 1)
             ]
-            first = python(ROOT, *arguments(here))
+            first = python(tmp_path, *arguments(here))
         for other in others:
             assert other.result().returncode == first.returncode, other.result().stdout
         return first
 
-    yield launch
-    for path in {path for command, _ in examples() for path in written(command)}:
-        path.unlink(missing_ok=True)
+    return launch
 
 
 @pytest.mark.parametrize("commands", sequences(), ids=[commands[-1][0] for commands in sequences()])
@@ -176,5 +172,5 @@ def test_every_command_is_run_and_has_what_it_reads() -> None:
 
 
 def test_a_command_as_words() -> None:
-    assert written("a --json b.json --svg c.svg d") == [ROOT / "b.json", ROOT / "c.svg"]
+    assert written("a --json b.json --svg c.svg d") == {"b.json", "c.svg"}
     assert arguments('pipeproof replay "a b" -x') == ["-m", "validation", "replay", "a b", "-x"]

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Case": "case",
-    "SingleDevice": "single_device",
+    "SingleDevice": "records.single_device",
     "Verdict": "verdict",
     "World": "world",
-    "check_step": "step_check",
-    "record_step": "step_record",
+    "check_step": "records.step_check",
+    "record_step": "records.step_record",
     "validate": "validator",
-    "write_record": "step_record",
+    "write_record": "records.step_record",
 }
 
 __all__ = ["Case", "SingleDevice", "Verdict", "World", "check_step", "record_step", "validate", "write_record"]

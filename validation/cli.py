@@ -3,6 +3,7 @@
 Exit status: 0 pass; 1 a wrong answer, or a broken law; 2 bad usage, invalid input, or no room for output; 3 no verdict
 (a hang, a dead rank, something unknown, nothing exercised, interrupted); 141 where the reader of standard output has
 stopped. What needs torch is imported by the commands that need it: ``show``, ``check`` and ``plan`` start at once.
+Where ranks will run, the fork server imports its own torch meanwhile.
 """
 
 import argparse
@@ -38,6 +39,7 @@ from validation.console.ending import WRONG, ended
 from validation.console.option_parser import OptionParser, joined
 from validation.console.option_types import number, numbers, seconds, share, shares, three_numbers
 from validation.console.terminal import Terminal
+from validation.ranks import fork_server
 from validation.runtimes import OWN, TORCH
 
 _UNIT = (1.0, 1.0, 1.0)
@@ -234,9 +236,10 @@ def _add_world(parser: argparse.ArgumentParser) -> None:
 
 
 def _validate(options: argparse.Namespace) -> int:
+    cases, left_out = _table(options)
+    fork_server.start()
     from validation.commands.campaign import Setting, validate_all
 
-    cases, left_out = _table(options)
     setting = Setting(options.device, options.timeout, options.json, options.profile, record=options.record)
     return validate_all(cases, setting, left_out=left_out)
 
@@ -255,10 +258,11 @@ def _table(options: argparse.Namespace) -> tuple[list[Case], Mapping[str, str]]:
 
 
 def _gate(options: argparse.Namespace) -> int:
+    table, missing = _table(options)
+    fork_server.start()
     from validation.commands.campaign import Setting
     from validation.gate.gate import Plan, Reports, gate
 
-    table, missing = _table(options)
     max_ranks = max(case.ranks for case in table) if options.max_ranks is None else options.max_ranks
     counted("--cases", options.cases, least=0, most=MOST_ACTIONS)
     counted("--max-ranks", max_ranks, most=MOST_PROCESSES)
@@ -280,26 +284,29 @@ def _gate(options: argparse.Namespace) -> int:
 
 
 def _fuzz(options: argparse.Namespace) -> int:
-    from validation.commands.campaign import Setting, fuzz_all
-
     counted("--cases", options.cases, most=MOST_ACTIONS)
     counted("--max-ranks", options.max_ranks, most=MOST_PROCESSES)
     counted("--seed", options.seed, least=0, most=MOST_SEED)
+    schedules, dtypes = schedule_names(options.schedule), dtype_names(options.dtype)
+    fork_server.start()
+    from validation.commands.campaign import Setting, fuzz_all
+
     return fuzz_all(
         Setting(options.device, options.timeout, options.json),
         budget=options.cases,
         seed=options.seed,
-        schedules=schedule_names(options.schedule),
-        dtypes=dtype_names(options.dtype),
+        schedules=schedules,
+        dtypes=dtypes,
         max_ranks=options.max_ranks,
         runtime=options.runtime,
     )
 
 
 def _replay(options: argparse.Namespace) -> int:
+    case = Case.parse(options.case)
+    fork_server.start()
     from validation.commands.campaign import Setting, validate_all
 
-    case = Case.parse(options.case)
     return validate_all([case], Setting(case.device, json=options.json, explain=True, record=options.record))
 
 
@@ -327,10 +334,11 @@ _REAL = {"steps": 5, "model": "gpt", "layers": 8, "split": "even", "loss": "mean
 
 
 def _show_real(options: argparse.Namespace, found: Schedule | Program, paths: Paths) -> int:
-    from validation.commands.measure import show_measured
-
     if options.times is not None:
         raise ValueError("--times with --run: expected one of the two, for a run measures times")
+    fork_server.start()
+    from validation.commands.measure import show_measured
+
     name = options.schedule if is_csv(options.schedule) else schedule_in(found).name
     return show_measured(_case(options, name, found, options.model, "fp32"), paths, steps=options.steps)
 

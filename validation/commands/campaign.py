@@ -7,6 +7,7 @@ from time import perf_counter
 from types import MappingProxyType
 
 import torch
+import torch._dynamo  # the reference's optimizer wants it: better now, while the fork server imports the same
 
 from pipeline.profile import profile_table
 from validation.case import Case

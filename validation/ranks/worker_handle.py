@@ -1,18 +1,14 @@
 """One worker from its controller's side: a process, a channel for orders, and a channel for questions."""
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import socket
 import struct
-import sys
 import time
-from collections.abc import Iterator
-from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
-from types import ModuleType
 
+from validation.ranks import fork_server
 from validation.ranks.rank_report import Ending, RankReport
 from validation.ranks.seat import Seat
 from validation.ranks.shipping import unpack
@@ -22,8 +18,6 @@ _STALL_BOUND_S = 60  # for one message to move at all
 _EXIT_BOUND_S = 1.0  # for a process whose connection is closed to be seen dead
 _SIGNAL_BOUND_S = 0.3  # for a signal handler to write a stack
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-
 
 class WorkerHandle:
     """Starts the worker of a seat and speaks with it. No method waits without a bound."""
@@ -32,13 +26,13 @@ class WorkerHandle:
         self.seat = seat
         self._orders, orders = _channel()
         self._questions, questions = _channel()
-        self._process = _CONTEXT.Process(
+        self._process = fork_server.CONTEXT.Process(
             target=serve,
             args=(orders, questions, seat, seat.full_environment()),
             daemon=True,
             name=f"rank {seat.rank} of {seat.ranks}",
         )
-        with orders, questions, _starting():
+        with orders, questions, fork_server.ready():
             self._process.start()
         assert self._process.pid is not None, "a process that has been started has an id"
         self.pid: int = self._process.pid
@@ -103,42 +97,9 @@ class WorkerHandle:
 
 def _channel() -> tuple[Connection, Connection]:
     # A worker can be stopped in the middle of a message, so this end never waits long for a single read or write.
-    ours, theirs = _CONTEXT.Pipe()
+    ours, theirs = fork_server.CONTEXT.Pipe()
     with socket.socket(fileno=os.dup(ours.fileno())) as options:
         bound = struct.pack("ll", _STALL_BOUND_S, 0)
         options.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, bound)
         options.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, bound)
     return ours, theirs
-
-
-@contextlib.contextmanager
-def _starting() -> Iterator[None]:
-    """The conditions under which a worker is started, and with the first one the fork server.
-
-    The caller's script is out of sight: jobs travel by value, so a worker need not run the script again, which would
-    cost an import of pytest or trap a script without a ``__main__`` guard. One thread: ranks share the machine.
-    """
-    names = ["validation.ranks.preload", *(["pytest"] if "pytest" in sys.modules else [])]
-    _CONTEXT.set_forkserver_preload(names)
-    script, threads = sys.modules["__main__"], os.environ.get("OMP_NUM_THREADS")
-    sys.modules["__main__"] = ModuleType("__main__")
-    os.environ["OMP_NUM_THREADS"] = "1"
-    try:
-        _start_server()
-        yield
-    finally:
-        sys.modules["__main__"] = script
-        if threads is None:
-            del os.environ["OMP_NUM_THREADS"]
-        else:
-            os.environ["OMP_NUM_THREADS"] = threads
-
-
-def _start_server() -> None:
-    """Start the fork server where there is none, with Ctrl-C kept from it: that is for this process to decide on."""
-    resource_tracker.ensure_running()  # the server starts it too, and would then undo the mask
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

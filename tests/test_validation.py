@@ -1,0 +1,19 @@
+"""What the packages offer by name is there, also what loads when first used."""
+
+from types import ModuleType
+
+import pytest
+
+import pipeline
+import reference
+import validation
+from validation import whitebox
+
+
+@pytest.mark.parametrize("package", [pipeline, reference, validation, whitebox], ids=lambda package: package.__name__)
+def test_every_name_that_is_offered_can_be_had(package: ModuleType) -> None:
+    names = getattr(package, "__all__", ())
+    assert all(getattr(package, name) is not None for name in names)
+    assert names or package is reference
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = package.no_such_name
