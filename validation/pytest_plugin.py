@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from validation.ranks import fork_server
 from validation.ranks.launcher import under_torchrun
 from validation.ranks.rank_report import NeedsMoreRanks
 
@@ -39,7 +38,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(LeftOut(), "pipeproof-left-out")
     if under_torchrun():
         _refuse_workers(config)
-        fork_server.start()
         from validation.session.pytest_torchrun import RanksTogether  # torch comes with it, so only here
 
         config.pluginmanager.register(RanksTogether(config), "pipeproof-torchrun")

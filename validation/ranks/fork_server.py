@@ -12,13 +12,19 @@ from collections.abc import Iterator
 from multiprocessing import forkserver, resource_tracker
 from types import ModuleType
 
+from validation.ranks.launcher import under_torchrun
+
 CONTEXT = multiprocessing.get_context("forkserver")
 
 
 def start() -> None:
-    """Start it, where there is none, and do not wait for it."""
-    with ready():
-        pass
+    """Start it, where there is none, and do not wait for it.
+
+    Not under torchrun: there each core has more processes than it can serve already.
+    """
+    if not under_torchrun():
+        with ready():
+            pass
 
 
 @contextlib.contextmanager
@@ -28,8 +34,7 @@ def ready() -> Iterator[None]:
     The caller's script is out of sight: jobs travel by value, so a worker need not run the script again, which would
     cost an import of pytest or trap a script without a ``__main__`` guard. One thread: ranks share the machine.
     """
-    names = ["validation.ranks.preload", *(["pytest"] if "pytest" in sys.modules else [])]
-    CONTEXT.set_forkserver_preload(names)
+    CONTEXT.set_forkserver_preload(_preloaded())
     script, threads = sys.modules["__main__"], os.environ.get("OMP_NUM_THREADS")
     sys.modules["__main__"] = ModuleType("__main__")
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -42,6 +47,16 @@ def ready() -> Iterator[None]:
             del os.environ["OMP_NUM_THREADS"]
         else:
             os.environ["OMP_NUM_THREADS"] = threads
+
+
+def _preloaded() -> list[str]:
+    """What is imported for all workers.
+
+    An optimizer imports torch._dynamo when it is made, which takes longer than all the rest. Under torchrun a server
+    has one worker, which can as well import it if it makes one.
+    """
+    pytest = ["pytest"] if "pytest" in sys.modules else []
+    return ["validation.ranks.preload", *pytest, *([] if under_torchrun() else ["torch._dynamo"])]
 
 
 def _ensure_running() -> None:

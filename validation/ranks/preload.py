@@ -6,7 +6,5 @@ import importlib
 import validation.ranks.worker  # noqa: F401
 
 # Most jobs run a pipeline step. Where it cannot be imported, the job that wants it says so better than we could here.
-# An optimizer imports torch._dynamo when it is made, which takes longer than all the rest.
 with contextlib.suppress(Exception):
     importlib.import_module("pipeline.step")
-    importlib.import_module("torch._dynamo")
