@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import bench_cases
+import bench_diagnosis
 import bench_held
 import bench_overhead
 import bench_recorder
@@ -47,6 +48,7 @@ PARTS = {
     "e": Part("memory held between I and W", "MB", bench_held.measure, 1, 1),
     "f": Part("what recording boundary tensors costs", "ms per step", bench_recorder.measure, 2, 40),
     "g": Part("what validating a foreign step adds to it", "seconds", bench_whitebox.measure, 4, 9),
+    "h": Part("finding the cause of one failure", "seconds", bench_diagnosis.measure, 4, 3),
 }
 
 
