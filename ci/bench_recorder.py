@@ -7,12 +7,18 @@ import torch.distributed as dist
 from bench_ranks import Turns, conditions, on_ranks, step_seconds, take_turns
 from bench_table import Row, Target, ratio
 
+from reference.data import Shapes, microbatches
 from validation.case import Case
-from validation.observe import assemble, data_for
+from validation.observe import assemble
 from validation.recorder import Recorder
 from validation.world import RankContext
 
-MODELS = ("gpt", "mlp")
+# Microbatches as small as those of a validation, and as long as the model's context admits.
+SUBJECTS = {
+    "gpt": ("gpt", Shapes()),
+    "gpt 8 x 64": ("gpt", Shapes(rows=8, tokens=64)),
+    "mlp": ("mlp", Shapes()),
+}
 SCHEDULES = ("1f1b", "zb-h1")
 MICROBATCHES = 8
 LAYERS = 4  # of a stage
@@ -21,25 +27,28 @@ _MOST = 1.10
 
 
 def measure(*, ranks: int, rounds: int) -> list[Row]:
-    """A row per schedule and model: milliseconds per step, recorded and not, and the one over the other."""
+    """A row per schedule and subject: milliseconds per step, recorded and not, and the one over the other."""
     taken = on_ranks(ranks, _rank, ranks, rounds)
     return [_row(name, [rank[name] for rank in taken]) for name in taken[0]]
 
 
 def _rank(rank: int, ranks: int, rounds: int) -> dict[str, Any]:
     return {
-        f"{schedule} {model}": _steps(Case(schedule, ranks, 1, MICROBATCHES, (LAYERS,) * ranks, model=model), rounds)
+        f"{schedule} {name}": _steps(
+            Case(schedule, ranks, 1, MICROBATCHES, (LAYERS,) * ranks, model=model), shapes, rounds
+        )
         for schedule in SCHEDULES
-        for model in MODELS
+        for name, (model, shapes) in SUBJECTS.items()
     }
 
 
-def _steps(case: Case, rounds: int) -> dict[str, Any]:
+def _steps(case: Case, shapes: Shapes, rounds: int) -> dict[str, Any]:
     group = dist.group.WORLD
     assert group is not None, "ranks have a group"
     _, schedule = assemble(RankContext(dist.get_rank(), case.ranks, "cpu", group), case)
     recorded = schedule.wrapped(Recorder().wrap)
-    pairs = [(batch.inputs, batch.target) for batch in data_for(case, 0)]
+    batches = microbatches(case.model, count=case.microbatches, shapes=shapes, seed=case.seed)
+    pairs = [(batch.inputs, batch.target) for batch in batches]
     steps = {
         "plain": lambda: schedule.train_step(pairs, max_norm=1.0),
         "recorded": lambda: recorded.train_step(pairs, max_norm=1.0),

@@ -37,7 +37,7 @@ def split(schedule: Schedule, lag: int) -> Schedule:
 def test_split_backwards_agree_with_the_reference_bit_for_bit(
     world: World, kind: str, ranks: int, virtual: int, lag: int
 ) -> None:
-    for model in MODELS if kind == "interleaved" else ("gpt-tied",):
+    for model in MODELS if (kind, lag) == ("interleaved", 2) else ("gpt-tied",):
         layers = (2,) + (1,) * (ranks * virtual - 1)
         case = Case(kind, ranks, virtual, 5, layers, model=model, ragged=True, loss="tokens")
         schedule = split(build(kind, ranks=ranks, virtual=virtual, microbatches=5), lag)

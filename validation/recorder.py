@@ -1,6 +1,6 @@
 """The recorder: wrapped around stages and gradient work, it copies what passes and changes no bit of it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +30,7 @@ from validation.recording import (
 )
 from validation.snapshot import Named, Snapshot, Versions, gradients, parameters, versions
 
-_NOTHING = Snapshot((), {})
+_NOTHING = Snapshot((), (), {})
 
 
 class RecordedStage(AroundStage):
@@ -55,6 +55,10 @@ class RecordedStage(AroundStage):
         self._named = list(self.module.named_parameters(remove_duplicate=False))
         self._written, self._parameters = (), parameters(self._named)
         self.inner.begin()
+
+    def gradients(self) -> Snapshot:
+        """Those of the stage's parameters, now."""
+        return gradients(self._named)
 
     def recorded(self) -> Recording:
         """What passed since ``begin``."""
@@ -144,13 +148,13 @@ class RecordedStage(AroundStage):
         self._backward_of = microbatch if graph else None
         # Torch counts the writes to a tensor, so that sums nobody touched need not be copied to see that. What writes
         # past that count shows at the end of this action, as an addition that is not the microbatch's.
-        self._before = None if versions(self._named) == self._written else gradients(self._named)
+        self._before = None if versions(self._named) == self._written else self.gradients()
 
     def _added(self, kind: Kind, microbatch: int) -> None:
         self._backward_of = None
         if kind is not Kind.BACKWARD_INPUT:
             self._inputs.pop(microbatch, None)
-        self._written, after = versions(self._named), gradients(self._named)
+        self._written, after = versions(self._named), self.gradients()
         self._additions.append((Action(self.index, kind, microbatch), self._before, after))
 
     def _note(self, microbatch: int, where: str, tensors: Sequence[Tensor | None]) -> None:
@@ -160,24 +164,28 @@ class RecordedStage(AroundStage):
 class RecordedGradients(AroundGradients):
     """Gradient work before and after which the gradients are copied."""
 
-    def __init__(self, inner: GradientWork, stages: Sequence[Stage]) -> None:
+    def __init__(self, inner: GradientWork, stages: Sequence[RecordedStage]) -> None:
         super().__init__(inner, stages)
-        self.recorded = Recording()
+        self._recorded = stages
+        self._summed: dict[int, Snapshot] = {}
+        self._clipped: dict[int, Snapshot] = {}
 
     def reduce_tied(self) -> None:
-        self.recorded = Recording(summed=self._copies())
+        self._summed, self._clipped = self._copies(), {}
         self.inner.reduce_tied()
 
     def scale(self, factor: float) -> None:
         self.inner.scale(factor)
-        self.recorded = replace(self.recorded, clipped=self._copies())
+        self._clipped = self._copies()
 
-    def _copies(self) -> dict[tuple[int, str], Tensor | None]:
-        found = dict[tuple[int, str], Tensor | None]()
-        for stage in self.stages:
-            held = gradients(list(stage.module.named_parameters(remove_duplicate=False))).tensors()
-            found |= {(stage.index, name): gradient for name, gradient in held.items()}
-        return found
+    def take(self) -> Recording:
+        """What was copied since it was last asked."""
+        taken = Recording(summed=_by_site(self._summed), clipped=_by_site(self._clipped))
+        self._summed, self._clipped = {}, {}
+        return taken
+
+    def _copies(self) -> dict[int, Snapshot]:
+        return {stage.index: stage.gradients() for stage in self._recorded}
 
 
 class Recorder:
@@ -196,9 +204,11 @@ class Recorder:
     def take(self) -> Recording:
         """What passed in the operation that has just ended."""
         assert self._gradients is not None, "a recorder is wrapped around parts before it records"
-        recording = together([*(stage.recorded() for stage in self._stages), self._gradients.recorded])
-        self._gradients.recorded = Recording()
-        return recording
+        return together([*(stage.recorded() for stage in self._stages), self._gradients.take()])
+
+
+def _by_site(copies: Mapping[int, Snapshot]) -> dict[tuple[int, str], Tensor | None]:
+    return {(stage, name): copy for stage, one in copies.items() for name, copy in one.tensors().items()}
 
 
 def _copy(tensor: Tensor | None) -> Tensor | None:

@@ -12,45 +12,48 @@ Versions = tuple[tuple[int, int] | None, ...]
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Tensors by name, None where there was none: all of one type laid end to end, which is one copy for all."""
+    """Tensors by name, None where there was none: all of one type laid end to end, which is one copy for all.
 
-    shapes: tuple[tuple[str, torch.Size | None, torch.dtype | None], ...]
+    ``named`` are the parameters that they belong to, which have their shapes; ``dtypes`` are in the same order.
+    """
+
+    named: Named
+    dtypes: Sequence[torch.dtype | None]
     flat: Mapping[torch.dtype, Tensor]
 
     @classmethod
-    def of(cls, named: Sequence[tuple[str, Tensor | None]]) -> "Snapshot":
-        """What ``named`` holds now."""
-        shapes = list[tuple[str, torch.Size | None, torch.dtype | None]]()
-        parts = dict[torch.dtype, list[Tensor]]()
-        for name, tensor in named:
-            if tensor is None:
-                shapes.append((name, None, None))
-            else:
-                shapes.append((name, tensor.shape, tensor.dtype))
-                parts.setdefault(tensor.dtype, []).append(tensor.reshape(-1))
-        return cls(tuple(shapes), {dtype: torch.cat(own).to("cpu") for dtype, own in parts.items()})
+    def of(cls, named: Named, tensors: Sequence[Tensor | None]) -> "Snapshot":
+        """What ``tensors`` hold now, one for each of ``named``."""
+        dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
+        flat = {
+            dtype: torch.cat([tensor.reshape(-1) for tensor in tensors if tensor is not None and tensor.dtype is dtype])
+            for dtype in set(dtypes)
+            if dtype is not None
+        }
+        return cls(named, dtypes, {dtype: tensor.to("cpu") for dtype, tensor in flat.items()})
 
     def tensors(self) -> dict[str, Tensor | None]:
         """By name, as they were."""
         at, found = dict.fromkeys(self.flat, 0), dict[str, Tensor | None]()
-        for name, shape, dtype in self.shapes:
-            if shape is None or dtype is None:
+        for (name, parameter), dtype in zip(self.named, self.dtypes, strict=True):
+            if dtype is None:
                 found[name] = None
                 continue
-            end = at[dtype] + shape.numel()
-            found[name] = self.flat[dtype][at[dtype] : end].view(shape)
+            end = at[dtype] + parameter.numel()
+            found[name] = self.flat[dtype][at[dtype] : end].view(parameter.shape)
             at[dtype] = end
         return found
 
 
 def gradients(named: Named) -> Snapshot:
     """The gradients of parameters."""
-    return Snapshot.of([(name, parameter.grad) for name, parameter in named])
+    return Snapshot.of(named, [parameter.grad for _, parameter in named])
 
 
 def parameters(named: Named) -> Snapshot:
     """The parameters themselves."""
-    return Snapshot.of([(name, parameter.detach()) for name, parameter in named])
+    with torch.no_grad():
+        return Snapshot.of(named, [parameter for _, parameter in named])
 
 
 def versions(named: Named) -> Versions:
