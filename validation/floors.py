@@ -89,14 +89,14 @@ class Floors:
         return Floor(permutation, rounding, 0.0, self._precision)
 
     def parameter(self, site: Site) -> Floor:
-        """The floor of one site's update: its gradient's, or the rounding of the parameter itself if that is more."""
+        """The floor of one site's update: its gradient's, beside what storing the parameter may have done."""
         gradient = self.gradient(site)
         if self._last.gradients[site] is None:
             return gradient
         before, after = self._last.before[site[1]].double(), self._last.parameters[site].double()
         step = (after - before).abs().amax().item()
-        rounding = self._precision.unit * before.abs().amax().item() / step if step else math.inf
-        return replace(gradient, rounding=max(gradient.rounding, rounding))
+        stored = self._precision.unit * before.abs().amax().item() / step if step else math.inf
+        return replace(gradient, stored=stored)
 
     def worst(self) -> float:
         """The largest floor over all gradients."""

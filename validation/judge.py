@@ -221,7 +221,7 @@ class Judge:
             self.ledger.tensors(place, seen, wanted, lambda: floors.gradient(site))
         else:
             before = operation.expected.before[site[1]].cpu()
-            self.ledger.tensors(place, seen, wanted, lambda: floors.parameter(site), base=before)
+            self.ledger.tensors(place, seen, wanted, lambda: floors.parameter(site), base=before, rounded=True)
 
     def _copies(self, what: str, operation: _Operation, observed: dict[Site, Tensor | None]) -> None:
         for copies in self._subject.tied:

@@ -50,13 +50,15 @@ class Floor:
     """What rounding alone does to one tensor on this run, as relative errors.
 
     permutation: contributions added in reverse order. rounding: against fp64, or, in fp64, against weights that are one
-    rounding off. fault: the least that dropping one microbatch would change.
+    rounding off. fault: the least that dropping one microbatch would change. stored: what storing the tensor may have
+    done, where errors leave that out (``error`` with ``rounded``).
     """
 
     permutation: float
     rounding: float
     fault: float
     precision: Precision = FP32
+    stored: float = 0.0
 
     @property
     def largest(self) -> float:
@@ -73,7 +75,7 @@ class Floor:
         That is an error that rounding explains and ``most`` does not excuse, or one below ``most`` that is too small
         for half a lost microbatch.
         """
-        blind = 0 < self.fault / 2 <= self.limit  # rounding could hide a lost microbatch
+        blind = 0 < self.fault / 2 <= max(self.limit, self.stored)  # rounding could hide a lost microbatch
         if error <= self.limit:
             return "unknown" if blind else "pass"
         explained = error <= self.precision.factor * self.largest
