@@ -128,12 +128,19 @@ class Explainer:
         return whole
 
     def _candidates(self, system: System, atoms: list[Atom]) -> Iterator[Explanation]:
-        """What may hold for most parameters: that nothing is wrong, and what each parameter says alone."""
+        """What may hold for most parameters: that nothing is wrong, and what each parameter says alone.
+
+        What holds for so many is what one of any that are more than the rest says, so not all need be asked.
+        """
         yield self._simple({atom.term: 1.0 for atom in self._atoms.nominal}, system, atoms)
-        for name in self._names:
+        in_vain = 0
+        for name in sorted(self._names, key=lambda name: -system.sizes[system.names.index(name)]):
             alone = self._solve(system.only([name]), atoms, sparse=False)
             if alone.explained and not alone.undecided:
                 yield alone
+            in_vain += not (alone.explained and alone.undecided)
+            if in_vain > (1 - _HALF) * len(self._names):
+                return
 
     def _but_for(self, found: Explanation, system: System, atoms: list[Atom]) -> Explanation:
         """``found`` with the parameters that it does not hold for named, refined without these."""

@@ -6,6 +6,7 @@ One microbatch at a time, cut into stages as the pipeline cuts them, with one th
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -65,11 +66,23 @@ class Line:
 
     def gradients(self, supposed: Supposed, microbatch: int, batch: Batch) -> Mapping[str, Tensor | None] | None:
         """Every parameter's gradient if ``supposed`` were true, by name; a tied one's is of all stages together."""
-        line = Line(copy.deepcopy(self.model).train(), self.layers, self.loss_fn, self.divisor)
+        fresh = Line(self._fresh(), self.layers, self.loss_fn, self.divisor)
         try:
-            return line._differentiated(supposed, microbatch, batch)
+            return fresh._differentiated(supposed, microbatch, batch)
         except (RuntimeError, TypeError, ValueError, IndexError):
             return None
+
+    @cached_property
+    def _own(self) -> Model:
+        return copy.deepcopy(self.model)
+
+    def _fresh(self) -> Model:
+        """A model of our own as ``model`` is, without gradients. Made once: a copy takes longer than most steps."""
+        self._own.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for buffer, as_it_was in zip(self._own.buffers(), self.model.buffers(), strict=True):
+                buffer.copy_(as_it_was)
+        return self._own.train()
 
     def _differentiated(self, supposed: Supposed, microbatch: int, batch: Batch) -> Mapping[str, Tensor | None] | None:
         ends: list[tuple[Tensors, Tensors]] = []

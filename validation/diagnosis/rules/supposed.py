@@ -18,6 +18,7 @@ from validation.recording import Site
 from validation.stages import layers_of, owners
 from validation.tolerance import error
 
+Made = Mapping[str, Tensor | None]  # gradients by name
 _SAME_LOSS = 3e-6  # relative: two ways to sum a loss differ by less
 _NOTHING = Supposed("", 0, "")
 
@@ -44,7 +45,7 @@ class _Suppositions:
         self._line = Line(model.train(), self._layers, *objective(model, self._batches, Recipe(loss=case.loss)))
         self._owner = owners(build_model(case.model, layers=case.layers, seed=case.seed, dtype=case.dtype), case.split)
         self._seen = evidence.observed.gradients(number)
-        self._right: dict[int, Mapping[str, Tensor | None]] = {}
+        self._right: dict[int, Made] = {}
 
     def forward(self, wrong: Sequence[int]) -> list[Cause]:
         """Suppositions that give the losses of the microbatches ``wrong``, and then all gradients."""
@@ -63,8 +64,9 @@ class _Suppositions:
         stage = max(s for s, _ in wrong)
         every = range(len(self._batches))
         for one in of_backward(stage):
+            made = [self._line.gradients(one, m, batch) for m, batch in enumerate(self._batches)]
             for concerned in (every, *((m,) for m in every if len(every) > 1)):
-                if self._gives_gradients(one, concerned):
+                if self._are_those_seen({m: made[m] for m in concerned}):
                     return [self._cause(one, () if len(concerned) == len(every) else tuple(concerned))]
         return [self._cause(spoiled(stage), ())] if self._reads_what_was_kept(stage, wrong) else []
 
@@ -99,18 +101,21 @@ class _Suppositions:
         return loss is not None and abs(loss - seen) <= _SAME_LOSS * abs(seen)
 
     def _gives_gradients(self, one: Supposed, microbatches: Sequence[int]) -> bool:
+        return self._are_those_seen({m: self._line.gradients(one, m, self._batches[m]) for m in microbatches})
+
+    def _are_those_seen(self, made: Mapping[int, Made | None]) -> bool:
+        """Whether all gradients are what was seen if these microbatches had made these."""
         total = {site: None if g is None else g.double() for site, g in self._evidence.expected.gradients.items()}
-        for m in microbatches:
-            made = self._line.gradients(one, m, self._batches[m])
-            if made is None:
+        for m, one in made.items():
+            if one is None:
                 return False
             for site, whole in total.items():
-                new, old = made[site[1]], self._right_of(m)[site[1]]
+                new, old = one[site[1]], self._right_of(m)[site[1]]
                 if whole is not None and new is not None and old is not None:
                     whole += new.double() - old.double()
         return all(_alike(self._seen.get(site), whole, self._evidence.limit) for site, whole in total.items())
 
-    def _right_of(self, m: int) -> Mapping[str, Tensor | None]:
+    def _right_of(self, m: int) -> Made:
         if m not in self._right:
             found = self._line.gradients(_NOTHING, m, self._batches[m])
             assert found is not None, "the reference fits itself"
