@@ -153,6 +153,8 @@ def _some(update: Update, ratio: float, microbatches: tuple[int, ...]) -> Fault:
 def _uneven(update: Update, found: dict[int, float]) -> Fault | None:
     """Microbatches weighted by their tokens, or alike, where it should be the other way round."""
     counts = {i: float(batch.tokens) for i, batch in enumerate(update.now.batches)}
+    if not all(counts.values()):
+        return None  # nobody knows how many targets count
     for weights, words in ((counts, "by their tokens, not alike"), ({i: 1 / n for i, n in counts.items()}, "alike")):
         ratios = [found[i] / weights[i] for i in found]
         if len(set(counts.values())) > 1 and max(ratios) - min(ratios) <= _SAME * abs(max(ratios)):
@@ -201,9 +203,9 @@ def factor_words(update: Update, factor: float) -> str:
     }
     for name, value in known.items():
         for sign, minus in ((1, ""), (-1, "minus ")):
-            if value != 1 and abs(factor - sign * value) <= _SAME * value:
+            if value not in (0, 1) and abs(factor - sign * value) <= _SAME * value:
                 return f"{minus}{value:g}, {name}"
-            if value != 1 and abs(factor - sign / value) <= _SAME / value:
+            if value not in (0, 1) and abs(factor - sign / value) <= _SAME / value:
                 return f"{minus}1/{value:g}, one over {name}"
     return f"{factor:.6g} times"
 

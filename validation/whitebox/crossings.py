@@ -1,22 +1,31 @@
 """Which microbatch each call of a watched stage was about, and whether what passed its boundary is the reference's."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from pipeline.action import Action, Kind
+from validation.diagnosis.address import What
 from validation.observed import Crossing
+from validation.recording import GIVEN, HANDED_ON, KEPT, MADE, RECEIVED
 from validation.whitebox.places import Both, Places
 from validation.whitebox.sketch import Sketch
 from validation.whitebox.watching import Call
 
+_ROUNDED = 2.0**-7  # more than rounding to bfloat16 changes
+
 
 @dataclass(frozen=True)
 class Passed:
-    """A stage's actions in the order in which they ran, its module's calls, and what crossed its boundary."""
+    """A stage's actions in the order in which they ran, its module's calls, and what crossed its boundary.
+
+    ``ends`` are the places in the reference where its outputs pass.
+    """
 
     actions: tuple[Action, ...]
     called: tuple[tuple[Action, bool], ...]
     crossings: tuple[Crossing, ...]
+    ends: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -24,6 +33,7 @@ class _Point:
     """One tensor of every call, and where in the reference it passes."""
 
     kind: Kind
+    where: str
     what: str
     seen: tuple[Sketch | None, ...]
     places: Places
@@ -41,9 +51,9 @@ def passed(stage: int, calls: Sequence[Call], microbatches: int, places: Both) -
     calls = _without_trial(calls, microbatches, places)
     points = list(_points(calls, places))
     order = _microbatches(points, len(calls), microbatches)
-    ends = sorted((end, order[k]) for k, call in enumerate(calls) for end in call.backwards)
+    backs = sorted((end, order[k]) for k, call in enumerate(calls) for end in call.backwards)
     forwards = [Action(stage, Kind.FORWARD, microbatch) for microbatch in order]
-    backwards = [Action(stage, Kind.BACKWARD, microbatch) for _, microbatch in ends]
+    backwards = [Action(stage, Kind.BACKWARD, microbatch) for _, microbatch in backs]
     called = tuple((action, call.training) for action, call in zip(forwards, calls, strict=True))
     crossings = tuple(
         crossing
@@ -51,7 +61,8 @@ def passed(stage: int, calls: Sequence[Call], microbatches: int, places: Both) -
         for k, number in enumerate(order)
         for crossing in _crossing(stage, point, k, number)
     )
-    return Passed((*forwards, *backwards), called, crossings)
+    ends = frozenset(point.place for point in points if point.where == MADE)
+    return Passed((*forwards, *backwards), called, crossings, ends)
 
 
 def _without_trial(calls: Sequence[Call], microbatches: int, places: Both) -> Sequence[Call]:
@@ -69,12 +80,12 @@ def _without_trial(calls: Sequence[Call], microbatches: int, places: Both) -> Se
 def _points(calls: Sequence[Call], places: Both) -> Iterator[_Point]:
     """Every tensor at the boundary that has a place in the reference; others are the runtime's own affair."""
     forward, backward = places
-    for kind, what, field, known in (
-        (Kind.FORWARD, "input", "inputs", forward),
-        (Kind.FORWARD, "output", "outputs", forward),
-        (Kind.BACKWARD, "input when the backward begins", "kept", forward),
-        (Kind.BACKWARD, "output gradient", "output_gradients", backward),
-        (Kind.BACKWARD, "input gradient", "input_gradients", backward),
+    for kind, where, what, field, known in (
+        (Kind.FORWARD, GIVEN, "input", "inputs", forward),
+        (Kind.FORWARD, MADE, "output", "outputs", forward),
+        (Kind.BACKWARD, KEPT, "input when the backward begins", "kept", forward),
+        (Kind.BACKWARD, RECEIVED, "output gradient", "output_gradients", backward),
+        (Kind.BACKWARD, HANDED_ON, "input gradient", "input_gradients", backward),
     ):
         rows = [getattr(call, field) for call in calls]
         columns = [row if isinstance(row, dict) else dict(enumerate(row)) for row in rows]
@@ -82,7 +93,7 @@ def _points(calls: Sequence[Call], places: Both) -> Iterator[_Point]:
             seen = tuple(column.get(number) for column in columns)
             place = known.usual(seen)
             if place is not None:
-                yield _Point(kind, f"{what} {number}" if number else what, seen, known, place)
+                yield _Point(kind, where, f"{what} {number}" if number else what, seen, known, place)
 
 
 def _microbatches(points: Sequence[_Point], calls: int, microbatches: int) -> list[int]:
@@ -111,13 +122,27 @@ def _crossing(stage: int, point: _Point, call: int, microbatch: int) -> Iterator
         return
     action = Action(stage, point.kind, microbatch)
     same, exact = seen.is_like(expected), seen.digest == expected.digest
-    yield Crossing(action, point.what, same, exact, "" if same else _told(point, call, seen, expected))
+    really = None if same else _really(point, call, seen, expected)
+    yield Crossing(action, point.what, same, exact, really, point.where)
 
 
-def _told(point: _Point, call: int, seen: Sketch, expected: Sketch) -> str:
+def _really(point: _Point, call: int, seen: Sketch, expected: Sketch) -> What:
+    """What a tensor is that is not the expected one."""
     owners = sorted(point.owners(call))
     if owners:
-        return f"microbatch {owners[0]}'s"
+        return What("other", f"microbatch {owners[0]}'s")
     if seen.shape != expected.shape:
-        return f"shape {list(seen.shape)} in place of {list(expected.shape)}"
-    return f"no microbatch's: relative error about {seen.distance(expected):.1g}"
+        return What("shape", f"shape {list(seen.shape)} in place of {list(expected.shape)}")
+    if not math.isfinite(seen.norm):
+        return What("not-finite", "not finite")
+    if not seen.norm:
+        return What("zero", "zero")
+    if seen.narrow and not expected.narrow and seen.distance(expected) <= _ROUNDED:
+        return What("rounded", f"{seen.narrow}-rounded")
+    factor = seen.factor(expected)
+    if factor is not None:
+        return What("multiple", f"{factor:.6g} times its own", factor=factor)
+    elsewhere = next(point.places.find(seen), None)
+    if elsewhere is not None:
+        return What("other", f"microbatch {elsewhere[1]}'s {elsewhere[0]}")
+    return What("different", f"no microbatch's: relative error about {seen.distance(expected):.1g}")

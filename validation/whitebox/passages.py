@@ -1,0 +1,68 @@
+"""The link of a foreign step that watching shows: what passed the boundaries of its stages, and where that broke."""
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from validation.cause import Cause
+from validation.diagnosis.address import What
+from validation.diagnosis.divergence import Divergence, roots
+from validation.diagnosis.rules.boundaries import causes_of
+from validation.recording import FLOWED, HANDED_ON, KEPT, MADE, RECEIVED, Point
+from validation.whitebox.step_facts import StepFacts
+
+_OF_THE_STAGE = (MADE, KEPT, HANDED_ON)  # whatever is there in place of the right tensor, the stage's own rank did it
+_SAME = 1e-3
+
+
+def passages(facts: StepFacts) -> list[Cause]:
+    """The causes of what was wrong first; none where what is there in its place does not say."""
+    found = [Divergence(facts.observed.schedule.placement[point.stage], point, action, None, what)
+             for point, action, what in _first(facts)]  # fmt: skip
+    if not found or not _telling(found[0]):
+        return []
+    told = [one for one in found if _telling(one)]
+    return causes_of(told, facts.microbatches, refine=lambda _: None, compounded=lambda: _by_stage(facts))
+
+
+def unexplained_passage(facts: StepFacts) -> tuple[str, ...]:
+    """What was wrong first at the boundaries, where that says nothing of how; empty where all is right."""
+    rank = facts.observed.schedule.placement
+    return tuple(
+        f"first wrong: rank {rank[point.stage]}, stage {point.stage}, {action}: {point.where} is {what.text}"
+        for point, action, what in list(_first(facts))[:1]
+    )
+
+
+def _first(facts: StepFacts) -> Iterator[tuple[Point, str, What]]:
+    """What is wrong although all that it was made from is right, along the flow."""
+    right: dict[Point, bool] = {}
+    wrong: dict[Point, tuple[str, What]] = {}
+    for crossing in facts.observed.crossings(0):
+        stage, _, microbatch = crossing.action
+        # Nothing is received behind the last stage: what flows into it there is the loss's own gradient.
+        last = stage == facts.stages - 1 and crossing.where == RECEIVED
+        point = Point(stage, microbatch, FLOWED if last else crossing.where)
+        right[point] = right.get(point, True) and crossing.same
+        if crossing.really is not None:
+            wrong.setdefault(point, (str(crossing.action), crossing.really))
+    for point in roots(right, facts.stages):
+        action, really = wrong[point]
+        text = f"{really.text}, expected microbatch {point.microbatch}'s" if really.kind == "other" else really.text
+        yield point, action, What(really.kind, text, really.factor)
+
+
+def _telling(one: Divergence) -> bool:
+    """Whether what a tensor is instead says what happened to it."""
+    return one.what.kind not in ("different", "shape") or one.point.where in _OF_THE_STAGE
+
+
+def _by_stage(facts: StepFacts) -> str:
+    """The factor of what every stage hands on, where these differ from stage to stage; else empty."""
+    found: dict[int, float] = {}
+    for crossing in facts.observed.crossings(0):
+        if crossing.where == HANDED_ON and crossing.really is not None and crossing.really.factor is not None:
+            found.setdefault(crossing.action.stage, crossing.really.factor)
+    ordered = sorted(found.items(), reverse=True)
+    if len(ordered) < 2 or any(abs(b / a - 1) < _SAME for (_, a), (_, b) in pairwise(ordered)):
+        return ""
+    return ", ".join(f"{factor:.4g} at stage {stage}" for stage, factor in ordered)

@@ -1,0 +1,55 @@
+"""A stage that was called as often as it should be, but with one microbatch's tensors in place of another's."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from pipeline.action import Kind
+from validation.cause import Cause
+from validation.whitebox.step_facts import StepFacts
+
+
+def repeated(facts: StepFacts) -> list[Cause]:
+    """What the first such stage was given, where every stage before it had each microbatch once."""
+    if not facts.observed.called(0):
+        return []
+    before: Sequence[int] = range(facts.microbatches)
+    for stage in range(facts.stages):
+        order = [action.microbatch for action, _ in facts.observed.called(0) if action.stage == stage]
+        if stage in facts.unseen or sorted(order) == sorted(before):
+            before = order or before
+            continue
+        given = _in_place(order, before)
+        if not given or not _by_module(facts, stage):
+            return []
+        return [_cause(facts, stage, given)]
+    return []
+
+
+def _in_place(order: Sequence[int], before: Sequence[int]) -> dict[int, int]:
+    """For each missing microbatch, the one whose tensors came at its position; empty if it was not so."""
+    if len(order) != len(before):
+        return {}
+    missing = [k for k, m in enumerate(before) if m not in order]
+    given = {before[k]: order[k] for k in missing}
+    spare = Counter(order) - Counter(before)
+    return given if Counter(given.values()) == spare else {}
+
+
+def _by_module(facts: StepFacts, stage: int) -> bool:
+    """Whether what ``stage`` did is known from its module's tensors; a trace has numbers of its own."""
+    ran = [action.microbatch for row in facts.observed.ranks for action in row[0].executed
+           if action.stage == stage and action.kind is Kind.FORWARD]  # fmt: skip
+    return sorted(ran) == sorted(a.microbatch for a, _ in facts.observed.called(0) if a.stage == stage)
+
+
+def _cause(facts: StepFacts, stage: int, given: dict[int, int]) -> Cause:
+    told = ", ".join(f"microbatch {other}'s, expected microbatch {own}'s" for own, other in sorted(given.items()))
+    first = min(given)
+    return Cause(
+        "wrong-message" if stage else "swapped-data",
+        rank=facts.observed.schedule.placement[stage],
+        stage=stage,
+        microbatches=tuple(sorted(given)),
+        action=f"{stage}F{first}",
+        detail=f"its input is {told} ({stage}F{first})",
+    )
