@@ -17,7 +17,7 @@ class Crossing:
     """A tensor at the boundary of a stage: which (``output of the module``, say) in which action.
 
     ``same``: whether it is the reference's, up to rounding; ``exact``: bit for bit. ``really`` is what it is instead.
-    ``where`` is its place in the flow, as recordings call it.
+    ``where`` is its place in the flow, as recordings call it. What is not ``judged`` is a matter of diagnosis alone.
     """
 
     action: Action
@@ -26,6 +26,7 @@ class Crossing:
     exact: bool
     really: What | None = None
     where: str = ""
+    judged: bool = True
 
     @property
     def seen(self) -> str:

@@ -1,8 +1,8 @@
 """Which microbatch each call of a watched stage was about, and whether what passed its boundary is the reference's."""
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from pipeline.action import Action, Kind
 from validation.diagnosis.address import What
@@ -19,13 +19,14 @@ _ROUNDED = 2.0**-7  # more than rounding to bfloat16 changes
 class Passed:
     """A stage's actions in the order in which they ran, its module's calls, and what crossed its boundary.
 
-    ``ends`` are the places in the reference where its outputs pass.
+    ``begins`` and ``ends`` are the places in the reference where its inputs and its outputs pass, by their numbers.
     """
 
     actions: tuple[Action, ...]
     called: tuple[tuple[Action, bool], ...]
     crossings: tuple[Crossing, ...]
-    ends: frozenset[str] = frozenset()
+    begins: Mapping[int, str] = field(default_factory=dict)
+    ends: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,11 @@ class _Point:
     kind: Kind
     where: str
     what: str
+    number: int
     seen: tuple[Sketch | None, ...]
     places: Places
     place: str
+    judged: bool
 
     def owners(self, call: int) -> set[int]:
         """The microbatches whose tensor the one of this call is."""
@@ -46,10 +49,16 @@ class _Point:
         return set() if seen is None else {number for number, one in known.items() if seen.is_like(one)}
 
 
-def passed(stage: int, calls: Sequence[Call], microbatches: int, places: Both) -> Passed:
-    """What the calls of ``stage`` were; ``places`` are those of tensors and of gradients."""
+def passed(
+    stage: int, calls: Sequence[Call], microbatches: int, places: Both, *, given: Mapping[int, str] | None = None
+) -> Passed:
+    """What the calls of ``stage`` were; ``places`` are those of tensors and of gradients.
+
+    ``given``: the places where the stage before ends, by the number of its outputs. They stand for the places of inputs
+    that are like nothing in the reference.
+    """
     calls = _without_trial(calls, microbatches, places)
-    points = list(_points(calls, places))
+    points = list(_points(calls, places, given or {}))
     order = _microbatches(points, len(calls), microbatches)
     backs = sorted((end, order[k]) for k, call in enumerate(calls) for end in call.backwards)
     forwards = [Action(stage, Kind.FORWARD, microbatch) for microbatch in order]
@@ -61,8 +70,8 @@ def passed(stage: int, calls: Sequence[Call], microbatches: int, places: Both) -
         for k, number in enumerate(order)
         for crossing in _crossing(stage, point, k, number)
     )
-    ends = frozenset(point.place for point in points if point.where == MADE)
-    return Passed((*forwards, *backwards), called, crossings, ends)
+    begins, ends = ({p.number: p.place for p in points if p.where == where} for where in (GIVEN, MADE))
+    return Passed((*forwards, *backwards), called, crossings, begins, ends)
 
 
 def _without_trial(calls: Sequence[Call], microbatches: int, places: Both) -> Sequence[Call]:
@@ -72,28 +81,33 @@ def _without_trial(calls: Sequence[Call], microbatches: int, places: Both) -> Se
     """
     if len(calls) != microbatches + 1:
         return calls
-    points = list(_points(calls, places))
+    points = list(_points(calls, places, {}))
     first, *others = (_owner(points, k) for k in range(len(calls)))
     return calls[1:] if first is None or first in others else calls
 
 
-def _points(calls: Sequence[Call], places: Both) -> Iterator[_Point]:
-    """Every tensor at the boundary that has a place in the reference; others are the runtime's own affair."""
+def _points(calls: Sequence[Call], places: Both, given: Mapping[int, str]) -> Iterator[_Point]:
+    """Every tensor at the boundary that has a place in the reference; others are the runtime's own affair.
+
+    An input may do without, where it can only be what the stage before put out: that is for a diagnosis alone.
+    """
     forward, backward = places
-    for kind, where, what, field, known in (
+    for kind, where, what, part, known in (
         (Kind.FORWARD, GIVEN, "input", "inputs", forward),
         (Kind.FORWARD, MADE, "output", "outputs", forward),
         (Kind.BACKWARD, KEPT, "input when the backward begins", "kept", forward),
         (Kind.BACKWARD, RECEIVED, "output gradient", "output_gradients", backward),
         (Kind.BACKWARD, HANDED_ON, "input gradient", "input_gradients", backward),
     ):
-        rows = [getattr(call, field) for call in calls]
+        rows = [getattr(call, part) for call in calls]
         columns = [row if isinstance(row, dict) else dict(enumerate(row)) for row in rows]
         for number in sorted(set().union(*columns)):
             seen = tuple(column.get(number) for column in columns)
-            place = known.usual(seen)
+            own = known.usual(seen)
+            place = own or (given.get(number) if where == GIVEN else None)
             if place is not None:
-                yield _Point(kind, where, f"{what} {number}" if number else what, seen, known, place)
+                name = f"{what} {number}" if number else what
+                yield _Point(kind, where, name, number, seen, known, place, own is not None)
 
 
 def _microbatches(points: Sequence[_Point], calls: int, microbatches: int) -> list[int]:
@@ -123,7 +137,7 @@ def _crossing(stage: int, point: _Point, call: int, microbatch: int) -> Iterator
     action = Action(stage, point.kind, microbatch)
     same, exact = seen.is_like(expected), seen.digest == expected.digest
     really = None if same else _really(point, call, seen, expected)
-    yield Crossing(action, point.what, same, exact, really, point.where)
+    yield Crossing(action, point.what, same, exact, really, point.where, point.judged)
 
 
 def _really(point: _Point, call: int, seen: Sketch, expected: Sketch) -> What:

@@ -1,27 +1,52 @@
 """The link of a foreign step that watching shows: what passed the boundaries of its stages, and where that broke."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
 from validation.cause import Cause
 from validation.diagnosis.address import What
 from validation.diagnosis.divergence import Divergence, roots
 from validation.diagnosis.rules.boundaries import causes_of
-from validation.recording import FLOWED, HANDED_ON, KEPT, MADE, RECEIVED, Point
+from validation.recording import FLOWED, GIVEN, HANDED_ON, KEPT, MADE, RECEIVED, Point
 from validation.whitebox.step_facts import StepFacts
 
-_OF_THE_STAGE = (MADE, KEPT, HANDED_ON)  # whatever is there in place of the right tensor, the stage's own rank did it
+# What is there in place of the right tensor is the doing of the stage's own rank, if these were right.
+_GIVEN_TO: Mapping[str, set[str]] = {MADE: {GIVEN}, KEPT: {GIVEN}, HANDED_ON: {RECEIVED, GIVEN}}
 _SAME = 1e-3
 
 
 def passages(facts: StepFacts) -> list[Cause]:
     """The causes of what was wrong first; none where what is there in its place does not say."""
+    if causes := exchanged(facts):
+        return causes
     found = [Divergence(facts.observed.schedule.placement[point.stage], point, action, None, what)
              for point, action, what in _first(facts)]  # fmt: skip
-    if not found or not _telling(found[0]):
+    if not found or not _telling(found[0], facts):
         return []
-    told = [one for one in found if _telling(one)]
+    told = [one for one in found if _telling(one, facts)]
     return causes_of(told, facts.microbatches, refine=lambda _: None, compounded=lambda: _by_stage(facts))
+
+
+def exchanged(facts: StepFacts) -> list[Cause]:
+    """Stages that were called where another should be: with what another than the one before hands on."""
+    found = [(stage, before) for stage in facts.passed if (before := _called_after(facts, stage)) is not None]
+    placement = facts.observed.schedule.placement
+    ranks = {placement[stage] for stage, _ in found}
+    told = ", ".join(f"stage {stage} was called with what stage {before} hands on" for stage, before in found)
+    if not found:
+        return []
+    one = found[0][0] if len(found) == 1 else None
+    return [Cause("partition", rank=ranks.pop() if len(ranks) == 1 else None, stage=one, detail=told)]
+
+
+def _called_after(facts: StepFacts, stage: int) -> int | None:
+    """The stage whose output is the one input of ``stage``, if that is not the one before."""
+    begins = facts.passed[stage].begins
+    if stage == 0 or len(begins) != 1:
+        return None
+    (place,) = begins.values()
+    makers = [maker for maker, flow in facts.passed.items() if place in flow.ends.values()]
+    return makers[0] if len(makers) == 1 and makers[0] not in (stage - 1, stage) else None
 
 
 def unexplained_passage(facts: StepFacts) -> tuple[str, ...]:
@@ -51,9 +76,17 @@ def _first(facts: StepFacts) -> Iterator[tuple[Point, str, What]]:
         yield point, action, What(really.kind, text, really.factor)
 
 
-def _telling(one: Divergence) -> bool:
-    """Whether what a tensor is instead says what happened to it."""
-    return one.what.kind not in ("different", "shape") or one.point.where in _OF_THE_STAGE
+def _telling(one: Divergence, facts: StepFacts) -> bool:
+    """Whether what a tensor is instead says what happened to it.
+
+    What a stage made is its own doing only where what it was given was seen.
+    """
+    sources = _GIVEN_TO.get(one.point.where)
+    if sources is None:
+        return one.what.kind not in ("different", "shape")
+    at = one.point.stage, one.point.microbatch
+    crossings = facts.observed.crossings(0)
+    return sources <= {c.where for c in crossings if (c.action.stage, c.action.microbatch) == at}
 
 
 def _by_stage(facts: StepFacts) -> str:

@@ -1,6 +1,6 @@
 """What a diagnosis of a foreign step rests on: the broken laws, what its ranks handed back, and the reference."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,6 +16,7 @@ from validation.observed import Observed
 from validation.placing import NOWHERE
 from validation.verdict import Verdict
 from validation.whitebox.assemble import Assembled
+from validation.whitebox.crossings import Passed
 from validation.whitebox.suspects import Suspects
 
 _OF_GRADIENTS = ("gradient", "none-ness", "tied-copies")
@@ -25,8 +26,8 @@ _OF_GRADIENTS = ("gradient", "none-ness", "tied-copies")
 class StepFacts:
     """A failed verdict on a foreign step.
 
-    ``model`` has the weights that the step began with; ``made`` is what the reference has of every microbatch, ``ends``
-    the places in it where watched stages end.
+    ``model`` has the weights that the step began with; ``made`` is what the reference has of every microbatch;
+    ``passed`` is what is known of the boundaries of watched stages.
     """
 
     verdict: Verdict
@@ -37,7 +38,7 @@ class StepFacts:
     batches: Sequence[Batch]
     loss: Loss
     made: Sequence[Contribution]
-    ends: Mapping[int, Collection[str]]
+    passed: Mapping[int, Passed]
     number: int = 0
     operation: str = "train"
     recording: None = None
@@ -107,7 +108,7 @@ class StepFacts:
             batches=self.batches,
             loss=self.loss,
             losses=[one.loss for one in self.made],
-            ends=self.ends,
+            ends={stage: flow.ends.values() for stage, flow in self.passed.items()},
         )
 
     @property

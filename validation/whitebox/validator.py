@@ -169,8 +169,7 @@ def _judged(title: str, task: Task, found: Assembled, again: nn.Module) -> Verdi
     verdict = judged(subject, observed)
     if verdict.verdict == "pass":
         return verdict
-    ends = {stage: flow.ends for stage, flow in known.items()}
-    facts = StepFacts(verdict, observed, found, reference, again, batches, task.loss, made, ends)
+    facts = StepFacts(verdict, observed, found, reference, again, batches, task.loss, made, known)
     return _with_notes(explained(facts), facts.suspects.notes())
 
 
