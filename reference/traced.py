@@ -101,7 +101,8 @@ class Traced:
         if self.unpaired:
             return [None] * len(flows)
         leaves, outputs = self._between(stage, i)
-        return [backward(self.parameters(stage), leaves, outputs, flow) for flow in flows]
+        made = [backward(self.parameters(stage), leaves, outputs, flow) for flow in flows]
+        return [None if one is None else Contributed(_wide(one.gradients), one.inputs) for one in made]
 
     def within(self, stage: Stage, name: str) -> Mapping[tuple[int, int], Tensor]:
         """What one parameter gets if its own module alone takes activation i with output gradient j, by (i, j).
@@ -123,7 +124,7 @@ class Traced:
                 if flow is not None and flow.shape == output.shape:
                     (made,) = torch.autograd.grad(output, [leaf], [flow], allow_unused=True, retain_graph=True)
                     if made is not None:
-                        pairs[i, j] = made.cpu()
+                        pairs[i, j] = made.cpu().double()
         return pairs
 
     def seed(self, stage: Stage, j: int) -> Flow:
@@ -186,7 +187,7 @@ class Traced:
         found: list[list[Mapping[str, Gradient]]] = []
         for run in self._runs:
             gradients = iter(torch.autograd.grad(run.objective, wanted, allow_unused=True, retain_graph=True))
-            found.append([{name: _cpu(next(gradients)) for name in row} for row in rows])
+            found.append([_wide({name: next(gradients) for name in row}) for row in rows])
         return found
 
     @cached_property
@@ -254,5 +255,6 @@ def _near(one: Gradient, other: Gradient) -> bool:
     return bool((one.cpu() - other).norm() <= _THROUGH * other.norm())
 
 
-def _cpu(gradient: Gradient) -> Gradient:
-    return None if gradient is None else gradient.cpu()
+def _wide(gradients: Mapping[str, Gradient]) -> dict[str, Gradient]:
+    """``gradients`` where and as whoever adds them up wants them."""
+    return {name: None if one is None else one.cpu().double() for name, one in gradients.items()}

@@ -1,13 +1,12 @@
 """Faults planted in the four foreign runtimes from outside: their functions, messages, data and gradients are changed
 while a step runs. Each has the cause that is to be named."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
-import test_foreign_runtimes
 import torch
 import torch.distributed as dist
 from hand_written_1f1b import OneFOneB
@@ -25,7 +24,8 @@ class Planted:
     """A fault: what is done, while a step of ``runtime`` runs and around it, and the cause to be named.
 
     ``during`` is open while the step runs; ``around`` is called with step, model and microbatches. ``alike``
-    are kinds that final gradients alone cannot tell from ``kind``, or that are as true.
+    are kinds that final gradients alone cannot tell from ``kind``, or that are as true. ``names`` are other values for
+    what the step knows by these names.
     """
 
     name: str
@@ -37,10 +37,11 @@ class Planted:
     stage: int | None = None
     microbatches: tuple[int, ...] = ()
     alike: tuple[str, ...] = ()
+    names: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, model: nn.Module, microbatches: list[Any], *, watched: bool = True) -> Any:
-        quiet = nullcontext() if watched else mock.patch.object(test_foreign_runtimes, "watch", lambda module: module)
-        with quiet, self.during():
+        names = self.names if watched else {**self.names, "watch": lambda module: module}
+        with mock.patch.dict(self.runtime.__globals__, names), self.during():
             if self.around is not None:
                 return self.around(self.runtime, model, microbatches)
             return self.runtime(model, microbatches)
@@ -191,8 +192,8 @@ def inputs_exchanged(microbatches: list[Any]) -> list[Any]:
     return [microbatches[1], microbatches[0], *microbatches[2:]]
 
 
-def divided_twice() -> Any:
-    return mock.patch.object(test_foreign_runtimes, "loss_fn", lambda output, target: loss_fn(output, target) / COUNT)
+def divided(output: Tensor, target: Tensor) -> Tensor:
+    return loss_fn(output, target) / COUNT
 
 
 def backward_twice() -> Any:
@@ -312,8 +313,8 @@ def cleared_midway() -> Any:
     return changed(PipelineStage, "backward_one_chunk", backward_one_chunk, on=[1])
 
 
-def uphill() -> Any:
-    return mock.patch.object(test_foreign_runtimes, "loss_fn", lambda output, target: -loss_fn(output, target))
+def uphill(output: Tensor, target: Tensor) -> Tensor:
+    return -loss_fn(output, target)
 
 
 def scaled_back() -> Any:
@@ -344,7 +345,7 @@ FAULTS = (
     Planted("chunks exchanged", interleaved, "partition", around=chunks_exchanged, rank=1),
     Planted("inputs exchanged", interleaved, "swapped-data", around=with_data(0, inputs_exchanged),
             microbatches=(0, 1)),
-    Planted("divided twice", interleaved, "scale", divided_twice),
+    Planted("divided twice", interleaved, "scale", names={"loss_fn": divided}),
     Planted("backward twice", interleaved, "doubled", backward_twice, rank=2, stage=6, microbatches=(0,)),
     Planted("stage doubled", interleaved, "scale", around=on_gradients(2, lambda g: 2 * g, 1), rank=2, stage=6),
     Planted("gradients crossed", interleaved, "wrong-message", gradients_crossed, rank=2, stage=2,
@@ -360,6 +361,6 @@ FAULTS = (
     Planted("wrong layers", pipelining, "partition", around=wrong_layers),
     Planted("targets shifted", pipelining, "swapped-data", around=with_data(3, targets_shifted)),
     Planted("cleared midway", pipelining, "dropped", cleared_midway, rank=1, stage=1, microbatches=(0, 1, 2)),
-    Planted("uphill", pipelining, "sign", uphill),
+    Planted("uphill", pipelining, "sign", names={"loss_fn": uphill}),
     Planted("scaled back", pipelining, "scale", scaled_back, rank=1, stage=1),
 )  # fmt: skip

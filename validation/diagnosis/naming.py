@@ -291,10 +291,10 @@ def _odd_causes(update: Update, odd: Oddity) -> Iterator[Cause]:
         fault = _uniform(update, odd.factor)
         yield Cause(fault.kind, factor=fault.factor, detail=fault.detail)
     elif odd.pairs is not None:
-        told = ", ".join(f"microbatch {i}'s activation with {j}'s output gradient" for i, j in odd.pairs.wrong)
+        told = ", ".join(f"{j} with {i}'s" for i, j in odd.pairs.wrong)
         microbatches = tuple(sorted({j for _, j in odd.pairs.wrong}))
         for kind in odd.pairs.kinds:
-            yield Cause(kind, microbatches=microbatches, detail=f"within its module: {told}")
+            yield Cause(kind, microbatches=microbatches, detail=f"its output gradients met activations so: {told}")
 
 
 def _tied(update: Update, tied: Sequence[Shares]) -> Iterator[Cause]:
