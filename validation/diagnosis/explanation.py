@@ -78,6 +78,7 @@ class Explainer:
         self._thorough = thorough
         self._update, self._stage, self._wrong = update, stage, tuple(wrong)
         self._atoms = Atoms(update, stage, wrong)
+        self._within: dict[str, Paired | None] = {}  # by parameter; whatever its stage is made of
         self._parameters = update.now.parameters(stage)
         own = [name for name in self._parameters if (stage, name) not in update.shared]
         self._seen = {name: update.observed.get((stage, name)) for name in own}
@@ -294,8 +295,11 @@ class Explainer:
 
     def _paired(self, name: str, seen: Tensor) -> Oddity:
         """A parameter whose own module may have paired otherwise than the stage did."""
-        now = self._update.now
-        found = paired_within(seen, now.within(self._stage, name), now.microbatches, self._limits[name])
+        if name not in self._within:
+            now = self._update.now
+            pairs = now.within(self._stage, name)
+            self._within[name] = paired_within(seen, pairs, now.microbatches, self._limits[name])
+        found = self._within[name]
         return Oddity(name, "unknown") if found is None else Oddity(name, "paired", pairs=found)
 
 

@@ -37,10 +37,14 @@ def _links(facts: StepFacts) -> Mapping[Link, str]:
     watched = len(facts.unseen) < facts.stages
     passed = bool(facts.observed.crossings(0))
     links: list[tuple[Link, str, bool]] = [
-        (partition, "partition: every parameter is in the stage that should hold it", True),
+        (held, "partition: every parameter is in the stage that should hold it", True),
         (weights, "weights: every stage began with the model's parameters", not facts.found.nameless),
         (ran, "order, mode: every watched stage ran once each way for each microbatch, in the right mode", watched),
-        (passages, "messages, buffers, computation: every watched boundary tensor is right", passed),
+        (
+            passages,
+            "messages, buffers, computation: every watched boundary tensor is right, to half its digits",
+            passed,
+        ),
         (shared, "replicas: ranks that have a stage in common agree", _in_common(facts)),
         (attributed, "gradients: they are made of what they should be", True),
         (norm, "norm: it is that of the gradients", any(row[0].norm is not None for row in facts.observed.ranks)),
@@ -51,6 +55,8 @@ def _links(facts: StepFacts) -> Mapping[Link, str]:
 
 def _left(link: Link, facts: StepFacts) -> Sequence[str]:
     """What is wrong at a link that names no cause, where nothing behind it can be judged."""
+    if link is held and facts.found.strangers:
+        return ("parameters of the step and of the reference do not go together: names= says which is which",)
     if link is weights and facts.differs("initial-weights"):
         return ("the weights differ before the step, in a way that tells nothing",)
     if link is shared and (facts.differs("replicas") or facts.differs("shards")):
@@ -62,6 +68,11 @@ def _left(link: Link, facts: StepFacts) -> Sequence[str]:
 
 def _in_common(facts: StepFacts) -> bool:
     return any(len(stage.part.members) > 1 for stage in facts.found.stages)
+
+
+def held(facts: StepFacts) -> list[Cause]:
+    """Parameters that no stage holds, or several; nothing where they may only be called otherwise."""
+    return [] if facts.found.strangers else partition(facts)
 
 
 def ran(facts: StepFacts) -> list[Cause]:
