@@ -100,7 +100,7 @@ def test_what_a_stage_was_given_says_what_happened(
 def test_what_tells_nothing_is_located_and_not_named(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, received(noise))
     assert (verdict.verdict, verdict.cause) == ("fail", ())
-    assert verdict.undecided[0].startswith("first wrong: rank 1, stage 1, 1F1: input is no microbatch's")
+    assert verdict.undecided[0].startswith("first seen wrong: rank 1, stage 1, 1F1: input is no microbatch's")
     assert "cause     unknown: the evidence does not decide" in str(verdict)
 
 
@@ -114,6 +114,36 @@ def test_a_microbatch_in_place_of_another_is_a_wrong_message(whitebox: WhiteBox)
     cause = only(judged(whitebox, received(change)))
     assert (cause.kind, cause.stage, cause.microbatches) == ("wrong-message", 1, (2,))
     assert cause.detail == "its input is microbatch 1's, expected microbatch 2's (1F2)"
+
+
+def test_data_one_too_late_is_exchanged_data_and_nothing_was_dropped(whitebox: WhiteBox) -> None:
+    def step(model: Any, microbatches: list[Any]) -> Any:
+        inputs = [x for x, _ in microbatches]
+        late = [(x, target) for x, (_, target) in zip([inputs[0], *inputs], microbatches, strict=False)]
+        return train(own(model), late)
+
+    cause = only(judged(whitebox, step))
+    assert (cause.kind, cause.microbatches) == ("swapped-data", (1, 2, 3))
+
+
+def test_the_targets_of_one_microbatch_for_all(whitebox: WhiteBox) -> None:
+    def step(model: Any, microbatches: list[Any]) -> Any:
+        return train(own(model), [(x, microbatches[0][1]) for x, _ in microbatches])
+
+    cause = only(judged(whitebox, step))
+    assert (cause.kind, cause.microbatches) == ("swapped-data", (1, 2, 3))
+
+
+def test_a_sum_in_place_of_a_mean_is_one_factor(whitebox: WhiteBox) -> None:
+    def step(model: Any, microbatches: list[Any]) -> Any:
+        stage = own(model)
+        made = train(stage, microbatches)
+        for parameter in stage.parameters():
+            parameter.grad *= 6 * WIDTH
+        return made
+
+    cause = only(judged(whitebox, step))
+    assert (cause.kind, cause.detail) == ("scale", "48, tokens per microbatch")
 
 
 def test_data_that_comes_twice_is_exchanged_data(whitebox: WhiteBox) -> None:

@@ -250,7 +250,7 @@ def _compounded(update: Update, faults: dict[Stage, tuple[Fault, ...]]) -> Cause
     if len(factors) < 3 or stage not in faults or factors[0] == factors[1] or not factors[0]:
         return None
     ratios = [low / high for high, low in pairwise(factors)]
-    if max(ratios) - min(ratios) > _SAME * abs(max(ratios)) or abs(ratios[0]) == 1.0:
+    if max(ratios) - min(ratios) > _SAME * abs(max(ratios)) or abs(abs(ratios[0]) - 1.0) <= _SAME:
         return None
     detail = f"{factor_words(update, ratios[0])}, once more in every stage before"
     return Cause("scale", factor=ratios[0], detail=detail)

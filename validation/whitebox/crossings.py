@@ -12,6 +12,7 @@ from validation.whitebox.places import Both, Places
 from validation.whitebox.sketch import Sketch
 from validation.whitebox.watching import Call
 
+_FLOWING = {GIVEN: (HANDED_ON,), MADE: (RECEIVED,)}  # the gradient of the same tensor
 _ROUNDED = 2.0**-7  # more than rounding to bfloat16 changes
 
 
@@ -89,9 +90,10 @@ def _without_trial(calls: Sequence[Call], microbatches: int, places: Both) -> Se
 def _points(calls: Sequence[Call], places: Both, given: Mapping[int, str]) -> Iterator[_Point]:
     """Every tensor at the boundary that has a place in the reference; others are the runtime's own affair.
 
-    An input may do without, where it can only be what the stage before put out: that is for a diagnosis alone.
+    Some may do without, for a diagnosis alone: an input where the stage before ends, a gradient where its tensor is.
     """
     forward, backward = places
+    supposed = {(GIVEN, number): place for number, place in given.items()}
     for kind, where, what, part, known in (
         (Kind.FORWARD, GIVEN, "input", "inputs", forward),
         (Kind.FORWARD, MADE, "output", "outputs", forward),
@@ -104,8 +106,9 @@ def _points(calls: Sequence[Call], places: Both, given: Mapping[int, str]) -> It
         for number in sorted(set().union(*columns)):
             seen = tuple(column.get(number) for column in columns)
             own = known.usual(seen)
-            place = own or (given.get(number) if where == GIVEN else None)
-            if place is not None:
+            place = own or supposed.get((where, number))
+            if place in known.by_place:
+                supposed |= {(flowing, number): place for flowing in _FLOWING.get(where, ())}
                 name = f"{what} {number}" if number else what
                 yield _Point(kind, where, name, number, seen, known, place, own is not None)
 
@@ -137,6 +140,8 @@ def _crossing(stage: int, point: _Point, call: int, microbatch: int) -> Iterator
     action = Action(stage, point.kind, microbatch)
     # Half of the digits is more than a narrower type has, but what went through one shows it in every element.
     same, exact = seen.is_like(expected) and not _rounded(seen, expected), seen.digest == expected.digest
+    if point.kind is Kind.BACKWARD and not point.judged:
+        same = same or seen.factor(expected) is not None  # by which a runtime may divide later
     really = None if same else _really(point, call, seen, expected)
     yield Crossing(action, point.what, same, exact, really, point.where, point.judged)
 

@@ -9,14 +9,14 @@ from torch import Tensor
 from validation.cause import Cause
 from validation.diagnose import followed
 from validation.diagnosis.address import NARROWER
-from validation.diagnosis.rules.laws import calls, partition
+from validation.diagnosis.rules.laws import counts, modes, partition
 from validation.diagnosis.rules.norm import likely_norms
 from validation.diagnosis.rules.report import report
 from validation.diagnosis.rules.update import near
 from validation.tolerance import error, same_bits
 from validation.verdict import Verdict
 from validation.whitebox.passages import passages, unexplained_passage
-from validation.whitebox.repeated import repeated
+from validation.whitebox.repeated import rearranged, repeated
 from validation.whitebox.step_facts import StepFacts
 
 Link = Callable[[StepFacts], list[Cause]]
@@ -77,7 +77,7 @@ def held(facts: StepFacts) -> list[Cause]:
 
 def ran(facts: StepFacts) -> list[Cause]:
     """What ran too often, too seldom, with another's tensors or in the wrong mode."""
-    return repeated(facts) or calls(facts)
+    return modes(facts) or repeated(facts) or ([] if rearranged(facts) else counts(facts))
 
 
 def weights(facts: StepFacts) -> list[Cause]:

@@ -53,7 +53,7 @@ def unexplained_passage(facts: StepFacts) -> tuple[str, ...]:
     """What was wrong first at the boundaries, where that says nothing of how; empty where all is right."""
     rank = facts.observed.schedule.placement
     return tuple(
-        f"first wrong: rank {rank[point.stage]}, stage {point.stage}, {action}: {point.where} is {what.text}"
+        f"first seen wrong: rank {rank[point.stage]}, stage {point.stage}, {action}: {point.where} is {what.text}"
         for point, action, what in list(_first(facts))[:1]
     )
 

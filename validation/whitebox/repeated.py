@@ -25,6 +25,17 @@ def repeated(facts: StepFacts) -> list[Cause]:
     return []
 
 
+def rearranged(facts: StepFacts) -> bool:
+    """Whether some stage was called as often as it should be, for some microbatches twice and for others never.
+
+    Then nothing was left out: tensors were taken for others.
+    """
+    every = list(range(facts.microbatches))
+    called = [action for action, _ in facts.observed.called(0)]
+    orders = [[a.microbatch for a in called if a.stage == stage] for stage in range(facts.stages)]
+    return any(len(order) == len(every) and sorted(order) != every for order in orders)
+
+
 def _in_place(order: Sequence[int], before: Sequence[int]) -> dict[int, int]:
     """For each missing microbatch, the one whose tensors came at its position; empty if it was not so."""
     if len(order) != len(before):

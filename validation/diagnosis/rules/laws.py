@@ -91,13 +91,21 @@ def _same(one: Tensor | None, other: Tensor, limit: float) -> bool:
 
 def calls(evidence: Facts) -> list[Cause]:
     """Modules that ran in the wrong mode, and microbatches that ran never or twice."""
+    return modes(evidence) or counts(evidence)
+
+
+def modes(evidence: Facts) -> list[Cause]:
+    """Modules that ran in the wrong mode."""
+    found = [m for m in evidence.verdict.mismatches if m.law == "microbatches" and m.seen.endswith("mode")]
+    return [_at(found, "mode", f"{found[0].seen}, expected {found[0].expected}")] if found else []
+
+
+def counts(evidence: Facts) -> list[Cause]:
+    """Microbatches that ran never or twice."""
     found = [m for m in evidence.verdict.mismatches if m.law == "microbatches"]
-    modes = [m for m in found if m.seen.endswith("mode")]
-    if modes:
-        return [_at(modes, "mode", f"{modes[0].seen}, expected {modes[0].expected}")]
-    counts = _counts(evidence)
+    ran = _ran(evidence)
     causes = []
-    for kind, wrong in (("dropped", [c for c in counts if c[3] == 0]), ("doubled", [c for c in counts if c[3] > 1])):
+    for kind, wrong in (("dropped", [c for c in ran if c[3] == 0]), ("doubled", [c for c in ran if c[3] > 1])):
         if wrong:
             stage, name, _, times = wrong[0]
             microbatches = tuple(sorted({m for s, n, m, _ in wrong if (s, n) == (stage, name)}))
@@ -117,7 +125,7 @@ def buffers(evidence: Evidence) -> list[Cause]:
     return [_at(found, "buffers", f"{found[0].seen}, expected {found[0].expected}{found[0].allowance}")]
 
 
-def _counts(evidence: Facts) -> list[tuple[int, str, int, int]]:
+def _ran(evidence: Facts) -> list[tuple[int, str, int, int]]:
     """(stage, forward or backward, microbatch, how often) of what did not run once."""
     number = evidence.number
     ran: Counter[tuple[int, str, int]] = Counter()
