@@ -135,6 +135,12 @@ class Traced:
         """Microbatch j's output gradient of ``stage``, as it is."""
         return lambda _: () if self.unpaired else self._output_gradients(stage, j)
 
+    def end(self, stage: Stage) -> frozenset[Place]:
+        """The places where ``stage``, not the last one, ends; empty where that could not be found."""
+        cut = self._cuts[stage]
+        last = {id(tensor) for tensor in cut[0]} if cut is not None else set()
+        return frozenset(place for place, tensor in self._runs[0].noted if id(tensor) in last)
+
     @cached_property
     def unpaired(self) -> str:
         """Why nothing is known of pairs; empty where they are."""

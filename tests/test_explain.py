@@ -239,3 +239,42 @@ def test_a_cause_is_in_the_json_and_in_what_is_raised(whitebox: WhiteBox) -> Non
     assert verdict.as_dict()["cause"][0]["kind"] == "rounded"  # type: ignore[index]
     with pytest.raises(AssertionError, match="cause     rounded: a tensor went through a narrower type"):
         verdict.raise_if_failed()
+
+
+class Branches(nn.Module):
+    """The third block works on what the first one gives, beside the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.top = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.left(x)
+        made: Tensor = self.top(first) + self.right(first)
+        return made
+
+
+def build_branches() -> nn.Module:
+    torch.manual_seed(0)
+    return Branches()
+
+
+def alone(factor: float) -> Step:
+    """All three stages on one rank, the last one's gradients times ``factor``."""
+
+    def step(model: Any, microbatches: list[Any]) -> Any:
+        stages = [watch(stage) for stage in (model.left, model.right, model.top)]
+        losses = []
+        for x, target in microbatches:
+            losses.append(loss_fn(model(x), target))
+            (losses[-1] / len(microbatches)).backward()
+        for parameter in model.top.parameters():
+            parameter.grad *= factor
+        return stages, [loss.detach() for loss in losses]
+
+    return step
+
+
+def test_stages_that_are_no_chain_in_the_reference_are_not_blamed_for_it(whitebox: WhiteBox) -> None:
+    cause = only(judged(whitebox, alone(2.0), reference=build_branches, ranks=1))
+    assert (cause.kind, cause.stage, cause.factor) == ("scale", 2, 2.0)

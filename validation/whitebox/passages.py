@@ -19,8 +19,8 @@ def passages(facts: StepFacts) -> list[Cause]:
     """The causes of what was wrong first; none where what is there in its place does not say."""
     if causes := exchanged(facts):
         return causes
-    found = [Divergence(facts.observed.schedule.placement[point.stage], point, action, None, what)
-             for point, action, what in _first(facts)]  # fmt: skip
+    rank = facts.observed.schedule.placement
+    found = [Divergence(rank[point.stage], point, action, None, what) for point, action, what in _first(facts)]
     if not found or not _telling(found[0], facts):
         return []
     told = [one for one in found if _telling(one, facts)]
@@ -40,13 +40,16 @@ def exchanged(facts: StepFacts) -> list[Cause]:
 
 
 def _called_after(facts: StepFacts, stage: int) -> int | None:
-    """The stage whose output is the one input of ``stage``, if that is not the one before."""
+    """The stage whose output is the one input of ``stage``, if no stage before ends so in the reference."""
     begins = facts.passed[stage].begins
     if stage == 0 or len(begins) != 1:
         return None
     (place,) = begins.values()
     makers = [maker for maker, flow in facts.passed.items() if place in flow.ends.values()]
-    return makers[0] if len(makers) == 1 and makers[0] not in (stage - 1, stage) else None
+    if len(makers) != 1 or makers[0] in (stage - 1, stage):
+        return None
+    due = facts.traced.end(stage - 1)
+    return makers[0] if due and place not in due else None
 
 
 def unexplained_passage(facts: StepFacts) -> tuple[str, ...]:

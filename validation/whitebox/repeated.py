@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from pipeline.action import Kind
 from validation.cause import Cause
 from validation.whitebox.step_facts import StepFacts
 
@@ -48,9 +47,8 @@ def _in_place(order: Sequence[int], before: Sequence[int]) -> dict[int, int]:
 
 def _by_module(facts: StepFacts, stage: int) -> bool:
     """Whether what ``stage`` did is known from its module's tensors; a trace has numbers of its own."""
-    ran = [action.microbatch for row in facts.observed.ranks for action in row[0].executed
-           if action.stage == stage and action.kind is Kind.FORWARD]  # fmt: skip
-    return sorted(ran) == sorted(a.microbatch for a, _ in facts.observed.called(0) if a.stage == stage)
+    ran = facts.observed.forwards(0)[stage]
+    return sorted(ran) == sorted(action.microbatch for action, _ in facts.observed.called(0) if action.stage == stage)
 
 
 def _cause(facts: StepFacts, stage: int, given: dict[int, int]) -> Cause:
