@@ -9,6 +9,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -30,8 +31,38 @@ class Contributed:
     inputs: tuple[Gradient, ...]
 
 
+class Pairings(Protocol):
+    """One operation on one device, in stages: what every pairing of its microbatches gives.
+
+    ``paired`` is microbatch i's activation with each of some flows, None for one that does not fit; ``seed`` is what
+    microbatch j's backward of a stage starts from, ``flow`` its output gradient as it is. ``within`` pairs activation
+    and output gradient of the one module that has a parameter: what that gets, by (i, j); empty where unknown.
+    """
+
+    @property
+    def stages(self) -> int: ...
+
+    @property
+    def microbatches(self) -> int: ...
+
+    @property
+    def batches(self) -> Sequence[Batch]: ...
+
+    def parameters(self, stage: Stage) -> Mapping[str, Tensor]: ...
+
+    def contribution(self, stage: Stage, j: int) -> Contributed: ...
+
+    def paired(self, stage: Stage, i: int, flows: Sequence[Flow]) -> Sequence[Contributed | None]: ...
+
+    def within(self, stage: Stage, name: str) -> Mapping[tuple[int, int], Tensor]: ...
+
+    def seed(self, stage: Stage, j: int) -> Flow: ...
+
+    def flow(self, stage: Stage, j: int) -> Flow: ...
+
+
 class Pairing:
-    """One operation on one device, in stages: what went into each stage, and every contribution one could make of it.
+    """One operation of a model of ours, in stages: what went into each, and every contribution one could make of it.
 
     ``before`` are the parameters that the operation started from, by name; ``layers`` the layers of each stage. A
     parameter that one stage has under several names is listed under the first.
@@ -136,6 +167,14 @@ class Pairing:
             self._made[stage, j] = made
         return self._made[stage, j]
 
+    def paired(self, stage: Stage, i: int, flows: Sequence[Flow]) -> list[Contributed | None]:
+        """Microbatch i's activation with each of ``flows``."""
+        return self.contribute(stage, self.inputs[stage][i], flows)
+
+    def within(self, stage: Stage, name: str) -> Mapping[tuple[int, int], Tensor]:
+        """Nothing: stages are looked at as a whole."""
+        return {}
+
     def contribute(self, stage: Stage, inputs: Tensors, flows: Sequence[Flow]) -> list[Contributed | None]:
         """One forward of ``stage`` and a backward for each of ``flows``; None for a flow that does not fit."""
         leaves = tuple(x.detach().requires_grad_(x.is_floating_point()) for x in inputs)
@@ -149,17 +188,23 @@ class Pairing:
         return inputs
 
     def _backward(self, stage: Stage, leaves: Tensors, outputs: Tensors, flow: Flow) -> Contributed | None:
-        parameters = self.parameters(stage)
-        wanted = [*parameters.values(), *(x for x in leaves if x.requires_grad)]
-        gradients = flow(outputs)
-        if gradients is None or len(gradients) != len(outputs):
-            return None
-        seeds = [(y, d) for y, d in zip(outputs, gradients, strict=True) if d is not None and y.requires_grad]
-        if any(y.shape != d.shape for y, d in seeds):
-            return None
-        found = torch.autograd.grad(
-            [y for y, _ in seeds], wanted, [d for _, d in seeds], allow_unused=True, retain_graph=True
-        )
-        rest = iter(found[len(parameters) :])
-        inputs = tuple(next(rest) if x.requires_grad else None for x in leaves)
-        return Contributed(dict(zip(parameters, found, strict=False)), inputs)
+        return backward(self.parameters(stage), leaves, outputs, flow)
+
+
+def backward(parameters: Mapping[str, Tensor], leaves: Tensors, outputs: Tensors, flow: Flow) -> Contributed | None:
+    """What ``flow`` into ``outputs`` gives in ``parameters`` and ``leaves``; None where it does not fit."""
+    wanted = [*parameters.values(), *(x for x in leaves if x.requires_grad)]
+    gradients = flow(outputs)
+    if gradients is None or len(gradients) != len(outputs):
+        return None
+    seeds = [(y, d) for y, d in zip(outputs, gradients, strict=True) if d is not None and y.requires_grad]
+    if any(y.shape != d.shape for y, d in seeds):
+        return None
+    if not seeds:
+        return Contributed(dict.fromkeys(parameters), (None,) * len(leaves))
+    found = torch.autograd.grad(
+        [y for y, _ in seeds], wanted, [d for _, d in seeds], allow_unused=True, retain_graph=True
+    )
+    rest = iter(found[len(parameters) :])
+    inputs = tuple(next(rest) if x.requires_grad else None for x in leaves)
+    return Contributed(dict(zip(parameters, found, strict=False)), inputs)

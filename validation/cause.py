@@ -26,6 +26,9 @@ KINDS: Mapping[str, str] = MappingProxyType(
         "tied-not-summed": "copies of a tied parameter keep their own stage's share",
         "tied-doubled": "a tied parameter's share was counted more than once",
         "extra-term": "something was added to the gradient that is no microbatch's",
+        # Ranks that have a stage in common.
+        "not-reduced": "replicas of a stage keep the gradients of their own microbatches",
+        "misplaced": "a shard of a gradient lies where another belongs",
         # Around the step.
         "norm": "the gradient norm is not that of the gradients",
         "clip": "gradients were not clipped alike",

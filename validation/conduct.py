@@ -77,7 +77,7 @@ class Conduct:
 
     def crossings(self, number: int, laws: frozenset[str]) -> None:
         """What passed the boundaries of stages, along the flow of data: the first to differ is nearest to the fault."""
-        crossings = self._observed.crossings(number)
+        crossings = [crossing for crossing in self._observed.crossings(number) if crossing.judged]
         for crossing in sorted(crossings, key=lambda one: _flow(one.action, self._observed.schedule.n_stages)):
             stage, _, microbatch = crossing.action
             action = str(crossing.action)

@@ -8,6 +8,7 @@ Where nothing was recorded, what the final gradients are made of stands for the 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from validation.case import Case
 from validation.cause import Cause
@@ -23,6 +24,7 @@ from validation.diagnosis.rules.update import clip, update
 from validation.observed import Observed
 from validation.verdict import Verdict
 
+Shown = TypeVar("Shown")
 Rule = Callable[[Evidence], list[Cause]]
 
 # Links in the order of the flow; and what it means that one is sound. First those that a watched run shows ...
@@ -50,15 +52,35 @@ def diagnose(case: Case, observed: Observed, verdict: Verdict) -> Verdict:
     if verdict.verdict == "pass" or not verdict.mismatches:
         return verdict
     evidence = Evidence(case, observed, verdict)
+    return followed(verdict, evidence, _links(evidence), unexplained=lambda link: _left(link, evidence))
+
+
+def followed(
+    verdict: Verdict,
+    evidence: Shown,
+    links: Mapping[Callable[[Shown], list[Cause]], str],
+    *,
+    unexplained: Callable[[Callable[[Shown], list[Cause]]], Sequence[str]],
+) -> Verdict:
+    """``verdict`` with the causes of the first of ``links`` that broke; the ones before it are ruled out.
+
+    ``unexplained``: what is wrong at a link that names no cause, where nothing behind it can be judged; empty where it
+    is sound.
+    """
     ruled_out: list[str] = []
-    for link, sound in _links(evidence).items():
+    for link, sound in links.items():
         causes = link(evidence)
         if causes:
             return replace(verdict, cause=_ranked(causes, ruled_out))
-        if link is attributed and evidence.unexplained:
-            break
+        left = unexplained(link)
+        if left:
+            return replace(verdict, undecided=(*left, *ruled_out))
         ruled_out.append(sound)
-    return replace(verdict, undecided=(*evidence.unexplained, *ruled_out))
+    return replace(verdict, undecided=tuple(ruled_out))
+
+
+def _left(link: Rule, evidence: Evidence) -> Sequence[str]:
+    return evidence.unexplained if link is attributed else ()
 
 
 def _links(evidence: Evidence) -> Mapping[Rule, str]:

@@ -8,6 +8,7 @@ from torch import Tensor
 from pipeline.action import GIVES_WEIGHT_GRADIENT, Action, Kind
 from pipeline.profile import Profile
 from pipeline.schedule import Schedule
+from validation.diagnosis.address import What
 from validation.recording import Recording, Site, together
 
 
@@ -15,14 +16,22 @@ from validation.recording import Recording, Site, together
 class Crossing:
     """A tensor at the boundary of a stage: which (``output of the module``, say) in which action.
 
-    ``same``: whether it is the reference's, up to rounding; ``exact``: bit for bit. ``seen`` is what it is instead.
+    ``same``: whether it is the reference's, up to rounding; ``exact``: bit for bit. ``really`` is what it is instead.
+    ``where`` is its place in the flow, as recordings call it. What is not ``judged`` is a matter of diagnosis alone.
     """
 
     action: Action
     what: str
     same: bool
     exact: bool
-    seen: str = ""
+    really: What | None = None
+    where: str = ""
+    judged: bool = True
+
+    @property
+    def seen(self) -> str:
+        """What it is instead, in words; empty where it is what it should be."""
+        return "" if self.really is None else self.really.text
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from reference.pairing import Contributed, Flow, Tensors
+from reference.pairing import Contributed, Flow
 from reference.step import Gradient, Stage
 from validation.diagnosis.update import Update
 
@@ -80,7 +80,7 @@ class Atoms:
         """What follows from the next stage's errors: their output gradients with the microbatches concerned."""
         flows = {number: _as_is(wrong.atom.inputs) for number, wrong in enumerate(self._wrong)}
         near = {i: {n: flows[n] for n, wrong in enumerate(self._wrong) if i in wrong.near} for i in self._own}
-        return [atom for i in self._own for atom in self._with(self._inputs(i), i, "flow", near[i])]
+        return [atom for i in self._own for atom in self._with(i, "flow", near[i])]
 
     @cached_property
     def extras(self) -> list[Atom]:
@@ -110,9 +110,9 @@ class Atoms:
         found: list[Atom] = []
         for i in self._own:
             others = [j for j in self._own if j != i]
-            found += self._with(self._inputs(i), i, "pair", {j: self._now.seed(stage, j) for j in others})
+            found += self._with(i, "pair", {j: self._now.seed(stage, j) for j in others})
             if stage == self._now.stages - 1:
-                found += self._with(self._inputs(i), i, "logits", {j: self._now.flow(stage, j) for j in others})
+                found += self._with(i, "logits", {j: self._now.flow(stage, j) for j in others})
         return found
 
     @cached_property
@@ -126,20 +126,23 @@ class Atoms:
         old = {j: before.seed(stage, j) for j in then}
         new = {j: self._now.seed(stage, j) for j in self._own}
         for i in self._own:
-            found += self._with(self._inputs(i), i, "old-gradient", old)
+            found += self._with(i, "old-gradient", old)
         for i in then:
-            found += self._with(before.inputs[stage][i], i, "old-activation", new)
+            made = update.own.contribute(stage, before.inputs[stage][i], list(new.values()))
+            found += self._fitting(i, "old-activation", new, made)
         for what, pairing in (("old-data", update.old_data), ("old-weights", update.old_weights)):
             assert pairing is not None, "there is a step before"
             found += [Atom(Term(what, i, i), pairing.contribution(stage, i).gradients) for i in then]
         return found
 
-    def _inputs(self, i: int) -> Tensors:
-        return self._now.inputs[self._stage][i]
+    def _with(self, i: int, what: str, flows: Mapping[int, Flow]) -> Iterator[Atom]:
+        """Microbatch i's activation with each of ``flows``, where they fit."""
+        made = self._now.paired(self._stage, i, list(flows.values())) if flows else []
+        return self._fitting(i, what, flows, made)
 
-    def _with(self, inputs: Tensors, i: int, what: str, flows: Mapping[int, Flow]) -> Iterator[Atom]:
-        """Activation ``inputs`` of microbatch i with each of ``flows``, where they fit."""
-        made = self._now.contribute(self._stage, inputs, list(flows.values())) if flows else []
+    def _fitting(
+        self, i: int, what: str, flows: Mapping[int, Flow], made: Sequence[Contributed | None]
+    ) -> Iterator[Atom]:
         for number, contributed in zip(flows, made, strict=True):
             if contributed is not None:
                 yield self._atom(Term(what, i, number), contributed)

@@ -30,7 +30,7 @@ def swaps(update: Update, stages: Sequence[Explanation]) -> list[Cause]:
     found: dict[tuple[str, Stage | None, str], set[int]] = {}
     for chain in chains(stages):
         for kind, stage, detail in _readings(update, stages, chain):
-            found.setdefault((kind, stage, detail), set()).add(_slot(kind, chain))
+            found.setdefault((kind, stage, detail), set()).add(_slot(kind, chain, stages))
     return [
         Cause(kind, stage=stage, microbatches=tuple(sorted(slots)), detail=detail)
         for (kind, stage, detail), slots in found.items()
@@ -99,6 +99,7 @@ def _by_use(stage: Explanation) -> list[str]:
     return ["swapped-gradients", "swapped-activations"]
 
 
-def _slot(kind: str, chain: Chain) -> int:
-    """The microbatch whose work went wrong."""
-    return chain.term.activation if kind == "swapped-gradients" else chain.term.gradient
+def _slot(kind: str, chain: Chain, stages: Sequence[Explanation]) -> int:
+    """The microbatch whose work went wrong: of data, the one whose inputs or target were not used too often."""
+    by_target = kind == "swapped-data" and _by_use(stages[chain.stage]) == ["swapped-gradients"]
+    return chain.term.activation if kind == "swapped-gradients" or by_target else chain.term.gradient

@@ -96,12 +96,16 @@ def divergences(recording: Recording, ground: Ground, positions: Positions) -> l
 
 def _roots(recording: Recording, ground: Ground, limit: float) -> list[Point]:
     n_stages = 1 + max(point.stage for point in ground.expected)
-    right = {point: _right(recording, ground, point, limit) for point in _ordered(recording, ground)}
-    roots = []
-    for point, is_right in right.items():
-        if not is_right and all(right[parent] for parent in _parents(point, n_stages, right)):
-            roots.append(point)
-    return roots
+    both = [point for point in ground.expected if point in recording.tensors]
+    return roots({point: _right(recording, ground, point, limit) for point in both}, n_stages)
+
+
+def roots(right: Mapping[Point, bool], n_stages: int) -> list[Point]:
+    """The points that are not ``right`` although all that they are made from is, along the flow: forwards up the
+    stages, then backwards down them."""
+    wrong = [point for point, is_right in right.items() if not is_right]
+    found = [point for point in wrong if all(right[parent] for parent in _parents(point, n_stages, right))]
+    return sorted(found, key=_flow)
 
 
 def _right(recording: Recording, ground: Ground, point: Point, limit: float) -> bool:
@@ -123,16 +127,10 @@ def _alike(seen: Tensor | None, expected: Tensor | None, limit: float) -> bool:
     return agrees(seen, expected.detach().cpu(), limit)
 
 
-def _ordered(recording: Recording, ground: Ground) -> list[Point]:
-    """Points that were both expected and seen, along the flow: forwards up the stages, then backwards down them."""
-    both = [point for point in ground.expected if point in recording.tensors]
-
-    def flow(point: Point) -> tuple[bool, int, int, int]:
-        if point.where in FORWARD_POINTS:
-            return (False, point.stage, FORWARD_POINTS.index(point.where), point.microbatch)
-        return (True, -point.stage, BACKWARD_POINTS.index(point.where), point.microbatch)
-
-    return sorted(both, key=flow)
+def _flow(point: Point) -> tuple[bool, int, int, int]:
+    if point.where in FORWARD_POINTS:
+        return (False, point.stage, FORWARD_POINTS.index(point.where), point.microbatch)
+    return (True, -point.stage, BACKWARD_POINTS.index(point.where), point.microbatch)
 
 
 def _parents(point: Point, n_stages: int, known: Mapping[Point, bool]) -> Iterator[Point]:

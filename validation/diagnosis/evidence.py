@@ -37,6 +37,27 @@ class Evidence:
         """The operation that disagrees."""
         return min(mismatch.operation for mismatch in self.verdict.mismatches) - 1
 
+    @property
+    def operation(self) -> str:
+        return self.case.plan[self.number]
+
+    @property
+    def stages(self) -> int:
+        return self.case.stages
+
+    @property
+    def microbatches(self) -> int:
+        return self.case.microbatches
+
+    @property
+    def ranks(self) -> int:
+        return self.case.ranks
+
+    @property
+    def unseen(self) -> tuple[int, ...]:
+        """No stage: our own runtime says what every one did, or of none of them."""
+        return ()
+
     @cached_property
     def concerned(self) -> range:
         """The operations whose gradients the failing one uses; an error may lie in any of them."""

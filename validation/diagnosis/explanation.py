@@ -11,6 +11,7 @@ from validation.diagnosis.atoms import Atom, Atoms, Term, Wrong
 from validation.diagnosis.combination import DECIDED, alike, fit, select
 from validation.diagnosis.system import System, weights
 from validation.diagnosis.update import Update
+from validation.diagnosis.within import Paired, paired_within
 from validation.tolerance import Floor, error
 
 _ZERO = 1e-3  # a coefficient this small may be none at all: it is left out if nothing but rounding remains without it
@@ -25,12 +26,13 @@ class Oddity:
     """A parameter whose gradient is not what the rest of its stage says.
 
     what: "missing", "unexpected", "zero", "not-finite", "shape", "factor" (times ``factor``), "rounded",
-    "altered" (in another order) or "unknown".
+    "altered" (in another order), "paired" (of other ``pairs`` within its module) or "unknown".
     """
 
     parameter: str
     what: str
     factor: float | None = None
+    pairs: Paired | None = None
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ class Explainer:
         self._thorough = thorough
         self._update, self._stage, self._wrong = update, stage, tuple(wrong)
         self._atoms = Atoms(update, stage, wrong)
+        self._within: dict[str, Paired | None] = {}  # by parameter; whatever its stage is made of
         self._parameters = update.now.parameters(stage)
         own = [name for name in self._parameters if (stage, name) not in update.shared]
         self._seen = {name: update.observed.get((stage, name)) for name in own}
@@ -98,7 +101,18 @@ class Explainer:
             tried.append(self._attempt(atoms, sparse=sparse))
             if tried[-1].complete:
                 return tried[-1]
-        return next((one for one in tried if one.explained), tried[0])
+        return next((one for one in tried if one.explained), None) or self._each_within() or tried[0]
+
+    def _each_within(self) -> Explanation | None:
+        """A correct stage, each wrong parameter of which was paired wrongly within its own module."""
+        atoms = self._atoms.nominal
+        system = System.of(atoms, self._names, self._seen, self._due)
+        right = self._simple({atom.term: 1.0 for atom in atoms}, system, atoms)
+        holds = self._holding(right, system)
+        odd = [self._oddity(right, name) for name in self._names if name not in holds]
+        if any(oddity.what != "paired" for oddity in odd):
+            return None
+        return replace(right, explained=True, odd=(*self._absences(right), *odd))
 
     def _attempts(self) -> Iterator[tuple[list[Atom], bool]]:
         """From simple to complicated: the atoms of each attempt, and whether only few of them may be used."""
@@ -275,8 +289,18 @@ class Explainer:
         one = fit(seen.double().flatten().cpu(), says.flatten()[None], self._limits[name])
         if one.residual > self._limits[name] and reordered(seen, says, self._limits[name]):
             return Oddity(name, "altered")
-        factor = self._round(one.coefficients[0], one.uncertain[0])
-        return Oddity(name, "factor", factor) if one.residual <= self._limits[name] else Oddity(name, "unknown")
+        if one.residual > self._limits[name]:
+            return self._paired(name, seen)
+        return Oddity(name, "factor", self._round(one.coefficients[0], one.uncertain[0]))
+
+    def _paired(self, name: str, seen: Tensor) -> Oddity:
+        """A parameter whose own module may have paired otherwise than the stage did."""
+        if name not in self._within:
+            now = self._update.now
+            pairs = now.within(self._stage, name)
+            self._within[name] = paired_within(seen, pairs, now.microbatches, self._limits[name])
+        found = self._within[name]
+        return Oddity(name, "unknown") if found is None else Oddity(name, "paired", pairs=found)
 
 
 def limit_of(due: Gradient, wide: Gradient) -> float:

@@ -17,6 +17,7 @@ from validation.diagnosis.explanation import Explanation, Oddity
 from validation.diagnosis.mixed import mixed
 from validation.diagnosis.tied import Shares
 from validation.diagnosis.update import Update
+from validation.diagnosis.within import Paired
 
 _WHOLE = {"missing", "unexpected", "rounded", "not-finite"}  # what a whole stage can be at once
 _SAME = 1e-3  # factors that differ by no more, relatively, are one
@@ -153,6 +154,8 @@ def _some(update: Update, ratio: float, microbatches: tuple[int, ...]) -> Fault:
 def _uneven(update: Update, found: dict[int, float]) -> Fault | None:
     """Microbatches weighted by their tokens, or alike, where it should be the other way round."""
     counts = {i: float(batch.tokens) for i, batch in enumerate(update.now.batches)}
+    if not all(counts.values()):
+        return None  # nobody knows how many targets count
     for weights, words in ((counts, "by their tokens, not alike"), ({i: 1 / n for i, n in counts.items()}, "alike")):
         ratios = [found[i] / weights[i] for i in found]
         if len(set(counts.values())) > 1 and max(ratios) - min(ratios) <= _SAME * abs(max(ratios)):
@@ -201,9 +204,9 @@ def factor_words(update: Update, factor: float) -> str:
     }
     for name, value in known.items():
         for sign, minus in ((1, ""), (-1, "minus ")):
-            if value != 1 and abs(factor - sign * value) <= _SAME * value:
+            if value not in (0, 1) and abs(factor - sign * value) <= _SAME * value:
                 return f"{minus}{value:g}, {name}"
-            if value != 1 and abs(factor - sign / value) <= _SAME / value:
+            if value not in (0, 1) and abs(factor - sign / value) <= _SAME / value:
                 return f"{minus}1/{value:g}, one over {name}"
     return f"{factor:.6g} times"
 
@@ -247,7 +250,7 @@ def _compounded(update: Update, faults: dict[Stage, tuple[Fault, ...]]) -> Cause
     if len(factors) < 3 or stage not in faults or factors[0] == factors[1] or not factors[0]:
         return None
     ratios = [low / high for high, low in pairwise(factors)]
-    if max(ratios) - min(ratios) > _SAME * abs(max(ratios)) or abs(ratios[0]) == 1.0:
+    if max(ratios) - min(ratios) > _SAME * abs(max(ratios)) or abs(abs(ratios[0]) - 1.0) <= _SAME:
         return None
     detail = f"{factor_words(update, ratios[0])}, once more in every stage before"
     return Cause("scale", factor=ratios[0], detail=detail)
@@ -259,12 +262,11 @@ def _odd(update: Update, stages: Sequence[Explanation]) -> Iterator[Cause]:
         if one.compared == 0 and len({oddity.what for oddity in one.odd} & _WHOLE) == 1:
             continue  # the stage's own fault
         yield from mixed(stages, one, update)
-        groups: dict[tuple[str, float | None], list[str]] = {}
+        groups: dict[tuple[str, float | None, Paired | None], list[str]] = {}
         for oddity in one.odd:
-            groups.setdefault((oddity.what, oddity.factor), []).append(oddity.parameter)
-        for (what, factor), names in groups.items():
-            cause = _odd_cause(update, Oddity(names[0], what, factor))
-            if cause is not None:
+            groups.setdefault((oddity.what, oddity.factor, oddity.pairs), []).append(oddity.parameter)
+        for (what, factor, pairs), names in groups.items():
+            for cause in _odd_causes(update, Oddity(names[0], what, factor, pairs)):
                 more = f"and {', '.join(names[1:])}" if len(names) > 1 else ""
                 detail = "; ".join(filter(None, (cause.detail, more)))
                 yield replace(cause, stage=one.stage, parameter=names[0], detail=detail)
@@ -280,15 +282,19 @@ def _untrained(update: Update) -> Iterator[Cause]:
                 yield Cause("unexpected", stage=stage, parameter=name)
 
 
-def _odd_cause(update: Update, odd: Oddity) -> Cause | None:
+def _odd_causes(update: Update, odd: Oddity) -> Iterator[Cause]:
     if odd.what in ("missing", "unexpected", "zero", "not-finite", "rounded", "altered"):
-        return Cause(odd.what)
-    if odd.what == "shape":
-        return Cause("partition", detail="its gradient has another shape")
-    if odd.what == "factor" and odd.factor is not None:
+        yield Cause(odd.what)
+    elif odd.what == "shape":
+        yield Cause("partition", detail="its gradient has another shape")
+    elif odd.what == "factor" and odd.factor is not None:
         fault = _uniform(update, odd.factor)
-        return Cause(fault.kind, factor=fault.factor, detail=fault.detail)
-    return None
+        yield Cause(fault.kind, factor=fault.factor, detail=fault.detail)
+    elif odd.pairs is not None:
+        told = ", ".join(f"{j} with {i}'s" for i, j in odd.pairs.wrong)
+        microbatches = tuple(sorted({j for _, j in odd.pairs.wrong}))
+        for kind in odd.pairs.kinds:
+            yield Cause(kind, microbatches=microbatches, detail=f"its output gradients met activations so: {told}")
 
 
 def _tied(update: Update, tied: Sequence[Shares]) -> Iterator[Cause]:

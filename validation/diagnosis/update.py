@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from reference.pairing import Pairing
+from reference.pairing import Pairing, Pairings
 from reference.step import Gradient, Site, Stage
 
 
@@ -21,7 +21,7 @@ class Update:
 
     observed: Mapping[Site, Gradient]
     expected: Mapping[Site, Gradient]
-    now: Pairing
+    now: Pairings
     earlier: tuple[Pairing, ...] = ()
     before: Pairing | None = None
     old: Mapping[Site, Gradient] = field(default_factory=dict)
@@ -34,10 +34,16 @@ class Update:
         """The sites of parameters that have copies in several stages."""
         return frozenset(site for copies in self.tied for site in copies.items())
 
+    @property
+    def own(self) -> Pairing:
+        """``now``, where there is a step before."""
+        assert isinstance(self.now, Pairing), "only plans of our own have a step before"
+        return self.now
+
     @cached_property
     def old_data(self) -> Pairing | None:
         """The step before's microbatches in today's model."""
-        return None if self.before is None else self.now.with_batches(self.before.batches)
+        return None if self.before is None else self.own.with_batches(self.before.batches)
 
     @cached_property
     def old_weights(self) -> Pairing | None:

@@ -105,13 +105,25 @@ class Assembled:
         """The stages whose modules nobody watched."""
         return frozenset(stage.index for stage in self.stages if stage.part.calls is None)
 
-    def observed(self, places: Both | None) -> Observed:
-        """What was produced; ``places`` are needed where anything was watched."""
-        known = {
-            stage.index: passed(stage.index, stage.part.calls, self.replicas.microbatches, places)
-            for stage in self.stages
-            if stage.part.calls is not None and places is not None
-        }
+    @property
+    def nameless(self) -> bool:
+        """Whether gradients alone were handed back, so that nobody knows of any weights."""
+        return bool(self.stages) and all(one.content is None for stage in self.stages for one in stage.part.locals)
+
+    def passages(self, places: Both | None) -> dict[int, Passed]:
+        """What is known of the boundary of every watched stage; ``places`` are needed where there is one."""
+        found: dict[int, Passed] = {}
+        for stage in self.stages:
+            if stage.part.calls is not None and places is not None:
+                before = found.get(stage.index - 1)
+                given = {} if before is None else before.ends
+                found[stage.index] = passed(
+                    stage.index, stage.part.calls, self.replicas.microbatches, places, given=given
+                )
+        return found
+
+    def observed(self, known: Mapping[int, Passed]) -> Observed:
+        """What was produced; ``known``: what passed the boundaries of stages."""
         rows = tuple((self._operation(rank, made, known),) for rank, made in enumerate(self.made))
         placement = tuple(stage.rank for stage in self.stages)
         return Observed(Schedule("foreign", self.replicas.microbatches, placement, tuple(() for _ in self.made)), rows)

@@ -1,12 +1,12 @@
 """Where in the reference a tensor passes, told by its content: between which modules, and for which microbatch."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from reference.data import Batch
+from reference.outputs import outputs_noted
 from validation.whitebox.sketch import Sketch, sketch
 
 INPUT = "input of the model"
@@ -59,13 +59,8 @@ def survey(
         for number, tensor in enumerate(batch.inputs):
             forward.note(f"{INPUT} {number}", microbatch, tensor)
     observer = _Observer(forward, backward, replicas)
-    hooks = [model.register_forward_pre_hook(observer.begins)]
-    hooks += [module.register_forward_hook(observer.noting(name)) for name, module in model.named_modules()]
-    try:
+    with outputs_noted(model, observer.note, begins=observer.begins):
         return run(), (forward, backward)
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 class _Observer:
@@ -75,26 +70,13 @@ class _Observer:
         self._forward, self._backward = forward, backward
         self._replicas = replicas
         self._microbatch = -1
-        self._noted: dict[int, Tensor] = {}  # of this microbatch; kept, so that no id is used again
 
-    def begins(self, model: nn.Module, arguments: Any) -> None:
+    def begins(self) -> None:
         """The next microbatch enters the model."""
         self._microbatch += 1
-        self._noted.clear()
 
-    def noting(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        """A hook that notes a module's outputs, unless a module inside it has given the same tensors."""
-
-        def called(module: nn.Module, arguments: Any, result: Any) -> None:
-            outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-            for number, tensor in enumerate(outputs):
-                if id(tensor) not in self._noted:
-                    self._noted[id(tensor)] = tensor
-                    self._note(f"output {number} of {name or 'the model'}", tensor)
-
-        return called
-
-    def _note(self, place: str, tensor: Tensor) -> None:
+    def note(self, place: str, tensor: Tensor) -> None:
+        """A module has put out ``tensor``; its gradient is noted when it flows."""
         microbatch = self._microbatch
         self._forward.note(place, microbatch, tensor)
         if tensor.requires_grad:

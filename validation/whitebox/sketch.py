@@ -9,7 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from validation.diagnosis.address import NARROWER
+
 _DIRECTIONS = 4
+_FEW = 16
 
 
 def digest(tensor: Tensor) -> bytes:
@@ -31,6 +34,7 @@ class Sketch:
     """A tensor's form, its digest, its norm and its projections onto a few fixed random directions.
 
     The projections of a difference have its norm as their expected size, so they tell how far apart two tensors are.
+    ``narrow`` is the type, narrower than its own, that every element can be said in; empty if there is none.
     """
 
     shape: tuple[int, ...]
@@ -38,6 +42,7 @@ class Sketch:
     digest: bytes
     norm: float
     projections: tuple[float, ...]
+    narrow: str = ""
 
     def distance(self, other: "Sketch") -> float:
         """About the relative Frobenius error of this against ``other``; infinite where they cannot be compared."""
@@ -48,6 +53,16 @@ class Sketch:
         squares = [(a - b) ** 2 for a, b in zip(self.projections, other.projections, strict=True)]
         distance = math.sqrt(sum(squares) / len(squares)) / other.norm
         return distance if distance == distance else math.inf
+
+    def factor(self, other: "Sketch") -> float | None:
+        """How many times ``other`` this is; None if it is no multiple, as far as projections tell."""
+        if self.shape != other.shape or not other.norm or not 0.0 < self.norm < math.inf:
+            return None
+        pairs = list(zip(self.projections, other.projections, strict=True))
+        found = sum(a * b for a, b in pairs) / (sum(b * b for _, b in pairs) or math.inf)
+        left = max(abs(a - found * b) for a, b in pairs)
+        alike = left <= self.limit * self.norm and abs(abs(found) * other.norm - self.norm) <= self.limit * self.norm
+        return found if found and alike else None
 
     @property
     def limit(self) -> float:
@@ -64,7 +79,16 @@ def sketch(tensor: Tensor) -> Sketch:
     wide = tensor.dtype if tensor.dtype in (torch.float32, torch.float64) else torch.float64
     flat = tensor.detach().cpu().flatten().to(wide)
     projections = _directions(flat.numel(), wide) @ flat
-    return Sketch(tuple(tensor.shape), tensor.dtype, digest(tensor), flat.norm().item(), tuple(projections.tolist()))
+    form, size = (tuple(tensor.shape), tensor.dtype, digest(tensor)), flat.norm().item()
+    return Sketch(*form, size, tuple(projections.tolist()), _narrow(flat) if tensor.is_floating_point() else "")
+
+
+def _narrow(flat: Tensor) -> str:
+    """The narrower type that holds ``flat`` as it is; a few elements soon say that there is none."""
+    for name, dtype in NARROWER.items():
+        if all(torch.equal(part.to(dtype).to(part.dtype), part) for part in (flat[:_FEW], flat)):
+            return name if flat.any() else ""
+    return ""
 
 
 @functools.lru_cache(maxsize=16)

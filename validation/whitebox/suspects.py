@@ -1,19 +1,29 @@
-"""What may have gone wrong between the ranks that have a stage in common: told by the numbers, as a note to a law."""
+"""What may have gone wrong between the ranks that have a stage in common: told by the numbers, in terms of a law."""
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import permutations
+from functools import cached_property
+from itertools import chain, permutations
 
 from torch import Tensor
 
 from reference.step import Contribution, Site
+from validation.cause import Cause
 from validation.tolerance import error, scalar_error
 from validation.whitebox.assemble import Stage
 from validation.whitebox.rank import Part
 from validation.whitebox.share import Replicas
 
 _ALIKE = 1e-3  # no verdict hangs on it: how near a number must be to one that would explain it
+
+
+@dataclass(frozen=True)
+class Suspicion:
+    """What broken numbers tell of a law."""
+
+    law: str
+    cause: Cause
 
 
 @dataclass(frozen=True)
@@ -27,23 +37,32 @@ class Suspects:
 
     def notes(self) -> dict[str, str]:
         """A note for each law that broken numbers tell something about."""
-        found = {
-            "replicas": next(self._not_reduced(), ""),
-            "gradient": next(self._misplaced(), "") or self._scaled(),
-            "grad-norm": next(self._partial_norms(), ""),
-        }
-        return {law: note for law, note in found.items() if note}
+        return {one.law: one.cause.detail for one in reversed(self.found)}
 
-    def _not_reduced(self) -> Iterator[str]:
+    @cached_property
+    def found(self) -> tuple[Suspicion, ...]:
+        """The likeliest of each law first."""
+        laws = {
+            "replicas": self._not_reduced(),
+            "gradient": chain(self._misplaced(), self._scaled()),
+            "grad-norm": self._partial_norms(),
+        }
+        return tuple(Suspicion(law, cause) for law, causes in laws.items() for cause in causes)
+
+    def _not_reduced(self) -> Iterator[Cause]:
         """Replicas that have the gradients of their own microbatches alone."""
         for stage in self.stages:
             alone = [
-                f"rank {rank} has the gradient of its own microbatches {_listed(self.replicas.share(rank))} alone"
-                for rank, part in stage.part.members
-                if self.replicas.count > 1 and self._is_own(stage, rank, part)
+                rank for rank, part in stage.part.members if self.replicas.count > 1 and self._is_own(stage, rank, part)
             ]
             if alone:
-                yield f"stage {stage.index} was not reduced over its replicas: {', '.join(alone)}"
+                told = ", ".join(
+                    f"rank {rank} has the gradient of its own microbatches {_listed(self.replicas.share(rank))} alone"
+                    for rank in alone
+                )
+                detail = f"stage {stage.index} was not reduced over its replicas: {told}"
+                one = alone[0] if len(alone) == 1 else None
+                yield Cause("not-reduced", rank=one, stage=stage.index, detail=detail)
 
     def _is_own(self, stage: Stage, rank: int, part: Part) -> bool:
         seen = [
@@ -53,7 +72,7 @@ class Suspects:
         ]
         return bool(seen) and None not in seen
 
-    def _misplaced(self) -> Iterator[str]:
+    def _misplaced(self) -> Iterator[Cause]:
         """A shard that is what belongs in the place of another."""
         for stage in self.stages:
             for (rank, part), (other, its) in permutations(stage.part.members, 2):
@@ -67,12 +86,13 @@ class Suspects:
                     if seen is None or whole is None or not seen.numel():
                         continue
                     if _alike(seen, whole[its.shards[k].index]) and not _alike(seen, whole[part.shards[k].index]):
-                        yield (
+                        detail = (
                             f"rank {rank}'s shard of {name}, said to be {part.shards[k]}, is that of "
                             f"{its.shards[k]}, which rank {other} is said to have: shards in the wrong order"
                         )
+                        yield Cause("misplaced", rank=rank, stage=stage.index, parameter=name, detail=detail)
 
-    def _scaled(self) -> str:
+    def _scaled(self) -> Iterator[Cause]:
         """All gradients are too large, or too small, by the number of replicas."""
         factors = set()
         for stage in self.stages:
@@ -86,12 +106,13 @@ class Suspects:
                     factors.add(None if factor is None else round(factor * self.replicas.count, 2))
         count = self.replicas.count
         if count > 1 and factors == {1.0}:
-            return f"all are 1/{count} of what is expected: a mean over {count} replicas where a sum was due"
+            detail = f"all are 1/{count} of what is expected: a mean over {count} replicas where a sum was due"
+            yield Cause("scale", factor=1 / count, detail=detail)
         if count > 1 and factors == {float(count * count)}:
-            return f"all are {count} times what is expected: a sum over {count} replicas where a mean was due"
-        return ""
+            detail = f"all are {count} times what is expected: a sum over {count} replicas where a mean was due"
+            yield Cause("scale", factor=float(count), detail=detail)
 
-    def _partial_norms(self) -> Iterator[str]:
+    def _partial_norms(self) -> Iterator[Cause]:
         """A norm that is that of some ranks' gradients."""
         squares = [self._squares(rank) for rank in range(len(self.norms))]
         every = math.sqrt(sum(_square(gradient) for stage in self.stages for gradient in stage.part.gradients))
@@ -102,9 +123,9 @@ class Suspects:
             for ranks in ([rank], *([peers] if sharded else [])):
                 part = math.sqrt(sum(squares[number] for number in ranks))
                 if norm and scalar_error(norm, part) < _ALIKE and scalar_error(part, every) > _ALIKE:
-                    yield f"rank {rank}'s is the norm of what rank{'s' * (len(ranks) > 1)} {_listed(ranks)} hold" + (
-                        "s alone" if len(ranks) == 1 else " alone"
-                    )
+                    several = len(ranks) > 1
+                    held = f"rank{'s' * several} {_listed(ranks)} hold{'s' * (not several)} alone"
+                    yield Cause("norm", rank=rank, detail=f"rank {rank}'s is the norm of what {held}")
 
     def _squares(self, rank: int) -> float:
         """Of what ``rank`` holds: its shards, or its copies."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from reference.data import Batch
+from reference.data import IGNORED, Batch
 from reference.step import Loss
 from validation.whitebox.rank import Step
 
@@ -85,7 +85,12 @@ class Task:
         for tensor in (*inputs, target):
             if not isinstance(tensor, Tensor):
                 raise WhiteBoxError(f"microbatch {number} has a {type(tensor).__name__} in it: expected tensors only")
-        return Batch(tuple(inputs), target, 0)
+        return Batch(tuple(inputs), target, counting(target))
+
+
+def counting(target: Tensor) -> int:
+    """How many elements of ``target`` count: of classes, those that cross entropy does not ignore."""
+    return target.numel() if target.is_floating_point() else int((target != IGNORED).sum())
 
 
 def name_of(function: object) -> str:

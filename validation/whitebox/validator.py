@@ -22,13 +22,14 @@ from validation.subject import Subject
 from validation.tolerance import FP32, Precision, scalar_error
 from validation.verdict import Verdict
 from validation.whitebox.assemble import Assembled
+from validation.whitebox.explain import explained
 from validation.whitebox.handed import HandBackError
 from validation.whitebox.matching import Names
 from validation.whitebox.places import Both, survey
 from validation.whitebox.rank import Order, RankMade, Step, digests, run_step
 from validation.whitebox.share import Replicas
 from validation.whitebox.sketch import contents
-from validation.whitebox.suspects import Suspects
+from validation.whitebox.step_facts import StepFacts
 from validation.whitebox.task import Task, name_of
 from validation.whitebox.together import together
 from validation.world import World
@@ -149,7 +150,8 @@ def _judged(title: str, task: Task, found: Assembled, again: nn.Module) -> Verdi
         random = _randomness(made[0].loss, again, batches[0], task.loss)
     if random:
         return _undecided(title, f"the reference {task.name} is random: {random}")
-    observed = found.observed(places)
+    known = found.passages(places)
+    observed = found.observed(known)
     subject = Subject(
         title,
         LAWS,
@@ -167,8 +169,8 @@ def _judged(title: str, task: Task, found: Assembled, again: nn.Module) -> Verdi
     verdict = judged(subject, observed)
     if verdict.verdict == "pass":
         return verdict
-    suspects = Suspects(found.stages, found.replicas, made, [row[0].norm for row in observed.ranks])
-    return _with_notes(verdict, suspects.notes())
+    facts = StepFacts(verdict, observed, found, reference, again, batches, task.loss, made, known)
+    return _with_notes(explained(facts), facts.suspects.notes())
 
 
 def _with_notes(verdict: Verdict, notes: Mapping[str, str]) -> Verdict:

@@ -1,6 +1,6 @@
 """From divergences to causes: where a tensor went wrong, and what it was, say what happened to it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from types import MappingProxyType
 
@@ -42,20 +42,37 @@ _THERE: Mapping[str, tuple[str, str, str]] = MappingProxyType(
 _GRADIENTS = (RECEIVED, FLOWED, HANDED_ON, LOSS)
 
 
+Refine = Callable[[Divergence], tuple[str, str] | None]  # a kind of cause and its words, where more is known
+Compounded = Callable[[], str]
+
+
 def boundaries(evidence: Evidence) -> list[Cause]:
     """The cause of the first divergence, then those of others that do not follow from it."""
+    return causes_of(
+        evidence.divergences,
+        evidence.case.microbatches,
+        refine=lambda one: _refined(one, evidence),
+        compounded=lambda: _by_stage(evidence),
+    )
+
+
+def causes_of(found: Sequence[Divergence], microbatches: int, *, refine: Refine, compounded: Compounded) -> list[Cause]:
+    """The causes of divergences, which are roots in the order of the flow.
+
+    ``compounded`` says of a factor how it grows from stage to stage; empty where it does not.
+    """
     groups: dict[tuple[str, int, str], list[tuple[Divergence, str]]] = {}
-    for one in evidence.divergences:
-        kind, text = _kind(one, evidence)
+    for one in found:
+        kind, text = _kind(one, refine)
         groups.setdefault((kind, one.point.stage, one.point.where), []).append((one, text))
     causes: dict[tuple[str, str], Cause] = {}
     for (kind, _, where), group in groups.items():
         if (kind, where) not in causes:  # the same at a later stage adds nothing
-            causes[kind, where] = _cause(kind, group, evidence)
+            causes[kind, where] = _cause(kind, group, microbatches, compounded)
     return list(causes.values())
 
 
-def _kind(one: Divergence, evidence: Evidence) -> tuple[str, str]:
+def _kind(one: Divergence, refine: Refine) -> tuple[str, str]:
     where, what = one.point.where, one.what
     if one.graph is not None:
         return "swapped-activations", what.text
@@ -70,7 +87,7 @@ def _kind(one: Divergence, evidence: Evidence) -> tuple[str, str]:
     if what.kind == "partial" and where not in (MADE, HANDED_ON):
         # To the end, or with what is somebody else's: a buffer. A few elements in the middle: something on the way.
         return ("overwritten" if what.label is not None or "from element" in what.text else "altered"), what.text
-    refined = _refined(one, evidence)
+    refined = refine(one)
     if refined is not None:
         return refined
     other, zero, rest = _THERE[where]
@@ -123,15 +140,15 @@ def _cut_otherwise(evidence: Evidence, number: int, where: str) -> bool:
     return torch.equal(torch.cat(seen).sort().values, torch.cat(expected).sort().values)
 
 
-def _cause(kind: str, group: Sequence[tuple[Divergence, str]], evidence: Evidence) -> Cause:
+def _cause(kind: str, group: Sequence[tuple[Divergence, str]], count: int, compounded: Compounded) -> Cause:
     first, text = group[0]
     microbatches = tuple(sorted({one.point.microbatch for one, _ in group}))
-    every = len(microbatches) == evidence.case.microbatches
+    every = len(microbatches) == count
     factors = {one.what.factor for one, _ in group}
     detail = f"{first.point.where} {'of every microbatch ' * (every and len(microbatches) > 1)}is {text}"
     if kind == "scale" and len({f"{factor or 0:.3g}" for factor in factors}) > 1:
-        kind, detail = _weights(group, evidence)
-    elif kind == "scale" and (by_stage := _by_stage(evidence)):
+        kind, detail = _weights(group)
+    elif kind == "scale" and (by_stage := compounded()):
         return Cause("scale", factor=first.what.factor, detail=f"once more at every stage: {by_stage}")
     others = {text for _, text in group} - {text}
     if others and len(others) < 3 and kind != "unequal-weights":
@@ -148,7 +165,7 @@ def _cause(kind: str, group: Sequence[tuple[Divergence, str]], evidence: Evidenc
     )
 
 
-def _weights(group: Sequence[tuple[Divergence, str]], evidence: Evidence) -> tuple[str, str]:
+def _weights(group: Sequence[tuple[Divergence, str]]) -> tuple[str, str]:
     """Factors that differ between microbatches: by how many of their targets count?"""
     factors = {one.point.microbatch: one.what.factor or 0.0 for one, _ in group}
     text = ", ".join(f"{factor:.4g} of microbatch {m}" for m, factor in sorted(factors.items()))

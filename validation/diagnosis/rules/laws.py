@@ -9,6 +9,7 @@ from pipeline.action import GIVES_WEIGHT_GRADIENT, Kind
 from validation.cause import Cause
 from validation.diagnosis.address import agrees
 from validation.diagnosis.evidence import Evidence
+from validation.diagnosis.facts import Facts
 from validation.diagnosis.rules.update import clip_factor, learning_rate
 from validation.recording import Site
 from validation.verdict import Mismatch
@@ -17,7 +18,7 @@ _LARGE = 10.0  # a parameter as small as its update says nothing of what it was 
 _DERIVED = 1e-2  # a relative error that no doubt about the update reaches; weights drawn otherwise differ by far more
 
 
-def partition(evidence: Evidence) -> list[Cause]:
+def partition(evidence: Facts) -> list[Cause]:
     """Parameters that no stage holds, or several."""
     found = [m for m in evidence.verdict.mismatches if m.law == "parameters-once"]
     if not found:
@@ -88,15 +89,23 @@ def _same(one: Tensor | None, other: Tensor, limit: float) -> bool:
     return one is not None and agrees(other, one.cpu(), limit)
 
 
-def calls(evidence: Evidence) -> list[Cause]:
+def calls(evidence: Facts) -> list[Cause]:
     """Modules that ran in the wrong mode, and microbatches that ran never or twice."""
+    return modes(evidence) or counts(evidence)
+
+
+def modes(evidence: Facts) -> list[Cause]:
+    """Modules that ran in the wrong mode."""
+    found = [m for m in evidence.verdict.mismatches if m.law == "microbatches" and m.seen.endswith("mode")]
+    return [_at(found, "mode", f"{found[0].seen}, expected {found[0].expected}")] if found else []
+
+
+def counts(evidence: Facts) -> list[Cause]:
+    """Microbatches that ran never or twice."""
     found = [m for m in evidence.verdict.mismatches if m.law == "microbatches"]
-    modes = [m for m in found if m.seen.endswith("mode")]
-    if modes:
-        return [_at(modes, "mode", f"{modes[0].seen}, expected {modes[0].expected}")]
-    counts = _counts(evidence)
+    ran = _ran(evidence)
     causes = []
-    for kind, wrong in (("dropped", [c for c in counts if c[3] == 0]), ("doubled", [c for c in counts if c[3] > 1])):
+    for kind, wrong in (("dropped", [c for c in ran if c[3] == 0]), ("doubled", [c for c in ran if c[3] > 1])):
         if wrong:
             stage, name, _, times = wrong[0]
             microbatches = tuple(sorted({m for s, n, m, _ in wrong if (s, n) == (stage, name)}))
@@ -116,7 +125,7 @@ def buffers(evidence: Evidence) -> list[Cause]:
     return [_at(found, "buffers", f"{found[0].seen}, expected {found[0].expected}{found[0].allowance}")]
 
 
-def _counts(evidence: Evidence) -> list[tuple[int, str, int, int]]:
+def _ran(evidence: Facts) -> list[tuple[int, str, int, int]]:
     """(stage, forward or backward, microbatch, how often) of what did not run once."""
     number = evidence.number
     ran: Counter[tuple[int, str, int]] = Counter()
@@ -124,8 +133,9 @@ def _counts(evidence: Evidence) -> list[tuple[int, str, int, int]]:
         for stage, kind, microbatch in rank[number].executed:
             if kind is Kind.FORWARD or kind in GIVES_WEIGHT_GRADIENT:
                 ran[stage, "forward" if kind is Kind.FORWARD else "backward", microbatch] += 1
-    names = ("forward",) if evidence.case.plan[number] == "eval" else ("forward", "backward")
-    due = [(s, n, m) for n in names for s in range(evidence.case.stages) for m in range(evidence.case.microbatches)]
+    names = ("forward",) if evidence.operation == "eval" else ("forward", "backward")
+    stages = [s for s in range(evidence.stages) if s not in evidence.unseen]
+    due = [(s, n, m) for n in names for s in stages for m in range(evidence.microbatches)]
     return [(*key, ran[key]) for key in due if ran[key] != 1]
 
 

@@ -2,10 +2,14 @@
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 from validation.cause import Cause
 from validation.diagnosis.evidence import Evidence
+from validation.diagnosis.facts import Facts
 from validation.diagnosis.rules.update import clip_factor, factors, near
+
+Likely = tuple[str, int | None, float]  # a norm in words, the stage that it is about, and its value
 
 
 def norm(evidence: Evidence) -> list[Cause]:
@@ -20,7 +24,8 @@ def norm(evidence: Evidence) -> list[Cause]:
     alone = len({m.rank for m in found}) < evidence.case.ranks
     if value is None or not right:
         return [Cause("report", rank=rank if alone else None, detail=f"norm {value}, expected {right}")]
-    known = [(text, stage) for text, stage, other in _norms(evidence, rank, reported) if near(value, other)]
+    others = chain(likely_norms(evidence, rank, reported), _of_case(evidence))
+    known = [(text, stage) for text, stage, other in others if near(value, other)]
     text, stage = known[0] if known else ("like nothing known", None)
     used, wanted = factors(evidence), clip_factor(evidence, right)
     sound = bool(used) and wanted < 1 and all(one.near(wanted) for one in used.values())
@@ -31,11 +36,11 @@ def norm(evidence: Evidence) -> list[Cause]:
     return [Cause(kind, rank=rank if alone else None, stage=stage, factor=value / right, detail=detail)]
 
 
-def _norms(evidence: Evidence, rank: int, reported: Sequence[float | None]) -> Iterator[tuple[str, int | None, float]]:
+def likely_norms(evidence: Facts, rank: int, reported: Sequence[float | None]) -> Iterator[Likely]:
     """Other norms of the same gradients that a step may form by mistake, and the stage that the mistake is about."""
     kept = evidence.observed.gradients(evidence.number)
     sizes = {site: float(g.double().norm()) for site, g in kept.items() if g is not None}
-    by_stage = {s: _root(size for (of, _), size in sizes.items() if of == s) for s in range(evidence.case.stages)}
+    by_stage = {s: _root(size for (of, _), size in sizes.items() if of == s) for s in range(evidence.stages)}
     placement = evidence.observed.schedule.placement
     if len(set(reported)) > 1:  # a norm that all ranks agree on is no rank's own
         own = _root(size for (stage, _), size in sizes.items() if placement[stage] == rank)
@@ -48,18 +53,18 @@ def _norms(evidence: Evidence, rank: int, reported: Sequence[float | None]) -> I
     yield "every copy of a tied parameter is counted", None, _root(sizes.values())
     yield "norms were added, not their squares", None, math.fsum(sizes.values())
     yield "the largest of the parameters' norms", None, max(sizes.values(), default=0.0)
-    yield from ((text, None, other) for text, other in _multiples(evidence))
+    yield "its square", None, whole**2
+    for factor in (evidence.microbatches, evidence.ranks, evidence.stages):
+        yield f"{factor} times the right one", None, whole * factor
+        yield f"1/{factor} of the right one", None, whole / factor
 
 
-def _multiples(evidence: Evidence) -> Iterator[tuple[str, float]]:
+def _of_case(evidence: Evidence) -> Iterator[Likely]:
+    """Those of which only the whole plan tells."""
     right = evidence.expected.norm or 0.0
-    yield "its square", right**2
-    yield "that of the clipped gradients", right * clip_factor(evidence, right)
-    for factor in (evidence.case.microbatches, evidence.case.ranks, evidence.case.stages):
-        yield f"{factor} times the right one", right * factor
-        yield f"1/{factor} of the right one", right / factor
+    yield "that of the clipped gradients", None, right * clip_factor(evidence, right)
     for number in range(evidence.number):
-        yield "that of an earlier step", evidence.played[number].expected.norm or 0.0
+        yield "that of an earlier step", None, evidence.played[number].expected.norm or 0.0
 
 
 def _root(sizes: Iterable[float]) -> float:

@@ -3,18 +3,18 @@
 from collections.abc import Sequence
 
 from validation.cause import Cause
-from validation.diagnosis.evidence import Evidence
+from validation.diagnosis.facts import Facts
 from validation.verdict import Mismatch
 
 
-def report(evidence: Evidence) -> list[Cause]:
+def report(evidence: Facts) -> list[Cause]:
     """Losses that are reported otherwise than the stages computed them."""
     found = [m for m in evidence.verdict.mismatches if m.law == "loss"]
     upstream = ("gradient", "none-ness", "updated-parameters", "buffers")
     if not found or any(map(evidence.differs, upstream)) or not _computed_right(evidence):
         return []
     ranks = {m.rank for m in found}
-    alone = len(ranks) == 1 < evidence.case.ranks
+    alone = len(ranks) == 1 < evidence.ranks
     microbatches = tuple(sorted({m.microbatch for m in found if m.microbatch is not None}))
     factor = _ratio(found)
     detail = f"loss {found[0].seen}, expected {found[0].expected}, although the last stage computed what it should"
@@ -23,16 +23,16 @@ def report(evidence: Evidence) -> list[Cause]:
     ]
 
 
-def _computed_right(evidence: Evidence) -> bool:
+def _computed_right(evidence: Facts) -> bool:
     """Whether the stages computed the right losses: recorded, or in training, where gradients go by them.
 
     What an evaluation computed leaves no gradient; but where each microbatch's loss is right, or a multiple as all
     others are, only the report is left to blame.
     """
-    if evidence.recording is not None or evidence.case.plan[evidence.number] != "eval":
+    if evidence.recording is not None or evidence.operation != "eval":
         return True
     found = [m for m in evidence.verdict.mismatches if m.law == "loss" and m.microbatch is not None]
-    return not found or (evidence.case.microbatches > 1 and _ratio(found) is not None)
+    return not found or (evidence.microbatches > 1 and _ratio(found) is not None)
 
 
 def _ratio(found: Sequence[Mismatch]) -> float | None:

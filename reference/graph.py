@@ -1,0 +1,60 @@
+"""Autograd's graph of one forward: which stages' parameters went into a tensor, and where a stage ends in it."""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+Node = Any  # torch.autograd.graph.Node, which is one object as long as somebody holds it
+Edge = tuple[Node, int]  # a node, and the number of its output
+
+NONE = -1  # the depth of what no parameter went into
+
+
+def ends_of(tensors: Iterable[Tensor]) -> list[Edge]:
+    """Where ``tensors`` come out of the graph."""
+    return [(tensor.grad_fn, tensor.output_nr) for tensor in tensors if tensor.grad_fn is not None]
+
+
+def depths(ends: Iterable[Edge], stage_of: Mapping[int, int]) -> dict[Node, int]:
+    """For every node behind ``ends``, the last stage of which a parameter went into it, or ``NONE``.
+
+    ``stage_of`` has the stage of every parameter by the id of its tensor.
+    """
+    found: dict[Node, int] = {}
+    waiting = [node for node, _ in ends]
+    while waiting:
+        node = waiting[-1]
+        open_ = [before for before, _ in _before(node) if before not in found]
+        if node in found or not open_:
+            waiting.pop()
+            below = [found[before] for before, _ in _before(node)]
+            found.setdefault(node, max([stage_of.get(id(getattr(node, "variable", None)), NONE), *below]))
+        waiting += open_
+    return found
+
+
+def frontier(ends: Iterable[Edge], deep: Mapping[Node, int], stage: int, known: Collection[Edge]) -> set[Edge] | None:
+    """The last of the ``known`` edges into which no parameter after ``stage`` went, seen from ``ends``.
+
+    None where a parameter of ``stage`` or before is reached past all of them.
+    """
+    found: set[Edge] = set()
+    seen: set[Edge] = set()
+    waiting = list(ends)
+    while waiting:
+        edge = waiting.pop()
+        if edge in seen or deep[edge[0]] == NONE:
+            continue
+        seen.add(edge)
+        if deep[edge[0]] <= stage and edge in known:
+            found.add(edge)
+        elif deep[edge[0]] <= stage and hasattr(edge[0], "variable"):
+            return None
+        else:
+            waiting += _before(edge[0])
+    return found
+
+
+def _before(node: Node) -> Iterator[Edge]:
+    return ((before, number) for before, number in node.next_functions if before is not None)

@@ -1,0 +1,47 @@
+"""What the modules of a model put out, noted while it runs: the only view into a model that is not ours."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+Place = str  # of a tensor: a module's n-th output
+Note = Callable[[Place, Tensor], None]
+
+
+def nothing() -> None:
+    """Does nothing."""
+
+
+@contextmanager
+def outputs_noted(model: nn.Module, note: Note, *, begins: Callable[[], None] = nothing) -> Iterator[None]:
+    """While this is open, tell ``note`` of each tensor that a module of ``model`` puts out, and where.
+
+    A tensor that a module inside it has given already is told once, as that one's. ``begins`` is called whenever the
+    model itself is.
+    """
+    told: dict[int, Tensor] = {}  # of this call of the model; kept, so that no id is used again
+
+    def entered(module: nn.Module, arguments: Any) -> None:
+        told.clear()
+        begins()
+
+    def noting(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def called(module: nn.Module, arguments: Any, result: Any) -> None:
+            outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+            for number, tensor in enumerate(outputs):
+                if id(tensor) not in told:
+                    told[id(tensor)] = tensor
+                    note(f"output {number} of {name or 'the model'}", tensor)
+
+        return called
+
+    hooks = [model.register_forward_pre_hook(entered)]
+    hooks += [module.register_forward_hook(noting(name)) for name, module in model.named_modules()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

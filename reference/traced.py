@@ -1,0 +1,266 @@
+"""Contributions of any pairing in a model that is not ours: its graphs are kept, and differentiated between stages.
+
+Nothing is known of such a model but which stage holds which parameter. A stage ends at the last tensors that some of
+its modules put out and that no parameter of a later stage went into. Whether that is where it ends is tried: what flows
+through there must give each microbatch's gradients.
+"""
+
+import copy
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from reference.data import Batch
+from reference.graph import Edge, depths, ends_of, frontier
+from reference.outputs import Place, outputs_noted
+from reference.pairing import Contributed, Flow, Tensors, backward
+from reference.step import Gradient, Loss, Site, Stage
+
+_ALIKE = 1e-4  # losses in two precisions that differ by more were not drawn alike
+_THROUGH = 1e-3  # gradients that flow through the ends of stages, and those that flow anyhow
+_MOST = 1 << 27  # numbers that all pairs of a stage may need
+
+
+@dataclass(frozen=True)
+class Run:
+    """One microbatch in the model: its output's leaves, what they were made of, and its divided loss.
+
+    ``noted`` are the tensors that modules put out, in order, with their places.
+    """
+
+    leaves: list[Any]
+    form: TreeSpec
+    objective: Tensor
+    loss: float
+    noted: tuple[tuple[Place, Tensor], ...]
+
+    @property
+    def outputs(self) -> Tensors:
+        """The leaves that gradients come into."""
+        return tuple(leaf for leaf in self.leaves if isinstance(leaf, Tensor) and leaf.requires_grad)
+
+    def rebuilt(self, outputs: Sequence[Tensor]) -> Any:
+        """The output with other tensors in place of ``outputs``."""
+        own, others = {id(one) for one in self.outputs}, iter(outputs)
+        return tree_unflatten([next(others) if id(leaf) in own else leaf for leaf in self.leaves], self.form)
+
+
+class Traced:
+    """One step of any model on one device, as ``Pairings``.
+
+    ``held``: the parameters of every stage, by their names in the model. ``losses``: each microbatch's. Everything is
+    in fp64 unless the model does not run in it, or draws other random numbers there. ``ends``: the places where a
+    stage is known to end; what is not known is looked for.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        held: Collection[Site],
+        batches: Sequence[Batch],
+        loss: Loss,
+        losses: Sequence[float],
+        ends: Mapping[Stage, Collection[Place]],
+    ) -> None:
+        self._held, self._loss, self._ends = sorted(held), loss, ends
+        self.stages = 1 + max(stage for stage, _ in held)
+        self._model, self.batches = model, list(batches)
+        wide = self._in_double(losses)
+        if wide is not None:
+            self._model, self.batches, self._runs = wide
+        else:
+            self._use(model)
+            self._runs = [self._run(batch) for batch in self.batches]
+
+    @property
+    def microbatches(self) -> int:
+        return len(self.batches)
+
+    def parameters(self, stage: Stage) -> Mapping[str, Tensor]:
+        """The parameters of ``stage`` that are trained, each once."""
+        found: dict[int, tuple[str, Tensor]] = {}
+        for owner, name in self._held:
+            leaf = self._leaves[owner, name]
+            if owner == stage and leaf.requires_grad:
+                found.setdefault(id(leaf), (name, leaf))
+        return dict(found.values())
+
+    def contribution(self, stage: Stage, j: int) -> Contributed:
+        """Microbatch j's own contribution: needs no end of any stage."""
+        return Contributed(self._direct[j][stage], ())
+
+    def paired(self, stage: Stage, i: int, flows: Sequence[Flow]) -> list[Contributed | None]:
+        """Microbatch i's activation with each of ``flows``; None for all where nothing is known of pairs."""
+        if self.unpaired:
+            return [None] * len(flows)
+        leaves, outputs = self._between(stage, i)
+        made = [backward(self.parameters(stage), leaves, outputs, flow) for flow in flows]
+        return [None if one is None else Contributed(_wide(one.gradients), one.inputs) for one in made]
+
+    def within(self, stage: Stage, name: str) -> Mapping[tuple[int, int], Tensor]:
+        """What one parameter gets if its own module alone takes activation i with output gradient j, by (i, j).
+
+        That is what puts weight gradients off by themselves can pair. Empty where nothing is known of the module.
+        """
+        leaf = self._leaves[stage, name]
+        place = f"output 0 of {name.rpartition('.')[0]}"
+        outputs = [[tensor for at, tensor in run.noted if at == place and tensor.requires_grad] for run in self._runs]
+        if leaf.numel() * self.microbatches**2 > _MOST or any(len(found) != 1 for found in outputs):
+            return {}
+        flows = [
+            torch.autograd.grad(run.objective, found, allow_unused=True, retain_graph=True)[0]
+            for run, found in zip(self._runs, outputs, strict=True)
+        ]
+        pairs = {}
+        for i, (output,) in enumerate(outputs):
+            for j, flow in enumerate(flows):
+                if flow is not None and flow.shape == output.shape:
+                    (made,) = torch.autograd.grad(output, [leaf], [flow], allow_unused=True, retain_graph=True)
+                    if made is not None:
+                        pairs[i, j] = made.cpu().double()
+        return pairs
+
+    def seed(self, stage: Stage, j: int) -> Flow:
+        """What microbatch j's backward of ``stage`` starts from: its target on the last stage, else its flow."""
+        return self._target(j) if stage == self.stages - 1 else self.flow(stage, j)
+
+    def flow(self, stage: Stage, j: int) -> Flow:
+        """Microbatch j's output gradient of ``stage``, as it is."""
+        return lambda _: () if self.unpaired else self._output_gradients(stage, j)
+
+    def end(self, stage: Stage) -> frozenset[Place]:
+        """The places where ``stage``, not the last one, ends; empty where that could not be found."""
+        cut = self._cuts[stage]
+        last = {id(tensor) for tensor in cut[0]} if cut is not None else set()
+        return frozenset(place for place, tensor in self._runs[0].noted if id(tensor) in last)
+
+    @cached_property
+    def unpaired(self) -> str:
+        """Why nothing is known of pairs; empty where they are."""
+        size = max(sum(one.numel() for one in self.parameters(stage).values()) for stage in range(self.stages))
+        if size * self.microbatches**2 > _MOST:
+            return f"the pairs of {self.microbatches} microbatches with stages of {size} parameters are too many to try"
+        if any(cut is None for cut in self._cuts) or not self._flows_through():
+            return "where the reference passes from stage to stage could not be found, so exchanges were not tried"
+        return ""
+
+    def _in_double(self, losses: Sequence[float]) -> "tuple[nn.Module, list[Batch], list[Run]] | None":
+        try:
+            model = copy.deepcopy(self._model).double()
+            self._use(model)
+            batches = [batch.cast(torch.float64) for batch in self.batches]
+            runs = [self._run(batch) for batch in batches]
+        except (RuntimeError, TypeError, ValueError):
+            return None  # the user's own code ran, which may know of one type only
+        alike = all(abs(run.loss - loss) <= _ALIKE * abs(loss) for run, loss in zip(runs, losses, strict=True))
+        return (model, batches, runs) if alike else None
+
+    def _use(self, model: nn.Module) -> None:
+        """Give every stage a leaf of its own for each parameter that it holds."""
+        self._model, self._leaves, made = model, dict[Site, Tensor](), dict[tuple[Stage, int], Tensor]()
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        for stage, name in self._held:
+            parameter = parameters[name]
+            leaf = made.setdefault((stage, id(parameter)), parameter.detach().requires_grad_(parameter.requires_grad))
+            self._leaves[stage, name] = leaf
+        owner = {id(parameters[name]): stage for stage, name in self._held}
+        by_name = {name: leaf for (_, name), leaf in self._leaves.items()}
+        for name, parameter in parameters.items():  # other names of what is held
+            if name not in by_name and id(parameter) in owner:
+                by_name[name] = made[owner[id(parameter)], id(parameter)]
+        self._uses = by_name
+
+    def _run(self, batch: Batch) -> Run:
+        noted: list[tuple[Place, Tensor]] = []
+        with outputs_noted(self._model, lambda place, tensor: noted.append((place, tensor))):
+            output = functional_call(self._model, self._uses, batch.inputs, tie_weights=False)
+        loss = self._loss.function(output, batch.target)
+        leaves, form = tree_flatten(output)
+        return Run(leaves, form, loss / self._loss.divisor, loss.item(), tuple(noted))
+
+    @cached_property
+    def _direct(self) -> list[list[Mapping[str, Gradient]]]:
+        """``_direct[j][s]``: what microbatch j gives in the parameters of stage s."""
+        rows = [self.parameters(stage) for stage in range(self.stages)]
+        wanted = [leaf for row in rows for leaf in row.values()]
+        found: list[list[Mapping[str, Gradient]]] = []
+        for run in self._runs:
+            gradients = iter(torch.autograd.grad(run.objective, wanted, allow_unused=True, retain_graph=True))
+            found.append([_wide({name: next(gradients) for name in row}) for row in rows])
+        return found
+
+    @cached_property
+    def _cuts(self) -> list[list[Tensors] | None]:
+        """For every stage but the last, its last tensors by microbatch; None where they are not known."""
+        stage_of = {id(leaf): stage for (stage, _), leaf in self._leaves.items()}
+        deep = [depths(ends_of(run.outputs), stage_of) for run in self._runs]
+        return [self._cut(stage, deep) for stage in range(self.stages - 1)]
+
+    def _cut(self, stage: Stage, deep: Sequence[Mapping[Any, int]]) -> list[Tensors] | None:
+        for allowed in (self._ends.get(stage), None):
+            found = [self._last(stage, run, known, allowed) for run, known in zip(self._runs, deep, strict=True)]
+            if None not in found:
+                return [tensors for tensors in found if tensors is not None]
+        return None
+
+    def _last(
+        self, stage: Stage, run: Run, deep: Mapping[Any, int], allowed: Collection[Place] | None
+    ) -> Tensors | None:
+        known: dict[Edge, Tensor] = {}
+        for place, tensor in run.noted:
+            if tensor.grad_fn is not None and (allowed is None or place in allowed):
+                known[tensor.grad_fn, tensor.output_nr] = tensor
+        edges = frontier(ends_of(run.outputs), deep, stage, known.keys())
+        return None if not edges else tuple(tensor for edge, tensor in known.items() if edge in edges)
+
+    def _between(self, stage: Stage, i: int) -> tuple[Tensors, Tensors]:
+        """What microbatch i has where ``stage`` begins, and where it ends."""
+        before = self._cuts[stage - 1] if stage else None
+        after = self._cuts[stage] if stage < self.stages - 1 else None
+        return () if before is None else before[i], self._runs[i].outputs if after is None else after[i]
+
+    def _output_gradients(self, stage: Stage, j: int) -> tuple[Gradient, ...]:
+        _, outputs = self._between(stage, j)
+        return torch.autograd.grad(self._runs[j].objective, outputs, allow_unused=True, retain_graph=True)
+
+    def _target(self, j: int) -> Flow:
+        """The flow that starts from the loss with microbatch j's target, whatever the outputs are."""
+        own, target = self._runs[j], self.batches[j].target
+
+        def flow(outputs: Tensors) -> Sequence[Gradient] | None:
+            if not target.numel() or [y.shape for y in outputs] != [y.shape for y in own.outputs]:
+                return None  # the model makes the loss itself, or the target is another's
+            leaves = [y.detach().requires_grad_() for y in outputs]
+            loss = self._loss.function(own.rebuilt(leaves), target) / self._loss.divisor
+            return torch.autograd.grad(loss, leaves, allow_unused=True)
+
+        return flow
+
+    def _flows_through(self) -> bool:
+        """Whether what passes the ends of stages gives what each microbatch gives."""
+        every = [(stage, j) for stage in range(self.stages - 1) for j in range(self.microbatches)]
+        return all(self._own_flow_gives_own(stage, j) for stage, j in every)
+
+    def _own_flow_gives_own(self, stage: Stage, j: int) -> bool:
+        leaves, outputs = self._between(stage, j)
+        gradients = self._output_gradients(stage, j)
+        made = backward(self.parameters(stage), leaves, outputs, lambda _: gradients)
+        return made is not None and all(map(_near, made.gradients.values(), self._direct[j][stage].values()))
+
+
+def _near(one: Gradient, other: Gradient) -> bool:
+    if one is None or other is None:
+        return one is other
+    return bool((one.cpu() - other).norm() <= _THROUGH * other.norm())
+
+
+def _wide(gradients: Mapping[str, Gradient]) -> dict[str, Gradient]:
+    """``gradients`` where and as whoever adds them up wants them."""
+    return {name: None if one is None else one.cpu().double() for name, one in gradients.items()}

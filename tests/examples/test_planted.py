@@ -1,0 +1,74 @@
+"""Faults planted in foreign runtimes are caught and named, with watched modules and from final gradients alone."""
+
+from collections import Counter
+from functools import partial
+
+import pytest
+from planted import FAULTS, Planted
+from test_foreign_runtimes import RANKS, RUNTIMES, build_model, data, loss_fn
+
+from validation.cause import Cause
+from validation.verdict import Verdict
+from validation.whitebox import WhiteBox
+
+# At least these shares of all faults: named right and located where stages are watched, named right where they are not.
+LOCATED, NAMED = 0.95, 0.85
+
+
+def judged(whitebox: WhiteBox, fault: Planted, *, watched: bool) -> Verdict:
+    step = partial(fault, watched=watched)
+    return whitebox.validate(step, reference=build_model, microbatches=data(), ranks=RANKS, loss_fn=loss_fn)
+
+
+def located(fault: Planted, found: Cause) -> bool:
+    """Whether ``found`` says all of the place that ``fault`` asks for."""
+    asked = (fault.rank, fault.stage, fault.microbatches)
+    said = (found.rank, found.stage, found.microbatches)
+    return all(wanted in (None, (), seen) for wanted, seen in zip(asked, said, strict=True))
+
+
+def outcome(fault: Planted, verdict: Verdict) -> str:
+    """How well the first cause names ``fault``."""
+    if verdict.verdict != "fail":
+        return "missed"
+    if not verdict.cause:
+        return "unknown"
+    found = verdict.cause[0]
+    if found.kind not in (fault.kind, *fault.alike):
+        return "wrong"
+    return "located" if located(fault, found) else "named"
+
+
+@pytest.fixture(params=[True, False], ids=["watched", "final"])
+def watched(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+def test_faults_are_caught_and_named(whitebox: WhiteBox, watched: bool) -> None:
+    found = {fault.name: outcome(fault, judged(whitebox, fault, watched=watched)) for fault in FAULTS}
+    counts = Counter(found.values())
+    told = f"{dict(counts)}: {found}"
+    assert counts["missed"] == counts["wrong"] == 0, told
+    if watched:
+        assert counts["located"] >= LOCATED * len(FAULTS), told
+    else:
+        assert counts["located"] + counts["named"] >= NAMED * len(FAULTS), told
+
+
+def test_there_are_enough_and_every_runtime_has_its_share() -> None:
+    assert len(FAULTS) >= 20
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS)
+    shares = Counter(fault.runtime for fault in FAULTS)
+    assert set(shares) == set(RUNTIMES)
+    assert min(shares.values()) >= 5
+
+
+def test_the_measure_can_fail() -> None:
+    fault = Planted("x", lambda: None, "scale", rank=1, alike=("sign",))
+    cause = Cause("scale", rank=1)
+
+    def of(*causes: Cause) -> str:
+        return outcome(fault, Verdict("", "fail", "none", (), cause=causes))
+
+    assert [of(cause), of(Cause("sign")), of(Cause("dropped"), cause), of()] == ["located", "named", "wrong", "unknown"]
+    assert outcome(fault, Verdict("", "pass", "none", ())) == "missed"

@@ -1,0 +1,171 @@
+"""From a foreign step that is wrong to the fault that explains it: the links of ``diagnose``, as far as they show."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from validation.cause import Cause
+from validation.diagnose import followed
+from validation.diagnosis.address import NARROWER
+from validation.diagnosis.rules.laws import counts, modes, partition
+from validation.diagnosis.rules.norm import likely_norms
+from validation.diagnosis.rules.report import report
+from validation.diagnosis.rules.update import near
+from validation.tolerance import error, same_bits
+from validation.verdict import Verdict
+from validation.whitebox.passages import passages, unexplained_passage
+from validation.whitebox.repeated import rearranged, repeated
+from validation.whitebox.step_facts import StepFacts
+
+Link = Callable[[StepFacts], list[Cause]]
+
+_MANY = 64  # numbers of which it is no chance that they have nothing to do with each other
+_RELATED = 0.5  # cosine
+
+
+def explained(facts: StepFacts) -> Verdict:
+    """The verdict with its causes, the likeliest first; none where the evidence does not decide."""
+    if facts.verdict.verdict == "pass" or not facts.verdict.mismatches:
+        return facts.verdict
+    return followed(facts.verdict, facts, _links(facts), unexplained=lambda link: _left(link, facts))
+
+
+def _links(facts: StepFacts) -> Mapping[Link, str]:
+    """The links that this step shows; and what it means that one is sound."""
+    watched = len(facts.unseen) < facts.stages
+    passed = bool(facts.observed.crossings(0))
+    links: list[tuple[Link, str, bool]] = [
+        (held, "partition: every parameter is in the stage that should hold it", True),
+        (weights, "weights: every stage began with the model's parameters", not facts.found.nameless),
+        (ran, "order, mode: every watched stage ran once each way for each microbatch, in the right mode", watched),
+        (
+            passages,
+            "messages, buffers, computation: every watched boundary tensor is right, to half its digits",
+            passed,
+        ),
+        (shared, "replicas: ranks that have a stage in common agree", _in_common(facts)),
+        (attributed, "gradients: they are made of what they should be", True),
+        (norm, "norm: it is that of the gradients", any(row[0].norm is not None for row in facts.observed.ranks)),
+        (report, "report: what was reported is what was computed", True),
+    ]
+    return {link: sound for link, sound, shown in links if shown}
+
+
+def _left(link: Link, facts: StepFacts) -> Sequence[str]:
+    """What is wrong at a link that names no cause, where nothing behind it can be judged."""
+    if link is held and facts.found.strangers:
+        return ("parameters of the step and of the reference do not go together: names= says which is which",)
+    if link is weights and facts.differs("initial-weights"):
+        return ("the weights differ before the step, in a way that tells nothing",)
+    if link is shared and (facts.differs("replicas") or facts.differs("shards")):
+        return ("what ranks have of one stage does not go together, in a way that tells nothing",)
+    if link is attributed and facts.unexplained:
+        return (*unexplained_passage(facts), *facts.unexplained)
+    return ()
+
+
+def _in_common(facts: StepFacts) -> bool:
+    return any(len(stage.part.members) > 1 for stage in facts.found.stages)
+
+
+def held(facts: StepFacts) -> list[Cause]:
+    """Parameters that no stage holds, or several; nothing where they may only be called otherwise."""
+    return [] if facts.found.strangers else partition(facts)
+
+
+def ran(facts: StepFacts) -> list[Cause]:
+    """What ran too often, too seldom, with another's tensors or in the wrong mode."""
+    return modes(facts) or repeated(facts) or ([] if rearranged(facts) else counts(facts))
+
+
+def weights(facts: StepFacts) -> list[Cause]:
+    """Parameters that a stage began with and that are not the model's."""
+    wrong = {(m.stage, m.parameter) for m in facts.verdict.mismatches if m.law == "initial-weights"}
+    seen = {site: value for site, value in sorted(facts.observed.before(0).items()) if site in wrong}
+    known = {name: p.detach().cpu() for name, p in facts.model.named_parameters(remove_duplicate=False)}
+    seen = {site: value for site, value in seen.items() if not same_bits(value, known[site[1]])}
+    kind, detail = _began(seen, known) if seen else ("", "")
+    if not kind:
+        return []
+    stages = {stage for stage, _ in seen}
+    one = stages.pop() if len(stages) == 1 else None
+    name = next(iter(seen))[1]
+    return [
+        Cause(
+            kind,
+            rank=None if one is None else facts.observed.schedule.placement[one],
+            stage=one,
+            parameter=name if len(seen) == 1 else None,
+            detail=f"the step began with other parameters: {name} has {detail}; {len(seen)} parameters",
+        )
+    ]
+
+
+def _began(seen: Mapping[tuple[int, str], Tensor], known: Mapping[str, Tensor]) -> tuple[str, str]:
+    """The kind and the words of what the first of ``seen`` is in place of the known one; empty if nothing tells."""
+    (_, name), value = next(iter(seen.items()))
+    for other, tensor in known.items():
+        if other != name and tensor.shape == value.shape and same_bits(tensor, value) and value.std() > 0:
+            return "partition", f"those of {other}"
+    for narrow, dtype in NARROWER.items():
+        if torch.equal(known[name].to(dtype).to(value.dtype), value):
+            return "rounded", f"its own, {narrow}-rounded"
+    every = [(one.double().flatten(), known[site[1]].double().flatten()) for site, one in seen.items()]
+    if any(one.shape != other.shape for one, other in every):
+        return "", ""
+    begun, due = (torch.cat(column) for column in zip(*every, strict=True))
+    likeness = torch.nn.functional.cosine_similarity(begun, due, dim=0).item()
+    if likeness > _RELATED:
+        return "altered", f"a relative error of {error(value, known[name]):.2g}"
+    return ("randomness", "numbers drawn otherwise") if begun.numel() >= _MANY else ("", "")
+
+
+def shared(facts: StepFacts) -> list[Cause]:
+    """What is wrong between ranks that have a stage in common."""
+    return [
+        one.cause if one.cause.rank is not None or one.cause.stage is None else _placed(one.cause, facts)
+        for one in facts.suspects.found
+        if one.law in ("replicas", "gradient") and facts.differs(one.law)
+    ][:1]
+
+
+def _placed(cause: Cause, facts: StepFacts) -> Cause:
+    assert cause.stage is not None, "asked for only where there is a stage"
+    members = facts.found.stages[cause.stage].part.members
+    return cause if len(members) > 1 else replace(cause, rank=facts.observed.schedule.placement[cause.stage])
+
+
+def attributed(facts: StepFacts) -> list[Cause]:
+    """The causes that attribution names, the likeliest with what the coefficients speak against."""
+    found = facts.attribution
+    if found is None or not found.causes:
+        return []
+    first, *rest = found.causes
+    return [replace(first, ruled_out=found.ruled_out), *rest]
+
+
+def norm(facts: StepFacts) -> list[Cause]:
+    """A norm that is not that of the gradients, although these are right."""
+    found = [m for m in facts.verdict.mismatches if m.law == "grad-norm"]
+    if not found or any(map(facts.differs, ("gradient", "none-ness"))):
+        return []
+    told = [one.cause for one in facts.suspects.found if one.law == "grad-norm"]
+    if told:
+        return told[:1]
+    return list(_other_norm(facts, found[0].rank or 0, {m.rank for m in found}))
+
+
+def _other_norm(facts: StepFacts, rank: int, ranks: set[int | None]) -> Iterator[Cause]:
+    reported = [row[0].norm for row in facts.observed.ranks]
+    value, right = reported[rank], facts.expected.norm
+    alone = len(ranks) < sum(one is not None for one in reported)
+    if value is None or not right:
+        return
+    likely = [one for one in likely_norms(facts, rank, reported) if near(value, one[2])]
+    text, stage, _ = likely[0] if likely else ("like nothing known", None, 0.0)
+    detail = f"{value:.6g} in place of {right:.6g}: {text}"
+    place = facts.observed.schedule.placement[stage] if stage is not None else rank
+    where = place if alone or stage is not None else None
+    yield Cause("report" if alone else "norm", rank=where, stage=stage, factor=value / right, detail=detail)
