@@ -144,7 +144,8 @@ def _uniform(update: Update, factor: float) -> Fault:
 def _some(update: Update, ratio: float, microbatches: tuple[int, ...]) -> Fault:
     if abs(ratio) <= _SAME:
         return Fault("dropped", microbatches)
-    if ratio == round(ratio) and ratio >= 2:
+    undivided = ratio == update.now.microbatches > 2  # by their number; nothing is counted so often by chance
+    if ratio == round(ratio) and ratio >= 2 and not undivided:
         detail = "" if ratio == 2 else f"{ratio:g} times"
         return Fault("doubled", microbatches, factor=ratio, detail=detail)
     kind = "sign" if ratio == -1 else "scale"

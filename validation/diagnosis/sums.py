@@ -89,7 +89,7 @@ def counted(stage: int, coefficients: Sequence[float], *, repeated: Collection[i
         return [Broken(kind, stage, factor=first, detail=f"{first:.6g} times the expected")]
     if alike and abs(first) <= _COUNT:
         return [Broken("dropped", stage, tuple(off), detail=f"{_list(off)} added nothing")]
-    if alike and whole:
+    if alike and whole and not round(first) == len(coefficients) > 2:  # as often as that, it was not divided by it
         return [Broken("doubled", stage, tuple(off), factor=first, detail=f"{_list(off)} counted {round(first)} times")]
     if alike:
         kind = "sign" if abs(first + 1) <= _COUNT else "scale"
