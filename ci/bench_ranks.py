@@ -105,9 +105,12 @@ class _Load:
     def foreign(self) -> float:
         """The same number on every rank, which must all ask."""
         wall, machine, own = (b - a for a, b in zip(self._began, self._now(), strict=True))
-        total = torch.tensor([machine if dist.get_rank() == 0 else 0.0, own], dtype=torch.float64)
+        # Rank 0's clock counts: a number that differed between ranks would end the rounds of some before the others'.
+        first = [wall, machine] if dist.get_rank() == 0 else [0.0, 0.0]
+        total = torch.tensor([*first, own], dtype=torch.float64)
         dist.all_reduce(total)
-        return (total[0] - total[1]).item() / wall
+        wall, machine, every = total.tolist()
+        return (machine - every) / wall
 
     @staticmethod
     def _now() -> tuple[float, float, float]:
