@@ -11,10 +11,11 @@ def current() -> str | None:
     return None if _note is None else str(_note)
 
 
-class waiting:  # noqa: N801: reads as a verb where it is used
+class waiting:
     """Say what is waited for while the block runs; ``note`` is turned into text only if somebody asks.
 
-    A class, because every message passes here and contextlib's generators cost several times as much.
+    A class, because every message passes here and contextlib's generators cost several times as much; with a small
+    letter, because it reads as a verb where it is used.
     """
 
     def __init__(self, note: object) -> None:

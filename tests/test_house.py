@@ -222,11 +222,8 @@ def cycles(found: Collection[Source]) -> list[list[str]]:
 def strangers(names: Collection[str], ignored: Collection[str]) -> list[str]:
     """The names that do not belong at the top level: not listed, no dotfile, not ignored by git."""
     patterns = [pattern.rstrip("/") for pattern in ignored if pattern]
-    return sorted(
-        name
-        for name in names
-        if name not in TOP_LEVEL and name[0] != "." and not any(fnmatch.fnmatch(name, each) for each in patterns)
-    )
+    others = (name for name in names if name not in TOP_LEVEL and name[0] != ".")
+    return sorted(name for name in others if not any(fnmatch.fnmatch(name, each) for each in patterns))
 
 
 def orphans(tests: Collection[str], modules: Collection[str]) -> list[str]:

@@ -290,6 +290,23 @@ def test_an_optimizer_that_nobody_could_see_is_unknown(observed: Observed, monke
     assert verdict.law("updated-parameters").note.startswith("no parameter of stage 0 moves: steps vanish in rounding")
 
 
+def test_a_frozen_parameter_that_drifts_by_its_last_place_is_a_failure(world: World) -> None:
+    case = replace(CASE, model="frozen", plan=("train",))
+    model = build_model("frozen", layers=case.layers, seed=case.seed)
+    frozen = next(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
+
+    def drifted(seen: RankOperation) -> RankOperation:
+        parameters = {
+            site: torch.nextafter(value, value + 1) if site[1] == frozen else value
+            for site, value in (seen.parameters or {}).items()
+        }
+        return replace(seen, parameters=parameters)
+
+    verdict = judge(case, altered(observe(case, world), drifted))
+    assert verdict.law("updated-parameters").outcome == "fail"
+    assert {m.parameter for m in verdict.mismatches} == {frozen}
+
+
 def test_steps_that_vanish_are_counted(world: World) -> None:
     case = replace(CASE, dtype="bf16", plan=("train",))
     law = judge(case, observe(case, world)).law("updated-parameters")

@@ -8,9 +8,7 @@ from validation.records.record import (
     config_differences,
     microbatch_digests,
     unmeasured,
-    update_floor,
 )
-from validation.tolerance import Floor
 
 
 def test_what_two_configs_say_differently() -> None:
@@ -35,11 +33,3 @@ def test_without_a_measured_floor_little_is_rounding_much_is_wrong_and_the_rest_
 def test_a_record_says_what_it_is_of() -> None:
     assert Record("expected", {"case": "x", "model": "y"}, ()).name == "x"
     assert Record("observed", {"model": "y"}, (RecordedOperation("train", (), ()),)).name == "y"
-
-
-def test_the_floor_of_an_update_is_its_gradients_unless_the_last_place_hides_a_fault() -> None:
-    gradient, before = Floor(1e-8, 1e-7, 0.25), torch.ones(3)
-    assert update_floor(gradient, before, before + 1e-3) == gradient
-    tiny = update_floor(gradient, before, before + 2**-22)
-    assert [tiny.outcome(error) for error in (0.0, 1e-7, 0.1)] == ["unknown", "unknown", "fail"]
-    assert update_floor(gradient, before, before).outcome(0.0) == "unknown"

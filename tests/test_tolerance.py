@@ -1,11 +1,22 @@
 """Errors and floors: what counts as rounding, what as a fault, and what as neither."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from validation.tolerance import FP32, PRECISIONS, Floor, error, floor_of, same_bits, scalar_error
+from validation.tolerance import (
+    FP32,
+    PRECISIONS,
+    Floor,
+    error,
+    floor_of,
+    may_be_rounded,
+    same_bits,
+    scalar_error,
+    update_floor,
+)
 
 
 def test_error_is_the_larger_of_both_norms_ratios() -> None:
@@ -100,3 +111,24 @@ def test_the_last_place_of_what_is_stored_can_be_left_aside() -> None:
     assert error(place, after, base=before, rounded=True) == 0.0
     assert error(before, after, base=before, rounded=True) > 0.99
     assert error(after * float("nan"), after, base=before, rounded=True) == float("inf")
+
+
+def test_the_floor_of_an_update_is_its_gradients_unless_the_last_place_hides_a_fault() -> None:
+    gradient, before = Floor(1e-8, 1e-7, 0.25), torch.ones(3)
+    assert update_floor(gradient, before, before + 1e-3) == gradient
+    tiny = update_floor(gradient, before, before + 2**-22)
+    assert [tiny.outcome(error) for error in (0.0, 1e-7, 0.1)] == ["unknown", "unknown", "fail"]
+    assert update_floor(gradient, before, before).outcome(0.0) == "unknown"
+    # A step of one large element beside many weights that may all have been rounded: both norms are asked.
+    wide, one = torch.ones(10_000), torch.zeros(10_000)
+    one[0] = 2**-14
+    assert update_floor(replace(gradient, fault=0.125), wide, wide + one).outcome(0.0) == "unknown"
+
+
+def test_a_parameter_that_nothing_moves_is_not_excused_by_rounding() -> None:
+    before = torch.ones(3)
+    moved = torch.nextafter(before, torch.tensor(2.0))
+    assert may_be_rounded(torch.ones(3), before, before)
+    assert may_be_rounded(torch.zeros(3), before, moved)
+    for gradient in (None, torch.zeros(3)):
+        assert not may_be_rounded(gradient, before, before)

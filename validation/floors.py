@@ -1,8 +1,7 @@
 """What rounding alone does on this very run: the reference in other orders, and rounded otherwise."""
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -87,16 +86,6 @@ class Floors:
         others = (self._reference.norm(total) for total in (self._reversed_total, self._apart_total))
         permutation, rounding = (scalar_error(other, norm) for other in others)
         return Floor(permutation, rounding, 0.0, self._precision)
-
-    def parameter(self, site: Site) -> Floor:
-        """The floor of one site's update: its gradient's, beside what storing the parameter may have done."""
-        gradient = self.gradient(site)
-        if self._last.gradients[site] is None:
-            return gradient
-        before, after = self._last.before[site[1]].double(), self._last.parameters[site].double()
-        step = (after - before).abs().amax().item()
-        stored = self._precision.unit * before.abs().amax().item() / step if step else math.inf
-        return replace(gradient, stored=stored)
 
     def worst(self) -> float:
         """The largest floor over all gradients."""

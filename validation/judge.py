@@ -18,7 +18,7 @@ from validation.observe import deterministic
 from validation.observed import Observed
 from validation.placing import NOWHERE, Placing
 from validation.subject import Subject, subject_of
-from validation.tolerance import Floor, same_bits
+from validation.tolerance import Floor, may_be_rounded, same_bits, update_floor
 from validation.verdict import Tier, Verdict, overall
 
 LAWS = (
@@ -220,8 +220,16 @@ class Judge:
         if law == "gradient":
             self.ledger.tensors(place, seen, wanted, lambda: floors.gradient(site))
         else:
-            before = operation.expected.before[site[1]].cpu()
-            self.ledger.tensors(place, seen, wanted, lambda: floors.parameter(site), base=before, rounded=True)
+            before, gradient = operation.expected.before[site[1]].cpu(), operation.expected.gradients[site]
+            rounded = may_be_rounded(gradient, before, wanted)
+            self.ledger.tensors(
+                place,
+                seen,
+                wanted,
+                lambda: update_floor(floors.gradient(site), before, wanted),
+                base=before,
+                rounded=rounded,
+            )
 
     def _copies(self, what: str, operation: _Operation, observed: dict[Site, Tensor | None]) -> None:
         for copies in self._subject.tied:

@@ -4,8 +4,8 @@ Sources: the metric is TTrace's relative Frobenius error (arXiv 2506.09280) besi
 largest element; elementwise tolerances and ULPs say nothing about gradients, whose elements cancel near zero.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
@@ -50,15 +50,13 @@ class Floor:
     """What rounding alone does to one tensor on this run, as relative errors.
 
     permutation: contributions added in reverse order. rounding: against fp64, or, in fp64, against weights that are one
-    rounding off. fault: the least that dropping one microbatch would change. stored: what storing the tensor may have
-    done, where errors leave that out (``error`` with ``rounded``).
+    rounding off. fault: the least that dropping one microbatch would change.
     """
 
     permutation: float
     rounding: float
     fault: float
     precision: Precision = FP32
-    stored: float = 0.0
 
     @property
     def largest(self) -> float:
@@ -75,7 +73,7 @@ class Floor:
         That is an error that rounding explains and ``most`` does not excuse, or one below ``most`` that is too small
         for half a lost microbatch.
         """
-        blind = 0 < self.fault / 2 <= max(self.limit, self.stored)  # rounding could hide a lost microbatch
+        blind = 0 < self.fault / 2 <= self.limit  # rounding could hide a lost microbatch
         if error <= self.limit:
             return "unknown" if blind else "pass"
         explained = error <= self.precision.factor * self.largest
@@ -98,14 +96,37 @@ def error(observed: Tensor, expected: Tensor, *, base: Tensor | None = None, rou
     """
     if observed.shape != expected.shape:
         return float("inf")
-    squares, largest = torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
     unit = torch.finfo(expected.dtype).eps if rounded else 0.0
-    for one, wanted, *origin in pieces(observed, expected, *([] if base is None else [base])):
-        difference = ((one - wanted).abs() - unit * wanted.abs()).clamp(min=0)
-        pair = (difference, wanted - origin[0] if origin else wanted)
+    parts = pieces(observed, expected, *([] if base is None else [base]))
+    return _relative(
+        (((one - wanted).abs() - unit * wanted.abs()).clamp(min=0), wanted - origin[0] if origin else wanted)
+        for one, wanted, *origin in parts
+    )
+
+
+def _relative(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
+    """The larger of |top| / |bottom| in both norms, of tensors that come piece by piece."""
+    squares, largest = torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
+    for pair in pairs:
         squares += torch.stack([each.square().sum() for each in pair])
         largest = torch.maximum(largest, torch.stack([each.abs().amax() for each in pair]))
     return max(_ratio(*squares.sqrt()), _ratio(*largest))
+
+
+def may_be_rounded(gradient: Tensor | None, before: Tensor, after: Tensor) -> bool:
+    """Whether storing a parameter may have moved it: not one that stands still, and has no gradient to move it."""
+    return (gradient is not None and bool(gradient.any())) or not same_bits(before, after)
+
+
+def update_floor(gradient: Floor, before: Tensor, after: Tensor) -> Floor:
+    """The floor of a parameter's update, what storing the parameter does to its last place left aside.
+
+    It is its gradient's, unless the last place is as large as half of the smallest fault: then no agreement proves
+    anything.
+    """
+    place = torch.finfo(after.dtype).eps
+    blind = _relative((place * new, new - old) for new, old in pieces(after, before)) >= gradient.fault / 2
+    return replace(gradient, fault=min(gradient.fault, gradient.precision.least)) if blind else gradient
 
 
 def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

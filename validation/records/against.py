@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from torch import Tensor
 
 from validation.ledger import Heading, Ledger
-from validation.records.record import Place, RecordedOperation, unmeasured, update_floor
-from validation.tolerance import Floor
+from validation.records.record import Place, RecordedOperation, unmeasured
+from validation.tolerance import Floor, may_be_rounded, update_floor
 from validation.verdict import Mismatch
 
 LAWS = (
@@ -21,6 +22,7 @@ LAWS = (
     "buffers",  # what forwards leave behind, such as running statistics
 )
 _EXACT = Floor(0.0, 0.0, 0.0)
+_LOST = 1 / 64  # of an update: as much as a fault changes, where nobody measured the smallest
 
 
 class Against:
@@ -108,10 +110,11 @@ class Against:
         for name in (name for name in self._expected.parameters if name in seen):
             wanted = self._expected.parameters[name]
             before, floors = self._expected.before[name].cpu(), self._expected.floors
-            gradient = unmeasured(wanted) if floors is None else floors.gradients[name]
+            gradient = replace(unmeasured(wanted), fault=2 * _LOST) if floors is None else floors.gradients[name]
             place = self._at("updated-parameters", parameter=name)
             floor = partial(update_floor, gradient, before, wanted)
-            self._ledger.tensors(place, seen[name].detach().cpu(), wanted.cpu(), floor, base=before, rounded=True)
+            rounded = may_be_rounded(self._expected.gradients.get(name), before, wanted.cpu())
+            self._ledger.tensors(place, seen[name].detach().cpu(), wanted.cpu(), floor, base=before, rounded=rounded)
 
     def buffers(self, seen: Mapping[str, Tensor]) -> None:
         """Buffers after the operation, by name."""

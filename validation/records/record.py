@@ -4,20 +4,18 @@ A record knows nothing of ranks but where each parameter lay, so records of diff
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from validation.records.content import digest
-from validation.tolerance import FP32, Floor, pieces, precision_of
+from validation.tolerance import FP32, Floor, precision_of
 
 Kind = Literal["expected", "observed"]
 Tensors = Mapping[str, Tensor]
 Gradients = Mapping[str, Tensor | None]
 Place = tuple[int, int]  # rank and stage
-_LOST = 1 / 64  # of an update: as much as a fault changes, where nobody measured the smallest
 
 
 class RecordError(ValueError):
@@ -77,17 +75,6 @@ def unmeasured(tensor: Tensor | None = None) -> Floor:
     """The floor of numbers whose rounding nobody measured: little is rounding, much is wrong, between is unknown."""
     precision = FP32 if tensor is None else precision_of(tensor.dtype)
     return Floor(0.0, 0.0, 4 * precision.most, precision)
-
-
-def update_floor(gradient: Floor, before: Tensor, after: Tensor) -> Floor:
-    """The floor of a parameter's update, what storing the parameter does to its last place left aside.
-
-    It is its gradient's, unless the last place is as large as the smallest fault: then no agreement proves anything.
-    """
-    step = max((new - old).abs().amax().item() for new, old in pieces(after, before))
-    place = torch.finfo(after.dtype).eps * max(new.abs().amax().item() for (new,) in pieces(after))
-    blind = place >= step * max(gradient.fault / 2, _LOST)
-    return replace(gradient, fault=min(gradient.fault, gradient.precision.least)) if blind else gradient
 
 
 def config_differences(one: Record, other: Record) -> Iterator[tuple[str, object, object]]:
