@@ -1,0 +1,160 @@
+"""The commands about schedules themselves, as options: ``show``, ``check`` and ``plan``. They start without torch."""
+
+import argparse
+from typing import Any
+
+from pipeline.files import is_csv, read_file
+from pipeline.laws import check
+from pipeline.lower import Program
+from pipeline.plan import Needs, plan, table, trade
+from pipeline.schedule import Schedule
+from pipeline.schedules import FAMILIES
+from pipeline.simulate import Times
+from validation.case import CaseError
+from validation.commands.case_options import MODEL_NAMES, STATUSES, add_shape, case_of
+from validation.commands.checking import checked
+from validation.commands.drawings import Paths
+from validation.commands.selection import MICROBATCHES, RANKS, Shape, schedule_in
+from validation.commands.show import show
+from validation.console.ending import WRONG
+from validation.console.option_types import number, numbers, share, shares, three_numbers
+from validation.console.terminal import Terminal
+from validation.ranks import fork_server
+
+_UNIT = (1.0, 1.0, 1.0)
+# What --run takes where nothing is said.
+_REAL = {"steps": 5, "model": "gpt", "layers": 8, "split": "even", "loss": "mean", "seed": 0}
+
+
+def add_schedule_commands(commands: "argparse._SubParsersAction[Any]") -> None:
+    """Add the three commands."""
+    _add_show(commands.add_parser("show", help="draw a schedule; bubbles and memory"))
+    _add_check(
+        commands.add_parser(
+            "check", help="check a schedule or a program in torch's CSV format against every law", epilog=STATUSES
+        )
+    )
+    _add_plan(commands.add_parser("plan", help="which schedule: time, bubble, memory and messages of all, best first"))
+
+
+def _add_show(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("schedule", help=f"one of {', '.join(FAMILIES)}, or a FILE.csv")
+    add_shape(parser)
+    _add_drawing(parser)
+    parser.set_defaults(run=_show)
+
+
+def _add_drawing(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--times", type=three_numbers, metavar="F,I,W", help="of a stage (default 1,1,1)")
+    parser.add_argument("--svg", metavar="FILE", help="draw the timeline (needs the extra 'plot')")
+    parser.add_argument("--png", metavar="FILE", help="draw the timeline (needs the extra 'plot')")
+    parser.add_argument("--trace", metavar="FILE.json", help="write the timeline for ui.perfetto.dev: Chrome's format")
+    parser.add_argument("--run", dest="real", action="store_true", help="time it on ranks too, with a small model")
+    real = parser.add_argument_group("with --run", argument_default=argparse.SUPPRESS)
+    real.add_argument("--steps", type=int, metavar="N", help="how many are timed (default 5)")
+    real.add_argument("--model", metavar="NAME", help=f"{MODEL_NAMES} (default gpt)")
+    real.add_argument("--layers", type=int, metavar="L", help="layers of the model (default 8)")
+    real.add_argument("--split", help="layers per stage: even, or sizes such as 3,1,2,2")
+
+
+def _add_check(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", help="a FILE.csv, or - for standard input")
+    parser.set_defaults(run=_check)
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ranks", type=int, default=RANKS, metavar="P", help="(default %(default)s)")
+    parser.add_argument("--microbatches", type=int, default=MICROBATCHES, metavar="M", help="(default %(default)s)")
+    parser.add_argument(
+        "--memory",
+        type=number,
+        help="the most that a rank may hold, in activations of one microbatch on a whole rank, or as --activations",
+    )
+    parser.add_argument(
+        "--times", type=three_numbers, default=_UNIT, metavar="F,I,W", help="of a whole rank (default 1,1,1)"
+    )
+    parser.add_argument(
+        "--layers",
+        type=numbers,
+        default=(),
+        metavar="C,C,...",
+        help="cost of every layer: stages are balanced by it",
+    )
+    parser.add_argument(
+        "--activations",
+        type=numbers,
+        default=(),
+        metavar="A,A,...",
+        help="what a microbatch leaves on every layer, e.g. in MiB: then --memory is in MiB, and includes the weights",
+    )
+    parser.add_argument(
+        "--weights",
+        type=shares,
+        default=(),
+        metavar="W,W,...",
+        help="what stays on every layer, in the same unit: parameters, gradients, the optimizer's state",
+    )
+    parser.add_argument(
+        "--weight-memory",
+        type=share,
+        default=1.0,
+        metavar="SHARE",
+        help="of an activation, held from I to W (default 1)",
+    )
+    parser.set_defaults(run=_plan)
+
+
+def _show(options: argparse.Namespace) -> int:
+    shape = Shape(options.ranks, options.microbatches, options.virtual)
+    with Terminal().progress(f"show {options.schedule}"):
+        found = read_file(options.schedule) if is_csv(options.schedule) else shape.family(options.schedule)
+        schedule = check(schedule_in(found))
+    if is_csv(options.schedule):
+        shape.agree(options.schedule, schedule)
+    paths = Paths(options.svg, options.png, options.trace)
+    if options.real:
+        return _show_real(argparse.Namespace(**(_REAL | vars(options))), found, paths)
+    for name in _REAL.keys() & vars(options).keys():
+        raise ValueError(f"--{name} says how ranks run: it needs --run")
+    with Terminal().progress(f"show {options.schedule}"):
+        text = show(schedule, Times(*(options.times or _UNIT)), paths)
+    Terminal().say(f"{schedule.name}: {schedule.sizes}")
+    Terminal().say(text)
+    return 0
+
+
+def _show_real(options: argparse.Namespace, found: Schedule | Program, paths: Paths) -> int:
+    if options.times is not None:
+        raise ValueError("--times with --run: expected one of the two, for a run measures times")
+    fork_server.start()
+    from validation.commands.measure import show_measured
+
+    name = options.schedule if is_csv(options.schedule) else schedule_in(found).name
+    return show_measured(case_of(options, name, found, options.model, "fp32"), paths, steps=options.steps)
+
+
+def _check(options: argparse.Namespace) -> int:
+    with Terminal().progress(f"check {options.file}"):
+        text, free = checked(read_file(options.file))
+    Terminal().say(text)
+    return 0 if free else WRONG
+
+
+def _plan(options: argparse.Namespace) -> int:
+    if len(options.layers) == 1:
+        raise CaseError(f"--layers {options.layers[0]:g}: expected the costs of all layers, e.g. 1,1,1,1")
+    needs = Needs(
+        options.ranks,
+        options.microbatches,
+        options.memory,
+        options.times,
+        options.layers,
+        options.weight_memory,
+        options.activations,
+        options.weights,
+    )
+    with Terminal().progress("plan") as show_progress:
+        found = plan(needs, progress=lambda name: show_progress(f"plan: {name}"))
+    Terminal().say(table(found))
+    Terminal().say(trade(found))
+    return 0 if any(not option.fails for option in found) else 1
