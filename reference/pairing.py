@@ -101,10 +101,18 @@ class Pairing:
     def microbatches(self) -> int:
         return len(self.batches)
 
-    def parameters(self, stage: Stage) -> dict[str, Tensor]:
+    def parameters(self, stage: Stage) -> Mapping[str, Tensor]:
         """The parameters of ``stage`` that are trained."""
+        return self._trained[stage]
+
+    @cached_property
+    def _trained(self) -> list[dict[str, Tensor]]:
+        """By stage. Kept: to look for them takes as long as a small backward."""
+        return [self._trained_in(pieces) for pieces in self._pieces]
+
+    def _trained_in(self, pieces: Sequence[str]) -> dict[str, Tensor]:
         found: dict[int, tuple[str, Tensor]] = {}
-        for piece in self._pieces[stage]:
+        for piece in pieces:
             for name, parameter in self._model.get_submodule(piece).named_parameters(remove_duplicate=False):
                 if parameter.requires_grad:
                     found.setdefault(id(parameter), (f"{piece}.{name}", parameter))

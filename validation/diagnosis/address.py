@@ -1,12 +1,13 @@
 """What a tensor really is, told by its content: another microbatch's, an earlier step's, a multiple, nothing."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from validation.diagnosis.likes import Likes
 from validation.recording import Point
 from validation.tolerance import FP32, error, precision_of
 
@@ -51,28 +52,36 @@ class What:
 
 
 class Catalogue:
-    """Tensors of the reference, found again by content."""
+    """Tensors of the reference, found again by content. Those with the same bits are one tensor of several labels."""
 
     def __init__(self, known: Iterable[tuple[Label, Tensor]]) -> None:
-        self._known = [(label, tensor) for label, tensor in known if _telling(tensor)]
-        self._by_bits: dict[bytes, list[Label]] = {}
-        for label, tensor in self._known:
-            self._by_bits.setdefault(_digest(tensor), []).append(label)
+        self._labels: dict[bytes, list[Label]] = {}
+        self._like: dict[str, list[tuple[list[Label], Tensor]]] = {}
+        self._likes: dict[str, Likes] = {}
+        for label, tensor in known:
+            if _telling(tensor):
+                labels = self._labels.setdefault(_digest(tensor), [])
+                if not labels:
+                    self._like.setdefault(_form(tensor), []).append((labels, tensor))
+                labels.append(label)
 
     def find(self, seen: Tensor, at: Point, *, limit: float) -> Label | None:
         """Whose ``seen`` is: the nearest of those with its bits, or else within ``limit`` of it."""
-        labels = self._by_bits.get(_digest(seen), [])
+        labels = self._labels.get(_digest(seen), [])
         if not labels and seen.is_floating_point():
-            labels = [
-                label
-                for label, tensor in self._known
-                if tensor.shape == seen.shape and tensor.dtype == seen.dtype and error(seen, tensor) <= limit
-            ]
+            labels = [label for labels, _ in self.near(seen, limit) for label in labels]
         return min(labels, default=None, key=lambda label: _distance(label, at))
 
-    def like(self, seen: Tensor) -> list[tuple[Label, Tensor]]:
-        """All tensors of ``seen``'s shape and type."""
-        return [(la, t) for la, t in self._known if t.shape == seen.shape and t.dtype == seen.dtype]
+    def like(self, seen: Tensor) -> list[tuple[list[Label], Tensor]]:
+        """All tensors of ``seen``'s shape and type, with their labels."""
+        return self._like.get(_form(seen), [])
+
+    def near(self, seen: Tensor, limit: float, *, size: float = 0.0) -> Iterator[tuple[list[Label], Tensor]]:
+        """Those within ``limit`` of ``seen``, relative to their size, or to ``size`` where that is larger."""
+        known, form = self.like(seen), _form(seen)
+        if known and form not in self._likes:
+            self._likes[form] = Likes([tensor for _, tensor in known])
+        return (known[k] for k in self._likes[form].near(seen, limit, size=size)) if known else iter(())
 
 
 def what_is(
@@ -132,11 +141,9 @@ def _mixed(seen: Tensor, expected: Tensor, at: Point, known: Catalogue, limit: f
         return What("reordered", "its own elements in another order")
     difference = (seen.double() - expected.double()).to(seen.dtype)
     size = max(seen.abs().max().item(), expected.abs().max().item())
-    for label, tensor in known.like(seen):
-        if error(difference, tensor) <= max(limit, precision_of(expected.dtype).least) * max(
-            1.0, 4 * size / tensor.abs().max().item()
-        ):
-            return What("sum", f"the expected plus {label.text(at)}", label=label)
+    rounding = max(limit, precision_of(expected.dtype).least)
+    for (label, *_), _ in known.near(difference, rounding, size=4 * size):
+        return What("sum", f"the expected plus {label.text(at)}", label=label)
     cosine = torch.nn.functional.cosine_similarity(seen.double().flatten(), expected.double().flatten(), dim=0).item()
     return What("different", f"like nothing known: relative error {error(seen, expected):.1e}, cosine {cosine:.4f}")
 
@@ -165,7 +172,9 @@ def _partial(seen: Tensor, expected: Tensor, at: Point, known: Catalogue) -> Wha
         return None
     place = f"from element {first}" if last == seen.numel() - 1 and first else f"in elements {first} to {last}"
     inside = slice(first, last + 1)
-    owner = next((la for la, t in known.like(seen) if _same(seen, t)[inside].all() and t.flatten()[inside].any()), None)
+    owner = next(
+        (of[0] for of, t in known.like(seen) if _same(seen, t)[inside].all() and t.flatten()[inside].any()), None
+    )
     content = f" with {owner.text(at)}" if owner is not None else _content(seen.flatten()[inside])
     return What("partial", f"partly overwritten {place}{content}", label=owner)
 

@@ -33,6 +33,13 @@ class Fit:
         """The atoms whose coefficients rounding does not decide."""
         return tuple(k for k, bound in enumerate(self.uncertain) if bound > DECIDED)
 
+    def hopeless(self, limit: float) -> bool:
+        """Whether no coefficients at all leave as little as ``limit``.
+
+        These leave the least, but for what an atom that is hardly new could still take away.
+        """
+        return self.residual > limit + _DEPENDENT * math.sqrt(len(self.coefficients))
+
 
 def residual_of(observed: Tensor, atoms: Tensor, coefficients: Sequence[float]) -> float:
     """What coefficients (N) of atoms (N, D) leave of observed (D), relative to the size of what was added."""
@@ -49,7 +56,8 @@ def fit(observed: Tensor, atoms: Tensor, limit: float, *, size: float = 0.0) -> 
     of what was added, which is at least ``size``."""
     count, length = atoms.shape
     if count == 0 or length == 0:
-        return Fit((0.0,) * count, 1.0, (float("inf"),) * count)
+        whole = observed.norm().item()
+        return Fit((0.0,) * count, whole / max(size, whole) if whole else 1.0, (float("inf"),) * count)
     norms = atoms.norm(dim=1).clamp_min(torch.finfo(torch.float64).tiny)
     unit = atoms / norms[:, None]
     # The singular values of all atoms together say which of their combinations the observed tensor can tell apart. The

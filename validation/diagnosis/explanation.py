@@ -9,7 +9,7 @@ from torch import Tensor
 from reference.step import Gradient, Stage
 from validation.diagnosis.atoms import Atom, Atoms, Term, Wrong
 from validation.diagnosis.combination import DECIDED, alike, fit, select
-from validation.diagnosis.system import System, weights
+from validation.diagnosis.system import Layout, System, weights
 from validation.diagnosis.update import Update
 from validation.diagnosis.within import Paired, paired_within
 from validation.tolerance import Floor, error
@@ -87,6 +87,7 @@ class Explainer:
         absent = {oddity.parameter for oddity in self._absent}
         self._names = [name for name in own if name not in absent and self._due[name] is not None]
         self._limits = {name: limit_of(self._due[name], self._nominal_sum(name)) for name in self._names}
+        self._layout = Layout.of({name: self._due[name] for name in self._names})
 
     def explain(self) -> Explanation:
         """The simplest explanation, or the unexplained rest."""
@@ -94,7 +95,7 @@ class Explainer:
             zero = any(oddity.what == "zero" for oddity in self._absent)
             terms = {atom.term: float(not zero) for atom in self._atoms.nominal}
             atoms = self._atoms.nominal
-            found = self._simple(terms, System.of(atoms, [], self._seen, self._due), atoms)
+            found = self._simple(terms, self._system(atoms), atoms)
             return replace(found, odd=self._absences(found))
         tried: list[Explanation] = []
         for atoms, sparse in self._attempts():
@@ -106,7 +107,7 @@ class Explainer:
     def _each_within(self) -> Explanation | None:
         """A correct stage, each wrong parameter of which was paired wrongly within its own module."""
         atoms = self._atoms.nominal
-        system = System.of(atoms, self._names, self._seen, self._due)
+        system = self._system(atoms)
         right = self._simple({atom.term: 1.0 for atom in atoms}, system, atoms)
         holds = self._holding(right, system)
         odd = [self._oddity(right, name) for name in self._names if name not in holds]
@@ -128,9 +129,12 @@ class Explainer:
         if self._thorough and atoms.stale:
             yield [*some, *atoms.stale], True
 
+    def _system(self, atoms: list[Atom]) -> System:
+        return System.of(atoms, self._layout, self._seen)
+
     def _attempt(self, atoms: list[Atom], *, sparse: bool) -> Explanation:
         """An explanation by ``atoms``, of all parameters or of most."""
-        system = System.of(atoms, self._names, self._seen, self._due)
+        system = self._system(atoms)
         whole = self._solve(system, atoms, sparse=sparse)
         if whole.explained:
             return self._but_for(whole, system, atoms)
@@ -148,7 +152,8 @@ class Explainer:
         """
         yield self._simple({atom.term: 1.0 for atom in self._atoms.nominal}, system, atoms)
         in_vain = 0
-        for name in sorted(self._names, key=lambda name: -system.sizes[system.names.index(name)]):
+        sizes = dict(zip(system.names, system.layout.sizes, strict=True))
+        for name in sorted(self._names, key=lambda name: -sizes[name]):
             alone = self._solve(system.only([name]), atoms, sparse=False)
             if alone.explained and not alone.undecided:
                 yield alone
@@ -201,12 +206,15 @@ class Explainer:
         limit = self._limit(system)
         found = fit(system.target - base, system.rows[chosen], limit, size=system.target.norm().item())
         terms = {atom.term: float(bool(base.any())) for atom in self._atoms.nominal}
-        bounds: dict[Term, float] = {}
+        for k, coefficient in zip(chosen, found.coefficients, strict=True):
+            terms[atoms[k].term] = terms.get(atoms[k].term, 0.0) + coefficient
+        if found.hopeless(limit):
+            return replace(self._simple(_kept(terms), system, atoms), explained=False)
         unclear = alike(system.rows, chosen, limit)
-        for k, coefficient, bound in zip(chosen, found.coefficients, found.uncertain, strict=True):
-            term = atoms[k].term
-            terms[term] = terms.get(term, 0.0) + coefficient
-            bounds[term] = float("inf") if k in unclear else bound
+        bounds = {
+            atoms[k].term: float("inf") if k in unclear else bound
+            for k, bound in zip(chosen, found.uncertain, strict=True)
+        }
         tidy = self._tidy(system, atoms, terms, bounds)
         undecided = tuple(term for term in tidy.coefficients if bounds.get(term, 0.0) > DECIDED)
         explained = tidy.explained and system.conclusive(len(chosen), limit)
@@ -216,10 +224,10 @@ class Explainer:
         self, system: System, atoms: list[Atom], terms: Mapping[Term, float], bounds: Mapping[Term, float]
     ) -> Explanation:
         """``terms`` without what rounding put there, each coefficient simple where that leaves no more than before."""
-        kept = {term: c for term, c in terms.items() if term.nominal or abs(c) > _ZERO}
+        kept = _kept(terms)
         simple = {term: self._round(c, bounds.get(term, 0.0)) for term, c in kept.items()}
         attempts = (self._simple(each, system, atoms) for each in (simple, kept, terms))
-        return next((each for each in attempts if each.explained), self._simple(kept, system, atoms))
+        return next((each for each in attempts if each.explained), None) or self._simple(kept, system, atoms)
 
     def _simple(self, terms: Mapping[Term, float], system: System, atoms: list[Atom]) -> Explanation:
         """``terms`` as an explanation of the parameters of ``system``."""
@@ -301,6 +309,11 @@ class Explainer:
             self._within[name] = paired_within(seen, pairs, now.microbatches, self._limits[name])
         found = self._within[name]
         return Oddity(name, "unknown") if found is None else Oddity(name, "paired", pairs=found)
+
+
+def _kept(terms: Mapping[Term, float]) -> dict[Term, float]:
+    """``terms`` without those that should not be there and hardly are."""
+    return {term: c for term, c in terms.items() if term.nominal or abs(c) > _ZERO}
 
 
 def limit_of(due: Gradient, wide: Gradient) -> float:

@@ -5,7 +5,7 @@ step's, in the first ones it came down with the output gradients.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -50,10 +50,11 @@ def name_causes(
         for one in stages
         if one.explained and (one.compared or one.odd or not any(one.coefficients.values()))
     }
-    causes = [*swapped, *_placed(update, faults), *_odd(update, stages), *_tied(update, tied)]
+    sums = mixed(stages, update)
+    causes = [*swapped, *_placed(update, faults), *_odd(update, stages, sums), *_tied(update, tied)]
     causes += _untrained(update)
     causes = [_with_rank(update, cause) for cause in causes]
-    unknown = tuple(_unknown(update, stages, tied))
+    unknown = tuple(_unknown(stages, tied, sums))
     return tuple(dict.fromkeys(causes)), unknown, tuple(_ruled_out(stages, causes))
 
 
@@ -257,12 +258,12 @@ def _compounded(update: Update, faults: dict[Stage, tuple[Fault, ...]]) -> Cause
     return Cause("scale", factor=ratios[0], detail=detail)
 
 
-def _odd(update: Update, stages: Sequence[Explanation]) -> Iterator[Cause]:
+def _odd(update: Update, stages: Sequence[Explanation], sums: Mapping[Stage, Sequence[Cause]]) -> Iterator[Cause]:
     """The parameters that do not follow their stage."""
     for one in stages:
         if one.compared == 0 and len({oddity.what for oddity in one.odd} & _WHOLE) == 1:
             continue  # the stage's own fault
-        yield from mixed(stages, one, update)
+        yield from sums[one.stage]
         groups: dict[tuple[str, float | None, Paired | None], list[str]] = {}
         for oddity in one.odd:
             groups.setdefault((oddity.what, oddity.factor, oddity.pairs), []).append(oddity.parameter)
@@ -331,7 +332,9 @@ def _tied_cause(copy: Shares) -> Cause:
     return replace(where, detail=detail)
 
 
-def _unknown(update: Update, stages: Sequence[Explanation], tied: Sequence[Shares]) -> Iterator[str]:
+def _unknown(
+    stages: Sequence[Explanation], tied: Sequence[Shares], sums: Mapping[Stage, Sequence[Cause]]
+) -> Iterator[str]:
     for one in reversed(stages):
         if not one.explained:
             yield (
@@ -341,7 +344,7 @@ def _unknown(update: Update, stages: Sequence[Explanation], tied: Sequence[Share
         elif one.undecided:
             terms = ", ".join(f"({t.activation}, {t.gradient})" for t in one.undecided)
             yield f"stage {one.stage}: the coefficients of {terms} are not decided by so few, or so similar, numbers"
-        told = {cause.parameter for cause in mixed(stages, one, update)}
+        told = {cause.parameter for cause in sums[one.stage]}
         for odd in one.odd:
             if odd.what == "unknown" and odd.parameter not in told:
                 yield f"stage {one.stage}: the gradient of {odd.parameter} is no multiple of what the others say"

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Self
 
 import torch
@@ -13,57 +14,75 @@ from validation.diagnosis.combination import conclusive, residual_of
 
 
 @dataclass(frozen=True)
-class System:
-    """Some of a stage's parameters laid end to end, and atoms beside them as rows.
-
-    Each parameter is divided by the size of its expected gradient, so that all count alike.
-    """
+class Layout:
+    """Parameters laid end to end, each divided by the size of its expected gradient, so that all count alike."""
 
     names: tuple[str, ...]
     sizes: list[int]
+    scale: Tensor
+
+    @classmethod
+    def of(cls, due: Mapping[str, Gradient]) -> Self:
+        """That of all parameters of ``due``."""
+        sizes = [0 if gradient is None else gradient.numel() for gradient in due.values()]
+        scales = torch.tensor([size_of(gradient) for gradient in due.values()], dtype=torch.float64)
+        return cls(tuple(due), sizes, scales.repeat_interleave(torch.tensor(sizes, dtype=torch.int64)))
+
+    def row(self, gradients: Mapping[str, Gradient]) -> Tensor:
+        """``gradients`` end to end in fp64; None is zero."""
+        if not self.names:
+            return self.scale
+        found = zip(self.sizes, map(gradients.get, self.names), strict=True)
+        flat = [torch.zeros(size) if one is None else one.detach().cpu().flatten() for size, one in found]
+        return torch.cat(flat).double() / self.scale
+
+    def split(self, rows: Tensor) -> dict[str, Tensor]:
+        """The part of each parameter in tensors (..., D)."""
+        return dict(zip(self.names, torch.split(rows, self.sizes, dim=-1), strict=True))
+
+
+@dataclass(frozen=True)
+class System:
+    """The gradients of some of a stage's parameters, and atoms beside them as rows."""
+
+    layout: Layout
     atoms: Sequence[Atom]
     target: Tensor
     rows: Tensor
 
     @classmethod
-    def of(
-        cls, atoms: Sequence[Atom], names: Sequence[str], seen: Mapping[str, Gradient], due: Mapping[str, Gradient]
-    ) -> Self:
-        """The system of the parameters ``names``, all of which have gradients."""
-        scales = {name: size_of(due[name]) for name in names}
-        sizes = [0 if (gradient := due[name]) is None else gradient.numel() for name in names]
+    def of(cls, atoms: Sequence[Atom], layout: Layout, seen: Mapping[str, Gradient]) -> Self:
+        """The system of the parameters of ``layout``, all of which have gradients."""
+        return cls(layout, atoms, layout.row(seen), torch.stack([layout.row(atom.gradients) for atom in atoms]))
 
-        def row(gradients: Mapping[str, Gradient]) -> Tensor:
-            parts = [_flat(gradients.get(n), size) / scales[n] for n, size in zip(names, sizes, strict=True)]
-            return torch.cat([torch.zeros(0, dtype=torch.float64), *parts])
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.layout.names
 
-        rows = [row(atom.gradients) for atom in atoms]
-        return cls(tuple(names), sizes, atoms, row(seen), torch.stack(rows))
+    @cached_property
+    def size(self) -> int:
+        """How many elements say something: those that are always 0 do not."""
+        return int(((self.rows != 0).any(dim=0) | (self.target != 0)).sum())
 
     def only(self, names: Sequence[str]) -> Self:
         """The part of ``names``."""
-        parts = list(
-            zip(
-                self.names, torch.split(self.target, self.sizes), torch.split(self.rows, self.sizes, dim=1), strict=True
-            )
-        )
-        kept = [(name, target, rows) for name, target, rows in parts if name in names]
-        return type(self)(
-            tuple(name for name, _, _ in kept),
-            [len(target) for _, target, _ in kept],
-            self.atoms,
-            torch.cat([target for _, target, _ in kept]),
-            torch.cat([rows for _, _, rows in kept], dim=1),
-        )
+        kept = [k for k, name in enumerate(self.names) if name in names]
+
+        def part(rows: Tensor) -> Tensor:
+            pieces = torch.split(rows, self.layout.sizes, dim=-1)
+            return torch.cat([rows[..., :0], *(pieces[k] for k in kept)], dim=-1)
+
+        sizes = [self.layout.sizes[k] for k in kept]
+        layout = Layout(tuple(self.names[k] for k in kept), sizes, part(self.layout.scale))
+        return type(self)(layout, self.atoms, part(self.target), part(self.rows))
 
     def of_atoms(self, chosen: Sequence[int]) -> Self:
         """The same with some of the atoms."""
         return replace(self, atoms=[self.atoms[k] for k in chosen], rows=self.rows[list(chosen)])
 
     def conclusive(self, used: int, limit: float) -> bool:
-        """Whether an explanation by ``used`` of the atoms cannot be chance. Elements that are always 0 say nothing."""
-        size = int(((self.rows != 0).any(dim=0) | (self.target != 0)).sum())
-        return conclusive(size, used=used, atoms=len(self.atoms), limit=limit)
+        """Whether an explanation by ``used`` of the atoms cannot be chance."""
+        return conclusive(self.size, used=used, atoms=len(self.atoms), limit=limit)
 
     def residual(self, weights: Sequence[float]) -> float:
         """What ``weights`` of the atoms leave of all parameters together, relative to the size of what they add."""
@@ -71,22 +90,13 @@ class System:
 
     def residuals(self, weights: Sequence[float]) -> dict[str, float]:
         """The same for each parameter."""
-        parts = zip(
-            self.names, torch.split(self.target, self.sizes), torch.split(self.rows, self.sizes, dim=1), strict=True
-        )
-        return {name: residual_of(target, rows, weights) for name, target, rows in parts}
+        targets, rows = self.layout.split(self.target), self.layout.split(self.rows)
+        return {name: residual_of(targets[name], rows[name], weights) for name in self.names}
 
 
 def weights(terms: Mapping[Term, float], atoms: Sequence[Atom]) -> list[float]:
     """The coefficients of ``atoms``, 0 for those that have none."""
     return [terms.get(atom.term, 0.0) for atom in atoms]
-
-
-def _flat(gradient: Gradient, size: int) -> Tensor:
-    """A gradient end to end in fp64; None is zero."""
-    if gradient is None:
-        return torch.zeros(size, dtype=torch.float64)
-    return gradient.detach().double().cpu().flatten()
 
 
 def size_of(gradient: Gradient) -> float:
