@@ -21,6 +21,7 @@ from validation.diagnosis.rules.reduction import reduction
 from validation.diagnosis.rules.report import report
 from validation.diagnosis.rules.sums import sums
 from validation.diagnosis.rules.update import clip, update
+from validation.judge import one_thread
 from validation.observed import Observed
 from validation.verdict import Verdict
 
@@ -52,7 +53,8 @@ def diagnose(case: Case, observed: Observed, verdict: Verdict) -> Verdict:
     if verdict.verdict == "pass" or not verdict.mismatches:
         return verdict
     evidence = Evidence(case, observed, verdict)
-    return followed(verdict, evidence, _links(evidence), unexplained=lambda link: _left(link, evidence))
+    with one_thread():
+        return followed(verdict, evidence, _links(evidence), unexplained=lambda link: _left(link, evidence))
 
 
 def followed(

@@ -14,7 +14,6 @@ from validation.diagnosis.divergence import Divergence, Ground, Positions, diver
 from validation.diagnosis.flow import Played, parts_of, play
 from validation.diagnosis.hypotheses import Tried
 from validation.diagnosis.sums import Broken, broken_additions, broken_between
-from validation.judge import one_thread
 from validation.observed import Observed
 from validation.recording import Addition, Recording, Site
 from validation.stages import tied_across
@@ -67,8 +66,7 @@ class Evidence:
     @cached_property
     def played(self) -> list[Played]:
         """The reference's operations up to the failing one."""
-        with one_thread():
-            return play(self.case, self.observed, self.number)
+        return play(self.case, self.observed, self.number)
 
     @property
     def expected(self) -> Expected:
@@ -140,8 +138,7 @@ class Evidence:
         updates = [k for k in range(self.number, len(self.case.plan)) if self.case.plan[k] == "train"]
         if not updates:
             return None
-        with one_thread():
-            return attribute_case(self.case, self.observed, updates[0])
+        return attribute_case(self.case, self.observed, updates[0])
 
     @property
     def unexplained(self) -> tuple[str, ...]:
@@ -165,8 +162,7 @@ class Evidence:
         ground = Ground(self.played[number].tensors(), earlier, self.limit)
         executed = [rank[number].executed for rank in self.observed.ranks]
         slots = {str(action): slot for actions in executed for slot, action in enumerate(actions)}
-        with one_thread():
-            return divergences(recording, ground, Positions(self.observed.schedule.placement, slots))
+        return divergences(recording, ground, Positions(self.observed.schedule.placement, slots))
 
     def _broken(self, number: int, stage: int, recording: Recording, start: dict[int, Gradients]) -> list[Broken]:
         additions: Sequence[Addition] = recording.additions.get(stage, ())

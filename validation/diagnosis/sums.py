@@ -281,7 +281,7 @@ def _near(after: Tensor | None, before: Tensor | None, wanted: Tensor | None) ->
     if delta is None or wanted is None:
         return wanted is None and (delta is None or not delta.any())
     size = sum(float(one.double().norm()) for one in (after, before) if one is not None)
-    precision = precision_of(next(one.dtype for one in (after, before, wanted) if one is not None))
+    precision = precision_of(wanted.dtype)  # not that of the sums: differences of several were taken in fp64
     allowed = precision.least * float(wanted.double().norm()) + 16 * precision.unit * size
     return float((delta - wanted.cpu().double()).norm()) <= allowed
 

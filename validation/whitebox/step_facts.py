@@ -11,7 +11,6 @@ from reference.step import Contribution, Expected, Gradient, Loss, Reference, Si
 from reference.traced import Traced
 from validation.diagnosis.attribution import Attribution, attribute
 from validation.diagnosis.update import Update
-from validation.judge import one_thread
 from validation.observed import Observed
 from validation.placing import NOWHERE
 from validation.verdict import Verdict
@@ -84,8 +83,7 @@ class StepFacts:
         """What the gradients are made of; None where they are right."""
         if not any(map(self.differs, _OF_GRADIENTS)):
             return None
-        with one_thread():
-            return attribute(self.update)
+        return attribute(self.update)
 
     @cached_property
     def update(self) -> Update:

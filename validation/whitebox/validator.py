@@ -170,7 +170,8 @@ def _judged(title: str, task: Task, found: Assembled, again: nn.Module) -> Verdi
     if verdict.verdict == "pass":
         return verdict
     facts = StepFacts(verdict, observed, found, reference, again, batches, task.loss, made, known)
-    return _with_notes(explained(facts), facts.suspects.notes())
+    with one_thread():
+        return _with_notes(explained(facts), facts.suspects.notes())
 
 
 def _with_notes(verdict: Verdict, notes: Mapping[str, str]) -> Verdict:

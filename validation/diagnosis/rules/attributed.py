@@ -5,7 +5,6 @@ from dataclasses import replace
 from validation.cause import Cause
 from validation.diagnosis.evidence import Evidence
 from validation.diagnosis.rules.supposed import supposed
-from validation.judge import one_thread
 
 
 def attributed(evidence: Evidence) -> list[Cause]:
@@ -17,7 +16,6 @@ def attributed(evidence: Evidence) -> list[Cause]:
     if found is None or found.right:
         return []
     if not found.causes:
-        with one_thread():
-            return supposed(evidence)
+        return supposed(evidence)
     first, *rest = found.causes
     return [replace(first, ruled_out=found.ruled_out), *rest]
