@@ -1,8 +1,11 @@
 """Coefficients of microbatches' contributions in words."""
 
 import pytest
+import torch
 
-from validation.diagnosis.sums import counted
+from pipeline.action import Action, Kind
+from validation.diagnosis.sums import Broken, broken_additions, counted
+from validation.recording import Addition
 
 
 @pytest.mark.parametrize(
@@ -27,3 +30,16 @@ def test_coefficients_are_told(
     found = counted(3, coefficients, repeated=repeated)
     assert [(one.kind, one.microbatches) for one in found] == kinds
     assert all(one.stage == 3 for one in found)
+
+
+def test_the_halves_of_a_backward_add_what_rounding_lets_them() -> None:
+    draw = torch.Generator().manual_seed(0)
+    parts = [{(0, name): torch.randn(30, generator=draw) for name in ("one", "two")} for _ in range(3)]
+    additions, sums = [], {name: torch.zeros(30) for name in ("one", "two")}
+    for m, part in enumerate(parts):
+        additions.append(Addition(Action(0, Kind.I, m), None, dict(sums)))
+        factor = 2.0 if m == 1 else 1.0
+        sums = {"one": sums["one"] + factor * part[0, "one"], "two": sums["two"] + part[0, "two"]}
+        additions.append(Addition(Action(0, Kind.W, m), None, dict(sums)))
+    found = broken_additions(0, additions, parts)
+    assert found == [Broken("scale", 0, (1,), parameters=("one",), factor=2.0, detail="2 times the expected")]

@@ -11,13 +11,15 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from reference.boundary import Tensors, run_layers
+from reference.boundary import Gradients, Tensors, run_layers
 from reference.data import Batch
 from reference.model import LossFn, Model
 
 Change = Callable[[Tensor], Tensor]
 Given = Callable[[int, Tensors], Tensors | None]
 Compute = Callable[[Model, Tensors], Tensors]
+Made = Mapping[str, Tensor | None]  # gradients by name
+End = tuple[Tensors, Tensors]  # what a stage starts from, and what comes out, the last stage's divided loss
 
 
 @dataclass(frozen=True)
@@ -64,11 +66,24 @@ class Line:
         except (RuntimeError, TypeError, ValueError, IndexError):
             return None  # stages that do not take such tensors never ran so
 
-    def gradients(self, supposed: Supposed, microbatch: int, batch: Batch) -> Mapping[str, Tensor | None] | None:
+    def gradients(self, supposed: Supposed, microbatch: int, batch: Batch) -> Made | None:
         """Every parameter's gradient if ``supposed`` were true, by name; a tied one's is of all stages together."""
         fresh = Line(self._fresh(), self.layers, self.loss_fn, self.divisor)
         try:
             return fresh._differentiated(supposed, microbatch, batch)
+        except (RuntimeError, TypeError, ValueError, IndexError):
+            return None
+
+    def alone(self, supposed: Supposed, inputs: Tensors, received: Gradients, batch: Batch) -> Made | None:
+        """What its stage gives its own parameters, by name, if ``supposed`` were true of its backward.
+
+        ``inputs`` and ``received`` are what reaches the stage from both sides. None where it cannot be.
+        """
+        fresh = Line(self._fresh(), self.layers, self.loss_fn, self.divisor)
+        try:
+            end = fresh._forward(supposed, supposed.stage, inputs, batch)
+            fresh._backward(supposed, supposed.stage, end, received)
+            return fresh._gradients()
         except (RuntimeError, TypeError, ValueError, IndexError):
             return None
 
@@ -84,36 +99,48 @@ class Line:
                 buffer.copy_(as_it_was)
         return self._own.train()
 
-    def _differentiated(self, supposed: Supposed, microbatch: int, batch: Batch) -> Mapping[str, Tensor | None] | None:
-        ends: list[tuple[Tensors, Tensors]] = []
+    def _differentiated(self, supposed: Supposed, microbatch: int, batch: Batch) -> Made | None:
+        ends: list[End] = []
         given: Tensors | None = batch.inputs
         for stage in range(len(self.layers)):
             if given is not None and stage == supposed.stage:
                 given = self._given(supposed, microbatch, given)
             if given is None:
                 return None
-            leaves = tuple(x.detach().clone().requires_grad_(x.is_floating_point()) for x in given)
-            given = self._compute(supposed, stage, leaves)
-            ends.append((leaves, given))
-        objective = self.loss_fn(ends[-1][1][0], batch.target) / self.divisor
-        self._back(supposed, ends, objective)
+            ends.append(self._forward(supposed, stage, given, batch))
+            given = ends[-1][1]
+        received: Gradients = ()
+        for stage in reversed(range(len(ends))):
+            received = self._backward(supposed, stage, ends[stage], received)
+        return self._gradients()
+
+    def _forward(self, supposed: Supposed, stage: int, inputs: Tensors, batch: Batch) -> End:
+        leaves = tuple(x.detach().clone().requires_grad_(x.is_floating_point()) for x in inputs)
+        outputs = self._compute(supposed, stage, leaves)
+        if stage == self._last:
+            outputs = (self.loss_fn(outputs[0], batch.target) / self.divisor,)
+        return leaves, outputs
+
+    def _backward(self, supposed: Supposed, stage: int, end: End, received: Gradients) -> Gradients:
+        """Adds to the parameters' gradients, and gives those in what the stage started from."""
+        (leaves, outputs), here = end, stage == supposed.stage
+        if here and supposed.kept is not None:
+            leaves[0].data.copy_(supposed.kept(leaves[0].data))
+        if stage == self._last:
+            received = (torch.ones_like(outputs[0]),)
+        elif here and supposed.received is not None:
+            received = tuple(None if d is None else supposed.received(d) for d in received)
+        pairs = [(y, d) for y, d in zip(outputs, received, strict=True) if d is not None and y.requires_grad]
+        if pairs:
+            torch.autograd.backward([y for y, _ in pairs], [d for _, d in pairs])
+        return tuple(leaf.grad for leaf in leaves)
+
+    def _gradients(self) -> Made:
         return {name: p.grad for name, p in self.model.named_parameters(remove_duplicate=False)}
 
-    def _back(self, supposed: Supposed, ends: Sequence[tuple[Tensors, Tensors]], objective: Tensor) -> None:
-        received: Sequence[Tensor | None] = ()
-        for stage in reversed(range(len(ends))):
-            leaves, outputs = ends[stage]
-            if stage == supposed.stage and supposed.kept is not None:
-                leaves[0].data.copy_(supposed.kept(leaves[0].data))
-            if stage == len(ends) - 1:
-                objective.backward()  # type: ignore[no-untyped-call]  # in torch
-            else:
-                change = supposed.received if stage == supposed.stage else None
-                pairs = [(y, d) for y, d in zip(outputs, received, strict=True) if d is not None and y.requires_grad]
-                grads = [d if change is None else change(d) for _, d in pairs]
-                if pairs:
-                    torch.autograd.backward([y for y, _ in pairs], grads)
-            received = [leaf.grad for leaf in leaves]
+    @property
+    def _last(self) -> int:
+        return len(self.layers) - 1
 
     def _given(self, supposed: Supposed, microbatch: int, inputs: Tensors) -> Tensors | None:
         return inputs if supposed.given is None else supposed.given(microbatch, inputs)

@@ -3,22 +3,21 @@
 A loss says which suppositions are worth a look, each microbatch's by itself; that all gradients follow decides.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
-from reference.model import build_model
 from reference.step import Recipe, objective
 from validation.cause import Cause
 from validation.diagnosis.evidence import Evidence
-from validation.diagnosis.supposed import Line, Supposed
+from validation.diagnosis.supposed import Line, Made, Supposed
 from validation.diagnosis.suppositions import of_backward, of_forward, spoiled
 from validation.observe import data_for
 from validation.recording import Site
-from validation.stages import layers_of, owners
+from validation.stages import layers_of
 from validation.tolerance import error
 
-Made = Mapping[str, Tensor | None]  # gradients by name
 _SAME_LOSS = 3e-6  # relative: two ways to sum a loss differ by less
 _NOTHING = Supposed("", 0, "")
 
@@ -43,9 +42,10 @@ class _Suppositions:
         model = self._played[number].model
         self._layers = layers_of(case.split)
         self._line = Line(model.train(), self._layers, *objective(model, self._batches, Recipe(loss=case.loss)))
-        self._owner = owners(build_model(case.model, layers=case.layers, seed=case.seed, dtype=case.dtype), case.split)
         self._seen = evidence.observed.gradients(number)
         self._right: dict[int, Made] = {}
+        self._right_there: dict[tuple[int, int], Made | None] = {}
+        self._sites = list(evidence.expected.gradients)
 
     def forward(self, wrong: Sequence[int]) -> list[Cause]:
         """Suppositions that give the losses of the microbatches ``wrong``, and then all gradients."""
@@ -64,9 +64,11 @@ class _Suppositions:
         stage = max(s for s, _ in wrong)
         every = range(len(self._batches))
         for one in of_backward(stage):
-            made = [self._line.gradients(one, m, batch) for m, batch in enumerate(self._batches)]
+            alone = [self._alone(one, m) for m in every]
             for concerned in (every, *((m,) for m in every if len(every) > 1)):
-                if self._are_those_seen({m: made[m] for m in concerned}):
+                if self._gives_stage(one.stage, {m: alone[m] for m in concerned}) and self._gives_gradients(
+                    one, concerned
+                ):
                     return [self._cause(one, () if len(concerned) == len(every) else tuple(concerned))]
         return [self._cause(spoiled(stage), ())] if self._reads_what_was_kept(stage, wrong) else []
 
@@ -101,19 +103,39 @@ class _Suppositions:
         return loss is not None and abs(loss - seen) <= _SAME_LOSS * abs(seen)
 
     def _gives_gradients(self, one: Supposed, microbatches: Sequence[int]) -> bool:
-        return self._are_those_seen({m: self._line.gradients(one, m, self._batches[m]) for m in microbatches})
+        made = {m: self._line.gradients(one, m, self._batches[m]) for m in microbatches}
+        return self._are_those_seen(self._sites, made, {m: self._right_of(m) for m in microbatches})
 
-    def _are_those_seen(self, made: Mapping[int, Made | None]) -> bool:
-        """Whether all gradients are what was seen if these microbatches had made these."""
-        total = {site: None if g is None else g.double() for site, g in self._evidence.expected.gradients.items()}
-        for m, one in made.items():
-            if one is None:
-                return False
-            for site, whole in total.items():
-                new, old = one[site[1]], self._right_of(m)[site[1]]
-                if whole is not None and new is not None and old is not None:
-                    whole += new.double() - old.double()
-        return all(_alike(self._seen.get(site), whole, self._evidence.limit) for site, whole in total.items())
+    def _gives_stage(self, stage: int, made: Mapping[int, Made | None]) -> bool:
+        """Whether the gradients of ``stage`` are what was seen if these microbatches had made these there."""
+        held = [site for site in self._sites if site[0] == stage and site not in self._evidence.shared]
+        return self._are_those_seen(held, made, {m: self._right_alone(stage, m) for m in made})
+
+    def _are_those_seen(
+        self, sites: Iterable[Site], made: Mapping[int, Made | None], right: Mapping[int, Made | None]
+    ) -> bool:
+        """Whether the gradients of ``sites`` are what was seen if microbatches had made ``made``, not ``right``."""
+        changes = [(new, old) for m, new in made.items() if new is not None and (old := right[m]) is not None]
+        return len(changes) == len(made) and all(self._follows(site, changes) for site in sites)
+
+    def _follows(self, site: Site, changes: Sequence[tuple[Made, Made]]) -> bool:
+        whole = self._evidence.expected.gradients[site]
+        for made, right in changes:
+            new, old = made[site[1]], right[site[1]]
+            if whole is not None and new is not None and old is not None:
+                whole = whole.double() + (new.double() - old.double())
+        return _alike(self._seen.get(site), whole, self._evidence.limit)
+
+    def _alone(self, one: Supposed, m: int) -> Made | None:
+        """What microbatch m makes in the stage of ``one`` alone."""
+        reached = self._played[self._number].boundaries[m]
+        received = reached.output_gradients[one.stage]
+        return self._line.alone(one, reached.inputs[one.stage], received, self._batches[m])
+
+    def _right_alone(self, stage: int, m: int) -> Made | None:
+        if (stage, m) not in self._right_there:
+            self._right_there[stage, m] = self._alone(replace(_NOTHING, stage=stage), m)
+        return self._right_there[stage, m]
 
     def _right_of(self, m: int) -> Made:
         if m not in self._right:
