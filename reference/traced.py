@@ -72,6 +72,7 @@ class Traced:
         self._held, self._loss, self._ends = sorted(held), loss, ends
         self.stages = 1 + max(stage for stage, _ in held)
         self._model, self.batches = model, list(batches)
+        self._flowing: dict[tuple[Stage, int], tuple[Gradient, ...]] = {}
         wide = self._in_double(losses)
         if wide is not None:
             self._model, self.batches, self._runs = wide
@@ -227,8 +228,11 @@ class Traced:
         return () if before is None else before[i], self._runs[i].outputs if after is None else after[i]
 
     def _output_gradients(self, stage: Stage, j: int) -> tuple[Gradient, ...]:
-        _, outputs = self._between(stage, j)
-        return torch.autograd.grad(self._runs[j].objective, outputs, allow_unused=True, retain_graph=True)
+        if (stage, j) not in self._flowing:
+            _, outputs = self._between(stage, j)
+            made = torch.autograd.grad(self._runs[j].objective, outputs, allow_unused=True, retain_graph=True)
+            self._flowing[stage, j] = made
+        return self._flowing[stage, j]
 
     def _target(self, j: int) -> Flow:
         """The flow that starts from the loss with microbatch j's target, whatever the outputs are."""

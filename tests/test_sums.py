@@ -37,9 +37,9 @@ def test_the_halves_of_a_backward_add_what_rounding_lets_them() -> None:
     parts = [{(0, name): torch.randn(30, generator=draw) for name in ("one", "two")} for _ in range(3)]
     additions, sums = [], {name: torch.zeros(30) for name in ("one", "two")}
     for m, part in enumerate(parts):
-        additions.append(Addition(Action(0, Kind.I, m), None, dict(sums)))
+        additions.append(Addition(Action(0, Kind.BACKWARD_INPUT, m), None, dict(sums)))
         factor = 2.0 if m == 1 else 1.0
         sums = {"one": sums["one"] + factor * part[0, "one"], "two": sums["two"] + part[0, "two"]}
-        additions.append(Addition(Action(0, Kind.W, m), None, dict(sums)))
+        additions.append(Addition(Action(0, Kind.BACKWARD_WEIGHT, m), None, dict(sums)))
     found = broken_additions(0, additions, parts)
     assert found == [Broken("scale", 0, (1,), parameters=("one",), factor=2.0, detail="2 times the expected")]

@@ -100,22 +100,29 @@ def conclusive(size: int, *, used: int, atoms: int, limit: float) -> bool:
 
 
 def select(observed: Tensor, atoms: Tensor, *, goal: float, most: int) -> list[int]:
-    """Atoms (N, D), one at a time, until they leave of observed (D) a norm of ``goal``, or there are ``most``."""
-    target, rest = _sketch(observed, atoms)
-    norms = rest.norm(dim=1)
-    rest = rest / norms.clamp_min(torch.finfo(torch.float64).tiny)[:, None]
-    usable = norms > 0
+    """Atoms (N, D), one at a time, until they leave of observed (D) a norm of ``goal``, or there are ``most``.
+
+    What each atom still has in common with the rest of ``observed``, and how much of it is new, is carried from step to
+    step: each step then reads the atoms once, and writes none.
+    """
+    target, rows = _sketch(observed, atoms)
+    norms = rows.norm(dim=1)
+    rows = rows / norms.clamp_min(torch.finfo(torch.float64).tiny)[:, None]
+    usable, common, new = norms > 0, rows @ target, torch.ones_like(norms)  # new: squares
     picked: list[int] = []
+    basis = rows[:0]  # orthonormal
     while len(picked) < min(most, len(atoms)) and target.norm().item() > goal:
-        new = rest.norm(dim=1)
-        usable &= new > _DEPENDENT
+        usable &= new > _DEPENDENT**2
         if not usable.any():
             break
-        gain = torch.where(usable, (rest @ target).abs() / new.clamp_min(1e-300), -1.0)
-        best = int(gain.argmax())
-        direction = rest[best] / new[best]
-        target = target - (direction @ target) * direction
-        rest = rest - torch.outer(rest @ direction, direction)
+        best = int(torch.where(usable, common.abs() / new.clamp_min(1e-300).sqrt(), -1.0).argmax())
+        direction = rows[best]
+        for _ in range(2):  # once more for what rounding left of the basis
+            direction = direction - (basis @ direction) @ basis
+            direction = direction / direction.norm()
+        along, step = rows @ direction, direction @ target
+        target, common, new = target - step * direction, common - step * along, new - along.square()
+        basis = torch.cat([basis, direction[None]])
         usable[best] = False
         picked.append(best)
     return picked

@@ -110,9 +110,12 @@ class Explainer:
         system = self._system(atoms)
         right = self._simple({atom.term: 1.0 for atom in atoms}, system, atoms)
         holds = self._holding(right, system)
-        odd = [self._oddity(right, name) for name in self._names if name not in holds]
-        if any(oddity.what != "paired" for oddity in odd):
-            return None
+        odd = []
+        for name in self._names:
+            if name not in holds:
+                odd.append(self._oddity(right, name))
+                if odd[-1].what != "paired":
+                    return None
         return replace(right, explained=True, odd=(*self._absences(right), *odd))
 
     def _attempts(self) -> Iterator[tuple[list[Atom], bool]]:
