@@ -7,19 +7,19 @@ the things that the next may be made of, so a consequence is not taken for a cau
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from reference.model import build_model
 from reference.pairing import Pairing
-from reference.step import Expected, Gradient, Recipe, Reference, Site, Stage
+from reference.step import Expected, Gradient, Recipe, Site, Stage
 from validation.case import Case
 from validation.cause import Cause
 from validation.diagnosis.atoms import Wrong
 from validation.diagnosis.explanation import Explainer, Explanation
+from validation.diagnosis.flow import Played
 from validation.diagnosis.naming import name_causes
 from validation.diagnosis.tied import Shares, explain_tied
 from validation.diagnosis.update import Update
-from validation.observe import data_for, max_norm_of
+from validation.observe import data_for
 from validation.observed import Observed
-from validation.stages import layers_of, owners, tied_across
+from validation.stages import layers_of, tied_across
 
 
 @dataclass(frozen=True)
@@ -76,46 +76,48 @@ def handed_on(explanation: Explanation) -> tuple[Wrong, ...]:
     return tuple(found)
 
 
-def attribute_case(case: Case, observed: Observed, operation: int) -> Attribution:
-    """Attribute the gradients that ``case`` produced in operation ``operation`` of its plan, which is a "train"."""
-    return attribute(update_of(case, observed, operation))
+def attribute_case(case: Case, observed: Observed, played: Sequence[Played]) -> Attribution:
+    """Attribute the gradients that ``case`` produced in the last operation of ``played``, which is a "train"."""
+    return attribute(update_of(case, observed, played))
 
 
-def update_of(case: Case, observed: Observed, operation: int) -> Update:
-    """What attribution needs, by training the reference up to ``operation``. Everything is on the CPU."""
-    assert case.plan[operation] == "train", "only an update has gradients"
-    model = build_model(case.model, layers=case.layers, seed=case.seed, dtype=case.dtype)
-    recipe = Recipe(loss=case.loss)
-    reference = Reference(model, owner=owners(model, case.split), recipe=recipe)
+def update_of(case: Case, observed: Observed, played: Sequence[Played]) -> Update:
+    """What attribution needs, from all operations up to the update as the reference did them. All is on the CPU."""
+    last = len(played) - 1
+    assert case.plan[last] == "train", "only an update has gradients"
     pending: list[Pairing] = []
     evaluated: list[Pairing] = []
     before: Pairing | None = None
     old: Expected | None = None
-    for number in range(operation + 1):
-        name, batches = case.plan[number], data_for(case, number)
-        orders = dict.fromkeys(range(case.stages), range(case.microbatches))
-        expected = reference.perform(name, batches, orders=orders, max_norm=max_norm_of(case, number))
-        if name == "eval":
-            now = {key: value.detach().clone() for key, value in model.named_parameters(remove_duplicate=False)}
-            evaluated.append(Pairing(model, before=now, layers=layers_of(case.split), batches=batches, recipe=recipe))
+    for one in played:
+        pairing = _pairing(case, one)
+        if case.plan[one.number] == "eval":
+            evaluated.append(pairing)
         else:
-            pairing = Pairing(
-                model, before=expected.before, layers=layers_of(case.split), batches=batches, recipe=recipe
-            )
             pending.insert(0, pairing)
-        if name == "train" and number < operation:
-            before, old = pending[0], expected
+        if case.plan[one.number] == "train" and one.number < last:
+            before, old = pending[0], one.expected
             pending = []
     return Update(
-        observed.gradients(operation),
-        expected.gradients,
+        observed.gradients(last),
+        played[last].expected.gradients,
         pending[0],
         tuple(pending[1:]),
         before,
         _gradients(old),
-        tied_across(model, case.split),
+        tied_across(played[last].model, case.split),
         evaluated,
         case.built.placement,
+    )
+
+
+def _pairing(case: Case, one: Played) -> Pairing:
+    return Pairing(
+        one.model,
+        before={name: value.detach() for name, value in one.model.named_parameters(remove_duplicate=False)},
+        layers=layers_of(case.split),
+        batches=data_for(case, one.number),
+        recipe=Recipe(loss=case.loss),
     )
 
 

@@ -138,7 +138,8 @@ class Evidence:
         updates = [k for k in range(self.number, len(self.case.plan)) if self.case.plan[k] == "train"]
         if not updates:
             return None
-        return attribute_case(self.case, self.observed, updates[0])
+        played = self.played if updates[0] == self.number else play(self.case, self.observed, updates[0])
+        return attribute_case(self.case, self.observed, played)
 
     @property
     def unexplained(self) -> tuple[str, ...]:
