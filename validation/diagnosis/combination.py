@@ -57,7 +57,8 @@ def fit(observed: Tensor, atoms: Tensor, limit: float, *, size: float = 0.0) -> 
     count, length = atoms.shape
     if count == 0 or length == 0:
         whole = observed.norm().item()
-        return Fit((0.0,) * count, whole / max(size, whole) if whole else 1.0, (float("inf"),) * count)
+        size = max(size, whole)
+        return Fit((0.0,) * count, whole / size if size else 1.0, (float("inf"),) * count)
     norms = atoms.norm(dim=1).clamp_min(torch.finfo(torch.float64).tiny)
     unit = atoms / norms[:, None]
     # The singular values of all atoms together say which of their combinations the observed tensor can tell apart. The
