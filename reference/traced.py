@@ -101,8 +101,8 @@ class Traced:
         """Microbatch i's activation with each of ``flows``; None for all where nothing is known of pairs."""
         if self.unpaired:
             return [None] * len(flows)
-        leaves, outputs = self._between(stage, i)
-        made = [backward(self.parameters(stage), leaves, outputs, flow) for flow in flows]
+        (leaves, outputs), parameters = self._between(stage, i), self.parameters(stage)
+        made = [backward(parameters, leaves, outputs, flow) for flow in flows]
         return [None if one is None else Contributed(_wide(one.gradients), one.inputs) for one in made]
 
     def within(self, stage: Stage, name: str) -> Mapping[tuple[int, int], Tensor]:
