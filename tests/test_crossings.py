@@ -55,7 +55,7 @@ def calls(order: list[int], *, change: float = 1.0, late: Tensor | None = None) 
 
 
 def flow(found: list[Call]) -> Passed:
-    return passed(0, found, MICROBATCHES, places())
+    return passed({0: found}, MICROBATCHES, places())[0]
 
 
 def wrong(found: Passed) -> list[Crossing]:

@@ -51,8 +51,12 @@ def train(stage: nn.Module, microbatches: list[Any], change: Callable[[int, Tens
     return stage, losses
 
 
+def own_part(model: Any) -> Any:
+    return model[2 * dist.get_rank() : 2 * dist.get_rank() + 2]
+
+
 def own(model: Any) -> Any:
-    return watch(model[2 * dist.get_rank() : 2 * dist.get_rank() + 2])
+    return watch(own_part(model))
 
 
 def judged(whitebox: WhiteBox, step: Step, **more: Any) -> Verdict:
@@ -87,8 +91,11 @@ def noise(m: int, x: Tensor) -> Tensor:
         (lambda m, x: x.half().float(), "rounded", (0, 1, 2, 3)),
         (lambda m, x: x / 0 if m == 1 else x, "not-finite", (1,)),
         (lambda m, x: x * 1.5, "altered", (0, 1, 2, 3)),
+        (lambda m, x: x * 0 if m in (1, 2) else x, "uninitialised", (1, 2)),
+        (lambda m, x: x.flip(0) if m in (1, 2) else x, "altered", (1, 2)),
+        (lambda m, x: x + 0.05 * x.norm() / x.numel() ** 0.5 * noise(1, x) if m != 2 else x, "altered", (0, 1, 3)),
     ],
-    ids=["zero", "all zero", "fp16", "infinite", "scaled"],
+    ids=["zero", "all zero", "fp16", "infinite", "scaled", "two zero", "shuffled", "noise added"],
 )
 def test_what_a_stage_was_given_says_what_happened(
     whitebox: WhiteBox, change: Callable[[int, Tensor], Tensor], kind: str, microbatches: tuple[int, ...]
@@ -102,6 +109,40 @@ def test_what_tells_nothing_is_located_and_not_named(whitebox: WhiteBox) -> None
     assert (verdict.verdict, verdict.cause) == ("fail", ())
     assert verdict.undecided[0].startswith("first seen wrong: rank 1, stage 1, 1F1: input is no microbatch's")
     assert "cause     unknown: the evidence does not decide" in str(verdict)
+
+
+def test_of_two_that_tell_nothing_nobody_knows_which_is_which(whitebox: WhiteBox) -> None:
+    def step(model: Any, microbatches: list[Any]) -> Any:
+        rank = dist.get_rank()
+        stage = watch(own_part(model)) if rank else own_part(model)
+        return train(stage, microbatches, lambda m, x: torch.randn_like(x) if m in (1, 2) else x)
+
+    verdict = judged(whitebox, step)
+    assert (verdict.verdict, verdict.cause) == ("fail", ())
+    where = "first seen wrong: rank 1, stage 1, 1F of call 2: input is "
+    assert verdict.undecided[0] == f"{where}like nothing the reference made, so its microbatch is not known"
+    assert {one.microbatch for one in verdict.mismatches if one.law == "boundaries"} == {None}
+    assert "dropped" not in str(verdict)
+    note = "of 2 calls of stage 1 nothing tells the microbatch: they were counted alone"
+    assert (verdict.law("microbatches").outcome, verdict.law("microbatches").note) == ("pass", note)
+
+
+def test_what_came_back_to_a_stage_before_tells_whose_it_was(whitebox: WhiteBox) -> None:
+    verdict = judged(whitebox, received(lambda m, x: torch.randn_like(x) if m in (1, 2) else x))
+    assert (verdict.verdict, verdict.cause) == ("fail", ())
+    told = "1F1: input is no microbatch's (1 by what passed between it and stage 0): relative error about"
+    assert verdict.undecided[0].startswith(f"first seen wrong: rank 1, stage 1, {told}")
+
+
+def test_noise_for_some_and_a_microbatch_too_few(whitebox: WhiteBox) -> None:
+    """Which one was left out nothing tells, and nobody says so."""
+
+    def step(model: Any, microbatches: list[Any]) -> Any:
+        return train(own(model), microbatches[:-1], lambda m, x: torch.randn_like(x) if m else x)
+
+    verdict = judged(whitebox, step)
+    assert verdict.law("microbatches").outcome == "fail"
+    assert all(1 not in cause.microbatches and 2 not in cause.microbatches for cause in verdict.cause), str(verdict)
 
 
 def test_a_microbatch_in_place_of_another_is_a_wrong_message(whitebox: WhiteBox) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from pipeline.action import Action, Kind
 from validation.ledger import Ledger
-from validation.observed import Observed
+from validation.observed import UNTOLD, Observed
 from validation.placing import NOWHERE, Placing
 from validation.subject import Subject
 
@@ -30,9 +30,8 @@ class Conduct:
             for stage in sorted(orders.keys() - self._subject.unseen):
                 order = orders[stage]
                 place = self._place.stage("microbatches", number, laws, stage)
-                self._ledger.hold(
-                    place, sorted(order) == every, f"{what} of {order}", f"{what} of each of {every} once"
-                )
+                seen = f"{what} of {_told(order)}"
+                self._ledger.hold(place, _once_each(order, every), seen, f"{what} of each of {every} once")
         self._calls(number, laws, training=backward)
         ordered = {stage: order for stage, order in self._observed.backwards(number).items() if sorted(order) == every}
         return {stage: every for stage, _ in self._subject.due} | ordered
@@ -44,7 +43,11 @@ class Conduct:
             place = self._place.stage("microbatches", number, laws, stage)
             seen = sorted(action.microbatch for action, _ in calls if action.stage == stage)
             every = list(range(self._subject.microbatches))
-            self._ledger.hold(place, seen == every, f"its module ran for {seen}", f"once for each of {every}")
+            ran = f"its module ran for {_told(seen)}"
+            self._ledger.hold(place, _once_each(seen, every), ran, f"once for each of {every}")
+            if UNTOLD in seen:
+                unknown = f"of {seen.count(UNTOLD)} calls of stage {stage} nothing tells the microbatch"
+                self._ledger.remark("microbatches", f"{unknown}: they were counted alone")
             modes = {mode for action, mode in calls if action.stage == stage}
             named = {True: "training", False: "evaluation"}
             wrong = modes - {training}
@@ -80,10 +83,20 @@ class Conduct:
         crossings = [crossing for crossing in self._observed.crossings(number) if crossing.judged]
         for crossing in sorted(crossings, key=lambda one: _flow(one.action, self._observed.schedule.n_stages)):
             stage, _, microbatch = crossing.action
-            action = str(crossing.action)
-            place = self._place.stage("boundaries", number, laws, stage, microbatch=microbatch, action=action)
-            seen, expected = f"{crossing.what}: {crossing.seen}", f"microbatch {microbatch}'s"
+            known = None if microbatch == UNTOLD else microbatch
+            place = self._place.stage("boundaries", number, laws, stage, microbatch=known, action=crossing.at)
+            seen, expected = f"{crossing.what}: {crossing.seen}", f"microbatch {'?' if known is None else known}'s"
             self._ledger.hold(place, crossing.same, seen, expected, exact=crossing.exact)
+
+
+def _once_each(order: Sequence[int], every: Sequence[int]) -> bool:
+    """Whether ``order`` has each microbatch once, where calls of which nothing tells it may be those that are left."""
+    known = [microbatch for microbatch in order if microbatch != UNTOLD]
+    return len(order) == len(every) and len(set(known)) == len(known) and set(known) <= set(every)
+
+
+def _told(order: Sequence[int]) -> str:
+    return f"[{', '.join('?' if microbatch == UNTOLD else str(microbatch) for microbatch in order)}]"
 
 
 def _flow(action: Action, n_stages: int) -> tuple[bool, int, int]:

@@ -11,6 +11,8 @@ from pipeline.schedule import Schedule
 from validation.diagnosis.address import What
 from validation.recording import Recording, Site, together
 
+UNTOLD = -1  # the microbatch of a call of which nothing tells it
+
 
 @dataclass(frozen=True)
 class Crossing:
@@ -18,6 +20,7 @@ class Crossing:
 
     ``same``: whether it is the reference's, up to rounding; ``exact``: bit for bit. ``really`` is what it is instead.
     ``where`` is its place in the flow, as recordings call it. What is not ``judged`` is a matter of diagnosis alone.
+    ``call`` is the number of the call from 1 on, by which an action is located whose microbatch is not known.
     """
 
     action: Action
@@ -27,6 +30,13 @@ class Crossing:
     really: What | None = None
     where: str = ""
     judged: bool = True
+    call: int = 0
+
+    @property
+    def at(self) -> str:
+        """The action in words, also where its microbatch is not known."""
+        stage, kind, microbatch = self.action
+        return f"{stage}{kind.value} of call {self.call}" if microbatch == UNTOLD else str(self.action)
 
     @property
     def seen(self) -> str:

@@ -1,6 +1,7 @@
 """What a tensor really is, told by its content: another microbatch's, an earlier step's, a multiple, nothing."""
 
 import hashlib
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -16,6 +17,10 @@ _GARBAGE = 1e12  # times the largest expected element: no arithmetic error comes
 _TINY = 1e-30  # memory that was never written is full of numbers below this
 _SMALL = 1000  # whole numbers up to this are equal by chance
 _FEW = 8  # equal elements that could be chance
+_MANY = 32  # elements of which it shows whether what was added to them is noise
+_NOISE = 0.5  # of the size of a tensor: with more than that little of it is its own
+_EVERYWHERE = 0.9  # of all elements
+_CHANCE = 4.0  # standard deviations that chance does not reach
 
 
 @dataclass(frozen=True)
@@ -41,8 +46,8 @@ class Label:
 class What:
     """What a tensor is in place of the expected one.
 
-    kind: other, stale, partial, rounded, multiple, zero, not-finite, uninitialised, reordered, sum, shape, missing,
-    unexpected or different. ``label`` says whose, where it is somebody's; ``factor`` of a multiple.
+    kind: other, stale, partial, rounded, multiple, zero, not-finite, uninitialised, reordered, noisy, sum, shape,
+    missing, unexpected or different. ``label`` says whose, where it is somebody's; ``factor`` of a multiple.
     """
 
     kind: str
@@ -138,14 +143,36 @@ def _compared(seen: Tensor, expected: Tensor, at: Point, known: Catalogue, limit
 
 def _mixed(seen: Tensor, expected: Tensor, at: Point, known: Catalogue, limit: float) -> What:
     if seen.numel() >= _FEW and torch.equal(seen.flatten().sort().values, expected.flatten().sort().values):
-        return What("reordered", "its own elements in another order")
+        parts = "rows" if _same_rows(seen, expected) else "elements"
+        return What("reordered", f"its own {parts} in another order")
     difference = (seen.double() - expected.double()).to(seen.dtype)
     size = max(seen.abs().max().item(), expected.abs().max().item())
     rounding = max(limit, precision_of(expected.dtype).least)
     for (label, *_), _ in known.near(difference, rounding, size=4 * size):
         return What("sum", f"the expected plus {label.text(at)}", label=label)
+    if _noisy(seen, expected):
+        return What("noisy", f"the expected plus noise of {error(seen, expected):.2g} times its size")
     cosine = torch.nn.functional.cosine_similarity(seen.double().flatten(), expected.double().flatten(), dim=0).item()
     return What("different", f"like nothing known: relative error {error(seen, expected):.1e}, cosine {cosine:.4f}")
+
+
+def _same_rows(seen: Tensor, expected: Tensor) -> bool:
+    """Whether a batch of the same rows has them in another order."""
+    if seen.dim() < 2 or not len(seen):
+        return False
+    one, other = (sorted(map(tuple, tensor.flatten(1).tolist())) for tensor in (seen, expected))
+    return one == other
+
+
+def _noisy(seen: Tensor, expected: Tensor) -> bool:
+    """Whether what was added is small, is nearly everywhere, and has nothing to do with what it was added to."""
+    one, two = seen.double().flatten(), expected.double().flatten()
+    added = one - two
+    if len(two) < _MANY or (added != 0).double().mean() < _EVERYWHERE or added.norm() > _NOISE * two.norm():
+        return False
+    pairs = ((added, two), (added, torch.ones_like(two)), (added[:-1], added[1:]))
+    cosines = [torch.nn.functional.cosine_similarity(*pair, dim=0).abs().item() for pair in pairs]
+    return max(cosines) <= _CHANCE / math.sqrt(len(two))
 
 
 def factor_of(seen: Tensor, expected: Tensor, limit: float) -> float | None:

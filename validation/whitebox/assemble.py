@@ -112,15 +112,8 @@ class Assembled:
 
     def passages(self, places: Both | None) -> dict[int, Passed]:
         """What is known of the boundary of every watched stage; ``places`` are needed where there is one."""
-        found: dict[int, Passed] = {}
-        for stage in self.stages:
-            if stage.part.calls is not None and places is not None:
-                before = found.get(stage.index - 1)
-                given = {} if before is None else before.ends
-                found[stage.index] = passed(
-                    stage.index, stage.part.calls, self.replicas.microbatches, places, given=given
-                )
-        return found
+        calls = {stage.index: stage.part.calls for stage in self.stages if stage.part.calls is not None}
+        return {} if places is None else passed(calls, self.replicas.microbatches, places)
 
     def observed(self, known: Mapping[int, Passed]) -> Observed:
         """What was produced; ``known``: what passed the boundaries of stages."""

@@ -35,11 +35,13 @@ def explained(facts: StepFacts) -> Verdict:
 def _links(facts: StepFacts) -> Mapping[Link, str]:
     """The links that this step shows; and what it means that one is sound."""
     watched = len(facts.unseen) < facts.stages
+    whole = not any(flow.untold for flow in facts.passed.values())
+    ordered = "order, mode: every watched stage ran once each way for each microbatch, in the right mode"
     passed = bool(facts.observed.crossings(0))
     links: list[tuple[Link, str, bool]] = [
         (held, "partition: every parameter is in the stage that should hold it", True),
         (weights, "weights: every stage began with the model's parameters", not facts.found.nameless),
-        (ran, "order, mode: every watched stage ran once each way for each microbatch, in the right mode", watched),
+        (ran, ordered if whole else "mode: every watched stage ran in the right mode", watched),
         (
             passages,
             "messages, buffers, computation: every watched boundary tensor is right, to half its digits",
@@ -77,7 +79,8 @@ def held(facts: StepFacts) -> list[Cause]:
 
 def ran(facts: StepFacts) -> list[Cause]:
     """What ran too often, too seldom, with another's tensors or in the wrong mode."""
-    return modes(facts) or repeated(facts) or ([] if rearranged(facts) else counts(facts))
+    countable = all(flow.complete for flow in facts.passed.values()) and not rearranged(facts)
+    return modes(facts) or repeated(facts) or (counts(facts) if countable else [])
 
 
 def weights(facts: StepFacts) -> list[Cause]:

@@ -1,13 +1,15 @@
 """The link of a foreign step that watching shows: what passed the boundaries of its stages, and where that broke."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import pairwise
 
 from validation.cause import Cause
 from validation.diagnosis.address import What
 from validation.diagnosis.divergence import Divergence, roots
 from validation.diagnosis.rules.boundaries import causes_of
-from validation.recording import FLOWED, GIVEN, HANDED_ON, KEPT, MADE, RECEIVED, Point
+from validation.observed import UNTOLD
+from validation.recording import FLOWED, FORWARD_POINTS, GIVEN, HANDED_ON, KEPT, MADE, RECEIVED, Point
 from validation.whitebox.step_facts import StepFacts
 
 # What is there in place of the right tensor is the doing of the stage's own rank, if these were right.
@@ -24,7 +26,17 @@ def passages(facts: StepFacts) -> list[Cause]:
     if not found or not _telling(found[0], facts):
         return []
     told = [one for one in found if _telling(one, facts)]
-    return causes_of(told, facts.microbatches, refine=lambda _: None, compounded=lambda: _by_stage(facts))
+    causes = causes_of(told, facts.microbatches, refine=lambda _: None, compounded=lambda: _by_stage(facts))
+    return [_named(cause, facts) for cause in causes]
+
+
+def _named(cause: Cause, facts: StepFacts) -> Cause:
+    """``cause`` with the microbatches of calls that are known together alone: those that no other call was about."""
+    if UNTOLD not in cause.microbatches or cause.stage is None:
+        return cause
+    flow = facts.passed[cause.stage]
+    others = [number for number in cause.microbatches if number != UNTOLD]
+    return replace(cause, microbatches=tuple(sorted([*others, *(flow.lost if flow.complete else ())])))
 
 
 def exchanged(facts: StepFacts) -> list[Cause]:
@@ -72,11 +84,22 @@ def _first(facts: StepFacts) -> Iterator[tuple[Point, str, What]]:
         point = Point(stage, microbatch, FLOWED if last else crossing.where)
         right[point] = right.get(point, True) and crossing.same
         if crossing.really is not None:
-            wrong.setdefault(point, (str(crossing.action), crossing.really))
+            wrong.setdefault(point, (crossing.at, crossing.really))
     for point in roots(right, facts.stages):
+        if _behind_the_unknown(point, facts):
+            continue
         action, really = wrong[point]
         text = f"{really.text}, expected microbatch {point.microbatch}'s" if really.kind == "other" else really.text
         yield point, action, What(really.kind, text, really.factor)
+
+
+def _behind_the_unknown(point: Point, facts: StepFacts) -> bool:
+    """Whether this may be made from what a stage did in a call of which nobody knows that it was the same microbatch's.
+
+    Then it may be a consequence, and is no root that anybody knows of.
+    """
+    stages = [stage for stage, flow in facts.passed.items() if flow.untold and point.microbatch in flow.lost]
+    return any(stage < point.stage or point.where not in FORWARD_POINTS for stage in stages)
 
 
 def _telling(one: Divergence, facts: StepFacts) -> bool:

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from validation.cause import Cause
+from validation.observed import UNTOLD
 from validation.whitebox.step_facts import StepFacts
 
 
@@ -14,6 +15,8 @@ def repeated(facts: StepFacts) -> list[Cause]:
     before: Sequence[int] = range(facts.microbatches)
     for stage in range(facts.stages):
         order = [action.microbatch for action, _ in facts.observed.called(0) if action.stage == stage]
+        if UNTOLD in order:
+            return []  # nobody knows of which microbatch it had another's tensors
         if stage in facts.unseen or sorted(order) == sorted(before):
             before = order or before
             continue
@@ -32,7 +35,8 @@ def rearranged(facts: StepFacts) -> bool:
     every = list(range(facts.microbatches))
     called = [action for action, _ in facts.observed.called(0)]
     orders = [[a.microbatch for a in called if a.stage == stage] for stage in range(facts.stages)]
-    return any(len(order) == len(every) and sorted(order) != every for order in orders)
+    told = [order for order in orders if UNTOLD not in order]
+    return any(len(order) == len(every) and sorted(order) != every for order in told)
 
 
 def _in_place(order: Sequence[int], before: Sequence[int]) -> dict[int, int]:

@@ -35,7 +35,8 @@ class Sketch:
     """A tensor's form, its digest, its norm and its projections onto a few fixed random directions.
 
     The projections of a difference have its norm as their expected size, so they tell how far apart two tensors are.
-    ``narrow`` is the type, narrower than its own, that every element can be said in; empty if there is none.
+    ``narrow`` is the type, narrower than its own, that every element can be said in; empty if there is none. ``bits``
+    is the sum of all elements read as integers, which no order changes.
     """
 
     shape: tuple[int, ...]
@@ -44,6 +45,7 @@ class Sketch:
     norm: float
     projections: tuple[float, ...]
     narrow: str = ""
+    bits: int = 0
 
     def distance(self, other: "Sketch") -> float:
         """About the relative Frobenius error of this against ``other``; infinite where they cannot be compared."""
@@ -65,6 +67,12 @@ class Sketch:
         alike = left <= self.limit * self.norm and abs(abs(found) * other.norm - self.norm) <= self.limit * self.norm
         return found if found and alike else None
 
+    def is_reordered(self, other: "Sketch") -> bool:
+        """Whether this has the very elements of ``other``, in another order or another shape."""
+        same = (self.dtype, self.bits, math.prod(self.shape)) == (other.dtype, other.bits, math.prod(other.shape))
+        alike = abs(self.norm - other.norm) <= self.limit * self.norm
+        return same and alike and 0.0 < self.norm and self.digest != other.digest and math.prod(self.shape) >= _FEW
+
     @property
     def limit(self) -> float:
         """How far another tensor may be and still be taken for this one: half of the digits of its type."""
@@ -81,7 +89,14 @@ def sketch(tensor: Tensor) -> Sketch:
     flat = tensor.detach().cpu().flatten().to(wide)
     projections = _directions(flat.numel(), wide) @ flat
     form, size = (tuple(tensor.shape), tensor.dtype, digest(tensor)), flat.norm().item()
-    return Sketch(*form, size, tuple(projections.tolist()), _narrow(flat) if tensor.is_floating_point() else "")
+    narrow = _narrow(flat) if tensor.is_floating_point() else ""
+    return Sketch(*form, size, tuple(projections.tolist()), narrow, _bits(tensor.detach().cpu()))
+
+
+def _bits(tensor: Tensor) -> int:
+    """The sum of the elements as integers of their own width, which wraps around."""
+    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(tensor.element_size())
+    return 0 if width is None else int(tensor.contiguous().view(width).sum(dtype=width))
 
 
 def _narrow(flat: Tensor) -> str:

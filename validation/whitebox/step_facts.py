@@ -56,8 +56,8 @@ class StepFacts:
 
     @property
     def unseen(self) -> frozenset[int]:
-        """The stages of which nobody knows what they did."""
-        return self.found.unseen
+        """The stages of which nobody knows what they did, or for which microbatches."""
+        return self.found.unseen | {stage for stage, flow in self.passed.items() if flow.untold}
 
     def differs(self, law: str) -> bool:
         """Whether ``law`` has a mismatch."""
