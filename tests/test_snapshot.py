@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from validation.snapshot import gradients, parameters, versions
+from validation.snapshot import Mark, Snapshot, gradients, parameters
 
 
 def named() -> list[tuple[str, nn.Parameter]]:
@@ -15,11 +15,11 @@ def named() -> list[tuple[str, nn.Parameter]]:
 
 def test_a_snapshot_gives_back_what_there_was_though_it_changes_later() -> None:
     held = named()
-    seen = gradients(held)
+    seen = Snapshot.of(gradients(held))
     for _, parameter in held:
         if parameter.grad is not None:
             parameter.grad.fill_(9.0)
-    found = seen.tensors()
+    found = seen.tensors(held)
     assert found["three"] is None
     assert found["one"] is not None
     assert found["one"].shape == (2, 3)
@@ -28,17 +28,30 @@ def test_a_snapshot_gives_back_what_there_was_though_it_changes_later() -> None:
     assert torch.signbit(found["two"])
     assert found["wide"] is not None
     assert (found["wide"].dtype, found["wide"].tolist()) == (torch.float64, [1.0, 1.0, 1.0])
-    three = parameters(held).tensors()["three"]
+    three = parameters(held).tensors(held)["three"]
     assert three is not None
     assert three.tolist() == [2.0] * 4
 
 
-def test_writes_are_seen_by_their_count() -> None:
+def test_a_single_tensor_is_copied_too() -> None:
+    one = nn.Parameter(torch.ones(3))
+    one.grad = torch.ones(3)
+    seen = Snapshot.of(gradients([("one", one)]))
+    one.grad.zero_()
+    found = seen.tensors([("one", one)])["one"]
+    assert found is not None
+    assert found.tolist() == [1.0] * 3
+
+
+def test_a_mark_stands_until_a_gradient_is_written_to_or_changed_for_another() -> None:
     held = named()
-    before = versions(held)
-    assert versions(held) == before
-    assert held[0][1].grad is not None
-    held[0][1].grad.mul_(1.0)
-    assert versions(held) != before
-    held[2][1].grad = torch.zeros(4)
-    assert versions(held)[2] is not None
+    mark = Mark.of(gradients(held))
+    assert mark.stands(gradients(held))
+    one = held[0][1]
+    assert one.grad is not None
+    one.grad.mul_(1.0)
+    assert not mark.stands(gradients(held))
+    for other in (torch.zeros(4), None, torch.zeros(4)):  # nothing was written to any of them
+        mark = Mark.of(gradients(held))
+        held[2][1].grad = other
+        assert not mark.stands(gradients(held))

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -26,53 +27,77 @@ from validation.recording import (
     Addition,
     Point,
     Recording,
+    Site,
     together,
 )
-from validation.snapshot import Named, Snapshot, Versions, gradients, parameters, versions
+from validation.snapshot import Mark, Named, Snapshot, gradients, parameters
 
-_NOTHING = Snapshot((), (), {})
+Copies = Sequence[Tensor | None]
 
 
 class RecordedStage(AroundStage):
-    """A stage whose tensors are copied: by this wrapper where they come and go, by plain hooks at its module."""
+    """A stage whose tensors are copied: by this wrapper where they come and go, by plain hooks at its module.
+
+    While a step runs, copies are only listed, on the device that they were made on; ``recorded`` sorts them.
+    """
 
     def __init__(self, inner: Stage) -> None:
         super().__init__(inner)
-        self._tensors: dict[Point, Sequence[Tensor | None]] = {}
-        self._graphs: dict[tuple[int, int], tuple[int, ...]] = {}
-        self._additions: list[tuple[Action, Snapshot | None, Snapshot]] = []
+        self._forget()
+
+    def _forget(self) -> None:
         self._named: Named = ()
-        self._written: Versions = ()
+        self._parameters = Snapshot((), {})
+        self._seen: list[tuple[int, str, Copies]] = []
+        # Gradients that flowed: in whose backward, as which of the module's outputs.
+        self._flows: list[tuple[int, int, Tensor]] = []
+        self._graphs: dict[int, list[int]] = {}
+        self._additions: list[tuple[Kind, int, Snapshot | None, Snapshot]] = []
+        self._mark = Mark((), ())
         self._before: Snapshot | None = None
         self._inputs: dict[int, Sequence[Tensor]] = {}
         self._received: dict[int, Gradients] = {}
         self._backward_of: int | None = None
-        self._parameters = _NOTHING
 
     def begin(self) -> None:
-        self._tensors, self._graphs, self._additions = {}, {}, []
-        self._inputs, self._received, self._backward_of = {}, {}, None
+        self._forget()
         self._named = list(self.module.named_parameters(remove_duplicate=False))
-        self._written, self._parameters = (), parameters(self._named)
+        self._parameters = parameters(self._named)
         self.inner.begin()
 
     def gradients(self) -> Snapshot:
         """Those of the stage's parameters, now."""
-        return gradients(self._named)
+        return Snapshot.of(gradients(self._named))
+
+    def named(self, copies: Snapshot) -> dict[Site, Tensor | None]:
+        """``copies`` by site."""
+        return {(self.index, name): copy for name, copy in copies.tensors(self._named).items()}
 
     def recorded(self) -> Recording:
         """What passed since ``begin``."""
+        stage = self.index
+        tensors = {Point(stage, microbatch, where): _on_cpu(seen) for microbatch, where, seen in self._seen}
+        for microbatch, number, gradient in self._flows:
+            found = list(tensors.get(Point(stage, microbatch, FLOWED), ()))
+            found += [None] * (number + 1 - len(found))
+            found[number] = gradient.cpu()
+            tensors[Point(stage, microbatch, FLOWED)] = found
         additions = [
-            Addition(action, None if before is None else before.tensors(), after.tensors())
-            for action, before, after in self._additions
+            Addition(
+                Action(stage, kind, microbatch),
+                None if before is None else before.tensors(self._named),
+                after.tensors(self._named),
+            )
+            for kind, microbatch, before, after in self._additions
         ]
-        began = {(self.index, name): value for name, value in self._parameters.tensors().items() if value is not None}
-        return Recording(self._tensors, self._graphs, {self.index: tuple(additions)}, parameters=began)
+        graphs = {(stage, microbatch): tuple(made) for microbatch, made in self._graphs.items()}
+        began = {site: value for site, value in self.named(self._parameters).items() if value is not None}
+        return Recording(tensors, graphs, {stage: tuple(additions)}, parameters=began)
 
     def forward(self, microbatch: int, inputs: Tensors, goal: Goal | None) -> Tensors:
         def called(module: nn.Module, arguments: tuple[Any, ...]) -> None:
-            self._inputs[microbatch] = [argument for argument in arguments if isinstance(argument, Tensor)]
-            self._note(microbatch, USED, self._inputs[microbatch])
+            taken = self._inputs[microbatch] = [one for one in arguments if isinstance(one, Tensor)]
+            self._note(microbatch, USED, taken)
 
         def returned(module: nn.Module, arguments: tuple[Any, ...], outputs: Any) -> None:
             self._made(microbatch, outputs if isinstance(outputs, tuple | list) else (outputs,))
@@ -108,7 +133,7 @@ class RecordedStage(AroundStage):
     def backward_weight(self, microbatch: int) -> None:
         self._note(microbatch, LATE, self._received.pop(microbatch, ()))
         # Where no input wanted a gradient, the graph runs now; else its ends run once more, which is no news.
-        self._start(microbatch, graph=(self.index, microbatch) not in self._graphs)
+        self._start(microbatch, graph=microbatch not in self._graphs)
         self.inner.backward_weight(microbatch)
         self._added(Kind.BACKWARD_WEIGHT, microbatch)
 
@@ -128,37 +153,35 @@ class RecordedStage(AroundStage):
         for number, tensor in enumerate(tensors):
             if tensor.requires_grad:
                 # A hook on a tensor sees the gradient that flows, whoever started the backward.
-                tensor.register_hook(lambda gradient, number=number: self._flowed(microbatch, number, gradient))  # type: ignore[no-untyped-call]  # in torch
+                tensor.register_hook(partial(self._flowed, microbatch, number))  # type: ignore[no-untyped-call]  # in torch
 
-    def _flowed(self, microbatch: int, number: int, gradient: Tensor) -> None:
-        if self._backward_of is None:
+    def _flowed(self, made: int, number: int, gradient: Tensor) -> None:
+        microbatch = self._backward_of
+        if microbatch is None:
             return
-        key = self.index, self._backward_of
-        seen = self._graphs.get(key, ())
         if not number:
-            self._graphs[key] = (*seen, microbatch)
-            self._keep(self._backward_of)
-        point = Point(*key, FLOWED)
-        found = list(self._tensors.get(point, ()))
-        found += [None] * (number + 1 - len(found))
-        found[number] = _copy(gradient)
-        self._tensors[point] = found
+            self._graphs.setdefault(microbatch, []).append(made)
+            self._keep(microbatch)
+        self._flows.append((microbatch, number, gradient.detach().clone()))
 
     def _start(self, microbatch: int, *, graph: bool) -> None:
         self._backward_of = microbatch if graph else None
         # Torch counts the writes to a tensor, so that sums nobody touched need not be copied to see that. What writes
         # past that count shows at the end of this action, as an addition that is not the microbatch's.
-        self._before = None if versions(self._named) == self._written else self.gradients()
+        held = gradients(self._named)
+        self._before = None if self._mark.stands(held) else Snapshot.of(held)
 
     def _added(self, kind: Kind, microbatch: int) -> None:
         self._backward_of = None
         if kind is not Kind.BACKWARD_INPUT:
             self._inputs.pop(microbatch, None)
-        self._written, after = versions(self._named), self.gradients()
-        self._additions.append((Action(self.index, kind, microbatch), self._before, after))
+        held = gradients(self._named)
+        self._mark = Mark.of(held)
+        self._additions.append((kind, microbatch, self._before, Snapshot.of(held)))
 
     def _note(self, microbatch: int, where: str, tensors: Sequence[Tensor | None]) -> None:
-        self._tensors[Point(self.index, microbatch, where)] = tuple(map(_copy, tensors))
+        copies = [None if tensor is None else tensor.detach().clone() for tensor in tensors]
+        self._seen.append((microbatch, where, copies))
 
 
 class RecordedGradients(AroundGradients):
@@ -180,12 +203,16 @@ class RecordedGradients(AroundGradients):
 
     def take(self) -> Recording:
         """What was copied since it was last asked."""
-        taken = Recording(summed=_by_site(self._summed), clipped=_by_site(self._clipped))
+        taken = Recording(summed=self._by_site(self._summed), clipped=self._by_site(self._clipped))
         self._summed, self._clipped = {}, {}
         return taken
 
     def _copies(self) -> dict[int, Snapshot]:
         return {stage.index: stage.gradients() for stage in self._recorded}
+
+    def _by_site(self, copies: Mapping[int, Snapshot]) -> dict[Site, Tensor | None]:
+        mine = (stage for stage in self._recorded if stage.index in copies)
+        return {site: copy for stage in mine for site, copy in stage.named(copies[stage.index]).items()}
 
 
 class Recorder:
@@ -207,9 +234,5 @@ class Recorder:
         return together([*(stage.recorded() for stage in self._stages), self._gradients.take()])
 
 
-def _by_site(copies: Mapping[int, Snapshot]) -> dict[tuple[int, str], Tensor | None]:
-    return {(stage, name): copy for stage, one in copies.items() for name, copy in one.tensors().items()}
-
-
-def _copy(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.detach().to("cpu", copy=True)
+def _on_cpu(copies: Copies) -> Copies:
+    return tuple([None if copy is None else copy.cpu() for copy in copies])

@@ -2,61 +2,76 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import is_
 
 import torch
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 Named = Sequence[tuple[str, nn.Parameter]]
-Versions = tuple[tuple[int, int] | None, ...]
+Held = Sequence[Tensor | None]  # the gradients that parameters have, themselves
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Tensors by name, None where there was none: all of one type laid end to end, which is one copy for all.
+    """What ``tensors`` of one form held: all of one type laid end to end, which is one copy for all.
 
-    ``named`` are the parameters that they belong to, which have their shapes; ``dtypes`` are in the same order.
+    ``dtypes`` has None where there was none. The copies are where the tensors were: on a GPU nothing waits for them.
     """
 
-    named: Named
     dtypes: Sequence[torch.dtype | None]
     flat: Mapping[torch.dtype, Tensor]
 
     @classmethod
-    def of(cls, named: Named, tensors: Sequence[Tensor | None]) -> "Snapshot":
-        """What ``tensors`` hold now, one for each of ``named``."""
+    def of(cls, tensors: Held) -> "Snapshot":
+        """What ``tensors`` hold now."""
         dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
         flat = {
-            dtype: torch.cat([tensor.reshape(-1) for tensor in tensors if tensor is not None and tensor.dtype is dtype])
+            dtype: _laid_out([tensor for tensor in tensors if tensor is not None and tensor.dtype is dtype])
             for dtype in set(dtypes)
             if dtype is not None
         }
-        return cls(named, dtypes, {dtype: tensor.to("cpu") for dtype, tensor in flat.items()})
+        return cls(dtypes, flat)
 
-    def tensors(self) -> dict[str, Tensor | None]:
-        """By name, as they were."""
-        at, found = dict.fromkeys(self.flat, 0), dict[str, Tensor | None]()
-        for (name, parameter), dtype in zip(self.named, self.dtypes, strict=True):
-            if dtype is None:
-                found[name] = None
-                continue
-            end = at[dtype] + parameter.numel()
-            found[name] = self.flat[dtype][at[dtype] : end].view(parameter.shape)
-            at[dtype] = end
+    def tensors(self, named: Named) -> dict[str, Tensor | None]:
+        """By name, as they were, on the CPU; ``named`` are the parameters that they belong to, of the same shapes."""
+        found: dict[str, Tensor | None] = dict.fromkeys(name for name, _ in named)
+        for dtype, flat in self.flat.items():
+            own = [one for one, held in zip(named, self.dtypes, strict=True) if held is dtype]
+            parts = _unflatten_dense_tensors(flat.cpu(), [parameter for _, parameter in own])  # type: ignore[no-untyped-call]  # in torch
+            found |= zip((name for name, _ in own), parts, strict=True)
         return found
 
 
-def gradients(named: Named) -> Snapshot:
-    """The gradients of parameters."""
-    return Snapshot.of(named, [parameter.grad for _, parameter in named])
+@dataclass(frozen=True)
+class Mark:
+    """Which gradients there were, and how often each had been written to: tells whether anybody touched them since."""
+
+    tensors: Held
+    versions: Sequence[int]
+
+    @classmethod
+    def of(cls, tensors: Held) -> "Mark":
+        """A mark of ``tensors``, which it keeps: no other tensor can come to be in the place of one let go."""
+        return cls(tensors, [tensor._version for tensor in tensors if tensor is not None])
+
+    def stands(self, tensors: Held) -> bool:
+        """Whether ``tensors`` are those of the mark and nothing was written to them, as far as torch counts writes."""
+        same = len(tensors) == len(self.tensors) and all(map(is_, tensors, self.tensors))
+        return same and self.versions == [tensor._version for tensor in tensors if tensor is not None]
+
+
+def gradients(named: Named) -> Held:
+    """The gradients that parameters have."""
+    return [parameter.grad for _, parameter in named]
 
 
 def parameters(named: Named) -> Snapshot:
-    """The parameters themselves."""
-    with torch.no_grad():
-        return Snapshot.of(named, [parameter for _, parameter in named])
+    """What the parameters themselves hold."""
+    return Snapshot.of([parameter.detach() for _, parameter in named])
 
 
-def versions(named: Named) -> Versions:
-    """Which gradients there are, and how often each was written to; alike where nothing touched them."""
-    held = [parameter.grad for _, parameter in named]
-    return tuple([None if tensor is None else (id(tensor), tensor._version) for tensor in held])
+def _laid_out(tensors: Sequence[Tensor]) -> Tensor:
+    """``tensors`` end to end, in a storage of their own: one alone would be given back as it is."""
+    flat: Tensor = _flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]  # in torch
+    return flat if len(tensors) > 1 else flat.clone()
