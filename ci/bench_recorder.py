@@ -46,14 +46,20 @@ def _steps(case: Case, shapes: Shapes, rounds: int) -> dict[str, Any]:
     group = dist.group.WORLD
     assert group is not None, "ranks have a group"
     _, schedule = assemble(RankContext(dist.get_rank(), case.ranks, "cpu", group), case)
-    recorded = schedule.wrapped(Recorder().wrap)
+    recorder = Recorder()
+    recorded = schedule.wrapped(recorder.wrap)
     batches = microbatches(case.model, count=case.microbatches, shapes=shapes, seed=case.seed)
     pairs = [(batch.inputs, batch.target) for batch in batches]
     steps = {
         "plain": lambda: schedule.train_step(pairs, max_norm=1.0),
         "recorded": lambda: recorded.train_step(pairs, max_norm=1.0),
     }
-    return take_turns(steps, lambda: None, Turns(rounds, _LIMIT_S))
+
+    def taken() -> None:
+        """The recording is taken after its step, untimed; from then on the modules are watched no more."""
+        recorder.take()
+
+    return take_turns(steps, taken, Turns(rounds, _LIMIT_S))
 
 
 def _row(name: str, taken: list[dict[str, Any]]) -> Row:

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from pipeline.action import Action, Kind
 from pipeline.boundary import Gradients, Tensors
@@ -43,6 +44,7 @@ class RecordedStage(AroundStage):
 
     def __init__(self, inner: Stage) -> None:
         super().__init__(inner)
+        self._hooks: list[RemovableHandle] = []
         self._forget()
 
     def _forget(self) -> None:
@@ -57,10 +59,17 @@ class RecordedStage(AroundStage):
         self._before: Snapshot | None = None
         self._inputs: dict[int, Sequence[Tensor]] = {}
         self._received: dict[int, Gradients] = {}
+        self._forward_of: int | None = None
         self._backward_of: int | None = None
 
     def begin(self) -> None:
         self._forget()
+        self._leave()
+        # Until the recording is asked for: putting hooks on and off for every forward takes longer than what they do.
+        self._hooks = [
+            self.module.register_forward_pre_hook(self._called),
+            self.module.register_forward_hook(self._returned),
+        ]
         self._named = list(self.module.named_parameters(remove_duplicate=False))
         self._parameters = parameters(self._named)
         self.inner.begin()
@@ -74,7 +83,8 @@ class RecordedStage(AroundStage):
         return {(self.index, name): copy for name, copy in copies.tensors(self._named).items()}
 
     def recorded(self) -> Recording:
-        """What passed since ``begin``."""
+        """What passed since ``begin``; from now on the module is watched no more."""
+        self._leave()
         stage = self.index
         tensors = {Point(stage, microbatch, where): _on_cpu(seen) for microbatch, where, seen in self._seen}
         for microbatch, number, gradient in self._flows:
@@ -95,25 +105,26 @@ class RecordedStage(AroundStage):
         return Recording(tensors, graphs, {stage: tuple(additions)}, parameters=began)
 
     def forward(self, microbatch: int, inputs: Tensors, goal: Goal | None) -> Tensors:
-        def called(module: nn.Module, arguments: tuple[Any, ...]) -> None:
-            taken = self._inputs[microbatch] = [one for one in arguments if isinstance(one, Tensor)]
-            self._note(microbatch, USED, taken)
-
-        def returned(module: nn.Module, arguments: tuple[Any, ...], outputs: Any) -> None:
-            self._made(microbatch, outputs if isinstance(outputs, tuple | list) else (outputs,))
-
         self._note(microbatch, GIVEN, inputs)
-        hooks = [self.module.register_forward_pre_hook(called), self.module.register_forward_hook(returned)]
+        self._forward_of = microbatch
         try:
             outputs = self.inner.forward(microbatch, inputs, goal)
         finally:
-            for hook in hooks:
-                hook.remove()
+            self._forward_of = None
         if goal is None:
             self._note(microbatch, OUTPUT, outputs)
         elif microbatch in self.losses:
             self._note(microbatch, LOSS, (self.losses[microbatch],))
         return outputs
+
+    def _called(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        if self._forward_of is not None:
+            taken = self._inputs[self._forward_of] = [one for one in arguments if isinstance(one, Tensor)]
+            self._note(self._forward_of, USED, taken)
+
+    def _returned(self, module: nn.Module, arguments: tuple[Any, ...], outputs: Any) -> None:
+        if self._forward_of is not None:
+            self._made(self._forward_of, outputs if isinstance(outputs, tuple | list) else (outputs,))
 
     def backward(self, microbatch: int, gradients: Gradients) -> Gradients:
         self._begin_backward(microbatch, gradients)
@@ -178,6 +189,11 @@ class RecordedStage(AroundStage):
         held = gradients(self._named)
         self._mark = Mark.of(held)
         self._additions.append((kind, microbatch, self._before, Snapshot.of(held)))
+
+    def _leave(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
     def _note(self, microbatch: int, where: str, tensors: Sequence[Tensor | None]) -> None:
         copies = [None if tensor is None else tensor.detach().clone() for tensor in tensors]
