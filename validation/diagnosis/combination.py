@@ -144,6 +144,8 @@ def _sketch(observed: Tensor, atoms: Tensor) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     bucket = torch.randint(_SKETCH, (size,), generator=generator)
     sign = torch.randint(2, (size,), generator=generator).double() * 2 - 1
-    rows = torch.cat([observed[None], atoms]) * sign
-    short = torch.zeros(len(rows), _SKETCH, dtype=torch.float64).index_add_(1, bucket, rows)
-    return short[0], short[1:]
+    short = [
+        torch.zeros(len(rows), _SKETCH, dtype=torch.float64).index_add_(1, bucket, rows * sign)
+        for rows in (observed[None], atoms)
+    ]
+    return short[0][0], short[1]

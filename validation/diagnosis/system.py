@@ -28,13 +28,14 @@ class Layout:
         scales = torch.tensor([size_of(gradient) for gradient in due.values()], dtype=torch.float64)
         return cls(tuple(due), sizes, scales.repeat_interleave(torch.tensor(sizes, dtype=torch.int64)))
 
-    def row(self, gradients: Mapping[str, Gradient]) -> Tensor:
-        """``gradients`` end to end in fp64; None is zero."""
-        if not self.names:
-            return self.scale
-        found = zip(self.sizes, map(gradients.get, self.names), strict=True)
-        flat = [torch.zeros(size) if one is None else one.detach().cpu().flatten() for size, one in found]
-        return torch.cat(flat).double() / self.scale
+    def rows(self, every: Sequence[Mapping[str, Gradient]]) -> Tensor:
+        """Each of ``every`` (N) end to end in fp64 (N, D); None is zero."""
+        made = torch.empty(len(every), len(self.scale), dtype=torch.float64)
+        for row, gradients in zip(made, every, strict=True):
+            found = zip(self.sizes, map(gradients.get, self.names), strict=True)
+            flat = [torch.zeros(size) if one is None else one.detach().cpu().flatten() for size, one in found]
+            torch.cat([torch.zeros(0), *flat], out=row)
+        return made.div_(self.scale)
 
     def split(self, rows: Tensor) -> dict[str, Tensor]:
         """The part of each parameter in tensors (..., D)."""
@@ -53,7 +54,7 @@ class System:
     @classmethod
     def of(cls, atoms: Sequence[Atom], layout: Layout, seen: Mapping[str, Gradient]) -> Self:
         """The system of the parameters of ``layout``, all of which have gradients."""
-        return cls(layout, atoms, layout.row(seen), torch.stack([layout.row(atom.gradients) for atom in atoms]))
+        return cls(layout, atoms, layout.rows([seen])[0], layout.rows([atom.gradients for atom in atoms]))
 
     @property
     def names(self) -> tuple[str, ...]:
