@@ -23,6 +23,10 @@ def test_the_line_says_what_differs_from_the_defaults() -> None:
     assert str(Case("gpipe", 1, 1, 1, (1,))) == "gpipe r1 s1 m1 split=1 model=gpt seed=0"
     assert str(Case("gpipe", 1, 1, 1, (1,), dtype="bf16")) == "gpipe r1 s1 m1 split=1 model=gpt dtype=bf16 seed=0"
     assert Case.parse("gpipe r1 s1 m1 split=1").plan == FULL_PLAN
+    replicated = Case.parse("gpipe r2 s2 m3 split=1,1 replicas=2 runtime=torch")
+    assert str(replicated) == "gpipe r2 s2 m3 split=1,1 model=gpt seed=0 runtime=torch replicas=2"
+    assert (replicated.processes, replicated.late, replicated.bindings.count("2 replicas")) == (4, 6.0, 1)
+    assert [list(replicated.share(replica)) for replica in range(2)] == [[0, 2, 4], [1, 3, 5]]
 
 
 def test_every_model_and_dtype_of_the_reference_can_be_a_case() -> None:

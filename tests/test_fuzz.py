@@ -4,10 +4,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from hypothesis import find, settings
+from hypothesis import HealthCheck, find, given, settings
 
 from validation.case import FUZZED_DTYPES, MODELS, SCHEDULES, Case
 from validation.fuzz import PLANS, Tally, cases, fuzz
+from validation.runtimes import TORCH
 from validation.validator import validate
 from validation.verdict import LawResult, Verdict
 from validation.world import RankFailed, World
@@ -49,6 +50,21 @@ def test_draws_reach_everything_that_a_case_can_be() -> None:
         assert {getattr(case, flag) for case in ran} == {True, False}
     assert {case.loss for case in ran} == {"mean", "tokens"}
     assert {case.dtype for case in ran} == set(FUZZED_DTYPES)
+
+
+def test_replicas_are_drawn_for_torch_as_far_as_there_are_ranks() -> None:
+    drawn: list[Case] = []
+
+    @settings(max_examples=200, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(cases(runtime=TORCH))
+    def draw(case: Case) -> None:
+        drawn.append(case)
+
+    draw()
+    assert {case.replicas for case in drawn} == {1, 2}
+    assert max(case.processes for case in drawn) <= 4
+    assert {case.ranks for case in drawn if case.replicas == 2} == {1, 2}
+    assert not [case for case in drawn if case.replicas == 2 and case.model == "batchnorm"]
 
 
 def test_a_failure_shrinks_to_the_least_that_fails() -> None:

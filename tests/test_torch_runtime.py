@@ -1,14 +1,28 @@
 """torch's own pipelines under our plans: right ones pass, and what is known to be wrong in torch is seen to be."""
 
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
 
 from validation.case import Case, CaseError
 from validation.findings import FINDINGS, known
 from validation.fuzz import cases, fuzz
+from validation.judge import judge
+from validation.observe import data_for, max_norm_of
+from validation.observed import RankOperation
+from validation.replicated import as_one
 from validation.runtimes import TORCH, TORCH_CLASSES
+from validation.torch_runtime import TorchRank, observe_torch
 from validation.validator import validate
-from validation.world import World
+from validation.verdict import Verdict
+from validation.whitebox import torch_pipelining
+from validation.world import RankContext, World
 
 SPLIT = {1: "1,2", 2: "1,2,1,1"}
 VIRTUAL = {"gpipe": 1, "1f1b": 1}
@@ -65,6 +79,67 @@ def test_a_short_campaign_on_torch_finds_nothing_new(world: World) -> None:
 
 
 @pytest.mark.parametrize(
+    "line",
+    [
+        "1f1b r2 s2 m3 split=1,2 model=mlp loss=tokens plan=accumulate+train options=unscaled replicas=2",
+        "interleaved r1 s2 m2 split=1,1 model=gpt plan=train replicas=2",
+    ],
+)
+def test_replicas_in_ddp_give_what_a_single_device_gives(line: str, world: World) -> None:
+    verdict = validate(sound(f"{line} runtime=torch", world), world)
+    assert verdict.verdict == "pass", verdict
+    replicas = verdict.law("replicas")
+    assert replicas.exact == replicas.checked > 0
+
+
+def never_synced(rank: TorchRank) -> None:
+    """No backward is taken for the last, so that all run in ``no_sync``."""
+    for stage in torch_pipelining.stages_of(rank.schedule):
+        inner = stage.backward_maybe_with_nosync
+        stage.backward_maybe_with_nosync = functools.partial(_without_last, inner)
+
+
+def _without_last(inner: Callable[..., Any], kind: str, given: Any, last_backward: bool = False) -> Any:
+    return inner(kind, given, last_backward=False)
+
+
+def divided_twice(rank: TorchRank) -> None:
+    """What is reduced is a mean already, and is divided by the number of replicas once more."""
+    for module in rank.wrapped.values():
+        if isinstance(module, DistributedDataParallel):
+            module.register_comm_hook(module.process_group, _mean_of_mean)
+
+
+def _mean_of_mean(group: Any, bucket: Any) -> Any:
+    return default_hooks.allreduce_hook(group, bucket).then(lambda done: done.value()[0] / group.size())
+
+
+def observed_with(context: RankContext, case: Case, plant: Callable[[TorchRank], None]) -> list[RankOperation]:
+    max_norm = functools.partial(max_norm_of, case)
+    return observe_torch(context, case, functools.partial(data_for, case), max_norm, plant=plant)
+
+
+@pytest.mark.parametrize(
+    ("plant", "laws"), [(never_synced, {"gradient", "replicas"}), (divided_twice, {"gradient", "grad-norm"})]
+)
+def test_a_fault_of_ddp_is_caught_in_a_campaign_and_shrunk(
+    plant: Callable[[TorchRank], None], laws: set[str], world: World
+) -> None:
+    def run(case: Case, world: World) -> Verdict:
+        rows = world.run(observed_with, case, plant, ranks=case.processes)
+        return judge(case, as_one(case, rows))
+
+    drawn = cases(runtime=TORCH, schedules=("gpipe",), models=("mlp",), max_ranks=2)
+    strategy = drawn.filter(lambda case: not known(case, FINDINGS))
+    _, found = fuzz(world, budget=40, seed_=1, strategy=strategy, run=run)
+    assert found is not None
+    assert found.verdict is not None, found.failure
+    assert {law.name for law in found.verdict.laws if law.outcome == "fail"} >= laws
+    case = replace(found.case, options=())
+    assert str(case) == "gpipe r1 s1 m1 split=1 model=mlp plan=train seed=0 runtime=torch replicas=2"
+
+
+@pytest.mark.parametrize(
     ("line", "why"),
     [
         ("naive r2 s2 m2 runtime=torch", "no class for naive: use torch-csv"),
@@ -73,8 +148,11 @@ def test_a_short_campaign_on_torch_finds_nothing_new(world: World) -> None:
         ("1f1b r2 s2 m2 ragged runtime=torch", "microbatches of one size"),
         ("1f1b r2 s2 m2 model=gpt-tied runtime=torch", "their copies must be on one rank"),
         ("1f1b r2 s2 m2 specimen=stage-negated runtime=torch", "planted in pipeproof's own runtime"),
-        ("1f1b r2 s2 m2 options=unscaled", "are torch's"),
+        ("1f1b r2 s2 m2 options=unscaled", "options=unscaled are for torch: expected runtime=torch"),
         ("1f1b r2 s2 m2 options=nonsense runtime=torch", "unknown option 'nonsense'"),
+        ("1f1b r2 s2 m2 replicas=2", "replicas=2 are for torch: expected runtime=torch or torch-csv"),
+        ("1f1b r2 s2 m2 model=batchnorm replicas=2 runtime=torch", "the running statistics of the first"),
+        ("1f1b r2 s2 m2 replicas=two runtime=torch", "'replicas=two' needs numbers"),
         ("1f1b r2 s2 m2 runtime=jax", "unknown runtime 'jax'"),
     ],
 )

@@ -43,7 +43,9 @@ class Case:
     stage. dtype: of weights, activations and gradients. plan: the operations that are run and compared, in order; the
     last must be "train". loss: "mean" over microbatches, or "tokens", a sum divided by the global count. ragged:
     microbatches differ in length. unequal: they differ in how many targets count. specimen: a planted fault's name.
-    runtime: whose runtime carries it out, and options: what that runtime is told.
+    runtime: whose runtime carries it out, and options: what that runtime is told. replicas: pipelines of so many ranks
+    each, side by side, with DDP around their stages; each has ``microbatches`` of its own, so there are as many times
+    more.
     """
 
     schedule: str
@@ -62,10 +64,12 @@ class Case:
     specimen: str = ""
     runtime: str = OWN
     options: tuple[str, ...] = ()
+    replicas: int = 1
     own: Schedule | Program | None = field(default=None, repr=False)  # what the file holds; read if it is not given
 
     def __post_init__(self) -> None:
         counted("ranks", self.ranks, most=MOST_PROCESSES)
+        counted("replicas", self.replicas, most=MOST_PROCESSES // self.ranks)
         counted("layers", self.layers, most=MOST_LAYERS)
         counted("seed", self.seed, least=0, most=MOST_SEED)
         if not is_csv(self.schedule):
@@ -103,7 +107,7 @@ class Case:
             self.options,
             schedule=self.schedule,
             model=self.model,
-            shape=(self.ranks, self.stages, self.microbatches),
+            shape=(self.ranks, self.stages, self.microbatches, self.replicas),
             sizes_differ=self.ragged or (self.unequal and not self.model.startswith("gpt")),
             specimen=self.specimen,
         )
@@ -132,8 +136,19 @@ class Case:
 
     @property
     def late(self) -> float:
-        """What gradients are divided by when a call ends: torch's documented ``scale_grads`` divides by M then."""
-        return 1.0 if self.runtime == OWN or "unscaled" in self.options else float(self.microbatches)
+        """What gradients are divided by after the backward: torch's documented ``scale_grads`` divides by M when a call
+        ends, and DDP takes the mean over replicas."""
+        scaled = self.runtime != OWN and "unscaled" not in self.options
+        return float(self.replicas * (self.microbatches if scaled else 1))
+
+    @property
+    def processes(self) -> int:
+        """The ranks of all replicas: rank k of replica r is rank r * P + k of the world."""
+        return self.ranks * self.replicas
+
+    def share(self, replica: int) -> range:
+        """The microbatches that are given to ``replica``: every n-th of all that there are."""
+        return range(replica, self.microbatches * self.replicas, self.replicas)
 
     @property
     def stages(self) -> int:
@@ -148,6 +163,7 @@ class Case:
         """What the case's letters stand for, as a reader wants them beside a failure."""
         split = ",".join(map(str, self.split))
         sizes = f"P {self.ranks}, V {self.virtual}, M {self.microbatches}, split {split}"
+        sizes += f", {self.replicas} replicas" if self.replicas > 1 else ""
         return f"{self.schedule}, {sizes}, seed {self.seed}, model {self.model}, loss {self.loss}"
 
     def __str__(self) -> str:
@@ -205,7 +221,7 @@ def _option(word: str, text: str) -> tuple[str, Any]:
             return name, tuple(map(int, value.split(",")))
         if name in ("plan", "options"):
             return name, tuple(value.split("+"))
-        return name, int(value) if name == "seed" else flag or value
+        return name, int(value) if name in ("seed", "replicas") else flag or value
     except ValueError:
         raise CaseError(f"{text!r}: {word!r} needs numbers") from None
 

@@ -10,11 +10,11 @@ from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from pipeline.action import Kind
+from pipeline.action import GIVES_WEIGHT_GRADIENT, Kind
 from validation.case import Case
 from validation.observe import data_for
 from validation.ranks.rank_report import RankFailed
-from validation.runtimes import OWN
+from validation.runtimes import OWN, UNUSED
 from validation.validator import validate
 from validation.world import World
 
@@ -67,12 +67,28 @@ def _losses_out_of_order(case: Case) -> bool:
     return case.microbatches > 1 and ("descending" in case.options or order != sorted(order))
 
 
+def _one_phase(case: Case) -> bool:
+    """Whether some stage has no forward between its first backward and its last."""
+    return any(_waits(case, stage) for stage in range(case.stages))
+
+
+def _waits(case: Case, stage: int) -> bool:
+    row = case.built.ranks[case.built.placement[stage]]
+    kinds = [action.kind for action in row if action.stage == stage]
+    backs = [slot for slot, kind in enumerate(kinds) if kind in GIVES_WEIGHT_GRADIENT]
+    return len(backs) > 1 and Kind.FORWARD not in kinds[backs[0] : backs[-1]]
+
+
 def _unread(case: Case) -> bool:
     """Whether some optimizer step has no microbatch in which the second stream is read."""
     return case.stages > 1 and any(
         all(int(batch.inputs[2]) % 2 == 0 for number in group for batch in data_for(case, number))
         for group in _updates(case)
     )
+
+
+def _steps(case: Case) -> int:
+    return sum(operation != "eval" for operation in case.plan)
 
 
 def _updates(case: Case) -> Iterator[list[int]]:
@@ -126,6 +142,16 @@ FINDINGS = (
         "zeros-for-none",
         "looped-bfs r1 s2 m1 split=1,1 model=sometimes plan=train seed=1 options=unscaled runtime=torch",
         lambda case: case.model == "sometimes" and _unread(case),
+    ),
+    Finding(
+        "split-without-ddp",
+        "zb-h1 r1 s2 m1 split=1,1 model=mlp plan=train options=unscaled replicas=2 runtime=torch",
+        lambda case: case.replicas > 1 and bool(_split_stages(case)),
+    ),
+    Finding(
+        "trial-run-reduces",
+        "gpipe r1 s1 m2 split=1 model=mlp plan=train+train options=unscaled replicas=2 runtime=torch",
+        lambda case: _steps(case) > 1 and case.replicas > 1 and case.model not in UNUSED and _one_phase(case),
     ),
     Finding(
         "messages-to-oneself",

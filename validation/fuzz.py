@@ -21,7 +21,7 @@ from validation.world import RankFailed, World
 
 # From the plainest to the fullest, so that shrinking moves to the plainest that still fails.
 PLANS = (("train",), ("train", "train"), ("accumulate", "train"), ("eval", "train"), ("train", "eval", "train"))
-MAX_RANKS, MAX_VIRTUAL, MAX_MICROBATCHES, MAX_LAYERS_A_STAGE = 4, 3, 9, 3
+MAX_RANKS, MAX_VIRTUAL, MAX_MICROBATCHES, MAX_LAYERS_A_STAGE, MAX_REPLICAS = 4, 3, 9, 3, 2
 
 
 @st.composite
@@ -38,6 +38,7 @@ def cases(
     """Any case: schedule, P 1..4, V 1..3, M 1..9, uneven splits down to a layer a stage, model, dtype, loss, plan.
 
     ``runtime`` torch stands for both of torch's: a class where it has one, and its runtime for schedules of one's own.
+    There are 1 or 2 replicas on torch's, as far as there are ranks for them.
     """
     schedule = draw(st.sampled_from(list(schedules)))
     if runtime == TORCH:
@@ -48,7 +49,8 @@ def cases(
     microbatches = draw(st.integers(_fewest(schedule, ranks, virtual), MAX_MICROBATCHES))
     split = tuple(draw(st.lists(st.integers(1, MAX_LAYERS_A_STAGE), min_size=stages, max_size=stages)))
     model = draw(st.sampled_from(list(models)))
-    shape = (ranks, stages, microbatches)
+    replicas = draw(st.integers(1, max(1, min(MAX_REPLICAS, max_ranks // ranks)))) if runtime != OWN else 1
+    shape = (ranks, stages, microbatches, replicas)
 
     def can(sizes_differ: bool = False, *options: str) -> bool:
         return not why_not(
@@ -72,6 +74,7 @@ def cases(
         seed=draw(st.integers(0, 2**16)),
         device=device,
         runtime=runtime,
+        replicas=replicas,
         options=tuple(option for option in OPTIONS if can(False, option) and draw(st.booleans())),
     )
 
@@ -97,6 +100,7 @@ class Tally:
     verdicts: Counter[str] = field(default_factory=Counter)
     tiers: Counter[str] = field(default_factory=Counter)
     schedules: Counter[str] = field(default_factory=Counter)
+    replicas: Counter[int] = field(default_factory=Counter)
     dtypes: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -113,6 +117,12 @@ class Tally:
     def by_schedule(self) -> str:
         """How many cases each schedule had."""
         return ", ".join(f"{name} {count}" for name, count in sorted(self.schedules.items()))
+
+    @property
+    def by_replicas(self) -> str:
+        """How many cases had replicas; empty if none had."""
+        several = sum(count for replicas, count in self.replicas.items() if replicas > 1)
+        return f"; {some(several, 'case')} with replicas" if several else ""
 
     def __str__(self) -> str:
         tiers = ", ".join(f"{count} {tier}" for tier, count in self.tiers.most_common() if tier != "none")
@@ -180,6 +190,7 @@ def fuzz(
         tally.verdicts[outcome] += 1
         tally.tiers[verdict.tier if verdict else "none"] += 1
         tally.schedules[case.schedule] += 1
+        tally.replicas[case.replicas] += 1
         tally.dtypes[case.dtype] += 1
         progress(tally)
         if outcome != "pass":

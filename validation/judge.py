@@ -137,7 +137,7 @@ class Judge:
             share = range(len(expected)) if own.share is None else own.share
             if loss is not None or self._subject.every_rank:
                 self._whole_loss(operation, rank, loss)
-            if operation.expected.operation == "accumulate" and rank != placement[-1]:
+            if operation.expected.operation == "accumulate" and rank % self._observed.schedule.n_ranks != placement[-1]:
                 continue  # accumulate() reports losses where they are known
             if not reported and not self._subject.every_rank:
                 continue

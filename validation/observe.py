@@ -21,6 +21,7 @@ from validation.case import Case
 from validation.observed import Observed, RankOperation
 from validation.recorder import Recorder
 from validation.recording import Site
+from validation.replicated import as_one
 from validation.runtimes import OWN
 from validation.specimens import specimen
 from validation.stages import layers_of, on_device, tied_across
@@ -92,14 +93,15 @@ def observe(case: Case, world: World, *, record: bool = False) -> Observed:
 
     Raises what the world raises: a rank that failed, hung or is missing.
     """
-    rows = world.run(observe_rank, case, record, ranks=case.ranks)
-    return Observed(case.built, tuple(tuple(row) for row in rows))
+    rows = world.run(observe_rank, case, record, ranks=case.processes)
+    return as_one(case, [tuple(row) for row in rows])
 
 
 def data_for(case: Case, operation: int) -> list[Batch]:
     """The microbatches of operation ``operation`` of the plan; different ones for each, so that stale ones show."""
     shapes = Shapes(ragged=case.ragged, unequal=case.unequal)
-    batches = microbatches(case.model, count=case.microbatches, shapes=shapes, seed=case.seed * 1000 + operation)
+    count = case.microbatches * case.replicas
+    batches = microbatches(case.model, count=count, shapes=shapes, seed=case.seed * 1000 + operation)
     return [batch.cast(DTYPES[case.dtype]) for batch in batches]
 
 

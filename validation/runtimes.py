@@ -19,6 +19,8 @@ TORCH_CLASSES: Mapping[str, str] = MappingProxyType(
     }
 )
 SINGLE = ("gpipe", "1f1b")  # torch's classes with a loop of their own, for one stage on a rank
+# Models with parameters that no gradient reaches: DDP is documented to want find_unused_parameters for these.
+UNUSED = ("pair", "sometimes")
 # unscaled: scale_grads=False, so the loss function divides. defer-recv: defer_pp_recv=True. whole: one batch, which
 # torch splits. descending: microbatches from the last to the first, as a schedule of one's own may have them.
 OPTIONS = ("unscaled", "defer-recv", "whole", "descending")
@@ -30,14 +32,15 @@ def why_not(
     *,
     schedule: str,
     model: str,
-    shape: tuple[int, int, int],
+    shape: tuple[int, int, int, int],
     sizes_differ: bool,
     specimen: str,
 ) -> str:
-    """Why ``runtime`` cannot have this; empty if it can. ``shape`` is ranks, stages and microbatches."""
+    """Why ``runtime`` cannot have this; empty if it can. ``shape`` is ranks, stages, microbatches and replicas."""
+    ranks, stages, microbatches, replicas = shape
     if runtime == OWN:
-        return f"options={'+'.join(options)} are torch's: expected runtime=torch or torch-csv" if options else ""
-    ranks, stages, microbatches = shape
+        foreign = [f"options={'+'.join(options)}"] * bool(options) + [f"replicas={replicas}"] * (replicas > 1)
+        return f"{' and '.join(foreign)} are for torch: expected runtime=torch or torch-csv" if foreign else ""
     rounds = max(1, microbatches // ranks)
     one_rank = ranks == 1 or schedule in ("zb-v", "v-half", "v-min", "dualpipev")  # for the first and the last stage
     reasons = (
@@ -54,6 +57,14 @@ def why_not(
         (
             model == "gpt-tied" and stages > 1 and not one_rank,
             "torch does not sum the gradients of tied parameters: their copies must be on one rank",
+        ),
+        (
+            replicas > 1 and model == "batchnorm",
+            "DDP gives all replicas the running statistics of the first: no single device has the same",
+        ),
+        (
+            replicas > 1 and model == "gpt-tied" and stages > 1,
+            "DDP wants a parameter in one module alone, and stages that tie one share it",
         ),
         (bool(specimen), f"specimen={specimen} is planted in pipeproof's own runtime"),
         ("defer-recv" in options and runtime == TORCH and schedule in SINGLE, "defer-recv is for its other classes"),

@@ -51,4 +51,6 @@ def subject_of(case: Case, laws: tuple[str, ...]) -> Subject:
         max_norm=lambda number: max_norm_of(case, number),
     )
     due = frozenset((stage, name) for name, stage in owner.items())
-    return Subject(str(case), laws, case.plan, case.microbatches, due, oracle, tied, bindings=case.bindings)
+    laws = (*laws, "replicas") if case.replicas > 1 else laws
+    microbatches = case.microbatches * case.replicas
+    return Subject(str(case), laws, case.plan, microbatches, due, oracle, tied, bindings=case.bindings)

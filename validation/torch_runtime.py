@@ -3,6 +3,8 @@
 import inspect
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining import schedules
+from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.action import Action
 from reference.data import Batch
@@ -19,13 +22,14 @@ from validation.case import Case
 from validation.observed import RankOperation
 from validation.ranks.posted import noted_messages
 from validation.recording import Site
-from validation.runtimes import SINGLE, TORCH, TORCH_CLASSES
+from validation.runtimes import SINGLE, TORCH, TORCH_CLASSES, UNUSED
 from validation.stages import layers_of, on_device, tied_across
 from validation.whitebox.torch_pipelining import Recorder, run
 from validation.world import RankContext
 
 _Choose = Callable[[int], float]  # what operation k of the plan clips to
 _Data = Callable[[int], list[Batch]]
+_Plant = Callable[["TorchRank"], None]
 
 
 class TorchRank:
@@ -33,17 +37,30 @@ class TorchRank:
 
     def __init__(self, context: RankContext, case: Case, *, data: _Data, max_norm: _Choose) -> None:
         self.case, self.context, self.data, self.max_norm = case, context, data, max_norm
+        self.groups = groups(context.ranks, case.replicas)
+        self.replica, self.place = divmod(context.rank, case.ranks)
         self.model = build_model(case.model, layers=case.layers, seed=case.seed, dtype=case.dtype)
-        self.modules = stage_modules(self.model, case, context)
+        self.modules = stage_modules(self.model, case, self.place, context.device)
+        self.wrapped = {index: self._replicated(module) for index, module in self.modules.items()}
         self.loss_fn, _ = objective(self.model, data(0), Recipe(loss=case.loss))
         self.divisor = 1.0  # of the operation that is under way; torch divides by the number of microbatches after it
         stages = [
-            pipelining.PipelineStage(module, index, case.stages, torch.device(context.device), group=context.group)
-            for index, module in self.modules.items()
+            pipelining.PipelineStage(
+                module, index, case.stages, torch.device(context.device), group=self.groups.pipeline or context.group
+            )
+            for index, module in self.wrapped.items()
         ]
         self.schedule = build_schedule(case, stages, self._loss)
         self.recorder = Recorder(self.schedule)
         self.optimizer = Recipe().optimizer([p for p in self._parameters().values() if p.requires_grad])
+
+    def _replicated(self, module: nn.Module) -> nn.Module:
+        """``module`` in DDP, where there are replicas; not one without anything to train, which DDP refuses."""
+        trained = any(p.requires_grad for p in module.parameters())
+        if self.case.replicas == 1 or not trained:
+            return module
+        unused = self.case.model in UNUSED
+        return DistributedDataParallel(module, process_group=self.groups.peers, find_unused_parameters=unused)
 
     def _loss(self, output: Tensor, target: Tensor) -> Tensor:
         value = self.loss_fn(output, target)
@@ -51,13 +68,16 @@ class TorchRank:
 
     def perform(self, operation: int) -> RankOperation:
         """Operation ``operation`` of the plan."""
-        name, batches = self.case.plan[operation], self.data(operation)
-        _, divisor = objective(self.model, batches, Recipe(loss=self.case.loss))
+        name, every = self.case.plan[operation], self.data(operation)
+        batches = [every[number] for number in self.case.share(self.replica)]
+        _, divisor = objective(self.model, every, Recipe(loss=self.case.loss))
         self.divisor = divisor / self.case.late
         self.recorder.begin()
         own = self._run(name, [batch.to(self.context.device) for batch in batches])
-        losses = next(filter(None, self._gathered([loss.item() * self.divisor for loss in own])), [])
-        loss = math.fsum(losses) / divisor if all(map(math.isfinite, losses)) else sum(losses)
+        rows = self._gathered([loss.item() * self.divisor for loss in own])
+        losses = next(filter(None, self._of_pipeline(rows)), [])
+        total = [loss for row in rows for loss in row]
+        loss = math.fsum(total) / divisor if all(map(math.isfinite, total)) else sum(total)
         executed, called = tuple(self.recorder.executed), tuple(self.recorder.called)
         seen: dict[str, Any] = {"called": called, "buffers": self._sites("named_buffers")}
         if name != "accumulate":
@@ -74,11 +94,11 @@ class TorchRank:
             later = name == "accumulate" and "finalize_gradients" in inspect.signature(self.schedule.step).parameters
             self._feed(self.schedule.step, batches, losses, **({"finalize_gradients": False} if later else {}))
             return losses
-        for module in self.modules.values():
+        for module in self.wrapped.values():
             module.eval()
         with torch.no_grad():
             self._feed(self.schedule.eval, batches, losses)
-        for module in self.modules.values():
+        for module in self.wrapped.values():
             module.train()
         return losses
 
@@ -102,7 +122,7 @@ class TorchRank:
         """Clip, step and clear; the norm before clipping, over all ranks."""
         gradients = [p.grad for p in self._parameters().values() if p.grad is not None]
         squares = [torch.linalg.vector_norm(grad, dtype=torch.float64).item() ** 2 for grad in gradients]
-        norm = math.sqrt(math.fsum(square for row in self._gathered(squares) for square in row))
+        norm = math.sqrt(math.fsum(square for row in self._of_pipeline(self._gathered(squares)) for square in row))
         factor = max_norm / (norm + 1e-6)
         for grad in gradients if factor < 1.0 else ():
             grad.mul_(factor)
@@ -114,6 +134,11 @@ class TorchRank:
         rows: list[Any] = [None] * self.context.ranks
         dist.all_gather_object(rows, own, group=self.context.group)
         return rows
+
+    def _of_pipeline(self, rows: list[list[float]]) -> list[list[float]]:
+        """Of what every rank said, that of the ranks of this rank's replica."""
+        first = self.replica * self.case.ranks
+        return rows[first : first + self.case.ranks]
 
     def _parameters(self) -> Mapping[int, nn.Parameter]:
         return {id(p): p for module in self.modules.values() for p in module.parameters()}
@@ -127,12 +152,32 @@ class TorchRank:
         }
 
 
-def stage_modules(model: Model, case: Case, context: RankContext) -> dict[int, nn.Module]:
-    """This rank's stages by their index. A parameter that two of them tie is one object, as in a user's own model."""
-    own = case.built.stages_of(context.rank)
-    modules: dict[int, nn.Module] = {
-        stage: on_device(model, layers_of(case.split)[stage], context.device) for stage in own
-    }
+@dataclass(frozen=True)
+class Groups:
+    """This rank's pipeline, and its peers: the ranks that hold the same stages in other replicas."""
+
+    pipeline: dist.ProcessGroup | None
+    peers: dist.ProcessGroup | None
+
+
+@cache
+def groups(ranks: int, replicas: int) -> Groups:
+    """Made once in a process: groups are not given back."""
+    if replicas == 1:
+        return Groups(None, None)
+    size, rank = ranks // replicas, dist.get_rank()
+    pipelines = [dist.new_group([*range(first, first + size)]) for first in range(0, ranks, size)]
+    peers = [dist.new_group([*range(place, ranks, size)]) for place in range(size)]
+    return Groups(pipelines[rank // size], peers[rank % size])
+
+
+def stage_modules(model: Model, case: Case, place: int, device: str) -> dict[int, nn.Module]:
+    """The stages of rank ``place`` of a pipeline, by their index.
+
+    A parameter that two of them tie is one object, as in a user's own model.
+    """
+    own = case.built.stages_of(place)
+    modules: dict[int, nn.Module] = {stage: on_device(model, layers_of(case.split)[stage], device) for stage in own}
     for copies in tied_across(model, case.split):
         (first, shared), *others = sorted(copies.items())
         for stage, name in others if copies.keys() <= modules.keys() else ():
@@ -165,8 +210,11 @@ def torch_actions(case: Case) -> dict[int, list[Any]]:
     return {rank: list(map(spelled, row)) for rank, row in enumerate(case.built.ranks)}
 
 
-def observe_torch(context: RankContext, case: Case, data: _Data, max_norm: _Choose) -> list[RankOperation]:
-    """One rank's part of ``case`` on torch's runtime."""
+def observe_torch(
+    context: RankContext, case: Case, data: _Data, max_norm: _Choose, *, plant: _Plant = lambda rank: None
+) -> list[RankOperation]:
+    """One rank's part of ``case`` on torch's runtime. ``plant``: what is done to the rank before it begins."""
     rank = TorchRank(context, case, data=data, max_norm=max_norm)
+    plant(rank)
     with noted_messages():
         return [rank.perform(operation) for operation in range(len(case.plan))]

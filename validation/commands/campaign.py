@@ -67,6 +67,8 @@ def validate_all(wanted: Sequence[Case], setting: Setting, *, left_out: Mapping[
         specimen(case.specimen)  # an unknown one is refused before anything starts
     if setting.record is not None and len(wanted) != 1:
         raise Impossible(f"--record takes one case, and these are {len(wanted)}: choose one --schedule and one --model")
+    if setting.record is not None and wanted[0].replicas > 1:
+        raise Impossible(f"--record takes one pipeline, and {wanted[0]} has {wanted[0].replicas} replicas")
     terminal, device = Terminal(), setting.chosen_device
     verdicts: list[Verdict] = []
     with (
@@ -122,7 +124,7 @@ def fuzz_all(
                 progress=lambda tally: show(f"{tally.cases} of {tally.budget}: {tally}"),
             )
             found = _explained(found, world)
-        terminal.say(f"seed {seed}: {tally}\n{tally.by_schedule}")
+        terminal.say(f"seed {seed}: {tally}\n{tally.by_schedule}{tally.by_replicas}")
         findings = {"findings": [finding.name for finding in there]} if there else {}
         file.write({"schema": SCHEMA, "seed": seed, **findings, **_data(tally, found)})
         if found is None:

@@ -17,6 +17,8 @@ def record_case(case: Case, path: str) -> int:
     """Write what a correct run of ``case`` gives; returns the exit status."""
     if specimen(case.specimen).name:
         raise RecordError(f"{case.specimen!r} is planted in ranks: what is expected has no specimen; leave it out")
+    if case.replicas > 1:
+        raise RecordError(f"a record is of one pipeline, and {case} has {case.replicas} replicas: leave them out")
     terminal = Terminal()
     with OutputFile(path) as file:
         with terminal.progress(f"the reference of {case}"):
