@@ -94,6 +94,14 @@ def test_a_single_unknown_call_is_the_microbatch_that_no_other_was_about() -> No
     assert one.seen.startswith("no microbatch's (0 is the one that no other call was about): relative error about")
 
 
+def test_that_it_was_the_only_one_left_is_said_of_zeros_too() -> None:
+    seen = calls(batches(), [3, 1, 0, 2])
+    zero = sketch(torch.zeros(4, 8))
+    seen[1][2] = replace(strange(seen[1][2], 50), inputs=[zero])
+    (one,) = (one for one in judged(seen)[1].crossings if one.what == "input" and not one.same)
+    assert (one.at, one.seen) == ("1F0", "zero (0 is the one that no other call was about)")
+
+
 def test_beside_a_microbatch_that_came_twice_a_single_unknown_call_is_not_known() -> None:
     flow = judged(with_strangers([3, 1, 3, 2], 1))[1]
     assert (forwards(flow), flow.lost, flow.complete) == ([3, UNTOLD, 3, 2], (0, 1), False)

@@ -86,7 +86,8 @@ def _really(column: Column, call: int, microbatch: int, inferred: str) -> What:
     """What a tensor is that is not the expected one."""
     seen, expected = column.seen[call], column.known[microbatch]
     assert seen is not None, "asked for what was seen only"
-    owners, made = sorted(column.owners(call)), _empty(seen) or changed(seen, expected)
+    told = f" ({microbatch} {inferred})" if inferred else ""
+    owners, made = sorted(column.owners(call)), _empty(seen, told) or changed(seen, expected)
     if owners and not rounded(seen, expected):
         return What("other", f"microbatch {owners[0]}'s")
     if seen.shape != expected.shape:
@@ -100,7 +101,6 @@ def _really(column: Column, call: int, microbatch: int, inferred: str) -> What:
     distance = f"relative error about {seen.distance(expected):.1g}"
     if nearest(seen, column.known) == microbatch:
         return What("noisy", f"its own with something added: {distance}")
-    told = f" ({microbatch} {inferred})" if inferred else ""
     return What("different", f"no microbatch's{told}: {distance}")
 
 
@@ -109,7 +109,8 @@ def _nobodys(seen: Sketch) -> What:
     return _empty(seen) or What("different", "like nothing the reference made, so its microbatch is not known")
 
 
-def _empty(seen: Sketch) -> What | None:
+def _empty(seen: Sketch, told: str = "") -> What | None:
+    """What has nothing in it of any microbatch; ``told`` is what tells its own all the same."""
     if not math.isfinite(seen.norm):
-        return What("not-finite", "not finite")
-    return None if seen.norm else What("zero", "zero")
+        return What("not-finite", f"not finite{told}")
+    return None if seen.norm else What("zero", f"zero{told}")
