@@ -154,6 +154,11 @@ FINDINGS = (
         lambda case: _steps(case) > 1 and case.replicas > 1 and case.model not in UNUSED and _one_phase(case),
     ),
     Finding(
+        "trial-run-marks-unused",
+        "gpipe r2 s2 m2 split=1,2 model=sometimes plan=train seed=1 replicas=2 runtime=torch",
+        lambda case: case.replicas > 1 and case.model == "sometimes" and case.microbatches > 1 and max(case.split) > 1,
+    ),
+    Finding(
         "messages-to-oneself",
         "looped-bfs r1 s2 m1 split=1,1 model=mlp plan=train options=unscaled runtime=torch",
         _neighbours,
