@@ -27,6 +27,7 @@ FINISHED = RankReport(0, Ending.FINISHED)
         ([raised(0, GLOO, at_s=2.0), raised(1, GLOO, at_s=1.0)], 1),
         ([RankReport(0, Ending.STOPPED), raised(1, GLOO)], 1),
         ([RankReport(0, Ending.STUCK, waiting="1RECV_F0"), RankReport(1, Ending.STUCK)], 1),
+        ([RankReport(rank, Ending.STUCK, waiting="a message", at_s=2.0 - rank) for rank in range(2)], 0),
         ([RankReport(0, Ending.STOPPED), RankReport(1, Ending.ABSENT, "did not come")], 1),
         ([raised(0, "RankFailed: rank 1 of 2 did not come to the run"), RankReport(1, Ending.SKIPPED, at_s=9.0)], 1),
         ([raised(0, "RankFailed: rank 2 raised\nrank 1: Connection closed", at_s=1.0), raised(1, at_s=2.0)], 0),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
@@ -110,8 +111,8 @@ def divided_twice(rank: TorchRank) -> None:
             module.register_comm_hook(module.process_group, _mean_of_mean)
 
 
-def _mean_of_mean(group: Any, bucket: Any) -> Any:
-    return default_hooks.allreduce_hook(group, bucket).then(lambda done: done.value()[0] / group.size())
+def _mean_of_mean(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    return default_hooks.allreduce_hook(group, bucket).then(lambda done: done.value() / group.size())
 
 
 def observed_with(context: RankContext, case: Case, plant: Callable[[TorchRank], None]) -> list[RankOperation]:
@@ -135,7 +136,8 @@ def test_a_fault_of_ddp_is_caught_in_a_campaign_and_shrunk(
     assert found is not None
     assert found.verdict is not None, found.failure
     assert {law.name for law in found.verdict.laws if law.outcome == "fail"} >= laws
-    case = replace(found.case, options=())
+    # With a single microbatch the trial run's announcement stands for what is left out of the first step.
+    case = replace(found.case, options=(), plan=("train",))
     assert str(case) == "gpipe r1 s1 m1 split=1 model=mlp plan=train seed=0 runtime=torch replicas=2"
 
 

@@ -77,7 +77,10 @@ class RankReport:
 
 
 def culprit_of(reports: Sequence[RankReport]) -> int:
-    """The rank to blame: the earliest failure that is not merely the echo of another rank's."""
+    """The rank to blame: the earliest failure that is not merely the echo of another rank's.
+
+    When a rank was found to be stuck says nothing: of those that wait alike the first is named, on every run.
+    """
 
     def blame(report: RankReport) -> tuple[int, float, int]:
         match report.ending:
@@ -93,7 +96,7 @@ def culprit_of(reports: Sequence[RankReport]) -> int:
                 level = 5
             case Ending.FINISHED:
                 level = 6
-        return level, report.at_s, report.rank
+        return level, 0.0 if report.ending is Ending.STUCK else report.at_s, report.rank
 
     return min(reports, key=blame).rank
 
