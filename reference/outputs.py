@@ -11,22 +11,16 @@ Place = str  # of a tensor: a module's n-th output
 Note = Callable[[Place, Tensor], None]
 
 
-def nothing() -> None:
-    """Does nothing."""
-
-
 @contextmanager
-def outputs_noted(model: nn.Module, note: Note, *, begins: Callable[[], None] = nothing) -> Iterator[None]:
+def outputs_noted(model: nn.Module, note: Note) -> Iterator[None]:
     """While this is open, tell ``note`` of each tensor that a module of ``model`` puts out, and where.
 
-    A tensor that a module inside it has given already is told once, as that one's. ``begins`` is called whenever the
-    model itself is.
+    A tensor that a module inside it has given already is told once, as that one's.
     """
     told: dict[int, Tensor] = {}  # of this call of the model; kept, so that no id is used again
 
     def entered(module: nn.Module, arguments: Any) -> None:
         told.clear()
-        begins()
 
     def noting(name: str) -> Callable[[nn.Module, Any, Any], None]:
         def called(module: nn.Module, arguments: Any, result: Any) -> None:

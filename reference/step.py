@@ -7,7 +7,7 @@ and a correct pipeline then agrees to the last bit.
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -57,6 +57,10 @@ class Contribution:
 
     loss: float
     gradients: Mapping[Site, Gradient]
+
+    def under(self, owner: Mapping[str, Stage]) -> "Contribution":
+        """The same, with every parameter name's site at that name's ``owner``."""
+        return replace(self, gradients={(owner[name], name): part for (_, name), part in self.gradients.items()})
 
 
 @dataclass(frozen=True)
@@ -135,8 +139,12 @@ class Reference:
 
     def contribute(self, batches: Sequence[Batch]) -> tuple[Contribution, ...]:
         """What every microbatch gives; nothing is added up, and no parameter changes."""
+        return tuple(self.contributing(batches))
+
+    def contributing(self, batches: Sequence[Batch]) -> Iterator[Contribution]:
+        """As ``contribute``, one microbatch after another, each when it is asked for."""
         loss_fn, divisor = objective(self.model, batches, self._recipe)
-        return tuple(self.contribution(batch, loss_fn, divisor / self.late) for batch in batches)
+        return (self.contribution(batch, loss_fn, divisor / self.late) for batch in batches)
 
     def contribution(self, batch: Batch, loss_fn: LossFn, divisor: float) -> Contribution:
         """One forward and backward, with a leaf of its own for every stage's use of every parameter."""

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from reference.data import Batch
 from validation.observed import Crossing
 from validation.whitebox.crossings import Passed, passed
-from validation.whitebox.places import Places, survey
+from validation.whitebox.places import Places, Survey
 from validation.whitebox.sketch import sketch
 from validation.whitebox.watching import Call, Watcher
 
@@ -29,13 +29,14 @@ def batches() -> list[Batch]:
 
 def places() -> tuple[Places, Places]:
     whole = model()
+    survey = Survey(whole)
+    for microbatch, batch in enumerate(batches()):
 
-    def train() -> None:
-        for batch in batches():
+        def train(batch: Batch = batch) -> None:
             (loss_fn(whole(*batch.inputs), batch.target) / MICROBATCHES).backward()
 
-    _, both = survey(whole, batches(), train)
-    return both
+        survey.watch(microbatch, batch, train)
+    return survey.places
 
 
 def calls(order: list[int], *, change: float = 1.0, late: Tensor | None = None) -> list[Call]:

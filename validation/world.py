@@ -1,7 +1,7 @@
 """Run a function on several ranks and get every rank's result, wherever the ranks are."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, NoReturn, Protocol, Self, TypeVar
 
@@ -21,7 +21,9 @@ Result = TypeVar("Result")
 class Place(Protocol):
     """Somewhere ranks can be."""
 
-    def run(self, order: bytes, *, label: str, ranks: int, timeout_s: float) -> Sequence[Answer]:
+    def run(
+        self, order: bytes, *, label: str, ranks: int, timeout_s: float, meanwhile: Iterable[object]
+    ) -> Sequence[Answer]:
         """One answer for each rank, in rank order, and the same everywhere."""
 
     def close(self) -> None:
@@ -44,12 +46,19 @@ class World:
         self._place: Place | None = None
 
     def run(
-        self, job: Callable[..., Result], *args: object, ranks: int, timeout_s: float | None = None
+        self,
+        job: Callable[..., Result],
+        *args: object,
+        ranks: int,
+        timeout_s: float | None = None,
+        meanwhile: Iterable[object] = (),
     ) -> list[Result]:
         """Call ``job(context, *args)`` on each of ``ranks`` ranks: the results in rank order, the same list everywhere.
 
         Job, arguments and results travel as bytes, so closures are welcome. What a job changes stays on its rank, also
-        for later jobs there: a default dtype, say. Let results be on the CPU.
+        for later jobs there: a default dtype, say. Let results be on the CPU. ``meanwhile`` is work of the caller's
+        own, step by step: some of it, none or all is done while ranks that leave room for it are busy. Between two
+        steps they are looked after, so let steps be short; what one raises ends the run.
         Raises RankFailed, culprit first, where a rank raises, dies, or has not finished after the bound in seconds;
         NeedsMoreRanks where a launcher started fewer; the skip, where every rank skips for one reason.
         """
@@ -60,7 +69,8 @@ class World:
         order = pack((sys.path, pack((job, args))))
         if self._place is None:
             self._place = _place(self.device)
-        return _results(self._place.run(order, label=_label(job), ranks=ranks, timeout_s=bound_s))
+        label = _label(job)
+        return _results(self._place.run(order, label=label, ranks=ranks, timeout_s=bound_s, meanwhile=meanwhile))
 
     def close(self) -> None:
         """End the processes of this world, whatever they do, within a bound. A later run starts new ones."""

@@ -3,7 +3,7 @@
 import shutil
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.connection import wait
 
 from validation.ranks.rank_report import Ending, RankReport
@@ -17,6 +17,7 @@ _SKIP_GRACE_S = 3.0  # after the first skip, for the others to skip too: then it
 _QUESTION_BOUND_S = 1.0
 _END_BOUND_S = 10.0
 _LOOK_S = 0.05  # how often to ask whether the run has failed elsewhere
+_NOTHING = object()  # what is left of the caller's own work once it is done
 
 
 class Pool:
@@ -42,11 +43,18 @@ class Pool:
         """End the workers, whatever they do, within a bound. Closing twice does nothing."""
         self._end()
 
-    def run(self, order: bytes, *, timeout_s: float, cancelled: Callable[[], bool] | None = None) -> list[Answer]:
+    def run(
+        self,
+        order: bytes,
+        *,
+        timeout_s: float,
+        cancelled: Callable[[], bool] | None = None,
+        meanwhile: Iterable[object] = (),
+    ) -> list[Answer]:
         """Every worker's answer to the order, in the order of the seats. If one of them failed, the pool is closed.
 
         The bound, in seconds, counts from when all workers are ready. ``cancelled`` is asked now and then whether a
-        rank of the same run has failed that is not in this pool.
+        rank of the same run has failed that is not in this pool. ``meanwhile`` is as for ``World.run``.
         """
         try:
             answers = [] if self._ready else self._collect("join its group", START_BOUND_S, cancelled)
@@ -54,7 +62,7 @@ class Pool:
             if not any(answer.failed for answer in answers):
                 for worker in self._workers:
                     worker.order(order)
-                answers = self._collect("finish", timeout_s, cancelled)
+                answers = self._collect("finish", timeout_s, cancelled, meanwhile)
         except BaseException:
             self.close()
             raise
@@ -62,13 +70,19 @@ class Pool:
             self.close()
         return answers
 
-    def _collect(self, aim: str, bound_s: float, cancelled: Callable[[], bool] | None) -> list[Answer]:
+    def _collect(
+        self, aim: str, bound_s: float, cancelled: Callable[[], bool] | None, meanwhile: Iterable[object] = ()
+    ) -> list[Answer]:
         answers: dict[WorkerHandle, Answer] = {}
-        pending = list(self._workers)
+        pending, own = list(self._workers), iter(meanwhile)
         deadline_s, failing = time.monotonic() + bound_s, False
-        while pending and (left_s := deadline_s - time.monotonic()) > 0:
-            handles = [handle for worker in pending for handle in worker.handles]
-            ready = wait(handles, left_s if cancelled is None else min(left_s, _LOOK_S))
+        while pending:
+            busy = not failing and next(own, _NOTHING) is not _NOTHING
+            left_s = max(0.0, deadline_s - time.monotonic())
+            patience_s = 0.0 if busy else left_s if cancelled is None else min(left_s, _LOOK_S)
+            ready = wait([handle for worker in pending for handle in worker.handles], patience_s)
+            if not ready and not left_s:
+                break  # no sooner: what came while this process was busy with its own came in time
             graces_s = [GRACE_S] if cancelled is not None and not failing and cancelled() else []
             for worker in [worker for worker in pending if not worker.handles.isdisjoint(ready)]:
                 pending.remove(worker)

@@ -1,7 +1,7 @@
 """Ranks as processes of this machine: one pool of workers for each number of ranks, made when first needed."""
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from validation.ranks.launcher import loopback
 from validation.ranks.pool import Pool
@@ -16,13 +16,16 @@ class Processes:
         self._device = device
         self._pools: dict[int, Pool] = {}
 
-    def run(self, order: bytes, *, label: str, ranks: int, timeout_s: float) -> Sequence[Answer]:
+    def run(
+        self, order: bytes, *, label: str, ranks: int, timeout_s: float, meanwhile: Iterable[object]
+    ) -> Sequence[Answer]:
         """One answer for each rank, in rank order. There is one controller, so nobody else to agree on the label."""
         del label
         pool = self._pools.get(ranks)
         if pool is None or not pool.alive:
             pool = self._pools[ranks] = Pool(self._seats(ranks))
-        return pool.run(order, timeout_s=timeout_s)
+        # A GPU's memory is the ranks' alone while they are busy.
+        return pool.run(order, timeout_s=timeout_s, meanwhile=meanwhile if self._device == "cpu" else ())
 
     def close(self) -> None:
         """End all workers."""

@@ -2,7 +2,7 @@
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from validation.ranks.launcher import loopback
@@ -38,11 +38,15 @@ class Torchrun:
         self._side = side_store()
         self._pools: dict[int, tuple[int, Pool]] = {}  # by world size: the group's number and this rank's one worker
 
-    def run(self, order: bytes, *, label: str, ranks: int, timeout_s: float) -> Sequence[Answer]:
+    def run(
+        self, order: bytes, *, label: str, ranks: int, timeout_s: float, meanwhile: Iterable[object]
+    ) -> Sequence[Answer]:
         """One answer for each rank, in rank order and the same on every rank of torchrun.
 
+        Nothing is done meanwhile: each rank's own process would take the time of its worker.
         Raises NeedsMoreRanks, and RankFailed where ranks do not come or come with another job.
         """
+        del meanwhile
         if ranks > self._side.ranks:
             raise NeedsMoreRanks(ranks, self._side.ranks)
         try:

@@ -47,42 +47,34 @@ class Places:
 Both = tuple[Places, Places]  # of tensors, and of gradients
 
 
-def survey(
-    model: nn.Module, batches: Sequence[Batch], run: Callable[[], Result], *, replicas: int = 1
-) -> tuple[Result, Both]:
-    """What ``run`` returns, which trains ``model`` on each of ``batches``; and where what passes meanwhile.
+class Survey:
+    """Looks where in ``model`` what passes, while it is trained on one microbatch after another.
 
     A replica whose share is to be averaged with others has gradients that are ``replicas`` times as large.
     """
-    forward, backward = Places(), Places()
-    for microbatch, batch in enumerate(batches):
+
+    def __init__(self, model: nn.Module, *, replicas: int = 1) -> None:
+        self.places: Both = Places(), Places()
+        self._model = model
+        self._replicas = replicas
+
+    def watch(self, microbatch: int, batch: Batch, train: Callable[[], Result]) -> Result:
+        """What ``train`` returns, which trains the model on ``batch``."""
+        forward, _ = self.places
         for number, tensor in enumerate(batch.inputs):
             forward.note(f"{INPUT} {number}", microbatch, tensor)
-    observer = _Observer(forward, backward, replicas)
-    with outputs_noted(model, observer.note, begins=observer.begins):
-        return run(), (forward, backward)
+        with outputs_noted(self._model, lambda place, tensor: self._note(place, microbatch, tensor)):
+            return train()
 
-
-class _Observer:
-    """Notes the outputs of modules, one microbatch after another."""
-
-    def __init__(self, forward: Places, backward: Places, replicas: int) -> None:
-        self._forward, self._backward = forward, backward
-        self._replicas = replicas
-        self._microbatch = -1
-
-    def begins(self) -> None:
-        """The next microbatch enters the model."""
-        self._microbatch += 1
-
-    def note(self, place: str, tensor: Tensor) -> None:
+    def _note(self, place: str, microbatch: int, tensor: Tensor) -> None:
         """A module has put out ``tensor``; its gradient is noted when it flows."""
-        microbatch = self._microbatch
-        self._forward.note(place, microbatch, tensor)
+        forward, _ = self.places
+        forward.note(place, microbatch, tensor)
         if tensor.requires_grad:
             tensor.register_hook(lambda gradient: self._flowed(place, microbatch, gradient))  # type: ignore[no-untyped-call]  # in torch
 
     def _flowed(self, place: str, microbatch: int, gradient: Tensor) -> None:
-        self._backward.note(place, microbatch, gradient)
+        _, backward = self.places
+        backward.note(place, microbatch, gradient)
         if self._replicas > 1:
-            self._backward.note(f"{place} of a replica", microbatch, gradient * self._replicas)
+            backward.note(f"{place} of a replica", microbatch, gradient * self._replicas)

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from reference.data import Batch
-from reference.step import Contribution, Loss, Recipe, Reference
+from reference.step import Contribution, Loss, Reference
 from validation.floors import Floors, Orders, Pending
 from validation.judge import judged, one_thread
 from validation.observed import Observed
@@ -25,8 +25,8 @@ from validation.whitebox.assemble import Assembled
 from validation.whitebox.explain import explained
 from validation.whitebox.handed import HandBackError
 from validation.whitebox.matching import Names
-from validation.whitebox.places import Both, survey
 from validation.whitebox.rank import Order, RankMade, Step, digests, run_step
+from validation.whitebox.reference_run import ReferenceRun
 from validation.whitebox.share import Replicas
 from validation.whitebox.sketch import contents
 from validation.whitebox.step_facts import StepFacts
@@ -100,8 +100,9 @@ class WhiteBox:
             why = f"called twice it gave other weights, first {differing}: seed it, e.g. torch.manual_seed(0) inside"
             return _undecided(title, f"the reference {task.name} is random: {why}")
         order = Order(task.step, task.reference, task.microbatches, names, name_of(task.step), known, replicas)
+        ahead = ReferenceRun(task, model, replicas)
         try:
-            made = self.world.run(run_step, order, ranks=ranks, timeout_s=self.timeout_s)
+            made = self.world.run(run_step, order, ranks=ranks, timeout_s=self.timeout_s, meanwhile=ahead)
         except RankFailed as failure:
             return _failed(title, failure)
         found = Assembled(model, known, together(made, replicas), replicas)
@@ -110,7 +111,7 @@ class WhiteBox:
             return _undecided(title, f"the reference {task.name} is not the same everywhere: {why}")
         if other := other_data(made, digests(task.microbatches)):
             return _undecided(title, other)
-        return _judged(title, task, found, again)
+        return _judged(title, task, found, again, ahead.settled(found.owner, watched=found.watched))
 
 
 def validate(
@@ -136,21 +137,13 @@ def validate(
         )
 
 
-def _judged(title: str, task: Task, found: Assembled, again: nn.Module) -> Verdict:
-    batches = task.batches(found.model)
-    places: Both | None = None
-    reference = Reference(found.model, owner=found.owner, recipe=Recipe(loss=task.loss))
+def _judged(title: str, task: Task, found: Assembled, again: nn.Module, run: ReferenceRun) -> Verdict:
+    batches, made, reference = run.batches, run.made(found.owner), run.reference(found.owner)
     with one_thread():
-        if found.watched:
-            made, places = survey(
-                found.model, batches, lambda: reference.contribute(batches), replicas=found.replicas.count
-            )
-        else:
-            made = reference.contribute(batches)
         random = _randomness(made[0].loss, again, batches[0], task.loss)
     if random:
         return _undecided(title, f"the reference {task.name} is random: {random}")
-    known = found.passages(places)
+    known = found.passages(run.places)
     observed = found.observed(known)
     subject = Subject(
         title,
