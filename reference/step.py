@@ -107,24 +107,36 @@ class Reference:
         *,
         orders: Mapping[Stage, Sequence[int]],
         max_norm: float | None = None,
-        contributions: Sequence[Contribution] = (),
     ) -> Expected:
         """Do ``operation`` on ``batches``; ``orders[stage]`` is the order of microbatches in that stage's backwards.
 
-        ``max_norm`` clips this step in place of the recipe's. ``contributions`` are those of ``batches``, where they
-        are known already.
+        ``max_norm`` clips this step in place of the recipe's.
         """
         _, divisor = objective(self.model, batches, self._recipe)
         if operation == "eval":
             losses = self._evaluate(batches)
             return Expected(operation, losses, _total(losses) / divisor, buffers=self._buffers())
         before = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
-        contributions = tuple(contributions) or self.contribute(batches)
+        contributions = self.contribute(batches)
         losses = tuple(one.loss for one in contributions)
         self._sums = accumulate(contributions, orders=orders, onto=self._sums)
         loss = _total(losses) / divisor
         expected = Expected(operation, losses, loss, contributions, before, buffers=self._buffers())
         return self._update(expected, max_norm or self._recipe.max_norm) if operation == "train" else expected
+
+    def before_update(
+        self, batches: Sequence[Batch], contributions: Sequence[Contribution], *, orders: Mapping[Stage, Sequence[int]]
+    ) -> Expected:
+        """What "train" must give up to its update, where these are the contributions of ``batches``.
+
+        The model stays as it is, and lends its parameters to what is returned.
+        """
+        _, divisor = objective(self.model, batches, self._recipe)
+        losses = tuple(one.loss for one in contributions)
+        before = {name: parameter.detach() for name, parameter in self._parameters.items()}
+        gradients = self.total(accumulate(contributions, orders=orders))
+        loss, norm = _total(losses) / divisor, self.norm(gradients)
+        return Expected("train", losses, loss, tuple(contributions), before, gradients=gradients, norm=norm)
 
     def _buffers(self) -> dict[str, Tensor]:
         return {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
@@ -246,11 +258,13 @@ def in_double(
 
 
 def _add(parts: Sequence[Gradient]) -> Gradient:
-    """The sum from left to right, in place as autograd accumulates; None if every part is."""
-    total: Gradient = None
-    for part in parts:
-        if part is not None:
-            total = part.clone() if total is None else total.add_(part)
+    """The sum from left to right, in place as autograd accumulates; a single part is lent; None if every part is."""
+    given = [part for part in parts if part is not None]
+    if len(given) < 2:
+        return given[0] if given else None
+    total = given[0] + given[1]
+    for part in given[2:]:
+        total.add_(part)
     return total
 
 

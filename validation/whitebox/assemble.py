@@ -127,7 +127,7 @@ class Assembled:
 
     @cached_property
     def _by_content(self) -> dict[bytes, Tensor]:
-        return {content: self._parameters[name].detach().cpu().clone() for name, content in self.contents.items()}
+        return {content: self._parameters[name].detach().cpu() for name, content in self.contents.items()}
 
     def _operation(self, rank: int, made: RankMade, known: Mapping[int, Passed]) -> RankOperation:
         own = [stage for stage in self.stages if stage.rank == rank]

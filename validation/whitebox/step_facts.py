@@ -7,7 +7,7 @@ from functools import cached_property
 from torch import nn
 
 from reference.data import Batch
-from reference.step import Contribution, Expected, Gradient, Loss, Reference, Site, accumulate
+from reference.step import Contribution, Expected, Gradient, Loss, Reference, Site
 from reference.traced import Traced
 from validation.diagnosis.attribution import Attribution, attribute
 from validation.diagnosis.update import Update
@@ -67,10 +67,7 @@ class StepFacts:
     def expected(self) -> Expected:
         """What the step must give, but for any update."""
         orders = dict.fromkeys({stage for stage, _ in self.made[0].gradients}, range(self.microbatches))
-        gradients = self.reference.total(accumulate(self.made, orders=orders))
-        losses = tuple(one.loss for one in self.made)
-        loss = sum(losses) / self.loss.divisor
-        return Expected("train", losses, loss, tuple(self.made), {}, gradients, self.reference.norm(gradients))
+        return self.reference.before_update(self.batches, self.made, orders=orders)
 
     @cached_property
     def suspects(self) -> Suspects:

@@ -1,25 +1,26 @@
 """Validating a foreign step: run it on ranks, run the reference, and judge by the laws that show from outside."""
 
+import math
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from time import perf_counter
 from typing import Any
 
 from torch import Tensor, nn
 
 from reference.data import Batch
-from reference.step import Contribution, Loss, Reference
+from reference.step import Contribution, Reference
 from validation.floors import Floors, Orders, Pending
 from validation.judge import judged, one_thread
 from validation.observed import Observed
 from validation.oracle import Answer, precision_of_reference
 from validation.ranks.rank_report import RankFailed
 from validation.subject import Subject
-from validation.tolerance import FP32, Precision, scalar_error
+from validation.tolerance import Precision
 from validation.verdict import Verdict
 from validation.whitebox.assemble import Assembled
 from validation.whitebox.explain import explained
@@ -32,6 +33,7 @@ from validation.whitebox.sketch import contents
 from validation.whitebox.step_facts import StepFacts
 from validation.whitebox.task import Task, name_of
 from validation.whitebox.together import together
+from validation.whitebox.twin import Twin
 from validation.world import World
 
 LAWS = (
@@ -47,7 +49,6 @@ LAWS = (
     "tied-copies",  # gradients of all copies are equal
     "grad-norm",  # on every rank that reports it
 )
-_ROOM = 1e6  # nothing is clipped: gradients are compared as they are before that
 
 
 @dataclass(frozen=True)
@@ -93,17 +94,14 @@ class WhiteBox:
     def _validated(self, task: Task, replicas: Replicas, names: Names | None) -> Verdict:
         ranks = len(replicas.of)
         title = task.title(ranks) + (f", {replicas.count} replicas" if replicas.count > 1 else "")
-        model, again = (task.built(self.world.device) for _ in range(2))
+        model = task.built(self.world.device)
         known = contents(model)
-        differing = first_difference(known, contents(again))
-        if differing:
-            why = f"called twice it gave other weights, first {differing}: seed it, e.g. torch.manual_seed(0) inside"
-            return _undecided(title, f"the reference {task.name} is random: {why}")
+        twin, ahead = Twin(task, self.world.device, known), ReferenceRun(task, model, replicas)
         order = Order(task.step, task.reference, task.microbatches, names, name_of(task.step), known, replicas)
-        ahead = ReferenceRun(task, model, replicas)
-        try:
-            made = self.world.run(run_step, order, ranks=ranks, timeout_s=self.timeout_s, meanwhile=ahead)
-        except RankFailed as failure:
+        made, failure = self._made(order, chain(twin, ahead))
+        if twin.other_weights:
+            return _random(title, task, twin.other_weights)
+        if failure is not None:
             return _failed(title, failure)
         found = Assembled(model, known, together(made, replicas), replicas)
         if found.other_build:
@@ -111,7 +109,16 @@ class WhiteBox:
             return _undecided(title, f"the reference {task.name} is not the same everywhere: {why}")
         if other := other_data(made, digests(task.microbatches)):
             return _undecided(title, other)
-        return _judged(title, task, found, again, ahead.settled(found.owner, watched=found.watched))
+        return _judged(title, task, found, twin, ahead.settled(found.owner, watched=found.watched))
+
+    def _made(self, order: Order, meanwhile: Iterable[object]) -> tuple[Sequence[RankMade], RankFailed | None]:
+        """What the ranks made of ``order``, or how they failed."""
+        ranks = len(order.replicas.of)
+        try:
+            made = self.world.run(run_step, order, ranks=ranks, timeout_s=self.timeout_s, meanwhile=meanwhile)
+        except RankFailed as failure:
+            return (), failure
+        return made, None
 
 
 def validate(
@@ -137,12 +144,10 @@ def validate(
         )
 
 
-def _judged(title: str, task: Task, found: Assembled, again: nn.Module, run: ReferenceRun) -> Verdict:
+def _judged(title: str, task: Task, found: Assembled, twin: Twin, run: ReferenceRun) -> Verdict:
     batches, made, reference = run.batches, run.made(found.owner), run.reference(found.owner)
-    with one_thread():
-        random = _randomness(made[0].loss, again, batches[0], task.loss)
-    if random:
-        return _undecided(title, f"the reference {task.name} is random: {random}")
+    if other_loss := twin.other_loss(made[0].loss, batches[0]):
+        return _random(title, task, other_loss)
     known = found.passages(run.places)
     observed = found.observed(known)
     subject = Subject(
@@ -162,7 +167,7 @@ def _judged(title: str, task: Task, found: Assembled, again: nn.Module, run: Ref
     verdict = judged(subject, observed)
     if verdict.verdict == "pass":
         return verdict
-    facts = StepFacts(verdict, observed, found, reference, again, batches, task.loss, made, known)
+    facts = StepFacts(verdict, observed, found, reference, twin.model, batches, task.loss, made, known)
     with one_thread():
         return _with_notes(explained(facts), facts.suspects.notes())
 
@@ -194,8 +199,8 @@ class _Oracle:
     def answer(self, number: int, orders: Orders) -> Answer:
         """The one operation there is."""
         assert number == 0, "a foreign step is one operation"
-        expected = self.reference.perform("train", self.batches, orders=orders, max_norm=_ROOM, contributions=self.made)
-        return Answer(expected, Floors(self.reference, (Pending(expected, self.batches, orders),)), _ROOM)
+        expected = self.reference.before_update(self.batches, self.made, orders=orders)
+        return Answer(expected, Floors(self.reference, (Pending(expected, self.batches, orders),)), math.inf)
 
 
 def other_data(made: Sequence[RankMade], own: tuple[tuple[bytes, ...], ...]) -> str:
@@ -230,22 +235,6 @@ def _skipped(found: Assembled, observed: Observed) -> Sequence[tuple[str, str]]:
     ]
 
 
-def _randomness(one: float, again: nn.Module, batch: Batch, loss: Loss) -> str:
-    """How the losses of two equal models differ, of which ``one`` is known; empty if they do not."""
-    two = loss.function(again(*batch.inputs), batch.target).item()
-    if one == two or scalar_error(one, two) <= FP32.least or (one != one and two != two):
-        return ""
-    return (
-        f"two forwards of microbatch 0 from equal weights gave losses {one:.6g} and {two:.6g}: draw from a generator "
-        "that is seeded by layer and microbatch, or switch dropout off"
-    )
-
-
-def first_difference(one: Mapping[str, bytes], two: Mapping[str, bytes]) -> str:
-    """The first name whose contents differ; empty if none does."""
-    return next((name for name in {**one, **two} if one.get(name) != two.get(name)), "")
-
-
 def _failed(title: str, failure: RankFailed) -> Verdict:
     """The verdict where the ranks brought nothing back: what they did instead."""
     told = failure.reports[failure.culprit]
@@ -253,6 +242,10 @@ def _failed(title: str, failure: RankFailed) -> Verdict:
     if isinstance(failure.cause, HandBackError):
         return _undecided(title, f"rank {failure.culprit}: {failure.cause}")
     return Verdict(title, "unknown", "none", (), headline=f"rank {failure.culprit} {sentence}", failure=str(failure))
+
+
+def _random(title: str, task: Task, how: str) -> Verdict:
+    return _undecided(title, f"the reference {task.name} is random: {how}")
 
 
 def _undecided(title: str, sentence: str) -> Verdict:

@@ -87,7 +87,7 @@ class Watcher:
     def _look_again(self, output: Tensor, call: Call, inputs: Mapping[int, weakref.ref[Tensor]]) -> None:
         def begins(gradient: Tensor) -> None:
             alive = {number: tensor for number, reference in inputs.items() if (tensor := reference()) is not None}
-            call.kept.update({number: sketch(tensor) for number, tensor in alive.items()})
+            call.kept.update({number: sketch(tensor, known=call.inputs[number]) for number, tensor in alive.items()})
 
         output.register_hook(begins)  # type: ignore[no-untyped-call]  # in torch
 
