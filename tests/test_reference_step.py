@@ -98,6 +98,26 @@ def test_accumulation_adds_two_calls_and_is_used_once() -> None:
     assert error(after.gradients[site], both.gradients[site]) > 0.1  # type: ignore[arg-type]
 
 
+def test_what_a_step_must_give_can_be_had_without_an_update() -> None:
+    one, two = reference_of("gpt-tied"), reference_of("gpt-tied")
+    weights = {name: parameter.detach().clone() for name, parameter in one.model.named_parameters()}
+    backwards, batches = orders(list(reversed(range(COUNT)))), data("gpt-tied")
+    due = one.before_update(batches, tuple(one.contributing(batches)), orders=backwards)
+    trained = two.perform("train", batches, orders=backwards)
+    assert (due.losses, due.loss, due.norm) == (trained.losses, trained.loss, trained.norm)
+    assert due.gradients.keys() == trained.gradients.keys()
+    assert all(torch.equal(due.gradients[site], part) for site, part in trained.gradients.items())  # type: ignore[arg-type]
+    assert all(torch.equal(parameter, weights[name]) for name, parameter in one.model.named_parameters())
+
+
+def test_the_sum_of_one_microbatch_is_not_added_onto_in_place() -> None:
+    reference, batches = reference_of("mlp"), data("mlp")[:1]
+    first = reference.perform("accumulate", batches, orders=orders([0])).contributions[0]
+    kept = {site: part.clone() for site, part in first.gradients.items() if part is not None}
+    reference.perform("train", batches, orders=orders([0]))
+    assert all(torch.equal(first.gradients[site], part) for site, part in kept.items())  # type: ignore[arg-type]
+
+
 def test_evaluation_changes_nothing_and_drops_nothing_out() -> None:
     one, two = reference_of("dropout"), reference_of("dropout")
     (first, *_) = one.perform("eval", data("dropout"), orders=orders()).losses

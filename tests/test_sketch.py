@@ -29,3 +29,10 @@ def test_a_tensor_that_was_looked_at_can_still_be_freed() -> None:
     sketch(tensor)
     tensor.untyped_storage().resize_(0)  # as fully_shard does after a forward
     assert tensor.untyped_storage().nbytes() == 0
+
+
+def test_a_sketch_is_used_again_for_an_equal_tensor_alone() -> None:
+    tensor = torch.arange(6.0)
+    known = sketch(tensor)
+    assert sketch(tensor.clone(), known=known) is known
+    assert sketch(-tensor, known=known) == sketch(-tensor) != known
