@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from reference.data import Batch
 from validation.observed import UNTOLD
 from validation.whitebox.crossings import Passed, passed
-from validation.whitebox.places import Places, survey
+from validation.whitebox.places import Places, Survey
 from validation.whitebox.sketch import Sketch, sketch
 from validation.whitebox.watching import Call, Watcher
 
@@ -35,13 +35,14 @@ def batches(*, equal: bool = False) -> list[Batch]:
 
 def places(given: list[Batch]) -> tuple[Places, Places]:
     whole = model()
+    survey = Survey(whole)
+    for microbatch, batch in enumerate(given):
 
-    def train() -> None:
-        for batch in given:
+        def train(batch: Batch = batch) -> None:
             loss_fn(whole(*batch.inputs), batch.target).backward()  # type: ignore[no-untyped-call]
 
-    _, both = survey(whole, given, train)
-    return both
+        survey.watch(microbatch, batch, train)
+    return survey.places
 
 
 def calls(given: list[Batch], order: list[int]) -> dict[int, list[Call]]:
