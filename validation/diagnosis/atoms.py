@@ -91,7 +91,7 @@ class Atoms:
         for number, pairing in enumerate(update.evaluated):
             parts = [pairing.contribution(stage, i).gradients for i in range(pairing.microbatches)]
             found.append(Atom(Term("evaluated", number), {name: _sum([p[name] for p in parts]) for name in values}))
-        if update.before is not None:
+        if update.old:
             old = {name: _double(update.old.get((stage, name))) for name in values}
             found.append(Atom(Term("gradient"), old))
         return found

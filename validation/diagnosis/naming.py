@@ -195,7 +195,7 @@ def _leftovers(stage: Explanation) -> Iterator[Fault]:
 
 def factor_words(update: Update, factor: float) -> str:
     """Where a factor may come from: the number of microbatches, of tokens, of stages."""
-    count, tokens = update.now.microbatches, sum(batch.tokens for batch in update.now.batches)
+    count, tokens = len(update.now.batches), sum(batch.tokens for batch in update.now.batches)
     known = {
         "the number of microbatches": count,
         "its square": count**2,

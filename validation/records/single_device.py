@@ -1,13 +1,17 @@
 """The single-device model beside a running job: it takes the job's weights and makes the step that the job makes."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
+from reference.data import Batch
+from reference.step import Loss, Site
+from reference.traced import Traced
 from validation.records.record import Record, RecordError
 from validation.records.step_record import LossFn, Pairs, record_step
+from validation.whitebox.task import counting
 
 
 @dataclass(frozen=True)
@@ -22,8 +26,8 @@ class SingleDevice:
     loss_divisor: float | None = None
     floors: bool = True
 
-    def record(self, held: Mapping[str, object], fetch: Callable[[str], Tensor], microbatches: Pairs) -> Record:
-        """What a correct step from the job's weights gives, but for the optimizer, whose state stays with the job.
+    def model(self, held: Mapping[str, object], fetch: Callable[[str], Tensor]) -> nn.Module:
+        """The reference with the job's weights.
 
         ``held`` are the parameters that ranks hold; ``fetch`` gets one. Raises ``RecordError`` where they are not the
         model's.
@@ -36,7 +40,33 @@ class SingleDevice:
         with torch.no_grad():
             for name, parameter in named.items():
                 parameter.copy_(fetch(name))
+        return model
+
+    def record(self, model: nn.Module, microbatches: Pairs) -> Record:
+        """What a correct step of ``model`` gives, but for the optimizer, whose state stays with the job."""
         record = record_step(
             model, microbatches, loss_fn=self.loss_fn, loss_divisor=self.loss_divisor, floors=self.floors
         )
         return replace(record, operations=tuple(replace(one, buffers={}) for one in record.operations))
+
+    def traced(
+        self, model: nn.Module, microbatches: Pairs, *, held: Collection[Site], losses: Sequence[float]
+    ) -> Traced:
+        """What every pairing of ``microbatches`` gives in ``model``, cut into the stages that hold these parameters.
+
+        Raises ``RecordError`` for microbatches that only their loop can tell how to use.
+        """
+        like = next(model.parameters())
+        batches = [_batch(number, *pair).to(str(like.device)) for number, pair in enumerate(microbatches)]
+        divisor = float(len(batches) if self.loss_divisor is None else self.loss_divisor)
+        return Traced(model, held=held, batches=batches, loss=Loss(self._of_output, divisor), losses=losses, ends={})
+
+    def _of_output(self, output: object, target: Tensor) -> Tensor:
+        return self.loss_fn(*(output if isinstance(output, tuple) else (output,)), target)
+
+
+def _batch(number: int, inputs: object, target: object) -> Batch:
+    given = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
+    if not isinstance(target, Tensor) or not all(isinstance(one, Tensor) for one in given):
+        raise RecordError(f"microbatch {number} is not of tensors alone")
+    return Batch(given, target, counting(target))

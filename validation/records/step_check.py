@@ -28,7 +28,10 @@ from validation.records.against import LAWS, Against
 from validation.records.arrivals import Arrival, disagreement, places_of, told
 from validation.records.compare import concluded, other_microbatch, other_weights
 from validation.records.content import ContentError
+from validation.records.job_causes import Beside, Checked, explained
+from validation.records.kept import MOST, Kept, Notes
 from validation.records.record import Record, RecordedOperation, RecordError, microbatch_digests
+from validation.records.record_facts import RecordFacts
 from validation.records.record_file import described, read, restored
 from validation.records.single_device import SingleDevice
 from validation.records.step_record import Pairs
@@ -78,11 +81,12 @@ class _Job:
 
 @dataclass(frozen=True)
 class _Part:
-    """What a rank has seen of the step: how it ended, what it compared, whether it reported a norm, what is wrong."""
+    """What a rank saw of the step: how it ended, what it compared and kept, the norm that it reported, what is wrong."""
 
     report: RankReport
     ledger: Ledger
-    norm: bool
+    notes: Notes
+    norm: float | None
     problem: str = ""
 
 
@@ -97,7 +101,9 @@ class StepCheck:
         self._at: Against | None = None  # None before the step, and where there is nothing to judge
         self._expected: RecordedOperation | None = None
         self._laid_out: dict[str, Tensor] = {}
-        self._norm = False
+        self._norm: float | None = None
+        self._record: Record | None = None
+        self._model: nn.Module | None = None  # the reference, on rank 0, with the weights that the step began with
         self._problem = ""  # of this rank, with the record
         self._obstacle = ""  # why there is nothing to compare
         self._failure = ""  # how ranks failed
@@ -113,10 +119,13 @@ class StepCheck:
             for name, parameter in module.named_parameters(remove_duplicate=False)
         ]
         self._parameters = {name: (stage, parameter) for name, stage, parameter in self._named}
+        self._kept = Kept(MOST // self._exchange.ranks)
         try:
             self._obstacle = self._begin()
         except RanksAbsent as absent:
             self._failure = _sentence(absent)
+        if self._at is not None:
+            self._kept.begin(self._gradients)
         return self
 
     @property
@@ -131,10 +140,18 @@ class StepCheck:
 
         ``named``: gradients by the record's names, for a runtime that does not keep them in ``.grad``.
         """
-        if self._at is not None:
-            own = {name: parameter.grad for name, (_, parameter) in self._parameters.items()}
+        if self._at is not None and self._expected is not None:
+            found = self._gradients if named is None else named
+            before = len(self._ledger.mismatches)
             with self._noting():
-                self._at.gradients(own if named is None else named)
+                self._at.gradients(found)
+                wrong = {mismatch.parameter or "" for mismatch in self._ledger.mismatches[before:]}
+                compared = {name: one for name, one in found.items() if name in self._expected.gradients}
+                self._kept.end(compared, wrong)
+
+    @property
+    def _gradients(self) -> dict[str, Tensor | None]:
+        return {name: parameter.grad for name, (_, parameter) in self._parameters.items()}
 
     def report(
         self, *, losses: Sequence[float] | None = None, loss: float | None = None, norm: float | None = None
@@ -146,8 +163,8 @@ class StepCheck:
             self._at.losses([float(one) for one in losses])
         self._at.loss(None if loss is None else float(loss))
         if norm is not None:
-            self._norm = True
-            self._at.norm(float(norm))
+            self._norm = float(norm)
+            self._at.norm(self._norm)
 
     def wrap(self, parts: Parts) -> Parts:
         """For ``PipelineSchedule.wrapped``: its steps then call ``gradients`` themselves, at the right moment."""
@@ -162,15 +179,16 @@ class StepCheck:
                 self._at.buffers(self._buffers())
         ending = Ending.FINISHED if error is None else Ending.RAISED
         message = "" if error is None else f"{type(error).__name__}: {error}"
-        mine = _Part(RankReport(self._exchange.rank, ending, message), self._ledger, self._norm, self._problem)
+        about = RankReport(self._exchange.rank, ending, message)
+        mine = _Part(about, self._ledger, self._kept.notes, self._norm, self._problem)
         what = "the end of the checked step"
         bound_s = self._job.timeout_s if error is None else min(self._job.timeout_s, _LAST_WORDS_S)
         try:
             parts = self._exchange.finish(mine, what=what, bound_s=bound_s)
         except RanksAbsent as absent:
             parts, self._failure = [mine], self._failure or _sentence(absent)
+        self._verdict = self._explained(self._joined(parts), parts)
         self._exchange.clear(self._laid_out)
-        self._verdict = self._joined(parts)
 
     def _begin(self) -> str:
         """Agree on what is expected; what stands in the way of a comparison, in sentences, or nothing."""
@@ -189,10 +207,10 @@ class StepCheck:
             record, problems = self._beside(self._source, arrivals)
         if problems or record is None:
             return told(problems)
-        self._expected = record.operations[self._number]
+        self._record, self._expected = record, record.operations[self._number]
         rank = self._exchange.rank
         places = places_of(arrivals)
-        self._name = record.name
+        self._places = places
         self._at = Against(self._expected, self._ledger, number=self._number, places=places, rank=rank)
         if rank == 0:
             self._at.held({name: len(found) for name, found in places.items()})
@@ -254,7 +272,8 @@ class StepCheck:
         if self._job.microbatches is None:
             return "", "the reference runs here, and there are no microbatches: pass them on rank 0"
         try:
-            record = source.record(held, lambda name: self._fetch(f"weight {name}"), self._job.microbatches)
+            self._model = source.model(held, lambda name: self._fetch(f"weight {name}"))
+            record = source.record(self._model, self._job.microbatches)
             record = replace(record, operations=tuple(replace(one, before={}) for one in record.operations))
             text = described(record, self._laid_out)
         except RecordError as error:
@@ -275,7 +294,7 @@ class StepCheck:
         if any(report.ending is not Ending.FINISHED for report in reports):
             self._failure = self._failure or describe(reports)
         self._obstacle = self._obstacle or told({part.report.rank: part.problem for part in parts})
-        if self._failure or self._obstacle or self._expected is None:
+        if self._failure or self._obstacle or self._expected is None or self._record is None:
             laws = (LawResult("comparable", "unknown", note=self._obstacle),) if self._obstacle else ()
             config = "a step of this job"
             return Verdict(config, "unknown", "none", laws, failure=self._failure, seconds=took, rerun=rerun)
@@ -283,13 +302,35 @@ class StepCheck:
         for part in reversed(parts):  # as gradients flow
             ledger.join(part.ledger)
         ledger.mismatches.sort(key=lambda one: (LAWS.index(one.law), -math.inf if one.stage is None else -one.stage))
-        if not any(part.norm for part in parts):
+        if all(part.norm is None for part in parts):
             ledger.skip("grad-norm", "the job reports none")
         if not self._expected.parameters:
             ledger.skip("updated-parameters", "what is expected makes no update: the optimizer's state is the job's")
         if not self._expected.buffers:
             ledger.skip("buffers", "nothing is expected of them")
-        return concluded(ledger, f"a step of this job against {self._name}", rerun=rerun, seconds=took)
+        return concluded(ledger, f"a step of this job against {self._record.name}", rerun=rerun, seconds=took)
+
+    def _explained(self, verdict: Verdict, parts: Sequence[_Part]) -> Verdict:
+        """``verdict`` with its causes, where there is something to explain: all ranks have the same parts."""
+        if not verdict.mismatches:
+            return verdict
+        bound_s = self._job.timeout_s
+        return explained(
+            verdict, self._kept, self._exchange, look=lambda: self._checked(verdict, parts), bound_s=bound_s
+        )
+
+    def _checked(self, verdict: Verdict, parts: Sequence[_Part]) -> RecordFacts:
+        assert self._record is not None, "there was something to compare with"
+        source, model = self._source, self._model
+        return Checked(
+            self._record,
+            self._number,
+            self._places,
+            [part.notes for part in parts],
+            [part.norm for part in parts],
+            self._fetch,
+            Beside(source, model, self._job.microbatches or ()) if isinstance(source, SingleDevice) and model else None,
+        ).facts(verdict)
 
     def _gather(self, value: object, what: str) -> list[Any]:
         return self._exchange.gather(value, what=what, bound_s=self._job.timeout_s)

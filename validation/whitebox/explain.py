@@ -1,6 +1,6 @@
 """From a foreign step that is wrong to the fault that explains it: the links of ``diagnose``, as far as they show."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -9,10 +9,10 @@ from torch import Tensor
 from validation.cause import Cause
 from validation.diagnose import followed
 from validation.diagnosis.address import NARROWER
+from validation.diagnosis.rules.attributed import named
 from validation.diagnosis.rules.laws import counts, modes, partition
-from validation.diagnosis.rules.norm import likely_norms
+from validation.diagnosis.rules.norm import other_norm
 from validation.diagnosis.rules.report import report
-from validation.diagnosis.rules.update import near
 from validation.tolerance import error, same_bits
 from validation.verdict import Verdict
 from validation.whitebox.passages import passages, unexplained_passage
@@ -142,11 +142,7 @@ def _placed(cause: Cause, facts: StepFacts) -> Cause:
 
 def attributed(facts: StepFacts) -> list[Cause]:
     """The causes that attribution names, the likeliest with what the coefficients speak against."""
-    found = facts.attribution
-    if found is None or not found.causes:
-        return []
-    first, *rest = found.causes
-    return [replace(first, ruled_out=found.ruled_out), *rest]
+    return named(facts.attribution)
 
 
 def norm(facts: StepFacts) -> list[Cause]:
@@ -157,18 +153,4 @@ def norm(facts: StepFacts) -> list[Cause]:
     told = [one.cause for one in facts.suspects.found if one.law == "grad-norm"]
     if told:
         return told[:1]
-    return list(_other_norm(facts, found[0].rank or 0, {m.rank for m in found}))
-
-
-def _other_norm(facts: StepFacts, rank: int, ranks: set[int | None]) -> Iterator[Cause]:
-    reported = [row[0].norm for row in facts.observed.ranks]
-    value, right = reported[rank], facts.expected.norm
-    alone = len(ranks) < sum(one is not None for one in reported)
-    if value is None or not right:
-        return
-    likely = [one for one in likely_norms(facts, rank, reported) if near(value, one[2])]
-    text, stage, _ = likely[0] if likely else ("like nothing known", None, 0.0)
-    detail = f"{value:.6g} in place of {right:.6g}: {text}"
-    place = facts.observed.schedule.placement[stage] if stage is not None else rank
-    where = place if alone or stage is not None else None
-    yield Cause("report" if alone else "norm", rank=where, stage=stage, factor=value / right, detail=detail)
+    return other_norm(facts, found)

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from validation.cause import Cause
+from validation.diagnosis.attribution import Attribution
 from validation.diagnosis.evidence import Evidence
 from validation.diagnosis.rules.supposed import supposed
 
@@ -17,5 +18,12 @@ def attributed(evidence: Evidence) -> list[Cause]:
         return []
     if not found.causes:
         return supposed(evidence)
+    return named(found)
+
+
+def named(found: Attribution | None) -> list[Cause]:
+    """The causes that attribution names, the likeliest with what the coefficients speak against."""
+    if found is None or not found.causes:
+        return []
     first, *rest = found.causes
     return [replace(first, ruled_out=found.ruled_out), *rest]

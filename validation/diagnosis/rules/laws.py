@@ -117,7 +117,7 @@ def counts(evidence: Facts) -> list[Cause]:
     return causes
 
 
-def buffers(evidence: Evidence) -> list[Cause]:
+def buffers(evidence: Facts) -> list[Cause]:
     """State that forwards leave behind."""
     found = [m for m in evidence.verdict.mismatches if m.law == "buffers"]
     if not found:

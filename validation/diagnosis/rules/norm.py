@@ -8,6 +8,7 @@ from validation.cause import Cause
 from validation.diagnosis.evidence import Evidence
 from validation.diagnosis.facts import Facts
 from validation.diagnosis.rules.update import clip_factor, factors, near
+from validation.verdict import Mismatch
 
 Likely = tuple[str, int | None, float]  # a norm in words, the stage that it is about, and its value
 
@@ -36,6 +37,22 @@ def norm(evidence: Evidence) -> list[Cause]:
     return [Cause(kind, rank=rank if alone else None, stage=stage, factor=value / right, detail=detail)]
 
 
+def other_norm(facts: Facts, found: Sequence[Mismatch]) -> list[Cause]:
+    """Which other number a reported norm is, of right gradients; ``found`` are its mismatches, on one rank or more."""
+    rank, ranks = found[0].rank or 0, {mismatch.rank for mismatch in found}
+    reported = [row[facts.number].norm for row in facts.observed.ranks]
+    value, right = reported[rank], facts.expected.norm
+    alone = len(ranks) < sum(one is not None for one in reported)
+    if value is None or not right:
+        return []
+    likely = [one for one in likely_norms(facts, rank, reported) if near(value, one[2])]
+    text, stage, _ = likely[0] if likely else ("like nothing known", None, 0.0)
+    detail = f"{value:.6g} in place of {right:.6g}: {text}"
+    place = facts.observed.schedule.placement[stage] if stage is not None else rank
+    where = place if alone or stage is not None else None
+    return [Cause("report" if alone else "norm", rank=where, stage=stage, factor=value / right, detail=detail)]
+
+
 def likely_norms(evidence: Facts, rank: int, reported: Sequence[float | None]) -> Iterator[Likely]:
     """Other norms of the same gradients that a step may form by mistake, and the stage that the mistake is about."""
     kept = evidence.observed.gradients(evidence.number)
@@ -46,7 +63,7 @@ def likely_norms(evidence: Facts, rank: int, reported: Sequence[float | None]) -
         own = _root(size for (stage, _), size in sizes.items() if placement[stage] == rank)
         yield f"that of rank {rank}'s gradients alone", None, own
     whole = evidence.expected.norm or 0.0
-    for stage, part in by_stage.items():
+    for stage, part in ((stage, part) for stage, part in by_stage.items() if part):
         yield f"stage {stage}'s gradients are left out", stage, math.sqrt(max(0.0, whole**2 - part**2))
     for stage, part in by_stage.items():
         yield f"that of stage {stage}'s gradients alone", stage, part

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from reference.step import Recipe
 from validation.cause import Cause
 from validation.diagnosis.evidence import Evidence, of_stage
+from validation.diagnosis.facts import Facts
 from validation.observe import max_norm_of
 from validation.recording import Site
 from validation.tolerance import FP32, precision_of
@@ -57,7 +58,7 @@ def clip(evidence: Evidence) -> list[Cause]:
     ]
 
 
-def update(evidence: Evidence) -> list[Cause]:
+def update(evidence: Facts) -> list[Cause]:
     """Parameters that are not what the right gradients should have made of them."""
     found = [m for m in evidence.verdict.mismatches if m.law == "updated-parameters"]
     if not found or any(evidence.differs(law) for law in ("gradient", "none-ness", "grad-norm")):

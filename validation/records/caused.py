@@ -1,0 +1,99 @@
+"""From a step that a record contradicts to the fault that explains it: the links of ``diagnose``, as far as they show."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from validation.cause import Cause
+from validation.diagnose import followed
+from validation.diagnosis.rules import laws
+from validation.diagnosis.rules.attributed import named
+from validation.diagnosis.rules.norm import other_norm
+from validation.diagnosis.rules.report import report
+from validation.diagnosis.rules.update import near
+from validation.diagnosis.rules.update import update as updated
+from validation.records.record_facts import RecordFacts
+from validation.verdict import Verdict
+
+Link = Callable[[RecordFacts], list[Cause]]
+
+
+def caused(facts: RecordFacts) -> Verdict:
+    """The verdict with its causes, the likeliest first; none where the evidence does not decide."""
+    if facts.verdict.verdict == "pass" or not facts.verdict.mismatches:
+        return facts.verdict
+    found = followed(facts.verdict, facts, _links(facts), unexplained=lambda link: _left(link, facts))
+    if not facts.seen.left_out or not facts.attribution:
+        return found
+    untold = f"{facts.seen.left_out} more wrong gradients were not looked at, for they are too large to be kept"
+    return replace(found, undecided=(*found.undecided, untold))
+
+
+def _links(facts: RecordFacts) -> Mapping[Link, str]:
+    """The links that there is something of; and what it means that one is sound."""
+    links: list[tuple[Link, str, bool]] = [
+        (held, "partition: every parameter is in the stage that should hold it", True),
+        (forward, "computation: every loss is right, so the forwards are", facts.agrees("loss")),
+        (attributed, "gradients: they are made of what they should be", facts.judged("gradient")),
+        (norm, "norm: it is that of the gradients", facts.judged("grad-norm")),
+        (update, "clip, update: the optimizer did what it should", facts.judged("updated-parameters")),
+        (laws.buffers, "buffers: what forwards leave behind is right", facts.judged("buffers")),
+        (report, "report: what was reported is what was computed", facts.judged("loss")),
+    ]
+    return {link: sound for link, sound, shown in links if shown}
+
+
+def _left(link: Link, facts: RecordFacts) -> Sequence[str]:
+    """What is wrong at a link that names no cause, where nothing behind it can be judged."""
+    if link is held and facts.differs("parameters-once"):
+        return ("parameters of the step and of what is expected do not go together: rename= says which is which",)
+    return facts.unexplained if link is attributed else ()
+
+
+def held(facts: RecordFacts) -> list[Cause]:
+    """Parameters that no stage holds, or several; nothing where they may only be called otherwise."""
+    strange = any(m.expected == "held 0 times" for m in facts.verdict.mismatches if m.law == "parameters-once")
+    return [] if strange else laws.partition(facts)
+
+
+def forward(facts: RecordFacts) -> list[Cause]:
+    """Nothing: what is wrong with a forward shows in its gradients. Right losses say that nothing is."""
+    return []
+
+
+def attributed(facts: RecordFacts) -> list[Cause]:
+    """The causes that attribution names."""
+    found = [] if facts.indistinct else named(facts.attribution)
+    return [_clipped(facts, cause) for cause in found]
+
+
+def _clipped(facts: RecordFacts, cause: Cause) -> Cause:
+    """``cause`` with a word on clipping, where all gradients are a part of what they should be: it does just that."""
+    factor, size = cause.factor, facts.due.norm
+    if cause.kind != "scale" or cause.stage is not None or cause.rank is not None:
+        return cause
+    if factor is None or not 0 < factor < 1 or not size:
+        return cause
+    text = ""
+    if facts.max_norm is not None and near(factor, facts.max_norm / (size + 1e-6)):
+        text = f"clipping to {facts.max_norm:g} does that: they were compared after it"
+    elif facts.agrees("grad-norm"):
+        text = f"the norm is right, so it was done later, as clipping to {factor * size:.6g} does: compare before that"
+    return replace(cause, detail="; ".join(filter(None, (cause.detail, text))))
+
+
+def norm(facts: RecordFacts) -> list[Cause]:
+    """A norm that is not that of the gradients, although these are right."""
+    found = [m for m in facts.verdict.mismatches if m.law == "grad-norm"]
+    if not found or any(map(facts.differs, ("gradient", "none-ness"))):
+        return []
+    return other_norm(facts, found)
+
+
+def update(facts: RecordFacts) -> list[Cause]:
+    """Parameters that are not what the right gradients should have made of them: by the optimizer, or clipped wrongly.
+
+    What the optimizer was given is not recorded, so the two are told apart only where nothing is to be clipped.
+    """
+    found = updated(facts)
+    clips = facts.max_norm is not None and (facts.due.norm or 0.0) > facts.max_norm
+    return [*found, *(replace(cause, kind="clip") for cause in found if clips)]

@@ -1,0 +1,118 @@
+"""The cause of a checked step's failure: rank 0 looks for it, in what all ranks kept, and tells the others."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor, nn
+
+from reference.step import Gradient
+from validation.diagnosis.update import Update
+from validation.placing import NOWHERE
+from validation.ranks.exchange import Exchange
+from validation.ranks.side_store import RanksAbsent
+from validation.records.caused import caused
+from validation.records.kept import Kept, Notes, address
+from validation.records.record import Place, Record
+from validation.records.record_facts import RecordFacts, Seen
+from validation.records.single_device import SingleDevice
+from validation.records.step_record import Pairs
+from validation.stages import copies_apart
+from validation.verdict import Verdict
+
+
+@dataclass(frozen=True)
+class Beside:
+    """The reference beside the job: how it was given, with the weights that the step began with, and what it ran."""
+
+    source: SingleDevice
+    model: nn.Module
+    microbatches: Pairs
+
+    def update(self, facts: RecordFacts) -> Update:
+        """The step as attribution sees it. The model is made to run each microbatch once more."""
+        held = [facts.site(name) for name in facts.places]
+        now = self.source.traced(self.model, self.microbatches, held=held, losses=facts.due.losses)
+        stage_of = {name: stage for stage, name in held}
+        owner = {name: stage_of.get(name, NOWHERE) for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        return replace(facts.of_record, now=now, tied=copies_apart(self.model, owner))
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A step that was checked: against which operation of which record, where its parameters are, and what ranks kept.
+
+    ``notes`` and ``norms`` are of each rank; ``fetch`` gets what a rank laid out.
+    """
+
+    record: Record
+    number: int
+    places: Mapping[str, Sequence[Place]]
+    notes: Sequence[Notes]
+    norms: Sequence[float | None]
+    fetch: Callable[[str], Tensor]
+    beside: Beside | None = None
+
+    def facts(self, verdict: Verdict) -> RecordFacts:
+        """What the search for the cause rests on."""
+        due, clips = self.record.operations[self.number], self.record.config.get("max_norm")
+        seen = Seen(
+            dict(self._gradients()),
+            {**self._before(), **self._begun()},
+            self.norms,
+            sum(len(one.left_out) for one in self.notes),
+        )
+        return RecordFacts(
+            verdict,
+            due,
+            seen,
+            self.places,
+            number=self.number,
+            max_norm=float(clips) if isinstance(clips, int | float) else None,
+            model=None if self.beside is None else self.beside.update,
+        )
+
+    def _gradients(self) -> Iterator[tuple[str, Gradient]]:
+        """Those that ranks compared: the wrong ones as they are, and the right ones, up to rounding."""
+        due = self.record.operations[self.number].gradients
+        for one in self.notes:
+            yield from ((name, due[name]) for name in one.right)
+            yield from ((name, self.fetch(address("wrong", name))) for name in one.wrong)
+            yield from ((name, None) for name in one.absent)
+
+    def _begun(self) -> Mapping[str, Gradient]:
+        return {name: self.fetch(address("begun", name)) for one in self.notes for name in one.begun}
+
+    def _before(self) -> Mapping[str, Gradient]:
+        """What the record says of the step before."""
+        steps = [one for one in self.record.operations[: self.number] if one.operation == "train"]
+        return dict(steps[-1].gradients) if steps else {}
+
+
+def explained(
+    verdict: Verdict, kept: Kept, exchange: Exchange, *, look: Callable[[], RecordFacts], bound_s: float
+) -> Verdict:
+    """``verdict`` with the causes that rank 0 finds in what it has a ``look`` at, the same on every rank.
+
+    Every rank calls this, and waits for rank 0 no longer than the bound in seconds.
+    """
+    given = dict(kept.tensors)
+    try:
+        for name, tensor in given.items():
+            exchange.give(name, tensor)
+        mine = _found(verdict, look) if exchange.rank == 0 else None
+        found: Verdict = exchange.finish(mine, what="the cause of what is wrong", bound_s=bound_s)[0]
+    except RanksAbsent as absent:
+        reasons = "; ".join(f"rank {rank} {reason}" for rank, reason in absent.reasons.items())
+        return replace(verdict, undecided=(f"the cause was not found in time: {reasons}",))
+    finally:
+        exchange.clear(given)
+    return found
+
+
+def _found(verdict: Verdict, look: Callable[[], RecordFacts]) -> Verdict:
+    try:
+        return caused(look())
+    except RanksAbsent:
+        raise
+    except Exception as error:  # the user's own model runs in it, in fp64 too
+        return replace(verdict, undecided=(f"looking for the cause raised {type(error).__name__}: {error}",))
