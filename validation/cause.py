@@ -28,7 +28,7 @@ KINDS: Mapping[str, str] = MappingProxyType(
         "extra-term": "something was added to the gradient that is no microbatch's",
         # Ranks that have a stage in common.
         "not-reduced": "replicas of a stage keep the gradients of their own microbatches",
-        "misplaced": "a shard of a gradient lies where another belongs",
+        "misplaced": "a gradient, or a shard of one, lies where another belongs",
         # Around the step.
         "norm": "the gradient norm is not that of the gradients",
         "clip": "gradients were not clipped alike",

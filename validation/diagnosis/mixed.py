@@ -1,6 +1,7 @@
-"""Parameters whose gradient has some of another parameter's in it: summed or averaged with what is not its copy."""
+"""Parameters whose gradient has some of another parameter's in it: exchanged, summed or averaged with no copy of it."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -13,6 +14,7 @@ from validation.diagnosis.explanation import Explanation, limit_of
 from validation.diagnosis.update import Update
 
 _NEAR = 0.1  # relative: a sum of the two leaves far less
+_NONE = 1e-3  # a part this small is rounding's
 _FEW = 2  # numbers that are a sum of any two others
 
 Predicted = Callable[[Site], Gradient]
@@ -28,10 +30,10 @@ def _mixed(one: Explanation, update: Update, predicted: Predicted) -> Iterator[C
     for odd in one.odd:
         found = _partner((one.stage, odd.parameter), update, predicted) if odd.what == "unknown" else None
         if found is not None:
-            yield Cause("extra-term", stage=one.stage, parameter=odd.parameter, detail=found)
+            yield replace(found, stage=one.stage, parameter=odd.parameter)
 
 
-def _partner(site: Site, update: Update, predicted: Predicted) -> str | None:
+def _partner(site: Site, update: Update, predicted: Predicted) -> Cause | None:
     seen, own = update.observed.get(site), predicted(site)
     if seen is None or own is None or own.numel() <= _FEW:
         return None
@@ -40,8 +42,15 @@ def _partner(site: Site, update: Update, predicted: Predicted) -> str | None:
         made = fit(target, torch.stack([own.flatten(), more.flatten()]), limit)
         if made.residual <= limit and max(made.uncertain) <= DECIDED:
             of_own, of_other = made.coefficients
-            return f"{of_own:.4g} of its own gradient and {of_other:.4g} of that of {partner}, stage {stage}"
+            return _cause(of_own, of_other, f"{partner}, stage {stage}")
     return None
+
+
+def _cause(of_own: float, of_other: float, other: str) -> Cause:
+    """What it means that a gradient is so much of its own and so much of the other."""
+    if abs(of_own) <= _NONE and abs(of_other - 1) <= _NONE:
+        return Cause("misplaced", detail=f"it is the gradient of {other}")
+    return Cause("extra-term", detail=f"{of_own:.4g} of its own gradient and {of_other:.4g} of that of {other}")
 
 
 def _others(site: Site, own: Tensor, update: Update, predicted: Predicted) -> Iterator[tuple[Stage, str, Tensor]]:

@@ -1,4 +1,4 @@
-"""From a step that a record contradicts to the fault that explains it: the links of ``diagnose``, as far as they show."""
+"""From a step that a record contradicts to the fault that explains it: the links of ``diagnose`` that show."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

@@ -8,7 +8,9 @@ from torch import Tensor
 
 from validation.ledger import Ledger
 from validation.records.against import LAWS, Against
+from validation.records.caused import caused
 from validation.records.record import Record, RecordedOperation, RecordError, config_differences
+from validation.records.record_facts import RecordFacts, Seen
 from validation.tolerance import error, same_bits
 from validation.verdict import Tier, Verdict, overall
 
@@ -39,7 +41,21 @@ def compare(expected: Record, seen: Record, *, rerun: str = "pipeproof compare F
             at.parameters(one.parameters)
     if not any(one.buffers for record in (expected, seen) for one in record.operations):
         ledger.skip("buffers", "the model has none")
-    return concluded(ledger, f"{seen.name} against {expected.name}", rerun=rerun, seconds=perf_counter() - began)
+    title = f"{seen.name} against {expected.name}"
+    verdict = concluded(ledger, title, rerun=rerun, seconds=perf_counter() - began)
+    return caused(facts_of(verdict, expected, seen)) if verdict.mismatches else verdict
+
+
+def facts_of(verdict: Verdict, expected: Record, seen: Record) -> RecordFacts:
+    """What the cause of the first operation that disagrees is looked for in."""
+    number = min(mismatch.operation for mismatch in verdict.mismatches) - 1
+    due, one = expected.operations[number], seen.operations[number]
+    gradients = {name: gradient for name, gradient in one.gradients.items() if name in due.gradients}
+    begun = expected.before(number)
+    places = seen.places or expected.places
+    return RecordFacts(
+        verdict, due, Seen(gradients, begun, [one.norm]), places, number=number, max_norm=expected.max_norm
+    )
 
 
 def concluded(ledger: Ledger, config: str, *, rerun: str, seconds: float) -> Verdict:

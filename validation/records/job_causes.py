@@ -54,10 +54,10 @@ class Checked:
 
     def facts(self, verdict: Verdict) -> RecordFacts:
         """What the search for the cause rests on."""
-        due, clips = self.record.operations[self.number], self.record.config.get("max_norm")
+        due = self.record.operations[self.number]
         seen = Seen(
             dict(self._gradients()),
-            {**self._before(), **self._begun()},
+            {**self.record.before(self.number), **self._begun()},
             self.norms,
             sum(len(one.left_out) for one in self.notes),
         )
@@ -67,7 +67,7 @@ class Checked:
             seen,
             self.places,
             number=self.number,
-            max_norm=float(clips) if isinstance(clips, int | float) else None,
+            max_norm=self.record.max_norm,
             model=None if self.beside is None else self.beside.update,
         )
 
@@ -81,11 +81,6 @@ class Checked:
 
     def _begun(self) -> Mapping[str, Gradient]:
         return {name: self.fetch(address("begun", name)) for one in self.notes for name in one.begun}
-
-    def _before(self) -> Mapping[str, Gradient]:
-        """What the record says of the step before."""
-        steps = [one for one in self.record.operations[: self.number] if one.operation == "train"]
-        return dict(steps[-1].gradients) if steps else {}
 
 
 def explained(

@@ -70,6 +70,17 @@ class Record:
         """What it is a record of, on one line."""
         return str(self.config.get("case") or self.config.get("model") or "a step")
 
+    @property
+    def max_norm(self) -> float | None:
+        """What gradients are clipped to, where that is known."""
+        found = self.config.get("max_norm")
+        return float(found) if isinstance(found, int | float) else None
+
+    def before(self, number: int) -> Gradients:
+        """The gradients of the last step before operation ``number``; empty where there is none."""
+        steps = [one for one in self.operations[:number] if one.operation == "train"]
+        return steps[-1].gradients if steps else {}
+
 
 def unmeasured(tensor: Tensor | None = None) -> Floor:
     """The floor of numbers whose rounding nobody measured: little is rounding, much is wrong, between is unknown."""

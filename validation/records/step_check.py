@@ -81,7 +81,7 @@ class _Job:
 
 @dataclass(frozen=True)
 class _Part:
-    """What a rank saw of the step: how it ended, what it compared and kept, the norm that it reported, what is wrong."""
+    """What a rank saw of the step: how it ended, what it compared and kept, the norm it reported, what is wrong."""
 
     report: RankReport
     ledger: Ledger
