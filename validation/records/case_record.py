@@ -86,7 +86,7 @@ def config_of(case: Case) -> dict[str, object]:
 def _expected(expected: Expected, batches: Sequence[Batch], floors: Floors | None) -> RecordedOperation:
     return RecordedOperation(
         expected.operation,
-        _digests(batches),
+        digests_of(batches),
         expected.losses,
         expected.loss if expected.operation != "accumulate" else None,
         expected.norm,
@@ -111,7 +111,7 @@ def _observed(case: Case, observed: Observed, number: int, before: Mapping[str, 
     last: RankOperation = seen[observed.schedule.placement[-1]]
     return RecordedOperation(
         last.operation,
-        _digests(data_for(case, number)),
+        digests_of(data_for(case, number)),
         last.losses,
         last.loss,
         last.norm,
@@ -122,7 +122,8 @@ def _observed(case: Case, observed: Observed, number: int, before: Mapping[str, 
     )
 
 
-def _digests(batches: Sequence[Batch]) -> tuple[str, ...]:
+def digests_of(batches: Sequence[Batch]) -> tuple[str, ...]:
+    """The digest of each microbatch."""
     return microbatch_digests([(batch.inputs, batch.target) for batch in batches])
 
 

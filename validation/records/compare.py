@@ -8,6 +8,7 @@ from torch import Tensor
 
 from validation.ledger import Ledger
 from validation.records.against import LAWS, Against
+from validation.records.case_update import remade
 from validation.records.caused import caused
 from validation.records.record import Record, RecordedOperation, RecordError, config_differences
 from validation.records.record_facts import RecordFacts, Seen
@@ -52,9 +53,14 @@ def facts_of(verdict: Verdict, expected: Record, seen: Record) -> RecordFacts:
     due, one = expected.operations[number], seen.operations[number]
     gradients = {name: gradient for name, gradient in one.gradients.items() if name in due.gradients}
     begun = expected.before(number)
-    places = seen.places or expected.places
     return RecordFacts(
-        verdict, due, Seen(gradients, begun, [one.norm]), places, number=number, max_norm=expected.max_norm
+        verdict,
+        due,
+        Seen(gradients, begun, [one.norm]),
+        seen.places or expected.places,
+        number=number,
+        max_norm=expected.max_norm,
+        model=remade(seen),
     )
 
 

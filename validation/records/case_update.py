@@ -1,0 +1,38 @@
+"""The step of a recorded case as attribution sees it: a case says all that made its numbers, so it is remade."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from validation.case import Case, CaseError
+from validation.diagnosis.attribution import update_of
+from validation.diagnosis.update import Update
+from validation.observe import data_for, model_for
+from validation.records.case_record import digests_of
+from validation.records.record import Record
+from validation.records.record_facts import RecordFacts
+from validation.tolerance import same_bits
+
+
+def remade(record: Record) -> Callable[[RecordFacts], Update] | None:
+    """Makes the step that a diagnosis is about, from the case that ``record`` names.
+
+    None where it names no case, or where this machine gives that other weights or microbatches than were recorded.
+    """
+    text = record.config.get("case")
+    try:
+        case = Case.parse(text) if isinstance(text, str) else None
+    except CaseError:
+        return None
+    if case is None or not _same(record, case):
+        return None
+    return lambda facts: replace(update_of(case, facts.observed, facts.number), expected=facts.expected.gradients)
+
+
+def _same(record: Record, case: Case) -> bool:
+    if [one.operation for one in record.operations] != list(case.plan):
+        return False
+    known = dict(model_for(case).named_parameters(remove_duplicate=False))
+    first = record.operations[0]
+    begun = all(name in known and same_bits(known[name].detach(), one) for name, one in first.before.items())
+    numbered = enumerate(record.operations)
+    return begun and all(one.microbatches == digests_of(data_for(case, number)) for number, one in numbered)
