@@ -1,6 +1,5 @@
 """The step of a recorded case as attribution sees it: a case says all that made its numbers, so it is remade."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from validation.case import Case, CaseError
@@ -13,19 +12,22 @@ from validation.records.record_facts import RecordFacts
 from validation.tolerance import same_bits
 
 
-def remade(record: Record) -> Callable[[RecordFacts], Update] | None:
-    """Makes the step that a diagnosis is about, from the case that ``record`` names.
+def case_of(record: Record) -> Case | None:
+    """The case that ``record`` is of.
 
-    None where it names no case, or where this machine gives that other weights or microbatches than were recorded.
+    None where it names none, or where this machine gives that other weights or microbatches than were recorded.
     """
     text = record.config.get("case")
     try:
         case = Case.parse(text) if isinstance(text, str) else None
     except CaseError:
         return None
-    if case is None or not _same(record, case):
-        return None
-    return lambda facts: replace(update_of(case, facts.observed, facts.number), expected=facts.expected.gradients)
+    return case if case is not None and _same(record, case) else None
+
+
+def remade(case: Case, facts: RecordFacts) -> Update:
+    """The step that ``facts`` are about, made once more on one device."""
+    return replace(update_of(case, facts.observed, facts.number), expected=facts.expected.gradients)
 
 
 def _same(record: Record, case: Case) -> bool:

@@ -2,14 +2,15 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from validation.cause import Cause
 from validation.diagnose import followed
-from validation.diagnosis.rules import laws
 from validation.diagnosis.rules.attributed import named
+from validation.diagnosis.rules.laws import buffers, partition
 from validation.diagnosis.rules.norm import other_norm
 from validation.diagnosis.rules.report import report
-from validation.diagnosis.rules.update import near
+from validation.diagnosis.rules.update import Factor, clipped_as, near, to_clip
 from validation.diagnosis.rules.update import update as updated
 from validation.records.record_facts import RecordFacts
 from validation.verdict import Verdict
@@ -33,10 +34,10 @@ def _links(facts: RecordFacts) -> Mapping[Link, str]:
     links: list[tuple[Link, str, bool]] = [
         (held, "partition: every parameter is in the stage that should hold it", True),
         (forward, "computation: every loss is right, so the forwards are", facts.agrees("loss")),
-        (attributed, "gradients: they are made of what they should be", facts.judged("gradient")),
+        (attributed, "gradients: they are made of what they should be", facts.judged("none-ness")),
         (norm, "norm: it is that of the gradients", facts.judged("grad-norm")),
         (update, "clip, update: the optimizer did what it should", facts.judged("updated-parameters")),
-        (laws.buffers, "buffers: what forwards leave behind is right", facts.judged("buffers")),
+        (buffers, "buffers: what forwards leave behind is right", facts.judged("buffers")),
         (report, "report: what was reported is what was computed", facts.judged("loss")),
     ]
     return {link: sound for link, sound, shown in links if shown}
@@ -44,15 +45,18 @@ def _links(facts: RecordFacts) -> Mapping[Link, str]:
 
 def _left(link: Link, facts: RecordFacts) -> Sequence[str]:
     """What is wrong at a link that names no cause, where nothing behind it can be judged."""
-    if link is held and facts.differs("parameters-once"):
+    broken = [law for law in _ANSWERS.get(link, ()) if facts.differs(law)]
+    if link is held and broken:
         return ("parameters of the step and of what is expected do not go together: rename= says which is which",)
-    return facts.unexplained if link is attributed else ()
+    if link is attributed and facts.unexplained:
+        return facts.unexplained
+    return (f"{broken[0]}: what is wrong with it tells nothing",) if broken else ()
 
 
 def held(facts: RecordFacts) -> list[Cause]:
     """Parameters that no stage holds, or several; nothing where they may only be called otherwise."""
     strange = any(m.expected == "held 0 times" for m in facts.verdict.mismatches if m.law == "parameters-once")
-    return [] if strange else laws.partition(facts)
+    return [] if strange else partition(facts)
 
 
 def forward(facts: RecordFacts) -> list[Cause]:
@@ -90,10 +94,32 @@ def norm(facts: RecordFacts) -> list[Cause]:
 
 
 def update(facts: RecordFacts) -> list[Cause]:
-    """Parameters that are not what the right gradients should have made of them: by the optimizer, or clipped wrongly.
+    """Parameters that are not what the right gradients should have made of them: by the clipping, or the optimizer.
 
-    What the optimizer was given is not recorded, so the two are told apart only where nothing is to be clipped.
+    What the optimizer was given is not recorded. But where its step is linear in that, a factor shows in how far
+    parameters moved, and it is clipping's if clipping comes to it. Where it does not, which of the two stays open.
     """
     found = updated(facts)
-    clips = facts.max_norm is not None and (facts.due.norm or 0.0) > facts.max_norm
-    return [*found, *(replace(cause, kind="clip") for cause in found if clips)]
+    size, clips = facts.due.norm or 0.0, facts.max_norm is not None and (facts.due.norm or 0.0) > facts.max_norm
+    if not found or not clips or facts.max_norm is None:
+        return found
+    wanted = to_clip(size, facts.max_norm)
+    used = {facts.site(name): Factor(one.value * wanted, one.noise) for name, one in facts.seen.moved.items()}
+    clip = partial(to_clip, max_norm=facts.max_norm)
+    words = {clipped_as(facts, stage, one, clip) if one.value == one.value else "" for (stage, _), one in used.items()}
+    if not words or "" in words:
+        return [*found, *(replace(cause, kind="clip") for cause in found)]
+    first = next(iter(used.values()))
+    known = words.pop() if len(words) == 1 else ""
+    detail = "; ".join(filter(None, (f"multiplied by {first.value:.4g}, expected {wanted:.4g}", known)))
+    return [replace(found[0], kind="clip", factor=first.value, detail=detail)]
+
+
+_ANSWERS: Mapping[Link, tuple[str, ...]] = {  # for which laws
+    held: ("parameters-once",),
+    attributed: ("none-ness", "gradient"),
+    norm: ("grad-norm",),
+    update: ("updated-parameters",),
+    buffers: ("buffers",),
+    report: ("loss",),
+}

@@ -2,14 +2,17 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from time import perf_counter
 
 from torch import Tensor
 
 from validation.ledger import Ledger
+from validation.observe import max_norm_of
 from validation.records.against import LAWS, Against
-from validation.records.case_update import remade
+from validation.records.case_update import case_of, remade
 from validation.records.caused import caused
+from validation.records.movement import movements
 from validation.records.record import Record, RecordedOperation, RecordError, config_differences
 from validation.records.record_facts import RecordFacts, Seen
 from validation.tolerance import error, same_bits
@@ -50,17 +53,18 @@ def compare(expected: Record, seen: Record, *, rerun: str = "pipeproof compare F
 def facts_of(verdict: Verdict, expected: Record, seen: Record) -> RecordFacts:
     """What the cause of the first operation that disagrees is looked for in."""
     number = min(mismatch.operation for mismatch in verdict.mismatches) - 1
-    due, one = expected.operations[number], seen.operations[number]
+    due, one, case = expected.operations[number], seen.operations[number], case_of(seen)
     gradients = {name: gradient for name, gradient in one.gradients.items() if name in due.gradients}
-    begun = expected.before(number)
+    wrong = {m.parameter for m in verdict.mismatches if m.law == "updated-parameters"}
+    moved = movements({name: one.parameters[name] for name in wrong if name}, due.parameters, due.before)
     return RecordFacts(
         verdict,
         due,
-        Seen(gradients, begun, [one.norm]),
+        Seen(gradients, expected.before(number), [one.norm], moved),
         seen.places or expected.places,
         number=number,
-        max_norm=expected.max_norm,
-        model=remade(seen),
+        max_norm=expected.max_norm if case is None or due.operation != "train" else max_norm_of(case, number),
+        model=None if case is None else partial(remade, case),
     )
 
 

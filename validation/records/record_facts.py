@@ -7,6 +7,7 @@ from functools import cached_property
 from pipeline.schedule import Schedule
 from reference.step import Expected, Gradient, Site
 from validation.diagnosis.attribution import Attribution, attribute
+from validation.diagnosis.rules.update import Factor
 from validation.diagnosis.update import Update
 from validation.judge import one_thread
 from validation.observed import Observed, RankOperation
@@ -22,12 +23,14 @@ class Seen:
     """A step by its parameters' names, as far as it was compared.
 
     ``begun``: what the gradients were before it, or those of the step before. ``norms`` of each rank, None from one
-    that reports none. ``left_out`` wrong gradients are not among ``gradients``.
+    that reports none. ``moved``: how many times as far as they should have parameters moved, those that are not where
+    they should be. ``left_out`` wrong gradients are not among ``gradients``.
     """
 
     gradients: Mapping[str, Gradient]
     begun: Mapping[str, Gradient]
     norms: Sequence[float | None]
+    moved: Mapping[str, Factor] = field(default_factory=dict)
     left_out: int = 0
 
 
@@ -129,6 +132,10 @@ class RecordFacts:
             return ()
         if self.indistinct:
             return ("all microbatches are the same: a multiple of their sum may be a sum of fewer, or more, of them",)
+        if self.attribution.right:
+            return (
+                "gradients are off by more than rounding explains, and are made of what they should be nevertheless",
+            )
         if not self.attribution.unknown:
             return ()
         return tuple(filter(None, (*self.attribution.unknown, getattr(self.update.now, "unpaired", ""))))

@@ -30,6 +30,7 @@ from validation.records.compare import concluded, other_microbatch, other_weight
 from validation.records.content import ContentError
 from validation.records.job_causes import Beside, Checked, explained
 from validation.records.kept import MOST, Kept, Notes
+from validation.records.movement import movements
 from validation.records.record import Record, RecordedOperation, RecordError, microbatch_digests
 from validation.records.record_facts import RecordFacts
 from validation.records.record_file import described, read, restored
@@ -175,8 +176,7 @@ class StepCheck:
     ) -> None:
         if self._at is not None and error is None:
             with self._noting():
-                self._at.parameters({name: parameter for name, (_, parameter) in self._parameters.items()})
-                self._at.buffers(self._buffers())
+                self._compare_after(self._at)
         ending = Ending.FINISHED if error is None else Ending.RAISED
         message = "" if error is None else f"{type(error).__name__}: {error}"
         about = RankReport(self._exchange.rank, ending, message)
@@ -189,6 +189,16 @@ class StepCheck:
             parts, self._failure = [mine], self._failure or _sentence(absent)
         self._verdict = self._explained(self._joined(parts), parts)
         self._exchange.clear(self._laid_out)
+
+    def _compare_after(self, at: Against) -> None:
+        """Compare what the step has left."""
+        named = {name: parameter for name, (_, parameter) in self._parameters.items()}
+        at.parameters(named)
+        at.buffers(self._buffers())
+        wrong = {one.parameter for one in self._ledger.mismatches if one.law == "updated-parameters"}
+        if wrong and self._expected is not None:
+            seen = {name: parameter for name, parameter in named.items() if name in wrong}
+            self._kept.moved = movements(seen, self._expected.parameters, self._expected.before)
 
     def _begin(self) -> str:
         """Agree on what is expected; what stands in the way of a comparison, in sentences, or nothing."""

@@ -1,7 +1,8 @@
 """What is done with the gradients: the clipping and the update."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -96,7 +97,12 @@ def factors(evidence: Evidence) -> dict[Site, Factor]:
 
 def clip_factor(evidence: Evidence, size: float | None) -> float:
     """What clipping multiplies by where the norm is ``size``."""
-    factor = max_norm_of(evidence.case, evidence.number) / ((size or 0.0) + 1e-6)
+    return to_clip(size, max_norm_of(evidence.case, evidence.number))
+
+
+def to_clip(size: float | None, max_norm: float) -> float:
+    """What clipping a norm of ``size`` to ``max_norm`` multiplies by."""
+    factor = max_norm / ((size or 0.0) + 1e-6)
     return 1.0 if factor > 1.0 else factor
 
 
@@ -140,15 +146,23 @@ def _given(evidence: Evidence) -> dict[Site, tuple[Tensor, float]]:
 
 def _known(evidence: Evidence, stage: int, factor: Factor) -> str:
     """How clipping comes to such a factor, in words; empty if it does not."""
-    right = evidence.expected.norm
-    kept = evidence.observed.gradients(evidence.number)
-    placement = evidence.observed.schedule.placement
-    rank = [other for other in range(evidence.case.stages) if placement[other] == placement[stage]]
+    return clipped_as(evidence, stage, factor, partial(clip_factor, evidence))
+
+
+def clipped_as(facts: Facts, stage: int, factor: Factor, clip: Callable[[float | None], float]) -> str:
+    """How clipping comes to multiply a stage by ``factor``, in words; empty if it does not.
+
+    ``clip``: what it multiplies by, from a norm.
+    """
+    right = facts.expected.norm
+    kept = facts.observed.gradients(facts.number)
+    placement = facts.observed.schedule.placement
+    rank = [other for other in range(facts.stages) if placement[other] == placement[stage]]
     ways = {
         "not clipped": 1.0,
-        "clipped twice": clip_factor(evidence, right) ** 2,
-        "by its own stage's norm": clip_factor(evidence, _size(kept, [stage])),
-        "by its own rank's norm": clip_factor(evidence, _size(kept, rank)),
+        "clipped twice": clip(right) ** 2,
+        "by its own stage's norm": clip(_size(kept, [stage])),
+        "by its own rank's norm": clip(_size(kept, rank)),
     }
     return next((words for words, value in ways.items() if factor.near(value)), "")
 
