@@ -45,17 +45,26 @@ def name_causes(
 ) -> tuple[tuple[Cause, ...], tuple[str, ...], tuple[str, ...]]:
     """The causes, the most likely first; what stays unknown; and what was ruled out."""
     swapped = swaps(update, stages)
-    faults = {
-        one.stage: faults_of(update, one, filled(one))
-        for one in stages
-        if one.explained and (one.compared or one.odd or not any(one.coefficients.values()))
-    }
+    shown = [one for one in stages if one.explained and (one.compared or one.odd or not any(one.coefficients.values()))]
+    faults = {one.stage: found for one in shown if (found := _decided_faults(update, one)) is not None}
     sums = mixed(stages, update)
     causes = [*swapped, *_placed(update, faults), *_odd(update, stages, sums), *_tied(update, tied)]
     causes += _untrained(update)
     causes = [_with_rank(update, cause) for cause in causes]
     unknown = tuple(_unknown(stages, tied, sums))
     return tuple(dict.fromkeys(causes)), unknown, tuple(_ruled_out(stages, causes))
+
+
+def _decided_faults(update: Update, stage: Explanation) -> tuple[Fault, ...] | None:
+    """A stage's faults but for those that other coefficients would explain away, as where microbatches are equal.
+
+    None where no other is left.
+    """
+    faults = faults_of(update, stage, filled(stage))
+    if not stage.undecided:
+        return faults
+    others = {microbatch for term in stage.undecided for microbatch in (term.activation, term.gradient)}
+    return tuple(one for one in faults if one.microbatches and not others & set(one.microbatches)) or None
 
 
 def filled(stage: Explanation) -> dict[Term, float]:

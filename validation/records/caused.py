@@ -99,13 +99,14 @@ def update(facts: RecordFacts) -> list[Cause]:
     What the optimizer was given is not recorded. But where its step is linear in that, a factor shows in how far
     parameters moved, and it is clipping's if clipping comes to it. Where it does not, which of the two stays open.
     """
-    found = updated(facts)
-    size, clips = facts.due.norm or 0.0, facts.max_norm is not None and (facts.due.norm or 0.0) > facts.max_norm
-    if not found or not clips or facts.max_norm is None:
+    found, size, most = updated(facts), facts.due.norm or 0.0, facts.max_norm
+    if not found or (most is not None and size <= most):
         return found
-    wanted = to_clip(size, facts.max_norm)
+    if most is None:
+        return [*found, *(replace(cause, kind="clip") for cause in found)]
+    wanted = to_clip(size, most)
     used = {facts.site(name): Factor(one.value * wanted, one.noise) for name, one in facts.seen.moved.items()}
-    clip = partial(to_clip, max_norm=facts.max_norm)
+    clip = partial(to_clip, max_norm=most)
     words = {clipped_as(facts, stage, one, clip) if one.value == one.value else "" for (stage, _), one in used.items()}
     if not words or "" in words:
         return [*found, *(replace(cause, kind="clip") for cause in found)]
