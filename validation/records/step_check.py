@@ -33,7 +33,8 @@ from validation.records.kept import MOST, Kept, Notes
 from validation.records.movement import movements
 from validation.records.record import Record, RecordedOperation, RecordError, microbatch_digests
 from validation.records.record_facts import RecordFacts
-from validation.records.record_file import described, read, restored
+from validation.records.record_file import read
+from validation.records.reference_beside import ReferenceBeside
 from validation.records.single_device import SingleDevice
 from validation.records.step_record import Pairs
 from validation.verdict import LawResult, Verdict
@@ -101,10 +102,9 @@ class StepCheck:
         self._ledger = Ledger(LAWS)
         self._at: Against | None = None  # None before the step, and where there is nothing to judge
         self._expected: RecordedOperation | None = None
-        self._laid_out: dict[str, Tensor] = {}
         self._norm: float | None = None
         self._record: Record | None = None
-        self._model: nn.Module | None = None  # the reference, on rank 0, with the weights that the step began with
+        self._beside: ReferenceBeside | None = None
         self._problem = ""  # of this rank, with the record
         self._obstacle = ""  # why there is nothing to compare
         self._failure = ""  # how ranks failed
@@ -113,6 +113,9 @@ class StepCheck:
     def __enter__(self) -> "StepCheck":
         self._began = perf_counter()
         self._exchange: Exchange = exchange()
+        source, bound_s = self._source, self._job.timeout_s
+        if isinstance(source, SingleDevice):
+            self._beside = ReferenceBeside(source, self._exchange, timeout_s=bound_s)
         self._stages = self._numbered()
         self._named = [
             (self._job.rename(stage, name), stage, parameter)
@@ -188,7 +191,8 @@ class StepCheck:
         except RanksAbsent as absent:
             parts, self._failure = [mine], self._failure or _sentence(absent)
         self._verdict = self._explained(self._joined(parts), parts)
-        self._exchange.clear(self._laid_out)
+        if self._beside is not None:
+            self._beside.clear()
 
     def _compare_after(self, at: Against) -> None:
         """Compare what the step has left."""
@@ -213,8 +217,9 @@ class StepCheck:
         arrivals: list[Arrival] = self._gather(mine, "the beginning of the checked step")
         problems = {rank: arrival.problem for rank, arrival in enumerate(arrivals) if arrival.problem}
         problems = problems or disagreement([arrival.microbatches for arrival in arrivals])
-        if not problems and isinstance(self._source, SingleDevice):
-            record, problems = self._beside(self._source, arrivals)
+        if not problems and self._beside is not None:
+            own = {name: parameter for name, (_, parameter) in self._parameters.items()}
+            record, problems = self._beside.record(own, arrivals, self._job.microbatches)
         if problems or record is None:
             return told(problems)
         self._record, self._expected = record, record.operations[self._number]
@@ -264,39 +269,6 @@ class StepCheck:
         if digests is not None and (found := other_microbatch(expected.microbatches, digests)):
             raise RecordError(f"microbatches that are not the record's: {found}; run the recorded ones in this step")
 
-    def _beside(self, source: SingleDevice, arrivals: Sequence[Arrival]) -> tuple[Record | None, dict[int, str]]:
-        """The record that rank 0 makes of the reference with everybody's weights, or why it cannot."""
-        held = {name: rank for rank, arrival in reversed(list(enumerate(arrivals))) for name in arrival.held}
-        given = [name for name, rank in held.items() if rank == self._exchange.rank]
-        for name in given:
-            self._exchange.give(f"weight {name}", self._parameters[name][1])
-        text, problem = "", ""
-        if self._exchange.rank == 0:
-            text, problem = self._made(source, held)
-        outcomes = self._gather((text, problem), "the reference of the checked step")
-        self._exchange.clear(f"weight {name}" for name in given)
-        text, problem = outcomes[0]
-        return (None, {0: problem}) if problem else (restored(text, self._fetch), {})
-
-    def _made(self, source: SingleDevice, held: Mapping[str, int]) -> tuple[str, str]:
-        if self._job.microbatches is None:
-            return "", "the reference runs here, and there are no microbatches: pass them on rank 0"
-        try:
-            self._model = source.model(held, lambda name: self._fetch(f"weight {name}"))
-            record = source.record(self._model, self._job.microbatches)
-            record = replace(record, operations=tuple(replace(one, before={}) for one in record.operations))
-            text = described(record, self._laid_out)
-        except RecordError as error:
-            return "", str(error)
-        except Exception as error:  # the user's own code runs in it
-            return "", f"the reference raised {type(error).__name__}: {error}"
-        for address, tensor in self._laid_out.items():
-            self._exchange.give(address, tensor)
-        return text, ""
-
-    def _fetch(self, name: str) -> Tensor:
-        return self._exchange.take(name, bound_s=self._job.timeout_s)
-
     def _joined(self, parts: Sequence[_Part]) -> Verdict:
         took = perf_counter() - self._began
         rerun = f"torchrun --nproc-per-node {self._exchange.ranks} {shlex.join(sys.argv)}"
@@ -331,16 +303,23 @@ class StepCheck:
 
     def _checked(self, verdict: Verdict, parts: Sequence[_Part]) -> RecordFacts:
         assert self._record is not None, "there was something to compare with"
-        source, model = self._source, self._model
         return Checked(
             self._record,
             self._number,
             self._places,
             [part.notes for part in parts],
             [part.norm for part in parts],
-            self._fetch,
-            Beside(source, model, self._job.microbatches or ()) if isinstance(source, SingleDevice) and model else None,
+            lambda name: self._exchange.take(name, bound_s=self._job.timeout_s),
+            self._remade,
         ).facts(verdict)
+
+    @property
+    def _remade(self) -> Beside | None:
+        """The model beside the job, for rank 0 to run again."""
+        found = self._beside
+        if found is None or found.model is None or self._job.microbatches is None:
+            return None
+        return Beside(found.source, found.model, self._job.microbatches)
 
     def _gather(self, value: object, what: str) -> list[Any]:
         return self._exchange.gather(value, what=what, bound_s=self._job.timeout_s)
