@@ -7,6 +7,7 @@ from pathlib import Path
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 SCRIPT = str(Path(__file__).with_name("checked_training.py"))
+README = (Path(__file__).parents[2] / "README.md").read_text()
 
 
 def verdicts(output: str) -> list[str]:
@@ -24,7 +25,8 @@ def test_beside_the_model_a_right_step_passes_and_a_wrong_one_is_named(torchrun:
     assert re.search(r"loss +pass +4 compared", right)
     assert re.search(r"grad-norm +pass +2 compared", right), "one of each rank"
     assert wrong.startswith("FAIL gradient (8 of 16), grad-norm (2 of 2)\n")
-    assert "where     rank 0, stage 0, parameter 1.2.bias" in wrong
+    shown = re.findall(r"(?s)```text\n(FAIL gradient.*?)\n```", README)
+    assert ["\n".join(map(str.rstrip, wrong.splitlines()))[: len(one)] for one in shown] == shown != []
     assert f"replay    torchrun --nproc-per-node 2 {SCRIPT} --check-at 1 2 --fault dropped" in wrong
 
 
@@ -40,3 +42,14 @@ def test_a_record_judges_the_update_too_and_no_step_from_other_weights(
     assert later.startswith("UNKNOWN comparable: rank 0: weights that differ from the record's before the step: 0.0.we")
     assert "; rank 1: weights that differ" in later
     assert f'File "{SCRIPT}"' not in done.stdout, "no traceback"
+
+
+def test_a_record_names_what_its_sums_tell_and_no_more(torchrun: Launch, python: Launch, tmp_path: Path) -> None:
+    assert python(tmp_path, SCRIPT, "--write", "x").returncode == 0
+    for fault, words in (
+        ("undivided", "cause     scale: gradients are a multiple .*\n +everywhere: 4, the number of microbatches\n"),
+        ("dropped", "cause     unknown: the evidence does not decide\n +not +stage 0: no combination"),
+    ):
+        options = ("--record", "x", "--check-at", "0", "--steps", "1", "--fault", fault)
+        (wrong,) = verdicts(torchrun(tmp_path, SCRIPT, *options, ranks=2).stdout)
+        assert re.search(words, wrong), wrong
