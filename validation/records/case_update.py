@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from validation.case import Case, CaseError
 from validation.diagnosis.attribution import update_of
+from validation.diagnosis.flow import play
 from validation.diagnosis.update import Update
 from validation.observe import data_for, model_for
 from validation.records.case_record import digests_of
@@ -27,7 +28,8 @@ def case_of(record: Record) -> Case | None:
 
 def remade(case: Case, facts: RecordFacts) -> Update:
     """The step that ``facts`` are about, made once more on one device."""
-    return replace(update_of(case, facts.observed, facts.number), expected=facts.expected.gradients)
+    played = play(case, facts.observed, facts.number)
+    return replace(update_of(case, facts.observed, played), expected=facts.expected.gradients)
 
 
 def _same(record: Record, case: Case) -> bool:
