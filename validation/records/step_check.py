@@ -7,8 +7,7 @@ memory than the largest parameter; the verdicts are joined at the end, so that a
 import math
 import shlex
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,11 +25,12 @@ from validation.ranks.rank_report import Ending, RankReport, describe
 from validation.ranks.side_store import RanksAbsent
 from validation.records.against import LAWS, Against
 from validation.records.arrivals import Arrival, disagreement, places_of, told
-from validation.records.compare import concluded, other_microbatch, other_weights
+from validation.records.compare import concluded
 from validation.records.content import ContentError
 from validation.records.job_causes import Beside, Checked, explained
 from validation.records.kept import MOST, Kept, Notes
 from validation.records.movement import movements
+from validation.records.rank_stages import RankStages, Rename
 from validation.records.record import Record, RecordedOperation, RecordError, microbatch_digests
 from validation.records.record_facts import RecordFacts
 from validation.records.record_file import read
@@ -40,9 +40,6 @@ from validation.records.step_record import Pairs
 from validation.verdict import LawResult, Verdict
 
 _LAST_WORDS_S = 10.0  # a rank that raised waits no longer than this for the others before it goes its way
-
-
-Rename = Callable[[int, str], str]
 
 
 class CheckError(ValueError):
@@ -116,20 +113,16 @@ class StepCheck:
         source, bound_s = self._source, self._job.timeout_s
         if isinstance(source, SingleDevice):
             self._beside = ReferenceBeside(source, self._exchange, timeout_s=bound_s)
-        self._stages = self._numbered()
-        self._named = [
-            (self._job.rename(stage, name), stage, parameter)
-            for stage, module in self._stages.items()
-            for name, parameter in module.named_parameters(remove_duplicate=False)
-        ]
-        self._parameters = {name: (stage, parameter) for name, stage, parameter in self._named}
+        modules = self._job.modules
+        numbered = {self._exchange.rank: modules} if isinstance(modules, nn.Module) else modules
+        self._own = RankStages(numbered, self._job.rename)
         self._kept = Kept(MOST // self._exchange.ranks)
         try:
             self._obstacle = self._begin()
         except RanksAbsent as absent:
             self._failure = _sentence(absent)
         if self._at is not None:
-            self._kept.begin(self._gradients)
+            self._kept.begin(self._own.gradients)
         return self
 
     @property
@@ -145,17 +138,13 @@ class StepCheck:
         ``named``: gradients by the record's names, for a runtime that does not keep them in ``.grad``.
         """
         if self._at is not None and self._expected is not None:
-            found = self._gradients if named is None else named
+            found = self._own.gradients if named is None else named
             before = len(self._ledger.mismatches)
             with self._noting():
                 self._at.gradients(found)
                 wrong = {mismatch.parameter or "" for mismatch in self._ledger.mismatches[before:]}
                 compared = {name: one for name, one in found.items() if name in self._expected.gradients}
                 self._kept.end(compared, wrong)
-
-    @property
-    def _gradients(self) -> dict[str, Tensor | None]:
-        return {name: parameter.grad for name, (_, parameter) in self._parameters.items()}
 
     def report(
         self, *, losses: Sequence[float] | None = None, loss: float | None = None, norm: float | None = None
@@ -196,12 +185,11 @@ class StepCheck:
 
     def _compare_after(self, at: Against) -> None:
         """Compare what the step has left."""
-        named = {name: parameter for name, (_, parameter) in self._parameters.items()}
-        at.parameters(named)
-        at.buffers(self._buffers())
+        at.parameters(self._own.parameters)
+        at.buffers(self._own.buffers if self._expected is not None and self._expected.buffers else {})
         wrong = {one.parameter for one in self._ledger.mismatches if one.law == "updated-parameters"}
         if wrong and self._expected is not None:
-            seen = {name: parameter for name, parameter in named.items() if name in wrong}
+            seen = {name: parameter for name, parameter in self._own.parameters.items() if name in wrong}
             self._kept.moved = movements(seen, self._expected.parameters, self._expected.before)
 
     def _begin(self) -> str:
@@ -210,16 +198,15 @@ class StepCheck:
         digests: tuple[str, ...] | None = None
         with self._noting():
             record, digests = self._read(), self._digests()
-            self._distinct()
+            self._own.check_names()
             if record is not None:
-                self._alike(record, digests)
-        mine = Arrival({name: stage for name, (stage, _) in self._parameters.items()}, digests, self._problem)
+                self._own.check_start(record.operations[self._number], digests)
+        mine = Arrival(self._own.places, digests, self._problem)
         arrivals: list[Arrival] = self._gather(mine, "the beginning of the checked step")
         problems = {rank: arrival.problem for rank, arrival in enumerate(arrivals) if arrival.problem}
         problems = problems or disagreement([arrival.microbatches for arrival in arrivals])
         if not problems and self._beside is not None:
-            own = {name: parameter for name, (_, parameter) in self._parameters.items()}
-            record, problems = self._beside.record(own, arrivals, self._job.microbatches)
+            record, problems = self._beside.record(self._own.parameters, arrivals, self._job.microbatches)
         if problems or record is None:
             return told(problems)
         self._record, self._expected = record, record.operations[self._number]
@@ -251,23 +238,6 @@ class StepCheck:
 
     def _digests(self) -> tuple[str, ...] | None:
         return None if self._job.microbatches is None else microbatch_digests(self._job.microbatches)
-
-    def _distinct(self) -> None:
-        """Raise where two of this rank's parameters have one name."""
-        twice = [name for name, count in Counter(name for name, *_ in self._named).items() if count > 1]
-        if twice:
-            stages = " and ".join(str(stage) for name, stage, _ in self._named if name == twice[0])
-            raise RecordError(f"stages {stages} both have a parameter {twice[0]}: give rename=, from stage and name")
-
-    def _alike(self, record: Record, digests: tuple[str, ...] | None) -> None:
-        """Raise where something is another before the step on this rank than in the record."""
-        expected = record.operations[self._number]
-        if found := other_weights(expected.before, {name: one for name, (_, one) in self._parameters.items()}):
-            raise RecordError(
-                f"weights that differ from the record's before the step: {found}; start from the recorded ones"
-            )
-        if digests is not None and (found := other_microbatch(expected.microbatches, digests)):
-            raise RecordError(f"microbatches that are not the record's: {found}; run the recorded ones in this step")
 
     def _joined(self, parts: Sequence[_Part]) -> Verdict:
         took = perf_counter() - self._began
@@ -323,19 +293,6 @@ class StepCheck:
 
     def _gather(self, value: object, what: str) -> list[Any]:
         return self._exchange.gather(value, what=what, bound_s=self._job.timeout_s)
-
-    def _numbered(self) -> Mapping[int, nn.Module]:
-        modules = self._job.modules
-        return {self._exchange.rank: modules} if isinstance(modules, nn.Module) else modules
-
-    def _buffers(self) -> dict[str, Tensor]:
-        wanted = {} if self._expected is None else self._expected.buffers
-        return {
-            self._job.rename(stage, name): buffer
-            for stage, module in self._stages.items()
-            for name, buffer in module.named_buffers()
-            if wanted
-        }
 
 
 class _Checked(AroundGradients):
