@@ -52,7 +52,7 @@ def answers(
 ) -> list[Answer]:
     """The answers of two ranks."""
     order = pack((sys.path, pack((job, arguments))))
-    return list(processes.run(order, label="job", ranks=2, timeout_s=timeout_s))
+    return list(processes.run(order, label="job", ranks=2, timeout_s=timeout_s, meanwhile=()))
 
 
 def results(processes: Processes, job: Callable[..., object], *arguments: object) -> list[Any]:
