@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from validation.tolerance import FP32, precision_of
+
 _CHANCE = 1e-9  # how likely an explanation may be to fit by chance
 DECIDED = 0.05  # a coefficient known no better than this is undecided
 _SKETCH = 2048
@@ -88,6 +90,12 @@ def counts_of(whole: Tensor, parts: Sequence[Tensor], limit: float) -> tuple[flo
         return None
     made = fit(target, atoms, limit)
     return None if made.undecided or made.residual > limit else made.coefficients
+
+
+def told_within(dtype: torch.dtype) -> float:
+    """The relative error within which a tensor of ``dtype`` is still said to be a combination of others."""
+    precision = precision_of(dtype)
+    return min(precision.most, max(FP32.most, precision.least))
 
 
 def conclusive(size: int, *, used: int, atoms: int, limit: float) -> bool:

@@ -13,7 +13,8 @@ from validation.diagnosis.attribution import Attribution, attribute_case
 from validation.diagnosis.divergence import Divergence, Ground, Positions, divergences
 from validation.diagnosis.flow import Played, parts_of, play
 from validation.diagnosis.hypotheses import Tried
-from validation.diagnosis.sums import Broken, broken_additions, broken_between
+from validation.diagnosis.sums import Broken, broken_additions
+from validation.diagnosis.touched import Known, broken_between
 from validation.observed import Observed
 from validation.recording import Addition, Recording, Site
 from validation.stages import tied_across
@@ -173,7 +174,8 @@ class Evidence:
         last: Gradients = additions[-1].after if additions else {}
         end = of_stage(recording.summed, stage) or last
         begun = start.get(stage, {})
-        found += broken_between(stage, additions, start=begun, end=end, earlier=self.earlier(stage))
+        known = Known(earlier=self.earlier(stage), parameters=of_stage(recording.parameters, stage))
+        found += broken_between(stage, additions, start=begun, end=end, known=known)
         start[stage] = last if self.case.plan[number] == "accumulate" else {}
         return found
 

@@ -1,16 +1,12 @@
-"""Where sums of gradients broke: each action's addition is held against the microbatch's contribution it should be.
-
-Also what happened to the sums between actions, and between the last action and the reduction of tied parameters.
-"""
+"""Where sums of gradients broke: each action's addition is held against the microbatch's contribution it should be."""
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from validation.diagnosis.address import NARROWER
 from validation.diagnosis.combination import counts_of
 from validation.recording import Addition, Site
 from validation.tolerance import precision_of
@@ -105,31 +101,6 @@ def counted(stage: int, coefficients: Sequence[float], *, repeated: Collection[i
     return [Broken("unequal-weights", stage, tuple(off), detail=text)]
 
 
-def broken_between(
-    stage: int, additions: Sequence[Addition], *, start: Gradients, end: Gradients, earlier: Gradients
-) -> list[Broken]:
-    """What happened to a stage's sums while none of its actions ran; it began with ``start`` and ended with ``end``.
-
-    ``earlier``: the gradients of the step before, which may have been added once more.
-    """
-    found: list[Broken] = []
-    before, done = start, list[int]()
-    for addition in additions:
-        if addition.before is not None:
-            when = f"before {addition.action}"
-            seen = changed(stage, before, addition.before, when, earlier=earlier)
-            # To clear all sums before another addition is to lose what they held; to find some, is to add to them.
-            found += [
-                replace(one, kind="dropped", microbatches=tuple(sorted(set(done))))
-                if one.kind in ("zero", "missing") and not one.parameters
-                else replace(one, kind="extra-term" if one.kind == "unexpected" else one.kind)
-                for one in seen
-            ]
-        before = addition.after
-        done.append(addition.action.microbatch)
-    return found + changed(stage, before, end, "after the last backward", earlier=earlier)
-
-
 def _total(
     added: Mapping[int, Mapping[str, tuple[Tensor | None, Tensor | None]]],
     expected: Sequence[Gradients],
@@ -196,54 +167,6 @@ def _finding(delta: Tensor | None, wanted: Tensor | None) -> tuple[str, float | 
         factor = float(f"{found[0]:.4g}")
         return ("sign" if abs(factor + 1) <= _COUNT else "scale"), factor, f"{factor:g} times the expected"
     return "computation", None, "no multiple of what it should be"
-
-
-def changed(stage: int, old: Gradients, new: Gradients, when: str, *, earlier: Gradients | None = None) -> list[Broken]:
-    """What became of gradients that should have stayed as they were; ``earlier`` ones may have been added."""
-    names = [name for name in new if not _alike(old.get(name), new[name])]
-    if not names:
-        return []
-    held = [name for name in new if old.get(name) is not None or new[name] is not None]
-    whole = () if len(names) == len(held) else tuple(names)
-    kinds = {_change(old.get(name), new[name], (earlier or {}).get(name)) for name in names}
-    if len(kinds) > 1:
-        return [Broken("extra-term", stage, parameters=whole, detail=f"changed {when}")]
-    kind, factor = kinds.pop()
-    words = {
-        "extra-term": "something was added",
-        "stale-gradient": "an earlier step's gradients were added",
-        "not-finite": "made not finite",
-        "altered": "put in another order",
-        "rounded": "rounded to a narrower type",
-        "unexpected": "made where there should be none",
-    }
-    detail = words.get(kind, f"multiplied by {factor:g}" if factor is not None else "cleared")
-    return [Broken(kind, stage, parameters=whole, factor=factor, detail=f"{detail} {when}")]
-
-
-def _change(old: Tensor | None, new: Tensor | None, earlier: Tensor | None) -> tuple[str, float | None]:
-    if new is None:
-        return "missing", None
-    if not new.any():
-        return "zero", None
-    if not bool(new.isfinite().all()):
-        return "not-finite", None
-    known = [one for one in (old, earlier) if one is not None]
-    if not known:
-        return "unexpected", None
-    if new.numel() < 3:
-        return "extra-term", None
-    if old is not None and any(torch.equal(old.to(dtype).to(old.dtype), new) for dtype in NARROWER.values()):
-        return "rounded", None
-    if old is not None and torch.equal(old.flatten().sort().values, new.flatten().sort().values):
-        return "altered", None
-    limit = precision_of(new.dtype).most
-    found = None if old is None else counts_of(new, [old], limit)
-    if found is not None:
-        factor = float(f"{found[0]:.4g}")
-        return ("sign" if factor == -1 else "scale"), factor
-    again = None if earlier is None else counts_of(new, known, limit)
-    return ("extra-term" if again is None else "stale-gradient"), None
 
 
 def _by_microbatch(additions: Sequence[Addition]) -> dict[int, dict[str, tuple[Tensor | None, Tensor | None]]]:

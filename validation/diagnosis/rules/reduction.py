@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from validation.cause import Cause
-from validation.diagnosis.combination import counts_of
+from validation.diagnosis.combination import counts_of, told_within
 from validation.diagnosis.evidence import Evidence, of_stage
 from validation.diagnosis.rules.sums import causes_of, mended
-from validation.diagnosis.sums import Broken, changed
+from validation.diagnosis.sums import Broken
+from validation.diagnosis.touched import Known, changed
 from validation.recording import Site
-from validation.tolerance import precision_of
 
 _COUNT = 1e-3
 
@@ -25,11 +25,10 @@ def reduction(evidence: Evidence) -> list[Cause]:
     causes = [cause for copies in evidence.tied if (cause := _tied(evidence, copies, summed, reduced)) is not None]
     found: list[Broken] = []
     for stage in reversed(range(evidence.case.stages)):
-        old, new = (
-            {name: gradient for name, gradient in of_stage(side, stage).items() if (stage, name) not in evidence.shared}
-            for side in (summed, reduced)
-        )
-        found += changed(stage, old, new, "between the last backward and the norm", earlier=evidence.earlier(stage))
+        old, new = of_stage(summed, stage), of_stage(reduced, stage)
+        known = Known(evidence.earlier(stage), summed, of_stage(evidence.recording.parameters, stage))
+        tied = [name for owner, name in evidence.shared if owner == stage]
+        found += changed(stage, old, new, "between the last backward and the norm", known=known, leaving=tied)
     return causes + causes_of([one for one in found if not mended(one, evidence)], evidence)
 
 
@@ -46,7 +45,7 @@ def _tied(
         if seen is None or not seen.any():
             kind, detail = ("missing", "no gradient") if seen is None else ("zero", "zero")
             return _of_copy(evidence, copies, site, kind, detail)
-        found = counts_of(seen, shares, precision_of(seen.dtype).most) if len(shares) == len(copies) else None
+        found = counts_of(seen, shares, told_within(seen.dtype)) if len(shares) == len(copies) else None
         if found is not None:
             if any(abs(c - 1) > _COUNT for c in found):
                 return _of_copy(evidence, copies, site, *_counted(copies, found))
@@ -90,7 +89,7 @@ def _late(evidence: Evidence, site: Site, copies: Sequence[Site], seen: Tensor) 
         for m, one in enumerate(contributions)
         if (part := one.gradients.get(copy)) is not None
     }
-    found = counts_of(seen, list(known.values()), precision_of(seen.dtype).most)
+    found = counts_of(seen, list(known.values()), told_within(seen.dtype))
     if found is None:
         return None
     counts = {key: round(c) for key, c in zip(known, found, strict=True) if abs(c - round(c)) <= _COUNT}

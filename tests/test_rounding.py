@@ -1,0 +1,53 @@
+"""A tensor that went through a narrower type is told, at any scale; one that was changed otherwise is not."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from validation.diagnosis.rounding import held_in, rounded_as
+
+WHOLE = torch.randn(40, 16, generator=torch.Generator().manual_seed(0)) * 1e-2
+
+
+@pytest.mark.parametrize(
+    ("seen", "words"),
+    [
+        (WHOLE.bfloat16().float(), "bf16-rounded"),
+        (WHOLE.half().float(), "fp16-rounded"),
+        ((WHOLE * 300).half().float() / 300, "fp16-rounded at some other scale"),
+        ((WHOLE * 3).bfloat16().float() / 3, "bf16-rounded at some other scale"),
+        ((WHOLE * 1e-3).half().float() * 1e3, "rounded to multiples of 5.96e-05"),
+    ],
+)
+def test_a_narrower_type_is_told(seen: Tensor, words: str) -> None:
+    assert rounded_as(seen, WHOLE) == words
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        WHOLE,
+        WHOLE * 1.001,
+        WHOLE + 1e-5 * torch.randn(WHOLE.shape, generator=torch.Generator().manual_seed(1)),
+        torch.where(WHOLE > 0, WHOLE, 0.0),
+        WHOLE.flip(0).half().float(),  # rounded, and more than that
+        WHOLE.clamp(-1e-3, 1e-3),
+    ],
+    ids=["same", "scaled", "noise", "half of it", "another", "clamped"],
+)
+def test_other_changes_are_no_rounding(seen: Tensor) -> None:
+    assert rounded_as(seen, WHOLE) is None
+
+
+def test_a_few_elements_prove_no_scale() -> None:
+    whole = WHOLE.flatten()[:8]
+    assert rounded_as((whole * 300).half().float() / 300, whole) is None
+    assert rounded_as(whole.half().float(), whole) == "fp16-rounded"
+
+
+def test_what_a_narrower_type_can_hold_is_told() -> None:
+    assert held_in(WHOLE.bfloat16().float()) == "bf16"
+    assert held_in(WHOLE.half().float()) == "fp16"
+    assert held_in(WHOLE) is None
+    assert held_in(torch.zeros(3)) is None  # which any type can
+    assert held_in(WHOLE.bfloat16()) is None  # it is no narrower

@@ -1,0 +1,90 @@
+"""Whether a tensor is another one in a narrower type, at whatever scale that was.
+
+A gradient is often multiplied before it is sent in a narrow type, and divided afterwards. What is left of it are the
+values of that type times one number: so many significant bits, or, where they were too small for those, so many steps
+of one size.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from validation.diagnosis.address import NARROWER
+
+_SAMPLE = 256  # elements that a scale must explain
+_LEAST = 16  # elements, with fewer of which any scale would do
+_BITS = {"fp16": 11, "bf16": 8}
+_BINADES = 4  # below the largest element: further down fp16 may have fewer bits
+_ON = 1e-3  # of a step
+_FEW = 8
+_CLOSE = 0.3  # what differs by more was not rounded
+
+
+def rounded_as(seen: Tensor, whole: Tensor) -> str | None:
+    """How ``seen`` is ``whole`` rounded, in words; None where it is not."""
+    if not seen.is_floating_point() or seen.shape != whole.shape or seen.dtype != whole.dtype:
+        return None
+    narrower = {name: dtype for name, dtype in NARROWER.items() if dtype.itemsize < seen.dtype.itemsize}
+    for name, dtype in narrower.items():
+        if torch.equal(whole.to(dtype).to(whole.dtype), seen) and not torch.equal(whole, seen):
+            return f"{name}-rounded"
+    if not narrower or not bool(seen.isfinite().all()):
+        return None
+    return _at_some_scale(seen.flatten().double(), whole.flatten().double())
+
+
+def held_in(tensor: Tensor) -> str | None:
+    """The narrower type that can say all of ``tensor``; None without one."""
+    for name, dtype in NARROWER.items():
+        narrow = tensor.to(dtype).to(tensor.dtype)
+        if dtype.itemsize < tensor.dtype.itemsize and bool(tensor.any()) and torch.equal(narrow, tensor):
+            return name
+    return None
+
+
+def _at_some_scale(seen: Tensor, whole: Tensor) -> str | None:
+    """Both (D). The largest element is a whole number of steps in any type; each such number gives a scale to try."""
+    if (seen - whole).norm() > _CLOSE * whole.norm():
+        return None
+    largest = seen.abs().max()
+    size = seen.abs()[:: max(1, len(seen) // _SAMPLE)].sort(descending=True).values
+    size = size[size > 0]
+    top = size[size > largest / 2**_BINADES]
+    for name, bits in _BITS.items():
+        steps = largest / torch.arange(2 ** (bits - 1), 2**bits, dtype=torch.float64)
+        width = partial(_floating, bits=bits)
+        for step in _fitting(top, steps, width):
+            if _off(seen, whole, width(whole.abs(), step)):
+                return f"{name}-rounded at some other scale"
+    steps = largest / torch.arange(1, 2 ** _BITS["fp16"], dtype=torch.float64)
+    for step in _fitting(size, steps, lambda size, step: step):
+        if _off(seen, whole, step):
+            return f"rounded to multiples of {step.item():.3g}"
+    return None
+
+
+def _fitting(size: Tensor, steps: Tensor, width: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """Those of ``steps`` (K), the widest first, of which all of ``size`` (N) are whole multiples.
+
+    ``width``: how far apart values lie around a size, by a step. A few sizes leave few steps for all to be tried with.
+    """
+    if len(size) < _LEAST:
+        return steps[:0]
+    for some in (size[:_FEW], size):
+        counts = some[None] / width(some[None], steps[:, None])  # (K, N)
+        steps = steps[((counts - counts.round()).abs() <= _ON).all(dim=1)]
+    return steps
+
+
+def _floating(size: Tensor, step: Tensor, bits: int) -> Tensor:
+    """How far apart values of so many bits lie around ``size``, where ``step`` is that in the topmost binade."""
+    top = 2.0 ** (bits - 1)
+    return step * 2.0 ** (size.clamp_min(1e-300) / step / top).log2().floor()
+
+
+def _off(seen: Tensor, whole: Tensor, widths: Tensor) -> bool:
+    """Whether ``seen`` lies no further from ``whole`` than half a step, and is not just that."""
+    gap = (seen - whole).abs()
+    return bool((gap <= widths * (0.5 + _ON)).all()) and bool((gap > widths * _ON).any())
