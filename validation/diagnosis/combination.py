@@ -15,6 +15,7 @@ from validation.tolerance import FP32, precision_of
 
 _CHANCE = 1e-9  # how likely an explanation may be to fit by chance
 DECIDED = 0.05  # a coefficient known no better than this is undecided
+_COARSE = 16.0  # ... or, where rounding itself is coarse, no better than so many times that
 _SKETCH = 2048
 _DEPENDENT = 1e-6  # an atom of which no more than this is new
 
@@ -89,13 +90,19 @@ def counts_of(whole: Tensor, parts: Sequence[Tensor], limit: float) -> tuple[flo
     if not bool(target.isfinite().all()) or not bool(atoms.isfinite().all()) or not target.any():
         return None
     made = fit(target, atoms, limit)
-    return None if made.undecided or made.residual > limit else made.coefficients
+    decided = max(DECIDED, _COARSE * limit)
+    return None if max(made.uncertain) > decided or made.residual > limit else made.coefficients
 
 
 def told_within(dtype: torch.dtype) -> float:
     """The relative error within which a tensor of ``dtype`` is still said to be a combination of others."""
     precision = precision_of(dtype)
     return min(precision.most, max(FP32.most, precision.least))
+
+
+def whole_within(dtype: torch.dtype) -> float:
+    """How near to a whole number a coefficient of tensors of ``dtype`` must be to count as one."""
+    return max(1e-3, 4 * precision_of(dtype).unit)
 
 
 def conclusive(size: int, *, used: int, atoms: int, limit: float) -> bool:

@@ -10,10 +10,11 @@ from reference.model import DTYPES
 from reference.step import Expected
 from validation.case import Case
 from validation.diagnosis.attribution import Attribution, attribute_case
+from validation.diagnosis.broken import Broken
 from validation.diagnosis.divergence import Divergence, Ground, Positions, divergences
 from validation.diagnosis.flow import Played, parts_of, play
 from validation.diagnosis.hypotheses import Tried
-from validation.diagnosis.sums import Broken, broken_additions
+from validation.diagnosis.sums import broken_additions
 from validation.diagnosis.touched import Known, broken_between
 from validation.observed import Observed
 from validation.recording import Addition, Recording, Site

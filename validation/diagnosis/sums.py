@@ -1,31 +1,23 @@
 """Where sums of gradients broke: each action's addition is held against the microbatch's contribution it should be."""
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from validation.diagnosis.combination import counts_of
+from validation.diagnosis.address import NARROWER
+from validation.diagnosis.broken import Broken
+from validation.diagnosis.combination import counts_of, told_within, whole_within
+from validation.diagnosis.rounding import held_in
+from validation.diagnosis.touched import Known, became
 from validation.recording import Addition, Site
 from validation.tolerance import precision_of
 
 Gradients = Mapping[str, Tensor | None]
-_COUNT = 1e-3  # how near to a whole number a coefficient must be to count as one
-
-
-@dataclass(frozen=True)
-class Broken:
-    """A sum that is not what it should be: the kind of cause, at which stage, by which action, whose."""
-
-    kind: str
-    stage: int
-    microbatches: tuple[int, ...] = ()
-    action: str | None = None
-    parameters: tuple[str, ...] = ()  # empty: all of the stage's
-    factor: float | None = None
-    detail: str = ""
+Finding = tuple[str, float | None, str]  # a kind of cause, the factor of a multiple, and its words
+_TELLING = 0.25  # of an addition: where rounding may have made more of it, it has no factor
 
 
 def broken_additions(
@@ -55,43 +47,52 @@ def broken_additions(
         if total is not None and not any(total) and all(additions[-1].after[name] is None for name in whole):
             return [Broken("missing", stage, detail="no action added anything")]
         if total is not None:
-            return counted(stage, total, repeated={*repeated, *_several(additions)})
-    return list(_of_parameters(stage, added, expected, wrong))
+            return counted(stage, total, repeated={*repeated, *_several(additions)}, room=_room(expected))
+    return list(_of_parameters(stage, additions, expected, wrong))
 
 
-def totals(seen: Gradients, expected: Sequence[Gradients], names: Sequence[str]) -> tuple[float, ...] | None:
-    """How often each microbatch's contribution is in ``seen``, over all parameters of a stage together."""
+def totals(
+    seen: Gradients, expected: Sequence[Gradients], names: Sequence[str], *, noise: float = 0.0
+) -> tuple[float, ...] | None:
+    """How often each microbatch's contribution is in ``seen``, over all parameters of a stage together.
+
+    ``noise``: the norm of what rounding the sums may have done to ``seen``.
+    """
     like = {name: next(g for part in expected if (g := part[name]) is not None) for name in names}
     rows = [torch.cat([_flat(part[name], like[name].numel()) for name in names]) for part in expected]
     whole = torch.cat([_flat(seen[name], like[name].numel()) for name in names])
-    return counts_of(whole, rows, max(precision_of(one.dtype).most for one in like.values()))
+    limit = max(told_within(one.dtype) for one in like.values())
+    return counts_of(whole, rows, limit + noise / max(float(whole.norm()), 1e-300))
 
 
-def counted(stage: int, coefficients: Sequence[float], *, repeated: Collection[int] = ()) -> list[Broken]:
+def counted(
+    stage: int, coefficients: Sequence[float], *, repeated: Collection[int] = (), room: float = 1e-3
+) -> list[Broken]:
     """Coefficients of every microbatch's contribution in words; empty where each is 1.
 
-    ``repeated`` microbatches were really added more than once.
+    ``repeated`` microbatches were really added more than once. ``room``: how near to a whole number a coefficient must
+    be to count as one.
     """
-    off = [m for m, value in enumerate(coefficients) if abs(value - 1) > _COUNT]
+    off = [m for m, value in enumerate(coefficients) if abs(value - 1) > room]
     if not off:
         return []
     first = coefficients[off[0]]
-    alike = all(abs(coefficients[m] - first) <= _COUNT * max(1.0, abs(first)) for m in off)
-    whole = abs(first - round(first)) <= _COUNT and first > 1
+    alike = all(abs(coefficients[m] - first) <= room * max(1.0, abs(first)) for m in off)
+    whole = abs(first - round(first)) <= room and first > 1
     if alike and whole and set(off) <= set(repeated):
         return [Broken("doubled", stage, tuple(off), factor=first, detail=f"{_list(off)} added {round(first)} times")]
-    if alike and len(off) == len(coefficients) and abs(first) > _COUNT:
-        kind = "sign" if abs(first + 1) <= _COUNT else "scale"
+    if alike and len(off) == len(coefficients) and abs(first) > room:
+        kind = "sign" if abs(first + 1) <= room else "scale"
         return [Broken(kind, stage, factor=first, detail=f"{first:.6g} times the expected")]
-    if alike and abs(first) <= _COUNT:
+    if alike and abs(first) <= room:
         return [Broken("dropped", stage, tuple(off), detail=f"{_list(off)} added nothing")]
     if alike and whole and not round(first) == len(coefficients) > 2:  # as often as that, it was not divided by it
         return [Broken("doubled", stage, tuple(off), factor=first, detail=f"{_list(off)} counted {round(first)} times")]
     if alike:
-        kind = "sign" if abs(first + 1) <= _COUNT else "scale"
+        kind = "sign" if abs(first + 1) <= room else "scale"
         return [Broken(kind, stage, tuple(off), factor=first, detail=f"{_list(off)}: {first:.6g} times the expected")]
-    lost = [m for m in off if abs(coefficients[m]) <= _COUNT]
-    twice = [m for m in off if abs(coefficients[m] - 2) <= _COUNT]
+    lost = [m for m in off if abs(coefficients[m]) <= room]
+    twice = [m for m in off if abs(coefficients[m] - 2) <= room]
     if len(lost) + len(twice) == len(off):
         detail = f"{_list(lost)} added nothing, {_list(twice)} counted twice"
         return [
@@ -115,11 +116,16 @@ def _total(
         deltas = {name: _delta(*added[m][name]) for name in names}
         if all(delta is None or not delta.any() for delta in deltas.values()):
             continue
-        found = totals(deltas, expected, names)
+        noise = math.hypot(*(_noise(*added[m][name], _dtype(expected, name)) for name in names))
+        found = totals(deltas, expected, names, noise=noise)
         if found is None:
             return None
         total = [one + other for one, other in zip(total, found, strict=True)]
     return total
+
+
+def _dtype(expected: Sequence[Gradients], name: str) -> torch.dtype:
+    return next(gradient.dtype for part in expected if (gradient := part[name]) is not None)
 
 
 def _several(additions: Sequence[Addition]) -> set[int]:
@@ -134,39 +140,92 @@ def _several(additions: Sequence[Addition]) -> set[int]:
     return {m for m, count in counts.items() if count > 1}
 
 
+def _room(expected: Sequence[Gradients]) -> float:
+    """How near to a whole number a coefficient must be to count as one."""
+    dtypes = {one.dtype for part in expected for one in part.values() if one is not None}
+    return max((whole_within(dtype) for dtype in dtypes), default=0.0)
+
+
+class _Sums:
+    """One stage's additions, each parameter's held against what it should be."""
+
+    def __init__(self, stage: int, additions: Sequence[Addition], expected: Sequence[Gradients]) -> None:
+        self._stage = stage
+        self._expected = expected
+        self._added = _by_microbatch(additions)
+        self._states = {name: [one.after[name] for one in additions] for name in expected[0]}
+
+    def finding(self, m: int, name: str) -> Finding | None:
+        """What is wrong with what microbatch ``m`` added to one parameter; None where it is rounding after all."""
+        wanted, pair = self._expected[m][name], self._added.get(m, {}).get(name)
+        delta = None if pair is None else _delta(*pair)
+        if wanted is None:
+            return "unexpected", None, "a gradient where there should be none"
+        if pair is None or delta is None:
+            return "missing", None, "no gradient"
+        if not bool(delta.isfinite().all()):
+            return "not-finite", None, "not finite"
+        if not delta.any():
+            return "zero", None, "zero"
+        factor = _factor(delta, wanted, _noise(*pair, wanted.dtype))
+        if factor is None:
+            return self._rounded(name, delta, wanted) or self._became(m, name, delta, wanted)
+        room = whole_within(wanted.dtype)
+        if abs(factor - 1) <= room:
+            return None
+        factor = float(f"{factor:.{4 if room < 1e-2 else 2}g}")
+        return ("sign" if abs(factor + 1) <= room else "scale"), factor, f"{factor:g} times the expected"
+
+    def _rounded(self, name: str, delta: Tensor, wanted: Tensor) -> Finding | None:
+        """Whether the sums are kept in a narrower type than what is added to them."""
+        states = [state for state in self._states[name] if state is not None]
+        narrow = {held_in(state) for state in states if state.any()}
+        if len(narrow) != 1 or (kind := narrow.pop()) is None:
+            return None
+        size = max(float(state.double().norm()) for state in states)
+        if float((delta - wanted.double()).norm()) > 2 * torch.finfo(NARROWER[kind]).eps * size:
+            return None
+        return "rounded", None, f"the sums are {kind}-rounded"
+
+    def _became(self, m: int, name: str, delta: Tensor, wanted: Tensor) -> Finding:
+        others = {(self._stage, other): gradient for other, gradient in self._expected[m].items()}
+        change = became((self._stage, name), wanted, delta.to(wanted.dtype), Known(others=others))
+        if change is not None and change.kind in ("extra-term", "misplaced"):
+            return change.kind, None, change.text
+        return "computation", None, "no multiple of what it should be"
+
+
 def _of_parameters(
-    stage: int,
-    added: Mapping[int, Mapping[str, tuple[Tensor | None, Tensor | None]]],
-    expected: Sequence[Gradients],
-    wrong: Mapping[int, Sequence[str]],
+    stage: int, additions: Sequence[Addition], expected: Sequence[Gradients], wrong: Mapping[int, Sequence[str]]
 ) -> Iterator[Broken]:
-    by_finding: dict[tuple[str, float | None, str], dict[int, list[str]]] = {}
+    held, by_finding = _Sums(stage, additions, expected), dict[Finding, dict[int, list[str]]]()
     for m, names in wrong.items():
         for name in names:
-            delta = _delta(*added[m][name]) if m in added else None
-            by_finding.setdefault(_finding(delta, expected[m][name]), {}).setdefault(m, []).append(name)
+            found = held.finding(m, name)
+            if found is not None:
+                by_finding.setdefault(found, {}).setdefault(m, []).append(name)
     for (kind, factor, detail), places in by_finding.items():
-        found = tuple(sorted({name for listed in places.values() for name in listed}))
-        every = len(places) == len(expected)
-        yield Broken(
-            kind, stage, () if every else tuple(sorted(places)), parameters=found, factor=factor, detail=detail
-        )
+        names = sorted({name for listed in places.values() for name in listed})
+        microbatches = () if len(places) == len(expected) else tuple(sorted(places))
+        yield Broken(kind, stage, microbatches, parameters=tuple(names), factor=factor, detail=detail)
 
 
-def _finding(delta: Tensor | None, wanted: Tensor | None) -> tuple[str, float | None, str]:
-    if wanted is None:
-        return "unexpected", None, "a gradient where there should be none"
-    if delta is None:
-        return "missing", None, "no gradient"
-    if not bool(delta.isfinite().all()):
-        return "not-finite", None, "not finite"
-    if not delta.any():
-        return "zero", None, "zero"
-    found = counts_of(delta, [wanted], precision_of(wanted.dtype).most)
-    if found is not None and delta.numel() > 1:
-        factor = float(f"{found[0]:.4g}")
-        return ("sign" if abs(factor + 1) <= _COUNT else "scale"), factor, f"{factor:g} times the expected"
-    return "computation", None, "no multiple of what it should be"
+def _factor(delta: Tensor, wanted: Tensor, noise: float) -> float | None:
+    """The factor c for which ``delta`` is c times ``wanted``, but for rounding; None where that decides none."""
+    if delta.numel() < 2:
+        return None
+    one, two = delta.cpu().flatten().double(), wanted.cpu().flatten().double()
+    square = float(two @ two)
+    factor = float(one @ two) / square if square else 0.0
+    size = abs(factor) * square**0.5
+    allowed = told_within(wanted.dtype) * size + noise
+    return factor if float((one - factor * two).norm()) <= allowed <= _TELLING * size else None
+
+
+def _noise(after: Tensor | None, before: Tensor | None, dtype: torch.dtype) -> float:
+    """The norm of what rounding may have done to the difference of two sums in ``dtype``."""
+    sizes = (float(one.double().norm()) for one in (after, before) if one is not None)
+    return 2 * precision_of(dtype).unit * sum(sizes)
 
 
 def _by_microbatch(additions: Sequence[Addition]) -> dict[int, dict[str, tuple[Tensor | None, Tensor | None]]]:
@@ -205,7 +264,7 @@ def _near(after: Tensor | None, before: Tensor | None, wanted: Tensor | None) ->
         return wanted is None and (delta is None or not delta.any())
     size = sum(float(one.double().norm()) for one in (after, before) if one is not None)
     precision = precision_of(wanted.dtype)  # not that of the sums: differences of several were taken in fp64
-    allowed = precision.least * float(wanted.double().norm()) + 16 * precision.unit * size
+    allowed = precision.least * float(wanted.double().norm()) + precision.factor * precision.unit * size
     return float((delta - wanted.cpu().double()).norm()) <= allowed
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from validation.diagnosis.broken import Broken
 from validation.diagnosis.combination import conclusive, told_within
 from validation.diagnosis.rounding import rounded_as
-from validation.diagnosis.sums import Broken
 from validation.recording import Addition, Site
 from validation.tolerance import error, precision_of
 
@@ -72,7 +72,7 @@ def changed(
         return []
     known = known or Known()
     others = {**known.others, **{(stage, name): gradient for name, gradient in old.items()}}
-    changes = {name: _change((stage, name), old.get(name), new[name], replace(known, others=others)) for name in names}
+    changes = {name: became((stage, name), old.get(name), new[name], replace(known, others=others)) for name in names}
     held = [name for name in judged if old.get(name) is not None or new[name] is not None]
     whole = () if len(names) == len(held) else tuple(names)
     one = _together(changes, new)
@@ -108,8 +108,8 @@ def _words(told: Mapping[str, Change]) -> list[str]:
     return [text for text, _ in Counter(change.text for change in told.values()).most_common()]
 
 
-def _change(site: Site, old: Tensor | None, new: Tensor | None, known: Known) -> Change | None:
-    """None where so short a gradient tells nothing."""
+def became(site: Site, old: Tensor | None, new: Tensor | None, known: Known) -> Change | None:
+    """What became of the gradient ``old`` where it is ``new``; None where so short a one tells nothing."""
     if new is None:
         return Change("missing", "cleared")
     if not new.any():

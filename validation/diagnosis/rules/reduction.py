@@ -6,14 +6,12 @@ import torch
 from torch import Tensor
 
 from validation.cause import Cause
-from validation.diagnosis.combination import counts_of, told_within
+from validation.diagnosis.broken import Broken
+from validation.diagnosis.combination import counts_of, told_within, whole_within
 from validation.diagnosis.evidence import Evidence, of_stage
 from validation.diagnosis.rules.sums import causes_of, mended
-from validation.diagnosis.sums import Broken
 from validation.diagnosis.touched import Known, changed
 from validation.recording import Site
-
-_COUNT = 1e-3
 
 
 def reduction(evidence: Evidence) -> list[Cause]:
@@ -47,8 +45,8 @@ def _tied(
             return _of_copy(evidence, copies, site, kind, detail)
         found = counts_of(seen, shares, told_within(seen.dtype)) if len(shares) == len(copies) else None
         if found is not None:
-            if any(abs(c - 1) > _COUNT for c in found):
-                return _of_copy(evidence, copies, site, *_counted(copies, found))
+            if any(abs(c - 1) > whole_within(seen.dtype) for c in found):
+                return _of_copy(evidence, copies, site, *_counted(copies, found, whole_within(seen.dtype)))
             continue
         turned = _reordered(seen, shares) if len(shares) == len(copies) else None
         if turned is not None:
@@ -67,13 +65,13 @@ def _of_copy(evidence: Evidence, copies: Sequence[Site], site: Site, kind: str, 
     return Cause(kind, rank=rank, stage=site[0], parameter=site[1], detail=f"{detail}; tied with {others}")
 
 
-def _counted(copies: Sequence[Site], counts: Sequence[float]) -> tuple[str, str]:
+def _counted(copies: Sequence[Site], counts: Sequence[float], room: float) -> tuple[str, str]:
     """What it means that a copy has each stage's share ``counts`` times, not once."""
     text = ", ".join(f"{c:.4g} of stage {stage}'s" for c, (stage, _) in zip(counts, copies, strict=True))
-    equal = max(counts) - min(counts) <= _COUNT
-    if any(abs(c) <= _COUNT for c in counts):
+    equal = max(counts) - min(counts) <= room
+    if any(abs(c) <= room for c in counts):
         kind = "tied-not-summed"
-    elif equal and abs(counts[0] - len(copies)) > _COUNT:
+    elif equal and abs(counts[0] - len(copies)) > room:
         kind = "scale"
     else:
         kind = "tied-doubled"
@@ -92,7 +90,9 @@ def _late(evidence: Evidence, site: Site, copies: Sequence[Site], seen: Tensor) 
     found = counts_of(seen, list(known.values()), told_within(seen.dtype))
     if found is None:
         return None
-    counts = {key: round(c) for key, c in zip(known, found, strict=True) if abs(c - round(c)) <= _COUNT}
+    counts = {
+        key: round(c) for key, c in zip(known, found, strict=True) if abs(c - round(c)) <= whole_within(seen.dtype)
+    }
     missing = [key for key, count in counts.items() if count == 0]
     if len(counts) < len(known) or set(counts.values()) != {0, 1} or any(copy == site for copy, _ in missing):
         return None

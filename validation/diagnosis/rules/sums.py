@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from validation.cause import Cause
+from validation.diagnosis.broken import Broken
 from validation.diagnosis.evidence import Evidence
 from validation.diagnosis.hypotheses import draws
-from validation.diagnosis.sums import Broken
 
 
 def sums(evidence: Evidence) -> list[Cause]:

@@ -89,8 +89,8 @@ def factors(evidence: Evidence) -> dict[Site, Factor]:
         one, two = given.flatten().double(), before.flatten().double()
         value = float(one @ two) / float(two @ two)
         size = max(float(one.norm()), abs(value) * float(two.norm()))
-        allowed = 1e-4 * size + noise
-        multiple = float((one - value * two).norm()) <= allowed and size > 0
+        noise += 2 * precision_of(before.dtype).unit * size  # of the product
+        multiple = float((one - value * two).norm()) <= 1e-4 * size + noise and size > 0
         found[site] = Factor(value if multiple or not size else math.nan, noise / size if size else 0.0)
     return found
 
