@@ -98,7 +98,7 @@ def test_what_is_added_besides_is_told_from_another_gradient() -> None:
     parts = drawn()
     more = [{site: part + 0.5 for site, part in one.items()} for one in parts]
     (found,) = broken_additions(0, summed(more, lambda one: one), parts)
-    assert (found.kind, found.detail) == ("extra-term", "given 0.5 more in every element")
+    assert (found.kind, found.detail) == ("extra-term", "given the same number more in every element")
     crossed = [{(0, "one"): one[0, "two"], (0, "two"): one[0, "one"]} for one in parts]
     assert {one.kind for one in broken_additions(0, summed(crossed, lambda one: one), parts)} == {"misplaced"}
     noise = drawn(("one", "two", "three"))

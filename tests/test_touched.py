@@ -39,7 +39,7 @@ def half_stale(old: Tensor) -> Tensor:
         (lambda old: 0.5 * OLD["same"], "misplaced", "replaced by 0.5 times that of same"),
         (lambda old: 0.5 * (old + OLD["same"]), "extra-term", "made 0.5 of its own and 0.5 of that of same"),
         (lambda old: old - old.mean(), "altered", "rid of its mean"),
-        (lambda old: old + 0.1, "extra-term", "given 0.1 more in every element"),
+        (lambda old: old + 0.1, "extra-term", "given the same number more in every element"),
         (lambda old: old + 0.01 * PARAMETERS["weight"], "extra-term", "given 0.01 of the parameter itself more"),
         (lambda old: old + EARLIER["weight"], "stale-gradient", "given 1 of an earlier step's more"),
         (lambda old: old / 3, "scale", "multiplied by 0.3333"),

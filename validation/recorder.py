@@ -71,12 +71,16 @@ class RecordedStage(AroundStage):
             self.module.register_forward_hook(self._returned),
         ]
         self._named = list(self.module.named_parameters(remove_duplicate=False))
-        self._parameters = parameters(self._named)
+        self._parameters = self.held()
         self.inner.begin()
 
     def gradients(self) -> Snapshot:
         """Those of the stage's parameters, now."""
         return Snapshot.of(gradients(self._named))
+
+    def held(self) -> Snapshot:
+        """What the stage's parameters themselves hold, now."""
+        return parameters(self._named)
 
     def named(self, copies: Snapshot) -> dict[Site, Tensor | None]:
         """``copies`` by site."""
@@ -206,11 +210,17 @@ class RecordedGradients(AroundGradients):
     def __init__(self, inner: GradientWork, stages: Sequence[RecordedStage]) -> None:
         super().__init__(inner, stages)
         self._recorded = stages
+        self._forget()
+
+    def _forget(self) -> None:
         self._summed: dict[int, Snapshot] = {}
         self._clipped: dict[int, Snapshot] = {}
+        self._ended: dict[int, Snapshot] = {}
 
     def reduce_tied(self) -> None:
-        self._summed, self._clipped = self._copies(), {}
+        self._forget()
+        self._summed = self._copies()
+        self._ended = {stage.index: stage.held() for stage in self._recorded}
         self.inner.reduce_tied()
 
     def scale(self, factor: float) -> None:
@@ -219,8 +229,9 @@ class RecordedGradients(AroundGradients):
 
     def take(self) -> Recording:
         """What was copied since it was last asked."""
-        taken = Recording(summed=self._by_site(self._summed), clipped=self._by_site(self._clipped))
-        self._summed, self._clipped = {}, {}
+        ended = {site: value for site, value in self._by_site(self._ended).items() if value is not None}
+        taken = Recording(summed=self._by_site(self._summed), clipped=self._by_site(self._clipped), ended=ended)
+        self._forget()
         return taken
 
     def _copies(self) -> dict[int, Snapshot]:

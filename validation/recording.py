@@ -51,7 +51,8 @@ class Recording:
 
     ``tensors`` by point; ``graphs``: for each (stage, microbatch) the microbatches whose forwards its backward ran back
     through; ``additions`` by stage, in order; ``summed`` are the gradients as the reduction of tied parameters found
-    them, ``clipped`` as the clipping left them. ``parameters`` are those that the operation began with.
+    them, ``clipped`` as the clipping left them. ``parameters`` are those that the operation began with, ``ended``
+    those that it had when the last backward was over.
     """
 
     tensors: Mapping[Point, Sequence[Tensor | None]] = field(default_factory=dict)
@@ -60,6 +61,7 @@ class Recording:
     summed: Mapping[Site, Tensor | None] = field(default_factory=dict)
     clipped: Mapping[Site, Tensor | None] = field(default_factory=dict)
     parameters: Mapping[Site, Tensor] = field(default_factory=dict)
+    ended: Mapping[Site, Tensor] = field(default_factory=dict)
 
 
 def together(recordings: Sequence[Recording]) -> Recording:
@@ -71,4 +73,5 @@ def together(recordings: Sequence[Recording]) -> Recording:
         {site: seen for one in recordings for site, seen in one.summed.items()},
         {site: seen for one in recordings for site, seen in one.clipped.items()},
         {site: seen for one in recordings for site, seen in one.parameters.items()},
+        {site: seen for one in recordings for site, seen in one.ended.items()},
     )

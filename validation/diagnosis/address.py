@@ -46,8 +46,9 @@ class Label:
 class What:
     """What a tensor is in place of the expected one.
 
-    kind: other, stale, partial, rounded, multiple, zero, not-finite, uninitialised, reordered, noisy, sum, shape,
-    missing, unexpected or different. ``label`` says whose, where it is somebody's; ``factor`` of a multiple.
+    kind: other, member (another of the same boundary), stale, partial, rounded, multiple, zero, not-finite,
+    uninitialised, reordered, noisy, sum, shape, missing, unexpected or different. ``label`` says whose, where it is
+    somebody's; ``factor`` of a multiple.
     """
 
     kind: str
@@ -133,8 +134,9 @@ def _compared(seen: Tensor, expected: Tensor, at: Point, known: Catalogue, limit
     bad = int((~seen.isfinite()).sum())
     if bad:
         return What("not-finite", f"not finite in {bad} of {seen.numel()} elements")
-    factor = factor_of(seen, expected, max(limit, precision_of(expected.dtype).least))
-    if factor is not None:
+    rounding = max(limit, precision_of(expected.dtype).least)
+    factor = factor_of(seen, expected, rounding)
+    if factor is not None and abs(factor - 1) > rounding:  # once the expected, but for rounding, is no multiple of it
         return What("multiple", f"{factor:.6g} times the expected", factor=factor)
     if _garbage(seen, expected):
         return What("uninitialised", "uninitialised: no such numbers come from arithmetic")

@@ -12,6 +12,7 @@ from torch import Tensor
 from validation.tolerance import error
 
 _FEW = 256
+_TELLING = 0.25  # where rounding may have made more of a tensor than that, it is like any other
 _ROUNDING = 1 + 1e-12  # of the comparison itself
 
 
@@ -25,7 +26,8 @@ class Likes:
         """Those within ``limit`` of ``seen``, relative to their size, or to ``size`` where that is larger."""
         limits = limit * (size / self._largest).clamp_min(1.0)
         gaps = (self._few - _few(seen)).abs().amax(dim=1)
-        likely = (gaps <= limits * self._largest * _ROUNDING).nonzero().flatten().tolist()
+        told = limits <= _TELLING
+        likely = ((gaps <= limits * self._largest * _ROUNDING) & told).nonzero().flatten().tolist()
         return (k for k in likely if error(seen, self._tensors[k]) <= limits[k].item())
 
     @cached_property

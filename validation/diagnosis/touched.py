@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from validation.diagnosis.broken import Broken
-from validation.diagnosis.combination import conclusive, told_within
+from validation.diagnosis.combination import conclusive, told_within, whole_within
 from validation.diagnosis.rounding import rounded_as
 from validation.recording import Addition, Site
 from validation.tolerance import error, precision_of
 
 Gradients = Mapping[str, Tensor | None]
 _FEW = 8  # equal elements that could be chance
-_WHOLE = 1e-3  # how near to 1 a coefficient must be to count as that
+_TRIED = 64  # such sums, about
 _SURE = 100.0  # times what rounding may leave: what is more was really added
 
 
@@ -94,7 +94,7 @@ def _together(changes: Mapping[str, Change | None], new: Gradients) -> Change:
     factors = {name: change.factor for name, change in told.items() if change.factor is not None}
     if factors:
         dtype = next(new_one.dtype for name in factors if (new_one := new[name]) is not None)
-        room = max(_WHOLE, told_within(dtype))
+        room = max(whole_within(dtype), told_within(dtype))
         low, high = min(factors.values()), max(factors.values())
         if high - low > room * max(abs(low), abs(high)):
             return Change("scale", f"multiplied by {low:g} to {high:g}")
@@ -156,11 +156,11 @@ def _multiple(old: Tensor, new: Tensor) -> Change | None:
     factor = float(one @ two) / square if square else 0.0
     limit = told_within(new.dtype)
     # What is one times the old up to rounding was not multiplied.
-    if not factor or abs(factor - 1) <= max(_WHOLE, limit):
+    if not factor or abs(factor - 1) <= max(whole_within(new.dtype), limit):
         return None
     if float((one - factor * two).norm()) > limit * abs(factor) * square**0.5:
         return None
-    factor = float(f"{factor:.4g}")
+    factor = float(_said(factor, new.dtype))
     return Change("sign" if factor == -1 else "scale", f"multiplied by {factor:g}", factor)
 
 
@@ -187,41 +187,45 @@ def _partly(old: Tensor, new: Tensor, earlier: Tensor | None) -> Change | None:
 
 def _shifted(old: Tensor, new: Tensor) -> Change | None:
     """The old one and the same number in every element."""
-    found = _two(new, old, torch.ones_like(old))
-    if found is None or abs(found[0] - 1) > _WHOLE:
+    found, room = _two(new, old, torch.ones_like(old)), whole_within(new.dtype)
+    if found is None or abs(found[0] - 1) > room:
         return None
     mean, more = float(old.double().mean()), found[1]
-    if abs(more + mean) <= _WHOLE * abs(mean):
+    if abs(more + mean) <= room * abs(mean):
         return Change("altered", "rid of its mean")
-    return Change("extra-term", f"given {more:.4g} more in every element")
+    return Change("extra-term", "given the same number more in every element")
 
 
 def _added(site: Site, old: Tensor, new: Tensor, known: Known) -> Change | None:
     """The old one, or some of it, and so much of something known."""
-    stage, name = site
-    whole = {"an earlier step's": known.earlier.get(name), "the parameter itself": known.parameters.get(name)}
-    for words, term in whole.items():
+    (stage, name), room = site, whole_within(new.dtype)
+    for kind, words, term in (
+        ("stale-gradient", "an earlier step's", known.earlier.get(name)),
+        ("extra-term", "the parameter itself", known.parameters.get(name)),
+    ):
         found = None if term is None else _two(new, old, term)
-        if found is not None and abs(found[0] - 1) <= _WHOLE:
-            kind = "stale-gradient" if term is known.earlier.get(name) else "extra-term"
-            return Change(kind, f"given {found[1]:.4g} of {words} more")
+        if found is not None and abs(found[0] - 1) <= room:
+            return Change(kind, f"given {_said(found[1], new.dtype)} of {words} more")
     for (owner, other), term in known.others.items():
         if (owner, other) != site and term is not None and term.shape == old.shape:
             found = _two(new, old, term)
             if found is not None:
-                return _mix(*found, f"{other}{f' of stage {owner}' * (owner != stage)}")
+                own, more = (_said(part, new.dtype) for part in found)
+                at = f"that of {other}{f' of stage {owner}' * (owner != stage)}"
+                if abs(found[0]) <= room * abs(found[1]):
+                    return Change("misplaced", f"replaced by {more} times {at}")
+                return Change("extra-term", f"made {own} of its own and {more} of {at}")
     return None
 
 
-def _mix(own: float, more: float, other: str) -> Change:
-    if abs(own) <= _WHOLE * abs(more):
-        return Change("misplaced", f"replaced by {more:.4g} times that of {other}")
-    return Change("extra-term", f"made {own:.4g} of its own and {more:.4g} of that of {other}")
+def _said(value: float, dtype: torch.dtype) -> str:
+    """A coefficient with as many digits as ``dtype`` lets it have."""
+    return f"{value:.{4 if whole_within(dtype) < 1e-2 else 2}g}"
 
 
 def _two(new: Tensor, old: Tensor, term: Tensor) -> tuple[float, float] | None:
     """The coefficients of ``old`` and ``term`` that make ``new``, where both are needed and nothing is left over."""
-    seen, one, two = (tensor.flatten().double() for tensor in (new, old, term))
+    seen, one, two = (tensor.cpu().flatten().double() for tensor in (new, old, term))
     limit = precision_of(new.dtype).least
     matrix = torch.stack([torch.stack([one @ one, one @ two]), torch.stack([two @ one, two @ two])])
     if float(matrix.det()) <= 1e-6 * float(matrix[0, 0] * matrix[1, 1]):
@@ -232,9 +236,6 @@ def _two(new: Tensor, old: Tensor, term: Tensor) -> tuple[float, float] | None:
         return None
     telling = abs(more) * float(two.norm()) > min(_SURE, 0.1 / limit) * noise
     return (own, more) if telling and conclusive(len(seen), used=2, atoms=_TRIED, limit=limit) else None
-
-
-_TRIED = 64  # of such terms, about
 
 
 def _alike(one: Tensor | None, other: Tensor | None) -> bool:

@@ -7,12 +7,15 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from reference.model import DTYPES
 from validation.cause import Cause
 from validation.diagnosis.address import factor_of
+from validation.diagnosis.combination import whole_within
 from validation.diagnosis.divergence import Divergence
 from validation.diagnosis.evidence import Evidence
 from validation.diagnosis.hypotheses import computed, draws, other_target
 from validation.recording import FLOWED, GIVEN, HANDED_ON, KEPT, LATE, LOSS, MADE, OUTPUT, RECEIVED, USED, Point
+from validation.tolerance import precision_of
 
 # What a tensor was says what happened to it, wherever that was ...
 _ANYWHERE: Mapping[str, str] = MappingProxyType(
@@ -39,6 +42,7 @@ _THERE: Mapping[str, tuple[str, str, str]] = MappingProxyType(
         HANDED_ON: ("swapped-gradients", "altered", "computation"),
     }
 )
+_ONE_FACTOR = 2e-3
 _GRADIENTS = (RECEIVED, FLOWED, HANDED_ON, LOSS)
 
 
@@ -53,13 +57,17 @@ def boundaries(evidence: Evidence) -> list[Cause]:
         evidence.case.microbatches,
         refine=lambda one: _refined(one, evidence),
         compounded=lambda: _by_stage(evidence),
+        room=max(_ONE_FACTOR, whole_within(DTYPES[evidence.case.dtype])),
     )
 
 
-def causes_of(found: Sequence[Divergence], microbatches: int, *, refine: Refine, compounded: Compounded) -> list[Cause]:
+def causes_of(
+    found: Sequence[Divergence], microbatches: int, *, refine: Refine, compounded: Compounded, room: float = _ONE_FACTOR
+) -> list[Cause]:
     """The causes of divergences, which are roots in the order of the flow.
 
-    ``compounded`` says of a factor how it grows from stage to stage; empty where it does not.
+    ``compounded`` says of a factor how it grows from stage to stage; empty where it does not. ``room``: how far apart,
+    relative to their size, factors that are one may be.
     """
     groups: dict[tuple[str, int, str], list[tuple[Divergence, str]]] = {}
     for one in found:
@@ -68,7 +76,7 @@ def causes_of(found: Sequence[Divergence], microbatches: int, *, refine: Refine,
     causes: dict[tuple[str, str], Cause] = {}
     for (kind, _, where), group in groups.items():
         if (kind, where) not in causes:  # the same at a later stage adds nothing
-            causes[kind, where] = _cause(kind, group, microbatches, compounded)
+            causes[kind, where] = _cause(kind, group, microbatches, compounded=compounded, room=room)
     return list(causes.values())
 
 
@@ -82,6 +90,8 @@ def _kind(one: Divergence, refine: Refine) -> tuple[str, str]:
         return _ANYWHERE[what.kind], what.text
     if what.factor is not None and where in _GRADIENTS:
         return ("sign" if abs(what.factor + 1) < 1e-3 else "scale"), what.text
+    if what.kind == "member" and where != MADE:
+        return "wrong-message", what.text
     if what.kind == "other" and one.point.stage == 0 and where in (GIVEN, USED):
         return "swapped-data", what.text
     if what.kind == "partial" and where not in (MADE, HANDED_ON):
@@ -117,13 +127,15 @@ def _refined(one: Divergence, evidence: Evidence) -> tuple[str, str] | None:
 
 def _scaled_loss(evidence: Evidence, number: int) -> tuple[str, str] | None:
     """One number is a multiple of any other: only where all losses have one factor does it say something."""
-    factors = set()
+    factors = list[float]()
     for m, one in enumerate(evidence.played[number].boundaries):
         seen = _seen(evidence, Point(evidence.case.stages - 1, m, LOSS))
         if seen is None or not one.loss.any():
             return None
-        factors.add(f"{float(seen / one.loss):.5g}")
-    return ("scale", f"{factors.pop()} times the expected") if len(factors) == 1 < evidence.case.microbatches else None
+        factors.append(float(seen.double() / one.loss.cpu().double()))
+    room = max(1e-5, 2 * precision_of(DTYPES[evidence.case.dtype]).unit)
+    one_factor = max(factors) - min(factors) <= room * max(map(abs, factors)) and abs(factors[0] - 1) > room
+    return ("scale", f"{factors[0]:.5g} times the expected") if one_factor and len(factors) > 1 else None
 
 
 def _cut_otherwise(evidence: Evidence, number: int, where: str) -> bool:
@@ -140,13 +152,15 @@ def _cut_otherwise(evidence: Evidence, number: int, where: str) -> bool:
     return torch.equal(torch.cat(seen).sort().values, torch.cat(expected).sort().values)
 
 
-def _cause(kind: str, group: Sequence[tuple[Divergence, str]], count: int, compounded: Compounded) -> Cause:
+def _cause(
+    kind: str, group: Sequence[tuple[Divergence, str]], count: int, *, compounded: Compounded, room: float
+) -> Cause:
     first, text = group[0]
     microbatches = tuple(sorted({one.point.microbatch for one, _ in group}))
     every = len(microbatches) == count
-    factors = {one.what.factor for one, _ in group}
+    factors = [one.what.factor or 0.0 for one, _ in group]
     detail = f"{first.point.where} {'of every microbatch ' * (every and len(microbatches) > 1)}is {text}"
-    if kind == "scale" and len({f"{factor or 0:.3g}" for factor in factors}) > 1:
+    if kind == "scale" and max(factors) - min(factors) > room * max(map(abs, factors)):
         kind, detail = _weights(group)
     elif kind == "scale" and (by_stage := compounded()):
         return Cause("scale", factor=first.what.factor, detail=f"once more at every stage: {by_stage}")

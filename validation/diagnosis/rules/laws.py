@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from pipeline.action import GIVES_WEIGHT_GRADIENT, Kind
@@ -10,11 +11,15 @@ from validation.cause import Cause
 from validation.diagnosis.address import agrees
 from validation.diagnosis.evidence import Evidence
 from validation.diagnosis.facts import Facts
+from validation.diagnosis.rounding import rounded_as
 from validation.diagnosis.rules.update import clip_factor, learning_rate
-from validation.recording import Site
+from validation.recording import Recording, Site
+from validation.tolerance import error, precision_of
 from validation.verdict import Mismatch
 
 _LARGE = 10.0  # a parameter as small as its update says nothing of what it was before
+_ROOM = 8  # roundings
+_RELATED = 0.5  # cosine
 _DERIVED = 1e-2  # a relative error that no doubt about the update reaches; weights drawn otherwise differ by far more
 
 
@@ -29,16 +34,43 @@ def partition(evidence: Facts) -> list[Cause]:
 
 
 def weights(evidence: Evidence) -> list[Cause]:
-    """Parameters that a stage began with and that are not the model's."""
+    """Parameters that a stage began with and that are not the model's, or that moved while the step ran."""
     for number in evidence.concerned:
         recording, model = evidence.observed.recording(number), evidence.played[number].model
         known = {name: tensor.detach() for name, tensor in model.named_parameters(remove_duplicate=False)}
         began = recording.parameters if recording is not None else _began(evidence, number)
-        limit = evidence.limit if recording is not None else _DERIVED
+        limit = _DERIVED if recording is None else evidence.limit if "train" in evidence.case.plan[:number] else 0.0
         wrong = {site: seen for site, seen in sorted(began.items()) if not _same(known.get(site[1]), seen, limit)}
         if wrong:
             return [_weights(evidence, number, wrong, known)]
+        moved = {} if recording is None else _moved(recording)
+        if moved:
+            return [_while_running(evidence, number, moved)]
     return []
+
+
+def _moved(recording: Recording) -> dict[Site, float]:
+    """How far, relative to their size, parameters were from what they began as when the last backward was over.
+
+    What was changed and changed back may be off by a few roundings.
+    """
+    pairs = {site: (after, recording.parameters.get(site)) for site, after in sorted(recording.ended.items())}
+    far = {site: error(after, began) for site, (after, began) in pairs.items() if began is not None}
+    return {site: gap for site, gap in far.items() if gap > _ROOM * precision_of(recording.ended[site].dtype).unit}
+
+
+def _while_running(evidence: Evidence, number: int, moved: Mapping[Site, float]) -> Cause:
+    stages = sorted({stage for stage, _ in moved})
+    (stage, name), gap = max(moved.items(), key=lambda item: item[1])
+    several = len(stages) > 1
+    return Cause(
+        "update",
+        rank=None if several else evidence.observed.schedule.placement[stage],
+        stage=None if several else stage,
+        parameter=name if len(moved) == 1 else None,
+        detail=f"parameters moved between the microbatches of operation {number + 1}, before the optimizer: "
+        f"{name} by {gap:.2g} of its size; {len(moved)} parameters",
+    )
 
 
 def _began(evidence: Evidence, number: int) -> dict[Site, Tensor]:
@@ -63,17 +95,8 @@ def _began(evidence: Evidence, number: int) -> dict[Site, Tensor]:
 
 
 def _weights(evidence: Evidence, number: int, wrong: Mapping[Site, Tensor], known: Mapping[str, Tensor]) -> Cause:
-    (stage, name), seen = next(iter(wrong.items()))
-    other = next(
-        (key for key, tensor in known.items() if key != name and _same(tensor, seen, 0.0) and tensor.any()), None
-    )
-    kind, detail = ("randomness", "drawn otherwise") if number == 0 else ("update", "no operation left these")
-    earlier = [one.model.get_parameter(name).detach() for one in evidence.played[:number]]
-    if any(_same(one, seen, 0.0) for one in earlier):
-        kind, detail = "stale-tensor", "those of an earlier operation"
-    # Norms and biases begin alike in every layer: they are nobody's in particular.
-    if other is not None and seen.std() > 0:
-        kind, detail = "partition", f"those of {other}"
+    stage, name = next(iter(wrong))
+    kind, detail = _became(evidence, number, wrong, known)
     stages = {of for of, _ in wrong}
     one = len(stages) == 1
     return Cause(
@@ -83,6 +106,44 @@ def _weights(evidence: Evidence, number: int, wrong: Mapping[Site, Tensor], know
         parameter=name if len(wrong) == 1 else None,
         detail=f"operation {number + 1} began with other parameters: {name} has {detail}; {len(wrong)} parameters",
     )
+
+
+def _became(
+    evidence: Evidence, number: int, wrong: Mapping[Site, Tensor], known: Mapping[str, Tensor]
+) -> tuple[str, str]:
+    """What kind of parameters those are in place of the ``known`` ones, told by the first of them, and by all."""
+    (_, name), seen = next(iter(wrong.items()))
+    other = next(
+        (key for key, tensor in known.items() if key != name and _same(tensor, seen, 0.0) and tensor.any()), None
+    )
+    # Norms and biases begin alike in every layer: they are nobody's in particular.
+    if other is not None and seen.std() > 0:
+        return "partition", f"those of {other}"
+    earlier = [one.model.get_parameter(name).detach() for one in evidence.played[:number]]
+    if any(_same(one, seen, 0.0) for one in earlier):
+        return "stale-tensor", "those of an earlier operation"
+    narrow = {rounded_as(seen, due.cpu()) for (_, key), seen in wrong.items() if (due := known.get(key)) is not None}
+    if len(narrow) == 1 and (words := narrow.pop()) is not None:
+        return "rounded", f"its own, {words}"
+    if number:
+        return "update", "no operation left these"
+    return _related(wrong, known) or ("randomness", "drawn otherwise")
+
+
+def _related(wrong: Mapping[Site, Tensor], known: Mapping[str, Tensor]) -> tuple[str, str] | None:
+    """Whether they are the ``known`` ones but for a change: what was drawn otherwise has nothing to do with them."""
+    pairs = [(seen, due.cpu()) for (_, name), seen in wrong.items() if (due := known.get(name)) is not None]
+    if not pairs or any(seen.shape != due.shape for seen, due in pairs):
+        return None
+    # What begins as ones or zeros everywhere is alike however it was drawn.
+    drawn = [
+        (seen.flatten().double(), due.flatten().double()) for seen, due in pairs if due.numel() > 1 and due.std() > 0
+    ]
+    if not drawn:
+        return "altered", "not its own, which are no random numbers"
+    begun, due = (torch.cat(column) for column in zip(*drawn, strict=True))
+    likeness = float(torch.nn.functional.cosine_similarity(begun, due, dim=0))
+    return ("altered", f"its own up to a relative error of {error(begun, due):.2g}") if likeness > _RELATED else None
 
 
 def _same(one: Tensor | None, other: Tensor, limit: float) -> bool:

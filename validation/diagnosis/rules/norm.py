@@ -1,14 +1,20 @@
 """The norm: is it that of the gradients, and if not, which other number is it?"""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
+
+import torch
+from torch import Tensor
 
 from validation.cause import Cause
 from validation.diagnosis.evidence import Evidence
 from validation.diagnosis.facts import Facts
 from validation.diagnosis.rules.update import clip_factor, factors, near
+from validation.recording import Site
 from validation.verdict import Mismatch
+
+_NOBODYS = "like nothing known"
 
 Likely = tuple[str, int | None, float]  # a norm in words, the stage that it is about, and its value
 
@@ -26,11 +32,10 @@ def norm(evidence: Evidence) -> list[Cause]:
     if value is None or not right:
         return [Cause("report", rank=rank if alone else None, detail=f"norm {value}, expected {right}")]
     others = chain(likely_norms(evidence, rank, reported), _of_case(evidence))
-    known = [(text, stage) for text, stage, other in others if near(value, other)]
-    text, stage = known[0] if known else ("like nothing known", None)
+    text, stage = _called(value, others)
     used, wanted = factors(evidence), clip_factor(evidence, right)
     sound = bool(used) and wanted < 1 and all(one.near(wanted) for one in used.values())
-    kind = "report" if alone or (sound and not known) else "norm"
+    kind = "report" if alone or (sound and text == _NOBODYS) else "norm"
     detail = f"{value:.6g} in place of {right:.6g}: {text}"
     if stage is not None and not alone:
         rank, alone = evidence.observed.schedule.placement[stage], True
@@ -45,35 +50,68 @@ def other_norm(facts: Facts, found: Sequence[Mismatch]) -> list[Cause]:
     alone = len(ranks) < sum(one is not None for one in reported)
     if value is None or not right:
         return []
-    likely = [one for one in likely_norms(facts, rank, reported) if near(value, one[2])]
-    text, stage, _ = likely[0] if likely else ("like nothing known", None, 0.0)
+    text, stage = _called(value, likely_norms(facts, rank, reported))
     detail = f"{value:.6g} in place of {right:.6g}: {text}"
     place = facts.observed.schedule.placement[stage] if stage is not None else rank
     where = place if alone or stage is not None else None
     return [Cause("report" if alone else "norm", rank=where, stage=stage, factor=value / right, detail=detail)]
 
 
+def _called(value: float, likely: Iterable[Likely]) -> tuple[str, int | None]:
+    """What ``value`` is, in words, and the stage that this is about; several norms may have one value."""
+    known = {text: stage for text, stage, other in likely if near(value, other)}
+    return " or ".join(list(known)[:2]) or _NOBODYS, next(iter(known.values()), None)
+
+
 def likely_norms(evidence: Facts, rank: int, reported: Sequence[float | None]) -> Iterator[Likely]:
     """Other norms of the same gradients that a step may form by mistake, and the stage that the mistake is about."""
-    kept = evidence.observed.gradients(evidence.number)
-    sizes = {site: float(g.double().norm()) for site, g in kept.items() if g is not None}
-    by_stage = {s: _root(size for (of, _), size in sizes.items() if of == s) for s in range(evidence.stages)}
+    kept = {site: g.double() for site, g in evidence.observed.gradients(evidence.number).items() if g is not None}
+    sizes = {site: float(g.norm()) for site, g in kept.items()}
     placement = evidence.observed.schedule.placement
+    by_stage = {s: {site: size for site, size in sizes.items() if site[0] == s} for s in range(evidence.stages)}
+    by_rank = {
+        r: {site: size for site, size in sizes.items() if placement[site[0]] == r} for r in sorted(set(placement))
+    }
     if len(set(reported)) > 1:  # a norm that all ranks agree on is no rank's own
-        own = _root(size for (stage, _), size in sizes.items() if placement[stage] == rank)
-        yield f"that of rank {rank}'s gradients alone", None, own
+        yield f"that of rank {rank}'s gradients alone", None, _root(by_rank.get(rank, {}).values())
     whole = evidence.expected.norm or 0.0
-    for stage, part in ((stage, part) for stage, part in by_stage.items() if part):
-        yield f"stage {stage}'s gradients are left out", stage, math.sqrt(max(0.0, whole**2 - part**2))
     for stage, part in by_stage.items():
-        yield f"that of stage {stage}'s gradients alone", stage, part
+        if any(part.values()):
+            left = math.sqrt(max(0.0, whole**2 - _root(part.values()) ** 2))
+            yield f"stage {stage}'s gradients are left out", stage, left
+    if len(by_rank) > 1:
+        yield "the largest of the ranks' norms", None, max(_root(part.values()) for part in by_rank.values())
+    for stage, part in by_stage.items():
+        yield f"that of stage {stage}'s gradients alone", stage, _root(part.values())
     yield "every copy of a tied parameter is counted", None, _root(sizes.values())
-    yield "norms were added, not their squares", None, math.fsum(sizes.values())
-    yield "the largest of the parameters' norms", None, max(sizes.values(), default=0.0)
+    yield from _sums_of_norms(sizes.values(), {"ranks": by_rank.values(), "stages": by_stage.values()})
+    yield from _other_norms(kept.values())
+    flat = _root(size for site, size in sizes.items() if kept[site].dim() < 2)
+    yield "parameters of one dimension are left out", None, math.sqrt(max(0.0, whole**2 - flat**2))
     yield "its square", None, whole**2
     for factor in (evidence.microbatches, evidence.ranks, evidence.stages):
         yield f"{factor} times the right one", None, whole * factor
         yield f"1/{factor} of the right one", None, whole / factor
+
+
+def _sums_of_norms(
+    sizes: Collection[float], groups: Mapping[str, Collection[Mapping[Site, float]]]
+) -> Iterator[Likely]:
+    """Norms that were added although their squares should have been: everywhere, or only within or between groups."""
+    yield "norms were added, not their squares", None, math.fsum(sizes)
+    for name, parts in groups.items():
+        yield f"the {name}' norms were added, not their squares", None, math.fsum(_root(one.values()) for one in parts)
+        within = _root(math.fsum(one.values()) for one in parts)
+        yield f"within {name} norms were added, not their squares", None, within
+
+
+def _other_norms(gradients: Collection[Tensor]) -> Iterator[Likely]:
+    """Norms of another order, of all gradients as one vector or first of each parameter's."""
+    for order, name in ((1.0, "1-norm"), (math.inf, "largest element")):
+        each = [float(torch.linalg.vector_norm(gradient, order)) for gradient in gradients if gradient.numel()]
+        yield f"the {name}", None, math.fsum(each) if order == 1.0 else max(each, default=0.0)
+        yield f"made of every parameter's {name}", None, _root(each)
+    yield "the largest of the parameters' norms", None, max((float(g.norm()) for g in gradients), default=0.0)
 
 
 def _of_case(evidence: Evidence) -> Iterator[Likely]:

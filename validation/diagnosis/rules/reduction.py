@@ -109,6 +109,8 @@ def _reordered(seen: Tensor, shares: Sequence[Tensor]) -> int | None:
     total = torch.stack(wide).sum(dim=0)
     for number, share in enumerate(wide):
         rest = seen.flatten().double() - (total - share)
-        if float((rest.sort().values - share.sort().values).norm()) <= 1e-5 * float(share.norm()):
+        if float((rest.sort().values - share.sort().values).norm()) <= told_within(seen.dtype) / 10 * float(
+            share.norm()
+        ):
             return number
     return None
