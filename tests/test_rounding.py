@@ -17,6 +17,8 @@ WHOLE = torch.randn(40, 16, generator=torch.Generator().manual_seed(0)) * 1e-2
         ((WHOLE * 300).half().float() / 300, "fp16-rounded at some other scale"),
         ((WHOLE * 3).bfloat16().float() / 3, "bf16-rounded at some other scale"),
         ((WHOLE * 1e-3).half().float() * 1e3, "rounded to multiples of 5.96e-05"),
+        ((WHOLE * 5e-3).half().float() * 2e2, "rounded to multiples of 1.19e-05"),  # not all below its normal numbers
+        ((WHOLE * 4e3).round() / 4e3, "rounded to multiples of 0.00025"),
     ],
 )
 def test_a_narrower_type_is_told(seen: Tensor, words: str) -> None:

@@ -16,6 +16,7 @@ from validation.diagnosis.address import NARROWER
 _SAMPLE = 256  # elements that a scale must explain
 _LEAST = 16  # elements, with fewer of which any scale would do
 _BITS = {"fp16": 11, "bf16": 8}
+_STEPS = 2**13  # of one size up to the largest element
 _BINADES = 4  # below the largest element: further down fp16 may have fewer bits
 _ON = 1e-3  # of a step
 _FEW = 8
@@ -58,9 +59,10 @@ def _at_some_scale(seen: Tensor, whole: Tensor) -> str | None:
         for step in _fitting(top, steps, width):
             if _off(seen, whole, width(whole.abs(), step)):
                 return f"{name}-rounded at some other scale"
-    steps = largest / torch.arange(1, 2 ** _BITS["fp16"], dtype=torch.float64)
+    steps = largest / torch.arange(1, _STEPS + 1, dtype=torch.float64)
     for step in _fitting(size, steps, lambda size, step: step):
-        if _off(seen, whole, step):
+        # Above its smallest numbers fp16 has steps that grow with what is rounded.
+        if _off(seen, whole, _floating(whole.abs(), step, _BITS["fp16"]).clamp_min(step)):
             return f"rounded to multiples of {step.item():.3g}"
     return None
 

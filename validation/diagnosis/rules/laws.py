@@ -1,5 +1,6 @@
 """Links that the laws themselves judge: who holds what, what ran and how, and what forwards left behind."""
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 
@@ -61,7 +62,8 @@ def _moved(recording: Recording) -> dict[Site, float]:
 
 def _while_running(evidence: Evidence, number: int, moved: Mapping[Site, float]) -> Cause:
     stages = sorted({stage for stage, _ in moved})
-    (stage, name), gap = max(moved.items(), key=lambda item: item[1])
+    # What began as zero moved by any number of times its size.
+    (stage, name), gap = max(moved.items(), key=lambda item: item[1] if math.isfinite(item[1]) else 0.0)
     several = len(stages) > 1
     return Cause(
         "update",

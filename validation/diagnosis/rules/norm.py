@@ -102,7 +102,7 @@ def _sums_of_norms(
     for name, parts in groups.items():
         yield f"the {name}' norms were added, not their squares", None, math.fsum(_root(one.values()) for one in parts)
         within = _root(math.fsum(one.values()) for one in parts)
-        yield f"within {name} norms were added, not their squares", None, within
+        yield f"within {name}, norms were added, not their squares", None, within
 
 
 def _other_norms(gradients: Collection[Tensor]) -> Iterator[Likely]:
