@@ -40,8 +40,8 @@ def half_stale(old: Tensor) -> Tensor:
         (lambda old: 0.5 * (old + OLD["same"]), "extra-term", "made 0.5 of its own and 0.5 of that of same"),
         (lambda old: old - old.mean(), "altered", "rid of its mean"),
         (lambda old: old + 0.1, "extra-term", "given the same number more in every element"),
-        (lambda old: old + 0.01 * PARAMETERS["weight"], "extra-term", "given 0.01 of the parameter itself more"),
-        (lambda old: old + EARLIER["weight"], "stale-gradient", "given 1 of an earlier step's more"),
+        (lambda old: old + 0.01 * PARAMETERS["weight"], "extra-term", "given 0.01 of the parameters themselves more"),
+        (lambda old: old + EARLIER["weight"], "stale-gradient", "given 1 of an earlier step's gradients more"),
         (lambda old: old / 3, "scale", "multiplied by 0.3333"),
         (lambda old: -old, "sign", "multiplied by -1"),
         (lambda old: old.flip(0), "altered", "put in another order"),
@@ -88,3 +88,14 @@ def test_one_factor_is_one_however_each_gradient_is_rounded() -> None:
     assert (found.kind, found.factor) == ("scale", pytest.approx(1 / 3, rel=1e-2))
     (found,) = changed(0, OLD, {**OLD, "bias": 2 * OLD["bias"], "norm": 3 * OLD["norm"]}, "meanwhile")
     assert (found.kind, found.factor) == ("scale", None)
+
+
+def test_little_that_was_added_to_all_is_seen_in_all_together() -> None:
+    old = {name: gradient.bfloat16() for name, gradient in OLD.items()}
+    new = {name: (gradient + 0.05 * PARAMETERS[name]).bfloat16() for name, gradient in old.items()}
+    (found,) = changed(0, old, new, "meanwhile", known=KNOWN)
+    assert (found.kind, found.parameters) == ("extra-term", ())
+    assert "of the parameters themselves more" in found.detail
+    noisy = {name: (gradient + 0.05 * drawn(5, *gradient.shape)).bfloat16() for name, gradient in old.items()}
+    (found,) = changed(0, old, noisy, "meanwhile", known=KNOWN)
+    assert (found.kind, found.detail) == ("altered", "changed into what is like nothing known meanwhile")

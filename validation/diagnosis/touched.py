@@ -1,5 +1,6 @@
 """What happened to gradients that should have stayed as they were: between two actions, or after the last."""
 
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -8,15 +9,15 @@ import torch
 from torch import Tensor
 
 from validation.diagnosis.broken import Broken
-from validation.diagnosis.combination import conclusive, told_within, whole_within
+from validation.diagnosis.combination import told_within, whole_within
 from validation.diagnosis.rounding import rounded_as
 from validation.recording import Addition, Site
 from validation.tolerance import error, precision_of
 
 Gradients = Mapping[str, Tensor | None]
 _FEW = 8  # equal elements that could be chance
-_TRIED = 64  # such sums, about
-_SURE = 100.0  # times what rounding may leave: what is more was really added
+_MORE = 3.0  # times what is left without a term: as much it must explain
+_CHANCE = 25.0  # minus the logarithm of how often chance may name one of some dozens of terms
 
 
 @dataclass(frozen=True)
@@ -71,12 +72,35 @@ def changed(
     if not names:
         return []
     known = known or Known()
-    others = {**known.others, **{(stage, name): gradient for name, gradient in old.items()}}
-    changes = {name: became((stage, name), old.get(name), new[name], replace(known, others=others)) for name in names}
     held = [name for name in judged if old.get(name) is not None or new[name] is not None]
     whole = () if len(names) == len(held) else tuple(names)
-    one = _together(changes, new)
+    others = {**known.others, **{(stage, name): gradient for name, gradient in old.items()}}
+    one = _all_alike(names, old, new, known)
+    if one is None:
+        everything = replace(known, others=others)
+        one = _together({name: became((stage, name), old.get(name), new[name], everything) for name in names}, new)
     return [Broken(one.kind, stage, parameters=whole, factor=one.factor, detail=f"{one.text} {when}")]
+
+
+def _all_alike(names: Sequence[str], old: Gradients, new: Gradients, known: Known) -> Change | None:
+    """What was added to all of them together: little of it may show in each, in a coarse type above all."""
+    for kind, words, terms in _terms(known):
+        rows = [[side.get(name) for side in (new, old, terms)] for name in names]
+        full = [[one for one in row if one is not None and bool(one.isfinite().all())] for row in rows]
+        if len(full) > 1 and all(len(row) == 3 for row in full):
+            seen, before, term = (torch.cat([one.flatten() for one in column]) for column in zip(*full, strict=True))
+            found = _two(seen, before, term)
+            if found is not None and abs(found[0] - 1) <= whole_within(seen.dtype):
+                return Change(kind, f"given {_said(found[1], seen.dtype)} of {words} more")
+    return None
+
+
+def _terms(known: Known) -> Sequence[tuple[str, str, Gradients]]:
+    """What gradients may be given more of: the kind of cause that this is, words, and by name the tensors."""
+    return (
+        ("stale-gradient", "an earlier step's gradients", known.earlier),
+        ("extra-term", "the parameters themselves", known.parameters),
+    )
 
 
 def _together(changes: Mapping[str, Change | None], new: Gradients) -> Change:
@@ -199,10 +223,8 @@ def _shifted(old: Tensor, new: Tensor) -> Change | None:
 def _added(site: Site, old: Tensor, new: Tensor, known: Known) -> Change | None:
     """The old one, or some of it, and so much of something known."""
     (stage, name), room = site, whole_within(new.dtype)
-    for kind, words, term in (
-        ("stale-gradient", "an earlier step's", known.earlier.get(name)),
-        ("extra-term", "the parameter itself", known.parameters.get(name)),
-    ):
+    for kind, words, terms in _terms(known):
+        term = terms.get(name)
         found = None if term is None else _two(new, old, term)
         if found is not None and abs(found[0] - 1) <= room:
             return Change(kind, f"given {_said(found[1], new.dtype)} of {words} more")
@@ -226,16 +248,18 @@ def _said(value: float, dtype: torch.dtype) -> str:
 def _two(new: Tensor, old: Tensor, term: Tensor) -> tuple[float, float] | None:
     """The coefficients of ``old`` and ``term`` that make ``new``, where both are needed and nothing is left over."""
     seen, one, two = (tensor.cpu().flatten().double() for tensor in (new, old, term))
-    limit = precision_of(new.dtype).least
     matrix = torch.stack([torch.stack([one @ one, one @ two]), torch.stack([two @ one, two @ two])])
     if float(matrix.det()) <= 1e-6 * float(matrix[0, 0] * matrix[1, 1]):
         return None
     own, more = torch.linalg.solve(matrix, torch.stack([one @ seen, two @ seen])).tolist()
-    noise = limit * max(float(seen.norm()), abs(own) * float(one.norm()))
-    if float((seen - own * one - more * two).norm()) > noise:
+    left = float((seen - own * one - more * two).norm())
+    size = max(float(seen.norm()), abs(own) * float(one.norm()))
+    alone = float((seen - (one @ seen) / (one @ one) * one).norm())  # what the old one leaves by itself
+    if left > precision_of(new.dtype).least * size or alone <= _MORE * left:
         return None
-    telling = abs(more) * float(two.norm()) > min(_SURE, 0.1 / limit) * noise
-    return (own, more) if telling and conclusive(len(seen), used=2, atoms=_TRIED, limit=limit) else None
+    # That some direction takes so much away would happen by chance once in (alone / left) to the number of elements.
+    gain = math.log(alone / left) if left else math.inf
+    return (own, more) if (len(seen) - 2) * gain > _CHANCE else None
 
 
 def _alike(one: Tensor | None, other: Tensor | None) -> bool:

@@ -48,7 +48,13 @@ class _Suppositions:
         self._sites = list(evidence.expected.gradients)
 
     def forward(self, wrong: Sequence[int]) -> list[Cause]:
-        """Suppositions that give the losses of the microbatches ``wrong``, and then all gradients."""
+        """Suppositions that give the losses of the microbatches ``wrong``, and then all gradients.
+
+        A loss that the last stage computed right was reported wrongly: nothing need be supposed.
+        """
+        right, seen = self._evidence.expected.losses, self._evidence.observed.losses(self._number)
+        if any(_same_loss(seen[m], right[m]) for m in wrong):
+            return []
         for stage in reversed(range(self._evidence.case.stages)):
             for one in of_forward(self._played, self._evidence.number, stage, self._layers):
                 if all(self._gives_loss(one, m) for m in wrong) and self._gives_gradients(one, wrong):
@@ -100,7 +106,7 @@ class _Suppositions:
     def _gives_loss(self, one: Supposed, m: int) -> bool:
         inputs = self._played[self._evidence.number].boundaries[m].inputs[one.stage]
         loss, seen = self._line.loss(one, m, inputs, self._batches[m]), self._evidence.observed.losses(self._number)[m]
-        return loss is not None and abs(loss - seen) <= _SAME_LOSS * abs(seen)
+        return loss is not None and _same_loss(loss, seen)
 
     def _gives_gradients(self, one: Supposed, microbatches: Sequence[int]) -> bool:
         made = {m: self._line.gradients(one, m, self._batches[m]) for m in microbatches}
@@ -151,6 +157,10 @@ class _Suppositions:
     def _cause(self, one: Supposed, microbatches: tuple[int, ...]) -> Cause:
         rank = self._evidence.observed.schedule.placement[one.stage]
         return Cause(one.kind, rank=rank, stage=one.stage, microbatches=microbatches, detail=f"as if {one.text}")
+
+
+def _same_loss(one: float, other: float) -> bool:
+    return abs(one - other) <= _SAME_LOSS * abs(other)
 
 
 def _alike(one: Tensor | None, other: Tensor | None, limit: float) -> bool:
