@@ -1,16 +1,24 @@
 """Diagnosis of real runs: what was planted is named, what nobody knows is not, and what is right has no cause."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 
 import pytest
 import torch
 
 from validation.case import Case
+from validation.cause import Cause
 from validation.diagnose import diagnose
+from validation.diagnosis.evidence import Evidence, of_stage
+from validation.diagnosis.rules.boundaries import boundaries
+from validation.diagnosis.rules.laws import weights
+from validation.diagnosis.rules.norm import norm
 from validation.judge import judge
 from validation.observe import observe
 from validation.observed import Observed
-from validation.recording import Site
+from validation.recording import FLOWED, GIVEN, MADE, OUTPUT, Recording, Site
+from validation.specimens import SPECIMENS
+from validation.trials.trial import located, smallest_of
 from validation.validator import explained, validate
 from validation.verdict import Verdict, told
 from validation.world import World
@@ -100,3 +108,166 @@ def test_what_does_not_happen_again_is_said(world: World) -> None:
     verdict = explained(CASE, world, wrong, judge(CASE, wrong))
     assert verdict.cause[0].kind == "scale"
     assert "not reproduced: a second, recorded run was right" in verdict.undecided
+
+
+def evidence(observed: Observed, case: Case = CASE) -> Evidence:
+    """What a diagnosis of ``observed`` rests on, with a gradient made wrong so that there is something to explain."""
+    right = observed.gradients(0)[next(iter(observed.gradients(0)))]
+    assert right is not None
+    wrong = changed(observed, next(iter(observed.gradients(0))), right * 3)
+    return Evidence(case, wrong, judge(case, wrong))
+
+
+def recorded_with(observed: Observed, change: Callable[[Recording], Recording]) -> Observed:
+    """``observed`` with something else in its recording."""
+    ranks = [list(rank) for rank in observed.ranks]
+    for rank in ranks:
+        assert rank[0].recording is not None
+        rank[0] = replace(rank[0], recording=change(rank[0].recording))
+    return replace(observed, ranks=tuple(map(tuple, ranks)))
+
+
+def drawn_like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0)).to(tensor)
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "words"),
+    [
+        (lambda one: one.half().float(), "rounded", "its own, fp16-rounded"),
+        (lambda one: one.bfloat16().float(), "rounded", "its own, bf16-rounded"),
+        (lambda one: (one * 3).half().float() / 3, "rounded", "fp16-rounded at some other scale"),
+        (lambda one: one + 0.01 * one.norm() / one.numel() ** 0.5 * drawn_like(one), "altered", "a relative error of"),
+        (lambda one: drawn_like(one) * one.std(), "randomness", "drawn otherwise"),
+    ],
+)
+def test_what_weights_became_before_the_step_is_told(
+    runs: tuple[Observed, Observed], change: Callable[[torch.Tensor], torch.Tensor], kind: str, words: str
+) -> None:
+    def begun(one: Recording) -> Recording:
+        matrices = {site: change(value) for site, value in one.parameters.items() if site[0] == 1 and value.dim() > 1}
+        return replace(one, parameters={**one.parameters, **matrices})
+
+    (cause,) = weights(evidence(recorded_with(runs[1], begun)))
+    assert (cause.kind, cause.stage) == (kind, 1)
+    assert words in cause.detail
+
+
+def test_weights_that_stay_are_no_cause_and_those_that_move_meanwhile_are(runs: tuple[Observed, Observed]) -> None:
+    assert weights(evidence(runs[1])) == []
+    recording = runs[1].recording(0)
+    assert recording is not None
+    assert recording.ended.keys() == recording.parameters.keys() == runs[1].gradients(0).keys()
+
+    def moved(factor: float) -> Callable[[Recording], Recording]:
+        return lambda one: replace(
+            one, ended={site: value * factor if site == SITE else value for site, value in one.ended.items()}
+        )
+
+    (cause,) = weights(evidence(recorded_with(runs[1], moved(1.01))))
+    assert (cause.kind, cause.stage, cause.parameter) == ("update", *SITE)
+    assert "moved between the microbatches of operation 1, before the optimizer" in cause.detail
+    assert weights(evidence(recorded_with(runs[1], moved(1 + 1e-7)))) == []  # changed, and changed back
+
+
+NORMS: dict[str, Callable[[list[torch.Tensor]], float]] = {
+    "the 1-norm": lambda each: sum(float(one.abs().sum()) for one in each),
+    "made of every parameter's 1-norm": lambda each: sum(float(one.abs().sum()) ** 2 for one in each) ** 0.5,
+    "the largest element": lambda each: max(float(one.abs().max()) for one in each),
+    "parameters of one dimension are left out": lambda each: (
+        sum(float(one.norm()) ** 2 for one in each if one.dim() > 1) ** 0.5
+    ),
+    "norms were added, not their squares": lambda each: sum(float(one.norm()) for one in each),
+    "its square": lambda each: sum(float(one.norm()) ** 2 for one in each),
+    "like nothing known": lambda each: 1.2345 * sum(float(one.norm()) ** 2 for one in each) ** 0.5,
+}
+
+
+def told_norms(observed: Observed, values: Sequence[float]) -> Cause:
+    """The cause where the ranks report these norms."""
+    ranks = [(replace(rank[0], norm=value),) for rank, value in zip(observed.ranks, values, strict=True)]
+    wrong = replace(observed, ranks=tuple(ranks))
+    (cause,) = norm(Evidence(CASE, wrong, judge(CASE, wrong)))
+    return cause
+
+
+@pytest.mark.parametrize("words", NORMS)
+def test_other_norms_of_the_same_gradients_are_told(runs: tuple[Observed, Observed], words: str) -> None:
+    held = [one.double() for one in runs[1].gradients(0).values() if one is not None]
+    cause = told_norms(runs[1], [NORMS[words](held)] * 2)
+    assert cause.stage is None
+    assert cause.detail.endswith(f": {words}")
+
+
+def test_a_norm_of_ranks_is_no_single_ranks(runs: tuple[Observed, Observed]) -> None:
+    own = [
+        sum(
+            float(one.double().norm()) ** 2 for one in of_stage(runs[1].gradients(0), stage).values() if one is not None
+        )
+        ** 0.5
+        for stage in range(2)
+    ]
+    cause = told_norms(runs[1], [sum(own)] * 2)
+    assert (cause.rank, cause.stage) == (None, None)
+    assert "the ranks' norms were added, not their squares" in cause.detail
+    assert "the largest of the ranks' norms" in told_norms(runs[1], [max(own)] * 2).detail
+    assert "that of rank 0's gradients alone" in told_norms(runs[1], own).detail
+
+
+def test_tensors_that_cross_one_boundary_are_told_from_each_other(world: World) -> None:
+    case = Case("1f1b", 3, 1, 2, (1, 1, 1), model="pair", plan=("train",))
+    right = observe(case, world, record=True)
+    assert boundaries(evidence(right, case)) == []
+    for where, kind in (
+        (FLOWED, "wrong-message"),
+        (GIVEN, "wrong-message"),
+        (OUTPUT, "wrong-message"),
+        (MADE, "computation"),
+    ):
+
+        def crossed(one: Recording, where: str = where) -> Recording:
+            of_second = {at: tuple(reversed(seen)) for at, seen in one.tensors.items() if at[::2] == (1, where)}
+            return replace(one, tensors={**one.tensors, **of_second})
+
+        (cause,) = boundaries(evidence(recorded_with(right, crossed), case))
+        assert (cause.kind, cause.stage) == (kind, 1)
+        assert "number 2 of 2 tensors, expected number 1" in cause.detail
+
+
+COARSE = {
+    "microbatch-doubled": "doubled",
+    "stage-negated": "sign",
+    "replicas-summed": "scale",
+    "gradients-not-cleared": "stale-gradient",
+    "tied-not-reduced": "tied-not-summed",
+    "clip-twice": "clip",
+    "loss-summed": "report",
+    "targets-shifted": "swapped-data",
+    "weight-half-undivided": "scale",
+}
+
+
+@pytest.mark.parametrize("name", COARSE)
+def test_faults_of_a_run_in_bf16_are_named(world: World, name: str) -> None:
+    verdict = validate(replace(smallest_of(SPECIMENS[name]), dtype="bf16"), world)
+    assert verdict.verdict == "fail"
+    assert verdict.cause[0].kind == COARSE[name]
+    assert located(SPECIMENS[name].cause(smallest_of(SPECIMENS[name])), verdict.cause[0])
+
+
+def test_a_right_run_in_bf16_names_nothing(world: World) -> None:
+    case = replace(CASE, dtype="bf16")
+    recorded = observe(case, world, record=True)
+    assert judge(case, recorded).verdict == "pass"
+    wrong = evidence(recorded, case)
+    assert wrong.broken_sums == []
+    assert weights(wrong) == boundaries(wrong) == norm(wrong) == []
+
+
+def test_a_loss_that_was_computed_right_supposes_no_other_computation(world: World) -> None:
+    """In bf16 to round an input to bf16 changes nothing, so that it would explain right gradients."""
+    case = replace(smallest_of(SPECIMENS["loss-of-other-ranks"]), dtype="bf16")
+    observed = observe(case, world)
+    verdict = diagnose(case, observed.final(), judge(case, observed))
+    assert verdict.verdict == "fail"
+    assert [cause.kind for cause in verdict.cause if cause.kind != "report"] == []
