@@ -16,7 +16,7 @@ from validation.diagnosis.rules.norm import norm
 from validation.judge import judge
 from validation.observe import observe
 from validation.observed import Observed
-from validation.recording import FLOWED, GIVEN, MADE, OUTPUT, Recording, Site
+from validation.recording import FLOWED, GIVEN, HANDED_ON, MADE, OUTPUT, Point, Recording, Site
 from validation.specimens import SPECIMENS
 from validation.trials.trial import located, smallest_of
 from validation.validator import explained, validate
@@ -232,6 +232,21 @@ def test_tensors_that_cross_one_boundary_are_told_from_each_other(world: World) 
         (cause,) = boundaries(evidence(recorded_with(right, crossed), case))
         assert (cause.kind, cause.stage) == (kind, 1)
         assert "number 2 of 2 tensors, expected number 1" in cause.detail
+
+
+def test_gradients_that_an_earlier_microbatchs_are_left_in_have_an_extra_term(runs: tuple[Observed, Observed]) -> None:
+    def left(one: Recording) -> Recording:
+        first, second = (Point(1, m, HANDED_ON) for m in (0, 1))
+        if first not in one.tensors:
+            return one
+        (old,), (new,) = one.tensors[first], one.tensors[second]
+        assert old is not None
+        assert new is not None
+        return replace(one, tensors={**one.tensors, second: (old + new,)})
+
+    (cause,) = boundaries(evidence(recorded_with(runs[1], left)))
+    assert (cause.kind, cause.stage, cause.microbatches) == ("extra-term", 1, (1,))
+    assert "the expected plus microbatch 0's" in cause.detail
 
 
 COARSE = {

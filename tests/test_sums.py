@@ -117,3 +117,13 @@ def test_coarse_sums_still_tell_a_factor(factor: float) -> None:
     (found,) = broken_additions(0, summed(one, lambda one: one), parts)
     assert (found.microbatches, found.parameters) == ((1,), ("one",))
     assert found.factor == pytest.approx(factor, rel=0.02)
+
+
+def test_what_a_microbatch_does_not_add_to_some_parameters_is_dropped() -> None:
+    parts = drawn()
+    lost = [*parts[:2], {(0, "one"): 0 * parts[2][0, "one"], (0, "two"): parts[2][0, "two"]}, *parts[3:]]
+    (found,) = broken_additions(0, summed(lost, lambda one: one), parts)
+    assert (found.kind, found.microbatches, found.parameters) == ("dropped", (2,), ("one",))
+    never = [{(0, "one"): 0 * one[0, "one"], (0, "two"): one[0, "two"]} for one in parts]
+    (found,) = broken_additions(0, summed(never, lambda one: one), parts)
+    assert (found.kind, found.microbatches, found.parameters) == ("zero", (), ("one",))

@@ -207,6 +207,8 @@ def _of_parameters(
     for (kind, factor, detail), places in by_finding.items():
         names = sorted({name for listed in places.values() for name in listed})
         microbatches = () if len(places) == len(expected) else tuple(sorted(places))
+        if kind == "zero" and microbatches:
+            kind, detail = "dropped", f"{_list(microbatches)} added nothing"
         yield Broken(kind, stage, microbatches, parameters=tuple(names), factor=factor, detail=detail)
 
 

@@ -92,6 +92,8 @@ def _kind(one: Divergence, refine: Refine) -> tuple[str, str]:
         return ("sign" if abs(what.factor + 1) < 1e-3 else "scale"), what.text
     if what.kind == "member" and where != MADE:
         return "wrong-message", what.text
+    if what.kind == "sum" and where in _GRADIENTS and where != LOSS:
+        return "extra-term", what.text
     if what.kind == "other" and one.point.stage == 0 and where in (GIVEN, USED):
         return "swapped-data", what.text
     if what.kind == "partial" and where not in (MADE, HANDED_ON):
