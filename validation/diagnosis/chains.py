@@ -28,13 +28,34 @@ class Chain:
 def swaps(update: Update, stages: Sequence[Explanation]) -> list[Cause]:
     """The exchanges that the wrong pairs of all stages come from, each once, with all its microbatches."""
     found: dict[tuple[str, Stage | None, str], set[int]] = {}
-    for chain in chains(stages):
+    every = list(chains(stages))
+    for chain in (chain for chain in every if not _added(stages[chain.stage], chain.term)):
         for kind, stage, detail in _readings(update, stages, chain):
             found.setdefault((kind, stage, detail), set()).add(_slot(kind, chain, stages))
     return [
         Cause(kind, stage=stage, microbatches=tuple(sorted(slots)), detail=detail)
         for (kind, stage, detail), slots in found.items()
-    ]
+    ] + list(_additions(stages, every))
+
+
+def _added(stage: Explanation, term: Term) -> bool:
+    """Whether a wrong pair is there beside both of those whose place it could have taken."""
+    return all(stage.coefficients.get(Term("pair", m, m)) for m in (term.activation, term.gradient))
+
+
+def _additions(stages: Sequence[Explanation], every: Sequence[Chain]) -> Iterator[Cause]:
+    """One cause for each stage in which activations met other output gradients as well as their own."""
+    terms: dict[Stage, list[Term]] = {}
+    for chain in every:
+        if _added(stages[chain.stage], chain.term):
+            terms.setdefault(chain.stage, []).append(chain.term)
+    for stage, met in terms.items():
+        also: dict[int, list[int]] = {}
+        for term in met:
+            also.setdefault(term.activation, []).append(term.gradient)
+        told = "; ".join(f"{i} also met that of {', '.join(map(str, sorted(js)))}" for i, js in sorted(also.items()))
+        detail = f"beside its own output gradient, the activation of microbatch {told}"
+        yield Cause("extra-term", stage=stage, microbatches=tuple(sorted(also)), detail=detail)
 
 
 def chains(stages: Sequence[Explanation]) -> Iterator[Chain]:

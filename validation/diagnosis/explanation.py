@@ -12,12 +12,16 @@ from validation.diagnosis.combination import DECIDED, alike, fit, select
 from validation.diagnosis.system import Layout, System, weights
 from validation.diagnosis.update import Update
 from validation.diagnosis.within import Paired, paired_within
-from validation.tolerance import Floor, error
+from validation.tolerance import BF16, Floor, error, precision_of
 
 _ZERO = 1e-3  # a coefficient this small may be none at all: it is left out if nothing but rounding remains without it
 _NARROW = 2.0**-7  # more than rounding to bfloat16 changes
 _MORE = 8  # a sparse explanation has at most two atoms for every microbatch, and so many more
 _SEVERAL = 4
+# The law judges fp16 as fp32, and so lets nothing pass that it should not. What a gradient is made of shows through the
+# rounding of its own type only.
+_FP16 = replace(BF16, unit=2.0**-11, least=4 * 2.0**-11, most=16 * 2.0**-11)
+_COARSE, _COARSEST = 8.0, 0.2
 _HALF = 0.5  # an explanation holds for a stage if it holds for at least this share of its parameters
 
 
@@ -219,18 +223,19 @@ class Explainer:
             for k, bound in zip(chosen, found.uncertain, strict=True)
         }
         tidy = self._tidy(system, atoms, terms, bounds)
-        undecided = tuple(term for term in tidy.coefficients if bounds.get(term, 0.0) > DECIDED)
+        undecided = tuple(term for term in tidy.coefficients if bounds.get(term, 0.0) > _decided(limit))
         explained = tidy.explained and system.conclusive(len(chosen), limit)
         return replace(tidy, explained=explained, undecided=undecided)
 
     def _tidy(
         self, system: System, atoms: list[Atom], terms: Mapping[Term, float], bounds: Mapping[Term, float]
     ) -> Explanation:
-        """``terms`` without what rounding put there, each coefficient simple where that leaves no more than before."""
+        """``terms`` without what rounding put there, with as few different numbers as leave nothing but rounding."""
         kept = _kept(terms)
         simple = {term: self._round(c, bounds.get(term, 0.0)) for term, c in kept.items()}
-        attempts = (self._simple(each, system, atoms) for each in (simple, kept, terms))
-        return next((each for each in attempts if each.explained), None) or self._simple(kept, system, atoms)
+        tried = [self._simple(each, system, atoms) for each in (simple, _level(simple, bounds), kept, terms)]
+        explained = [each for each in tried if each.explained]
+        return min(explained, default=tried[2], key=lambda each: len(set(each.coefficients.values())))
 
     def _simple(self, terms: Mapping[Term, float], system: System, atoms: list[Atom]) -> Explanation:
         """``terms`` as an explanation of the parameters of ``system``."""
@@ -319,11 +324,33 @@ def _kept(terms: Mapping[Term, float]) -> dict[Term, float]:
     return {term: c for term, c in terms.items() if term.nominal or abs(c) > _ZERO}
 
 
+def _level(terms: Mapping[Term, float], bounds: Mapping[Term, float]) -> dict[Term, float]:
+    """``terms`` with one number for coefficients that rounding alone may have put apart."""
+    found = dict(terms)
+    left = sorted((term for term in terms if bounds.get(term)), key=lambda term: terms[term])
+    while left:
+        first = terms[left[0]]
+        group = [term for term in left if terms[term] - first <= bounds[term] + bounds[left[0]]]
+        values = [terms[term] for term in group]
+        found |= dict.fromkeys(group, values[0] if len(set(values)) == 1 else sum(values) / len(values))
+        left = [term for term in left if term not in group]
+    return found
+
+
+def _decided(limit: float) -> float:
+    """How well a coefficient must be known, where rounding leaves ``limit``: coarse types decide whole numbers only."""
+    return min(max(DECIDED, _COARSE * limit), _COARSEST)
+
+
 def limit_of(due: Gradient, wide: Gradient) -> float:
-    """What rounding may leave of one parameter: from what it left of the expected gradient on this very run."""
+    """What rounding may leave of one parameter: from what it left of the expected gradient on this very run.
+
+    In the precision of the expected gradient, which is that of what made it, whatever type the step adds up in.
+    """
     if due is None or wide is None:
         return Floor(0.0, 0.0, 0.0).limit
-    return Floor(0.0, error(due.cpu(), wide), 0.0).limit
+    precision = _FP16 if due.dtype == torch.float16 else precision_of(due.dtype)
+    return Floor(0.0, error(due.cpu(), wide), 0.0, precision).limit
 
 
 def reordered(seen: Tensor, says: Tensor, limit: float) -> bool:

@@ -4,9 +4,10 @@ First what each stage shows by itself; then the same fault in several stages bec
 step's, in the first ones it came down with the output gradients.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from reference.step import Stage
@@ -25,18 +26,19 @@ _SAME = 1e-3  # factors that differ by no more, relatively, are one
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong in a stage's coefficients, wherever that is."""
+    """What is wrong in a stage's coefficients, wherever that is; ``within``: how far a factor may be off, relatively."""
 
     kind: str
     microbatches: tuple[int, ...] = ()
     factor: float | None = None
     detail: str = ""
+    within: float = field(default=_SAME, compare=False)
 
     def same(self, other: "Fault") -> bool:
         """Whether both are one fault, seen twice: alike but for how rounding moved the factor."""
         if self.factor is None or other.factor is None:
             return self == other
-        near = abs(self.factor - other.factor) <= _SAME * abs(self.factor)
+        near = abs(self.factor - other.factor) <= max(self.within, other.within) * abs(self.factor)
         return near and (self.kind, self.microbatches) == (other.kind, other.microbatches)
 
 
@@ -95,14 +97,15 @@ def faults_of(update: Update, stage: Explanation, nominal: dict[Term, float]) ->
     """What is wrong with one stage's coefficients, swaps apart."""
     calls = sorted({term.gradient for term in nominal if term.what == "earlier"})
     own = {term.activation: c for term, c in nominal.items() if term.what == "pair"}
+    within = max(_SAME, stage.limit)
     absent = {oddity.what for oddity in stage.odd}
     if stage.compared == 0 and len(absent) == 1 and absent <= _WHOLE:
         return (Fault(absent.pop(), detail="every parameter"),)
-    faults = [*_weights(update, own)]
+    faults = [*_weights(update, own, within)]
     for call in calls:
         part = {term.activation: c for term, c in nominal.items() if term[::2] == ("earlier", call)}
         detail = f"in the accumulating call {call} before the step"
-        faults += [replace(fault, detail=detail) for fault in _weights(update, part)]
+        faults += [replace(fault, detail=detail) for fault in _weights(update, part, within)]
     if any(nominal.values()):  # zero is a gradient, not the part of one
         faults = [replace(fault, kind="dropped") if fault.kind == "zero" else fault for fault in faults]
     if len({fault.kind for fault in faults}) == 1 and calls and len(faults) == len(calls) + 1:
@@ -111,65 +114,69 @@ def faults_of(update: Update, stage: Explanation, nominal: dict[Term, float]) ->
     return (*faults, *_leftovers(stage))
 
 
-def _weights(update: Update, found: dict[int, float]) -> Iterator[Fault]:
-    """What is wrong with the coefficients of microbatches, each of which should be 1."""
-    uneven = _uneven(update, found)
+def _weights(update: Update, found: Mapping[int, float], within: float) -> Iterator[Fault]:
+    """What is wrong with the coefficients of microbatches, each of which should be 1, up to ``within``."""
+    uneven = _uneven(update, found, within)
     if uneven is not None:
         yield uneven
         return
-    base = _base(list(found.values()))
-    if abs(base - 1.0) > _SAME:
-        yield _uniform(update, base)
+    base = _base(list(found.values()), within)
+    if abs(base - 1.0) > within:
+        yield _uniform(update, base, within)
     if base == 0.0:
         return
     odd: dict[float, list[int]] = {}
     for microbatch, c in found.items():
         ratio = c / base
-        if abs(ratio - 1) > _SAME:
-            same = next((known for known in odd if abs(known - ratio) <= _SAME * abs(known)), ratio)
+        if abs(ratio - 1) > within:
+            same = next((known for known in odd if abs(known - ratio) <= within * abs(known)), ratio)
             odd.setdefault(same, []).append(microbatch)
     for ratio, microbatches in sorted(odd.items()):
-        yield _some(update, ratio, tuple(microbatches))
+        yield _some(update, ratio, tuple(microbatches), within)
 
 
-def _base(values: list[float]) -> float:
+def _base(values: list[float], within: float) -> float:
     """The factor that most microbatches have, or 1."""
     groups: Counter[float] = Counter()
     for value in values:
-        groups[next((g for g in groups if abs(g - value) <= _SAME * max(abs(g), abs(value))), value)] += 1
+        groups[next((g for g in groups if abs(g - value) <= within * max(abs(g), abs(value))), value)] += 1
     (base, count), *_ = groups.most_common(1)
     if count == len(values) or (2 * count > len(values) and base != 0.0):
         return base
     return 1.0
 
 
-def _uniform(update: Update, factor: float) -> Fault:
+def _uniform(update: Update, factor: float, within: float) -> Fault:
     if factor == 0.0:
         return Fault("zero")
     if factor == -1.0:
         return Fault("sign", factor=-1.0)
-    return Fault("scale", factor=factor, detail=factor_words(update, factor))
+    return Fault("scale", factor=factor, detail=factor_words(update, factor, within), within=within)
 
 
-def _some(update: Update, ratio: float, microbatches: tuple[int, ...]) -> Fault:
-    if abs(ratio) <= _SAME:
+def _some(update: Update, ratio: float, microbatches: tuple[int, ...], within: float) -> Fault:
+    if abs(ratio) <= within:
         return Fault("dropped", microbatches)
     undivided = ratio == update.now.microbatches > 2  # by their number; nothing is counted so often by chance
     if ratio == round(ratio) and ratio >= 2 and not undivided:
         detail = "" if ratio == 2 else f"{ratio:g} times"
         return Fault("doubled", microbatches, factor=ratio, detail=detail)
     kind = "sign" if ratio == -1 else "scale"
-    return Fault(kind, microbatches, factor=ratio, detail=factor_words(update, ratio))
+    detail = factor_words(update, ratio, within)
+    return Fault(kind, microbatches, factor=ratio, detail=detail, within=within)
 
 
-def _uneven(update: Update, found: dict[int, float]) -> Fault | None:
-    """Microbatches weighted by their tokens, or alike, where it should be the other way round."""
+def _uneven(update: Update, found: Mapping[int, float], within: float) -> Fault | None:
+    """Microbatches weighted by their tokens, or alike, where it should be the other way round.
+
+    Not those that all have one factor, least of all none: that is in proportion to anything.
+    """
     counts = {i: float(batch.tokens) for i, batch in enumerate(update.now.batches)}
-    if not all(counts.values()):
+    if not all(counts.values()) or len(set(found.values())) == 1:
         return None  # nobody knows how many targets count
     for weights, words in ((counts, "by their tokens, not alike"), ({i: 1 / n for i, n in counts.items()}, "alike")):
         ratios = [found[i] / weights[i] for i in found]
-        if len(set(counts.values())) > 1 and max(ratios) - min(ratios) <= _SAME * abs(max(ratios)):
+        if len(set(counts.values())) > 1 and max(ratios) - min(ratios) <= within * abs(max(ratios)):
             return Fault("unequal-weights", factor=None, detail=f"microbatches count {words}")
     return None
 
@@ -202,24 +209,27 @@ def _leftovers(stage: Explanation) -> Iterator[Fault]:
             yield Fault("stale-tensor", tuple(found), detail=words)
 
 
-def factor_words(update: Update, factor: float) -> str:
-    """Where a factor may come from: the number of microbatches, of tokens, of stages."""
+def factor_words(update: Update, factor: float, within: float = _SAME) -> str:
+    """Where a factor may come from: every number of things in this step that it is, or is one over."""
     count, tokens = len(update.now.batches), sum(batch.tokens for batch in update.now.batches)
     known = {
         "the number of microbatches": count,
-        "its square": count**2,
+        "the square of the number of microbatches": count**2,
         "the number of tokens": tokens,
         "tokens per microbatch": tokens / count,
         "the number of stages": update.now.stages,
-        "the number of ranks": len(set(update.placement)),
+        "the number of ranks" + " of a replica" * (update.replicas > 1): len(set(update.placement)),
+        "the number of replicas": update.replicas,
     }
-    for name, value in known.items():
-        for sign, minus in ((1, ""), (-1, "minus ")):
-            if value not in (0, 1) and abs(factor - sign * value) <= _SAME * value:
-                return f"{minus}{value:g}, {name}"
-            if value not in (0, 1) and abs(factor - sign / value) <= _SAME / value:
-                return f"{minus}1/{value:g}, one over {name}"
-    return f"{factor:.6g} times"
+    minus, size = ("minus " if factor < 0 else ""), abs(factor)
+    told = {name: value for name, value in known.items() if value not in (0, 1)}
+    times = {name: value for name, value in told.items() if abs(size - value) <= within * value}
+    over = {name: value for name, value in told.items() if abs(size - 1 / value) <= within / value}
+    for found, fraction, words in ((times, "", ""), (over, "1/", "one over ")):
+        if found:
+            return f"{minus}{fraction}{next(iter(found.values())):g}, {words}{' or '.join(found)}"
+    digits = 6 if within <= _SAME else math.ceil(-math.log10(within))
+    return f"{factor:.{digits}g} times"
 
 
 def _placed(update: Update, faults: dict[Stage, tuple[Fault, ...]]) -> Iterator[Cause]:
@@ -253,6 +263,7 @@ def _in_stages(update: Update, fault: Fault, stages: list[Stage], known: list[St
 def _compounded(update: Update, faults: dict[Stage, tuple[Fault, ...]]) -> Cause | None:
     """A factor that every stage applies once more to what it hands on."""
     factors = []
+    within = max((fault.within for found in faults.values() for fault in found), default=_SAME)
     for stage in reversed(range(update.now.stages)):
         found = faults.get(stage, ())
         if len(found) > 1 or any(fault.kind not in ("scale", "sign") or fault.microbatches for fault in found):
@@ -261,9 +272,9 @@ def _compounded(update: Update, faults: dict[Stage, tuple[Fault, ...]]) -> Cause
     if len(factors) < 3 or stage not in faults or factors[0] == factors[1] or not factors[0]:
         return None
     ratios = [low / high for high, low in pairwise(factors)]
-    if max(ratios) - min(ratios) > _SAME * abs(max(ratios)) or abs(abs(ratios[0]) - 1.0) <= _SAME:
+    if max(ratios) - min(ratios) > within * abs(max(ratios)) or abs(abs(ratios[0]) - 1.0) <= within:
         return None
-    detail = f"{factor_words(update, ratios[0])}, once more in every stage before"
+    detail = f"{factor_words(update, ratios[0], within)}, once more in every stage before"
     return Cause("scale", factor=ratios[0], detail=detail)
 
 
@@ -277,7 +288,7 @@ def _odd(update: Update, stages: Sequence[Explanation], sums: Mapping[Stage, Seq
         for oddity in one.odd:
             groups.setdefault((oddity.what, oddity.factor, oddity.pairs), []).append(oddity.parameter)
         for (what, factor, pairs), names in groups.items():
-            for cause in _odd_causes(update, Oddity(names[0], what, factor, pairs)):
+            for cause in _odd_causes(update, Oddity(names[0], what, factor, pairs), max(_SAME, one.limit)):
                 more = f"and {', '.join(names[1:])}" if len(names) > 1 else ""
                 detail = "; ".join(filter(None, (cause.detail, more)))
                 yield replace(cause, stage=one.stage, parameter=names[0], detail=detail)
@@ -293,13 +304,13 @@ def _untrained(update: Update) -> Iterator[Cause]:
                 yield Cause("unexpected", stage=stage, parameter=name)
 
 
-def _odd_causes(update: Update, odd: Oddity) -> Iterator[Cause]:
+def _odd_causes(update: Update, odd: Oddity, within: float) -> Iterator[Cause]:
     if odd.what in ("missing", "unexpected", "zero", "not-finite", "rounded", "altered"):
         yield Cause(odd.what)
     elif odd.what == "shape":
         yield Cause("partition", detail="its gradient has another shape")
     elif odd.what == "factor" and odd.factor is not None:
-        fault = _uniform(update, odd.factor)
+        fault = _uniform(update, odd.factor, within)
         yield Cause(fault.kind, factor=fault.factor, detail=fault.detail)
     elif odd.pairs is not None:
         told = ", ".join(f"{j} with {i}'s" for i, j in odd.pairs.wrong)
@@ -336,7 +347,7 @@ def _tied_cause(copy: Shares) -> Cause:
         return replace(where, detail=detail)
     if all(count == round(count) and count >= 1 for count in counts):
         return replace(where, kind="tied-doubled", detail=detail)
-    if len(set(counts)) == 1:
+    if counts and max(counts) - min(counts) <= _SAME * abs(max(counts)):
         return replace(where, kind="scale", factor=counts[0], detail=detail)
     return replace(where, detail=detail)
 
@@ -370,9 +381,10 @@ def _ruled_out(stages: Sequence[Explanation], causes: Sequence[Cause]) -> Iterat
     terms = [(term, c) for one in stages for term, c in one.coefficients.items()]
     if not kinds & {"dropped", "zero"} and all(c for term, c in terms if term.nominal):
         yield "dropped: every microbatch is in every stage's sum"
-    if not kinds & {"doubled"} and not any(c >= 2 for _, c in terms):
+    paired = any(c and term.what in ("pair", "logits", "flow") and not term.nominal for term, c in terms)
+    if not kinds & {"doubled"} and not paired and not any(c >= 2 for _, c in terms):
         yield "doubled: no microbatch is there twice"
-    if not any(kind.startswith("swapped") for kind in kinds):
+    if not paired and not any(kind.startswith("swapped") for kind in kinds):
         yield "swapped: every activation met its own microbatch's output gradient"
     if not any(kind.startswith("stale") for kind in kinds):
         yield "stale: nothing of an earlier step is in the sums"

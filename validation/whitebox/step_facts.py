@@ -92,6 +92,7 @@ class StepFacts:
             self.traced,
             tied=[copies for copies in apart if len(copies) > 1],
             placement=self.observed.schedule.placement,
+            replicas=self.found.replicas.count,
         )
 
     @cached_property

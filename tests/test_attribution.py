@@ -1,0 +1,218 @@
+"""Causes from final gradients alone: a correct update names nothing, a wrong one its fault, whatever the precision."""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from reference.data import IGNORED, Batch
+from reference.step import Gradient, Loss, Site
+from reference.traced import Traced
+from validation.cause import Cause
+from validation.diagnosis.attribution import Attribution, attribute
+from validation.diagnosis.update import Update
+
+COUNT, WIDTH, CLASSES, VOCABULARY = 4, 12, 5, 11
+Rows = list[dict[Site, Tensor]]  # what each microbatch gives
+Change = Callable[[Rows], None]
+
+
+class Block(nn.Module):
+    """Two parameters of one shape, a norm and what it adds to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+def build(dtype: torch.dtype) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Embedding(VOCABULARY, WIDTH), Block(), Block(), Block(), nn.Linear(WIDTH, CLASSES)]
+    return nn.Sequential(*layers).to(dtype)
+
+
+OWNER = {"0": 0, "1": 0, "2": 1, "3": 2, "4": 2}
+
+
+@cache
+def batches() -> tuple[Batch, ...]:
+    made = torch.Generator().manual_seed(1)
+    return tuple(
+        Batch(
+            (torch.randint(VOCABULARY, (6, 4), generator=made),),
+            torch.randint(CLASSES, (6, 4), generator=made).masked_fill(torch.arange(4) < m, IGNORED),
+            6 * (4 - m),
+        )
+        for m in range(COUNT)
+    )
+
+
+def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output.float().flatten(0, 1), target.flatten())
+
+
+def rows_of(model: nn.Module) -> Rows:
+    """What each microbatch gives on one device."""
+    found: Rows = []
+    for batch in batches():
+        model.zero_grad()
+        (loss_fn(model(*batch.inputs), batch.target) / COUNT).backward()
+        found.append({site_of(name): p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    return found
+
+
+def site_of(name: str) -> Site:
+    return OWNER[name[0]], name
+
+
+def summed(rows: Sequence[dict[Site, Tensor]]) -> dict[Site, Gradient]:
+    """Added up as a step does, in the type of the gradients."""
+    total = {site: torch.zeros_like(gradient) for site, gradient in rows[0].items()}
+    for row in rows:
+        for site, gradient in row.items():
+            total[site] += gradient
+    return dict(total)
+
+
+def attributed(
+    change: Change = lambda rows: None,
+    *,
+    after: Callable[[dict[Site, Gradient]], None] = lambda gradients: None,
+    dtype: torch.dtype = torch.float32,
+) -> Attribution:
+    """The attribution of a step that gets ``change`` done to what each microbatch gives, and ``after`` to the sums."""
+    model = build(dtype)
+    rows = rows_of(model)
+    expected = summed(rows)
+    change(rows)
+    observed = summed(rows)
+    after(observed)
+    losses = [loss_fn(model(*batch.inputs), batch.target).item() for batch in batches()]
+    loss = Loss(loss_fn, COUNT)
+    traced = Traced(model, held=expected.keys(), batches=batches(), loss=loss, losses=losses, ends={})
+    return attribute(Update(observed, expected, traced, placement=(0, 1, 2)))
+
+
+def of_stage(stage: int, microbatch: int, factor: float) -> Change:
+    def change(rows: Rows) -> None:
+        for site in rows[microbatch]:
+            if site[0] == stage:
+                rows[microbatch][site] *= factor
+
+    return change
+
+
+def only(found: Attribution) -> Cause:
+    assert len(found.causes) == 1, found
+    assert not found.unknown, found.unknown
+    return found.causes[0]
+
+
+def met(i: int, j: int) -> dict[Site, Tensor]:
+    """What stage 0 gets where microbatch i's activation meets the output gradient of microbatch j."""
+    model = build(torch.float32)
+    first, rest = model[:2], model[2:]
+    leaf = first(*batches()[j].inputs).detach().requires_grad_()
+    (loss_fn(rest(leaf), batches()[j].target) / COUNT).backward()
+    assert leaf.grad is not None
+    model.zero_grad()
+    first(*batches()[i].inputs).backward(leaf.grad)
+    return {site_of(name): p.grad for name, p in first.named_parameters() if p.grad is not None}
+
+
+NARROW = [torch.bfloat16, torch.float16]
+EVERY = [torch.float32, torch.float64, *NARROW]
+
+
+@pytest.mark.parametrize("dtype", EVERY)
+def test_a_right_step_names_nothing_in_any_precision(dtype: torch.dtype) -> None:
+    """Added in another order, so that not all bits are those of the reference."""
+    assert attributed(lambda rows: rows.reverse(), dtype=dtype).right
+
+
+@pytest.mark.parametrize("dtype", EVERY)
+def test_a_dropped_microbatch_is_named_in_any_precision(dtype: torch.dtype) -> None:
+    cause = only(attributed(of_stage(1, 2, 0.0), dtype=dtype))
+    assert (cause.kind, cause.rank, cause.stage, cause.microbatches) == ("dropped", 1, 1, (2,))
+
+
+@pytest.mark.parametrize("dtype", EVERY)
+def test_a_doubled_microbatch_is_named_in_any_precision(dtype: torch.dtype) -> None:
+    cause = only(attributed(of_stage(2, 1, 2.0), dtype=dtype))
+    assert (cause.kind, cause.stage, cause.microbatches) == ("doubled", 2, (1,))
+
+
+def everything(factor: float) -> Change:
+    return lambda rows: [row.update({site: g * factor for site, g in row.items()}) for row in rows] and None
+
+
+@pytest.mark.parametrize("dtype", EVERY)
+def test_a_factor_of_all_gradients_is_one_factor_however_coarse_the_type(dtype: torch.dtype) -> None:
+    """As of a loss that counts padding. Each coefficient alone comes out a little different."""
+    cause = only(attributed(everything(0.8), dtype=dtype))
+    assert (cause.kind, cause.stage, cause.microbatches) == ("scale", None, ())
+    assert cause.factor == pytest.approx(0.8, rel=1e-2 if dtype == torch.bfloat16 else 1e-3)
+    assert cause.detail == "0.8 times"
+
+
+def test_what_is_all_zero_is_zero_and_in_no_proportion() -> None:
+    """Microbatches differ in their tokens: zero is in proportion to these as well."""
+
+    def cleared(gradients: dict[Site, Gradient]) -> None:
+        gradients.update({site: torch.zeros(g.shape) for site, g in gradients.items() if g is not None and site[0] < 2})
+
+    cause = only(attributed(after=cleared))
+    assert (cause.kind, cause.stage) == ("zero", 1)
+
+
+def by_tokens(rows: Rows) -> None:
+    mean = sum(batch.tokens for batch in batches()) / COUNT
+    for batch, row in zip(batches(), rows, strict=True):
+        row.update({site: gradient * (batch.tokens / mean) for site, gradient in row.items()})
+
+
+@pytest.mark.parametrize("dtype", EVERY)
+def test_weights_by_tokens_are_told_in_any_precision(dtype: torch.dtype) -> None:
+    cause = only(attributed(by_tokens, dtype=dtype))
+    assert (cause.kind, cause.detail) == ("unequal-weights", "microbatches count by their tokens, not alike")
+
+
+def test_an_output_gradient_that_was_added_to_another_is_no_exchange() -> None:
+    """As in a receive buffer whose gradient nobody cleared."""
+
+    def change(rows: Rows) -> None:
+        rows.append(met(2, 0))
+
+    found = attributed(change)
+    cause = only(found)
+    assert (cause.kind, cause.stage, cause.microbatches) == ("extra-term", 0, (2,))
+    assert cause.detail == "beside its own output gradient, the activation of microbatch 2 also met that of 0"
+    assert not any(line.startswith(("doubled", "swapped")) for line in found.ruled_out)
+
+
+def test_an_output_gradient_in_place_of_another_is_an_exchange() -> None:
+    def change(rows: Rows) -> None:
+        of_stage(0, 2, 0.0)(rows)
+        rows.append(met(2, 0))
+
+    found = attributed(change)
+    assert [cause.kind for cause in found.causes] == ["swapped-gradients"]
+    assert not found.unknown
+
+
+def test_a_factor_that_several_numbers_explain_names_them_all() -> None:
+    found = attributed(after=times(2, 3.0))
+    assert only(found).detail == "3, the number of stages or the number of ranks"
+
+
+def times(stage: int, factor: float) -> Callable[[dict[Site, Gradient]], None]:
+    def change(gradients: dict[Site, Gradient]) -> None:
+        gradients.update({site: g * factor for site, g in gradients.items() if g is not None and site[0] == stage})
+
+    return change
