@@ -26,7 +26,7 @@ _SAME = 1e-3  # factors that differ by no more, relatively, are one
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong in a stage's coefficients, wherever that is; ``within``: how far a factor may be off, relatively."""
+    """What is wrong in a stage's coefficients; ``within``: how far, relatively, rounding may have moved its factor."""
 
     kind: str
     microbatches: tuple[int, ...] = ()

@@ -27,7 +27,23 @@ def passages(facts: StepFacts) -> list[Cause]:
         return []
     told = [one for one in found if _telling(one, facts)]
     causes = causes_of(told, facts.microbatches, refine=lambda _: None, compounded=lambda: _by_stage(facts))
-    return [_named(cause, facts) for cause in causes]
+    return _of_all_stages(causes, facts) or [_named(cause, facts) for cause in causes]
+
+
+def _of_all_stages(causes: list[Cause], facts: StepFacts) -> list[Cause]:
+    """What final gradients say of a factor, if that is in every stage: then it came to no boundary between two first.
+
+    Coarse types show it late, and as another factor for each microbatch.
+    """
+    between = [one for one in causes if one.kind in ("scale", "unequal-weights") and one.stage != facts.stages - 1]
+    found = facts.attribution if causes and len(between) == len(causes) else None
+    if (
+        found is None
+        or found.unknown
+        or [(one.kind, one.stage, one.rank) for one in found.causes] != [("scale", None, None)]
+    ):
+        return []
+    return list(found.causes)
 
 
 def _named(cause: Cause, facts: StepFacts) -> Cause:
