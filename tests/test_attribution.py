@@ -87,16 +87,22 @@ def attributed(
     dtype: torch.dtype = torch.float32,
 ) -> Attribution:
     """The attribution of a step that gets ``change`` done to what each microbatch gives, and ``after`` to the sums."""
-    model = build(dtype)
-    rows = rows_of(model)
-    expected = summed(rows)
+    right, traced = known(dtype)
+    rows = [{site: gradient.clone() for site, gradient in row.items()} for row in right]
     change(rows)
     observed = summed(rows)
     after(observed)
+    return attribute(Update(observed, summed(right), traced, placement=(0, 1, 2)))
+
+
+@cache
+def known(dtype: torch.dtype) -> tuple[Rows, Traced]:
+    """What a right step's microbatches give, and the reference."""
+    model = build(dtype)
+    rows = rows_of(model)
     losses = [loss_fn(model(*batch.inputs), batch.target).item() for batch in batches()]
     loss = Loss(loss_fn, COUNT)
-    traced = Traced(model, held=expected.keys(), batches=batches(), loss=loss, losses=losses, ends={})
-    return attribute(Update(observed, expected, traced, placement=(0, 1, 2)))
+    return rows, Traced(model, held=rows[0].keys(), batches=batches(), loss=loss, losses=losses, ends={})
 
 
 def of_stage(stage: int, microbatch: int, factor: float) -> Change:
@@ -216,3 +222,120 @@ def times(stage: int, factor: float) -> Callable[[dict[Site, Gradient]], None]:
         gradients.update({site: g * factor for site, g in gradients.items() if g is not None and site[0] == stage})
 
     return change
+
+
+def loses(site: Site, *microbatches: int, times: float = 0.0) -> Change:
+    def change(rows: Rows) -> None:
+        for microbatch in microbatches:
+            rows[microbatch][site] = rows[microbatch][site] * times
+
+    return change
+
+
+UP, BIAS, CLASS_BIAS = (1, "2.up.weight"), (1, "2.up.bias"), (2, "4.bias")
+
+
+@pytest.mark.parametrize("dtype", EVERY)
+@pytest.mark.parametrize("site", [UP, BIAS, (0, "0.weight"), (1, "2.norm.weight")])
+def test_one_parameter_that_lost_a_microbatch(site: Site, dtype: torch.dtype) -> None:
+    cause = only(attributed(loses(site, 1), dtype=dtype))
+    assert (cause.kind, cause.stage, cause.microbatches, cause.parameter) == ("dropped", site[0], (1,), site[1])
+
+
+@pytest.mark.parametrize("dtype", EVERY)
+def test_one_parameter_that_counts_a_microbatch_twice(dtype: torch.dtype) -> None:
+    cause = only(attributed(loses(UP, 3, times=2.0), dtype=dtype))
+    assert (cause.kind, cause.microbatches, cause.parameter) == ("doubled", (3,), UP[1])
+
+
+@pytest.mark.parametrize("dtype", EVERY)
+def test_one_parameter_that_is_assigned_and_not_added_up(dtype: torch.dtype) -> None:
+    cause = only(attributed(loses(UP, 0, 1, 2), dtype=dtype))
+    assert (cause.kind, cause.microbatches, cause.parameter) == ("dropped", (0, 1, 2), UP[1])
+
+
+def test_parameters_that_lost_the_same_are_named_together() -> None:
+    def change(rows: Rows) -> None:
+        loses(UP, 1)(rows)
+        loses(BIAS, 1)(rows)
+
+    cause = only(attributed(change))
+    assert (cause.kind, cause.parameter, cause.detail) == ("dropped", BIAS[1], f"and {UP[1]}")
+
+
+def test_few_numbers_tell_of_one_microbatch() -> None:
+    """Five numbers and four microbatches: four coefficients would fit by chance, one does not."""
+    cause = only(attributed(loses(CLASS_BIAS, 1)))
+    assert (cause.kind, cause.microbatches, cause.parameter) == ("dropped", (1,), CLASS_BIAS[1])
+
+
+def test_of_too_few_numbers_that_is_said_and_nothing_named() -> None:
+    found = attributed(lambda rows: (loses(CLASS_BIAS, 1)(rows), loses(CLASS_BIAS, 2, times=3.0)(rows)) and None)
+    assert not found.causes
+    (told,) = found.unknown
+    assert told.endswith("its 5 numbers are too few to tell how often each microbatch is in it")
+
+
+def altered(site: Site, change: Callable[[Tensor], None]) -> Callable[[dict[Site, Gradient]], None]:
+    def after(gradients: dict[Site, Gradient]) -> None:
+        gradient = gradients[site]
+        assert gradient is not None
+        change(gradient)
+
+    return after
+
+
+def noise(gradient: Tensor) -> None:
+    gradient[:3] += 1e-2 * torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("site", "change", "kind", "part"),
+    [
+        (UP, lambda g: g[4:8].zero_(), "zero", "rows 4 to 7"),
+        (UP, lambda g: g[:, :3].zero_(), "zero", "columns 0 to 2"),
+        ((0, "0.weight"), lambda g: g[2:4].zero_(), "zero", "rows 2 to 3"),
+        (UP, lambda g: g[4:8].mul_(2), "scale", "rows 4 to 7"),
+        (UP, lambda g: g[4:8].neg_(), "sign", "rows 4 to 7"),
+    ],
+)
+def test_some_elements_that_are_wrong(
+    site: Site, change: Callable[[Tensor], None], kind: str, part: str, dtype: torch.dtype
+) -> None:
+    cause = only(attributed(after=altered(site, change), dtype=dtype))
+    assert (cause.kind, cause.parameter) == (kind, site[1])
+    assert cause.detail.startswith(f"{part} of it, all else is right")
+
+
+def test_rows_that_belong_elsewhere() -> None:
+    cause = only(attributed(after=altered(UP, lambda g: g[0:4].copy_(g[4:8].clone()))))
+    assert (cause.kind, cause.parameter) == ("misplaced", UP[1])
+    assert cause.detail == "rows 0 to 3 of it, all else is right; what is there belongs in rows 4 to 7"
+
+
+def test_rows_that_lost_a_microbatch() -> None:
+    def change(rows: Rows) -> None:
+        rows[1][UP][:4] = 0
+
+    cause = only(attributed(change))
+    assert (cause.kind, cause.microbatches, cause.parameter) == ("dropped", (1,), UP[1])
+    assert cause.detail == "rows 0 to 3 of it, all else is right"
+
+
+def test_elements_that_tell_nothing_are_located_and_not_named() -> None:
+    found = attributed(after=altered(UP, noise))
+    assert not found.causes
+    (told,) = found.unknown
+    assert "2.up.weight is wrong in rows 0 to 2 alone" in told
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_exchanged_gradients_are_misplaced_and_have_nothing_of_their_own(dtype: torch.dtype) -> None:
+    def exchanged(gradients: dict[Site, Gradient]) -> None:
+        one, other = (1, "2.norm.weight"), (2, "3.norm.weight")
+        gradients[one], gradients[other] = gradients[other], gradients[one]
+
+    found = attributed(after=exchanged, dtype=dtype)
+    assert [cause.kind for cause in found.causes] == ["misplaced", "misplaced"]
+    assert found.causes[0].detail == "it is the gradient of 3.norm.weight, stage 2"

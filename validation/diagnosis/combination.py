@@ -15,7 +15,7 @@ from validation.tolerance import FP32, precision_of
 
 _CHANCE = 1e-9  # how likely an explanation may be to fit by chance
 DECIDED = 0.05  # a coefficient known no better than this is undecided
-_COARSE = 16.0  # ... or, where rounding itself is coarse, no better than so many times that
+_COARSE, _COARSEST = 8.0, 0.2
 _SKETCH = 2048
 _DEPENDENT = 1e-6  # an atom of which no more than this is new
 
@@ -90,8 +90,7 @@ def counts_of(whole: Tensor, parts: Sequence[Tensor], limit: float) -> tuple[flo
     if not bool(target.isfinite().all()) or not bool(atoms.isfinite().all()) or not target.any():
         return None
     made = fit(target, atoms, limit)
-    decided = max(DECIDED, _COARSE * limit)
-    return None if max(made.uncertain) > decided or made.residual > limit else made.coefficients
+    return None if max(made.uncertain) > decided(limit) or made.residual > limit else made.coefficients
 
 
 def told_within(dtype: torch.dtype) -> float:
@@ -103,6 +102,25 @@ def told_within(dtype: torch.dtype) -> float:
 def whole_within(dtype: torch.dtype) -> float:
     """How near to a whole number a coefficient of tensors of ``dtype`` must be to count as one."""
     return max(1e-3, 4 * precision_of(dtype).unit)
+
+
+def level(values: Sequence[float], bounds: Sequence[float]) -> list[float]:
+    """Coefficients, with one number for those that rounding alone, within ``bounds``, may have put apart."""
+    found = list(values)
+    left = sorted((k for k, bound in enumerate(bounds) if bound), key=lambda k: values[k])
+    while left:
+        first = left[0]
+        group = [k for k in left if values[k] - values[first] <= bounds[k] + bounds[first]]
+        mean = sum(values[k] for k in group) / len(group)
+        for k in group:
+            found[k] = mean if len({values[k] for k in group}) > 1 else values[first]
+        left = [k for k in left if k not in group]
+    return found
+
+
+def decided(limit: float) -> float:
+    """How well a coefficient must be known, where rounding leaves ``limit``: coarse types decide whole numbers only."""
+    return min(max(DECIDED, _COARSE * limit), _COARSEST)
 
 
 def conclusive(size: int, *, used: int, atoms: int, limit: float) -> bool:

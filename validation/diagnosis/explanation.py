@@ -8,35 +8,19 @@ from torch import Tensor
 
 from reference.step import Gradient, Stage
 from validation.diagnosis.atoms import Atom, Atoms, Term, Wrong
-from validation.diagnosis.combination import DECIDED, alike, fit, select
+from validation.diagnosis.combination import DECIDED, alike, decided, fit, level, select
+from validation.diagnosis.oddity import Oddity, Parts, absence, by_itself
 from validation.diagnosis.system import Layout, System, weights
 from validation.diagnosis.update import Update
 from validation.diagnosis.within import Paired, paired_within
 from validation.tolerance import BF16, Floor, error, precision_of
 
 _ZERO = 1e-3  # a coefficient this small may be none at all: it is left out if nothing but rounding remains without it
-_NARROW = 2.0**-7  # more than rounding to bfloat16 changes
 _MORE = 8  # a sparse explanation has at most two atoms for every microbatch, and so many more
-_SEVERAL = 4
 # The law judges fp16 as fp32, and so lets nothing pass that it should not. What a gradient is made of shows through the
 # rounding of its own type only.
 _FP16 = replace(BF16, unit=2.0**-11, least=4 * 2.0**-11, most=16 * 2.0**-11)
-_COARSE, _COARSEST = 8.0, 0.2
 _HALF = 0.5  # an explanation holds for a stage if it holds for at least this share of its parameters
-
-
-@dataclass(frozen=True)
-class Oddity:
-    """A parameter whose gradient is not what the rest of its stage says.
-
-    what: "missing", "unexpected", "zero", "not-finite", "shape", "factor" (times ``factor``), "rounded",
-    "altered" (in another order), "paired" (of other ``pairs`` within its module) or "unknown".
-    """
-
-    parameter: str
-    what: str
-    factor: float | None = None
-    pairs: Paired | None = None
 
 
 @dataclass(frozen=True)
@@ -66,9 +50,13 @@ class Explanation:
 
     def predicted(self, name: str) -> Gradient:
         """What the coefficients make of parameter ``name``; None where no atom says anything."""
-        terms = [(self.coefficients[atom.term], atom.gradients.get(name)) for atom in self.atoms]
-        parts = [c * gradient for c, gradient in terms if gradient is not None and c]
-        return torch.stack(parts).sum(dim=0) if parts else None
+        parts = self.parts(name)
+        return torch.stack(list(parts.values())).sum(dim=0) if parts else None
+
+    def parts(self, name: str) -> dict[Term, Tensor]:
+        """What each term gives of that, but for those that give nothing."""
+        terms = [(atom.term, self.coefficients[atom.term], atom.gradients.get(name)) for atom in self.atoms]
+        return {term: c * gradient for term, c, gradient in terms if gradient is not None and c}
 
 
 class Explainer:
@@ -87,7 +75,7 @@ class Explainer:
         own = [name for name in self._parameters if (stage, name) not in update.shared]
         self._seen = {name: update.observed.get((stage, name)) for name in own}
         self._due = {name: update.expected.get((stage, name)) for name in own}
-        self._absent = tuple(filter(None, map(self._absence, own)))
+        self._absent = tuple(filter(None, (absence(name, self._seen[name], self._due[name]) for name in own)))
         absent = {oddity.parameter for oddity in self._absent}
         self._names = [name for name in own if name not in absent and self._due[name] is not None]
         self._limits = {name: limit_of(self._due[name], self._nominal_sum(name)) for name in self._names}
@@ -223,7 +211,7 @@ class Explainer:
             for k, bound in zip(chosen, found.uncertain, strict=True)
         }
         tidy = self._tidy(system, atoms, terms, bounds)
-        undecided = tuple(term for term in tidy.coefficients if bounds.get(term, 0.0) > _decided(limit))
+        undecided = tuple(term for term in tidy.coefficients if bounds.get(term, 0.0) > decided(limit))
         explained = tidy.explained and system.conclusive(len(chosen), limit)
         return replace(tidy, explained=explained, undecided=undecided)
 
@@ -233,7 +221,8 @@ class Explainer:
         """``terms`` without what rounding put there, with as few different numbers as leave nothing but rounding."""
         kept = _kept(terms)
         simple = {term: self._round(c, bounds.get(term, 0.0)) for term, c in kept.items()}
-        tried = [self._simple(each, system, atoms) for each in (simple, _level(simple, bounds), kept, terms)]
+        even = dict(zip(simple, level(list(simple.values()), [bounds.get(t, 0.0) for t in simple]), strict=True))
+        tried = [self._simple(each, system, atoms) for each in (simple, even, kept, terms)]
         explained = [each for each in tried if each.explained]
         return min(explained, default=tried[2], key=lambda each: len(set(each.coefficients.values())))
 
@@ -274,21 +263,6 @@ class Explainer:
         parts = [g for atom in self._atoms.nominal if (g := atom.gradients.get(name)) is not None]
         return torch.stack(parts).sum(dim=0) if parts else None
 
-    def _absence(self, name: str) -> Oddity | None:
-        """What is plainly wrong with a gradient whatever the numbers are."""
-        seen, due = self._seen[name], self._due[name]
-        if seen is None:
-            return None if due is None else Oddity(name, "missing")
-        if due is None:
-            return Oddity(name, "unexpected")
-        if seen.shape != due.shape:
-            return Oddity(name, "shape")
-        if not bool(seen.isfinite().all()):
-            return Oddity(name, "not-finite")
-        if _narrow(seen) and not _narrow(due) and 0 < error(seen.cpu(), due.cpu()) < _NARROW:
-            return Oddity(name, "rounded")
-        return Oddity(name, "zero") if due.any() and not seen.any() else None
-
     def _absences(self, found: Explanation) -> tuple[Oddity, ...]:
         """What is plainly wrong, but for zeros that ``found`` explains."""
         return tuple(odd for odd in self._absent if odd.what != "zero" or self._nonzero(found.predicted(odd.parameter)))
@@ -297,49 +271,28 @@ class Explainer:
         return gradient is not None and bool(gradient.any())
 
     def _oddity(self, found: Explanation, name: str) -> Oddity:
-        """A parameter by itself: a multiple of what the rest says, rounded, or nothing known."""
-        seen, says = self._seen[name], found.predicted(name)
+        """A parameter by itself: what it is in place of what the rest says, or how its own module paired otherwise."""
+        seen, parts = self._seen[name], found.parts(name)
         assert seen is not None, "only gradients that are there are compared"
-        if says is None or says.numel() < 2:
+        if not parts:
             return Oddity(name, "unknown")
-        one = fit(seen.double().flatten().cpu(), says.flatten()[None], self._limits[name])
-        if one.residual > self._limits[name] and reordered(seen, says, self._limits[name]):
-            return Oddity(name, "altered")
-        if one.residual > self._limits[name]:
-            return self._paired(name, seen)
-        return Oddity(name, "factor", self._round(one.coefficients[0], one.uncertain[0]))
+        odd = by_itself(name, seen, Parts(parts, self._limits[name]))
+        return odd if odd.what != "unknown" else self._paired(odd, seen)
 
-    def _paired(self, name: str, seen: Tensor) -> Oddity:
+    def _paired(self, odd: Oddity, seen: Tensor) -> Oddity:
         """A parameter whose own module may have paired otherwise than the stage did."""
+        name = odd.parameter
         if name not in self._within:
             now = self._update.now
             pairs = now.within(self._stage, name)
             self._within[name] = paired_within(seen, pairs, now.microbatches, self._limits[name])
         found = self._within[name]
-        return Oddity(name, "unknown") if found is None else Oddity(name, "paired", pairs=found)
+        return odd if found is None else Oddity(name, "paired", pairs=found)
 
 
 def _kept(terms: Mapping[Term, float]) -> dict[Term, float]:
     """``terms`` without those that should not be there and hardly are."""
     return {term: c for term, c in terms.items() if term.nominal or abs(c) > _ZERO}
-
-
-def _level(terms: Mapping[Term, float], bounds: Mapping[Term, float]) -> dict[Term, float]:
-    """``terms`` with one number for coefficients that rounding alone may have put apart."""
-    found = dict(terms)
-    left = sorted((term for term in terms if bounds.get(term)), key=lambda term: terms[term])
-    while left:
-        first = terms[left[0]]
-        group = [term for term in left if terms[term] - first <= bounds[term] + bounds[left[0]]]
-        values = [terms[term] for term in group]
-        found |= dict.fromkeys(group, values[0] if len(set(values)) == 1 else sum(values) / len(values))
-        left = [term for term in left if term not in group]
-    return found
-
-
-def _decided(limit: float) -> float:
-    """How well a coefficient must be known, where rounding leaves ``limit``: coarse types decide whole numbers only."""
-    return min(max(DECIDED, _COARSE * limit), _COARSEST)
 
 
 def limit_of(due: Gradient, wide: Gradient) -> float:
@@ -351,16 +304,3 @@ def limit_of(due: Gradient, wide: Gradient) -> float:
         return Floor(0.0, 0.0, 0.0).limit
     precision = _FP16 if due.dtype == torch.float16 else precision_of(due.dtype)
     return Floor(0.0, error(due.cpu(), wide), 0.0, precision).limit
-
-
-def reordered(seen: Tensor, says: Tensor, limit: float) -> bool:
-    """Whether ``seen`` is ``says`` but for the order of its elements, which are enough for that to be no chance."""
-    one, two = (tensor.double().cpu().flatten().sort().values for tensor in (seen, says))
-    return len(one) >= _SEVERAL and one.shape == two.shape and error(one, two) <= limit
-
-
-def _narrow(gradient: Gradient) -> bool:
-    """Whether every element is a number of a narrower type."""
-    if gradient is None or gradient.dtype in (torch.bfloat16, torch.float16):
-        return False
-    return any(torch.equal(gradient.to(kind).to(gradient.dtype), gradient) for kind in (torch.bfloat16, torch.float16))

@@ -42,14 +42,15 @@ def _partner(site: Site, update: Update, predicted: Predicted) -> Cause | None:
         made = fit(target, torch.stack([own.flatten(), more.flatten()]), limit)
         if made.residual <= limit and max(made.uncertain) <= DECIDED:
             of_own, of_other = made.coefficients
-            return _cause(of_own, of_other, f"{partner}, stage {stage}")
+            return _cause(of_own, of_other, f"{partner}, stage {stage}", rounding=max(_NONE, limit))
     return None
 
 
-def _cause(of_own: float, of_other: float, other: str) -> Cause:
+def _cause(of_own: float, of_other: float, other: str, *, rounding: float) -> Cause:
     """What it means that a gradient is so much of its own and so much of the other."""
-    if abs(of_own) <= _NONE and abs(of_other - 1) <= _NONE:
-        return Cause("misplaced", detail=f"it is the gradient of {other}")
+    if abs(of_own) <= rounding * abs(of_other):
+        times = "" if abs(of_other - 1) <= rounding else f"{of_other:.4g} times "
+        return Cause("misplaced", detail=f"it is {times}the gradient of {other}")
     return Cause("extra-term", detail=f"{of_own:.4g} of its own gradient and {of_other:.4g} of that of {other}")
 
 

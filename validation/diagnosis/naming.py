@@ -4,42 +4,22 @@ First what each stage shows by itself; then the same fault in several stages bec
 step's, in the first ones it came down with the output gradients.
 """
 
-import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import pairwise
 
 from reference.step import Stage
 from validation.cause import Cause
 from validation.diagnosis.atoms import Term
 from validation.diagnosis.chains import swaps
-from validation.diagnosis.explanation import Explanation, Oddity
+from validation.diagnosis.explanation import Explanation
 from validation.diagnosis.mixed import mixed
+from validation.diagnosis.single import WHOLE, of_copies, of_parameters, untrained
 from validation.diagnosis.tied import Shares
 from validation.diagnosis.update import Update
-from validation.diagnosis.within import Paired
+from validation.diagnosis.weighed import SAME, Fault, factor_words, weighed
 
-_WHOLE = {"missing", "unexpected", "rounded", "not-finite"}  # what a whole stage can be at once
-_SAME = 1e-3  # factors that differ by no more, relatively, are one
-
-
-@dataclass(frozen=True)
-class Fault:
-    """What is wrong in a stage's coefficients; ``within``: how far, relatively, rounding may have moved its factor."""
-
-    kind: str
-    microbatches: tuple[int, ...] = ()
-    factor: float | None = None
-    detail: str = ""
-    within: float = field(default=_SAME, compare=False)
-
-    def same(self, other: "Fault") -> bool:
-        """Whether both are one fault, seen twice: alike but for how rounding moved the factor."""
-        if self.factor is None or other.factor is None:
-            return self == other
-        near = abs(self.factor - other.factor) <= max(self.within, other.within) * abs(self.factor)
-        return near and (self.kind, self.microbatches) == (other.kind, other.microbatches)
+_NOTHING = "no multiple of what the others say"
 
 
 def name_causes(
@@ -50,8 +30,8 @@ def name_causes(
     shown = [one for one in stages if one.explained and (one.compared or one.odd or not any(one.coefficients.values()))]
     faults = {one.stage: found for one in shown if (found := _decided_faults(update, one)) is not None}
     sums = mixed(stages, update)
-    causes = [*swapped, *_placed(update, faults), *_odd(update, stages, sums), *_tied(update, tied)]
-    causes += _untrained(update)
+    causes = [*swapped, *_placed(update, faults), *of_parameters(update, stages, sums), *of_copies(update, tied)]
+    causes += untrained(update)
     causes = [_with_rank(update, cause) for cause in causes]
     unknown = tuple(_unknown(stages, tied, sums))
     return tuple(dict.fromkeys(causes)), unknown, tuple(_ruled_out(stages, causes))
@@ -97,88 +77,21 @@ def faults_of(update: Update, stage: Explanation, nominal: dict[Term, float]) ->
     """What is wrong with one stage's coefficients, swaps apart."""
     calls = sorted({term.gradient for term in nominal if term.what == "earlier"})
     own = {term.activation: c for term, c in nominal.items() if term.what == "pair"}
-    within = max(_SAME, stage.limit)
+    within = max(SAME, stage.limit)
     absent = {oddity.what for oddity in stage.odd}
-    if stage.compared == 0 and len(absent) == 1 and absent <= _WHOLE:
+    if stage.compared == 0 and len(absent) == 1 and absent <= WHOLE:
         return (Fault(absent.pop(), detail="every parameter"),)
-    faults = [*_weights(update, own, within)]
+    faults = [*weighed(update, own, within)]
     for call in calls:
         part = {term.activation: c for term, c in nominal.items() if term[::2] == ("earlier", call)}
         detail = f"in the accumulating call {call} before the step"
-        faults += [replace(fault, detail=detail) for fault in _weights(update, part, within)]
+        faults += [replace(fault, detail=detail) for fault in weighed(update, part, within)]
     if any(nominal.values()):  # zero is a gradient, not the part of one
         faults = [replace(fault, kind="dropped") if fault.kind == "zero" else fault for fault in faults]
     if len({fault.kind for fault in faults}) == 1 and calls and len(faults) == len(calls) + 1:
         if len({fault.factor for fault in faults}) == 1:
             faults = [replace(faults[0], detail="")]
     return (*faults, *_leftovers(stage))
-
-
-def _weights(update: Update, found: Mapping[int, float], within: float) -> Iterator[Fault]:
-    """What is wrong with the coefficients of microbatches, each of which should be 1, up to ``within``."""
-    uneven = _uneven(update, found, within)
-    if uneven is not None:
-        yield uneven
-        return
-    base = _base(list(found.values()), within)
-    if abs(base - 1.0) > within:
-        yield _uniform(update, base, within)
-    if base == 0.0:
-        return
-    odd: dict[float, list[int]] = {}
-    for microbatch, c in found.items():
-        ratio = c / base
-        if abs(ratio - 1) > within:
-            same = next((known for known in odd if abs(known - ratio) <= within * abs(known)), ratio)
-            odd.setdefault(same, []).append(microbatch)
-    for ratio, microbatches in sorted(odd.items()):
-        yield _some(update, ratio, tuple(microbatches), within)
-
-
-def _base(values: list[float], within: float) -> float:
-    """The factor that most microbatches have, or 1."""
-    groups: Counter[float] = Counter()
-    for value in values:
-        groups[next((g for g in groups if abs(g - value) <= within * max(abs(g), abs(value))), value)] += 1
-    (base, count), *_ = groups.most_common(1)
-    if count == len(values) or (2 * count > len(values) and base != 0.0):
-        return base
-    return 1.0
-
-
-def _uniform(update: Update, factor: float, within: float) -> Fault:
-    if factor == 0.0:
-        return Fault("zero")
-    if factor == -1.0:
-        return Fault("sign", factor=-1.0)
-    return Fault("scale", factor=factor, detail=factor_words(update, factor, within), within=within)
-
-
-def _some(update: Update, ratio: float, microbatches: tuple[int, ...], within: float) -> Fault:
-    if abs(ratio) <= within:
-        return Fault("dropped", microbatches)
-    undivided = ratio == update.now.microbatches > 2  # by their number; nothing is counted so often by chance
-    if ratio == round(ratio) and ratio >= 2 and not undivided:
-        detail = "" if ratio == 2 else f"{ratio:g} times"
-        return Fault("doubled", microbatches, factor=ratio, detail=detail)
-    kind = "sign" if ratio == -1 else "scale"
-    detail = factor_words(update, ratio, within)
-    return Fault(kind, microbatches, factor=ratio, detail=detail, within=within)
-
-
-def _uneven(update: Update, found: Mapping[int, float], within: float) -> Fault | None:
-    """Microbatches weighted by their tokens, or alike, where it should be the other way round.
-
-    Not those that all have one factor, least of all none: that is in proportion to anything.
-    """
-    counts = {i: float(batch.tokens) for i, batch in enumerate(update.now.batches)}
-    if not all(counts.values()) or len(set(found.values())) == 1:
-        return None  # nobody knows how many targets count
-    for weights, words in ((counts, "by their tokens, not alike"), ({i: 1 / n for i, n in counts.items()}, "alike")):
-        ratios = [found[i] / weights[i] for i in found]
-        if len(set(counts.values())) > 1 and max(ratios) - min(ratios) <= within * abs(max(ratios)):
-            return Fault("unequal-weights", factor=None, detail=f"microbatches count {words}")
-    return None
 
 
 def _leftovers(stage: Explanation) -> Iterator[Fault]:
@@ -207,29 +120,6 @@ def _leftovers(stage: Explanation) -> Iterator[Fault]:
         )
         if found:
             yield Fault("stale-tensor", tuple(found), detail=words)
-
-
-def factor_words(update: Update, factor: float, within: float = _SAME) -> str:
-    """Where a factor may come from: every number of things in this step that it is, or is one over."""
-    count, tokens = len(update.now.batches), sum(batch.tokens for batch in update.now.batches)
-    known = {
-        "the number of microbatches": count,
-        "the square of the number of microbatches": count**2,
-        "the number of tokens": tokens,
-        "tokens per microbatch": tokens / count,
-        "the number of stages": update.now.stages,
-        "the number of ranks" + " of a replica" * (update.replicas > 1): len(set(update.placement)),
-        "the number of replicas": update.replicas,
-    }
-    minus, size = ("minus " if factor < 0 else ""), abs(factor)
-    told = {name: value for name, value in known.items() if value not in (0, 1)}
-    times = {name: value for name, value in told.items() if abs(size - value) <= within * value}
-    over = {name: value for name, value in told.items() if abs(size - 1 / value) <= within / value}
-    for found, fraction, words in ((times, "", ""), (over, "1/", "one over ")):
-        if found:
-            return f"{minus}{fraction}{next(iter(found.values())):g}, {words}{' or '.join(found)}"
-    digits = 6 if within <= _SAME else math.ceil(-math.log10(within))
-    return f"{factor:.{digits}g} times"
 
 
 def _placed(update: Update, faults: dict[Stage, tuple[Fault, ...]]) -> Iterator[Cause]:
@@ -263,7 +153,7 @@ def _in_stages(update: Update, fault: Fault, stages: list[Stage], known: list[St
 def _compounded(update: Update, faults: dict[Stage, tuple[Fault, ...]]) -> Cause | None:
     """A factor that every stage applies once more to what it hands on."""
     factors = []
-    within = max((fault.within for found in faults.values() for fault in found), default=_SAME)
+    within = max((fault.within for found in faults.values() for fault in found), default=SAME)
     for stage in reversed(range(update.now.stages)):
         found = faults.get(stage, ())
         if len(found) > 1 or any(fault.kind not in ("scale", "sign") or fault.microbatches for fault in found):
@@ -278,80 +168,6 @@ def _compounded(update: Update, faults: dict[Stage, tuple[Fault, ...]]) -> Cause
     return Cause("scale", factor=ratios[0], detail=detail)
 
 
-def _odd(update: Update, stages: Sequence[Explanation], sums: Mapping[Stage, Sequence[Cause]]) -> Iterator[Cause]:
-    """The parameters that do not follow their stage."""
-    for one in stages:
-        if one.compared == 0 and len({oddity.what for oddity in one.odd} & _WHOLE) == 1:
-            continue  # the stage's own fault
-        yield from sums[one.stage]
-        groups: dict[tuple[str, float | None, Paired | None], list[str]] = {}
-        for oddity in one.odd:
-            groups.setdefault((oddity.what, oddity.factor, oddity.pairs), []).append(oddity.parameter)
-        for (what, factor, pairs), names in groups.items():
-            for cause in _odd_causes(update, Oddity(names[0], what, factor, pairs), max(_SAME, one.limit)):
-                more = f"and {', '.join(names[1:])}" if len(names) > 1 else ""
-                detail = "; ".join(filter(None, (cause.detail, more)))
-                yield replace(cause, stage=one.stage, parameter=names[0], detail=detail)
-
-
-def _untrained(update: Update) -> Iterator[Cause]:
-    """Parameters that are not trained, and have a gradient."""
-    for stage in range(update.now.stages):
-        trained = update.now.parameters(stage)
-        for (owner, name), due in update.expected.items():
-            seen = update.observed.get((owner, name))
-            if owner == stage and name not in trained and due is None and seen is not None:
-                yield Cause("unexpected", stage=stage, parameter=name)
-
-
-def _odd_causes(update: Update, odd: Oddity, within: float) -> Iterator[Cause]:
-    if odd.what in ("missing", "unexpected", "zero", "not-finite", "rounded", "altered"):
-        yield Cause(odd.what)
-    elif odd.what == "shape":
-        yield Cause("partition", detail="its gradient has another shape")
-    elif odd.what == "factor" and odd.factor is not None:
-        fault = _uniform(update, odd.factor, within)
-        yield Cause(fault.kind, factor=fault.factor, detail=fault.detail)
-    elif odd.pairs is not None:
-        told = ", ".join(f"{j} with {i}'s" for i, j in odd.pairs.wrong)
-        microbatches = tuple(sorted({j for _, j in odd.pairs.wrong}))
-        for kind in odd.pairs.kinds:
-            yield Cause(kind, microbatches=microbatches, detail=f"its output gradients met activations so: {told}")
-
-
-def _tied(update: Update, tied: Sequence[Shares]) -> Iterator[Cause]:
-    """One cause for each tied parameter, with a stage if only one of its copies is wrong."""
-    for copies in update.tied:
-        wrong = [copy for copy in tied if (copy.stage, copy.parameter) in copies.items() and not copy.right]
-        causes = [_tied_cause(copy) for copy in wrong if copy.explained]
-        if any(cause.kind == "altered" for cause in causes):
-            yield next(cause for cause in causes if cause.kind == "altered")
-        elif causes and len({cause.kind for cause in causes}) == 1 and len(causes) == len(copies):
-            detail = "; ".join(f"{cause.parameter} of stage {cause.stage} has {cause.detail}" for cause in causes)
-            yield replace(causes[0], stage=None, detail=detail)
-        else:
-            yield from causes
-
-
-def _tied_cause(copy: Shares) -> Cause:
-    where = Cause(copy.absent or "tied-not-summed", stage=copy.stage, parameter=copy.parameter)
-    counts = list(copy.counts.values())
-    if copy.turned is not None:
-        return replace(where, kind="altered", stage=copy.turned, detail="its share is in another order")
-    if copy.lacking:
-        listed = ", ".join(map(str, copy.lacking))
-        detail = f"other stages' share of microbatch {listed} is missing"
-        return replace(where, microbatches=copy.lacking, detail=detail)
-    detail = ", ".join(f"stage {stage}'s share {count:g} times" for stage, count in copy.counts.items())
-    if copy.absent or (0.0 in counts and set(counts) <= {0.0, 1.0}):
-        return replace(where, detail=detail)
-    if all(count == round(count) and count >= 1 for count in counts):
-        return replace(where, kind="tied-doubled", detail=detail)
-    if counts and max(counts) - min(counts) <= _SAME * abs(max(counts)):
-        return replace(where, kind="scale", factor=counts[0], detail=detail)
-    return replace(where, detail=detail)
-
-
 def _unknown(
     stages: Sequence[Explanation], tied: Sequence[Shares], sums: Mapping[Stage, Sequence[Cause]]
 ) -> Iterator[str]:
@@ -364,10 +180,12 @@ def _unknown(
         elif one.undecided:
             terms = ", ".join(f"({t.activation}, {t.gradient})" for t in one.undecided)
             yield f"stage {one.stage}: the coefficients of {terms} are not decided by so few, or so similar, numbers"
-        told = {cause.parameter for cause in sums[one.stage]}
+        named = {cause.parameter for cause in sums[one.stage]}
         for odd in one.odd:
-            if odd.what == "unknown" and odd.parameter not in told:
-                yield f"stage {one.stage}: the gradient of {odd.parameter} is no multiple of what the others say"
+            if odd.what == "unknown" and odd.parameter not in named:
+                what = f"wrong in {odd.part} alone, in a way that tells nothing" if odd.part else _NOTHING
+                told = "; ".join(filter(None, (what, odd.note)))
+                yield f"stage {one.stage}: the gradient of {odd.parameter} is {told}"
     for copy in tied:
         if not copy.explained:
             yield f"stage {copy.stage}: the gradient of {copy.parameter} is no sum of the stages' shares"

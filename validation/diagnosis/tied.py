@@ -8,7 +8,8 @@ from torch import Tensor
 
 from reference.step import Gradient, Stage
 from validation.diagnosis.combination import DECIDED, fit, residual_of
-from validation.diagnosis.explanation import Explanation, limit_of, reordered
+from validation.diagnosis.explanation import Explanation, limit_of
+from validation.diagnosis.oddity import reordered
 from validation.diagnosis.update import Update
 
 _NEAR = 1e-3

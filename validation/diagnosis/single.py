@@ -1,0 +1,99 @@
+"""Causes of single parameters: those that do not follow their stage, are not trained, or have copies."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from reference.step import Stage
+from validation.cause import Cause
+from validation.diagnosis.explanation import Explanation
+from validation.diagnosis.oddity import Oddity
+from validation.diagnosis.tied import Shares
+from validation.diagnosis.update import Update
+from validation.diagnosis.weighed import SAME, uniform, weighed
+
+WHOLE = {"missing", "unexpected", "rounded", "not-finite"}  # what a whole stage can be at once
+
+
+def of_parameters(
+    update: Update, stages: Sequence[Explanation], sums: Mapping[Stage, Sequence[Cause]]
+) -> Iterator[Cause]:
+    """The parameters that do not follow their stage."""
+    for one in stages:
+        if one.compared == 0 and len({oddity.what for oddity in one.odd} & WHOLE) == 1:
+            continue  # the stage's own fault
+        yield from sums[one.stage]
+        groups: dict[Oddity, list[str]] = {}
+        for oddity in one.odd:
+            groups.setdefault(replace(oddity, parameter=""), []).append(oddity.parameter)
+        for oddity, names in groups.items():
+            for cause in _odd_causes(update, oddity, max(SAME, one.limit)):
+                more = f"and {', '.join(names[1:])}" if len(names) > 1 else ""
+                detail = "; ".join(filter(None, (cause.detail, more)))
+                yield replace(cause, stage=one.stage, parameter=names[0], detail=detail)
+
+
+def untrained(update: Update) -> Iterator[Cause]:
+    """Parameters that are not trained, and have a gradient."""
+    for stage in range(update.now.stages):
+        trained = update.now.parameters(stage)
+        for (owner, name), due in update.expected.items():
+            seen = update.observed.get((owner, name))
+            if owner == stage and name not in trained and due is None and seen is not None:
+                yield Cause("unexpected", stage=stage, parameter=name)
+
+
+def _odd_causes(update: Update, odd: Oddity, within: float) -> Iterator[Cause]:
+    where = (f"{odd.part} of it, all else is right",) if odd.part else ()
+    for cause in _of_elements(update, odd, within):
+        yield replace(cause, detail="; ".join(filter(None, (*where, cause.detail))))
+
+
+def _of_elements(update: Update, odd: Oddity, within: float) -> Iterator[Cause]:
+    if odd.what in ("missing", "unexpected", "zero", "not-finite", "rounded", "altered", "misplaced"):
+        yield Cause(odd.what, detail=odd.note)
+    elif odd.what == "shape":
+        yield Cause("partition", detail="its gradient has another shape")
+    elif odd.what == "factor" and odd.factor is not None:
+        fault = uniform(update, odd.factor, within)
+        yield Cause(fault.kind, factor=fault.factor, detail=fault.detail)
+    elif odd.what == "counted":
+        for fault in weighed(update, dict(odd.counts), within):
+            yield Cause(fault.kind, microbatches=fault.microbatches, factor=fault.factor, detail=fault.detail)
+    elif odd.pairs is not None:
+        told = ", ".join(f"{j} with {i}'s" for i, j in odd.pairs.wrong)
+        microbatches = tuple(sorted({j for _, j in odd.pairs.wrong}))
+        for kind in odd.pairs.kinds:
+            yield Cause(kind, microbatches=microbatches, detail=f"its output gradients met activations so: {told}")
+
+
+def of_copies(update: Update, tied: Sequence[Shares]) -> Iterator[Cause]:
+    """One cause for each tied parameter, with a stage if only one of its copies is wrong."""
+    for copies in update.tied:
+        wrong = [copy for copy in tied if (copy.stage, copy.parameter) in copies.items() and not copy.right]
+        causes = [_tied_cause(copy) for copy in wrong if copy.explained]
+        if any(cause.kind == "altered" for cause in causes):
+            yield next(cause for cause in causes if cause.kind == "altered")
+        elif causes and len({cause.kind for cause in causes}) == 1 and len(causes) == len(copies):
+            detail = "; ".join(f"{cause.parameter} of stage {cause.stage} has {cause.detail}" for cause in causes)
+            yield replace(causes[0], stage=None, detail=detail)
+        else:
+            yield from causes
+
+
+def _tied_cause(copy: Shares) -> Cause:
+    where = Cause(copy.absent or "tied-not-summed", stage=copy.stage, parameter=copy.parameter)
+    counts = list(copy.counts.values())
+    if copy.turned is not None:
+        return replace(where, kind="altered", stage=copy.turned, detail="its share is in another order")
+    if copy.lacking:
+        listed = ", ".join(map(str, copy.lacking))
+        detail = f"other stages' share of microbatch {listed} is missing"
+        return replace(where, microbatches=copy.lacking, detail=detail)
+    detail = ", ".join(f"stage {stage}'s share {count:g} times" for stage, count in copy.counts.items())
+    if copy.absent or (0.0 in counts and set(counts) <= {0.0, 1.0}):
+        return replace(where, detail=detail)
+    if all(count == round(count) and count >= 1 for count in counts):
+        return replace(where, kind="tied-doubled", detail=detail)
+    if counts and max(counts) - min(counts) <= SAME * abs(max(counts)):
+        return replace(where, kind="scale", factor=counts[0], detail=detail)
+    return replace(where, detail=detail)
