@@ -12,11 +12,11 @@ from validation.diagnosis.address import NARROWER
 from validation.diagnosis.rules.attributed import named
 from validation.diagnosis.rules.laws import counts, modes, partition
 from validation.diagnosis.rules.norm import other_norm
-from validation.diagnosis.rules.report import report
 from validation.tolerance import error, same_bits
 from validation.verdict import Verdict
 from validation.whitebox.passages import passages, unexplained_passage
 from validation.whitebox.repeated import rearranged, repeated
+from validation.whitebox.reported import reported, unreported
 from validation.whitebox.step_facts import StepFacts
 
 Link = Callable[[StepFacts], list[Cause]]
@@ -50,7 +50,7 @@ def _links(facts: StepFacts) -> Mapping[Link, str]:
         (shared, "replicas: ranks that have a stage in common agree", _in_common(facts)),
         (attributed, "gradients: they are made of what they should be", True),
         (norm, "norm: it is that of the gradients", any(row[0].norm is not None for row in facts.observed.ranks)),
-        (report, "report: what was reported is what was computed", True),
+        (reported, "report: what was reported is what was computed", True),
     ]
     return {link: sound for link, sound, shown in links if shown}
 
@@ -65,6 +65,8 @@ def _left(link: Link, facts: StepFacts) -> Sequence[str]:
         return ("what ranks have of one stage does not go together, in a way that tells nothing",)
     if link is attributed and facts.unexplained:
         return (*unexplained_passage(facts), *facts.unexplained)
+    if link is reported:
+        return unreported(facts)
     return ()
 
 

@@ -60,7 +60,8 @@ class RankMade:
     """What one rank brings back.
 
     ``weights`` are the contents of the reference as this rank builds it, looked up only where some are not the known
-    ones; ``given`` are the digests of the microbatches, ``share`` those that it was given to train on.
+    ones; ``given`` are the digests of the microbatches, ``share`` those that it was given to train on. ``reports``:
+    whether it handed back losses, be it an empty list of them.
     """
 
     parts: tuple[Part, ...]
@@ -71,6 +72,7 @@ class RankMade:
     weights: Mapping[str, bytes]
     given: tuple[tuple[bytes, ...], ...] = ()
     share: tuple[int, ...] | None = None
+    reports: bool = False
 
 
 def run_step(context: RankContext, order: Order) -> RankMade:
@@ -89,7 +91,8 @@ def run_step(context: RankContext, order: Order) -> RankMade:
     parts, actions = collect.parts(handed), handed.actions(context.rank)
     doubt = any(part.values for part in parts)
     weights = contents(order.build()) if doubt else order.known
-    return RankMade(parts, handed.by_microbatch, handed.whole_loss, handed.norm, actions, weights, given)
+    losses, reports = handed.by_microbatch, handed.losses is not None
+    return RankMade(parts, losses, handed.whole_loss, handed.norm, actions, weights, given, reports=reports)
 
 
 def digests(microbatches: Sequence[Any]) -> tuple[tuple[bytes, ...], ...]:
