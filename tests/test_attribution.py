@@ -339,3 +339,29 @@ def test_exchanged_gradients_are_misplaced_and_have_nothing_of_their_own(dtype: 
     found = attributed(after=exchanged, dtype=dtype)
     assert [cause.kind for cause in found.causes] == ["misplaced", "misplaced"]
     assert found.causes[0].detail == "it is the gradient of 3.norm.weight, stage 2"
+
+
+def test_parameters_that_are_right_where_the_rest_of_their_stage_is_not_are_told_apart() -> None:
+    """As where weight gradients that were put off were never made, and a norm's was not put off."""
+
+    def change(rows: Rows) -> None:
+        norm = {name: rows[3][1, name].clone() for name in ("2.norm.weight", "2.norm.bias")}
+        of_stage(1, 3, 0.0)(rows)
+        rows[3].update({(1, name): gradient for name, gradient in norm.items()})
+
+    found = attributed(change)
+    cause = only(found)
+    assert (cause.kind, cause.stage, cause.microbatches) == ("dropped", 1, (3,))
+    assert "all of stage 1: 2.norm.bias, 2.norm.weight are right" in found.ruled_out
+
+
+def test_a_parameter_that_lost_more_than_its_stage() -> None:
+    def change(rows: Rows) -> None:
+        of_stage(1, 3, 0.0)(rows)
+        loses(UP, 1)(rows)
+
+    found = attributed(change)
+    assert not found.unknown
+    stage, parameter = found.causes
+    assert (stage.kind, stage.microbatches, stage.parameter) == ("dropped", (3,), None)
+    assert (parameter.kind, parameter.microbatches, parameter.parameter) == ("dropped", (1, 3), UP[1])

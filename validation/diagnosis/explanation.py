@@ -58,6 +58,11 @@ class Explanation:
         terms = [(atom.term, self.coefficients[atom.term], atom.gradients.get(name)) for atom in self.atoms]
         return {term: c * gradient for term, c, gradient in terms if gradient is not None and c}
 
+    def lacking(self, name: str) -> dict[Term, Tensor]:
+        """What the microbatches that the stage lacks should give of parameter ``name``."""
+        terms = [(atom.term, atom.gradients.get(name)) for atom in self.atoms if not self.coefficients[atom.term]]
+        return {term: gradient for term, gradient in terms if term.nominal and gradient is not None}
+
 
 class Explainer:
     """Explains one stage, given what errors in the next one handed on.
@@ -274,9 +279,12 @@ class Explainer:
         """A parameter by itself: what it is in place of what the rest says, or how its own module paired otherwise."""
         seen, parts = self._seen[name], found.parts(name)
         assert seen is not None, "only gradients that are there are compared"
+        right = self._nominal_sum(name)
+        if right is not None and error(seen.double().cpu(), right) <= self._limits[name]:
+            return Oddity(name, "right")
         if not parts:
             return Oddity(name, "unknown")
-        odd = by_itself(name, seen, Parts(parts, self._limits[name]))
+        odd = by_itself(name, seen, Parts(parts, found.lacking(name), self._limits[name]))
         return odd if odd.what != "unknown" else self._paired(odd, seen)
 
     def _paired(self, odd: Oddity, seen: Tensor) -> Oddity:

@@ -195,6 +195,10 @@ def _ruled_out(stages: Sequence[Explanation], causes: Sequence[Cause]) -> Iterat
     """What the coefficients speak against."""
     if not stages or not all(one.explained for one in stages):
         return
+    for one in stages:
+        right = [odd.parameter for odd in one.odd if odd.what == "right"]
+        if right:
+            yield f"all of stage {one.stage}: {', '.join(right)} {'is' if len(right) == 1 else 'are'} right"
     kinds = {cause.kind for cause in causes}
     terms = [(term, c) for one in stages for term, c in one.coefficients.items()]
     if not kinds & {"dropped", "zero"} and all(c for term, c in terms if term.nominal):

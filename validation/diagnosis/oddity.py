@@ -23,9 +23,10 @@ Counts = tuple[tuple[int, float], ...]  # how often each microbatch is in a sum
 class Oddity:
     """A parameter whose gradient is not what the rest of its stage says.
 
-    what: "missing", "unexpected", "zero", "not-finite", "shape", "factor" (times ``factor``), "rounded", "altered" (in
-    another order), "counted" (microbatches, by ``counts``), "misplaced", "paired" (of other ``pairs`` within its
-    module) or "unknown". ``part``: the elements concerned, where all others are right; ``note``: more in words.
+    what: "right" (although the stage is not), "missing", "unexpected", "zero", "not-finite", "shape", "factor" (times
+    ``factor``), "rounded", "altered" (in another order), "counted" (microbatches, by ``counts``), "misplaced", "paired"
+    (of other ``pairs`` within its module) or "unknown". ``part``: the elements concerned, where all others are right;
+    ``note``: more in words.
     """
 
     parameter: str
@@ -39,9 +40,13 @@ class Oddity:
 
 @dataclass(frozen=True)
 class Parts:
-    """What a gradient should be the sum of, by term, in fp64 and of one shape; what rounding may leave of it."""
+    """What the rest of a stage says that a gradient is the sum of, by term, in fp64 and of one shape.
+
+    ``lacking``: what the microbatches give that the rest lacks; ``limit``: what rounding may leave of the sum.
+    """
 
     terms: Mapping[Term, Tensor]
+    lacking: Mapping[Term, Tensor]
     limit: float
 
     @property
@@ -52,9 +57,9 @@ class Parts:
     def at(self, chosen: Tensor) -> "Parts":
         """The part of the elements that are ``chosen``, where rounding leaves as much as in the largest of all."""
         size = self.whole.abs().max() * int(chosen.sum()) ** 0.5
-        inside = {term: gradient[chosen] for term, gradient in self.terms.items()}
-        rest = torch.stack(list(inside.values())).sum(dim=0).norm()
-        return Parts(inside, min(1.0, self.limit * (size / rest).item()) if rest else 1.0)
+        terms, lacking = ({t: g[chosen] for t, g in some.items()} for some in (self.terms, self.lacking))
+        rest = torch.stack(list(terms.values())).sum(dim=0).norm()
+        return Parts(terms, lacking, min(1.0, self.limit * (size / rest).item()) if rest else 1.0)
 
 
 def absence(name: str, seen: Gradient, due: Gradient) -> Oddity | None:
@@ -82,7 +87,7 @@ def by_itself(name: str, seen: Tensor, parts: Parts) -> Oddity:
         return Oddity(name, "factor", factor)
     if reordered(target, whole, parts.limit):
         return Oddity(name, "altered")
-    counts = _counted(target, parts)
+    counts = counted(target, parts)
     if counts is not None:
         return Oddity(name, "counted", counts=counts)
     enough = _enough(torch.stack([gradient.flatten() for gradient in parts.terms.values()]), parts.limit)
@@ -116,14 +121,15 @@ def _enough(rows: Tensor, limit: float, used: int | None = None) -> bool:
     return conclusive(telling, used=len(rows) if used is None else used, atoms=len(rows), limit=limit)
 
 
-def _counted(seen: Tensor, parts: Parts) -> Counts | None:
+def counted(seen: Tensor, parts: Parts) -> Counts | None:
     """How often each microbatch is in ``seen``; None where that is not decided, or not all there is to it."""
-    terms = {term: gradient.flatten() for term, gradient in parts.terms.items() if gradient.any()}
+    every = {**parts.terms, **parts.lacking}
+    terms = {term: gradient.flatten() for term, gradient in every.items() if gradient.any()}
     if not terms:
         return None
     target, rows = seen.flatten(), torch.stack(list(terms.values()))
     if not _enough(rows, parts.limit):
-        return _one_otherwise(target, rows, list(terms), parts.limit)
+        return None if parts.lacking else _one_otherwise(target, rows, list(terms), parts.limit)
     made = fit(target, rows, parts.limit)
     if made.residual > parts.limit or max(made.uncertain) > decided(parts.limit):
         return None
@@ -168,7 +174,7 @@ def _partly(name: str, seen: Tensor, parts: Parts) -> Oddity | None:
         factor = _factor(seen[wrong], inside.whole, inside.limit)
         if factor is not None:
             return Oddity(name, "factor", factor, part=part)
-    counts = _counted(seen[wrong], inside)
+    counts = counted(seen[wrong], inside)
     if counts is not None:
         return Oddity(name, "counted", counts=counts, part=part)
     rows = _rows_of(seen, whole, wrong, allowed.item())

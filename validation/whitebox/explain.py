@@ -18,6 +18,7 @@ from validation.whitebox.passages import passages, unexplained_passage
 from validation.whitebox.repeated import rearranged, repeated
 from validation.whitebox.reported import reported, unreported
 from validation.whitebox.step_facts import StepFacts
+from validation.whitebox.unreduced import unreduced
 
 Link = Callable[[StepFacts], list[Cause]]
 
@@ -129,11 +130,12 @@ def _began(seen: Mapping[tuple[int, str], Tensor], known: Mapping[str, Tensor]) 
 
 def shared(facts: StepFacts) -> list[Cause]:
     """What is wrong between ranks that have a stage in common."""
-    return [
+    told = [
         one.cause if one.cause.rank is not None or one.cause.stage is None else _placed(one.cause, facts)
         for one in facts.suspects.found
         if one.law in ("replicas", "gradient") and facts.differs(one.law)
     ][:1]
+    return told or (unreduced(facts) if facts.differs("replicas") else [])
 
 
 def _placed(cause: Cause, facts: StepFacts) -> Cause:
