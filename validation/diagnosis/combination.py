@@ -15,6 +15,7 @@ from validation.tolerance import FP32, precision_of
 
 _CHANCE = 1e-9  # how likely an explanation may be to fit by chance
 DECIDED = 0.05  # a coefficient known no better than this is undecided
+# ... or, where rounding itself is coarse, no better than so many times that, and never worse than this.
 _COARSE, _COARSEST = 8.0, 0.2
 _SKETCH = 2048
 _DEPENDENT = 1e-6  # an atom of which no more than this is new
