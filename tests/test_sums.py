@@ -79,6 +79,10 @@ def test_sums_in_a_narrower_type_are_rounded_and_nothing_worse() -> None:
     for store, words in ((torch.Tensor.bfloat16, "bf16"), (torch.Tensor.half, "fp16")):
         (found,) = broken_additions(0, summed(parts, lambda one, store=store: store(one).float()), parts)
         assert (found.kind, found.detail) == ("rounded", f"the sums are {words}-rounded")
+    (found,) = broken_additions(0, summed(parts, lambda one: (one * 300).half().float() / 300), parts)
+    assert (found.kind, found.detail) == ("rounded", "the sums are fp16-rounded at some other scale")
+    (found,) = broken_additions(0, summed(parts, lambda one: (one * 1000).round() / 1000), parts)
+    assert (found.kind, found.detail) == ("rounded", "the sums are rounded to multiples")
 
 
 def test_what_differs_from_its_contribution_by_rounding_alone_is_no_finding() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from validation.diagnosis.address import NARROWER
 from validation.diagnosis.broken import Broken
 from validation.diagnosis.combination import counts_of, told_within, whole_within
-from validation.diagnosis.rounding import held_in
+from validation.diagnosis.rounding import held_in, rounded_as
 from validation.diagnosis.touched import Known, became
 from validation.recording import Addition, Site
 from validation.tolerance import precision_of
@@ -169,7 +169,7 @@ class _Sums:
             return "zero", None, "zero"
         factor = _factor(delta, wanted, _noise(*pair, wanted.dtype))
         if factor is None:
-            return self._rounded(name, delta, wanted) or self._became(m, name, delta, wanted)
+            return self._rounded(name, delta, wanted) or _rounded(pair, wanted) or self._became(m, name, delta, wanted)
         room = whole_within(wanted.dtype)
         if abs(factor - 1) <= room:
             return None
@@ -193,6 +193,16 @@ class _Sums:
         if change is not None and change.kind in ("extra-term", "misplaced"):
             return change.kind, None, change.text
         return "computation", None, "no multiple of what it should be"
+
+
+def _rounded(pair: tuple[Tensor | None, Tensor | None], wanted: Tensor) -> Finding | None:
+    """Whether a sum is what it should be but for a narrower type, at whatever scale that was."""
+    after, before = pair
+    words = None if after is None else rounded_as(after, wanted.cpu() if before is None else before + wanted.cpu())
+    if words is None:
+        return None
+    # Each sum has its own steps: what they have in common is that there are any.
+    return "rounded", None, f"the sums are {words.partition(' of ')[0]}"
 
 
 def _of_parameters(
@@ -239,7 +249,7 @@ def _by_microbatch(additions: Sequence[Addition]) -> dict[int, dict[str, tuple[T
         own = found.setdefault(addition.action.microbatch, {})
         for name, after in addition.after.items():
             earlier = own.get(name)
-            if earlier is None:
+            if earlier is None or _alike(*earlier):  # the first half of a backward adds nothing
                 own[name] = (after, before.get(name))
             else:
                 own[name] = (_plus(earlier[0], _delta(after, before.get(name))), earlier[1])

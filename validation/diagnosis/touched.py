@@ -42,6 +42,9 @@ class Change:
     factor: float | None = None
 
 
+NOBODYS = Change("altered", "changed into what is like nothing known")
+
+
 def broken_between(
     stage: int, additions: Sequence[Addition], *, start: Gradients, end: Gradients, known: Known
 ) -> list[Broken]:
@@ -78,7 +81,7 @@ def changed(
     one = _all_alike(names, old, new, known)
     if one is None:
         everything = replace(known, others=others)
-        one = _together({name: became((stage, name), old.get(name), new[name], everything) for name in names}, new)
+        one = together({name: became((stage, name), old.get(name), new[name], everything) for name in names}, new)
     return [Broken(one.kind, stage, parameters=whole, factor=one.factor, detail=f"{one.text} {when}")]
 
 
@@ -103,7 +106,7 @@ def _terms(known: Known) -> Sequence[tuple[str, str, Gradients]]:
     )
 
 
-def _together(changes: Mapping[str, Change | None], new: Gradients) -> Change:
+def together(changes: Mapping[str, Change | None], new: Gradients) -> Change:
     """What became of all of them; where they tell no one thing, only that they changed.
 
     A gradient too short to tell anything goes with the others.
@@ -155,7 +158,7 @@ def became(site: Site, old: Tensor | None, new: Tensor | None, known: Known) -> 
         or _shifted(old, new)
         or _partly(old, new, earlier)
         or _added(site, old, new, known)
-        or Change("altered", "changed into what is like nothing known")
+        or NOBODYS
     )
 
 

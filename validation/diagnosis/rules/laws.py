@@ -12,8 +12,8 @@ from validation.cause import Cause
 from validation.diagnosis.address import agrees
 from validation.diagnosis.evidence import Evidence
 from validation.diagnosis.facts import Facts
-from validation.diagnosis.rounding import rounded_as
 from validation.diagnosis.rules.update import clip_factor, learning_rate
+from validation.diagnosis.touched import NOBODYS, Known, became, together
 from validation.recording import Recording, Site
 from validation.tolerance import error, precision_of
 from validation.verdict import Mismatch
@@ -124,11 +124,15 @@ def _became(
     earlier = [one.model.get_parameter(name).detach() for one in evidence.played[:number]]
     if any(_same(one, seen, 0.0) for one in earlier):
         return "stale-tensor", "those of an earlier operation"
-    narrow = {rounded_as(seen, due.cpu()) for (_, key), seen in wrong.items() if (due := known.get(key)) is not None}
-    if len(narrow) == 1 and (words := narrow.pop()) is not None:
-        return "rounded", f"its own, {words}"
+    pairs = {site: (seen, due.cpu()) for site, seen in wrong.items() if (due := known.get(site[1])) is not None}
+    changes = {site[1]: became(site, due, seen, Known()) for site, (seen, due) in pairs.items()}
+    change = together(changes, {name: seen for (_, name), (seen, _) in pairs.items()})
+    if change.kind in ("rounded", "not-finite"):
+        return change.kind, f"its own, {change.text}"
     if number:
         return "update", "no operation left these"
+    if change != NOBODYS:
+        return "altered", f"its own, {change.text}"
     return _related(wrong, known) or ("randomness", "drawn otherwise")
 
 
