@@ -53,7 +53,7 @@ class _Suppositions:
         A loss that the last stage computed right was reported wrongly: nothing need be supposed.
         """
         right, seen = self._evidence.expected.losses, self._evidence.observed.losses(self._number)
-        if any(_same_loss(seen[m], right[m]) for m in wrong):
+        if all(_same_loss(seen[m], right[m]) for m in wrong):
             return []
         for stage in reversed(range(self._evidence.case.stages)):
             for one in of_forward(self._played, self._evidence.number, stage, self._layers):
