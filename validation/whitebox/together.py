@@ -2,10 +2,12 @@
 
 Replicas of a stage, or shards of its parameters, are handed back by several ranks. What they hold in common must be
 equal, what they hold apart must make up the whole; after that, the stage is judged as if one rank had it all.
+In a bidirectional pipeline ranks hold replicas of stages, at mirrored places, without being replicas of each other.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from torch import Tensor
 
@@ -13,6 +15,7 @@ from pipeline.action import Action
 from validation.observed import Claim
 from validation.recording import Site
 from validation.tolerance import error, same_bits
+from validation.whitebox.mirrored import likeness, mirrored
 from validation.whitebox.rank import Part, RankMade
 from validation.whitebox.shards import Shard, gathered, untiled
 from validation.whitebox.share import Replicas
@@ -21,9 +24,14 @@ from validation.whitebox.watching import Call
 Member = tuple[int, Part]  # a rank, and what it handed back
 
 
-def together(made: Sequence[RankMade], replicas: Replicas) -> list[RankMade]:
-    """``made``, with what several ranks hold of one stage on the first of them, and microbatches numbered as given."""
-    bundles = _bundles(made, replicas)
+def together(
+    made: Sequence[RankMade], replicas: Replicas, known: Mapping[str, bytes] = MappingProxyType({})
+) -> list[RankMade]:
+    """``made``, with what several ranks hold of one stage on the first of them, and microbatches numbered as given.
+
+    ``known``: the contents of the reference's parameters by name.
+    """
+    bundles = _bundles(made, replicas, apart=replicas.count == 1 and mirrored(made, known))
     return [
         replace(
             one,
@@ -77,12 +85,15 @@ def _absent(k: int, members: Sequence[Member]) -> str:
     return f"no gradient on rank {without[0]}" if 0 < len(without) < len(members) else ""
 
 
-def _bundles(made: Sequence[RankMade], replicas: Replicas) -> list[list[Member]]:
-    """The parts that are one stage: alike, on different ranks, and shards or of different replicas."""
+def _bundles(made: Sequence[RankMade], replicas: Replicas, *, apart: bool) -> list[list[Member]]:
+    """The parts that are one stage: alike, on different ranks, and shards or of different replicas.
+
+    ``apart``: or replicas of a stage on ranks that are not replicas of each other.
+    """
     bundles: list[list[Member]] = []
     for rank, one in enumerate(made):
         for part in one.parts:
-            bundle = next((known for known in bundles if _belongs(rank, part, known, replicas)), None)
+            bundle = next((known for known in bundles if _belongs(rank, part, known, replicas, apart=apart)), None)
             if bundle is None:
                 bundles.append([(rank, part)])
             else:
@@ -90,17 +101,11 @@ def _bundles(made: Sequence[RankMade], replicas: Replicas) -> list[list[Member]]
     return bundles
 
 
-def _belongs(rank: int, part: Part, bundle: Sequence[Member], replicas: Replicas) -> bool:
+def _belongs(rank: int, part: Part, bundle: Sequence[Member], replicas: Replicas, *, apart: bool) -> bool:
     ranks = [at for at, _ in bundle]
-    if rank in ranks or _likeness(part) != _likeness(bundle[0][1]):
+    if rank in ranks or likeness(part) != likeness(bundle[0][1]):
         return False
-    return bool(part.shards) or replicas.of[rank] not in [replicas.of[at] for at in ranks]
-
-
-def _likeness(part: Part) -> tuple[object, ...]:
-    """Equal for parts that are one stage. Shards know their peers; the names of two stages can be the same."""
-    peers = next((shard.peers for shard in part.shards.values()), ())
-    return (peers, *(one.said or one.identical or one.content or one.name for one in part.locals))
+    return apart or bool(part.shards) or replicas.of[rank] not in [replicas.of[at] for at in ranks]
 
 
 def _merged(bundle: Sequence[Member], replicas: Replicas) -> Part:
@@ -117,8 +122,9 @@ def _merged(bundle: Sequence[Member], replicas: Replicas) -> Part:
 
 
 def _calls(bundle: Sequence[Member], replicas: Replicas) -> tuple[Call, ...] | None:
-    """The calls of one rank of each replica, one after the other."""
-    seen = {replicas.of[rank]: part.calls for rank, part in reversed(bundle)}
+    """The calls of one rank of each replica, one after the other; in a bidirectional pipeline, of all."""
+    each = replicas.count == 1 and not bundle[0][1].shards
+    seen = {rank if each else replicas.of[rank]: part.calls for rank, part in reversed(bundle)}
     every: list[Call] = []
     for _, calls in sorted(seen.items()):
         if calls is None:

@@ -46,8 +46,6 @@ class _Copies:
 
 def unreduced(facts: StepFacts) -> list[Cause]:
     """A cause for each stage in which ranks lack microbatches of other replicas, and for its parameters if not all."""
-    if facts.found.replicas.count < 2:
-        return []
     return [cause for stage in facts.found.stages for cause in _of_stage(facts, stage)]
 
 
@@ -63,8 +61,10 @@ def _of_stage(facts: StepFacts, stage: Stage) -> Iterator[Cause]:
     for pattern in dict.fromkeys([alone, mean, *found]):
         names = [one.name for one in odd if one.fits(pattern)]
         odd = [one for one in odd if one.name not in names]
-        told = [_told(rank, counts, replicas) for rank, counts in pattern if set(counts) != {1.0}]
-        if names and all(told):
+        own = {rank: _own(rank, counts, replicas) for rank, counts in pattern}
+        told = [_told(rank, counts, own[rank]) for rank, counts in pattern if set(counts) != {1.0}]
+        apart = replicas.count > 1 or sorted(m for some in own.values() for m in some) == list(every)
+        if names and told and all(told) and apart:
             whole = len(names) == len(copies)
             what = f"stage {stage.index} was" if whole else f"{', '.join(names)} {'was' if len(names) == 1 else 'were'}"
             detail = f"{what} not reduced over all replicas: {', '.join(told)}"
@@ -88,9 +88,13 @@ def _copies(facts: StepFacts, stage: Stage) -> Iterator[_Copies]:
                 yield _Copies(name, flat, rows, limit_of(due.cpu().flatten(), rows.sum(dim=0)))
 
 
-def _told(rank: int, counts: Counts, replicas: Replicas) -> str:
+def _own(rank: int, counts: Counts, replicas: Replicas) -> set[int]:
+    """A rank's own microbatches; where ranks are no replicas of each other, those that its gradient has in it."""
+    return set(replicas.share(rank)) if replicas.count > 1 else {m for m, c in enumerate(counts) if c}
+
+
+def _told(rank: int, counts: Counts, own: set[int]) -> str:
     """What a rank lacks of other replicas, in words; empty if that is not all that is wrong."""
-    own = set(replicas.share(rank))
     lacking = [m for m, c in enumerate(counts) if c == 0]
     more = {m: c for m, c in enumerate(counts) if c not in (0.0, 1.0)}
     if not lacking or own & set(lacking) or not own >= set(more):

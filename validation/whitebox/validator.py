@@ -103,7 +103,7 @@ class WhiteBox:
             return _random(title, task, twin.other_weights)
         if failure is not None:
             return _failed(title, failure)
-        found = Assembled(model, known, together(made, replicas), replicas)
+        found = Assembled(model, known, together(made, replicas, known), replicas)
         if found.other_build:
             why = f"{found.other_build}: seed it, and let it depend on nothing that ranks differ in"
             return _undecided(title, f"the reference {task.name} is not the same everywhere: {why}")

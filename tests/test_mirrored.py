@@ -1,0 +1,78 @@
+"""Pipelines that run both ways: ranks hold replicas of stages at mirrored places, and that is no wrong partition."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from validation.verdict import Verdict
+from validation.whitebox import WhiteBox, watch
+
+COUNT = 4
+
+
+def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.mse_loss(output, target)
+
+
+def build_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Sequential(nn.Linear(5, 5), nn.Tanh()), nn.Sequential(nn.Linear(5, 5), nn.Tanh()))
+
+
+def data() -> list[tuple[Tensor, Tensor]]:
+    draw = torch.Generator().manual_seed(1)
+    return [(torch.randn(6, 5, generator=draw), torch.randn(6, 5, generator=draw)) for _ in range(COUNT)]
+
+
+def both_ways(stages: list[nn.Module], microbatches: list[Any]) -> None:
+    """Even microbatches enter at rank 0, odd ones at rank 1; each goes through the other rank's second stage."""
+    rank = dist.get_rank()
+    for m, (x, target) in enumerate(microbatches):
+        if m % 2 == rank:
+            y = stages[0](x)
+            dist.send(y.detach(), 1 - rank)
+            gradient = torch.empty_like(y)
+            dist.recv(gradient, 1 - rank)
+            y.backward(gradient)
+        else:
+            received = torch.empty(6, 5)
+            dist.recv(received, 1 - rank)
+            (loss_fn(stages[1](received.requires_grad_()), target) / COUNT).backward()
+            dist.send(received.grad, 1 - rank)
+
+
+def judged(
+    whitebox: WhiteBox, *, watched: bool, summed: tuple[int, ...] = (0, 1), held: tuple[int, ...] = (0, 1)
+) -> Verdict:
+    def step(model: Any, microbatches: list[Any]) -> Any:
+        stages = [watch(stage) if watched else stage for stage in model]
+        both_ways(stages, microbatches)
+        for stage in summed:
+            for parameter in stages[stage].parameters():
+                dist.all_reduce(parameter.grad)
+        return [stages[stage] for stage in held], None
+
+    return whitebox.validate(step, reference=build_model, microbatches=data(), ranks=2, loss_fn=loss_fn)
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_mirrored_stages_are_replicas(whitebox: WhiteBox, watched: bool) -> None:
+    verdict = judged(whitebox, watched=watched)
+    assert verdict.verdict == "pass", str(verdict)
+    assert verdict.law("replicas").checked == 4
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_a_mirrored_stage_that_was_not_summed(whitebox: WhiteBox, watched: bool) -> None:
+    (cause,) = judged(whitebox, watched=watched, summed=(0,)).cause
+    assert (cause.kind, cause.stage) == ("not-reduced", 1)
+    assert "rank 0 has the gradient of its own microbatches 1, 3 alone" in cause.detail
+
+
+def test_a_stage_that_all_ranks_hold_while_nobody_holds_another_is_a_wrong_partition(whitebox: WhiteBox) -> None:
+    verdict = judged(whitebox, watched=False, held=(0,))
+    assert verdict.verdict == "fail"
+    assert [cause.kind for cause in verdict.cause] == ["partition"]

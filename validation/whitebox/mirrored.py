@@ -1,0 +1,24 @@
+"""Which parts are one stage; and pipelines that run both ways, whose ranks hold each stage more than once."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from validation.whitebox.rank import Part, RankMade
+
+
+def likeness(part: Part) -> tuple[object, ...]:
+    """Equal for parts that are one stage. Shards know their peers; the names of two stages can be the same."""
+    peers = next((shard.peers for shard in part.shards.values()), ())
+    return (peers, *(one.said or one.identical or one.content or one.name for one in part.locals))
+
+
+def mirrored(made: Sequence[RankMade], known: Mapping[str, bytes]) -> bool:
+    """Whether ranks hold all of the reference, and each stage equally often, more than once: that is no mistake.
+
+    ``known``: the contents of the reference's parameters by name.
+    """
+    parts = [part for one in made for part in one.parts]
+    held = [local for part in parts for local in part.locals]
+    counts = set(Counter(map(likeness, parts)).values())
+    whole = {local.content for local in held} >= set(known.values()) or {local.name for local in held} >= known.keys()
+    return whole and len(counts) == 1 and counts != {1} and len(held) > len(known) > 0
