@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from validation.whitebox.flows import Flows, Note
 from validation.whitebox.sketch import Sketch, sketch
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -73,13 +74,10 @@ class Watcher:
         giving = [number for number, tensor in enumerate(outputs) if tensor.requires_grad]
         if giving:
             unchanged = [k for k, tensor in enumerate(inputs) if tensor._version == versions[k]]
-            self._look_again(outputs[giving[0]], call, {k: weakref.ref(inputs[k]) for k in unchanged})
-        # A backward is counted where it ends: at an input, or if no input wants a gradient, where it begins.
-        for number in wanting:
-            self._hook(inputs[number], number, call.input_gradients, call if number == wanting[0] else None)
-        for number in giving:
-            counts = not wanting and number == giving[0]
-            self._hook(outputs[number], number, call.output_gradients, call if counts else None)
+            given = {id(tensor) for tensor in inputs}
+            own = next((k for k in giving if id(outputs[k]) not in given), giving[0])
+            self._look_again(outputs[own], call, {k: weakref.ref(inputs[k]) for k in unchanged})
+        self._follow(call, {k: inputs[k] for k in wanting}, {k: outputs[k] for k in giving})
 
     def _counts(self, module: nn.Module) -> bool:
         return _trains() and self._when[id(module)]()
@@ -91,14 +89,39 @@ class Watcher:
 
         output.register_hook(begins)  # type: ignore[no-untyped-call]  # in torch
 
-    def _hook(self, tensor: Tensor, number: int, into: dict[int, Sketch], counted: Call | None) -> None:
-        def flowed(gradient: Tensor) -> None:
-            into[number] = sketch(gradient)
-            if counted is not None:
-                counted.backwards.append(self._backwards)
-                self._backwards += 1
+    def _follow(self, call: Call, inputs: Mapping[int, Tensor], outputs: Mapping[int, Tensor]) -> None:
+        """Note the gradients of these, by their numbers, and count the backwards of ``call``.
 
-        tensor.register_hook(flowed)  # type: ignore[no-untyped-call]  # in torch
+        A backward is counted where it ends: at an input, or if no input wants a gradient, where it begins.
+        """
+        flows = Flows()
+        given = {id(tensor) for tensor in inputs.values()}
+        own = {k for k, tensor in outputs.items() if id(tensor) not in given} or set(outputs)
+        last = min(inputs) if inputs else min(outputs, default=None)
+        for number, tensor in outputs.items():
+            note = self._noting(call, call.output_gradients, number, counts=not inputs and number == last)
+            if number in own:
+                flows.made(tensor, note)
+            else:
+                flows.borrowed(tensor, note, handed_on=True)
+        handed_on = {id(tensor) for tensor in outputs.values()}
+        for number, tensor in inputs.items():
+            note = self._noting(call, call.input_gradients, number, counts=number == last)
+            flows.borrowed(tensor, note, handed_on=id(tensor) in handed_on)
+
+    def _noting(self, call: Call, into: dict[int, Sketch], number: int, *, counts: bool) -> Note:
+        def note(gradient: Tensor) -> Callable[[], None]:
+            seen = sketch(gradient)
+
+            def write() -> None:
+                into[number] = seen
+                if counts:
+                    call.backwards.append(self._backwards)
+                    self._backwards += 1
+
+            return write
+
+        return note
 
 
 _watcher: Watcher | None = None
