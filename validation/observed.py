@@ -20,7 +20,8 @@ class Crossing:
 
     ``same``: whether it is the reference's, up to rounding; ``exact``: bit for bit. ``really`` is what it is instead.
     ``where`` is its place in the flow, as recordings call it. What is not ``judged`` is a matter of diagnosis alone.
-    ``call`` is the number of the call from 1 on, by which an action is located whose microbatch is not known.
+    ``call`` is the number of the call from 1 on, by which an action is located whose microbatch is not known. ``place``
+    is where in the model an input should pass.
     """
 
     action: Action
@@ -31,6 +32,7 @@ class Crossing:
     where: str = ""
     judged: bool = True
     call: int = 0
+    place: str = ""
 
     @property
     def at(self) -> str:

@@ -14,7 +14,7 @@ from validation.diagnosis.rules.laws import counts, modes, partition
 from validation.diagnosis.rules.norm import other_norm
 from validation.tolerance import error, same_bits
 from validation.verdict import Verdict
-from validation.whitebox.passages import passages, unexplained_passage
+from validation.whitebox.passages import passages, sound, unexplained_passage
 from validation.whitebox.repeated import rearranged, repeated
 from validation.whitebox.reported import reported, unreported
 from validation.whitebox.step_facts import StepFacts
@@ -40,20 +40,16 @@ def _links(facts: StepFacts) -> Mapping[Link, str]:
     ordered = "order, mode: every watched stage ran once each way for each microbatch, in the right mode"
     passed = bool(facts.observed.crossings(0))
     links: list[tuple[Link, str, bool]] = [
-        (held, "partition: every parameter is in the stage that should hold it", True),
+        (held, "partition: every parameter is held once", True),
         (weights, "weights: every stage began with the model's parameters", not facts.found.nameless),
         (ran, ordered if whole else "mode: every watched stage ran in the right mode", watched),
-        (
-            passages,
-            "messages, buffers, computation: every watched boundary tensor is right, to half its digits",
-            passed,
-        ),
+        (passages, sound(facts) if passed else "", passed),
         (shared, "replicas: ranks that have a stage in common agree", _in_common(facts)),
         (attributed, "gradients: they are made of what they should be", True),
         (norm, "norm: it is that of the gradients", any(row[0].norm is not None for row in facts.observed.ranks)),
         (reported, "report: what was reported is what was computed", True),
     ]
-    return {link: sound for link, sound, shown in links if shown}
+    return {link: text for link, text, shown in links if shown}
 
 
 def _left(link: Link, facts: StepFacts) -> Sequence[str]:

@@ -1,19 +1,17 @@
 """The link of a foreign step that watching shows: what passed the boundaries of its stages, and where that broke."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
 from validation.cause import Cause
-from validation.diagnosis.address import What
-from validation.diagnosis.divergence import Divergence, roots
+from validation.diagnosis.divergence import Divergence
 from validation.diagnosis.rules.boundaries import causes_of
 from validation.observed import UNTOLD
-from validation.recording import FLOWED, FORWARD_POINTS, GIVEN, HANDED_ON, KEPT, MADE, RECEIVED, Point
+from validation.recording import FLOWED, HANDED_ON
+from validation.whitebox.roots import Boundaries
 from validation.whitebox.step_facts import StepFacts
 
-# What is there in place of the right tensor is the doing of the stage's own rank, if these were right.
-_GIVEN_TO: Mapping[str, set[str]] = {MADE: {GIVEN}, KEPT: {GIVEN}, HANDED_ON: {RECEIVED, GIVEN}}
 _SAME = 1e-3
 
 
@@ -21,13 +19,28 @@ def passages(facts: StepFacts) -> list[Cause]:
     """The causes of what was wrong first; none where what is there in its place does not say."""
     if causes := exchanged(facts):
         return causes
-    rank = facts.observed.schedule.placement
-    found = [Divergence(rank[point.stage], point, action, None, what) for point, action, what in _first(facts)]
-    if not found or not _telling(found[0], facts):
+    boundaries = Boundaries(facts)
+    found = list(boundaries.roots())
+    if not found or not found[0].telling:
         return []
-    told = [one for one in found if _telling(one, facts)]
-    causes = causes_of(told, facts.microbatches, refine=lambda _: None, compounded=lambda: _by_stage(facts))
-    return _of_all_stages(causes, facts) or [_named(cause, facts) for cause in causes]
+    if found[0].point.where == FLOWED and boundaries.refined(found[0]) and _attributed(facts):
+        return []  # what the gradients are made of says more than that the loss is another
+    rank = facts.observed.schedule.placement
+    told = {
+        Divergence(rank[one.point.stage], one.point, one.crossing.at, None, one.what): one
+        for one in found
+        if one.telling
+    }
+    causes = causes_of(
+        list(told),
+        facts.microbatches,
+        refine=lambda one: boundaries.refined(told[one]),
+        compounded=lambda: _by_stage(facts),
+    )
+    if everywhere := _of_all_stages(causes, facts):
+        return everywhere
+    named = [_with_parameter(_named(cause, facts), facts) for cause in causes]
+    return [*_beyond(named, facts), *named]
 
 
 def _of_all_stages(causes: list[Cause], facts: StepFacts) -> list[Cause]:
@@ -44,6 +57,32 @@ def _of_all_stages(causes: list[Cause], facts: StepFacts) -> list[Cause]:
     ):
         return []
     return list(found.causes)
+
+
+def _beyond(causes: Sequence[Cause], facts: StepFacts) -> list[Cause]:
+    """The causes at stages nearer to the loss than any of ``causes``, all of which are in backwards and reach none."""
+    if not all(cause.action and "B" in cause.action and cause.stage is not None for cause in causes):
+        return []
+    reached = max(cause.stage or 0 for cause in causes)
+    wrong = {m.stage for m in facts.verdict.mismatches if m.law in ("gradient", "none-ness") and m.stage is not None}
+    if not any(stage > reached for stage in wrong):
+        return []
+    return [cause for cause in _attributed(facts) if cause.stage is not None and cause.stage > reached]
+
+
+def _attributed(facts: StepFacts) -> Sequence[Cause]:
+    """The causes that attribution names."""
+    return facts.attribution.causes if facts.attribution is not None else ()
+
+
+def _with_parameter(cause: Cause, facts: StepFacts) -> Cause:
+    """``cause`` of a backward with the one parameter of its stage of whose gradient it is known what happened to it."""
+    if cause.kind != "computation" or "B" not in (cause.action or ""):
+        return cause
+    known = [one for one in _attributed(facts) if one.stage == cause.stage and one.parameter is not None]
+    if len(known) != 1:
+        return cause
+    return replace(cause, parameter=known[0].parameter, detail=f"{cause.detail}; its own gradient: {known[0].kind}")
 
 
 def _named(cause: Cause, facts: StepFacts) -> Cause:
@@ -80,55 +119,30 @@ def _called_after(facts: StepFacts, stage: int) -> int | None:
     return makers[0] if due and place not in due else None
 
 
+def sound(facts: StepFacts) -> str:
+    """What the boundaries say where they name no cause."""
+    of = "messages, buffers, computation"
+    boundaries = Boundaries(facts)
+    if boundaries.right:
+        return f"{of}: every watched boundary tensor is right, to half its digits"
+    if not list(boundaries.roots()):
+        return f"{of}: every watched boundary tensor of which that is known is right, to half its digits"
+    return f"{of}: what passed the boundaries does not say"
+
+
 def unexplained_passage(facts: StepFacts) -> tuple[str, ...]:
-    """What was wrong first at the boundaries, where that says nothing of how; empty where all is right."""
-    rank = facts.observed.schedule.placement
-    return tuple(
-        f"first seen wrong: rank {rank[point.stage]}, stage {point.stage}, {action}: {point.where} is {what.text}"
-        for point, action, what in list(_first(facts))[:1]
-    )
-
-
-def _first(facts: StepFacts) -> Iterator[tuple[Point, str, What]]:
-    """What is wrong although all that it was made from is right, along the flow."""
-    right: dict[Point, bool] = {}
-    wrong: dict[Point, tuple[str, What]] = {}
-    for crossing in facts.observed.crossings(0):
-        stage, _, microbatch = crossing.action
-        # Nothing is received behind the last stage: what flows into it there is the loss's own gradient.
-        last = stage == facts.stages - 1 and crossing.where == RECEIVED
-        point = Point(stage, microbatch, FLOWED if last else crossing.where)
-        right[point] = right.get(point, True) and crossing.same
-        if crossing.really is not None:
-            wrong.setdefault(point, (crossing.at, crossing.really))
-    for point in roots(right, facts.stages):
-        if _behind_the_unknown(point, facts):
-            continue
-        action, really = wrong[point]
-        text = f"{really.text}, expected microbatch {point.microbatch}'s" if really.kind == "other" else really.text
-        yield point, action, What(really.kind, text, really.factor)
-
-
-def _behind_the_unknown(point: Point, facts: StepFacts) -> bool:
-    """Whether this may be made from what a stage did in a call of which nobody knows that it was the same microbatch's.
-
-    Then it may be a consequence, and is no root that anybody knows of.
-    """
-    stages = [stage for stage, flow in facts.passed.items() if flow.untold and point.microbatch in flow.lost]
-    return any(stage < point.stage or point.where not in FORWARD_POINTS for stage in stages)
-
-
-def _telling(one: Divergence, facts: StepFacts) -> bool:
-    """Whether what a tensor is instead says what happened to it.
-
-    What a stage made is its own doing only where what it was given was seen.
-    """
-    sources = _GIVEN_TO.get(one.point.where)
-    if sources is None:
-        return one.what.kind not in ("different", "shape")
-    at = one.point.stage, one.point.microbatch
-    crossings = facts.observed.crossings(0)
-    return sources <= {c.where for c in crossings if (c.action.stage, c.action.microbatch) == at}
+    """What was wrong first at the boundaries, and what nobody could judge before it; empty where all is right."""
+    rank, boundaries = facts.observed.schedule.placement, Boundaries(facts)
+    wrong = [
+        f"first seen wrong: rank {rank[one.point.stage]}, stage {one.point.stage}, {one.crossing.at}: "
+        f"{one.point.where} is {one.what.text}"
+        for one in boundaries.roots()
+    ]
+    unjudged = [
+        f"unjudged: rank {rank[point.stage]}, stage {point.stage}: {point.where} is like nothing in the reference"
+        for point in boundaries.unjudged
+    ]
+    return (*wrong[:1], *unjudged[:1])
 
 
 def _by_stage(facts: StepFacts) -> str:

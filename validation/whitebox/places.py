@@ -10,6 +10,7 @@ from reference.outputs import outputs_noted
 from validation.whitebox.sketch import Sketch, sketch
 
 INPUT = "input of the model"
+REPLICA = " of a replica"
 Result = TypeVar("Result")
 
 
@@ -35,13 +36,18 @@ class Places:
                 if seen.is_like(known):
                     yield place, microbatch
 
-    def usual(self, seen: Sequence[Sketch | None]) -> str | None:
-        """The place where most of ``seen`` pass, each for another microbatch; None if none of them passes anywhere."""
+    def usual(self, seen: Sequence[Sketch | None]) -> tuple[str, ...]:
+        """The places where most of ``seen`` pass, each for another microbatch; none if none of them passes anywhere.
+
+        What is zero may be so in many places, and says nothing beside what is not.
+        """
+        there = [one for one in seen if one is not None]
         found: dict[str, set[int]] = {}
-        for one in seen:
-            for place, microbatch in self.find(one) if one is not None else ():
+        for one in [one for one in there if one.norm] or there:
+            for place, microbatch in self.find(one):
                 found.setdefault(place, set()).add(microbatch)
-        return max(found, key=lambda place: len(found[place]), default=None)
+        most = max(map(len, found.values()), default=0)
+        return tuple(place for place, numbers in found.items() if len(numbers) == most)
 
 
 Both = tuple[Places, Places]  # of tensors, and of gradients
@@ -77,4 +83,4 @@ class Survey:
         _, backward = self.places
         backward.note(place, microbatch, gradient)
         if self._replicas > 1:
-            backward.note(f"{place} of a replica", microbatch, gradient * self._replicas)
+            backward.note(f"{place}{REPLICA}", microbatch, gradient * self._replicas)

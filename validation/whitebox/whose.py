@@ -13,12 +13,14 @@ from validation.whitebox.places import Both, Places
 from validation.whitebox.sketch import Sketch
 from validation.whitebox.watching import Call
 
-_FLOWING = {GIVEN: (HANDED_ON,), MADE: (RECEIVED,)}  # the gradient of the same tensor
-
 
 @dataclass(frozen=True)
 class Column:
-    """One tensor of every call, and where in the reference it passes."""
+    """One tensor of every call, and where in the reference it passes.
+
+    ``places`` are those of its flow, ``elsewhere`` those of the other. ``own`` are the places that its content tells;
+    ``place`` is the one where it should pass, empty where nobody knows; ``judged`` only where its content tells it.
+    """
 
     kind: Kind
     where: str
@@ -26,22 +28,22 @@ class Column:
     number: int
     seen: tuple[Sketch | None, ...]
     places: Places
+    elsewhere: Places
+    own: tuple[str, ...]
     place: str
     judged: bool
 
     @property
     def known(self) -> Mapping[int, Sketch]:
         """What passes there in the reference, by microbatch."""
-        return self.places.by_place[self.place]
+        return self.places.by_place.get(self.place, {})
 
-    def owners(self, call: int) -> set[int]:
-        """The microbatches whose tensor the one of this call is."""
-        seen = self.seen[call]
+    def owners(self, seen: Sketch | None) -> set[int]:
+        """The microbatches whose tensor ``seen`` is."""
         return set() if seen is None else {number for number, one in self.known.items() if seen.is_like(one)}
 
-    def makers(self, call: int) -> set[int]:
-        """The microbatches of whose tensor the one of this call was made, and which it still shows."""
-        seen = self.seen[call]
+    def makers(self, seen: Sketch | None) -> set[int]:
+        """The microbatches of whose tensor ``seen`` was made, and which it still shows."""
         return set() if seen is None else recognised(seen, self.known)
 
 
@@ -63,30 +65,24 @@ class Order:
         return len(told) == len(set(told)) and len(self.numbers) == len(told) + len(self.left)
 
 
-def columns(calls: Sequence[Call], places: Both, given: Mapping[int, str]) -> Iterator[Column]:
-    """Every tensor at the boundary that has a place in the reference; others are the runtime's own affair.
-
-    Some may do without, for a diagnosis alone: an input where the stage before ends, a gradient where its tensor is.
-    """
+def columns(calls: Sequence[Call], places: Both) -> Iterator[Column]:
+    """Every tensor at the boundary, by its content at the place where most of it passes in the reference."""
     forward, backward = places
-    supposed = {(GIVEN, number): place for number, place in given.items()}
-    for kind, where, what, part, known in (
-        (Kind.FORWARD, GIVEN, "input", "inputs", forward),
-        (Kind.FORWARD, MADE, "output", "outputs", forward),
-        (Kind.BACKWARD, KEPT, "input when the backward begins", "kept", forward),
-        (Kind.BACKWARD, RECEIVED, "output gradient", "output_gradients", backward),
-        (Kind.BACKWARD, HANDED_ON, "input gradient", "input_gradients", backward),
+    flows = (forward, backward), (backward, forward)
+    for kind, where, what, part, (known, other) in (
+        (Kind.FORWARD, GIVEN, "input", "inputs", flows[0]),
+        (Kind.FORWARD, MADE, "output", "outputs", flows[0]),
+        (Kind.BACKWARD, KEPT, "input when the backward begins", "kept", flows[0]),
+        (Kind.BACKWARD, RECEIVED, "output gradient", "output_gradients", flows[1]),
+        (Kind.BACKWARD, HANDED_ON, "input gradient", "input_gradients", flows[1]),
     ):
         rows = [getattr(call, part) for call in calls]
         members = [row if isinstance(row, dict) else dict(enumerate(row)) for row in rows]
         for number in sorted(set().union(*members)):
             seen = tuple(member.get(number) for member in members)
             own = known.usual(seen)
-            place = own or supposed.get((where, number))
-            if place in known.by_place:
-                supposed |= {(flowing, number): place for flowing in _FLOWING.get(where, ())}
-                name = f"{what} {number}" if number else what
-                yield Column(kind, where, name, number, seen, known, place, own is not None)
+            name = f"{what} {number}" if number else what
+            yield Column(kind, where, name, number, seen, known, other, own, own[0] if own else "", bool(own))
 
 
 def without_trial(calls: Sequence[Call], microbatches: int, places: Both) -> Sequence[Call]:
@@ -96,7 +92,7 @@ def without_trial(calls: Sequence[Call], microbatches: int, places: Both) -> Seq
     """
     if len(calls) != microbatches + 1:
         return calls
-    first, *others = by_content(list(columns(calls, places, {})), len(calls))
+    first, *others = by_content(list(columns(calls, places)), len(calls))
     return calls[1:] if first is None or first in others else calls
 
 
@@ -147,7 +143,7 @@ def _candidates(seen: Sequence[Column], call: int) -> set[int]:
     ):
         if len(found) == 1 or (found and told is Column.makers):
             continue
-        sets = [owners for column in seen if column.where in where and (owners := told(column, call))]
+        sets = [owners for column in seen if column.where in where and (owners := told(column, column.seen[call]))]
         common = set.intersection(*sets) if sets else set()
         found = (found & common or found) if found else common
     return found
