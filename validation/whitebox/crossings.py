@@ -143,9 +143,11 @@ def _really(column: Column, seen: Sketch, expected: Sketch, k: int, context: _Co
         return What("shape", other)
     if made is not None:
         return made
+    # What a stage put out is nobody's message, also where it is like a tensor elsewhere in the model.
+    kind = "different" if column.where in (MADE, HANDED_ON) else "other"
     for flow, of in ((column.places, ""), (column.elsewhere, "gradient at " if forward else "activation at ")):
         for place, owner in flow.find(seen) if seen.norm else ():
-            return What("other", f"microbatch {owner}'s {of}{place}")
+            return What(kind, f"microbatch {owner}'s {of}{place}")
     point, what = context.sent.get(seen.digest, (None, ""))
     if column.where in (GIVEN, RECEIVED) and point is not None and point[:2] != (context.stage, microbatch):
         return What("other", f"stage {point.stage}'s {what} of microbatch {point.microbatch}", label=Label(point))

@@ -92,6 +92,8 @@ class Boundaries:
         stage = point.stage + further
         into = Point(stage, point.microbatch, self._where(stage, where))
         made = self._at.get(into, ())
+        if point.where not in FORWARD_POINTS and where == HANDED_ON and self._other_gradients(point.stage):
+            return False
         return bool(made) and into not in self._unplaced and all(one.judged and one.same for one in made)
 
     def _behind_the_unknown(self, point: Point) -> bool:
@@ -129,6 +131,10 @@ class Boundaries:
         if point.where not in _DONE and what.kind not in ("different", "shape"):
             return True
         return all(one in self._at for one in sources) and (point.where != FLOWED or self._other_loss(point.microbatch))
+
+    def _other_gradients(self, stage: int) -> bool:
+        """Whether a gradient of a parameter of ``stage`` is wrong."""
+        return any(m.stage == stage for m in self._facts.verdict.mismatches if m.law in ("gradient", "none-ness"))
 
     def _other_loss(self, microbatch: int) -> bool:
         """Whether the loss of this microbatch is wrong."""
