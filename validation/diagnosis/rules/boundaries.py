@@ -94,8 +94,6 @@ def _kind(one: Divergence, refine: Refine) -> tuple[str, str]:
         return "wrong-message", what.text
     if what.kind == "sum" and where in _GRADIENTS and where != LOSS:
         return "extra-term", what.text
-    if what.kind == "noisy" and where == FLOWED:
-        return "altered", what.text
     if what.kind == "other" and one.point.stage == 0 and where in (GIVEN, USED):
         return "swapped-data", what.text
     if what.kind == "partial" and where not in (MADE, HANDED_ON):
