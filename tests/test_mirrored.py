@@ -27,9 +27,12 @@ def data() -> list[tuple[Tensor, Tensor]]:
     return [(torch.randn(6, 5, generator=draw), torch.randn(6, 5, generator=draw)) for _ in range(COUNT)]
 
 
-def both_ways(stages: list[nn.Module], microbatches: list[Any]) -> None:
-    """Even microbatches enter at rank 0, odd ones at rank 1; each goes through the other rank's second stage."""
-    rank = dist.get_rank()
+def both_ways(stages: list[nn.Module], microbatches: list[Any]) -> float:
+    """Even microbatches enter at rank 0, odd ones at rank 1; each goes through the other rank's second stage.
+
+    Both ranks know the loss of the step.
+    """
+    rank, total = dist.get_rank(), torch.zeros(())
     for m, (x, target) in enumerate(microbatches):
         if m % 2 == rank:
             y = stages[0](x)
@@ -40,8 +43,12 @@ def both_ways(stages: list[nn.Module], microbatches: list[Any]) -> None:
         else:
             received = torch.empty(6, 5)
             dist.recv(received, 1 - rank)
-            (loss_fn(stages[1](received.requires_grad_()), target) / COUNT).backward()
+            loss = loss_fn(stages[1](received.requires_grad_()), target) / COUNT
+            loss.backward()
             dist.send(received.grad, 1 - rank)
+            total += loss.detach()
+    dist.all_reduce(total)
+    return total.item()
 
 
 def judged(
@@ -49,11 +56,11 @@ def judged(
 ) -> Verdict:
     def step(model: Any, microbatches: list[Any]) -> Any:
         stages = [watch(stage) if watched else stage for stage in model]
-        both_ways(stages, microbatches)
+        loss = both_ways(stages, microbatches)
         for stage in summed:
             for parameter in stages[stage].parameters():
                 dist.all_reduce(parameter.grad)
-        return [stages[stage] for stage in held], None
+        return [stages[stage] for stage in held], loss
 
     return whitebox.validate(step, reference=build_model, microbatches=data(), ranks=2, loss_fn=loss_fn)
 
@@ -74,5 +81,16 @@ def test_a_mirrored_stage_that_was_not_summed(whitebox: WhiteBox, watched: bool)
 
 def test_a_stage_that_all_ranks_hold_while_nobody_holds_another_is_a_wrong_partition(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, watched=False, held=(0,))
+    assert verdict.verdict == "fail"
+    assert [cause.kind for cause in verdict.cause] == ["partition"]
+
+
+def test_a_model_that_nobody_cut_is_a_wrong_partition(whitebox: WhiteBox) -> None:
+    def step(model: Any, microbatches: list[Any]) -> Any:
+        losses = [loss_fn(model(x), target) for x, target in microbatches]
+        (sum(losses) / COUNT).backward()
+        return model, [loss.item() for loss in losses]
+
+    verdict = whitebox.validate(step, reference=build_model, microbatches=data(), ranks=2, loss_fn=loss_fn)
     assert verdict.verdict == "fail"
     assert [cause.kind for cause in verdict.cause] == ["partition"]

@@ -13,12 +13,13 @@ def likeness(part: Part) -> tuple[object, ...]:
 
 
 def mirrored(made: Sequence[RankMade], known: Mapping[str, bytes]) -> bool:
-    """Whether ranks hold all of the reference, and each stage equally often, more than once: that is no mistake.
+    """Whether ranks hold all of the reference, each stage on two of them: that is no mistake, as in DualPipe.
 
-    ``known``: the contents of the reference's parameters by name.
+    There are no fewer stages than ranks, or the model was not cut. ``known``: the contents of the reference's
+    parameters by name.
     """
     parts = [part for one in made for part in one.parts]
     held = [local for part in parts for local in part.locals]
-    counts = set(Counter(map(likeness, parts)).values())
+    stages = Counter(map(likeness, parts))
     whole = {local.content for local in held} >= set(known.values()) or {local.name for local in held} >= known.keys()
-    return whole and len(counts) == 1 and counts != {1} and len(held) > len(known) > 0
+    return whole and set(stages.values()) == {2} and len(stages) >= len(made)

@@ -60,8 +60,7 @@ class RankMade:
     """What one rank brings back.
 
     ``weights`` are the contents of the reference as this rank builds it, looked up only where some are not the known
-    ones; ``given`` are the digests of the microbatches, ``share`` those that it was given to train on. ``reports``:
-    whether it handed back losses, be it an empty list of them.
+    ones; ``given`` are the digests of the microbatches, ``share`` those that it was given to train on.
     """
 
     parts: tuple[Part, ...]
@@ -72,7 +71,6 @@ class RankMade:
     weights: Mapping[str, bytes]
     given: tuple[tuple[bytes, ...], ...] = ()
     share: tuple[int, ...] | None = None
-    reports: bool = False
 
 
 def run_step(context: RankContext, order: Order) -> RankMade:
@@ -91,8 +89,7 @@ def run_step(context: RankContext, order: Order) -> RankMade:
     parts, actions = collect.parts(handed), handed.actions(context.rank)
     doubt = any(part.values for part in parts)
     weights = contents(order.build()) if doubt else order.known
-    losses, reports = handed.by_microbatch, handed.losses is not None
-    return RankMade(parts, losses, handed.whole_loss, handed.norm, actions, weights, given, reports=reports)
+    return RankMade(parts, handed.by_microbatch, handed.whole_loss, handed.norm, actions, weights, given)
 
 
 def digests(microbatches: Sequence[Any]) -> tuple[tuple[bytes, ...], ...]:

@@ -219,7 +219,6 @@ def _skipped(found: Assembled, observed: Observed) -> Sequence[tuple[str, str]]:
     """The laws that say nothing about what was handed back."""
     modules = any(local.content is not None for stage in found.stages for local in stage.part.locals)
     norm = any(row[0].norm is not None for row in observed.ranks)
-    reports = any(made.reports for made in found.made) or not found.stages
     claimed = {claim.law for row in observed.ranks for claim in row[0].claims}
     ordered = len(found.unseen) < len(found.stages) or not found.stages
     return [
@@ -230,7 +229,6 @@ def _skipped(found: Assembled, observed: Observed) -> Sequence[tuple[str, str]]:
             ("boundaries", found.watched, "no stage was watched: watch(module) does"),
             ("shards", "shards" in claimed, "no parameter is in shards"),
             ("replicas", "replicas" in claimed, "no stage is held by several ranks"),
-            ("loss", reports, "no rank hands back losses: none was compared"),
             ("grad-norm", norm, "no rank reports a norm"),
         )
         if not applies
