@@ -124,14 +124,30 @@ def decided(limit: float) -> float:
     return min(max(DECIDED, _COARSE * limit), _COARSEST)
 
 
-def conclusive(size: int, *, used: int, atoms: int, limit: float) -> bool:
+def orders(count: int) -> float:
+    """The logarithm of the number of orders that so many things have."""
+    return math.lgamma(count + 1)
+
+
+def choices(count: int, of: int) -> float:
+    """The logarithm of the number of ways to choose so many ``of`` things."""
+    return orders(of) - orders(count) - orders(of - count)
+
+
+def simple(value: float, bound: float, limit: float) -> float:
+    """The whole number, or one over one, that ``value`` may well be; or itself."""
+    small = abs(value) <= max(bound, limit)
+    near = 0.0 if small else float(round(value)) if abs(value) > 2 / 3 else 1 / round(1 / value)
+    return near if abs(near - value) <= min(max(bound, 1e-5 * abs(near)), decided(limit)) else value
+
+
+def conclusive(size: int, *, used: int, atoms: int, limit: float, ways: float = 0.0) -> bool:
     """Whether ``used`` of ``atoms`` atoms that leave no more than ``limit`` of ``size`` elements do so for a reason.
 
     Each element beyond the coefficients would agree by chance once in 1 / limit times, and there were as many tries as
-    there are choices of so many atoms.
+    there are choices of so many atoms, times what ``ways`` is the logarithm of.
     """
-    tries = math.lgamma(atoms + 1) - math.lgamma(used + 1) - math.lgamma(atoms - used + 1)
-    return (size - used) * math.log(limit) + tries <= math.log(_CHANCE)
+    return (size - used) * math.log(limit) + choices(used, of=atoms) + ways <= math.log(_CHANCE)
 
 
 def select(observed: Tensor, atoms: Tensor, *, goal: float, most: int) -> list[int]:

@@ -40,7 +40,8 @@ def _partner(site: Site, update: Update, predicted: Predicted) -> Cause | None:
     limit, target = limit_of(update.expected.get(site), own), seen.double().cpu().flatten()
     for stage, partner, more in _likely(target, own, _others(site, own, update, predicted)):
         made = fit(target, torch.stack([own.flatten(), more.flatten()]), limit)
-        if made.residual <= limit and max(made.uncertain) <= DECIDED:
+        there = abs(made.coefficients[1]) > made.uncertain[1]  # what rounding may have put there is no part of it
+        if there and made.residual <= limit and max(made.uncertain) <= DECIDED:
             of_own, of_other = made.coefficients
             return _cause(of_own, of_other, f"{partner}, stage {stage}", rounding=max(_NONE, limit))
     return None

@@ -8,13 +8,13 @@ from torch import Tensor
 
 from reference.step import Gradient
 from validation.diagnosis.atoms import Term
-from validation.diagnosis.combination import conclusive, decided, fit, level, residual_of
+from validation.diagnosis.combination import choices, conclusive, decided, fit, level, residual_of, simple
+from validation.diagnosis.reordering import TELLING, by_chance, reordered
 from validation.diagnosis.within import Paired
 from validation.tolerance import error
 
 _NARROW = 2.0**-7  # more than rounding to bfloat16 changes
 _SEVERAL = 4
-_TELLING = 4.0  # times what rounding may leave of it: an element this large shows whether it is right
 
 Counts = tuple[tuple[int, float], ...]  # how often each microbatch is in a sum
 
@@ -95,24 +95,11 @@ def by_itself(name: str, seen: Tensor, parts: Parts) -> Oddity:
     return _partly(name, target, parts) or Oddity(name, "unknown", note=few)
 
 
-def reordered(seen: Tensor, says: Tensor, limit: float) -> bool:
-    """Whether ``seen`` is ``says`` but for the order of its elements, which are enough for that to be no chance."""
-    one, two = (tensor.double().cpu().flatten().sort().values for tensor in (seen, says))
-    return len(one) >= _SEVERAL and one.shape == two.shape and error(one, two) <= limit
-
-
 def _factor(seen: Tensor, whole: Tensor, limit: float) -> float | None:
+    """What ``seen`` is times ``whole``; None where it is no multiple, or rounding may have made it one of another."""
     made = fit(seen.flatten(), whole.flatten()[None], limit)
-    if made.residual > limit:
-        return None
-    return _simple(made.coefficients[0], made.uncertain[0], limit)
-
-
-def _simple(value: float, bound: float, limit: float) -> float:
-    """The whole number, or one over one, that ``value`` may well be; or itself."""
-    small = abs(value) <= max(bound, limit)
-    near = 0.0 if small else float(round(value)) if abs(value) > 2 / 3 else 1 / round(1 / value)
-    return near if abs(near - value) <= min(max(bound, 1e-5 * abs(near)), decided(limit)) else value
+    found = simple(made.coefficients[0], made.uncertain[0], limit)
+    return None if made.residual > limit or found == 1.0 else found
 
 
 def _enough(rows: Tensor, limit: float, used: int | None = None) -> bool:
@@ -134,7 +121,9 @@ def counted(seen: Tensor, parts: Parts) -> Counts | None:
     if made.residual > parts.limit or max(made.uncertain) > decided(parts.limit):
         return None
     known = zip(made.coefficients, made.uncertain, strict=True)
-    found = level([_simple(c, bound, parts.limit) for c, bound in known], made.uncertain)
+    found = level([simple(c, bound, parts.limit) for c, bound in known], made.uncertain)
+    if set(found) == {1.0}:
+        return None  # it is not right, and rounding hides what else it is
     if residual_of(target, rows, found) > parts.limit:
         found = list(made.coefficients)
     by_term = dict(zip(terms, found, strict=True))
@@ -155,7 +144,7 @@ def _one_otherwise(seen: Tensor, rows: Tensor, terms: Sequence[Term], limit: flo
         for k, row in enumerate(rows):
             made = fit(seen - base * rows.sum(dim=0), row[None], limit, size=seen.norm().item())
             if made.residual <= limit and max(made.uncertain) <= decided(limit):
-                c = _simple(base + made.coefficients[0], made.uncertain[0], limit)
+                c = simple(base + made.coefficients[0], made.uncertain[0], limit)
                 found.append(tuple(sorted((t.activation, c if j == k else base) for j, t in enumerate(terms))))
     return found[0] if len(found) == 1 else None
 
@@ -164,8 +153,11 @@ def _partly(name: str, seen: Tensor, parts: Parts) -> Oddity | None:
     """What is wrong with the elements that are, where enough others are right."""
     whole = parts.whole
     allowed = parts.limit * whole.abs().max()
-    wrong, telling = (seen - whole).abs() > allowed, whole.abs() > _TELLING * allowed
-    if not conclusive(int((telling & ~wrong).sum()), used=0, atoms=1, limit=parts.limit):
+    wrong, telling = (seen - whole).abs() > allowed, whole.abs() > TELLING * allowed
+    if not wrong.any():
+        return None
+    right, chance = int((telling & ~wrong).sum()), by_chance(seen - whole, wrong, whole, parts.limit)
+    if not conclusive(right, used=0, atoms=1, limit=chance, ways=choices(right, of=int(telling.sum()))):
         return None
     part, inside = _place(wrong, telling), parts.at(wrong)
     if not seen[wrong].any():

@@ -7,12 +7,11 @@ import torch
 from torch import Tensor
 
 from reference.step import Gradient, Stage
-from validation.diagnosis.combination import DECIDED, fit, residual_of
+from validation.diagnosis.combination import DECIDED, decided, fit, residual_of, simple
 from validation.diagnosis.explanation import Explanation, limit_of
-from validation.diagnosis.oddity import reordered
+from validation.diagnosis.reordering import reordered
 from validation.diagnosis.update import Update
-
-_NEAR = 1e-3
+from validation.tolerance import error
 
 
 @dataclass(frozen=True)
@@ -67,19 +66,25 @@ def _copy(stage: Stage, name: str, seen: Gradient, shares: dict[Stage, Gradient]
         return Shares(stage, name, {}, explained=False)
     target, rows = seen.double().cpu().flatten(), torch.stack([share.flatten() for share in known.values()])
     made = fit(target, rows, limit)
-    counts = [float(round(c)) if abs(c - round(c)) <= _NEAR else c for c in made.coefficients]
-    explained = max(made.uncertain) <= DECIDED and residual_of(target, rows, counts) <= limit
+    if error(target, rows.sum(dim=0)) <= limit:
+        return Shares(stage, name, dict.fromkeys(known, 1.0), explained=True)
+    counts = [simple(c, bound, limit) for c, bound in zip(made.coefficients, made.uncertain, strict=True)]
+    explained = max(made.uncertain) <= decided(limit) and residual_of(target, rows, counts) <= limit
     return Shares(stage, name, dict(zip(known, counts, strict=True)), explained)
 
 
 def _turned(copy: Shares, seen: Tensor, shares: Mapping[Stage, Gradient], limit: float) -> Shares | None:
     """A copy that is the sum of all shares but for the order of elements of one."""
-    known = {stage: share for stage, share in shares.items() if share is not None}
+    known = {stage: share for stage, share in shares.items() if share is not None and share.any()}
+    turned = []
     for stage, share in known.items():
         rest = seen.double().cpu() - sum((other for s, other in known.items() if s != stage), torch.zeros(()))
-        if reordered(rest, share, 10 * limit):
-            return replace(copy, counts=dict.fromkeys(known, 1.0), explained=True, turned=stage)
-    return None
+        more = max((seen.norm() / share.norm()).item(), (seen.abs().max() / share.abs().max()).item(), 1.0)
+        if reordered(rest, share, limit * more):  # rounding is that of the whole, however small the share
+            turned.append(stage)
+    if len(turned) != 1:
+        return None
+    return replace(copy, counts=dict.fromkeys(known, 1.0), explained=True, turned=turned[0])
 
 
 def _lacking(

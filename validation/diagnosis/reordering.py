@@ -1,0 +1,98 @@
+"""Whether a gradient is another one but for the order of its elements, its rows or its columns, and not by chance.
+
+Numbers of one kind look alike when sorted, the more so the more there are: where rounding leaves much, as in a coarse
+type, two gradients that have nothing to do with each other may. So what is in its place already says nothing, and what
+is not must be off by so much more than rounding that no choice among all orders of the kind would fit by chance.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from validation.diagnosis.combination import conclusive, orders
+from validation.tolerance import error
+
+TELLING = 4.0  # times what rounding may leave of it: an element this large shows whether it is right
+_SKETCH = 32
+_PIECE = 256
+
+
+def reordered(seen: Tensor, says: Tensor, limit: float) -> bool:
+    """Whether ``seen`` is ``says`` but for the order of its elements, or of lines of it, where that is no chance."""
+    one, two = (tensor.double().cpu() for tensor in (seen, says))
+    if one.shape != two.shape or not two.any():
+        return False
+    lines = [(one.flatten(1), two.flatten(1)), (one.flatten(0, -2).T, two.flatten(0, -2).T)] if one.dim() > 1 else []
+    kinds = (_simply(one, two, limit), _elements(one.flatten(), two.flatten(), limit))
+    return any(kinds) or any(_lines(*pair, limit) for pair in lines)
+
+
+def _simply(seen: Tensor, says: Tensor, limit: float) -> bool:
+    """Whether a single step that moves all elements alike makes it: they are shifted, reversed or transposed."""
+    wrong, ways = _wrong(seen, says, limit), math.log(says.numel() + says.dim() + 1)
+    if not _no_chance(seen, says, wrong, ways, limit):
+        return False
+    return any(error(seen, made) <= limit for made in _moved(seen, says) if made.shape == seen.shape)
+
+
+def _moved(seen: Tensor, says: Tensor) -> Iterator[Tensor]:
+    """``says`` shifted by what makes it most like ``seen``, reversed along each dimension, and transposed."""
+    one, two = (torch.fft.rfft(tensor.flatten()) for tensor in (seen, says))
+    yield says.roll(int(torch.fft.irfft(one * two.conj(), n=says.numel()).argmax()))
+    yield from (says.flip(dim) for dim in range(says.dim()))
+    if says.dim() > 1:
+        yield says.transpose(0, 1)
+
+
+def _elements(seen: Tensor, says: Tensor, limit: float) -> bool:
+    moved = _wrong(seen, says, limit)
+    no_chance = _no_chance(seen, says, moved, orders(int(moved.sum())), limit)
+    return no_chance and error(seen.sort()[0], says.sort()[0]) <= limit
+
+
+def _lines(seen: Tensor, says: Tensor, limit: float) -> bool:
+    """Whether the lines of ``seen`` (L, D) are those of ``says``, each once but for those that rounding could make."""
+    wrong = _wrong(seen, says, limit)
+    moved = wrong.any(dim=1)
+    if not _no_chance(seen, says, wrong, orders(int(moved.sum())), limit):
+        return False
+    one, two = seen[moved], says[moved]
+    nearest = _nearest(one, two)
+    if error(one, two[nearest]) > limit:
+        return False
+    used, there = (_telling(rows, two, limit).any(dim=1) for rows in (two[nearest], two))
+    return sorted(nearest[used].tolist()) == there.nonzero().flatten().tolist()
+
+
+def _nearest(rows: Tensor, others: Tensor) -> Tensor:
+    """Which of ``others`` (K, D) each of ``rows`` (L, D) is nearest to, by what few sums of their elements say."""
+    if rows.shape[1] > _SKETCH:
+        generator = torch.Generator().manual_seed(0)
+        drawn = torch.randn(rows.shape[1], _SKETCH, generator=generator, dtype=torch.float64)
+        rows, others = rows @ drawn, others @ drawn
+    return torch.cat([torch.cdist(piece, others).argmin(dim=1) for piece in torch.split(rows, _PIECE)])
+
+
+def _no_chance(seen: Tensor, says: Tensor, wrong: Tensor, ways: float, limit: float) -> bool:
+    """Whether none of so many orders, in logarithm, would make all that is ``wrong`` right by chance."""
+    telling = wrong & (_telling(seen, says, limit) | _telling(says, says, limit))
+    if not telling.any():
+        return False
+    chance = by_chance(seen - says, wrong, says, limit)
+    return conclusive(int(telling.sum()), used=0, atoms=1, limit=chance, ways=ways)
+
+
+def by_chance(gap: Tensor, wrong: Tensor, says: Tensor, limit: float) -> float:
+    """How often an element that is off like the ``wrong`` ones would be right by chance."""
+    off = gap[wrong].square().mean().sqrt() / says.abs().max()
+    return min(1.0, limit / off.item())
+
+
+def _wrong(seen: Tensor, says: Tensor, limit: float) -> Tensor:
+    return (seen - says).abs() > limit * says.abs().max()
+
+
+def _telling(of: Tensor, says: Tensor, limit: float) -> Tensor:
+    return of.abs() > TELLING * limit * says.abs().max()
