@@ -323,6 +323,18 @@ def test_rows_that_lost_a_microbatch() -> None:
     assert cause.detail == "rows 0 to 3 of it, all else is right"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [0.03, 0.1, 0.3, 1.0])
+def test_noise_all_over_a_gradient_is_unknown_however_small(size: float, dtype: torch.dtype) -> None:
+    """Some of its elements are right by chance in a coarse type, and some factor or order may nearly fit."""
+    generator = torch.Generator().manual_seed(1)
+
+    def noisy(gradient: Tensor) -> None:
+        gradient += size * gradient.std() * torch.randn(gradient.shape, generator=generator)
+
+    assert not attributed(after=altered(UP, noisy), dtype=dtype).causes
+
+
 def test_elements_that_tell_nothing_are_located_and_not_named() -> None:
     found = attributed(after=altered(UP, noise))
     assert not found.causes

@@ -17,7 +17,7 @@ from validation.judge import judge
 from validation.observe import observe
 from validation.observed import Observed
 from validation.recording import FLOWED, GIVEN, HANDED_ON, MADE, OUTPUT, Point, Recording, Site
-from validation.specimens import SPECIMENS
+from validation.specimens import SPECIMENS, tied
 from validation.trials.trial import located, smallest_of
 from validation.validator import explained, validate
 from validation.verdict import Verdict, told
@@ -272,6 +272,17 @@ def test_faults_of_a_run_in_bf16_are_named(world: World, name: str) -> None:
     assert verdict.verdict == "fail"
     assert verdict.cause[0].kind == COARSE[name]
     assert located(SPECIMENS[name].cause(smallest_of(SPECIMENS[name])), verdict.cause[0])
+
+
+@pytest.mark.parametrize("name", [one.name for one in tied.SPECIMENS])
+def test_faults_with_tied_parameters_in_bf16_are_named_from_final_gradients(world: World, name: str) -> None:
+    """What one rounding is to a sum may be much to a share: copies are told by whole shares, not by looks."""
+    case, specimen = replace(smallest_of(SPECIMENS[name]), dtype="bf16"), SPECIMENS[name]
+    observed = observe(case, world)
+    verdict = diagnose(case, observed.final(), judge(case, observed))
+    assert verdict.verdict == "fail"
+    assert {cause.kind for cause in verdict.cause} <= {specimen.fault.kind, *specimen.fault.alike}
+    assert verdict.cause
 
 
 def test_a_right_run_in_bf16_names_nothing(world: World) -> None:
