@@ -59,11 +59,15 @@ def _additions(stages: Sequence[Explanation], every: Sequence[Chain]) -> Iterato
 
 
 def chains(stages: Sequence[Explanation]) -> Iterator[Chain]:
-    """Every wrong pair that is no consequence of another."""
+    """Every wrong pair that is decided and no consequence of another."""
     for one in reversed(stages):
         if one.explained:
             for term, c in one.coefficients.items():
-                if c and (term.what == "logits" or (term.what == "pair" and not term.nominal)):
+                if (
+                    c
+                    and term not in one.undecided
+                    and (term.what == "logits" or (term.what == "pair" and not term.nominal))
+                ):
                     yield Chain(term, one.stage, tuple(_followed(stages, one.stage, term)))
 
 

@@ -40,13 +40,14 @@ def name_causes(
 def _decided_faults(update: Update, stage: Explanation) -> tuple[Fault, ...] | None:
     """A stage's faults but for those that other coefficients would explain away, as where microbatches are equal.
 
-    None where no other is left.
+    Of a factor that is not simple the others tell what it comes from. None where no other fault is left.
     """
     faults = faults_of(update, stage, filled(stage))
     if not stage.undecided:
         return faults
     others = {microbatch for term in stage.undecided for microbatch in (term.activation, term.gradient)}
-    return tuple(one for one in faults if one.microbatches and not others & set(one.microbatches)) or None
+    told = [one for one in faults if one.microbatches and one.kind != "scale"]
+    return tuple(one for one in told if not others & set(one.microbatches)) or None
 
 
 def filled(stage: Explanation) -> dict[Term, float]:
