@@ -59,16 +59,18 @@ def _additions(stages: Sequence[Explanation], every: Sequence[Chain]) -> Iterato
 
 
 def chains(stages: Sequence[Explanation]) -> Iterator[Chain]:
-    """Every wrong pair that is decided and no consequence of another."""
+    """Every wrong pair that is no consequence of another."""
     for one in reversed(stages):
         if one.explained:
             for term, c in one.coefficients.items():
-                if (
-                    c
-                    and term not in one.undecided
-                    and (term.what == "logits" or (term.what == "pair" and not term.nominal))
-                ):
+                paired = term.what == "logits" or (term.what == "pair" and not term.nominal)
+                if c and paired and _happened(c, decided=term not in one.undecided):
                     yield Chain(term, one.stage, tuple(_followed(stages, one.stage, term)))
+
+
+def _happened(c: float, *, decided: bool) -> bool:
+    """Whether a coefficient tells of something: what happened at all did so a whole number of times."""
+    return decided or c == round(c)
 
 
 def _followed(stages: Sequence[Explanation], stage: Stage, term: Term) -> Iterator[int]:
