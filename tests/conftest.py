@@ -12,7 +12,7 @@ from validation.ranks.launcher import launch_environment
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
-_BOUND_S = 120.0
+_BOUND_S = 240.0
 _STARTS_PROCESSES = {"torchrun", "python", "processes"}  # fixtures
 
 
