@@ -12,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from validation.case import Case, CaseError
-from validation.findings import FINDINGS, known
+from validation.findings import FINDINGS, Finding, known
 from validation.fuzz import cases, fuzz
 from validation.judge import judge
 from validation.observe import data_for, max_norm_of
@@ -161,3 +161,11 @@ def test_a_fault_of_ddp_is_caught_in_a_campaign_and_shrunk(
 def test_what_torch_cannot_run_is_a_sentence(line: str, why: str) -> None:
     with pytest.raises(CaseError, match=why):
         Case.parse(line)
+
+
+def test_a_finding_that_shows_in_most_runs_is_tried_until_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = iter(["pass", "raised"])
+    monkeypatch.setattr(Finding, "_tried", lambda self, world: next(seen))
+    assert Finding("now and then", "", lambda case: True, tries=6).verdict(object()) == "raised"  # type: ignore[arg-type]
+    monkeypatch.setattr(Finding, "_tried", lambda self, world: "pass")
+    assert Finding("mended", "", lambda case: True, tries=2).verdict(object()) == "pass"  # type: ignore[arg-type]

@@ -23,16 +23,22 @@ from validation.world import World
 class Finding:
     """``line`` replays the smallest case; ``shows`` says of a case on torch whether it should show there as well.
 
-    ``csv`` is the schedule, where no family has it: ``own.csv`` in the line.
+    ``csv`` is the schedule, where no family has it: ``own.csv`` in the line. ``tries``: how often the line is run until
+    it shows something; more than once for what hangs on memory that nobody has initialised, and shows in most runs.
     """
 
     name: str
     line: str
     shows: Callable[[Case], bool]
     csv: str = ""
+    tries: int = 1
 
     def verdict(self, world: World) -> str:
         """What its smallest case comes to here and now: ``pass``, ``fail``, ``unknown``, or ``raised``."""
+        tried = (self._tried(world) for _ in range(self.tries))
+        return next((verdict for verdict in tried if verdict != "pass"), "pass")
+
+    def _tried(self, world: World) -> str:
         with TemporaryDirectory() as folder:
             file = Path(folder, "own.csv")
             file.write_text(self.csv)
@@ -157,6 +163,7 @@ FINDINGS = (
         "trial-run-marks-unused",
         "gpipe r2 s2 m2 split=1,2 model=sometimes plan=train seed=1 replicas=2 runtime=torch",
         lambda case: case.replicas > 1 and case.model == "sometimes" and case.microbatches > 1 and max(case.split) > 1,
+        tries=6,
     ),
     Finding(
         "messages-to-oneself",
