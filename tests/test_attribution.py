@@ -377,3 +377,14 @@ def test_a_parameter_that_lost_more_than_its_stage() -> None:
     stage, parameter = found.causes
     assert (stage.kind, stage.microbatches, stage.parameter) == ("dropped", (3,), None)
     assert (parameter.kind, parameter.microbatches, parameter.parameter) == ("dropped", (1, 3), UP[1])
+
+
+def test_what_one_parameter_counts_names_nothing_where_another_is_wrong_like_nothing_known() -> None:
+    """As where one output gradient came in place of others: a bias shows that as counts, a weight as nothing known."""
+
+    def noisy(gradient: Tensor) -> None:
+        gradient += 1e-2 * torch.randn(gradient.shape, generator=torch.Generator().manual_seed(2))
+
+    found = attributed(loses(BIAS, 1), after=altered(UP, noisy))
+    assert not found.causes
+    assert any(UP[1] in told for told in found.unknown)

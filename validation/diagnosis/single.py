@@ -23,13 +23,23 @@ def of_parameters(
             continue  # the stage's own fault
         yield from sums[one.stage]
         groups: dict[Oddity, list[str]] = {}
-        for oddity in one.odd:
+        for oddity in _telling(one.odd):
             groups.setdefault(replace(oddity, parameter=""), []).append(oddity.parameter)
         for oddity, names in groups.items():
             for cause in _odd_causes(update, oddity, max(SAME, one.limit)):
                 more = f"and {', '.join(names[1:])}" if len(names) > 1 else ""
                 detail = "; ".join(filter(None, (cause.detail, more)))
                 yield replace(cause, stage=one.stage, parameter=names[0], detail=detail)
+
+
+def _telling(odd: Sequence[Oddity]) -> Sequence[Oddity]:
+    """What is known of parameters, but for counts of microbatches where others are wrong that nobody can explain.
+
+    They may have one cause, such as an overwritten output gradient: a bias shows it as one microbatch in place of
+    others, and a weight, which met it with its own activations, as nothing known.
+    """
+    alone = all(oddity.what != "unknown" for oddity in odd)
+    return [oddity for oddity in odd if alone or oddity.what != "counted"]
 
 
 def untrained(update: Update) -> Iterator[Cause]:
