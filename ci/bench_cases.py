@@ -11,11 +11,11 @@ from bench_table import Row, Target, ratio
 from hypothesis import HealthCheck, Phase, given, settings
 
 from validation import Case, World
-from validation.fuzz import cases
-from validation.judge import judge
-from validation.observe import observe, observe_rank
-from validation.validator import validate
-from validation.world import RankContext
+from validation.cases.fuzz import cases
+from validation.cases.observe import observe, observe_rank
+from validation.cases.validator import validate
+from validation.judging.judge import judge
+from validation.worlds.world import RankContext
 
 _LEAST = 20.0
 

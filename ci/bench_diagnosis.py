@@ -6,16 +6,16 @@ from time import perf_counter
 
 from bench_table import Row, Target
 
-from validation.case import Case
-from validation.diagnose import diagnose
-from validation.judge import judge
-from validation.observe import observe
-from validation.observed import Observed
-from validation.specimens import FAMILIES
-from validation.specimens.specimen import unchanged_order
-from validation.trials.trial import case_for
-from validation.verdict import Verdict
-from validation.world import RankFailed, World
+from validation.cases.case import Case
+from validation.cases.observe import observe
+from validation.cases.specimens import FAMILIES
+from validation.cases.specimens.specimen import unchanged_order
+from validation.cases.trial import case_for
+from validation.diagnosis.diagnose import diagnose
+from validation.judging.judge import judge
+from validation.judging.verdict import Verdict
+from validation.observers.observed import Observed
+from validation.worlds.world import RankFailed, World
 
 SCHEDULES = ("1f1b", "zb-h1")
 _MOST_S = 1.0

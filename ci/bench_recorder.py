@@ -8,10 +8,10 @@ from bench_ranks import Turns, conditions, on_ranks, step_seconds, take_turns
 from bench_table import Row, Target, ratio
 
 from reference.data import Shapes, microbatches
-from validation.case import Case
-from validation.observe import assemble
-from validation.recorder import Recorder
-from validation.world import RankContext
+from validation.cases.case import Case
+from validation.cases.observe import assemble
+from validation.observers.recorder import Recorder
+from validation.worlds.world import RankContext
 
 # Microbatches as small as those of a validation, and as long as the model's context admits.
 SUBJECTS = {

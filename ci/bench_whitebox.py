@@ -10,9 +10,9 @@ import torch.distributed as dist
 from bench_table import Row, Target, ratio
 from torch import Tensor, nn
 
-from validation.judge import one_thread
-from validation.whitebox import WhiteBox, watch
-from validation.world import RankContext, World
+from validation.foreign import WhiteBox, watch
+from validation.judging.judge import one_thread
+from validation.worlds.world import RankContext, World
 
 WIDTH, ROWS, LAYERS, MICROBATCHES = 512, 64, 8, 8
 loss_fn = nn.functional.mse_loss

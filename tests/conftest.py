@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from validation.ranks.launcher import launch_environment
+from validation.worlds.launcher import launch_environment
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 

@@ -9,23 +9,23 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from validation.case import Case as Case
+    from validation.cases.case import Case as Case
+    from validation.cases.validator import validate as validate
+    from validation.judging.verdict import Verdict as Verdict
     from validation.records.single_device import SingleDevice as SingleDevice
     from validation.records.step_check import check_step as check_step
     from validation.records.step_record import record_step as record_step
     from validation.records.step_record import write_record as write_record
-    from validation.validator import validate as validate
-    from validation.verdict import Verdict as Verdict
-    from validation.world import World as World
+    from validation.worlds.world import World as World
 
 _HOMES = {
-    "Case": "case",
+    "Case": "cases.case",
     "SingleDevice": "records.single_device",
-    "Verdict": "verdict",
-    "World": "world",
+    "Verdict": "judging.verdict",
+    "World": "worlds.world",
     "check_step": "records.step_check",
     "record_step": "records.step_record",
-    "validate": "validator",
+    "validate": "cases.validator",
     "write_record": "records.step_record",
 }
 

@@ -13,11 +13,11 @@ from importlib.metadata import version
 
 from validation.commands.case_commands import add_case_commands
 from validation.commands.case_options import STATUSES
+from validation.commands.ending import ended
 from validation.commands.fault_commands import add_fault_commands
+from validation.commands.option_parser import OptionParser, joined
 from validation.commands.record_commands import add_record_commands
 from validation.commands.schedule_commands import add_schedule_commands
-from validation.console.ending import ended
-from validation.console.option_parser import OptionParser, joined
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

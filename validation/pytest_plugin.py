@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from validation.ranks.launcher import under_torchrun
-from validation.ranks.rank_report import NeedsMoreRanks
+from validation.worlds.launcher import under_torchrun
+from validation.worlds.rank_report import NeedsMoreRanks
 
 if TYPE_CHECKING:
-    from validation.whitebox import WhiteBox
-    from validation.world import World
+    from validation.foreign import WhiteBox
+    from validation.worlds.world import World
 
 _LEFT_OUT = "pipeproof_ranks"  # a property of a report: how many ranks there were when the test wanted more
 
@@ -38,7 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(LeftOut(), "pipeproof-left-out")
     if under_torchrun():
         _refuse_workers(config)
-        from validation.session.pytest_torchrun import RanksTogether  # torch comes with it, so only here
+        from validation.worlds.pytest_torchrun import RanksTogether  # torch comes with it, so only here
 
         config.pluginmanager.register(RanksTogether(config), "pipeproof-torchrun")
 
@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def world(request: pytest.FixtureRequest) -> Iterator["World"]:
     """Ranks to run jobs on, kept for the whole session: ``world.run(job, ranks=4)``."""
-    from validation.world import World  # torch comes with it, so only where a test wants ranks
+    from validation.worlds.world import World  # torch comes with it, so only where a test wants ranks
 
     bound_s = min(120.0, request.config.getoption("--rank-timeout"))
     with World(device=request.config.getoption("--pipeproof-device"), timeout_s=bound_s) as world:
@@ -64,7 +64,7 @@ def world(request: pytest.FixtureRequest) -> Iterator["World"]:
 @pytest.fixture
 def whitebox(world: "World") -> "WhiteBox":
     """Judges a training step of one's own: ``whitebox.validate(step, reference=..., microbatches=..., ranks=4)``."""
-    from validation.whitebox import WhiteBox
+    from validation.foreign import WhiteBox
 
     return WhiteBox(world)
 

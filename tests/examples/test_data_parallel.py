@@ -6,7 +6,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeline import PipelineSchedule
-from validation.whitebox import WhiteBox
+from validation.foreign import WhiteBox
 
 
 def build_model() -> nn.Module:

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from validation import cli
-from validation.console.option_parser import UsageError
+from validation.commands.option_parser import UsageError
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 WORKFLOW = yaml.safe_load((Path(__file__).parents[2] / "ci" / "github-workflow.yml").read_text())

@@ -26,8 +26,8 @@ from pipeline.transport import Transport
 from reference.data import Batch, Shapes, microbatches
 from reference.model import GPT
 from reference.step import Expected, Recipe, Reference
-from validation.stages import Slice, layers_of, owners, tied_across
-from validation.tolerance import FP32, error, scalar_error
+from validation.cases.stages import Slice, layers_of, owners, tied_across
+from validation.judging.tolerance import FP32, error, scalar_error
 
 
 def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

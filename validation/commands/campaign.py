@@ -10,22 +10,22 @@ import torch
 import torch._dynamo  # the reference's optimizer wants it: better now, while the fork server imports the same
 
 from pipeline.profile import profile_table
-from validation.case import Case
-from validation.console.output_file import OutputFile
-from validation.console.terminal import JsonFile, Terminal
-from validation.findings import FINDINGS, Finding, known
-from validation.fuzz import Found, Tally, cases, fuzz
-from validation.judge import judge
-from validation.observe import observe
-from validation.observed import Observed
+from validation.cases.case import Case
+from validation.cases.findings import FINDINGS, Finding, known
+from validation.cases.fuzz import Found, Tally, cases, fuzz
+from validation.cases.observe import observe
+from validation.cases.runtimes import OWN
+from validation.cases.specimens import specimen
+from validation.cases.validator import crashed, explained, validate
+from validation.judging.judge import judge
+from validation.judging.verdict import SCHEMA, Verdict
+from validation.observers.observed import Observed
 from validation.records.case_record import observed_record
 from validation.records.record_file import write
-from validation.report import HEADER, line, summary
-from validation.runtimes import OWN
-from validation.specimens import specimen
-from validation.validator import crashed, explained, validate
-from validation.verdict import SCHEMA, Verdict
-from validation.world import NeedsMoreRanks, RankFailed, World
+from validation.reports.table import HEADER, line, summary
+from validation.reports.terminal import JsonFile, Terminal
+from validation.worlds.output_file import OutputFile
+from validation.worlds.world import NeedsMoreRanks, RankFailed, World
 
 NO_VERDICT = 3
 NOTHING: Mapping[str, str] = MappingProxyType({})

@@ -5,11 +5,11 @@ from typing import Any
 
 from pipeline.files import is_csv
 from pipeline.sizes import MOST_ACTIONS, MOST_PROCESSES, MOST_SEED, counted
-from validation.case import FUZZED_DTYPES, Case, CaseError
+from validation.cases.case import FUZZED_DTYPES, Case, CaseError
+from validation.cases.runtimes import OWN, TORCH
 from validation.commands.case_options import DTYPE_NAMES, STATUSES, add_recording, add_table, add_world, table_of
 from validation.commands.selection import dtype_names, schedule_names
-from validation.ranks import fork_server
-from validation.runtimes import OWN, TORCH
+from validation.worlds import fork_server
 
 
 def add_case_commands(commands: "argparse._SubParsersAction[Any]") -> None:
@@ -89,7 +89,7 @@ def _gate(options: argparse.Namespace) -> int:
     table, missing = table_of(options)
     fork_server.start()
     from validation.commands.campaign import Setting
-    from validation.gate.gate import Plan, Reports, gate
+    from validation.commands.gate import Plan, Reports, gate
 
     max_ranks = max(case.ranks for case in table) if options.max_ranks is None else options.max_ranks
     counted("--cases", options.cases, least=0, most=MOST_ACTIONS)

@@ -8,9 +8,9 @@ from pipeline.lower import Program
 from pipeline.partition import parse_split
 from pipeline.schedule import Schedule
 from pipeline.schedules import LOOPED
-from validation.case import DTYPES, LOSSES, MODELS, SCHEDULES, Case, most_stages
+from validation.cases.case import DTYPES, LOSSES, MODELS, SCHEDULES, Case, most_stages
+from validation.commands.option_types import seconds
 from validation.commands.selection import MICROBATCHES, RANKS, Shape, dtype_names, schedule_in, selected
-from validation.console.option_types import seconds
 
 MODEL_NAMES = f"out of {', '.join(MODELS)}"
 DTYPE_NAMES = f"out of {', '.join(DTYPES)}"

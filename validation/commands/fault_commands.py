@@ -4,10 +4,10 @@ import argparse
 from typing import Any
 
 from pipeline.sizes import MOST_SEED, counted
-from validation.case import DTYPES, MODELS, CaseError
+from validation.cases.case import DTYPES, MODELS, CaseError
+from validation.commands.option_types import seconds
 from validation.commands.selection import dtype_names, schedule_names
-from validation.console.option_types import seconds
-from validation.console.terminal import Terminal
+from validation.reports.terminal import Terminal
 
 
 def add_fault_commands(commands: "argparse._SubParsersAction[Any]") -> None:
@@ -50,7 +50,7 @@ def _add_specimens(parser: argparse.ArgumentParser) -> None:
 
 
 def _tolerance(options: argparse.Namespace) -> int:
-    from validation.gaps.gap_survey import Survey, show_tolerance
+    from validation.commands.gap_survey import Survey, show_tolerance
 
     models = [name.strip() for name in options.model.split(",")]
     survey = Survey(models, dtype_names(options.dtype), options.microbatches, options.seed)
@@ -59,7 +59,7 @@ def _tolerance(options: argparse.Namespace) -> int:
 
 def _specimens(options: argparse.Namespace) -> int:
     from validation.commands.campaign import Setting
-    from validation.trials.catalogue import chosen, listing, shrink_all, try_all
+    from validation.commands.catalogue import chosen, listing, shrink_all, try_all
 
     names = chosen(options.only)
     if options.list:

@@ -9,12 +9,12 @@ from pipeline.profile import beside
 from pipeline.trace import Trace
 from reference.data import Shapes, microbatches
 from reference.model import DTYPES
-from validation.case import Case, CaseError
+from validation.cases.case import Case, CaseError
+from validation.cases.observe import assemble
 from validation.commands.campaign import NO_VERDICT, enough_ranks
-from validation.commands.drawings import Drawings, Paths
-from validation.console.terminal import Terminal
-from validation.observe import assemble
-from validation.world import RankContext, RankFailed, World
+from validation.reports.drawings import Drawings, Paths
+from validation.reports.terminal import Terminal
+from validation.worlds.world import RankContext, RankFailed, World
 
 # Steps before the timed ones: links learn shapes, allocators warm up.
 _WARM_UP = 2

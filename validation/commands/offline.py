@@ -2,15 +2,15 @@
 
 from collections.abc import Iterator
 
-from validation.case import Case
-from validation.console.output_file import OutputFile
-from validation.console.terminal import JsonFile, Terminal
+from validation.cases.case import Case
+from validation.cases.specimens import specimen
+from validation.judging.verdict import Verdict
 from validation.records.case_record import expected_record
 from validation.records.compare import compare
 from validation.records.record import Record, RecordError, config_differences
 from validation.records.record_file import read, write
-from validation.specimens import specimen
-from validation.verdict import Verdict
+from validation.reports.terminal import JsonFile, Terminal
+from validation.worlds.output_file import OutputFile
 
 
 def record_case(case: Case, path: str) -> int:

@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from validation.case import Case
+from validation.cases.case import Case
 
 
 def add_record_commands(commands: "argparse._SubParsersAction[Any]") -> None:

@@ -10,16 +10,16 @@ from pipeline.plan import Needs, plan, table, trade
 from pipeline.schedule import Schedule
 from pipeline.schedules import FAMILIES
 from pipeline.simulate import Times
-from validation.case import CaseError
+from validation.cases.case import CaseError
 from validation.commands.case_options import MODEL_NAMES, STATUSES, add_shape, case_of
 from validation.commands.checking import checked
-from validation.commands.drawings import Paths
+from validation.commands.ending import WRONG
+from validation.commands.option_types import number, numbers, share, shares, three_numbers
 from validation.commands.selection import MICROBATCHES, RANKS, Shape, schedule_in
 from validation.commands.show import show
-from validation.console.ending import WRONG
-from validation.console.option_types import number, numbers, share, shares, three_numbers
-from validation.console.terminal import Terminal
-from validation.ranks import fork_server
+from validation.reports.drawings import Paths
+from validation.reports.terminal import Terminal
+from validation.worlds import fork_server
 
 _UNIT = (1.0, 1.0, 1.0)
 # What --run takes where nothing is said.

@@ -9,8 +9,8 @@ from pipeline.lower import Program
 from pipeline.schedule import Schedule, ScheduleError
 from pipeline.schedules import FAMILIES, LOOPED, build, canonical_name, virtuals
 from pipeline.sizes import MOST_LAYERS, MOST_RANKS, counted
-from validation.case import DTYPES, SCHEDULES, CaseError, most_stages
-from validation.own_schedule import own_schedule
+from validation.cases.case import DTYPES, SCHEDULES, CaseError, most_stages
+from validation.cases.own_schedule import own_schedule
 
 RANKS, MICROBATCHES = 4, 8
 Fits = Callable[[int], object]

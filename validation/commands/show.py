@@ -4,7 +4,7 @@ from pipeline.costs import trace_of
 from pipeline.grid import draw
 from pipeline.schedule import Schedule, ScheduleError
 from pipeline.simulate import Timeline, Times, simulate
-from validation.commands.drawings import Drawings, Paths
+from validation.reports.drawings import Drawings, Paths
 
 
 def show(schedule: Schedule, times: Times, paths: Paths) -> str:

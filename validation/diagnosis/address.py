@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from validation.diagnosis.likes import Likes
-from validation.recording import Point
-from validation.tolerance import FP32, error, precision_of
+from validation.diagnosis.nearest import Likes
+from validation.judging.tolerance import FP32, error, precision_of
+from validation.observers.recording import Point
 
 NARROWER = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _GARBAGE = 1e12  # times the largest expected element: no arithmetic error comes near

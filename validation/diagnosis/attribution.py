@@ -9,17 +9,17 @@ from dataclasses import dataclass
 
 from reference.pairing import Pairing
 from reference.step import Expected, Gradient, Recipe, Site, Stage
-from validation.case import Case
-from validation.cause import Cause
+from validation.cases.case import Case
+from validation.cases.observe import data_for
+from validation.cases.stages import layers_of, tied_across
 from validation.diagnosis.atoms import Wrong
 from validation.diagnosis.explanation import Explainer, Explanation
 from validation.diagnosis.flow import Played
 from validation.diagnosis.naming import name_causes
 from validation.diagnosis.tied import Shares, explain_tied
 from validation.diagnosis.update import Update
-from validation.observe import data_for
-from validation.observed import Observed
-from validation.stages import layers_of, tied_across
+from validation.judging.cause import Cause
+from validation.observers.observed import Observed
 
 
 @dataclass(frozen=True)

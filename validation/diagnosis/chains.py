@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from reference.step import Stage
-from validation.cause import Cause
 from validation.diagnosis.atoms import Term
 from validation.diagnosis.explanation import Explanation
 from validation.diagnosis.update import Update
+from validation.judging.cause import Cause
 
 
 @dataclass(frozen=True)

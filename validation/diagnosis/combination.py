@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from validation.tolerance import FP32, precision_of
+from validation.judging.tolerance import FP32, precision_of
 
 _CHANCE = 1e-9  # how likely an explanation may be to fit by chance
 DECIDED = 0.05  # a coefficient known no better than this is undecided

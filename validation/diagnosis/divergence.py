@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from validation.diagnosis.address import Catalogue, Label, What, agrees, what_is
-from validation.recording import (
+from validation.observers.recording import (
     BACKWARD_POINTS,
     FLOWED,
     FORWARD_POINTS,

@@ -8,19 +8,19 @@ from torch import Tensor
 
 from reference.model import DTYPES
 from reference.step import Expected
-from validation.case import Case
+from validation.cases.case import Case
+from validation.cases.stages import tied_across
 from validation.diagnosis.attribution import Attribution, attribute_case
 from validation.diagnosis.broken import Broken
 from validation.diagnosis.divergence import Divergence, Ground, Positions, divergences
 from validation.diagnosis.flow import Played, parts_of, play
 from validation.diagnosis.hypotheses import Tried
+from validation.diagnosis.interference import Known, broken_between
 from validation.diagnosis.sums import broken_additions
-from validation.diagnosis.touched import Known, broken_between
-from validation.observed import Observed
-from validation.recording import Addition, Recording, Site
-from validation.stages import tied_across
-from validation.tolerance import PRECISIONS
-from validation.verdict import Verdict
+from validation.judging.tolerance import PRECISIONS
+from validation.judging.verdict import Verdict
+from validation.observers.observed import Observed
+from validation.observers.recording import Addition, Recording, Site
 
 Gradients = Mapping[str, Tensor | None]
 

@@ -9,11 +9,11 @@ from torch import Tensor
 from reference.step import Gradient, Stage
 from validation.diagnosis.atoms import Atom, Atoms, Term, Wrong
 from validation.diagnosis.combination import DECIDED, alike, decided, fit, level, select
-from validation.diagnosis.oddity import Oddity, Parts, absence, by_itself
+from validation.diagnosis.module_pairing import Paired, paired_within
+from validation.diagnosis.outlier import Oddity, Parts, absence, by_itself
 from validation.diagnosis.system import Layout, System, weights
 from validation.diagnosis.update import Update
-from validation.diagnosis.within import Paired, paired_within
-from validation.tolerance import BF16, Floor, error, precision_of
+from validation.judging.tolerance import BF16, Floor, error, precision_of
 
 _ZERO = 1e-3  # a coefficient this small may be none at all: it is left out if nothing but rounding remains without it
 _MORE = 8  # a sparse explanation has at most two atoms for every microbatch, and so many more

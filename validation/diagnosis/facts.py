@@ -4,9 +4,9 @@ from collections.abc import Collection
 from typing import Protocol
 
 from reference.step import Expected
-from validation.observed import Observed
-from validation.recording import Recording
-from validation.verdict import Verdict
+from validation.judging.verdict import Verdict
+from validation.observers.observed import Observed
+from validation.observers.recording import Recording
 
 
 class Facts(Protocol):

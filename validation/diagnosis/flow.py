@@ -10,10 +10,11 @@ from torch import Tensor
 from reference.boundary import Boundary, boundary
 from reference.model import Model, build_model
 from reference.step import Expected, Recipe, Reference, objective
-from validation.case import Case
-from validation.observe import data_for, max_norm_of
-from validation.observed import Observed
-from validation.recording import (
+from validation.cases.case import Case
+from validation.cases.observe import data_for, max_norm_of
+from validation.cases.stages import layers_of, owners
+from validation.observers.observed import Observed
+from validation.observers.recording import (
     FLOWED,
     GIVEN,
     HANDED_ON,
@@ -26,7 +27,6 @@ from validation.recording import (
     USED,
     Point,
 )
-from validation.stages import layers_of, owners
 
 Tensors = Sequence[Tensor | None]
 

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from reference.boundary import Tensors, run_layers
 from reference.model import Model
-from validation.case import Case
+from validation.cases.case import Case
+from validation.cases.observe import data_for
+from validation.cases.stages import layers_of
 from validation.diagnosis.address import NARROWER, agrees
 from validation.diagnosis.flow import Played
-from validation.observe import data_for
-from validation.stages import layers_of
-from validation.tolerance import FP32, precision_of
+from validation.judging.tolerance import FP32, precision_of
 
 _FEW = 4  # layers whose every order is tried
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from reference.step import Gradient, Site, Stage
-from validation.cause import Cause
 from validation.diagnosis.combination import DECIDED, fit
 from validation.diagnosis.explanation import Explanation, limit_of
 from validation.diagnosis.update import Update
+from validation.judging.cause import Cause
 
 _NEAR = 0.1  # relative: a sum of the two leaves far less
 _NONE = 1e-3  # a part this small is rounding's

@@ -9,15 +9,15 @@ from dataclasses import replace
 from itertools import pairwise
 
 from reference.step import Stage
-from validation.cause import Cause
 from validation.diagnosis.atoms import Term
 from validation.diagnosis.chains import swaps
 from validation.diagnosis.explanation import Explanation
+from validation.diagnosis.microbatch_weights import SAME, Fault, factor_words, weighed
 from validation.diagnosis.mixed import mixed
 from validation.diagnosis.single import WHOLE, of_copies, of_parameters, untrained
 from validation.diagnosis.tied import Shares
 from validation.diagnosis.update import Update
-from validation.diagnosis.weighed import SAME, Fault, factor_words, weighed
+from validation.judging.cause import Cause
 
 _NOTHING = "no multiple of what the others say"
 

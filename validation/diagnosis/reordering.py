@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from validation.diagnosis.combination import conclusive, orders
-from validation.tolerance import error
+from validation.judging.tolerance import error
 
 TELLING = 4.0  # times what rounding may leave of it: an element this large shows whether it is right
 _SKETCH = 32

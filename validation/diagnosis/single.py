@@ -4,12 +4,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from reference.step import Stage
-from validation.cause import Cause
 from validation.diagnosis.explanation import Explanation
-from validation.diagnosis.oddity import Oddity
+from validation.diagnosis.microbatch_weights import SAME, uniform, weighed
+from validation.diagnosis.outlier import Oddity
 from validation.diagnosis.tied import Shares
 from validation.diagnosis.update import Update
-from validation.diagnosis.weighed import SAME, uniform, weighed
+from validation.judging.cause import Cause
 
 WHOLE = {"missing", "unexpected", "rounded", "not-finite"}  # what a whole stage can be at once
 

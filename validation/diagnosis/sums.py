@@ -10,10 +10,10 @@ from torch import Tensor
 from validation.diagnosis.address import NARROWER
 from validation.diagnosis.broken import Broken
 from validation.diagnosis.combination import counts_of, told_within, whole_within
+from validation.diagnosis.interference import Known, became
 from validation.diagnosis.rounding import held_in, rounded_as
-from validation.diagnosis.touched import Known, became
-from validation.recording import Addition, Site
-from validation.tolerance import precision_of
+from validation.judging.tolerance import precision_of
+from validation.observers.recording import Addition, Site
 
 Gradients = Mapping[str, Tensor | None]
 Finding = tuple[str, float | None, str]  # a kind of cause, the factor of a multiple, and its words

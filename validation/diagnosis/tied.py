@@ -11,7 +11,7 @@ from validation.diagnosis.combination import DECIDED, decided, fit, residual_of,
 from validation.diagnosis.explanation import Explanation, limit_of
 from validation.diagnosis.reordering import reordered
 from validation.diagnosis.update import Update
-from validation.tolerance import error
+from validation.judging.tolerance import error
 
 
 @dataclass(frozen=True)

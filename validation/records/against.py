@@ -7,10 +7,10 @@ from functools import partial
 
 from torch import Tensor
 
-from validation.ledger import Heading, Ledger
+from validation.judging.ledger import Heading, Ledger
+from validation.judging.tolerance import Floor, may_be_rounded, update_floor
+from validation.judging.verdict import Mismatch
 from validation.records.record import Place, RecordedOperation, unmeasured
-from validation.tolerance import Floor, may_be_rounded, update_floor
-from validation.verdict import Mismatch
 
 LAWS = (
     "parameters-once",  # every parameter of the one is in exactly one place of the other

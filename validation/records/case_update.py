@@ -2,15 +2,15 @@
 
 from dataclasses import replace
 
-from validation.case import Case, CaseError
+from validation.cases.case import Case, CaseError
+from validation.cases.observe import data_for, model_for
 from validation.diagnosis.attribution import update_of
 from validation.diagnosis.flow import play
 from validation.diagnosis.update import Update
-from validation.observe import data_for, model_for
+from validation.judging.tolerance import same_bits
 from validation.records.case_record import digests_of
 from validation.records.record import Record
 from validation.records.record_facts import RecordFacts
-from validation.tolerance import same_bits
 
 
 def case_of(record: Record) -> Case | None:

@@ -7,16 +7,16 @@ from time import perf_counter
 
 from torch import Tensor
 
-from validation.ledger import Ledger
-from validation.observe import max_norm_of
+from validation.cases.observe import max_norm_of
+from validation.judging.ledger import Ledger
+from validation.judging.tolerance import error, same_bits
+from validation.judging.verdict import Tier, Verdict, overall
 from validation.records.against import LAWS, Against
 from validation.records.case_update import case_of, remade
-from validation.records.caused import caused
 from validation.records.movement import movements
 from validation.records.record import Record, RecordedOperation, RecordError, config_differences
+from validation.records.record_causes import caused
 from validation.records.record_facts import RecordFacts, Seen
-from validation.tolerance import error, same_bits
-from validation.verdict import Tier, Verdict, overall
 
 _SHOWN = 4  # differences of configs in a sentence
 

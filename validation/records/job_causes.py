@@ -6,18 +6,18 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from reference.step import Gradient
+from validation.cases.stages import copies_apart
 from validation.diagnosis.update import Update
-from validation.placing import NOWHERE
-from validation.ranks.exchange import Exchange
-from validation.ranks.side_store import RanksAbsent
-from validation.records.caused import caused
+from validation.judging.headings import NOWHERE
+from validation.judging.verdict import Verdict
 from validation.records.kept import Kept, Notes, address
 from validation.records.record import Place, Record
+from validation.records.record_causes import caused
 from validation.records.record_facts import RecordFacts, Seen
 from validation.records.single_device import SingleDevice
 from validation.records.step_record import Pairs
-from validation.stages import copies_apart
-from validation.verdict import Verdict
+from validation.worlds.exchange import Exchange
+from validation.worlds.side_store import RanksAbsent
 
 
 @dataclass(frozen=True)

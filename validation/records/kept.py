@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from validation.diagnosis.rules.update import Factor
+from validation.judging.tolerance import same_bits
 from validation.records.record import Gradients
-from validation.tolerance import same_bits
 
 MOST = 1 << 30  # bytes that all ranks together keep
 

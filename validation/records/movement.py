@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from validation.diagnosis.rules.update import Factor
-from validation.tolerance import pieces, precision_of
+from validation.judging.tolerance import pieces, precision_of
 
 _ROOM = 16  # roundings of a parameter that stand between its movement and what is seen of it
 

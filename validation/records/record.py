@@ -9,8 +9,8 @@ from typing import Literal
 
 from torch import Tensor
 
+from validation.judging.tolerance import FP32, Floor, precision_of
 from validation.records.content import digest
-from validation.tolerance import FP32, Floor, precision_of
 
 Kind = Literal["expected", "observed"]
 Tensors = Mapping[str, Tensor]

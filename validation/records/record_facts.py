@@ -9,11 +9,11 @@ from reference.step import Expected, Gradient, Site
 from validation.diagnosis.attribution import Attribution, attribute
 from validation.diagnosis.rules.update import Factor
 from validation.diagnosis.update import Update
-from validation.judge import one_thread
-from validation.observed import Observed, RankOperation
+from validation.judging.judge import one_thread
+from validation.judging.verdict import Verdict
+from validation.observers.observed import Observed, RankOperation
 from validation.records.record import Place, RecordedOperation
 from validation.records.recorded_sums import RecordedSums
-from validation.verdict import Verdict
 
 _OF_GRADIENTS = ("gradient", "none-ness")
 

@@ -16,10 +16,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from validation.console.output_file import OutputFile
+from validation.judging.tolerance import PRECISIONS, Floor
 from validation.records.content import digest
 from validation.records.record import Gradients, Record, RecordedFloors, RecordedOperation, RecordError
-from validation.tolerance import PRECISIONS, Floor
+from validation.worlds.output_file import OutputFile
 
 FORMAT, VERSION = "pipeproof/record", 1
 _LENGTH = 8  # bytes of the number that every safetensors file begins with: how long its header is

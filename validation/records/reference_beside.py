@@ -5,12 +5,12 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from validation.ranks.exchange import Exchange
 from validation.records.arrivals import Arrival
 from validation.records.record import Record, RecordError
 from validation.records.record_file import described, restored
 from validation.records.single_device import SingleDevice
 from validation.records.step_record import Pairs
+from validation.worlds.exchange import Exchange
 
 
 class ReferenceBeside:

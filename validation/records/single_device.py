@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from reference.data import Batch
 from reference.step import Loss, Site
 from reference.traced import Traced
+from validation.foreign.task import counting
 from validation.records.record import Record, RecordError
 from validation.records.step_record import LossFn, Pairs, record_step
-from validation.whitebox.task import counting
 
 
 @dataclass(frozen=True)

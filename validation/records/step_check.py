@@ -18,11 +18,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from pipeline.step import Parts
-from validation.around import AroundGradients
-from validation.ledger import Ledger
-from validation.ranks.exchange import Exchange, exchange
-from validation.ranks.rank_report import Ending, RankReport, describe
-from validation.ranks.side_store import RanksAbsent
+from validation.judging.ledger import Ledger
+from validation.judging.verdict import LawResult, Verdict
+from validation.observers.wrappers import AroundGradients
 from validation.records.against import LAWS, Against
 from validation.records.arrivals import Arrival, disagreement, places_of, told
 from validation.records.compare import concluded
@@ -37,7 +35,9 @@ from validation.records.record_file import read
 from validation.records.reference_beside import ReferenceBeside
 from validation.records.single_device import SingleDevice
 from validation.records.step_record import Pairs
-from validation.verdict import LawResult, Verdict
+from validation.worlds.exchange import Exchange, exchange
+from validation.worlds.rank_report import Ending, RankReport, describe
+from validation.worlds.side_store import RanksAbsent
 
 _LAST_WORDS_S = 10.0  # a rank that raised waits no longer than this for the others before it goes its way
 

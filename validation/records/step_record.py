@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from validation.console.output_file import OutputFile
+from validation.judging.tolerance import Floor, error, precision_of, scalar_error
 from validation.records.record import Record, RecordedFloors, RecordedOperation, RecordError, microbatch_digests
 from validation.records.record_file import write
-from validation.tolerance import Floor, error, precision_of, scalar_error
+from validation.worlds.output_file import OutputFile
 
 LossFn = Callable[..., Tensor]
 Pairs = Sequence[tuple[object, object]]

@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from validation.cause import Cause
 from validation.diagnosis.attribution import Attribution
 from validation.diagnosis.evidence import Evidence
 from validation.diagnosis.rules.supposed import supposed
+from validation.judging.cause import Cause
 
 
 def attributed(evidence: Evidence) -> list[Cause]:

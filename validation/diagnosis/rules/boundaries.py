@@ -8,14 +8,26 @@ import torch
 from torch import Tensor
 
 from reference.model import DTYPES
-from validation.cause import Cause
 from validation.diagnosis.address import factor_of
 from validation.diagnosis.combination import whole_within
 from validation.diagnosis.divergence import Divergence
 from validation.diagnosis.evidence import Evidence
 from validation.diagnosis.hypotheses import computed, draws, other_target
-from validation.recording import FLOWED, GIVEN, HANDED_ON, KEPT, LATE, LOSS, MADE, OUTPUT, RECEIVED, USED, Point
-from validation.tolerance import precision_of
+from validation.judging.cause import Cause
+from validation.judging.tolerance import precision_of
+from validation.observers.recording import (
+    FLOWED,
+    GIVEN,
+    HANDED_ON,
+    KEPT,
+    LATE,
+    LOSS,
+    MADE,
+    OUTPUT,
+    RECEIVED,
+    USED,
+    Point,
+)
 
 # What a tensor was says what happened to it, wherever that was ...
 _ANYWHERE: Mapping[str, str] = MappingProxyType(

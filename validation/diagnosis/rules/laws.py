@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from pipeline.action import GIVES_WEIGHT_GRADIENT, Kind
-from validation.cause import Cause
 from validation.diagnosis.address import agrees
 from validation.diagnosis.evidence import Evidence
 from validation.diagnosis.facts import Facts
+from validation.diagnosis.interference import NOBODYS, Known, became, together
 from validation.diagnosis.rules.update import clip_factor, learning_rate
-from validation.diagnosis.touched import NOBODYS, Known, became, together
-from validation.recording import Recording, Site
-from validation.tolerance import error, precision_of
-from validation.verdict import Mismatch
+from validation.judging.cause import Cause
+from validation.judging.tolerance import error, precision_of
+from validation.judging.verdict import Mismatch
+from validation.observers.recording import Recording, Site
 
 _LARGE = 10.0  # a parameter as small as its update says nothing of what it was before
 _ROOM = 8  # roundings

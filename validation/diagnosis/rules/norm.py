@@ -7,12 +7,12 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from validation.cause import Cause
 from validation.diagnosis.evidence import Evidence
 from validation.diagnosis.facts import Facts
 from validation.diagnosis.rules.update import clip_factor, factors, near
-from validation.recording import Site
-from validation.verdict import Mismatch
+from validation.judging.cause import Cause
+from validation.judging.verdict import Mismatch
+from validation.observers.recording import Site
 
 _NOBODYS = "like nothing known"
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from validation.cause import Cause
 from validation.diagnosis.facts import Facts
-from validation.verdict import Mismatch
+from validation.judging.cause import Cause
+from validation.judging.verdict import Mismatch
 
 
 def report(evidence: Facts) -> list[Cause]:

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from validation.cause import Cause
 from validation.diagnosis.broken import Broken
 from validation.diagnosis.evidence import Evidence
 from validation.diagnosis.hypotheses import draws
+from validation.judging.cause import Cause
 
 
 def sums(evidence: Evidence) -> list[Cause]:

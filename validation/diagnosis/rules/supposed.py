@@ -9,14 +9,14 @@ from dataclasses import replace
 from torch import Tensor
 
 from reference.step import Recipe, objective
-from validation.cause import Cause
+from validation.cases.observe import data_for
+from validation.cases.stages import layers_of
 from validation.diagnosis.evidence import Evidence
 from validation.diagnosis.supposed import Line, Made, Supposed
 from validation.diagnosis.suppositions import of_backward, of_forward, spoiled
-from validation.observe import data_for
-from validation.recording import Site
-from validation.stages import layers_of
-from validation.tolerance import error
+from validation.judging.cause import Cause
+from validation.judging.tolerance import error
+from validation.observers.recording import Site
 
 _SAME_LOSS = 3e-6  # relative: two ways to sum a loss differ by less
 _NOTHING = Supposed("", 0, "")

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from reference.step import Recipe
-from validation.cause import Cause
+from validation.cases.observe import max_norm_of
 from validation.diagnosis.evidence import Evidence, of_stage
 from validation.diagnosis.facts import Facts
-from validation.observe import max_norm_of
-from validation.recording import Site
-from validation.tolerance import FP32, precision_of
+from validation.judging.cause import Cause
+from validation.judging.tolerance import FP32, precision_of
+from validation.observers.recording import Site
 
 _ALIKE = 1e-5  # numbers that two ways of forming a norm or a factor may differ by
 _ROOM = 16  # roundings

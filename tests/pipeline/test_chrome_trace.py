@@ -1,0 +1,137 @@
+"""The Chrome trace's structure, as Perfetto needs it: a checker of documents, which is shown broken ones."""
+
+import copy
+import json
+from collections.abc import Callable, Iterator
+from itertools import groupby, pairwise
+from typing import Any
+
+import pytest
+
+from pipeline import Kind, build, lower, simulate
+from pipeline.action import SENDS
+from pipeline.chrome_trace import COLOURS, chrome_trace
+from pipeline.costs import Costs, predict, trace_of
+from pipeline.schedules import FAMILIES, virtuals
+from pipeline.trace import Trace
+from tests.pipeline.test_trace import TRACE
+
+Document = dict[str, Any]
+COSTS = Costs({(stage, kind): 1e-3 / 3 for stage in range(8) for kind in Kind}, {(0, 1): 1e-4 / 7})
+
+
+def faults(document: Document) -> Iterator[str]:
+    """What keeps a viewer from showing ``document`` as it is meant."""
+    events = document["traceEvents"]
+    timed = [event for event in events if event["ph"] != "M"]
+    slices = [event for event in timed if event["ph"] == "X"]
+    named = {(e["pid"], e.get("tid")) for e in events if e["ph"] == "M"}
+    for one, other in pairwise(timed):
+        if other["ts"] < one["ts"]:
+            yield f"{other['name']} is out of order"
+    threads = sorted(slices, key=lambda event: (event["pid"], event["tid"]))
+    for thread, held in groupby(threads, key=lambda event: (event["pid"], event["tid"])):
+        if thread not in named:
+            yield f"thread {thread} has no name"
+        for one, other in pairwise(held):
+            if nanoseconds(one["ts"]) + nanoseconds(one["dur"]) > nanoseconds(other["ts"]):
+                yield f"{other['name']} begins before {one['name']} has ended"
+    for event in slices:
+        if not event["dur"] > 0:
+            yield f"{event['name']} lasts {event['dur']}"
+    yield from arrow_faults([event for event in timed if event["ph"] in "sf"], slices)
+
+
+def arrow_faults(ends: list[Document], slices: list[Document]) -> Iterator[str]:
+    by_id: dict[int, list[Document]] = {}
+    for event in ends:
+        by_id.setdefault(event["id"], []).append(event)
+    for number, pair in by_id.items():
+        if sorted(event["ph"] for event in pair) != ["f", "s"]:
+            yield f"arrow {number} has not one start and one finish"
+            continue
+        start, finish = sorted(pair, key=lambda event: event["ph"], reverse=True)
+        if (start["name"], start["cat"]) != (finish["name"], finish["cat"]) or finish.get("bp") != "e":
+            yield f"the ends of arrow {number} do not match"
+        if finish["ts"] < start["ts"]:
+            yield f"arrow {number} goes back in time"
+        for end in pair:
+            if not any(holds(each, end) for each in slices):
+                yield f"arrow {number} hangs in the air"
+
+
+def holds(piece: Document, end: Document) -> bool:
+    where = (piece["pid"], piece["tid"]) == (end["pid"], end["tid"])
+    return bool(where and piece["ts"] <= end["ts"] < piece["ts"] + piece["dur"])
+
+
+def nanoseconds(us: float) -> int:
+    """As viewers do: what is not whole is cut off."""
+    return int(us * 1000)
+
+
+def built(name: str) -> dict[str, Trace]:
+    schedule = build(name, ranks=4, microbatches=8, virtual=virtuals(name, looped=2))
+    return {"on paper": trace_of(simulate(schedule)), "in seconds": predict(schedule, COSTS)}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_trace_is_whole_and_has_an_arrow_for_every_message(name: str) -> None:
+    traces = built(name)
+    document = json.loads(json.dumps(chrome_trace(traces)))
+    assert list(faults(document)) == []
+    sends = [str(a) for row in lower(traces["on paper"].schedule).ranks for a in row if a.kind in SENDS]
+    for process in (0, 1):
+        starts = [e["name"] for e in document["traceEvents"] if e["ph"] == "s" and e["pid"] == process]
+        assert sorted(starts) == sorted(sends)
+
+
+def test_ranks_are_threads_and_microbatches_colours() -> None:
+    events: list[Document] = chrome_trace(built("1f1b"))["traceEvents"]  # type: ignore[assignment]
+    names = [e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] == 0]
+    assert names == ["rank 0", "rank 1", "rank 2", "rank 3"]
+    for event in events:
+        if event.get("cat") == "compute":
+            assert event["tid"] == event["args"]["stage"]  # of 1f1b
+            assert event["cname"] == COLOURS[event["args"]["microbatch"]]
+
+
+def test_a_wait_is_a_slice_of_its_own_and_the_arrow_goes_to_the_work() -> None:
+    events: list[Document] = chrome_trace({"measured": TRACE})["traceEvents"]  # type: ignore[assignment]
+    seen = [(e["ph"], e["name"], e["ts"], e.get("dur")) for e in events if e["ph"] != "M" and e["tid"] == 1]
+    assert seen == [
+        ("X", "1RECV_F0", 5.5e6, 0.5e6),
+        ("X", "wait for stage 0's output of microbatch 0", 6e6, 2e6),
+        ("X", "1F0", 8e6, 3e6),
+        ("f", "0SEND_F0", 8e6, None),
+    ]
+
+
+def broken(change: Callable[[Any], None]) -> list[str]:
+    document = copy.deepcopy(chrome_trace({"measured": TRACE}))
+    change(document["traceEvents"])
+    return list(faults(document))
+
+
+def of(events: list[Document], phase: str) -> Document:
+    return next(event for event in events if event["ph"] == phase)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda events: events.reverse(), "out of order"),
+        (lambda events: of(events, "X").update(dur=9e6), "begins before"),
+        (lambda events: of(events, "X").update(dur=0), "lasts 0"),
+        (lambda events: of(events, "X").update(tid=9), "has no name"),
+        (lambda events: events.remove(of(events, "f")), "has not one start and one finish"),
+        (lambda events: of(events, "f").update(name="else"), "do not match"),
+        (lambda events: of(events, "f").pop("bp"), "do not match"),
+        (lambda events: of(events, "s").update(ts=9e6), "goes back in time"),
+        (lambda events: of(events, "s").update(ts=1e6), "hangs in the air"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_broken_trace_is_noticed(change: Callable[[Any], None], complaint: str) -> None:
+    assert any(complaint in fault for fault in broken(change))
+    assert broken(lambda events: None) == []

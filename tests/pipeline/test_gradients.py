@@ -1,0 +1,177 @@
+"""Between the last backward and the optimizer: tied copies, squares, scaling."""
+
+import math
+import queue
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+
+from pipeline.gradients import StageGradients, TiedError, clip_factor, norm_of
+from pipeline.stage import ModuleStage
+from pipeline.transport import Alone, DistributedTransport, Message
+from validation.worlds.world import RankContext, RankFailed, World
+
+TIED = {0: "weight", 1: "weight", 2: "weight"}
+
+
+def share(stage: int) -> torch.Tensor:
+    return torch.full((2, 2), 10.0**stage)
+
+
+def reduced(context: RankContext, have: tuple[int, ...], placement: tuple[int, ...]) -> list[object]:
+    """Stages ``have`` have a gradient; the weight is tied over all three."""
+    own = [stage for stage, rank in enumerate(placement) if rank == context.rank]
+    stages = [ModuleStage(nn.Linear(2, 2, bias=False), stage) for stage in own]
+    for stage in stages:
+        parameter = next(stage.module.parameters())
+        parameter.grad = share(stage.index) if stage.index in have else None
+    work = StageGradients(stages, DistributedTransport(context.group), placement, [TIED])
+    work.reduce_tied()
+    grads = [next(stage.module.parameters()).grad for stage in stages]
+    return [*(None if g is None else g[0, 0].item() for g in grads), len(work.squares())]
+
+
+@pytest.mark.parametrize(
+    ("have", "total"),
+    [((0, 1, 2), 111.0), ((1,), 10.0), ((0, 2), 101.0), ((), None)],
+    ids=["all", "one", "ends", "none"],
+)
+def test_every_copy_gets_the_sum_and_one_rank_answers_for_it(
+    world: World, have: tuple[int, ...], total: float | None
+) -> None:
+    answers = int(total is not None)
+    assert world.run(reduced, have, (0, 1, 2), ranks=3) == [[total, answers], [total, 0], [total, 0]]
+    assert world.run(reduced, have, (0, 1, 0), ranks=2) == [[total, total, answers], [total, 0]]
+
+
+def plain(*modules: nn.Module, tied: tuple[dict[int, str], ...] = ()) -> StageGradients:
+    stages = [ModuleStage(module, index) for index, module in enumerate(modules)]
+    return StageGradients(stages, Alone(), (0,) * len(modules), tied)
+
+
+def test_squares_count_a_tensor_once_and_skip_what_has_no_gradient() -> None:
+    one, two = nn.Linear(2, 2, bias=False), nn.Linear(2, 2)
+    one.weight.grad = torch.full((2, 2), 2.0)
+    two.weight = one.weight
+    assert plain(one, two).squares() == [pytest.approx(16.0)]
+    assert plain(nn.Linear(1, 1)).squares() == []
+
+
+def test_scale_touches_a_shared_tensor_once() -> None:
+    one, two = nn.Linear(1, 1, bias=False), nn.Linear(1, 1)
+    one.weight.grad = torch.ones(1, 1)
+    two.weight = one.weight
+    plain(one, two).scale(0.5)
+    assert one.weight.grad.item() == 0.5
+
+
+@pytest.mark.parametrize(
+    ("tied", "words"),
+    [
+        ({0: "weight", 7: "weight"}, "there is no stage 7, stages are 0..1"),
+        ({0: "weight", 1: "wheight"}, "stage 1 has no parameter of that name"),
+    ],
+)
+def test_a_tie_that_the_stages_do_not_bear_out_is_refused(tied: dict[int, str], words: str) -> None:
+    with pytest.raises(TiedError, match=words):
+        plain(nn.Linear(1, 1), nn.Linear(1, 1), tied=(tied,))
+
+
+def test_one_tensor_declared_as_two_copies_is_refused() -> None:
+    one, two = nn.Linear(1, 1), nn.Linear(1, 1)
+    two.weight = one.weight
+    with pytest.raises(TiedError, match="summed already"):
+        plain(one, two, tied=({0: "weight", 1: "weight"},))
+
+
+def test_the_norm_does_not_depend_on_how_squares_are_grouped() -> None:
+    squares = [float(x) for x in torch.rand(1000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))]
+    assert norm_of(squares) == norm_of(squares[::-1]) == math.sqrt(math.fsum(squares))
+
+
+def test_clipping_only_ever_shrinks() -> None:
+    assert clip_factor(0.5, 1.0) == 1.0
+    assert clip_factor(4.0, 1.0) == pytest.approx(0.25)
+
+
+def test_a_norm_that_is_no_number_gives_no_factor() -> None:
+    assert math.isnan(clip_factor(math.nan, 1.0))
+    assert clip_factor(math.inf, 1.0) == 0.0
+
+
+def unlike(context: RankContext, kind: str) -> object:
+    """Tied copies that differ between the ranks, or only in how they lie in memory."""
+    weight = torch.arange(6.0).reshape(2, 3)
+    if context.rank == 1:
+        weight = {
+            "shape": weight.t().contiguous(),
+            "type": weight.double(),
+            "strides": weight.t().contiguous().t(),
+        }.get(kind, weight)
+    module = nn.Module()
+    module.weight = nn.Parameter(weight, requires_grad=not (kind == "frozen" and context.rank == 1))
+    module.weight.grad = weight.clone() if module.weight.requires_grad else None
+    stages = [ModuleStage(module, context.rank)]
+    transport = DistributedTransport(context.group, timeout_s=10.0)
+    work = StageGradients(stages, transport, (0, 1), [{0: "weight", 1: "weight"}])
+    work.reduce_tied()
+    work.reduce_tied()
+    return None if module.weight.grad is None else module.weight.grad.tolist()
+
+
+@pytest.mark.parametrize("kind", ["shape", "type", "frozen"])
+def test_copies_that_are_not_alike_are_refused_in_words(world: World, kind: str) -> None:
+    with pytest.raises(RankFailed, match="copies of one parameter must be alike") as caught:
+        world.run(unlike, kind, ranks=2)
+    assert isinstance(caught.value.cause, TiedError)
+
+
+def test_copies_may_lie_in_memory_as_they_like(world: World) -> None:
+    plain = (4 * torch.arange(6.0).reshape(2, 3)).tolist()
+    assert world.run(unlike, "strides", ranks=2) == [plain, plain]
+
+
+class InOrder:
+    """Two ranks in two threads, messages matched by posting order alone, and a send that waits for its receive."""
+
+    n_ranks, in_order = 2, True
+
+    def __init__(self, rank: int, ways: dict[int, "queue.Queue[tuple[torch.Tensor, threading.Event]]"]) -> None:
+        self.rank, self._ways = rank, ways
+        self._posted: list[tuple[object, int]] = []
+
+    def send(self, message: Message, buffer: torch.Tensor) -> None:
+        taken = threading.Event()
+        self._ways[self.rank].put((buffer.clone(), taken))
+        assert taken.wait(5.0), f"{message} was never taken"
+
+    def post(self, message: Message, nbytes: int) -> None:
+        self._posted.append((message, nbytes))
+
+    def receive(self, message: Message) -> torch.Tensor:
+        first, nbytes = self._posted.pop(0)
+        assert first == message
+        buffer, taken = self._ways[1 - self.rank].get(timeout=5.0)
+        taken.set()
+        assert len(buffer) == nbytes
+        return buffer
+
+    def flush(self) -> None:
+        pass
+
+
+def test_a_strict_transport_that_ignores_tags_is_enough_for_tied_gradients() -> None:
+    ways: dict[int, queue.Queue[tuple[torch.Tensor, threading.Event]]] = {0: queue.Queue(), 1: queue.Queue()}
+
+    def one(rank: int) -> float:
+        module = nn.Linear(1, 1, bias=False)
+        module.weight.grad = torch.full((1, 1), 10.0**rank)
+        tied = [{0: "weight", 1: "weight"}]
+        StageGradients([ModuleStage(module, rank)], InOrder(rank, ways), (0, 1), tied).reduce_tied()
+        return module.weight.grad.item()
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(one, (0, 1))) == [11.0, 11.0]

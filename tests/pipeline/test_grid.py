@@ -1,0 +1,52 @@
+"""Drawings: what they show, and goldens to look at (tests/golden/grid-*.txt)."""
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.grid import draw, grid
+from pipeline.schedule import ScheduleError, schedule_from_csv
+from pipeline.schedules import FAMILIES, build, virtuals
+from pipeline.simulate import simulate
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_golden(name: str) -> None:
+    drawing = grid(build(name, ranks=4, microbatches=8, virtual=virtuals(name, looped=2))) + "\n"
+    assert drawing == (GOLDEN / f"grid-{name}.txt").read_text()
+
+
+def test_a_forward_is_one_cell_and_a_backward_two() -> None:
+    assert grid(schedule_from_csv("0F0,0B0\n1F0,1I0,1W0")) == (
+        "rank 0 | 0F0   .   . 0B0 0B0\nrank 1 |   . 1F0 1I0 1W0   ."
+    )
+
+
+def test_one_rank_is_never_idle() -> None:
+    assert grid(build("1f1b", ranks=1, microbatches=2)) == "rank 0 | 0F0 0B0 0B0 0F1 0B1 0B1"
+
+
+def test_wide_cells_and_two_digit_ranks_stay_in_columns() -> None:
+    lines = grid(build("gpipe", ranks=11, microbatches=11)).splitlines()
+    assert lines[0].startswith("rank  0 |   0F0   0F1   0F2")
+    assert grid(build("gpipe", ranks=10, microbatches=1)).startswith("rank 0 | 0F0 ")
+    assert lines[10].endswith("10B0  10B0" + "     ." * 20)
+    assert len({len(line) for line in lines}) == 1
+
+
+def test_latency_shows_as_idle_cells() -> None:
+    timeline = simulate(schedule_from_csv("0F0,0B0\n1F0,1B0"), latency=1.0)
+    assert draw(timeline) == "rank 0 | 0F0   .   .   .   .   . 0B0 0B0\nrank 1 |   .   . 1F0 1B0 1B0   .   .   ."
+
+
+def test_parts_of_a_unit_are_not_rounded_away() -> None:
+    timeline = simulate(schedule_from_csv("0F0,0B0\n1F0,1B0"), latency=0.5)
+    with pytest.raises(ScheduleError, match=r"^cannot draw: 1F0 runs from 1\.5 to 2\.5, which are not whole units$"):
+        draw(timeline)
+
+
+def test_a_contradictory_schedule_says_who_waits() -> None:
+    with pytest.raises(ScheduleError, match="rank 0 waits at 0B0"):
+        grid(schedule_from_csv("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0"))

@@ -1,0 +1,48 @@
+"""The runtime on programs of one's own: backwards split in two, the weights' half early, late, or at the very end."""
+
+from dataclasses import replace
+
+import pytest
+
+from pipeline import Action, Kind, Schedule, build
+from validation.cases.case import MODELS, Case
+from validation.cases.observe import observe
+from validation.judging.judge import judge
+from validation.worlds.world import World
+
+
+def split(schedule: Schedule, lag: int) -> Schedule:
+    """``schedule`` with every B as an I, and its W once ``lag`` newer I's have run."""
+
+    def row(actions: tuple[Action, ...]) -> tuple[Action, ...]:
+        done: list[Action] = []
+        waiting: list[Action] = []
+        for action in actions:
+            if action.kind is not Kind.BACKWARD:
+                done.append(action)
+                continue
+            done.append(action._replace(kind=Kind.BACKWARD_INPUT))
+            waiting.append(action._replace(kind=Kind.BACKWARD_WEIGHT))
+            if len(waiting) > lag:
+                done.append(waiting.pop(0))
+        return (*done, *waiting)
+
+    return replace(schedule, name="split", ranks=tuple(map(row, schedule.ranks)))
+
+
+@pytest.mark.parametrize("lag", [0, 2, 99])
+@pytest.mark.parametrize(
+    ("kind", "ranks", "virtual"), [("1f1b", 4, 1), ("gpipe", 2, 1), ("interleaved", 2, 2), ("1f1b", 1, 1)]
+)
+def test_split_backwards_agree_with_the_reference_bit_for_bit(
+    world: World, kind: str, ranks: int, virtual: int, lag: int
+) -> None:
+    for model in MODELS if (kind, lag) == ("interleaved", 2) else ("gpt-tied",):
+        layers = (2,) + (1,) * (ranks * virtual - 1)
+        case = Case(kind, ranks, virtual, 5, layers, model=model, ragged=True, loss="tokens")
+        schedule = split(build(kind, ranks=ranks, virtual=virtual, microbatches=5), lag)
+        case.__dict__["built"] = schedule  # a case has no name for schedules of one's own yet
+        seen = observe(case, world)
+        assert any(action.kind is Kind.BACKWARD_WEIGHT for action in seen.ranks[0][0].executed)
+        verdict = judge(case, seen)
+        assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), (model, verdict.mismatches[:2])

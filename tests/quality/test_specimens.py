@@ -1,0 +1,221 @@
+"""The self-test: planted faults must fail the law that they are about and name where, and what is none must pass.
+
+Every specimen is tried in its smallest case, and those of ``EXPECTED`` on every schedule; all specimens on all
+schedules is what ``pipeproof specimens --schedule all`` does.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from pipeline import laws, program_laws
+from pipeline.lower import lower
+from pipeline.schedules import SPLIT
+from reference.model import build_model
+from validation.cases.case import SCHEDULES, Case
+from validation.cases.observe import observe
+from validation.cases.specimens import CONTROLS, FAMILIES, SPECIMENS, SpecimenError, specimen
+from validation.cases.specimens.order import broken
+from validation.cases.specimens.specimen import CLASSES, Needs, unchanged_order
+from validation.cases.stages import owners
+from validation.cases.trial import case_for, smallest_of, try_out
+from validation.cases.validator import validate
+from validation.judging.judge import LAWS
+from validation.judging.verdict import Verdict
+from validation.worlds.world import RankFailed, World
+
+
+def case_of(schedule: str, name: str) -> Case:
+    return case_for(SPECIMENS[name], schedule)
+
+
+Place = tuple[int | None, int | None, int | None, str | None]  # rank, stage, microbatch, parameter
+
+
+def parameters(case: Case, stages: Iterable[int]) -> set[Place]:
+    """Every parameter of ``stages`` that is trained."""
+    model = build_model(case.model, layers=case.layers, seed=0)
+    trained = {name for name, tensor in model.named_parameters(remove_duplicate=False) if tensor.requires_grad}
+    return {
+        parameter(case, s, name) for name, s in owners(model, case.split).items() if s in stages and name in trained
+    }
+
+
+def parameter(case: Case, stage: int, name: str) -> Place:
+    return case.built.placement[stage], stage, None, name
+
+
+def norm_of(case: Case, stage: int) -> Place:
+    """The first parameter of a stage that holds one layer, its first LayerNorm's weight."""
+    return parameter(case, stage, f"blocks.{stage}.norm_1.weight")
+
+
+def overwritten(case: Case, stage: int) -> set[Place]:
+    """What differs if this is the last stage whose input was overwritten before its backward.
+
+    Its first LayerNorm alone reads the input again, for its weight's gradient and for what it hands on.
+    """
+    return {norm_of(case, stage), *parameters(case, range(stage))}
+
+
+# For each specimen, the places that its law must name: exactly one of these sets.
+EXPECTED: dict[str, Callable[[Case], list[set[Place]]]] = {
+    "loss-undivided": lambda case: [parameters(case, range(case.stages))],
+    "clip-last-stage": lambda case: [parameters(case, range(case.stages - 1))],
+    "microbatch-dropped": lambda case: [parameters(case, range(case.stages))],
+    "microbatches-swapped": lambda case: [{(rank, None, m, None) for rank in range(case.ranks) for m in (0, 1, None)}],
+    "receive-buffer-reused": lambda case: [overwritten(case, stage) for stage in range(1, case.stages)],
+    "activation-nan": lambda case: [{(1, 1, 1, None)}],
+    "stage-negated": lambda case: [parameters(case, [case.stages // 2])],
+    "gradient-none": lambda case: [{norm_of(case, case.stages - 1)}],
+    "layernorm-zero": lambda case: [{norm_of(case, case.stages // 2)}],
+    "tied-not-reduced": lambda case: [
+        {parameter(case, 0, "embed.token.weight"), parameter(case, case.stages - 1, "head.logits.weight")}
+    ],
+    "norm-counts-tied-twice": lambda case: [{(rank, None, None, None) for rank in range(case.ranks)}],
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_planted_fault_fails_its_law_and_is_located(world: World, schedule: str, name: str) -> None:
+    case = case_of(schedule, name)
+    verdict = validate(case, world, explain=False)
+    law = SPECIMENS[name].law
+    assert verdict.verdict == "fail"
+    assert verdict.law(law).outcome == "fail", [str(law) for law in verdict.laws]
+    named: set[Place] = {(m.rank, m.stage, m.microbatch, m.parameter) for m in verdict.mismatches if m.law == law}
+    if name == "receive-buffer-reused" and schedule in SPLIT:
+        # Between I and W a stage also keeps received gradients, so any stage may be hit; which, the order decides.
+        assert named <= parameters(case, range(case.stages))
+        assert named
+    else:
+        assert named in EXPECTED[name](case)
+    assert str(case) in verdict.replay
+
+
+# What cannot be run or ends by a bound comes last: it costs the ranks, which must be started anew.
+BY_COST = sorted(SPECIMENS, key=lambda name: SPECIMENS[name].law == "deadlock")
+
+
+@pytest.mark.parametrize("name", BY_COST)
+def test_the_smallest_case_shows_the_fault_by_name_and_nothing_is_wrong_without_it(world: World, name: str) -> None:
+    case = smallest_of(SPECIMENS[name])
+    assert sound(world, replace(case, specimen="")) == "pass"
+    found = try_out(case, world)
+    assert found.caught, found
+    assert found.recorded is not None, "what is caught is diagnosed"
+    assert found.recorded.located, found
+    assert found.final is None or not found.final.wrong, found
+
+
+@cache
+def sound(world: World, case: Case) -> str:
+    """The verdict on a case that several specimens share."""
+    assert broken(lower(case.built)) == ()
+    return validate(case, world).verdict
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_what_only_looks_like_a_fault_passes(world: World, name: str) -> None:
+    verdict = validate(Case.parse(f"{CONTROLS[name].smallest} specimen={name}"), world)
+    assert verdict.verdict == "pass", str(verdict)
+
+
+def test_controls_do_change_something(world: World) -> None:
+    """Two of them change bits, so that a pass is the oracle's doing."""
+    tiers = {
+        name: validate(Case.parse(f"{CONTROLS[name].smallest} specimen={name}"), world).tier
+        for name in ("shares-added-backwards", "norm-by-rank", "loss-scaled-and-back")
+    }
+    assert tiers == {"shares-added-backwards": "fp32", "norm-by-rank": "fp32", "loss-scaled-and-back": "bitwise"}
+
+
+def test_a_changed_program_that_no_law_stopped_ends_by_its_bound(world: World) -> None:
+    with pytest.raises(RankFailed, match="did not come"):
+        observe(smallest_of(SPECIMENS["microbatches-counted-otherwise"]), world)
+
+
+STATIC = {"compute-only", "placement", "completeness", "local-order", "acyclic", "messages"} | {
+    "message-order",
+    "channel-order",
+    "deadlock",
+}
+
+
+def test_every_specimen_says_what_it_is() -> None:
+    assert len(SPECIMENS) == sum(len(family.SPECIMENS) for family in FAMILIES) >= 60, "names are unique"
+    assert set(EXPECTED) <= set(SPECIMENS)
+    assert not set(CONTROLS) & set(SPECIMENS)
+    for one in SPECIMENS.values():
+        assert one.summary, one.name
+        assert one.origin, one.name
+        assert one.law in (STATIC if one.reorder is not unchanged_order else {*LAWS, "deadlock"}), one.name
+        assert one.classes, one.name
+    assert {name for one in SPECIMENS.values() for name in one.classes} == set(CLASSES)
+
+
+def test_static_laws_are_all_shown_broken() -> None:
+    """But for the one that no program can break: a schedule with messages in it."""
+    assert len(laws.LAWS) + len(program_laws.LAWS) - 1 == len(STATIC), "placement is a law of both"
+    shown = {one.law for one in SPECIMENS.values() if one.reorder is not unchanged_order}
+    assert shown == STATIC - {"compute-only"}
+
+
+@pytest.mark.parametrize("name", SPECIMENS)
+def test_the_smallest_case_is_all_that_the_fault_needs_and_no_more(name: str) -> None:
+    one, case = SPECIMENS[name], Case.parse(SPECIMENS[name].smallest)
+    assert str(case) == one.smallest
+    assert one.missing(case) == ""
+    assert (case.microbatches, min(case.split), case.plan) == (one.needs.microbatches, one.needs.layers, one.needs.plan)
+    assert case.stages == max(one.needs.stages, case.ranks), "no stage too many"
+    cause = one.cause(case)
+    assert cause.kind == one.fault.kind
+    assert cause.stage is None or cause.rank == case.built.placement[cause.stage]
+    assert cause.microbatches == () or max(cause.microbatches) < case.microbatches
+
+
+@pytest.mark.parametrize(
+    ("needs", "why"),
+    [
+        (Needs(microbatches=3), "needs 3 microbatches"),
+        (Needs(ranks=3), "needs 3 ranks"),
+        (Needs(stages=3), "needs 3 stages"),
+        (Needs(layers=2), "needs 2 layers a stage"),
+        (Needs(models=("mlp", "gpt")), "needs a model out of mlp, gpt"),
+        (Needs(plan=("eval", "train")), "needs a plan with eval+train"),
+        (Needs(loss="tokens"), "needs loss=tokens"),
+        (Needs(ragged=True), "needs ragged"),
+        (Needs(unequal=True), "needs unequal"),
+        (Needs(split=True), "needs a backward in two halves on the middle stage"),
+        (Needs(also=lambda case: "needs luck"), "needs luck"),
+        (Needs(microbatches=2, ranks=2, stages=2, models=("pair",), plan=("train", "train")), ""),
+    ],
+)
+def test_what_a_case_lacks_is_said(needs: Needs, why: str) -> None:
+    case = Case("1f1b", 2, 1, 2, (1, 1), model="pair", plan=("train", "accumulate", "train"))
+    assert needs.missing(case) == why
+
+
+def test_what_a_step_can_hide_is_caught_by_its_own_law(world: World) -> None:
+    """Loss and norm are blind to a stage's sign: the gradient law alone must fail, with the update it causes."""
+    verdict = validate(case_of("1f1b", "stage-negated"), world)
+    assert failing(verdict) == {"gradient", "updated-parameters"}
+
+
+def failing(verdict: Verdict) -> set[str]:
+    return {law.name for law in verdict.laws if law.outcome == "fail"}
+
+
+def test_nan_says_where_it_first_appeared(world: World) -> None:
+    verdict = validate(case_of("interleaved", "activation-nan"), world)
+    first = verdict.mismatches[0]
+    assert (first.rank, first.stage, first.microbatch, first.action) == (1, 1, 1, "1F1")
+    assert "the first output that is not finite is 1F1's" in first.seen
+
+
+def test_an_unknown_specimen_is_refused() -> None:
+    with pytest.raises(SpecimenError, match="unknown specimen 'gremlin': known are loss-undivided"):
+        specimen("gremlin")

@@ -1,0 +1,141 @@
+"""The reference itself, against plain autograd and torch's own optimizer loop: the oracle must not be wrong alone."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from reference.data import Batch, Shapes, microbatches
+from reference.model import MODELS, Model, build_model
+from reference.step import Recipe, Reference, accumulate, in_double, objective, sgd
+from validation.cases.stages import owners
+from validation.judging.tolerance import error
+
+SPLIT = (2, 1)
+COUNT = 3
+
+
+def data(name: str, seed: int = 0) -> list[Batch]:
+    return microbatches(name, count=COUNT, shapes=Shapes(ragged=True, unequal=True), seed=seed)
+
+
+def orders(order: Sequence[int] = range(COUNT)) -> dict[int, Sequence[int]]:
+    return dict.fromkeys(range(len(SPLIT)), order)
+
+
+def reference_of(name: str, loss: str = "mean") -> Reference:
+    model = build_model(name, layers=3, seed=0)
+    return Reference(model, owner=owners(model, SPLIT), recipe=Recipe(loss=loss))
+
+
+def plain_step(model: Model, batches: Sequence[Batch], recipe: Recipe) -> dict[str, Tensor | None]:
+    """Gradients as anybody would compute them: one loss, one backward, in fp64."""
+    loss_fn, divisor = objective(model, batches, recipe)
+    total = sum(loss_fn(model(*batch.inputs), batch.target) for batch in batches)
+    assert isinstance(total, Tensor)
+    (total / divisor).backward()
+    return {name: p.grad for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+@pytest.mark.parametrize("loss", ["mean", "tokens"])
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_those_of_one_plain_backward(name: str, loss: str) -> None:
+    reference = reference_of(name, loss)
+    plain = plain_step(
+        build_model(name, layers=3, seed=0).double(), [b.cast(torch.float64) for b in data(name)], Recipe(loss=loss)
+    )
+    expected = reference.perform("train", data(name), orders=orders())
+    for (_, parameter), gradient in expected.gradients.items():
+        truth = plain[parameter]
+        assert (gradient is None) == (truth is None), parameter
+        assert gradient is None or truth is None or error(gradient, truth) < 2e-6, parameter
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_three_steps_end_where_torchs_own_loop_ends(name: str) -> None:
+    reference = reference_of(name)
+    model = build_model(name, layers=3, seed=0)
+    optimizer = sgd([p for p in model.parameters() if p.requires_grad])
+    for step in range(3):
+        expected = reference.perform("train", data(name, step), orders=orders())
+        optimizer.zero_grad()
+        plain_step(model, data(name, step), Recipe())
+        norm = torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], 0.1)
+        optimizer.step()
+        assert expected.norm == pytest.approx(norm.item(), rel=1e-5)
+    for (_, parameter), value in expected.parameters.items():
+        assert error(value, model.get_parameter(parameter)) < 1e-5, parameter
+
+
+def test_the_order_of_addition_is_the_one_asked_for() -> None:
+    contributions = reference_of("mlp").perform("train", data("mlp"), orders=orders()).contributions
+    forward, backward = (accumulate(contributions, orders=orders(order)) for order in ([0, 1, 2], [2, 1, 0]))
+    site = (0, "blocks.0.linear.weight")
+    parts = [one.gradients[site] for one in contributions]
+    assert all(isinstance(part, Tensor) for part in parts)
+    a, b, c = (part for part in parts if part is not None)
+    assert torch.equal(forward[site], (a + b) + c)  # type: ignore[arg-type]
+    assert torch.equal(backward[site], (c + b) + a)  # type: ignore[arg-type]
+
+
+def test_stages_keep_their_shares_of_a_tied_weight_apart() -> None:
+    (first, *_) = reference_of("gpt-tied").perform("train", data("gpt-tied"), orders=orders()).contributions
+    embed, head = first.gradients[0, "embed.token.weight"], first.gradients[1, "head.logits.weight"]
+    assert embed is not None
+    assert head is not None
+    assert not torch.equal(embed, head)
+
+
+def test_accumulation_adds_two_calls_and_is_used_once() -> None:
+    one, two = reference_of("mlp"), reference_of("mlp")
+    one.perform("accumulate", data("mlp"), orders=orders())
+    both = one.perform("train", data("mlp"), orders=orders())
+    single = two.perform("train", data("mlp"), orders=orders())
+    site = (1, "blocks.2.linear.bias")
+    assert error(both.gradients[site], 2 * single.gradients[site]) < 1e-6  # type: ignore[arg-type, operator]
+    after = one.perform("train", data("mlp"), orders=orders())
+    assert error(after.gradients[site], both.gradients[site]) > 0.1  # type: ignore[arg-type]
+
+
+def test_what_a_step_must_give_can_be_had_without_an_update() -> None:
+    one, two = reference_of("gpt-tied"), reference_of("gpt-tied")
+    weights = {name: parameter.detach().clone() for name, parameter in one.model.named_parameters()}
+    backwards, batches = orders(list(reversed(range(COUNT)))), data("gpt-tied")
+    due = one.before_update(batches, tuple(one.contributing(batches)), orders=backwards)
+    trained = two.perform("train", batches, orders=backwards)
+    assert (due.losses, due.loss, due.norm) == (trained.losses, trained.loss, trained.norm)
+    assert due.gradients.keys() == trained.gradients.keys()
+    assert all(torch.equal(due.gradients[site], part) for site, part in trained.gradients.items())  # type: ignore[arg-type]
+    assert all(torch.equal(parameter, weights[name]) for name, parameter in one.model.named_parameters())
+
+
+def test_the_sum_of_one_microbatch_is_not_added_onto_in_place() -> None:
+    reference, batches = reference_of("mlp"), data("mlp")[:1]
+    first = reference.perform("accumulate", batches, orders=orders([0])).contributions[0]
+    kept = {site: part.clone() for site, part in first.gradients.items() if part is not None}
+    reference.perform("train", batches, orders=orders([0]))
+    assert all(torch.equal(first.gradients[site], part) for site, part in kept.items())  # type: ignore[arg-type]
+
+
+def test_evaluation_changes_nothing_and_drops_nothing_out() -> None:
+    one, two = reference_of("dropout"), reference_of("dropout")
+    (first, *_) = one.perform("eval", data("dropout"), orders=orders()).losses
+    assert one.model.training
+    trained = one.perform("train", data("dropout"), orders=orders())
+    assert first != trained.losses[0]
+    assert trained.losses == two.perform("train", data("dropout"), orders=orders()).losses
+
+
+def test_fp64_starts_from_the_parameters_that_the_operation_started_from() -> None:
+    reference = reference_of("gpt-tied")
+    reference.perform("train", data("gpt-tied"), orders=orders())
+    second = reference.perform("train", data("gpt-tied", 1), orders=orders())
+    for fp32, fp64 in zip(second.contributions, in_double(reference, second, data("gpt-tied", 1)), strict=True):
+        assert fp64.loss == pytest.approx(fp32.loss, rel=1e-5)
+        for site, gradient in fp32.gradients.items():
+            wide = fp64.gradients[site]
+            assert gradient is not None
+            assert wide is not None
+            assert wide.dtype is torch.float64
+            assert error(gradient, wide) < 1e-5

@@ -1,0 +1,154 @@
+"""Contributions in models that are not ours: the same as our own pairing gives, or honestly none."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from reference.data import Batch, Shapes, microbatches
+from reference.model import build_model
+from reference.pairing import Contributed, Pairing
+from reference.step import Loss, Recipe
+from reference.traced import Traced
+from validation.cases.stages import layers_of, owners
+
+SPLIT, COUNT = (1, 2, 1), 3
+
+
+def both(name: str) -> tuple[Pairing, Traced]:
+    """One step of one of our models: as ours, and as one of which nothing is known but the parameters of stages."""
+    model = build_model(name, layers=sum(SPLIT), seed=0)
+    batches = microbatches(name, count=COUNT, shapes=Shapes(), seed=0)
+    before = {key: value.detach() for key, value in model.named_parameters(remove_duplicate=False)}
+    own = Pairing(model, before=before, layers=layers_of(SPLIT), batches=batches, recipe=Recipe())
+    return own, traced(model, batches, owners(model, SPLIT), Loss(model.mean_loss, COUNT))
+
+
+def traced(model: nn.Module, batches: Sequence[Batch], owner: Mapping[str, int], loss: Loss, **more: Any) -> Traced:
+    losses = [loss.function(model(*batch.inputs), batch.target).item() for batch in batches]
+    held = {(stage, name) for name, stage in owner.items()}
+    return Traced(model, **({"held": held, "batches": batches, "loss": loss, "losses": losses, "ends": {}} | more))
+
+
+def alike(one: Contributed | None, other: Contributed | None) -> bool:
+    assert one is not None
+    assert other is not None
+    return one.gradients.keys() == other.gradients.keys() and all(
+        mine is its is None or (mine is not None and its is not None and torch.allclose(mine, its))
+        for name, mine in one.gradients.items()
+        for its in [other.gradients[name]]
+    )
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt-tied", "pair"])
+def test_pairs_are_those_of_our_own_pairing(name: str) -> None:
+    own, other = both(name)
+    assert (other.stages, other.microbatches, other.unpaired) == (own.stages, own.microbatches, "")
+    for stage in range(own.stages):
+        assert other.parameters(stage).keys() == own.parameters(stage).keys()
+        assert alike(other.contribution(stage, 1), own.contribution(stage, 1))
+        (mine,), (its,) = (side.paired(stage, 0, [side.seed(stage, 2)]) for side in (own, other))
+        assert alike(mine, its)
+        (mine,), (its,) = (side.paired(stage, 0, [side.flow(stage, 2)]) for side in (own, other))
+        assert alike(mine, its)
+
+
+class Bypass(nn.Module):
+    """The output of the first block passes by the second one, outside of any module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.blocks[0](x)
+        made: Tensor = self.blocks[2](torch.tanh(self.blocks[1](first)) + first)
+        return made
+
+
+def own_batches(dtype: torch.dtype = torch.float32) -> list[Batch]:
+    draw = torch.Generator().manual_seed(0)
+    made = [(torch.randn(5, 4, generator=draw), torch.randn(5, 4, generator=draw)) for _ in range(COUNT)]
+    return [Batch((x.to(dtype),), target.to(dtype), 20) for x, target in made]
+
+
+def by_block(model: nn.Module) -> dict[str, int]:
+    return {name: int(name.split(".")[1]) for name, _ in model.named_parameters()}
+
+
+def test_what_passes_by_a_stage_outside_of_modules_is_followed() -> None:
+    torch.manual_seed(0)
+    model = Bypass()
+    found = traced(model, own_batches(), by_block(model), Loss(nn.functional.mse_loss, COUNT))
+    assert found.unpaired == ""
+    (made,) = found.paired(0, 0, [found.flow(0, 0)])
+    assert alike(made, found.contribution(0, 0))
+
+
+class Headless(Bypass):
+    """The first parameters are used at the end as well, so that no tensor separates the stages."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = super().forward(x) @ self.blocks[0].weight
+        return made
+
+
+def test_where_no_tensor_separates_stages_there_are_no_pairs_and_that_is_said() -> None:
+    torch.manual_seed(0)
+    model = Headless()
+    found = traced(model, own_batches(), by_block(model), Loss(nn.functional.mse_loss, COUNT))
+    assert found.unpaired.startswith("where the reference passes from stage to stage could not be found")
+    assert found.paired(0, 0, [found.flow(0, 1)]) == [None]
+    gradient = found.contribution(0, 0).gradients["blocks.0.weight"]
+    assert gradient is not None
+    assert gradient.any()
+
+
+class OneType(nn.Module):
+    """Runs in fp32 only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.blocks[1](self.blocks[0](x) @ torch.eye(4, dtype=torch.float32))
+        return made
+
+
+def test_a_model_that_does_not_run_in_fp64_is_run_as_it_is() -> None:
+    model = OneType()
+    found = traced(model, own_batches(), by_block(model), Loss(nn.functional.mse_loss, COUNT))
+    assert found.parameters(0)["blocks.0.weight"].dtype is torch.float32
+    assert found.unpaired == ""
+
+
+def test_a_loss_that_the_model_makes_itself_has_no_other_target() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1), nn.Flatten(0))
+    batches = [Batch(batch.inputs, torch.empty(0), 0) for batch in own_batches()]
+    loss = Loss(lambda output, target: output.square().mean(), COUNT)
+    found = traced(model, batches, {"0.weight": 0, "0.bias": 0, "1.weight": 1, "1.bias": 1}, loss)
+    assert found.paired(1, 0, [found.seed(1, 2)]) == [None]
+
+
+def test_within_one_module_activation_and_output_gradient_are_paired_by_themselves() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    owner = dict.fromkeys(dict(model.named_parameters()), 0)
+    found = traced(model, own_batches(), owner, Loss(nn.functional.mse_loss, COUNT))
+    pairs = found.within(0, "0.weight")
+    assert pairs.keys() == {(i, j) for i in range(COUNT) for j in range(COUNT)}
+    wide, batches = copy.deepcopy(model).double(), own_batches(torch.float64)
+    made = wide[0](batches[1].inputs[0])
+    loss = nn.functional.mse_loss(wide[1:](made), batches[1].target) / COUNT
+    (flow,) = torch.autograd.grad(loss, [made])
+    assert torch.allclose(pairs[0, 1], flow.T @ batches[0].inputs[0])
+
+
+def test_stages_that_are_too_large_for_pairs_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("reference.traced._MOST", 100)
+    _, found = both("mlp")
+    assert "are too many to try" in found.unpaired
+    assert found.within(0, next(iter(found.parameters(0)))) == {}

@@ -1,0 +1,164 @@
+"""Fuzzing: what is drawn, that a campaign is its seed, and that a failure shrinks to the least that fails."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, find, given, settings
+
+from validation.cases.case import FUZZED_DTYPES, MODELS, SCHEDULES, Case
+from validation.cases.fuzz import PLANS, Tally, cases, fuzz
+from validation.cases.runtimes import TORCH
+from validation.cases.validator import validate
+from validation.judging.verdict import LawResult, Verdict
+from validation.worlds.world import RankFailed, World
+
+PASS = Verdict("", "pass", "bitwise", (LawResult("loss", "pass", 1, 1),))
+
+
+def campaign(budget: int, seed: int, run: Callable[[Case, World], Verdict] | None = None) -> tuple[list[Case], object]:
+    """A campaign without ranks; the cases that it ran."""
+    ran: list[Case] = []
+
+    def record(case: Case, world: World) -> Verdict:
+        ran.append(case)
+        return run(case, world) if run else PASS
+
+    with World() as world:
+        return ran, fuzz(world, budget=budget, seed_=seed, run=record)
+
+
+def test_a_campaign_is_its_seed_and_its_budget() -> None:
+    (one, _), (two, _), (other, _) = campaign(40, 1), campaign(40, 1), campaign(40, 2)
+    assert one == two
+    assert len(one) == 40
+    assert one != other
+
+
+def test_draws_reach_everything_that_a_case_can_be() -> None:
+    ran, _ = campaign(400, 0)
+    assert {case.schedule for case in ran} == set(SCHEDULES)
+    assert {case.ranks for case in ran} == {1, 2, 3, 4}
+    assert {case.virtual for case in ran} == {1, 2, 3}
+    assert {case.microbatches for case in ran} == set(range(1, 10))
+    assert {case.model for case in ran} == set(MODELS)
+    assert {case.plan for case in ran} == set(PLANS)
+    assert {size for case in ran for size in case.split} == {1, 2, 3}
+    assert any(len(set(case.split)) > 1 for case in ran)
+    assert any(case.microbatches < case.ranks for case in ran)
+    for flag in ("ragged", "unequal"):
+        assert {getattr(case, flag) for case in ran} == {True, False}
+    assert {case.loss for case in ran} == {"mean", "tokens"}
+    assert {case.dtype for case in ran} == set(FUZZED_DTYPES)
+
+
+def test_replicas_are_drawn_for_torch_as_far_as_there_are_ranks() -> None:
+    drawn: list[Case] = []
+
+    @settings(max_examples=200, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(cases(runtime=TORCH))
+    def draw(case: Case) -> None:
+        drawn.append(case)
+
+    draw()
+    assert {case.replicas for case in drawn} == {1, 2}
+    assert max(case.processes for case in drawn) <= 4
+    assert {case.ranks for case in drawn if case.replicas == 2} == {1, 2}
+    assert not [case for case in drawn if case.replicas == 2 and case.model == "batchnorm"]
+
+
+def test_a_failure_shrinks_to_the_least_that_fails() -> None:
+    def run(case: Case, world: World) -> Verdict:
+        wrong = case.microbatches >= 3 and case.ranks >= 2
+        return replace(PASS, verdict="fail", config=str(case)) if wrong else PASS
+
+    _, (tally, found) = campaign(200, 0, run)  # type: ignore[misc]
+    assert found.case == Case("naive", 2, 1, 3, (1, 1), model="mlp", plan=("train",))
+    assert found.verdict.verdict == "fail"
+    assert found.repeated
+    assert tally.verdicts["fail"] > 0
+
+
+def test_a_failure_that_shows_once_is_kept_and_said_not_to_repeat() -> None:
+    ran: list[Case] = []
+
+    def run(case: Case, world: World) -> Verdict:
+        ran.append(case)
+        return replace(PASS, verdict="fail", config=str(case)) if len(ran) == 3 else PASS
+
+    _, (tally, found) = campaign(20, 0, run)  # type: ignore[misc]
+    assert found.case == ran[2]
+    assert found.verdict.config == str(ran[2])
+    assert not found.repeated
+    assert tally.verdicts["fail"] == 1
+
+
+def test_a_failure_that_repeats_is_preferred_to_a_smaller_one_that_does_not() -> None:
+    ran: list[Case] = []
+
+    def run(case: Case, world: World) -> Verdict:
+        ran.append(case)
+        once = case.ranks == 1 and ran.count(case) == 1 and any(other.ranks > 2 for other in ran)
+        return replace(PASS, verdict="fail") if case.ranks > 2 or once else PASS
+
+    _, (_, found) = campaign(50, 0, run)  # type: ignore[misc]
+    assert found.repeated
+    assert found.case.ranks > 2
+
+
+def test_unknown_is_not_a_pass_either() -> None:
+    _, (_, found) = campaign(5, 0, lambda case, world: replace(PASS, verdict="unknown"))  # type: ignore[misc]
+    assert found.verdict.verdict == "unknown"
+
+
+def test_a_tally_counts_and_reads_well() -> None:
+    tally = Tally(10)
+    tally.verdicts.update({"pass": 3, "fail": 1})
+    tally.tiers.update({"bitwise": 3, "none": 1})
+    assert str(tally).startswith("4 cases, 3 pass (3 bitwise), 1 not, ")
+
+
+def test_real_ranks_agree_on_a_short_campaign(world: World) -> None:
+    tally, found = fuzz(world, budget=15, seed_=11)
+    assert found is None
+    assert tally.tiers == {"bitwise": 15}
+
+
+def test_a_planted_fault_is_found_and_shrunk_to_its_smallest_case(world: World) -> None:
+    planted = cases(schedules=("1f1b", "gpipe"), models=("mlp",), max_ranks=2).map(
+        lambda case: replace(case, specimen="microbatch-dropped", plan=("train",))
+    )
+    _, found = fuzz(world, budget=20, seed_=0, strategy=planted)
+    assert found is not None
+    smallest = found.case
+    assert (smallest.ranks, smallest.microbatches, set(smallest.split)) == (1, 1, {1})
+    assert found.verdict is not None
+    assert found.verdict.law("none-ness").outcome == "fail"  # with one microbatch, dropping it leaves nothing
+    assert validate(Case.parse(str(smallest)), world).verdict == "fail"
+
+
+def test_a_rank_that_dies_is_a_finding(world: World) -> None:
+    def run(case: Case, world: World) -> Verdict:
+        world.run(die, ranks=1)
+        return PASS
+
+    tally, found = fuzz(world, budget=1, run=run)
+    assert found is not None
+    assert isinstance(found.failure, RankFailed)
+    assert tally.verdicts["hang or crash"] >= 1
+
+
+def die(context: object) -> None:
+    raise RuntimeError("dead")
+
+
+def test_the_simplest_case_is_plain() -> None:
+    assert find(cases(), lambda case: True, settings=settings(database=None)) == Case(
+        "naive", 1, 1, 1, (1,), model="mlp", plan=("train",)
+    )
+
+
+@pytest.mark.parametrize("budget", [1, 7])
+def test_a_budget_is_a_number_of_cases(budget: int) -> None:
+    ran, _ = campaign(budget, 3)
+    assert len(ran) == budget

@@ -1,0 +1,66 @@
+"""Observing must not disturb, and must see what it is there to see."""
+
+import torch
+from torch import nn
+
+from pipeline.stage import Goal
+from reference.model import build_model
+from validation.cases.case import Case
+from validation.cases.observe import WatchedStage, data_for, observe
+from validation.observers.wrappers import AroundStage
+from validation.worlds.world import World
+
+
+class Fixed(AroundStage):
+    """A stage that hands on what it is told to."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    @property
+    def index(self) -> int:
+        return 3
+
+    @property
+    def module(self) -> nn.Module:
+        return nn.Identity()
+
+    def begin(self) -> None:
+        pass
+
+    def forward(self, microbatch: int, inputs: tuple[torch.Tensor, ...], goal: Goal | None) -> tuple[torch.Tensor, ...]:
+        return torch.tensor([1.0, self.value]), torch.tensor([7])
+
+
+def test_a_watched_stage_notes_what_is_not_finite() -> None:
+    for value, noted in ((1.0, []), (float("nan"), ["3F2"]), (float("inf"), ["3F2"])):
+        stage = WatchedStage(Fixed(value))
+        stage.begin()
+        stage.forward(2, (), None)
+        assert list(map(str, stage.nonfinite)) == noted
+
+
+def test_operations_have_different_data_and_ranks_the_same() -> None:
+    case = Case("1f1b", 1, 1, 2, (1,), model="mlp")
+    one, again, other = (data_for(case, number)[0].inputs[0] for number in (0, 0, 1))
+    assert torch.equal(one, again)
+    assert not torch.equal(one, other)
+
+
+def test_every_rank_reports_every_operation(world: World) -> None:
+    case = Case("1f1b", 2, 1, 3, (1, 1), model="mlp")
+    seen = observe(case, world)
+    assert [[op.operation for op in rank] for rank in seen.ranks] == [list(case.plan)] * 2
+    names = {name for name, _ in build_model("mlp", layers=2, seed=0).named_parameters()}
+    for number, operation in enumerate(case.plan):
+        gradients = {name for _, name in seen.gradients(number)}
+        assert gradients == (names if operation == "train" else set())
+        known = [len(rank[number].losses) for rank in seen.ranks]
+        assert known == ([0, 3] if operation == "accumulate" else [3, 3])
+    assert seen.ranks[0][0].norm == seen.ranks[1][0].norm
+
+
+def test_two_runs_of_a_case_give_the_same_bits(world: World) -> None:
+    case = Case("gpipe", 2, 1, 3, (1, 1), model="gpt", plan=("train",))
+    one, two = (observe(case, world).gradients(0) for _ in range(2))
+    assert all(torch.equal(one[site], two[site]) for site in one)  # type: ignore[arg-type]

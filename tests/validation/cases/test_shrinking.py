@@ -1,0 +1,41 @@
+"""A random case that shows a planted fault shrinks to the smallest, which its specimen states."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+
+from validation.cases.case import Case
+from validation.cases.shrinking import Shrunk, cases_that_show, shrink
+from validation.cases.specimens import SPECIMENS
+from validation.worlds.world import World
+
+
+@pytest.mark.parametrize("name", ["stage-negated", "microbatch-dropped", "tied-not-reduced", "backward-missing"])
+def test_a_random_failing_case_shrinks_to_the_stated_one(world: World, name: str) -> None:
+    found = shrink(SPECIMENS[name], world, max_ranks=2)
+    assert found.as_stated, found
+    assert found.cases > 1
+
+
+def test_a_statement_that_is_not_the_smallest_is_seen(world: World) -> None:
+    """A specimen that claims to need more than it does."""
+    boast = replace(SPECIMENS["backward-repeated"], smallest="naive r1 s1 m9 split=1 model=mlp plan=train seed=0")
+    found = shrink(boast, world, max_ranks=2)
+    assert not found.as_stated
+    assert "NOT as stated: naive r1 s1 m1" in str(found)
+    assert "nothing failed" in str(Shrunk("x", "y", "", "", 0))
+
+
+def test_cases_have_what_the_specimen_needs() -> None:
+    one = SPECIMENS["mean-of-means"]
+    seen: list[Case] = []
+
+    @settings(max_examples=20, database=None, deadline=None)
+    @given(cases_that_show(one))
+    def draw(case: Case) -> None:
+        seen.append(case)
+
+    draw()
+    assert seen
+    assert all(case.loss == "tokens" and case.unequal and not one.missing(case) for case in seen)

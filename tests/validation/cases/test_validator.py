@@ -1,0 +1,97 @@
+"""The main job on real ranks: every schedule, every model, every scenario, bit for bit."""
+
+from dataclasses import replace
+
+import pytest
+
+from pipeline.laws import Violation
+from validation.cases.case import MODELS, Case
+from validation.cases.specimens import SPECIMENS
+from validation.cases.validator import crashed, refused, validate
+from validation.judging.verdict import ValidationFailed
+from validation.worlds.rank_report import Ending, RankFailed, RankReport
+from validation.worlds.world import World
+
+SHAPES = {
+    "naive": ("naive", 4, 1, (2, 1, 1, 1)),
+    "gpipe": ("gpipe", 4, 1, (1, 1, 2, 1)),
+    "1f1b": ("1f1b", 4, 1, (1, 2, 1, 1)),
+    "1f1b on three": ("1f1b", 3, 1, (1, 2, 1)),
+    "interleaved": ("interleaved", 2, 2, (1, 2, 1, 1)),
+    "interleaved deep": ("interleaved", 2, 3, (1,) * 6),
+    "v-half": ("v-half", 2, 2, (1, 2, 1, 1)),
+    "zb-h1": ("zb-h1", 2, 1, (2, 1)),
+    "one rank": ("interleaved", 1, 2, (1, 2)),
+}
+
+
+def case_of(shape: str, model: str, microbatches: int = 5, **more: object) -> Case:
+    schedule, ranks, virtual, split = SHAPES[shape]
+    return Case(schedule, ranks, virtual, microbatches, split, model=model, **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("shape", ["naive", "gpipe", "1f1b", "interleaved"])
+def test_every_schedule_equals_the_reference_bit_for_bit(world: World, shape: str, model: str) -> None:
+    verdict = validate(case_of(shape, model, loss="tokens", ragged=True, unequal=True), world)
+    assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), verdict.mismatches[:3]
+    exercised = {law.name for law in verdict.laws if law.outcome == "pass"}
+    only = {"tied-copies": "gpt-tied", "buffers": "batchnorm"}
+    assert {law.name for law in verdict.laws} - exercised == {law for law, owner in only.items() if owner != model}
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("shape", ["gpipe", "1f1b", "1f1b on three", "interleaved deep", "one rank"])
+def test_any_number_of_microbatches(world: World, shape: str, microbatches: int) -> None:
+    verdict = validate(case_of(shape, "mlp", microbatches, plan=("train",)), world)
+    assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), verdict.mismatches[:3]
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("shape", ["1f1b on three", "v-half", "zb-h1"])
+def test_bf16_equals_the_reference_bit_for_bit(world: World, shape: str, model: str) -> None:
+    case = case_of(shape, model, dtype="bf16", loss="tokens", ragged=True, unequal=True)
+    verdict = validate(case, world)
+    assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), verdict.mismatches[:3]
+    assert verdict.law("updated-parameters").exact > 0
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp64"])
+@pytest.mark.parametrize(
+    "name", ["microbatch-dropped", "layernorm-zero", "loss-undivided", "clip-last-stage", "activation-nan"]
+)
+def test_faults_are_caught_in_every_dtype(world: World, name: str, dtype: str) -> None:
+    planted = SPECIMENS[name]
+    verdict = validate(replace(Case.parse(planted.smallest), specimen=name, dtype=dtype), world)
+    assert (verdict.verdict, verdict.law(planted.law).outcome) == ("fail", "fail")
+
+
+def test_a_tie_within_one_rank_is_summed_too(world: World) -> None:
+    verdict = validate(case_of("one rank", "gpt-tied"), world)
+    assert (verdict.verdict, verdict.tier) == ("pass", "bitwise")
+    assert verdict.law("tied-copies").checked > 0
+
+
+def test_a_verdict_can_be_raised(world: World) -> None:
+    validate(case_of("1f1b", "mlp", plan=("train",)), world).raise_if_failed()
+    wrong = validate(case_of("1f1b", "mlp", plan=("train",), specimen="stage-negated"), world)
+    with pytest.raises(ValidationFailed, match=r"(?s)FAIL gradient .*replay .*specimen=stage-negated") as caught:
+        wrong.raise_if_failed()
+    assert caught.value.verdict is wrong
+
+
+def test_what_static_laws_refuse_has_its_cause_before_anything_runs() -> None:
+    case = case_of("1f1b", "mlp", plan=("train",))
+    order = Violation("local-order", "0B0 comes before 0F0", 0)
+    wait = Violation("deadlock", "rank 0 waits at 0B0")
+    assert [(c.kind, c.rank) for c in refused(case, [order, wait]).cause] == [("order", 0)]
+    assert [c.kind for c in refused(case, [wait]).cause] == ["deadlock"]
+    assert refused(case, [order]).verdict == "unknown"
+
+
+def test_a_rank_that_raised_is_a_crash_and_ranks_that_wait_are_a_deadlock() -> None:
+    case = case_of("1f1b", "mlp", plan=("train",))
+    raised = RankFailed([RankReport(0, Ending.RAISED, "ValueError: bad"), RankReport(1, Ending.STOPPED)])
+    assert [(c.kind, c.rank, c.detail) for c in crashed(case, raised).cause] == [("crash", 0, "raised ValueError: bad")]
+    stuck = RankFailed([RankReport(0, Ending.STUCK, "stuck", waiting="0RECV_B0 with rank 1")])
+    assert [(c.kind, c.rank, c.stage) for c in crashed(case, stuck).cause] == [("deadlock", 0, None)]

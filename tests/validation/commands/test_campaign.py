@@ -1,0 +1,52 @@
+"""Several cases in a row: what one that crashes does to the others, the file and the exit status."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from validation.cases.case import Case
+from validation.commands.campaign import Impossible, Setting, exit_status, fuzz_all, validate_all
+from validation.judging.verdict import LawResult, Verdict
+from validation.worlds.world import NeedsMoreRanks
+
+SOUND = Case("1f1b", 1, 1, 2, (1,), model="mlp", plan=("train",))
+WRONG = Case("1f1b", 1, 1, 2, (1,), model="mlp", plan=("train",), specimen="stage-negated")
+# Swapped inputs of unequal lengths: the loss cannot even be formed, so a rank raises a ValueError of torch's.
+CRASHES = Case("1f1b", 1, 1, 3, (1,), model="gpt", ragged=True, plan=("train",), specimen="microbatches-swapped")
+
+
+def run(cases: list[Case], path: Path) -> tuple[int, list[str]]:
+    status = validate_all(cases, Setting("cpu", json=str(path)))
+    return status, [verdict["verdict"] for verdict in json.loads(path.read_text())["verdicts"]]
+
+
+@pytest.mark.ranks
+def test_a_crash_is_unknown_and_does_not_stop_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([CRASHES, SOUND], tmp_path / "x.json") == (3, ["unknown", "pass"])
+    out = capsys.readouterr().out
+    assert "UNKNOWN the ranks failed before there was anything to judge" in out
+    assert f'pipeproof replay "{CRASHES}"' in out
+    assert "batch_size" in out
+
+
+@pytest.mark.ranks
+def test_a_wrong_answer_is_not_hidden_by_a_crash(tmp_path: Path) -> None:
+    assert run([WRONG, CRASHES], tmp_path / "x.json") == (1, ["fail", "unknown"])
+
+
+def test_the_exit_status_is_that_of_the_worst() -> None:
+    law = (LawResult("x", "pass", 1, 1),)
+    passed, failed, unknown = (Verdict("c", v, "none", law) for v in ("pass", "fail", "unknown"))  # type: ignore[arg-type]
+    assert [exit_status(vs) for vs in ([passed], [passed, unknown], [unknown, failed], [])] == [0, 3, 1, 3]
+
+
+def test_a_world_that_is_too_small_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def small(*_: object, **__: object) -> None:
+        raise NeedsMoreRanks(4, 2)
+
+    monkeypatch.setattr("validation.worlds.world.World.run", small)
+    with pytest.raises(Impossible, match=r"4 ranks.*ask for fewer with --ranks or --max-ranks"):
+        validate_all([SOUND], Setting("cpu"))
+    with pytest.raises(Impossible, match="4 ranks"):
+        fuzz_all(Setting("cpu"), budget=1, seed=0, schedules=("1f1b",), dtypes=("fp32",), max_ranks=4)

@@ -1,0 +1,36 @@
+"""The command ``tolerance``: it measures, writes both files or refuses before it starts."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from validation.cases.case import CaseError
+from validation.cli import main
+from validation.commands.gap_survey import Survey
+
+needs_matplotlib = pytest.mark.skipif(not importlib.util.find_spec("matplotlib"), reason="needs the extra 'plot'")
+SMALL = ["tolerance", "--model", "mlp", "--dtype", "fp32", "--microbatches", "2"]
+
+
+def test_a_survey_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(SMALL) == 0
+    out = capsys.readouterr().out
+    assert "Made by `pipeproof tolerance --model mlp --dtype fp32 --microbatches 2`" in out
+    assert "- *drop*: +" in out
+
+
+@needs_matplotlib
+def test_a_page_and_its_picture_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    markdown, svg = tmp_path / "a.md", tmp_path / "b.svg"
+    assert main([*SMALL, "--markdown", str(markdown), "--svg", str(svg)]) == 0
+    assert capsys.readouterr().out == ""
+    assert "(b.svg)" in markdown.read_text()
+    assert svg.read_bytes().startswith(b"<?xml")
+
+
+def test_what_cannot_be_measured_is_refused() -> None:
+    with pytest.raises(CaseError, match="--microbatches 1: expected at least 2"):
+        Survey(["mlp"], ["fp32"], [2, 1]).checked()
+    with pytest.raises(CaseError, match="unknown model 'lstm'"):
+        Survey(["lstm"], ["fp32"], [2]).checked()

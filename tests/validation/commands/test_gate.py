@@ -1,0 +1,142 @@
+"""The gate as a user runs it: passing, failing and short, and what it leaves behind."""
+
+import json
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from validation.cases.case import Case
+from validation.cases.fuzz import Tally
+from validation.cli import main
+from validation.commands import gate
+from validation.judging.verdict import LawResult, Verdict
+from validation.records.record_file import read
+from validation.worlds.world import World
+
+Launch = Callable[..., "subprocess.CompletedProcess[str]"]
+SMALL = ["--schedule", "1f1b", "--ranks", "1", "--microbatches", "2", "--layers", "1", "--model", "mlp"]
+PINNED = "naive r1 s1 m2 split=1 model=mlp plan=train seed=0"
+WRONG = f"{PINNED} specimen=loss-undivided"
+
+
+@pytest.fixture
+def without_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cases that are judged without being run: wrong where something is planted, right elsewhere."""
+
+    def judged(case: Case, world: World, *, measure: bool = True) -> tuple[Verdict, None]:
+        outcome = "fail" if case.specimen else "pass"
+        laws = tuple(LawResult(name, outcome, 1) for name in ("loss", "gradient", "grad-norm"))  # type: ignore[arg-type]
+        return Verdict(str(case), outcome, "none", laws), None  # type: ignore[arg-type]
+
+    monkeypatch.setattr(gate, "validated", judged)
+
+
+@pytest.mark.usefixtures("without_ranks")
+def test_the_table_the_pinned_lines_the_drawn_cases_and_the_planted_one_are_all_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "gate.json"
+    assert main(["gate", *SMALL, "--cases", "20", "--seed", "3", "--case", PINNED, "--json", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "the planted fault layernorm-zero is caught" in out
+    assert out.endswith("gate PASS: 23 pass of 23 cases; seed 3\n")
+    groups = [one["group"] for one in json.loads(path.read_text())["verdicts"]]
+    assert groups == ["table", "pinned", *["fuzz"] * 20, "planted"]
+
+
+@pytest.mark.usefixtures("without_ranks")
+def test_a_family_that_cannot_run_makes_the_gate_short(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["gate", "--microbatches", "3", "--model", "mlp", "--cases", "0", "--annotations", "github"]
+    assert main(arguments) == 3
+    out = capsys.readouterr().out
+    assert "gate UNKNOWN: 11 pass of 12 cases; seed 0; 11 of 12 cases ran; dualpipev: microbatches is 3: dualp" in out
+    assert "::error title=pipeproof%3A the gate is short::11 of 12 cases ran; dualpipev" in out
+
+
+@pytest.mark.usefixtures("without_ranks")
+def test_fuzzing_that_ends_early_makes_the_gate_short(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gate, "fuzz", lambda *_, **__: (Tally(5), None))
+    assert main(["gate", *SMALL, "--cases", "5"]) == 3
+    assert "2 of 7 cases ran" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("without_ranks")
+def test_a_gate_that_cannot_fail_proves_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    blind = gate.validated
+    monkeypatch.setattr(gate, "validated", lambda case, *_, **__: blind(replace(case, specimen=""), None))  # type: ignore[arg-type]
+    assert main(["gate", *SMALL, "--cases", "1"]) == 3
+    assert "the planted fault layernorm-zero is not caught: pass" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("without_ranks")
+def test_a_drawn_case_that_fails_is_shrunk_and_what_was_not_drawn_is_no_pass(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sound = gate.validated
+
+    def wrong_with_three(case: Case, world: World, *, measure: bool = True) -> tuple[Verdict, None]:
+        faulty = replace(case, specimen="layernorm-zero") if case.microbatches >= 3 else case
+        return replace(sound(faulty, world)[0], config=str(case)), None
+
+    monkeypatch.setattr(gate, "validated", wrong_with_three)
+    assert main(["gate", *SMALL, "--cases", "50"]) == 1
+    out = capsys.readouterr().out
+    assert "FAIL loss" in out
+    assert "case      1f1b r1 s1 m3 split=1 model=mlp plan=train seed=0\n" in out
+    assert " of 52 cases ran" in out
+
+
+@pytest.mark.ranks
+def test_a_failing_gate_leaves_the_records_of_its_case(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    files = ["--junit", "kept/gate.xml", "--summary", "kept/gate.md", "--artifacts", "kept", "--annotations", "github"]
+    assert main(["gate", *SMALL, "--cases", "1", "--case", WRONG, *files]) == 1
+    out = capsys.readouterr().out
+    assert "gate FAIL: 1 fail, 3 pass of 4 cases; seed 0" in out
+    assert out.count("::error ") == 1
+    suite = ElementTree.parse("kept/gate.xml").getroot()[0]
+    assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("5", "1", "0")
+    assert f"| **fail** | `{WRONG}` |" in Path("kept/gate.md").read_text()
+    assert json.loads(Path("kept/1-naive.json").read_text())["verdict"] == "fail"
+    assert read("kept/1-naive.observed").kind == "observed"
+    assert main(["compare", "kept/1-naive.expected", "kept/1-naive.observed"]) == 1
+    assert "2 times expected, cosine 1.000000" in capsys.readouterr().out
+    assert sorted(path.name for path in Path("kept").iterdir()) == [
+        "1-naive.expected", "1-naive.json", "1-naive.observed", "1-naive.txt", "gate.md", "gate.xml",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--cases", "-1"], "--cases is -1: expected at least 0"),
+        (["--case", "gibberish"], "'gibberish' is no case"),
+        (["--case", f"{PINNED} specimen=gremlin"], "unknown specimen 'gremlin'"),
+        (["--junit", "/no/such/folder/x.xml"], "cannot write /no/such/folder/x.xml"),
+        (["--artifacts", f"{__file__}/x"], "cannot make the folder"),
+        (["--schedule", "mine.csv"], "mine.csv"),
+        (["--annotations", "gitlab"], "invalid choice: 'gitlab'"),
+        (["--max-ranks", "0"], "--max-ranks is 0: expected at least 1"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_runs(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate, "validated", lambda *_, **__: pytest.fail("something ran"))
+    try:
+        status = main(["gate", *SMALL, *arguments])
+    except SystemExit as error:
+        status = int(error.code or 0)
+    out, err = capsys.readouterr()
+    assert (status, out) == (2, "")
+    assert words in err

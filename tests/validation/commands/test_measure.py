@@ -1,0 +1,66 @@
+"""Timing on real ranks: what a trace of a step holds, and what is made of it."""
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from pipeline import Kind, lower
+from pipeline.action import COMPUTE, SENDS
+from pipeline.deliveries import deliveries
+from pipeline.trace import Trace
+from tests.pipeline.test_trace import TRACE
+from validation.cases.case import Case
+from validation.commands.measure import Measured, measure, show_measured
+from validation.reports.drawings import Paths
+from validation.worlds.rank_report import Ending, RankReport
+from validation.worlds.world import RankFailed, World
+
+CASE = Case("zb-h1", 2, 2, 5, (1, 1, 1, 1))
+
+
+def test_a_measured_step_has_every_action_of_every_rank_in_order_on_one_clock(world: World) -> None:
+    measured = measure(CASE, world, steps=3)
+    assert len(measured.steps) == 3
+    for step in measured.steps:
+        assert step.began == 0 < step.makespan
+        assert step.schedule == CASE.built
+        for rank, (spans, actions) in enumerate(zip(step.spans, lower(CASE.built).ranks, strict=True)):
+            assert [s.action for s in spans if s.action.kind in COMPUTE] == list(CASE.built.ranks[rank])
+            assert sorted(s.action for s in spans) == sorted(actions)
+            assert all(one.ended == pytest.approx(other.began, abs=1e-6) for one, other in pairwise(spans))
+            assert all(0 <= span.waited <= span.ended - span.began + 1e-6 for span in spans)
+            assert all(span.waited == 0 for span in spans if span.action.kind in {*SENDS, Kind.BACKWARD_WEIGHT})
+        for delivery in deliveries(step.schedule):  # no message is used before it is sent
+            assert step.by_action[delivery.send].began < step.by_action[delivery.user].worked_from
+
+
+def test_a_step_of_middling_length_is_shown_with_the_simulation_under_it() -> None:
+    def lasting(seconds: float) -> Trace:
+        *most, last = TRACE.spans[1]
+        return replace(TRACE, spans=(TRACE.spans[0], (*most, last._replace(ended=TRACE.began + seconds))))
+
+    measured = Measured((lasting(9), lasting(6.5), lasting(7)))
+    assert measured.typical.makespan == 7
+    _, *rows, last = (line.split() for line in str(measured).splitlines()[:6])
+    assert [row[0] for row in rows] == ["0", "simulated", "1", "simulated"]
+    assert rows[0][:4] == ["0", "measured", "7000.0", "ms"]
+    assert last[:4] == ["makespan:", "7000.0", "ms", "measured,"]
+
+
+def test_no_steps_are_refused() -> None:
+    with pytest.raises(ValueError, match="--steps is 0: expected at least 1"):
+        show_measured(CASE, Paths(), steps=0)
+
+
+def test_ranks_that_fail_give_no_verdict_and_no_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> Measured:
+        raise RankFailed([RankReport(0, Ending.FINISHED), RankReport(1, Ending.DIED, "ended with status 7")])
+
+    monkeypatch.setattr("validation.commands.measure.measure", fail)
+    assert show_measured(CASE, Paths(trace=str(tmp_path / "x.json")), steps=1) == 3
+    assert "rank 1 of 2 ended with status 7" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []

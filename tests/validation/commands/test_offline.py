@@ -1,0 +1,101 @@
+"""The commands record, compare and diff as a user types them: what they print, and their exit statuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from validation.cases.case import Case
+from validation.cli import main
+from validation.records.case_record import expected_record
+from validation.records.record_file import write
+from validation.worlds.output_file import OutputFile
+
+ONE = "1f1b r2 s2 m3 split=1,1 model=mlp plan=train seed=0"
+OTHER = "gpipe r1 s1 m3 split=2 model=mlp plan=train seed=0"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("records")
+    for name, text in (("one", ONE), ("other", OTHER), ("seeded", ONE.replace("seed=0", "seed=1"))):
+        with OutputFile(str(made / name)) as file:
+            write(expected_record(Case.parse(text)), file)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def in_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+
+
+def test_record_writes_what_is_expected(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["record", *ONE.split(), "--out", "again"]) == 0
+    assert capsys.readouterr().out == f"again: expected of {ONE}: train; 3 losses, 8 gradients\n"
+    assert main(["compare", "one", "again"]) == 0
+
+
+def test_records_of_two_schedules_agree(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "one", "other", "--json", "verdict.json"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("PASS 37 comparisons, fp32\n")
+    assert out.endswith("replay    pipeproof compare one other\n")
+    assert json.loads(Path("verdict.json").read_text())["verdict"] == "pass"
+
+
+def test_diff_says_first_how_the_configs_differ(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diff", "one", "other"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[:3] == [["schedule", "1f1b", "gpipe"], ["ranks", "2", "1"], ["split", "1,1", "2"]]
+    assert lines[3][0] == "PASS"
+    assert main(["diff", "one", "one"]) == 0
+    assert capsys.readouterr().out.startswith("the configs are the same\nPASS")
+
+
+def test_a_wrong_number_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+    record = expected_record(Case.parse(ONE))
+    doubled = {name: None if g is None else 2 * g for name, g in record.operations[0].gradients.items()}
+    vars(record.operations[0])["gradients"] = doubled
+    with OutputFile("wrong") as file:
+        write(record, file)
+    assert main(["compare", "one", "wrong"]) == 1
+    assert main(["diff", "one", "wrong"]) == 1
+    out = capsys.readouterr().out
+    assert "2 times expected, cosine 1.000000" in out
+    assert "where     rank 1, stage 1, parameter blocks.1.linear.bias" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["compare", "one", "seeded"], "microbatch 0 first; their configs differ in seed (0, 1); expected two records"),
+        (["compare", "nowhere", "one"], "cannot read nowhere: No such file"),
+        (["compare", __file__, "one"], "is no record: expected a file that `pipeproof record` or --record wrote"),
+        (["compare", "one", "one", "--json", "/no/such/folder/x"], "cannot write /no/such/folder/x"),
+        (["record", "gibberish", "--out", "x"], "'gibberish' is no case"),
+        (["record", f"{ONE} specimen=layernorm-zero", "--out", "x"], "what is expected has no specimen; leave it out"),
+        (["record", ONE, "--out", "/no/such/folder/x"], "cannot write /no/such/folder/x"),
+        (["validate", "--record", "x"], "--record takes one case, and these are 22: choose one --schedule and one"),
+    ],
+)
+def test_bad_input_is_refused_and_nothing_is_written(
+    arguments: list[str], words: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(folder.iterdir())
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert words in err
+    assert sorted(folder.iterdir()) == before
+
+
+@pytest.mark.ranks
+def test_what_a_run_gave_is_recorded_and_judged(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", ONE, "--record", "seen"]) == 0
+    assert main(["replay", f"{ONE} specimen=layernorm-zero", "--record", "faulty"]) == 1
+    assert main(["compare", "one", "seen"]) == 0
+    assert main(["diff", "seen", "faulty"]) == 1
+    out = capsys.readouterr().out
+    assert "PASS 37 comparisons, bitwise" in out
+    assert "specimen" in out
+    assert "where     rank 1, stage 1, parameter blocks.1.norm.weight" in out

@@ -1,0 +1,103 @@
+"""Standard output that takes no more: told from other failures, and never louder than it has to be."""
+
+import errno
+import io
+import os
+import subprocess
+import sys
+
+import pytest
+
+from validation.commands.ending import UNREAD, ended
+from validation.commands.standard_output import ReaderGone, standard_output
+from validation.worlds.output_file import OutputError
+
+
+class Broken(io.StringIO):
+    """A stream that fails, when written to or when flushed."""
+
+    def __init__(self, number: int, *, late: bool) -> None:
+        super().__init__()
+        self._error = OSError(number, os.strerror(number))
+        self._late = late
+
+    def write(self, text: str) -> int:
+        if not self._late:
+            raise self._error
+        return super().write(text)
+
+    def flush(self) -> None:
+        raise self._error
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(
+    ("number", "kind", "words"),
+    [
+        (errno.EPIPE, ReaderGone, "^$"),
+        (errno.ENOSPC, OutputError, "^cannot write standard output: No space left on device$"),
+    ],
+)
+def test_what_it_fails_with_is_its_own(
+    number: int, kind: type[Exception], words: str, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout", Broken(number, late=late))
+    with pytest.raises(kind, match=words), standard_output():
+        sys.stdout.write("x")
+
+
+def test_closed_it_is_refused_before_the_work(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done: list[int] = []
+    monkeypatch.setattr("sys.stdout", None)
+    assert ended(lambda: done.append(1) or 0) == 2
+    assert done == []
+    assert "pipeproof: cannot write standard output: it is closed" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("rank_1")
+def test_a_rank_that_does_not_report_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with standard_output():
+        sys.stdout.write("x")
+    assert capsys.readouterr().out == ""
+
+
+def test_what_fails_elsewhere_is_no_failure_of_it() -> None:
+    with pytest.raises(BrokenPipeError), standard_output():
+        raise BrokenPipeError
+
+
+SHOW = ("-m", "validation", "show", "1f1b", "--ranks", "40", "--microbatches", "300")
+
+
+def piped(redirection: str, *arguments: str) -> tuple[int, str]:
+    """The command's own exit status and its standard error, with standard output as the shell redirects it."""
+    command = f'set -o pipefail; "$0" "$@" {redirection}'
+    done = subprocess.run(
+        ["bash", "-c", command, sys.executable, *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("redirection", "status", "said"),
+    [
+        ("| head -1", UNREAD, ""),
+        (">/dev/full", 2, "pipeproof: cannot write standard output: No space left on device\n"),
+        (">&-", 2, "pipeproof: cannot write standard output: it is closed; send it to a file, or to /dev/null\n"),
+    ],
+)
+def test_as_a_shell_redirects_it(redirection: str, status: int, said: str) -> None:
+    assert piped(redirection, *SHOW) == (status, said)
+
+
+def test_what_rich_prints_ends_alike() -> None:
+    code = "import sys; from validation.commands.ending import ended as e\n"
+    code += "from validation.reports.terminal import Terminal as T\n"
+    code += "sys.exit(e(lambda: [T().say('x' * 70000) for _ in range(9)] and 0))"
+    assert piped("| head -c 1", "-c", code) == (UNREAD, "")
+
+
+def test_where_even_the_complaint_cannot_be_written_the_status_stays() -> None:
+    assert piped("2>/dev/full", *SHOW, "--virtual", "2") == (2, "")

@@ -1,0 +1,53 @@
+"""What a tensor is in place of the expected one: said where its content tells it, and left open where it does not."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from validation.diagnosis.address import Catalogue, What, what_is
+from validation.observers.recording import GIVEN, Point
+
+AT = Point(1, 0, GIVEN)
+
+
+def drawn(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+EXPECTED = drawn(0, 8, 16)
+
+
+def what(seen: Tensor) -> What:
+    found = what_is(seen, EXPECTED, AT, known=Catalogue([]))
+    assert found is not None
+    return found
+
+
+def test_rows_and_elements_in_another_order() -> None:
+    assert what(EXPECTED.flip(0)).text == "its own rows in another order"
+    assert what(EXPECTED.flip(1)).text == "its own elements in another order"
+    assert what(EXPECTED.flip(0) + 1e-3).kind != "reordered"
+
+
+@pytest.mark.parametrize("size", [0.01, 0.1, 0.4])
+def test_noise_has_its_size_said(size: float) -> None:
+    found = what(EXPECTED + size * drawn(1, 8, 16))
+    assert found.kind == "noisy"
+    said = float(found.text.removeprefix("the expected plus noise of ").split()[0])
+    assert said == pytest.approx(size, rel=0.25)
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        drawn(2, 8, 16),
+        EXPECTED + drawn(2, 8, 16),  # no more of it is its own than is not
+        EXPECTED + 0.1,
+        EXPECTED + 0.1 * EXPECTED.abs(),
+        EXPECTED * torch.linspace(0.8, 0.95, 16),
+        EXPECTED + 0.1 * torch.linspace(-1, 1, 128).view(8, 16),
+    ],
+    ids=["another", "too much", "a constant", "its size", "scaled by column", "a slope"],
+)
+def test_what_is_no_noise_is_not_called_so(seen: Tensor) -> None:
+    assert what(seen).kind == "different"

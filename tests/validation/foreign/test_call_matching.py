@@ -1,0 +1,150 @@
+"""Of which microbatch a call was: only what tells it is believed, and what nothing tells stays unknown."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from reference.data import Batch
+from validation.foreign.crossings import Passed, passed
+from validation.foreign.places import Places, Survey
+from validation.observers.observed import UNTOLD
+from validation.observers.sketch import Sketch, sketch
+from validation.observers.watching import Call, Watcher
+
+MICROBATCHES, STAGES = 4, 2
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
+
+
+def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean() / MICROBATCHES
+
+
+def drawn(seed: int) -> Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def batches(*, equal: bool = False) -> list[Batch]:
+    """``equal``: of equal inputs and different targets."""
+    return [Batch((drawn(0 if equal else m),), drawn(100 + m), 4) for m in range(MICROBATCHES)]
+
+
+def places(given: list[Batch]) -> tuple[Places, Places]:
+    whole = model()
+    survey = Survey(whole)
+    for microbatch, batch in enumerate(given):
+
+        def train(batch: Batch = batch) -> None:
+            loss_fn(whole(*batch.inputs), batch.target).backward()  # type: ignore[no-untyped-call]
+
+        survey.watch(microbatch, batch, train)
+    return survey.places
+
+
+def calls(given: list[Batch], order: list[int]) -> dict[int, list[Call]]:
+    """Both stages' calls of a right step that takes microbatches in this order."""
+    watcher, whole = Watcher(), model()
+    for stage in whole:
+        watcher.watch(stage)
+    for number in order:
+        loss_fn(whole(*given[number].inputs), given[number].target).backward()  # type: ignore[no-untyped-call]
+    return {stage: list(watcher.calls(module) or ()) for stage, module in enumerate(whole)}
+
+
+def strange(call: Call, seed: int, *, keep: tuple[str, ...] = ()) -> Call:
+    """``call`` with other numbers everywhere but in what is to ``keep``."""
+    one = sketch(drawn(seed))
+    new: dict[str, list[Sketch] | dict[int, Sketch]] = {"inputs": [one], "outputs": [one]}
+    new |= {name: {0: one} for name in ("output_gradients", "input_gradients", "kept")}
+    return replace(call, **{name: seen for name, seen in new.items() if name not in keep})  # type: ignore[arg-type]
+
+
+def judged(seen: dict[int, list[Call]], given: list[Batch] | None = None) -> dict[int, Passed]:
+    return passed(seen, MICROBATCHES, places(given or batches()))
+
+
+def forwards(flow: Passed) -> list[int]:
+    return [action.microbatch for action, _ in flow.called]
+
+
+def with_strangers(order: list[int], *at: int, stage: int = 1, keep: tuple[str, ...] = ()) -> dict[int, list[Call]]:
+    """The calls of a right step, in which those ``at`` of a stage are of nothing known."""
+    seen = calls(batches(), order)
+    for call in at:
+        seen[stage][call] = strange(seen[stage][call], 50 + call, keep=keep)
+    return seen
+
+
+def test_of_two_unknown_calls_none_is_given_a_number() -> None:
+    flow = judged(with_strangers([3, 1, 0, 2], 1, 2))[1]
+    assert forwards(flow) == [3, UNTOLD, UNTOLD, 2]
+    assert (flow.lost, flow.complete, flow.untold) == ((0, 1), True, True)
+    first, second = (one for one in flow.crossings if one.what == "input" and not one.same)
+    assert [one.at for one in (first, second)] == ["1F of call 2", "1F of call 3"]
+    assert first.seen == "like nothing the reference made, so its microbatch is not known"
+
+
+def test_a_single_unknown_call_is_the_microbatch_that_no_other_was_about() -> None:
+    flow = judged(with_strangers([3, 1, 0, 2], 2))[1]
+    assert (forwards(flow), flow.lost) == ([3, 1, 0, 2], ())
+    (one,) = (one for one in flow.crossings if one.what == "input" and not one.same)
+    assert one.seen.startswith("no microbatch's (0 is the one that no other call was about): relative error about")
+
+
+def test_that_it_was_the_only_one_left_is_said_of_zeros_too() -> None:
+    seen = calls(batches(), [3, 1, 0, 2])
+    zero = sketch(torch.zeros(4, 8))
+    seen[1][2] = replace(strange(seen[1][2], 50), inputs=[zero])
+    (one,) = (one for one in judged(seen)[1].crossings if one.what == "input" and not one.same)
+    assert (one.at, one.seen) == ("1F0", "zero (0 is the one that no other call was about)")
+
+
+def test_beside_a_microbatch_that_came_twice_a_single_unknown_call_is_not_known() -> None:
+    flow = judged(with_strangers([3, 1, 3, 2], 1))[1]
+    assert (forwards(flow), flow.lost, flow.complete) == ([3, UNTOLD, 3, 2], (0, 1), False)
+
+
+def test_where_a_call_is_missing_a_single_unknown_one_is_not_known() -> None:
+    flow = judged(with_strangers([3, 1, 0], 1))[1]
+    assert (forwards(flow), flow.complete) == ([3, UNTOLD, 0], False)
+
+
+def test_what_flows_back_and_what_was_kept_tell_as_well() -> None:
+    for keep in ("output_gradients", "input_gradients", "kept"):
+        assert forwards(judged(with_strangers([3, 1, 0, 2], 1, 2, keep=(keep,)))[1]) == [3, 1, 0, 2], keep
+
+
+def test_what_a_neighbour_sent_or_was_sent_tells_bit_for_bit() -> None:
+    seen = with_strangers([3, 1, 0, 2], 1, 2)
+    for call in (1, 2):  # the stage before knows its own calls, and sent this on
+        seen[0][call] = replace(seen[0][call], outputs=seen[1][call].inputs)
+    assert forwards(judged(seen)[1]) == [3, 1, 0, 2]
+    seen[1][1:3] = reversed(seen[1][1:3])
+    assert forwards(judged(seen)[1]) == [3, 0, 1, 2]
+
+
+def test_a_tensor_that_was_sent_twice_tells_nothing() -> None:
+    seen = with_strangers([3, 1, 0, 2], 1, 2)
+    for call in (1, 2):
+        seen[0][call] = replace(seen[0][call], outputs=seen[1][1].inputs)
+    assert forwards(judged(seen)[1]) == [3, UNTOLD, UNTOLD, 2]
+
+
+def test_a_changed_input_is_still_its_microbatch_s() -> None:
+    for change in (Tensor.half, lambda x: x.flip(0), lambda x: x * 2, lambda x: x + 0.05 * drawn(60)):
+        seen = with_strangers([3, 1, 0, 2], 1, 2)
+        for call, number in ((1, 1), (2, 0)):
+            given = change(model()[0](batches()[number].inputs[0]).detach()).float()
+            seen[1][call] = replace(seen[1][call], inputs=[sketch(given)])
+        assert forwards(judged(seen)[1]) == [3, 1, 0, 2]
+
+
+def test_equal_inputs_are_told_apart_by_what_flows_back() -> None:
+    given = batches(equal=True)
+    flows = judged(calls(given, [3, 2, 1, 0]), given)
+    assert [forwards(flow) for flow in flows.values()] == [[3, 2, 1, 0]] * STAGES
+    assert all(one.same for flow in flows.values() for one in flow.crossings)

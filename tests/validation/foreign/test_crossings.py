@@ -1,0 +1,110 @@
+"""Which microbatch a call was about, from what passed the boundary alone."""
+
+import torch
+from torch import Tensor, nn
+
+from reference.data import Batch
+from validation.foreign.crossings import Passed, passed
+from validation.foreign.places import Places, Survey
+from validation.observers.observed import Crossing
+from validation.observers.sketch import sketch
+from validation.observers.watching import Call, Watcher
+
+MICROBATCHES = 3
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
+
+
+def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+def batches() -> list[Batch]:
+    draw = torch.Generator().manual_seed(1)
+    return [Batch((torch.randn(2, 4, generator=draw),), torch.randn(2, 4, generator=draw), 2) for _ in range(3)]
+
+
+def places() -> tuple[Places, Places]:
+    whole = model()
+    survey = Survey(whole)
+    for microbatch, batch in enumerate(batches()):
+
+        def train(batch: Batch = batch) -> None:
+            (loss_fn(whole(*batch.inputs), batch.target) / MICROBATCHES).backward()
+
+        survey.watch(microbatch, batch, train)
+    return survey.places
+
+
+def calls(order: list[int], *, change: float = 1.0, late: Tensor | None = None) -> list[Call]:
+    """The calls of the whole model for these microbatches: ``change`` scales inputs, ``late`` comes into them later."""
+    watcher, whole = Watcher(), model()
+    watcher.watch(whole)
+    for number in order:
+        batch = batches()[number]
+        x = batch.inputs[0] * change
+        loss = loss_fn(whole(x), batch.target) / MICROBATCHES
+        if late is not None:
+            x.data.copy_(late)
+        loss.backward()  # type: ignore[no-untyped-call]
+    found = watcher.calls(whole)
+    assert found is not None
+    return found
+
+
+def flow(found: list[Call]) -> Passed:
+    return passed({0: found}, MICROBATCHES, places())[0]
+
+
+def wrong(found: Passed) -> list[Crossing]:
+    return [crossing for crossing in found.crossings if not crossing.same]
+
+
+def test_calls_are_known_in_any_order() -> None:
+    found = flow(calls([2, 0, 1]))
+    assert list(map(str, found.actions)) == ["0F2", "0F0", "0F1", "0B2", "0B0", "0B1"]
+    assert [(str(action), training) for action, training in found.called] == [
+        ("0F2", True),
+        ("0F0", True),
+        ("0F1", True),
+    ]
+    assert len(found.crossings) == 4 * MICROBATCHES
+    assert all(crossing.exact for crossing in found.crossings)
+
+
+def test_a_microbatch_that_comes_twice_is_not_taken_for_the_missing_one() -> None:
+    assert list(map(str, flow(calls([0, 0, 2])).actions[:3])) == ["0F0", "0F0", "0F2"]
+
+
+def test_one_unknown_call_is_the_microbatch_that_is_left() -> None:
+    found = flow([*calls([0]), *calls([1], change=1.5), *calls([2])])
+    assert list(map(str, found.actions[:3])) == ["0F0", "0F1", "0F2"]
+    first = wrong(found)[0]
+    assert (str(first.action), first.what) == ("0F1", "input")
+    assert first.seen == "1.5 times its own"
+
+
+def test_an_input_that_changed_before_its_backward_is_told() -> None:
+    late = batches()[2].inputs[0]
+    found = wrong(flow([*calls([0], late=late), *calls([1, 2])]))
+    assert [(str(one.action), one.what, one.seen) for one in found] == [
+        ("0B0", "input when the backward begins", "microbatch 2's")
+    ]
+
+
+def test_a_first_call_too_many_is_a_trial_and_a_later_one_is_not() -> None:
+    assert list(map(str, flow(calls([0, 0, 1, 2])).actions)) == ["0F0", "0F1", "0F2", "0B0", "0B1", "0B2"]
+    assert len(flow(calls([0, 1, 2, 0, 1])).actions) == 10
+
+
+def test_a_sketch_tells_rounding_from_another_tensor() -> None:
+    one = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    near, far = one * (1 + 1e-6), one.roll(1)
+    assert sketch(near).is_like(sketch(one))
+    assert 1e-7 < sketch(near).distance(sketch(one)) < 1e-5
+    assert not sketch(far).is_like(sketch(one))
+    assert not sketch(one[:10]).is_like(sketch(one))
+    assert not sketch(torch.tensor([1, 2])).is_like(sketch(torch.tensor([2, 1])))

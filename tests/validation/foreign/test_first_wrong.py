@@ -1,0 +1,245 @@
+"""Where a watched pipeline of tuples first went wrong, and where a tensor that nobody knows forbids to say so."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from validation.foreign import WhiteBox, watch
+from validation.judging.cause import Cause
+from validation.judging.verdict import Verdict
+
+WIDTH, ROWS, COUNT, RANKS = 8, 4, 4, 3
+EVERY = tuple(range(COUNT))
+loss_fn = nn.functional.mse_loss
+
+
+class Layer(nn.Module):
+    """Two tensors flow through it, and a mask comes in beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.act: Callable[[Tensor], Tensor] = nn.functional.silu
+        self.cuts = False
+
+    def forward(self, a: Tensor, b: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        made = self.two(a.detach() if self.cuts else a)
+        return a + torch.tanh(self.one(b)) * (mask + 0.5), b + self.act(made)
+
+
+class Last(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, a: Tensor, b: Tensor, mask: Tensor) -> Tensor:
+        made: Tensor = self.out(a * mask + b)
+        return made
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(), Layer(), Last()])
+
+    def forward(self, a: Tensor, b: Tensor, mask: Tensor) -> Any:
+        for layer in list(self.layers)[:-1]:
+            a, b = layer(a, b, mask)
+        return self.layers[-1](a, b, mask)
+
+
+def build() -> Chain:
+    torch.manual_seed(4)
+    return Chain()
+
+
+def data() -> list[Any]:
+    draw = partial(torch.randn, ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
+    return [((draw(), draw(), (draw() > -0.5).float()), draw()) for _ in range(COUNT)]
+
+
+Change = Callable[[int, int, list[Any]], list[Any]]  # of what comes in: the rank, the microbatch, what it is
+
+
+def unchanged(rank: int, m: int, tensors: list[Any]) -> list[Any]:
+    return tensors
+
+
+@dataclass(frozen=True)
+class Faults:
+    """What a run does otherwise."""
+
+    received: Change = unchanged
+    gradients: Change = unchanged
+    kept: Callable[[int, list[Tensor]], None] = lambda rank, inputs: None
+    model: Callable[[Chain], None] = lambda model: None
+    after: Callable[[int, int, nn.Module], None] = lambda rank, m, stage: None
+    loss: Callable[[Tensor, Tensor], Tensor] = loss_fn
+
+
+def run(model: Chain, microbatches: list[Any], *, faults: Faults) -> Any:
+    """A microbatch at a time, a layer on each rank."""
+    rank, losses = dist.get_rank(), []
+    faults.model(model)
+    stage = watch(model.layers[rank])
+    for m, (given, target) in enumerate(microbatches):
+        inputs = list(given)
+        if rank:
+            inputs[:2] = [_received(rank - 1).requires_grad_() for _ in range(2)]
+            with torch.no_grad():
+                inputs = [t.clone().requires_grad_(k < 2) for k, t in enumerate(faults.received(rank, m, inputs))]
+        outputs = stage(*inputs)
+        if rank < RANKS - 1:
+            for tensor in outputs:
+                dist.send(tensor.detach(), rank + 1)
+        faults.kept(rank, inputs)
+        _backward(outputs, target, rank, m, faults, losses)
+        if rank:
+            for tensor in inputs[:2]:
+                dist.send(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad, rank - 1)
+        faults.after(rank, m, stage)
+    return stage, losses or None
+
+
+def _backward(outputs: Any, target: Tensor, rank: int, m: int, faults: Faults, losses: list[float]) -> None:
+    if rank == RANKS - 1:
+        loss = faults.loss(outputs, target)
+        losses.append(loss.item())
+        (loss / COUNT).backward()  # type: ignore[no-untyped-call]
+        return
+    gradients = faults.gradients(rank, m, [_received(rank + 1) for _ in range(2)])
+    pairs = [(output, gradient) for output, gradient in zip(outputs, gradients, strict=True) if gradient is not None]
+    torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+
+
+def _received(sender: int) -> Tensor:
+    tensor = torch.empty(ROWS, WIDTH)
+    dist.recv(tensor, sender)
+    return tensor
+
+
+def judged(whitebox: WhiteBox, **faults: Any) -> Verdict:
+    step = partial(run, faults=Faults(**faults))
+    return whitebox.validate(step, reference=build, microbatches=data(), ranks=RANKS, loss_fn=loss_fn)
+
+
+def first(verdict: Verdict) -> Cause:
+    assert verdict.verdict == "fail", str(verdict)
+    assert verdict.cause, str(verdict)
+    return verdict.cause[0]
+
+
+def at(rank: int, change: Callable[[int, list[Any]], list[Any]]) -> Change:
+    return lambda seen, m, tensors: change(m, tensors) if seen == rank else tensors
+
+
+def test_a_right_run_passes_with_every_boundary_watched(whitebox: WhiteBox) -> None:
+    verdict = judged(whitebox)
+    assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), verdict
+    assert verdict.law("boundaries").exact == verdict.law("boundaries").checked > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "told"),
+    [
+        (lambda m, g: [g[1], g[0]], "wrong-message", "'s output 1 of layers.1"),
+        (lambda m, g: [g[0], g[0]], "wrong-message", "(output gradient 1)"),
+        (lambda m, g: [g[0], None], "altered", "none (output gradient 1)"),
+        (lambda m, g: [g[0], torch.cat([g[1][:2], g[1][2:] * 0])], "altered", "(output gradient 1)"),
+    ],
+    ids=["exchanged", "one twice", "one dropped", "half arrived"],
+)
+def test_gradients_of_a_tuple(whitebox: WhiteBox, change: Any, kind: str, told: str) -> None:
+    cause = first(judged(whitebox, gradients=at(1, change)))
+    assert (cause.kind, cause.rank, cause.stage, cause.microbatches) == (kind, 1, 1, EVERY)
+    assert told in cause.detail
+
+
+def test_a_side_input_of_another_microbatch_is_data_and_is_named_by_its_number(whitebox: WhiteBox) -> None:
+    others = [given[2] for given, _ in data()][1:]
+    change = at(1, lambda m, x: [*x[:2], others[m] if m < len(others) else x[2]])
+    cause = first(judged(whitebox, received=change))
+    assert (cause.kind, cause.stage, cause.microbatches) == ("swapped-data", 1, (0, 1, 2))
+    assert "microbatch 1's, expected microbatch 0's (input 2, input of the model 2)" in cause.detail
+
+
+def test_a_side_input_that_is_missing_in_every_microbatch(whitebox: WhiteBox) -> None:
+    cause = first(judged(whitebox, received=at(1, lambda m, x: [*x[:2], x[2] * 0])))
+    assert (cause.kind, cause.stage, cause.microbatches) == ("altered", 1, EVERY)
+    assert "zero (input 2, input of the model 2)" in cause.detail
+
+
+def test_what_left_right_and_came_in_wrong_in_every_microbatch(whitebox: WhiteBox) -> None:
+    cause = first(judged(whitebox, received=at(1, lambda m, x: [x[0], x[1] - x[0], x[2]])))
+    assert (cause.kind, cause.stage, cause.microbatches) == ("altered", 1, EVERY)
+
+
+def test_an_output_that_is_wrong_in_every_microbatch_is_unjudged_and_not_taken_for_right(whitebox: WhiteBox) -> None:
+    def gelu(model: Chain) -> None:
+        layer = model.layers[1]
+        assert isinstance(layer, Layer)
+        layer.act = nn.functional.gelu
+
+    verdict = judged(whitebox, model=gelu)
+    assert (verdict.verdict, verdict.cause) == ("fail", ()), str(verdict)
+    unjudged = "unjudged: rank 1, stage 1: output of the module is like nothing in the reference"
+    assert unjudged in verdict.undecided
+    assert "boundary tensor is right" not in str(verdict)
+
+
+def test_an_activation_that_came_in_as_a_gradient(whitebox: WhiteBox) -> None:
+    sent: list[Tensor] = []
+
+    def gradients(rank: int, m: int, tensors: list[Any]) -> list[Any]:
+        sent[:] = [tensors[0].clone()] if rank == 1 else sent
+        return tensors
+
+    cause = first(
+        judged(whitebox, gradients=gradients, received=at(1, lambda m, x: [sent[0] if m == 2 else x[0], *x[1:]]))
+    )
+    assert (cause.kind, cause.stage, cause.microbatches) == ("wrong-message", 1, (2,))
+    assert "microbatch 1's gradient at output 0 of layers.1, expected microbatch 2's" in cause.detail
+
+
+@pytest.mark.parametrize("other", [nn.functional.l1_loss, lambda y, t: loss_fn(y, t * 1.01)], ids=["l1", "target"])
+def test_a_right_output_with_a_wrong_loss(whitebox: WhiteBox, other: Any) -> None:
+    cause = first(judged(whitebox, loss=other))
+    assert (cause.kind, cause.rank, cause.stage, cause.microbatches) == ("computation", 2, 2, EVERY)
+    assert "the loss or its target, for the output is right" in cause.detail
+
+
+def test_an_input_that_was_freed_before_its_backward(whitebox: WhiteBox) -> None:
+    def freed(rank: int, inputs: list[Tensor]) -> None:
+        if rank == 1:
+            inputs[0].data.zero_()  # only its weights' gradients need it, so what it hands on is right
+
+    cause = first(judged(whitebox, kept=freed))
+    assert (cause.kind, cause.stage, cause.microbatches) == ("overwritten", 1, EVERY)
+
+
+def test_a_fault_nearer_to_the_loss_than_the_first_is_a_second_cause(whitebox: WhiteBox) -> None:
+    def clear(rank: int, m: int, stage: nn.Module) -> None:
+        if (rank, m) == (2, 0):
+            stage.zero_grad()
+
+    def rounded(m: int, tensors: list[Tensor]) -> list[Tensor]:
+        return [one.bfloat16().float() for one in tensors]
+
+    verdict = judged(whitebox, gradients=at(0, rounded), after=clear)
+    assert [(c.kind, c.stage, c.microbatches) for c in verdict.cause] == [("dropped", 2, (0,)), ("rounded", 0, EVERY)]
+
+
+def test_a_backward_that_loses_a_path_with_right_tensors_around_it(whitebox: WhiteBox) -> None:
+    def cut(model: Chain) -> None:
+        layer = model.layers[1]
+        assert isinstance(layer, Layer)
+        layer.cuts = True
+
+    cause = first(judged(whitebox, model=cut))
+    assert (cause.kind, cause.stage, cause.microbatches) == ("computation", 1, EVERY)

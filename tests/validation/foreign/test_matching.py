@@ -1,0 +1,69 @@
+"""Which parameter is which: by identity, by name, by a mapping, by content, and when nothing can tell."""
+
+from validation.foreign.matching import Local, match, renamed
+
+# Two blocks of a norm, whose weights are all alike, and a linear layer.
+KNOWN = {
+    "a.norm": b"ones",
+    "a.linear": b"a",
+    "b.norm": b"ones",
+    "b.linear": b"b",
+}
+
+
+def named(*parts: list[Local]) -> list[str | None]:
+    found = match(parts, KNOWN).names
+    return [found.get((i, k)) for i, part in enumerate(parts) for k in range(len(part))]
+
+
+def test_names_with_their_contents_are_taken_as_they_are() -> None:
+    part = [Local("b.norm", content=b"ones"), Local("b.linear", content=b"b")]
+    assert named(part) == ["b.norm", "b.linear"]
+
+
+def test_identity_comes_before_the_name() -> None:
+    assert named([Local("a.linear", identical="b.linear", content=b"b")]) == ["b.linear"]
+
+
+def test_content_comes_before_a_name_that_has_another_content() -> None:
+    part = [Local("a.norm", content=b"ones"), Local("a.linear", content=b"b")]
+    assert named(part) == ["b.norm", "b.linear"], "a slice that counts from the beginning again"
+
+
+def test_alike_contents_are_told_by_their_neighbours() -> None:
+    first, second = ([Local("0", content=b"ones"), Local("1", content=content)] for content in (b"a", b"b"))
+    assert named(first, second) == ["a.norm", "a.linear", "b.norm", "b.linear"]
+
+
+def test_what_only_neighbours_tell_is_dropped_where_something_does_not_fit() -> None:
+    """The norm comes after its layer here: the neighbours point one block too far, and off the end."""
+    parts = [
+        Local("0", content=b"a"),
+        Local("1", content=b"ones"),
+        Local("2", content=b"b"),
+        Local("3", content=b"ones"),
+    ]
+    assert named(parts) == ["a.linear", None, "b.linear", None]
+    why = match([parts], KNOWN).strangers
+    assert set(why.values()) == {"several parameters of the reference have its weights: say which it is, with names="}
+
+
+def test_other_weights_under_a_known_name_are_still_that_parameter() -> None:
+    assert named([Local("a.norm", content=b"ones"), Local("a.linear", content=b"other")])[1] == "a.linear"
+
+
+def test_what_is_nowhere_is_said_so() -> None:
+    found = match([[Local("extra", content=b"x")], [Local("y", said="z")]], KNOWN)
+    assert found.strangers == {
+        (0, 0): "unknown to the reference, by its name and by its weights",
+        (1, 0): "unknown to the reference, also as 'z', which names= makes of it",
+    }
+
+
+def test_the_longest_prefix_is_replaced() -> None:
+    names = {"stage.": "", "stage.1.": "b.", "x": "y"}
+    assert renamed(names, "stage.1.norm") == "b.norm"
+    assert renamed(names, "stage.a.norm") == "a.norm"
+    assert renamed(names, "other") == "other"
+    assert renamed(str.upper, "a") == "A"
+    assert renamed(None, "a") is None

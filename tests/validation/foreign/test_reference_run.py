@@ -1,0 +1,94 @@
+"""What the reference makes ahead is what it would make knowing the stages, or is not used."""
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from reference.step import Recipe, Reference, Site
+from validation.foreign.reference_run import ReferenceRun
+from validation.foreign.share import Replicas
+from validation.foreign.task import Task
+
+MICROBATCHES = 3
+
+
+class Tied(nn.Module):
+    """Two uses of one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.last(self.first(x).tanh())
+        return made
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return Tied()
+
+
+def task_of(*, wrong: int | None = None) -> Task:
+    """A task; microbatch ``wrong`` fits no model."""
+    draw = torch.Generator().manual_seed(1)
+    pairs = [
+        (torch.randn(2, 5 if number == wrong else 4, generator=draw), torch.randn(2, 4, generator=draw))
+        for number in range(MICROBATCHES)
+    ]
+    return Task(lambda model, data: None, build, tuple(pairs), nn.functional.mse_loss, None)
+
+
+def run_of(task: Task) -> ReferenceRun:
+    return ReferenceRun(task, task.built("cpu"), Replicas((0, 0), MICROBATCHES))
+
+
+def due(task: Task, owner: Mapping[str, int]) -> list[Mapping[Site, Tensor | None]]:
+    model = task.built("cpu")
+    reference = Reference(model, owner=owner, recipe=Recipe(loss=task.loss))
+    return [one.gradients for one in reference.contribute(task.batches(model))]
+
+
+def equal(one: Mapping[Site, Tensor | None], two: Mapping[Site, Tensor | None]) -> bool:
+    return one.keys() == two.keys() and all(torch.equal(one[site], two[site]) for site in one)  # type: ignore[arg-type]
+
+
+APART = {"first.weight": 4, "last.weight": 1}
+TOGETHER = {"first.weight": 0, "last.weight": 0}
+
+
+@pytest.mark.parametrize(("owner", "ahead_holds"), [(APART, True), (TOGETHER, False)], ids=["apart", "together"])
+def test_stages_that_are_told_late_get_what_they_would_have_got(owner: dict[str, int], ahead_holds: bool) -> None:
+    task = task_of()
+    ahead = run_of(task)
+    next(ahead)  # a part of it while the ranks are busy
+    run = ahead.settled(owner, watched=True)
+    assert (run is ahead) == ahead_holds
+    made = run.made(owner)
+    assert len(made) == MICROBATCHES
+    for one, wanted in zip(made, due(task, owner), strict=True):
+        assert equal(one.gradients, wanted)
+    assert run.places is not None
+    forward, backward = run.places
+    assert len(forward.by_place["output 0 of last"]) == len(backward.by_place["output 0 of last"]) == MICROBATCHES
+
+
+def test_a_run_that_has_not_begun_is_surveyed_only_for_who_watches() -> None:
+    ahead = run_of(task_of())
+    run = ahead.settled(APART, watched=False)
+    assert run is not ahead
+    assert run.places is None
+    assert len(run.made(APART)) == MICROBATCHES
+
+
+def test_what_the_reference_raises_is_kept_until_it_is_asked_for() -> None:
+    task = task_of(wrong=1)
+    ahead = run_of(task)
+    assert len(list(ahead)) == 2, "nothing is made behind the microbatch that raises"
+    run = ahead.settled(APART, watched=False)
+    assert run is ahead
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        run.made(APART)

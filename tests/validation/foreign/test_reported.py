@@ -1,0 +1,75 @@
+"""Losses of a foreign step that are wrong while its gradients are right: a wrong report, or nobody knows."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from validation.foreign import WhiteBox
+from validation.judging.verdict import Verdict
+
+COUNT = 4
+
+
+def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.mse_loss(output, target)
+
+
+def build_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(5, 3)
+
+
+def data() -> list[tuple[Tensor, Tensor]]:
+    draw = torch.Generator().manual_seed(1)
+    return [(torch.randn(6, 5, generator=draw), torch.randn(6, 3, generator=draw)) for _ in range(COUNT)]
+
+
+def judged(whitebox: WhiteBox, report: Callable[[list[float]], Any]) -> Verdict:
+    """A right step that makes ``report`` of its losses."""
+
+    def step(model: Any, microbatches: list[Any]) -> Any:
+        losses = []
+        for x, target in microbatches:
+            loss = loss_fn(model(x), target)
+            (loss / COUNT).backward()
+            losses.append(loss.item())
+        return model, report(losses)
+
+    return whitebox.validate(step, reference=build_model, microbatches=data(), ranks=1, loss_fn=loss_fn)
+
+
+@pytest.mark.parametrize(
+    ("report", "told"),
+    [
+        (lambda losses: [4 * loss for loss in losses], "4 times the right ones"),
+        (lambda losses: losses[::-1], "those of other microbatches"),
+        (lambda losses: [losses[0]] * COUNT, "those of other microbatches"),
+        (sum, "4 times the right one"),
+    ],
+)
+def test_what_is_made_of_right_losses_is_a_wrong_report(
+    whitebox: WhiteBox, report: Callable[[list[float]], Any], told: str
+) -> None:
+    verdict = judged(whitebox, report)
+    (cause,) = verdict.cause
+    assert cause.kind == "report"
+    assert cause.detail.endswith(f": {told}; gradients are right")
+
+
+@pytest.mark.parametrize("report", [lambda losses: [loss + 0.1 for loss in losses], lambda losses: sum(losses) + 0.1])
+def test_of_other_losses_nobody_knows_whether_they_were_computed(
+    whitebox: WhiteBox, report: Callable[[list[float]], Any]
+) -> None:
+    """As where a term was lost that no gradient comes from."""
+    verdict = judged(whitebox, report)
+    assert (verdict.verdict, verdict.cause) == ("fail", ())
+    assert verdict.undecided[0].startswith("losses are wrong and gradients right")
+
+
+@pytest.mark.parametrize("none", [None, []])
+def test_a_step_without_losses_does_not_pass(whitebox: WhiteBox, none: Any) -> None:
+    verdict = judged(whitebox, lambda losses: none)
+    assert (verdict.verdict, verdict.law("loss").outcome) == ("unknown", "unknown")

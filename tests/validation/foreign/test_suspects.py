@@ -1,0 +1,67 @@
+"""What numbers tell of ranks that have a stage in common; where they fit nothing, nothing is said."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from reference.step import Contribution
+from validation.foreign.assemble import Stage
+from validation.foreign.matching import Local
+from validation.foreign.rank import Part, RankMade
+from validation.foreign.share import Replicas
+from validation.foreign.shared_stages import together
+from validation.foreign.suspects import Suspects
+from validation.observers.shards import Shard
+
+REPLICAS = Replicas((0, 1), 4)
+UPPER, LOWER = Shard(((0, 2),)), Shard(((2, 4),))
+EACH = [torch.randn(4, generator=torch.Generator().manual_seed(m)) for m in range(4)]
+WHOLE = sum(EACH[1:], EACH[0])
+
+
+def part(gradient: Tensor, shard: Shard | None = None) -> RankMade:
+    one = Part((Local("w", "w"),), (gradient,), shards={} if shard is None else {0: shard})
+    return RankMade((one,), (), None, None, None, {})
+
+
+def notes(*ranks: RankMade, norms: tuple[float | None, float | None] = (None, None)) -> dict[str, str]:
+    (merged,) = together(ranks, REPLICAS)[0].parts
+    contributions = [Contribution(0.0, {(0, "w"): gradient}) for gradient in EACH]
+    return Suspects([Stage(0, 0, merged, {0: "w"}, {})], REPLICAS, contributions, norms).notes()
+
+
+def test_nothing_is_said_of_what_is_right_or_fits_nothing() -> None:
+    assert notes(part(WHOLE), part(WHOLE)) == {}
+    assert notes(part(WHOLE.flip(0)), part(WHOLE.flip(0)), norms=(1.0, None)) == {}
+    assert notes(part(WHOLE[:2], UPPER), part(WHOLE[2:], LOWER), norms=(WHOLE.norm().item(), None)) == {}
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+def test_a_replica_that_kept_its_own(factor: float) -> None:
+    assert notes(part(factor * (EACH[0] + EACH[2])), part(WHOLE)) == {
+        "replicas": "stage 0 was not reduced over its replicas: rank 0 has the gradient of its own microbatches 0, 2 "
+        "alone"
+    }
+
+
+@pytest.mark.parametrize(
+    ("factor", "note"),
+    [
+        (0.5, "all are 1/2 of what is expected: a mean over 2 replicas where a sum was due"),
+        (2.0, "all are 2 times what is expected: a sum over 2 replicas where a mean was due"),
+    ],
+)
+def test_a_mean_and_a_sum_exchanged(factor: float, note: str) -> None:
+    assert notes(part(factor * WHOLE), part(factor * WHOLE)) == {"gradient": note}
+
+
+def test_shards_exchanged() -> None:
+    assert notes(part(WHOLE[:2], LOWER), part(WHOLE[2:], UPPER)) == {
+        "gradient": "rank 0's shard of w, said to be [2:4], is that of [0:2], which rank 1 is said to have: shards in "
+        "the wrong order"
+    }
+
+
+def test_a_norm_of_own_shards() -> None:
+    found = notes(part(WHOLE[:2], UPPER), part(WHOLE[2:], LOWER), norms=(None, WHOLE[2:].norm().item()))
+    assert found == {"grad-norm": "rank 1's is the norm of what rank 1 holds alone"}

@@ -1,0 +1,73 @@
+"""Replicas that were reduced in part: which parameters, or which microbatches came too late, is told."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from validation.foreign import WhiteBox
+from validation.judging.verdict import Verdict
+
+COUNT = 6
+Names = Callable[[str], bool]
+
+
+def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.mse_loss(output, target)
+
+
+def build_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def data() -> list[tuple[Tensor, Tensor]]:
+    draw = torch.Generator().manual_seed(1)
+    return [(torch.randn(6, 5, generator=draw), torch.randn(6, 3, generator=draw)) for _ in range(COUNT)]
+
+
+def judged(whitebox: WhiteBox, reduced: Names, *, before: int = COUNT // 2, noise: float = 0.0) -> Verdict:
+    """Two replicas that take the mean of some parameters' gradients, before the microbatch ``before`` of each."""
+
+    def step(model: Any, microbatches: list[Any]) -> Any:
+        losses = []
+        for m, (x, target) in enumerate([*microbatches, (None, None)]):
+            if m == before:
+                for name, p in model.named_parameters():
+                    if reduced(name):
+                        dist.all_reduce(p.grad)
+                        p.grad /= 2
+            if m < len(microbatches):
+                loss = loss_fn(model(x), target)
+                (loss / len(microbatches)).backward()
+                losses.append(loss.item())
+        if noise:
+            model[0].weight.grad += dist.get_rank() * noise * torch.randn(8, 5)
+        return model, losses
+
+    return whitebox.validate(step, reference=build_model, microbatches=data(), ranks=[0, 1], loss_fn=loss_fn)
+
+
+def test_what_is_reduced_in_time_is_right(whitebox: WhiteBox) -> None:
+    assert judged(whitebox, lambda name: True).verdict == "pass"
+
+
+@pytest.mark.parametrize(("left", "parameter"), [("0.weight", "0.weight"), ("2.bias", "2.bias")])
+def test_a_parameter_that_was_not_reduced(whitebox: WhiteBox, left: str, parameter: str) -> None:
+    (cause,) = judged(whitebox, lambda name: name != left).cause
+    assert (cause.kind, cause.stage, cause.parameter) == ("not-reduced", 0, parameter)
+    assert cause.detail.startswith(f"{parameter} was not reduced over all replicas: rank 0 has the gradient of its own")
+
+
+def test_a_reduction_before_the_last_microbatch(whitebox: WhiteBox) -> None:
+    (cause,) = judged(whitebox, lambda name: True, before=2).cause
+    assert (cause.kind, cause.stage, cause.parameter) == ("not-reduced", 0, None)
+    assert "rank 1 lacks microbatch 4 of other replicas and has its own 5 2 times: reduced before" in cause.detail
+
+
+def test_replicas_that_differ_in_a_way_that_tells_nothing(whitebox: WhiteBox) -> None:
+    verdict = judged(whitebox, lambda name: True, noise=1e-2)
+    assert (verdict.verdict, verdict.cause) == ("fail", ())

@@ -1,0 +1,157 @@
+"""Floors measured on a run: what order and precision do, and what a lost microbatch would."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from reference.data import Batch, Shapes, microbatches
+from reference.model import DTYPES, build_model
+from reference.step import Contribution, Expected, Recipe, Reference, accumulate
+from validation.cases.stages import owners
+from validation.judging.floors import Floors, Pending
+from validation.judging.tolerance import FP32, PRECISIONS, error, may_be_rounded, update_floor
+
+ORDERS = {0: [0, 1, 2, 3], 1: [3, 2, 1, 0]}
+
+
+def data(model: str, seed: int = 0) -> list[Batch]:
+    return microbatches(model, count=4, shapes=Shapes(ragged=True), seed=seed)
+
+
+def floors_of(name: str, plan: Sequence[str] = ("train",), *, dtype: str = "fp32") -> tuple[Reference, Floors]:
+    model = build_model(name, layers=4, seed=0, dtype=dtype)
+    reference = Reference(model, owner=owners(model, (2, 2)), recipe=Recipe())
+    pending = []
+    for number, operation in enumerate(plan):
+        batches = [batch.cast(DTYPES[dtype]) for batch in data(name, number)]
+        pending.append(Pending(reference.perform(operation, batches, orders=ORDERS), batches, ORDERS))
+    return reference, Floors(reference, pending)
+
+
+@pytest.mark.parametrize("plan", [("train",), ("accumulate", "train")], ids="+".join)
+@pytest.mark.parametrize("name", ["mlp", "gpt-tied"])
+def test_rounding_is_small_and_a_lost_microbatch_is_not(name: str, plan: tuple[str, ...]) -> None:
+    _, floors = floors_of(name, plan)
+    for site, expected in floors._last.gradients.items():
+        floor = floors.gradient(site)
+        assert expected is not None
+        assert 1e-9 < floor.largest < 3e-6, site
+        assert FP32.least <= floor.limit < FP32.most
+        assert floor.fault > 100 * floor.limit, site
+    assert floors.worst() == max(floors.gradient(site).largest for site in floors._last.gradients)
+
+
+def test_the_floor_is_that_of_the_other_order_and_of_fp64() -> None:
+    reference, floors = floors_of("mlp")
+    site = (0, "blocks.0.linear.weight")
+    expected = floors._last.gradients[site]
+    parts = [one.gradients[site] for one in floors._last.contributions]
+    assert expected is not None
+    other = torch.zeros_like(expected)
+    for part in reversed(parts):
+        other += part  # type: ignore[arg-type]
+    assert floors.gradient(site).permutation == error(other, expected)
+    assert reference.model.get_parameter(site[1]).dtype is torch.float32
+
+
+def test_a_model_that_draws_otherwise_in_fp64_says_nothing_about_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dropout's mask depends on the dtype. Taken for rounding, it would excuse gradients of any size."""
+
+    def otherwise(reference: Reference, expected: Expected, *_: object, **__: object) -> tuple[Contribution, ...]:
+        return tuple(
+            Contribution(2 * one.loss, {site: None if g is None else 3 * g for site, g in one.gradients.items()})
+            for one in expected.contributions
+        )
+
+    monkeypatch.setattr("validation.judging.floors.in_double", otherwise)
+    _, floors = floors_of("mlp")
+    assert all(floors.gradient(site).rounding == 0 for site in floors._last.gradients)
+    assert floors.loss(0).rounding == 0
+    assert floors.norm().rounding < 1e-6
+
+
+def test_losses_norms_and_updates_have_floors() -> None:
+    _, floors = floors_of("mlp")
+    assert all(0 <= floors.loss(m).rounding < 1e-6 for m in range(4))
+    assert floors.norm().largest < 1e-6
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt-tied"])
+def test_the_floor_of_an_update_is_about_what_rounding_does_to_it(name: str) -> None:
+    """Which the update shows when it is made once more in fp64 and stored: nothing is left that its floor forbids."""
+    reference, floors = floors_of(name)
+    expected, rate = floors._last, reference._optimizer.param_groups[0]["lr"]
+    assert expected.norm is not None
+    clip = min(1.0, Recipe().max_norm / (expected.norm + 1e-6))
+    for site, gradient in floors._apart_total.items():
+        assert gradient is not None
+        update = -rate * clip * gradient
+        wide = expected.before[site[1]].double() + update
+        before, after = expected.before[site[1]], expected.parameters[site]
+        allowed, late = update_floor(floors.gradient(site), before, after), before.double() + 1.01 * update
+        for seen, passes in ((wide, True), (late, False)):
+            size = error(seen.to(before.dtype), after, base=before, rounded=True)
+            assert (allowed.outcome(size) == "pass") == passes, site
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp64"])
+@pytest.mark.parametrize("name", ["mlp", "gpt-tied"])
+def test_other_dtypes_have_floors_of_a_few_of_their_own_units(name: str, dtype: str) -> None:
+    _, floors = floors_of(name, dtype=dtype)
+    unit = PRECISIONS[DTYPES[dtype]].unit
+    for site, expected in floors._last.gradients.items():
+        assert expected is not None
+        assert expected.dtype is DTYPES[dtype]
+        floor = floors.gradient(site)
+        assert floor.precision is PRECISIONS[DTYPES[dtype]]
+        assert unit / 2 < floor.rounding < 32 * unit, site
+        assert floor.permutation < 8 * unit, site
+    assert unit / 100 < max(floors.loss(m).rounding for m in range(4)) < 8 * unit
+    assert floors.norm().largest < 8 * unit
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp64"])
+@pytest.mark.parametrize("name", ["mlp", "gpt-tied"])
+def test_the_same_sum_in_any_order_or_in_a_wide_accumulator_never_fails(name: str, dtype: str) -> None:
+    reference, floors = floors_of(name, dtype=dtype)
+    contributions = floors._last.contributions
+    wide = [
+        replace(one, gradients={site: g if g is None else g.double() for site, g in one.gradients.items()})
+        for one in contributions
+    ]
+    others = [
+        accumulate(contributions, orders={0: order, 1: order})
+        for order in itertools.islice(itertools.permutations(range(4)), 0, None, 4)
+    ]
+    others.append(accumulate(wide, orders=ORDERS))
+    allowed = {site: floors.gradient(site) for site in floors._last.gradients}
+    for sums in others:
+        for site, total in reference.total(sums).items():
+            expected = floors._last.gradients[site]
+            assert total is not None
+            assert expected is not None
+            assert allowed[site].outcome(error(total.to(expected.dtype), expected)) != "fail", site
+
+
+def test_a_step_that_vanished_proves_no_fault_where_it_did_not() -> None:
+    """A weight of bf16 that stood still may have moved by one unit in another order of things."""
+    _, floors = floors_of("mlp", dtype="bf16")
+    site = (0, "blocks.0.norm.weight")
+    assert torch.equal(floors._last.parameters[site], floors._last.before[site[1]])
+    before, after = floors._last.before[site[1]], floors._last.parameters[site]
+    allowed = update_floor(floors.gradient(site), before, after)
+    assert allowed.outcome(0.0) == "unknown", "a lost microbatch would not show either"
+    _, frozen = floors_of("frozen", dtype="bf16")
+    still = (1, "blocks.2.linear.weight")
+    before, after = frozen._last.before[still[1]], frozen._last.parameters[still]
+    assert not may_be_rounded(frozen._last.gradients[still], before, after)
+    assert update_floor(frozen.gradient(still), before, after).outcome(math.inf) == "fail"
+
+
+def test_a_parameter_without_a_gradient_has_no_floor() -> None:
+    _, floors = floors_of("pair")
+    assert floors.gradient((1, "blocks.3.other.weight")).largest == 0.0

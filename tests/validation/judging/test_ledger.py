@@ -1,0 +1,125 @@
+"""The ledger: what a comparison does to its laws, and that a law without one is unknown."""
+
+import torch
+
+from validation.judging.ledger import Heading, Ledger
+from validation.judging.tolerance import Floor
+from validation.judging.verdict import Mismatch
+
+FLOOR = Floor(1e-7, 1e-7, 0.1)
+
+
+def place(law: str = "gradient", scenario: str = "") -> Heading:
+    return Heading(law, frozenset({scenario} - {""}), Mismatch(law, 1, "", "", rank=2, parameter="w"))
+
+
+def ledger() -> Ledger:
+    return Ledger(("gradient", "second-step"))
+
+
+def outcomes(book: Ledger) -> list[str]:
+    return [law.outcome for law in book.laws()]
+
+
+def test_a_law_that_saw_nothing_is_unknown_and_says_so() -> None:
+    book = ledger()
+    assert outcomes(book) == ["unknown", "unknown"]
+    assert book.laws()[0].note == "nothing was compared"
+
+
+def test_a_law_that_does_not_apply_is_neither_pass_nor_unknown() -> None:
+    book = ledger()
+    book.skip("second-step", "one step only")
+    assert outcomes(book) == ["unknown", "not applicable"]
+
+
+def test_equal_bits_are_exact_and_never_ask_for_a_floor() -> None:
+    book = ledger()
+    book.tensors(place(), torch.ones(3), torch.ones(3), floor=lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+    book.numbers(place(), 2.0, 2.0, floor=lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+    assert book.all_exact
+    assert (book.laws()[0].outcome, book.laws()[0].checked, book.laws()[0].exact) == ("pass", 2, 2)
+
+
+def test_rounding_passes_but_not_bit_for_bit() -> None:
+    book = ledger()
+    book.tensors(place(), torch.ones(3) * (1 + 2**-23), torch.ones(3), lambda: FLOOR)
+    (law, _) = book.laws()
+    assert (law.outcome, law.exact) == ("pass", 0)
+    assert 0 < law.worst < 2e-7
+    assert law.floor == 1e-7
+    assert not book.all_exact
+    assert book.mismatches == []
+
+
+def test_a_fault_fails_its_law_and_its_scenario_and_is_described() -> None:
+    book = ledger()
+    book.tensors(place(scenario="second-step"), torch.ones(4) * -3, torch.ones(4), lambda: FLOOR)
+    assert outcomes(book) == ["fail", "fail"]
+    assert book.failed
+    (mismatch,) = book.mismatches
+    assert mismatch.seen == "norm 6, -3 times expected, cosine -1.000000"
+    assert mismatch.expected == "norm 2"
+    assert (mismatch.rank, mismatch.parameter, mismatch.error) == (2, "w", 4.0)
+
+
+def test_neither_rounding_nor_fault_is_unknown() -> None:
+    book = ledger()
+    book.numbers(place(), 1.00005, 1.0, lambda: FLOOR)
+    book.hold(place("second-step"), True, "x", "x")
+    assert outcomes(book) == ["unknown", "pass"]
+    assert book.failed
+
+
+def test_updates_are_judged_against_how_far_they_moved() -> None:
+    book = ledger()
+    before = torch.full((2,), 100.0)
+    book.tensors(place(), before + 0.02, before + 0.01, lambda: FLOOR, base=before)
+    assert outcomes(book)[0] == "fail"
+    assert book.mismatches[0].seen.startswith("update of norm 0.028")
+
+
+def test_nan_and_doubt_are_never_a_pass() -> None:
+    book = ledger()
+    book.numbers(place(), float("nan"), 1.0, lambda: FLOOR)
+    book.doubt("second-step", "because")
+    assert outcomes(book) == ["fail", "unknown"]
+    assert book.laws()[1].note == "because"
+
+
+def test_another_shape_is_described() -> None:
+    book = ledger()
+    book.tensors(place(), torch.ones(2), torch.ones(3), lambda: FLOOR)
+    assert (book.mismatches[0].seen, book.mismatches[0].expected) == ("shape [2]", "shape [3]")
+
+
+def test_nan_beside_something_that_did_not_move_is_a_mismatch_with_words() -> None:
+    book = ledger()
+    before = torch.ones(3)
+    book.tensors(place(), torch.full((3,), float("nan")), before, lambda: FLOOR, base=before)
+    (mismatch,) = book.mismatches
+    assert (mismatch.seen, mismatch.expected) == ("update of norm nan", "update of norm 0")
+
+
+def test_a_remark_is_said_and_changes_no_outcome() -> None:
+    book = ledger()
+    book.hold(place(), True, "", "")
+    book.remark("gradient", "by the way")
+    (law,) = [law for law in book.laws() if law.name == "gradient"]
+    assert (law.outcome, law.note) == ("pass", "by the way")
+
+
+def test_ledgers_of_several_ranks_are_one() -> None:
+    one, other = Ledger(["loss", "gradient", "norm"]), Ledger(["loss", "gradient", "norm"])
+    one.tensors(place(), torch.ones(2), torch.ones(2), lambda: FLOOR)
+    other.tensors(place(), torch.ones(2), -torch.ones(2), lambda: FLOOR)
+    other.doubt("loss", "nobody looked")
+    other.skip("norm", "there is none")
+    one.join(other)
+    loss, gradient, norm = one.laws()
+    assert (loss.outcome, loss.note) == ("unknown", "nobody looked")
+    assert (gradient.outcome, gradient.worst) == ("fail", 2.0)
+    assert (gradient.checked, gradient.exact, gradient.wrong) == (2, 1, 1)
+    assert norm.outcome == "not applicable"
+    assert len(one.mismatches) == 1
+    assert not one.all_exact

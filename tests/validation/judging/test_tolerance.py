@@ -1,0 +1,134 @@
+"""Errors and floors: what counts as rounding, what as a fault, and what as neither."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from validation.judging.tolerance import (
+    FP32,
+    PRECISIONS,
+    Floor,
+    error,
+    floor_of,
+    may_be_rounded,
+    same_bits,
+    scalar_error,
+    update_floor,
+)
+
+
+def test_error_is_the_larger_of_both_norms_ratios() -> None:
+    expected = torch.tensor([3.0, 4.0])
+    assert error(expected.clone(), expected) == 0.0
+    assert error(torch.tensor([3.0, 4.4]), expected) == pytest.approx(0.1)  # 0.4 / 4, above 0.4 / 5
+    spread = torch.ones(4)
+    assert error(spread * 1.5, spread) == pytest.approx(0.5)
+
+
+def test_error_against_zero_and_with_another_shape_or_nan_is_infinite() -> None:
+    zero = torch.zeros(2)
+    assert error(zero, zero) == 0.0
+    assert error(torch.ones(2), zero) == math.inf
+    assert error(torch.ones(3), torch.ones(2)) == math.inf
+    assert error(torch.tensor([math.nan, 1.0]), torch.ones(2)) == math.inf
+
+
+def test_scale_judges_differences_against_something_else() -> None:
+    assert error(torch.tensor([10.1]), torch.tensor([10.0]), base=torch.tensor([9.9])) == pytest.approx(1.0, rel=1e-4)
+    assert scalar_error(1.1, 1.0) == pytest.approx(0.1)
+
+
+def test_bits_tell_zeros_and_types_apart() -> None:
+    assert same_bits(torch.tensor([1.0, math.nan]), torch.tensor([1.0, math.nan]))
+    assert not same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
+    assert not same_bits(torch.tensor([1.0]), torch.tensor([1.0], dtype=torch.float64))
+    assert not same_bits(torch.ones(2), torch.ones(3))
+    assert same_bits(torch.ones(2, 3).t(), torch.ones(3, 2))
+
+
+def test_a_floor_allows_a_multiple_of_itself_never_less_than_a_few_roundings_nor_more_than_the_cap() -> None:
+    assert Floor(0.0, 0.0, 1.0).limit == FP32.least
+    assert Floor(1e-6, 5e-7, 1.0).limit == pytest.approx(1.6e-5)
+    assert Floor(0.0, 1.0, 1.0).limit == FP32.most
+
+
+def test_between_rounding_and_what_no_rounding_reaches_is_unknown() -> None:
+    floor = Floor(1e-6, 0.0, 0.1)
+    assert [floor.outcome(e) for e in (0.0, 1.6e-5, 1.7e-5, 0.99e-4, 1e-4, math.inf)] == [
+        "pass",
+        "pass",
+        "unknown",
+        "unknown",
+        "fail",
+        "fail",
+    ]
+
+
+def test_what_rounding_explains_and_the_cap_does_not_excuse_is_unknown() -> None:
+    floor = Floor(0.0, 1e-3, 1e-2)
+    assert [floor.outcome(e) for e in (1e-4, 2e-4, 1.6e-2, 1.7e-2)] == ["pass", "unknown", "unknown", "fail"]
+
+
+def test_every_precision_excuses_a_few_of_its_own_roundings_and_no_lost_microbatch() -> None:
+    for dtype, precision in PRECISIONS.items():
+        assert precision.unit == torch.finfo(dtype).eps / 2
+        assert precision.unit < precision.least < precision.most <= 1 / 16
+        assert Floor(0.0, 0.0, 0.5, precision).outcome(2 * precision.least) == "unknown"
+        assert Floor(0.0, 0.0, 0.5, precision).outcome(0.25) == "fail"
+        assert Floor(precision.unit, 0.0, 0.5, precision).outcome(precision.unit) == "pass"
+
+
+@pytest.mark.parametrize(("dtype", "outcome"), [(torch.float32, "pass"), (torch.bfloat16, "unknown")])
+def test_bf16_passes_nothing_that_could_hide_a_lost_microbatch(dtype: torch.dtype, outcome: str) -> None:
+    assert floor_of(torch.ones(4, dtype=dtype), [], torch.ones(4), [torch.ones(4) / 64]).outcome(0.0) == outcome
+
+
+def test_one_tokens_weight_of_4096_is_a_fault() -> None:
+    assert Floor(2e-7, 8e-7, 0.5).outcome(1 / 4096) == "fail"
+
+
+def test_a_measured_floor_sees_order_precision_and_the_least_microbatch() -> None:
+    parts = [torch.tensor([1.0, 1.0]), torch.tensor([0.1, 0.0])]
+    total = parts[0] + parts[1]
+    floor = floor_of(total, [total * (1 + 1e-6)], total.double() * (1 + 1e-5), [*parts, None])
+    assert floor.permutation == pytest.approx(1e-6, rel=0.2)
+    assert floor.rounding == pytest.approx(1e-5, rel=1e-3)
+    assert floor.fault == pytest.approx(0.1 / total.norm().item())
+
+
+def test_rounding_that_could_hide_a_lost_microbatch_passes_nothing() -> None:
+    assert Floor(1e-6, 6e-6, 5e-5).outcome(5e-5) == "unknown"
+    assert Floor(1e-6, 6e-6, 5e-5).outcome(0.0) == "unknown"
+    assert Floor(1e-6, 6e-6, 0.0).outcome(1e-6) == "pass"  # nothing can be lost of a loss
+
+
+def test_the_last_place_of_what_is_stored_can_be_left_aside() -> None:
+    before, after = torch.ones(4), torch.ones(4) + 1e-4
+    place = torch.nextafter(after, torch.tensor(2.0))
+    assert error(place, after, base=before) > 1e-4
+    assert error(place, after, base=before, rounded=True) == 0.0
+    assert error(before, after, base=before, rounded=True) > 0.99
+    assert error(after * float("nan"), after, base=before, rounded=True) == float("inf")
+
+
+def test_the_floor_of_an_update_is_its_gradients_unless_the_last_place_hides_a_fault() -> None:
+    gradient, before = Floor(1e-8, 1e-7, 0.25), torch.ones(3)
+    assert update_floor(gradient, before, before + 1e-3) == gradient
+    tiny = update_floor(gradient, before, before + 2**-22)
+    assert [tiny.outcome(error) for error in (0.0, 1e-7, 0.1)] == ["unknown", "unknown", "fail"]
+    assert update_floor(gradient, before, before).outcome(0.0) == "unknown"
+    # A step of one large element beside many weights that may all have been rounded: both norms are asked.
+    wide, one = torch.ones(10_000), torch.zeros(10_000)
+    one[0] = 2**-14
+    assert update_floor(replace(gradient, fault=0.125), wide, wide + one).outcome(0.0) == "unknown"
+
+
+def test_a_parameter_that_nothing_moves_is_not_excused_by_rounding() -> None:
+    before = torch.ones(3)
+    moved = torch.nextafter(before, torch.tensor(2.0))
+    assert may_be_rounded(torch.ones(3), before, before)
+    assert may_be_rounded(torch.zeros(3), before, moved)
+    for gradient in (None, torch.zeros(3)):
+        assert not may_be_rounded(gradient, before, before)

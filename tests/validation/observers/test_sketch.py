@@ -1,0 +1,38 @@
+"""Looking at a tensor recognises it again, and leaves it as it was."""
+
+import torch
+
+from validation.observers.sketch import digest, sketch
+
+
+def test_equal_bits_have_equal_digests_and_others_have_not() -> None:
+    one = torch.arange(6.0)
+    assert digest(one) == digest(one.clone())
+    assert len({digest(one), digest(one.view(2, 3)), digest(one.double()), digest(-one)}) == 4
+
+
+def test_of_any_type_and_form_the_elements_are_known_in_another_order() -> None:
+    one = torch.arange(1.0, 25.0).view(4, 6)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8):
+        seen, other = sketch(one.to(dtype).flip(0)), sketch(one.to(dtype))
+        assert seen.is_reordered(other), dtype
+        assert not other.is_reordered(other)
+        assert not sketch((one + 1).to(dtype)).is_reordered(other)
+    assert sketch(one.T).is_reordered(sketch(one))
+    for tensor in (torch.tensor(1.0), torch.ones(0), torch.ones(1).expand(20), torch.ones(20, dtype=torch.bool)):
+        assert not sketch(tensor).is_reordered(sketch(tensor))
+
+
+def test_a_tensor_that_was_looked_at_can_still_be_freed() -> None:
+    tensor = torch.ones(4)
+    digest(tensor)
+    sketch(tensor)
+    tensor.untyped_storage().resize_(0)  # as fully_shard does after a forward
+    assert tensor.untyped_storage().nbytes() == 0
+
+
+def test_a_sketch_is_used_again_for_an_equal_tensor_alone() -> None:
+    tensor = torch.arange(6.0)
+    known = sketch(tensor)
+    assert sketch(tensor.clone(), known=known) is known
+    assert sketch(-tensor, known=known) == sketch(-tensor) != known

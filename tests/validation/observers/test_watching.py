@@ -1,0 +1,125 @@
+"""What a watcher notes of a call is that call's own, however long the tensors live that came into it."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import pipelining
+
+from validation.foreign import HandedBack, WhiteBox, torch_pipelining, watch
+from validation.judging.verdict import Verdict
+from validation.observers.sketch import sketch
+from validation.observers.watching import Call, Watcher
+
+WIDTH, COUNT = 8, 4
+
+
+def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+def build_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)))
+
+
+def data() -> list[tuple[Tensor, Tensor]]:
+    draw = torch.Generator().manual_seed(1)
+    return [(torch.randn(4, WIDTH, generator=draw), torch.randn(4, WIDTH, generator=draw)) for _ in range(COUNT)]
+
+
+def judged(whitebox: WhiteBox, step: Any) -> Verdict:
+    return whitebox.validate(step, reference=build_model, microbatches=data(), ranks=2, loss_fn=loss_fn)
+
+
+def one_leaf(model: nn.Sequential, microbatches: list[Any], *, twice: int | None = None, clears: bool = True) -> Any:
+    """All of rank 1's microbatches are received into one leaf. ``twice`` is run backward twice."""
+    rank, losses = dist.get_rank(), []
+    stage, leaf = watch(model[2 * rank : 2 * rank + 2]), torch.empty(4, WIDTH).requires_grad_()
+    for m, (x, target) in enumerate(microbatches):
+        if rank == 0:
+            y = stage(x)
+            dist.send(y.detach(), 1)
+            gradient = torch.empty_like(y)
+            dist.recv(gradient, 1)
+            y.backward(gradient)
+            continue
+        dist.recv(leaf.data, 0)
+        if clears:
+            leaf.grad = None
+        loss = loss_fn(stage(leaf), target)
+        losses.append(loss.item())
+        if m == twice:
+            (loss / COUNT).backward(retain_graph=True)  # type: ignore[no-untyped-call]
+        (loss / COUNT).backward()  # type: ignore[no-untyped-call]
+        assert leaf.grad is not None
+        dist.send(leaf.grad, 0)
+    return stage, losses or None
+
+
+def test_one_leaf_for_all_that_is_received_is_no_fault(whitebox: WhiteBox) -> None:
+    verdict = judged(whitebox, one_leaf)
+    assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), verdict
+    assert verdict.law("boundaries").exact == verdict.law("boundaries").checked
+
+
+def test_a_backward_that_runs_twice_is_seen_at_such_a_leaf(whitebox: WhiteBox) -> None:
+    verdict = judged(whitebox, lambda model, microbatches: one_leaf(model, microbatches, twice=2))
+    assert [(c.kind, c.rank, c.stage, c.microbatches) for c in verdict.cause[:1]] == [("doubled", 1, 1, (2,))], verdict
+
+
+def two_steps(model: nn.Sequential, microbatches: list[Any], *, divides: bool = True) -> HandedBack:
+    """Half of the microbatches in each of two steps of one schedule, whose stages keep what they receive into."""
+    rank = dist.get_rank()
+    stage = pipelining.PipelineStage(model[2 * rank : 2 * rank + 2], rank, 2, torch.device("cpu"))
+    share = COUNT // (COUNT // 2) if divides else 1
+    schedule = pipelining.Schedule1F1B(
+        stage,
+        COUNT // 2,
+        loss_fn=lambda output, target: loss_fn(output, target) / share / (COUNT // 2),
+        scale_grads=False,
+    )
+    steps = [torch_pipelining.step(schedule, half) for half in (microbatches[:2], microbatches[2:])]
+    losses = [float(loss) * COUNT for one in steps for loss in one.losses or ()]
+    return HandedBack(steps[0].made, losses or None)
+
+
+def test_two_steps_of_one_schedule_of_torchs_pass(whitebox: WhiteBox) -> None:
+    verdict = judged(whitebox, two_steps)
+    assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), verdict
+    assert verdict.law("microbatches").outcome == "pass"
+
+
+def test_two_steps_that_each_divide_by_their_own_count_are_twice_as_large(whitebox: WhiteBox) -> None:
+    verdict = judged(whitebox, lambda model, microbatches: two_steps(model, microbatches, divides=False))
+    assert verdict.verdict == "fail", verdict
+    assert [(cause.kind, cause.factor) for cause in verdict.cause[:1]] == [("scale", pytest.approx(2.0))], verdict
+
+
+class Carrying(nn.Module):
+    """Hands a tensor on as it is, beside what it makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+        return self.linear(x) + kept, kept
+
+
+def test_a_leaf_that_is_handed_on_as_it_is_has_each_calls_own_gradients() -> None:
+    watcher, stage, kept = Watcher(), Carrying(), torch.randn(4, WIDTH, requires_grad=True)
+    watcher.watch(stage)
+    leaf, due = torch.empty(4, WIDTH, requires_grad=True), []
+    for x, target in data():
+        leaf.data.copy_(x)
+        outputs, gradients = stage(leaf, kept), (target, target * 2)
+        torch.autograd.backward(outputs, gradients)
+        due.append((sketch(target), sketch(target * 2)))
+    found: list[Call] | None = watcher.calls(stage)
+    assert found is not None
+    assert [call.output_gradients[0] for call in found] == [first for first, _ in due]
+    assert [call.backwards for call in found] == [[0], [1], [2], [3]]
+    assert len({call.input_gradients[0].digest for call in found}) == COUNT

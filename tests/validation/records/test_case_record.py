@@ -1,0 +1,63 @@
+"""Records of cases: the reference's alone, and those of runs on ranks held against it."""
+
+import pytest
+
+from validation.cases.case import Case
+from validation.cases.observe import observe
+from validation.records.case_record import backwards_of, config_of, expected_record, observed_record
+from validation.records.compare import compare
+from validation.worlds.world import World
+
+PLAN = "plan=train+accumulate+train"
+CASE = Case.parse(f"1f1b r2 s2 m3 split=1,1 model=gpt-tied {PLAN} unequal seed=3")
+
+
+def test_gradients_are_added_in_the_schedules_order() -> None:
+    assert backwards_of(CASE) == {0: [0, 1, 2], 1: [0, 1, 2]}
+    assert backwards_of(Case.parse("gpipe r2 s2 m3")) == {0: [2, 1, 0], 1: [2, 1, 0]}
+    assert backwards_of(Case.parse("zb-h1 r2 s2 m3"))[0] == [0, 1, 2]
+
+
+def test_a_config_says_what_the_line_says_and_what_numbers_depend_on() -> None:
+    config = config_of(CASE)
+    assert config["case"] == str(CASE)
+    assert (config["split"], config["plan"], config["seed"]) == ("1,1", "train+accumulate+train", 3)
+    assert config["dtype"] == "float32"
+    assert "torch" in config
+    assert all(isinstance(value, str | int | bool) for value in config.values())
+
+
+def test_what_is_expected_has_every_number_and_its_floor() -> None:
+    first, middle, last = expected_record(CASE).operations
+    assert [len(one.losses) for one in (first, middle, last)] == [3, 3, 3]
+    assert (middle.gradients, middle.norm, middle.floors) == ({}, None, None)
+    assert first.gradients.keys() == first.before.keys() == first.parameters.keys()
+    assert first.floors is not None
+    assert first.floors.gradients.keys() == first.gradients.keys()
+    assert max(floor.largest for floor in first.floors.gradients.values()) > 0
+    assert first.microbatches != last.microbatches
+    assert all(last.before[name].equal(first.parameters[name]) for name in first.parameters)
+
+
+def test_runs_of_any_schedule_agree_with_what_is_expected_of_one(world: World) -> None:
+    expected = expected_record(CASE)
+    assert expected.places["head.logits.weight"] == ((1, 1),)
+    for text, tier in ((str(CASE), "bitwise"), (f"zb-v r1 s2 m3 split=1,1 model=gpt-tied {PLAN} unequal seed=3", None)):
+        case = Case.parse(text)
+        verdict = compare(expected, observed_record(case, observe(case, world)))
+        assert verdict.verdict == "pass", str(verdict)
+        assert tier is None or verdict.tier == tier
+        assert verdict.law("gradient").checked == 2 * len(expected.places)
+
+
+def test_a_planted_fault_is_found_in_the_record_of_its_run(world: World) -> None:
+    case = Case.parse(f"{CASE} specimen=layernorm-zero")
+    verdict = compare(expected_record(CASE), observed_record(case, observe(case, world)))
+    assert verdict.verdict == "fail"
+    assert {law.name for law in verdict.laws if law.outcome == "fail"} >= {"gradient", "grad-norm"}
+    assert verdict.mismatches[0].where == "rank 1, stage 1, parameter blocks.1.norm_1.weight"
+
+
+def test_of_an_unknown_kind_of_case_there_is_no_record() -> None:
+    with pytest.raises(ValueError, match="unknown model"):
+        expected_record(Case.parse("1f1b r1 s1 m1 model=lstm"))

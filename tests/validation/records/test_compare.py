@@ -1,0 +1,156 @@
+"""Two records against each other. Every law is shown failing."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from validation.cases.case import Case
+from validation.records.case_record import expected_record
+from validation.records.compare import compare
+from validation.records.record import Record, RecordedOperation, RecordError
+
+EXPECTED = expected_record(Case.parse("1f1b r2 s2 m3 split=1,1 model=batchnorm plan=train+train seed=3"))
+REVERSED = expected_record(Case.parse("gpipe r1 s1 m3 split=2 model=batchnorm plan=train+train seed=3"))
+WEIGHT = "blocks.1.linear.weight"
+
+
+def changed(record: Record, number: int = 0, **fields: Any) -> Record:
+    """``record`` with some fields of one operation replaced, as what a run gave."""
+    operations = list(record.operations)
+    operations[number] = replace(operations[number], **fields)
+    return replace(record, kind="observed", operations=tuple(operations))
+
+
+def with_one(kind: str, change: Callable[[Any], object], name: str = WEIGHT) -> Callable[[RecordedOperation], Any]:
+    """The fields that an operation gets where one tensor of a kind is changed; to None where that is gone."""
+
+    def fields(one: RecordedOperation) -> Mapping[str, object]:
+        tensors: dict[str, object] = dict(getattr(one, kind))
+        tensors[name] = change(tensors[name])
+        return {kind: tensors}
+
+    return fields
+
+
+def test_the_same_record_agrees_bit_for_bit() -> None:
+    verdict = compare(EXPECTED, EXPECTED, rerun="pipeproof compare a b")
+    assert (verdict.verdict, verdict.tier) == ("pass", "bitwise")
+    assert str(verdict).endswith("replay    pipeproof compare a b")
+    assert verdict.law("buffers").checked > 0
+
+
+def test_another_order_of_addition_agrees_within_rounding() -> None:
+    verdict = compare(EXPECTED, REVERSED)
+    assert (verdict.verdict, verdict.tier) == ("pass", "fp32"), str(verdict)
+    assert 0 < verdict.law("gradient").worst < 1e-6
+    assert verdict.law("gradient").floor > 0
+
+
+@pytest.mark.parametrize("model", ["gpt-tied", "twice", "pair", "frozen"])
+def test_schedules_that_add_in_another_order_agree_over_several_steps(model: str) -> None:
+    text = f"r2 s2 m4 split=1,1 model={model} plan=train+train+train seed=1"
+    one, other = (expected_record(Case.parse(f"{schedule} {text}")) for schedule in ("1f1b", "gpipe"))
+    assert compare(one, other).verdict == "pass", str(compare(one, other))
+    bare = replace(one, operations=tuple(replace(each, floors=None) for each in one.operations))
+    assert compare(bare, other).verdict == "pass", str(compare(bare, other))
+
+
+def test_without_floors_rounding_still_is_no_fault() -> None:
+    bare = replace(EXPECTED, operations=tuple(replace(one, floors=None) for one in EXPECTED.operations))
+    assert compare(bare, REVERSED).verdict == "pass"
+    small = changed(bare, **with_one("gradients", lambda g: g * (1 + 2e-5))(bare.operations[0]))
+    assert compare(bare, small).verdict == "unknown"
+
+
+FAULTS: Mapping[str, tuple[Callable[[RecordedOperation], Any], str]] = {
+    "loss": (lambda one: {"losses": (one.losses[0], one.losses[1] * 1.1, one.losses[2])}, "microbatch 1"),
+    "whole loss": (lambda one: {"loss": one.loss * 3}, "every rank"),
+    "fewer losses": (lambda one: {"losses": one.losses[:2]}, "every rank"),
+    "none-ness": (with_one("gradients", lambda _: None), f"rank 1, stage 1, parameter {WEIGHT}"),
+    "gradient": (with_one("gradients", lambda g: -g), f"rank 1, stage 1, parameter {WEIGHT}"),
+    "zero gradient": (with_one("gradients", lambda g: g * 0), f"rank 1, stage 1, parameter {WEIGHT}"),
+    "grad-norm": (lambda one: {"norm": one.norm * 1.01}, "every rank"),
+    "no grad-norm": (lambda one: {"norm": None}, "every rank"),
+    "updated-parameters": (with_one("parameters", lambda p: p + 0.1), f"rank 1, stage 1, parameter {WEIGHT}"),
+    "buffers": (
+        with_one("buffers", lambda b: b + 1e-3, "blocks.0.norm.running_mean"),
+        "parameter blocks.0.norm.running_mean",
+    ),
+}
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("name", FAULTS)
+def test_every_number_that_is_wrong_is_a_failure_with_its_place(name: str, number: int) -> None:
+    change, where = FAULTS[name]
+    wrong = changed(EXPECTED, number, **change(EXPECTED.operations[number]))
+    verdict = compare(EXPECTED, wrong)
+    assert verdict.verdict == "fail"
+    law = name.removeprefix("no ").removeprefix("whole ").removeprefix("fewer ").removeprefix("zero ")
+    first = verdict.mismatches[0]
+    assert first.law == law.replace("losses", "loss")
+    assert first.where == where
+    assert first.operation == number + 1
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_parameter_held_by_none_or_by_two_is_a_failure(count: int) -> None:
+    places = {**EXPECTED.places, WEIGHT: ((0, 0), (1, 1))[:count]}
+    verdict = compare(EXPECTED, replace(EXPECTED, places=places))
+    assert verdict.law("parameters-once").outcome == "fail"
+    assert verdict.mismatches[0].seen == f"held {count} times"
+
+
+def test_a_parameter_that_only_one_record_knows_is_a_failure() -> None:
+    gradients = {**EXPECTED.operations[0].gradients, "extra": torch.ones(2)}
+    places = {**EXPECTED.places, "extra": ((0, 0),)}
+    verdict = compare(EXPECTED, replace(changed(EXPECTED, gradients=gradients), places=places))
+    assert (verdict.mismatches[0].parameter, verdict.mismatches[0].expected) == ("extra", "held 0 times")
+
+
+def test_what_comes_after_the_first_difference_is_consequence() -> None:
+    wrong = changed(EXPECTED, 0, norm=1.0)
+    wrong = changed(wrong, 1, norm=2.0)
+    assert {mismatch.operation for mismatch in compare(EXPECTED, wrong).mismatches} == {1}
+
+
+def test_numbers_that_are_none_are_no_pass() -> None:
+    nan = changed(EXPECTED, losses=(float("nan"),) * 3)
+    assert compare(EXPECTED, nan).verdict == "fail"
+    assert compare(nan, EXPECTED).law("loss").outcome == "unknown"
+
+
+def test_an_expected_gradient_of_zero_proves_nothing() -> None:
+    zero = changed(EXPECTED, **with_one("gradients", torch.zeros_like)(EXPECTED.operations[0]))
+    assert compare(zero, zero).law("gradient").outcome == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("seen", "words"),
+    [
+        (
+            expected_record(Case.parse("1f1b r2 s2 m3 split=1,1 model=batchnorm plan=train seed=3")),
+            r"operations train\+train and train; their configs differ in plan \(train\+train, train\)",
+        ),
+        (
+            expected_record(Case.parse("1f1b r2 s2 m3 split=1,1 model=batchnorm plan=train+train seed=4")),
+            r"microbatches that are not the same: microbatch 0 first; their configs differ in seed \(3, 4\)",
+        ),
+        (
+            changed(EXPECTED, microbatches=EXPECTED.operations[0].microbatches[::-1]),
+            "microbatch 0 first: it has the content of microbatch 2; expected",
+        ),
+        (changed(EXPECTED, microbatches=EXPECTED.operations[0].microbatches[:2]), "2 microbatches, not 3"),
+        (
+            changed(EXPECTED, **with_one("before", lambda p: p * 1.001)(EXPECTED.operations[0])),
+            rf"weights that differ before the first step: {WEIGHT} first, by a relative error of 1.0e-03; expected two",
+        ),
+    ],
+)
+def test_records_of_other_steps_are_refused_in_a_sentence(seen: Record, words: str) -> None:
+    with pytest.raises(RecordError, match=words) as refusal:
+        compare(EXPECTED, seen)
+    assert "\n" not in str(refusal.value)

@@ -1,0 +1,188 @@
+"""Records on disk: what was written comes back to the last bit, and nothing else is taken for a record."""
+
+import json
+import math
+import pickletools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from validation.judging.tolerance import Floor, same_bits
+from validation.records.record import Record, RecordedFloors, RecordedOperation, RecordError
+from validation.records.record_file import read, write
+from validation.worlds.output_file import OutputError, OutputFile
+
+FLOOR = Floor(1e-8, 2e-7, 0.25)
+WEIGHT, BIAS = torch.arange(6.0).reshape(2, 3) / 7, torch.tensor([1.0, -0.0])
+RECORD = Record(
+    "expected",
+    {"case": "1f1b r2 s2 m2", "seed": 3, "ragged": True},
+    (
+        RecordedOperation("eval", ("aa", "bb"), (0.1, math.nan), loss=math.inf),
+        RecordedOperation(
+            "train",
+            ("cc", "dd"),
+            (0.1 + 0.2, 1e-300),
+            loss=0.5,
+            norm=2 / 3,
+            before={"w": WEIGHT, "b": BIAS},
+            gradients={"w": WEIGHT * 2, "tied": WEIGHT * 2, "b": None},
+            parameters={"w": WEIGHT - 1, "b": BIAS},
+            buffers={"n": torch.tensor(3)},
+            floors=RecordedFloors((FLOOR, FLOOR), FLOOR, {"w": FLOOR, "tied": FLOOR, "b": FLOOR}),
+        ),
+    ),
+    {"w": ((0, 0),), "tied": ((1, 1), (1, 2))},
+)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    file = tmp_path / "x.safetensors"
+    with OutputFile(str(file)) as out:
+        write(RECORD, out)
+    return file
+
+
+def test_a_record_comes_back_bit_for_bit(path: Path) -> None:
+    found = read(path)
+    assert (found.kind, found.config, found.places) == (RECORD.kind, RECORD.config, RECORD.places)
+    evaluated, trained = found.operations
+    assert (evaluated.losses[0], evaluated.loss) == (0.1, math.inf)
+    assert math.isnan(evaluated.losses[1])
+    assert (trained.losses, trained.norm, trained.floors) == ((0.1 + 0.2, 1e-300), 2 / 3, RECORD.operations[1].floors)
+    assert trained.gradients["b"] is None
+    for kind in ("before", "gradients", "parameters", "buffers"):
+        wanted, seen = getattr(RECORD.operations[1], kind), getattr(trained, kind)
+        assert list(seen) == list(wanted)
+        assert all(wanted[name] is None or same_bits(seen[name], wanted[name]) for name in wanted)
+
+
+def test_equal_tensors_are_stored_once_and_nothing_is_pickled(path: Path) -> None:
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    assert len(header) - 1 == 5, "two weights, the tied gradient once, one bias, one buffer"
+    with pytest.raises(ValueError, match=r"opcode|exhausted|no newline"):
+        list(pickletools.genops(data))
+
+
+def test_a_tensor_is_read_only_when_it_is_asked_for(path: Path) -> None:
+    """One that was altered does no harm to the others."""
+    data = bytearray(path.read_bytes())
+    at = data.index(WEIGHT.numpy().tobytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+    trained = read(path).operations[1]
+    assert same_bits(trained.parameters["w"], WEIGHT - 1)
+    with pytest.raises(RecordError, match=r"x.safetensors was altered since it was written: tensor \w{12} is not"):
+        trained.before["w"]
+
+
+def cut(data: bytes) -> bytes:
+    return data[:-5]
+
+
+def cut_in_the_header(data: bytes) -> bytes:
+    return data[:100]
+
+
+def longer(data: bytes) -> bytes:
+    return data + b"\0"
+
+
+def reworded(data: bytes) -> bytes:
+    return data.replace(b"1f1b r2", b"1f1b r4")
+
+
+def newer(data: bytes) -> bytes:
+    return data.replace(b'"version":"1"', b'"version":"2"')
+
+
+def foreign(data: bytes) -> bytes:
+    return b"schedule,rank\n1f1b,0\n"
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (cut, r"is cut short: \d+ bytes of \d+; record it again"),
+        (cut_in_the_header, "is cut short: it has 100 bytes, and its header alone is longer"),
+        (longer, r"is too long: \d+ bytes of \d+"),
+        (reworded, "was altered since it was written: its description is not what its checksum says"),
+        (newer, "is a record of version 2: this pipeproof reads version 1; use the pipeproof that wrote it"),
+        (foreign, "is no record: expected a file that `pipeproof record` or --record wrote"),
+        (lambda data: b"", "is no record"),
+        (lambda data: data[:3], "is no record"),
+        (lambda data: b"\xff" * 40, "is no record"),
+        (lambda data: (2).to_bytes(8, "little") + b"[]", "is no record"),
+    ],
+)
+def test_what_is_no_whole_record_is_refused_in_one_sentence(
+    path: Path, damage: Callable[[bytes], bytes], words: str
+) -> None:
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(RecordError, match=words) as refusal:
+        read(path)
+    assert "\n" not in str(refusal.value)
+    assert str(path) in str(refusal.value)
+
+
+def test_a_safetensors_file_of_others_is_no_record(tmp_path: Path) -> None:
+    save_file({"w": WEIGHT}, tmp_path / "model.safetensors")
+    with pytest.raises(RecordError, match="is no record"):
+        read(tmp_path / "model.safetensors")
+
+
+def test_a_file_that_is_not_there_is_said(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match=r"cannot read .*nowhere: No such file"):
+        read(tmp_path / "nowhere")
+
+
+def test_no_single_changed_byte_goes_unseen(path: Path) -> None:
+    """Every byte in turn, flipped: reading all of it either refuses, or gives what was written."""
+    whole = path.read_bytes()
+    wanted = everything(read(path))
+    unseen = []
+    for at in range(len(whole)):
+        data = bytearray(whole)
+        data[at] ^= 0x10
+        path.write_bytes(data)
+        try:
+            if everything(read(path)) != wanted:
+                unseen.append(at)
+        except RecordError:
+            continue
+    assert unseen == []
+
+
+def everything(record: Record) -> str:
+    tensors = [
+        {name: None if tensor is None else tensor.tolist() for name, tensor in getattr(one, kind).items()}
+        for one in record.operations
+        for kind in ("before", "gradients", "parameters", "buffers")
+    ]
+    numbers = [(one.operation, one.microbatches, one.losses, one.loss, one.norm) for one in record.operations]
+    return repr((record.kind, record.config, record.places, numbers, tensors))
+
+
+def test_a_record_that_fails_half_way_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Path, content: bytes) -> int:
+        with self.open("wb") as file:
+            file.write(content[:10])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OutputError, match="No space left"), OutputFile(str(tmp_path / "x")) as out:
+        write(RECORD, out)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tensor_that_no_file_can_hold_is_refused(tmp_path: Path) -> None:
+    odd = Record("observed", {}, (RecordedOperation("train", (), (), gradients={"w": torch.ones(1).to_sparse()}),))
+    with OutputFile(str(tmp_path / "x")) as out, pytest.raises(ValueError, match="a sparse tensor has no digest: make"):
+        write(odd, out)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,311 @@
+"""The check of a step inside a job: here of one rank alone; under torchrun in examples/test_checked_training."""
+
+import re
+from collections.abc import Callable
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from pipeline import PipelineSchedule
+from validation.judging.verdict import Verdict
+from validation.records.record import Record
+from validation.records.single_device import SingleDevice
+from validation.records.step_check import CheckError, check_step
+from validation.records.step_record import record_step, write_record
+
+Pairs = list[tuple[object, object]]
+loss_fn = nn.functional.mse_loss
+
+
+def build(width: int = 8) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.BatchNorm1d(width), nn.Linear(width, width))
+
+
+def data(seed: int = 0, width: int = 8) -> Pairs:
+    draw = torch.Generator().manual_seed(seed)
+    return [(torch.randn(4, width, generator=draw), torch.randn(4, width, generator=draw)) for _ in range(3)]
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def expected(model: nn.Module, microbatches: Pairs) -> Record:
+    return record_step(model, microbatches, loss_fn=loss_fn, optimizer=sgd(model), max_norm=0.5)
+
+
+def step(
+    against: Any,
+    *,
+    microbatches: Pairs | None = None,
+    run: Pairs | None = None,
+    fault: Callable[[nn.Module], object] = lambda model: None,
+    late: Callable[[nn.Module], object] = lambda model: None,
+    report: Callable[[list[float], float], dict[str, Any]] = lambda losses, norm: {"losses": losses, "norm": norm},
+    **options: Any,
+) -> Verdict:
+    """A user's step of ``run``, checked as one of ``microbatches``; faults before and after clipping."""
+    model, said = build(), data() if microbatches is None else microbatches
+    optimizer = sgd(model)
+    with check_step({3: model}, said, against=against, **options) as check:
+        losses = []
+        for inputs, target in run or said:
+            loss = loss_fn(model(inputs), target)
+            losses.append(loss.item())
+            (loss / len(said)).backward()
+        fault(model)
+        check.gradients()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5).item()
+        optimizer.step()
+        late(model)
+        check.report(**report(losses, norm))
+    return check.verdict
+
+
+def grad(model: nn.Module) -> Tensor:
+    found = model.get_parameter("3.weight").grad
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("record") / "expected"
+    write_record(expected(build(), data()), str(file))
+    return file
+
+
+BESIDE = SingleDevice(build, loss_fn)
+
+
+def test_a_right_step_agrees_with_its_record(path: Path) -> None:
+    verdict = step(path)
+    assert verdict.verdict == "pass", str(verdict)
+    compared = {law.name: law.checked for law in verdict.laws}
+    assert compared == {
+        "parameters-once": 6,
+        "loss": 3,
+        "none-ness": 6,
+        "gradient": 6,
+        "grad-norm": 1,
+        "updated-parameters": 6,
+        "buffers": 3,
+    }
+    assert verdict.replay.startswith("torchrun --nproc-per-node 1 ")
+
+
+def test_a_right_step_agrees_with_the_model_beside_it() -> None:
+    verdict = step(BESIDE)
+    assert (verdict.verdict, verdict.law("gradient").checked) == ("pass", 6), str(verdict)
+    assert verdict.law("updated-parameters").note.startswith("what is expected makes no update")
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize(
+    ("fault", "law"),
+    [
+        (lambda model: grad(model).mul_(3), "gradient"),
+        (lambda model: grad(model).zero_(), "gradient"),
+        (lambda model: setattr(model.get_parameter("3.weight"), "grad", None), "none-ness"),
+    ],
+)
+def test_a_wrong_gradient_is_named_with_its_rank_and_stage(
+    fault: Callable[[nn.Module], object], law: str, beside: bool, path: Path
+) -> None:
+    verdict = step(BESIDE if beside else path, fault=fault)
+    assert verdict.verdict == "fail"
+    assert (verdict.mismatches[0].law, verdict.mismatches[0].where) == (law, "rank 0, stage 3, parameter 3.weight")
+
+
+def test_what_is_wrong_after_clipping_shows_in_the_update(path: Path) -> None:
+    verdict = step(path, late=lambda model: model.get_parameter("0.bias").data.mul_(2))
+    assert [law.name for law in verdict.laws if law.outcome == "fail"] == ["updated-parameters"]
+    assert verdict.mismatches[0].parameter == "0.bias"
+
+
+@pytest.mark.parametrize(
+    ("report", "law", "where"),
+    [
+        (lambda losses, norm: {"losses": losses[::-1], "norm": norm}, "loss", "rank 0, microbatch 0"),
+        (lambda losses, norm: {"losses": losses, "norm": 2 * norm}, "grad-norm", "rank 0"),
+        (lambda losses, norm: {"losses": losses, "loss": sum(losses), "norm": norm}, "loss", "rank 0"),
+    ],
+)
+def test_what_the_job_reports_wrongly_is_named(report: Any, law: str, where: str, path: Path) -> None:
+    verdict = step(path, report=report)
+    assert [(one.law, one.where) for one in verdict.mismatches[:1]] == [(law, where)]
+
+
+def test_what_nobody_looked_at_is_no_pass(path: Path) -> None:
+    silent = step(path, report=lambda losses, norm: {})
+    assert (silent.verdict, silent.law("loss").note) == ("unknown", "nothing was compared")
+    assert silent.law("grad-norm").note == "the job reports none"
+    model = build()
+    with check_step(model, data(), against=path) as check:
+        pass
+    assert check.verdict.law("gradient").outcome == "unknown"
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_microbatch_left_out_is_seen(beside: bool, path: Path) -> None:
+    assert step(BESIDE if beside else path, run=data()[:2]).verdict == "fail"
+
+
+def test_what_differs_before_the_step_is_said_and_nothing_is_judged(path: Path) -> None:
+    model = build()
+    model.get_parameter("0.bias").data[0] += 1e-3
+    with check_step(model, data(), against=path) as check:
+        check.gradients()
+        check.report(losses=[1.0], norm=1.0)
+    text = str(check.verdict)
+    assert check.verdict.verdict == "unknown"
+    assert check.verdict.exit_status == 3
+    assert "rank 0: weights that differ from the record's before the step: 0.bias first, by a relative error of" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"microbatches": data(seed=1)}, "microbatches that are not the record's: microbatch 0 first; run the"),
+        ({"microbatches": data()[::-1]}, "microbatch 0 first: it has the content of microbatch 2"),
+        ({"microbatches": data()[:2]}, "2 microbatches, not 3"),
+        ({"operation": 1}, "operation 1 of train is no training step"),
+    ],
+)
+def test_a_record_of_another_step_is_said(options: dict[str, Any], words: str, path: Path) -> None:
+    verdict = step(path, **options)
+    assert verdict.verdict == "unknown"
+    assert words in verdict.law("comparable").note
+
+
+def test_a_file_that_is_no_record_is_said() -> None:
+    assert "is no record" in str(step(__file__))
+    assert "cannot read nowhere" in str(step("nowhere"))
+
+
+def test_nobody_with_microbatches_is_said(path: Path) -> None:
+    for against, words in ((path, "nobody says which microbatches"), (BESIDE, "nobody says which microbatches")):
+        with check_step(build(), None, against=against) as check:
+            pass
+        assert words in str(check.verdict)
+
+
+def test_a_reference_that_is_another_model_or_raises_is_said() -> None:
+    def broken() -> nn.Module:
+        raise RuntimeError("out of memory")
+
+    def random() -> nn.Module:
+        return nn.Sequential(*build(), nn.Dropout())
+
+    for make, words in (
+        (lambda: nn.Sequential(nn.Linear(8, 8)), "the reference lacks 2.bias, 2.weight, 3.bias, 3.weight: give"),
+        (lambda: nn.Sequential(*build(), nn.Linear(8, 8)), "no rank holds 4.bias, 4.weight: give rename="),
+        (broken, "the reference raised RuntimeError: out of memory"),
+        (random, "the model does not give the same loss twice: microbatch 0"),
+    ):
+        assert words in str(step(SingleDevice(make, loss_fn)))
+
+
+def test_other_names_are_no_matter_with_a_rename(path: Path) -> None:
+    model = nn.ModuleDict({"net": build()})
+    with check_step(model, data(), against=path, rename=lambda _, name: name.removeprefix("net.")) as check:
+        pass
+    assert check.verdict.law("parameters-once").outcome == "pass"
+
+
+def test_two_stages_with_one_name_are_said_and_a_rename_tells_them_apart(path: Path) -> None:
+    whole = build()
+    assert isinstance(whole, nn.Sequential)
+    stages = {1: whole[:2], 5: nn.Sequential(whole[2], whole[3])}
+    with check_step(stages, data(), against=path) as check:
+        pass
+    assert "stages 1 and 5 both have a parameter 0.weight: give rename=" in str(check.verdict)
+    with check_step(stages, data(), against=path, rename=lambda s, n: f"{int(n[0]) + s // 2}{n[1:]}") as check:
+        pass
+    assert check.verdict.law("parameters-once").checked == 6
+    assert check.verdict.law("parameters-once").outcome == "pass"
+
+
+def test_a_record_that_was_altered_is_said_where_it_is_read(path: Path, tmp_path: Path) -> None:
+    gradient = expected(build(), data()).operations[0].gradients["3.weight"]
+    assert gradient is not None
+    content = bytearray(path.read_bytes())
+    content[content.index(gradient.numpy().tobytes())] ^= 1
+    (tmp_path / "altered").write_bytes(content)
+    verdict = step(tmp_path / "altered")
+    assert verdict.verdict == "unknown"
+    assert "altered was altered since it was written" in verdict.law("comparable").note
+
+
+def test_microbatches_that_cannot_be_told_apart_are_said(path: Path) -> None:
+    with check_step(build(), [(object(), None)], against=path) as check:
+        pass
+    assert "rank 0: a object has no digest" in str(check.verdict)
+
+
+def test_a_step_that_raises_keeps_its_own_error(path: Path) -> None:
+    check = check_step(build(), data(), against=path)
+    with pytest.raises(RuntimeError, match="shapes cannot"), check:
+        build()(torch.zeros(2, 3))
+    assert check.verdict.verdict == "unknown"
+    assert re.search(r"raised RuntimeError: .*mat1 and mat2 shapes cannot", check.verdict.failure)
+
+
+def test_a_verdict_before_the_end_is_refused(path: Path) -> None:
+    with check_step(build(), data(), against=path) as check, pytest.raises(CheckError, match="at the end of the with"):
+        check.verdict.raise_if_failed()
+
+
+def test_our_own_runtime_looks_at_the_right_moment(path: Path) -> None:
+    model = build()
+    schedule = PipelineSchedule(kind="1f1b", n_microbatches=3, stages=[model], loss_fn=loss_fn, optimizer=sgd(model))
+    with check_step(model, data(), against=path) as check:
+        result = schedule.wrapped(check.wrap).train_step(data(), max_norm=0.5)
+        check.report(losses=result.losses, loss=result.loss, norm=result.grad_norm)
+    assert check.verdict.verdict == "pass", str(check.verdict)
+    assert check.verdict.law("gradient").checked == 6
+
+
+def taken(model: nn.Module, microbatches: Pairs, file: Path, *, factor: float) -> list[float]:
+    """What is allocated until gradients are compared, allocation by allocation, in shares of the stage.
+
+    The record's file is mapped, not read: its pages are the system's, which lets go of them when memory is short.
+    """
+    gradients = []
+    for inputs, target in microbatches:
+        (loss_fn(model(inputs), target) / 3).backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        gradients.append(parameter.grad.mul_(factor))
+        parameter.grad = None
+    stage = sum(parameter.nbytes for parameter in model.parameters())
+    check = check_step(model, microbatches, against=file)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        check.__enter__()
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        check.gradients()
+    check.__exit__(None, None, None)
+    assert check.verdict.law("gradient").outcome == ("pass" if factor == 1 else "fail")
+    sizes = [event.nbytes() for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
+    mapped = [size for size in sizes if size > stage]
+    assert len(mapped) == 1, "the file"
+    return [held / stage for held in accumulate(size for size in sizes if size not in mapped)]
+
+
+def test_comparing_takes_less_memory_than_a_stage(tmp_path: Path) -> None:
+    """What is right is compared piece by piece, and what is wrong is kept: one stage more, for the cause's sake."""
+    model, microbatches, file = nn.Sequential(nn.Linear(1024, 1024)), data(width=1024), tmp_path / "wide"
+    write_record(expected(model, microbatches), str(file))
+    right, wrong = (taken(model, microbatches, file, factor=factor) for factor in (1, 3))
+    assert right[-1] < 0.01
+    assert max(right) < 0.5
+    assert 0.99 < wrong[-1] < 1.01
+    assert max(wrong) < 1.01

@@ -1,0 +1,81 @@
+"""Golden texts: a line of the table, the screen of a failure, the summary."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from validation.cases.case import Case
+from validation.judging.cause import Cause
+from validation.judging.verdict import LawResult, Mismatch, Verdict
+from validation.reports.table import HEADER, line, summary
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+CASE = Case("interleaved", 4, 2, 8, (1,) * 8, model="gpt-tied", seed=3)
+LAWS = (
+    LawResult("loss", "pass", 32, 32),
+    LawResult("none-ness", "pass", 101, 101),
+    LawResult("gradient", "fail", 101, 99, 2, worst=1.0, floor=3e-7),
+    LawResult("tied-copies", "not applicable", note="no parameter has copies in several stages"),
+    LawResult("grad-norm", "pass", 4, 0, worst=2e-8, floor=1e-8),
+    LawResult("second-step", "unknown", note="not judged: operation 1 already disagrees"),
+)
+FIRST = Mismatch(
+    "gradient",
+    1,
+    seen="norm 0",
+    expected="norm 0.0356646",
+    rank=2,
+    stage=6,
+    parameter="blocks.6.norm_1.weight",
+    error=1.0,
+    limit=4.2e-6,
+)
+FAILED = Verdict(str(CASE), "fail", "none", LAWS, (FIRST, *(replace(FIRST, stage=s) for s in range(7))), seconds=1.25)
+PASSED = Verdict(str(CASE), "pass", "bitwise", LAWS[:1] * 2 + (LAWS[1],), floor=6e-7, seconds=0.5)
+
+
+def test_a_failure_is_one_screen_with_where_seen_expected_case_and_replay() -> None:
+    assert str(FAILED) + "\n" == (GOLDEN / "failure.txt").read_text()
+    assert len(str(FAILED).splitlines()) <= 24
+
+
+def test_a_cause_comes_first_with_what_was_ruled_out_and_the_bindings() -> None:
+    cause = Cause(
+        "zero",
+        rank=2,
+        stage=6,
+        parameter="blocks.6.norm_1.weight",
+        detail="cleared between the last backward and the norm",
+        ruled_out=("messages, buffers, computation: every recorded boundary tensor is right",),
+    )
+    named = replace(FAILED, cause=(cause,), bindings=CASE.bindings)
+    assert str(named) + "\n" == (GOLDEN / "cause.txt").read_text()
+    assert len(str(named).splitlines()) <= 24
+    undecided = replace(FAILED, undecided=("stage 0: no combination of what the reference knows makes its gradients",))
+    assert str(undecided) + "\n" == (GOLDEN / "undecided.txt").read_text()
+
+
+def test_the_table() -> None:
+    sound = (*LAWS[:2], LawResult("gradient", "pass", 101, 101), LAWS[4])
+    passed = replace(FAILED, verdict="pass", tier="fp32", laws=sound)
+    table = "\n".join([HEADER, line(CASE, FAILED), line(CASE, passed)])
+    assert table + "\n" == (GOLDEN / "table.txt").read_text()
+    assert max(map(len, table.splitlines())) <= 120
+
+
+def test_the_summary_counts() -> None:
+    assert summary([FAILED, PASSED, PASSED]) == "2 pass, 1 fail; 2 of 3 bit for bit"
+    assert summary([FAILED]) == "0 pass, 1 fail; 0 of 1 bit for bit"
+
+
+def test_an_unknown_verdict_says_why() -> None:
+    unknown = Verdict("c", "unknown", "none", (LAWS[0], LAWS[5]))
+    assert str(unknown).startswith("UNKNOWN second-step: not judged: operation 1 already disagrees\n  case      c\n")
+
+
+def test_a_pass_says_how_much_was_compared() -> None:
+    assert str(PASSED).startswith("PASS 165 comparisons, bitwise\n")
+
+
+def test_what_was_left_out_is_counted() -> None:
+    assert summary([]) == "0 pass; 0 of 0 bit for bit"
+    assert summary([], left_out=2) == "0 pass; 0 of 0 bit for bit; 2 left out"

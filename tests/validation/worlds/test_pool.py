@@ -1,0 +1,97 @@
+"""What the caller does meanwhile is done while workers are busy, and hides none of their failures."""
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from validation.worlds.processes import Processes
+from validation.worlds.rank_report import Ending
+from validation.worlds.shipping import pack, unpack
+from validation.worlds.worker import Answer, RankContext
+
+pytestmark = pytest.mark.ranks
+pytestmark = pytest.mark.ranks  # it starts processes
+BOUND_S = 1.0
+
+
+def total(context: RankContext) -> float:
+    """The sum over ranks of rank, through the group."""
+    mine = torch.tensor([float(context.rank)])
+    dist.all_reduce(mine, group=context.group)
+    return mine.item()
+
+
+def sleeps(context: RankContext) -> None:
+    time.sleep(0.3)
+
+
+def computes_for_ever(context: RankContext) -> None:
+    while context.rank == 1:
+        pass
+
+
+def raises(context: RankContext) -> None:
+    if context.rank == 1:
+        raise ValueError("3 layers, 4 stages")
+    dist.barrier()
+
+
+def endless(done: list[int], *, until: BaseException | None = None) -> Iterator[None]:
+    """Short steps, counted in ``done``; the tenth raises ``until``."""
+    while True:
+        time.sleep(0.01)
+        done.append(1)
+        if until is not None and len(done) == 10:
+            raise until
+        yield
+
+
+@pytest.fixture
+def place() -> Iterator[Processes]:
+    found = Processes("cpu")
+    yield found
+    found.close()
+
+
+def answers(
+    place: Processes, job: Callable[[RankContext], Any], meanwhile: Iterable[object] = (), timeout_s: float = 60
+) -> Sequence[Answer]:
+    order = pack((sys.path, pack((job, ()))))
+    return place.run(order, label="a test", ranks=2, timeout_s=timeout_s, meanwhile=meanwhile)
+
+
+def is_sound(place: Processes) -> bool:
+    return [unpack(answer.payload) for answer in answers(place, total, iter([1]))] == [1.0, 1.0]
+
+
+def test_steps_are_done_until_the_last_answer_is_there(place: Processes) -> None:
+    assert is_sound(place)
+    done: list[int] = []
+    assert not any(answer.failed for answer in answers(place, sleeps, endless(done)))
+    assert 3 < len(done) < 60
+
+
+@pytest.mark.parametrize(("job", "ending"), [(computes_for_ever, Ending.STUCK), (raises, Ending.RAISED)])
+def test_work_without_end_hides_no_failure(place: Processes, job: Callable[[RankContext], Any], ending: Ending) -> None:
+    started_s = time.monotonic()
+    _, culprit = answers(place, job, endless([]), timeout_s=BOUND_S if ending is Ending.STUCK else 60)
+    assert culprit.report.ending is ending
+    assert time.monotonic() - started_s < 30
+    assert is_sound(place)
+
+
+def test_an_answer_that_comes_during_a_long_step_comes_in_time(place: Processes) -> None:
+    assert is_sound(place)
+    long = (time.sleep(0.5) for _ in range(1))
+    assert not any(answer.failed for answer in answers(place, total, long, timeout_s=0.2))
+
+
+def test_a_step_that_raises_ends_the_run(place: Processes) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        answers(place, computes_for_ever, endless([], until=KeyboardInterrupt()))
+    assert is_sound(place)

@@ -1,0 +1,50 @@
+"""What a rank of somebody else's code waits for, in words."""
+
+import traceback
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from validation.worlds import posted_messages as posted
+from validation.worlds.world import RankContext, World
+
+AT_A_WAIT = [traceback.FrameSummary("loop.py", 3, "step", line="work.wait()")]
+ELSEWHERE = [traceback.FrameSummary("loop.py", 4, "step", line="x = y @ z")]
+
+
+def messages(context: RankContext) -> list[Any]:
+    """What rank 0 says while two of its messages are open, when one is, and when none is."""
+    tensors, said = [torch.zeros(1) for _ in range(3)], []
+    with posted.noted_messages():
+        if context.rank == 0:
+            works = [dist.irecv(tensors[0], 1), dist.irecv(tensors[1], 2)]
+            said = [posted.awaited(AT_A_WAIT), posted.awaited(ELSEWHERE)]
+            works[0].wait()
+            said.append(posted.awaited(AT_A_WAIT))
+            works[1].wait()
+            said.append(posted.awaited(AT_A_WAIT))
+        else:
+            dist.batch_isend_irecv([dist.P2POp(dist.isend, tensors[0], 0)])[0].wait()
+    return said
+
+
+def test_open_messages_are_what_is_waited_for(world: World) -> None:
+    both, elsewhere, one, none = world.run(messages, ranks=3)[0]
+    assert both == "a message from rank 1 or a message from rank 2"
+    assert elsewhere is None
+    assert one == "a message from rank 2"
+    assert none is None
+
+
+def afterwards(context: RankContext) -> float:
+    """A message once nobody notes any more."""
+    tensor = torch.full((1,), float(context.rank))
+    with posted.noted_messages():
+        pass
+    _ = dist.send(tensor, 1) if context.rank == 0 else dist.recv(tensor, 0)
+    return tensor.item()
+
+
+def test_a_group_is_left_as_it_was(world: World) -> None:
+    assert world.run(afterwards, ranks=2) == [0.0, 0.0]

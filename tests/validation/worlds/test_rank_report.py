@@ -1,0 +1,77 @@
+"""The culprit is the earliest failure that is no echo of another rank's, and the story starts with it."""
+
+import pickle
+
+import pytest
+
+from validation.worlds.rank_report import Ending, NeedsMoreRanks, RankFailed, RankReport, culprit_of, describe
+
+GLOO = "RuntimeError: [pair.cc:537] Read error [127.0.0.1]:25993: Connection reset by peer. Check the logs."
+
+
+def raised(rank: int, message: str = "ValueError: bad split", at_s: float = 0.0) -> RankReport:
+    """A rank that raised."""
+    return RankReport(rank, Ending.RAISED, message, f"Traceback of rank {rank}\n", at_s=at_s)
+
+
+FINISHED = RankReport(0, Ending.FINISHED)
+
+
+@pytest.mark.parametrize(
+    ("reports", "culprit"),
+    [
+        ([FINISHED, raised(1)], 1),
+        ([raised(0, at_s=2.0), raised(1, at_s=1.0)], 1),
+        ([raised(0, GLOO, at_s=1.0), raised(1, at_s=2.0)], 1),
+        ([raised(0, GLOO, at_s=1.0), RankReport(1, Ending.DIED, "exited with status 3", at_s=2.0)], 1),
+        ([raised(0, GLOO, at_s=2.0), raised(1, GLOO, at_s=1.0)], 1),
+        ([RankReport(0, Ending.STOPPED), raised(1, GLOO)], 1),
+        ([RankReport(0, Ending.STUCK, waiting="1RECV_F0"), RankReport(1, Ending.STUCK)], 1),
+        ([RankReport(rank, Ending.STUCK, waiting="a message", at_s=2.0 - rank) for rank in range(2)], 0),
+        ([RankReport(0, Ending.STOPPED), RankReport(1, Ending.ABSENT, "did not come")], 1),
+        ([raised(0, "RankFailed: rank 1 of 2 did not come to the run"), RankReport(1, Ending.SKIPPED, at_s=9.0)], 1),
+        ([raised(0, "RankFailed: rank 2 raised\nrank 1: Connection closed", at_s=1.0), raised(1, at_s=2.0)], 0),
+    ],
+)
+def test_the_culprit_is_the_first_cause(reports: list[RankReport], culprit: int) -> None:
+    assert culprit_of(reports) == culprit
+
+
+def test_the_story_has_the_culprit_first_and_echoes_last() -> None:
+    reports = [
+        raised(0, GLOO),
+        RankReport(1, Ending.STOPPED, waiting="1RECV_F0 from rank 0", traceback="a stack\n"),
+        raised(2, at_s=5.0),
+        RankReport(3, Ending.FINISHED),
+        raised(4, "KeyError: 'x'\nmore", at_s=6.0),
+    ]
+    assert describe(reports).splitlines() == [
+        "rank 2 of 5 raised ValueError: bad split",
+        "    Traceback of rank 2",
+        "rank 1: was waiting for 1RECV_F0 from rank 0, stopped",
+        "rank 3: finished",
+        "rank 4: raised KeyError: 'x' ...",
+        "rank 0: lost the others: Connection reset",
+    ]
+
+
+def test_every_rank_that_is_stuck_shows_where() -> None:
+    stuck = [RankReport(rank, Ending.STUCK, "did not finish within 5 s", f"stack {rank}\n") for rank in range(2)]
+    assert describe(stuck).splitlines() == [
+        "rank 0 of 2 did not finish within 5 s",
+        "    stack 0",
+        "rank 1: did not finish within 5 s",
+        "    stack 1",
+    ]
+
+
+def test_what_all_ranks_raise_is_told_once() -> None:
+    assert describe([raised(0), raised(1)]) == "all 2 ranks raised ValueError: bad split\n    Traceback of rank 0"
+    assert describe([raised(0)]) == "rank 0 of 1 raised ValueError: bad split\n    Traceback of rank 0"
+
+
+def test_the_errors_survive_a_pickle() -> None:
+    failed = pickle.loads(pickle.dumps(RankFailed([FINISHED, raised(1)], ValueError("bad split"))))
+    assert (failed.culprit, failed.reports[0], str(failed.cause)) == (1, FINISHED, "bad split")
+    wanting = pickle.loads(pickle.dumps(NeedsMoreRanks(4, 2)))
+    assert (wanting.needed, wanting.available, str(wanting)) == (4, 2, "needs 4 ranks, 2 here")

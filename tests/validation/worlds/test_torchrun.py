@@ -1,0 +1,146 @@
+"""Under torchrun every rank gets the same results or the same failure, and a failure on one rank is no end."""
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = """
+import json, os, sys, time
+import torch
+import torch.distributed as dist
+from pipeline.waiting import waiting
+from validation.worlds.side_store import RanksAbsent, side_store
+from validation.worlds.world import NeedsMoreRanks, RankFailed, World
+
+RANK = int(os.environ["RANK"])
+world = World()
+
+def total(context):
+    mine = torch.tensor([float(context.rank + 1)])
+    dist.all_reduce(mine, group=context.group)
+    return mine.item()
+
+def place(context):
+    return os.getpid(), context.ranks, os.environ["WORLD_SIZE"], "TORCHELASTIC_RUN_ID" in os.environ
+
+def raises(context):
+    if context.rank == 1:
+        raise ValueError("bad split")
+    dist.barrier()
+
+def exits(context):
+    if context.rank == 0:
+        os._exit(3)
+    dist.barrier()
+
+def hangs(context):
+    if context.rank == 0:
+        with waiting("1RECV_F0 from rank 1"):
+            dist.recv(torch.zeros(1), 1)
+
+def told(job, *args, **options):
+    started_s = time.monotonic()
+    try:
+        result = world.run(job, *args, **{"ranks": 2} | options)
+    except (RankFailed, NeedsMoreRanks) as error:
+        result = str(error)
+    return {"result": result, "sound": world.run(total, ranks=2) == [3.0, 3.0], "s": time.monotonic() - started_s}
+
+def exchange(bound_s):
+    try:
+        return [data.decode() for data in side_store().gather(str(RANK).encode(), what="the meeting", bound_s=bound_s)]
+    except RanksAbsent as absent:
+        return absent.reasons
+
+seen = {
+    "place": told(place),
+    "again": told(place),
+    "one": told(place, ranks=1),
+    "raises": told(raises),
+    "exits": told(exits),
+    "hangs": told(hangs, timeout_s=1.0),
+    "more": told(total, ranks=3),
+    "another job": told(raises if RANK == 0 else total),
+}
+seen["met"] = exchange(60.0)
+if RANK == 1:
+    time.sleep(1.5)
+seen["late"] = exchange(0.5)
+seen["met again"] = exchange(60.0)
+if RANK == 1:
+    side_store().leave("it had enough")
+else:
+    seen["left"] = exchange(60.0)
+world.close()
+with open(f"rank-{RANK}.json", "w") as file:
+    json.dump(seen, file)
+"""
+
+
+@pytest.fixture(scope="module")
+def seen(
+    torchrun: Callable[..., "subprocess.CompletedProcess[str]"], tmp_path_factory: pytest.TempPathFactory
+) -> list[Any]:
+    """What each of two ranks saw: one launch for all tests, as a launch takes seconds."""
+    folder: Path = tmp_path_factory.mktemp("torchrun")
+    (folder / "script.py").write_text(SCRIPT)
+    launched = torchrun(folder, "script.py", ranks=2)
+    assert launched.returncode == 0, launched.stdout
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
+
+
+def both(seen: list[Any], name: str) -> Any:
+    """What both ranks were told alike."""
+    assert seen[0][name]["result"] == seen[1][name]["result"]
+    assert seen[0][name]["sound"]
+    assert seen[1][name]["sound"]
+    return seen[0][name]["result"]
+
+
+def test_every_rank_has_all_results(seen: list[Any]) -> None:
+    first, second = both(seen, "place")
+    assert first[0] != second[0]
+    assert first[1:] == second[1:] == [2, "2", False]
+    assert both(seen, "again") == [first, second], "workers are used again"
+
+
+def test_a_run_may_need_fewer_ranks(seen: list[Any]) -> None:
+    [[pid, *rest]] = both(seen, "one")
+    assert rest == [1, "1", False]
+    assert pid not in [pid for pid, *_ in both(seen, "place")], "it is the worker of another group"
+
+
+def test_a_failure_is_the_same_on_every_rank(seen: list[Any]) -> None:
+    assert both(seen, "raises").startswith("rank 1 of 2 raised ValueError: bad split\n")
+    assert both(seen, "exits").startswith("rank 0 of 2 exited with status 3\nrank 1: ")
+    assert max(rank["raises"]["s"] for rank in seen) < 30
+
+
+def test_a_hang_ends_with_the_bound(seen: list[Any]) -> None:
+    hang = both(seen, "hangs")
+    assert hang.startswith("rank 0 of 2 did not finish within 1 s, waiting for 1RECV_F0 from rank 1\n")
+    assert "in hangs\n" in hang
+    assert hang.endswith("rank 1: finished")
+
+
+def test_more_ranks_than_there_are_cannot_be_had(seen: list[Any]) -> None:
+    assert both(seen, "more") == "needs 3 ranks, 2 here"
+
+
+def test_ranks_that_run_different_jobs_are_told_so(seen: list[Any]) -> None:
+    for rank in seen:
+        assert "rank 1 of 2 did not come to the run of __main__." in rank["another job"]["result"]
+        assert "but to the run of __main__.total on 2 ranks" in rank["another job"]["result"]
+        assert rank["another job"]["sound"]
+
+
+def test_a_rank_that_comes_late_or_never_is_named_by_both_sides(seen: list[Any]) -> None:
+    assert seen[0]["met"] == seen[1]["met"] == ["0", "1"]
+    assert seen[0]["late"] == {"1": "did not come to the meeting within 0.5 s"}
+    assert seen[1]["late"] == {"1": "did not come to the meeting before the others gave it up"}
+    assert seen[0]["met again"] == seen[1]["met again"] == ["0", "1"]
+    assert seen[0]["left"] == {"1": "did not come to the meeting as it had left: it had enough"}

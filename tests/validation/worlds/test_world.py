@@ -1,0 +1,285 @@
+"""A world gives every rank's result in order, blames the right rank for a failure, and is sound again after it."""
+
+import dataclasses
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pipeline.waiting import waiting
+from validation.worlds.rank_report import Ending
+from validation.worlds.world import RankContext, RankFailed, World, WorldError
+
+BOUND_S = 1.0  # for jobs that hang on purpose
+
+
+@dataclasses.dataclass
+class Mine:
+    """A class of a test module, which no worker can import."""
+
+    value: int
+
+
+class BadSplit(ValueError):
+    """A user's bad input, as a library would raise it."""
+
+
+def total(context: RankContext, addend: int = 0) -> float:
+    """The sum over ranks of rank + addend, through the group."""
+    mine = torch.tensor([float(context.rank + addend)])
+    dist.all_reduce(mine, group=context.group)
+    return mine.item()
+
+
+def sound(world: World) -> bool:
+    """Whether the next run on the same number of ranks is as if nothing had happened."""
+    return world.run(total, ranks=2) == [1.0, 1.0]
+
+
+def test_results_come_in_rank_order(world: World) -> None:
+    def job(context: RankContext) -> tuple[int, int, str]:
+        time.sleep(0.05 * (context.ranks - context.rank))  # so that the last rank is done first
+        return context.rank, context.ranks, context.device
+
+    assert world.run(job, ranks=2) == [(0, 2, "cpu"), (1, 2, "cpu")]
+
+
+def test_arguments_and_results_are_copies_of_any_kind(world: World) -> None:
+    weights, factor = torch.arange(3.0), 2  # the closure and the argument both travel
+
+    def job(context: RankContext, mine: Mine) -> tuple[Mine, torch.Tensor]:
+        mine.value += context.rank
+        return mine, weights.mul_(factor)
+
+    mine = Mine(5)
+    assert [result for result, _ in world.run(job, mine, ranks=2)] == [Mine(5), Mine(6)]
+    assert mine == Mine(5)
+    assert torch.equal(world.run(job, mine, ranks=2)[1][1], torch.tensor([0.0, 2.0, 4.0]))
+    assert torch.equal(weights, torch.arange(3.0))
+
+
+def test_a_result_may_be_larger_than_a_store_takes_at_once(world: World) -> None:
+    results = world.run(lambda context: torch.full((2_300_000,), context.rank), ranks=2)
+    assert [int(result.sum()) for result in results] == [0, 2_300_000]
+
+
+def test_the_group_has_exactly_the_ranks_also_with_several_sizes_at_once(world: World) -> None:
+    for _ in range(2):
+        assert world.run(total, 1, ranks=2) == [3.0, 3.0]
+        assert world.run(total, 1, ranks=1) == [1.0]
+    assert world.run(total, 1, ranks=3) == [6.0, 6.0, 6.0]
+
+
+def test_processes_are_used_again(world: World) -> None:
+    def pids() -> list[int]:
+        return world.run(lambda context: os.getpid(), ranks=2)
+
+    first = pids()
+    assert len({*first, os.getpid()}) == 3
+    assert pids() == first
+
+
+def test_a_rank_computes_with_one_thread(world: World) -> None:
+    threads = world.run(lambda context: (torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]), ranks=2)
+    assert threads == [(1, "1")] * 2
+
+
+def test_a_world_wants_ranks_a_bound_and_a_device_that_exist(world: World) -> None:
+    with pytest.raises(ValueError, match="at least 1 rank, not 0"):
+        world.run(total, ranks=0)
+    with pytest.raises(ValueError, match="positive number of seconds, not -1"):
+        world.run(total, ranks=1, timeout_s=-1)
+    with pytest.raises(ValueError, match="positive number of seconds, not inf; at most 1e"):
+        World(timeout_s=float("inf"))
+    with pytest.raises(ValueError, match="cpu or cuda, not 'tpu'"):
+        World(device="tpu")
+
+
+# Each job fails on rank 1 (on rank 0 where the name says so) and leaves the other rank waiting or done.
+def raises(context: RankContext) -> None:
+    if context.rank == 1:
+        raise BadSplit("3 layers, 4 stages")
+    dist.barrier()
+
+
+def asserts(context: RankContext) -> None:
+    assert total(context) == context.rank, "a sum is no rank"
+
+
+def exits(context: RankContext) -> None:
+    if context.rank == 1:
+        os._exit(3)
+    dist.barrier()
+
+
+def exits_politely(context: RankContext) -> None:
+    if context.rank == 1:
+        sys.exit("enough")
+
+
+def crashes(context: RankContext) -> None:
+    if context.rank == 1:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    dist.barrier()
+
+
+def skips_alone(context: RankContext) -> None:
+    if context.rank == 1:
+        pytest.skip("not on mine")
+
+
+def raises_no_exception(context: RankContext) -> None:
+    if context.rank == 1:
+        raise KeyboardInterrupt("by itself")
+    dist.barrier()
+
+
+def returns_a_lock(context: RankContext) -> object:
+    return threading.Lock() if context.rank == 1 else None
+
+
+def computes_for_ever(context: RankContext) -> None:
+    while context.rank == 1:
+        pass
+    dist.barrier()
+
+
+def stays_in_native_code(context: RankContext) -> None:
+    if context.rank == 1:
+        import ctypes
+
+        ctypes.PyDLL(None).sleep(60)  # with the interpreter's lock
+
+
+def rank_0_waits_for_a_send(context: RankContext) -> None:
+    if context.rank == 0:
+        with waiting("1RECV_F0 from rank 1"):
+            dist.recv(torch.zeros(1), 1)
+
+
+FAILURES = [
+    (raises, Ending.RAISED, r"rank 1 of 2 raised .*BadSplit: 3 layers, 4 stages\n(.*\n)*.*in raises\n"),
+    (exits, Ending.DIED, r"rank 1 of 2 exited with status 3\n"),
+    (exits_politely, Ending.RAISED, r"rank 1 of 2 raised SystemExit: enough\n(.*\n)*rank 0: finished"),
+    (crashes, Ending.DIED, r"rank 1 of 2 was killed by SIGSEGV\n(.*\n)*.* in crashes\n"),
+    (skips_alone, Ending.SKIPPED, r"rank 1 of 2 skipped alone: not on mine\nrank 0: finished"),
+    (raises_no_exception, Ending.RAISED, r"rank 1 of 2 raised KeyboardInterrupt: by itself\n"),
+    (returns_a_lock, Ending.RAISED, r"rank 1 of 2 raised TypeError: its result, a lock, cannot be sent back"),
+    (computes_for_ever, Ending.STUCK, r"rank 1 of 2 did not finish within 1 s\n(.*\n)*.*in computes_for_ever\n"),
+    (stays_in_native_code, Ending.STUCK, r"rank 1 of 2 did not finish within 1 s\n    busy in native code\n"),
+]
+
+
+@pytest.mark.parametrize(("job", "ending", "told"), FAILURES, ids=[job.__name__ for job, *_ in FAILURES])
+def test_the_culprit_comes_first_and_the_next_run_is_sound(
+    world: World, job: Callable[[RankContext], Any], ending: Ending, told: str
+) -> None:
+    hangs = ending is Ending.STUCK
+    with pytest.raises(RankFailed) as caught:
+        world.run(job, ranks=2, timeout_s=BOUND_S if hangs else 60)
+    assert re.match(told, str(caught.value)), str(caught.value)
+    assert caught.value.culprit == 1
+    assert [report.rank for report in caught.value.reports] == [0, 1]
+    assert caught.value.reports[1].ending is ending
+    assert sound(world)
+
+
+def test_a_wait_for_what_nobody_sends_ends_with_who_waits_and_where(world: World) -> None:
+    started_s = time.monotonic()
+    with pytest.raises(RankFailed) as caught:
+        world.run(rank_0_waits_for_a_send, ranks=2, timeout_s=BOUND_S)
+    assert time.monotonic() - started_s < BOUND_S + 10
+    assert str(caught.value).startswith("rank 0 of 2 did not finish within 1 s, waiting for 1RECV_F0 from rank 1\n"), (
+        str(caught.value)
+    )
+    assert "in rank_0_waits_for_a_send\n" in str(caught.value)
+    assert str(caught.value).endswith("\nrank 1: finished")
+    assert sound(world)
+
+
+def test_a_failure_does_not_wait_for_the_bound(world: World) -> None:
+    started_s = time.monotonic()
+    with pytest.raises(RankFailed, match="BadSplit"):
+        world.run(raises, ranks=2, timeout_s=60)
+    assert time.monotonic() - started_s < 30
+
+
+def test_an_assertion_tells_the_values_it_compared(world: World) -> None:
+    with pytest.raises(RankFailed, match=r"AssertionError: a sum is no rank\nassert 1\.0 == 0") as caught:
+        world.run(asserts, ranks=2)
+    assert 'assert total(context) == context.rank, "a sum is no rank"' in str(caught.value)
+
+
+def test_what_all_ranks_raise_alike_is_told_once(world: World) -> None:
+    def job(context: RankContext) -> None:
+        raise BadSplit("no layers")
+
+    with pytest.raises(RankFailed) as caught:
+        world.run(job, ranks=2)
+    assert str(caught.value).startswith("all 2 ranks raised ")
+    assert str(caught.value).count("Traceback") == 1
+
+
+def test_bad_input_found_on_a_rank_can_be_raised_again_here(world: World) -> None:
+    with pytest.raises(RankFailed) as caught:
+        world.run(raises, ranks=2)
+    assert isinstance(caught.value.cause, BadSplit)
+    assert str(caught.value.cause) == "3 layers, 4 stages"
+
+    with pytest.raises(RankFailed) as caught:
+        world.run(exits_politely, ranks=2)
+    assert caught.value.cause is None
+
+
+def test_a_skip_of_all_ranks_is_a_skip(world: World) -> None:
+    def job(context: RankContext) -> None:
+        pytest.skip("nobody likes it")
+
+    with pytest.raises(pytest.skip.Exception, match="nobody likes it"):
+        world.run(job, ranks=2)
+    assert sound(world)
+
+
+def test_a_result_that_cannot_be_read_is_told(world: World) -> None:
+    class Sour:
+        def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
+            return int, ("no number",)
+
+    with pytest.raises(WorldError, match=r"result of rank 0 cannot be read here: ValueError.*no number"):
+        world.run(lambda context: Sour(), ranks=2)
+    assert sound(world)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.ranks
+def test_a_device_that_is_not_here_is_bad_input() -> None:
+    with World(device="cuda") as world, pytest.raises(RankFailed, match="this host has no GPU") as caught:
+        world.run(total, ranks=1)
+    assert isinstance(caught.value.cause, ValueError)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether there is a process with this id that has not ended."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_closing_ends_all_processes(world: World) -> None:
+    with World() as mine:
+        pids = mine.run(lambda context: os.getpid(), ranks=2)
+    deadline_s = time.monotonic() + 10  # the other ranks close theirs in their own time
+    while any(is_alive(pid) for pid in pids) and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    assert not any(is_alive(pid) for pid in pids)
+    assert sound(world), "another world is no concern of this one"

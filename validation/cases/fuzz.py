@@ -1,0 +1,216 @@
+"""Fuzzing: Hypothesis draws and shrinks cases in the controller; ranks only execute what they are given."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from time import perf_counter
+
+from hypothesis import HealthCheck, Phase, given, reject, seed, settings
+from hypothesis import strategies as st
+from hypothesis.errors import Flaky
+
+from pipeline.schedule import ScheduleError
+from pipeline.schedules import LOOPED, build, virtuals
+from pipeline.sizes import some
+from validation.cases.case import FUZZED_DTYPES, LOSSES, MODELS, SCHEDULES, Case
+from validation.cases.runtimes import OPTIONS, OWN, TORCH, TORCH_CLASSES, TORCH_CSV, why_not
+from validation.cases.validator import validate
+from validation.judging.verdict import Verdict
+from validation.worlds.world import RankFailed, World
+
+# From the plainest to the fullest, so that shrinking moves to the plainest that still fails.
+PLANS = (("train",), ("train", "train"), ("accumulate", "train"), ("eval", "train"), ("train", "eval", "train"))
+MAX_RANKS, MAX_VIRTUAL, MAX_MICROBATCHES, MAX_LAYERS_A_STAGE, MAX_REPLICAS = 4, 3, 9, 3, 2
+
+
+@st.composite
+def cases(
+    draw: st.DrawFn,
+    *,
+    schedules: Sequence[str] = SCHEDULES,
+    models: Sequence[str] = ("mlp", *(model for model in MODELS if model != "mlp")),
+    dtypes: Sequence[str] = FUZZED_DTYPES,
+    max_ranks: int = MAX_RANKS,
+    device: str = "cpu",
+    runtime: str = OWN,
+) -> Case:
+    """Any case: schedule, P 1..4, V 1..3, M 1..9, uneven splits down to a layer a stage, model, dtype, loss, plan.
+
+    ``runtime`` torch stands for both of torch's: a class where it has one, and its runtime for schedules of one's own.
+    There are 1 or 2 replicas on torch's, as far as there are ranks for them.
+    """
+    schedule = draw(st.sampled_from(list(schedules)))
+    if runtime == TORCH:
+        runtime = draw(st.sampled_from([TORCH, TORCH_CSV] if schedule in TORCH_CLASSES else [TORCH_CSV]))
+    ranks = draw(st.integers(1, max_ranks))
+    virtual = draw(st.integers(1, MAX_VIRTUAL)) if schedule in LOOPED else virtuals(schedule)
+    stages = ranks * virtual
+    microbatches = draw(st.integers(_fewest(schedule, ranks, virtual), MAX_MICROBATCHES))
+    split = tuple(draw(st.lists(st.integers(1, MAX_LAYERS_A_STAGE), min_size=stages, max_size=stages)))
+    model = draw(st.sampled_from(list(models)))
+    replicas = draw(st.integers(1, max(1, min(MAX_REPLICAS, max_ranks // ranks)))) if runtime != OWN else 1
+    shape = (ranks, stages, microbatches, replicas)
+
+    def can(sizes_differ: bool = False, *options: str) -> bool:
+        return not why_not(
+            runtime, options, schedule=schedule, model=model, shape=shape, sizes_differ=sizes_differ, specimen=""
+        )
+
+    if not can():
+        reject()
+    return Case(
+        schedule,
+        ranks,
+        virtual,
+        microbatches,
+        split,
+        model=model,
+        dtype=draw(st.sampled_from(list(dtypes))) if runtime == OWN else "fp32",
+        loss=draw(st.sampled_from(LOSSES)),
+        ragged=draw(st.booleans()) if can(True) else False,
+        unequal=draw(st.booleans()) if can(not model.startswith("gpt")) else False,
+        plan=draw(st.sampled_from(PLANS)),
+        seed=draw(st.integers(0, 2**16)),
+        device=device,
+        runtime=runtime,
+        replicas=replicas,
+        options=tuple(option for option in OPTIONS if can(False, option) and draw(st.booleans())),
+    )
+
+
+@cache
+def _fewest(schedule: str, ranks: int, virtual: int) -> int:
+    """The smallest number of microbatches that ``schedule`` can have here."""
+    for microbatches in range(1, MAX_MICROBATCHES):
+        try:
+            build(schedule, ranks=ranks, virtual=virtual, microbatches=microbatches)
+        except ScheduleError:
+            continue
+        return microbatches
+    return MAX_MICROBATCHES
+
+
+@dataclass
+class Tally:
+    """How a campaign stands."""
+
+    budget: int
+    began: float = field(default_factory=perf_counter)
+    verdicts: Counter[str] = field(default_factory=Counter)
+    tiers: Counter[str] = field(default_factory=Counter)
+    schedules: Counter[str] = field(default_factory=Counter)
+    replicas: Counter[int] = field(default_factory=Counter)
+    dtypes: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def cases(self) -> int:
+        """Cases run so far, those of shrinking included."""
+        return self.verdicts.total()
+
+    @property
+    def cases_per_second(self) -> float:
+        """Over the whole campaign so far."""
+        return self.cases / max(perf_counter() - self.began, 1e-9)
+
+    @property
+    def by_schedule(self) -> str:
+        """How many cases each schedule had."""
+        return ", ".join(f"{name} {count}" for name, count in sorted(self.schedules.items()))
+
+    @property
+    def by_replicas(self) -> str:
+        """How many cases had replicas; empty if none had."""
+        several = sum(count for replicas, count in self.replicas.items() if replicas > 1)
+        return f"; {some(several, 'case')} with replicas" if several else ""
+
+    def __str__(self) -> str:
+        tiers = ", ".join(f"{count} {tier}" for tier, count in self.tiers.most_common() if tier != "none")
+        return (
+            f"{some(self.cases, 'case')}, {self.verdicts['pass']} pass ({tiers or 'none'}), "
+            f"{self.cases - self.verdicts['pass']} not, {self.cases_per_second:.1f} cases/s"
+        )
+
+
+@dataclass(frozen=True)
+class Found:
+    """The smallest failing case that shrinking reached, with its verdict, or the ranks' failure.
+
+    ``repeated``: whether it failed again when it ran again. A fault that comes and goes is a finding all the same.
+    """
+
+    case: Case
+    verdict: Verdict | None
+    failure: RankFailed | None
+    repeated: bool = True
+
+
+def judged(case: Case, world: World) -> Verdict:
+    """The verdict on ``case`` without its cause, which would take a second run."""
+    return validate(case, world, explain=False)
+
+
+class _NotAPass(Exception):
+    """Tells Hypothesis of a failure."""
+
+
+def fuzz(
+    world: World,
+    *,
+    budget: int,
+    seed_: int = 0,
+    strategy: st.SearchStrategy[Case] | None = None,
+    progress: Callable[[Tally], None] = lambda tally: None,
+    run: Callable[[Case, World], Verdict] = judged,
+) -> tuple[Tally, Found | None]:
+    """Run ``budget`` cases drawn from ``seed_``; the same seed and budget give the same cases.
+
+    Stops at the first case that is not a pass and shrinks it. ``progress`` is called after every case.
+    """
+    tally = Tally(budget)
+    failures: list[Found] = []
+
+    @seed(seed_)
+    @settings(
+        max_examples=budget,
+        database=None,
+        deadline=None,
+        phases=(Phase.generate, Phase.shrink),
+        suppress_health_check=list(HealthCheck),
+        report_multiple_bugs=False,
+        print_blob=False,
+    )
+    @given(cases() if strategy is None else strategy)
+    def campaign(case: Case) -> None:
+        try:
+            verdict, failure = run(case, world), None
+        except RankFailed as error:
+            verdict, failure = None, error
+        outcome = "hang or crash" if verdict is None else verdict.verdict
+        tally.verdicts[outcome] += 1
+        tally.tiers[verdict.tier if verdict else "none"] += 1
+        tally.schedules[case.schedule] += 1
+        tally.replicas[case.replicas] += 1
+        tally.dtypes[case.dtype] += 1
+        progress(tally)
+        if outcome != "pass":
+            failures.append(Found(case, verdict, failure))
+            raise _NotAPass
+
+    try:
+        campaign()
+    except _NotAPass:
+        return tally, failures[-1]  # Hypothesis runs the smallest once more at the end
+    except Flaky:
+        if not failures:
+            raise
+        return tally, _smallest(failures)
+    return tally, None
+
+
+def _smallest(failures: Sequence[Found]) -> Found:
+    """Of failures among which some did not repeat: the smallest that did, or else the smallest."""
+    times = Counter(found.case for found in failures)
+    again = [found for found in failures if times[found.case] > 1]
+    least = min(again or failures, key=lambda found: (found.case.stages, found.case.microbatches, found.case.layers))
+    return replace(least, repeated=bool(again))

@@ -1,0 +1,46 @@
+"""A user's own schedule file, read once: ranks are handed what it says, for they may be where it is not."""
+
+from pathlib import Path
+
+from pipeline.files import read_file
+from pipeline.laws import check
+from pipeline.lower import Program
+from pipeline.program_laws import check as check_program
+from pipeline.program_laws import runnable
+from pipeline.schedule import Schedule, ScheduleError
+from validation.worlds.launcher import under_torchrun
+
+_BOUND_S = 60.0
+
+
+def own_schedule(path: str | Path) -> Schedule | Program:
+    """What the file holds, once it keeps every law. Under torchrun rank 0 reads it, and every rank must call this.
+
+    Raises ``LawBroken``, or ``ScheduleError`` where there is nothing to check.
+    """
+    found = _from_rank_0(path) if under_torchrun() else _read(path)
+    if isinstance(found, ScheduleError):
+        raise found
+    return found
+
+
+def _read(path: str | Path) -> Schedule | Program | ScheduleError:
+    """An error is a result here, so that it can be told to other ranks."""
+    try:
+        found = read_file(path)
+        # A program that waits for itself only on transports that run messages in order may run on others.
+        return check_program(found, laws=runnable(in_order=False)) if isinstance(found, Program) else check(found)
+    except ScheduleError as error:
+        return error
+
+
+def _from_rank_0(path: str | Path) -> Schedule | Program | ScheduleError:
+    from validation.worlds.shipping import pack, unpack  # these load torch
+    from validation.worlds.side_store import side_store
+
+    side = side_store()
+    mine = pack(_read(path)) if side.rank == 0 else b""
+    found: Schedule | Program | ScheduleError = unpack(
+        side.gather(mine, what="reading a schedule", bound_s=_BOUND_S)[0]
+    )
+    return found

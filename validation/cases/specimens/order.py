@@ -1,0 +1,309 @@
+"""Faults of order: changed programs, which a static law refuses before any rank runs them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from pipeline.action import COMPUTE, GIVES_WEIGHT_GRADIENT, RECEIVES, SENDS, Action, Kind
+from pipeline.columns import Columns
+from pipeline.lower import Program, lower
+from pipeline.program_laws import violations
+from pipeline.transports import Transport, deadlocks
+from validation.cases.case import Case
+from validation.cases.specimens.specimen import Fault, Needs, Reorder, Specimen
+
+_Row = Sequence[Action]
+_Change = Callable[[list[Action]], _Row]
+_BOUND_S = 2.0
+
+
+def changed(program: Program, change: Callable[[int, list[Action]], _Row]) -> Program:
+    """``program`` with every rank's row changed; its schedule is what the new rows compute."""
+    rows = [tuple(change(rank, list(row))) for rank, row in enumerate(program.ranks)]
+    compute = tuple(tuple(action for action in row if action.kind in COMPUTE) for row in rows)
+    return Program(replace(program.schedule, ranks=compute, overlaps=()), Columns.of(rows))
+
+
+def exchanged(program: Program, one: Action, other: Action) -> Program:
+    """``program`` with two actions in each other's places."""
+    places = {one: other, other: one}
+    return changed(program, lambda rank, row: [places.get(action, action) for action in row])
+
+
+def hangs(program: Program) -> bool:
+    """Whether ranks wait for each other whatever the transport."""
+    return deadlocks(program)[Transport.UNLIMITED] is not None
+
+
+def broken(program: Program) -> tuple[str, ...]:
+    """The static laws that ``program`` breaks, each once."""
+    return tuple(dict.fromkeys(violation.law for violation in violations(program)))
+
+
+def _on(rank: int, change: _Change) -> Reorder:
+    """Change the row of one rank; negative ranks count from the last."""
+
+    def reorder(program: Program) -> Program:
+        return changed(program, lambda r, row: change(row) if r == rank % len(program.ranks) else row)
+
+    return reorder
+
+
+def _first(row: _Row, kinds: frozenset[Kind]) -> int:
+    return next(slot for slot, action in enumerate(row) if action.kind in kinds)
+
+
+def _last(row: _Row, kinds: frozenset[Kind]) -> int:
+    return max(slot for slot, action in enumerate(row) if action.kind in kinds)
+
+
+def _without(slot: int, row: _Row) -> _Row:
+    return [*row[:slot], *row[slot + 1 :]]
+
+
+def _backward_first(row: list[Action]) -> _Row:
+    """The first backward before everything."""
+    slot = _first(row, frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT}))
+    return [row[slot], *_without(slot, row)]
+
+
+def _weight_first(row: list[Action]) -> _Row:
+    """The first weight half before its input half."""
+    slot = _first(row, frozenset({Kind.BACKWARD_WEIGHT}))
+    half = row[slot]
+    at = row.index(half._replace(kind=Kind.BACKWARD_INPUT))
+    rest = list(_without(slot, row))
+    return [*rest[:at], half, *rest[at:]]
+
+
+def _beyond(row: list[Action]) -> _Row:
+    """One more forward in warm-up than there are microbatches."""
+    slot = _last(row, frozenset({Kind.FORWARD}))
+    return [*row[: slot + 1], row[slot]._replace(microbatch=row[slot].microbatch + 1), *row[slot + 1 :]]
+
+
+def _sends_last(row: list[Action]) -> _Row:
+    return [*(a for a in row if a.kind not in SENDS), *(a for a in row if a.kind in SENDS)]
+
+
+def _send_early(row: list[Action]) -> _Row:
+    slot = _first(row, SENDS)
+    return [row[slot], *_without(slot, row)]
+
+
+def _receive_late(row: list[Action]) -> _Row:
+    slot = _first(row, RECEIVES)
+    return [*_without(slot, row), row[slot]]
+
+
+def _twice(row: list[Action]) -> _Row:
+    """The last backward, or the last weight half, once more."""
+    return [*row, row[_last(row, GIVES_WEIGHT_GRADIENT)]]
+
+
+def _cross_sends(program: Program) -> Program:
+    """The first of two messages to the last stage waits until the second has been sent."""
+    stage = program.schedule.n_stages - 2
+    one, other = (Action(stage, Kind.SEND_F, m) for m in (0, 1))
+
+    def change(rank: int, row: list[Action]) -> _Row:
+        if other not in row:
+            return row
+        kept = [action for action in row if action != one]
+        at = kept.index(other) + 1
+        return [*kept[:at], one, *kept[at:]]
+
+    return changed(program, change)
+
+
+def _counted_otherwise(program: Program) -> Program:
+    """On the last rank, microbatch 0 comes where 1 did, and the other way round."""
+    other = {0: 1, 1: 0}
+
+    def change(row: list[Action]) -> _Row:
+        return [action._replace(microbatch=other.get(action.microbatch, action.microbatch)) for action in row]
+
+    return _on(program.schedule.placement[-1], change)(program)
+
+
+def _moved(program: Program) -> Program:
+    """What the last stage computes, its neighbour's rank computes."""
+    last, home = program.schedule.n_stages - 1, program.schedule.placement[-2]
+    own = [action for row in program.ranks for action in row if action.stage == last and action.kind in COMPUTE]
+
+    def change(rank: int, row: list[Action]) -> _Row:
+        kept = [action for action in row if action not in own]
+        return [*kept, *own] if rank == home else kept
+
+    return changed(program, change)
+
+
+def _apart(case: Case) -> str:
+    """The last two stages must lie on two ranks."""
+    return "" if case.stages > 1 and len(set(case.built.placement[-2:])) > 1 else "needs the last two stages apart"
+
+
+def _waits_in_a_circle(case: Case) -> str:
+    return "" if hangs(_counted_otherwise(lower(case.built))) else "needs microbatch 0 back before 1 is sent"
+
+
+def _halves(case: Case) -> str:
+    halves = any(action.kind is Kind.BACKWARD_WEIGHT for action in case.built.ranks[0])
+    return "" if halves else "needs backwards in two halves on rank 0"
+
+
+_ONE = "naive r1 s1 m1 split=1 model=mlp plan=train seed=0"
+_HALVES = "zb-h1 r1 s1 m1 split=1 model=mlp plan=train seed=0"
+_PAIR = "naive r2 s2 m1 split=1,1 model=mlp plan=train seed=0"
+_TWO = "naive r2 s2 m2 split=1,1 model=mlp plan=train seed=0"
+_ORDER, _DEADLOCK = Fault("order"), Fault("deadlock", alike=("order",))
+
+# Name, summary, origin, classes, smallest case, law, fault, needs, change.
+_TABLE: Sequence[tuple[str, str, str, tuple[str, ...], str, str, Fault, Needs, Reorder]] = (
+    (
+        "backward-before-forward",
+        "rank 0 begins with a backward, whose forward comes later",
+        "pytorch/PiPPy#1088: a boundary of warm-up set one too early",
+        ("tI", "mG"),
+        _ONE,
+        "local-order",
+        _ORDER,
+        Needs(),
+        _on(0, _backward_first),
+    ),
+    (
+        "weight-half-first",
+        "a weight half comes before its input half",
+        "sail-sg/zero-bubble-pipeline-parallelism#72: popping an empty queue",
+        ("tC", "mG", "mH"),
+        _HALVES,
+        "local-order",
+        _ORDER,
+        Needs(also=_halves),
+        _on(0, _weight_first),
+    ),
+    (
+        "warm-up-beyond",
+        "warm-up goes on beyond the last microbatch: it was not limited to their number",
+        "NVIDIA/Megatron-LM 08ddde0c; pytorch/PiPPy#1081; pytorch/torchtitan#775",
+        ("tI", "mG"),
+        _ONE,
+        "placement",
+        _ORDER,
+        Needs(),
+        _on(0, _beyond),
+    ),
+    (
+        "backward-missing",
+        "the cool-down on rank 0 is one backward short",
+        "hpcaitech/ColossalAI#2156; PaddlePaddle/Paddle#73470",
+        ("mG",),
+        _ONE,
+        "completeness",
+        _ORDER,
+        Needs(),
+        _on(0, lambda row: _without(_last(row, GIVES_WEIGHT_GRADIENT), row)),
+    ),
+    (
+        "backward-repeated",
+        "rank 0 runs its last backward, or weight half, once more",
+        "sail-sg/zero-bubble-pipeline-parallelism 8eb5ae97",
+        ("mG", "mH"),
+        _ONE,
+        "completeness",
+        _ORDER,
+        Needs(),
+        _on(0, _twice),
+    ),
+    (
+        "stage-on-other-rank",
+        "the last stage is computed on a rank that does not hold it",
+        "pytorch/torchtitan#568",
+        ("tI", "mK"),
+        _PAIR,
+        "placement",
+        _ORDER,
+        Needs(ranks=2, also=_apart),
+        _moved,
+    ),
+    (
+        "microbatches-counted-otherwise",
+        "the last rank waits for microbatch 1 while the others wait for microbatch 0's gradient",
+        "pytorch/pytorch#127332",
+        ("tI", "mG"),
+        _TWO,
+        "acyclic",
+        _DEADLOCK,
+        Needs(ranks=2, microbatches=2, also=_waits_in_a_circle),
+        _counted_otherwise,
+    ),
+    (
+        "sends-last",
+        "rank 0 sends only when everything else is done",
+        "pytorch/pytorch#126419; pytorch/pytorch#172668",
+        ("tI", "mF"),
+        _PAIR,
+        "deadlock",
+        _DEADLOCK,
+        Needs(ranks=2),
+        _on(0, _sends_last),
+    ),
+    (
+        "send-before-made",
+        "rank 0 sends what it has not made yet",
+        "pytorch/PiPPy#1088",
+        ("tI", "mG"),
+        _PAIR,
+        "message-order",
+        _ORDER,
+        Needs(ranks=2),
+        _on(0, _send_early),
+    ),
+    (
+        "receive-after-use",
+        "rank 0 receives something after the action that needs it",
+        "sail-sg/zero-bubble-pipeline-parallelism 6758ebea",
+        ("tI", "mF"),
+        _PAIR,
+        "message-order",
+        _ORDER,
+        Needs(ranks=2),
+        _on(0, _receive_late),
+    ),
+    (
+        "receive-missing",
+        "rank 0 never receives its first gradient",
+        "PaddlePaddle/Paddle#73470: a receive lost with an empty steady phase",
+        ("tI", "mF", "mG"),
+        _PAIR,
+        "messages",
+        _ORDER,
+        Needs(ranks=2),
+        _on(0, lambda row: _without(_first(row, RECEIVES), row)),
+    ),
+    (
+        "sends-crossed",
+        "two messages for the last stage leave in another order than they are received in",
+        "NVIDIA/Megatron-LM#1450",
+        ("tI", "mF"),
+        _TWO,
+        "channel-order",
+        _ORDER,
+        Needs(ranks=2, microbatches=2, also=_apart),
+        _cross_sends,
+    ),
+)
+SPECIMENS = tuple(
+    Specimen(
+        name=name,
+        summary=summary,
+        origin=origin,
+        classes=classes,
+        smallest=smallest,
+        law=law,
+        fault=fault,
+        needs=needs,
+        reorder=reorder,
+        timeout_s=_BOUND_S,
+    )
+    for name, summary, origin, classes, smallest, law, fault, needs, reorder in _TABLE
+)

@@ -1,0 +1,98 @@
+"""Validating a case: run it on ranks, run the reference, judge, and explain what is wrong."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from time import perf_counter
+
+from pipeline.laws import Violation
+from pipeline.lower import Program, lower
+from validation.cases.case import Case
+from validation.cases.observe import observe
+from validation.cases.runtimes import OWN
+from validation.diagnosis.diagnose import diagnose
+from validation.judging.cause import Cause
+from validation.judging.judge import judge
+from validation.judging.verdict import Verdict
+from validation.observers.observed import Observed
+from validation.worlds.rank_report import Ending, RankFailed, RankReport
+from validation.worlds.stall import lost_message
+from validation.worlds.world import World
+
+
+def validate(case: Case, world: World, *, measure: bool = False, explain: bool = True) -> Verdict:
+    """The verdict on ``case``, run on ``world``'s ranks beside the reference; its ``seconds`` cover both.
+
+    ``measure``: measure rounding floors even where every bit agrees. ``explain``: where something is wrong, run the
+    case once more with every boundary tensor recorded, and name the cause. Raises what the world raises when there is
+    nothing to judge: ``RankFailed`` for a rank that raised, died or hung, ``NeedsMoreRanks`` for too small a world.
+    """
+    began = perf_counter()
+    observed = observe(case, world)
+    verdict = judge(case, observed, measure=measure)
+    if explain and verdict.verdict == "fail":
+        verdict = explained(case, world, observed, verdict)
+    return replace(verdict, seconds=perf_counter() - began)
+
+
+def explained(case: Case, world: World, observed: Observed, verdict: Verdict) -> Verdict:
+    """``verdict`` with its causes. The case runs again, recorded: a run that is right costs nothing."""
+    if case.runtime != OWN:
+        return replace(verdict, undecided=(f"the runtime {case.runtime} is not ours, and was not recorded",))
+    try:
+        recorded = observe(case, world, record=True)
+        again = judge(case, recorded)
+    except RankFailed:
+        return replace(diagnose(case, observed, verdict), undecided=("not reproduced: run again, the ranks failed",))
+    if again.mismatches != verdict.mismatches:
+        missed = "not reproduced: a second, recorded run " + (
+            "was right" if again.verdict == "pass" else "went wrong in another way"
+        )
+        found = diagnose(case, observed, verdict)
+        return replace(found, undecided=(missed, "a race, or something else that is not seeded", *found.undecided))
+    return diagnose(case, recorded, verdict)
+
+
+def crashed(case: Case, failure: RankFailed | None) -> Verdict:
+    """The verdict where ranks raised, died or hung: unknown, for a wrong answer was not seen."""
+    verdict = Verdict(str(case), "unknown", "none", (), failure=str(failure), bindings=case.bindings)
+    if failure is None:
+        return verdict
+    culprit = failure.reports[failure.culprit]
+    stuck = culprit.ending in (Ending.STUCK, Ending.ABSENT) and culprit.waiting is not None
+    timeout = "Timeout" in culprit.message.partition(":")[0]
+    if not (stuck or timeout):
+        return replace(verdict, cause=(Cause("crash", rank=culprit.rank, detail=_first_line(culprit)),))
+    return replace(verdict, cause=(_stalled(case, failure),))
+
+
+def refused(case: Case, violations: Sequence[Violation]) -> Verdict:
+    """The verdict where static laws refuse what the ranks were to run: nothing ran, and the cause is there to read.
+
+    Laws come from what is computed to how it is sent, and the first that is broken is the cause: ranks that wait for
+    each other are a consequence of whatever was wrong before.
+    """
+    first = violations[0]
+    kind = "deadlock" if first.law in ("acyclic", "deadlock") else "order"
+    cause = Cause(kind, rank=first.rank, detail=str(first))
+    failure = "\n".join(map(str, violations))
+    return Verdict(str(case), "unknown", "none", (), failure=failure, cause=(cause,), bindings=case.bindings)
+
+
+def _stalled(case: Case, failure: RankFailed) -> Cause:
+    culprit = failure.reports[failure.culprit]
+    run = case.run
+    lost = lost_message(run if isinstance(run, Program) else lower(run), failure.reports)
+    if lost is None:
+        return Cause("deadlock", rank=culprit.rank, detail=_first_line(culprit))
+    return Cause(
+        "deadlock",
+        rank=lost.rank,
+        stage=lost.receive.stage,
+        microbatches=(lost.receive.microbatch,),
+        action=str(lost.receive),
+        detail=str(lost),
+    )
+
+
+def _first_line(report: RankReport) -> str:
+    return report.sentence().partition("\n")[0]

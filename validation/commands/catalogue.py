@@ -1,0 +1,153 @@
+"""The catalogue at work: planted faults in their smallest cases or on whole schedules, caught and named."""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+
+from validation.cases.case import Case
+from validation.cases.shrinking import Shrunk, shrink
+from validation.cases.specimens import CONTROLS, FAMILIES, SPECIMENS, SpecimenError
+from validation.cases.trial import Named, Trial, case_for, smallest_of, try_out
+from validation.cases.validator import validate
+from validation.commands.campaign import Setting
+from validation.reports.confusion import matrix, pairs_of, totals
+from validation.reports.terminal import JsonFile, Terminal
+from validation.worlds.world import World
+
+SCHEMA = "pipeproof/specimens/2"
+_EVIDENCE: Mapping[str, str] = {
+    "recorded": "with boundary tensors",
+    "final": "from final gradients alone",
+}
+
+
+def cases_on(names: Iterable[str], schedules: Iterable[str]) -> tuple[list[Case], dict[tuple[str, str], str]]:
+    """The cases to run, by schedule; and for each (specimen, schedule) that cannot show the fault, why."""
+    wanted = list(names)
+    cases, left_out = [], {}
+    for schedule in schedules:
+        for name in wanted:
+            case = case_for(SPECIMENS[name], schedule)
+            why = SPECIMENS[name].missing(case)
+            if why:
+                left_out[name, schedule] = why
+            else:
+                cases.append(case)
+    return cases, left_out
+
+
+def chosen(text: str) -> list[str]:
+    """The specimens that ``text`` names, separated by commas; all for none. Raises ``SpecimenError``."""
+    names = [name.strip() for name in text.split(",") if name.strip()] or list(SPECIMENS)
+    for name in names:
+        if name not in SPECIMENS:
+            raise SpecimenError(f"unknown specimen {name!r}: pipeproof specimens --list prints all")
+    return names
+
+
+def try_all(names: Sequence[str], schedules: Sequence[str], setting: Setting, *, final_only: bool = False) -> int:
+    """Run specimens on schedules, or in their smallest cases where there is no schedule; returns the exit status.
+
+    A line for each, then how often each planted kind was named what. 1 where a specimen was not caught or was named
+    as something else. ``final_only``: no case is run again to record its boundary tensors.
+    """
+    cases, left_out = cases_on(names, schedules) if schedules else ([smallest_of(SPECIMENS[n]) for n in names], {})
+    terminal, trials = Terminal(), list[Trial]()
+    with JsonFile(setting.json) as file, World(device="cpu", timeout_s=setting.timeout_s) as world:
+        terminal.say(HEADER)
+        for number, case in enumerate(cases, start=1):
+            with terminal.progress(f"{number} of {len(cases)}: {case}"):
+                trials.append(try_out(case, world, record=not final_only))
+            terminal.say(line(trials[-1]))
+        if not schedules and len(names) == len(SPECIMENS):
+            terminal.say(_controls(world))
+        for why, those in _grouped(left_out).items():
+            terminal.say(f"left out, {why}: {', '.join(those)}")
+        for which, words in _EVIDENCE.items():
+            if which == "final" or not final_only:
+                terminal.say(f"\n{words}:\n{matrix(pairs_of(trials, which))}\n{totals(trials, which)}")
+        file.write({"schema": SCHEMA, "specimens": [trial.as_dict() for trial in trials]})
+    return 0 if trials and all(_sound(trial) for trial in trials) else 1
+
+
+def shrink_all(names: Sequence[str], setting: Setting, *, seed: int) -> int:
+    """Shrink a random failing case of each specimen; 1 where one does not end in the case that it states."""
+    terminal, found = Terminal(), list[Shrunk]()
+    with JsonFile(setting.json) as file, World(device="cpu", timeout_s=setting.timeout_s) as world:
+        for number, name in enumerate(names, start=1):
+            with terminal.progress(f"{number} of {len(names)}: {name}"):
+                found.append(shrink(SPECIMENS[name], world, seed=seed))
+            terminal.say(str(found[-1]))
+        terminal.say(f"{sum(one.as_stated for one in found)} of {len(found)} shrink to the case that they state")
+        file.write({"schema": SCHEMA, "seed": seed, "shrunk": [asdict(one) for one in found]})
+    return 0 if found and all(one.as_stated for one in found) else 1
+
+
+def _sound(trial: Trial) -> bool:
+    """Whether it was caught, and was not named as something else."""
+    return trial.caught and not any(one is not None and one.wrong for one in (trial.recorded, trial.final))
+
+
+def _controls(world: World) -> str:
+    """A sentence on the changes that are no faults."""
+    verdicts = {n: validate(Case.parse(f"{c.smallest} specimen={n}"), world).verdict for n, c in CONTROLS.items()}
+    alarms = [name for name, verdict in verdicts.items() if verdict != "pass"]
+    said = f"; FALSE ALARM for {', '.join(alarms)}" if alarms else ""
+    return f"{len(verdicts) - len(alarms)} of {len(verdicts)} changes that are no faults pass{said}"
+
+
+def _grouped(left_out: Mapping[tuple[str, str], str]) -> dict[str, list[str]]:
+    """By reason: the specimens, each with its schedules."""
+    by_reason: dict[str, dict[str, list[str]]] = {}
+    for (name, schedule), why in left_out.items():
+        by_reason.setdefault(why, {}).setdefault(name, []).append(schedule)
+    return {why: [f"{n} on {' '.join(where)}" for n, where in those.items()] for why, those in by_reason.items()}
+
+
+HEADER = (
+    f"{'specimen':<28} {'schedule':<12} {'planted':<20} {'caught by':<18} {'named':<20} {'place':<5} "
+    f"{'from gradients':<20} {'time':>7}"
+)
+
+
+def line(trial: Trial) -> str:
+    """One line of the table under ``HEADER``."""
+    caught = trial.law if trial.caught else f"NOT: {', '.join(trial.laws) or 'nothing'}"
+    place = "-" if trial.recorded is None or trial.recorded.kind is None else _place(trial.recorded)
+    schedule = trial.case.partition(" ")[0]
+    return (
+        f"{trial.specimen:<28} {schedule:<12} {trial.planted:<20} {caught:<18} {_kind(trial.recorded):<20} {place:<5} "
+        f"{_kind(trial.final):<20} {trial.seconds:>5.1f} s"
+    )
+
+
+def _kind(one: Named | None) -> str:
+    if one is None:
+        return "-"
+    return "unknown" if one.kind is None else one.kind if one.right else f"NOT: {one.kind}"
+
+
+def _place(one: Named) -> str:
+    return "right" if one.located else "wrong"
+
+
+def listing(names: Collection[str] = SPECIMENS) -> str:
+    """One line for each of these specimens: name, family and classes, kind of cause, smallest case, summary, origin."""
+    rows = [
+        (
+            specimen.name,
+            f"{family.__name__.rpartition('.')[2]} {','.join(specimen.classes)}",
+            specimen.fault.kind,
+            specimen.smallest,
+            f"{specimen.summary} ({specimen.origin})",
+        )
+        for family in FAMILIES
+        for specimen in family.SPECIMENS
+        if specimen.name in names
+    ]
+    return "\n".join(_aligned(rows))
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]) - 1)]
+    for *cells, rest in rows:
+        yield "  ".join([*(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)), rest])

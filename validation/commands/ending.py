@@ -1,0 +1,118 @@
+"""How a command ends: its exit status, and on standard error the one sentence that says why there is no result."""
+
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from types import FrameType, MappingProxyType
+from typing import NoReturn
+
+from pipeline.laws import LawBroken
+from validation.commands.standard_output import ReaderGone, standard_output
+from validation.worlds.launcher import reports
+
+WRONG, BAD_INPUT, NO_VERDICT = 1, 2, 3
+UNREAD = 128 + signal.SIGPIPE  # what a shell sees of any program whose reader stops: no verdict, and no complaint
+_LAST_WORDS_S = 10.0
+_REQUESTS: Mapping[int, str] = MappingProxyType(
+    {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "terminated"}
+)
+_UNASKED = (signal.SIG_DFL, signal.default_int_handler)
+_AGAIN_S = 0.05
+
+
+class AskedToEnd(BaseException):
+    """A signal asked the process to end. Like KeyboardInterrupt nothing on the way may take it for an error.
+
+    KeyboardInterrupt itself would not do: where one passes through ``exec``, CPython 3.11 ends by the signal in the
+    end, whatever status was chosen.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(_REQUESTS[number])
+        self.number = number
+
+
+def ended(command: Callable[[], int]) -> int:
+    """Run ``command``; its exit status, or that of what ended it, which is said."""
+    status = _status(command)
+    if status not in (0, UNREAD) and not reports():
+        # A launcher ends all ranks as soon as one ends badly; rank 0 is the one that says why.
+        time.sleep(_LAST_WORDS_S)
+    return status
+
+
+def _status(command: Callable[[], int]) -> int:
+    try:
+        with standard_output(), _heeding_signals():
+            return _judged(command)
+    except ReaderGone:
+        return int(UNREAD)
+    except ValueError as error:  # every error of ours about input or output is one
+        return _say(str(error), BAD_INPUT)
+    except AskedToEnd as request:
+        return _say(str(request), NO_VERDICT)
+    except KeyboardInterrupt:
+        return _say("interrupted", NO_VERDICT)
+    except Exception as error:  # ours to mend, and never to be taken for a wrong answer
+        return _say(
+            f"{traceback.format_exc()}pipeproof: a fault in pipeproof itself: {error!r}; please report it", NO_VERDICT
+        )
+
+
+def _judged(command: Callable[[], int]) -> int:
+    try:
+        return command()
+    except LawBroken as error:  # an answer, not a complaint
+        sys.stdout.write(f"{error}\n")
+        return WRONG
+
+
+def _say(message: str, status: int) -> int:
+    if reports() and sys.stderr is not None:
+        with suppress(OSError):  # there is nowhere else to say it
+            sys.stderr.write(f"pipeproof: {message}\n")
+    return status
+
+
+@contextmanager
+def _heeding_signals() -> Iterator[None]:
+    """Let signals that would end the process at once end the block first, so that nothing is left behind."""
+    before = {number: signal.getsignal(number) for number in _REQUESTS}
+    ours = {number: handler for number, handler in before.items() if handler in _UNASKED}
+    if threading.current_thread() is not threading.main_thread():
+        ours = {}  # Python would not hear of it
+    hook, sys.unraisablehook = sys.unraisablehook, _insisting(sys.unraisablehook)
+    for number in ours:
+        signal.signal(number, _ask)
+    try:
+        yield
+    finally:
+        for number, handler in ours.items():
+            signal.signal(number, handler)
+        sys.unraisablehook = hook
+
+
+def _ask(number: int, frame: FrameType | None) -> NoReturn:
+    signal.signal(number, signal.SIG_IGN)  # once is enough: what was started is ended within a bound
+    raise AskedToEnd(number)
+
+
+def _insisting(hook: Callable[["sys.UnraisableHookArgs"], object]) -> Callable[["sys.UnraisableHookArgs"], object]:
+    """``hook``, but a request to end that fell where nothing can be raised (a collector's callback) is repeated."""
+
+    def insist(unraisable: "sys.UnraisableHookArgs") -> None:
+        request = unraisable.exc_value
+        if not isinstance(request, AskedToEnd):
+            hook(unraisable)
+            return
+        signal.signal(request.number, _ask)
+        again = threading.Timer(_AGAIN_S, os.kill, (os.getpid(), request.number))
+        again.daemon = True
+        again.start()
+
+    return insist

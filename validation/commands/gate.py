@@ -1,0 +1,181 @@
+"""The gate of a merge: a table of schedules, lines of earlier failures, fuzzing, and a fault that must be caught."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from pathlib import Path
+
+from validation.cases.case import Case, CaseError
+from validation.cases.fuzz import cases, fuzz
+from validation.cases.specimens import specimen
+from validation.commands.campaign import Setting, enough_ranks, validated
+from validation.judging.verdict import SCHEMA, Verdict
+from validation.observers.observed import Observed
+from validation.records.case_record import expected_record, observed_record
+from validation.records.record_file import write
+from validation.reports.gate_reports import annotations, junit, markdown
+from validation.reports.gate_result import CaseResult, GateResult
+from validation.reports.table import HEADER, line
+from validation.reports.terminal import JsonFile, Terminal
+from validation.worlds.output_file import OutputError, OutputFile
+from validation.worlds.world import World
+
+PLANTED = "layernorm-zero"  # what the gate plants to see that it can fail: the loss stays right
+_KEPT = 3  # failing cases that leave their records
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a gate runs: ``table`` and ``pinned`` cases, then ``budget`` drawn ones of ``schedules`` from ``seed``.
+
+    ``missing`` are schedules that were asked for and cannot be, with the reason: a gate without them is short.
+    """
+
+    table: Sequence[Case]
+    pinned: Sequence[Case]
+    schedules: Sequence[str]
+    budget: int
+    seed: int
+    max_ranks: int
+    missing: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def due(self) -> int:
+        """How many cases must run, the planted one included."""
+        models = {case.model for case in self.table}
+        return len(self.table) + len(self.missing) * len(models) + len(self.pinned) + self.budget + 1
+
+
+@dataclass(frozen=True)
+class Reports:
+    """Where a gate's result goes besides the terminal: files, a folder for the records of failing cases."""
+
+    junit: str | None = None
+    summary: str | None = None
+    artifacts: str | None = None
+    github: bool = False
+
+
+def gate(plan: Plan, setting: Setting, reports: Reports) -> int:
+    """Run the gate; returns the exit status. Files are written in the end, and whole, whatever the outcome."""
+    if not plan.due - 1:
+        raise CaseError("a gate of no cases: give --cases, --case or --schedule")
+    for case in plan.pinned:
+        specimen(case.specimen)
+    folder = _folder(reports.artifacts)
+    terminal, device = Terminal(), setting.chosen_device
+    with (
+        OutputFile(reports.junit) as xml,
+        OutputFile(reports.summary) as summary,
+        JsonFile(setting.json) as data,
+        World(device=device, timeout_s=setting.timeout_s) as world,
+    ):
+        run = _Run(world, device, terminal)
+        run.table(plan)
+        run.fuzz(plan)
+        run.planted()
+        result = GateResult(run.results, plan.due, plan.seed, dict(plan.missing))
+        for one in result.not_passed[:_KEPT]:
+            terminal.say(one.story, one.verdict.verdict)
+        terminal.say(str(result))
+        terminal.say("\n".join(annotations(result))) if reports.github and result.status else None
+        xml.write(junit(result))
+        summary.write(markdown(result).encode())
+        data.write(_data(result))
+        if folder is not None:
+            _keep(folder, result, run.observed)
+    return result.status
+
+
+class _Run:
+    """The cases of a gate as they are run, and what the ranks gave in those that were no pass."""
+
+    def __init__(self, world: World, device: str, terminal: Terminal) -> None:
+        self._world = world
+        self._device = device
+        self._terminal = terminal
+        self.results: list[CaseResult] = []
+        self.observed: dict[Case, Observed] = {}
+
+    def table(self, plan: Plan) -> None:
+        """Every schedule that was asked for, and the pinned lines: a line each."""
+        for name, reason in plan.missing.items():
+            self._terminal.say(f"{name} cannot run: {reason}")
+        wanted = [("table", case) for case in plan.table] + [("pinned", case) for case in plan.pinned]
+        for number, (group, case) in enumerate(wanted, start=1):
+            case = replace(case, device=self._device)
+            with self._terminal.progress(f"{number} of {plan.due}: {case}"):
+                verdict = self._judged(case, self._world, measure=True)
+            if number == 1:
+                self._terminal.say(HEADER)
+            self._terminal.say(line(case, verdict), verdict.verdict)
+            self.results.append(CaseResult("table" if group == "table" else "pinned", case, verdict))
+
+    def fuzz(self, plan: Plan) -> None:
+        """Drawn cases, up to the first that is no pass, which is shrunk."""
+        if not plan.budget:
+            return
+        drawn: list[CaseResult] = []
+
+        def run(case: Case, world: World) -> Verdict:
+            verdict = self._judged(case, world)
+            drawn.append(CaseResult("fuzz", case, verdict))
+            return verdict
+
+        with self._terminal.progress("fuzzing") as show, enough_ranks():
+            strategy = cases(schedules=plan.schedules, max_ranks=plan.max_ranks, device=self._device)
+            tally, found = fuzz(
+                self._world,
+                budget=plan.budget,
+                seed_=plan.seed,
+                strategy=strategy,
+                progress=lambda tally: show(f"{tally.cases} of {tally.budget}: {tally}"),
+                run=run,
+            )
+        self._terminal.say(f"seed {plan.seed}: {tally}")
+        self.results += takewhile(lambda one: one.outcome == "pass", drawn)
+        if found is not None:  # in the place of all that shrinking tried
+            assert found.verdict is not None, "run returns a verdict also where ranks failed"
+            self.results.append(CaseResult("fuzz", found.case, found.verdict))
+
+    def planted(self) -> None:
+        """A case with a fault in it: a gate that cannot fail proves nothing."""
+        case = replace(Case.parse(specimen(PLANTED).smallest), specimen=PLANTED, device=self._device)
+        self.results.append(CaseResult("planted", case, self._judged(case, self._world)))
+        self._terminal.say(self.results[-1].headline)
+
+    def _judged(self, case: Case, world: World, *, measure: bool = False) -> Verdict:
+        verdict, observed = validated(case, world, measure=measure)
+        if verdict.verdict != "pass" and observed is not None:
+            self.observed[case] = observed
+        return verdict
+
+
+def _folder(path: str | None) -> Path | None:
+    """The folder for records, which is made now, so that one that cannot be costs nothing."""
+    if path is None:
+        return None
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"cannot make the folder {path}: {error.strerror or error}; choose another") from error
+    return Path(path)
+
+
+def _keep(folder: Path, result: GateResult, observed: Mapping[Case, Observed]) -> None:
+    """Leave, for the first cases that are no pass, the verdict, what was expected, and what the ranks gave."""
+    for number, one in enumerate(result.not_passed[:_KEPT], start=1):
+        name = str(folder / f"{number}-{one.case.built.name}")
+        with OutputFile(f"{name}.txt") as text, JsonFile(f"{name}.json") as data:
+            text.write(f"{one.story}\n".encode())
+            data.write(one.verdict.as_dict())
+        if one.case in observed:
+            with OutputFile(f"{name}.expected") as wanted, OutputFile(f"{name}.observed") as seen:
+                write(expected_record(replace(one.case, specimen="")), wanted)
+                write(observed_record(one.case, observed[one.case]), seen)
+
+
+def _data(result: GateResult) -> dict[str, object]:
+    verdicts = [{"group": one.group, "outcome": one.outcome, **one.verdict.as_dict()} for one in result.cases]
+    missing = dict(result.missing)
+    return {"schema": SCHEMA, "seed": result.seed, "due": result.due, "missing": missing, "verdicts": verdicts}

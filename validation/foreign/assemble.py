@@ -1,0 +1,163 @@
+"""From what the ranks brought back to what can be judged: stages in order, parameters under the reference's names."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor, nn
+
+from pipeline.action import Action
+from pipeline.schedule import Schedule
+from reference.step import Site
+from validation.cases.stages import copies_apart
+from validation.foreign.crossings import Passed, passed
+from validation.foreign.matching import match
+from validation.foreign.places import Both
+from validation.foreign.rank import Part, RankMade
+from validation.foreign.share import Replicas
+from validation.foreign.shared_stages import claims
+from validation.judging.headings import NOWHERE
+from validation.observers.observed import Claim, Observed, RankOperation
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part that was handed back, at its place in the model; ``names`` and ``strangers`` by the parameter's number."""
+
+    index: int
+    rank: int
+    part: Part
+    names: Mapping[int, str]
+    strangers: Mapping[int, str]
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """All ranks' parts as stages of ``model``, whose parameters have these ``contents`` by name."""
+
+    model: nn.Module
+    contents: Mapping[str, bytes]
+    made: Sequence[RankMade]
+    replicas: Replicas
+
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        """In the order in which the reference has their first parameters."""
+        parts = [(rank, part) for rank, made in enumerate(self.made) for part in made.parts]
+        found = match([part.locals for _, part in parts], self.contents)
+        order = {name: number for number, name in enumerate(self._parameters)}
+        rows = []
+        for number, (rank, part) in enumerate(parts):
+            names = {k: name for (at, k), name in found.names.items() if at == number}
+            strangers = {k: why for (at, k), why in found.strangers.items() if at == number}
+            rows.append(
+                (min((order[name] for name in names.values()), default=len(order)), rank, part, names, strangers)
+            )
+        rows.sort(key=lambda row: row[:2])
+        return tuple(Stage(index, *row[1:]) for index, row in enumerate(rows))
+
+    @cached_property
+    def owner(self) -> dict[str, int]:
+        """The stage of every parameter name: of one that is not held, that of another name of it, or ``NOWHERE``."""
+        held = {name: stage.index for stage in reversed(self.stages) for name in stage.names.values()}
+        by_tensor = {id(self._parameters[name]): stage for name, stage in held.items()}
+        return {name: held.get(name, by_tensor.get(id(p), NOWHERE)) for name, p in self._parameters.items()}
+
+    @property
+    def due(self) -> frozenset[Site]:
+        """The sites that are held, and for what nobody holds one at ``NOWHERE``; not other names of what is held."""
+        held = {name for stage in self.stages for name in stage.names.values()}
+        return frozenset((stage, name) for name, stage in self.owner.items() if name in held or stage == NOWHERE)
+
+    @property
+    def tied(self) -> list[Mapping[int, str]]:
+        """Tied parameters with copies in several stages."""
+        return copies_apart(self.model, self.owner)
+
+    @property
+    def strangers(self) -> dict[Site, str]:
+        """Parameters that the reference does not have, by the names that the step gives them, and why."""
+        return {
+            (stage.index, stage.part.locals[k].name): why for stage in self.stages for k, why in stage.strangers.items()
+        }
+
+    @property
+    def other_build(self) -> str:
+        """Which rank's reference first began with other weights than this one's; empty if none did."""
+        for name, content in self.contents.items():
+            for rank, made in enumerate(self.made):
+                if made.weights.get(name) != content:
+                    return f"on rank {rank} it has other weights, first {name}"
+        return ""
+
+    @property
+    def watched(self) -> bool:
+        return any(stage.part.calls is not None for stage in self.stages)
+
+    @property
+    def unseen(self) -> frozenset[int]:
+        """The stages of which nobody knows what they did in which order."""
+        told = {action.stage for made in self.made for action in made.actions or ()}
+        return frozenset(stage.index for stage in self.stages if stage.part.calls is None and stage.index not in told)
+
+    @property
+    def uncalled(self) -> frozenset[int]:
+        """The stages whose modules nobody watched."""
+        return frozenset(stage.index for stage in self.stages if stage.part.calls is None)
+
+    @property
+    def nameless(self) -> bool:
+        """Whether gradients alone were handed back, so that nobody knows of any weights."""
+        return bool(self.stages) and all(one.content is None for stage in self.stages for one in stage.part.locals)
+
+    def passages(self, places: Both | None) -> dict[int, Passed]:
+        """What is known of the boundary of every watched stage; ``places`` are needed where there is one."""
+        calls = {stage.index: stage.part.calls for stage in self.stages if stage.part.calls is not None}
+        return {} if places is None else passed(calls, self.replicas.microbatches, places)
+
+    def observed(self, known: Mapping[int, Passed]) -> Observed:
+        """What was produced; ``known``: what passed the boundaries of stages."""
+        rows = tuple((self._operation(rank, made, known),) for rank, made in enumerate(self.made))
+        placement = tuple(stage.rank for stage in self.stages)
+        return Observed(Schedule("foreign", self.replicas.microbatches, placement, tuple(() for _ in self.made)), rows)
+
+    @cached_property
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self.model.named_parameters(remove_duplicate=False))
+
+    @cached_property
+    def _by_content(self) -> dict[bytes, Tensor]:
+        return {content: self._parameters[name].detach().cpu() for name, content in self.contents.items()}
+
+    def _operation(self, rank: int, made: RankMade, known: Mapping[int, Passed]) -> RankOperation:
+        own = [stage for stage in self.stages if stage.rank == rank]
+        seen = [known[stage.index] for stage in own if stage.index in known]
+        actions = tuple(action for flow in seen for action in flow.actions) if made.actions is None else made.actions
+        return RankOperation(
+            "train",
+            made.losses,
+            tuple(self._known(actions)),
+            called=tuple(call for flow in seen for call in flow.called),
+            loss=made.loss,
+            gradients={(s.index, name): s.part.gradients[k] for s in own for k, name in s.names.items()},
+            norm=made.norm,
+            before={site: value for stage in own for site, value in self._before(stage)},
+            crossings=tuple(crossing for flow in seen for crossing in flow.crossings),
+            share=made.share,
+            claims=tuple(claim for stage in own for claim in self._claims(stage)),
+        )
+
+    def _known(self, actions: Sequence[Action]) -> Iterator[Action]:
+        """A trace may speak of stages that have no parameters, and so are none here."""
+        return (action for action in actions if 0 <= action.stage < len(self.stages))
+
+    def _claims(self, stage: Stage) -> Iterator[Claim]:
+        for k, name in stage.names.items():
+            yield from claims((stage.index, name), k, stage.part.members, self.replicas)
+
+    def _before(self, stage: Stage) -> Iterator[tuple[Site, Tensor]]:
+        for k, name in stage.names.items():
+            content = stage.part.locals[k].content
+            if content is not None:
+                value = stage.part.values.get(k)
+                yield (stage.index, name), self._by_content[content] if value is None else value

@@ -1,0 +1,198 @@
+"""Which microbatch each call of a watched stage was about: told by content, by its neighbours, or not at all."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from pipeline.action import Kind
+from validation.foreign.changed import recognised
+from validation.foreign.places import Both, Places
+from validation.observers.observed import UNTOLD
+from validation.observers.recording import GIVEN, HANDED_ON, KEPT, MADE, RECEIVED
+from validation.observers.sketch import Sketch
+from validation.observers.watching import Call
+
+
+@dataclass(frozen=True)
+class Column:
+    """One tensor of every call, and where in the reference it passes.
+
+    ``places`` are those of its flow, ``elsewhere`` those of the other. ``own`` are the places that its content tells;
+    ``place`` is the one where it should pass, empty where nobody knows; ``judged`` only where its content tells it.
+    """
+
+    kind: Kind
+    where: str
+    what: str
+    number: int
+    seen: tuple[Sketch | None, ...]
+    places: Places
+    elsewhere: Places
+    own: tuple[str, ...]
+    place: str
+    judged: bool
+
+    @property
+    def known(self) -> Mapping[int, Sketch]:
+        """What passes there in the reference, by microbatch."""
+        return self.places.by_place.get(self.place, {})
+
+    def owners(self, seen: Sketch | None) -> set[int]:
+        """The microbatches whose tensor ``seen`` is."""
+        return set() if seen is None else {number for number, one in self.known.items() if seen.is_like(one)}
+
+    def makers(self, seen: Sketch | None) -> set[int]:
+        """The microbatches of whose tensor ``seen`` was made, and which it still shows."""
+        return set() if seen is None else recognised(seen, self.known)
+
+
+@dataclass(frozen=True)
+class Order:
+    """The microbatch of every call of a stage, ``UNTOLD`` where nothing tells it; ``left`` are those of no call.
+
+    ``inferred``: of calls whose own tensors do not tell it, what does.
+    """
+
+    numbers: tuple[int, ...]
+    left: tuple[int, ...]
+    inferred: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the calls of which nothing tells the microbatch can be those of what is left, one each."""
+        told = [number for number in self.numbers if number != UNTOLD]
+        return len(told) == len(set(told)) and len(self.numbers) == len(told) + len(self.left)
+
+
+def columns(calls: Sequence[Call], places: Both) -> Iterator[Column]:
+    """Every tensor at the boundary, by its content at the place where most of it passes in the reference."""
+    forward, backward = places
+    flows = (forward, backward), (backward, forward)
+    for kind, where, what, part, (known, other) in (
+        (Kind.FORWARD, GIVEN, "input", "inputs", flows[0]),
+        (Kind.FORWARD, MADE, "output", "outputs", flows[0]),
+        (Kind.BACKWARD, KEPT, "input when the backward begins", "kept", flows[0]),
+        (Kind.BACKWARD, RECEIVED, "output gradient", "output_gradients", flows[1]),
+        (Kind.BACKWARD, HANDED_ON, "input gradient", "input_gradients", flows[1]),
+    ):
+        rows = [getattr(call, part) for call in calls]
+        members = [row if isinstance(row, dict) else dict(enumerate(row)) for row in rows]
+        for number in sorted(set().union(*members)):
+            seen = tuple(member.get(number) for member in members)
+            own = known.usual(seen)
+            name = f"{what} {number}" if number else what
+            yield Column(kind, where, name, number, seen, known, other, own, own[0] if own else "", bool(own))
+
+
+def without_trial(calls: Sequence[Call], microbatches: int, places: Both) -> Sequence[Call]:
+    """``calls`` but for a first too many, by which a runtime learns shapes: its microbatch comes again, or none.
+
+    Were it more than a trial, the gradients would show it.
+    """
+    if len(calls) != microbatches + 1:
+        return calls
+    first, *others = by_content(list(columns(calls, places)), len(calls))
+    return calls[1:] if first is None or first in others else calls
+
+
+def orders(stages: Mapping[int, tuple[Sequence[Call], Sequence[Column]]], microbatches: int) -> dict[int, Order]:
+    """The order of every stage: first by content, then by what one stage handed another, then by what is left."""
+    found = {stage: by_content(seen, len(calls)) for stage, (calls, seen) in stages.items()}
+    inferred: dict[int, dict[int, str]] = {stage: {} for stage in stages}
+    passed = {pair: _handed(*(stages[stage][0] for stage in pair)) for pair in pairwise(sorted(stages)) if _next(pair)}
+    while _link(found, passed, inferred) or _eliminate(found, microbatches, inferred):
+        pass
+    return {
+        stage: Order(
+            tuple(UNTOLD if number is None else number for number in numbers),
+            tuple(number for number in range(microbatches) if number not in numbers),
+            inferred[stage],
+        )
+        for stage, numbers in found.items()
+    }
+
+
+def by_content(seen: Sequence[Column], calls: int) -> list[int | None]:
+    """The microbatch of each call whose own tensors tell it.
+
+    Equal microbatches nobody can tell apart: a call that may be any of several takes its own number if it can.
+    """
+    candidates = [_candidates(seen, call) for call in range(calls)]
+    found = [next(iter(those)) if len(those) == 1 else None for those in candidates]
+    for call, those in enumerate(candidates):
+        if len(those) > 1:
+            free = sorted(those - set(found)) or sorted(those)
+            found[call] = call if call in free else free[0]
+    return found
+
+
+def _candidates(seen: Sequence[Column], call: int) -> set[int]:
+    """What came in tells first, then what went out, then what that was made of, then what flowed back.
+
+    Where a microbatch's tensor is another's too, those that come after it decide between them.
+    """
+    found: set[int] = set()
+    for told, where in (
+        (Column.owners, (GIVEN,)),
+        (Column.owners, (MADE,)),
+        (Column.makers, (GIVEN,)),
+        (Column.makers, (MADE,)),
+        (Column.owners, (KEPT,)),
+        (Column.owners, (RECEIVED, HANDED_ON)),
+    ):
+        if len(found) == 1 or (found and told is Column.makers):
+            continue
+        sets = [owners for column in seen if column.where in where and (owners := told(column, column.seen[call]))]
+        common = set.intersection(*sets) if sets else set()
+        found = (found & common or found) if found else common
+    return found
+
+
+def _next(pair: tuple[int, int]) -> bool:
+    return pair[1] == pair[0] + 1
+
+
+def _handed(before: Sequence[Call], after: Sequence[Call]) -> list[tuple[int, int]]:
+    """Calls of a stage and of the one after it between which a tensor passed that no others have, bit for bit."""
+    down = [_tensors(call.outputs, call.output_gradients) for call in before]
+    up = [_tensors(call.inputs, call.input_gradients) for call in after]
+    times = [Counter(one for call in calls for one in call) for calls in (down, up)]
+    single = {one for one, count in times[0].items() if count == 1 == times[1][one]}
+    return [(k, j) for k, one in enumerate(down) for j, other in enumerate(up) if one & other & single]
+
+
+def _tensors(forward: Sequence[Sketch], backward: Mapping[int, Sketch]) -> set[tuple[Kind, bytes]]:
+    """What is not zero: that is nobody's in particular."""
+    flows = ((Kind.FORWARD, forward), (Kind.BACKWARD, backward.values()))
+    return {(kind, one.digest) for kind, sketches in flows for one in sketches if one.norm}
+
+
+def _link(
+    found: Mapping[int, list[int | None]],
+    passed: Mapping[tuple[int, int], Sequence[tuple[int, int]]],
+    inferred: Mapping[int, dict[int, str]],
+) -> bool:
+    """Give calls the microbatch of the one that they had a tensor from, or gave one; whether there was any."""
+    some = False
+    for (before, after), pairs in passed.items():
+        for ends in (((before, k), (after, j)) for k, j in pairs):
+            for (stage, call), (other, its) in (ends, ends[::-1]):
+                if found[stage][call] is None and found[other][its] is not None:
+                    found[stage][call], some = found[other][its], True
+                    inferred[stage][call] = f"by what passed between it and stage {other}"
+    return some
+
+
+def _eliminate(
+    found: Mapping[int, list[int | None]], microbatches: int, inferred: Mapping[int, dict[int, str]]
+) -> bool:
+    """Give the one call that is left the one microbatch that is left; whether there was any."""
+    for stage, numbers in found.items():
+        left = set(range(microbatches)) - set(numbers)
+        if len(numbers) == microbatches and len(left) == 1 == numbers.count(None):
+            call = numbers.index(None)
+            numbers[call] = left.pop()
+            inferred[stage][call] = "is the one that no other call was about"
+            return True
+    return False

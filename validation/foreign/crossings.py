@@ -1,0 +1,169 @@
+"""What passed the boundaries of watched stages, call by call, and whether it is the reference's."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from pipeline.action import Action, Kind
+from validation.diagnosis.address import Label, What
+from validation.foreign.call_matching import Column, Order, columns, orders, without_trial
+from validation.foreign.changed import changed, nearest, rounded
+from validation.foreign.places import Both
+from validation.foreign.structure import structured
+from validation.observers.observed import UNTOLD, Crossing
+from validation.observers.recording import FORWARD_POINTS, GIVEN, HANDED_ON, KEPT, MADE, RECEIVED, Point
+from validation.observers.sketch import Sketch
+from validation.observers.watching import Call
+
+
+@dataclass(frozen=True)
+class Passed:
+    """A stage's actions in the order in which they ran, its module's calls, and what crossed its boundary.
+
+    ``begins`` and ``ends`` are the places in the reference where its inputs and its outputs pass, by their numbers.
+    ``lost`` are the microbatches that no call was known to be about; ``complete``: there is one call for each of them.
+    ``unplaced`` are tensors of which nothing tells where they should pass: at which of the flow's points, and for which
+    microbatch. Whether they are right nobody knows.
+    """
+
+    actions: tuple[Action, ...]
+    called: tuple[tuple[Action, bool], ...]
+    crossings: tuple[Crossing, ...]
+    begins: Mapping[int, str] = field(default_factory=dict)
+    ends: Mapping[int, str] = field(default_factory=dict)
+    lost: tuple[int, ...] = ()
+    complete: bool = True
+    unplaced: frozenset[tuple[str, int]] = frozenset()
+
+    @property
+    def untold(self) -> bool:
+        """Whether there is a call of which nothing tells the microbatch."""
+        return any(action.microbatch == UNTOLD for action in self.actions)
+
+
+def passed(watched: Mapping[int, Sequence[Call]], microbatches: int, places: Both) -> dict[int, Passed]:
+    """What the calls of every stage were; ``places`` are those of tensors and of gradients."""
+    own = {stage: without_trial(calls, microbatches, places) for stage, calls in sorted(watched.items())}
+    columns_of = structured({stage: list(columns(calls, places)) for stage, calls in own.items()}, places)
+    stages = {stage: (calls, columns_of[stage]) for stage, calls in own.items()}
+    found = orders(stages, microbatches)
+    sent = _sent(stages, found)
+    return {stage: _passed(stage, *seen, found[stage], sent) for stage, seen in stages.items()}
+
+
+Sent = Mapping[bytes, tuple[Point, str]]  # what stages put out, by its digest: where, and which tensor there
+
+
+def _sent(stages: Mapping[int, tuple[Sequence[Call], Sequence[Column]]], orders: Mapping[int, Order]) -> Sent:
+    """What every stage handed on, right or wrong: where that comes in as something else, it was exchanged."""
+    return {
+        seen.digest: (Point(stage, number, column.where), column.what)
+        for stage, (_, seen_there) in stages.items()
+        for column in seen_there
+        if column.where in (MADE, HANDED_ON)
+        for seen, number in zip(column.seen, orders[stage].numbers, strict=True)
+        if seen is not None and seen.norm and number != UNTOLD
+    }
+
+
+def _passed(stage: int, calls: Sequence[Call], seen: Sequence[Column], order: Order, sent: Sent) -> Passed:
+    backs = sorted((end, order.numbers[k]) for k, call in enumerate(calls) for end in call.backwards)
+    forwards = [Action(stage, Kind.FORWARD, microbatch) for microbatch in order.numbers]
+    backwards = [Action(stage, Kind.BACKWARD, microbatch) for _, microbatch in backs]
+    called = tuple((action, call.training) for action, call in zip(forwards, calls, strict=True))
+    lenient = not any(column.judged for column in seen if column.where in (RECEIVED, HANDED_ON))
+    every = [(column, k) for column in seen for k in range(len(calls))]
+    context = _Context(stage, order, sent, lenient)
+    crossings = [one for column, k in every for one in _crossing(column, k, calls[k], context)]
+    unplaced = frozenset(
+        (column.where, order.numbers[k])
+        for column, k in every
+        if column.where != KEPT and column.seen[k] is not None and order.numbers[k] not in column.known
+    )
+    ends = _at(GIVEN, seen), _at(MADE, seen)
+    return Passed((*forwards, *backwards), called, tuple(crossings), *ends, order.left, order.complete, unplaced)
+
+
+def _at(where: str, seen: Sequence[Column]) -> dict[int, str]:
+    return {column.number: column.place for column in seen if column.where == where and column.place}
+
+
+@dataclass(frozen=True)
+class _Context:
+    """What a stage's crossings are judged by. ``lenient``: its gradients may still be divided by the runtime."""
+
+    stage: int
+    order: Order
+    sent: Sent
+    lenient: bool
+
+
+def _crossing(column: Column, k: int, call: Call, context: _Context) -> Iterator[Crossing]:
+    seen, microbatch = column.seen[k], context.order.numbers[k]
+    place = column.place if column.where == GIVEN else ""
+    crossing = Crossing(
+        Action(context.stage, column.kind, microbatch),
+        column.what,
+        False,
+        False,
+        None,
+        column.where,
+        column.judged,
+        k + 1,
+        place,
+    )
+    if seen is not None and microbatch == UNTOLD and column.place:
+        yield replace(crossing, really=_nobodys(seen))
+    # An input that is still the one that the call had was not written to, whatever it is.
+    expected = call.inputs[column.number] if column.where == KEPT else column.known.get(microbatch)
+    if expected is None or microbatch == UNTOLD:
+        return
+    if seen is None:
+        if call.backwards and not column.own and expected.norm:
+            yield replace(crossing, really=What("missing", "none"))
+        return
+    # Half of the digits is more than a narrower type has, but what went through one shows it in every element.
+    same, exact = seen.is_like(expected) and not rounded(seen, expected), seen.digest == expected.digest
+    if context.lenient and not column.judged and column.where in (RECEIVED, HANDED_ON):
+        same = same or seen.factor(expected) is not None  # by which a runtime may divide later
+    really = None if same else _really(column, seen, expected, k, context)
+    yield replace(crossing, same=same, exact=exact, really=really)
+
+
+def _really(column: Column, seen: Sketch, expected: Sketch, k: int, context: _Context) -> What:
+    """What ``seen`` is, the one of call ``k``, in place of the expected one."""
+    microbatch, inferred = context.order.numbers[k], context.order.inferred.get(k, "")
+    forward = column.where in (*FORWARD_POINTS, KEPT)
+    told = f" ({microbatch} {inferred})" if inferred else ""
+    owners, made = sorted(column.owners(seen) - {microbatch}), _empty(seen, told) or changed(seen, expected)
+    if owners and not rounded(seen, expected):
+        return What("other", f"microbatch {owners[0]}'s")
+    if seen.shape != expected.shape:
+        other = f"shape {list(seen.shape)} in place of {list(expected.shape)}"
+        return What("shape", other)
+    if made is not None:
+        return made
+    # What a stage put out is nobody's message, also where it is like a tensor elsewhere in the model.
+    kind = "different" if column.where in (MADE, HANDED_ON) else "other"
+    for flow, of in ((column.places, ""), (column.elsewhere, "gradient at " if forward else "activation at ")):
+        for place, owner in flow.find(seen) if seen.norm else ():
+            return What(kind, f"microbatch {owner}'s {of}{place}")
+    point, what = context.sent.get(seen.digest, (None, ""))
+    if column.where in (GIVEN, RECEIVED) and point is not None and point[:2] != (context.stage, microbatch):
+        return What("other", f"stage {point.stage}'s {what} of microbatch {point.microbatch}", label=Label(point))
+    distance = f"relative error about {seen.distance(expected):.1g}"
+    if nearest(seen, column.known) == microbatch:
+        return What("noisy", f"its own with something added: {distance}")
+    return What("different", f"no microbatch's{told}: {distance}")
+
+
+def _nobodys(seen: Sketch) -> What:
+    """What a tensor is of which nothing tells the microbatch."""
+    return _empty(seen) or What("different", "like nothing the reference made, so its microbatch is not known")
+
+
+def _empty(seen: Sketch, told: str = "") -> What | None:
+    """What has nothing in it of any microbatch; ``told`` is what tells its own all the same."""
+    if not math.isfinite(seen.norm):
+        return What("not-finite", f"not finite{told}")
+    return None if seen.norm else What("zero", f"zero{told}")

@@ -1,0 +1,159 @@
+"""What is wrong at the boundaries of watched stages although all that it was made from is right, along the flow."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from validation.diagnosis.address import What
+from validation.diagnosis.divergence import roots
+from validation.foreign.places import INPUT
+from validation.foreign.step_facts import StepFacts
+from validation.observers.observed import Crossing
+from validation.observers.recording import FLOWED, FORWARD_POINTS, GIVEN, HANDED_ON, KEPT, MADE, RECEIVED, Point
+
+# What a tensor is made from, and what is made from it: how many stages further, and where.
+_FROM: Mapping[str, tuple[tuple[int, str], ...]] = {
+    GIVEN: ((-1, MADE),),
+    MADE: ((0, GIVEN),),
+    KEPT: ((0, GIVEN),),
+    FLOWED: ((0, MADE),),
+    RECEIVED: ((1, HANDED_ON),),
+    HANDED_ON: ((0, RECEIVED), (0, GIVEN)),
+}
+_INTO: Mapping[str, tuple[int, str]] = {
+    GIVEN: (0, MADE),
+    MADE: (1, GIVEN),
+    KEPT: (0, HANDED_ON),
+    RECEIVED: (0, HANDED_ON),
+    FLOWED: (0, HANDED_ON),
+    HANDED_ON: (-1, RECEIVED),
+}
+_ALSO: Mapping[str, tuple[str, ...]] = {HANDED_ON: (MADE,)}  # of these too it must be known that they are right
+_DONE = (MADE, KEPT, HANDED_ON)  # a stage's own doing
+
+
+@dataclass(frozen=True)
+class Root:
+    """A wrong tensor: where in the flow, what was seen there, and whether this says what happened to it."""
+
+    point: Point
+    crossing: Crossing
+    what: What
+    telling: bool
+
+
+class Boundaries:
+    """The crossings of all watched stages, by their points."""
+
+    def __init__(self, facts: StepFacts) -> None:
+        self._facts, self._last = facts, facts.stages - 1
+        self._at: dict[Point, list[Crossing]] = {}
+        for crossing in facts.observed.crossings(0):
+            self._at.setdefault(self._point(crossing), []).append(crossing)
+        self._unplaced = {
+            Point(stage, microbatch, self._where(stage, where))
+            for stage, flow in facts.passed.items()
+            for where, microbatch in flow.unplaced
+        }
+
+    @property
+    def unjudged(self) -> Sequence[Point]:
+        """Where a tensor passed of which nobody knows whether it is right, nor does what was made from it say so."""
+        return sorted((p for p in self._unplaced if not self._acquitted(p)), key=_along)
+
+    @property
+    def right(self) -> bool:
+        """Whether all that passed is known to be right."""
+        return not self.unjudged and not list(self.roots())
+
+    def roots(self) -> Iterator[Root]:
+        """The wrong tensors that were made from none, along the flow."""
+        found = {point: self._is_right(point) for point in self._at}
+        for point in roots(found, self._facts.stages):
+            if not self._behind_the_unknown(point):
+                crossing = next(one for one in self._at[point] if not one.same)
+                what = self._what(point, crossing)
+                yield Root(point, crossing, what, self._telling(point, what))
+
+    def _point(self, crossing: Crossing) -> Point:
+        stage, _, microbatch = crossing.action
+        return Point(stage, microbatch, self._where(stage, crossing.where))
+
+    def _where(self, stage: int, where: str) -> str:
+        # Nothing is received behind the last stage: what flows into it there is the loss's own gradient.
+        return FLOWED if stage == self._last and where == RECEIVED else where
+
+    def _is_right(self, point: Point) -> bool:
+        wrong = [one for one in self._at[point] if not one.same]
+        return not wrong or (not any(one.judged for one in wrong) and self._acquitted(point))
+
+    def _acquitted(self, point: Point) -> bool:
+        """Whether what was made from it is known to be right: then it is the runtime's own affair."""
+        further, where = _INTO[point.where]
+        stage = point.stage + further
+        into = Point(stage, point.microbatch, self._where(stage, where))
+        made = self._at.get(into, ())
+        if point.where not in FORWARD_POINTS and where == HANDED_ON and self._other_gradients(point.stage):
+            return False
+        return bool(made) and into not in self._unplaced and all(one.judged and one.same for one in made)
+
+    def _behind_the_unknown(self, point: Point) -> bool:
+        """Whether this may be made from what a stage did in a call of which nobody knows that it was this microbatch's.
+
+        Then it may be a consequence, and is no root that anybody knows of.
+        """
+        passed = self._facts.passed
+        stages = [stage for stage, flow in passed.items() if flow.untold and point.microbatch in flow.lost]
+        return any(stage < point.stage or point.where not in FORWARD_POINTS for stage in stages)
+
+    def _what(self, point: Point, crossing: Crossing) -> What:
+        """What it is there instead, with the tensor's number where there are several."""
+        really = crossing.really
+        assert really is not None, "asked for only where it is wrong"
+        text = f"{really.text}, expected microbatch {point.microbatch}'s" if really.kind == "other" else really.text
+        names = [crossing.what] if crossing.what[-1].isdigit() else []
+        names += [crossing.place] if crossing.place.startswith(INPUT) and (names or point.stage) else []
+        what = replace(really, text=f"{text} ({', '.join(names)})" if names else text)
+        # A loss that is multiplied gives every gradient of its output that factor.
+        whole = all(one.really is not None and one.really.factor is not None for one in self._at[point])
+        return what if whole or point.where != FLOWED else replace(what, kind="different", factor=None)
+
+    def _telling(self, point: Point, what: What) -> bool:
+        """Whether what a tensor is instead says what happened to it.
+
+        It does where it was made, or sent, by what is known to be right.
+        """
+        sources = [Point(point.stage + n, point.microbatch, where) for n, where in _FROM[point.where]]
+        sources = [one for one in sources if one.stage >= 0]
+        sources = [Point(p.stage, p.microbatch, self._where(p.stage, p.where)) for p in sources]
+        others = [Point(point.stage, point.microbatch, where) for where in _ALSO.get(point.where, ())]
+        if any(one in self._unplaced and not self._acquitted(one) for one in (*sources, *others)):
+            return False
+        if point.where not in _DONE and what.kind not in ("different", "shape"):
+            return True
+        return all(one in self._at for one in sources) and (point.where != FLOWED or self._other_loss(point.microbatch))
+
+    def _other_gradients(self, stage: int) -> bool:
+        """Whether a gradient of a parameter of ``stage`` is wrong."""
+        return any(m.stage == stage for m in self._facts.verdict.mismatches if m.law in ("gradient", "none-ness"))
+
+    def _other_loss(self, microbatch: int) -> bool:
+        """Whether the loss of this microbatch is wrong."""
+        losses = [m for m in self._facts.verdict.mismatches if m.law == "loss"]
+        return any(m.microbatch in (None, microbatch) for m in losses)
+
+    def refined(self, root: Root) -> tuple[str, str] | None:
+        """The kind of fault and its words, where the place says more than that a tensor is wrong."""
+        point, what = root.point, root.what
+        made = what.label.point if what.label is not None else None
+        if made is not None and point.where == GIVEN and (made.microbatch, made.where) == (point.microbatch, MADE):
+            return "partition", f"what stage {made.stage} hands on: stages run in another order"
+        if root.crossing.place.startswith(INPUT) and point.stage and point.where == GIVEN:
+            return "swapped-data" if what.kind == "other" else "altered", what.text
+        if point.where == FLOWED and what.kind not in ("other", "zero") and self._other_loss(point.microbatch):
+            return "computation", f"{what.text}: the loss or its target, for the output is right"
+        return None
+
+
+def _along(point: Point) -> tuple[bool, int, int]:
+    forward = point.where in FORWARD_POINTS
+    return not forward, point.stage if forward else -point.stage, point.microbatch

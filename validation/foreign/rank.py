@@ -1,0 +1,190 @@
+"""One rank's part: run the user's step under observation and bring back what it made, as values."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from pipeline.action import Action
+from validation.cases.observe import deterministic
+from validation.foreign.handed_back import HandBackError, HandedBack, understood
+from validation.foreign.matching import Local, Names, renamed
+from validation.foreign.share import Replicas
+from validation.observers.initial_weights import FirstSight
+from validation.observers.shards import Index, InShards, Shard, ShardError, shard_at, shard_of
+from validation.observers.sketch import contents, digest
+from validation.observers.watching import Call, Watcher, watching
+from validation.worlds.posted_messages import noted_messages
+from validation.worlds.worker import RankContext
+
+Step = Callable[[nn.Module, list[Any]], Any]
+
+
+@dataclass(frozen=True)
+class Order:
+    """What every rank is to do: call ``step(build(), microbatches)``.
+
+    ``known`` are the contents of the reference's parameters by name.
+    """
+
+    step: Step
+    build: Callable[[], nn.Module]
+    microbatches: Sequence[Any]
+    names: Names | None
+    name: str
+    known: Mapping[str, bytes]
+    replicas: Replicas
+
+
+@dataclass(frozen=True)
+class Part:
+    """One module that was handed back, or all gradients that were handed back by name; by its parameters in order.
+
+    ``values``: weights before the step, where they are not those of any parameter of the reference. ``calls`` is None
+    where nobody watched. ``shards``: where a gradient lies in the whole, for those of which the rank has a part only.
+    ``members``: the ranks with this stage and what each handed back, once they are put together.
+    """
+
+    locals: tuple[Local, ...]
+    gradients: tuple[Tensor | None, ...]
+    values: Mapping[int, Tensor] = field(default_factory=dict)
+    calls: tuple[Call, ...] | None = None
+    shards: Mapping[int, Shard] = field(default_factory=dict)
+    members: tuple[tuple[int, "Part"], ...] = ()
+
+
+@dataclass(frozen=True)
+class RankMade:
+    """What one rank brings back.
+
+    ``weights`` are the contents of the reference as this rank builds it, looked up only where some are not the known
+    ones; ``given`` are the digests of the microbatches, ``share`` those that it was given to train on.
+    """
+
+    parts: tuple[Part, ...]
+    losses: tuple[float, ...]
+    loss: float | None
+    norm: float | None
+    actions: tuple[Action, ...] | None
+    weights: Mapping[str, bytes]
+    given: tuple[tuple[bytes, ...], ...] = ()
+    share: tuple[int, ...] | None = None
+
+
+def run_step(context: RankContext, order: Order) -> RankMade:
+    """One rank's part of a validation; a job for ``World.run``. Raises whatever the user's step raises."""
+    __tracebackhide__ = True  # what is told of a failure begins in the user's own code
+    deterministic(context.device)
+    model = order.build().to(context.device).train()
+    origin = _Origin(model)
+    share = [order.microbatches[number] for number in order.replicas.share(context.rank)]
+    microbatches = tree_map_only(Tensor, lambda tensor: tensor.to(context.device, copy=True), share)
+    with noted_messages(), watching() as watcher, FirstSight(order.known.values()) as sight:
+        result = order.step(model, microbatches)
+    handed = understood(result, order.name)
+    given = digests(order.microbatches)
+    collect = _Collector(order.names, origin, sight, watcher)
+    parts, actions = collect.parts(handed), handed.actions(context.rank)
+    doubt = any(part.values for part in parts)
+    weights = contents(order.build()) if doubt else order.known
+    return RankMade(parts, handed.by_microbatch, handed.whole_loss, handed.norm, actions, weights, given)
+
+
+def digests(microbatches: Sequence[Any]) -> tuple[tuple[bytes, ...], ...]:
+    """The digests of every microbatch's tensors."""
+    return tuple(tuple(digest(leaf) for leaf in tree_leaves(one) if isinstance(leaf, Tensor)) for one in microbatches)
+
+
+class _Origin:
+    """Where the parameters of the model are that the step was given, so that they are known again as objects."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model  # kept, so that no id is used again
+        self._by_holder: dict[tuple[int, str], str] = {}
+        self._by_parameter: dict[int, str] = {}
+        for prefix, module in model.named_modules():
+            for leaf, parameter in module._parameters.items():
+                if parameter is not None:
+                    name = f"{prefix}.{leaf}" if prefix else leaf
+                    self._by_holder.setdefault((id(module), leaf), name)
+                    self._by_parameter.setdefault(id(parameter), name)
+        self._kept = dict(model.named_parameters())
+
+    def name(self, holder: nn.Module, leaf: str, parameter: nn.Parameter) -> str | None:
+        """The reference's name, by the module that holds the parameter if that is known: a tied one has several."""
+        return self._by_holder.get((id(holder), leaf), self._by_parameter.get(id(parameter)))
+
+
+@dataclass(frozen=True)
+class _Collector:
+    names: Names | None
+    origin: _Origin
+    sight: FirstSight
+    watcher: Watcher
+
+    def parts(self, handed: HandedBack) -> tuple[Part, ...]:
+        if handed.gradients is not None:
+            locals_ = tuple(Local(name, said=renamed(self.names, name)) for name in handed.gradients)
+            gradients, shards = _in_parts(handed.gradients.items())
+            return (Part(locals_, gradients, shards=shards),) if locals_ else ()
+        return tuple(map(self._part, handed.modules))
+
+    def _part(self, module: nn.Module) -> Part:
+        locals_: list[Local] = []
+        held: list[tuple[str, Any]] = []
+        values: dict[int, Tensor] = {}
+        for name, holder, leaf, parameter in _parameters(module):
+            seen = self.sight.of(parameter, holder, leaf)
+            identical = self.origin.name(holder, leaf, parameter)
+            content = None if seen is None else seen.digest
+            if seen is not None and seen.value is not None:
+                values[len(locals_)] = seen.value
+            locals_.append(Local(name, renamed(self.names, name), identical, content))
+            held.append((name, _gradient(parameter)))
+        calls = self.watcher.calls(module)
+        gradients, shards = _in_parts(held)
+        return Part(tuple(locals_), gradients, values, None if calls is None else tuple(calls), shards)
+
+
+def _parameters(module: nn.Module) -> list[tuple[str, nn.Module, str, nn.Parameter]]:
+    """Every parameter under each of its names, with the module that holds it and its name there."""
+    return [
+        (f"{prefix}.{leaf}" if prefix else leaf, holder, leaf, parameter)
+        for prefix, holder in module.named_modules()
+        for leaf, parameter in holder._parameters.items()
+        if parameter is not None
+    ]
+
+
+def _gradient(parameter: nn.Parameter) -> Any:
+    """A parameter's gradient; where there is none, a sharded one's shard all the same."""
+    shard = shard_of(parameter) if parameter.grad is None else None
+    return parameter.grad if shard is None else (None, shard)
+
+
+def _in_parts(held: Iterable[tuple[str, Any]]) -> tuple[tuple[Tensor | None, ...], dict[int, Shard]]:
+    """What there is of every gradient here, and where it lies in the whole. Raises ``HandBackError``."""
+    gradients: list[Tensor | None] = []
+    shards: dict[int, Shard] = {}
+    for k, (name, given) in enumerate(held):
+        part, where = given if isinstance(given, tuple) else (given, None)
+        try:
+            shard = _shard(part, where)
+        except ShardError as error:
+            raise HandBackError(f"the gradient of {name} cannot be read: {error}") from None
+        if shard is not None:
+            shards[k] = shard
+        gradients.append(_copy(part.to_local() if isinstance(part, InShards) else part))
+    return tuple(gradients), shards
+
+
+def _shard(part: Tensor | None, where: Shard | Index | None) -> Shard | None:
+    if where is None:
+        return None if part is None else shard_of(part)
+    return where if isinstance(where, Shard) else shard_at(where, part)
+
+
+def _copy(gradient: Tensor | None) -> Tensor | None:
+    return None if gradient is None else gradient.detach().to("cpu", copy=True)

@@ -1,0 +1,142 @@
+"""Ranks that hold the same stage: which microbatches each is given, and their parts put together as one.
+
+Replicas of a stage, or shards of its parameters, are handed back by several ranks. What they hold in common must be
+equal, what they hold apart must make up the whole; after that, the stage is judged as if one rank had it all.
+In a bidirectional pipeline ranks hold replicas of stages, at mirrored places, without being replicas of each other.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+
+from torch import Tensor
+
+from pipeline.action import Action
+from validation.foreign.mirrored import likeness, mirrored
+from validation.foreign.rank import Part, RankMade
+from validation.foreign.share import Replicas
+from validation.judging.tolerance import error, same_bits
+from validation.observers.observed import Claim
+from validation.observers.recording import Site
+from validation.observers.shards import Shard, gathered, untiled
+from validation.observers.watching import Call
+
+Member = tuple[int, Part]  # a rank, and what it handed back
+
+
+def together(
+    made: Sequence[RankMade], replicas: Replicas, known: Mapping[str, bytes] = MappingProxyType({})
+) -> list[RankMade]:
+    """``made``, with what several ranks hold of one stage on the first of them, and microbatches numbered as given.
+
+    ``known``: the contents of the reference's parameters by name.
+    """
+    bundles = _bundles(made, replicas, apart=replicas.count == 1 and mirrored(made, known))
+    return [
+        replace(
+            one,
+            parts=tuple(_merged(bundle, replicas) for bundle in bundles if bundle[0][0] == rank),
+            actions=None if one.actions is None else tuple(_renumbered(one.actions, replicas.share(rank))),
+            share=tuple(replicas.share(rank)),
+        )
+        for rank, one in enumerate(made)
+    ]
+
+
+def claims(site: Site, k: int, members: Sequence[Member], replicas: Replicas) -> Iterator[Claim]:
+    """What must hold of parameter ``k`` of all ``members``, which is ``site``."""
+    first = members[0][0]
+    shards = [part.shards[k] for _, part in members if k in part.shards]
+    if shards:
+        wrong = untiled(shards) or _absent(k, members)
+        yield Claim("shards", first, site, not wrong, wrong, "parts that make up the whole")
+    present = sorted({replicas.of[rank] for rank, _ in members})
+    if replicas.count > 1:
+        everywhere = len(present) == replicas.count
+        seen = f"held by replica {', '.join(map(str, present))} alone"
+        yield Claim("replicas", first, site, everywhere, seen, f"held by each of {replicas.count} replicas")
+    same: dict[Shard | None, Member] = {}
+    for rank, part in members:
+        leader, other = same.setdefault(part.shards.get(k), (rank, part))
+        if leader != rank:
+            yield _equal_gradients(site, (rank, part.gradients[k]), (leader, other.gradients[k]))
+            content, others = part.locals[k].content, other.locals[k].content
+            if content is not None and others is not None:
+                seen = f"other weights than rank {leader}'s"
+                yield Claim("initial-weights", rank, site, content == others, seen, f"rank {leader}'s weights")
+
+
+def _equal_gradients(site: Site, one: tuple[int, Tensor | None], two: tuple[int, Tensor | None]) -> Claim:
+    (rank, seen), (leader, wanted) = one, two
+    expected = f"rank {leader}'s gradient, bit for bit"
+    if seen is None or wanted is None:
+        held = "no gradient, and rank {} has one" if seen is None else "a gradient, and rank {} has none"
+        return Claim("replicas", rank, site, seen is wanted, held.format(leader), expected)
+    if same_bits(seen, wanted):
+        return Claim("replicas", rank, site, True, "", expected)
+    size = error(seen, wanted)
+    return Claim("replicas", rank, site, False, f"another gradient than rank {leader}'s, relative error {size:.2g}",
+                 expected)  # fmt: skip
+
+
+def _absent(k: int, members: Sequence[Member]) -> str:
+    """Which rank alone has no gradient for its shard."""
+    without = [rank for rank, part in members if part.gradients[k] is None]
+    return f"no gradient on rank {without[0]}" if 0 < len(without) < len(members) else ""
+
+
+def _bundles(made: Sequence[RankMade], replicas: Replicas, *, apart: bool) -> list[list[Member]]:
+    """The parts that are one stage: alike, on different ranks, and shards or of different replicas.
+
+    ``apart``: or replicas of a stage on ranks that are not replicas of each other.
+    """
+    bundles: list[list[Member]] = []
+    for rank, one in enumerate(made):
+        for part in one.parts:
+            bundle = next((known for known in bundles if _belongs(rank, part, known, replicas, apart=apart)), None)
+            if bundle is None:
+                bundles.append([(rank, part)])
+            else:
+                bundle.append((rank, part))
+    return bundles
+
+
+def _belongs(rank: int, part: Part, bundle: Sequence[Member], replicas: Replicas, *, apart: bool) -> bool:
+    ranks = [at for at, _ in bundle]
+    if rank in ranks or likeness(part) != likeness(bundle[0][1]):
+        return False
+    return apart or bool(part.shards) or replicas.of[rank] not in [replicas.of[at] for at in ranks]
+
+
+def _merged(bundle: Sequence[Member], replicas: Replicas) -> Part:
+    _, first = bundle[0]
+    if len(bundle) == 1 and not first.shards:
+        return replace(first, members=tuple(bundle))
+    gradients = tuple(
+        gathered([(part.shards[k], part.gradients[k]) for _, part in bundle if k in part.shards])
+        if k in first.shards and not untiled([part.shards[k] for _, part in bundle if k in part.shards])
+        else first.gradients[k]
+        for k in range(len(first.locals))
+    )
+    return replace(first, gradients=gradients, calls=_calls(bundle, replicas), members=tuple(bundle))
+
+
+def _calls(bundle: Sequence[Member], replicas: Replicas) -> tuple[Call, ...] | None:
+    """The calls of one rank of each replica, one after the other; in a bidirectional pipeline, of all."""
+    each = replicas.count == 1 and not bundle[0][1].shards
+    seen = {rank if each else replicas.of[rank]: part.calls for rank, part in reversed(bundle)}
+    every: list[Call] = []
+    for _, calls in sorted(seen.items()):
+        if calls is None:
+            return None
+        done = sum(len(call.backwards) for call in every)
+        count = {number: done + k for k, number in enumerate(sorted(n for call in calls for n in call.backwards))}
+        every += [replace(call, backwards=[count[number] for number in call.backwards]) for call in calls]
+    return tuple(every)
+
+
+def _renumbered(actions: Sequence[Action], share: range) -> Iterator[Action]:
+    """A microbatch that the rank was not given keeps a number that nobody has."""
+    for action in actions:
+        known = 0 <= action.microbatch < len(share)
+        yield Action(action.stage, action.kind, share[action.microbatch] if known else -1 - action.microbatch)

@@ -1,0 +1,158 @@
+"""What may have gone wrong between the ranks that have a stage in common: told by the numbers, in terms of a law."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, permutations
+
+from torch import Tensor
+
+from reference.step import Contribution, Site
+from validation.foreign.assemble import Stage
+from validation.foreign.rank import Part
+from validation.foreign.share import Replicas
+from validation.judging.cause import Cause
+from validation.judging.tolerance import error, scalar_error
+
+_ALIKE = 1e-3  # no verdict hangs on it: how near a number must be to one that would explain it
+
+
+@dataclass(frozen=True)
+class Suspicion:
+    """What broken numbers tell of a law."""
+
+    law: str
+    cause: Cause
+
+
+@dataclass(frozen=True)
+class Suspects:
+    """The stages with all their members, and what the reference has of every microbatch."""
+
+    stages: Sequence[Stage]
+    replicas: Replicas
+    contributions: Sequence[Contribution]
+    norms: Sequence[float | None]  # that the ranks report
+
+    def notes(self) -> dict[str, str]:
+        """A note for each law that broken numbers tell something about."""
+        return {one.law: one.cause.detail for one in reversed(self.found)}
+
+    @cached_property
+    def found(self) -> tuple[Suspicion, ...]:
+        """The likeliest of each law first."""
+        laws = {
+            "replicas": self._not_reduced(),
+            "gradient": chain(self._misplaced(), self._scaled()),
+            "grad-norm": self._partial_norms(),
+        }
+        return tuple(Suspicion(law, cause) for law, causes in laws.items() for cause in causes)
+
+    def _not_reduced(self) -> Iterator[Cause]:
+        """Replicas that have the gradients of their own microbatches alone."""
+        for stage in self.stages:
+            alone = [
+                rank for rank, part in stage.part.members if self.replicas.count > 1 and self._is_own(stage, rank, part)
+            ]
+            if alone:
+                told = ", ".join(
+                    f"rank {rank} has the gradient of its own microbatches {_listed(self.replicas.share(rank))} alone"
+                    for rank in alone
+                )
+                detail = f"stage {stage.index} was not reduced over its replicas: {told}"
+                one = alone[0] if len(alone) == 1 else None
+                yield Cause("not-reduced", rank=one, stage=stage.index, detail=detail)
+
+    def _is_own(self, stage: Stage, rank: int, part: Part) -> bool:
+        seen = [
+            _times(gradient, self._gradient((stage.index, name), self.replicas.share(rank)))
+            for k, name in stage.names.items()
+            if k not in part.shards and (gradient := part.gradients[k]) is not None
+        ]
+        return bool(seen) and None not in seen
+
+    def _misplaced(self) -> Iterator[Cause]:
+        """A shard that is what belongs in the place of another."""
+        for stage in self.stages:
+            for (rank, part), (other, its) in permutations(stage.part.members, 2):
+                for k, name in stage.names.items():
+                    if k not in part.shards or k not in its.shards or part.shards[k] == its.shards[k]:
+                        continue
+                    whole, seen = (
+                        self._gradient((stage.index, name), range(self.replicas.microbatches)),
+                        part.gradients[k],
+                    )
+                    if seen is None or whole is None or not seen.numel():
+                        continue
+                    if _alike(seen, whole[its.shards[k].index]) and not _alike(seen, whole[part.shards[k].index]):
+                        detail = (
+                            f"rank {rank}'s shard of {name}, said to be {part.shards[k]}, is that of "
+                            f"{its.shards[k]}, which rank {other} is said to have: shards in the wrong order"
+                        )
+                        yield Cause("misplaced", rank=rank, stage=stage.index, parameter=name, detail=detail)
+
+    def _scaled(self) -> Iterator[Cause]:
+        """All gradients are too large, or too small, by the number of replicas."""
+        factors = set()
+        for stage in self.stages:
+            for k, name in stage.names.items():
+                whole, seen = (
+                    self._gradient((stage.index, name), range(self.replicas.microbatches)),
+                    stage.part.gradients[k],
+                )
+                if seen is not None and whole is not None and whole.any():
+                    factor = _times(seen, whole)
+                    factors.add(None if factor is None else round(factor * self.replicas.count, 2))
+        count = self.replicas.count
+        if count > 1 and factors == {1.0}:
+            detail = f"all are 1/{count} of what is expected: a mean over {count} replicas where a sum was due"
+            yield Cause("scale", factor=1 / count, detail=detail)
+        if count > 1 and factors == {float(count * count)}:
+            detail = f"all are {count} times what is expected: a sum over {count} replicas where a mean was due"
+            yield Cause("scale", factor=float(count), detail=detail)
+
+    def _partial_norms(self) -> Iterator[Cause]:
+        """A norm that is that of some ranks' gradients."""
+        squares = [self._squares(rank) for rank in range(len(self.norms))]
+        every = math.sqrt(sum(_square(gradient) for stage in self.stages for gradient in stage.part.gradients))
+        sharded = any(stage.part.shards for stage in self.stages)
+        for rank, norm in enumerate(self.norms):
+            replica = self.replicas.of[rank]
+            peers = [number for number, of in enumerate(self.replicas.of) if of == replica]
+            for ranks in ([rank], *([peers] if sharded else [])):
+                part = math.sqrt(sum(squares[number] for number in ranks))
+                if norm and scalar_error(norm, part) < _ALIKE and scalar_error(part, every) > _ALIKE:
+                    several = len(ranks) > 1
+                    held = f"rank{'s' * several} {_listed(ranks)} hold{'s' * (not several)} alone"
+                    yield Cause("norm", rank=rank, detail=f"rank {rank}'s is the norm of what {held}")
+
+    def _squares(self, rank: int) -> float:
+        """Of what ``rank`` holds: its shards, or its copies."""
+        held = [part for stage in self.stages for at, part in stage.part.members if at == rank]
+        return sum(_square(gradient) for part in held for gradient in part.gradients)
+
+    def _gradient(self, site: Site, microbatches: Sequence[int]) -> Tensor | None:
+        given = [self.contributions[number].gradients.get(site) for number in microbatches]
+        found = [gradient.cpu().double() for gradient in given if gradient is not None]
+        return sum(found[1:], found[0]) if found else None
+
+
+def _square(gradient: Tensor | None) -> float:
+    return 0.0 if gradient is None else gradient.double().square().sum().item()
+
+
+def _times(seen: Tensor, known: Tensor | None) -> float | None:
+    """How many times ``known`` ``seen`` is; None if it is no multiple."""
+    if known is None or seen.shape != known.shape or not known.any():
+        return None
+    factor = ((seen.double() * known).sum() / known.square().sum()).item()
+    return factor if factor and _alike(seen, factor * known) else None
+
+
+def _alike(seen: Tensor, known: Tensor) -> bool:
+    return error(seen, known) < _ALIKE
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))

@@ -1,0 +1,113 @@
+"""``torch.distributed.pipelining`` under ``whitebox.validate``: what its schedules do, noted and not disturbed.
+
+A user's step builds a schedule of any class, also ``_PipelineScheduleRuntime`` with a CSV, and returns
+``step(schedule, microbatches)``. Not noted are actions that a custom function has replaced.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from pipeline.action import Action, Kind
+from validation.foreign.handed_back import HandedBack
+from validation.observers.watching import watch
+
+Pairs = Sequence[tuple[Any, Tensor]]  # inputs (a tensor or a tuple of tensors) and target, for each microbatch
+
+
+def stages_of(schedule: Any) -> list[Any]:
+    """This rank's stages of a schedule of torch's."""
+    return list(schedule._stages) if hasattr(schedule, "_stages") else [schedule._stage]
+
+
+class Recorder:
+    """Notes every chunk that the stages of ``schedule`` compute from now on, in order.
+
+    ``called`` are the calls of the stages' modules within forwards, and whether they were in training mode; a trial run
+    in which torch looks for shapes is none.
+    """
+
+    def __init__(self, schedule: Any) -> None:
+        self.executed: list[Action] = []
+        self.called: list[tuple[Action, bool]] = []
+        self.forward: Action | None = None  # the one that is under way
+        for stage in stages_of(schedule):
+            stage.forward_one_chunk = self._around_forward(stage, stage.forward_one_chunk)
+            stage.backward_one_chunk = self._around_backward(stage, stage.backward_one_chunk)
+            stage.backward_weight_one_chunk = self._around_weight(stage, stage.backward_weight_one_chunk)
+            stage.submod.register_forward_pre_hook(self._note)
+
+    def begin(self) -> None:
+        """Forget what was noted so far."""
+        self.executed, self.called = [], []
+
+    def _around_forward(self, stage: Any, inner: Callable[..., Any]) -> Callable[..., Any]:
+        def forward_one_chunk(microbatch: int, *more: Any, **options: Any) -> Any:
+            self.forward = Action(stage.stage_index, Kind.FORWARD, microbatch)
+            self.executed.append(self.forward)
+            try:
+                return inner(microbatch, *more, **options)
+            finally:
+                self.forward = None
+
+        return forward_one_chunk
+
+    def _around_backward(self, stage: Any, inner: Callable[..., Any]) -> Callable[..., Any]:
+        def backward_one_chunk(microbatch: int, loss: Any = None, *, full_backward: bool = True, **more: Any) -> Any:
+            if stage.has_backward:
+                kind = Kind.BACKWARD if full_backward else Kind.BACKWARD_INPUT
+                self.executed.append(Action(stage.stage_index, kind, microbatch))
+            return inner(microbatch, loss=loss, full_backward=full_backward, **more)
+
+        return backward_one_chunk
+
+    def _around_weight(self, stage: Any, inner: Callable[..., Any]) -> Callable[..., Any]:
+        def backward_weight_one_chunk(microbatch: int, *more: Any, **options: Any) -> Any:
+            if stage.has_backward:
+                self.executed.append(Action(stage.stage_index, Kind.BACKWARD_WEIGHT, microbatch))
+            return inner(microbatch, *more, **options)
+
+        return backward_weight_one_chunk
+
+    def _note(self, module: nn.Module, inputs: Any) -> None:
+        if self.forward is not None:
+            self.called.append((self.forward, any(part.training for part in module.modules())))
+
+
+def step(schedule: Any, microbatches: Pairs) -> HandedBack:
+    """One ``schedule.step`` on ``microbatches``, and what ``whitebox.validate`` wants to have back of it.
+
+    The losses are those that the schedule's loss function returned: undivided, unless that function divides.
+    """
+    stages, recorder = stages_of(schedule), Recorder(schedule)
+    for stage in stages:
+        watch(stage.submod, when=lambda: recorder.forward is not None)
+    losses: list[Tensor] = []
+    run(schedule.step, schedule, microbatches, losses)
+    return HandedBack([stage.submod for stage in stages], losses or None, None, recorder.executed)
+
+
+def run(call: Callable[..., Any], schedule: Any, microbatches: Pairs, losses: list[Tensor], **options: Any) -> None:
+    """Call ``schedule.step`` or ``schedule.eval`` on microbatches as they are, without a batch to split.
+
+    torch takes them so since 2.15; before that its own way of splitting is replaced for this one call.
+    """
+    stages = stages_of(schedule)
+    inputs = [pair[0] if isinstance(pair[0], tuple) else (pair[0],) for pair in microbatches]
+    fed = inputs if any(stage.is_first for stage in stages) else [()] * len(inputs)
+    targets = [target for _, target in microbatches] if any(stage.is_last for stage in stages) else None
+    if "arg_mbs" in inspect.signature(call).parameters:
+        call(arg_mbs=fed, target_mbs=targets, losses=losses, return_outputs=False, **options)
+        return
+    inner = schedule._step_microbatches
+
+    def step_microbatches(_: Any, kwargs: Any, __: Any, *more: Any, **named: Any) -> Any:
+        return inner(fed, kwargs, targets, *more, **named)
+
+    schedule._step_microbatches = step_microbatches
+    try:
+        call(losses=losses, return_outputs=False, **options)
+    finally:
+        del schedule._step_microbatches

@@ -1,0 +1,258 @@
+"""Validating a foreign step: run it on ranks, run the reference, and judge by the laws that show from outside."""
+
+import math
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, zip_longest
+from time import perf_counter
+from typing import Any
+
+from torch import Tensor, nn
+
+from reference.data import Batch
+from reference.step import Contribution, Reference
+from validation.foreign.assemble import Assembled
+from validation.foreign.explain import explained
+from validation.foreign.handed_back import HandBackError
+from validation.foreign.matching import Names
+from validation.foreign.rank import Order, RankMade, Step, digests, run_step
+from validation.foreign.reference_run import ReferenceRun
+from validation.foreign.second_build import Twin
+from validation.foreign.share import Replicas
+from validation.foreign.shared_stages import together
+from validation.foreign.step_facts import StepFacts
+from validation.foreign.task import Task, name_of
+from validation.judging.floors import Floors, Orders, Pending
+from validation.judging.judge import judged, one_thread
+from validation.judging.oracle import Answer, precision_of_reference
+from validation.judging.requirements import Subject
+from validation.judging.tolerance import Precision
+from validation.judging.verdict import Verdict
+from validation.observers.observed import Observed
+from validation.observers.sketch import contents
+from validation.worlds.rank_report import RankFailed
+from validation.worlds.world import World
+
+LAWS = (
+    "parameters-once",  # every parameter of the reference is held once, and nothing else is
+    "initial-weights",  # those that the step started from
+    "microbatches",  # every watched stage ran forward and backward once for each microbatch
+    "boundaries",  # what passed the boundaries of watched stages
+    "loss",  # each microbatch's, or the whole step's, on every rank that reports it
+    "none-ness",  # a gradient is None exactly where the reference's is
+    "gradient",  # every parameter's
+    "shards",  # those of a parameter make up the whole
+    "replicas",  # every replica holds every stage, and has the same gradients
+    "tied-copies",  # gradients of all copies are equal
+    "grad-norm",  # on every rank that reports it
+)
+
+
+@dataclass(frozen=True)
+class WhiteBox:
+    """Validates steps on the ranks of ``world``; ``timeout_s`` bounds each, in seconds (None: the world's bound)."""
+
+    world: World
+    timeout_s: float | None = None
+
+    def validate(
+        self,
+        step: Step,
+        *,
+        reference: Callable[[], nn.Module],
+        microbatches: Sequence[Any],
+        ranks: int | Sequence[int],
+        loss_fn: Callable[[Any, Tensor], Tensor] | None = None,
+        loss_divisor: float | None = None,
+        names: Names | None = None,
+    ) -> Verdict:
+        """The verdict on ``step(model, microbatches)``, called on each of so many ranks, beside the reference.
+
+        ``model`` is ``reference()`` in training mode, for the step to cut into stages or to ignore, ``microbatches``
+        are those given here: pairs of inputs (a tensor or a tuple of tensors) and target. ``loss_fn(output, target)``
+        is a microbatch's loss; None: the model gives the loss, when called with all of a microbatch. It is divided by
+        ``loss_divisor`` before the backward (None: by the number of microbatches).
+        The step hands back its modules, losses and norm as ``HandedBack`` has them, before gradients are clipped or
+        cleared. ``names`` tells its parameters' names in the reference, where those are others and their weights do not
+        tell: prefixes and what to put in their place, or a function. ``ranks`` is how many, or where they work on
+        replicas of the model, the number of each one's: of n, replica r is given the microbatches r, r + n, ..., and
+        reports the losses of these; the reference sees all. What several ranks hold of a stage, replicas or shards, is
+        put together. Raises ``WhiteBoxError``, ``ReplicasError``, and ``NeedsMoreRanks`` where a launcher started
+        fewer; all else that goes wrong is in the verdict.
+        """
+        began = perf_counter()
+        task = Task(step, reference, tuple(microbatches), loss_fn, loss_divisor)
+        task.check(ranks if isinstance(ranks, int) else len(ranks))
+        replicas = Replicas((0,) * ranks if isinstance(ranks, int) else tuple(ranks), len(task.microbatches))
+        replicas.check()
+        verdict = self._validated(task, replicas, names)
+        return replace(verdict, rerun=_rerun(), seconds=perf_counter() - began)
+
+    def _validated(self, task: Task, replicas: Replicas, names: Names | None) -> Verdict:
+        ranks = len(replicas.of)
+        title = task.title(ranks) + (f", {replicas.count} replicas" if replicas.count > 1 else "")
+        model = task.built(self.world.device)
+        known = contents(model)
+        twin, ahead = Twin(task, self.world.device, known), ReferenceRun(task, model, replicas)
+        order = Order(task.step, task.reference, task.microbatches, names, name_of(task.step), known, replicas)
+        made, failure = self._made(order, chain(twin, ahead))
+        if twin.other_weights:
+            return _random(title, task, twin.other_weights)
+        if failure is not None:
+            return _failed(title, failure)
+        found = Assembled(model, known, together(made, replicas, known), replicas)
+        if found.other_build:
+            why = f"{found.other_build}: seed it, and let it depend on nothing that ranks differ in"
+            return _undecided(title, f"the reference {task.name} is not the same everywhere: {why}")
+        if other := other_data(made, digests(task.microbatches)):
+            return _undecided(title, other)
+        return _judged(title, task, found, twin, ahead.settled(found.owner, watched=found.watched))
+
+    def _made(self, order: Order, meanwhile: Iterable[object]) -> tuple[Sequence[RankMade], RankFailed | None]:
+        """What the ranks made of ``order``, or how they failed."""
+        ranks = len(order.replicas.of)
+        try:
+            made = self.world.run(run_step, order, ranks=ranks, timeout_s=self.timeout_s, meanwhile=meanwhile)
+        except RankFailed as failure:
+            return (), failure
+        return made, None
+
+
+def validate(
+    step: Step,
+    *,
+    reference: Callable[[], nn.Module],
+    microbatches: Sequence[Any],
+    ranks: int | Sequence[int],
+    loss_fn: Callable[[Any, Tensor], Tensor] | None = None,
+    loss_divisor: float | None = None,
+    names: Names | None = None,
+) -> Verdict:
+    """As ``WhiteBox.validate``, on a world that lasts as long as this call."""
+    with World() as world:
+        return WhiteBox(world).validate(
+            step,
+            reference=reference,
+            microbatches=microbatches,
+            ranks=ranks,
+            loss_fn=loss_fn,
+            loss_divisor=loss_divisor,
+            names=names,
+        )
+
+
+def _judged(title: str, task: Task, found: Assembled, twin: Twin, run: ReferenceRun) -> Verdict:
+    batches, made, reference = run.batches, run.made(found.owner), run.reference(found.owner)
+    if other_loss := twin.other_loss(made[0].loss, batches[0]):
+        return _random(title, task, other_loss)
+    known = found.passages(run.places)
+    observed = found.observed(known)
+    subject = Subject(
+        title,
+        LAWS,
+        ("train",),
+        len(batches),
+        found.due,
+        _Oracle(reference, batches, made),
+        found.tied,
+        skipped=dict(_skipped(found, observed)),
+        strangers=found.strangers,
+        unseen=found.unseen,
+        uncalled=found.uncalled,
+        every_rank=False,
+    )
+    verdict = judged(subject, observed)
+    if verdict.verdict == "pass":
+        return verdict
+    facts = StepFacts(verdict, observed, found, reference, twin.model, batches, task.loss, made, known)
+    with one_thread():
+        return _with_notes(explained(facts), facts.suspects.notes())
+
+
+def _with_notes(verdict: Verdict, notes: Mapping[str, str]) -> Verdict:
+    """``verdict``, with what is suspected said at the laws that failed."""
+    laws = [
+        replace(law, note="; ".join(filter(None, [law.note, notes[law.name]])))
+        if law.outcome == "fail" and law.name in notes
+        else law
+        for law in verdict.laws
+    ]
+    return replace(verdict, laws=tuple(laws))
+
+
+@dataclass(frozen=True)
+class _Oracle:
+    """Knows what every microbatch gives, and adds it up in the order that it is asked for."""
+
+    reference: Reference
+    batches: Sequence[Batch]
+    made: Sequence[Contribution]
+
+    @property
+    def precision(self) -> Precision:
+        """That of the reference's parameters."""
+        return precision_of_reference(self.reference)
+
+    def answer(self, number: int, orders: Orders) -> Answer:
+        """The one operation there is."""
+        assert number == 0, "a foreign step is one operation"
+        expected = self.reference.before_update(self.batches, self.made, orders=orders)
+        return Answer(expected, Floors(self.reference, (Pending(expected, self.batches, orders),)), math.inf)
+
+
+def other_data(made: Sequence[RankMade], own: tuple[tuple[bytes, ...], ...]) -> str:
+    """Which rank was first given other microbatches than the reference's; empty if none was."""
+    for rank, one in enumerate(made):
+        for number, (theirs, ours) in enumerate(zip_longest(one.given, own)):
+            if theirs != ours:
+                return (
+                    f"rank {rank} was given another microbatch {number} than the reference: every rank of torchrun "
+                    "makes its own, so seed them alike"
+                )
+    return ""
+
+
+def _skipped(found: Assembled, observed: Observed) -> Sequence[tuple[str, str]]:
+    """The laws that say nothing about what was handed back."""
+    modules = any(local.content is not None for stage in found.stages for local in stage.part.locals)
+    norm = any(row[0].norm is not None for row in observed.ranks)
+    claimed = {claim.law for row in observed.ranks for claim in row[0].claims}
+    ordered = len(found.unseen) < len(found.stages) or not found.stages
+    return [
+        (law, reason)
+        for law, applies, reason in (
+            ("initial-weights", modules or not found.stages, "gradients were handed back, not modules"),
+            ("microbatches", ordered, "no stage was watched: watch(module) does"),
+            ("boundaries", found.watched, "no stage was watched: watch(module) does"),
+            ("shards", "shards" in claimed, "no parameter is in shards"),
+            ("replicas", "replicas" in claimed, "no stage is held by several ranks"),
+            ("grad-norm", norm, "no rank reports a norm"),
+        )
+        if not applies
+    ]
+
+
+def _failed(title: str, failure: RankFailed) -> Verdict:
+    """The verdict where the ranks brought nothing back: what they did instead."""
+    told = failure.reports[failure.culprit]
+    sentence = told.sentence().partition("\n")[0]
+    if isinstance(failure.cause, HandBackError):
+        return _undecided(title, f"rank {failure.culprit}: {failure.cause}")
+    return Verdict(title, "unknown", "none", (), headline=f"rank {failure.culprit} {sentence}", failure=str(failure))
+
+
+def _random(title: str, task: Task, how: str) -> Verdict:
+    return _undecided(title, f"the reference {task.name} is random: {how}")
+
+
+def _undecided(title: str, sentence: str) -> Verdict:
+    return Verdict(title, "unknown", "none", (), headline=sentence)
+
+
+def _rerun() -> str:
+    """What to type to have the same once more."""
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
+    return f'pytest "{test}"' if test else shlex.join(["python", *sys.argv])

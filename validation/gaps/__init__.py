@@ -1,1 +1,0 @@
-"""How far the smallest faults lie above rounding."""

@@ -1,1 +1,0 @@
-"""The gate of a merge: what it runs, what follows, and how others read it."""

@@ -1,0 +1,1 @@
+"""Holding what was seen against what was expected, law by law."""

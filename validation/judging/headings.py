@@ -1,0 +1,31 @@
+"""Where a comparison stands: its law, and rank, stage and parameter as far as they are known."""
+
+from collections.abc import Sequence
+
+from reference.step import Site
+from validation.judging.ledger import Heading
+from validation.judging.verdict import Mismatch
+
+NOWHERE = -1  # the stage of a parameter that no stage holds
+
+
+class Placing:
+    """Makes headings for a ledger; ``placement`` has the rank of every stage."""
+
+    def __init__(self, placement: Sequence[int]) -> None:
+        self._placement = tuple(placement)
+
+    def at(self, law: str, number: int, scenarios: frozenset[str], **where: object) -> Heading:
+        """In operation ``number``, at what ``where`` names as the fields of a mismatch."""
+        known = Mismatch(law, number + 1, seen="", expected="", **where)  # type: ignore[arg-type]
+        return Heading(law, scenarios, known)
+
+    def stage(self, law: str, number: int, scenarios: frozenset[str], stage: int, **where: object) -> Heading:
+        """At ``stage``, which may be nowhere, on its rank."""
+        if stage == NOWHERE:
+            return self.at(law, number, scenarios, **where)
+        return self.at(law, number, scenarios, rank=self._placement[stage], stage=stage, **where)
+
+    def site(self, law: str, number: int, scenarios: frozenset[str], site: Site) -> Heading:
+        """At a parameter."""
+        return self.stage(law, number, scenarios, site[0], parameter=site[1])

@@ -1,0 +1,72 @@
+"""What the right answers are, operation by operation; a plain loop over the microbatches computes them when asked."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from reference.data import Batch
+from reference.step import Expected, Reference
+from validation.judging.floors import Floors, Orders, Pending
+from validation.judging.tolerance import Precision, precision_of
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one operation must give. ``floors`` are those of a training step; ``max_norm`` is what it clips to."""
+
+    expected: Expected
+    floors: Floors | None
+    max_norm: float
+
+
+class Oracle(Protocol):
+    """Whoever knows the right answers."""
+
+    @property
+    def precision(self) -> Precision:
+        """How the answers are rounded."""
+
+    def answer(self, number: int, orders: Orders) -> Answer:
+        """Operation ``number`` of the plan, with each stage's backwards in the order given. Asked in order, once."""
+
+
+def precision_of_reference(reference: Reference) -> Precision:
+    """How a reference's parameters are rounded; those of one dtype, as a rule."""
+    return precision_of(next((parameter.dtype for parameter in reference.model.parameters()), torch.float32))
+
+
+class LiveOracle:
+    """Runs the reference through a plan. ``batches`` and ``max_norm`` are asked for the number of an operation."""
+
+    def __init__(
+        self,
+        reference: Reference,
+        *,
+        plan: Sequence[str],
+        batches: Callable[[int], Sequence[Batch]],
+        max_norm: Callable[[int], float],
+    ) -> None:
+        self._reference = reference
+        self._plan = tuple(plan)
+        self._batches = batches
+        self._max_norm = max_norm
+        self._pending: list[Pending] = []  # operations whose gradients the next update uses
+
+    @property
+    def precision(self) -> Precision:
+        """That of the reference's parameters."""
+        return precision_of_reference(self._reference)
+
+    def answer(self, number: int, orders: Mapping[int, Sequence[int]]) -> Answer:
+        """Perform operation ``number``."""
+        name, batches, max_norm = self._plan[number], self._batches(number), self._max_norm(number)
+        expected = self._reference.perform(name, batches, orders=orders, max_norm=max_norm)
+        if name == "eval":
+            return Answer(expected, None, max_norm)
+        self._pending.append(Pending(expected, batches, orders))
+        answer = Answer(expected, Floors(self._reference, tuple(self._pending)), max_norm)
+        if name == "train":
+            self._pending.clear()
+        return answer

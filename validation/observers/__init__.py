@@ -1,0 +1,1 @@
+"""What sees a step without disturbing it."""

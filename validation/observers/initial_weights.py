@@ -1,0 +1,66 @@
+"""The weights that a step starts from, as the first call of the module that holds them sees them."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from validation.observers.shards import InShards
+from validation.observers.sketch import digest
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A parameter's content: its digest, and its value where that is not the content of any known one."""
+
+    digest: bytes
+    value: Tensor | None
+
+
+class FirstSight:
+    """While it is open, looks at every parameter when a module that holds it is called for the first time.
+
+    A plain hook before forwards touches no graph, so nothing is disturbed; known contents are not even copied.
+    """
+
+    def __init__(self, known: Collection[bytes]) -> None:
+        self._known = frozenset(known)
+        self._seen: dict[int, tuple[nn.Parameter, Seen]] = {}  # the parameter too, so that its id is not used again
+        self._at: dict[tuple[int, str], tuple[nn.Module, Seen]] = {}  # by the module that it was seen in, and its name
+
+    def __enter__(self) -> Self:
+        self._hook = register_module_forward_pre_hook(self._look)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._hook.remove()
+
+    def of(self, parameter: nn.Parameter, holder: nn.Module, leaf: str) -> Seen | None:
+        """What ``parameter`` was when it was first used.
+
+        One that no module was called with is looked at now, and only taken for unchanged where its content is known.
+        One in shards is looked up as the whole that ``holder`` had in its place when it was called.
+        """
+        if isinstance(parameter, InShards):
+            return self._at[id(holder), leaf][1] if (id(holder), leaf) in self._at else None
+        if id(parameter) in self._seen:
+            return self._seen[id(parameter)][1]
+        now = self._note(parameter)
+        return now if now.value is None else None
+
+    def _look(self, module: nn.Module, arguments: Any) -> None:
+        for leaf, parameter in module._parameters.items():
+            if parameter is None or parameter.is_meta or isinstance(parameter, InShards):
+                continue
+            if id(parameter) not in self._seen:
+                self._seen[id(parameter)] = parameter, self._note(parameter)
+            self._at.setdefault((id(module), leaf), (module, self._seen[id(parameter)][1]))
+
+    def _note(self, parameter: nn.Parameter) -> Seen:
+        content = digest(parameter)
+        return Seen(content, None if content in self._known else parameter.detach().to("cpu", copy=True))

@@ -1,0 +1,183 @@
+"""What a schedule produced: plain values, gathered from all ranks."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from pipeline.action import GIVES_WEIGHT_GRADIENT, Action, Kind
+from pipeline.profile import Profile
+from pipeline.schedule import Schedule
+from validation.diagnosis.address import What
+from validation.observers.recording import Recording, Site, together
+
+UNTOLD = -1  # the microbatch of a call of which nothing tells it
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A tensor at the boundary of a stage: which (``output of the module``, say) in which action.
+
+    ``same``: whether it is the reference's, up to rounding; ``exact``: bit for bit. ``really`` is what it is instead.
+    ``where`` is its place in the flow, as recordings call it. What is not ``judged`` is a matter of diagnosis alone.
+    ``call`` is the number of the call from 1 on, by which an action is located whose microbatch is not known. ``place``
+    is where in the model an input should pass.
+    """
+
+    action: Action
+    what: str
+    same: bool
+    exact: bool
+    really: What | None = None
+    where: str = ""
+    judged: bool = True
+    call: int = 0
+    place: str = ""
+
+    @property
+    def at(self) -> str:
+        """The action in words, also where its microbatch is not known."""
+        stage, kind, microbatch = self.action
+        return f"{stage}{kind.value} of call {self.call}" if microbatch == UNTOLD else str(self.action)
+
+    @property
+    def seen(self) -> str:
+        """What it is instead, in words; empty where it is what it should be."""
+        return "" if self.really is None else self.really.text
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Something that must hold of a parameter on a rank, by its law: whether it does, what was seen and expected."""
+
+    law: str
+    rank: int
+    site: Site
+    holds: bool
+    seen: str
+    expected: str
+
+
+@dataclass(frozen=True)
+class RankOperation:
+    """One operation of the plan, as one rank saw it. Fields that the operation does not give are empty or None.
+
+    ``losses``, ``loss`` and ``norm`` are what the step reported on this rank. ``called`` are the modules that really
+    ran, as forwards of (stage, microbatch), and whether any part of them was in training mode. ``gradients`` are after
+    tied copies were summed and before clipping; ``before`` are the parameters that the operation started from, as far
+    as they were seen, ``parameters`` what the optimizer made of them. ``nonfinite`` are the actions whose output had a
+    NaN or an infinity. ``crossings`` are tensors at the boundaries of stages, where they were watched; ``recording`` is
+    there where the run was recorded; ``started`` are the parameters before anything ran, in the first operation.
+    ``share`` are the microbatches whose losses it reports (None: all), ``claims`` what must hold between it and other
+    ranks.
+    """
+
+    operation: str
+    losses: tuple[float, ...]
+    executed: tuple[Action, ...]
+    nonfinite: tuple[Action, ...] = ()
+    called: tuple[tuple[Action, bool], ...] = ()
+    loss: float | None = None
+    gradients: Mapping[Site, Tensor | None] | None = None
+    norm: float | None = None
+    parameters: Mapping[Site, Tensor] | None = None
+    before: Mapping[Site, Tensor] | None = None
+    buffers: Mapping[Site, Tensor] | None = None
+    profile: Profile | None = None
+    crossings: tuple[Crossing, ...] = ()
+    recording: Recording | None = None
+    started: Mapping[Site, Tensor] | None = None
+    share: tuple[int, ...] | None = None
+    claims: tuple[Claim, ...] = ()
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What every rank produced: ``ranks[r][k]`` is operation k of the plan on rank r."""
+
+    schedule: Schedule
+    ranks: tuple[tuple[RankOperation, ...], ...]
+
+    @property
+    def watched(self) -> bool:
+        """Whether it is known what ran: the ranks were our runtime's."""
+        return any(one.executed for rank in self.ranks for one in rank)
+
+    def losses(self, operation: int) -> tuple[float, ...]:
+        """The microbatches' losses, as the last stage's rank reported them."""
+        return self.ranks[self.schedule.placement[-1]][operation].losses
+
+    def gradients(self, operation: int) -> dict[Site, Tensor | None]:
+        """Every rank's gradients together."""
+        return {site: grad for rank in self.ranks for site, grad in (rank[operation].gradients or {}).items()}
+
+    def parameters(self, operation: int) -> dict[Site, Tensor]:
+        """Every rank's parameters together."""
+        return {site: value for rank in self.ranks for site, value in (rank[operation].parameters or {}).items()}
+
+    def before(self, operation: int) -> dict[Site, Tensor]:
+        """The parameters that every rank started from, together, as far as they were seen."""
+        return {site: value for rank in self.ranks for site, value in (rank[operation].before or {}).items()}
+
+    def held(self, operation: int) -> list[Site]:
+        """Every site that a rank has a parameter for, or at least a gradient, as often as it has one."""
+        return [site for rank in self.ranks for site in (rank[operation].parameters or rank[operation].gradients or {})]
+
+    def started(self) -> dict[Site, Tensor]:
+        """Every rank's parameters before the first operation, together."""
+        return {site: value for rank in self.ranks for site, value in (rank[0].started or {}).items()}
+
+    def buffers(self, operation: int) -> dict[Site, Tensor]:
+        """Every rank's buffers together."""
+        return {site: value for rank in self.ranks for site, value in (rank[operation].buffers or {}).items()}
+
+    def recording(self, operation: int) -> Recording | None:
+        """Every rank's recording as one; None unless all were recorded."""
+        found = [rank[operation].recording for rank in self.ranks]
+        return together([one for one in found if one is not None]) if None not in found else None
+
+    def final(self) -> "Observed":
+        """What a runtime hands back that nobody watched: losses, norms, final gradients, parameters, buffers."""
+        ranks = tuple(
+            tuple(replace(one, executed=(), called=(), nonfinite=(), recording=None) for one in rank)
+            for rank in self.ranks
+        )
+        return replace(self, ranks=ranks)
+
+    def called(self, operation: int) -> list[tuple[Action, bool]]:
+        """Every call of a stage's module on any rank, and whether it was in training mode."""
+        return [call for rank in self.ranks for call in rank[operation].called]
+
+    def crossings(self, operation: int) -> list[Crossing]:
+        """Every rank's crossings together."""
+        return [crossing for rank in self.ranks for crossing in rank[operation].crossings]
+
+    def backwards(self, operation: int) -> dict[int, list[int]]:
+        """For each stage, the microbatches in the order in which their weight gradients were added."""
+        orders: dict[int, list[int]] = {stage: [] for stage in range(self.schedule.n_stages)}
+        for rank in self.ranks:
+            for stage, kind, microbatch in rank[operation].executed:
+                if kind in GIVES_WEIGHT_GRADIENT:
+                    orders[stage].append(microbatch)
+        return orders
+
+    def forwards(self, operation: int) -> dict[int, list[int]]:
+        """For each stage, the microbatches in the order of their forwards."""
+        orders: dict[int, list[int]] = {stage: [] for stage in range(self.schedule.n_stages)}
+        for rank in self.ranks:
+            for stage, kind, microbatch in rank[operation].executed:
+                if kind is Kind.FORWARD:
+                    orders[stage].append(microbatch)
+        return orders
+
+    def first_nonfinite(self, operation: int) -> Action | None:
+        """The earliest action, along the flow of data, whose output was not finite."""
+        found = [action for rank in self.ranks for action in rank[operation].nonfinite]
+        return min(found, default=None, key=lambda action: (action.stage, action.microbatch))
+
+    @property
+    def profiles(self) -> Sequence[Profile]:
+        """Each rank's profile of the last training step."""
+        last = [max(k for k, op in enumerate(rank) if op.profile is not None) for rank in self.ranks]
+        found = [rank[k].profile for rank, k in zip(self.ranks, last, strict=True)]
+        return [profile for profile in found if profile is not None]

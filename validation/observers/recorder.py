@@ -1,0 +1,265 @@
+"""The recorder: wrapped around stages and gradient work, it copies what passes and changes no bit of it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from pipeline.action import Action, Kind
+from pipeline.boundary import Gradients, Tensors
+from pipeline.gradients import GradientWork
+from pipeline.stage import Goal, Stage
+from pipeline.step import Parts
+from validation.observers.recording import (
+    FLOWED,
+    GIVEN,
+    HANDED_ON,
+    KEPT,
+    LATE,
+    LOSS,
+    MADE,
+    OUTPUT,
+    RECEIVED,
+    USED,
+    Addition,
+    Point,
+    Recording,
+    Site,
+    together,
+)
+from validation.observers.snapshot import Mark, Named, Snapshot, gradients, parameters
+from validation.observers.wrappers import AroundGradients, AroundStage
+
+Copies = Sequence[Tensor | None]
+
+
+class RecordedStage(AroundStage):
+    """A stage whose tensors are copied: by this wrapper where they come and go, by plain hooks at its module.
+
+    While a step runs, copies are only listed, on the device that they were made on; ``recorded`` sorts them.
+    """
+
+    def __init__(self, inner: Stage) -> None:
+        super().__init__(inner)
+        self._hooks: list[RemovableHandle] = []
+        self._forget()
+
+    def _forget(self) -> None:
+        self._named: Named = ()
+        self._parameters = Snapshot((), {})
+        self._seen: list[tuple[int, str, Copies]] = []
+        # Gradients that flowed: in whose backward, as which of the module's outputs.
+        self._flows: list[tuple[int, int, Tensor]] = []
+        self._graphs: dict[int, list[int]] = {}
+        self._additions: list[tuple[Kind, int, Snapshot | None, Snapshot]] = []
+        self._mark = Mark((), ())
+        self._before: Snapshot | None = None
+        self._inputs: dict[int, Sequence[Tensor]] = {}
+        self._received: dict[int, Gradients] = {}
+        self._forward_of: int | None = None
+        self._backward_of: int | None = None
+
+    def begin(self) -> None:
+        self._forget()
+        self._leave()
+        # Until the recording is asked for: putting hooks on and off for every forward takes longer than what they do.
+        self._hooks = [
+            self.module.register_forward_pre_hook(self._called),
+            self.module.register_forward_hook(self._returned),
+        ]
+        self._named = list(self.module.named_parameters(remove_duplicate=False))
+        self._parameters = self.held()
+        self.inner.begin()
+
+    def gradients(self) -> Snapshot:
+        """Those of the stage's parameters, now."""
+        return Snapshot.of(gradients(self._named))
+
+    def held(self) -> Snapshot:
+        """What the stage's parameters themselves hold, now."""
+        return parameters(self._named)
+
+    def named(self, copies: Snapshot) -> dict[Site, Tensor | None]:
+        """``copies`` by site."""
+        return {(self.index, name): copy for name, copy in copies.tensors(self._named).items()}
+
+    def recorded(self) -> Recording:
+        """What passed since ``begin``; from now on the module is watched no more."""
+        self._leave()
+        stage = self.index
+        tensors = {Point(stage, microbatch, where): _on_cpu(seen) for microbatch, where, seen in self._seen}
+        for microbatch, number, gradient in self._flows:
+            found = list(tensors.get(Point(stage, microbatch, FLOWED), ()))
+            found += [None] * (number + 1 - len(found))
+            found[number] = gradient.cpu()
+            tensors[Point(stage, microbatch, FLOWED)] = found
+        additions = [
+            Addition(
+                Action(stage, kind, microbatch),
+                None if before is None else before.tensors(self._named),
+                after.tensors(self._named),
+            )
+            for kind, microbatch, before, after in self._additions
+        ]
+        graphs = {(stage, microbatch): tuple(made) for microbatch, made in self._graphs.items()}
+        began = {site: value for site, value in self.named(self._parameters).items() if value is not None}
+        return Recording(tensors, graphs, {stage: tuple(additions)}, parameters=began)
+
+    def forward(self, microbatch: int, inputs: Tensors, goal: Goal | None) -> Tensors:
+        self._note(microbatch, GIVEN, inputs)
+        self._forward_of = microbatch
+        try:
+            outputs = self.inner.forward(microbatch, inputs, goal)
+        finally:
+            self._forward_of = None
+        if goal is None:
+            self._note(microbatch, OUTPUT, outputs)
+        elif microbatch in self.losses:
+            self._note(microbatch, LOSS, (self.losses[microbatch],))
+        return outputs
+
+    def _called(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        if self._forward_of is not None:
+            taken = self._inputs[self._forward_of] = [one for one in arguments if isinstance(one, Tensor)]
+            self._note(self._forward_of, USED, taken)
+
+    def _returned(self, module: nn.Module, arguments: tuple[Any, ...], outputs: Any) -> None:
+        if self._forward_of is not None:
+            self._made(self._forward_of, outputs if isinstance(outputs, tuple | list) else (outputs,))
+
+    def backward(self, microbatch: int, gradients: Gradients) -> Gradients:
+        self._begin_backward(microbatch, gradients)
+        result = self.inner.backward(microbatch, gradients)
+        self._note(microbatch, HANDED_ON, result)
+        self._added(Kind.BACKWARD, microbatch)
+        return result
+
+    def backward_input(self, microbatch: int, gradients: Gradients) -> Gradients:
+        self._begin_backward(microbatch, gradients)
+        self._received[microbatch] = gradients
+        result = self.inner.backward_input(microbatch, gradients)
+        self._note(microbatch, HANDED_ON, result)
+        self._added(Kind.BACKWARD_INPUT, microbatch)
+        return result
+
+    def backward_weight(self, microbatch: int) -> None:
+        self._note(microbatch, LATE, self._received.pop(microbatch, ()))
+        # Where no input wanted a gradient, the graph runs now; else its ends run once more, which is no news.
+        self._start(microbatch, graph=microbatch not in self._graphs)
+        self.inner.backward_weight(microbatch)
+        self._added(Kind.BACKWARD_WEIGHT, microbatch)
+
+    def _begin_backward(self, microbatch: int, gradients: Gradients) -> None:
+        self._note(microbatch, RECEIVED, gradients)
+        self._keep(microbatch)
+        self._start(microbatch, graph=True)
+
+    def _keep(self, microbatch: int) -> None:
+        """Note the module's input as the backward finds it: when it begins, and again when gradients begin to flow."""
+        if microbatch in self._inputs:
+            self._note(microbatch, KEPT, self._inputs[microbatch])
+
+    def _made(self, microbatch: int, outputs: Sequence[Any]) -> None:
+        tensors = [output for output in outputs if isinstance(output, Tensor)]
+        self._note(microbatch, MADE, tensors)
+        for number, tensor in enumerate(tensors):
+            if tensor.requires_grad:
+                # A hook on a tensor sees the gradient that flows, whoever started the backward.
+                tensor.register_hook(partial(self._flowed, microbatch, number))  # type: ignore[no-untyped-call]  # in torch
+
+    def _flowed(self, made: int, number: int, gradient: Tensor) -> None:
+        microbatch = self._backward_of
+        if microbatch is None:
+            return
+        if not number:
+            self._graphs.setdefault(microbatch, []).append(made)
+            self._keep(microbatch)
+        self._flows.append((microbatch, number, gradient.detach().clone()))
+
+    def _start(self, microbatch: int, *, graph: bool) -> None:
+        self._backward_of = microbatch if graph else None
+        # Torch counts the writes to a tensor, so that sums nobody touched need not be copied to see that. What writes
+        # past that count shows at the end of this action, as an addition that is not the microbatch's.
+        held = gradients(self._named)
+        self._before = None if self._mark.stands(held) else Snapshot.of(held)
+
+    def _added(self, kind: Kind, microbatch: int) -> None:
+        self._backward_of = None
+        if kind is not Kind.BACKWARD_INPUT:
+            self._inputs.pop(microbatch, None)
+        held = gradients(self._named)
+        self._mark = Mark.of(held)
+        self._additions.append((kind, microbatch, self._before, Snapshot.of(held)))
+
+    def _leave(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _note(self, microbatch: int, where: str, tensors: Sequence[Tensor | None]) -> None:
+        copies = [None if tensor is None else tensor.detach().clone() for tensor in tensors]
+        self._seen.append((microbatch, where, copies))
+
+
+class RecordedGradients(AroundGradients):
+    """Gradient work before and after which the gradients are copied."""
+
+    def __init__(self, inner: GradientWork, stages: Sequence[RecordedStage]) -> None:
+        super().__init__(inner, stages)
+        self._recorded = stages
+        self._forget()
+
+    def _forget(self) -> None:
+        self._summed: dict[int, Snapshot] = {}
+        self._clipped: dict[int, Snapshot] = {}
+        self._ended: dict[int, Snapshot] = {}
+
+    def reduce_tied(self) -> None:
+        self._forget()
+        self._summed = self._copies()
+        self._ended = {stage.index: stage.held() for stage in self._recorded}
+        self.inner.reduce_tied()
+
+    def scale(self, factor: float) -> None:
+        self.inner.scale(factor)
+        self._clipped = self._copies()
+
+    def take(self) -> Recording:
+        """What was copied since it was last asked."""
+        ended = {site: value for site, value in self._by_site(self._ended).items() if value is not None}
+        taken = Recording(summed=self._by_site(self._summed), clipped=self._by_site(self._clipped), ended=ended)
+        self._forget()
+        return taken
+
+    def _copies(self) -> dict[int, Snapshot]:
+        return {stage.index: stage.gradients() for stage in self._recorded}
+
+    def _by_site(self, copies: Mapping[int, Snapshot]) -> dict[Site, Tensor | None]:
+        mine = (stage for stage in self._recorded if stage.index in copies)
+        return {site: copy for stage in mine for site, copy in stage.named(copies[stage.index]).items()}
+
+
+class Recorder:
+    """The wrappers around one rank's parts, and what they hold."""
+
+    def __init__(self) -> None:
+        self._stages: tuple[RecordedStage, ...] = ()
+        self._gradients: RecordedGradients | None = None
+
+    def wrap(self, parts: Parts) -> Parts:
+        """``parts`` under observation; for ``PipelineSchedule.wrapped``."""
+        self._stages = tuple(map(RecordedStage, parts.stages))
+        self._gradients = RecordedGradients(parts.gradients, self._stages)
+        return replace(parts, stages=self._stages, gradients=self._gradients)
+
+    def take(self) -> Recording:
+        """What passed in the operation that has just ended."""
+        assert self._gradients is not None, "a recorder is wrapped around parts before it records"
+        return together([*(stage.recorded() for stage in self._stages), self._gradients.take()])
+
+
+def _on_cpu(copies: Copies) -> Copies:
+    return tuple([None if copy is None else copy.cpu() for copy in copies])

@@ -1,0 +1,1 @@
+"""Verdicts and timelines for people: tables, pages, pictures, JUnit."""

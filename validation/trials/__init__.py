@@ -1,1 +1,0 @@
-"""Planted faults tried out: caught, named, located, and shrunk to their smallest case."""

@@ -1,0 +1,212 @@
+"""pytest under torchrun: the ranks agree on what to run and on what came of it, and rank 0 reports."""
+
+import os
+import signal
+import sys
+from collections.abc import Generator
+from types import FrameType
+
+import pytest
+
+from validation.worlds.agreed_phase import Phase, blame, settle
+from validation.worlds.collection import Collected, difference
+from validation.worlds.rank_report import Ending, RankReport, describe
+from validation.worlds.rank_watch import STUCK_STATUS, Watch, stacks
+from validation.worlds.shipping import pack, unpack
+from validation.worlds.side_store import RanksAbsent, side_store
+
+_LEAVE_BOUND_S = 30.0  # for the exit statuses of the others; torchrun grants as much to ranks that it ends
+_REPORT_FILES = ("xmlpath", "htmlpath", "report_log", "log_file")  # options; one writer each, or the last one wins
+
+
+class RanksTogether:
+    """The plugin of one rank. All of them go through the same phases of the same tests, each knowing all outcomes."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._bound_s: float = config.getoption("--rank-timeout")
+        self._side = side_store()
+        self._rank = self._side.rank
+        self._reporter = 0  # the rank that tells the user
+        self._lost = ""  # why the ranks cannot agree any more
+        self._internal_error = ""
+        self._errors: dict[str, str] = {}
+        self._in_call = False
+        self._parts_agree = True
+        self._left = False
+        self._watch = Watch(self._side)
+        if self._rank != 0:
+            for option in _REPORT_FILES:
+                setattr(config.option, option, None)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_sessionstart(self) -> Generator[None]:
+        """Only rank 0 speaks and writes, all draw the same from hypothesis, and rank 0 survives torchrun's end."""
+        _derandomize()
+        if self._rank == 0:
+            signal.signal(signal.SIGTERM, self._end_early)
+        else:
+            _silence(self._config)
+        return (yield)
+
+    def pytest_report_header(self) -> str:
+        """How many ranks there are."""
+        return f"pipeproof: {self._side.ranks} ranks under torchrun, of which rank 0 reports"
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Remember what this rank could not collect."""
+        if report.failed:
+            self._errors[report.nodeid] = report.longreprtext
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> Generator[None]:
+        """Take rank 0's order, or end every rank's session where they did not collect the same tests."""
+        yield
+        seed = getattr(self._config.option, "randomly_seed", None)
+        mine = Collected(tuple(item.nodeid for item in items), self._errors, seed)
+        try:
+            told = self._side.end_scope(pack(mine), what="the end of collection", bound_s=self._bound_s)
+        except RanksAbsent as absent:
+            self._lost = _sentence(absent)
+            pytest.exit(self._lost, returncode=STUCK_STATUS)
+        collected: list[Collected] = [unpack(data) for data in told]
+        if unlike := difference(collected):
+            pytest.exit(unlike, returncode=pytest.ExitCode.INTERRUPTED)
+        place = {nodeid: index for index, nodeid in enumerate(collected[0].nodeids)}
+        items.sort(key=lambda item: place[item.nodeid])
+        if seed is not None:
+            self._config.option.randomly_seed = collected[0].random_seed
+        for item in items:
+            if self._is_elsewhere(item) and isinstance(item, pytest.Function):
+                item.fixturenames.clear()
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> bool | None:
+        """Leave a test for one rank to rank 0."""
+        return True if self._is_elsewhere(pyfuncitem) else None
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_call(self) -> Generator[None]:
+        """Know that a report made during a call is of a part of it, a subtest."""
+        self._in_call = self._parts_agree = True
+        try:
+            return (yield)
+        finally:
+            self._in_call = False
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Make every rank's report of a phase the report of all ranks, so that they all go on alike."""
+        report = yield
+        if self._lost:
+            return report
+        if not self._in_call:
+            self._agree_on_phase(item, report)
+        elif self._parts_agree:
+            self._agree_on_part(item, report)
+        return report
+
+    def pytest_internalerror(self, excrepr: object) -> None:
+        """Show an internal error also where the terminal is silent."""
+        self._internal_error = str(excrepr)
+        if self._rank != 0:
+            sys.stderr.write(f"INTERNALERROR on rank {self._rank}: {excrepr}\n")
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None]:
+        """End with one exit status."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, at the first failing exit, and it grants 30 s
+        try:
+            return (yield)
+        finally:
+            status = STUCK_STATUS if self._lost else int(session.exitstatus)
+            session.exitstatus = max([status, *self._leave(status)])
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_unconfigure(self) -> None:
+        """End after the reports have been written: torchrun ends all ranks as soon as one has failed."""
+        sys.stdout.flush()
+        if not self._left:  # an error before the session began: the others must not wait for this rank
+            self._side.leave(f"an error before its session began\n{self._internal_error}".strip())
+        if self._rank == self._reporter:
+            self._side.put("over", b"")
+        else:
+            self._side.wait_for("over", self._bound_s)
+        self._watch.stop()
+        side_store.cache_clear()  # what was said in this session is no word for the next one in this process
+
+    def _is_elsewhere(self, item: pytest.Item) -> bool:
+        return self._rank != 0 and item.get_closest_marker("one_rank") is not None
+
+    def _agree_on_phase(self, item: pytest.Item, report: pytest.TestReport) -> None:
+        phase, what = Phase.of(report), f"the end of {report.when} of {item.nodeid}"
+        try:
+            told = self._side.end_scope(pack(phase), what=what, bound_s=self._bound_s)
+        except RanksAbsent as absent:
+            self._give_up(item, report, phase, absent)
+        else:
+            settle(report, [unpack(data) for data in told], rank=self._rank)
+
+    def _agree_on_part(self, item: pytest.Item, report: pytest.TestReport) -> None:
+        try:
+            told = self._side.gather(pack(Phase.of(report)), what=f"a subtest of {item.nodeid}", bound_s=self._bound_s)
+        except RanksAbsent:
+            self._parts_agree = False  # the end of the call will tell which rank left it, and why
+        else:
+            settle(report, [unpack(data) for data in told], rank=self._rank)
+
+    def _give_up(self, item: pytest.Item, report: pytest.TestReport, phase: Phase, absent: RanksAbsent) -> None:
+        self._lost = _sentence(absent)
+        item.session.shouldstop = self._lost.partition("\n")[0]  # the test's report has the rest
+        self._reporter = min(rank for rank in range(self._side.ranks) if rank not in absent.reasons)
+        told = stacks(self._side, [rank for rank in absent.reasons if not self._side.has_left(rank)])
+        reports = [
+            RankReport(rank, Ending.ABSENT, absent.reasons[rank], told.get(rank, ""))
+            if rank in absent.reasons
+            else RankReport(rank, Ending.STOPPED)
+            for rank in range(self._side.ranks)
+        ]
+        reports[self._rank] = phase.seen_by(self._rank)
+        blame(report, reports, rank=self._rank)
+        if self._rank == self._reporter != 0:
+            sys.stderr.write(f"{describe(reports)}\n")
+
+    def _leave(self, status: int) -> list[int]:
+        """Say that this rank leaves; the exit statuses of the others, unless they are lost."""
+        self._left = True
+        self._side.put(f"status/{self._rank}", str(status).encode())
+        self._side.leave(f"exit status {status}\n{self._internal_error}".strip())
+        if self._lost:
+            return []
+        keys = [f"status/{rank}" for rank in range(self._side.ranks)]
+        return [int(self._side.get(key) or STUCK_STATUS) for key in keys if self._side.wait_for(key, _LEAVE_BOUND_S)]
+
+    def _end_early(self, number: int, frame: FrameType | None) -> None:
+        """End the test in progress, so that there is a report that names the rank whose process is gone."""
+        self._side.hurry("before torchrun ended the session")
+        if self._in_call:
+            pytest.fail("torchrun ended the session, as the process of another rank has ended", pytrace=False)
+
+
+def _derandomize() -> None:
+    """Let hypothesis draw the same examples on every rank. The profile in force keeps its other settings."""
+    from hypothesis import settings
+
+    settings.register_profile("torchrun", parent=settings(), derandomize=True, database=None, deadline=None)
+    settings.load_profile("torchrun")
+
+
+def _silence(config: pytest.Config) -> None:
+    """Let this rank's pytest write neither to the terminal nor to the cache."""
+    config.get_terminal_writer()._file = open(os.devnull, "w")
+    cache = getattr(config, "cache", None)  # absent with -p no:cacheprovider
+    if cache is not None:
+        cache.set = _forget
+
+
+def _forget(key: str, value: object) -> None:
+    """In the place of writing to the cache."""
+
+
+def _sentence(absent: RanksAbsent) -> str:
+    return "; ".join(f"rank {rank} {reason}" for rank, reason in absent.reasons.items())

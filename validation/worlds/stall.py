@@ -1,0 +1,66 @@
+"""Ranks that wait for each other: which message never came although its sender had gone on."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from pipeline.action import GIVES_INPUT_GRADIENT, Action, Kind
+from pipeline.lower import Program
+from validation.worlds.rank_report import RankReport
+
+_WAITED = re.compile(r"(?P<action>\d+RECV_[FB]\d+) with rank (?P<peer>\d+)")
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A message that rank ``rank`` waited for and that ``sender`` had sent, or passed by: it was beyond that itself."""
+
+    rank: int
+    receive: Action
+    sender: int
+    send: Action
+    slot: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.receive} never came, although rank {self.sender} was past {self.send}, slot {self.slot} of its list"
+        )
+
+
+def lost_message(program: Program, reports: Sequence[RankReport]) -> Lost | None:
+    """The first message, along the flow of data, that was lost; None where what ranks waited for does not show one."""
+    waits = {report.rank: wait for report in reports if (wait := _wait(report)) is not None}
+    return min(_lost(program, waits), default=None, key=lambda one: _along(one.receive))
+
+
+def _wait(report: RankReport) -> tuple[Action, int] | None:
+    """The receive that a rank waited for, and with which rank."""
+    found = _WAITED.search(report.waiting or "") or _WAITED.search(report.message.partition("\n")[0])
+    return None if found is None else (Action.parse(found["action"]), int(found["peer"]))
+
+
+def _lost(program: Program, waits: Mapping[int, tuple[Action, int]]) -> Iterator[Lost]:
+    for rank, (receive, sender) in waits.items():
+        send, row = _send_of(receive), list(program.ranks[sender])
+        if sender in waits and send in row:
+            stopped = _consumer(waits[sender][0], row)
+            if stopped is not None and row.index(send) < stopped:
+                yield Lost(rank, receive, sender, send, row.index(send))
+
+
+def _send_of(receive: Action) -> Action:
+    if receive.kind is Kind.RECV_F:
+        return Action(receive.stage - 1, Kind.SEND_F, receive.microbatch)
+    return Action(receive.stage + 1, Kind.SEND_B, receive.microbatch)
+
+
+def _consumer(receive: Action, row: Sequence[Action]) -> int | None:
+    """The slot of the action that a rank cannot begin before it has received."""
+    kinds = {Kind.FORWARD} if receive.kind is Kind.RECV_F else GIVES_INPUT_GRADIENT
+    slots = (slot for slot, (s, kind, m) in enumerate(row) if (s, m) == receive[::2] and kind in kinds)
+    return next(slots, None)
+
+
+def _along(receive: Action) -> tuple[bool, int, int]:
+    forward = receive.kind is Kind.RECV_F
+    return (not forward, receive.stage if forward else -receive.stage, receive.microbatch)

@@ -1,0 +1,113 @@
+"""Ranks that torchrun started: each runs its part in a worker of its own, and all of them learn every answer."""
+
+import os
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from validation.worlds.launcher import loopback
+from validation.worlds.pool import START_BOUND_S, Pool
+from validation.worlds.rank_report import Ending, NeedsMoreRanks, RankFailed, RankReport
+from validation.worlds.seat import Seat
+from validation.worlds.shipping import pack, unpack
+from validation.worlds.side_store import RanksAbsent, side_store
+from validation.worlds.worker import Answer
+
+_ARRIVAL_BOUND_S = 60.0  # at least this long, as ranks may be busy with other things before they come
+_SLACK_S = 30.0  # beyond the bounds of a run, for ending its workers and telling of it
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    """What a rank brings to a run: the number of its worker's group, or 0, and the newest number that it knows."""
+
+    group: int
+    newest_group: int
+
+
+class Torchrun:
+    """A place for ranks: those of torchrun, which all come to every run, also where it needs fewer.
+
+    A rank's own process never waits inside a group, as nothing could end that wait. Its worker does.
+    """
+
+    _newest_group = 0  # of all places in this process, as a group's number is never used again
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._side = side_store()
+        self._pools: dict[int, tuple[int, Pool]] = {}  # by world size: the group's number and this rank's one worker
+
+    def run(
+        self, order: bytes, *, label: str, ranks: int, timeout_s: float, meanwhile: Iterable[object]
+    ) -> Sequence[Answer]:
+        """One answer for each rank, in rank order and the same on every rank of torchrun.
+
+        Nothing is done meanwhile: each rank's own process would take the time of its worker.
+        Raises NeedsMoreRanks, and RankFailed where ranks do not come or come with another job.
+        """
+        del meanwhile
+        if ranks > self._side.ranks:
+            raise NeedsMoreRanks(ranks, self._side.ranks)
+        try:
+            answers = self._run(order, label, ranks, timeout_s)
+        except RanksAbsent as absent:
+            self._discard(ranks)
+            raise RankFailed(self._reports(absent)) from None
+        if any(answer.failed for answer in answers):
+            self._discard(ranks)
+        return answers
+
+    def close(self) -> None:
+        """End this rank's workers."""
+        for ranks in list(self._pools):
+            self._discard(ranks)
+
+    def _run(self, order: bytes, label: str, ranks: int, timeout_s: float) -> list[Answer]:
+        what = f"the run of {label} on {ranks} ranks"
+        pool = self._pool(ranks, what, max(timeout_s, _ARRIVAL_BOUND_S))
+        failed = f"{self._side.latest}/failed"
+        mine = pool.run(order, timeout_s=timeout_s, cancelled=lambda: self._side.has(failed)) if pool else []
+        if any(answer.failed for answer in mine):
+            self._side.put(failed, b"")
+        everyone = self._side.gather(pack(mine), what=what, bound_s=START_BOUND_S + timeout_s + _SLACK_S)
+        return [answer for data in everyone for answer in unpack(data)]
+
+    def _pool(self, ranks: int, what: str, bound_s: float) -> Pool | None:
+        """This rank's worker, in one group with the others' workers; None for a rank that the run does not need."""
+        number, pool = self._pools.get(ranks, (0, None))
+        mine = _Arrival(number if pool is not None and pool.alive else 0, Torchrun._newest_group)
+        arrivals: list[_Arrival] = [unpack(d) for d in self._side.gather(pack(mine), what=what, bound_s=bound_s)]
+        groups = {arrival.group for arrival in arrivals[:ranks]}
+        if len(groups) > 1 or groups == {0}:
+            self._discard(ranks)
+            Torchrun._newest_group = number = 1 + max(arrival.newest_group for arrival in arrivals)
+            pool = Pool([self._seat(ranks, number)]) if self._side.rank < ranks else None
+            if pool is not None:
+                self._pools[ranks] = number, pool
+        return pool
+
+    def _discard(self, ranks: int) -> None:
+        if ranks in self._pools:
+            self._pools.pop(ranks)[1].close()
+
+    def _seat(self, ranks: int, group: int) -> Seat:
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self._side.ranks))
+        return Seat(
+            rank=self._side.rank,
+            ranks=ranks,
+            local_rank=int(os.environ.get("LOCAL_RANK", self._side.rank)),
+            local_ranks=min(ranks, local_ranks),
+            device=self._device,
+            store=f"{self._side.address}/group-{group}",
+            folder=tempfile.mkdtemp(prefix="pipeproof-"),
+            environment=loopback() if local_ranks == self._side.ranks else {},
+        )
+
+    def _reports(self, absent: RanksAbsent) -> list[RankReport]:
+        return [
+            RankReport(rank, Ending.ABSENT, absent.reasons[rank])
+            if rank in absent.reasons
+            else RankReport(rank, Ending.STOPPED)
+            for rank in range(self._side.ranks)
+        ]

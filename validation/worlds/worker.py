@@ -1,0 +1,184 @@
+"""One process that is one rank: it joins its group once, then runs jobs until nobody gives it any."""
+
+import faulthandler
+import functools
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from types import FrameType
+from typing import NoReturn
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # not in __all__
+
+from pipeline import waiting
+from validation.worlds import posted_messages as posted
+from validation.worlds.rank_report import Ending, RankReport
+from validation.worlds.seat import Seat
+from validation.worlds.shipping import pack, unpack
+
+# The group never gives up by itself: whoever started the worker has the bound, and ends it from outside, which is
+# the only thing that ends a wait inside gloo.
+_GROUP_TIMEOUT = timedelta(days=1)
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """What a job knows about its place in the world.
+
+    ``rank`` is 0..ranks-1, ``device`` is ``cpu`` or ``cuda:N``, ``group`` the process group of exactly these ranks.
+    """
+
+    rank: int
+    ranks: int
+    device: str
+    group: dist.ProcessGroup
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a worker sends back: its report, and as bytes its result or the ValueError that ended it."""
+
+    report: RankReport
+    payload: bytes = b""
+
+    @property
+    def failed(self) -> bool:
+        """Whether there is no result."""
+        return self.report.ending is not Ending.FINISHED
+
+
+def serve(orders: Connection, questions: Connection, seat: Seat, environment: Mapping[str, str]) -> NoReturn:
+    """Be the rank of this seat: join the group and say so, then give each order its answer, for ever.
+
+    The environment replaces this process's own, which is as old as the fork server.
+    """
+    os.environ.clear()
+    os.environ.update(environment)
+    _settle(seat)
+    threading.Thread(target=_answer_questions, args=(questions,), daemon=True).start()
+    context = functools.cache(functools.partial(_join, seat))
+    orders.send_bytes(pack(_attempt(seat.rank, lambda: bool(context()))))
+    try:
+        while True:
+            orders.send_bytes(pack(_attempt(seat.rank, functools.partial(_obey, orders.recv_bytes(), context()))))
+    except (EOFError, OSError):
+        os._exit(0)  # nobody is left to work for, and an orderly end could wait for other ranks
+
+
+def _settle(seat: Seat) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the controller decides
+    try:
+        stacks = seat.stacks.open("w")
+    except FileNotFoundError:
+        os._exit(0)  # whoever started it has ended meanwhile, and taken the folder along
+    faulthandler.enable(stacks, all_threads=False)
+    faulthandler.register(signal.SIGUSR1, stacks, all_threads=False)
+    torch.set_num_threads(1)
+
+
+def _join(seat: Seat) -> RankContext:
+    if seat.device == "cuda":
+        torch.cuda.set_device(_device(seat))
+    backend = "nccl" if seat.device == "cuda" and torch.cuda.device_count() >= seat.local_ranks else "gloo"
+    dist.init_process_group(
+        backend, store=_open_store(seat.store), rank=seat.rank, world_size=seat.ranks, timeout=_GROUP_TIMEOUT
+    )
+    group = dist.group.WORLD
+    assert group is not None, "init_process_group returned without a default group"
+    return RankContext(seat.rank, seat.ranks, _device(seat), group)
+
+
+def _device(seat: Seat) -> str:
+    if seat.device == "cpu":
+        return "cpu"
+    if not torch.cuda.is_available():
+        raise ValueError("ranks cannot compute on cuda: this host has no GPU that torch can use")
+    return f"cuda:{seat.local_rank % torch.cuda.device_count()}"  # ranks share the GPUs of their host in turn
+
+
+def _open_store(address: str) -> Store:
+    url = urlsplit(address)
+    if url.scheme == "file":
+        return FileStore(url.path)
+    assert url.scheme == "tcp", f"a store is file:///path or tcp://host:port/prefix, not {address}"
+    host, _, port = url.netloc.rpartition(":")
+    tcp = TCPStore(host, int(port), is_master=False, timeout=_GROUP_TIMEOUT, wait_for_workers=False)
+    return PrefixStore(url.path.strip("/"), tcp)
+
+
+def _obey(order: bytes, context: RankContext) -> object:
+    sys.path[:], job_and_arguments = unpack(order)  # the path first: the job may need it to be unpacked
+    job, arguments = unpack(job_and_arguments)
+    return job(context, *arguments)
+
+
+def _attempt(rank: int, work: Callable[[], object]) -> Answer:
+    try:
+        result = work()
+    except BaseException as error:  # also SystemExit and pytest's outcomes: the controller is the judge of all of them
+        return _failure(rank, error)
+    try:
+        return Answer(RankReport(rank, Ending.FINISHED, at_s=time.time()), pack(result))
+    except Exception as error:  # no one type: an object that cannot be pickled raises what it likes
+        message = f"TypeError: its result, a {type(result).__qualname__}, cannot be sent back: {error}"
+        return Answer(RankReport(rank, Ending.RAISED, message, at_s=time.time()))
+
+
+def _failure(rank: int, error: BaseException) -> Answer:
+    now_s = time.time()
+    outcomes = sys.modules.get("_pytest.outcomes")
+    if outcomes is not None and isinstance(error, outcomes.Skipped):
+        return Answer(RankReport(rank, Ending.SKIPPED, str(error), at_s=now_s))
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None and _is_ours(trace.tb_frame):
+        trace = trace.tb_next
+    told = traceback.TracebackException(type(error), error, trace)
+    message = "".join(told.format_exception_only()).strip()
+    report = RankReport(rank, Ending.RAISED, message, "".join(told.format()), at_s=now_s)
+    return Answer(report, _packed_cause(error))
+
+
+def _is_ours(frame: FrameType) -> bool:
+    """Whether this frame only leads to the user's code: pytest's own mark says so."""
+    return frame.f_code.co_filename == __file__ or "__tracebackhide__" in frame.f_locals
+
+
+def _packed_cause(error: BaseException) -> bytes:
+    try:
+        return pack(error) if isinstance(error, ValueError) else b""
+    except Exception:  # the exception holds something that cannot travel; its text has been told
+        return b""
+
+
+def _answer_questions(questions: Connection) -> NoReturn:
+    main = threading.main_thread().ident
+    assert main is not None, "the main thread has started, or this one would not run"
+    try:
+        while True:
+            questions.recv_bytes()
+            frames = traceback.extract_stack(sys._current_frames()[main])
+            wait = waiting.current() or posted.awaited(frames) or _collective(frames)
+            questions.send_bytes(pack((_stack(frames), wait)))
+    except (EOFError, OSError):
+        os._exit(1)  # the controller is gone, and the main thread may be where only this can end it
+
+
+def _stack(frames: Sequence[traceback.FrameSummary]) -> str:
+    ours = [index for index, frame in enumerate(frames) if frame.filename == __file__]
+    return "".join(traceback.format_list(frames[ours[-1] + 1 :] if ours else frames))
+
+
+def _collective(frames: Sequence[traceback.FrameSummary]) -> str | None:
+    # The outermost call into torch.distributed that is not a decorator: what the job itself called.
+    inside = (frame.name for frame in frames if "torch/distributed/" in frame.filename and frame.name != "wrapper")
+    return next((f"torch.distributed.{name}" for name in inside), None)

@@ -1,0 +1,134 @@
+"""Run a function on several ranks and get every rank's result, wherever the ranks are."""
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from types import TracebackType
+from typing import Any, NoReturn, Protocol, Self, TypeVar
+
+from pipeline.sizes import MOST_SECONDS
+from validation.worlds.launcher import under_torchrun
+from validation.worlds.processes import Processes
+from validation.worlds.rank_report import Ending, NeedsMoreRanks, RankFailed, RankReport, WorldError, culprit_of
+from validation.worlds.shipping import pack, unpack
+from validation.worlds.torchrun import Torchrun
+from validation.worlds.worker import Answer, RankContext
+
+__all__ = ["NeedsMoreRanks", "RankContext", "RankFailed", "RankReport", "World", "WorldError"]
+
+Result = TypeVar("Result")
+
+
+class Place(Protocol):
+    """Somewhere ranks can be."""
+
+    def run(
+        self, order: bytes, *, label: str, ranks: int, timeout_s: float, meanwhile: Iterable[object]
+    ) -> Sequence[Answer]:
+        """One answer for each rank, in rank order, and the same everywhere."""
+
+    def close(self) -> None:
+        """End whatever was started."""
+
+
+class World:
+    """Ranks to run functions on.
+
+    Under torchrun they are the ranks that it started, and every one of them must call ``run`` alike; anywhere else they
+    are processes of this machine, started when first needed and used again. A world is not for several threads.
+    """
+
+    def __init__(self, *, device: str = "cpu", timeout_s: float = 120.0) -> None:
+        """``device`` is ``cpu`` or ``cuda``; ``timeout_s`` bounds each run, in seconds. Others raise ValueError."""
+        if device not in ("cpu", "cuda"):
+            raise ValueError(f"a world's device is cpu or cuda, not {device!r}")
+        self.device = device
+        self.timeout_s = _bound(timeout_s)
+        self._place: Place | None = None
+
+    def run(
+        self,
+        job: Callable[..., Result],
+        *args: object,
+        ranks: int,
+        timeout_s: float | None = None,
+        meanwhile: Iterable[object] = (),
+    ) -> list[Result]:
+        """Call ``job(context, *args)`` on each of ``ranks`` ranks: the results in rank order, the same list everywhere.
+
+        Job, arguments and results travel as bytes, so closures are welcome. What a job changes stays on its rank, also
+        for later jobs there: a default dtype, say. Let results be on the CPU. ``meanwhile`` is work of the caller's
+        own, step by step: some of it, none or all is done while ranks that leave room for it are busy. Between two
+        steps they are looked after, so let steps be short; what one raises ends the run.
+        Raises RankFailed, culprit first, where a rank raises, dies, or has not finished after the bound in seconds;
+        NeedsMoreRanks where a launcher started fewer; the skip, where every rank skips for one reason.
+        """
+        __tracebackhide__ = True  # in a test's traceback the test's own line is what matters
+        if ranks < 1:
+            raise ValueError(f"a job runs on at least 1 rank, not {ranks}")
+        bound_s = self.timeout_s if timeout_s is None else _bound(timeout_s)
+        order = pack((sys.path, pack((job, args))))
+        if self._place is None:
+            self._place = _place(self.device)
+        label = _label(job)
+        return _results(self._place.run(order, label=label, ranks=ranks, timeout_s=bound_s, meanwhile=meanwhile))
+
+    def close(self) -> None:
+        """End the processes of this world, whatever they do, within a bound. A later run starts new ones."""
+        if self._place is not None:
+            self._place.close()
+            self._place = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _place(device: str) -> Place:
+    return Torchrun(device) if under_torchrun() else Processes(device)
+
+
+def _bound(timeout_s: float) -> float:
+    if not 0 < timeout_s <= MOST_SECONDS:
+        raise ValueError(f"a bound is a positive number of seconds, not {timeout_s}; at most {MOST_SECONDS:g}")
+    return timeout_s
+
+
+def _label(job: Callable[..., object]) -> str:
+    named = job if hasattr(job, "__qualname__") else type(job)  # a functools.partial has no name of its own
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def _results(answers: Sequence[Answer]) -> list[Any]:
+    __tracebackhide__ = True
+    if not any(answer.failed for answer in answers):
+        return [_result(answer) for answer in answers]
+    reports = [answer.report for answer in answers]
+    if len({report.message for report in reports}) == 1 and all(r.ending is Ending.SKIPPED for r in reports):
+        _skip(reports[0].message)
+    raise RankFailed(reports, _cause(answers[culprit_of(reports)]))
+
+
+def _result(answer: Answer) -> object:
+    try:
+        return unpack(answer.payload)
+    except Exception as error:  # no one type: an object's own code runs when it is unpacked
+        raise WorldError(f"the result of rank {answer.report.rank} cannot be read here: {error!r}") from error
+
+
+def _cause(answer: Answer) -> ValueError | None:
+    try:
+        cause = unpack(answer.payload) if answer.payload else None
+    except Exception:  # an exception whose constructor wants more than it kept; the report has its text
+        return None
+    return cause if isinstance(cause, ValueError) else None
+
+
+def _skip(reason: str) -> NoReturn:
+    __tracebackhide__ = True
+    import pytest  # a job that skips has imported it; a world outside tests does without
+
+    raise pytest.skip.Exception(reason, _use_item_location=True)
