@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 from validation import Case, World
 from validation.cases.fuzz import cases
+from validation.cases.judgement import judge
 from validation.cases.observe import observe, observe_rank
 from validation.cases.validator import validate
-from validation.judging.judge import judge
 from validation.worlds.world import RankContext
 
 _LEAST = 20.0

@@ -7,12 +7,11 @@ from time import perf_counter
 from bench_table import Row, Target
 
 from validation.cases.case import Case
+from validation.cases.judgement import diagnose, judge
 from validation.cases.observe import observe
 from validation.cases.specimens import FAMILIES
 from validation.cases.specimens.specimen import unchanged_order
 from validation.cases.trial import case_for
-from validation.diagnosis.diagnose import diagnose
-from validation.judging.judge import judge
 from validation.judging.verdict import Verdict
 from validation.observers.observed import Observed
 from validation.worlds.world import RankFailed, World

@@ -6,8 +6,8 @@ import pytest
 
 from pipeline import Action, Kind, Schedule, build
 from validation.cases.case import MODELS, Case
+from validation.cases.judgement import judge
 from validation.cases.observe import observe
-from validation.judging.judge import judge
 from validation.worlds.world import World
 
 

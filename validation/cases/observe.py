@@ -1,6 +1,5 @@
 """Running a case on real ranks and bringing back what they produced. Observers are wrapped around parts of the step."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -25,6 +24,7 @@ from validation.observers.observed import Observed, RankOperation
 from validation.observers.recorder import Recorder
 from validation.observers.recording import Site
 from validation.observers.wrappers import AroundGradients, AroundStage, Steps
+from validation.worlds.deterministic import deterministic
 from validation.worlds.world import RankContext, World
 
 # A wait inside a step ends sooner than the world's own bound, so that it is the rank that says what it waited for.
@@ -108,13 +108,6 @@ def data_for(case: Case, operation: int) -> list[Batch]:
 def model_for(case: Case) -> Model:
     """The model that ``case`` is about, whole, on the CPU, with the weights that every rank begins with."""
     return build_model(case.model, layers=case.layers, seed=case.seed, dtype=case.dtype)
-
-
-def deterministic(device: str) -> None:
-    """Make a GPU give the same bits twice; a CPU with one thread does so anyway."""
-    if device.startswith("cuda"):
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
 
 
 def observe_rank(context: RankContext, case: Case, record: bool = False) -> list[RankOperation]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from reference.model import Model
+from validation.judging.copies import copies_apart
 
 
 class Slice(nn.Module):
@@ -57,14 +58,6 @@ def owners(model: Model, split: Sequence[int]) -> dict[str, int]:
 def tied_across(model: Model, split: Sequence[int]) -> list[Mapping[int, str]]:
     """The tied parameters whose copies lie in several stages: for each, the name of its copy by stage."""
     return copies_apart(model, owners(model, split))
-
-
-def copies_apart(model: nn.Module, owner: Mapping[str, int]) -> list[Mapping[int, str]]:
-    """As ``tied_across``, where ``owner`` has the stage of every parameter name."""
-    by_tensor: dict[int, dict[int, str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        by_tensor.setdefault(id(parameter), {}).setdefault(owner[name], name)
-    return [copies for copies in by_tensor.values() if len(copies) > 1]
 
 
 def on_device(model: Model, layers: range, device: str) -> Slice:

@@ -10,13 +10,12 @@ from pipeline.lower import lower
 from pipeline.program_laws import violations
 from pipeline.schedules import LOOPED, virtuals
 from validation.cases.case import Case
+from validation.cases.judgement import diagnose, judge
 from validation.cases.observe import observe
 from validation.cases.specimens import SPECIMENS
 from validation.cases.specimens.specimen import Specimen, unchanged_order
 from validation.cases.validator import crashed, explained, refused
-from validation.diagnosis.diagnose import diagnose
 from validation.judging.cause import Cause
-from validation.judging.judge import judge
 from validation.judging.verdict import Verdict
 from validation.observers.observed import Observed
 from validation.worlds.world import RankFailed, World

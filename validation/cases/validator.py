@@ -7,11 +7,10 @@ from time import perf_counter
 from pipeline.laws import Violation
 from pipeline.lower import Program, lower
 from validation.cases.case import Case
+from validation.cases.judgement import diagnose, judge
 from validation.cases.observe import observe
 from validation.cases.runtimes import OWN
-from validation.diagnosis.diagnose import diagnose
 from validation.judging.cause import Cause
-from validation.judging.judge import judge
 from validation.judging.verdict import Verdict
 from validation.observers.observed import Observed
 from validation.worlds.rank_report import Ending, RankFailed, RankReport

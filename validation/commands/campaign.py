@@ -13,11 +13,11 @@ from pipeline.profile import profile_table
 from validation.cases.case import Case
 from validation.cases.findings import FINDINGS, Finding, known
 from validation.cases.fuzz import Found, Tally, cases, fuzz
+from validation.cases.judgement import judge
 from validation.cases.observe import observe
 from validation.cases.runtimes import OWN
 from validation.cases.specimens import specimen
 from validation.cases.validator import crashed, explained, validate
-from validation.judging.judge import judge
 from validation.judging.verdict import SCHEMA, Verdict
 from validation.observers.observed import Observed
 from validation.records.case_record import observed_record

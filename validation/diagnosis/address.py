@@ -3,16 +3,15 @@
 import hashlib
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from validation.diagnosis.nearest import Likes
 from validation.judging.tolerance import FP32, error, precision_of
+from validation.observers.identity import NARROWER, Label, What
 from validation.observers.recording import Point
 
-NARROWER = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _GARBAGE = 1e12  # times the largest expected element: no arithmetic error comes near
 _TINY = 1e-30  # memory that was never written is full of numbers below this
 _SMALL = 1000  # whole numbers up to this are equal by chance
@@ -21,40 +20,6 @@ _MANY = 32  # elements of which it shows whether what was added to them is noise
 _NOISE = 0.5  # of the size of a tensor: with more than that little of it is its own
 _EVERYWHERE = 0.9  # of all elements
 _CHANCE = 4.0  # standard deviations that chance does not reach
-
-
-@dataclass(frozen=True)
-class Label:
-    """Whose a tensor of the reference is. ``ago``: how many operations before the one in question."""
-
-    point: Point
-    ago: int = 0
-
-    def text(self, at: Point) -> str:
-        """Named as seen from ``at``: what is the same goes without saying."""
-        words = [f"microbatch {self.point.microbatch}'s"]
-        if self.point.where != at.where:
-            words.append(self.point.where)
-        if self.point.stage != at.stage:
-            words.append(f"at stage {self.point.stage}")
-        if self.ago:
-            words.append("of the previous step" if self.ago == 1 else f"of {self.ago} operations earlier")
-        return " ".join(words)
-
-
-@dataclass(frozen=True)
-class What:
-    """What a tensor is in place of the expected one.
-
-    kind: other, member (another of the same boundary), stale, partial, rounded, multiple, zero, not-finite,
-    uninitialised, reordered, noisy, sum, shape, missing, unexpected or different. ``label`` says whose, where it is
-    somebody's; ``factor`` of a multiple.
-    """
-
-    kind: str
-    text: str
-    factor: float | None = None
-    label: Label | None = None
 
 
 class Catalogue:

@@ -8,17 +8,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from reference.pairing import Pairing
-from reference.step import Expected, Gradient, Recipe, Site, Stage
-from validation.cases.case import Case
-from validation.cases.observe import data_for
-from validation.cases.stages import layers_of, tied_across
+from reference.step import Expected, Gradient, Site, Stage
 from validation.diagnosis.atoms import Wrong
 from validation.diagnosis.explanation import Explainer, Explanation
 from validation.diagnosis.flow import Played
 from validation.diagnosis.naming import name_causes
+from validation.diagnosis.setup import Setup
 from validation.diagnosis.tied import Shares, explain_tied
 from validation.diagnosis.update import Update
 from validation.judging.cause import Cause
+from validation.judging.copies import copies_apart
 from validation.observers.observed import Observed
 
 
@@ -76,26 +75,26 @@ def handed_on(explanation: Explanation) -> tuple[Wrong, ...]:
     return tuple(found)
 
 
-def attribute_case(case: Case, observed: Observed, played: Sequence[Played]) -> Attribution:
-    """Attribute the gradients that ``case`` produced in the last operation of ``played``, which is a "train"."""
-    return attribute(update_of(case, observed, played))
+def attribute_run(setup: Setup, observed: Observed, played: Sequence[Played]) -> Attribution:
+    """Attribute the gradients that a run produced in the last operation of ``played``, which is a "train"."""
+    return attribute(update_of(setup, observed, played))
 
 
-def update_of(case: Case, observed: Observed, played: Sequence[Played]) -> Update:
+def update_of(setup: Setup, observed: Observed, played: Sequence[Played]) -> Update:
     """What attribution needs, from all operations up to the update as the reference did them. All is on the CPU."""
     last = len(played) - 1
-    assert case.plan[last] == "train", "only an update has gradients"
+    assert setup.plan[last] == "train", "only an update has gradients"
     pending: list[Pairing] = []
     evaluated: list[Pairing] = []
     before: Pairing | None = None
     old: Expected | None = None
     for one in played:
-        pairing = _pairing(case, one)
-        if case.plan[one.number] == "eval":
+        pairing = _pairing(setup, one)
+        if setup.plan[one.number] == "eval":
             evaluated.append(pairing)
         else:
             pending.insert(0, pairing)
-        if case.plan[one.number] == "train" and one.number < last:
+        if setup.plan[one.number] == "train" and one.number < last:
             before, old = pending[0], one.expected
             pending = []
     return Update(
@@ -105,19 +104,19 @@ def update_of(case: Case, observed: Observed, played: Sequence[Played]) -> Updat
         tuple(pending[1:]),
         before,
         _gradients(old),
-        tied_across(played[last].model, case.split),
+        copies_apart(played[last].model, setup.owner),
         evaluated,
-        case.built.placement,
+        setup.placement,
     )
 
 
-def _pairing(case: Case, one: Played) -> Pairing:
+def _pairing(setup: Setup, one: Played) -> Pairing:
     return Pairing(
         one.model,
         before={name: value.detach() for name, value in one.model.named_parameters(remove_duplicate=False)},
-        layers=layers_of(case.split),
-        batches=data_for(case, one.number),
-        recipe=Recipe(loss=case.loss),
+        layers=setup.layers,
+        batches=setup.batches(one.number),
+        recipe=setup.recipe,
     )
 
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from validation.cases.case import Case
 from validation.diagnosis.evidence import Evidence
 from validation.diagnosis.rules.attributed import attributed
 from validation.diagnosis.rules.boundaries import boundaries
@@ -20,6 +19,7 @@ from validation.diagnosis.rules.reduction import reduction
 from validation.diagnosis.rules.report import report
 from validation.diagnosis.rules.sums import sums
 from validation.diagnosis.rules.update import clip, update
+from validation.diagnosis.setup import Setup
 from validation.judging.cause import Cause
 from validation.judging.judge import one_thread
 from validation.judging.verdict import Verdict
@@ -48,11 +48,11 @@ _USED: Mapping[Rule, str] = {
 }
 
 
-def diagnose(case: Case, observed: Observed, verdict: Verdict) -> Verdict:
+def diagnose(setup: Setup, observed: Observed, verdict: Verdict) -> Verdict:
     """``verdict`` with its causes, the likeliest first; none where the evidence does not decide."""
     if verdict.verdict == "pass" or not verdict.mismatches:
         return verdict
-    evidence = Evidence(case, observed, verdict)
+    evidence = Evidence(setup, observed, verdict)
     with one_thread():
         return followed(verdict, evidence, _links(evidence), unexplained=lambda link: _left(link, evidence))
 

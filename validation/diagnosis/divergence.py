@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from validation.diagnosis.address import Catalogue, Label, What, agrees, what_is
+from validation.diagnosis.address import Catalogue, agrees, what_is
+from validation.observers.identity import Label, What
 from validation.observers.recording import (
     BACKWARD_POINTS,
     FLOWED,

@@ -6,17 +6,16 @@ from functools import cached_property
 
 from torch import Tensor
 
-from reference.model import DTYPES
 from reference.step import Expected
-from validation.cases.case import Case
-from validation.cases.stages import tied_across
-from validation.diagnosis.attribution import Attribution, attribute_case
+from validation.diagnosis.attribution import Attribution, attribute_run
 from validation.diagnosis.broken import Broken
 from validation.diagnosis.divergence import Divergence, Ground, Positions, divergences
 from validation.diagnosis.flow import Played, parts_of, play
 from validation.diagnosis.hypotheses import Tried
 from validation.diagnosis.interference import Known, broken_between
+from validation.diagnosis.setup import Setup
 from validation.diagnosis.sums import broken_additions
+from validation.judging.copies import copies_apart
 from validation.judging.tolerance import PRECISIONS
 from validation.judging.verdict import Verdict
 from validation.observers.observed import Observed
@@ -29,7 +28,7 @@ Gradients = Mapping[str, Tensor | None]
 class Evidence:
     """A failed verdict with the run that it is about. What is costly is worked out when first asked for."""
 
-    case: Case
+    setup: Setup
     observed: Observed
     verdict: Verdict
 
@@ -40,19 +39,19 @@ class Evidence:
 
     @property
     def operation(self) -> str:
-        return self.case.plan[self.number]
+        return self.setup.plan[self.number]
 
     @property
     def stages(self) -> int:
-        return self.case.stages
+        return self.setup.stages
 
     @property
     def microbatches(self) -> int:
-        return self.case.microbatches
+        return self.setup.microbatches
 
     @property
     def ranks(self) -> int:
-        return self.case.ranks
+        return self.setup.ranks
 
     @property
     def unseen(self) -> tuple[int, ...]:
@@ -62,13 +61,13 @@ class Evidence:
     @cached_property
     def concerned(self) -> range:
         """The operations whose gradients the failing one uses; an error may lie in any of them."""
-        updates = [k for k in range(self.number) if self.case.plan[k] == "train"]
+        updates = [k for k in range(self.number) if self.setup.plan[k] == "train"]
         return range(updates[-1] + 1 if updates else 0, self.number + 1)
 
     @cached_property
     def played(self) -> list[Played]:
         """The reference's operations up to the failing one."""
-        return play(self.case, self.observed, self.number)
+        return play(self.setup, self.observed, self.number)
 
     @property
     def expected(self) -> Expected:
@@ -83,7 +82,7 @@ class Evidence:
     @property
     def limit(self) -> float:
         """The largest relative error that rounding explains, as the laws measured it."""
-        least = PRECISIONS[DTYPES[self.case.dtype]].least
+        least = PRECISIONS[self.setup.dtype].least
         return max(
             [
                 least,
@@ -113,9 +112,9 @@ class Evidence:
         start: dict[int, Gradients] = {}
         for number in self.concerned:
             recording = self.observed.recording(number)
-            if recording is None or self.case.plan[number] == "eval":
+            if recording is None or self.setup.plan[number] == "eval":
                 continue
-            for stage in reversed(range(self.case.stages)):
+            for stage in reversed(range(self.setup.stages)):
                 found += self._broken(number, stage, recording, start)
         return found
 
@@ -132,16 +131,16 @@ class Evidence:
     @cached_property
     def tied(self) -> list[list[Site]]:
         """For each parameter that several stages hold, its copies."""
-        return [list(copies.items()) for copies in tied_across(self.played[0].model, self.case.split)]
+        return [list(copies.items()) for copies in copies_apart(self.played[0].model, self.setup.owner)]
 
     @cached_property
     def attribution(self) -> Attribution | None:
         """What the gradients of the update that the failing operation is part of are made of; None without one."""
-        updates = [k for k in range(self.number, len(self.case.plan)) if self.case.plan[k] == "train"]
+        updates = [k for k in range(self.number, len(self.setup.plan)) if self.setup.plan[k] == "train"]
         if not updates:
             return None
-        played = self.played if updates[0] == self.number else play(self.case, self.observed, updates[0])
-        return attribute_case(self.case, self.observed, played)
+        played = self.played if updates[0] == self.number else play(self.setup, self.observed, updates[0])
+        return attribute_run(self.setup, self.observed, played)
 
     @property
     def unexplained(self) -> tuple[str, ...]:
@@ -154,7 +153,7 @@ class Evidence:
 
     def earlier(self, stage: int) -> Gradients:
         """A stage's gradients in the training step before the failing one."""
-        steps = [k for k in range(self.number) if self.case.plan[k] == "train"]
+        steps = [k for k in range(self.number) if self.setup.plan[k] == "train"]
         return of_stage(self.observed.gradients(steps[-1]), stage) if steps else {}
 
     def _divergences(self, number: int) -> list[Divergence]:
@@ -177,7 +176,7 @@ class Evidence:
         begun = start.get(stage, {})
         known = Known(earlier=self.earlier(stage), parameters=of_stage(recording.parameters, stage))
         found += broken_between(stage, additions, start=begun, end=end, known=known)
-        start[stage] = last if self.case.plan[number] == "accumulate" else {}
+        start[stage] = last if self.setup.plan[number] == "accumulate" else {}
         return found
 
 

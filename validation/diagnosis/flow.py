@@ -8,11 +8,9 @@ import torch
 from torch import Tensor
 
 from reference.boundary import Boundary, boundary
-from reference.model import Model, build_model
-from reference.step import Expected, Recipe, Reference, objective
-from validation.cases.case import Case
-from validation.cases.observe import data_for, max_norm_of
-from validation.cases.stages import layers_of, owners
+from reference.model import Model
+from reference.step import Expected, Reference, objective
+from validation.diagnosis.setup import Setup
 from validation.observers.observed import Observed
 from validation.observers.recording import (
     FLOWED,
@@ -47,16 +45,15 @@ class Played:
         }
 
 
-def play(case: Case, observed: Observed, until: int) -> list[Played]:
+def play(setup: Setup, observed: Observed, until: int) -> list[Played]:
     """The reference's operations 0 to ``until``, adding in the orders in which the ranks ran their backwards."""
-    model = build_model(case.model, layers=case.layers, seed=case.seed, dtype=case.dtype)
-    recipe = Recipe(loss=case.loss)
-    reference = Reference(model, owner=owners(model, case.split), recipe=recipe)
-    every = list(range(case.microbatches))
+    model = setup.build()
+    reference = Reference(model, owner=setup.owner, recipe=setup.recipe)
+    every = list(range(setup.microbatches))
     played = []
     for number in range(until + 1):
-        name, batches = case.plan[number], data_for(case, number)
-        loss_fn, divisor = objective(model, batches, recipe)
+        name, batches = setup.plan[number], setup.batches(number)
+        loss_fn, divisor = objective(model, batches, setup.recipe)
         # A copy each for evaluation and for training: forwards may leave something behind.
         before = copy.deepcopy(model)
         cut = copy.deepcopy(before)
@@ -64,7 +61,7 @@ def play(case: Case, observed: Observed, until: int) -> list[Played]:
             boundary(
                 cut,
                 batch,
-                stages=layers_of(case.split),
+                stages=setup.layers,
                 loss_fn=loss_fn,
                 divisor=divisor,
                 training=name != "eval",
@@ -72,7 +69,7 @@ def play(case: Case, observed: Observed, until: int) -> list[Played]:
             for batch in batches
         )
         orders = {s: o if sorted(o) == every else every for s, o in observed.backwards(number).items()}
-        expected = reference.perform(name, batches, orders=orders, max_norm=max_norm_of(case, number))
+        expected = reference.perform(name, batches, orders=orders, max_norm=setup.max_norm(number))
         played.append(Played(number, expected, boundaries, before))
     return played
 

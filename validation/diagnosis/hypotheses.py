@@ -11,12 +11,11 @@ from torch import Tensor
 
 from reference.boundary import Tensors, run_layers
 from reference.model import Model
-from validation.cases.case import Case
-from validation.cases.observe import data_for
-from validation.cases.stages import layers_of
-from validation.diagnosis.address import NARROWER, agrees
+from validation.diagnosis.address import agrees
 from validation.diagnosis.flow import Played
+from validation.diagnosis.setup import Setup
 from validation.judging.tolerance import FP32, precision_of
+from validation.observers.identity import NARROWER
 
 _FEW = 4  # layers whose every order is tried
 
@@ -58,7 +57,7 @@ class _Cast(_Alternative):
 
 
 def computed(
-    case: Case, played: Mapping[int, Played], number: int, stage: int, *, microbatch: int, seen: Tensor, tried: Tried
+    setup: Setup, played: Mapping[int, Played], number: int, stage: int, *, microbatch: int, seen: Tensor, tried: Tried
 ) -> tuple[str, str] | None:
     """The kind of cause and its words, if ``seen`` is what ``stage`` gives when something is done wrongly.
 
@@ -66,45 +65,47 @@ def computed(
     """
     inputs = played[number].boundaries[microbatch].inputs[stage]
     if stage not in tried:
-        tried[stage] = list(_alternatives(case, played, number, stage))
+        tried[stage] = list(_alternatives(setup, played, number, stage))
     for one in tried[stage]:
         made = one.run(inputs)
         if made is not None and agrees(seen, made, precision_of(made.dtype).least):
             tried[stage] = [one]
             return one.kind, one.text
     tried[stage] = []
-    if draws(case, played, number, stage):
+    if draws(setup, played, number, stage):
         return "randomness", "the stage draws random numbers, and others gave this output"
     return None
 
 
-def draws(case: Case, played: Mapping[int, Played], number: int, stage: int) -> bool:
+def draws(setup: Setup, played: Mapping[int, Played], number: int, stage: int) -> bool:
     """Whether a stage does something else in training, other than with statistics of the batch."""
-    now, layers = played[number], layers_of(case.split)[stage]
-    if case.plan[number] == "eval" or any(True for _ in now.model.buffers()):
+    now, layers = played[number], setup.layers[stage]
+    if setup.plan[number] == "eval" or any(True for _ in now.model.buffers()):
         return False
     inputs = now.boundaries[0].inputs[stage]
     trained, evaluated = (_Alternative("", "", now.model, layers, mode).run(inputs) for mode in (True, False))
     return trained is not None and evaluated is not None and not torch.equal(trained, evaluated)
 
 
-def other_target(case: Case, played: Mapping[int, Played], number: int, *, microbatch: int, seen: Tensor) -> str | None:
+def other_target(
+    setup: Setup, played: Mapping[int, Played], number: int, *, microbatch: int, seen: Tensor
+) -> str | None:
     """Whose targets give the loss ``seen`` with this microbatch's output, in words; None if nobody's do."""
     now = played[number]
     (output,) = now.boundaries[microbatch].outputs[-1]
-    loss_fn = now.model.sum_loss if case.loss == "tokens" else now.model.mean_loss
-    own = data_for(case, number)[microbatch].target
+    loss_fn = now.model.sum_loss if setup.recipe.loss == "tokens" else now.model.mean_loss
+    own = setup.batches(number)[microbatch].target
     for earlier in range(number, -1, -1):
         when = " of an earlier step" if earlier != number else ""
-        for other, batch in enumerate(data_for(case, earlier)):
+        for other, batch in enumerate(setup.batches(earlier)):
             if (other, earlier) != (microbatch, number) and batch.target.shape == own.shape:
                 if agrees(seen, loss_fn(output, batch.target), FP32.least):
                     return f"that of microbatch {other}'s targets{when}, expected microbatch {microbatch}'s"
     return None
 
 
-def _alternatives(case: Case, played: Mapping[int, Played], number: int, stage: int) -> Iterator[_Alternative]:
-    model, layers, training = played[number].model, layers_of(case.split)[stage], case.plan[number] != "eval"
+def _alternatives(setup: Setup, played: Mapping[int, Played], number: int, stage: int) -> Iterator[_Alternative]:
+    model, layers, training = played[number].model, setup.layers[stage], setup.plan[number] != "eval"
     named = {True: "training", False: "evaluation"}
     yield _Alternative("mode", f"its module ran in {named[not training]} mode", model, layers, not training)
     if number - 1 in played:
@@ -113,7 +114,7 @@ def _alternatives(case: Case, played: Mapping[int, Played], number: int, stage: 
     for name, dtype in NARROWER.items():
         yield _Alternative("rounded", f"it was computed in {name}", model, layers, training, dtype)
         yield _Cast("rounded", f"it was computed in {name}", model, layers, training, dtype)
-    for other in layer_orders(list(layers), case.layers):
+    for other in layer_orders(list(layers), sum(map(len, setup.layers))):
         text = f"it computed layers {_list(other)}, expected {_list(layers)}"
         yield _Alternative("partition", text, model, other, training)
 

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from validation.diagnosis.address import NARROWER
+from validation.observers.identity import NARROWER
 
 _SAMPLE = 256  # elements that a scale must explain
 _LEAST = 16  # elements, with fewer of which any scale would do

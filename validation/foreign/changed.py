@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 
-from validation.diagnosis.address import What
+from validation.observers.identity import What
 from validation.observers.sketch import Sketch
 
 _ROUNDED = 2.0**-7  # more than rounding to bfloat16 changes

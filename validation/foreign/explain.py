@@ -6,7 +6,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from validation.diagnosis.address import NARROWER
 from validation.diagnosis.diagnose import followed
 from validation.diagnosis.rules.attributed import named
 from validation.diagnosis.rules.laws import counts, modes, partition
@@ -19,6 +18,7 @@ from validation.foreign.unreduced import unreduced
 from validation.judging.cause import Cause
 from validation.judging.tolerance import error, same_bits
 from validation.judging.verdict import Verdict
+from validation.observers.identity import NARROWER
 
 Link = Callable[[StepFacts], list[Cause]]
 

@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from validation.diagnosis.address import What
 from validation.diagnosis.divergence import roots
 from validation.foreign.places import INPUT
 from validation.foreign.step_facts import StepFacts
+from validation.observers.identity import What
 from validation.observers.observed import Crossing
 from validation.observers.recording import FLOWED, FORWARD_POINTS, GIVEN, HANDED_ON, KEPT, MADE, RECEIVED, Point
 

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pipeline.action import Action
-from validation.cases.observe import deterministic
 from validation.foreign.handed_back import HandBackError, HandedBack, understood
 from validation.foreign.matching import Local, Names, renamed
 from validation.foreign.share import Replicas
@@ -16,6 +15,7 @@ from validation.observers.initial_weights import FirstSight
 from validation.observers.shards import Index, InShards, Shard, ShardError, shard_at, shard_of
 from validation.observers.sketch import contents, digest
 from validation.observers.watching import Call, Watcher, watching
+from validation.worlds.deterministic import deterministic
 from validation.worlds.posted_messages import noted_messages
 from validation.worlds.worker import RankContext
 

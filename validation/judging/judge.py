@@ -10,13 +10,11 @@ import torch
 from torch import Tensor
 
 from reference.step import Expected, Site
-from validation.cases.case import Case
-from validation.cases.observe import deterministic
 from validation.judging.execution import Conduct
 from validation.judging.floors import Floors
 from validation.judging.headings import NOWHERE, Placing
 from validation.judging.ledger import Ledger
-from validation.judging.requirements import Subject, subject_of
+from validation.judging.requirements import Subject
 from validation.judging.tolerance import Floor, may_be_rounded, same_bits, update_floor
 from validation.judging.verdict import Tier, Verdict, overall
 from validation.observers.observed import Observed
@@ -277,14 +275,8 @@ class Judge:
             self.ledger.remark("updated-parameters", f"steps of {which} vanish in rounding")
 
 
-def judge(case: Case, observed: Observed, *, measure: bool = False) -> Verdict:
-    """The verdict on what ``case`` produced. ``measure``: measure floors even where every bit agrees, to report."""
-    deterministic(case.device)
-    return judged(subject_of(case, LAWS), observed, measure=measure)
-
-
 def judged(subject: Subject, observed: Observed, *, measure: bool = False) -> Verdict:
-    """The verdict on what ``subject`` produced; ``measure`` as for ``judge``."""
+    """The verdict on what ``subject`` produced. ``measure``: measure floors even where every bit agrees, to report."""
     began = perf_counter()
     with one_thread():
         at = Judge(subject, observed)

@@ -3,12 +3,8 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from reference.model import build_model
-from reference.step import Recipe, Reference, Site
-from validation.cases.case import Case
-from validation.cases.observe import data_for, max_norm_of
-from validation.cases.stages import copies_apart, owners
-from validation.judging.oracle import LiveOracle, Oracle
+from reference.step import Site
+from validation.judging.oracle import Oracle
 
 
 @dataclass(frozen=True)
@@ -36,21 +32,3 @@ class Subject:
     uncalled: Collection[int] = ()
     every_rank: bool = True
     bindings: str = ""
-
-
-def subject_of(case: Case, laws: tuple[str, ...]) -> Subject:
-    """``case`` as a subject: its reference, and what its plan leaves out."""
-    device = "cpu" if case.device == "cpu" else "cuda:0"
-    model = build_model(case.model, layers=case.layers, seed=case.seed, dtype=case.dtype).to(device)
-    owner = owners(model, case.split)
-    tied = copies_apart(model, owner)
-    oracle = LiveOracle(
-        Reference(model, owner=owner, recipe=Recipe(loss=case.loss, late=case.late)),
-        plan=case.plan,
-        batches=lambda number: [batch.to(device) for batch in data_for(case, number)],
-        max_norm=lambda number: max_norm_of(case, number),
-    )
-    due = frozenset((stage, name) for name, stage in owner.items())
-    laws = (*laws, "replicas") if case.replicas > 1 else laws
-    microbatches = case.microbatches * case.replicas
-    return Subject(str(case), laws, case.plan, microbatches, due, oracle, tied, bindings=case.bindings)

@@ -8,7 +8,7 @@ from torch import Tensor
 from pipeline.action import GIVES_WEIGHT_GRADIENT, Action, Kind
 from pipeline.profile import Profile
 from pipeline.schedule import Schedule
-from validation.diagnosis.address import What
+from validation.observers.identity import What
 from validation.observers.recording import Recording, Site, together
 
 UNTOLD = -1  # the microbatch of a call of which nothing tells it

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from validation.diagnosis.address import NARROWER
+from validation.observers.identity import NARROWER
 
 _DIRECTIONS = 4
 _FEW = 16

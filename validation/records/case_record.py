@@ -11,12 +11,13 @@ from pipeline.action import GIVES_WEIGHT_GRADIENT
 from reference.data import Batch
 from reference.step import Expected, Recipe, Reference, Site
 from validation.cases.case import Case
-from validation.cases.observe import data_for, deterministic, max_norm_of, model_for
+from validation.cases.observe import data_for, max_norm_of, model_for
 from validation.cases.stages import owners
 from validation.judging.floors import Floors, Pending
 from validation.judging.judge import one_thread
 from validation.observers.observed import Observed, RankOperation
 from validation.records.record import Place, Record, RecordedFloors, RecordedOperation, microbatch_digests
+from validation.worlds.deterministic import deterministic
 
 Value = TypeVar("Value")
 

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from validation.cases.case import Case, CaseError
+from validation.cases.judgement import setup_of
 from validation.cases.observe import data_for, model_for
 from validation.diagnosis.attribution import update_of
 from validation.diagnosis.flow import play
@@ -28,8 +29,9 @@ def case_of(record: Record) -> Case | None:
 
 def remade(case: Case, facts: RecordFacts) -> Update:
     """The step that ``facts`` are about, made once more on one device."""
-    played = play(case, facts.observed, facts.number)
-    return replace(update_of(case, facts.observed, played), expected=facts.expected.gradients)
+    setup = setup_of(case)
+    played = play(setup, facts.observed, facts.number)
+    return replace(update_of(setup, facts.observed, played), expected=facts.expected.gradients)
 
 
 def _same(record: Record, case: Case) -> bool:

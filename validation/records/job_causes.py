@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from reference.step import Gradient
-from validation.cases.stages import copies_apart
 from validation.diagnosis.update import Update
+from validation.judging.copies import copies_apart
 from validation.judging.headings import NOWHERE
 from validation.judging.verdict import Verdict
 from validation.records.kept import Kept, Notes, address

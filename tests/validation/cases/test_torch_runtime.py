@@ -14,13 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 from validation.cases.case import Case, CaseError
 from validation.cases.findings import FINDINGS, Finding, known
 from validation.cases.fuzz import cases, fuzz
+from validation.cases.judgement import judge
 from validation.cases.observe import data_for, max_norm_of
 from validation.cases.replicated import as_one
 from validation.cases.runtimes import TORCH, TORCH_CLASSES
 from validation.cases.torch_runtime import TorchRank, observe_torch
 from validation.cases.validator import validate
 from validation.foreign import torch_pipelining
-from validation.judging.judge import judge
 from validation.judging.verdict import Verdict
 from validation.observers.observed import RankOperation
 from validation.worlds.world import RankContext, World

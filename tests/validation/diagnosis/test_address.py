@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from validation.diagnosis.address import Catalogue, What, what_is
+from validation.diagnosis.address import Catalogue, what_is
+from validation.observers.identity import What
 from validation.observers.recording import GIVEN, Point
 
 AT = Point(1, 0, GIVEN)

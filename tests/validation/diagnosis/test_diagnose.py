@@ -7,17 +7,16 @@ import pytest
 import torch
 
 from validation.cases.case import Case
+from validation.cases.judgement import diagnose, judge
 from validation.cases.observe import observe
 from validation.cases.specimens import SPECIMENS, tied
 from validation.cases.trial import located, smallest_of
 from validation.cases.validator import explained, validate
-from validation.diagnosis.diagnose import diagnose
 from validation.diagnosis.evidence import Evidence, of_stage
 from validation.diagnosis.rules.boundaries import boundaries
 from validation.diagnosis.rules.laws import weights
 from validation.diagnosis.rules.norm import norm
 from validation.judging.cause import Cause
-from validation.judging.judge import judge
 from validation.judging.verdict import Verdict, told
 from validation.observers.observed import Observed
 from validation.observers.recording import FLOWED, GIVEN, HANDED_ON, MADE, OUTPUT, Point, Recording, Site

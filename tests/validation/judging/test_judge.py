@@ -10,8 +10,9 @@ from torch import Tensor
 from reference.model import DTYPES, Model, build_model
 from reference.step import Recipe
 from validation.cases.case import FULL_PLAN, Case
+from validation.cases.judgement import judge
 from validation.cases.observe import observe
-from validation.judging.judge import LAWS, judge, one_thread, scenarios
+from validation.judging.judge import LAWS, one_thread, scenarios
 from validation.judging.verdict import Verdict
 from validation.observers.observed import Observed, RankOperation, Site
 from validation.worlds.world import World
@@ -210,7 +211,7 @@ def changed_model(monkeypatch: pytest.MonkeyPatch, change: Callable[[Model], Non
         change(model)
         return model
 
-    monkeypatch.setattr("validation.judging.requirements.build_model", build)
+    monkeypatch.setattr("validation.cases.judgement.build_model", build)
 
 
 def test_nan_in_the_reference_itself_is_unknown(observed: Observed, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,7 +279,7 @@ def _cast(gradients: Mapping[Site, Tensor | None] | None, dtype: torch.dtype) ->
 def test_an_optimizer_that_nobody_could_see_is_unknown(observed: Observed, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that move nothing: parameters agree, and that says nothing."""
     idle = Recipe(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0))
-    monkeypatch.setattr("validation.judging.requirements.Recipe", lambda **given: replace(idle, **given))
+    monkeypatch.setattr("validation.cases.judgement.Recipe", lambda **given: replace(idle, **given))
 
     def still(seen: RankOperation) -> RankOperation:
         start = dict(build_model("mlp", layers=2, seed=0).named_parameters())

@@ -7,7 +7,6 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from reference.model import DTYPES
 from validation.diagnosis.address import factor_of
 from validation.diagnosis.combination import whole_within
 from validation.diagnosis.divergence import Divergence
@@ -66,10 +65,10 @@ def boundaries(evidence: Evidence) -> list[Cause]:
     """The cause of the first divergence, then those of others that do not follow from it."""
     return causes_of(
         evidence.divergences,
-        evidence.case.microbatches,
+        evidence.microbatches,
         refine=lambda one: _refined(one, evidence),
         compounded=lambda: _by_stage(evidence),
-        room=max(_ONE_FACTOR, whole_within(DTYPES[evidence.case.dtype])),
+        room=max(_ONE_FACTOR, whole_within(evidence.setup.dtype)),
     )
 
 
@@ -127,12 +126,12 @@ def _refined(one: Divergence, evidence: Evidence) -> tuple[str, str] | None:
     played = {k: evidence.played[k] for k in range(number + 1)}
     if point.where == MADE:
         return computed(
-            evidence.case, played, number, point.stage, microbatch=point.microbatch, seen=seen, tried=evidence.tried
+            evidence.setup, played, number, point.stage, microbatch=point.microbatch, seen=seen, tried=evidence.tried
         )
     if point.where == LOSS:
-        other = other_target(evidence.case, played, number, microbatch=point.microbatch, seen=seen)
+        other = other_target(evidence.setup, played, number, microbatch=point.microbatch, seen=seen)
         return ("swapped-data", other) if other else _scaled_loss(evidence, number)
-    if point.where == HANDED_ON and draws(evidence.case, played, number, point.stage):
+    if point.where == HANDED_ON and draws(evidence.setup, played, number, point.stage):
         return "randomness", f"{one.what.text}; the stage draws random numbers, and the backward seems to have others"
     if point.where in (GIVEN, USED) and not point.stage and _cut_otherwise(evidence, number, point.where):
         return "swapped-data", "other parts of the same data: the batch was cut into microbatches in another way"
@@ -143,11 +142,11 @@ def _scaled_loss(evidence: Evidence, number: int) -> tuple[str, str] | None:
     """One number is a multiple of any other: only where all losses have one factor does it say something."""
     factors = list[float]()
     for m, one in enumerate(evidence.played[number].boundaries):
-        seen = _seen(evidence, Point(evidence.case.stages - 1, m, LOSS))
+        seen = _seen(evidence, Point(evidence.stages - 1, m, LOSS))
         if seen is None or not one.loss.any():
             return None
         factors.append(float(seen.double() / one.loss.cpu().double()))
-    room = max(1e-5, 2 * precision_of(DTYPES[evidence.case.dtype]).unit)
+    room = max(1e-5, 2 * precision_of(evidence.setup.dtype).unit)
     one_factor = max(factors) - min(factors) <= room * max(map(abs, factors)) and abs(factors[0] - 1) > room
     return ("scale", f"{factors[0]:.5g} times the expected") if one_factor and len(factors) > 1 else None
 
@@ -206,7 +205,7 @@ def _by_stage(evidence: Evidence) -> str:
     recording, expected = evidence.observed.recording(number), evidence.played[number].tensors()
     assert recording is not None, "a divergence comes from a recording"
     found: dict[int, float] = {}
-    for stage in reversed(range(1, evidence.case.stages)):
+    for stage in reversed(range(1, evidence.stages)):
         point = Point(stage, 0, HANDED_ON)
         for seen, wanted in zip(recording.tensors.get(point, ()), expected[point], strict=False):
             factor = None if seen is None or wanted is None else factor_of(seen, wanted.cpu(), 1e-4)

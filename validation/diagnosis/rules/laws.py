@@ -40,7 +40,7 @@ def weights(evidence: Evidence) -> list[Cause]:
         recording, model = evidence.observed.recording(number), evidence.played[number].model
         known = {name: tensor.detach() for name, tensor in model.named_parameters(remove_duplicate=False)}
         began = recording.parameters if recording is not None else _began(evidence, number)
-        limit = _DERIVED if recording is None else evidence.limit if "train" in evidence.case.plan[:number] else 0.0
+        limit = _DERIVED if recording is None else evidence.limit if "train" in evidence.setup.plan[:number] else 0.0
         wrong = {site: seen for site, seen in sorted(began.items()) if not _same(known.get(site[1]), seen, limit)}
         if wrong:
             return [_weights(evidence, number, wrong, known)]
@@ -81,11 +81,11 @@ def _began(evidence: Evidence, number: int) -> dict[Site, Tensor]:
     Before the first, they follow from what the update left, for that is linear in the gradient. Other ones show in the
     losses, so where these are right there is nothing to look for.
     """
-    updates = [k for k in range(number) if evidence.case.plan[k] == "train"]
+    updates = [k for k in range(number) if evidence.setup.plan[k] == "train"]
     if updates:
         return evidence.observed.parameters(updates[-1])
     norm = evidence.observed.ranks[0][number].norm
-    if not evidence.differs("loss") or evidence.case.plan[number] != "train" or not norm or norm != norm:
+    if not evidence.differs("loss") or evidence.setup.plan[number] != "train" or not norm or norm != norm:
         return {}
     factor, rate = clip_factor(evidence, norm), learning_rate()
     gradients = evidence.observed.gradients(number)

@@ -28,7 +28,7 @@ def norm(evidence: Evidence) -> list[Cause]:
     reported = [rank[evidence.number].norm for rank in evidence.observed.ranks]
     rank = found[0].rank or 0
     value = reported[rank]
-    alone = len({m.rank for m in found}) < evidence.case.ranks
+    alone = len({m.rank for m in found}) < evidence.ranks
     if value is None or not right:
         return [Cause("report", rank=rank if alone else None, detail=f"norm {value}, expected {right}")]
     others = chain(likely_norms(evidence, rank, reported), _of_case(evidence))

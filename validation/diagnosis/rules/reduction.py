@@ -22,7 +22,7 @@ def reduction(evidence: Evidence) -> list[Cause]:
         return []
     causes = [cause for copies in evidence.tied if (cause := _tied(evidence, copies, summed, reduced)) is not None]
     found: list[Broken] = []
-    for stage in reversed(range(evidence.case.stages)):
+    for stage in reversed(range(evidence.stages)):
         old, new = of_stage(summed, stage), of_stage(reduced, stage)
         known = Known(evidence.earlier(stage), summed, of_stage(evidence.recording.parameters, stage))
         tied = [name for owner, name in evidence.shared if owner == stage]

@@ -14,7 +14,7 @@ def sums(evidence: Evidence) -> list[Cause]:
     found = [one for one in evidence.broken_sums if not mended(one, evidence)]
     if found and found[0].kind == "computation":
         played = {one.number: one for one in evidence.played}
-        if draws(evidence.case, played, evidence.number, found[0].stage):
+        if draws(evidence.setup, played, evidence.number, found[0].stage):
             found = [replace(found[0], kind="randomness", detail=f"{found[0].detail}; the stage draws random numbers")]
     return causes_of(found, evidence)
 
@@ -24,7 +24,7 @@ def mended(one: Broken, evidence: Evidence) -> bool:
 
     Tied parameters do not count: their copies' gradients are made of more than their own stage's sums.
     """
-    if evidence.case.plan[evidence.number] != "train":
+    if evidence.setup.plan[evidence.number] != "train":
         return False
     wrong = {(m.stage, m.parameter) for m in evidence.verdict.mismatches if m.law in ("gradient", "none-ness")}
     own = {(stage, name) for stage, name in evidence.expected.gradients if stage == one.stage}
@@ -47,7 +47,7 @@ def causes_of(found: Sequence[Broken], evidence: Evidence) -> list[Cause]:
 def _cause(group: Sequence[Broken], evidence: Evidence) -> Cause:
     first = group[0]
     stages = {one.stage for one in group}
-    everywhere = len(stages) == evidence.case.stages > 1 and not first.parameters
+    everywhere = len(stages) == evidence.stages > 1 and not first.parameters
     names = sorted({name for one in group for name in one.parameters})
     more = f"; {len(names)} parameters: {', '.join(names[:3])}{', ...' * (len(names) > 3)}" if len(names) > 1 else ""
     also = "" if everywhere or len(stages) == 1 else f"; also at stage {', '.join(map(str, sorted(stages)[:-1]))}"

@@ -8,9 +8,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from reference.step import Recipe, objective
-from validation.cases.observe import data_for
-from validation.cases.stages import layers_of
+from reference.step import objective
 from validation.diagnosis.evidence import Evidence
 from validation.diagnosis.supposed import Line, Made, Supposed
 from validation.diagnosis.suppositions import of_backward, of_forward, spoiled
@@ -24,7 +22,7 @@ _NOTHING = Supposed("", 0, "")
 
 def supposed(evidence: Evidence) -> list[Cause]:
     """The one thing that explains every loss and every gradient, if there is one among those that are known."""
-    if evidence.case.plan[evidence.number] != "train":
+    if evidence.setup.plan[evidence.number] != "train":
         return []
     at = _Suppositions(evidence)
     wrong = sorted({m.microbatch for m in evidence.verdict.mismatches if m.law == "loss" and m.microbatch is not None})
@@ -36,12 +34,12 @@ class _Suppositions:
 
     def __init__(self, evidence: Evidence) -> None:
         self._evidence = evidence
-        case, number = evidence.case, evidence.number
-        self._batches = data_for(case, number)
+        setup, number = evidence.setup, evidence.number
+        self._batches = setup.batches(number)
         self._played = {one.number: one for one in evidence.played}
         model = self._played[number].model
-        self._layers = layers_of(case.split)
-        self._line = Line(model.train(), self._layers, *objective(model, self._batches, Recipe(loss=case.loss)))
+        self._layers = setup.layers
+        self._line = Line(model.train(), self._layers, *objective(model, self._batches, setup.recipe))
         self._seen = evidence.observed.gradients(number)
         self._right: dict[int, Made] = {}
         self._right_there: dict[tuple[int, int], Made | None] = {}
@@ -55,7 +53,7 @@ class _Suppositions:
         right, seen = self._evidence.expected.losses, self._evidence.observed.losses(self._number)
         if all(_same_loss(seen[m], right[m]) for m in wrong):
             return []
-        for stage in reversed(range(self._evidence.case.stages)):
+        for stage in reversed(range(self._evidence.stages)):
             for one in of_forward(self._played, self._evidence.number, stage, self._layers):
                 if all(self._gives_loss(one, m) for m in wrong) and self._gives_gradients(one, wrong):
                     every = len(wrong) == len(self._batches)

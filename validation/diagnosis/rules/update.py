@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from reference.step import Recipe
-from validation.cases.observe import max_norm_of
 from validation.diagnosis.evidence import Evidence, of_stage
 from validation.diagnosis.facts import Facts
 from validation.judging.cause import Cause
@@ -97,7 +96,7 @@ def factors(evidence: Evidence) -> dict[Site, Factor]:
 
 def clip_factor(evidence: Evidence, size: float | None) -> float:
     """What clipping multiplies by where the norm is ``size``."""
-    return to_clip(size, max_norm_of(evidence.case, evidence.number))
+    return to_clip(size, evidence.setup.max_norm(evidence.number))
 
 
 def to_clip(size: float | None, max_norm: float) -> float:
@@ -131,7 +130,7 @@ def _given(evidence: Evidence) -> dict[Site, tuple[Tensor, float]]:
     """
     if evidence.recording is not None:
         return {site: (one, 0.0) for site, one in evidence.recording.clipped.items() if one is not None}
-    if evidence.case.plan[evidence.number] != "train":
+    if evidence.setup.plan[evidence.number] != "train":
         return {}
     factor, rate = clip_factor(evidence, evidence.expected.norm), learning_rate()
     found = {}

@@ -1,0 +1,62 @@
+"""A case before the judge, and what a diagnosis of it may ask for: the reference, its data, its stages."""
+
+from reference.model import DTYPES, build_model
+from reference.step import Recipe, Reference
+from validation.cases.case import Case
+from validation.cases.observe import data_for, max_norm_of, model_for
+from validation.cases.stages import layers_of, owners
+from validation.diagnosis.diagnose import diagnose as diagnose_run
+from validation.diagnosis.setup import Setup
+from validation.judging.copies import copies_apart
+from validation.judging.judge import LAWS, judged
+from validation.judging.oracle import LiveOracle
+from validation.judging.requirements import Subject
+from validation.judging.verdict import Verdict
+from validation.observers.observed import Observed
+from validation.worlds.deterministic import deterministic
+
+
+def judge(case: Case, observed: Observed, *, measure: bool = False) -> Verdict:
+    """The verdict on what ``case`` produced. ``measure``: measure floors even where every bit agrees, to report."""
+    deterministic(case.device)
+    return judged(subject_of(case), observed, measure=measure)
+
+
+def diagnose(case: Case, observed: Observed, verdict: Verdict) -> Verdict:
+    """``verdict`` with its causes, the likeliest first; none where the evidence does not decide."""
+    return diagnose_run(setup_of(case), observed, verdict)
+
+
+def subject_of(case: Case) -> Subject:
+    """``case`` as a subject: its reference, and what its plan leaves out."""
+    device = "cpu" if case.device == "cpu" else "cuda:0"
+    model = build_model(case.model, layers=case.layers, seed=case.seed, dtype=case.dtype).to(device)
+    owner = owners(model, case.split)
+    oracle = LiveOracle(
+        Reference(model, owner=owner, recipe=Recipe(loss=case.loss, late=case.late)),
+        plan=case.plan,
+        batches=lambda number: [batch.to(device) for batch in data_for(case, number)],
+        max_norm=lambda number: max_norm_of(case, number),
+    )
+    due = frozenset((stage, name) for name, stage in owner.items())
+    laws = (*LAWS, "replicas") if case.replicas > 1 else LAWS
+    microbatches = case.microbatches * case.replicas
+    tied = copies_apart(model, owner)
+    return Subject(str(case), laws, case.plan, microbatches, due, oracle, tied, bindings=case.bindings)
+
+
+def setup_of(case: Case) -> Setup:
+    """``case`` as a diagnosis knows it."""
+    return Setup(
+        case.plan,
+        layers=tuple(layers_of(case.split)),
+        owner=owners(model_for(case), case.split),
+        placement=case.built.placement,
+        ranks=case.ranks,
+        microbatches=case.microbatches,
+        dtype=DTYPES[case.dtype],
+        recipe=Recipe(loss=case.loss),
+        build=lambda: model_for(case),
+        batches=lambda number: data_for(case, number),
+        max_norm=lambda number: max_norm_of(case, number),
+    )

@@ -1,0 +1,16 @@
+"""Copies of tied parameters that lie apart, in several stages."""
+
+from collections.abc import Mapping
+
+from torch import nn
+
+
+def copies_apart(model: nn.Module, owner: Mapping[str, int]) -> list[Mapping[int, str]]:
+    """For each parameter with several names that lie in several stages: the name of its copy by stage.
+
+    ``owner`` has the stage of every name.
+    """
+    by_tensor: dict[int, dict[int, str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        by_tensor.setdefault(id(parameter), {}).setdefault(owner[name], name)
+    return [copies for copies in by_tensor.values() if len(copies) > 1]
