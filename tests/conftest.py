@@ -7,12 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from validation.worlds.launcher import launch_environment
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
 _BOUND_S = 240.0
+settings.register_profile("untimed", deadline=None)  # how long an example takes is the machine's affair
+settings.load_profile("untimed")
 _STARTS_PROCESSES = {"torchrun", "python", "processes"}  # fixtures
 
 
