@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import validation.foreign as whitebox
     from validation.cases.case import Case as Case
     from validation.cases.validator import validate as validate
     from validation.judging.verdict import Verdict as Verdict
@@ -29,10 +30,22 @@ _HOMES = {
     "write_record": "records.step_record",
 }
 
-__all__ = ["Case", "SingleDevice", "Verdict", "World", "check_step", "record_step", "validate", "write_record"]
+__all__ = [
+    "Case",
+    "SingleDevice",
+    "Verdict",
+    "World",
+    "check_step",
+    "record_step",
+    "validate",
+    "whitebox",
+    "write_record",
+]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "whitebox":
+        return importlib.import_module("validation.foreign")
     if name in _HOMES:
         return getattr(importlib.import_module(f"validation.{_HOMES[name]}"), name)
     raise AttributeError(f"module 'validation' has no attribute {name!r}")

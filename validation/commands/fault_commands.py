@@ -1,38 +1,18 @@
-"""The commands about faults, as options: ``specimens``, which plants them, and ``tolerance``, how small they may be."""
+"""The command about faults, as options: ``specimens``, which plants them."""
 
 import argparse
 from typing import Any
 
 from pipeline.sizes import MOST_SEED, counted
-from validation.cases.case import DTYPES, MODELS, CaseError
+from validation.cases.case import CaseError
 from validation.commands.option_types import seconds
-from validation.commands.selection import dtype_names, schedule_names
+from validation.commands.selection import schedule_names
 from validation.reports.terminal import Terminal
 
 
 def add_fault_commands(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Add the two commands. torch is imported by the one that runs."""
-    _add_tolerance(
-        commands.add_parser("tolerance", help="measure rounding, and how far the smallest faults lie above it")
-    )
+    """Add the command, which imports torch when it runs."""
     _add_specimens(commands.add_parser("specimens", help="plant known faults; see that each is caught and named"))
-
-
-def _add_tolerance(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default=",".join(MODELS), metavar="NAME,...", help="(default: all)")
-    parser.add_argument("--dtype", default=",".join(DTYPES), metavar="NAME,...", help="(default: all)")
-    parser.add_argument(
-        "--microbatches", type=counts, default=(2, 4, 8, 16, 32), metavar="M,...", help="(default 2..32)"
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--markdown", metavar="FILE", help="write the page there, rather than to the terminal")
-    parser.add_argument("--svg", metavar="FILE", help="draw it (needs the extra 'plot')")
-    parser.set_defaults(run=_tolerance)
-
-
-def counts(text: str) -> tuple[int, ...]:
-    """``2,8`` as numbers; argparse names this function where it fails."""
-    return tuple(map(int, text.split(",")))
 
 
 def _add_specimens(parser: argparse.ArgumentParser) -> None:
@@ -47,14 +27,6 @@ def _add_specimens(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--timeout", type=seconds, default=120.0, metavar="SECONDS", help="of one case (default 120)")
     parser.add_argument("--json", metavar="FILE", help="write results there")
     parser.set_defaults(run=_specimens)
-
-
-def _tolerance(options: argparse.Namespace) -> int:
-    from validation.commands.gap_survey import Survey, show_tolerance
-
-    models = [name.strip() for name in options.model.split(",")]
-    survey = Survey(models, dtype_names(options.dtype), options.microbatches, options.seed)
-    return show_tolerance(survey, markdown=options.markdown, svg=options.svg, arguments=options.arguments)
 
 
 def _specimens(options: argparse.Namespace) -> int:

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from validation.reports.gaps import Row
-from validation.reports.least_faults import FAULTS
+from gaps import Row
+from least_faults import FAULTS
+
 from validation.reports.picture import rendered
 
 if TYPE_CHECKING:

@@ -4,10 +4,9 @@ import importlib.util
 import re
 
 import pytest
-
-from validation.reports.gap_picture import gap_picture
-from validation.reports.gaps import Gap, Row
-from validation.reports.least_faults import FAULTS
+from gap_picture import gap_picture
+from gaps import Gap, Row
+from least_faults import FAULTS
 
 needs_matplotlib = pytest.mark.skipif(not importlib.util.find_spec("matplotlib"), reason="needs the extra 'plot'")
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
+from least_faults import FAULTS, NARROW, LeastFault, Step, Total
 from torch import Tensor
 
 from reference.data import Batch, Shapes, microbatches
@@ -14,7 +15,6 @@ from validation.cases.stages import owners
 from validation.judging.floors import Floors, Pending
 from validation.judging.judge import one_thread
 from validation.judging.tolerance import Floor, error, same_bits
-from validation.reports.least_faults import FAULTS, NARROW, LeastFault, Step, Total
 
 SPLIT = (1, 1, 1, 1)  # a layer a stage
 _RECIPE = Recipe(loss="tokens")

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from least_faults import FAULTS, Step, Total
 from torch import Tensor
 
 from reference.data import IGNORED, Shapes, microbatches
@@ -9,7 +10,6 @@ from reference.model import DTYPES, build_model
 from reference.step import Recipe, Reference, Site
 from validation.cases.stages import owners
 from validation.judging.tolerance import error
-from validation.reports.least_faults import FAULTS, Step, Total
 
 COUNT = 3
 ALONE = {fault.name: fault for fault in FAULTS}

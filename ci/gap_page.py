@@ -3,9 +3,10 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from gaps import Gap, Row
+from least_faults import FAULTS
+
 from validation.judging.verdict import small
-from validation.reports.gaps import Gap, Row
-from validation.reports.least_faults import FAULTS
 
 _MARKS = {"fail": "", "unknown": "?", "pass": "!"}
 

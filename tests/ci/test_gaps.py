@@ -5,13 +5,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from gaps import Gap, Row, measured
+from least_faults import LeastFault, Step, Total
 
 from reference.data import Shapes, microbatches
 from reference.step import Reference
 from validation.judging.tolerance import error
 from validation.reports import gaps
-from validation.reports.gaps import Gap, Row, measured
-from validation.reports.least_faults import LeastFault, Step, Total
 
 
 @pytest.fixture(scope="module")
