@@ -86,7 +86,10 @@ def test_readme_says_what_the_page_says() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("model", "count"), [("mlp", 2), ("mlp", 32), ("dropout", 4)])
 def test_the_rows_of_the_page_that_is_kept_can_be_measured_again(dtype: str, model: str, count: int) -> None:
-    """Another processor rounds otherwise: floors to a factor of 3, gaps to half a decade. Effects are no rounding."""
+    """Another processor rounds otherwise: floors to a factor of 3, gaps to half a decade.
+
+    So effects are, too: each is computed in fp64, but rounding chooses the variant and the tensor whose it is.
+    """
     (shown,) = [cells for found, cells in kept() if (found, cells[:2]) == (dtype, [model, str(count)])]
     again = measured(model, dtype=dtype, count=count)
     for text, floor in zip(shown[2:4], (again.permutation, again.rounding), strict=True):
@@ -97,4 +100,4 @@ def test_the_rows_of_the_page_that_is_kept_can_be_measured_again(dtype: str, mod
         assert (number is None) == (gap is None)
         if number and gap:
             assert float(number[2]) == pytest.approx(gap.decades, abs=0.5), fault.name
-            assert float(number[1]) == pytest.approx(gap.effect, rel=0.9), fault.name
+            assert abs(math.log10(float(number[1]) / gap.effect)) < 0.5, fault.name
