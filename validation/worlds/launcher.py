@@ -1,7 +1,10 @@
-"""What a launcher such as torchrun tells a process about ranks, through its environment."""
+"""What a launcher such as torchrun tells a process about ranks, through its environment; and what ours tell theirs."""
 
 import os
 import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 
 _RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK")
 _PREFIXES = ("TORCHELASTIC_", "MASTER_", "ROLE_")
@@ -35,3 +38,37 @@ def loopback() -> dict[str, str]:
     """
     interfaces = {name for _, name in socket.if_nameindex()}
     return {"GLOO_SOCKET_IFNAME": "lo"} if "lo" in interfaces and "GLOO_SOCKET_IFNAME" not in os.environ else {}
+
+
+@dataclass(frozen=True)
+class Seat:
+    """One rank's place in a world.
+
+    ``device`` is ``cpu`` or ``cuda``; ``store`` is ``file:///path`` or ``tcp://host:port/prefix``; ``folder`` receives
+    the stacks that only a signal handler can write; ``environment`` is added to that of the caller.
+    """
+
+    rank: int
+    ranks: int
+    local_rank: int
+    local_ranks: int
+    device: str
+    store: str
+    folder: str
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def stacks(self) -> Path:
+        """The file for stacks written by a signal handler."""
+        return Path(self.folder, f"rank-{self.rank}.stacks")
+
+    def full_environment(self) -> dict[str, str]:
+        """The worker's whole environment: the caller's as it is now, and what is particular to this seat."""
+        places = {
+            "RANK": self.rank,
+            "WORLD_SIZE": self.ranks,
+            "LOCAL_RANK": self.local_rank,
+            "LOCAL_WORLD_SIZE": self.local_ranks,
+            "OMP_NUM_THREADS": 1,  # ranks share the machine
+        }
+        return launch_environment() | {name: str(number) for name, number in places.items()} | dict(self.environment)

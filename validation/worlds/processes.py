@@ -1,12 +1,16 @@
 """Ranks as processes of this machine: one pool of workers for each number of ranks, made when first needed."""
 
+import shutil
 import tempfile
-from collections.abc import Iterable, Sequence
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from multiprocessing.connection import wait
 
-from validation.worlds.launcher import loopback
-from validation.worlds.pool import Pool
-from validation.worlds.seat import Seat
+from validation.worlds.launcher import Seat, loopback
+from validation.worlds.rank_report import Ending, RankReport
 from validation.worlds.worker import Answer
+from validation.worlds.worker_handle import WorkerHandle
 
 
 class Processes:
@@ -48,3 +52,111 @@ class Processes:
             )
             for rank in range(ranks)
         ]
+
+
+START_BOUND_S = 120.0  # importing torch and meeting the other ranks, on a busy machine
+GRACE_S = 0.5  # after the first failure, for the others to fail by themselves
+_SKIP_GRACE_S = 3.0  # after the first skip, for the others to skip too: then it is no failure
+_QUESTION_BOUND_S = 1.0
+_END_BOUND_S = 10.0
+_LOOK_S = 0.05  # how often to ask whether the run has failed elsewhere
+_NOTHING = object()  # what is left of the caller's own work once it is done
+
+
+class Pool:
+    """One worker for each seat, all with the same life: after a failure none could be trusted, so all are ended.
+
+    The seats share one folder, which is removed with the pool.
+    """
+
+    def __init__(self, seats: Sequence[Seat]) -> None:
+        self._workers: list[WorkerHandle] = []
+        # A finalizer also runs when the interpreter ends, before multiprocessing's own end, which has no bound.
+        self._end = weakref.finalize(self, _end, self._workers, seats[0].folder)
+        self._ready = False
+        for seat in seats:
+            self._workers.append(WorkerHandle(seat))
+
+    @property
+    def alive(self) -> bool:
+        """Whether this pool can run another job."""
+        return self._end.alive
+
+    def close(self) -> None:
+        """End the workers, whatever they do, within a bound. Closing twice does nothing."""
+        self._end()
+
+    def run(
+        self,
+        order: bytes,
+        *,
+        timeout_s: float,
+        cancelled: Callable[[], bool] | None = None,
+        meanwhile: Iterable[object] = (),
+    ) -> list[Answer]:
+        """Every worker's answer to the order, in the order of the seats. If one of them failed, the pool is closed.
+
+        The bound, in seconds, counts from when all workers are ready. ``cancelled`` is asked now and then whether a
+        rank of the same run has failed that is not in this pool. ``meanwhile`` is as for ``World.run``.
+        """
+        try:
+            answers = [] if self._ready else self._collect("join its group", START_BOUND_S, cancelled)
+            self._ready = True
+            if not any(answer.failed for answer in answers):
+                for worker in self._workers:
+                    worker.order(order)
+                answers = self._collect("finish", timeout_s, cancelled, meanwhile)
+        except BaseException:
+            self.close()
+            raise
+        if any(answer.failed for answer in answers):
+            self.close()
+        return answers
+
+    def _collect(
+        self, aim: str, bound_s: float, cancelled: Callable[[], bool] | None, meanwhile: Iterable[object] = ()
+    ) -> list[Answer]:
+        answers: dict[WorkerHandle, Answer] = {}
+        pending, own = list(self._workers), iter(meanwhile)
+        deadline_s, failing = time.monotonic() + bound_s, False
+        while pending:
+            busy = not failing and next(own, _NOTHING) is not _NOTHING
+            left_s = max(0.0, deadline_s - time.monotonic())
+            patience_s = 0.0 if busy else left_s if cancelled is None else min(left_s, _LOOK_S)
+            ready = wait([handle for worker in pending for handle in worker.handles], patience_s)
+            if not ready and not left_s:
+                break  # no sooner: what came while this process was busy with its own came in time
+            graces_s = [GRACE_S] if cancelled is not None and not failing and cancelled() else []
+            for worker in [worker for worker in pending if not worker.handles.isdisjoint(ready)]:
+                pending.remove(worker)
+                answers[worker] = worker.answer()
+                if answers[worker].failed:
+                    skipped = answers[worker].report.ending is Ending.SKIPPED
+                    graces_s.append(_SKIP_GRACE_S if skipped else GRACE_S)
+            if graces_s:
+                failing = True
+                deadline_s = min(deadline_s, time.monotonic() + min(graces_s))
+        answers |= _examine(pending, "" if failing else f"did not {aim} within {bound_s:g} s")
+        return [answers[worker] for worker in self._workers]
+
+
+def _examine(workers: Sequence[WorkerHandle], complaint: str) -> dict[WorkerHandle, Answer]:
+    """Where each worker is that has not finished, and what it waits for. Without a complaint it is only stopped."""
+    for worker in workers:
+        worker.ask()
+    deadline_s = time.monotonic() + _QUESTION_BOUND_S
+    answers = {}
+    for worker in workers:
+        stack, waiting = worker.testimony(deadline_s)
+        ending = Ending.STUCK if complaint else Ending.STOPPED
+        answers[worker] = Answer(RankReport(worker.seat.rank, ending, complaint, stack, waiting, time.time()))
+    return answers
+
+
+def _end(workers: Sequence[WorkerHandle], folder: str) -> None:
+    for worker in workers:
+        worker.kill()
+    deadline_s = time.monotonic() + _END_BOUND_S
+    for worker in workers:
+        worker.bury(deadline_s)
+    shutil.rmtree(folder, ignore_errors=True)

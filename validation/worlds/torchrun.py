@@ -5,10 +5,9 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from validation.worlds.launcher import loopback
-from validation.worlds.pool import START_BOUND_S, Pool
+from validation.worlds.launcher import Seat, loopback
+from validation.worlds.processes import START_BOUND_S, Pool
 from validation.worlds.rank_report import Ending, NeedsMoreRanks, RankFailed, RankReport
-from validation.worlds.seat import Seat
 from validation.worlds.shipping import pack, unpack
 from validation.worlds.side_store import RanksAbsent, side_store
 from validation.worlds.worker import Answer

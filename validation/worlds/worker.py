@@ -22,8 +22,8 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: i
 
 from pipeline import waiting
 from validation.worlds import posted_messages as posted
+from validation.worlds.launcher import Seat
 from validation.worlds.rank_report import Ending, RankReport
-from validation.worlds.seat import Seat
 from validation.worlds.shipping import pack, unpack
 
 # The group never gives up by itself: whoever started the worker has the bound, and ends it from outside, which is

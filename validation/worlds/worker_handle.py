@@ -9,8 +9,8 @@ import time
 from multiprocessing.connection import Connection
 
 from validation.worlds import fork_server
+from validation.worlds.launcher import Seat
 from validation.worlds.rank_report import Ending, RankReport
-from validation.worlds.seat import Seat
 from validation.worlds.shipping import unpack
 from validation.worlds.worker import Answer, serve
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from validation.worlds.launcher import Seat
 from validation.worlds.processes import Processes
 from validation.worlds.rank_report import Ending
-from validation.worlds.seat import Seat
 from validation.worlds.shipping import pack, unpack
 from validation.worlds.worker import Answer, RankContext, _settle
 
