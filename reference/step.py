@@ -5,7 +5,6 @@ that each stage contributes to a parameter. So it can add the same numbers in th
 and a correct pipeline then agrees to the last bit.
 """
 
-import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from reference.copied import copied
 from reference.data import Batch
 from reference.model import LossFn, Model
 
@@ -239,22 +239,28 @@ def accumulate(
     return sums
 
 
-def in_double(
-    reference: Reference, expected: Expected, batches: Sequence[Batch], *, nudge: float = 0.0
-) -> tuple[Contribution, ...]:
-    """The contributions of ``expected`` computed once more in fp64, from the same parameters and microbatches.
+def in_double(reference: Reference, expected: Expected, batches: Sequence[Batch]) -> tuple[Contribution, ...]:
+    """The contributions of ``expected`` computed once more in fp64, from the same parameters and microbatches."""
+    return _once_more(reference, copied(reference.model).double(), expected, [b.cast(torch.float64) for b in batches])
 
-    ``nudge``: make every weight larger or smaller by this part of itself, at random.
-    """
-    model = copy.deepcopy(reference.model).double()
+
+def one_place_off(reference: Reference, expected: Expected, batches: Sequence[Batch]) -> tuple[Contribution, ...]:
+    """The contributions of ``expected`` in the same precision, with every weight one rounding larger or smaller."""
+    return _once_more(reference, copied(reference.model), expected, batches, off=True)
+
+
+def _once_more(
+    reference: Reference, model: nn.Module, expected: Expected, batches: Sequence[Batch], *, off: bool = False
+) -> tuple[Contribution, ...]:
+    """The contributions of ``batches`` in ``model``, a copy, with the weights that ``expected`` began with."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters(remove_duplicate=False):
             signs = torch.randint(2, parameter.shape, generator=generator, dtype=torch.float64).to(parameter.device)
-            parameter.copy_(expected.before[name].double() * (1 + nudge * (2 * signs - 1)))
+            unit = torch.finfo(parameter.dtype).eps if off and parameter.is_floating_point() else 0.0
+            parameter.copy_(expected.before[name].double() * (1 + unit * (2 * signs - 1)))
     owner = {name: stage for stage, name in expected.contributions[0].gradients}
-    wide = Reference(model, owner=owner, recipe=reference._recipe)
-    return wide.contribute([batch.cast(torch.float64) for batch in batches])
+    return Reference(model, owner=owner, recipe=reference._recipe).contribute(batches)
 
 
 def _add(parts: Sequence[Gradient]) -> Gradient:

@@ -5,7 +5,6 @@ its modules put out and that no parameter of a later stage went into. Whether th
 through there must give each microbatch's gradients.
 """
 
-import copy
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from reference.copied import copied
 from reference.data import Batch
 from reference.graph import Edge, depths, ends_of, frontier
 from reference.outputs import Place, outputs_noted
@@ -154,12 +154,12 @@ class Traced:
 
     def _in_double(self, losses: Sequence[float]) -> "tuple[nn.Module, list[Batch], list[Run]] | None":
         try:
-            model = copy.deepcopy(self._model).double()
+            model = copied(self._model).double()
             self._use(model)
             batches = [batch.cast(torch.float64) for batch in self.batches]
             runs = [self._run(batch) for batch in batches]
-        except (RuntimeError, TypeError, ValueError):
-            return None  # the user's own code ran, which may know of one type only
+        except Exception:  # no one type: the user's own code ran, which may know of one dtype only
+            return None
         alike = all(abs(run.loss - loss) <= _ALIKE * abs(loss) for run, loss in zip(runs, losses, strict=True))
         return (model, batches, runs) if alike else None
 

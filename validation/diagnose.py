@@ -57,6 +57,17 @@ def diagnose(case: Case, observed: Observed, verdict: Verdict) -> Verdict:
         return followed(verdict, evidence, _links(evidence), unexplained=lambda link: _left(link, evidence))
 
 
+def sought(verdict: Verdict, look: Callable[[], Verdict]) -> Verdict:
+    """``look()``, which is ``verdict`` with its causes; where looking raises, the same verdict with a note of that.
+
+    A verdict never depends on its explanation, in which code of the user's own may run.
+    """
+    try:
+        return look()
+    except Exception as error:  # no one type: a rule of ours may be wrong, and so may a model
+        return verdict.without_cause(error)
+
+
 def followed(
     verdict: Verdict,
     evidence: Shown,

@@ -115,6 +115,8 @@ class Judge:
             self._norms(operation)
             self._updates(operation)
             self.measured = self.measured or answer.floors
+            if answer.floors is not None and answer.floors.obstacle:
+                self.ledger.remark("gradient", answer.floors.obstacle)
 
     def _same_start(self, operation: _Operation) -> bool:
         """Whether the weights that were seen before the operation are the reference's."""

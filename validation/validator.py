@@ -8,7 +8,7 @@ from pipeline.laws import Violation
 from pipeline.lower import Program, lower
 from validation.case import Case
 from validation.cause import Cause
-from validation.diagnose import diagnose
+from validation.diagnose import diagnose, sought
 from validation.judge import judge
 from validation.observe import observe
 from validation.observed import Observed
@@ -38,6 +38,10 @@ def explained(case: Case, world: World, observed: Observed, verdict: Verdict) ->
     """``verdict`` with its causes. The case runs again, recorded: a run that is right costs nothing."""
     if case.runtime != OWN:
         return replace(verdict, undecided=(f"the runtime {case.runtime} is not ours, and was not recorded",))
+    return sought(verdict, lambda: _explained(case, world, observed, verdict))
+
+
+def _explained(case: Case, world: World, observed: Observed, verdict: Verdict) -> Verdict:
     try:
         recorded = observe(case, world, record=True)
         again = judge(case, recorded)

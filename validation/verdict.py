@@ -1,7 +1,9 @@
 """The verdict as data: what was compared, what broke, and what to type next."""
 
+import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Literal
 
 from validation.cause import KINDS, Cause
@@ -12,6 +14,7 @@ Outcome = Literal["pass", "fail", "unknown", "not applicable"]
 
 _SHOWN = 4  # mismatches on a screen; the rest are counted
 _CAUSES = 3  # causes on a screen
+_LONGEST = 300  # characters of what was raised
 EXIT_STATUS: Mapping[str, int] = {"pass": 0, "fail": 1, "unknown": 3}
 
 
@@ -100,7 +103,8 @@ class Verdict:
     ``undecided`` then says why; both are empty where nobody asked. ``bindings`` are the case's numbers, in words.
     ``floor`` is the largest rounding floor measured over all gradients, 0 where none was measured; ``failure`` is how
     the ranks failed where there was nothing to judge; ``headline`` says in a sentence what the laws cannot; ``rerun``
-    is what to type where there is no replay line; ``seconds`` is what it took.
+    is what to type where there is no replay line; ``seconds`` is what it took. ``unsought``: what was raised where the
+    cause was looked for, or a reference that is the user's own ran, and ``traceback``, where.
     """
 
     config: str
@@ -116,6 +120,8 @@ class Verdict:
     headline: str = ""
     rerun: str = ""
     seconds: float = field(default=0.0, compare=False)
+    unsought: str = ""
+    traceback: str = field(default="", compare=False)
 
     @property
     def replay(self) -> str:
@@ -126,6 +132,11 @@ class Verdict:
     def exit_status(self) -> int:
         """0 pass, 1 wrong answer, 3 no verdict."""
         return EXIT_STATUS[self.verdict]
+
+    def without_cause(self, error: Exception) -> "Verdict":
+        """This verdict, with what was raised where its cause was looked for: it stands without an explanation."""
+        text = "".join(traceback.format_exception(error))
+        return replace(self, unsought=raised(error), traceback=text)
 
     def raise_if_failed(self) -> None:
         """Raise ``ValidationFailed``, with the whole screen as its text, unless this is a pass."""
@@ -162,7 +173,9 @@ class Verdict:
                 f"  {'or' if number else 'cause':<9} {cause.kind}: {KINDS[cause.kind]}",
                 f"  {'':<9} {told(cause)}",
             ]
-        if not self.cause and self.undecided:
+        if self.unsought:
+            rows.append(f"  cause     not sought: looking for it raised {self.unsought}")
+        elif not self.cause and self.undecided:
             rows.append("  cause     unknown: the evidence does not decide")
         ruled_out = [reason for cause in self.cause[:1] for reason in cause.ruled_out] + list(self.undecided)
         return rows + [f"  {'not' if k == 0 else '':<9} {reason}" for k, reason in enumerate(ruled_out)]
@@ -213,6 +226,19 @@ def told(cause: Cause) -> str:
         if value is not None
     ]
     return f"{', '.join(parts) or 'everywhere'}: {cause.detail}"
+
+
+def raised(error: BaseException) -> str:
+    """What was raised, and where, on one line."""
+    said = " ".join(str(error).split())
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}{': ' * bool(said)}{shortened(said)}{where}"
+
+
+def shortened(text: str) -> str:
+    """``text``, cut where it is too long for a line."""
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
 
 
 def overall(laws: Sequence[LawResult]) -> Literal["pass", "fail", "unknown"]:

@@ -8,8 +8,8 @@ from functools import partial
 from torch import Tensor
 
 from validation.ledger import Heading, Ledger
-from validation.records.record import Place, RecordedOperation, unmeasured
-from validation.tolerance import Floor, may_be_rounded, update_floor
+from validation.records.record import Place, RecordedOperation
+from validation.tolerance import Floor, may_be_rounded, precision_of, unmeasured, update_floor
 from validation.verdict import Mismatch
 
 LAWS = (
@@ -92,7 +92,7 @@ class Against:
             if not wanted.any():
                 zero.append(name)
             floors = self._expected.floors
-            floor = unmeasured(wanted) if floors is None else floors.gradients[name]
+            floor = unmeasured(precision_of(wanted.dtype)) if floors is None else floors.gradients[name]
             self._tensors(self._at("gradient", parameter=name), one, wanted, floor)
         if zero:
             more = f" and of {len(zero) - 1} more" * (len(zero) > 1)
@@ -110,7 +110,11 @@ class Against:
         for name in (name for name in self._expected.parameters if name in seen):
             wanted = self._expected.parameters[name]
             before, floors = self._expected.before[name].cpu(), self._expected.floors
-            gradient = replace(unmeasured(wanted), fault=2 * _LOST) if floors is None else floors.gradients[name]
+            gradient = (
+                replace(unmeasured(precision_of(wanted.dtype)), fault=2 * _LOST)
+                if floors is None
+                else floors.gradients[name]
+            )
             place = self._at("updated-parameters", parameter=name)
             floor = partial(update_floor, gradient, before, wanted)
             rounded = may_be_rounded(self._expected.gradients.get(name), before, wanted.cpu())

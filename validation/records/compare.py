@@ -7,6 +7,7 @@ from time import perf_counter
 
 from torch import Tensor
 
+from validation.diagnose import sought
 from validation.ledger import Ledger
 from validation.observe import max_norm_of
 from validation.records.against import LAWS, Against
@@ -47,7 +48,9 @@ def compare(expected: Record, seen: Record, *, rerun: str = "pipeproof compare F
         ledger.skip("buffers", "the model has none")
     title = f"{seen.name} against {expected.name}"
     verdict = concluded(ledger, title, rerun=rerun, seconds=perf_counter() - began)
-    return caused(facts_of(verdict, expected, seen)) if verdict.mismatches else verdict
+    if not verdict.mismatches:
+        return verdict
+    return sought(verdict, lambda: caused(facts_of(verdict, expected, seen)))
 
 
 def facts_of(verdict: Verdict, expected: Record, seen: Record) -> RecordFacts:

@@ -139,7 +139,7 @@ def _floors(data: Mapping[str, Any]) -> RecordedFloors:
     def floor(values: Mapping[str, Any]) -> Floor:
         precision = next(one for one in PRECISIONS.values() if one.name == values["precision"]["name"])
         permutation, rounding, fault = (float(values[name]) for name in ("permutation", "rounding", "fault"))
-        return Floor(permutation, rounding, fault, precision)
+        return Floor(permutation, rounding, fault, precision, float(values.get("nudged", 0.0)))
 
     gradients = {name: floor(one) for name, one in data["gradients"].items()}
     return RecordedFloors(tuple(map(floor, data["losses"])), floor(data["norm"]), gradients)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from reference.data import Batch
 from reference.step import Contribution, Reference
+from validation.diagnose import sought
 from validation.floors import Floors, Orders, Pending
 from validation.judge import judged, one_thread
 from validation.observed import Observed
@@ -169,7 +170,7 @@ def _judged(title: str, task: Task, found: Assembled, twin: Twin, run: Reference
         return verdict
     facts = StepFacts(verdict, observed, found, reference, twin.model, batches, task.loss, made, known)
     with one_thread():
-        return _with_notes(explained(facts), facts.suspects.notes())
+        return sought(verdict, lambda: _with_notes(explained(facts), facts.suspects.notes()))
 
 
 def _with_notes(verdict: Verdict, notes: Mapping[str, str]) -> Verdict:
