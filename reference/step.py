@@ -22,6 +22,10 @@ Site = tuple[Stage, str]  # one stage's copy of a parameter, by its name in the 
 Gradient = Tensor | None
 
 
+class LossError(ValueError):
+    """A loss that cannot be differentiated."""
+
+
 def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     """SGD with momentum, which, unlike Adam, shows a gradient of the wrong scale."""
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
@@ -168,7 +172,7 @@ class Reference:
                 leaves[key] = parameter.detach().requires_grad_(parameter.requires_grad)
             uses[name] = leaves[key]
         output = functional_call(self.model, uses, batch.inputs, tie_weights=False)
-        loss = loss_fn(output, batch.target)
+        loss = differentiable(loss_fn(output, batch.target))
         wanted = [leaf for leaf in leaves.values() if leaf.requires_grad]
         found = dict(zip(map(id, wanted), torch.autograd.grad(loss / divisor, wanted, allow_unused=True), strict=True))
         return Contribution(loss.item(), {self._sites[name]: found.get(id(leaf)) for name, leaf in uses.items()})
@@ -213,6 +217,17 @@ class Reference:
         for name, parameter in self._parameters.items():
             copies.setdefault(id(parameter), []).append(self._sites[name])
         return {key: sorted(sites) for key, sites in copies.items()}
+
+
+def differentiable(loss: object) -> Tensor:
+    """``loss``, where it is one number that something trained went into. Raises ``LossError``."""
+    if not isinstance(loss, Tensor):
+        raise LossError(f"the loss is a {type(loss).__name__}: expected a tensor of one number")
+    if loss.numel() != 1:
+        raise LossError(f"the loss has the shape {list(loss.shape)}: expected one number")
+    if not loss.requires_grad:
+        raise LossError("no parameter that is trained went into the loss, so it has no gradient")
+    return loss
 
 
 def objective(model: nn.Module, batches: Sequence[Batch], recipe: Recipe) -> tuple[LossFn, float]:

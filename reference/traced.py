@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
@@ -180,9 +181,12 @@ class Traced:
 
     def _run(self, batch: Batch) -> Run:
         noted: list[tuple[Place, Tensor]] = []
-        with outputs_noted(self._model, lambda place, tensor: noted.append((place, tensor))):
-            output = functional_call(self._model, self._uses, batch.inputs, tie_weights=False)
-        loss = self._loss.function(output, batch.target)
+        noting = outputs_noted(self._model, lambda place, tensor: noted.append((place, tensor)))
+        # Graphs are walked several times, and a backward may write into what its forward saved: each gets a copy.
+        with saved_tensors_hooks(lambda saved: saved.detach(), lambda saved: saved.clone()):
+            with noting:
+                output = functional_call(self._model, self._uses, batch.inputs, tie_weights=False)
+            loss = self._loss.function(output, batch.target)
         leaves, form = tree_flatten(output)
         return Run(leaves, form, loss / self._loss.divisor, loss.item(), tuple(noted))
 

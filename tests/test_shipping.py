@@ -129,7 +129,7 @@ def test_a_tensor_sent_twice_is_one_tensor() -> None:
 class Settings:
     """Something with a ``config``, as models have."""
 
-    config = {"layers": 2}
+    config = ("layers", 2)
 
 
 def configured(model: Settings) -> Any:
@@ -138,7 +138,7 @@ def configured(model: Settings) -> Any:
 
 
 def test_a_module_of_its_own_kind_travels_by_name() -> None:
-    assert unpack(pack(configured))(Settings()) == (True, {"layers": 2})
+    assert unpack(pack(configured))(Settings()) == (True, ("layers", 2))
     for module in (torch.distributed.config, torch.ops, torch.ops.aten):
         assert unpack(pack(module)) is module
 

@@ -74,6 +74,14 @@ class Judge:
         self._conduct = Conduct(subject, observed, self.ledger)
         self.measured: Floors | None = None
 
+    def judged(self) -> Exception | None:
+        """``judge``, and what it raised: what was entered in the ledger before stays."""
+        try:
+            self.judge()
+        except Exception as error:  # no one type: what ranks gave may be anything, and a reference the user's own
+            return error
+        return None
+
     def judge(self) -> None:
         """Compare everything up to the first operation that disagrees: what follows it is consequence."""
         self._skip_what_does_not_apply()
@@ -290,13 +298,13 @@ def judged(subject: Subject, observed: Observed, *, measure: bool = False) -> Ve
     began = perf_counter()
     with one_thread():
         at = Judge(subject, observed)
-        at.judge()
+        broken = at.judged()
         laws = at.ledger.laws()
         floor = at.measured.worst() if measure and at.measured is not None else 0.0
     outcome = overall(laws)
     reached: Tier = "bitwise" if at.ledger.all_exact else subject.oracle.precision.name
     tier: Tier = reached if outcome == "pass" else "none"
-    return Verdict(
+    verdict = Verdict(
         subject.config,
         outcome,
         tier,
@@ -306,6 +314,7 @@ def judged(subject: Subject, observed: Observed, *, measure: bool = False) -> Ve
         floor=floor,
         seconds=perf_counter() - began,
     )
+    return verdict if broken is None else verdict.before_its_end(broken)
 
 
 @contextmanager

@@ -103,8 +103,8 @@ class Verdict:
     ``undecided`` then says why; both are empty where nobody asked. ``bindings`` are the case's numbers, in words.
     ``floor`` is the largest rounding floor measured over all gradients, 0 where none was measured; ``failure`` is how
     the ranks failed where there was nothing to judge; ``headline`` says in a sentence what the laws cannot; ``rerun``
-    is what to type where there is no replay line; ``seconds`` is what it took. ``unsought``: what was raised where the
-    cause was looked for, or a reference that is the user's own ran, and ``traceback``, where.
+    is what to type where there is no replay line; ``seconds`` is what it took. ``stopped``: what was raised while
+    things were compared, ``unsought``: while the cause was looked for; ``traceback`` has all of it.
     """
 
     config: str
@@ -120,6 +120,7 @@ class Verdict:
     headline: str = ""
     rerun: str = ""
     seconds: float = field(default=0.0, compare=False)
+    stopped: str = ""
     unsought: str = ""
     traceback: str = field(default="", compare=False)
 
@@ -135,8 +136,12 @@ class Verdict:
 
     def without_cause(self, error: Exception) -> "Verdict":
         """This verdict, with what was raised where its cause was looked for: it stands without an explanation."""
-        text = "".join(traceback.format_exception(error))
-        return replace(self, unsought=raised(error), traceback=text)
+        return replace(self, unsought=raised(error), traceback=_whole(error))
+
+    def before_its_end(self, error: Exception) -> "Verdict":
+        """This verdict, with what was raised before all was compared: what is wrong is wrong, and nothing passes."""
+        outcome: Literal["fail", "unknown"] = "fail" if self.verdict == "fail" else "unknown"
+        return replace(self, verdict=outcome, tier="none", stopped=raised(error), traceback=_whole(error))
 
     def raise_if_failed(self) -> None:
         """Raise ``ValidationFailed``, with the whole screen as its text, unless this is a pass."""
@@ -173,6 +178,8 @@ class Verdict:
                 f"  {'or' if number else 'cause':<9} {cause.kind}: {KINDS[cause.kind]}",
                 f"  {'':<9} {told(cause)}",
             ]
+        if self.stopped:
+            rows.append(f"  stopped   before all was compared: {self.stopped}")
         if self.unsought:
             rows.append(f"  cause     not sought: looking for it raised {self.unsought}")
         elif not self.cause and self.undecided:
@@ -200,6 +207,8 @@ class Verdict:
             return "the ranks failed before there was anything to judge"
         if self.verdict == "pass":
             return f"{sum(law.checked for law in self.laws)} comparisons, {self.tier}"
+        if self.verdict == "unknown" and self.stopped:
+            return f"not all was compared: {self.stopped}"
         broken = [law for law in self.laws if law.outcome == self.verdict]
         if self.verdict == "fail":
             return ", ".join(f"{law.name} ({law.wrong} of {law.checked})" for law in broken)
@@ -233,10 +242,14 @@ def raised(error: BaseException) -> str:
     said = " ".join(str(error).split())
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}{': ' * bool(said)}{shortened(said)}{where}"
+    return f"{type(error).__name__}{': ' * bool(said)}{_shortened(said)}{where}"
 
 
-def shortened(text: str) -> str:
+def _whole(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))
+
+
+def _shortened(text: str) -> str:
     """``text``, cut where it is too long for a line."""
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
 

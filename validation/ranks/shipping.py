@@ -37,7 +37,9 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         if type(obj) is Tensor and _plain(obj):
             return _tensor, (obj.reshape(-1).view(torch.uint8).numpy().tobytes(), obj.dtype, obj.shape)
         if isinstance(obj, ModuleType) and type(obj) is not ModuleType and _module(obj.__name__) is obj:
-            return _module, (obj.__name__,)  # of a kind of its own, as torch.distributed.config, which nobody can pickle
+            return _module, (
+                obj.__name__,
+            )  # of a kind of its own, as torch.distributed.config, which nobody can pickle
         if isinstance(obj, FunctionType | type) and _travels_by_value(obj.__module__):
             cloudpickle.register_pickle_by_value(sys.modules[obj.__module__])
         reduced = super().reducer_override(obj)

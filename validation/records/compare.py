@@ -30,6 +30,27 @@ def compare(expected: Record, seen: Record, *, rerun: str = "pipeproof compare F
     began = perf_counter()
     _comparable(expected, seen)
     ledger = Ledger(LAWS)
+    broken = _entered(expected, seen, ledger)
+    title = f"{seen.name} against {expected.name}"
+    verdict = concluded(ledger, title, rerun=rerun, seconds=perf_counter() - began)
+    verdict = verdict if broken is None else verdict.before_its_end(broken)
+    if not verdict.mismatches:
+        return verdict
+    return sought(verdict, lambda: caused(facts_of(verdict, expected, seen)))
+
+
+def _entered(expected: Record, seen: Record, ledger: Ledger) -> Exception | None:
+    """Enter all that was seen; what is raised by a record that lacks a part of what it should have."""
+    try:
+        _enter(expected, seen, ledger)
+    except RecordError:
+        raise
+    except Exception as error:  # no one type: who knows what wrote it
+        return error
+    return None
+
+
+def _enter(expected: Record, seen: Record, ledger: Ledger) -> None:
     places = seen.places or expected.places
     for number, (wanted, one) in enumerate(zip(expected.operations, seen.operations, strict=True)):
         if ledger.failed:
@@ -46,11 +67,6 @@ def compare(expected: Record, seen: Record, *, rerun: str = "pipeproof compare F
             at.parameters(one.parameters)
     if not any(one.buffers for record in (expected, seen) for one in record.operations):
         ledger.skip("buffers", "the model has none")
-    title = f"{seen.name} against {expected.name}"
-    verdict = concluded(ledger, title, rerun=rerun, seconds=perf_counter() - began)
-    if not verdict.mismatches:
-        return verdict
-    return sought(verdict, lambda: caused(facts_of(verdict, expected, seen)))
 
 
 def facts_of(verdict: Verdict, expected: Record, seen: Record) -> RecordFacts:

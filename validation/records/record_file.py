@@ -78,7 +78,14 @@ def read(path: str | Path) -> Record:
             raise _altered(path, f"tensor {address[:12]}")
         return tensor
 
-    return restored(metadata["record"], fetch)
+    try:
+        return restored(metadata["record"], fetch)
+    except (KeyError, TypeError, ValueError, AttributeError, StopIteration) as error:
+        lacks = f"it lacks {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
+        raise RecordError(
+            f"{path} is a record of version {VERSION} in a form that this pipeproof does not know ({lacks}); "
+            f"use the pipeproof that wrote it, or {_CURE}"
+        ) from error
 
 
 def described(record: Record, tensors: dict[str, Tensor]) -> str:

@@ -19,7 +19,7 @@ from validation.floors import Floors, Orders, Pending
 from validation.judge import judged, one_thread
 from validation.observed import Observed
 from validation.oracle import Answer, precision_of_reference
-from validation.ranks.rank_report import RankFailed
+from validation.ranks.rank_report import NeedsMoreRanks, RankFailed, WorldError
 from validation.subject import Subject
 from validation.tolerance import Precision
 from validation.verdict import Verdict
@@ -32,11 +32,12 @@ from validation.whitebox.reference_run import ReferenceRun
 from validation.whitebox.share import Replicas
 from validation.whitebox.sketch import contents
 from validation.whitebox.step_facts import StepFacts
-from validation.whitebox.task import Task, name_of
+from validation.whitebox.task import ReferenceRaised, Task, WhiteBoxError, name_of
 from validation.whitebox.together import together
 from validation.whitebox.twin import Twin
 from validation.world import World
 
+_TOLD = (ReferenceRaised, WorldError)  # errors whose text says what is wrong
 LAWS = (
     "parameters-once",  # every parameter of the reference is held once, and nothing else is
     "initial-weights",  # those that the step started from
@@ -89,12 +90,16 @@ class WhiteBox:
         task.check(ranks if isinstance(ranks, int) else len(ranks))
         replicas = Replicas((0,) * ranks if isinstance(ranks, int) else tuple(ranks), len(task.microbatches))
         replicas.check()
-        verdict = self._validated(task, replicas, names)
+        try:
+            verdict = self._validated(task, replicas, names)
+        except (WhiteBoxError, NeedsMoreRanks):
+            raise
+        except Exception as error:  # of the reference, of what the ranks handed back, or ours: never a pass
+            verdict = _stopped(_title(task, replicas), error)
         return replace(verdict, rerun=_rerun(), seconds=perf_counter() - began)
 
     def _validated(self, task: Task, replicas: Replicas, names: Names | None) -> Verdict:
-        ranks = len(replicas.of)
-        title = task.title(ranks) + (f", {replicas.count} replicas" if replicas.count > 1 else "")
+        title = _title(task, replicas)
         model = task.built(self.world.device)
         known = contents(model)
         twin, ahead = Twin(task, self.world.device, known), ReferenceRun(task, model, replicas)
@@ -243,6 +248,16 @@ def _failed(title: str, failure: RankFailed) -> Verdict:
     if isinstance(failure.cause, HandBackError):
         return _undecided(title, f"rank {failure.culprit}: {failure.cause}")
     return Verdict(title, "unknown", "none", (), headline=f"rank {failure.culprit} {sentence}", failure=str(failure))
+
+
+def _title(task: Task, replicas: Replicas) -> str:
+    return task.title(len(replicas.of)) + (f", {replicas.count} replicas" if replicas.count > 1 else "")
+
+
+def _stopped(title: str, error: Exception) -> Verdict:
+    """The verdict where there was nothing to judge: the reference cannot run, or something else was raised."""
+    verdict = Verdict(title, "unknown", "none", ()).before_its_end(error)
+    return replace(verdict, stopped="", headline=str(error)) if isinstance(error, _TOLD) else verdict
 
 
 def _random(title: str, task: Task, how: str) -> Verdict:
