@@ -175,7 +175,8 @@ class Reference:
         loss = differentiable(loss_fn(output, batch.target))
         wanted = [leaf for leaf in leaves.values() if leaf.requires_grad]
         found = dict(zip(map(id, wanted), torch.autograd.grad(loss / divisor, wanted, allow_unused=True), strict=True))
-        return Contribution(loss.item(), {self._sites[name]: found.get(id(leaf)) for name, leaf in uses.items()})
+        gradients = {self._sites[name]: found.get(id(leaf)) for name, leaf in uses.items()}
+        return Contribution(loss.item(), {site: None if g is None else dense(g) for site, g in gradients.items()})
 
     def _update(self, expected: Expected, max_norm: float) -> Expected:
         gradients = self.total(self._sums)
@@ -217,6 +218,11 @@ class Reference:
         for name, parameter in self._parameters.items():
             copies.setdefault(id(parameter), []).append(self._sites[name])
         return {key: sorted(sites) for key, sites in copies.items()}
+
+
+def dense(gradient: Tensor) -> Tensor:
+    """``gradient`` with all its elements: an embedding may give those of the rows that were used alone."""
+    return gradient if gradient.layout is torch.strided else gradient.to_dense()
 
 
 def differentiable(loss: object) -> Tensor:

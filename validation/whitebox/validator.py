@@ -26,7 +26,7 @@ from validation.verdict import Verdict
 from validation.whitebox.assemble import Assembled
 from validation.whitebox.explain import explained
 from validation.whitebox.handed import HandBackError
-from validation.whitebox.matching import Names
+from validation.whitebox.matching import Names, NamesError
 from validation.whitebox.rank import Order, RankMade, Step, digests, run_step
 from validation.whitebox.reference_run import ReferenceRun
 from validation.whitebox.share import Replicas
@@ -171,7 +171,7 @@ def _judged(title: str, task: Task, found: Assembled, twin: Twin, run: Reference
         every_rank=False,
     )
     verdict = judged(subject, observed)
-    if verdict.verdict == "pass":
+    if not verdict.mismatches:
         return verdict
     facts = StepFacts(verdict, observed, found, reference, twin.model, batches, task.loss, made, known)
     with one_thread():
@@ -245,7 +245,7 @@ def _failed(title: str, failure: RankFailed) -> Verdict:
     """The verdict where the ranks brought nothing back: what they did instead."""
     told = failure.reports[failure.culprit]
     sentence = told.sentence().partition("\n")[0]
-    if isinstance(failure.cause, HandBackError):
+    if isinstance(failure.cause, HandBackError | NamesError):
         return _undecided(title, f"rank {failure.culprit}: {failure.cause}")
     return Verdict(title, "unknown", "none", (), headline=f"rank {failure.culprit} {sentence}", failure=str(failure))
 
@@ -256,8 +256,10 @@ def _title(task: Task, replicas: Replicas) -> str:
 
 def _stopped(title: str, error: Exception) -> Verdict:
     """The verdict where there was nothing to judge: the reference cannot run, or something else was raised."""
-    verdict = Verdict(title, "unknown", "none", ()).before_its_end(error)
-    return replace(verdict, stopped="", headline=str(error)) if isinstance(error, _TOLD) else verdict
+    blank, told = Verdict(title, "unknown", "none", ()), isinstance(error, _TOLD)
+    cause = error.__cause__ if told and isinstance(error.__cause__, Exception) else error
+    verdict = blank.before_its_end(cause)
+    return replace(verdict, stopped="", headline=str(error)) if told else verdict
 
 
 def _random(title: str, task: Task, how: str) -> Verdict:

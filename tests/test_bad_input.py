@@ -1,0 +1,234 @@
+"""What cannot be run, differentiated, read or explained ends in a verdict or in one sentence: never in a pass."""
+
+import json
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from validation.judge import Judge
+from validation.verdict import Verdict
+from validation.whitebox import HandedBack, WhiteBox
+from validation.whitebox.task import WhiteBoxError
+
+WIDTH = 8
+Reference = Callable[[], nn.Module]
+
+
+def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+def build() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+
+def data() -> list[tuple[Tensor, Tensor]]:
+    draw = torch.Generator().manual_seed(0)
+    return [(torch.randn(4, WIDTH, generator=draw), torch.randn(4, WIDTH, generator=draw)) for _ in range(3)]
+
+
+def right(model: nn.Module, microbatches: list[Any]) -> Any:
+    losses = []
+    for x, target in microbatches:
+        loss = loss_fn(model(x), target)
+        (loss / len(microbatches)).backward()
+        losses.append(loss.item())
+    return model, losses
+
+
+def own(model: nn.Module, microbatches: list[Any]) -> Any:
+    """A step that runs whatever the reference does."""
+    return right(build(), microbatches)
+
+
+def wrong(model: nn.Module, microbatches: list[Any]) -> Any:
+    made = right(model, microbatches)
+    next(model.parameters()).grad.mul_(2)  # type: ignore[union-attr]
+    return made
+
+
+def judged(whitebox: WhiteBox, step: Any = right, **more: Any) -> Verdict:
+    given: dict[str, Any] = {"reference": build, "microbatches": data(), "ranks": 1, "loss_fn": loss_fn}
+    verdict = whitebox.validate(step, **given | more)
+    assert json.loads(json.dumps(verdict.as_dict()))["verdict"] == verdict.verdict
+    return verdict
+
+
+# References that cannot be built, run or differentiated.
+
+
+def unbuilt() -> nn.Module:
+    raise FileNotFoundError("no checkpoint")
+
+
+def altered(forward: Callable[[Tensor], Tensor]) -> Reference:
+    """The model with something else than its output."""
+
+    def reference() -> nn.Module:
+        model = build()
+        plain = model.forward
+        model.forward = lambda x: forward(plain(x))  # type: ignore[method-assign]
+        return model
+
+    return reference
+
+
+class NoBackward(torch.autograd.Function):
+    """What cannot be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise RuntimeError("no way back")
+
+
+CANNOT = "on microbatch 0 the reference reference cannot be differentiated"
+REFERENCES: Mapping[str, tuple[Mapping[str, Any], str]] = {
+    "built": ({"reference": unbuilt}, "the reference unbuilt cannot be built: it raised FileNotFoundError: no check"),
+    "forward": ({"reference": altered(lambda y: y[:, 99])}, "on microbatch 0 the reference reference raised IndexErr"),
+    "backward": ({"reference": altered(NoBackward.apply)}, "on microbatch 0 the reference reference raised RuntimeErr"),
+    "no graph": ({"reference": altered(Tensor.detach)}, f"{CANNOT}: no parameter that is trained went into the loss"),
+    "a tuple": (
+        {"loss_fn": lambda y, t: (y, t)},
+        "cannot be differentiated: the loss is a tuple: expected a tensor of",
+    ),
+    "a float": ({"loss_fn": lambda y, t: 1.0}, "cannot be differentiated: the loss is a float: expected a tensor of"),
+    "a vector": ({"loss_fn": lambda y, t: y[0]}, "cannot be differentiated: the loss has the shape [8]: expected one"),
+}
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_a_reference_that_cannot_be_run_is_said_in_a_sentence(whitebox: WhiteBox, name: str) -> None:
+    given, sentence = REFERENCES[name]
+    verdict = judged(whitebox, own, **given)
+    assert (verdict.verdict, verdict.exit_status, verdict.cause) == ("unknown", 3, ())
+    assert sentence in str(verdict).splitlines()[0]
+    assert "Traceback" not in str(verdict)
+    assert "Traceback" in verdict.traceback
+
+
+def test_a_reference_with_nothing_to_train_is_refused(whitebox: WhiteBox) -> None:
+    with pytest.raises(WhiteBoxError, match="has no parameter to train: nothing could be compared"):
+        judged(whitebox, reference=lambda: build().requires_grad_(False))
+
+
+# Steps that cannot travel, and what they hand back that cannot be read.
+
+
+def test_a_step_that_cannot_travel_is_said(whitebox: WhiteBox) -> None:
+    lock = threading.Lock()
+    verdict = judged(whitebox, lambda model, microbatches: (lock, right(model, microbatches))[1])
+    assert verdict.verdict == "unknown"
+    assert str(verdict).startswith(
+        "UNKNOWN the job cannot be sent to the ranks: TypeError: cannot pickle '_thread.lock'"
+    )
+
+
+def by_name(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    def step(model: nn.Module, microbatches: list[Any]) -> Any:
+        right(model, microbatches)
+        return {name: change(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+    return step
+
+
+def reporting(losses: Any, norm: Any = None) -> Callable[..., Any]:
+    return lambda model, microbatches: HandedBack(right(model, microbatches)[0], losses, norm)
+
+
+def no_name(name: str) -> str:
+    raise KeyError(name)
+
+
+@pytest.mark.parametrize(
+    ("step", "more", "words"),
+    [
+        (by_name(lambda g: g.to("meta")), {}, "the gradient of 0.weight cannot be read: it is on the meta device"),
+        (reporting([torch.tensor(1j)] * 3), {}, "returned a list as losses: expected a number for each microbatch"),
+        (reporting(None, torch.tensor(1j)), {}, "returned a Tensor as the gradient norm: expected a number"),
+        (by_name(lambda g: g), {"names": no_name}, "names= raised KeyError: '0.weight' (test_bad_input.py:"),
+        (by_name(lambda g: g), {"names": lambda name: 7}, "names= gives a int for 0.weight: expected a name, or None"),
+    ],
+    ids=["meta", "complex losses", "complex norm", "names raises", "names gives none"],
+)
+def test_what_cannot_be_read_is_said(whitebox: WhiteBox, step: Any, more: Any, words: str) -> None:
+    verdict = judged(whitebox, step, **more)
+    assert verdict.verdict == "unknown"
+    assert words in str(verdict).splitlines()[0]
+    assert "Traceback" not in str(verdict)
+
+
+class Looked(nn.Module):
+    """An embedding that gives the gradients of the rows that were used alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rows, self.out = nn.Embedding(WIDTH, WIDTH, sparse=True), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.out(self.rows(x.abs().argmax(-1)))
+
+
+def test_sparse_gradients_are_compared(whitebox: WhiteBox) -> None:
+    assert (judged(whitebox, reference=Looked).verdict, judged(whitebox, own, reference=Looked).verdict) == (
+        "pass",
+        "fail",
+    )
+
+
+# Crashes of the judge and of the explanation.
+
+
+def crash(*_: object, **__: object) -> Any:
+    raise ZeroDivisionError("a rule is wrong")
+
+
+@pytest.mark.parametrize("where", ["validator.explained", "step_facts.attribute", "step_facts.Traced"])
+def test_a_verdict_never_depends_on_its_explanation(
+    whitebox: WhiteBox, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = judged(whitebox, wrong)
+    monkeypatch.setattr(f"validation.whitebox.{where}", crash)
+    verdict = judged(whitebox, wrong)
+    assert (verdict.verdict, verdict.exit_status, verdict.cause) == ("fail", 1, ())
+    assert (verdict.laws, verdict.mismatches) == (plain.laws, plain.mismatches)
+    assert "cause     not sought: looking for it raised ZeroDivisionError: a rule is wrong (test_bad_input.py:" in str(
+        verdict
+    )
+    assert "in crash" in verdict.traceback
+
+
+def test_an_interrupt_is_no_crash(whitebox: WhiteBox, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("validation.whitebox.validator.explained", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        judged(whitebox, wrong)
+
+
+@pytest.mark.parametrize(("step", "outcome"), [(right, "unknown"), (wrong, "fail")])
+def test_what_failed_before_the_judge_crashed_has_failed(
+    whitebox: WhiteBox, step: Any, outcome: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Judge, "_norms", crash)
+    verdict = judged(whitebox, step)
+    assert (verdict.verdict, verdict.tier) == (outcome, "none")
+    assert verdict.law("gradient").outcome == ("pass" if outcome == "unknown" else "fail")
+    assert "before all was compared: ZeroDivisionError: a rule is wrong (test_bad_input.py:" in str(verdict)
+
+
+def test_a_crash_of_ours_is_no_pass(whitebox: WhiteBox, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("validation.whitebox.validator.Assembled", crash)
+    verdict = judged(whitebox, right)
+    assert (verdict.verdict, verdict.laws) == ("unknown", ())
+    assert str(verdict).startswith("UNKNOWN not all was compared: ZeroDivisionError: a rule is wrong (test_bad_input")
