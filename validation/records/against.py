@@ -120,6 +120,20 @@ class Against:
             rounded = may_be_rounded(self._expected.gradients.get(name), before, wanted.cpu())
             self._ledger.tensors(place, seen[name].detach().cpu(), wanted.cpu(), floor, base=before, rounded=rounded)
 
+    def whole(self, seen: RecordedOperation) -> None:
+        """Doubt what only one side has: it was not compared."""
+        if self._expected.norm is None:
+            self._ledger.doubt("grad-norm", "no norm is expected, so there is nothing to compare with")
+        for law, due, found in (
+            ("gradient", self._expected.gradients, seen.gradients),
+            ("updated-parameters", self._expected.parameters, seen.parameters),
+        ):
+            apart = [name for name in {**due, **found} if name not in due or name not in found]
+            if apart:
+                side = "seen" if apart[0] in due else "expected"
+                more = f", nor of {len(apart) - 1} more" * (len(apart) > 1)
+                self._ledger.doubt(law, f"nothing is {side} of {apart[0]}{more}, so it was not compared")
+
     def buffers(self, seen: Mapping[str, Tensor]) -> None:
         """Buffers after the operation, by name."""
         for name in dict.fromkeys([*self._expected.buffers, *seen]):

@@ -1,7 +1,7 @@
 """Two records of the same steps, held against each other: the schedules, P and V may be different ones."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from time import perf_counter
 
@@ -51,7 +51,7 @@ def _entered(expected: Record, seen: Record, ledger: Ledger) -> Exception | None
 
 
 def _enter(expected: Record, seen: Record, ledger: Ledger) -> None:
-    places = seen.places or expected.places
+    places, whole = seen.places or expected.places, list[Callable[[], None]]()
     for number, (wanted, one) in enumerate(zip(expected.operations, seen.operations, strict=True)):
         if ledger.failed:
             break  # what follows is consequence
@@ -65,6 +65,9 @@ def _enter(expected: Record, seen: Record, ledger: Ledger) -> None:
             at.gradients(one.gradients)
             at.norm(one.norm)
             at.parameters(one.parameters)
+            whole.append(partial(at.whole, one))
+    for doubt in whole:  # last, or what is wrong in a later operation would be taken for a consequence
+        doubt()
     if not any(one.buffers for record in (expected, seen) for one in record.operations):
         ledger.skip("buffers", "the model has none")
 
