@@ -23,7 +23,7 @@ from validation.diagnosis.rules.sums import sums
 from validation.diagnosis.rules.update import clip, update
 from validation.judge import one_thread
 from validation.observed import Observed
-from validation.verdict import Verdict
+from validation.verdict import Crash, Verdict
 
 Shown = TypeVar("Shown")
 Rule = Callable[[Evidence], list[Cause]]
@@ -65,7 +65,7 @@ def sought(verdict: Verdict, look: Callable[[], Verdict]) -> Verdict:
     try:
         return look()
     except Exception as error:  # no one type: a rule of ours may be wrong, and so may a model
-        return verdict.without_cause(error)
+        return verdict.without_cause(Crash.of(error))
 
 
 def followed(

@@ -19,7 +19,7 @@ from validation.observed import Observed
 from validation.placing import NOWHERE, Placing
 from validation.subject import Subject, subject_of
 from validation.tolerance import Floor, may_be_rounded, same_bits, update_floor
-from validation.verdict import Tier, Verdict, overall
+from validation.verdict import Crash, Tier, Verdict, overall
 
 LAWS = (
     "microbatches",  # every stage ran forward and backward once for each microbatch, in the right mode
@@ -74,12 +74,12 @@ class Judge:
         self._conduct = Conduct(subject, observed, self.ledger)
         self.measured: Floors | None = None
 
-    def judged(self) -> Exception | None:
+    def judged(self) -> Crash | None:
         """``judge``, and what it raised: what was entered in the ledger before stays."""
         try:
             self.judge()
         except Exception as error:  # no one type: what ranks gave may be anything, and a reference the user's own
-            return error
+            return Crash.of(error)
         return None
 
     def judge(self) -> None:
@@ -298,7 +298,7 @@ def judged(subject: Subject, observed: Observed, *, measure: bool = False) -> Ve
     began = perf_counter()
     with one_thread():
         at = Judge(subject, observed)
-        broken = at.judged()
+        crash = at.judged()
         laws = at.ledger.laws()
         floor = at.measured.worst() if measure and at.measured is not None else 0.0
     outcome = overall(laws)
@@ -314,7 +314,7 @@ def judged(subject: Subject, observed: Observed, *, measure: bool = False) -> Ve
         floor=floor,
         seconds=perf_counter() - began,
     )
-    return verdict if broken is None else verdict.before_its_end(broken)
+    return verdict.before_its_end(crash)
 
 
 @contextmanager

@@ -96,6 +96,18 @@ class LawResult:
 
 
 @dataclass(frozen=True)
+class Crash:
+    """What was raised where nothing should be: on one line, and with its traceback."""
+
+    said: str
+    traceback: str
+
+    @staticmethod
+    def of(error: BaseException) -> "Crash":
+        return Crash(raised(error), "".join(traceback.format_exception(error)))
+
+
+@dataclass(frozen=True)
 class Verdict:
     """What a validation found. ``tier`` is "bitwise", a dtype's name, or "none" where not everything agreed.
 
@@ -134,14 +146,19 @@ class Verdict:
         """0 pass, 1 wrong answer, 3 no verdict."""
         return EXIT_STATUS[self.verdict]
 
-    def without_cause(self, error: Exception) -> "Verdict":
+    def without_cause(self, crash: Crash) -> "Verdict":
         """This verdict, with what was raised where its cause was looked for: it stands without an explanation."""
-        return replace(self, unsought=raised(error), traceback=_whole(error))
+        return replace(self, unsought=crash.said, traceback=crash.traceback)
 
-    def before_its_end(self, error: Exception) -> "Verdict":
-        """This verdict, with what was raised before all was compared: what is wrong is wrong, and nothing passes."""
+    def before_its_end(self, crash: Crash | None) -> "Verdict":
+        """This verdict, with what was raised before all was compared: what is wrong is wrong, and nothing passes.
+
+        None: nothing was raised.
+        """
+        if crash is None:
+            return self
         outcome: Literal["fail", "unknown"] = "fail" if self.verdict == "fail" else "unknown"
-        return replace(self, verdict=outcome, tier="none", stopped=raised(error), traceback=_whole(error))
+        return replace(self, verdict=outcome, tier="none", stopped=crash.said, traceback=crash.traceback)
 
     def raise_if_failed(self) -> None:
         """Raise ``ValidationFailed``, with the whole screen as its text, unless this is a pass."""
@@ -243,10 +260,6 @@ def raised(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}{': ' * bool(said)}{_shortened(said)}{where}"
-
-
-def _whole(error: BaseException) -> str:
-    return "".join(traceback.format_exception(error))
 
 
 def _shortened(text: str) -> str:

@@ -130,9 +130,7 @@ class Against:
         ):
             apart = [name for name in {**due, **found} if name not in due or name not in found]
             if apart:
-                side = "seen" if apart[0] in due else "expected"
-                more = f", nor of {len(apart) - 1} more" * (len(apart) > 1)
-                self._ledger.doubt(law, f"nothing is {side} of {apart[0]}{more}, so it was not compared")
+                self._ledger.doubt(law, not_compared("seen" if apart[0] in due else "expected", apart))
 
     def buffers(self, seen: Mapping[str, Tensor]) -> None:
         """Buffers after the operation, by name."""
@@ -162,6 +160,12 @@ class Against:
             law, self._number + 1, "", "", rank=rank, stage=stage, microbatch=microbatch, parameter=parameter
         )
         return Heading(law, frozenset(), where)
+
+
+def not_compared(side: str, names: Sequence[str]) -> str:
+    """What to say of parameters that one side lacks: nothing of them is ``seen``, or ``expected``."""
+    more = f", nor of {len(names) - 1} more" * (len(names) > 1)
+    return f"nothing is {side} of {names[0]}{more}, so it was not compared"
 
 
 def _presence(tensor: Tensor | None) -> str:

@@ -17,7 +17,7 @@ from validation.records.movement import movements
 from validation.records.record import Record, RecordedOperation, RecordError, config_differences
 from validation.records.record_facts import RecordFacts, Seen
 from validation.tolerance import error, same_bits
-from validation.verdict import Tier, Verdict, overall
+from validation.verdict import Crash, Tier, Verdict, overall
 
 _SHOWN = 4  # differences of configs in a sentence
 
@@ -30,23 +30,23 @@ def compare(expected: Record, seen: Record, *, rerun: str = "pipeproof compare F
     began = perf_counter()
     _comparable(expected, seen)
     ledger = Ledger(LAWS)
-    broken = _entered(expected, seen, ledger)
+    crash = _entered(expected, seen, ledger)
     title = f"{seen.name} against {expected.name}"
     verdict = concluded(ledger, title, rerun=rerun, seconds=perf_counter() - began)
-    verdict = verdict if broken is None else verdict.before_its_end(broken)
+    verdict = verdict.before_its_end(crash)
     if not verdict.mismatches:
         return verdict
     return sought(verdict, lambda: caused(facts_of(verdict, expected, seen)))
 
 
-def _entered(expected: Record, seen: Record, ledger: Ledger) -> Exception | None:
+def _entered(expected: Record, seen: Record, ledger: Ledger) -> Crash | None:
     """Enter all that was seen; what is raised by a record that lacks a part of what it should have."""
     try:
         _enter(expected, seen, ledger)
     except RecordError:
         raise
     except Exception as error:  # no one type: who knows what wrote it
-        return error
+        return Crash.of(error)
     return None
 
 

@@ -22,7 +22,7 @@ from validation.oracle import Answer, precision_of_reference
 from validation.ranks.rank_report import NeedsMoreRanks, RankFailed, WorldError
 from validation.subject import Subject
 from validation.tolerance import Precision
-from validation.verdict import Verdict
+from validation.verdict import Crash, Verdict
 from validation.whitebox.assemble import Assembled
 from validation.whitebox.explain import explained
 from validation.whitebox.handed import HandBackError
@@ -258,7 +258,7 @@ def _stopped(title: str, error: Exception) -> Verdict:
     """The verdict where there was nothing to judge: the reference cannot run, or something else was raised."""
     blank, told = Verdict(title, "unknown", "none", ()), isinstance(error, _TOLD)
     cause = error.__cause__ if told and isinstance(error.__cause__, Exception) else error
-    verdict = blank.before_its_end(cause)
+    verdict = blank.before_its_end(Crash.of(cause))
     return replace(verdict, stopped="", headline=str(error)) if told else verdict
 
 
