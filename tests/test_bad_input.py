@@ -3,16 +3,24 @@
 import json
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from validation.judge import Judge
+from validation.case import Case
+from validation.cli import main
+from validation.judge import Judge, judge
+from validation.observe import observe
+from validation.specimens import SPECIMENS
+from validation.validator import explained
 from validation.verdict import Verdict
 from validation.whitebox import HandedBack, WhiteBox
 from validation.whitebox.task import WhiteBoxError
+from validation.world import World
 
 WIDTH = 8
 Reference = Callable[[], nn.Module]
@@ -232,3 +240,31 @@ def test_a_crash_of_ours_is_no_pass(whitebox: WhiteBox, monkeypatch: pytest.Monk
     verdict = judged(whitebox, right)
     assert (verdict.verdict, verdict.laws) == ("unknown", ())
     assert str(verdict).startswith("UNKNOWN not all was compared: ZeroDivisionError: a rule is wrong (test_bad_input")
+
+
+@pytest.mark.parametrize("where", ["diagnose._links", "diagnose.Evidence", "validator.diagnose", "validator.observe"])
+def test_a_case_of_ours_fails_without_its_explanation(
+    world: World, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planted = SPECIMENS["stage-negated"]
+    case = replace(Case.parse(planted.smallest), specimen=planted.name)
+    observed = observe(case, world)
+    plain = judge(case, observed)
+    monkeypatch.setattr(f"validation.{where}", crash)
+    verdict = explained(case, world, observed, plain)
+    assert (verdict.verdict, verdict.exit_status, verdict.cause) == ("fail", 1, ())
+    assert (verdict.laws, verdict.mismatches) == (plain.laws, plain.mismatches)
+    assert verdict.unsought.startswith("ZeroDivisionError: a rule is wrong (test_bad_input.py:")
+
+
+def test_a_command_ends_as_its_verdict_does_without_an_explanation(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    planted = SPECIMENS["stage-negated"]
+    monkeypatch.setattr("validation.diagnose.Evidence", crash)
+    line = str(replace(Case.parse(planted.smallest), specimen=planted.name))
+    assert main(["replay", line, "--json", str(tmp_path / "x")]) == 1
+    out = capsys.readouterr()
+    assert "cause     not sought: looking for it raised ZeroDivisionError: a rule is wrong" in out.out
+    assert "Traceback" not in out.out + out.err
+    assert "in crash" in (tmp_path / "x").read_text()
