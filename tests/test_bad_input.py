@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from validation.case import Case
@@ -191,6 +192,61 @@ def test_sparse_gradients_are_compared(whitebox: WhiteBox) -> None:
         "pass",
         "fail",
     )
+
+
+class Grouped(nn.Module):
+    """A model that cannot be copied: it holds a process group and a lock."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.lock = build(), threading.Lock()
+        self.group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x)
+
+
+class CastsByName(nn.Module):
+    """A model that cannot run in fp64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = build()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x.float())
+
+
+def scaled(factor: float) -> Callable[..., Any]:
+    def step(model: nn.Module, microbatches: list[Any]) -> Any:
+        made = right(model, microbatches)
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(factor)
+        return made
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("reference", "outcomes", "note"),
+    [
+        (Grouped, ["pass", "pass", "unknown", "fail"], ""),
+        (
+            CastsByName,
+            ["pass", "pass", "unknown", "fail"],
+            "against fp64: there the reference raised RuntimeError: mat1",
+        ),
+    ],
+)
+def test_a_reference_that_cannot_be_copied_or_run_in_fp64_is_judged(
+    whitebox: WhiteBox, reference: Reference, outcomes: list[str], note: str
+) -> None:
+    verdicts = [judged(whitebox, scaled(factor), reference=reference) for factor in (1, 1 + 1e-6, 1 + 5e-5, 1.01)]
+    assert [verdict.verdict for verdict in verdicts] == outcomes
+    for verdict in verdicts[1:]:
+        assert note in verdict.law("gradient").note
+    assert verdicts[-1].cause[0].kind == "scale"
 
 
 # Crashes of the judge and of the explanation.
