@@ -22,6 +22,7 @@ NO_SOURCE_MODULE = {
     "families": "the numbers of the literature",
     "readme": "the examples of README",
     "train_gpt": "the training example",
+    "bad_input": "what cannot be run, differentiated, read or explained",
     "bench": "what ci/bench computes from what it measures",
 }
 
