@@ -4,11 +4,11 @@ import gc
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from time import perf_counter, process_time
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -97,24 +97,46 @@ def conditions(taken: Sequence[Mapping[str, Any]]) -> str:
 
 
 class _Load:
-    """The processor time, in cores, that processes other than the ranks used since this object was made."""
+    """The processor time, in cores, that processes other than the ranks used since this object was made.
+
+    Every rank must make one, and ask. Rank 0 looks: a number that differed between ranks would end the rounds of some
+    before the others'.
+    """
 
     def __init__(self) -> None:
+        pids = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+        dist.all_gather(pids, torch.tensor([os.getpid()]))
+        self._ranks = frozenset(int(pid) for pid in pids)
         self._began = self._now()
 
     def foreign(self) -> float:
-        """The same number on every rank, which must all ask."""
-        wall, machine, own = (b - a for a, b in zip(self._began, self._now(), strict=True))
-        # Rank 0's clock counts: a number that differed between ranks would end the rounds of some before the others'.
-        first = [wall, machine] if dist.get_rank() == 0 else [0.0, 0.0]
-        total = torch.tensor([*first, own], dtype=torch.float64)
-        dist.all_reduce(total)
-        wall, machine, every = total.tolist()
-        return (machine - every) / wall
+        """The same number on every rank."""
+        wall, others = (b - a for a, b in zip(self._began, self._now(), strict=True))
+        cores = torch.tensor([others / wall], dtype=torch.float64)
+        dist.broadcast(cores, 0)
+        return cores.item()
 
-    @staticmethod
-    def _now() -> tuple[float, float, float]:
-        return perf_counter(), sum(machine_seconds()[:3]), process_time()
+    def _now(self) -> tuple[float, float]:
+        others = process_seconds(but=self._ranks) + machine_seconds()[2] if dist.get_rank() == 0 else 0.0
+        return perf_counter(), others
+
+
+def process_seconds(*, but: Collection[int] = (), proc: Path = Path("/proc")) -> float:
+    """The processor time so far of all processes that can be seen, ``but`` these; 0 on a system that does not say.
+
+    The machine's own count would not do: it charges whole ticks, and of ranks that wake each other thousands of times
+    a second it made up to one core more than all processes together used. A process that has ended is counted with
+    its parent.
+    """
+    return sum(_seconds_of(folder) for folder in proc.glob("[0-9]*") if int(folder.name) not in but)
+
+
+def _seconds_of(process: Path) -> float:
+    try:
+        fields = (process / "stat").read_text().rpartition(")")[2].split()  # its name may hold blanks
+    except OSError:
+        return 0.0  # it has ended
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")  # its own, and that of its ended children
 
 
 def machine_seconds() -> tuple[float, float, float, float]:

@@ -18,6 +18,11 @@ Made by `{command}`.
 A *floor* is what rounding alone does to a gradient: *order* adds the microbatches in reverse, *rounding* compares with
 fp64 (in fp64 itself, with weights that are one rounding off). The columns give the largest over all gradients.
 
+A reference that cannot run in fp64, or draws other numbers there, has no floor of *rounding*. Then only what *order*
+explains may pass, which is never more than would pass with both. What is larger is *unknown* where it is too small for
+half a lost microbatch or for the size that no floor makes a pass (fp32: 1e-4), and where weights that are one rounding
+off move the reference as far; else it is a fault. The law's line says that fp64 told nothing.
+
 A fault's *effect* is how much it changes a gradient, relative to it, computed in fp64: of all its variants (which
 token, microbatch, LayerNorm, boundary or stage) the one that is hardest to see, in the gradient that shows most of it.
 The *gap*, in brackets, is effect over floor in that gradient, in decades; below zero the fault lies under the rounding.

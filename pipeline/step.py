@@ -3,7 +3,8 @@
 import dataclasses
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -146,14 +147,15 @@ class PipelineSchedule:
         """
         began = perf_counter()
         run, divisor = self._accumulate(microbatches, loss_divisor)
-        self.parts.gradients.reduce_tied()
-        losses, squares = self._share(run, self.parts.gradients.squares())
-        norm = norm_of(squares)
-        if max_norm is not None:
-            self.parts.gradients.scale(clip_factor(norm, max_norm))
-        if self._optimizer is not None:
-            self._optimizer.step()
-            self._optimizer.zero_grad(set_to_none=True)
+        with self._cleared_if_raised():
+            self.parts.gradients.reduce_tied()
+            losses, squares = self._share(run, self.parts.gradients.squares())
+            norm = norm_of(squares)
+            if max_norm is not None:
+                self.parts.gradients.scale(clip_factor(norm, max_norm))
+            if self._optimizer is not None:
+                self._optimizer.step()
+                self._optimizer.zero_grad(set_to_none=True)
         return self._result(run, losses, divisor, norm, perf_counter() - began)
 
     def accumulate(
@@ -207,10 +209,15 @@ class PipelineSchedule:
         self, microbatches: Sequence[tuple[object, object]], loss_divisor: float | None
     ) -> tuple[Run, float]:
         objective, checked = self._objective(loss_divisor), self._checked(microbatches)
-        try:
+        with self._cleared_if_raised():
             return self._run(checked, objective), objective.divisor
+
+    @contextmanager
+    def _cleared_if_raised(self) -> Iterator[None]:
+        """Clear gradients where the block raises. Some are there and some are not: no later step may build on them."""
+        try:
+            yield
         except BaseException:
-            # Some of this step's gradients are there and some are not: no later step may build on them.
             for stage in self.parts.stages:
                 stage.module.zero_grad(set_to_none=True)
             raise

@@ -5,7 +5,6 @@ that each stage contributes to a parameter. So it can add the same numbers in th
 and a correct pipeline then agrees to the last bit.
 """
 
-import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,12 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from reference.copied import copied
 from reference.data import Batch
 from reference.model import LossFn, Model
 
 Stage = int
 Site = tuple[Stage, str]  # one stage's copy of a parameter, by its name in the model
 Gradient = Tensor | None
+
+
+class LossError(ValueError):
+    """A loss that cannot be differentiated."""
 
 
 def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -168,10 +172,11 @@ class Reference:
                 leaves[key] = parameter.detach().requires_grad_(parameter.requires_grad)
             uses[name] = leaves[key]
         output = functional_call(self.model, uses, batch.inputs, tie_weights=False)
-        loss = loss_fn(output, batch.target)
+        loss = differentiable(loss_fn(output, batch.target))
         wanted = [leaf for leaf in leaves.values() if leaf.requires_grad]
         found = dict(zip(map(id, wanted), torch.autograd.grad(loss / divisor, wanted, allow_unused=True), strict=True))
-        return Contribution(loss.item(), {self._sites[name]: found.get(id(leaf)) for name, leaf in uses.items()})
+        gradients = {self._sites[name]: found.get(id(leaf)) for name, leaf in uses.items()}
+        return Contribution(loss.item(), {site: None if g is None else dense(g) for site, g in gradients.items()})
 
     def _update(self, expected: Expected, max_norm: float) -> Expected:
         gradients = self.total(self._sums)
@@ -215,6 +220,22 @@ class Reference:
         return {key: sorted(sites) for key, sites in copies.items()}
 
 
+def dense(gradient: Tensor) -> Tensor:
+    """``gradient`` with all its elements: an embedding may give those of the rows that were used alone."""
+    return gradient if gradient.layout is torch.strided else gradient.to_dense()
+
+
+def differentiable(loss: object) -> Tensor:
+    """``loss``, where it is one number that something trained went into. Raises ``LossError``."""
+    if not isinstance(loss, Tensor):
+        raise LossError(f"the loss is a {type(loss).__name__}: expected a tensor of one number")
+    if loss.numel() != 1:
+        raise LossError(f"the loss has the shape {list(loss.shape)}: expected one number")
+    if not loss.requires_grad:
+        raise LossError("no parameter that is trained went into the loss, so it has no gradient")
+    return loss
+
+
 def objective(model: nn.Module, batches: Sequence[Batch], recipe: Recipe) -> tuple[LossFn, float]:
     """A microbatch's loss function, and what its value is divided by before the backward."""
     if isinstance(recipe.loss, Loss):
@@ -239,22 +260,28 @@ def accumulate(
     return sums
 
 
-def in_double(
-    reference: Reference, expected: Expected, batches: Sequence[Batch], *, nudge: float = 0.0
-) -> tuple[Contribution, ...]:
-    """The contributions of ``expected`` computed once more in fp64, from the same parameters and microbatches.
+def in_double(reference: Reference, expected: Expected, batches: Sequence[Batch]) -> tuple[Contribution, ...]:
+    """The contributions of ``expected`` computed once more in fp64, from the same parameters and microbatches."""
+    return _once_more(reference, copied(reference.model).double(), expected, [b.cast(torch.float64) for b in batches])
 
-    ``nudge``: make every weight larger or smaller by this part of itself, at random.
-    """
-    model = copy.deepcopy(reference.model).double()
+
+def one_place_off(reference: Reference, expected: Expected, batches: Sequence[Batch]) -> tuple[Contribution, ...]:
+    """The contributions of ``expected`` in the same precision, with every weight one rounding larger or smaller."""
+    return _once_more(reference, copied(reference.model), expected, batches, off=True)
+
+
+def _once_more(
+    reference: Reference, model: nn.Module, expected: Expected, batches: Sequence[Batch], *, off: bool = False
+) -> tuple[Contribution, ...]:
+    """The contributions of ``batches`` in ``model``, a copy, with the weights that ``expected`` began with."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters(remove_duplicate=False):
             signs = torch.randint(2, parameter.shape, generator=generator, dtype=torch.float64).to(parameter.device)
-            parameter.copy_(expected.before[name].double() * (1 + nudge * (2 * signs - 1)))
+            unit = torch.finfo(parameter.dtype).eps if off and parameter.is_floating_point() else 0.0
+            parameter.copy_(expected.before[name].double() * (1 + unit * (2 * signs - 1)))
     owner = {name: stage for stage, name in expected.contributions[0].gradients}
-    wide = Reference(model, owner=owner, recipe=reference._recipe)
-    return wide.contribute([batch.cast(torch.float64) for batch in batches])
+    return Reference(model, owner=owner, recipe=reference._recipe).contribute(batches)
 
 
 def _add(parts: Sequence[Gradient]) -> Gradient:

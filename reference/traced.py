@@ -5,7 +5,6 @@ its modules put out and that no parameter of a later stage went into. Whether th
 through there must give each microbatch's gradients.
 """
 
-import copy
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,9 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from reference.copied import copied
 from reference.data import Batch
 from reference.graph import Edge, depths, ends_of, frontier
 from reference.outputs import Place, outputs_noted
@@ -154,12 +155,12 @@ class Traced:
 
     def _in_double(self, losses: Sequence[float]) -> "tuple[nn.Module, list[Batch], list[Run]] | None":
         try:
-            model = copy.deepcopy(self._model).double()
+            model = copied(self._model).double()
             self._use(model)
             batches = [batch.cast(torch.float64) for batch in self.batches]
             runs = [self._run(batch) for batch in batches]
-        except (RuntimeError, TypeError, ValueError):
-            return None  # the user's own code ran, which may know of one type only
+        except Exception:  # no one type: the user's own code ran, which may know of one dtype only
+            return None
         alike = all(abs(run.loss - loss) <= _ALIKE * abs(loss) for run, loss in zip(runs, losses, strict=True))
         return (model, batches, runs) if alike else None
 
@@ -180,9 +181,12 @@ class Traced:
 
     def _run(self, batch: Batch) -> Run:
         noted: list[tuple[Place, Tensor]] = []
-        with outputs_noted(self._model, lambda place, tensor: noted.append((place, tensor))):
-            output = functional_call(self._model, self._uses, batch.inputs, tie_weights=False)
-        loss = self._loss.function(output, batch.target)
+        noting = outputs_noted(self._model, lambda place, tensor: noted.append((place, tensor)))
+        # Graphs are walked several times, and a backward may write into what its forward saved: each gets a copy.
+        with saved_tensors_hooks(lambda saved: saved.detach(), lambda saved: saved.clone()):
+            with noting:
+                output = functional_call(self._model, self._uses, batch.inputs, tie_weights=False)
+            loss = self._loss.function(output, batch.target)
         leaves, form = tree_flatten(output)
         return Run(leaves, form, loss / self._loss.divisor, loss.item(), tuple(noted))
 

@@ -1,12 +1,15 @@
 """What ci/bench computes from what it measures, and that its instruments measure what they should."""
 
+import os
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import bench_held
 import bench_main
+import bench_ranks
 import bench_scale
 import bench_sleep
 import bench_sleeper
@@ -203,3 +206,32 @@ def test_ranks_that_take_what_is_simulated_are_in_order(monkeypatch: pytest.Monk
     assert rows["order"].note.startswith("ranks agree: yes; simulated zb-v < v-half < ")
     assert rows["order"].note.endswith("; 5 quiet rounds of 5")
     assert rows["order, as measured"].note.endswith("; 0.00 ms a message")
+
+
+def process(proc: Path, pid: int, own: int, *, ended_children: int = 0) -> None:
+    """A process that used so many ticks, half of them for the system, as its ``stat`` file says it."""
+    (proc / str(pid)).mkdir(exist_ok=True)
+    ticks = [own - own // 2, own // 2, ended_children, 0]
+    (proc / str(pid) / "stat").write_text(f"{pid} (a (b) c) S {'1 ' * 10}{' '.join(map(str, ticks))} 20 0 1")
+
+
+def test_the_load_of_others_is_without_the_ranks_and_counts_what_has_ended(tmp_path: Path) -> None:
+    second = os.sysconf("SC_CLK_TCK")
+    for pid in (11, 12, 13, 14):
+        process(tmp_path, pid, second)
+    before = bench_ranks.process_seconds(but={11, 12}, proc=tmp_path)
+    for rank in (11, 12):
+        process(tmp_path, rank, 9 * second)
+    process(tmp_path, 13, 2 * second, ended_children=3 * second)  # one more of its own, and 14 used two before it ended
+    (tmp_path / "14" / "stat").unlink()
+    assert bench_ranks.process_seconds(but={11, 12}, proc=tmp_path) - before == pytest.approx(1 + 2)
+    assert bench_ranks.process_seconds(proc=tmp_path / "nowhere") == 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the system does not say what processes use")
+def test_what_a_process_used_is_what_it_says_itself() -> None:
+    own, began = Path("/proc/self"), time.process_time()
+    seen = bench_ranks._seconds_of(own)
+    while time.process_time() - began < 0.2:
+        pass
+    assert bench_ranks._seconds_of(own) - seen == pytest.approx(time.process_time() - began, abs=0.05)

@@ -4,17 +4,23 @@ import math
 import queue
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from pipeline import PipelineSchedule
 from pipeline.gradients import StageGradients, TiedError, clip_factor, norm_of
 from pipeline.stage import ModuleStage
+from pipeline.step import Parts
 from pipeline.transport import Alone, DistributedTransport, Message
+from validation.observers.wrappers import AroundGradients
 from validation.worlds.world import RankContext, RankFailed, World
 
 TIED = {0: "weight", 1: "weight", 2: "weight"}
+PAIRS = [(torch.ones(2, 4), torch.zeros(2, 4))] * 2
 
 
 def share(stage: int) -> torch.Tensor:
@@ -175,3 +181,45 @@ def test_a_strict_transport_that_ignores_tags_is_enough_for_tied_gradients() -> 
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(one, (0, 1))) == [11.0, 11.0]
+
+
+def step_of(**more: Any) -> tuple[PipelineSchedule, nn.Module]:
+    module = nn.Linear(4, 4)
+    given = {"kind": "gpipe", "n_microbatches": 2, "stages": [module], "loss_fn": nn.functional.mse_loss}
+    return PipelineSchedule(**given, **more), module
+
+
+class Raising(AroundGradients):
+    """Gradient work of which one part raises."""
+
+    def __init__(self, parts: Parts, part: str) -> None:
+        super().__init__(parts.gradients, parts.stages)
+        setattr(self, part, self._raise)
+
+    def _raise(self, *_: object) -> Any:
+        raise RuntimeError("a peer is gone")
+
+
+@pytest.mark.parametrize("part", ["reduce_tied", "squares", "scale"])
+def test_gradients_are_cleared_wherever_a_step_raises(part: str) -> None:
+    schedule, module = step_of()
+    broken = schedule.wrapped(lambda parts: replace(parts, gradients=Raising(parts, part)))
+    with pytest.raises(RuntimeError, match="a peer is gone"):
+        broken.train_step(PAIRS, max_norm=1.0)
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def test_gradients_are_cleared_where_sharing_the_losses_or_the_optimizer_raises(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def gone(*_: object) -> Any:
+        raise RuntimeError("a peer is gone")
+
+    for target in ("pipeline.step.gather", "torch.optim.SGD.step"):
+        schedule, module = step_of()
+        schedule._optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        with monkeypatch.context() as patch:
+            patch.setattr(target, gone)
+            with pytest.raises(RuntimeError, match="a peer is gone"):
+                schedule.train_step(PAIRS)
+        assert all(parameter.grad is None for parameter in module.parameters()), target

@@ -152,3 +152,36 @@ def test_stages_that_are_too_large_for_pairs_say_so(monkeypatch: pytest.MonkeyPa
     _, found = both("mlp")
     assert "are too many to try" in found.unpaired
     assert found.within(0, next(iter(found.parameters(0)))) == {}
+
+
+class Entropy(torch.autograd.Function):
+    """A cross entropy whose backward makes its gradient of the softmax that the forward saved, in place."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor) -> Tensor:
+        softmax = logits.softmax(-1)
+        ctx.save_for_backward(softmax, target)
+        return -softmax.log().gather(-1, target[:, None]).mean()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        softmax, target = ctx.saved_tensors
+        softmax.scatter_add_(-1, target[:, None], torch.full_like(softmax[:, :1], -1.0))
+        return softmax.mul_(gradients[0] / len(target)), None
+
+
+def test_a_backward_that_writes_into_what_its_forward_saved_is_walked_several_times() -> None:
+    torch.manual_seed(0)
+    model = Bypass()
+    draw = torch.Generator().manual_seed(1)
+    batches = [
+        Batch((torch.randn(5, 4, generator=draw),), torch.randint(4, (5,), generator=draw), 5) for _ in range(COUNT)
+    ]
+    found = traced(model, batches, by_block(model), Loss(Entropy.apply, COUNT))
+    plain = traced(model, batches, by_block(model), Loss(nn.functional.cross_entropy, COUNT))
+    for one in (found, plain):
+        assert one.unpaired == ""
+    for stage in range(3):
+        assert alike(found.contribution(stage, 1), plain.contribution(stage, 1))
+        (mine,), (its,) = (side.paired(stage, 0, [side.flow(stage, 2)]) for side in (found, plain))
+        assert alike(mine, its)

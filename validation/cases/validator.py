@@ -10,6 +10,7 @@ from validation.cases.case import Case
 from validation.cases.judgement import diagnose, judge
 from validation.cases.observe import observe
 from validation.cases.runtimes import OWN
+from validation.diagnosis.diagnose import sought
 from validation.judging.cause import Cause
 from validation.judging.verdict import Verdict
 from validation.observers.observed import Observed
@@ -37,6 +38,10 @@ def explained(case: Case, world: World, observed: Observed, verdict: Verdict) ->
     """``verdict`` with its causes. The case runs again, recorded: a run that is right costs nothing."""
     if case.runtime != OWN:
         return replace(verdict, undecided=(f"the runtime {case.runtime} is not ours, and was not recorded",))
+    return sought(verdict, lambda: _explained(case, world, observed, verdict))
+
+
+def _explained(case: Case, world: World, observed: Observed, verdict: Verdict) -> Verdict:
     try:
         recorded = observe(case, world, record=True)
         again = judge(case, recorded)

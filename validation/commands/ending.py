@@ -7,12 +7,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import FrameType, MappingProxyType
 from typing import NoReturn
 
 from pipeline.laws import LawBroken
-from validation.commands.standard_output import ReaderGone, standard_output
+from validation.commands.standard_output import ReaderGone, discard, standard_output
 from validation.worlds.launcher import reports
 
 WRONG, BAD_INPUT, NO_VERDICT = 1, 2, 3
@@ -74,8 +74,11 @@ def _judged(command: Callable[[], int]) -> int:
 
 def _say(message: str, status: int) -> int:
     if reports() and sys.stderr is not None:
-        with suppress(OSError):  # there is nowhere else to say it
+        try:
             sys.stderr.write(f"pipeproof: {message}\n")
+            sys.stderr.flush()
+        except OSError:  # there is nowhere else to say it
+            discard(sys.stderr)
     return status
 
 

@@ -1,5 +1,7 @@
 """Standard output while a command runs: silent on ranks that do not report, and with failures of its own kind."""
 
+import errno
+import io
 import os
 import sys
 from collections.abc import Iterator
@@ -33,8 +35,13 @@ class _Watched:
         self._stream = stream
 
     def write(self, text: str) -> int:
+        raw = getattr(self._stream, "buffer", None)
         with self._watching():
-            return self._stream.write(text)
+            if not isinstance(raw, io.RawIOBase):
+                return self._stream.write(text)
+            # With PYTHONUNBUFFERED, Python drops what a write leaves over, and a reader that goes is not noticed.
+            _write_all(raw, text.encode(self._stream.encoding, self._stream.errors or "strict"))
+            return len(text)
 
     def flush(self) -> None:
         with self._watching():
@@ -48,14 +55,22 @@ class _Watched:
         try:
             yield
         except BrokenPipeError as error:
-            _discard(self._stream)
+            discard(self._stream)
             raise ReaderGone from error
         except OSError as error:
-            _discard(self._stream)
+            discard(self._stream)
             raise OutputError(f"cannot write standard output: {error.strerror or error}") from error
 
 
-def _discard(stream: TextIO) -> None:
+def _write_all(raw: io.RawIOBase, data: bytes) -> None:
+    while data:
+        written = raw.write(data)
+        if written is None:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        data = data[written:]
+
+
+def discard(stream: TextIO) -> None:
     """Let what is left in the buffer go nowhere, or the interpreter fails once more when it ends."""
     with suppress(OSError), open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), stream.fileno())

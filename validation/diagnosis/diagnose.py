@@ -22,7 +22,7 @@ from validation.diagnosis.rules.update import clip, update
 from validation.diagnosis.setup import Setup
 from validation.judging.cause import Cause
 from validation.judging.judge import one_thread
-from validation.judging.verdict import Verdict
+from validation.judging.verdict import Crash, Verdict
 from validation.observers.observed import Observed
 
 Shown = TypeVar("Shown")
@@ -55,6 +55,17 @@ def diagnose(setup: Setup, observed: Observed, verdict: Verdict) -> Verdict:
     evidence = Evidence(setup, observed, verdict)
     with one_thread():
         return followed(verdict, evidence, _links(evidence), unexplained=lambda link: _left(link, evidence))
+
+
+def sought(verdict: Verdict, look: Callable[[], Verdict]) -> Verdict:
+    """``look()``, which is ``verdict`` with its causes; where looking raises, the same verdict with a note of that.
+
+    A verdict never depends on its explanation, in which code of the user's own may run.
+    """
+    try:
+        return look()
+    except Exception as error:  # no one type: a rule of ours may be wrong, and so may a model
+        return verdict.without_cause(Crash.of(error))
 
 
 def followed(

@@ -130,12 +130,12 @@ def _is_part(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, Real) or (isinstance(value, Tensor) and value.dim() == 0)
+    return isinstance(value, Real) or (isinstance(value, Tensor) and value.dim() == 0 and not value.is_complex())
 
 
 def _is_numbers(value: object) -> bool:
     if isinstance(value, Tensor):
-        return value.dim() == 1
+        return value.dim() == 1 and not value.is_complex()
     return isinstance(value, Sequence) and not isinstance(value, str) and all(map(_is_number, value))
 
 

@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from validation.judging.verdict import raised
+
 Names = Mapping[str, str] | Callable[[str], str]
 Place = tuple[int, int]  # the k-th parameter of the i-th part
 
@@ -30,10 +32,27 @@ class Matched:
     strangers: Mapping[Place, str]
 
 
+class NamesError(ValueError):
+    """A ``names=`` that does not tell a name."""
+
+
 def renamed(names: Names | None, name: str) -> str | None:
-    """What the user's mapping makes of ``name``: a function, or prefixes of which the longest that fits is replaced."""
+    """What the user's mapping makes of ``name``: a function, or prefixes of which the longest that fits is replaced.
+
+    Raises ``NamesError`` where that raises, or gives no name.
+    """
     if names is None:
         return None
+    try:
+        made = _renamed(names, name)
+    except Exception as error:  # no one type: it is the user's code
+        raise NamesError(f"names= raised {raised(error)} for {name}") from error
+    if not isinstance(made, str | None):
+        raise NamesError(f"names= gives a {type(made).__name__} for {name}: expected a name, or None")
+    return made
+
+
+def _renamed(names: Names, name: str) -> str:
     if not isinstance(names, Mapping):
         return names(name)
     fitting = max((prefix for prefix in names if name.startswith(prefix)), key=len, default=None)

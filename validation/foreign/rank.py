@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pipeline.action import Action
+from reference.step import dense
 from validation.foreign.handed_back import HandBackError, HandedBack, understood
 from validation.foreign.matching import Local, Names, renamed
 from validation.foreign.share import Replicas
@@ -176,7 +177,7 @@ def _in_parts(held: Iterable[tuple[str, Any]]) -> tuple[tuple[Tensor | None, ...
             raise HandBackError(f"the gradient of {name} cannot be read: {error}") from None
         if shard is not None:
             shards[k] = shard
-        gradients.append(_copy(part.to_local() if isinstance(part, InShards) else part))
+        gradients.append(_copy(part.to_local() if isinstance(part, InShards) else part, name))
     return tuple(gradients), shards
 
 
@@ -186,5 +187,10 @@ def _shard(part: Tensor | None, where: Shard | Index | None) -> Shard | None:
     return where if isinstance(where, Shard) else shard_at(where, part)
 
 
-def _copy(gradient: Tensor | None) -> Tensor | None:
-    return None if gradient is None else gradient.detach().to("cpu", copy=True)
+def _copy(gradient: Tensor | None, name: str) -> Tensor | None:
+    if gradient is None:
+        return None
+    if gradient.is_meta or gradient.is_quantized:
+        why = "it is on the meta device, without any numbers" if gradient.is_meta else "it is quantized"
+        raise HandBackError(f"the gradient of {name} cannot be read: {why}")
+    return dense(gradient.detach()).to("cpu", copy=True)

@@ -5,11 +5,12 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from reference.step import Contribution, Recipe, Reference
+from reference.step import Contribution, LossError, Recipe, Reference
 from validation.foreign.places import Both, Survey
 from validation.foreign.share import Replicas
-from validation.foreign.task import Task
+from validation.foreign.task import ReferenceRaised, Task
 from validation.judging.judge import one_thread
+from validation.judging.verdict import raised
 
 
 class ReferenceRun:
@@ -67,10 +68,14 @@ class ReferenceRun:
         return Reference(self._model, owner=owner, recipe=Recipe(loss=self._task.loss))
 
     def made(self, owner: Mapping[str, int]) -> tuple[Contribution, ...]:
-        """What every microbatch gives in these stages. Raises what the reference raised."""
+        """What every microbatch gives in these stages. Raises ``ReferenceRaised``."""
         deque(self, maxlen=0)
-        if self._failure is not None:
-            raise self._failure
+        failure = self._failure
+        if failure is not None:
+            known = isinstance(failure, LossError)
+            why = f"cannot be differentiated: {failure}" if known else f"raised {raised(failure)}"
+            where = f"on microbatch {len(self._made)} the reference {self._task.name}"
+            raise ReferenceRaised(f"{where} {why}") from failure
         return tuple(one.under(owner) for one in self._made)
 
     @property

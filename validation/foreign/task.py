@@ -10,10 +10,15 @@ from torch import Tensor, nn
 from reference.data import IGNORED, Batch
 from reference.step import Loss
 from validation.foreign.rank import Step
+from validation.judging.verdict import raised
 
 
 class WhiteBoxError(ValueError):
     """A validation that cannot be: what was asked for makes no sense."""
+
+
+class ReferenceRaised(Exception):
+    """The reference, which is the user's own code, cannot be run. Its cause is what it raised."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,10 @@ class Task:
 
     def built(self, device: str) -> nn.Module:
         """The reference, as every rank builds it."""
-        model = self.reference()
+        try:
+            model = self.reference()
+        except Exception as error:  # no one type: it is the user's code
+            raise ReferenceRaised(f"the reference {self.name} cannot be built: it raised {raised(error)}") from error
         if not isinstance(model, nn.Module):
             raise WhiteBoxError(f"reference {self.name} returned a {type(model).__name__}: expected a torch.nn.Module")
         if not any(parameter.requires_grad for parameter in model.parameters()):

@@ -14,28 +14,30 @@ from torch import Tensor, nn
 
 from reference.data import Batch
 from reference.step import Contribution, Reference
+from validation.diagnosis.diagnose import sought
 from validation.foreign.assemble import Assembled
 from validation.foreign.explain import explained
 from validation.foreign.handed_back import HandBackError
-from validation.foreign.matching import Names
+from validation.foreign.matching import Names, NamesError
 from validation.foreign.rank import Order, RankMade, Step, digests, run_step
 from validation.foreign.reference_run import ReferenceRun
 from validation.foreign.second_build import Twin
 from validation.foreign.share import Replicas
 from validation.foreign.shared_stages import together
 from validation.foreign.step_facts import StepFacts
-from validation.foreign.task import Task, name_of
+from validation.foreign.task import ReferenceRaised, Task, WhiteBoxError, name_of
 from validation.judging.floors import Floors, Orders, Pending
 from validation.judging.judge import judged, one_thread
 from validation.judging.oracle import Answer, precision_of_reference
 from validation.judging.requirements import Subject
 from validation.judging.tolerance import Precision
-from validation.judging.verdict import Verdict
+from validation.judging.verdict import Crash, Verdict
 from validation.observers.observed import Observed
 from validation.observers.sketch import contents
-from validation.worlds.rank_report import RankFailed
+from validation.worlds.rank_report import NeedsMoreRanks, RankFailed, WorldError
 from validation.worlds.world import World
 
+_TOLD = (ReferenceRaised, WorldError)  # errors whose text says what is wrong
 LAWS = (
     "parameters-once",  # every parameter of the reference is held once, and nothing else is
     "initial-weights",  # those that the step started from
@@ -88,12 +90,16 @@ class WhiteBox:
         task.check(ranks if isinstance(ranks, int) else len(ranks))
         replicas = Replicas((0,) * ranks if isinstance(ranks, int) else tuple(ranks), len(task.microbatches))
         replicas.check()
-        verdict = self._validated(task, replicas, names)
+        try:
+            verdict = self._validated(task, replicas, names)
+        except (WhiteBoxError, NeedsMoreRanks):
+            raise
+        except Exception as error:  # of the reference, of what the ranks handed back, or ours: never a pass
+            verdict = _stopped(_title(task, replicas), error)
         return replace(verdict, rerun=_rerun(), seconds=perf_counter() - began)
 
     def _validated(self, task: Task, replicas: Replicas, names: Names | None) -> Verdict:
-        ranks = len(replicas.of)
-        title = task.title(ranks) + (f", {replicas.count} replicas" if replicas.count > 1 else "")
+        title = _title(task, replicas)
         model = task.built(self.world.device)
         known = contents(model)
         twin, ahead = Twin(task, self.world.device, known), ReferenceRun(task, model, replicas)
@@ -165,11 +171,11 @@ def _judged(title: str, task: Task, found: Assembled, twin: Twin, run: Reference
         every_rank=False,
     )
     verdict = judged(subject, observed)
-    if verdict.verdict == "pass":
+    if not verdict.mismatches:
         return verdict
     facts = StepFacts(verdict, observed, found, reference, twin.model, batches, task.loss, made, known)
     with one_thread():
-        return _with_notes(explained(facts), facts.suspects.notes())
+        return sought(verdict, lambda: _with_notes(explained(facts), facts.suspects.notes()))
 
 
 def _with_notes(verdict: Verdict, notes: Mapping[str, str]) -> Verdict:
@@ -239,9 +245,21 @@ def _failed(title: str, failure: RankFailed) -> Verdict:
     """The verdict where the ranks brought nothing back: what they did instead."""
     told = failure.reports[failure.culprit]
     sentence = told.sentence().partition("\n")[0]
-    if isinstance(failure.cause, HandBackError):
+    if isinstance(failure.cause, HandBackError | NamesError):
         return _undecided(title, f"rank {failure.culprit}: {failure.cause}")
     return Verdict(title, "unknown", "none", (), headline=f"rank {failure.culprit} {sentence}", failure=str(failure))
+
+
+def _title(task: Task, replicas: Replicas) -> str:
+    return task.title(len(replicas.of)) + (f", {replicas.count} replicas" if replicas.count > 1 else "")
+
+
+def _stopped(title: str, error: Exception) -> Verdict:
+    """The verdict where there was nothing to judge: the reference cannot run, or something else was raised."""
+    blank, told = Verdict(title, "unknown", "none", ()), isinstance(error, _TOLD)
+    cause = error.__cause__ if told and isinstance(error.__cause__, Exception) else error
+    verdict = blank.before_its_end(Crash.of(cause))
+    return replace(verdict, stopped="", headline=str(error)) if told else verdict
 
 
 def _random(title: str, task: Task, how: str) -> Verdict:

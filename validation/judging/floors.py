@@ -1,17 +1,20 @@
 """What rounding alone does on this very run: the reference in other orders, and rounded otherwise."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
-from torch import Tensor
 
 from reference.data import Batch
-from reference.step import Contribution, Expected, Reference, Site, accumulate, in_double
-from validation.judging.tolerance import Floor, floor_of, precision_of, scalar_error
+from reference.step import Contribution, Expected, Gradient, Reference, Site, accumulate, in_double, one_place_off
+from validation.judging.tolerance import Floor, error, floor_of, precision_of, scalar_error, unmeasured
+from validation.judging.verdict import raised
 
 Orders = Mapping[int, Sequence[int]]
+Contributions = Sequence[tuple[Contribution, ...]]  # of each operation, by microbatch
+Sums = dict[Site, Gradient]
+Otherwise = Callable[[Reference, Expected, Sequence[Batch]], tuple[Contribution, ...]]
 
 
 @dataclass(frozen=True)
@@ -23,10 +26,23 @@ class Pending:
     orders: Orders
 
 
+@dataclass(frozen=True)
+class _Elsewhere:
+    """What each operation's microbatches give where numbers are rounded otherwise.
+
+    Where fp64 tells nothing, ``apart`` are the contributions as they are, and ``nudged`` those with other weights.
+    """
+
+    apart: Contributions
+    nudged: Contributions | None = None
+
+
 class Floors:
     """The floors of one update, measured when first asked for; most runs are bitwise and never ask.
 
-    ``pending`` are the operations whose gradients the update sums; the last is the update itself.
+    ``pending`` are the operations whose gradients the update sums; the last is the update itself. ``obstacle`` says
+    why fp64 told nothing, once that is known. Then only what other orders of addition explain may pass: that is less
+    than would pass otherwise.
     """
 
     def __init__(self, reference: Reference, pending: Sequence[Pending]) -> None:
@@ -36,11 +52,24 @@ class Floors:
         dtype = next(reference.model.parameters()).dtype
         self._precision = precision_of(dtype)
         # Nothing is wider than fp64; there it is the weights that are rounded once more (as TTrace does with inputs).
-        self._nudge = 2 * self._precision.unit if dtype is torch.float64 else 0.0
+        self._otherwise = one_place_off if dtype is torch.float64 else in_double
+        self.obstacle = ""
 
     @cached_property
-    def _apart(self) -> list[tuple[Contribution, ...]]:
-        found = [in_double(self._reference, one.expected, one.batches, nudge=self._nudge) for one in self._pending]
+    def _elsewhere(self) -> _Elsewhere:
+        found, why = self._computed(self._otherwise)
+        if found is not None:
+            return _Elsewhere(found)
+        self.obstacle = f"rounding was not measured against fp64: there the reference {why}"
+        nudged = None if self._otherwise is one_place_off else self._computed(one_place_off)[0]
+        return _Elsewhere([one.expected.contributions for one in self._pending], nudged)
+
+    def _computed(self, otherwise: Otherwise) -> tuple[Contributions | None, str]:
+        """All contributions computed ``otherwise``, or None and why they tell nothing: it is the user's code."""
+        try:
+            found = [otherwise(self._reference, one.expected, one.batches) for one in self._pending]
+        except Exception as error:
+            return None, f"raised {raised(error)}"
         own = [one.expected.contributions for one in self._pending]
         # A model that draws otherwise in another precision, as dropout does, says nothing about rounding there.
         alike = all(
@@ -48,21 +77,28 @@ class Floors:
             for pair in zip(own, found, strict=True)
             for one, other in zip(*pair, strict=True)
         )
-        return found if alike else own
+        return (found, "") if alike else (None, "gives other losses")
 
     @cached_property
-    def _reversed_total(self) -> dict[Site, Tensor | None]:
-        sums: dict[Site, Tensor | None] = {}
+    def _reversed_total(self) -> Sums:
+        sums: Sums = {}
         for one in reversed(self._pending):
             orders = {stage: tuple(reversed(order)) for stage, order in one.orders.items()}
             sums = accumulate(one.expected.contributions, orders=orders, onto=sums)
         return self._reference.total(sums)
 
     @cached_property
-    def _apart_total(self) -> dict[Site, Tensor | None]:
-        sums: dict[Site, Tensor | None] = {}
-        for one, apart in zip(self._pending, self._apart, strict=True):
-            sums = accumulate(apart, orders=one.orders, onto=sums)
+    def _apart_total(self) -> Sums:
+        return self._total(self._elsewhere.apart)
+
+    @cached_property
+    def _nudged_total(self) -> Sums:
+        return {} if self._elsewhere.nudged is None else self._total(self._elsewhere.nudged)
+
+    def _total(self, made: Contributions) -> Sums:
+        sums: Sums = {}
+        for one, contributions in zip(self._pending, made, strict=True):
+            sums = accumulate(contributions, orders=one.orders, onto=sums)
         return self._reference.total(sums)
 
     def gradient(self, site: Site) -> Floor:
@@ -70,21 +106,27 @@ class Floors:
         expected, other, apart = self._last.gradients[site], self._reversed_total[site], self._apart_total[site]
         if expected is None or other is None or apart is None:
             return Floor(0.0, 0.0, 0.0, self._precision)
-        late = self._reference.late
+        late, nudged = self._reference.late, self._nudged_total.get(site)
         parts = [one.gradients[site] for pending in self._pending for one in pending.expected.contributions]
         shares = [None if part is None else part.cpu() / late for part in parts]
-        return floor_of(expected.cpu(), [other.cpu()], apart.cpu(), shares)
+        floor = floor_of(expected.cpu(), [other.cpu()], apart.cpu(), shares)
+        return floor if nudged is None else replace(floor, nudged=error(expected.cpu(), nudged.cpu()))
 
     def loss(self, microbatch: int) -> Floor:
         """The floor of one microbatch's loss."""
-        apart = self._apart[-1][microbatch].loss
-        return Floor(0.0, scalar_error(self._last.losses[microbatch], apart), 0.0, self._precision)
+        made, own = self._elsewhere, self._last.losses[microbatch]
+        nudged = 0.0 if made.nudged is None else scalar_error(own, made.nudged[-1][microbatch].loss)
+        if self.obstacle:
+            return unmeasured(self._precision, nudged=nudged)
+        return Floor(0.0, scalar_error(own, made.apart[-1][microbatch].loss), 0.0, self._precision)
 
     def norm(self) -> Floor:
         """The floor of the gradient norm."""
         norm = self._last.norm or 0.0
-        others = (self._reference.norm(total) for total in (self._reversed_total, self._apart_total))
-        permutation, rounding = (scalar_error(other, norm) for other in others)
+        totals = (self._reversed_total, self._apart_total, self._nudged_total or self._apart_total)
+        permutation, rounding, nudged = (scalar_error(self._reference.norm(total), norm) for total in totals)
+        if self.obstacle:
+            return unmeasured(self._precision, permutation=permutation, nudged=nudged)
         return Floor(permutation, rounding, 0.0, self._precision)
 
     def worst(self) -> float:

@@ -16,7 +16,7 @@ from validation.judging.headings import NOWHERE, Placing
 from validation.judging.ledger import Ledger
 from validation.judging.requirements import Subject
 from validation.judging.tolerance import Floor, may_be_rounded, same_bits, update_floor
-from validation.judging.verdict import Tier, Verdict, overall
+from validation.judging.verdict import Crash, Tier, Verdict, overall
 from validation.observers.observed import Observed
 
 LAWS = (
@@ -72,6 +72,14 @@ class Judge:
         self._conduct = Conduct(subject, observed, self.ledger)
         self.measured: Floors | None = None
 
+    def judged(self) -> Crash | None:
+        """``judge``, and what it raised: what was entered in the ledger before stays."""
+        try:
+            self.judge()
+        except Exception as error:  # no one type: what ranks gave may be anything, and a reference the user's own
+            return Crash.of(error)
+        return None
+
     def judge(self) -> None:
         """Compare everything up to the first operation that disagrees: what follows it is consequence."""
         self._skip_what_does_not_apply()
@@ -113,6 +121,8 @@ class Judge:
             self._norms(operation)
             self._updates(operation)
             self.measured = self.measured or answer.floors
+            if answer.floors is not None and answer.floors.obstacle:
+                self.ledger.remark("gradient", answer.floors.obstacle)
 
     def _same_start(self, operation: _Operation) -> bool:
         """Whether the weights that were seen before the operation are the reference's."""
@@ -280,13 +290,13 @@ def judged(subject: Subject, observed: Observed, *, measure: bool = False) -> Ve
     began = perf_counter()
     with one_thread():
         at = Judge(subject, observed)
-        at.judge()
+        crash = at.judged()
         laws = at.ledger.laws()
         floor = at.measured.worst() if measure and at.measured is not None else 0.0
     outcome = overall(laws)
     reached: Tier = "bitwise" if at.ledger.all_exact else subject.oracle.precision.name
     tier: Tier = reached if outcome == "pass" else "none"
-    return Verdict(
+    verdict = Verdict(
         subject.config,
         outcome,
         tier,
@@ -296,6 +306,7 @@ def judged(subject: Subject, observed: Observed, *, measure: bool = False) -> Ve
         floor=floor,
         seconds=perf_counter() - began,
     )
+    return verdict.before_its_end(crash)
 
 
 @contextmanager

@@ -50,13 +50,15 @@ class Floor:
     """What rounding alone does to one tensor on this run, as relative errors.
 
     permutation: contributions added in reverse order. rounding: against fp64, or, in fp64, against weights that are one
-    rounding off. fault: the least that dropping one microbatch would change.
+    rounding off. fault: the least that dropping one microbatch would change. nudged: with weights one rounding off,
+    where fp64 tells nothing. It lets nothing pass; what it explains is merely no proof of a fault.
     """
 
     permutation: float
     rounding: float
     fault: float
     precision: Precision = FP32
+    nudged: float = 0.0
 
     @property
     def largest(self) -> float:
@@ -76,7 +78,7 @@ class Floor:
         blind = 0 < self.fault / 2 <= self.limit  # rounding could hide a lost microbatch
         if error <= self.limit:
             return "unknown" if blind else "pass"
-        explained = error <= self.precision.factor * self.largest
+        explained = error <= self.precision.factor * max(self.largest, self.nudged)
         return "unknown" if explained or error < min(self.fault / 2, self.precision.most) else "fail"
 
 
@@ -139,6 +141,11 @@ def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 def scalar_error(observed: float, expected: float) -> float:
     """|o - e| / |e|."""
     return error(torch.tensor(observed, dtype=torch.float64), torch.tensor(expected, dtype=torch.float64))
+
+
+def unmeasured(precision: Precision = FP32, *, permutation: float = 0.0, nudged: float = 0.0) -> Floor:
+    """The floor of numbers whose rounding nobody measured: little is rounding, much is wrong, between is unknown."""
+    return Floor(permutation, 0.0, 4 * precision.most, precision, nudged)
 
 
 def floor_of(expected: Tensor, others: Sequence[Tensor], apart: Tensor, parts: Sequence[Tensor | None]) -> Floor:

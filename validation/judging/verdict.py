@@ -1,7 +1,9 @@
 """The verdict as data: what was compared, what broke, and what to type next."""
 
+import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Literal
 
 from validation.judging.cause import KINDS, Cause
@@ -12,6 +14,7 @@ Outcome = Literal["pass", "fail", "unknown", "not applicable"]
 
 _SHOWN = 4  # mismatches on a screen; the rest are counted
 _CAUSES = 3  # causes on a screen
+_LONGEST = 300  # characters of what was raised
 EXIT_STATUS: Mapping[str, int] = {"pass": 0, "fail": 1, "unknown": 3}
 
 
@@ -93,6 +96,18 @@ class LawResult:
 
 
 @dataclass(frozen=True)
+class Crash:
+    """What was raised where nothing should be: on one line, and with its traceback."""
+
+    said: str
+    traceback: str
+
+    @staticmethod
+    def of(error: BaseException) -> "Crash":
+        return Crash(raised(error), "".join(traceback.format_exception(error)))
+
+
+@dataclass(frozen=True)
 class Verdict:
     """What a validation found. ``tier`` is "bitwise", a dtype's name, or "none" where not everything agreed.
 
@@ -100,7 +115,8 @@ class Verdict:
     ``undecided`` then says why; both are empty where nobody asked. ``bindings`` are the case's numbers, in words.
     ``floor`` is the largest rounding floor measured over all gradients, 0 where none was measured; ``failure`` is how
     the ranks failed where there was nothing to judge; ``headline`` says in a sentence what the laws cannot; ``rerun``
-    is what to type where there is no replay line; ``seconds`` is what it took.
+    is what to type where there is no replay line; ``seconds`` is what it took. ``stopped``: what was raised while
+    things were compared, ``unsought``: while the cause was looked for; ``traceback`` has all of it.
     """
 
     config: str
@@ -116,6 +132,9 @@ class Verdict:
     headline: str = ""
     rerun: str = ""
     seconds: float = field(default=0.0, compare=False)
+    stopped: str = ""
+    unsought: str = ""
+    traceback: str = field(default="", compare=False)
 
     @property
     def replay(self) -> str:
@@ -126,6 +145,20 @@ class Verdict:
     def exit_status(self) -> int:
         """0 pass, 1 wrong answer, 3 no verdict."""
         return EXIT_STATUS[self.verdict]
+
+    def without_cause(self, crash: Crash) -> "Verdict":
+        """This verdict, with what was raised where its cause was looked for: it stands without an explanation."""
+        return replace(self, unsought=crash.said, traceback=crash.traceback)
+
+    def before_its_end(self, crash: Crash | None) -> "Verdict":
+        """This verdict, with what was raised before all was compared: what is wrong is wrong, and nothing passes.
+
+        None: nothing was raised.
+        """
+        if crash is None:
+            return self
+        outcome: Literal["fail", "unknown"] = "fail" if self.verdict == "fail" else "unknown"
+        return replace(self, verdict=outcome, tier="none", stopped=crash.said, traceback=crash.traceback)
 
     def raise_if_failed(self) -> None:
         """Raise ``ValidationFailed``, with the whole screen as its text, unless this is a pass."""
@@ -162,7 +195,11 @@ class Verdict:
                 f"  {'or' if number else 'cause':<9} {cause.kind}: {KINDS[cause.kind]}",
                 f"  {'':<9} {told(cause)}",
             ]
-        if not self.cause and self.undecided:
+        if self.stopped:
+            rows.append(f"  stopped   before all was compared: {self.stopped}")
+        if self.unsought:
+            rows.append(f"  cause     not sought: looking for it raised {self.unsought}")
+        elif not self.cause and self.undecided:
             rows.append("  cause     unknown: the evidence does not decide")
         ruled_out = [reason for cause in self.cause[:1] for reason in cause.ruled_out] + list(self.undecided)
         return rows + [f"  {'not' if k == 0 else '':<9} {reason}" for k, reason in enumerate(ruled_out)]
@@ -187,6 +224,8 @@ class Verdict:
             return "the ranks failed before there was anything to judge"
         if self.verdict == "pass":
             return f"{sum(law.checked for law in self.laws)} comparisons, {self.tier}"
+        if self.verdict == "unknown" and self.stopped:
+            return f"not all was compared: {self.stopped}"
         broken = [law for law in self.laws if law.outcome == self.verdict]
         if self.verdict == "fail":
             return ", ".join(f"{law.name} ({law.wrong} of {law.checked})" for law in broken)
@@ -213,6 +252,19 @@ def told(cause: Cause) -> str:
         if value is not None
     ]
     return f"{', '.join(parts) or 'everywhere'}: {cause.detail}"
+
+
+def raised(error: BaseException) -> str:
+    """What was raised, and where, on one line."""
+    said = " ".join(str(error).split())
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}{': ' * bool(said)}{_shortened(said)}{where}"
+
+
+def _shortened(text: str) -> str:
+    """``text``, cut where it is too long for a line."""
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
 
 
 def overall(laws: Sequence[LawResult]) -> Literal["pass", "fail", "unknown"]:

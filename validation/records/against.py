@@ -8,9 +8,9 @@ from functools import partial
 from torch import Tensor
 
 from validation.judging.ledger import Heading, Ledger
-from validation.judging.tolerance import Floor, may_be_rounded, update_floor
+from validation.judging.tolerance import Floor, may_be_rounded, precision_of, unmeasured, update_floor
 from validation.judging.verdict import Mismatch
-from validation.records.record import Place, RecordedOperation, unmeasured
+from validation.records.record import Place, RecordedOperation
 
 LAWS = (
     "parameters-once",  # every parameter of the one is in exactly one place of the other
@@ -92,7 +92,7 @@ class Against:
             if not wanted.any():
                 zero.append(name)
             floors = self._expected.floors
-            floor = unmeasured(wanted) if floors is None else floors.gradients[name]
+            floor = unmeasured(precision_of(wanted.dtype)) if floors is None else floors.gradients[name]
             self._tensors(self._at("gradient", parameter=name), one, wanted, floor)
         if zero:
             more = f" and of {len(zero) - 1} more" * (len(zero) > 1)
@@ -110,11 +110,27 @@ class Against:
         for name in (name for name in self._expected.parameters if name in seen):
             wanted = self._expected.parameters[name]
             before, floors = self._expected.before[name].cpu(), self._expected.floors
-            gradient = replace(unmeasured(wanted), fault=2 * _LOST) if floors is None else floors.gradients[name]
+            gradient = (
+                replace(unmeasured(precision_of(wanted.dtype)), fault=2 * _LOST)
+                if floors is None
+                else floors.gradients[name]
+            )
             place = self._at("updated-parameters", parameter=name)
             floor = partial(update_floor, gradient, before, wanted)
             rounded = may_be_rounded(self._expected.gradients.get(name), before, wanted.cpu())
             self._ledger.tensors(place, seen[name].detach().cpu(), wanted.cpu(), floor, base=before, rounded=rounded)
+
+    def whole(self, seen: RecordedOperation) -> None:
+        """Doubt what only one side has: it was not compared."""
+        if self._expected.norm is None:
+            self._ledger.doubt("grad-norm", "no norm is expected, so there is nothing to compare with")
+        for law, due, found in (
+            ("gradient", self._expected.gradients, seen.gradients),
+            ("updated-parameters", self._expected.parameters, seen.parameters),
+        ):
+            apart = [name for name in {**due, **found} if name not in due or name not in found]
+            if apart:
+                self._ledger.doubt(law, not_compared("seen" if apart[0] in due else "expected", apart))
 
     def buffers(self, seen: Mapping[str, Tensor]) -> None:
         """Buffers after the operation, by name."""
@@ -144,6 +160,12 @@ class Against:
             law, self._number + 1, "", "", rank=rank, stage=stage, microbatch=microbatch, parameter=parameter
         )
         return Heading(law, frozenset(), where)
+
+
+def not_compared(side: str, names: Sequence[str]) -> str:
+    """What to say of parameters that one side lacks: nothing of them is ``seen``, or ``expected``."""
+    more = f", nor of {len(names) - 1} more" * (len(names) > 1)
+    return f"nothing is {side} of {names[0]}{more}, so it was not compared"
 
 
 def _presence(tensor: Tensor | None) -> str:

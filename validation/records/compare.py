@@ -1,16 +1,17 @@
 """Two records of the same steps, held against each other: the schedules, P and V may be different ones."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from time import perf_counter
 
 from torch import Tensor
 
 from validation.cases.observe import max_norm_of
+from validation.diagnosis.diagnose import sought
 from validation.judging.ledger import Ledger
 from validation.judging.tolerance import error, same_bits
-from validation.judging.verdict import Tier, Verdict, overall
+from validation.judging.verdict import Crash, Tier, Verdict, overall
 from validation.records.against import LAWS, Against
 from validation.records.case_update import case_of, remade
 from validation.records.movement import movements
@@ -29,7 +30,28 @@ def compare(expected: Record, seen: Record, *, rerun: str = "pipeproof compare F
     began = perf_counter()
     _comparable(expected, seen)
     ledger = Ledger(LAWS)
-    places = seen.places or expected.places
+    crash = _entered(expected, seen, ledger)
+    title = f"{seen.name} against {expected.name}"
+    verdict = concluded(ledger, title, rerun=rerun, seconds=perf_counter() - began)
+    verdict = verdict.before_its_end(crash)
+    if not verdict.mismatches:
+        return verdict
+    return sought(verdict, lambda: caused(facts_of(verdict, expected, seen)))
+
+
+def _entered(expected: Record, seen: Record, ledger: Ledger) -> Crash | None:
+    """Enter all that was seen; what is raised by a record that lacks a part of what it should have."""
+    try:
+        _enter(expected, seen, ledger)
+    except RecordError:
+        raise
+    except Exception as error:  # no one type: who knows what wrote it
+        return Crash.of(error)
+    return None
+
+
+def _enter(expected: Record, seen: Record, ledger: Ledger) -> None:
+    places, whole = seen.places or expected.places, list[Callable[[], None]]()
     for number, (wanted, one) in enumerate(zip(expected.operations, seen.operations, strict=True)):
         if ledger.failed:
             break  # what follows is consequence
@@ -43,11 +65,11 @@ def compare(expected: Record, seen: Record, *, rerun: str = "pipeproof compare F
             at.gradients(one.gradients)
             at.norm(one.norm)
             at.parameters(one.parameters)
+            whole.append(partial(at.whole, one))
+    for doubt in whole:  # last, or what is wrong in a later operation would be taken for a consequence
+        doubt()
     if not any(one.buffers for record in (expected, seen) for one in record.operations):
         ledger.skip("buffers", "the model has none")
-    title = f"{seen.name} against {expected.name}"
-    verdict = concluded(ledger, title, rerun=rerun, seconds=perf_counter() - began)
-    return caused(facts_of(verdict, expected, seen)) if verdict.mismatches else verdict
 
 
 def facts_of(verdict: Verdict, expected: Record, seen: Record) -> RecordFacts:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from reference.step import Gradient
+from validation.diagnosis.diagnose import sought
 from validation.diagnosis.update import Update
 from validation.judging.copies import copies_apart
 from validation.judging.headings import NOWHERE
@@ -95,20 +96,10 @@ def explained(
     try:
         for name, tensor in given.items():
             exchange.give(name, tensor)
-        mine = _found(verdict, look) if exchange.rank == 0 else None
+        mine = sought(verdict, lambda: caused(look())) if exchange.rank == 0 else None
         found: Verdict = exchange.finish(mine, what="the cause of what is wrong", bound_s=bound_s)[0]
     except RanksAbsent as absent:
-        reasons = "; ".join(f"rank {rank} {reason}" for rank, reason in absent.reasons.items())
-        return replace(verdict, undecided=(f"the cause was not found in time: {reasons}",))
+        return replace(verdict, undecided=(f"the cause was not found in time: {absent}",))
     finally:
         exchange.clear(given)
     return found
-
-
-def _found(verdict: Verdict, look: Callable[[], RecordFacts]) -> Verdict:
-    try:
-        return caused(look())
-    except RanksAbsent:
-        raise
-    except Exception as error:  # the user's own model runs in it, in fp64 too
-        return replace(verdict, undecided=(f"looking for the cause raised {type(error).__name__}: {error}",))

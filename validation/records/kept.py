@@ -29,6 +29,11 @@ class Notes:
     left_out: tuple[str, ...] = ()
     moved: Mapping[str, Factor] = field(default_factory=dict)
 
+    @property
+    def compared(self) -> tuple[str, ...]:
+        """All gradients that the rank was shown."""
+        return (*self.right, *self.wrong, *self.absent, *self.left_out)
+
 
 @dataclass
 class Kept:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from validation.judging.tolerance import PRECISIONS, Floor
 from validation.records.content import digest
-from validation.records.record import Gradients, Record, RecordedFloors, RecordedOperation, RecordError
+from validation.records.record import Gradients, Place, Record, RecordedFloors, RecordedOperation, RecordError
 from validation.worlds.output_file import OutputFile
 
 FORMAT, VERSION = "pipeproof/record", 1
@@ -78,7 +78,14 @@ def read(path: str | Path) -> Record:
             raise _altered(path, f"tensor {address[:12]}")
         return tensor
 
-    return restored(metadata["record"], fetch)
+    try:
+        return restored(metadata["record"], fetch)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        lacks = f"it lacks {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
+        raise RecordError(
+            f"{path} is a record of version {VERSION} in a form that this pipeproof does not know ({lacks}); "
+            f"use the pipeproof that wrote it, or {_CURE}"
+        ) from error
 
 
 def described(record: Record, tensors: dict[str, Tensor]) -> str:
@@ -115,15 +122,24 @@ _TENSORS = ("before", "gradients", "parameters", "buffers")
 def restored(text: str, fetch: Fetch) -> Record:
     """The record that ``described`` made ``text`` of; ``fetch`` gives the tensor that belongs to a digest."""
     data = json.loads(text)
+    if not isinstance(data["config"], dict):
+        raise ValueError("its config is no mapping")
     return Record(
         data["kind"],
         data["config"],
         tuple(_operation(one, fetch) for one in data["operations"]),
-        {name: tuple((rank, stage) for rank, stage in found) for name, found in data["places"].items()},
+        {name: tuple(_place(*one) for one in found) for name, found in data["places"].items()},
     )
 
 
+def _place(rank: int, stage: int) -> Place:
+    if not (isinstance(rank, int) and isinstance(stage, int) and rank >= 0 and stage >= 0):
+        raise ValueError(f"rank {rank!r} and stage {stage!r} are no place")
+    return rank, stage
+
+
 def _operation(data: Mapping[str, Any], fetch: Fetch) -> RecordedOperation:
+    _check_whole(data)
     return RecordedOperation(
         data["operation"],
         tuple(data["microbatches"]),
@@ -135,11 +151,25 @@ def _operation(data: Mapping[str, Any], fetch: Fetch) -> RecordedOperation:
     )
 
 
+def _check_whole(data: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` for an operation that has not all that belongs together."""
+    for what in ("before", "parameters", "buffers"):
+        if lost := next((name for name, address in data[what].items() if address is None), None):
+            raise ValueError(f"{what} has no tensor for {lost}")
+    floors = data["floors"]
+    if floors is None:
+        return
+    if len(floors["losses"]) != len(data["losses"]):
+        raise ValueError(f"{len(data['losses'])} losses have {len(floors['losses'])} floors")
+    if lost := next((name for name in data["gradients"] if name not in floors["gradients"]), None):
+        raise ValueError(f"the gradient of {lost} has no floor")
+
+
 def _floors(data: Mapping[str, Any]) -> RecordedFloors:
     def floor(values: Mapping[str, Any]) -> Floor:
-        precision = next(one for one in PRECISIONS.values() if one.name == values["precision"]["name"])
+        precision = {one.name: one for one in PRECISIONS.values()}[values["precision"]["name"]]
         permutation, rounding, fault = (float(values[name]) for name in ("permutation", "rounding", "fault"))
-        return Floor(permutation, rounding, fault, precision)
+        return Floor(permutation, rounding, fault, precision, float(values.get("nudged", 0.0)))
 
     gradients = {name: floor(one) for name, one in data["gradients"].items()}
     return RecordedFloors(tuple(map(floor, data["losses"])), floor(data["norm"]), gradients)

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from pipeline.step import Parts
 from validation.judging.ledger import Ledger
-from validation.judging.verdict import LawResult, Verdict
+from validation.judging.verdict import Crash, LawResult, Verdict
 from validation.observers.wrappers import AroundGradients
-from validation.records.against import LAWS, Against
+from validation.records.against import LAWS, Against, not_compared
 from validation.records.arrivals import Arrival, disagreement, places_of, told
 from validation.records.compare import concluded
 from validation.records.content import ContentError
@@ -80,13 +80,17 @@ class _Job:
 
 @dataclass(frozen=True)
 class _Part:
-    """What a rank saw of the step: how it ended, what it compared and kept, the norm it reported, what is wrong."""
+    """What a rank saw of the step: how it ended, what it compared and kept, the norm it reported, what is wrong.
+
+    ``crash``: what was raised while it compared.
+    """
 
     report: RankReport
     ledger: Ledger
     notes: Notes
     norm: float | None
     problem: str = ""
+    crash: Crash | None = None
 
 
 class StepCheck:
@@ -103,6 +107,7 @@ class StepCheck:
         self._record: Record | None = None
         self._beside: ReferenceBeside | None = None
         self._problem = ""  # of this rank, with the record
+        self._crash: Crash | None = None  # of this rank, which ends no job
         self._obstacle = ""  # why there is nothing to compare
         self._failure = ""  # how ranks failed
         self._verdict: Verdict | None = None
@@ -152,12 +157,13 @@ class StepCheck:
         """Compare what this rank knows: the microbatches' losses, undivided; what they are together; the norm."""
         if self._at is None:
             return
-        if losses is not None:
-            self._at.losses([float(one) for one in losses])
-        self._at.loss(None if loss is None else float(loss))
-        if norm is not None:
-            self._norm = float(norm)
-            self._at.norm(self._norm)
+        with self._noting():
+            if losses is not None:
+                self._at.losses([float(one) for one in losses])
+            self._at.loss(None if loss is None else float(loss))
+            if norm is not None:
+                self._norm = float(norm)
+                self._at.norm(self._norm)
 
     def wrap(self, parts: Parts) -> Parts:
         """For ``PipelineSchedule.wrapped``: its steps then call ``gradients`` themselves, at the right moment."""
@@ -172,7 +178,7 @@ class StepCheck:
         ending = Ending.FINISHED if error is None else Ending.RAISED
         message = "" if error is None else f"{type(error).__name__}: {error}"
         about = RankReport(self._exchange.rank, ending, message)
-        mine = _Part(about, self._ledger, self._kept.notes, self._norm, self._problem)
+        mine = _Part(about, self._ledger, self._kept.notes, self._norm, self._problem, self._crash)
         what = "the end of the checked step"
         bound_s = self._job.timeout_s if error is None else min(self._job.timeout_s, _LAST_WORDS_S)
         try:
@@ -201,7 +207,8 @@ class StepCheck:
             self._own.check_names()
             if record is not None:
                 self._own.check_start(record.operations[self._number], digests)
-        mine = Arrival(self._own.places, digests, self._problem)
+        problem = self._problem or ("" if self._crash is None else f"the check raised {self._crash.said}")
+        mine = Arrival(self._own.places, digests, problem)
         arrivals: list[Arrival] = self._gather(mine, "the beginning of the checked step")
         problems = {rank: arrival.problem for rank, arrival in enumerate(arrivals) if arrival.problem}
         problems = problems or disagreement([arrival.microbatches for arrival in arrivals])
@@ -225,6 +232,8 @@ class StepCheck:
             yield
         except (RecordError, ContentError) as error:
             self._problem = self._problem or str(error)
+        except Exception as error:  # no one type, and no reason to end a job: it is the check that failed
+            self._crash = self._crash or Crash.of(error)
 
     def _read(self) -> Record | None:
         """The record, where there is one already."""
@@ -256,11 +265,15 @@ class StepCheck:
         ledger.mismatches.sort(key=lambda one: (LAWS.index(one.law), -math.inf if one.stage is None else -one.stage))
         if all(part.norm is None for part in parts):
             ledger.skip("grad-norm", "the job reports none")
+        compared = {name for part in parts for name in part.notes.compared}
+        if compared and (gap := [name for name in self._expected.gradients if name not in compared]):
+            ledger.doubt("gradient", not_compared("seen", gap))
         if not self._expected.parameters:
             ledger.skip("updated-parameters", "what is expected makes no update: the optimizer's state is the job's")
         if not self._expected.buffers:
             ledger.skip("buffers", "nothing is expected of them")
-        return concluded(ledger, f"a step of this job against {self._record.name}", rerun=rerun, seconds=took)
+        verdict = concluded(ledger, f"a step of this job against {self._record.name}", rerun=rerun, seconds=took)
+        return verdict.before_its_end(next((part.crash for part in parts if part.crash is not None), None))
 
     def _explained(self, verdict: Verdict, parts: Sequence[_Part]) -> Verdict:
         """``verdict`` with its causes, where there is something to explain: all ranks have the same parts."""

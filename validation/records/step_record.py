@@ -1,6 +1,5 @@
 """The record of one training step of anyone's model on one device: a plain loop over the microbatches."""
 
-import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from validation.judging.tolerance import Floor, error, precision_of, scalar_error
+from reference.copied import copied
+from reference.step import differentiable
+from validation.judging.tolerance import Floor, Precision, error, precision_of, scalar_error, unmeasured
 from validation.records.record import Record, RecordedFloors, RecordedOperation, RecordError, microbatch_digests
 from validation.records.record_file import write
 from validation.worlds.output_file import OutputFile
@@ -48,11 +49,16 @@ def record_step(
     an optimizer there are no parameters after. ``floors``: measure what rounding does, by two more passes of which one
     is in fp64; without them what is a little off is judged "unknown".
 
-    Raises ``RecordError`` for a model that does not give the same loss twice.
+    Raises ``RecordError`` for a model that does not give the same loss twice or has nothing to train, and ``LossError``
+    for a loss that cannot be differentiated.
     """
+    if not microbatches:
+        raise RecordError("microbatches is empty: expected at least one")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise RecordError(f"the model, a {type(model).__name__}, has no parameter to train: nothing could be compared")
     divisor = float(len(microbatches) if loss_divisor is None else loss_divisor)
     untouched = model
-    model, optimizer = copy.deepcopy((model, optimizer))
+    model, optimizer = copied((model, optimizer))
     run = _Run(microbatches, loss_fn, divisor)
     before = {name: parameter.detach().clone() for name, parameter in _named(model).items()}
     first = run.of(model)
@@ -99,7 +105,7 @@ class _Run:
         losses: dict[int, float] = {}
         numbered = list(enumerate(self.microbatches))
         for number, (inputs, target) in reversed(numbered) if backwards else numbered:
-            loss = self._loss(model, inputs, target)
+            loss = differentiable(self._loss(model, inputs, target))
             losses[number] = loss.item()
             for parameter, part in zip(
                 trained, torch.autograd.grad(loss / self.divisor, trained, allow_unused=True), strict=True
@@ -126,7 +132,7 @@ def _cast(value: Any, like: Tensor) -> Any:
 
 def _floors(run: _Run, first: _Pass, norm: float, model: nn.Module) -> RecordedFloors:
     """What the reverse order of addition, and fp64, do to every number. One copy of ``model`` at a time."""
-    again = run.of(copy.deepcopy(model), backwards=True)
+    again = run.of(copied(model), backwards=True)
     for number, loss in sorted(first.losses.items()):
         other = again.losses[number]
         if loss != other and (loss == loss or other == other):
@@ -136,7 +142,11 @@ def _floors(run: _Run, first: _Pass, norm: float, model: nn.Module) -> RecordedF
             )
     permuted, permuted_norm = _errors(again, first), _norm(again.gradients, model)
     del again
-    wide, precision = run.of(copy.deepcopy(model).double()), precision_of(next(model.parameters()).dtype)
+    precision = precision_of(next(model.parameters()).dtype)
+    try:
+        wide = run.of(copied(model).double())
+    except Exception:  # no one type: it is the user's code, which may know of one dtype only
+        return _without_double(first, permuted, scalar_error(permuted_norm, norm), precision)
     rounded, wide_norm = _errors(wide, first), _norm(wide.gradients, model)
     gradients = {
         name: Floor(permuted[name], rounded[name], _share(first.least[name], total), precision)
@@ -146,6 +156,16 @@ def _floors(run: _Run, first: _Pass, norm: float, model: nn.Module) -> RecordedF
     losses = [Floor(0.0, scalar_error(loss, other), 0.0, precision) for loss, other in apart]
     norms = Floor(scalar_error(permuted_norm, norm), scalar_error(wide_norm, norm), 0.0, precision)
     return RecordedFloors(tuple(losses), norms, gradients)
+
+
+def _without_double(first: _Pass, permuted: Mapping[str, float], norm: float, precision: Precision) -> RecordedFloors:
+    """Floors of a model that does not run in fp64: what other orders of addition do is all that may pass."""
+    gradients = {
+        name: Floor(permuted[name], 0.0, _share(first.least[name], total), precision)
+        for name, total in first.gradients.items()
+    }
+    losses = tuple(unmeasured(precision) for _ in first.losses)
+    return RecordedFloors(losses, unmeasured(precision, permutation=norm), gradients)
 
 
 def _errors(other: _Pass, first: _Pass) -> dict[str, float]:

@@ -1,11 +1,12 @@
 """Jobs and results as bytes: a test module's code travels by value, all other code by name."""
 
 import functools
+import importlib
 import io
 import pickle
 import sys
 from collections.abc import Callable
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import cloudpickle
@@ -35,6 +36,10 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is Tensor and _plain(obj):
             return _tensor, (obj.reshape(-1).view(torch.uint8).numpy().tobytes(), obj.dtype, obj.shape)
+        if isinstance(obj, ModuleType) and type(obj) is not ModuleType and _module(obj.__name__) is obj:
+            return _module, (
+                obj.__name__,
+            )  # of a kind of its own, as torch.distributed.config, which nobody can pickle
         if isinstance(obj, FunctionType | type) and _travels_by_value(obj.__module__):
             cloudpickle.register_pickle_by_value(sys.modules[obj.__module__])
         reduced = super().reducer_override(obj)
@@ -42,6 +47,15 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
             make, arguments, state, _, _, complete = reduced
             return _class, (obj.__module__, obj.__qualname__, make, arguments), (complete, state), None, None, _complete
         return reduced
+
+
+def _module(name: str) -> object:
+    """The module of that name, or what its package calls by it, as ``torch.ops.aten``; None where there is none."""
+    package, _, last = name.rpartition(".")
+    try:
+        return importlib.import_module(name)
+    except (ImportError, ValueError, TypeError):
+        return getattr(_module(package), last, None) if package else None
 
 
 @functools.cache

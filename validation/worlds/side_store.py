@@ -22,6 +22,9 @@ class RanksAbsent(Exception):
         super().__init__(dict(reasons))
         self.reasons = dict(reasons)
 
+    def __str__(self) -> str:
+        return "; ".join(f"rank {rank} {reason}" for rank, reason in self.reasons.items())
+
 
 class SideStore:
     """Exchanges among all ranks, over the store of torchrun's agent.

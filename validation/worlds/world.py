@@ -59,6 +59,7 @@ class World:
         for later jobs there: a default dtype, say. Let results be on the CPU. ``meanwhile`` is work of the caller's
         own, step by step: some of it, none or all is done while ranks that leave room for it are busy. Between two
         steps they are looked after, so let steps be short; what one raises ends the run.
+        Raises WorldError for a job that cannot travel.
         Raises RankFailed, culprit first, where a rank raises, dies, or has not finished after the bound in seconds;
         NeedsMoreRanks where a launcher started fewer; the skip, where every rank skips for one reason.
         """
@@ -66,7 +67,7 @@ class World:
         if ranks < 1:
             raise ValueError(f"a job runs on at least 1 rank, not {ranks}")
         bound_s = self.timeout_s if timeout_s is None else _bound(timeout_s)
-        order = pack((sys.path, pack((job, args))))
+        order = _order(job, args)
         if self._place is None:
             self._place = _place(self.device)
         label = _label(job)
@@ -85,6 +86,14 @@ class World:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _order(job: Callable[..., object], arguments: tuple[object, ...]) -> bytes:
+    """The job as bytes. Raises ``WorldError`` where something in it cannot leave this process."""
+    try:
+        return pack((sys.path, pack((job, arguments))))
+    except Exception as error:  # no one type: every object has its own way to refuse
+        raise WorldError(f"the job cannot be sent to the ranks: {type(error).__name__}: {error}") from error
 
 
 def _place(device: str) -> Place:

@@ -5,6 +5,9 @@ import io
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 
@@ -46,6 +49,34 @@ def test_what_it_fails_with_is_its_own(
         sys.stdout.write("x")
 
 
+class Narrow(io.RawIOBase):
+    """A pipe that takes three bytes at a time, and whose reader goes after so many."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.taken, self._most = b"", most
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        if len(self.taken) >= self._most:
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+        self.taken += bytes(data[:3])
+        return len(data[:3])
+
+
+@pytest.mark.parametrize("kind", [io.BufferedWriter, lambda raw: raw], ids=["buffered", "unbuffered"])
+def test_what_one_write_leaves_over_is_written_too(kind: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's own unbuffered stream drops it, and a reader that has gone is not noticed."""
+    for most, expected in ((99, "äbcdefgh".encode()), (6, "äbcdefgh".encode()[:6])):
+        raw = Narrow(most)
+        monkeypatch.setattr("sys.stdout", io.TextIOWrapper(kind(raw), "utf-8", write_through=True))
+        with nullcontext() if most == 99 else pytest.raises(ReaderGone), standard_output():
+            sys.stdout.write("äbcdefgh")
+        assert raw.taken == expected
+
+
 def test_closed_it_is_refused_before_the_work(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -71,15 +102,22 @@ def test_what_fails_elsewhere_is_no_failure_of_it() -> None:
 SHOW = ("-m", "validation", "show", "1f1b", "--ranks", "40", "--microbatches", "300")
 
 
-def piped(redirection: str, *arguments: str) -> tuple[int, str]:
+def piped(redirection: str, *arguments: str, unbuffered: bool = False) -> tuple[int, str]:
     """The command's own exit status and its standard error, with standard output as the shell redirects it."""
     command = f'set -o pipefail; "$0" "$@" {redirection}'
+    given = {**os.environ, "PYTHONUNBUFFERED": "1" if unbuffered else ""}
     done = subprocess.run(
-        ["bash", "-c", command, sys.executable, *arguments], capture_output=True, text=True, timeout=60, check=False
+        ["bash", "-c", command, sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env=given,
     )
     return done.returncode, done.stderr
 
 
+@pytest.mark.parametrize("unbuffered", [False, True])
 @pytest.mark.parametrize(
     ("redirection", "status", "said"),
     [
@@ -88,8 +126,9 @@ def piped(redirection: str, *arguments: str) -> tuple[int, str]:
         (">&-", 2, "pipeproof: cannot write standard output: it is closed; send it to a file, or to /dev/null\n"),
     ],
 )
-def test_as_a_shell_redirects_it(redirection: str, status: int, said: str) -> None:
-    assert piped(redirection, *SHOW) == (status, said)
+def test_as_a_shell_redirects_it(redirection: str, status: int, said: str, unbuffered: bool) -> None:
+    """What SHOW writes is far more than a pipe holds, so ``head`` is gone before all is written."""
+    assert piped(redirection, *SHOW, unbuffered=unbuffered) == (status, said)
 
 
 def test_what_rich_prints_ends_alike() -> None:
@@ -99,5 +138,6 @@ def test_what_rich_prints_ends_alike() -> None:
     assert piped("| head -c 1", "-c", code) == (UNREAD, "")
 
 
-def test_where_even_the_complaint_cannot_be_written_the_status_stays() -> None:
-    assert piped("2>/dev/full", *SHOW, "--virtual", "2") == (2, "")
+@pytest.mark.parametrize("unbuffered", [False, True])
+def test_where_even_the_complaint_cannot_be_written_the_status_stays(unbuffered: bool) -> None:
+    assert piped("2>/dev/full", *SHOW, "--virtual", "2", unbuffered=unbuffered) == (2, "")

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from reference.data import Batch, Shapes, microbatches
 from reference.model import DTYPES, build_model
-from reference.step import Contribution, Expected, Recipe, Reference, accumulate
+from reference.step import Contribution, Expected, Loss, Recipe, Reference, accumulate
 from validation.cases.stages import owners
 from validation.judging.floors import Floors, Pending
 from validation.judging.tolerance import FP32, PRECISIONS, error, may_be_rounded, update_floor
@@ -155,3 +156,60 @@ def test_a_step_that_vanished_proves_no_fault_where_it_did_not() -> None:
 def test_a_parameter_without_a_gradient_has_no_floor() -> None:
     _, floors = floors_of("pair")
     assert floors.gradient((1, "blocks.3.other.weight")).largest == 0.0
+
+
+class CastsByName(nn.Linear):
+    """As mixed precision written by hand does it: such a model cannot run in fp64."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(torch.float32))
+
+
+def floors_of_own(kind: type[nn.Linear]) -> Floors:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), kind(8, 1))
+    owner = dict.fromkeys(dict(model.named_parameters()), 0)
+    reference = Reference(model, owner=owner, recipe=Recipe(loss=Loss(nn.functional.mse_loss, 4.0)))
+    draw = torch.Generator().manual_seed(1)
+    batches = [Batch((torch.randn(3, 4, generator=draw),), torch.randn(3, 1, generator=draw), 3) for _ in range(4)]
+    expected = reference.perform("train", batches, orders={0: range(4)}, max_norm=1.0)
+    return Floors(reference, [Pending(expected, batches, {0: range(4)})])
+
+
+def test_where_fp64_cannot_run_no_more_passes_and_rounding_is_no_proof_of_a_fault() -> None:
+    plain, narrow = floors_of_own(nn.Linear), floors_of_own(CastsByName)
+    for site in plain._last.gradients:
+        wide, other = plain.gradient(site), narrow.gradient(site)
+        assert (other.permutation, other.fault) == (wide.permutation, wide.fault)
+        assert other.rounding == 0 < other.nudged < 1e-5
+        assert other.limit <= wide.limit
+        for size in (wide.limit / 2, other.limit * 1.01, FP32.most * 0.9):
+            assert other.outcome(size) in (wide.outcome(size), "unknown"), size
+        assert other.outcome(wide.fault) == "fail"
+    wrong = "raised RuntimeError: mat1 and mat2 must have the same dtype"
+    assert narrow.obstacle.startswith(f"rounding was not measured against fp64: there the reference {wrong}")
+    assert plain.obstacle == ""
+
+
+def test_losses_and_norms_that_fp64_tells_nothing_of_are_unknown_between_rounding_and_fault() -> None:
+    narrow = floors_of_own(CastsByName)
+    for floor in (narrow.loss(1), narrow.norm()):
+        sizes = (FP32.least / 2, FP32.most / 2, FP32.most * 2)
+        assert [floor.outcome(size) for size in sizes] == ["pass", "unknown", "fail"]
+
+
+def test_what_other_weights_explain_is_no_proof_of_a_fault() -> None:
+    shaky = replace(narrow := floors_of_own(CastsByName).norm(), nudged=1e-3)
+    assert (narrow.outcome(5e-3), shaky.outcome(5e-3)) == ("fail", "unknown")
+    assert shaky.limit == narrow.limit, "and it lets nothing pass"
+
+
+def test_floors_never_raise_what_the_reference_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: object) -> tuple[Contribution, ...]:
+        raise OSError("out of everything")
+
+    for way in ("in_double", "one_place_off"):
+        monkeypatch.setattr(f"validation.judging.floors.{way}", never)
+    floors = floors_of_own(nn.Linear)
+    assert [floors.gradient(site).nudged for site in floors._last.gradients] == [0.0] * 4
+    assert "there the reference raised OSError: out of everything" in floors.obstacle

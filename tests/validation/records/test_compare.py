@@ -154,3 +154,46 @@ def test_records_of_other_steps_are_refused_in_a_sentence(seen: Record, words: s
     with pytest.raises(RecordError, match=words) as refusal:
         compare(EXPECTED, seen)
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("law", "gap", "words"),
+    [
+        ("gradient", {"gradients": {}}, "nothing is {} of {}, nor of"),
+        ("updated-parameters", {"parameters": {}}, "nothing is {} of {}, nor of"),
+        ("grad-norm", {"norm": None}, "no norm is expected, so there is nothing to compare with"),
+    ],
+)
+@pytest.mark.parametrize("number", [0, 1])
+def test_what_one_record_lacks_is_no_pass(law: str, gap: dict[str, Any], words: str, number: int) -> None:
+    """As where a rank died half way."""
+    lacking = changed(EXPECTED, number, **gap)
+    verdict = compare(lacking, EXPECTED)
+    assert (verdict.verdict, verdict.law(law).outcome) == ("unknown", "unknown")
+    assert words.partition(" {}")[0] in verdict.law(law).note
+    assert compare(EXPECTED, lacking).verdict in ("unknown", "fail")
+    wrong = changed(EXPECTED, 1, losses=(9.0, 9.0, 9.0))
+    assert compare(changed(EXPECTED, 0, **gap), wrong).verdict == "fail", "what is wrong later is seen all the same"
+
+
+def test_one_gradient_that_one_record_lacks_is_named() -> None:
+    gradients = {name: one for name, one in EXPECTED.operations[0].gradients.items() if name != WEIGHT}
+    lacking = changed(EXPECTED, gradients=gradients)
+    for expected, seen, side in ((EXPECTED, lacking, "seen"), (lacking, EXPECTED, "expected")):
+        note = compare(expected, seen).law("gradient").note
+        assert note == f"nothing is {side} of {WEIGHT}, so it was not compared"
+
+
+def test_a_crash_of_the_judge_or_of_a_rule_is_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    def crash(*_: object) -> Any:
+        raise ZeroDivisionError("a rule is wrong")
+
+    wrong = changed(EXPECTED, losses=(9.0, 9.0, 9.0))
+    with monkeypatch.context() as patch:
+        patch.setattr("validation.records.compare.caused", crash)
+        verdict = compare(EXPECTED, wrong)
+        assert (verdict.verdict, verdict.cause) == ("fail", ())
+        assert verdict.unsought.startswith("ZeroDivisionError: a rule is wrong (test_compare.py:")
+    monkeypatch.setattr("validation.records.against.Against.norm", crash)
+    assert [compare(EXPECTED, one).verdict for one in (EXPECTED, wrong)] == ["unknown", "fail"]
+    assert str(compare(EXPECTED, EXPECTED)).startswith("UNKNOWN not all was compared: ZeroDivisionError")

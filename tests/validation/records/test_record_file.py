@@ -1,18 +1,22 @@
 """Records on disk: what was written comes back to the last bit, and nothing else is taken for a record."""
 
+import hashlib
 import json
 import math
 import pickletools
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
+from torch import Tensor
 
 from validation.judging.tolerance import Floor, same_bits
 from validation.records.record import Record, RecordedFloors, RecordedOperation, RecordError
-from validation.records.record_file import read, write
+from validation.records.record_file import FORMAT, VERSION, described, read, write
 from validation.worlds.output_file import OutputError, OutputFile
 
 FLOOR = Floor(1e-8, 2e-7, 0.25)
@@ -186,3 +190,49 @@ def test_a_tensor_that_no_file_can_hold_is_refused(tmp_path: Path) -> None:
     with OutputFile(str(tmp_path / "x")) as out, pytest.raises(ValueError, match="a sparse tensor has no digest: make"):
         write(odd, out)
     assert list(tmp_path.iterdir()) == []
+
+
+def first_of(data: dict[str, Any], name: str) -> dict[str, Any]:
+    """The mapping of that name in the first operation."""
+    found: dict[str, Any] = data["operations"][0][name]
+    return found
+
+
+FORMS: Mapping[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "older": (lambda data: data.pop("places"), "it lacks 'places'"),
+    "no floors": (lambda data: data["operations"][0].pop("floors"), "it lacks 'floors'"),
+    "no number": (lambda data: data["operations"][0].update(losses=["a"]), "could not convert string to float: 'a'"),
+    "no tensor": (lambda data: first_of(data, "before").update(w=None), "before has no tensor for w"),
+    "no floor": (lambda data: first_of(data, "floors")["gradients"].clear(), "the gradient of w has no floor"),
+    "fewer floors": (lambda data: first_of(data, "floors").update(losses=[]), "1 losses have 0 floors"),
+    "other dtype": (lambda data: first_of(data, "floors")["norm"]["precision"].update(name="fp8"), "it lacks 'fp8'"),
+    "no place": (lambda data: data["places"].update(w=[[-1, 0]]), "rank -1 and stage 0 are no place"),
+    "half a place": (lambda data: data["places"].update(w=[[1]]), "missing 1 required positional argument"),
+    "no mapping": (lambda data: data.update(config=[]), "its config is no mapping"),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_record_of_another_form_is_refused_in_a_sentence(tmp_path: Path, name: str) -> None:
+    change, words = FORMS[name]
+    one = RecordedOperation(
+        "train",
+        ("m",),
+        (1.0,),
+        1.0,
+        2.0,
+        before={"w": torch.ones(2)},
+        gradients={"w": torch.ones(2)},
+        floors=RecordedFloors((FLOOR,), FLOOR, {"w": FLOOR}),
+    )
+    tensors: dict[str, Tensor] = {}
+    data = json.loads(described(Record("expected", {}, (one,), {"w": ((0, 0),)}), tensors))
+    change(data)
+    text = json.dumps(data)
+    checksum = hashlib.sha256(text.encode()).hexdigest()
+    metadata = {"format": FORMAT, "version": str(VERSION), "record": text, "sha256": checksum}
+    (tmp_path / "x").write_bytes(save(tensors, metadata))
+    with pytest.raises(RecordError, match=re.escape(words)) as refusal:
+        read(tmp_path / "x")
+    assert "in a form that this pipeproof does not know" in str(refusal.value)
+    assert str(refusal.value).endswith("use the pipeproof that wrote it, or record it again")

@@ -309,3 +309,45 @@ def test_comparing_takes_less_memory_than_a_stage(tmp_path: Path) -> None:
     assert max(right) < 0.5
     assert 0.99 < wrong[-1] < 1.01
     assert max(wrong) < 1.01
+
+
+def test_gradients_that_were_not_shown_are_no_pass(path: Path) -> None:
+    def shown(lost: str) -> Verdict:
+        model = build()
+        with check_step(model, data(), against=path) as check:
+            for inputs, target in data():
+                (loss_fn(model(inputs), target) / 3).backward()
+            check.gradients({name: p.grad for name, p in model.named_parameters() if name != lost})
+        return check.verdict
+
+    assert shown("").law("gradient").outcome == "pass"
+    law = shown("3.weight").law("gradient")
+    assert (law.outcome, law.note) == ("unknown", "nothing is seen of 3.weight, so it was not compared")
+
+
+def test_a_crash_of_the_check_ends_no_job(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def crash(*_: object) -> None:
+        raise ZeroDivisionError("a rule is wrong")
+
+    for part, fault, outcome in (
+        ("norm", lambda model: None, "unknown"),
+        ("norm", lambda model: grad(model).mul_(2), "fail"),
+        ("gradients", lambda model: None, "unknown"),
+        ("buffers", lambda model: None, "unknown"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"validation.records.step_check.Against.{part}", crash)
+            verdict = step(path, fault=fault)
+        assert verdict.verdict == outcome, part
+        assert verdict.stopped.startswith("ZeroDivisionError: a rule is wrong (test_step_check.py:")
+        assert "in crash" in verdict.traceback
+    monkeypatch.setattr("validation.records.step_check.read", crash)
+    verdict = step(path)
+    assert verdict.verdict == "unknown"
+    assert "rank 0: the check raised ZeroDivisionError: a rule is wrong" in verdict.law("comparable").note
+
+
+def test_what_cannot_be_compared_ends_no_job(path: Path) -> None:
+    verdict = step(path, report=lambda losses, norm: {"norm": object()})
+    assert verdict.verdict == "unknown"
+    assert "TypeError: float() argument must be" in verdict.stopped

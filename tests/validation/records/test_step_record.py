@@ -1,6 +1,8 @@
 """A step of anyone's model on one device, beside torch's own training loop."""
 
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,8 @@ from validation.records.compare import compare
 from validation.records.record import RecordError
 from validation.records.record_file import read
 from validation.records.step_record import record_step, write_record
+
+mse = nn.functional.mse_loss
 
 
 class Tied(nn.Module):
@@ -94,3 +98,44 @@ def test_randomness_that_is_not_seeded_is_refused(model: Tied) -> None:
     noisy = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
     with pytest.raises(RecordError, match=r"does not give the same loss twice: microbatch 0 .* seed what it draws"):
         record_step(noisy, MICROBATCHES, loss_fn=nn.functional.mse_loss)
+
+
+@pytest.mark.parametrize(
+    ("model", "microbatches", "loss", "words"),
+    [
+        (nn.Linear(4, 4).requires_grad_(False), 2, mse, "a Linear, has no parameter to train: nothing could be"),
+        (nn.Linear(4, 4), 0, mse, "microbatches is empty: expected at least one"),
+        (nn.Linear(4, 4), 2, lambda y, t: y.detach().sum(), "no parameter that is trained went into the loss"),
+        (nn.Linear(4, 4), 2, lambda y, t: y - t, r"the loss has the shape \[2, 4\]: expected one number"),
+    ],
+)
+def test_what_cannot_be_differentiated_is_refused(model: nn.Module, microbatches: int, loss: Any, words: str) -> None:
+    pairs: list[tuple[object, object]] = [(torch.ones(2, 4), torch.ones(2, 4))] * microbatches
+    with pytest.raises(ValueError, match=words):
+        record_step(model, pairs, loss_fn=loss)
+
+
+class ByName(nn.Linear):
+    """As mixed precision written by hand does it, with what cannot be copied: it cannot run in fp64."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.lock = threading.Lock()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.float())
+
+
+def test_a_model_that_cannot_run_in_fp64_has_floors_that_let_less_pass() -> None:
+    torch.manual_seed(0)
+    narrow, plain = ByName(), nn.Linear(4, 4)
+    plain.load_state_dict(narrow.state_dict())
+    pairs: list[tuple[object, object]] = [(torch.randn(2, 4), torch.randn(2, 4)) for _ in range(3)]
+    floors, wide = (record_step(one, pairs, loss_fn=mse).operations[0].floors for one in (narrow, plain))
+    assert floors is not None
+    assert wide is not None
+    for name, floor in floors.gradients.items():
+        assert floor.limit <= wide.gradients[name].limit
+        assert (floor.rounding, floor.fault) == (0.0, wide.gradients[name].fault)
+    for floor in (floors.norm, *floors.losses):
+        assert [floor.outcome(size) for size in (1e-6, 5e-5, 1e-3)] == ["pass", "unknown", "fail"]

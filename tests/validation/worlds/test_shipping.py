@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 import pickletools
+import types
 from typing import Any
 
 import pytest
@@ -123,3 +124,28 @@ def test_a_tensor_sent_twice_is_one_tensor() -> None:
     one = torch.ones(2)
     first, second = unpack(pack((one, one)))
     assert first is second
+
+
+class Settings:
+    """Something with a ``config``, as models have."""
+
+    config = ("layers", 2)
+
+
+def configured(model: Settings) -> Any:
+    """What cloudpickle takes for a use of ``torch.distributed.config``, a module that cannot be pickled."""
+    return torch.distributed.is_available(), model.config
+
+
+def test_a_module_of_its_own_kind_travels_by_name() -> None:
+    assert unpack(pack(configured))(Settings()) == (True, ("layers", 2))
+    for module in (torch.distributed.config, torch.ops, torch.ops.aten):
+        assert unpack(pack(module)) is module
+
+
+def test_a_module_that_nobody_can_import_is_no_name() -> None:
+    class Lazy(types.ModuleType):
+        pass
+
+    with pytest.raises(TypeError, match="cannot pickle 'Lazy' object"):
+        pack(Lazy("nowhere.at_all"))

@@ -1,0 +1,327 @@
+"""What cannot be run, differentiated, read or explained ends in a verdict or in one sentence: never in a pass."""
+
+import json
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from validation.cases.case import Case
+from validation.cases.judgement import judge
+from validation.cases.observe import observe
+from validation.cases.specimens import SPECIMENS
+from validation.cases.validator import explained
+from validation.cli import main
+from validation.foreign import HandedBack, WhiteBox
+from validation.foreign.task import WhiteBoxError
+from validation.judging.judge import Judge
+from validation.judging.verdict import Verdict
+from validation.worlds.world import World
+
+WIDTH = 8
+Reference = Callable[[], nn.Module]
+
+
+def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+def build() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+
+def data() -> list[tuple[Tensor, Tensor]]:
+    draw = torch.Generator().manual_seed(0)
+    return [(torch.randn(4, WIDTH, generator=draw), torch.randn(4, WIDTH, generator=draw)) for _ in range(3)]
+
+
+def right(model: nn.Module, microbatches: list[Any]) -> Any:
+    losses = []
+    for x, target in microbatches:
+        loss = loss_fn(model(x), target)
+        (loss / len(microbatches)).backward()
+        losses.append(loss.item())
+    return model, losses
+
+
+def own(model: nn.Module, microbatches: list[Any]) -> Any:
+    """A step that runs whatever the reference does."""
+    return right(build(), microbatches)
+
+
+def wrong(model: nn.Module, microbatches: list[Any]) -> Any:
+    made = right(model, microbatches)
+    next(model.parameters()).grad.mul_(2)  # type: ignore[union-attr]
+    return made
+
+
+def judged(whitebox: WhiteBox, step: Any = right, **more: Any) -> Verdict:
+    given: dict[str, Any] = {"reference": build, "microbatches": data(), "ranks": 1, "loss_fn": loss_fn}
+    verdict = whitebox.validate(step, **given | more)
+    assert json.loads(json.dumps(verdict.as_dict()))["verdict"] == verdict.verdict
+    return verdict
+
+
+# References that cannot be built, run or differentiated.
+
+
+def unbuilt() -> nn.Module:
+    raise FileNotFoundError("no checkpoint")
+
+
+def altered(forward: Callable[[Tensor], Tensor]) -> Reference:
+    """The model with something else than its output."""
+
+    def reference() -> nn.Module:
+        model = build()
+        plain = model.forward
+        model.forward = lambda x: forward(plain(x))  # type: ignore[method-assign]
+        return model
+
+    return reference
+
+
+class NoBackward(torch.autograd.Function):
+    """What cannot be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise RuntimeError("no way back")
+
+
+CANNOT = "on microbatch 0 the reference reference cannot be differentiated"
+REFERENCES: Mapping[str, tuple[Mapping[str, Any], str]] = {
+    "built": ({"reference": unbuilt}, "the reference unbuilt cannot be built: it raised FileNotFoundError: no check"),
+    "forward": ({"reference": altered(lambda y: y[:, 99])}, "on microbatch 0 the reference reference raised IndexErr"),
+    "backward": ({"reference": altered(NoBackward.apply)}, "on microbatch 0 the reference reference raised RuntimeErr"),
+    "no graph": ({"reference": altered(Tensor.detach)}, f"{CANNOT}: no parameter that is trained went into the loss"),
+    "a tuple": (
+        {"loss_fn": lambda y, t: (y, t)},
+        "cannot be differentiated: the loss is a tuple: expected a tensor of",
+    ),
+    "a float": ({"loss_fn": lambda y, t: 1.0}, "cannot be differentiated: the loss is a float: expected a tensor of"),
+    "a vector": ({"loss_fn": lambda y, t: y[0]}, "cannot be differentiated: the loss has the shape [8]: expected one"),
+}
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_a_reference_that_cannot_be_run_is_said_in_a_sentence(whitebox: WhiteBox, name: str) -> None:
+    given, sentence = REFERENCES[name]
+    verdict = judged(whitebox, own, **given)
+    assert (verdict.verdict, verdict.exit_status, verdict.cause) == ("unknown", 3, ())
+    assert sentence in str(verdict).splitlines()[0]
+    assert "Traceback" not in str(verdict)
+    assert "Traceback" in verdict.traceback
+
+
+def test_a_reference_with_nothing_to_train_is_refused(whitebox: WhiteBox) -> None:
+    with pytest.raises(WhiteBoxError, match="has no parameter to train: nothing could be compared"):
+        judged(whitebox, reference=lambda: build().requires_grad_(False))
+
+
+# Steps that cannot travel, and what they hand back that cannot be read.
+
+
+def test_a_step_that_cannot_travel_is_said(whitebox: WhiteBox) -> None:
+    lock = threading.Lock()
+    verdict = judged(whitebox, lambda model, microbatches: (lock, right(model, microbatches))[1])
+    assert verdict.verdict == "unknown"
+    assert str(verdict).startswith(
+        "UNKNOWN the job cannot be sent to the ranks: TypeError: cannot pickle '_thread.lock'"
+    )
+
+
+def by_name(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    def step(model: nn.Module, microbatches: list[Any]) -> Any:
+        right(model, microbatches)
+        return {name: change(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+    return step
+
+
+def reporting(losses: Any, norm: Any = None) -> Callable[..., Any]:
+    return lambda model, microbatches: HandedBack(right(model, microbatches)[0], losses, norm)
+
+
+def no_name(name: str) -> str:
+    raise KeyError(name)
+
+
+@pytest.mark.parametrize(
+    ("step", "more", "words"),
+    [
+        (by_name(lambda g: g.to("meta")), {}, "the gradient of 0.weight cannot be read: it is on the meta device"),
+        (reporting([torch.tensor(1j)] * 3), {}, "returned a list as losses: expected a number for each microbatch"),
+        (reporting(None, torch.tensor(1j)), {}, "returned a Tensor as the gradient norm: expected a number"),
+        (by_name(lambda g: g), {"names": no_name}, "names= raised KeyError: '0.weight' (test_bad_input.py:"),
+        (by_name(lambda g: g), {"names": lambda name: 7}, "names= gives a int for 0.weight: expected a name, or None"),
+    ],
+    ids=["meta", "complex losses", "complex norm", "names raises", "names gives none"],
+)
+def test_what_cannot_be_read_is_said(whitebox: WhiteBox, step: Any, more: Any, words: str) -> None:
+    verdict = judged(whitebox, step, **more)
+    assert verdict.verdict == "unknown"
+    assert words in str(verdict).splitlines()[0]
+    assert "Traceback" not in str(verdict)
+
+
+class Looked(nn.Module):
+    """An embedding that gives the gradients of the rows that were used alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rows, self.out = nn.Embedding(WIDTH, WIDTH, sparse=True), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.out(self.rows(x.abs().argmax(-1)))
+
+
+def test_sparse_gradients_are_compared(whitebox: WhiteBox) -> None:
+    assert (judged(whitebox, reference=Looked).verdict, judged(whitebox, own, reference=Looked).verdict) == (
+        "pass",
+        "fail",
+    )
+
+
+class Grouped(nn.Module):
+    """A model that cannot be copied: it holds a process group and a lock."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.lock = build(), threading.Lock()
+        self.group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x)
+
+
+class CastsByName(nn.Module):
+    """A model that cannot run in fp64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = build()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x.float())
+
+
+def scaled(factor: float) -> Callable[..., Any]:
+    def step(model: nn.Module, microbatches: list[Any]) -> Any:
+        made = right(model, microbatches)
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(factor)
+        return made
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("reference", "outcomes", "note"),
+    [
+        (Grouped, ["pass", "pass", "unknown", "fail"], ""),
+        (
+            CastsByName,
+            ["pass", "pass", "unknown", "fail"],
+            "against fp64: there the reference raised RuntimeError: mat1",
+        ),
+    ],
+)
+def test_a_reference_that_cannot_be_copied_or_run_in_fp64_is_judged(
+    whitebox: WhiteBox, reference: Reference, outcomes: list[str], note: str
+) -> None:
+    verdicts = [judged(whitebox, scaled(factor), reference=reference) for factor in (1, 1 + 1e-6, 1 + 5e-5, 1.01)]
+    assert [verdict.verdict for verdict in verdicts] == outcomes
+    for verdict in verdicts[1:]:
+        assert note in verdict.law("gradient").note
+    assert verdicts[-1].cause[0].kind == "scale"
+
+
+# Crashes of the judge and of the explanation.
+
+
+def crash(*_: object, **__: object) -> Any:
+    raise ZeroDivisionError("a rule is wrong")
+
+
+@pytest.mark.parametrize("where", ["validator.explained", "step_facts.attribute", "step_facts.Traced"])
+def test_a_verdict_never_depends_on_its_explanation(
+    whitebox: WhiteBox, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = judged(whitebox, wrong)
+    monkeypatch.setattr(f"validation.foreign.{where}", crash)
+    verdict = judged(whitebox, wrong)
+    assert (verdict.verdict, verdict.exit_status, verdict.cause) == ("fail", 1, ())
+    assert (verdict.laws, verdict.mismatches) == (plain.laws, plain.mismatches)
+    assert "cause     not sought: looking for it raised ZeroDivisionError: a rule is wrong (test_bad_input.py:" in str(
+        verdict
+    )
+    assert "in crash" in verdict.traceback
+
+
+def test_an_interrupt_is_no_crash(whitebox: WhiteBox, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("validation.foreign.validator.explained", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        judged(whitebox, wrong)
+
+
+@pytest.mark.parametrize(("step", "outcome"), [(right, "unknown"), (wrong, "fail")])
+def test_what_failed_before_the_judge_crashed_has_failed(
+    whitebox: WhiteBox, step: Any, outcome: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Judge, "_norms", crash)
+    verdict = judged(whitebox, step)
+    assert (verdict.verdict, verdict.tier) == (outcome, "none")
+    assert verdict.law("gradient").outcome == ("pass" if outcome == "unknown" else "fail")
+    assert "before all was compared: ZeroDivisionError: a rule is wrong (test_bad_input.py:" in str(verdict)
+
+
+def test_a_crash_of_ours_is_no_pass(whitebox: WhiteBox, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("validation.foreign.validator.Assembled", crash)
+    verdict = judged(whitebox, right)
+    assert (verdict.verdict, verdict.laws) == ("unknown", ())
+    assert str(verdict).startswith("UNKNOWN not all was compared: ZeroDivisionError: a rule is wrong (test_bad_input")
+
+
+@pytest.mark.parametrize("where", ["diagnose._links", "diagnose.Evidence", "validator.diagnose", "validator.observe"])
+def test_a_case_of_ours_fails_without_its_explanation(
+    world: World, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planted = SPECIMENS["stage-negated"]
+    case = replace(Case.parse(planted.smallest), specimen=planted.name)
+    observed = observe(case, world)
+    plain = judge(case, observed)
+    monkeypatch.setattr(f"validation.{where}", crash)
+    verdict = explained(case, world, observed, plain)
+    assert (verdict.verdict, verdict.exit_status, verdict.cause) == ("fail", 1, ())
+    assert (verdict.laws, verdict.mismatches) == (plain.laws, plain.mismatches)
+    assert verdict.unsought.startswith("ZeroDivisionError: a rule is wrong (test_bad_input.py:")
+
+
+def test_a_command_ends_as_its_verdict_does_without_an_explanation(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    planted = SPECIMENS["stage-negated"]
+    monkeypatch.setattr("validation.diagnosis.diagnose.Evidence", crash)
+    line = str(replace(Case.parse(planted.smallest), specimen=planted.name))
+    assert main(["replay", line, "--json", str(tmp_path / "x")]) == 1
+    out = capsys.readouterr()
+    assert "cause     not sought: looking for it raised ZeroDivisionError: a rule is wrong" in out.out
+    assert "Traceback" not in out.out + out.err
+    assert "in crash" in (tmp_path / "x").read_text()
