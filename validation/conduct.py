@@ -1,6 +1,6 @@
 """What was held and what ran, before any number is compared: parameters, microbatches and what crossed boundaries."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from pipeline.action import Action, Kind
 from validation.ledger import Ledger
@@ -27,7 +27,8 @@ class Conduct:
         if backward:
             ran["backward"] = self._observed.backwards(number)
         for what, orders in ran.items():
-            for stage in sorted(orders.keys() - self._subject.unseen):
+            idle = self._subject.frozen if what == "backward" else ()
+            for stage in sorted(orders.keys() - {*self._subject.unseen, *idle}):
                 order = orders[stage]
                 place = self._place.stage("microbatches", number, laws, stage)
                 seen = f"{what} of {_told(order)}"
@@ -51,7 +52,15 @@ class Conduct:
             modes = {mode for action, mode in calls if action.stage == stage}
             named = {True: "training", False: "evaluation"}
             wrong = modes - {training}
+            wrong = wrong if wrong and self._subject.mode_matters() else set()
             self._ledger.hold(place, not wrong, f"{named[not training]} mode", f"{named[training]} mode")
+
+    def by_numbers(self, right: Collection[int]) -> None:
+        """Let pass how often and in which mode the stages ran whose gradients are ``right``."""
+        found = [m for m in self._ledger.mismatches if m.law == "microbatches" and m.stage in right]
+        self._ledger.strike(found)
+        for one in found:
+            self._ledger.remark("microbatches", f"stage {one.stage}: {one.seen}, and its gradients are right")
 
     def parameters_once(self) -> None:
         """Every parameter that is due is held once, and nothing else is."""

@@ -106,6 +106,19 @@ class Assembled:
         return frozenset(stage.index for stage in self.stages if stage.part.calls is None)
 
     @property
+    def missed(self) -> str:
+        """Of which stages no call was seen although they are watched, and why that may be; empty if there are none."""
+        found = [(stage.index, stage.part.missed) for stage in self.stages if stage.part.missed]
+        every = "; ".join(f"no call of watched stage {index} was seen" for index, _ in found)
+        return f"{every}: {found[0][1]}" if found else ""
+
+    @property
+    def frozen(self) -> range:
+        """The first stages, up to the first with a parameter to train: no gradient flows to them."""
+        trained = [self.owner[name] for name, parameter in self._parameters.items() if parameter.requires_grad]
+        return range(min((stage for stage in trained if stage != NOWHERE), default=0))
+
+    @property
     def nameless(self) -> bool:
         """Whether gradients alone were handed back, so that nobody knows of any weights."""
         return bool(self.stages) and all(one.content is None for stage in self.stages for one in stage.part.locals)

@@ -13,7 +13,7 @@ from validation.whitebox.places import Both
 from validation.whitebox.sketch import Sketch
 from validation.whitebox.structure import structured
 from validation.whitebox.watching import Call
-from validation.whitebox.whose import Column, Order, columns, orders, without_trial
+from validation.whitebox.whose import Column, Order, at_once, columns, orders, without_trial
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,10 @@ class Passed:
 
 def passed(watched: Mapping[int, Sequence[Call]], microbatches: int, places: Both) -> dict[int, Passed]:
     """What the calls of every stage were; ``places`` are those of tensors and of gradients."""
-    own = {stage: without_trial(calls, microbatches, places) for stage, calls in sorted(watched.items())}
+    own = {
+        stage: without_trial(at_once(calls, microbatches, places), microbatches, places)
+        for stage, calls in sorted(watched.items())
+    }
     columns_of = structured({stage: list(columns(calls, places)) for stage, calls in own.items()}, places)
     stages = {stage: (calls, columns_of[stage]) for stage, calls in own.items()}
     found = orders(stages, microbatches)
