@@ -79,6 +79,15 @@ class Conduct:
             if names:
                 self._ledger.remark("parameters-once", f"{what}: {_listed(names)}")
 
+    def uncompared(self, number: int) -> None:
+        """Say how much at the boundaries was not compared: beside gradients that are wrong, that may hide the fault."""
+        count = self._observed.uncompared(number)
+        note = f"{count} tensors were not compared: their content is at no place in the reference"
+        if count and any(m.law in ("gradient", "none-ness") for m in self._ledger.mismatches):
+            self._ledger.doubt("boundaries", note)
+        elif count:
+            self._ledger.remark("boundaries", note)
+
     def claims(self, number: int, laws: frozenset[str]) -> None:
         """What must hold between ranks that have a stage in common."""
         for rank in self._observed.ranks:

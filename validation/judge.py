@@ -114,6 +114,7 @@ class Judge:
             self._gradients(operation)
             if self._subject.by_numbers:
                 self._conduct.by_numbers(self._right(operation))
+                self._conduct.uncompared(operation.number)
             self._norms(operation)
             self._updates(operation)
             self.measured = self.measured or answer.floors

@@ -156,6 +156,7 @@ class Assembled:
             norm=made.norm,
             before={site: value for stage in own for site, value in self._before(stage)},
             crossings=tuple(crossing for flow in seen for crossing in flow.crossings),
+            uncompared=sum(flow.uncompared for flow in seen),
             share=made.share,
             claims=tuple(claim for stage in own for claim in self._claims(stage)),
         )
