@@ -3,10 +3,11 @@
 from collections.abc import Collection, Mapping, Sequence
 
 from pipeline.action import Action, Kind
-from validation.ledger import Ledger
+from validation.ledger import Heading, Ledger
 from validation.observed import UNTOLD, Observed
 from validation.placing import NOWHERE, Placing
 from validation.subject import Subject
+from validation.verdict import Mismatch
 
 _LISTED = 12  # names in a note
 
@@ -19,6 +20,7 @@ class Conduct:
         self._observed = observed
         self._ledger = ledger
         self._place = Placing(observed.schedule.placement)
+        self._counted: list[Mismatch] = []
 
     def orders(self, number: int, laws: frozenset[str], *, backward: bool) -> Mapping[int, Sequence[int]]:
         """The order of each stage's backwards, as it really was; in index order where it was no order of all."""
@@ -31,8 +33,8 @@ class Conduct:
             for stage in sorted(orders.keys() - {*self._subject.unseen, *idle}):
                 order = orders[stage]
                 place = self._place.stage("microbatches", number, laws, stage)
-                seen = f"{what} of {_told(order)}"
-                self._ledger.hold(place, _once_each(order, every), seen, f"{what} of each of {every} once")
+                seen, expected = f"{what} of {_told(order)}", f"{what} of each of {every} once"
+                self._hold(place, _once_each(order, every), seen, expected, counted=stage not in self._subject.traced)
         self._calls(number, laws, training=backward)
         ordered = {stage: order for stage, order in self._observed.backwards(number).items() if sorted(order) == every}
         return {stage: every for stage, _ in self._subject.due} | ordered
@@ -45,7 +47,7 @@ class Conduct:
             seen = sorted(action.microbatch for action, _ in calls if action.stage == stage)
             every = list(range(self._subject.microbatches))
             ran = f"its module ran for {_told(seen)}"
-            self._ledger.hold(place, _once_each(seen, every), ran, f"once for each of {every}")
+            self._hold(place, _once_each(seen, every), ran, f"once for each of {every}")
             if UNTOLD in seen:
                 unknown = f"of {seen.count(UNTOLD)} calls of stage {stage} nothing tells the microbatch"
                 self._ledger.remark("microbatches", f"{unknown}: they were counted alone")
@@ -53,11 +55,17 @@ class Conduct:
             named = {True: "training", False: "evaluation"}
             wrong = modes - {training}
             wrong = wrong if wrong and self._subject.mode_matters() else set()
-            self._ledger.hold(place, not wrong, f"{named[not training]} mode", f"{named[training]} mode")
+            self._hold(place, not wrong, f"{named[not training]} mode", f"{named[training]} mode")
+
+    def _hold(self, place: Heading, holds: bool, seen: str, expected: str, *, counted: bool = True) -> None:
+        """Enter what calls show; ``counted``: by hooks, which may miss a call, and see those of no training."""
+        self._ledger.hold(place, holds, seen, expected)
+        if counted and not holds:
+            self._counted.append(self._ledger.mismatches[-1])
 
     def by_numbers(self, right: Collection[int]) -> None:
         """Let pass how often and in which mode the stages ran whose gradients are ``right``."""
-        found = [m for m in self._ledger.mismatches if m.law == "microbatches" and m.stage in right]
+        found = [mismatch for mismatch in self._counted if mismatch.stage in right]
         self._ledger.strike(found)
         for one in found:
             self._ledger.remark("microbatches", f"stage {one.stage}: {one.seen}, and its gradients are right")

@@ -97,8 +97,12 @@ class Assembled:
     @property
     def unseen(self) -> frozenset[int]:
         """The stages of which nobody knows what they did in which order."""
-        told = {action.stage for made in self.made for action in made.actions or ()}
-        return frozenset(stage.index for stage in self.stages if stage.part.calls is None and stage.index not in told)
+        return frozenset(s.index for s in self.stages if s.part.calls is None and s.index not in self.traced)
+
+    @property
+    def traced(self) -> frozenset[int]:
+        """The stages whose actions the step tells."""
+        return frozenset(action.stage for made in self.made for action in made.actions or ())
 
     @property
     def uncalled(self) -> frozenset[int]:

@@ -165,6 +165,7 @@ def _judged(title: str, task: Task, found: Assembled, twin: Twin, run: Reference
         unseen=found.unseen,
         uncalled=found.uncalled,
         frozen=found.frozen,
+        traced=found.traced,
         every_rank=False,
         by_numbers=True,
         mode_matters=lambda: twin.mode_matters([one.loss for one in made], batches),
