@@ -1,4 +1,4 @@
-"""Recorded evidence: that of a right run explains itself completely, so that what a fault leaves in it is the fault's."""
+"""Recorded evidence of a right run explains itself completely, so that what a fault leaves in it is the fault's."""
 
 from dataclasses import replace
 

@@ -62,7 +62,10 @@ def _late(stages: Mapping[int, tuple[Sequence[Call], Sequence[Column]]], orders:
     None where the content of any tells its place, or where they are no multiples.
     """
     flowing = [
-        (stage, column) for stage, (_, seen) in stages.items() for column in seen if column.where in (RECEIVED, HANDED_ON)
+        (stage, column)
+        for stage, (_, seen) in stages.items()
+        for column in seen
+        if column.where in (RECEIVED, HANDED_ON)
     ]
     if any(column.judged for _, column in flowing):
         return None
@@ -121,7 +124,7 @@ def _at(where: str, seen: Sequence[Column]) -> dict[int, str]:
 
 @dataclass(frozen=True)
 class _Context:
-    """What a stage's crossings are judged by. ``late``: by what the runtime may still divide gradients; None: nothing."""
+    """What a stage's crossings are judged by. ``late``: by what gradients may still be divided; None: nothing."""
 
     stage: int
     order: Order

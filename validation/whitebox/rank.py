@@ -43,8 +43,9 @@ class Part:
     """One module that was handed back, or all gradients that were handed back by name; by its parameters in order.
 
     ``values``: weights before the step, where they are not those of any parameter of the reference. ``calls`` is None
-    where nobody watched, or no call was seen: then ``missed`` says why that may be. ``shards``: where a gradient lies in the whole, for those of which the rank has a part only.
-    ``members``: the ranks with this stage and what each handed back, once they are put together.
+    where nobody watched, or no call was seen: then ``missed`` says why that may be. ``shards``: where a gradient lies
+    in the whole, for those of which the rank has a part only. ``members``: the ranks with this stage and what each
+    handed back, once they are put together.
     """
 
     locals: tuple[Local, ...]

@@ -149,7 +149,9 @@ def _judged(title: str, task: Task, found: Assembled, twin: Twin, run: Reference
     if other_loss := twin.other_loss(made[0].loss, batches[0]):
         return _random(title, task, other_loss)
     if all(gradient is None for one in made for gradient in one.gradients.values()):
-        return _undecided(title, f"the reference {task.name} gives no parameter a gradient: there is nothing to compare")
+        return _undecided(
+            title, f"the reference {task.name} gives no parameter a gradient: there is nothing to compare"
+        )
     known = found.passages(run.places)
     observed = found.observed(known)
     subject = Subject(

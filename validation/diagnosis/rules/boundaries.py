@@ -115,7 +115,13 @@ def _refined(one: Divergence, evidence: Evidence) -> tuple[str, str] | None:
     played = {k: evidence.played[k] for k in range(number + 1)}
     if point.where == MADE:
         return computed(
-            evidence.case, played, number, point.stage, microbatch=point.microbatch, seen=_all(evidence, point), tried=evidence.tried
+            evidence.case,
+            played,
+            number,
+            point.stage,
+            microbatch=point.microbatch,
+            seen=_all(evidence, point),
+            tried=evidence.tried,
         )
     if point.where == LOSS:
         other = other_target(evidence.case, played, number, microbatch=point.microbatch, seen=seen)
