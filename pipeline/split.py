@@ -249,6 +249,18 @@ def _children_first(roots: Iterable[Node]) -> Iterator[Node]:
             stack.extend((child, False) for child, _ in node.next_functions if child is not None and child not in done)
 
 
+def needs(outputs: Iterable[Tensor], tensor: Tensor) -> bool:
+    """Whether the backward from ``outputs`` reads ``tensor``, also where nothing shows that it does not."""
+    place, roots = _storage(tensor), [output.grad_fn for output in outputs if output.grad_fn is not None]
+    for node in _children_first(roots):
+        unseen: object = node  # torch's stubs have the two classes unrelated
+        if isinstance(unseen, BackwardCFunction):
+            return True
+        if any(_packed(one) or (one.data is not None and _storage(one.data) == place) for one in _saved(node)):
+            return True
+    return False
+
+
 @lru_cache(maxsize=1024)
 def _saved_names(kind: type) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))

@@ -22,7 +22,8 @@ class Boundary:
     """One microbatch's tensors at the cuts; entry s of each field is stage s's.
 
     ``outputs[-1]`` is what the loss function takes; ``loss`` is undivided. ``output_gradients`` are what each stage's
-    backward starts from, the last one's included, and ``input_gradients`` what it gives; both empty for evaluation.
+    backward starts from, the last one's included, and ``input_gradients`` what it gives. ``flows`` is what comes into
+    each output in that backward: also what other outputs give that were made of it. All empty for evaluation.
     """
 
     inputs: tuple[Tensors, ...]
@@ -30,6 +31,7 @@ class Boundary:
     loss: Tensor
     output_gradients: tuple[Gradients, ...] = ()
     input_gradients: tuple[Gradients, ...] = ()
+    flows: tuple[Gradients, ...] = ()
 
 
 def boundary(
@@ -61,12 +63,14 @@ def run_layers(model: Model, layers: Sequence[int], inputs: Tensors) -> Tensors:
 def _backward(made: Boundary, outputs: Sequence[Tensors], objective: Tensor) -> Boundary:
     received: list[Gradients] = [_gradients((objective,), (None,), outputs[-1])]
     handed_on: list[Gradients] = []
+    flows: list[Gradients] = []
     for stage in reversed(range(len(outputs))):
+        flows.insert(0, _gradients(outputs[stage], received[0], outputs[stage]))
         handed_on.insert(0, _gradients(outputs[stage], received[0], made.inputs[stage]))
         if stage:
             received.insert(0, handed_on[0])
     plain = tuple(map(_plain, made.inputs))
-    return Boundary(plain, made.outputs, made.loss, tuple(received), tuple(handed_on))
+    return Boundary(plain, made.outputs, made.loss, tuple(received), tuple(handed_on), tuple(flows))
 
 
 def _gradients(outputs: Tensors, received: Gradients, inputs: Tensors) -> Gradients:

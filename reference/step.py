@@ -15,6 +15,7 @@ from torch.func import functional_call
 
 from reference.copied import copied
 from reference.data import Batch
+from reference.graded import graded
 from reference.model import LossFn, Model
 
 Stage = int
@@ -164,18 +165,18 @@ class Reference:
 
     def contribution(self, batch: Batch, loss_fn: LossFn, divisor: float) -> Contribution:
         """One forward and backward, with a leaf of its own for every stage's use of every parameter."""
-        leaves: dict[tuple[Stage, int], Tensor] = {}
+        leaves: dict[tuple[Stage, int], tuple[Tensor, nn.Parameter]] = {}
         uses = {}
         for name, parameter in self._parameters.items():
             key = (self._sites[name][0], id(parameter))
             if key not in leaves:
-                leaves[key] = parameter.detach().requires_grad_(parameter.requires_grad)
-            uses[name] = leaves[key]
+                leaves[key] = parameter.detach().requires_grad_(parameter.requires_grad), parameter
+            uses[name] = leaves[key][0]
         output = functional_call(self.model, uses, batch.inputs, tie_weights=False)
         loss = differentiable(loss_fn(output, batch.target))
-        wanted = [leaf for leaf in leaves.values() if leaf.requires_grad]
-        found = dict(zip(map(id, wanted), torch.autograd.grad(loss / divisor, wanted, allow_unused=True), strict=True))
-        gradients = {self._sites[name]: found.get(id(leaf)) for name, leaf in uses.items()}
+        each, parameters = zip(*leaves.values(), strict=True)
+        found = dict(zip(map(id, each), graded(loss / divisor, each, parameters), strict=True))
+        gradients = {self._sites[name]: found[id(leaf)] for name, leaf in uses.items()}
         return Contribution(loss.item(), {site: None if g is None else dense(g) for site, g in gradients.items()})
 
     def _update(self, expected: Expected, max_norm: float) -> Expected:

@@ -18,8 +18,9 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from reference.copied import copied
 from reference.data import Batch
+from reference.graded import graded
 from reference.graph import Edge, depths, ends_of, frontier
-from reference.outputs import Place, outputs_noted
+from reference.outputs import AGAIN, Place, outputs_noted
 from reference.pairing import Contributed, Flow, Tensors, backward
 from reference.step import Gradient, Loss, Site, Stage
 
@@ -113,7 +114,10 @@ class Traced:
         """
         leaf = self._leaves[stage, name]
         place = f"output 0 of {name.rpartition('.')[0]}"
-        outputs = [[tensor for at, tensor in run.noted if at == place and tensor.requires_grad] for run in self._runs]
+        outputs = [
+            [tensor for at, tensor in run.noted if at.partition(AGAIN)[0] == place and tensor.requires_grad]
+            for run in self._runs
+        ]
         if leaf.numel() * self.microbatches**2 > _MOST or any(len(found) != 1 for found in outputs):
             return {}
         flows = [
@@ -195,9 +199,11 @@ class Traced:
         """``_direct[j][s]``: what microbatch j gives in the parameters of stage s."""
         rows = [self.parameters(stage) for stage in range(self.stages)]
         wanted = [leaf for row in rows for leaf in row.values()]
+        own = dict(self._model.named_parameters(remove_duplicate=False))
+        parameters = [own[name] for row in rows for name in row]
         found: list[list[Mapping[str, Gradient]]] = []
         for run in self._runs:
-            gradients = iter(torch.autograd.grad(run.objective, wanted, allow_unused=True, retain_graph=True))
+            gradients = iter(graded(run.objective, wanted, parameters, retain_graph=True))
             found.append([_wide({name: next(gradients) for name in row}) for row in rows])
         return found
 

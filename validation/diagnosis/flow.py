@@ -81,10 +81,9 @@ def _points(microbatch: int, one: Boundary) -> list[tuple[Point, Tensors | None]
         seen: dict[str, Tensors | None] = {GIVEN: inputs, USED: inputs, MADE: outputs}
         seen |= {OUTPUT: outputs} if stage < last else {LOSS: (one.loss,)}
         if one.output_gradients:
-            gradients = one.output_gradients[stage]
-            received = gradients if stage < last else None
+            received = one.output_gradients[stage] if stage < last else None
             seen |= {RECEIVED: received, KEPT: inputs, LATE: received, HANDED_ON: one.input_gradients[stage]}
-            seen[FLOWED] = gradients
+            seen[FLOWED] = one.flows[stage]
         found += [(Point(stage, microbatch, where), tensors) for where, tensors in seen.items()]
     return found
 

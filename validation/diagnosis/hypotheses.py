@@ -17,6 +17,7 @@ from validation.diagnosis.setup import Setup
 from validation.judging.tolerance import FP32, precision_of
 from validation.observers.identity import NARROWER
 
+Outputs = Sequence[Tensor | None]
 _FEW = 4  # layers whose every order is tried
 
 
@@ -31,13 +32,13 @@ class _Alternative:
     training: bool
     dtype: torch.dtype | None = None
 
-    def run(self, inputs: Tensors) -> Tensor | None:
-        """What comes out; None if these layers do not take such inputs, so that they were not what ran."""
+    def run(self, inputs: Tensors) -> Tensors | None:
+        """All that comes out; None if these layers do not take such inputs, so that they were not what ran."""
         fresh = copy.deepcopy(self.model).train(self.training)
         narrow = nullcontext() if self.dtype is None else torch.autocast("cpu", dtype=self.dtype)
         try:
             with torch.no_grad(), narrow:
-                return run_layers(fresh, self.layers, inputs)[0]
+                return run_layers(fresh, self.layers, inputs)
         except (RuntimeError, TypeError, ValueError, IndexError):
             return None
 
@@ -48,18 +49,21 @@ Tried = dict[int, list[_Alternative]]
 class _Cast(_Alternative):
     """All of the stage, parameters and activations, in another type."""
 
-    def run(self, inputs: Tensors) -> Tensor | None:
+    def run(self, inputs: Tensors) -> Tensors | None:
         assert self.dtype is not None, "cast to what?"
         fresh = copy.deepcopy(self.model).to(self.dtype).train(self.training)
-        cast = tuple(tensor.to(self.dtype) if tensor.is_floating_point() else tensor for tensor in inputs)
         with torch.no_grad():
-            return run_layers(fresh, self.layers, cast)[0].to(torch.float32)
+            return _to(torch.float32, run_layers(fresh, self.layers, _to(self.dtype, inputs)))
+
+
+def _to(dtype: torch.dtype, tensors: Tensors) -> Tensors:
+    return tuple(tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in tensors)
 
 
 def computed(
-    setup: Setup, played: Mapping[int, Played], number: int, stage: int, *, microbatch: int, seen: Tensor, tried: Tried
+    setup: Setup, played: Mapping[int, Played], number: int, stage: int, *, microbatch: int, seen: Outputs, tried: Tried
 ) -> tuple[str, str] | None:
-    """The kind of cause and its words, if ``seen`` is what ``stage`` gives when something is done wrongly.
+    """The kind of cause and its words, if ``seen`` is all that ``stage`` gives when something is done wrongly.
 
     ``tried`` by stage: a stage does the same with every microbatch, so what the first one says holds for the next.
     """
@@ -68,13 +72,19 @@ def computed(
         tried[stage] = list(_alternatives(setup, played, number, stage))
     for one in tried[stage]:
         made = one.run(inputs)
-        if made is not None and agrees(seen, made, precision_of(made.dtype).least):
+        if made is not None and _all_agree(seen, made):
             tried[stage] = [one]
             return one.kind, one.text
     tried[stage] = []
     if draws(setup, played, number, stage):
         return "randomness", "the stage draws random numbers, and others gave this output"
     return None
+
+
+def _all_agree(seen: Outputs, made: Tensors) -> bool:
+    pairs = zip(seen, made, strict=False)
+    alike = (a is not None and agrees(a, b, precision_of(b.dtype).least) for a, b in pairs)
+    return len(seen) == len(made) and all(alike)
 
 
 def draws(setup: Setup, played: Mapping[int, Played], number: int, stage: int) -> bool:
@@ -84,7 +94,7 @@ def draws(setup: Setup, played: Mapping[int, Played], number: int, stage: int) -
         return False
     inputs = now.boundaries[0].inputs[stage]
     trained, evaluated = (_Alternative("", "", now.model, layers, mode).run(inputs) for mode in (True, False))
-    return trained is not None and evaluated is not None and not torch.equal(trained, evaluated)
+    return trained is not None and evaluated is not None and not all(map(torch.equal, trained, evaluated))
 
 
 def other_target(

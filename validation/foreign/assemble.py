@@ -97,13 +97,30 @@ class Assembled:
     @property
     def unseen(self) -> frozenset[int]:
         """The stages of which nobody knows what they did in which order."""
-        told = {action.stage for made in self.made for action in made.actions or ()}
-        return frozenset(stage.index for stage in self.stages if stage.part.calls is None and stage.index not in told)
+        return frozenset(s.index for s in self.stages if s.part.calls is None and s.index not in self.traced)
+
+    @property
+    def traced(self) -> frozenset[int]:
+        """The stages whose actions the step tells."""
+        return frozenset(action.stage for made in self.made for action in made.actions or ())
 
     @property
     def uncalled(self) -> frozenset[int]:
         """The stages whose modules nobody watched."""
         return frozenset(stage.index for stage in self.stages if stage.part.calls is None)
+
+    @property
+    def missed(self) -> str:
+        """Of which stages no call was seen although they are watched, and why that may be; empty if there are none."""
+        found = [(stage.index, stage.part.missed) for stage in self.stages if stage.part.missed]
+        every = "; ".join(f"no call of watched stage {index} was seen" for index, _ in found)
+        return f"{every}: {found[0][1]}" if found else ""
+
+    @property
+    def frozen(self) -> range:
+        """The first stages, up to the first with a parameter to train: no gradient flows to them."""
+        trained = [self.owner[name] for name, parameter in self._parameters.items() if parameter.requires_grad]
+        return range(min((stage for stage in trained if stage != NOWHERE), default=0))
 
     @property
     def nameless(self) -> bool:
@@ -143,6 +160,7 @@ class Assembled:
             norm=made.norm,
             before={site: value for stage in own for site, value in self._before(stage)},
             crossings=tuple(crossing for flow in seen for crossing in flow.crossings),
+            uncompared=sum(flow.uncompared for flow in seen),
             share=made.share,
             claims=tuple(claim for stage in own for claim in self._claims(stage)),
         )

@@ -1,11 +1,12 @@
 """What passed the boundaries of watched stages, call by call, and whether it is the reference's."""
 
 import math
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from pipeline.action import Action, Kind
-from validation.foreign.call_matching import Column, Order, columns, orders, without_trial
+from validation.foreign.call_matching import Column, Order, at_once, columns, orders, without_trial
 from validation.foreign.changed import changed, nearest, rounded
 from validation.foreign.places import Both
 from validation.foreign.structure import structured
@@ -23,7 +24,7 @@ class Passed:
     ``begins`` and ``ends`` are the places in the reference where its inputs and its outputs pass, by their numbers.
     ``lost`` are the microbatches that no call was known to be about; ``complete``: there is one call for each of them.
     ``unplaced`` are tensors of which nothing tells where they should pass: at which of the flow's points, and for which
-    microbatch. Whether they are right nobody knows.
+    microbatch. Whether they are right nobody knows. ``uncompared`` is how many tensors no law could be held against.
     """
 
     actions: tuple[Action, ...]
@@ -34,6 +35,7 @@ class Passed:
     lost: tuple[int, ...] = ()
     complete: bool = True
     unplaced: frozenset[tuple[str, int]] = frozenset()
+    uncompared: int = 0
 
     @property
     def untold(self) -> bool:
@@ -43,14 +45,45 @@ class Passed:
 
 def passed(watched: Mapping[int, Sequence[Call]], microbatches: int, places: Both) -> dict[int, Passed]:
     """What the calls of every stage were; ``places`` are those of tensors and of gradients."""
-    own = {stage: without_trial(calls, microbatches, places) for stage, calls in sorted(watched.items())}
+    own = {
+        stage: without_trial(at_once(calls, microbatches, places), microbatches, places)
+        for stage, calls in sorted(watched.items())
+    }
     columns_of = structured({stage: list(columns(calls, places)) for stage, calls in own.items()}, places)
     stages = {stage: (calls, columns_of[stage]) for stage, calls in own.items()}
     found = orders(stages, microbatches)
-    sent = _sent(stages, found)
-    return {stage: _passed(stage, *seen, found[stage], sent) for stage, seen in stages.items()}
+    sent, late = _sent(stages, found), _late(stages, found)
+    return {stage: _passed(stage, *seen, _Context(stage, found[stage], sent, late)) for stage, seen in stages.items()}
 
 
+def _late(stages: Mapping[int, tuple[Sequence[Call], Sequence[Column]]], orders: Mapping[int, Order]) -> float | None:
+    """How many times the reference's the gradients of all stages are, where a runtime may divide them later: mostly.
+
+    None where the content of any tells its place, or where they are no multiples.
+    """
+    flowing = [
+        (stage, column)
+        for stage, (_, seen) in stages.items()
+        for column in seen
+        if column.where in (RECEIVED, HANDED_ON)
+    ]
+    if any(column.judged for _, column in flowing):
+        return None
+    factors = [
+        factor
+        for stage, column in flowing
+        for seen, number in zip(column.seen, orders[stage].numbers, strict=True)
+        if seen is not None and number in column.known and (factor := seen.factor(column.known[number])) is not None
+    ]
+    common = statistics.median_low(factors) if factors else None
+    return common if sum(_near(factor, common) for factor in factors) * 2 > len(factors) else None
+
+
+def _near(one: float | None, other: float | None) -> bool:
+    return one is not None and other is not None and abs(one - other) <= _ONE_FACTOR * abs(other)
+
+
+_ONE_FACTOR = 1e-2  # how far apart, relative to their size, factors that are one may be: coarse types round
 Sent = Mapping[bytes, tuple[Point, str]]  # what stages put out, by its digest: where, and which tensor there
 
 
@@ -66,14 +99,13 @@ def _sent(stages: Mapping[int, tuple[Sequence[Call], Sequence[Column]]], orders:
     }
 
 
-def _passed(stage: int, calls: Sequence[Call], seen: Sequence[Column], order: Order, sent: Sent) -> Passed:
+def _passed(stage: int, calls: Sequence[Call], seen: Sequence[Column], context: "_Context") -> Passed:
+    order = context.order
     backs = sorted((end, order.numbers[k]) for k, call in enumerate(calls) for end in call.backwards)
     forwards = [Action(stage, Kind.FORWARD, microbatch) for microbatch in order.numbers]
     backwards = [Action(stage, Kind.BACKWARD, microbatch) for _, microbatch in backs]
     called = tuple((action, call.training) for action, call in zip(forwards, calls, strict=True))
-    lenient = not any(column.judged for column in seen if column.where in (RECEIVED, HANDED_ON))
     every = [(column, k) for column in seen for k in range(len(calls))]
-    context = _Context(stage, order, sent, lenient)
     crossings = [one for column, k in every for one in _crossing(column, k, calls[k], context)]
     unplaced = frozenset(
         (column.where, order.numbers[k])
@@ -81,7 +113,9 @@ def _passed(stage: int, calls: Sequence[Call], seen: Sequence[Column], order: Or
         if column.where != KEPT and column.seen[k] is not None and order.numbers[k] not in column.known
     )
     ends = _at(GIVEN, seen), _at(MADE, seen)
-    return Passed((*forwards, *backwards), called, tuple(crossings), *ends, order.left, order.complete, unplaced)
+    uncompared = sum(column.where != KEPT and not column.judged and column.seen[k] is not None for column, k in every)
+    done = (*forwards, *backwards), called, tuple(crossings)
+    return Passed(*done, *ends, order.left, order.complete, unplaced, uncompared)
 
 
 def _at(where: str, seen: Sequence[Column]) -> dict[int, str]:
@@ -90,12 +124,12 @@ def _at(where: str, seen: Sequence[Column]) -> dict[int, str]:
 
 @dataclass(frozen=True)
 class _Context:
-    """What a stage's crossings are judged by. ``lenient``: its gradients may still be divided by the runtime."""
+    """What a stage's crossings are judged by. ``late``: by what gradients may still be divided; None: nothing."""
 
     stage: int
     order: Order
     sent: Sent
-    lenient: bool
+    late: float | None
 
 
 def _crossing(column: Column, k: int, call: Call, context: _Context) -> Iterator[Crossing]:
@@ -119,13 +153,14 @@ def _crossing(column: Column, k: int, call: Call, context: _Context) -> Iterator
     if expected is None or microbatch == UNTOLD:
         return
     if seen is None:
-        if call.backwards and not column.own and expected.norm:
+        # An input that is gone before the backward is none that it needs.
+        if column.where != KEPT and call.backwards and not column.own and expected.norm:
             yield replace(crossing, really=What("missing", "none"))
         return
     # Half of the digits is more than a narrower type has, but what went through one shows it in every element.
     same, exact = seen.is_like(expected) and not rounded(seen, expected), seen.digest == expected.digest
-    if context.lenient and not column.judged and column.where in (RECEIVED, HANDED_ON):
-        same = same or seen.factor(expected) is not None  # by which a runtime may divide later
+    if context.late is not None and column.where in (RECEIVED, HANDED_ON):
+        same = same or _near(seen.factor(expected), context.late)
     really = None if same else _really(column, seen, expected, k, context)
     yield replace(crossing, same=same, exact=exact, really=really)
 

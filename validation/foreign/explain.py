@@ -38,6 +38,8 @@ def _links(facts: StepFacts) -> Mapping[Link, str]:
     watched = len(facts.unseen) < facts.stages
     whole = not any(flow.untold for flow in facts.passed.values())
     ordered = "order, mode: every watched stage ran once each way for each microbatch, in the right mode"
+    if not _orderly(facts):
+        ordered = "order, mode: where a stage ran otherwise, its gradients are right"
     passed = bool(facts.observed.crossings(0))
     links: list[tuple[Link, str, bool]] = [
         (held, "partition: every parameter is held once", True),
@@ -69,6 +71,14 @@ def _left(link: Link, facts: StepFacts) -> Sequence[str]:
 
 def _in_common(facts: StepFacts) -> bool:
     return any(len(stage.part.members) > 1 for stage in facts.found.stages)
+
+
+def _orderly(facts: StepFacts) -> bool:
+    """Whether every watched stage ran as it should, or nobody knows better."""
+    every, untold = list(range(facts.microbatches)), facts.unseen
+    orders = [(facts.observed.forwards(0), untold), (facts.observed.backwards(0), {*untold, *facts.found.frozen})]
+    once = all(sorted(order) == every for ran, left in orders for stage, order in ran.items() if stage not in left)
+    return once and all(training for _, training in facts.observed.called(0))
 
 
 def held(facts: StepFacts) -> list[Cause]:

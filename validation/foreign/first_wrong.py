@@ -72,7 +72,7 @@ class Boundaries:
             if not self._behind_the_unknown(point):
                 crossing = next(one for one in self._at[point] if not one.same)
                 what = self._what(point, crossing)
-                yield Root(point, crossing, what, self._telling(point, what))
+                yield Root(point, crossing, what, self._telling(point, crossing, what))
 
     def _point(self, crossing: Crossing) -> Point:
         stage, _, microbatch = crossing.action
@@ -117,7 +117,7 @@ class Boundaries:
         whole = all(one.really is not None and one.really.factor is not None for one in self._at[point])
         return what if whole or point.where != FLOWED else replace(what, kind="different", factor=None)
 
-    def _telling(self, point: Point, what: What) -> bool:
+    def _telling(self, point: Point, crossing: Crossing, what: What) -> bool:
         """Whether what a tensor is instead says what happened to it.
 
         It does where it was made, or sent, by what is known to be right.
@@ -128,9 +128,17 @@ class Boundaries:
         others = [Point(point.stage, point.microbatch, where) for where in _ALSO.get(point.where, ())]
         if any(one in self._unplaced and not self._acquitted(one) for one in (*sources, *others)):
             return False
+        sent = point.where in (GIVEN, RECEIVED) and not crossing.place.startswith(INPUT)
+        if sent and sources and what.kind != "other":
+            return all(one in self._at for one in sources) and self._joined(min(point.stage, sources[0].stage))
         if point.where not in _DONE and what.kind not in ("different", "shape"):
             return True
         return all(one in self._at for one in sources) and (point.where != FLOWED or self._other_loss(point.microbatch))
+
+    def _joined(self, stage: int) -> bool:
+        """Whether the next stage begins where ``stage`` ends: not where parts of them are watched, as blocks may be."""
+        ends, begins = self._facts.passed[stage].ends.values(), self._facts.passed[stage + 1].begins.values()
+        return not ends or not begins or not set(ends).isdisjoint(begins)
 
     def _other_gradients(self, stage: int) -> bool:
         """Whether a gradient of a parameter of ``stage`` is wrong."""

@@ -123,11 +123,17 @@ def sound(facts: StepFacts) -> str:
     """What the boundaries say where they name no cause."""
     of = "messages, buffers, computation"
     boundaries = Boundaries(facts)
+    if facts.found.uncalled and not list(boundaries.roots()):
+        return f"boundaries of watched stages: all of which that is known is right; not watched: {_listed(facts)}"
     if boundaries.right:
         return f"{of}: every watched boundary tensor is right, to half its digits"
     if not list(boundaries.roots()):
         return f"{of}: every watched boundary tensor of which that is known is right, to half its digits"
     return f"{of}: what passed the boundaries does not say"
+
+
+def _listed(facts: StepFacts) -> str:
+    return ", ".join(f"stage {stage}" for stage in sorted(facts.found.uncalled))
 
 
 def unexplained_passage(facts: StepFacts) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ class Places:
         self._by_content: dict[bytes, list[tuple[str, int]]] = {}
 
     def note(self, place: str, microbatch: int, tensor: Tensor) -> None:
-        """``tensor`` passed there; if it does so more than once, the last counts."""
+        """``tensor`` passed there."""
         made = self.by_place.setdefault(place, {})[microbatch] = sketch(tensor)
         self._by_content.setdefault(made.digest, []).append((place, microbatch))
 

@@ -44,8 +44,9 @@ class Part:
     """One module that was handed back, or all gradients that were handed back by name; by its parameters in order.
 
     ``values``: weights before the step, where they are not those of any parameter of the reference. ``calls`` is None
-    where nobody watched. ``shards``: where a gradient lies in the whole, for those of which the rank has a part only.
-    ``members``: the ranks with this stage and what each handed back, once they are put together.
+    where nobody watched, or no call was seen: then ``missed`` says why that may be. ``shards``: where a gradient lies
+    in the whole, for those of which the rank has a part only. ``members``: the ranks with this stage and what each
+    handed back, once they are put together.
     """
 
     locals: tuple[Local, ...]
@@ -54,6 +55,7 @@ class Part:
     calls: tuple[Call, ...] | None = None
     shards: Mapping[int, Shard] = field(default_factory=dict)
     members: tuple[tuple[int, "Part"], ...] = ()
+    missed: str = ""
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,14 @@ class _Collector:
             held.append((name, _gradient(parameter)))
         calls = self.watcher.calls(module)
         gradients, shards = _in_parts(held)
-        return Part(tuple(locals_), gradients, values, None if calls is None else tuple(calls), shards)
+        missed = "" if calls is None or calls else self._missed(module)
+        return Part(tuple(locals_), gradients, values, tuple(calls) if calls else None, shards, missed=missed)
+
+    def _missed(self, module: nn.Module) -> str:
+        """Why no call of ``module`` may have been seen, although it is watched."""
+        if self.sight.inside(module):
+            return "its parts were called and it was not, as by stage.forward(x): call stage(x), or watch the parts"
+        return "stage.forward(x) was called in its place, or a copy of it: call stage(x), and watch what is called"
 
 
 def _parameters(module: nn.Module) -> list[tuple[str, nn.Module, str, nn.Parameter]]:

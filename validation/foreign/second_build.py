@@ -1,8 +1,9 @@
 """The reference built a second time: whether it is the same every time."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
+import torch
 from torch import nn
 
 from reference.data import Batch
@@ -33,6 +34,18 @@ class Twin:
         name = next((name for name in {**self._known, **own} if self._known.get(name) != own.get(name)), "")
         seed = "seed it, e.g. torch.manual_seed(0) inside"
         return name and f"called twice it gave other weights, first {name}: {seed}"
+
+    def mode_matters(self, known: Sequence[float], batches: Sequence[Batch]) -> bool:
+        """Whether any loss would be another in evaluation mode, or may be."""
+        loss = self._task.loss
+        try:
+            with one_thread(), torch.no_grad():
+                self.model.eval()
+                return list(known) != [loss.function(self.model(*b.inputs), b.target).item() for b in batches]
+        except Exception:  # no one type: it is the user's code that runs
+            return True
+        finally:
+            self.model.train()
 
     def other_loss(self, known: float, batch: Batch) -> str:
         """How the loss of microbatch 0 differs between the two, in words; empty if it does not."""

@@ -154,6 +154,10 @@ def _judged(title: str, task: Task, found: Assembled, twin: Twin, run: Reference
     batches, made, reference = run.batches, run.made(found.owner), run.reference(found.owner)
     if other_loss := twin.other_loss(made[0].loss, batches[0]):
         return _random(title, task, other_loss)
+    if all(gradient is None for one in made for gradient in one.gradients.values()):
+        return _undecided(
+            title, f"the reference {task.name} gives no parameter a gradient: there is nothing to compare"
+        )
     known = found.passages(run.places)
     observed = found.observed(known)
     subject = Subject(
@@ -168,22 +172,32 @@ def _judged(title: str, task: Task, found: Assembled, twin: Twin, run: Reference
         strangers=found.strangers,
         unseen=found.unseen,
         uncalled=found.uncalled,
+        frozen=found.frozen,
+        traced=found.traced,
         every_rank=False,
+        by_numbers=True,
+        mode_matters=lambda: twin.mode_matters([one.loss for one in made], batches),
     )
     verdict = judged(subject, observed)
+    if found.watched and found.missed:
+        verdict = _with_notes(verdict, dict.fromkeys(("microbatches", "boundaries"), found.missed))
     if not verdict.mismatches:
         return verdict
     facts = StepFacts(verdict, observed, found, reference, twin.model, batches, task.loss, made, known)
+    failed = {law.name for law in verdict.laws if law.outcome == "fail"}
+
+    def told() -> Verdict:
+        notes = {law: note for law, note in facts.suspects.notes().items() if law in failed}
+        return _with_notes(explained(facts), notes)
+
     with one_thread():
-        return sought(verdict, lambda: _with_notes(explained(facts), facts.suspects.notes()))
+        return sought(verdict, told)
 
 
 def _with_notes(verdict: Verdict, notes: Mapping[str, str]) -> Verdict:
-    """``verdict``, with what is suspected said at the laws that failed."""
+    """``verdict``, with ``notes`` said at their laws."""
     laws = [
-        replace(law, note="; ".join(filter(None, [law.note, notes[law.name]])))
-        if law.outcome == "fail" and law.name in notes
-        else law
+        replace(law, note="; ".join(filter(None, [law.note, notes[law.name]]))) if law.name in notes else law
         for law in verdict.laws
     ]
     return replace(verdict, laws=tuple(laws))
@@ -227,12 +241,13 @@ def _skipped(found: Assembled, observed: Observed) -> Sequence[tuple[str, str]]:
     norm = any(row[0].norm is not None for row in observed.ranks)
     claimed = {claim.law for row in observed.ranks for claim in row[0].claims}
     ordered = len(found.unseen) < len(found.stages) or not found.stages
+    unwatched = found.missed or "no stage was watched: watch(module) does"
     return [
         (law, reason)
         for law, applies, reason in (
             ("initial-weights", modules or not found.stages, "gradients were handed back, not modules"),
-            ("microbatches", ordered, "no stage was watched: watch(module) does"),
-            ("boundaries", found.watched, "no stage was watched: watch(module) does"),
+            ("microbatches", ordered, unwatched),
+            ("boundaries", found.watched, unwatched),
             ("shards", "shards" in claimed, "no parameter is in shards"),
             ("replicas", "replicas" in claimed, "no stage is held by several ranks"),
             ("grad-norm", norm, "no rank reports a norm"),

@@ -1,11 +1,12 @@
 """What was held and what ran, before any number is compared: parameters, microbatches and what crossed boundaries."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from pipeline.action import Action, Kind
 from validation.judging.headings import NOWHERE, Placing
-from validation.judging.ledger import Ledger
+from validation.judging.ledger import Heading, Ledger
 from validation.judging.requirements import Subject
+from validation.judging.verdict import Mismatch
 from validation.observers.observed import UNTOLD, Observed
 
 _LISTED = 12  # names in a note
@@ -19,6 +20,7 @@ class Conduct:
         self._observed = observed
         self._ledger = ledger
         self._place = Placing(observed.schedule.placement)
+        self._counted: list[Mismatch] = []
 
     def orders(self, number: int, laws: frozenset[str], *, backward: bool) -> Mapping[int, Sequence[int]]:
         """The order of each stage's backwards, as it really was; in index order where it was no order of all."""
@@ -27,11 +29,12 @@ class Conduct:
         if backward:
             ran["backward"] = self._observed.backwards(number)
         for what, orders in ran.items():
-            for stage in sorted(orders.keys() - self._subject.unseen):
+            idle = self._subject.frozen if what == "backward" else ()
+            for stage in sorted(orders.keys() - {*self._subject.unseen, *idle}):
                 order = orders[stage]
                 place = self._place.stage("microbatches", number, laws, stage)
-                seen = f"{what} of {_told(order)}"
-                self._ledger.hold(place, _once_each(order, every), seen, f"{what} of each of {every} once")
+                seen, expected = f"{what} of {_told(order)}", f"{what} of each of {every} once"
+                self._hold(place, _once_each(order, every), seen, expected, counted=stage not in self._subject.traced)
         self._calls(number, laws, training=backward)
         ordered = {stage: order for stage, order in self._observed.backwards(number).items() if sorted(order) == every}
         return {stage: every for stage, _ in self._subject.due} | ordered
@@ -44,14 +47,28 @@ class Conduct:
             seen = sorted(action.microbatch for action, _ in calls if action.stage == stage)
             every = list(range(self._subject.microbatches))
             ran = f"its module ran for {_told(seen)}"
-            self._ledger.hold(place, _once_each(seen, every), ran, f"once for each of {every}")
+            self._hold(place, _once_each(seen, every), ran, f"once for each of {every}")
             if UNTOLD in seen:
                 unknown = f"of {seen.count(UNTOLD)} calls of stage {stage} nothing tells the microbatch"
                 self._ledger.remark("microbatches", f"{unknown}: they were counted alone")
             modes = {mode for action, mode in calls if action.stage == stage}
             named = {True: "training", False: "evaluation"}
             wrong = modes - {training}
-            self._ledger.hold(place, not wrong, f"{named[not training]} mode", f"{named[training]} mode")
+            wrong = wrong if wrong and self._subject.mode_matters() else set()
+            self._hold(place, not wrong, f"{named[not training]} mode", f"{named[training]} mode")
+
+    def _hold(self, place: Heading, holds: bool, seen: str, expected: str, *, counted: bool = True) -> None:
+        """Enter what calls show; ``counted``: by hooks, which may miss a call, and see those of no training."""
+        self._ledger.hold(place, holds, seen, expected)
+        if counted and not holds:
+            self._counted.append(self._ledger.mismatches[-1])
+
+    def by_numbers(self, right: Collection[int]) -> None:
+        """Let pass how often and in which mode the stages ran whose gradients are ``right``."""
+        found = [mismatch for mismatch in self._counted if mismatch.stage in right]
+        self._ledger.strike(found)
+        for one in found:
+            self._ledger.remark("microbatches", f"stage {one.stage}: {one.seen}, and its gradients are right")
 
     def parameters_once(self) -> None:
         """Every parameter that is due is held once, and nothing else is."""
@@ -69,6 +86,15 @@ class Conduct:
         for what, names in (("unknown", [name for _, name in sorted(self._subject.strangers)]), ("held by none", lost)):
             if names:
                 self._ledger.remark("parameters-once", f"{what}: {_listed(names)}")
+
+    def uncompared(self, number: int) -> None:
+        """Say how much at the boundaries was not compared: beside gradients that are wrong, that may hide the fault."""
+        count = self._observed.uncompared(number)
+        note = f"{count} tensors were not compared: their content is at no place in the reference"
+        if count and any(m.law in ("gradient", "none-ness") for m in self._ledger.mismatches):
+            self._ledger.doubt("boundaries", note)
+        elif count:
+            self._ledger.remark("boundaries", note)
 
     def claims(self, number: int, laws: frozenset[str]) -> None:
         """What must hold between ranks that have a stage in common."""

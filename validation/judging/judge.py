@@ -118,6 +118,9 @@ class Judge:
         self._buffers(operation)
         if name == "train":
             self._gradients(operation)
+            if self._subject.by_numbers:
+                self._conduct.by_numbers(self._right(operation))
+                self._conduct.uncompared(operation.number)
             self._norms(operation)
             self._updates(operation)
             self.measured = self.measured or answer.floors
@@ -220,6 +223,16 @@ class Judge:
             more = f" and of {len(zero) - 1} more" * (len(zero) > 1)
             self.ledger.doubt("gradient", f"the expected gradient of {zero[0]}{more} is zero, so nothing could be seen")
         self._copies("gradient", operation, observed)
+
+    def _right(self, operation: _Operation) -> set[int]:
+        """The stages of which something was computed and everything is right: frozen ones where everything else is."""
+        observed, expected = self._observed.gradients(operation.number), operation.expected.gradients
+        wrong = {m.stage for m in self.ledger.mismatches if m.law in ("gradient", "none-ness", "boundaries")}
+        seen = {site[0] for site, due in expected.items() if due is not None and due.any() and site in observed}
+        return seen - wrong if wrong or self._others_wrong() else seen | {*self._subject.frozen}
+
+    def _others_wrong(self) -> bool:
+        return any(m.law != "microbatches" for m in self.ledger.mismatches)
 
     def _tensors(self, law: str, operation: _Operation, site: Site, seen: Tensor, wanted: Tensor) -> None:
         floors = operation.floors

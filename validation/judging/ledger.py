@@ -111,6 +111,15 @@ class Ledger:
         if outcome != "pass":
             self.mismatches.append(place.mismatch(f"{observed:.9g}", f"{expected:.9g}", size=size, limit=allowed.limit))
 
+    def strike(self, struck: Sequence[Mismatch]) -> None:
+        """Take mismatches of laws without scenarios out again: what they say turned out to be no fault."""
+        for one in struck:
+            self.mismatches.remove(one)
+            entry = self._entries[one.law]
+            entry.checked, entry.wrong = entry.checked - 1, entry.wrong - 1
+            if not entry.wrong:
+                entry.outcomes.discard("fail")
+
     def join(self, other: "Ledger") -> None:
         """Add all that another rank's ledger has."""
         for law, theirs in other._entries.items():

@@ -53,6 +53,10 @@ class FirstSight:
         now = self._note(parameter)
         return now if now.value is None else None
 
+    def inside(self, module: nn.Module) -> bool:
+        """Whether a part of ``module`` was called that holds parameters."""
+        return any(id(part) == at for part in module.modules() if part is not module for at, _ in self._at)
+
     def _look(self, module: nn.Module, arguments: Any) -> None:
         for leaf, parameter in module._parameters.items():
             if parameter is None or parameter.is_meta or isinstance(parameter, InShards):

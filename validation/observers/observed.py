@@ -66,8 +66,9 @@ class RankOperation:
     ran, as forwards of (stage, microbatch), and whether any part of them was in training mode. ``gradients`` are after
     tied copies were summed and before clipping; ``before`` are the parameters that the operation started from, as far
     as they were seen, ``parameters`` what the optimizer made of them. ``nonfinite`` are the actions whose output had a
-    NaN or an infinity. ``crossings`` are tensors at the boundaries of stages, where they were watched; ``recording`` is
-    there where the run was recorded; ``started`` are the parameters before anything ran, in the first operation.
+    NaN or an infinity. ``crossings`` are tensors at the boundaries of stages, where they were watched, ``uncompared``
+    how many tensors there have no place in the reference; ``recording`` is there where the run was recorded;
+    ``started`` are the parameters before anything ran, in the first operation.
     ``share`` are the microbatches whose losses it reports (None: all), ``claims`` what must hold between it and other
     ranks.
     """
@@ -85,6 +86,7 @@ class RankOperation:
     buffers: Mapping[Site, Tensor] | None = None
     profile: Profile | None = None
     crossings: tuple[Crossing, ...] = ()
+    uncompared: int = 0
     recording: Recording | None = None
     started: Mapping[Site, Tensor] | None = None
     share: tuple[int, ...] | None = None
@@ -151,6 +153,10 @@ class Observed:
     def crossings(self, operation: int) -> list[Crossing]:
         """Every rank's crossings together."""
         return [crossing for rank in self.ranks for crossing in rank[operation].crossings]
+
+    def uncompared(self, operation: int) -> int:
+        """How many tensors at watched boundaries have no place in the reference, on all ranks."""
+        return sum(rank[operation].uncompared for rank in self.ranks)
 
     def backwards(self, operation: int) -> dict[int, list[int]]:
         """For each stage, the microbatches in the order in which their weight gradients were added."""

@@ -1,6 +1,6 @@
 """The recorder: wrapped around stages and gradient work, it copies what passes and changes no bit of it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -61,6 +61,7 @@ class RecordedStage(AroundStage):
         self._received: dict[int, Gradients] = {}
         self._forward_of: int | None = None
         self._backward_of: int | None = None
+        self._ran: Collection[int] = ()  # the outputs into which that backward's first half let gradients flow
 
     def begin(self) -> None:
         self._forget()
@@ -147,15 +148,15 @@ class RecordedStage(AroundStage):
 
     def backward_weight(self, microbatch: int) -> None:
         self._note(microbatch, LATE, self._received.pop(microbatch, ()))
-        # Where no input wanted a gradient, the graph runs now; else its ends run once more, which is no news.
-        self._start(microbatch, graph=microbatch not in self._graphs)
+        # What leads to no input runs now; the ends of what has run already run once more, which is no news.
+        self._start(microbatch, ran={number for of, number, _ in self._flows if of == microbatch})
         self.inner.backward_weight(microbatch)
         self._added(Kind.BACKWARD_WEIGHT, microbatch)
 
     def _begin_backward(self, microbatch: int, gradients: Gradients) -> None:
         self._note(microbatch, RECEIVED, gradients)
         self._keep(microbatch)
-        self._start(microbatch, graph=True)
+        self._start(microbatch)
 
     def _keep(self, microbatch: int) -> None:
         """Note the module's input as the backward finds it: when it begins, and again when gradients begin to flow."""
@@ -172,15 +173,15 @@ class RecordedStage(AroundStage):
 
     def _flowed(self, made: int, number: int, gradient: Tensor) -> None:
         microbatch = self._backward_of
-        if microbatch is None:
+        if microbatch is None or number in self._ran:
             return
         if not number:
             self._graphs.setdefault(microbatch, []).append(made)
             self._keep(microbatch)
         self._flows.append((microbatch, number, gradient.detach().clone()))
 
-    def _start(self, microbatch: int, *, graph: bool) -> None:
-        self._backward_of = microbatch if graph else None
+    def _start(self, microbatch: int, *, ran: Collection[int] = ()) -> None:
+        self._backward_of, self._ran = microbatch, ran
         # Torch counts the writes to a tensor, so that sums nobody touched need not be copied to see that. What writes
         # past that count shows at the end of this action, as an addition that is not the microbatch's.
         held = gradients(self._named)

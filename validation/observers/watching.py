@@ -4,16 +4,26 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from pipeline.split import needs
 from validation.observers.flows import Flows, Note
 from validation.observers.sketch import Sketch, sketch
 
 Module = TypeVar("Module", bound=nn.Module)
+
+
+class Mode(Enum):
+    """What a call of a module is to a training step."""
+
+    FORWARD = "forward"
+    SILENT = "without gradients"  # a trial, a metric, or a forward that a backward will run again
+    AGAIN = "recompute"  # inside a backward
 
 
 @dataclass
@@ -21,6 +31,7 @@ class Call:
     """One call of a watched module. Gradients are by the number of the tensor that they belong to.
 
     ``backwards`` has an entry, a count over all calls of this rank, for each time that gradients came out of the call.
+    A ``silent`` one ran without gradients: it is a forward only if a backward ran it again, and then has what that had.
     """
 
     training: bool
@@ -28,66 +39,104 @@ class Call:
     outputs: list[Sketch] = field(default_factory=list)
     output_gradients: dict[int, Sketch] = field(default_factory=dict)
     input_gradients: dict[int, Sketch] = field(default_factory=dict)
-    kept: dict[int, Sketch] = field(default_factory=dict)  # the inputs once more, when the backward begins
+    kept: dict[int, Sketch] = field(default_factory=dict)  # the inputs that it needs, when the backward begins
     backwards: list[int] = field(default_factory=list)
+    silent: bool = False
+
+
+@dataclass
+class _Watched:
+    """A module, its calls so far, and those of them that a backward may still run again."""
+
+    module: nn.Module
+    when: Callable[[], bool]
+    calls: list[Call] = field(default_factory=list)
+    waiting: list[Call] = field(default_factory=list)
+
+    def original(self, again: Call) -> Call | None:
+        """The call that is run ``again``, which now has its gradients: the first with its inputs, else the first that
+        waits; None if none does. Where several others wait, nobody knows whose gradients those are."""
+        content = [one.digest for one in again.inputs]
+        equal = [call for call in self.waiting if [one.digest for one in call.inputs] == content]
+        found = next(iter(equal or self.waiting), None)
+        if found is None:
+            return None
+        if equal or len(self.waiting) == 1:
+            again.output_gradients, again.input_gradients = found.output_gradients, found.input_gradients
+        self.waiting = [call for call in self.waiting if call is not found]
+        found.kept.update(enumerate(again.inputs))
+        again.backwards = found.backwards
+        return found
 
 
 class Watcher:
     """Notes the calls of watched modules."""
 
     def __init__(self) -> None:
-        self._calls: dict[int, tuple[nn.Module, list[Call]]] = {}
-        self._when: dict[int, Callable[[], bool]] = {}
+        self._watched: dict[int, _Watched] = {}
         self._entering: list[tuple[list[Sketch], list[int]]] = []
         self._backwards = 0
 
     def watch(self, module: nn.Module, when: Callable[[], bool] | None = None) -> None:
         """Hook ``module``, once; calls count while ``when`` holds."""
-        if id(module) not in self._calls:
-            self._calls[id(module)] = module, []
-            self._when[id(module)] = when or (lambda: True)
+        if id(module) not in self._watched:
+            self._watched[id(module)] = _Watched(module, when or (lambda: True))
             module.register_forward_pre_hook(self._entered, with_kwargs=True)
             module.register_forward_hook(self._called, with_kwargs=True)
 
     def calls(self, module: nn.Module) -> list[Call] | None:
-        """The calls of ``module``, or of the one watched module inside it or around it; None if there is none."""
+        """The forwards of ``module``, or of the one watched module inside it or around it; None if there is none.
+
+        Those without gradients are forwards where backwards ran any of them again.
+        """
         own = {id(part) for part in module.modules()}
-        for watched, calls in self._calls.values():
-            if id(watched) in own or module in watched.modules():
-                return calls
+        for one in self._watched.values():
+            if id(one.module) in own or module in one.module.modules():
+                again = any(call.silent and call.backwards for call in one.calls)
+                return [call for call in one.calls if again or not call.silent]
         return None
 
     def _entered(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        if self._counts(module):
+        if self._watched[id(module)].when():
             inputs = _tensors((arguments, named))  # looked at now: the module may change them in place
             self._entering.append((list(map(sketch, inputs)), [tensor._version for tensor in inputs]))
 
     def _called(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
-        if not self._counts(module):
+        watched, mode = self._watched[id(module)], _mode()
+        if not watched.when():
             return
         inputs, outputs = _tensors((arguments, named)), _tensors(result)
         training = any(part.training for part in module.modules())
         taken, versions = self._entering.pop()
-        call = Call(training, taken, list(map(sketch, outputs)))
-        self._calls[id(module)][1].append(call)
-        wanting = [number for number, tensor in enumerate(inputs) if tensor.requires_grad]
         giving = [number for number, tensor in enumerate(outputs) if tensor.requires_grad]
-        if giving:
+        call = Call(training, taken, list(map(sketch, outputs)), silent=mode is Mode.SILENT)
+        if mode is Mode.SILENT:
+            watched.calls.append(call)
+            watched.waiting.append(call)
+            return
+        if mode is Mode.AGAIN:
+            if watched.original(call) is None:
+                return  # of a checkpoint whose forward had gradients: they flow through that
+        else:
+            watched.calls.append(call)
             unchanged = [k for k, tensor in enumerate(inputs) if tensor._version == versions[k]]
-            given = {id(tensor) for tensor in inputs}
-            own = next((k for k in giving if id(outputs[k]) not in given), giving[0])
-            self._look_again(outputs[own], call, {k: weakref.ref(inputs[k]) for k in unchanged})
+            self._look_again(call, {k: inputs[k] for k in unchanged}, {k: outputs[k] for k in giving})
+        wanting = [number for number, tensor in enumerate(inputs) if tensor.requires_grad]
         self._follow(call, {k: inputs[k] for k in wanting}, {k: outputs[k] for k in giving})
 
-    def _counts(self, module: nn.Module) -> bool:
-        return _trains() and self._when[id(module)]()
+    def _look_again(self, call: Call, inputs: Mapping[int, Tensor], outputs: Mapping[int, Tensor]) -> None:
+        """Note the inputs that the backward needs once more when it begins; no others can be overwritten."""
+        given = {id(tensor) for tensor in inputs.values()}
+        made = [tensor for tensor in outputs.values() if id(tensor) not in given] or list(outputs.values())
+        needed = {k: weakref.ref(tensor) for k, tensor in inputs.items() if needs(made, tensor)}
+        if not needed:
+            return
 
-    def _look_again(self, output: Tensor, call: Call, inputs: Mapping[int, weakref.ref[Tensor]]) -> None:
         def begins(gradient: Tensor) -> None:
-            alive = {number: tensor for number, reference in inputs.items() if (tensor := reference()) is not None}
+            alive = {number: tensor for number, reference in needed.items() if (tensor := reference()) is not None}
             call.kept.update({number: sketch(tensor, known=call.inputs[number]) for number, tensor in alive.items()})
 
-        output.register_hook(begins)  # type: ignore[no-untyped-call]  # in torch
+        made[0].register_hook(begins)  # type: ignore[no-untyped-call]  # in torch
 
     def _follow(self, call: Call, inputs: Mapping[int, Tensor], outputs: Mapping[int, Tensor]) -> None:
         """Note the gradients of these, by their numbers, and count the backwards of ``call``.
@@ -153,6 +202,7 @@ def _tensors(values: object) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and not leaf.is_meta]
 
 
-def _trains() -> bool:
-    """Whether a call is a forward of a training step: no trial without gradients, no recompute inside a backward."""
-    return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+def _mode() -> Mode:
+    if not torch.is_grad_enabled():
+        return Mode.SILENT
+    return Mode.FORWARD if torch._C._current_graph_task_id() == -1 else Mode.AGAIN

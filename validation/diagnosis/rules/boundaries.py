@@ -126,7 +126,13 @@ def _refined(one: Divergence, evidence: Evidence) -> tuple[str, str] | None:
     played = {k: evidence.played[k] for k in range(number + 1)}
     if point.where == MADE:
         return computed(
-            evidence.setup, played, number, point.stage, microbatch=point.microbatch, seen=seen, tried=evidence.tried
+            evidence.setup,
+            played,
+            number,
+            point.stage,
+            microbatch=point.microbatch,
+            seen=_all(evidence, point),
+            tried=evidence.tried,
         )
     if point.where == LOSS:
         other = other_target(evidence.setup, played, number, microbatch=point.microbatch, seen=seen)
@@ -218,6 +224,10 @@ def _by_stage(evidence: Evidence) -> str:
 
 
 def _seen(evidence: Evidence, point: Point) -> Tensor | None:
-    recording = evidence.observed.recording(evidence.diverged)
-    tensors = recording.tensors.get(point, ()) if recording is not None else ()
+    tensors = _all(evidence, point)
     return tensors[0] if tensors else None
+
+
+def _all(evidence: Evidence, point: Point) -> Sequence[Tensor | None]:
+    recording = evidence.observed.recording(evidence.diverged)
+    return recording.tensors.get(point, ()) if recording is not None else ()

@@ -201,7 +201,8 @@ def _ran(evidence: Facts) -> list[tuple[int, str, int, int]]:
             if kind is Kind.FORWARD or kind in GIVES_WEIGHT_GRADIENT:
                 ran[stage, "forward" if kind is Kind.FORWARD else "backward", microbatch] += 1
     names = ("forward",) if evidence.operation == "eval" else ("forward", "backward")
-    stages = [s for s in range(evidence.stages) if s not in evidence.unseen]
+    judged = {mismatch.stage for mismatch in evidence.verdict.mismatches if mismatch.law == "microbatches"}
+    stages = [s for s in range(evidence.stages) if s not in evidence.unseen and s in judged]
     due = [(s, n, m) for n in names for s in stages for m in range(evidence.microbatches)]
     return [(*key, ran[key]) for key in due if ran[key] != 1]
 

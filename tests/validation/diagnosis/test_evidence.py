@@ -1,0 +1,49 @@
+"""Recorded evidence of a right run explains itself completely, so that what a fault leaves in it is the fault's."""
+
+from dataclasses import replace
+
+import pytest
+
+from validation.cases.case import MODELS, Case
+from validation.cases.judgement import judge
+from validation.cases.observe import observe
+from validation.cases.specimens import SPECIMENS
+from validation.cases.trial import case_for, try_out
+from validation.diagnosis.evidence import Evidence
+from validation.judging.judge import one_thread
+from validation.judging.verdict import Mismatch
+from validation.worlds.world import World
+
+SEVERAL_STREAMS = ("carry", "fresh", "prompt")
+SHAPES = [(model, *shape) for shape in (("1f1b", 1), ("zb-v", 2)) for model in MODELS]
+SHAPES += [(model, *shape) for shape in (("interleaved", 2), ("zb-h1", 1)) for model in SEVERAL_STREAMS]
+
+
+@pytest.mark.parametrize(("model", "schedule", "virtual"), SHAPES)
+def test_what_is_recorded_of_a_right_run_is_what_it_should_be(
+    world: World, model: str, schedule: str, virtual: int
+) -> None:
+    case = Case(schedule, 2, virtual, 3, (1,) * (2 * virtual), model=model)
+    observed = observe(case, world, record=True)
+    verdict = judge(case, observed)
+    assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), verdict
+    for operation, name in enumerate(case.plan):
+        asked = replace(verdict, mismatches=(Mismatch("gradient", operation + 1, "", ""),))
+        with one_thread():
+            evidence = Evidence(case, observed, asked)
+            assert [str(one) for one in evidence.divergences] == [], name
+            assert evidence.broken_sums == [], name
+
+
+@pytest.mark.parametrize("model", SEVERAL_STREAMS)
+@pytest.mark.parametrize(
+    "name",
+    ["microbatch-dropped", "backward-of-another", "gradients-crossed", "stage-negated", "input-poisoned"],
+)
+def test_a_fault_beside_several_streams_is_named(world: World, model: str, name: str) -> None:
+    specimen = SPECIMENS[name]
+    case = replace(case_for(specimen, "1f1b", ranks=2, microbatches=4), model=model)
+    trial = try_out(case, world)
+    assert trial.caught, trial
+    assert trial.recorded is not None
+    assert trial.recorded.right, trial
