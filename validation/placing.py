@@ -17,7 +17,7 @@ class Placing:
 
     def at(self, law: str, number: int, scenarios: frozenset[str], **where: object) -> Heading:
         """In operation ``number``, at what ``where`` names as the fields of a mismatch."""
-        known = Mismatch(law, number + 1, seen="", expected="", **where)  # type: ignore[arg-type]
+        known = Mismatch(law, number + 1, **where)  # type: ignore[arg-type]
         return Heading(law, scenarios, known)
 
     def stage(self, law: str, number: int, scenarios: frozenset[str], stage: int, **where: object) -> Heading:

@@ -10,7 +10,7 @@ from typing import Literal
 from torch import Tensor
 
 from validation.records.content import digest
-from validation.tolerance import FP32, Floor, precision_of
+from validation.tolerance import Floor
 
 Kind = Literal["expected", "observed"]
 Tensors = Mapping[str, Tensor]
@@ -80,12 +80,6 @@ class Record:
         """The gradients of the last step before operation ``number``; empty where there is none."""
         steps = [one for one in self.operations[:number] if one.operation == "train"]
         return steps[-1].gradients if steps else {}
-
-
-def unmeasured(tensor: Tensor | None = None) -> Floor:
-    """The floor of numbers whose rounding nobody measured: little is rounding, much is wrong, between is unknown."""
-    precision = FP32 if tensor is None else precision_of(tensor.dtype)
-    return Floor(0.0, 0.0, 4 * precision.most, precision)
 
 
 def config_differences(one: Record, other: Record) -> Iterator[tuple[str, object, object]]:
