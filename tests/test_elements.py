@@ -150,7 +150,7 @@ def test_a_quantised_tensor_is_compared_by_its_values_and_has_no_digest() -> Non
     one, two = (torch.quantize_per_tensor(torch.tensor([1.0, x]), 0.5, 0, torch.qint8) for x in (2.0, 3.0))
     assert same_bits(one, one.clone())
     assert not same_bits(one, two)
-    with pytest.raises(ContentError, match="a quantised tensor has no digest: .*; dequantize\\(\\) it"):
+    with pytest.raises(ContentError, match=r"a quantised tensor has no digest: .*; dequantize\(\) it"):
         digest(one)
 
 

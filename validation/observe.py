@@ -23,7 +23,7 @@ from validation.recorder import Recorder
 from validation.recording import Site
 from validation.replicated import as_one
 from validation.runtimes import OWN
-from validation.specimens import specimen
+from validation.specimens import PLUGINS, specimen
 from validation.stages import layers_of, on_device, tied_across
 from validation.world import RankContext, World
 
@@ -93,7 +93,7 @@ def observe(case: Case, world: World, *, record: bool = False) -> Observed:
 
     Raises what the world raises: a rank that failed, hung or is missing.
     """
-    rows = world.run(observe_rank, case, record, ranks=case.processes)
+    rows = world.run(observe_rank, case, record, PLUGINS.files, ranks=case.processes)
     return as_one(case, [tuple(row) for row in rows])
 
 
@@ -117,8 +117,15 @@ def deterministic(device: str) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def observe_rank(context: RankContext, case: Case, record: bool = False) -> list[RankOperation]:
-    """One rank's part of ``case``; a job for ``World.run``. ``record``: keep every boundary tensor too."""
+def observe_rank(
+    context: RankContext, case: Case, record: bool = False, plugins: Sequence[str] = ()
+) -> list[RankOperation]:
+    """One rank's part of ``case``; a job for ``World.run``. ``record``: keep every boundary tensor too.
+
+    ``plugins``: the files that register specimens.
+    """
+    for file in plugins:
+        PLUGINS.load(file)
     if case.runtime != OWN:
         from validation.torch_runtime import observe_torch  # loads torch.distributed.pipelining, which takes a second
 

@@ -27,10 +27,8 @@ FORMAT, VERSION = "pipeproof/record", 1
 _LENGTH = 8  # bytes of the number that every safetensors file begins with: how long its header is
 _BEGINNING = b'{"__metadata__"'  # of the header, which follows
 _CURE = "record it again"
-_PLAIN = frozenset(
-    [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool, torch.uint8]
-    + [torch.int64, torch.int32, torch.int16, torch.int8]
-)
+_REAL = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_PLAIN = frozenset((*_REAL, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool))
 
 Fetch = Callable[[str], Tensor]
 
