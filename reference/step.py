@@ -260,13 +260,14 @@ def in_double(
 
 def widened(model: nn.Module) -> nn.Module:
     """``model`` itself, in fp64; complex parts too, which ``double()`` leaves as they are."""
-    return model.double()._apply(lambda one: one.to(torch.complex128) if one.is_complex() else one)
+    model.double()._apply(lambda one: one.to(torch.complex128) if one.is_complex() else one)  # type: ignore[no-untyped-call]  # in torch
+    return model
 
 
 def _norm(gradient: Tensor) -> float:
     """The 2-norm in fp64; of a complex gradient, over real and imaginary parts."""
     real = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
-    return torch.linalg.vector_norm(real, dtype=torch.float64).item()
+    return float(torch.linalg.vector_norm(real, dtype=torch.float64))
 
 
 def _add(parts: Sequence[Gradient]) -> Gradient:

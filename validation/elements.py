@@ -1,5 +1,7 @@
 """The elements of a tensor of any type: as they lie in memory, and as real numbers."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -36,13 +38,20 @@ def all_finite(tensor: Tensor) -> bool:
     """Whether no element is infinite or not a number."""
     if not is_rounded(tensor.dtype):
         return True
-    parts = numbers(tensor).split(_PART)
-    return all(bool((one if one.element_size() > 1 else one.float()).isfinite().all()) for one in parts)
+    return all(bool(part.isfinite().all()) for part in _parts(tensor))
 
 
 def any_nonzero(tensor: Tensor) -> bool:
     """Whether some element is not zero."""
-    return any(bool((one if one.element_size() > 1 else one.float()).any()) for one in numbers(tensor).split(_PART))
+    return any(bool(part.any()) for part in _parts(tensor))
+
+
+def _parts(tensor: Tensor) -> Iterator[Tensor]:
+    """The elements part by part, those of a single byte in a type that torch can compute with."""
+    flat = numbers(tensor)
+    for start in range(0, flat.numel(), _PART):
+        part = flat[start : start + _PART]
+        yield part if part.element_size() > 1 else part.float()
 
 
 def _plain(tensor: Tensor) -> Tensor:

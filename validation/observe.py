@@ -93,7 +93,7 @@ def observe(case: Case, world: World, *, record: bool = False) -> Observed:
 
     Raises what the world raises: a rank that failed, hung or is missing.
     """
-    rows = world.run(observe_rank, case, record, PLUGINS.files, ranks=case.processes)
+    rows = world.run(_observe_planted, case, record, PLUGINS.files, ranks=case.processes)
     return as_one(case, [tuple(row) for row in rows])
 
 
@@ -117,15 +117,15 @@ def deterministic(device: str) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def observe_rank(
-    context: RankContext, case: Case, record: bool = False, plugins: Sequence[str] = ()
-) -> list[RankOperation]:
-    """One rank's part of ``case``; a job for ``World.run``. ``record``: keep every boundary tensor too.
-
-    ``plugins``: the files that register specimens.
-    """
+def _observe_planted(context: RankContext, case: Case, record: bool, plugins: Sequence[str]) -> list[RankOperation]:
+    """As ``observe_rank``, with the specimens that these files register."""
     for file in plugins:
         PLUGINS.load(file)
+    return observe_rank(context, case, record)
+
+
+def observe_rank(context: RankContext, case: Case, record: bool = False) -> list[RankOperation]:
+    """One rank's part of ``case``; a job for ``World.run``. ``record``: keep every boundary tensor too."""
     if case.runtime != OWN:
         from validation.torch_runtime import observe_torch  # loads torch.distributed.pipelining, which takes a second
 

@@ -118,8 +118,7 @@ def described(record: Record, tensors: dict[str, Tensor]) -> str:
         if tensor.dtype not in _PLAIN
     }
     data = {"kind": record.kind, "config": dict(record.config), "operations": operations, "places": places}
-    data |= {"forms": forms} if forms else {}
-    return json.dumps(_strict(data), allow_nan=False)
+    return json.dumps(_strict({**data, "forms": forms} if forms else data), allow_nan=False)
 
 
 _TENSORS = ("before", "gradients", "parameters", "buffers")

@@ -117,10 +117,9 @@ def _projections(flat: Tensor) -> Tensor:
     Their number is a prime, so that nothing that lies in rows of its own falls on the same signs again and again.
     """
     signs = _signs(_DIRECTIONS, _ROW).to(flat.dtype)
-    rows = flat.split(_ROW)
-    whole = flat[: flat.numel() // _ROW * _ROW].view(-1, _ROW)
+    even = flat.numel() // _ROW * _ROW
+    whole, rest = flat[:even].view(-1, _ROW), flat[even:]
     found = (whole @ signs.T * _turns(len(whole)).to(flat.dtype)).sum(0)
-    rest = rows[-1] if rows and len(rows) > len(whole) else flat[:0]
     return found + signs[:, : rest.numel()] @ rest
 
 
