@@ -192,6 +192,9 @@ class Judge:
         order = {name: place for place, name in enumerate(expected.before)}
         for site in sorted(before, key=lambda site: order[site[1]]):
             at.start(site[1], before[site], **self._where(site))
+        if before:
+            unseen = sorted(name for stage, name in self._subject.due - before.keys() if stage != NOWHERE)
+            self.ledger.leave_out("initial-weights", unseen, "not seen before the step", hides=False)
         return len(self.ledger.mismatches) == differing
 
     def _losses(self, at: Comparison, number: int, expected: Expected) -> None:

@@ -208,13 +208,16 @@ def _sizes(observed: Tensor, expected: Tensor, base: Tensor | None) -> tuple[Siz
     shapes = tuple(observed.shape), tuple(expected.shape)
     if observed.shape != expected.shape:
         return Size(shapes[0]), Size(shapes[1])
-    sums = torch.zeros(3, dtype=torch.float64)  # of squares of what was seen, of what was expected, and of products
+    sums = torch.zeros(4, dtype=torch.float64)  # of squares: seen, expected, where both began; and of products
     for one, other, *origin in pieces(observed, expected, *([] if base is None else [base])):
         seen, wanted = (one - origin[0], other - origin[0]) if origin else (one, other)
-        sums += torch.stack([(seen * seen).sum(), (wanted * wanted).sum(), (seen * wanted).sum()])
-    product = sums[2].item()
-    seen_norm, wanted_norm = sums[:2].sqrt().tolist()
-    moved, factor, cosine = base is not None, None, None
+        start = origin[0] if origin else torch.zeros(())
+        sums += torch.stack(
+            [(seen * seen).sum(), (wanted * wanted).sum(), (start * start).sum(), (seen * wanted).sum()]
+        )
+    product = sums[3].item()
+    seen_norm, wanted_norm, start_norm = sums[:3].sqrt().tolist()
+    began, factor, cosine = None if base is None else start_norm, None, None
     if seen_norm and wanted_norm:  # not their product: beside a NaN it does not show that the other is zero
         factor, cosine = product / wanted_norm / wanted_norm, product / wanted_norm / seen_norm
-    return Size(shapes[0], seen_norm, moved, factor, cosine), Size(shapes[1], wanted_norm, moved)
+    return Size(shapes[0], seen_norm, began, factor, cosine), Size(shapes[1], wanted_norm, began)

@@ -29,13 +29,13 @@ class ValidationFailed(AssertionError):
 class Size:
     """A tensor in numbers: its shape and norm, and of one that was seen, how much of it is the expected one.
 
-    ``moved``: it is a parameter's movement. ``factor`` times the expected one is its part along that; None where one of
-    the two is zero, or of another shape.
+    ``began``: it is a parameter's movement, from what was of this norm. ``factor`` times the expected one is its part
+    along that; None where one of the two is zero, or of another shape.
     """
 
     shape: tuple[int, ...]
     norm: float | None = None
-    moved: bool = False
+    began: float | None = None
     factor: float | None = None
     cosine: float | None = None
 
@@ -43,7 +43,7 @@ class Size:
         if self.norm is None:
             return f"shape {list(self.shape)}"
         alike = "" if self.factor is None else f", {self.factor:.6g} times expected, cosine {self.cosine:.6f}"
-        return f"{'update of ' * self.moved}norm {self.norm:.6g}{alike}"
+        return f"{'' if self.began is None else 'update of '}norm {self.norm:.6g}{alike}"
 
 
 # What was compared, which says how its values read. "text": of what has no value but words.

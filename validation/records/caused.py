@@ -108,7 +108,7 @@ def update(facts: RecordFacts) -> list[Cause]:
     if most is None:
         return [*found, *(replace(cause, kind="clip") for cause in found)]
     wanted = to_clip(size, most)
-    used = {facts.site(name): Factor(one.value * wanted, one.noise) for name, one in facts.seen.moved.items()}
+    used = {site: Factor(one.value * wanted, one.noise) for site, one in facts.moved.items()}
     clip = partial(to_clip, max_norm=most)
     words = {clipped_as(facts, stage, one, clip) if one.value == one.value else "" for (stage, _), one in used.items()}
     if not words or "" in words:

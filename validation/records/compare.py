@@ -15,7 +15,6 @@ from validation.observe import max_norm_of
 from validation.records.against import LAWS, Recorded, against, upstream
 from validation.records.case_update import case_of, remade
 from validation.records.caused import caused
-from validation.records.movement import movements
 from validation.records.record import Record, RecordedOperation, RecordError, config_differences
 from validation.records.record_facts import RecordFacts, Seen
 from validation.tolerance import error, same_bits
@@ -49,12 +48,10 @@ def facts_of(verdict: Verdict, expected: Record, seen: Record) -> RecordFacts:
     number = min(mismatch.operation for mismatch in verdict.mismatches) - 1
     due, one, case = expected.operations[number], seen.operations[number], case_of(seen)
     gradients = {name: gradient for name, gradient in one.gradients.items() if name in due.gradients}
-    wrong = {m.parameter for m in verdict.mismatches if m.law == "updated-parameters"}
-    moved = movements({name: one.parameters[name] for name in wrong if name}, due.parameters, due.before)
     return RecordFacts(
         verdict,
         due,
-        Seen(gradients, expected.before(number), [one.norm], moved),
+        Seen(gradients, expected.before(number), [one.norm]),
         seen.places or expected.places,
         number=number,
         max_norm=expected.max_norm if case is None or due.operation != "train" else max_norm_of(case, number),

@@ -30,7 +30,6 @@ from validation.records.arrivals import Arrival, disagreement, places_of, told
 from validation.records.content import ContentError
 from validation.records.job_causes import Beside, Checked, explained
 from validation.records.kept import MOST, Kept, Notes
-from validation.records.movement import movements
 from validation.records.rank_stages import RankStages, Rename
 from validation.records.record import Record, RecordedOperation, RecordError, microbatch_digests
 from validation.records.record_facts import RecordFacts
@@ -195,10 +194,6 @@ class StepCheck:
         for name, (stage, buffer) in self._own.buffers.items() if self._expected.buffers else ():
             at.buffer(name, buffer, rank=self._exchange.rank, stage=stage)
         at.close()
-        wrong = {one.parameter for one in self._ledger.mismatches if one.law == "updated-parameters"}
-        if wrong:
-            seen = {name: parameter for name, parameter in self._own.parameters.items() if name in wrong}
-            self._kept.moved = movements(seen, self._expected.parameters, self._expected.before)
 
     def _begin(self) -> str:
         """Agree on what is expected; what stands in the way of a comparison, in sentences, or nothing."""
