@@ -5,6 +5,7 @@ It asks for one tensor at a time, so a job that holds one stage can be judged wh
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
@@ -14,33 +15,29 @@ from pipeline.action import Action
 from validation.elements import all_finite, any_nonzero
 from validation.ledger import Heading, Ledger
 from validation.tolerance import Floor, may_be_rounded, precision_of, same_bits, update_floor
-from validation.verdict import Mismatch
 
 _LISTED = 4  # numbers in a sentence
 
 
-class Due(Protocol):
-    """What an operation must give: tensors by the model's own names of parameters and buffers, as they are asked for.
+@dataclass(frozen=True)
+class Due:
+    """What an operation must give: tensors by the model's own names, each taken when it is asked for.
 
-    ``gradients`` are after tied copies were summed and before clipping; None where nobody knows.
+    ``microbatches`` are digests of their contents, where anybody took them. ``before`` are the parameters that the
+    operation began with, where they are known; ``gradients`` are after tied copies were summed and before clipping,
+    ``parameters`` after the optimizer; both are empty where the operation gives none. ``loss`` is what the losses are
+    together after division, None where nobody is told.
     """
 
-    @property
-    def operation(self) -> str: ...
-    @property
-    def losses(self) -> Sequence[float]: ...
-    @property
-    def loss(self) -> float | None: ...
-    @property
-    def norm(self) -> float | None: ...
-    @property
-    def before(self) -> Mapping[str, Tensor]: ...
-    @property
-    def gradients(self) -> Mapping[str, Tensor | None]: ...
-    @property
-    def parameters(self) -> Mapping[str, Tensor]: ...
-    @property
-    def buffers(self) -> Mapping[str, Tensor]: ...
+    operation: str
+    microbatches: tuple[str, ...]
+    losses: tuple[float, ...]
+    loss: float | None = None
+    norm: float | None = None
+    before: Mapping[str, Tensor] = field(default_factory=dict)
+    gradients: Mapping[str, Tensor | None] = field(default_factory=dict)
+    parameters: Mapping[str, Tensor] = field(default_factory=dict)
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class Allowed(Protocol):
@@ -206,20 +203,8 @@ class Comparison:
         self._ledger.doubt("loss", f"the reference itself gives losses {told}: there is nothing to compare with")
         return False
 
-    def _at(
-        self,
-        law: str,
-        *,
-        rank: int | None = None,
-        stage: int | None = None,
-        parameter: str | None = None,
-        microbatch: int | None = None,
-        action: str | None = None,
-    ) -> Heading:
-        where = Mismatch(
-            law, self._number + 1, rank=rank, stage=stage, microbatch=microbatch, action=action, parameter=parameter
-        )
-        return Heading(law, self._scenarios, where)
+    def _at(self, law: str, **where: object) -> Heading:
+        return Heading.at(law, self._number, self._scenarios, **where)
 
 
 def leave_out(ledger: Ledger, due: Due, *, number: int = 0, names: Iterable[str] | None = None) -> None:

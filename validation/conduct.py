@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from pipeline.action import Action, Kind
-from validation.ledger import Ledger
+from validation.ledger import Heading, Ledger
 from validation.observed import UNTOLD, Observed
 from validation.placing import NOWHERE, Placing
 from validation.subject import Subject
@@ -57,7 +57,7 @@ class Conduct:
         seen = self._observed.held(last)
         for site in sorted(due | set(seen)):
             stage = None if site[0] == NOWHERE else site[0]
-            place = self._place.at("parameters-once", last, frozenset(), stage=stage, parameter=site[1])
+            place = Heading.at("parameters-once", last, frozenset(), stage=stage, parameter=site[1])
             count = seen.count(site)
             self._ledger.hold(place, count == (site in due), count, int(site in due), what="held")
         lost = [name for stage, name in sorted(due) if stage == NOWHERE]
@@ -70,7 +70,7 @@ class Conduct:
         for rank in self._observed.ranks:
             for claim in rank[number].claims:
                 stage, name = claim.site
-                place = self._place.at(claim.law, number, laws, rank=claim.rank, stage=stage, parameter=name)
+                place = Heading.at(claim.law, number, laws, rank=claim.rank, stage=stage, parameter=name)
                 self._ledger.hold(place, claim.holds, claim.seen, claim.expected)
 
     def crossings(self, number: int, laws: frozenset[str]) -> None:

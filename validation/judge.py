@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
 from time import perf_counter
 from typing import TypedDict
 
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from reference.step import Expected, Site
 from validation.case import Case
-from validation.comparison import Comparison, leave_out
+from validation.comparison import Comparison, Due, leave_out
 from validation.conduct import Conduct
 from validation.floors import Floors
 from validation.ledger import Ledger
@@ -61,44 +60,19 @@ class Where(TypedDict, total=False):
     stage: int
 
 
-@dataclass(frozen=True)
-class _Due:
+def due_of(expected: Expected) -> Due:
     """What the reference expects of an operation, by the names of parameters: each name has one site."""
-
-    expected: Expected
-
-    @property
-    def operation(self) -> str:
-        return self.expected.operation
-
-    @property
-    def losses(self) -> Sequence[float]:
-        return self.expected.losses
-
-    @property
-    def loss(self) -> float | None:
-        """None where nobody is told: what accumulates reports no loss of its own."""
-        return None if self.operation == "accumulate" else self.expected.loss
-
-    @property
-    def norm(self) -> float | None:
-        return self.expected.norm
-
-    @property
-    def before(self) -> Mapping[str, Tensor]:
-        return self.expected.before
-
-    @cached_property
-    def gradients(self) -> Mapping[str, Tensor | None]:
-        return {name: gradient for (_, name), gradient in self.expected.gradients.items()}
-
-    @cached_property
-    def parameters(self) -> Mapping[str, Tensor]:
-        return {name: parameter for (_, name), parameter in self.expected.parameters.items()}
-
-    @property
-    def buffers(self) -> Mapping[str, Tensor]:
-        return self.expected.buffers
+    return Due(
+        expected.operation,
+        (),
+        expected.losses,
+        None if expected.operation == "accumulate" else expected.loss,  # what accumulates reports no loss of its own
+        expected.norm,
+        before=expected.before,
+        gradients={name: gradient for (_, name), gradient in expected.gradients.items()},
+        parameters={name: parameter for (_, name), parameter in expected.parameters.items()},
+        buffers=expected.buffers,
+    )
 
 
 @dataclass(frozen=True)
@@ -166,7 +140,8 @@ class Judge:
         expected = answer.expected
         sites = {site[1]: site for site in expected.gradients}
         allowed = _Measured(answer.floors, self._subject.oracle.precision, sites)
-        at = Comparison(_Due(expected), allowed, self.ledger, number=number, scenarios=laws)
+        due = due_of(expected)
+        at = Comparison(due, allowed, self.ledger, number=number, scenarios=laws)
         self._conduct.claims(number, laws)
         if not self._same_start(at, number, expected):
             for law in set(self._subject.laws) - {"initial-weights", "parameters-once"}:
@@ -181,7 +156,7 @@ class Judge:
             self._updates(at, number, laws, expected, answer.max_norm)
             self.measured = self.measured or answer.floors
         at.close()
-        leave_out(self.ledger, _Due(expected), number=number, names=())
+        leave_out(self.ledger, due, number=number, names=())
         if "boundaries" in self._subject.laws:
             self._conduct.left_out(number)
 
@@ -206,6 +181,8 @@ class Judge:
             # accumulate() reports losses where they are known, and no whole one.
             if (own.losses or self._subject.every_rank) and (not adds or rank % n_ranks == placement[-1]):
                 at.losses(own.losses, share=own.share, rank=rank, broken=broken)
+            if broken is not None and own.loss != own.loss and any(map(math.isnan, own.losses)):
+                continue  # a sum of what is no number is none either: where that comes from is told
             if own.loss is not None or (self._subject.every_rank and not adds):
                 at.loss(math.nan if own.loss is None else own.loss, rank=rank)
 

@@ -44,6 +44,11 @@ class Heading:
     scenarios: frozenset[str]
     where: Mismatch
 
+    @classmethod
+    def at(cls, law: str, number: int, scenarios: frozenset[str] = frozenset(), **where: object) -> "Heading":
+        """In operation ``number``, from 0, at what ``where`` names as the fields of a mismatch."""
+        return cls(law, scenarios, Mismatch(law, number + 1, **where))  # type: ignore[arg-type]
+
     def mismatch(self, found: Value, due: Value, what: What, **more: Any) -> Mismatch:
         """This place, with what was found there and what was due."""
         return replace(self.where, law=self.law, found=found, due=due, what=what, **more)
