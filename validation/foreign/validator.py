@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from reference.data import Batch
 from reference.step import Contribution, Reference
+from validation.elements import UNSOUGHT
 from validation.foreign.assemble import Assembled
 from validation.foreign.explain import explained
 from validation.foreign.handed_back import HandBackError
@@ -167,6 +168,8 @@ def _judged(title: str, task: Task, found: Assembled, twin: Twin, run: Reference
     verdict = judged(subject, observed)
     if verdict.verdict == "pass":
         return verdict
+    if any(parameter.is_complex() for parameter in twin.model.parameters()):
+        return replace(verdict, undecided=(UNSOUGHT,))
     facts = StepFacts(verdict, observed, found, reference, twin.model, batches, task.loss, made, known)
     with one_thread():
         return _with_notes(explained(facts), facts.suspects.notes())

@@ -4,12 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
 from torch import Tensor
 
 from reference.data import Batch
 from reference.step import Contribution, Expected, Reference, Site, accumulate, in_double
-from validation.judging.tolerance import Floor, floor_of, precision_of, scalar_error
+from validation.judging.tolerance import FP64, Floor, floor_of, precision_among, scalar_error
 
 Orders = Mapping[int, Sequence[int]]
 
@@ -33,10 +32,9 @@ class Floors:
         self._reference = reference
         self._pending = tuple(pending)
         self._last = pending[-1].expected
-        dtype = next(reference.model.parameters()).dtype
-        self._precision = precision_of(dtype)
+        self._precision = precision_among(reference.model.parameters())
         # Nothing is wider than fp64; there it is the weights that are rounded once more (as TTrace does with inputs).
-        self._nudge = 2 * self._precision.unit if dtype is torch.float64 else 0.0
+        self._nudge = 2 * self._precision.unit if self._precision is FP64 else 0.0
 
     @cached_property
     def _apart(self) -> list[tuple[Contribution, ...]]:

@@ -9,11 +9,11 @@ from typing import Literal
 
 from torch import Tensor
 
-from validation.judging.tolerance import FP32, Floor, precision_of
+from validation.comparison import Due
+from validation.judging.tolerance import Floor
 from validation.records.content import digest
 
 Kind = Literal["expected", "observed"]
-Tensors = Mapping[str, Tensor]
 Gradients = Mapping[str, Tensor | None]
 Place = tuple[int, int]  # rank and stage
 
@@ -32,23 +32,9 @@ class RecordedFloors:
 
 
 @dataclass(frozen=True)
-class RecordedOperation:
-    """One operation of a plan: "train", "accumulate" or "eval".
+class RecordedOperation(Due):
+    """One operation of a plan: "train", "accumulate" or "eval". ``floors`` is None where nobody measured them."""
 
-    ``microbatches`` are digests of their contents. ``before`` are the parameters that the operation began with, where
-    they are known; ``gradients`` are after tied copies were summed and before clipping, ``parameters`` after the
-    optimizer; both are empty where the operation gives none. ``floors`` is None where nobody measured them.
-    """
-
-    operation: str
-    microbatches: tuple[str, ...]
-    losses: tuple[float, ...]
-    loss: float | None = None
-    norm: float | None = None
-    before: Tensors = field(default_factory=dict)
-    gradients: Gradients = field(default_factory=dict)
-    parameters: Tensors = field(default_factory=dict)
-    buffers: Tensors = field(default_factory=dict)
     floors: RecordedFloors | None = None
 
 
@@ -80,12 +66,6 @@ class Record:
         """The gradients of the last step before operation ``number``; empty where there is none."""
         steps = [one for one in self.operations[:number] if one.operation == "train"]
         return steps[-1].gradients if steps else {}
-
-
-def unmeasured(tensor: Tensor | None = None) -> Floor:
-    """The floor of numbers whose rounding nobody measured: little is rounding, much is wrong, between is unknown."""
-    precision = FP32 if tensor is None else precision_of(tensor.dtype)
-    return Floor(0.0, 0.0, 4 * precision.most, precision)
 
 
 def config_differences(one: Record, other: Record) -> Iterator[tuple[str, object, object]]:
