@@ -11,7 +11,7 @@ from torch.autograd.graph import Node
 from pipeline.boundary import Gradients, Tensors, as_tensors
 from pipeline.split import NamedUses, SplitBackward
 
-LossFn = Callable[..., Tensor]  # loss_fn(*outputs of the last stage, target) -> scalar
+LossFn = Callable[..., Tensor]  # loss_fn(output of the last stage, target) -> scalar; a tuple where that is one
 
 
 class StageError(ValueError):
@@ -87,13 +87,14 @@ class ModuleStage:
 
     def forward(self, microbatch: int, inputs: Tensors, goal: Goal | None) -> Tensors:
         with NamedUses() if self._splits else nullcontext() as uses:
-            outputs = as_tensors(self._call(inputs), f"the output of stage {self.index}")
+            made = self._call(inputs)
+            outputs = as_tensors(made, f"the output of stage {self.index}")
         if uses is not None:
             self._uses[microbatch] = uses.views
         if goal is None:
             self._require_gradient(outputs)
         else:
-            loss = self._loss(outputs, goal)
+            loss = self._loss(made, goal)
             self.losses[microbatch] = loss.detach()
             outputs = (loss / goal.divisor,)
         if torch.is_grad_enabled():
@@ -131,8 +132,8 @@ class ModuleStage:
                 "module that touches it make a new tensor (inplace=False)"
             ) from error
 
-    def _loss(self, outputs: Tensors, goal: Goal) -> Tensor:
-        loss = goal.loss_fn(*outputs, goal.target)
+    def _loss(self, output: object, goal: Goal) -> Tensor:
+        loss = goal.loss_fn(output, goal.target)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             seen = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise StageError(f"loss_fn returned {seen}: expected one scalar per microbatch")

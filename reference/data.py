@@ -27,9 +27,11 @@ class Batch:
         return replace(self, inputs=tuple(tensor.to(device) for tensor in self.inputs), target=self.target.to(device))
 
     def cast(self, dtype: torch.dtype) -> "Batch":
-        """This microbatch with its floating-point tensors as ``dtype``."""
+        """This microbatch with its floating-point tensors as ``dtype``, and complex ones as pairs of that."""
 
         def as_dtype(tensor: Tensor) -> Tensor:
+            if tensor.is_complex():
+                return tensor.to(dtype.to_complex())
             return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
         return replace(self, inputs=tuple(map(as_dtype, self.inputs)), target=as_dtype(self.target))

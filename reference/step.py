@@ -210,7 +210,7 @@ class Reference:
     def norm(self, gradients: Mapping[Site, Gradient]) -> float:
         """The 2-norm over logical parameters, a tied one counted once; sums of squares in fp64, added exactly."""
         one_each = (gradients[copies[0]] for copies in self._copies().values())
-        squares = (torch.linalg.vector_norm(g, dtype=torch.float64).item() ** 2 for g in one_each if g is not None)
+        squares = (_norm(g) ** 2 for g in one_each if g is not None)
         return math.sqrt(math.fsum(squares))
 
     def _copies(self) -> dict[int, list[Site]]:
@@ -263,7 +263,7 @@ def accumulate(
 
 def in_double(reference: Reference, expected: Expected, batches: Sequence[Batch]) -> tuple[Contribution, ...]:
     """The contributions of ``expected`` computed once more in fp64, from the same parameters and microbatches."""
-    return _once_more(reference, copied(reference.model).double(), expected, [b.cast(torch.float64) for b in batches])
+    return _once_more(reference, widened(copied(reference.model)), expected, [b.cast(torch.float64) for b in batches])
 
 
 def one_place_off(reference: Reference, expected: Expected, batches: Sequence[Batch]) -> tuple[Contribution, ...]:
@@ -279,10 +279,24 @@ def _once_more(
     with torch.no_grad():
         for name, parameter in model.named_parameters(remove_duplicate=False):
             signs = torch.randint(2, parameter.shape, generator=generator, dtype=torch.float64).to(parameter.device)
-            unit = torch.finfo(parameter.dtype).eps if off and parameter.is_floating_point() else 0.0
-            parameter.copy_(expected.before[name].double() * (1 + unit * (2 * signs - 1)))
+            if parameter.is_floating_point() or parameter.is_complex():  # others have no rounding
+                unit = torch.finfo(parameter.dtype).eps if off else 0.0
+                wide = expected.before[name].to(torch.complex128 if parameter.is_complex() else torch.float64)
+                parameter.copy_(wide * (1 + unit * (2 * signs - 1)))
     owner = {name: stage for stage, name in expected.contributions[0].gradients}
     return Reference(model, owner=owner, recipe=reference._recipe).contribute(batches)
+
+
+def widened(model: nn.Module) -> nn.Module:
+    """``model`` itself, in fp64; complex parts too, which ``double()`` leaves as they are."""
+    model.double()._apply(lambda one: one.to(torch.complex128) if one.is_complex() else one)  # type: ignore[no-untyped-call]  # in torch
+    return model
+
+
+def _norm(gradient: Tensor) -> float:
+    """The 2-norm in fp64; of a complex gradient, over real and imaginary parts."""
+    real = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
+    return float(torch.linalg.vector_norm(real, dtype=torch.float64))
 
 
 def _add(parts: Sequence[Gradient]) -> Gradient:

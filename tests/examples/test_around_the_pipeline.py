@@ -108,8 +108,8 @@ def test_a_norm_that_misses_the_other_shards(whitebox: WhiteBox) -> None:
     assert failing(verdict) == {"grad-norm"}
     assert [mismatch.rank for mismatch in verdict.mismatches] == [*range(RANKS)]
     for replica in (0, 1):
-        one, two = (float(verdict.mismatches[rank].seen) for rank in (replica, replica + 2))
-        assert one == two < float(verdict.mismatches[replica].expected)
+        one, two = (verdict.mismatches[rank].found for rank in (replica, replica + 2))
+        assert one == two < verdict.mismatches[replica].due
     assert verdict.law("grad-norm").note == "rank 0's is the norm of what ranks 0, 2 hold alone"
 
 

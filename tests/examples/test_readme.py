@@ -142,7 +142,7 @@ def test_every_program_in_readme_is_an_example_that_runs() -> None:
     files = {path: path.read_text() for path in (ROOT / "tests" / "examples").glob("*.py")}
     for program in programs:
         assert any(text.endswith(program) for text in files.values()), program[:200]
-    assert len(programs) == 5
+    assert len(programs) == 6
 
 
 def test_the_scripts_that_readme_names_are_there_and_ci_runs_the_tests() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.two_ranks import WIDTH, judged, model_of, named, passes, step, without_second
+from tests.support.two_ranks import WIDTH, judged, model_of, named, passes, step, without_second
 from validation.foreign import WhiteBox
 
 

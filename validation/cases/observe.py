@@ -18,7 +18,7 @@ from reference.step import Recipe, objective
 from validation.cases.case import Case
 from validation.cases.replicated import as_one
 from validation.cases.runtimes import OWN
-from validation.cases.specimens import specimen
+from validation.cases.specimens import PLUGINS, specimen
 from validation.cases.stages import layers_of, on_device, tied_across
 from validation.observers.observed import Observed, RankOperation
 from validation.observers.recorder import Recorder
@@ -93,7 +93,7 @@ def observe(case: Case, world: World, *, record: bool = False) -> Observed:
 
     Raises what the world raises: a rank that failed, hung or is missing.
     """
-    rows = world.run(observe_rank, case, record, ranks=case.processes)
+    rows = world.run(_observe_planted, case, record, PLUGINS.files, ranks=case.processes)
     return as_one(case, [tuple(row) for row in rows])
 
 
@@ -108,6 +108,13 @@ def data_for(case: Case, operation: int) -> list[Batch]:
 def model_for(case: Case) -> Model:
     """The model that ``case`` is about, whole, on the CPU, with the weights that every rank begins with."""
     return build_model(case.model, layers=case.layers, seed=case.seed, dtype=case.dtype)
+
+
+def _observe_planted(context: RankContext, case: Case, record: bool, plugins: Sequence[str]) -> list[RankOperation]:
+    """As ``observe_rank``, with the specimens that these files register."""
+    for file in plugins:
+        PLUGINS.load(file)
+    return observe_rank(context, case, record)
 
 
 def observe_rank(context: RankContext, case: Case, record: bool = False) -> list[RankOperation]:

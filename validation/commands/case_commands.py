@@ -72,6 +72,7 @@ def _add_gate(parser: argparse.ArgumentParser) -> None:
 def _add_replay(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("case", help='the line that a failure printed, e.g. "1f1b r4 s4 m8 split=2,2,2,2 seed=17"')
     parser.add_argument("--json", metavar="FILE", help="write the verdict there")
+    parser.add_argument("--plugin", metavar="FILE", help="a Python file that registers the specimen of the line")
     parser.set_defaults(run=_replay)
     add_recording(parser)
 
@@ -133,6 +134,9 @@ def _fuzz(options: argparse.Namespace) -> int:
 def _replay(options: argparse.Namespace) -> int:
     case = Case.parse(options.case)
     fork_server.start()
+    from validation.cases.specimens import PLUGINS
     from validation.commands.campaign import Setting, validate_all
 
+    if options.plugin is not None:
+        PLUGINS.load(options.plugin)
     return validate_all([case], Setting(case.device, json=options.json, explain=True, record=options.record))

@@ -5,10 +5,12 @@ from dataclasses import asdict
 
 from validation.cases.case import Case
 from validation.cases.shrinking import Shrunk, shrink
-from validation.cases.specimens import CONTROLS, FAMILIES, SPECIMENS, SpecimenError
+from validation.cases.specimens import CONTROLS, FAMILIES, PLUGINS, SPECIMENS, Specimen, SpecimenError
+from validation.cases.specimens.specimen import unchanged_order
 from validation.cases.trial import Named, Trial, case_for, smallest_of, try_out
 from validation.cases.validator import validate
 from validation.commands.campaign import Setting
+from validation.judging.judge import LAWS
 from validation.reports.confusion import matrix, pairs_of, totals
 from validation.reports.terminal import JsonFile, Terminal
 from validation.worlds.world import World
@@ -35,12 +37,26 @@ def cases_on(names: Iterable[str], schedules: Iterable[str]) -> tuple[list[Case]
     return cases, left_out
 
 
-def chosen(text: str) -> list[str]:
-    """The specimens that ``text`` names, separated by commas; all for none. Raises ``SpecimenError``."""
-    names = [name.strip() for name in text.split(",") if name.strip()] or list(SPECIMENS)
+def chosen(text: str, *, otherwise: Sequence[str] = ()) -> list[str]:
+    """The specimens that ``text`` names, separated by commas; for none, those ``otherwise`` given, or all.
+
+    Raises ``SpecimenError``.
+    """
+    names = [name.strip() for name in text.split(",") if name.strip()] or list(otherwise) or list(SPECIMENS)
     for name in names:
         if name not in SPECIMENS:
             raise SpecimenError(f"unknown specimen {name!r}: pipeproof specimens --list prints all")
+    return names
+
+
+def loaded(path: str) -> list[str]:
+    """The names of the specimens that the file at ``path`` registers. Raises ``SpecimenError``."""
+    names = PLUGINS.load(path)
+    for one in (SPECIMENS[name] for name in names):
+        laws = (*LAWS, "deadlock")
+        if one.law not in laws and one.reorder is unchanged_order:
+            known = ", ".join(laws)
+            raise SpecimenError(f"{path}: specimen {one.name!r} breaks the law {one.law!r}: known are {known}")
     return names
 
 
@@ -135,16 +151,21 @@ def listing(names: Collection[str] = SPECIMENS) -> str:
     rows = [
         (
             specimen.name,
-            f"{family.__name__.rpartition('.')[2]} {','.join(specimen.classes)}",
+            f"{family} {','.join(specimen.classes)}".rstrip(),
             specimen.fault.kind,
             specimen.smallest,
             f"{specimen.summary} ({specimen.origin})",
         )
-        for family in FAMILIES
-        for specimen in family.SPECIMENS
+        for family, those in [*((one.__name__.rpartition(".")[2], one.SPECIMENS) for one in FAMILIES), _own()]
+        for specimen in those
         if specimen.name in names
     ]
     return "\n".join(_aligned(rows))
+
+
+def _own() -> tuple[str, Sequence[Specimen]]:
+    """The specimens of files of one's own."""
+    return "own", PLUGINS.own
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:

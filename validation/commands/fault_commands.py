@@ -21,6 +21,9 @@ def _add_specimens(parser: argparse.ArgumentParser) -> None:
         "--schedule", default="", metavar="NAME,...", help="all, or some: each specimen there, not in its smallest case"
     )
     parser.add_argument("--only", default="", metavar="NAME,...", help="these specimens alone")
+    parser.add_argument(
+        "--plugin", metavar="FILE", help="a Python file that registers specimens of your own: those alone, or --only"
+    )
     parser.add_argument("--shrink", action="store_true", help="shrink a random failing case of each to its smallest")
     parser.add_argument("--seed", type=int, default=0, help="where --shrink begins")
     parser.add_argument("--final-only", action="store_true", help="from final gradients alone: record no tensors")
@@ -31,9 +34,9 @@ def _add_specimens(parser: argparse.ArgumentParser) -> None:
 
 def _specimens(options: argparse.Namespace) -> int:
     from validation.commands.campaign import Setting
-    from validation.commands.catalogue import chosen, listing, shrink_all, try_all
+    from validation.commands.catalogue import chosen, listing, loaded, shrink_all, try_all
 
-    names = chosen(options.only)
+    names = chosen(options.only, otherwise=[] if options.plugin is None else loaded(options.plugin))
     if options.list:
         Terminal().say(listing(names))
         return 0

@@ -3,6 +3,7 @@
 That gradients are right does not prove that the losses were: what no gradient comes from may be wrong in them.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -29,18 +30,23 @@ def unreported(facts: StepFacts) -> Sequence[str]:
 
 def _numbers(facts: StepFacts) -> list[Mismatch]:
     found = [m for m in facts.verdict.mismatches if m.law == "loss"]
-    return found if all(_is_number(m.seen) and _is_number(m.expected) for m in found) else []
+    return found if all(m.what == "number" and math.isfinite(_seen(m)) for m in found) else []
+
+
+def _seen(mismatch: Mismatch) -> float:
+    assert isinstance(mismatch.found, float), "a number was compared"
+    return mismatch.found
 
 
 def _told(found: Sequence[Mismatch], facts: StepFacts) -> str:
     """What the losses that were seen are, in terms of the right ones; empty if they are nothing that tells."""
     right = facts.expected.losses
-    seen = [float(m.seen) for m in found]
+    seen = list(map(_seen, found))
     if not found:
         return ""
     if found[0].microbatch is not None and all(any(_same(one, other) for other in right) for one in seen):
         return "those of other microbatches"
-    ratios = [float(m.seen) / float(m.expected) for m in found if float(m.expected)]
+    ratios = [m.ratio for m in found if m.ratio is not None]
     one = ratios[0] if ratios else 1.0
     alike = len(ratios) == len(found) and all(_same(ratio, one) for ratio in ratios)
     count = facts.microbatches
@@ -59,10 +65,3 @@ def _first(found: Sequence[Mismatch]) -> str:
 
 def _same(one: float, other: float) -> bool:
     return scalar_error(one, other) <= FP32.least
-
-
-def _is_number(text: str) -> bool:
-    try:
-        return float(text) == float(text)
-    except ValueError:
-        return False

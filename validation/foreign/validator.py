@@ -32,6 +32,7 @@ from validation.judging.oracle import Answer, precision_of_reference
 from validation.judging.requirements import Subject
 from validation.judging.tolerance import Precision
 from validation.judging.verdict import Crash, Verdict
+from validation.observers.elements import UNSOUGHT
 from validation.observers.observed import Observed
 from validation.observers.sketch import contents
 from validation.worlds.rank_report import NeedsMoreRanks, RankFailed, WorldError
@@ -183,6 +184,8 @@ def _judged(title: str, task: Task, found: Assembled, twin: Twin, run: Reference
         verdict = _with_notes(verdict, dict.fromkeys(("microbatches", "boundaries"), found.missed))
     if not verdict.mismatches:
         return verdict
+    if any(parameter.is_complex() for parameter in twin.model.parameters()):
+        return replace(verdict, undecided=(UNSOUGHT,))
     facts = StepFacts(verdict, observed, found, reference, twin.model, batches, task.loss, made, known)
     failed = {law.name for law in verdict.laws if law.outcome == "fail"}
 

@@ -6,10 +6,8 @@ from pipeline.action import Action, Kind
 from validation.judging.headings import NOWHERE, Placing
 from validation.judging.ledger import Heading, Ledger
 from validation.judging.requirements import Subject
-from validation.judging.verdict import Mismatch
+from validation.judging.verdict import Mismatch, What, names_of
 from validation.observers.observed import UNTOLD, Observed
-
-_LISTED = 12  # names in a note
 
 
 class Conduct:
@@ -25,7 +23,7 @@ class Conduct:
     def orders(self, number: int, laws: frozenset[str], *, backward: bool) -> Mapping[int, Sequence[int]]:
         """The order of each stage's backwards, as it really was; in index order where it was no order of all."""
         every = list(range(self._subject.microbatches))
-        ran = {"forward": self._observed.forwards(number)}
+        ran: dict[What, dict[int, list[int]]] = {"forward": self._observed.forwards(number)}
         if backward:
             ran["backward"] = self._observed.backwards(number)
         for what, orders in ran.items():
@@ -33,8 +31,8 @@ class Conduct:
             for stage in sorted(orders.keys() - {*self._subject.unseen, *idle}):
                 order = orders[stage]
                 place = self._place.stage("microbatches", number, laws, stage)
-                seen, expected = f"{what} of {_told(order)}", f"{what} of each of {every} once"
-                self._hold(place, _once_each(order, every), seen, expected, counted=stage not in self._subject.traced)
+                counted = stage not in self._subject.traced
+                self._hold(place, _once_each(order, every), _told(order), tuple(every), what=what, counted=counted)
         self._calls(number, laws, training=backward)
         ordered = {stage: order for stage, order in self._observed.backwards(number).items() if sorted(order) == every}
         return {stage: every for stage, _ in self._subject.due} | ordered
@@ -45,21 +43,21 @@ class Conduct:
         for stage in sorted({*range(self._observed.schedule.n_stages)} - {*self._subject.uncalled}):
             place = self._place.stage("microbatches", number, laws, stage)
             seen = sorted(action.microbatch for action, _ in calls if action.stage == stage)
-            every = list(range(self._subject.microbatches))
-            ran = f"its module ran for {_told(seen)}"
-            self._hold(place, _once_each(seen, every), ran, f"once for each of {every}")
+            every = tuple(range(self._subject.microbatches))
+            self._hold(place, _once_each(seen, every), _told(seen), every, what="calls")
             if UNTOLD in seen:
                 unknown = f"of {seen.count(UNTOLD)} calls of stage {stage} nothing tells the microbatch"
                 self._ledger.remark("microbatches", f"{unknown}: they were counted alone")
             modes = {mode for action, mode in calls if action.stage == stage}
-            named = {True: "training", False: "evaluation"}
             wrong = modes - {training}
             wrong = wrong if wrong and self._subject.mode_matters() else set()
-            self._hold(place, not wrong, f"{named[not training]} mode", f"{named[training]} mode")
+            self._hold(place, not wrong, not training, training, what="mode")
 
-    def _hold(self, place: Heading, holds: bool, seen: str, expected: str, *, counted: bool = True) -> None:
+    def _hold(
+        self, place: Heading, holds: bool, seen: Value, expected: Value, *, what: What, counted: bool = True
+    ) -> None:
         """Enter what calls show; ``counted``: by hooks, which may miss a call, and see those of no training."""
-        self._ledger.hold(place, holds, seen, expected)
+        self._ledger.hold(place, holds, seen, expected, what=what)
         if counted and not holds:
             self._counted.append(self._ledger.mismatches[-1])
 
@@ -79,13 +77,13 @@ class Conduct:
         seen = self._observed.held(last)
         for site in sorted(due | set(seen)):
             stage = None if site[0] == NOWHERE else site[0]
-            place = self._place.at("parameters-once", last, frozenset(), stage=stage, parameter=site[1])
+            place = Heading.at("parameters-once", last, frozenset(), stage=stage, parameter=site[1])
             count = seen.count(site)
-            self._ledger.hold(place, count == (site in due), f"held {count} times", f"held {int(site in due)} times")
+            self._ledger.hold(place, count == (site in due), count, int(site in due), what="held")
         lost = [name for stage, name in sorted(due) if stage == NOWHERE]
         for what, names in (("unknown", [name for _, name in sorted(self._subject.strangers)]), ("held by none", lost)):
             if names:
-                self._ledger.remark("parameters-once", f"{what}: {_listed(names)}")
+                self._ledger.remark("parameters-once", f"{what}: {names_of(names)}")
 
     def uncompared(self, number: int) -> None:
         """Say how much at the boundaries was not compared: beside gradients that are wrong, that may hide the fault."""
@@ -101,7 +99,7 @@ class Conduct:
         for rank in self._observed.ranks:
             for claim in rank[number].claims:
                 stage, name = claim.site
-                place = self._place.at(claim.law, number, laws, rank=claim.rank, stage=stage, parameter=name)
+                place = Heading.at(claim.law, number, laws, rank=claim.rank, stage=stage, parameter=name)
                 self._ledger.hold(place, claim.holds, claim.seen, claim.expected)
 
     def crossings(self, number: int, laws: frozenset[str]) -> None:
@@ -114,6 +112,12 @@ class Conduct:
             seen, expected = f"{crossing.what}: {crossing.seen}", f"microbatch {'?' if known is None else known}'s"
             self._ledger.hold(place, crossing.same, seen, expected, exact=crossing.exact)
 
+    def left_out(self, number: int) -> None:
+        """Count what passed boundaries and was not compared: it hides nothing, unless something is wrong."""
+        crossings = [crossing for crossing in self._observed.crossings(number) if not crossing.judged]
+        names = [f"{crossing.what} of {crossing.at}" for crossing in crossings]
+        self._ledger.leave_out("boundaries", names, "not compared", hides=self._ledger.failed)
+
 
 def _once_each(order: Sequence[int], every: Sequence[int]) -> bool:
     """Whether ``order`` has each microbatch once, where calls of which nothing tells it may be those that are left."""
@@ -121,16 +125,11 @@ def _once_each(order: Sequence[int], every: Sequence[int]) -> bool:
     return len(order) == len(every) and len(set(known)) == len(known) and set(known) <= set(every)
 
 
-def _told(order: Sequence[int]) -> str:
-    return f"[{', '.join('?' if microbatch == UNTOLD else str(microbatch) for microbatch in order)}]"
+def _told(order: Sequence[int]) -> tuple[int | None, ...]:
+    return tuple(None if microbatch == UNTOLD else microbatch for microbatch in order)
 
 
 def _flow(action: Action, n_stages: int) -> tuple[bool, int, int]:
     """Where ``action`` comes in the flow of data: forwards down the stages, then backwards up."""
     forward = action.kind is Kind.FORWARD
     return not forward, action.stage if forward else n_stages - action.stage, action.microbatch
-
-
-def _listed(names: Sequence[str]) -> str:
-    """The first of ``names``, and how many more there are."""
-    return ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")

@@ -4,11 +4,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import torch
-
 from reference.data import Batch
 from reference.step import Contribution, Expected, Gradient, Reference, Site, accumulate, in_double, one_place_off
-from validation.judging.tolerance import Floor, error, floor_of, precision_of, scalar_error, unmeasured
+from validation.judging.tolerance import (
+    FP64,
+    Floor,
+    error,
+    floor_of,
+    precision_among,
+    scalar_error,
+    unmeasured,
+)
 from validation.judging.verdict import raised
 
 Orders = Mapping[int, Sequence[int]]
@@ -49,10 +55,9 @@ class Floors:
         self._reference = reference
         self._pending = tuple(pending)
         self._last = pending[-1].expected
-        dtype = next(reference.model.parameters()).dtype
-        self._precision = precision_of(dtype)
+        self._precision = precision_among(reference.model.parameters())
         # Nothing is wider than fp64; there it is the weights that are rounded once more (as TTrace does with inputs).
-        self._otherwise = one_place_off if dtype is torch.float64 else in_double
+        self._otherwise = one_place_off if self._precision is FP64 else in_double
         self.obstacle = ""
 
     @cached_property

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from reference.step import Site
 from validation.judging.ledger import Heading
-from validation.judging.verdict import Mismatch
 
 NOWHERE = -1  # the stage of a parameter that no stage holds
 
@@ -15,16 +14,11 @@ class Placing:
     def __init__(self, placement: Sequence[int]) -> None:
         self._placement = tuple(placement)
 
-    def at(self, law: str, number: int, scenarios: frozenset[str], **where: object) -> Heading:
-        """In operation ``number``, at what ``where`` names as the fields of a mismatch."""
-        known = Mismatch(law, number + 1, seen="", expected="", **where)  # type: ignore[arg-type]
-        return Heading(law, scenarios, known)
-
     def stage(self, law: str, number: int, scenarios: frozenset[str], stage: int, **where: object) -> Heading:
         """At ``stage``, which may be nowhere, on its rank."""
         if stage == NOWHERE:
-            return self.at(law, number, scenarios, **where)
-        return self.at(law, number, scenarios, rank=self._placement[stage], stage=stage, **where)
+            return Heading.at(law, number, scenarios, **where)
+        return Heading.at(law, number, scenarios, rank=self._placement[stage], stage=stage, **where)
 
     def site(self, law: str, number: int, scenarios: frozenset[str], site: Site) -> Heading:
         """At a parameter."""

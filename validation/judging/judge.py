@@ -1,22 +1,25 @@
 """Holding what a schedule produced against the reference, law by law."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
+from typing import TypedDict
 
 import torch
 from torch import Tensor
 
 from reference.step import Expected, Site
+from validation.judging.comparison import Comparison, Due, leave_out
 from validation.judging.execution import Conduct
 from validation.judging.floors import Floors
 from validation.judging.headings import NOWHERE, Placing
 from validation.judging.ledger import Ledger
 from validation.judging.requirements import Subject
-from validation.judging.tolerance import Floor, may_be_rounded, same_bits, update_floor
+from validation.judging.tolerance import FP32, Floor, Precision, same_bits
 from validation.judging.verdict import Crash, Tier, Verdict, overall
+from validation.observers.elements import any_nonzero
 from validation.observers.observed import Observed
 
 LAWS = (
@@ -49,15 +52,50 @@ def scenarios(plan: Sequence[str]) -> list[Scenarios]:
     return laws
 
 
-@dataclass(frozen=True)
-class _Operation:
-    """One operation of the plan under judgement."""
+class Where(TypedDict, total=False):
+    """Where a parameter lies, as far as that is known."""
 
-    number: int
-    scenarios: Scenarios
-    expected: Expected
+    rank: int
+    stage: int
+
+
+def due_of(expected: Expected) -> Due:
+    """What the reference expects of an operation, by the names of parameters: each name has one site."""
+    return Due(
+        expected.operation,
+        (),
+        expected.losses,
+        None if expected.operation == "accumulate" else expected.loss,  # what accumulates reports no loss of its own
+        expected.norm,
+        before=expected.before,
+        gradients={name: gradient for (_, name), gradient in expected.gradients.items()},
+        parameters={name: parameter for (_, name), parameter in expected.parameters.items()},
+        buffers=expected.buffers,
+    )
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """What rounding may do, as measured on this very run; ``floors`` are a training step's."""
+
     floors: Floors | None
-    max_norm: float
+    precision: Precision
+    sites: Mapping[str, Site]
+
+    def loss(self, microbatch: int) -> Floor:
+        return self.total() if self.floors is None else self.floors.loss(microbatch)
+
+    def total(self) -> Floor:
+        return Floor(0.0, 0.0, 0.0, self.precision)
+
+    def norm(self) -> Floor:
+        return self.total() if self.floors is None else self.floors.norm()
+
+    def gradient(self, name: str) -> Floor:
+        return self.total() if self.floors is None else self.floors.gradient(self.sites[name])
+
+    def update(self, name: str) -> Floor:
+        return self.gradient(name)
 
 
 class Judge:
@@ -66,7 +104,6 @@ class Judge:
     def __init__(self, subject: Subject, observed: Observed) -> None:
         self._subject = subject
         self._observed = observed
-        self._no_floor = Floor(0.0, 0.0, 0.0, subject.oracle.precision)
         self.ledger = Ledger(subject.laws)
         self._place = Placing(observed.schedule.placement)
         self._conduct = Conduct(subject, observed, self.ledger)
@@ -107,195 +144,118 @@ class Judge:
     def _operation(self, number: int, laws: Scenarios) -> None:
         name = self._subject.plan[number]
         answer = self._subject.oracle.answer(number, self._conduct.orders(number, laws, backward=name != "eval"))
-        operation = _Operation(number, laws, answer.expected, answer.floors, answer.max_norm)
+        expected = answer.expected
+        sites = {site[1]: site for site in expected.gradients}
+        allowed = _Measured(answer.floors, self._subject.oracle.precision, sites)
+        due = due_of(expected)
+        at = Comparison(due, allowed, self.ledger, number=number, scenarios=laws)
         self._conduct.claims(number, laws)
-        if not self._same_start(operation):
+        if not self._same_start(at, number, expected):
             for law in set(self._subject.laws) - {"initial-weights", "parameters-once"}:
                 self.ledger.doubt(law, "not judged: the weights differ before the step")
             return
         self._conduct.crossings(number, laws)
-        self._losses(operation)
-        self._buffers(operation)
+        self._losses(at, number, expected)
+        self._buffers(at, number, expected)
         if name == "train":
-            self._gradients(operation)
+            self._gradients(at, number, laws, expected)
             if self._subject.by_numbers:
-                self._conduct.by_numbers(self._right(operation))
-                self._conduct.uncompared(operation.number)
-            self._norms(operation)
-            self._updates(operation)
+                self._conduct.by_numbers(self._right(number, expected))
+                self._conduct.uncompared(number)
+            self._norms(at, number)
+            self._updates(at, number, laws, expected, answer.max_norm)
             self.measured = self.measured or answer.floors
             if answer.floors is not None and answer.floors.obstacle:
                 self.ledger.remark("gradient", answer.floors.obstacle)
+        at.close()
+        leave_out(self.ledger, due, number=number, names=())
 
-    def _same_start(self, operation: _Operation) -> bool:
+    def _same_start(self, at: Comparison, number: int, expected: Expected) -> bool:
         """Whether the weights that were seen before the operation are the reference's."""
-        before = self._observed.before(operation.number)
+        before = self._observed.before(number)
         differing = len(self.ledger.mismatches)
-        order = {name: number for number, name in enumerate(operation.expected.before)}
+        order = {name: place for place, name in enumerate(expected.before)}
         for site in sorted(before, key=lambda site: order[site[1]]):
-            place = self._place.site("initial-weights", operation.number, operation.scenarios, site)
-            self.ledger.tensors(place, before[site], operation.expected.before[site[1]].cpu(), lambda: self._no_floor)
+            at.start(site[1], before[site], **self._where(site))
+        if before:
+            unseen = sorted(name for stage, name in self._subject.due - before.keys() if stage != NOWHERE)
+            self.ledger.leave_out("initial-weights", unseen, "not seen before the step", hides=False)
         return len(self.ledger.mismatches) == differing
 
-    def _losses(self, operation: _Operation) -> None:
-        expected, placement = operation.expected.losses, self._observed.schedule.placement
-        if not all(loss == loss and abs(loss) != float("inf") for loss in expected):
-            self.ledger.doubt("loss", f"the reference itself gives {_text(expected)}: there is nothing to compare with")
-            return
+    def _losses(self, at: Comparison, number: int, expected: Expected) -> None:
+        placement, n_ranks = self._observed.schedule.placement, self._observed.schedule.n_ranks
+        first, adds = self._observed.first_nonfinite(number), expected.operation == "accumulate"
+        broken = None if first is None else (first, placement[first.stage])
         for rank, operations in enumerate(self._observed.ranks):
-            own = operations[operation.number]
-            loss, reported = own.loss, own.losses
-            share = range(len(expected)) if own.share is None else own.share
-            if loss is not None or self._subject.every_rank:
-                self._whole_loss(operation, rank, loss)
-            if operation.expected.operation == "accumulate" and rank % self._observed.schedule.n_ranks != placement[-1]:
-                continue  # accumulate() reports losses where they are known
-            if not reported and not self._subject.every_rank:
-                continue
-            place = self._place.at("loss", operation.number, operation.scenarios, rank=rank)
-            if len(reported) != len(share):
-                self.ledger.hold(place, False, f"{len(reported)} losses", f"{len(share)} losses")
-                continue
-            for microbatch, seen in zip(share, reported, strict=True):
-                self._loss(operation, rank, microbatch, seen, expected[microbatch])
+            own = operations[number]
+            # accumulate() reports losses where they are known, and no whole one.
+            if (own.losses or self._subject.every_rank) and (not adds or rank % n_ranks == placement[-1]):
+                at.losses(own.losses, share=own.share, rank=rank, broken=broken)
+            if broken is not None and own.loss != own.loss and any(map(math.isnan, own.losses)):
+                continue  # a sum of what is no number is none either: where that comes from is told
+            if own.loss is not None or (self._subject.every_rank and not adds):
+                at.loss(math.nan if own.loss is None else own.loss, rank=rank)
 
-    def _whole_loss(self, operation: _Operation, rank: int, seen: float | None) -> None:
-        if operation.expected.operation != "accumulate" and (seen is None or math.isfinite(seen)):
-            place = self._place.at("loss", operation.number, operation.scenarios, rank=rank)
-            reported = float("nan") if seen is None else seen
-            self.ledger.numbers(place, reported, operation.expected.loss, lambda: self._no_floor)
-
-    def _buffers(self, operation: _Operation) -> None:
+    def _buffers(self, at: Comparison, number: int, expected: Expected) -> None:
         if "buffers" not in self._subject.laws:
             return
-        if not operation.expected.buffers:
+        if not expected.buffers:
             self.ledger.skip("buffers", "the model has none")
-        observed = self._observed.buffers(operation.number)
-        names = {name for _, name in observed}
-        for name in operation.expected.buffers.keys() - names:
-            place = self._place.at("buffers", operation.number, operation.scenarios, parameter=name)
-            self.ledger.hold(place, False, "held by no stage", "held by one stage")
-        for site, seen in sorted(observed.items()):
-            place = self._place.site("buffers", operation.number, operation.scenarios, site)
-            wanted = operation.expected.buffers.get(site[1])
-            if wanted is None:
-                self.ledger.hold(place, False, "a buffer", "no such buffer")
-            else:
-                self.ledger.tensors(place, seen, wanted.cpu(), lambda: self._no_floor)
+        observed = self._observed.buffers(number)
+        for name in expected.buffers.keys() - {name for _, name in observed}:
+            at.buffer(name, None)
+        for site, seen in sorted(observed.items(), key=lambda item: item[0]):
+            at.buffer(site[1], seen, **self._where(site))
 
-    def _loss(self, operation: _Operation, rank: int, microbatch: int, seen: float, wanted: float) -> None:
-        laws = operation.scenarios
-        place = self._place.at("loss", operation.number, laws, rank=rank, microbatch=microbatch)
-        first = self._observed.first_nonfinite(operation.number)
-        if first is not None and seen != seen:
-            where = self._place.at(
-                "loss",
-                operation.number,
-                laws,
-                rank=self._observed.schedule.placement[first.stage],
-                stage=first.stage,
-                microbatch=first.microbatch,
-                action=str(first),
-            )
-            note = f"nan in the loss of microbatch {microbatch}; the first output that is not finite is {first}'s"
-            self.ledger.hold(where, False, note, f"loss {wanted:.9g}")
-            return
-        floors = operation.floors
-        self.ledger.numbers(place, seen, wanted, lambda: floors.loss(microbatch) if floors else self._no_floor)
-
-    def _gradients(self, operation: _Operation) -> None:
-        observed = self._observed.gradients(operation.number)
-        zero = []
+    def _gradients(self, at: Comparison, number: int, laws: Scenarios, expected: Expected) -> None:
+        observed = self._observed.gradients(number)
         # From the last stage down, as gradients flow: the first to differ is the nearest to the fault.
-        for site, wanted in sorted(operation.expected.gradients.items(), key=lambda item: (-item[0][0], item[0][1])):
-            if site[0] == NOWHERE or site not in self._subject.due:
-                continue  # said already, or another name of one that is judged
-            seen = observed.get(site)
-            same = (seen is None) == (wanted is None)
-            place = self._place.site("none-ness", operation.number, operation.scenarios, site)
-            self.ledger.hold(place, same, _presence(seen), _presence(wanted))
-            if seen is None or wanted is None:
-                continue
-            if not wanted.any():
-                zero.append(site[1])
-            self._tensors("gradient", operation, site, seen, wanted.cpu())
-        if zero:
-            more = f" and of {len(zero) - 1} more" * (len(zero) > 1)
-            self.ledger.doubt("gradient", f"the expected gradient of {zero[0]}{more} is zero, so nothing could be seen")
-        self._copies("gradient", operation, observed)
+        for site in sorted(expected.gradients, key=lambda site: (-site[0], site[1])):
+            if site[0] != NOWHERE and site in self._subject.due:  # else said already, or another name of one judged
+                at.gradient(site[1], observed.get(site), **self._where(site))
+        self._copies("gradient", number, laws, observed)
 
-    def _right(self, operation: _Operation) -> set[int]:
+    def _right(self, number: int, expected: Expected) -> set[int]:
         """The stages of which something was computed and everything is right: frozen ones where everything else is."""
-        observed, expected = self._observed.gradients(operation.number), operation.expected.gradients
+        observed = self._observed.gradients(number)
         wrong = {m.stage for m in self.ledger.mismatches if m.law in ("gradient", "none-ness", "boundaries")}
-        seen = {site[0] for site, due in expected.items() if due is not None and due.any() and site in observed}
+        due = {site for site, one in expected.gradients.items() if one is not None and any_nonzero(one)}
+        seen = {stage for stage, name in due if (stage, name) in observed}
         return seen - wrong if wrong or self._others_wrong() else seen | {*self._subject.frozen}
 
     def _others_wrong(self) -> bool:
         return any(m.law != "microbatches" for m in self.ledger.mismatches)
 
-    def _tensors(self, law: str, operation: _Operation, site: Site, seen: Tensor, wanted: Tensor) -> None:
-        floors = operation.floors
-        assert floors is not None, "a training step has floors"
-        place = self._place.site(law, operation.number, operation.scenarios, site)
-        if law == "gradient":
-            self.ledger.tensors(place, seen, wanted, lambda: floors.gradient(site))
-        else:
-            before, gradient = operation.expected.before[site[1]].cpu(), operation.expected.gradients[site]
-            rounded = may_be_rounded(gradient, before, wanted)
-            self.ledger.tensors(
-                place,
-                seen,
-                wanted,
-                lambda: update_floor(floors.gradient(site), before, wanted),
-                base=before,
-                rounded=rounded,
-            )
-
-    def _copies(self, what: str, operation: _Operation, observed: dict[Site, Tensor | None]) -> None:
+    def _copies(self, what: str, number: int, laws: Scenarios, observed: Mapping[Site, Tensor | None]) -> None:
         for copies in self._subject.tied:
             (first, *others) = sorted(copies.items())
             for other in others:
                 one, two = observed.get(first), observed.get(other)
                 same = one is two is None or (one is not None and two is not None and same_bits(one, two))
-                place = self._place.site("tied-copies", operation.number, operation.scenarios, other)
+                place = self._place.site("tied-copies", number, laws, other)
                 self.ledger.hold(place, same, f"another {what} than {first[1]} of stage {first[0]}", f"the same {what}")
 
-    def _norms(self, operation: _Operation) -> None:
-        floors, norm = operation.floors, operation.expected.norm
-        assert floors is not None, "a training step has floors"
-        assert norm is not None, "a training step has a norm"
+    def _norms(self, at: Comparison, number: int) -> None:
         for rank, operations in enumerate(self._observed.ranks):
-            place = self._place.at("grad-norm", operation.number, operation.scenarios, rank=rank)
-            seen = operations[operation.number].norm
-            if seen is None and not self._subject.every_rank:
-                continue
-            self.ledger.numbers(place, float("nan") if seen is None else seen, norm, floors.norm)
+            seen = operations[number].norm
+            if seen is not None or self._subject.every_rank:
+                at.norm(math.nan if seen is None else seen, rank=rank)
 
-    def _updates(self, operation: _Operation) -> None:
+    def _updates(self, at: Comparison, number: int, laws: Scenarios, expected: Expected, max_norm: float) -> None:
         if "updated-parameters" not in self._subject.laws:
             return
-        observed = self._observed.parameters(operation.number)
-        for site, wanted in sorted(operation.expected.parameters.items()):
-            if site in observed:
-                self._tensors("updated-parameters", operation, site, observed[site], wanted.cpu())
-        self._copies("parameter", operation, dict(observed))
-        self._moved(operation)
-        norm = operation.expected.norm or 0.0
-        if norm <= operation.max_norm and operation.number == self._subject.plan.index("train"):
-            never = f"clipping to {operation.max_norm} never acted on a norm of {norm:.3g}"
+        observed = self._observed.parameters(number)
+        for site in sorted(expected.parameters.keys() & observed.keys()):
+            at.parameter(site[1], observed[site], **self._where(site))
+        self._copies("parameter", number, laws, observed)
+        norm = expected.norm or 0.0
+        if norm <= max_norm and number == self._subject.plan.index("train"):
+            never = f"clipping to {max_norm} never acted on a norm of {norm:.3g}"
             self.ledger.doubt("updated-parameters", never)
 
-    def _moved(self, operation: _Operation) -> None:
-        """A step too small for the dtype moves nothing; where a whole stage stands still, no optimizer was seen."""
-        expected = operation.expected
-        trained = [site for site, gradient in expected.gradients.items() if gradient is not None and gradient.any()]
-        still = [site for site in trained if same_bits(expected.parameters[site], expected.before[site[1]])]
-        for stage in sorted({stage for stage, _ in trained} - {stage for stage, _ in set(trained) - set(still)}):
-            self.ledger.doubt("updated-parameters", f"no parameter of stage {stage} moves: steps vanish in rounding")
-        if still:
-            which = f"{len(still)} of {len(trained)} in operation {operation.number + 1}"
-            self.ledger.remark("updated-parameters", f"steps of {which} vanish in rounding")
+    def _where(self, site: Site) -> Where:
+        """The rank and stage of a site, as far as they are known."""
+        return {} if site[0] == NOWHERE else {"rank": self._observed.schedule.placement[site[0]], "stage": site[0]}
 
 
 def judged(subject: Subject, observed: Observed, *, measure: bool = False) -> Verdict:
@@ -304,22 +264,19 @@ def judged(subject: Subject, observed: Observed, *, measure: bool = False) -> Ve
     with one_thread():
         at = Judge(subject, observed)
         crash = at.judged()
-        laws = at.ledger.laws()
         floor = at.measured.worst() if measure and at.measured is not None else 0.0
+    verdict = concluded(at.ledger, subject.config, otherwise=subject.oracle.precision, seconds=perf_counter() - began)
+    return replace(verdict, bindings=subject.bindings, floor=floor).before_its_end(crash)
+
+
+def concluded(
+    ledger: Ledger, config: str, *, otherwise: Precision = FP32, rerun: str = "", seconds: float = 0.0
+) -> Verdict:
+    """The verdict that follows from all that was entered; ``otherwise`` as for the ledger's tier."""
+    laws = ledger.laws()
     outcome = overall(laws)
-    reached: Tier = "bitwise" if at.ledger.all_exact else subject.oracle.precision.name
-    tier: Tier = reached if outcome == "pass" else "none"
-    verdict = Verdict(
-        subject.config,
-        outcome,
-        tier,
-        laws,
-        tuple(at.ledger.mismatches),
-        bindings=subject.bindings,
-        floor=floor,
-        seconds=perf_counter() - began,
-    )
-    return verdict.before_its_end(crash)
+    tier: Tier = ledger.tier(otherwise) if outcome == "pass" else "none"
+    return Verdict(config, outcome, tier, laws, tuple(ledger.mismatches), rerun=rerun, seconds=seconds)
 
 
 @contextmanager
@@ -331,11 +288,3 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-def _presence(tensor: Tensor | None) -> str:
-    return "None" if tensor is None else "a gradient"
-
-
-def _text(values: Sequence[float]) -> str:
-    return "losses " + ", ".join(f"{value:.4g}" for value in values)

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from validation.judging.tolerance import Floor, error, pieces, same_bits
-from validation.judging.verdict import LawResult, Mismatch, Outcome
+from validation.judging.tolerance import Floor, Precision, error, pieces, same_bits
+from validation.judging.verdict import LawResult, Mismatch, Outcome, Size, Tier, Value, What, names_of
+from validation.observers.elements import is_rounded
 
 
 @dataclass
@@ -19,6 +21,8 @@ class _Entry:
     floor: float = 0.0
     outcomes: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
+    entered: set[tuple[int, str | int | None]] = field(default_factory=set)  # Heading.subject of what was compared
+    left_out: dict[str, None] = field(default_factory=dict)
 
     def add(self, other: "_Entry") -> None:
         self.checked += other.checked
@@ -28,6 +32,8 @@ class _Entry:
             self.worst, self.floor = other.worst, other.floor
         self.outcomes |= other.outcomes
         self.notes += [note for note in other.notes if note not in self.notes]
+        self.entered |= other.entered
+        self.left_out |= other.left_out
 
 
 @dataclass(frozen=True)
@@ -38,9 +44,20 @@ class Heading:
     scenarios: frozenset[str]
     where: Mismatch
 
-    def mismatch(self, seen: str, expected: str, *, size: float | None = None, limit: float | None = None) -> Mismatch:
-        """This place, with what was seen there."""
-        return replace(self.where, law=self.law, seen=seen, expected=expected, error=size, limit=limit)
+    @classmethod
+    def at(cls, law: str, number: int, scenarios: frozenset[str] = frozenset(), **where: object) -> "Heading":
+        """In operation ``number``, from 0, at what ``where`` names as the fields of a mismatch."""
+        return cls(law, scenarios, Mismatch(law, number + 1, **where))  # type: ignore[arg-type]
+
+    def mismatch(self, found: Value, due: Value, what: What, **more: Any) -> Mismatch:
+        """This place, with what was found there and what was due."""
+        return replace(self.where, law=self.law, found=found, due=due, what=what, **more)
+
+    @property
+    def subject(self) -> tuple[int, str | int | None]:
+        """What is compared: the operation, and a parameter or microbatch in it."""
+        where = self.where
+        return where.operation, where.microbatch if where.parameter is None else where.parameter
 
 
 class Ledger:
@@ -49,6 +66,7 @@ class Ledger:
     def __init__(self, laws: Sequence[str]) -> None:
         self._entries = {law: _Entry() for law in laws}
         self._not_applicable: dict[str, str] = {}
+        self._coarsest: Precision | None = None  # of what agreed, but not bit for bit
         self.mismatches: list[Mismatch] = []
 
     @property
@@ -63,17 +81,40 @@ class Ledger:
     def doubt(self, law: str, reason: str) -> None:
         """``law`` cannot be judged: it says nothing that it was not seen to fail."""
         self._entries[law].outcomes.add("unknown")
-        self._entries[law].notes.append(reason)
+        self.remark(law, reason)
 
     def remark(self, law: str, note: str) -> None:
         """Something about ``law`` that readers should know, and that changes no outcome."""
-        self._entries[law].notes.append(note)
+        if note not in self._entries[law].notes:
+            self._entries[law].notes.append(note)
 
-    def hold(self, place: Heading, holds: bool, seen: str, expected: str, *, exact: bool = True) -> None:
+    def leave_out(self, law: str, names: Sequence[str], reason: str, *, hides: bool = True) -> None:
+        """``names`` should have been compared under ``law`` and were not; ``hides``: a fault may be in that."""
+        if names:
+            entry = self._entries[law]
+            entry.left_out |= dict.fromkeys(names)
+            self.remark(law, f"{reason}: {names_of(names)}")
+            entry.outcomes |= {"unknown"} if hides else set()
+
+    def entered(self, law: str, number: int) -> set[str | int | None]:
+        """Which parameters, or microbatches, of operation ``number`` (from 0) were compared under ``law``."""
+        return {what for operation, what in self._entries[law].entered if operation == number + 1}
+
+    def hold(
+        self,
+        place: Heading,
+        holds: bool,
+        found: Value,
+        due: Value,
+        *,
+        what: What = "text",
+        exact: bool = True,
+        told: str = "",
+    ) -> None:
         """Enter a comparison that either holds or fails; ``exact``: if it holds, it does so bit for bit."""
         self._enter(place, "pass" if holds else "fail", exact=holds and exact)
         if not holds:
-            self.mismatches.append(place.mismatch(seen, expected))
+            self.mismatches.append(place.mismatch(found, due, what, told=told))
 
     def tensors(
         self,
@@ -94,10 +135,12 @@ class Ledger:
             return
         size, allowed = error(observed, expected, base=base, rounded=rounded), floor()
         outcome = allowed.outcome(size)
-        self._enter(place, outcome, size=size, floor=allowed.largest)
+        if not is_rounded(expected.dtype):  # a count that is one off is no rounding, however large it is
+            outcome = "fail" if size or observed.dtype == expected.dtype else "pass"
+        self._enter(place, outcome, size=size, floor=allowed)
         if outcome != "pass":
-            seen, wanted = _describe(observed, expected, base)
-            self.mismatches.append(place.mismatch(seen, wanted, size=size, limit=allowed.limit))
+            found, due = _sizes(observed, expected, base)
+            self.mismatches.append(place.mismatch(found, due, "tensor", error=size, limit=allowed.limit))
 
     def numbers(self, place: Heading, observed: float, expected: float, floor: Callable[[], Floor]) -> None:
         """Enter two numbers."""
@@ -107,9 +150,10 @@ class Ledger:
         size = abs(observed - expected) / abs(expected) if expected else float("inf")
         size, allowed = (size if size == size else float("inf")), floor()
         outcome = allowed.outcome(size)
-        self._enter(place, outcome, size=size, floor=allowed.largest)
+        self._enter(place, outcome, size=size, floor=allowed)
         if outcome != "pass":
-            self.mismatches.append(place.mismatch(f"{observed:.9g}", f"{expected:.9g}", size=size, limit=allowed.limit))
+            found, due = float(observed), float(expected)
+            self.mismatches.append(place.mismatch(found, due, "number", error=size, limit=allowed.limit))
 
     def strike(self, struck: Sequence[Mismatch]) -> None:
         """Take mismatches of laws without scenarios out again: what they say turned out to be no fault."""
@@ -125,6 +169,7 @@ class Ledger:
         for law, theirs in other._entries.items():
             self._entries[law].add(theirs)
         self._not_applicable |= other._not_applicable
+        self._reach(other._coarsest)
         self.mismatches += other.mismatches
 
     def laws(self) -> tuple[LawResult, ...]:
@@ -136,6 +181,10 @@ class Ledger:
         """Whether every comparison held bit for bit."""
         return all(entry.exact == entry.checked for entry in self._entries.values())
 
+    def tier(self, otherwise: Precision) -> Tier:
+        """To what everything that agreed did; ``otherwise``, where nothing tells how what is not exact is rounded."""
+        return "bitwise" if self.all_exact else (self._coarsest or otherwise).name
+
     def _law(self, name: str, entry: _Entry) -> LawResult:
         if name in self._not_applicable:
             return LawResult(name, "not applicable", note=self._not_applicable[name])
@@ -145,33 +194,44 @@ class Ledger:
         elif "unknown" in entry.outcomes or not entry.checked:
             outcome = "unknown"
         note = "; ".join(entry.notes) or ("" if entry.checked else "nothing was compared")
-        return LawResult(name, outcome, entry.checked, entry.exact, entry.wrong, entry.worst, entry.floor, note)
+        counts = entry.checked, entry.exact, entry.wrong, entry.worst, entry.floor
+        return LawResult(name, outcome, *counts, note, tuple(entry.left_out))
 
     def _enter(
-        self, place: Heading, outcome: str, *, exact: bool = False, size: float = 0.0, floor: float = 0.0
+        self, place: Heading, outcome: str, *, exact: bool = False, size: float = 0.0, floor: Floor | None = None
     ) -> None:
+        if outcome == "pass" and floor is not None:
+            self._reach(floor.precision)
         for law in (place.law, *place.scenarios):
             entry = self._entries[law]
             entry.checked += 1
             entry.exact += exact
             entry.wrong += outcome != "pass"
             entry.outcomes.add(outcome)
-            if size > entry.worst:
-                entry.worst, entry.floor = size, floor
+            entry.entered.add(place.subject)
+            if floor is not None and size > entry.worst:
+                entry.worst, entry.floor = size, floor.largest
+
+    def _reach(self, precision: Precision | None) -> None:
+        if precision is not None and (self._coarsest is None or precision.unit > self._coarsest.unit):
+            self._coarsest = precision
 
 
-def _describe(observed: Tensor, expected: Tensor, base: Tensor | None) -> tuple[str, str]:
-    """Two tensors in words: norms, and how much of the observed one is the expected one."""
+def _sizes(observed: Tensor, expected: Tensor, base: Tensor | None) -> tuple[Size, Size]:
+    """Two tensors in numbers: norms, and how much of the observed one is the expected one."""
+    shapes = tuple(observed.shape), tuple(expected.shape)
     if observed.shape != expected.shape:
-        return f"shape {list(observed.shape)}", f"shape {list(expected.shape)}"
-    sums = torch.zeros(3, dtype=torch.float64)  # of squares of what was seen, of what was expected, and of products
+        return Size(shapes[0]), Size(shapes[1])
+    sums = torch.zeros(4, dtype=torch.float64)  # of squares: seen, expected, where both began; and of products
     for one, other, *origin in pieces(observed, expected, *([] if base is None else [base])):
         seen, wanted = (one - origin[0], other - origin[0]) if origin else (one, other)
-        sums += torch.stack([(seen * seen).sum(), (wanted * wanted).sum(), (seen * wanted).sum()])
-    product = sums[2].item()
-    seen_norm, wanted_norm = sums[:2].sqrt().tolist()
-    what, likeness = "norm" if base is None else "update of norm", ""
+        start = origin[0] if origin else torch.zeros(())
+        sums += torch.stack(
+            [(seen * seen).sum(), (wanted * wanted).sum(), (start * start).sum(), (seen * wanted).sum()]
+        )
+    product = sums[3].item()
+    seen_norm, wanted_norm, start_norm = sums[:3].sqrt().tolist()
+    began, factor, cosine = None if base is None else start_norm, None, None
     if seen_norm and wanted_norm:  # not their product: beside a NaN it does not show that the other is zero
-        along = product / wanted_norm
-        likeness = f", {along / wanted_norm:.6g} times expected, cosine {along / seen_norm:.6f}"
-    return f"{what} {seen_norm:.6g}{likeness}", f"{what} {wanted_norm:.6g}"
+        factor, cosine = product / wanted_norm / wanted_norm, product / wanted_norm / seen_norm
+    return Size(shapes[0], seen_norm, began, factor, cosine), Size(shapes[1], wanted_norm, began)

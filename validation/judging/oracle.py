@@ -4,12 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-
 from reference.data import Batch
 from reference.step import Expected, Reference
 from validation.judging.floors import Floors, Orders, Pending
-from validation.judging.tolerance import Precision, precision_of
+from validation.judging.tolerance import Precision, precision_among
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,7 @@ class Oracle(Protocol):
 
 def precision_of_reference(reference: Reference) -> Precision:
     """How a reference's parameters are rounded; those of one dtype, as a rule."""
-    return precision_of(next((parameter.dtype for parameter in reference.model.parameters()), torch.float32))
+    return precision_among(reference.model.parameters())
 
 
 class LiveOracle:

@@ -12,6 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from validation.observers.elements import bits, in_fp64, is_rounded
+
 _PIECE = 1 << 14  # elements that are compared at once
 
 
@@ -36,13 +38,24 @@ FP32 = Precision("fp32", unit=2.0**-24, factor=16.0, least=32 * 2.0**-24, most=1
 BF16 = Precision("bf16", unit=2.0**-8, factor=4.0, least=4 * 2.0**-8, most=16 * 2.0**-8)
 FP64 = Precision("fp64", unit=2.0**-53, factor=16.0, least=32 * 2.0**-53, most=1e-12)
 PRECISIONS: Mapping[torch.dtype, Precision] = MappingProxyType(
-    {torch.float32: FP32, torch.bfloat16: BF16, torch.float64: FP64}
+    {
+        torch.float32: FP32,
+        torch.bfloat16: BF16,
+        torch.float64: FP64,
+        torch.complex64: FP32,
+        torch.complex128: FP64,
+    }
 )
 
 
 def precision_of(dtype: torch.dtype) -> Precision:
-    """How ``dtype`` rounds; others than the three that are known are judged as fp32."""
+    """How ``dtype`` rounds, a complex one as its parts do; others than those that are known are judged as fp32."""
     return PRECISIONS.get(dtype, FP32)
+
+
+def precision_among(tensors: Iterable[Tensor]) -> Precision:
+    """How the first of ``tensors`` rounds that rounds at all."""
+    return precision_of(next((one.dtype for one in tensors if is_rounded(one.dtype)), torch.float32))
 
 
 @dataclass(frozen=True)
@@ -86,24 +99,29 @@ def same_bits(observed: Tensor, expected: Tensor) -> bool:
     """Whether two tensors are equal bit for bit, signs of zero and NaNs included."""
     if observed.shape != expected.shape or observed.dtype != expected.dtype:
         return False
-    words = {2: torch.int16, 4: torch.int32, 8: torch.int64}[expected.element_size()]
-    return torch.equal(observed.contiguous().view(words), expected.contiguous().view(words))
+    return torch.equal(bits(observed), bits(expected))
 
 
 def error(observed: Tensor, expected: Tensor, *, base: Tensor | None = None, rounded: bool = False) -> float:
     """The larger of |o - e| / |e - b| in the Frobenius and in the maximum norm, in fp64; b is ``base``, or zero.
 
     ``rounded``: a unit in the last place of each element is no difference, for that is what storing it may do.
-    0 where both are zero; infinite where only the divisor is, where shapes differ, or where something is not finite.
+    Nor is one infinity, or NaN, where both have it. 0 where both are zero; infinite where only the divisor is, where
+    shapes differ, or where something is not finite. Real and imaginary parts of complex numbers count each.
     """
     if observed.shape != expected.shape:
         return float("inf")
-    unit = torch.finfo(expected.dtype).eps if rounded else 0.0
+    unit = torch.finfo(expected.dtype).eps if rounded and is_rounded(expected.dtype) else 0.0
     parts = pieces(observed, expected, *([] if base is None else [base]))
-    return _relative(
-        (((one - wanted).abs() - unit * wanted.abs()).clamp(min=0), wanted - origin[0] if origin else wanted)
-        for one, wanted, *origin in parts
-    )
+    return _relative(_difference(one, wanted, unit, *origin) for one, wanted, *origin in parts)
+
+
+def _difference(one: Tensor, wanted: Tensor, unit: float, origin: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """How far ``one`` is from ``wanted``, and what that is relative to."""
+    apart = ((one - wanted).abs() - unit * wanted.abs()).clamp(min=0)
+    size = wanted if origin is None else wanted - origin
+    endless = ~wanted.isfinite() & ((one == wanted) | (one.isnan() & wanted.isnan()))
+    return apart.masked_fill(endless, 0.0), size.masked_fill(endless, 0.0)
 
 
 def _relative(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
@@ -126,16 +144,21 @@ def update_floor(gradient: Floor, before: Tensor, after: Tensor) -> Floor:
     It is its gradient's, unless the last place is as large as half of the smallest fault: then no agreement proves
     anything.
     """
-    place = torch.finfo(after.dtype).eps
+    place = torch.finfo(after.dtype).eps if is_rounded(after.dtype) else 0.0
     blind = _relative((place * new, new - old) for new, old in pieces(after, before)) >= gradient.fault / 2
     return replace(gradient, fault=min(gradient.fault, gradient.precision.least)) if blind else gradient
 
 
 def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Tensors of one shape side by side, flat and in fp64, piece by piece: whole ones would take much memory."""
+    """Tensors of one shape side by side, flat and in fp64, piece by piece: whole ones would take much memory.
+
+    Complex numbers come as their real and imaginary parts, and go with real ones that have none.
+    """
     flat = [tensor.detach().reshape(-1) for tensor in tensors]
+    pairs = any(tensor.is_complex() for tensor in flat)
     for start in range(0, max(1, flat[0].numel()), _PIECE):
-        yield tuple(tensor[start : start + _PIECE].double().cpu() for tensor in flat)
+        parts = (tensor[start : start + _PIECE] for tensor in flat)
+        yield tuple(in_fp64(part.to(torch.complex128) if pairs else part).cpu() for part in parts)
 
 
 def scalar_error(observed: float, expected: float) -> float:
@@ -152,8 +175,8 @@ def floor_of(expected: Tensor, others: Sequence[Tensor], apart: Tensor, parts: S
     """The floor of a sum: ``others`` are the same sum in other orders, ``apart`` rounded otherwise, ``parts`` its
     summands."""
     permutation = max((error(other, expected) for other in others), default=0.0)
-    size = expected.double().norm()
-    fault = min((_ratio(part.double().norm(), size) for part in parts if part is not None), default=0.0)
+    size = in_fp64(expected).norm()
+    fault = min((_ratio(in_fp64(part).norm(), size) for part in parts if part is not None), default=0.0)
     return Floor(permutation, error(expected, apart), fault, precision_of(expected.dtype))
 
 

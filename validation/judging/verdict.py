@@ -1,20 +1,22 @@
 """The verdict as data: what was compared, what broke, and what to type next."""
 
+import math
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from validation.judging.cause import KINDS, Cause
 
-SCHEMA = "pipeproof/verdict/1"
+SCHEMA = "pipeproof/verdict/2"
 Tier = Literal["bitwise", "fp32", "bf16", "fp64", "none"]  # bit for bit, or to the rounding of a dtype
 Outcome = Literal["pass", "fail", "unknown", "not applicable"]
 
 _SHOWN = 4  # mismatches on a screen; the rest are counted
 _CAUSES = 3  # causes on a screen
 _LONGEST = 300  # characters of what was raised
+_LISTED = 12  # names in a note
 EXIT_STATUS: Mapping[str, int] = {"pass": 0, "fail": 1, "unknown": 3}
 
 
@@ -27,16 +29,66 @@ class ValidationFailed(AssertionError):
 
 
 @dataclass(frozen=True)
-class Mismatch:
-    """One thing that differs: where, what was seen, what was expected, and by how much it may differ.
+class Size:
+    """A tensor in numbers: its shape and norm, and of one that was seen, how much of it is the expected one.
 
-    ``operation`` counts from 1 over the plan. Fields that do not apply are None.
+    ``began``: it is a parameter's movement, from what was of this norm. ``factor`` times the expected one is its part
+    along that; None where one of the two is zero, or of another shape.
+    """
+
+    shape: tuple[int, ...]
+    norm: float | None = None
+    began: float | None = None
+    factor: float | None = None
+    cosine: float | None = None
+
+    def __str__(self) -> str:
+        if self.norm is None:
+            return f"shape {list(self.shape)}"
+        alike = "" if self.factor is None else f", {self.factor:.6g} times expected, cosine {self.cosine:.6f}"
+        return f"{'' if self.began is None else 'update of '}norm {self.norm:.6g}{alike}"
+
+
+# What was compared, which says how its values read. "text": of what has no value but words.
+What = Literal[
+    "text", "number", "tensor", "gradient", "buffer", "held", "losses", "mode", "forward", "backward", "calls",
+    "not-finite",
+]  # fmt: skip
+Value = str | float | bool | Size | tuple[int | None, ...]
+
+_READS: Mapping[What, Callable[[Any], str]] = {
+    "number": lambda value: f"{value:.9g}",
+    "gradient": lambda there: "a gradient" if there else "None",
+    "buffer": lambda there: "a buffer" if there else "no such buffer",
+    "held": lambda count: f"held {count} times",
+    "losses": lambda count: f"{count} losses",
+    "mode": lambda training: f"{'training' if training else 'evaluation'} mode",
+    "forward": lambda order: f"forward of {_order(order)}",
+    "backward": lambda order: f"backward of {_order(order)}",
+    "calls": lambda order: f"its module ran for {_order(order)}",
+    "not-finite": lambda value: f"loss {value:.9g}",
+}
+_DUE: Mapping[What, Callable[[Any], str]] = {
+    "forward": lambda every: f"forward of each of {_order(every)} once",
+    "backward": lambda every: f"backward of each of {_order(every)} once",
+    "calls": lambda every: f"once for each of {_order(every)}",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Mismatch:
+    """One thing that differs: where, what was found, what was due, and by how much it may differ.
+
+    ``operation`` counts from 1 over the plan. ``what`` was compared says what ``found`` and ``due`` are: numbers, sizes
+    of tensors, whether something is there, how often, which microbatches in which order (None: nobody knows). ``told``
+    is what was found in words, where its value alone does not say it. Fields that do not apply are None.
     """
 
     law: str
     operation: int
-    seen: str
-    expected: str
+    found: Value = ""
+    due: Value = ""
+    what: What = "text"
     rank: int | None = None
     stage: int | None = None
     microbatch: int | None = None
@@ -44,22 +96,29 @@ class Mismatch:
     parameter: str | None = None
     error: float | None = None
     limit: float | None = None
+    told: str = ""
+
+    @property
+    def seen(self) -> str:
+        """What was found, in words."""
+        return self.told or _READS.get(self.what, str)(self.found)
+
+    @property
+    def expected(self) -> str:
+        """What was due, in words."""
+        return _DUE.get(self.what, _READS.get(self.what, str))(self.due)
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times the due number the found one is; None where they are no such numbers."""
+        if self.what != "number" or not isinstance(self.found, float) or not isinstance(self.due, float):
+            return None
+        return self.found / self.due if self.due and math.isfinite(self.found) else None
 
     @property
     def where(self) -> str:
         """Rank, stage, microbatch, action and parameter, as far as they are known."""
-        parts = [
-            f"{name} {value}"
-            for name, value in (
-                ("rank", self.rank),
-                ("stage", self.stage),
-                ("microbatch", self.microbatch),
-                ("action", self.action),
-                ("parameter", self.parameter),
-            )
-            if value is not None
-        ]
-        return ", ".join(parts) or "every rank"
+        return ", ".join(f"{name} {value}" for name, value in self._place if value is not None) or "every rank"
 
     @property
     def allowance(self) -> str:
@@ -68,15 +127,45 @@ class Mismatch:
             return ""
         return f"; relative error {small(self.error)}, rounding allows {small(self.limit)}"
 
+    @property
+    def _place(self) -> tuple[tuple[str, object], ...]:
+        return (
+            ("rank", self.rank),
+            ("stage", self.stage),
+            ("microbatch", self.microbatch),
+            ("action", self.action),
+            ("parameter", self.parameter),
+        )
+
     def __str__(self) -> str:
         return f"{self.law}: {self.where}: {self.seen} (expected {self.expected})"
+
+    def __eq__(self, other: object) -> bool:
+        """As they read: a NaN is no other than another."""
+        return isinstance(other, Mismatch) and self._reads == other._reads
+
+    def __hash__(self) -> int:
+        return hash(self._reads)
+
+    @property
+    def _reads(self) -> tuple[object, ...]:
+        return self.law, self.operation, self._place, self.seen, self.expected, self.error, self.limit
+
+    def as_dict(self) -> dict[str, object]:
+        """Plain data for JSON: the values, and how they read."""
+        return {**asdict(self), "seen": self.seen, "expected": self.expected}
+
+
+def _order(microbatches: Sequence[int | None]) -> str:
+    return f"[{', '.join('?' if one is None else str(one) for one in microbatches)}]"
 
 
 @dataclass(frozen=True)
 class LawResult:
     """A property that must hold, and how it fared.
 
-    ``checked`` things were compared, ``exact`` of them agreed bit for bit, ``wrong`` of them did not agree.
+    ``checked`` things were compared, ``exact`` of them agreed bit for bit, ``wrong`` of them did not agree;
+    ``left_out`` are the names of those that should have been compared and were not.
     """
 
     name: str
@@ -87,11 +176,13 @@ class LawResult:
     worst: float = 0.0
     floor: float = 0.0
     note: str = ""
+    left_out: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         exact = f"{self.checked} compared, {self.exact} bit for bit" if self.checked else ""
+        missed = f"{len(self.left_out)} not compared" if self.left_out else ""
         worst = f"worst {small(self.worst)}" if self.worst else ""
-        details = ", ".join(text for text in (exact, worst, self.note) if text)
+        details = ", ".join(text for text in (exact, missed, worst, self.note) if text)
         return f"{self.name:<18} {self.outcome:<14} {details}".rstrip()
 
 
@@ -233,7 +324,7 @@ class Verdict:
 
     def as_dict(self) -> dict[str, object]:
         """Plain data for JSON."""
-        data = asdict(self)
+        data = asdict(self) | {"mismatches": [mismatch.as_dict() for mismatch in self.mismatches]}
         return {"schema": SCHEMA, **data, "replay": self.replay}
 
 
@@ -278,3 +369,8 @@ def overall(laws: Sequence[LawResult]) -> Literal["pass", "fail", "unknown"]:
 def small(value: float) -> str:
     """A relative error in two digits; 0 only for exactly nothing."""
     return "0" if value == 0 else f"{value:.1e}"
+
+
+def names_of(names: Sequence[str]) -> str:
+    """The first of ``names``, and how many more there are."""
+    return ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")

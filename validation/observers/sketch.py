@@ -9,18 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from validation.observers.elements import bits, is_rounded, numbers
 from validation.observers.identity import NARROWER
 
 _DIRECTIONS = 4
 _FEW = 16
+_ROW = 65_521  # signs in a direction
 
 
 def digest(tensor: Tensor) -> bytes:
     """Equal for tensors of one shape and type that are equal bit for bit, and for no others."""
     # A copy: numpy would pin the storage, which its owner may want to free, as fully_shard does.
-    whole = tensor.detach().to("cpu", copy=True).contiguous()
+    whole = tensor.detach().to("cpu", copy=True)
     found = hashlib.sha256(f"{whole.dtype}{list(whole.shape)}".encode())  # processors have instructions for it
-    content: Any = whole.flatten().view(torch.uint8).numpy()
+    content: Any = bits(whole).view(torch.uint8).numpy()
     found.update(content)
     return found.digest()
 
@@ -76,7 +78,7 @@ class Sketch:
     @property
     def limit(self) -> float:
         """How far another tensor may be and still be taken for this one: half of the digits of its type."""
-        return math.sqrt(torch.finfo(self.dtype).eps) if self.dtype.is_floating_point else 0.0
+        return math.sqrt(torch.finfo(self.dtype).eps) if is_rounded(self.dtype) else 0.0
 
     def is_like(self, other: "Sketch") -> bool:
         """Whether this is ``other`` up to rounding."""
@@ -88,18 +90,17 @@ def sketch(tensor: Tensor, *, known: Sketch | None = None) -> Sketch:
     content = digest(tensor)
     if known is not None and known.digest == content:
         return known
-    wide = tensor.dtype if tensor.dtype in (torch.float32, torch.float64) else torch.float64
-    flat = tensor.detach().cpu().flatten().to(wide)
-    projections = _directions(flat.numel(), wide) @ flat
+    flat = numbers(tensor.cpu())
+    flat = flat.to(flat.dtype if flat.dtype in (torch.float32, torch.float64) else torch.float64)
     form, size = (tuple(tensor.shape), tensor.dtype, content), flat.norm().item()
-    narrow = _narrow(flat) if tensor.is_floating_point() else ""
-    return Sketch(*form, size, tuple(projections.tolist()), narrow, _bits(tensor.detach().cpu()))
+    narrow = _narrow(flat) if is_rounded(tensor.dtype) else ""
+    return Sketch(*form, size, tuple(_projections(flat).tolist()), narrow, _bits(tensor.cpu()))
 
 
 def _bits(tensor: Tensor) -> int:
     """The sum of the elements as integers of their own width, which wraps around."""
-    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(tensor.element_size())
-    return 0 if width is None else int(tensor.contiguous().view(width).sum(dtype=width))
+    words = bits(tensor)
+    return int(words.sum(dtype=words.dtype))
 
 
 def _narrow(flat: Tensor) -> str:
@@ -110,8 +111,26 @@ def _narrow(flat: Tensor) -> str:
     return ""
 
 
-@functools.lru_cache(maxsize=16)
-def _directions(size: int, dtype: torch.dtype) -> Tensor:
-    """Signs, the same in every process."""
-    generator = torch.Generator().manual_seed(size)
-    return 1.0 - 2.0 * torch.randint(2, (_DIRECTIONS, size), generator=generator).to(dtype)
+def _projections(flat: Tensor) -> Tensor:
+    """The sums of the elements with signs, in each direction: so many signs are kept, and turned from row to row.
+
+    Their number is a prime, so that nothing that lies in rows of its own falls on the same signs again and again.
+    """
+    signs = _signs(_DIRECTIONS, _ROW).to(flat.dtype)
+    even = flat.numel() // _ROW * _ROW
+    whole, rest = flat[:even].view(-1, _ROW), flat[even:]
+    found = (whole @ signs.T * _turns(len(whole)).to(flat.dtype)).sum(0)
+    return found + signs[:, : rest.numel()] @ rest
+
+
+@functools.cache
+def _signs(*shape: int) -> Tensor:
+    """Signs, the same in every process; a byte each, which is less than the models that are looked at have."""
+    generator = torch.Generator().manual_seed(math.prod(shape))
+    return (1 - 2 * torch.randint(2, shape, generator=generator)).to(torch.int8)
+
+
+def _turns(rows: int) -> Tensor:
+    """For each row and direction, whether its signs are turned (N, 4)."""
+    generator = torch.Generator().manual_seed(_ROW)
+    return 1 - 2 * torch.randint(2, (rows, _DIRECTIONS), generator=generator)

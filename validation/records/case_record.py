@@ -1,7 +1,7 @@
 """Records of a case: what the reference expects of it, on one device, and what a run of it gave."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TypeVar
 
 import torch
@@ -14,7 +14,7 @@ from validation.cases.case import Case
 from validation.cases.observe import data_for, max_norm_of, model_for
 from validation.cases.stages import owners
 from validation.judging.floors import Floors, Pending
-from validation.judging.judge import one_thread
+from validation.judging.judge import due_of, one_thread
 from validation.observers.observed import Observed, RankOperation
 from validation.records.record import Place, Record, RecordedFloors, RecordedOperation, microbatch_digests
 from validation.worlds.deterministic import deterministic
@@ -85,18 +85,8 @@ def config_of(case: Case) -> dict[str, object]:
 
 
 def _expected(expected: Expected, batches: Sequence[Batch], floors: Floors | None) -> RecordedOperation:
-    return RecordedOperation(
-        expected.operation,
-        digests_of(batches),
-        expected.losses,
-        expected.loss if expected.operation != "accumulate" else None,
-        expected.norm,
-        before=expected.before,
-        gradients=_named(expected.gradients),
-        parameters=_named(expected.parameters),
-        buffers=expected.buffers,
-        floors=None if floors is None else _floors(expected, floors),
-    )
+    due = replace(due_of(expected), microbatches=digests_of(batches))
+    return RecordedOperation(**vars(due), floors=None if floors is None else _floors(expected, floors))
 
 
 def _floors(expected: Expected, floors: Floors) -> RecordedFloors:

@@ -1,7 +1,8 @@
 """Two records of the same steps, held against each other: the schedules, P and V may be different ones."""
 
+import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from time import perf_counter
 
@@ -9,12 +10,13 @@ from torch import Tensor
 
 from validation.cases.observe import max_norm_of
 from validation.diagnosis.diagnose import sought
+from validation.judging.comparison import leave_out
+from validation.judging.judge import Where, concluded
 from validation.judging.ledger import Ledger
 from validation.judging.tolerance import error, same_bits
-from validation.judging.verdict import Crash, Tier, Verdict, overall
-from validation.records.against import LAWS, Against
+from validation.judging.verdict import Crash, Verdict
+from validation.records.against import LAWS, Recorded, against, upstream
 from validation.records.case_update import case_of, remade
-from validation.records.movement import movements
 from validation.records.record import Record, RecordedOperation, RecordError, config_differences
 from validation.records.record_causes import caused
 from validation.records.record_facts import RecordFacts, Seen
@@ -32,44 +34,43 @@ def compare(expected: Record, seen: Record, *, rerun: str = "pipeproof compare F
     ledger = Ledger(LAWS)
     crash = _entered(expected, seen, ledger)
     title = f"{seen.name} against {expected.name}"
-    verdict = concluded(ledger, title, rerun=rerun, seconds=perf_counter() - began)
+    otherwise = Recorded(expected.operations[0]).precision
+    verdict = concluded(ledger, title, otherwise=otherwise, rerun=rerun, seconds=perf_counter() - began)
     verdict = verdict.before_its_end(crash)
-    if not verdict.mismatches:
-        return verdict
-    return sought(verdict, lambda: caused(facts_of(verdict, expected, seen)))
+    return sought(verdict, lambda: caused(facts_of(verdict, expected, seen))) if verdict.mismatches else verdict
 
 
 def _entered(expected: Record, seen: Record, ledger: Ledger) -> Crash | None:
     """Enter all that was seen; what is raised by a record that lacks a part of what it should have."""
+    compared = 0
     try:
-        _enter(expected, seen, ledger)
+        for number in range(len(expected.operations)):
+            if ledger.failed:
+                break  # what follows is consequence
+            _compare(ledger, expected, seen, number)
+            compared += 1
+        for number in range(compared):  # last, or what is wrong in a later operation would be taken for a consequence
+            _leave_out(ledger, expected.operations[number], seen.operations[number], number)
     except RecordError:
         raise
     except Exception as error:  # no one type: who knows what wrote it
         return Crash.of(error)
+    if not any(one.buffers for record in (expected, seen) for one in record.operations):
+        ledger.skip("buffers", "the model has none")
     return None
 
 
-def _enter(expected: Record, seen: Record, ledger: Ledger) -> None:
-    places, whole = seen.places or expected.places, list[Callable[[], None]]()
-    for number, (wanted, one) in enumerate(zip(expected.operations, seen.operations, strict=True)):
-        if ledger.failed:
-            break  # what follows is consequence
-        at = Against(wanted, ledger, number=number, places=places)
-        if one.operation == "train":
-            at.held(_counts(seen, one))
-        at.losses(one.losses)
-        at.loss(one.loss)
-        at.buffers(one.buffers)
-        if one.operation == "train":
-            at.gradients(one.gradients)
-            at.norm(one.norm)
-            at.parameters(one.parameters)
-            whole.append(partial(at.whole, one))
-    for doubt in whole:  # last, or what is wrong in a later operation would be taken for a consequence
-        doubt()
-    if not any(one.buffers for record in (expected, seen) for one in record.operations):
-        ledger.skip("buffers", "the model has none")
+def _leave_out(ledger: Ledger, due: RecordedOperation, seen: RecordedOperation, number: int) -> None:
+    """Count and name what only one side has: it was not compared."""
+    leave_out(ledger, due, number=number)
+    if due.operation == "train" and due.norm is None:
+        ledger.doubt("grad-norm", "no norm is expected, so there is nothing to compare with")
+    for law, one, other in (
+        ("gradient", due.gradients, seen.gradients),
+        ("updated-parameters", due.parameters, seen.parameters),
+    ):
+        for side, names in (("seen", one.keys() - other.keys()), ("expected", other.keys() - one.keys())):
+            ledger.leave_out(law, sorted(names), f"nothing is {side} of it")
 
 
 def facts_of(verdict: Verdict, expected: Record, seen: Record) -> RecordFacts:
@@ -77,12 +78,10 @@ def facts_of(verdict: Verdict, expected: Record, seen: Record) -> RecordFacts:
     number = min(mismatch.operation for mismatch in verdict.mismatches) - 1
     due, one, case = expected.operations[number], seen.operations[number], case_of(seen)
     gradients = {name: gradient for name, gradient in one.gradients.items() if name in due.gradients}
-    wrong = {m.parameter for m in verdict.mismatches if m.law == "updated-parameters"}
-    moved = movements({name: one.parameters[name] for name in wrong if name}, due.parameters, due.before)
     return RecordFacts(
         verdict,
         due,
-        Seen(gradients, expected.before(number), [one.norm], moved),
+        Seen(gradients, expected.before(number), [one.norm]),
         seen.places or expected.places,
         number=number,
         max_norm=expected.max_norm if case is None or due.operation != "train" else max_norm_of(case, number),
@@ -90,12 +89,29 @@ def facts_of(verdict: Verdict, expected: Record, seen: Record) -> RecordFacts:
     )
 
 
-def concluded(ledger: Ledger, config: str, *, rerun: str, seconds: float) -> Verdict:
-    """The verdict that follows from all that was entered."""
-    laws = ledger.laws()
-    outcome = overall(laws)
-    tier: Tier = "none" if outcome != "pass" else ("bitwise" if ledger.all_exact else "fp32")
-    return Verdict(config, outcome, tier, laws, tuple(ledger.mismatches), seconds=seconds, rerun=rerun)
+def _compare(ledger: Ledger, expected: Record, seen: Record, number: int) -> None:
+    due, one = expected.operations[number], seen.operations[number]
+    at = against(due, ledger, number=number)
+    places = {name: found[0] for name, found in (seen.places or expected.places).items() if found}
+    where = {name: Where(rank=rank, stage=stage) for name, (rank, stage) in places.items()}
+    trained = one.operation == "train"
+    if trained:
+        known, counts = dict.fromkeys([*due.before, *due.gradients]), _counts(seen, one)
+        for name in dict.fromkeys([*known, *counts]):
+            at.held(name, counts.get(name, 0), due=int(name in known), **where.get(name, {}))
+    at.losses(one.losses)
+    if one.loss is not None:
+        at.loss(one.loss)
+    for name in dict.fromkeys([*due.buffers, *one.buffers]):
+        at.buffer(name, one.buffers.get(name), **where.get(name, {}))
+    if trained:
+        stages = {name: stage for name, (_, stage) in places.items()}
+        for name in upstream((name for name in due.gradients if name in one.gradients), stages):
+            at.gradient(name, one.gradients[name], **where.get(name, {}))
+        at.norm(math.nan if one.norm is None else one.norm)
+        for name in (name for name in due.parameters if name in one.parameters):
+            at.parameter(name, one.parameters[name], **where.get(name, {}))
+    at.close()
 
 
 def other_weights(expected: Mapping[str, Tensor], seen: Mapping[str, Tensor]) -> str:

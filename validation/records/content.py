@@ -6,6 +6,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from validation.observers.elements import bits
+
 
 class ContentError(ValueError):
     """Something that has no digest."""
@@ -22,6 +24,8 @@ def _feed(found: "hashlib._Hash", value: object) -> None:
     if isinstance(value, Tensor):
         if value.layout != torch.strided:
             raise ContentError("a sparse tensor has no digest: make it dense, with to_dense()")
+        if value.is_quantized:
+            raise ContentError("a quantised tensor has no digest: it has a scale beside its elements; dequantize() it")
         found.update(f"{value.dtype} {list(value.shape)}\n".encode())
         found.update(_bytes(value))
     elif isinstance(value, tuple | list):
@@ -39,5 +43,4 @@ def _feed(found: "hashlib._Hash", value: object) -> None:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return flat.numpy().data
+    return bits(tensor.cpu()).view(torch.uint8).numpy().data

@@ -60,8 +60,7 @@ class Checked:
             dict(self._gradients()),
             {**self.record.before(self.number), **self._begun()},
             self.norms,
-            {name: factor for one in self.notes for name, factor in one.moved.items()},
-            sum(len(one.left_out) for one in self.notes),
+            left_out=sum(len(one.left_out) for one in self.notes),
         )
         return RecordFacts(
             verdict,

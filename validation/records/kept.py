@@ -1,12 +1,11 @@
 """What a rank keeps of a checked step for the case that it is wrong: on the CPU, and no more than was agreed on."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from validation.diagnosis.rules.update import Factor
 from validation.judging.tolerance import same_bits
 from validation.records.record import Gradients
 
@@ -18,8 +17,7 @@ class Notes:
     """What a rank kept, by the names of parameters: what all ranks learn of it without the tensors.
 
     ``right``: gradients that are what they should be; ``wrong``: kept; ``absent``: None in place of a gradient;
-    ``begun``: kept as they were in ``.grad`` when the step began; ``left_out``: wrong, and too much to keep; ``moved``:
-    how many times as far as they should have parameters moved that are not where they should be.
+    ``begun``: kept as they were in ``.grad`` when the step began; ``left_out``: wrong, and too much to keep.
     """
 
     right: tuple[str, ...] = ()
@@ -27,7 +25,6 @@ class Notes:
     absent: tuple[str, ...] = ()
     begun: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
-    moved: Mapping[str, Factor] = field(default_factory=dict)
 
     @property
     def compared(self) -> tuple[str, ...]:
@@ -44,7 +41,6 @@ class Kept:
     wrong: dict[str, Tensor | None] = field(default_factory=dict)
     right: set[str] = field(default_factory=set)
     left_out: set[str] = field(default_factory=set)
-    moved: dict[str, Factor] = field(default_factory=dict)
 
     def begin(self, gradients: Gradients) -> None:
         """Keep what is in ``.grad`` before anything is added: it may be what is too much in the end."""
@@ -72,7 +68,7 @@ class Kept:
         """What was kept, without the tensors."""
         absent = tuple(name for name, gradient in self.wrong.items() if gradient is None)
         wrong = tuple(name for name, gradient in self.wrong.items() if gradient is not None)
-        return Notes(tuple(self.right), wrong, absent, tuple(self.begun), tuple(self.left_out), dict(self.moved))
+        return Notes(tuple(self.right), wrong, absent, tuple(self.begun), tuple(self.left_out))
 
     @property
     def tensors(self) -> Iterator[tuple[str, Tensor]]:

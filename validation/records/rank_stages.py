@@ -36,10 +36,10 @@ class RankStages:
         return {name: parameter.grad for name, parameter in self.parameters.items()}
 
     @property
-    def buffers(self) -> dict[str, Tensor]:
-        """The buffers as they are now."""
+    def buffers(self) -> dict[str, tuple[int, Tensor]]:
+        """The stage that each buffer is in, and the buffer as it is now."""
         return {
-            self.rename(stage, name): buffer
+            self.rename(stage, name): (stage, buffer)
             for stage, module in self.modules.items()
             for name, buffer in module.named_buffers()
         }

@@ -9,11 +9,11 @@ from typing import Literal
 
 from torch import Tensor
 
+from validation.judging.comparison import Due
 from validation.judging.tolerance import Floor
 from validation.records.content import digest
 
 Kind = Literal["expected", "observed"]
-Tensors = Mapping[str, Tensor]
 Gradients = Mapping[str, Tensor | None]
 Place = tuple[int, int]  # rank and stage
 
@@ -32,23 +32,9 @@ class RecordedFloors:
 
 
 @dataclass(frozen=True)
-class RecordedOperation:
-    """One operation of a plan: "train", "accumulate" or "eval".
+class RecordedOperation(Due):
+    """One operation of a plan: "train", "accumulate" or "eval". ``floors`` is None where nobody measured them."""
 
-    ``microbatches`` are digests of their contents. ``before`` are the parameters that the operation began with, where
-    they are known; ``gradients`` are after tied copies were summed and before clipping, ``parameters`` after the
-    optimizer; both are empty where the operation gives none. ``floors`` is None where nobody measured them.
-    """
-
-    operation: str
-    microbatches: tuple[str, ...]
-    losses: tuple[float, ...]
-    loss: float | None = None
-    norm: float | None = None
-    before: Tensors = field(default_factory=dict)
-    gradients: Gradients = field(default_factory=dict)
-    parameters: Tensors = field(default_factory=dict)
-    buffers: Tensors = field(default_factory=dict)
     floors: RecordedFloors | None = None
 
 

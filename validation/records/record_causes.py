@@ -13,6 +13,7 @@ from validation.diagnosis.rules.update import Factor, clipped_as, near, to_clip
 from validation.diagnosis.rules.update import update as updated
 from validation.judging.cause import Cause
 from validation.judging.verdict import Verdict
+from validation.observers.elements import UNSOUGHT
 from validation.records.record_facts import RecordFacts
 
 Link = Callable[[RecordFacts], list[Cause]]
@@ -22,6 +23,8 @@ def caused(facts: RecordFacts) -> Verdict:
     """The verdict with its causes, the likeliest first; none where the evidence does not decide."""
     if facts.verdict.verdict == "pass" or not facts.verdict.mismatches:
         return facts.verdict
+    if any(gradient is not None and gradient.is_complex() for gradient in facts.seen.gradients.values()):
+        return replace(facts.verdict, undecided=(UNSOUGHT,))
     found = followed(facts.verdict, facts, _links(facts), unexplained=lambda link: _left(link, facts))
     if not facts.seen.left_out or not facts.attribution:
         return found
@@ -55,7 +58,7 @@ def _left(link: Link, facts: RecordFacts) -> Sequence[str]:
 
 def held(facts: RecordFacts) -> list[Cause]:
     """Parameters that no stage holds, or several; nothing where they may only be called otherwise."""
-    strange = any(m.expected == "held 0 times" for m in facts.verdict.mismatches if m.law == "parameters-once")
+    strange = any(m.what == "held" and m.due == 0 for m in facts.verdict.mismatches)
     return [] if strange else partition(facts)
 
 
@@ -105,7 +108,7 @@ def update(facts: RecordFacts) -> list[Cause]:
     if most is None:
         return [*found, *(replace(cause, kind="clip") for cause in found)]
     wanted = to_clip(size, most)
-    used = {facts.site(name): Factor(one.value * wanted, one.noise) for name, one in facts.seen.moved.items()}
+    used = {site: Factor(one.value * wanted, one.noise) for site, one in facts.moved.items()}
     clip = partial(to_clip, max_norm=most)
     words = {clipped_as(facts, stage, one, clip) if one.value == one.value else "" for (stage, _), one in used.items()}
     if not words or "" in words:

@@ -1,8 +1,11 @@
 """What a diagnosis of a recorded step rests on: the broken laws, what was seen of the step, and what was expected."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+
+from torch import Tensor
 
 from pipeline.schedule import Schedule
 from reference.step import Expected, Gradient, Site
@@ -10,11 +13,13 @@ from validation.diagnosis.attribution import Attribution, attribute
 from validation.diagnosis.rules.update import Factor
 from validation.diagnosis.update import Update
 from validation.judging.judge import one_thread
-from validation.judging.verdict import Verdict
+from validation.judging.tolerance import precision_of
+from validation.judging.verdict import Mismatch, Size, Verdict
 from validation.observers.observed import Observed, RankOperation
 from validation.records.record import Place, RecordedOperation
 from validation.records.recorded_sums import RecordedSums
 
+_ROOM = 16  # roundings of a parameter that stand between its movement and what is seen of it
 _OF_GRADIENTS = ("gradient", "none-ness")
 
 
@@ -23,14 +28,12 @@ class Seen:
     """A step by its parameters' names, as far as it was compared.
 
     ``begun``: what the gradients were before it, or those of the step before. ``norms`` of each rank, None from one
-    that reports none. ``moved``: how many times as far as they should have parameters moved, those that are not where
-    they should be. ``left_out`` wrong gradients are not among ``gradients``.
+    that reports none. ``left_out`` wrong gradients are not among ``gradients``.
     """
 
     gradients: Mapping[str, Gradient]
     begun: Mapping[str, Gradient]
     norms: Sequence[float | None]
-    moved: Mapping[str, Factor] = field(default_factory=dict)
     left_out: int = 0
 
 
@@ -145,6 +148,12 @@ class RecordFacts:
         """The step as attribution sees it."""
         return self.of_record if self.model is None else self.model(self)
 
+    @cached_property
+    def moved(self) -> Mapping[Site, Factor]:
+        """How many times as far as it should have each parameter moved that is not where it should be."""
+        found = [m for m in self.verdict.mismatches if m.law == "updated-parameters" and m.parameter is not None]
+        return {self.site(m.parameter): _moved(m, self.due.before[m.parameter]) for m in found if m.parameter}
+
     @property
     def begun(self) -> Mapping[Site, Gradient]:
         """What the step began with."""
@@ -157,3 +166,15 @@ class RecordFacts:
         before = {site: self.due.before[site[1]] for site in due if site[1] in self.due.before}
         now = RecordedSums(due, before, self.microbatches)
         return Update(seen, due, now, old=self.begun, placement=self.placement)
+
+
+def _moved(mismatch: Mismatch, before: Tensor) -> Factor:
+    """How many times as far as it should have a parameter moved; NaN where it went elsewhere."""
+    seen, due = mismatch.found, mismatch.due
+    if not isinstance(seen, Size) or not isinstance(due, Size) or seen.norm is None or not due.norm:
+        return Factor(math.nan, 0.0)
+    value, cosine = (0.0, 1.0) if not seen.norm else (seen.factor or 0.0, seen.cosine or 0.0)
+    noise = _ROOM * precision_of(before.dtype).unit * (due.began or 0.0) / due.norm
+    rest = seen.norm * math.sqrt(max(0.0, 1.0 - cosine**2))
+    multiple = rest <= max(1e-3, noise) * max(seen.norm, due.norm)
+    return Factor(value if multiple else math.nan, noise)

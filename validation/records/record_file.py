@@ -12,11 +12,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
 from validation.judging.tolerance import PRECISIONS, Floor
+from validation.observers.elements import bits
 from validation.records.content import digest
 from validation.records.record import Gradients, Place, Record, RecordedFloors, RecordedOperation, RecordError
 from validation.worlds.output_file import OutputFile
@@ -25,6 +27,8 @@ FORMAT, VERSION = "pipeproof/record", 1
 _LENGTH = 8  # bytes of the number that every safetensors file begins with: how long its header is
 _BEGINNING = b'{"__metadata__"'  # of the header, which follows
 _CURE = "record it again"
+_REAL = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_PLAIN = frozenset((*_REAL, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool))
 
 Fetch = Callable[[str], Tensor]
 
@@ -53,7 +57,7 @@ def write(record: Record, file: OutputFile) -> None:
     text = described(record, tensors)
     metadata = {"format": FORMAT, "version": str(VERSION), "record": text, "sha256": _sha256(text)}
     try:
-        file.write(save({key: tensor.cpu().contiguous() for key, tensor in tensors.items()}, metadata))
+        file.write(save({key: _stored(tensor) for key, tensor in tensors.items()}, metadata))
     except (SafetensorError, KeyError) as error:
         raise RecordError(f"a tensor cannot be recorded: {error}") from error
 
@@ -70,10 +74,13 @@ def read(path: str | Path) -> Record:
         stored: Any = safe_open(str(path), framework="pt")
     except (SafetensorError, OSError) as error:
         raise _altered(path, f"its header ({error})") from error
-    known = set(stored.keys())
+    known, forms = set(stored.keys()), json.loads(metadata["record"]).get("forms", {})
 
     def fetch(address: str) -> Tensor:
         tensor: Tensor | None = stored.get_tensor(address) if address in known else None
+        if tensor is not None and address in forms:
+            name, shape = forms[address]
+            tensor = tensor.view(getattr(torch, name)).reshape(shape)
         if tensor is None or digest(tensor) != address:
             raise _altered(path, f"tensor {address[:12]}")
         return tensor
@@ -112,8 +119,13 @@ def described(record: Record, tensors: dict[str, Tensor]) -> str:
         for one in record.operations
     ]
     places = {name: list(found) for name, found in record.places.items()}
+    forms = {
+        address: (str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+        for address, tensor in tensors.items()
+        if tensor.dtype not in _PLAIN
+    }
     data = {"kind": record.kind, "config": dict(record.config), "operations": operations, "places": places}
-    return json.dumps(_strict(data), allow_nan=False)
+    return json.dumps(_strict({**data, "forms": forms} if forms else data), allow_nan=False)
 
 
 _TENSORS = ("before", "gradients", "parameters", "buffers")
@@ -221,6 +233,12 @@ def _end(header: Mapping[str, Any]) -> int:
 
 def _altered(path: str | Path, what: str) -> RecordError:
     return RecordError(f"{path} was altered since it was written: {what} is not what its checksum says; {_CURE}")
+
+
+def _stored(tensor: Tensor) -> Tensor:
+    """What of ``tensor`` is put into the file: its bytes, where safetensors may not know its type."""
+    plain = tensor.detach().cpu().contiguous()
+    return plain if tensor.dtype in _PLAIN else bits(plain).view(torch.uint8)
 
 
 def _sha256(text: str) -> str:

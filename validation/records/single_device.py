@@ -59,10 +59,7 @@ class SingleDevice:
         like = next(model.parameters())
         batches = [_batch(number, *pair).to(str(like.device)) for number, pair in enumerate(microbatches)]
         divisor = float(len(batches) if self.loss_divisor is None else self.loss_divisor)
-        return Traced(model, held=held, batches=batches, loss=Loss(self._of_output, divisor), losses=losses, ends={})
-
-    def _of_output(self, output: object, target: Tensor) -> Tensor:
-        return self.loss_fn(*(output if isinstance(output, tuple) else (output,)), target)
+        return Traced(model, held=held, batches=batches, loss=Loss(self.loss_fn, divisor), losses=losses, ends={})
 
 
 def _batch(number: int, inputs: object, target: object) -> Batch:

@@ -18,16 +18,16 @@ from typing import Any
 from torch import Tensor, nn
 
 from pipeline.step import Parts
+from validation.judging.comparison import Comparison, leave_out
+from validation.judging.judge import Where, concluded
 from validation.judging.ledger import Ledger
 from validation.judging.verdict import Crash, LawResult, Verdict
 from validation.observers.wrappers import AroundGradients
-from validation.records.against import LAWS, Against, not_compared
+from validation.records.against import LAWS, Recorded, against, upstream
 from validation.records.arrivals import Arrival, disagreement, places_of, told
-from validation.records.compare import concluded
 from validation.records.content import ContentError
 from validation.records.job_causes import Beside, Checked, explained
 from validation.records.kept import MOST, Kept, Notes
-from validation.records.movement import movements
 from validation.records.rank_stages import RankStages, Rename
 from validation.records.record import Record, RecordedOperation, RecordError, microbatch_digests
 from validation.records.record_facts import RecordFacts
@@ -101,7 +101,7 @@ class StepCheck:
         self._source = against
         self._number = operation
         self._ledger = Ledger(LAWS)
-        self._at: Against | None = None  # None before the step, and where there is nothing to judge
+        self._at: Comparison | None = None  # None before the step, and where there is nothing to judge
         self._expected: RecordedOperation | None = None
         self._norm: float | None = None
         self._record: Record | None = None
@@ -144,11 +144,12 @@ class StepCheck:
         """
         if self._at is not None and self._expected is not None:
             found = self._own.gradients if named is None else named
+            compared = {name: found[name] for name in self._expected.gradients if name in found}
             before = len(self._ledger.mismatches)
             with self._noting():
-                self._at.gradients(found)
+                for name in upstream(compared, self._own.places):
+                    self._at.gradient(name, compared[name], **self._where(name))
                 wrong = {mismatch.parameter or "" for mismatch in self._ledger.mismatches[before:]}
-                compared = {name: one for name, one in found.items() if name in self._expected.gradients}
                 self._kept.end(compared, wrong)
 
     def report(
@@ -157,13 +158,15 @@ class StepCheck:
         """Compare what this rank knows: the microbatches' losses, undivided; what they are together; the norm."""
         if self._at is None:
             return
+        rank = self._exchange.rank
         with self._noting():
             if losses is not None:
-                self._at.losses([float(one) for one in losses])
-            self._at.loss(None if loss is None else float(loss))
+                self._at.losses([float(one) for one in losses], rank=rank)
+            if loss is not None:
+                self._at.loss(float(loss), rank=rank)
             if norm is not None:
                 self._norm = float(norm)
-                self._at.norm(self._norm)
+                self._at.norm(self._norm, rank=rank)
 
     def wrap(self, parts: Parts) -> Parts:
         """For ``PipelineSchedule.wrapped``: its steps then call ``gradients`` themselves, at the right moment."""
@@ -189,14 +192,14 @@ class StepCheck:
         if self._beside is not None:
             self._beside.clear()
 
-    def _compare_after(self, at: Against) -> None:
+    def _compare_after(self, at: Comparison) -> None:
         """Compare what the step has left."""
-        at.parameters(self._own.parameters)
-        at.buffers(self._own.buffers if self._expected is not None and self._expected.buffers else {})
-        wrong = {one.parameter for one in self._ledger.mismatches if one.law == "updated-parameters"}
-        if wrong and self._expected is not None:
-            seen = {name: parameter for name, parameter in self._own.parameters.items() if name in wrong}
-            self._kept.moved = movements(seen, self._expected.parameters, self._expected.before)
+        assert self._expected is not None, "there is something to compare with"
+        for name in (name for name in self._expected.parameters if name in self._own.parameters):
+            at.parameter(name, self._own.parameters[name], **self._where(name))
+        for name, (stage, buffer) in self._own.buffers.items() if self._expected.buffers else ():
+            at.buffer(name, buffer, rank=self._exchange.rank, stage=stage)
+        at.close()
 
     def _begin(self) -> str:
         """Agree on what is expected; what stands in the way of a comparison, in sentences, or nothing."""
@@ -217,13 +220,24 @@ class StepCheck:
         if problems or record is None:
             return told(problems)
         self._record, self._expected = record, record.operations[self._number]
-        rank = self._exchange.rank
-        places = places_of(arrivals)
-        self._places = places
-        self._at = Against(self._expected, self._ledger, number=self._number, places=places, rank=rank)
-        if rank == 0:
-            self._at.held({name: len(found) for name, found in places.items()})
+        self._places = places_of(arrivals)
+        self._at = against(self._expected, self._ledger, number=self._number)
+        if self._exchange.rank == 0:
+            self._count(self._at, self._expected)
         return ""
+
+    def _count(self, at: Comparison, expected: RecordedOperation) -> None:
+        """How many ranks hold each parameter."""
+        due = dict.fromkeys([*expected.before, *expected.gradients])
+        for name in dict.fromkeys([*due, *self._places]):
+            found = self._places.get(name, [])
+            rank, stage = found[0] if found else (None, None)
+            at.held(name, len(found), due=int(name in due), rank=rank, stage=stage)
+
+    def _where(self, name: str) -> Where:
+        """Where this rank has a parameter."""
+        rank, stage = self._exchange.rank, self._own.places.get(name)
+        return Where(rank=rank) if stage is None else Where(rank=rank, stage=stage)
 
     @contextmanager
     def _noting(self) -> Iterator[None]:
@@ -262,18 +276,24 @@ class StepCheck:
         ledger = Ledger(LAWS)
         for part in reversed(parts):  # as gradients flow
             ledger.join(part.ledger)
+        leave_out(ledger, self._expected, number=self._number)
+        self._lost_buffers(ledger, self._expected)
         ledger.mismatches.sort(key=lambda one: (LAWS.index(one.law), -math.inf if one.stage is None else -one.stage))
         if all(part.norm is None for part in parts):
             ledger.skip("grad-norm", "the job reports none")
-        compared = {name for part in parts for name in part.notes.compared}
-        if compared and (gap := [name for name in self._expected.gradients if name not in compared]):
-            ledger.doubt("gradient", not_compared("seen", gap))
         if not self._expected.parameters:
             ledger.skip("updated-parameters", "what is expected makes no update: the optimizer's state is the job's")
         if not self._expected.buffers:
             ledger.skip("buffers", "nothing is expected of them")
-        verdict = concluded(ledger, f"a step of this job against {self._record.name}", rerun=rerun, seconds=took)
+        title, otherwise = f"a step of this job against {self._record.name}", Recorded(self._expected).precision
+        verdict = concluded(ledger, title, otherwise=otherwise, rerun=rerun, seconds=took)
         return verdict.before_its_end(next((part.crash for part in parts if part.crash is not None), None))
+
+    def _lost_buffers(self, ledger: Ledger, expected: RecordedOperation) -> None:
+        """Enter the buffers that no rank has, where every rank looked."""
+        at, compared = against(expected, ledger, number=self._number), ledger.entered("buffers", self._number)
+        for name in [name for name in expected.buffers if name not in compared]:
+            at.buffer(name, None)
 
     def _explained(self, verdict: Verdict, parts: Sequence[_Part]) -> Verdict:
         """``verdict`` with its causes, where there is something to explain: all ranks have the same parts."""

@@ -9,8 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from reference.copied import copied
-from reference.step import differentiable
-from validation.judging.tolerance import Floor, Precision, error, precision_of, scalar_error, unmeasured
+from reference.step import differentiable, widened
+from validation.judging.tolerance import (
+    Floor,
+    Precision,
+    error,
+    precision_among,
+    scalar_error,
+    unmeasured,
+)
+from validation.observers.elements import in_fp64, is_rounded
 from validation.records.record import Record, RecordedFloors, RecordedOperation, RecordError, microbatch_digests
 from validation.records.record_file import write
 from validation.worlds.output_file import OutputFile
@@ -44,7 +52,7 @@ def record_step(
     """What a correct training step gives: losses, gradients, their norm, and the parameters after it.
 
     The step is made on a copy: ``model`` and ``optimizer``, whose state counts, stay as they are. Microbatches are
-    pairs (inputs, target); ``loss_fn(*outputs, target)`` is a microbatch's scalar loss, and each is divided by
+    pairs (inputs, target); ``loss_fn(output, target)`` is a microbatch's scalar loss, and each is divided by
     ``loss_divisor`` before its backward: the number of microbatches unless told otherwise. ``max_norm`` clips. Without
     an optimizer there are no parameters after. ``floors``: measure what rounding does, by two more passes of which one
     is in fp64; without them what is a little off is judged "unknown".
@@ -96,8 +104,11 @@ class _Run:
     loss_fn: LossFn
     divisor: float
 
-    def of(self, model: nn.Module, *, backwards: bool = False) -> _Pass:
-        """Every microbatch's forward and backward, one after the other, from the first or from the last."""
+    def of(self, model: nn.Module, *, backwards: bool = False, wide: bool = False) -> _Pass:
+        """Every microbatch's forward and backward, one after the other, from the first or from the last.
+
+        ``wide``: ``model`` is in fp64.
+        """
         parameters = _named(model)
         trained = list(dict.fromkeys(p for p in parameters.values() if p.requires_grad))
         sums: dict[nn.Parameter, Tensor] = {}
@@ -105,29 +116,30 @@ class _Run:
         losses: dict[int, float] = {}
         numbered = list(enumerate(self.microbatches))
         for number, (inputs, target) in reversed(numbered) if backwards else numbered:
-            loss = differentiable(self._loss(model, inputs, target))
+            loss = differentiable(self._loss(model, inputs, target, wide))
             losses[number] = loss.item()
             for parameter, part in zip(
                 trained, torch.autograd.grad(loss / self.divisor, trained, allow_unused=True), strict=True
             ):
                 if part is not None:
-                    least[parameter] = min(least.get(parameter, math.inf), part.double().norm().item())
+                    least[parameter] = min(least.get(parameter, math.inf), in_fp64(part).norm().item())
                     sums[parameter] = sums[parameter].add_(part) if parameter in sums else part.clone()
         named = {name: sums.get(parameter) for name, parameter in parameters.items()}
         return _Pass(losses, named, {name: least.get(p, 0.0) for name, p in parameters.items()})
 
-    def _loss(self, model: nn.Module, inputs: object, target: object) -> Tensor:
-        like = next(model.parameters())
-        outputs = model(*(_cast(each, like) for each in (inputs if isinstance(inputs, tuple | list) else (inputs,))))
-        return self.loss_fn(*(outputs if isinstance(outputs, tuple) else (outputs,)), _cast(target, like))
+    def _loss(self, model: nn.Module, inputs: object, target: object, wide: bool) -> Tensor:
+        device = next(model.parameters()).device
+        given = inputs if isinstance(inputs, tuple | list) else (inputs,)
+        output = model(*(_cast(each, device, wide) for each in given))
+        return self.loss_fn(output, _cast(target, device, wide))
 
 
-def _cast(value: Any, like: Tensor) -> Any:
-    """A floating-point tensor in fp64 where the model is, and on its device."""
+def _cast(value: Any, device: torch.device, wide: bool) -> Any:
+    """A tensor on ``device``; ``wide``: in fp64, unless it is of integers."""
     if not isinstance(value, Tensor):
         return value
-    wide = like.dtype == torch.float64 and value.is_floating_point()
-    return value.to(like.device, torch.float64 if wide else value.dtype)
+    widest = torch.complex128 if value.is_complex() else torch.float64
+    return value.to(device, widest if wide and is_rounded(value.dtype) else value.dtype)
 
 
 def _floors(run: _Run, first: _Pass, norm: float, model: nn.Module) -> RecordedFloors:
@@ -142,9 +154,9 @@ def _floors(run: _Run, first: _Pass, norm: float, model: nn.Module) -> RecordedF
             )
     permuted, permuted_norm = _errors(again, first), _norm(again.gradients, model)
     del again
-    precision = precision_of(next(model.parameters()).dtype)
+    precision = precision_among(model.parameters())
     try:
-        wide = run.of(copied(model).double())
+        wide = run.of(widened(copied(model)), wide=True)
     except Exception:  # no one type: it is the user's code, which may know of one dtype only
         return _without_double(first, permuted, scalar_error(permuted_norm, norm), precision)
     rounded, wide_norm = _errors(wide, first), _norm(wide.gradients, model)
@@ -175,7 +187,7 @@ def _errors(other: _Pass, first: _Pass) -> dict[str, float]:
 
 
 def _share(least: float, total: Tensor | None) -> float:
-    size = 0.0 if total is None else total.double().norm().item()
+    size = 0.0 if total is None else in_fp64(total).norm().item()
     return least / size if size else 0.0
 
 
@@ -196,9 +208,8 @@ def _factor(norm: float, max_norm: float | None) -> float:
 def _norm(gradients: Mapping[str, Tensor | None], model: nn.Module) -> float:
     """The 2-norm over logical parameters, a tied one counted once; sums of squares in fp64, added exactly."""
     found = [gradients[name] for name, _ in model.named_parameters()]
-    return math.sqrt(
-        math.fsum(torch.linalg.vector_norm(g, dtype=torch.float64).item() ** 2 for g in found if g is not None)
-    )
+    real = (torch.view_as_real(g.resolve_conj()) if g.is_complex() else g for g in found if g is not None)
+    return math.sqrt(math.fsum(torch.linalg.vector_norm(g, dtype=torch.float64).item() ** 2 for g in real))
 
 
 def _named(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.two_ranks import (
+from tests.support.two_ranks import (
     COUNT,
     WIDTH,
     all_forward_all_backward,

@@ -7,7 +7,17 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from tests.two_ranks import WIDTH, all_forward_all_backward, half, judged, model_of, named, passes, plain_block, step
+from tests.support.two_ranks import (
+    WIDTH,
+    all_forward_all_backward,
+    half,
+    judged,
+    model_of,
+    named,
+    passes,
+    plain_block,
+    step,
+)
 from validation.foreign import WhiteBox, watch
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline import PipelineSchedule
-from tests.two_ranks import (
+from tests.support.two_ranks import (
     COUNT,
     Call,
     all_forward_all_backward,

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.two_ranks import COUNT, Call, called, judged, named, passes, plain, step, without_second
+from tests.support.two_ranks import COUNT, Call, called, judged, named, passes, plain, step, without_second
 from validation.foreign import WhiteBox
 
 

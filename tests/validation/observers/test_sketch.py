@@ -1,8 +1,9 @@
 """Looking at a tensor recognises it again, and leaves it as it was."""
 
+import pytest
 import torch
 
-from validation.observers.sketch import digest, sketch
+from validation.observers.sketch import _signs, digest, sketch
 
 
 def test_equal_bits_have_equal_digests_and_others_have_not() -> None:
@@ -36,3 +37,25 @@ def test_a_sketch_is_used_again_for_an_equal_tensor_alone() -> None:
     known = sketch(tensor)
     assert sketch(tensor.clone(), known=known) is known
     assert sketch(-tensor, known=known) == sketch(-tensor) != known
+
+
+def test_what_is_kept_for_sketches_is_small_whatever_was_sketched() -> None:
+    for size in (1, 1000, 65_521, 65_522, 500_000):
+        sketch(torch.ones(size))
+    assert _signs.cache_info().currsize == 1
+    assert _signs(4, 65_521).nbytes < 300_000
+
+
+@pytest.mark.parametrize("size", [100, 65_521, 65_522, 200_000])
+def test_projections_tell_how_far_apart_two_tensors_are(size: int) -> None:
+    draw = torch.Generator().manual_seed(size)
+    one = torch.randn(size, generator=draw)
+    far = [sketch(one + 1e-3 * torch.randn(size, generator=draw)).distance(sketch(one)) for _ in range(20)]
+    assert 0.8e-3 < sum(far) / len(far) < 1.2e-3
+    assert sketch(2 * one).factor(sketch(one)) == pytest.approx(2)
+
+
+def test_imaginary_parts_are_in_a_sketch() -> None:
+    one = torch.tensor([1 + 1j, 2 - 1j])
+    assert sketch(one.conj()).distance(sketch(one)) > 0.1
+    assert sketch(one.conj().resolve_conj()) == sketch(one.conj())

@@ -49,6 +49,16 @@ def test_another_order_of_addition_agrees_within_rounding() -> None:
     assert verdict.law("gradient").floor > 0
 
 
+@pytest.mark.parametrize("floors", [True, False])
+@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
+def test_the_tier_is_that_of_the_numbers_compared(dtype: str, floors: bool) -> None:
+    text = f"r2 s2 m4 split=1,1 model=mlp dtype={dtype} plan=train seed=1"
+    one, other = (expected_record(Case.parse(f"{schedule} {text}")) for schedule in ("1f1b", "gpipe"))
+    one = one if floors else changed(one, floors=None)
+    verdict = compare(one, other)
+    assert (verdict.verdict, verdict.tier) == ("pass", dtype), str(verdict)
+
+
 @pytest.mark.parametrize("model", ["gpt-tied", "twice", "pair", "frozen"])
 def test_schedules_that_add_in_another_order_agree_over_several_steps(model: str) -> None:
     text = f"r2 s2 m4 split=1,1 model={model} plan=train+train+train seed=1"

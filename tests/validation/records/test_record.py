@@ -2,7 +2,8 @@
 
 import torch
 
-from validation.records.record import Record, RecordedOperation, config_differences, microbatch_digests, unmeasured
+from validation.records.against import Recorded
+from validation.records.record import Record, RecordedOperation, config_differences, microbatch_digests
 
 
 def test_what_two_configs_say_differently() -> None:
@@ -19,9 +20,11 @@ def test_microbatches_are_told_apart_by_inputs_and_by_target() -> None:
 
 
 def test_without_a_measured_floor_little_is_rounding_much_is_wrong_and_the_rest_unknown() -> None:
-    outcomes = [unmeasured(torch.zeros(1)).outcome(error) for error in (1e-7, 1e-5, 1e-3)]
-    assert outcomes == ["pass", "unknown", "fail"]
-    assert unmeasured(torch.zeros(1, dtype=torch.bfloat16)).outcome(3e-2) == "unknown"
+    gradients = {"w": torch.zeros(1), "b": torch.zeros(1, dtype=torch.bfloat16)}
+    floors = Recorded(RecordedOperation("train", (), (), gradients=gradients))
+    assert [floors.gradient("w").outcome(error) for error in (1e-7, 1e-5, 1e-3)] == ["pass", "unknown", "fail"]
+    assert [floors.total().outcome(error) for error in (1e-7, 1e-5, 1e-3)] == ["pass", "unknown", "fail"]
+    assert floors.gradient("b").outcome(3e-2) == "unknown"
 
 
 def test_a_record_says_what_it_is_of() -> None:

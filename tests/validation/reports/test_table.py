@@ -21,8 +21,8 @@ LAWS = (
 FIRST = Mismatch(
     "gradient",
     1,
-    seen="norm 0",
-    expected="norm 0.0356646",
+    found="norm 0",
+    due="norm 0.0356646",
     rank=2,
     stage=6,
     parameter="blocks.6.norm_1.weight",

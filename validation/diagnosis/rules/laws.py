@@ -163,7 +163,7 @@ def calls(evidence: Facts) -> list[Cause]:
 
 def modes(evidence: Facts) -> list[Cause]:
     """Modules that ran in the wrong mode."""
-    found = [m for m in evidence.verdict.mismatches if m.law == "microbatches" and m.seen.endswith("mode")]
+    found = [m for m in evidence.verdict.mismatches if m.law == "microbatches" and m.what == "mode"]
     return [_at(found, "mode", f"{found[0].seen}, expected {found[0].expected}")] if found else []
 
 

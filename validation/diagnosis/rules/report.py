@@ -36,8 +36,5 @@ def _computed_right(evidence: Facts) -> bool:
 
 
 def _ratio(found: Sequence[Mismatch]) -> float | None:
-    try:
-        ratios = {round(float(m.seen) / float(m.expected), 4) for m in found}
-    except (ValueError, ZeroDivisionError):
-        return None
+    ratios = {None if m.ratio is None else round(m.ratio, 4) for m in found}
     return ratios.pop() if len(ratios) == 1 else None

@@ -1,0 +1,109 @@
+"""Specimens of one's own, from a file: planted on ranks, caught and named; and sentences for files that will not do."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from validation.cases.case import Case
+from validation.cases.specimens import PLUGINS, SPECIMENS, Specimen, SpecimenError
+from validation.cases.validator import validate
+from validation.cli import main
+from validation.worlds.world import World
+
+OWN = Path(__file__).parent / "examples" / "my_specimens.py"
+NAME = "last-stage-halved"
+
+
+@pytest.fixture(autouse=True)
+def unread() -> Iterator[None]:
+    yield
+    for file in PLUGINS.files:
+        PLUGINS.unload(file)
+
+
+def test_a_file_is_read_once_and_forgotten_again() -> None:
+    assert PLUGINS.load(OWN) == PLUGINS.load(str(OWN)) == [NAME]
+    assert isinstance(SPECIMENS[NAME], Specimen)
+    assert [one.name for one in PLUGINS.own] == [NAME]
+    PLUGINS.unload(OWN)
+    assert NAME not in SPECIMENS
+
+
+def test_the_command_lists_them_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["specimens", "--plugin", str(OWN), "--list"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.split()[:3] == [NAME, "own", "scale"]
+    assert line.endswith("the last stage's gradients are halved (our own trainer, before 2.1)")
+
+
+@pytest.mark.ranks
+def test_the_command_plants_catches_and_names_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["specimens", "--plugin", str(OWN)]) == 0
+    out = capsys.readouterr().out
+    assert "1 tried: 1 caught; of 1 diagnosed 1 named right (100.0 %), 1 located too (100.0 %)" in out
+    assert "that are no faults" not in out
+
+
+@pytest.mark.ranks
+def test_a_line_with_one_is_replayed_with_its_file(capsys: pytest.CaptureFixture[str]) -> None:
+    line = f"1f1b r2 s2 m2 split=1,1 model=mlp plan=train specimen={NAME}"
+    assert main(["replay", line]) == 2
+    assert "one of your own needs --plugin FILE" in capsys.readouterr().err
+    assert main(["replay", line, "--plugin", str(OWN)]) == 1
+    assert "cause     scale: " in capsys.readouterr().out
+
+
+def test_ranks_read_the_file_too(world: World) -> None:
+    PLUGINS.load(OWN)
+    verdict = validate(Case.parse(f"gpipe r2 s2 m2 split=1,1 model=mlp plan=train specimen={NAME}"), world)
+    assert {mismatch.stage for mismatch in verdict.mismatches if mismatch.law == "gradient"} == {1}
+
+
+GOOD = OWN.read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("x = (", "is no Python: '(' was never closed"),
+        ("\0", "is no Python: "),
+        ("1 / 0", "raised ZeroDivisionError: division by zero"),
+        ("import nowhere_at_all", "raised ModuleNotFoundError: No module named 'nowhere_at_all'"),
+        ("x = 1", "registers nothing: call register(Specimen(...)) in it"),
+        (GOOD.replace(NAME, "Halved it"), "the name 'Halved it': expected small letters, digits and hyphens"),
+        (GOOD.replace(NAME, "clip-twice"), "there is a specimen 'clip-twice' already"),
+        (GOOD.replace(NAME, "slow-messages"), "there is a specimen 'slow-messages' already"),
+        (GOOD.replace('Fault("scale"', 'Fault("scaled"'), f"specimen '{NAME}' has the fault 'scaled': known are "),
+        (GOOD.replace("classes=()", 'classes=("zz",)'), f"specimen '{NAME}' has the classes zz: known are tA, "),
+        (GOOD.replace('law="gradient"', 'law="gradeint"'), "breaks the law 'gradeint': known are microbatches, "),
+        (GOOD.replace("gpipe r1", "gpipes r1"), "states the smallest case 'gpipes r1 s1 m2"),
+        (GOOD.replace("m2 split", "m1 split"), "needs 2 microbatches"),
+        (GOOD.replace("register(", "register(7) or register("), "register was given a int: expected a Specimen"),
+    ],
+)
+def test_a_file_that_will_not_do_is_refused_in_a_sentence_and_leaves_nothing(
+    text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(text)
+    known = set(SPECIMENS)
+    assert main(["specimens", "--plugin", str(file)]) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.count("\n") == 1
+    PLUGINS.unload(file)
+    assert set(SPECIMENS) == known
+
+
+@pytest.mark.parametrize("path", ["nowhere.py", ""])
+def test_a_file_that_cannot_be_read_is_said(path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["specimens", "--plugin", path and str(tmp_path / path)]) == 2
+    assert "cannot read " in capsys.readouterr().err
+
+
+def test_a_file_of_another_encoding_is_said(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(SpecimenError, match="is no Python: "):
+        PLUGINS.load(file)

@@ -1,0 +1,182 @@
+"""What is infinite or no number is never a pass, whichever way it is judged, and hides nothing."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from validation.cases.case import Case
+from validation.cases.judgement import judge
+from validation.cases.observe import observe
+from validation.foreign.validator import WhiteBox
+from validation.judging.ledger import Heading, Ledger
+from validation.judging.tolerance import Floor, error
+from validation.judging.verdict import Mismatch, Verdict
+from validation.observers.observed import Observed
+from validation.records.case_record import expected_record
+from validation.records.compare import compare
+from validation.records.record import Record
+from validation.records.single_device import SingleDevice
+from validation.records.step_check import check_step
+from validation.records.step_record import record_step
+from validation.worlds.world import World
+
+CASE = Case("1f1b", 2, 1, 2, (1, 1), model="mlp", plan=("train",))
+NOT_FINITE = [math.nan, math.inf, -math.inf]
+loss_fn = nn.functional.mse_loss
+DATA = [(torch.full((1, 2), float(k + 1)), torch.zeros(1, 2)) for k in range(2)]
+
+
+@pytest.fixture(scope="module")
+def observed(world: World) -> Observed:
+    return observe(CASE, world)
+
+
+def on_rank(observed: Observed, rank: int, **fields: Any) -> Observed:
+    rows = [list(row) for row in observed.ranks]
+    rows[rank][0] = replace(rows[rank][0], **fields)
+    return replace(observed, ranks=tuple(map(tuple, rows)))
+
+
+@pytest.mark.parametrize("value", NOT_FINITE)
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("field", "law"), [("loss", "loss"), ("norm", "grad-norm")])
+def test_a_number_that_one_rank_reports_is_compared_also_where_it_is_none(
+    observed: Observed, field: str, law: str, rank: int, value: float
+) -> None:
+    verdict = judge(CASE, on_rank(observed, rank, **{field: value}))
+    assert [law.name for law in verdict.laws if law.outcome == "fail"] == [law]
+    (mismatch,) = verdict.mismatches
+    assert (mismatch.rank, mismatch.seen) == (rank, f"{value:.9g}")
+
+
+@pytest.mark.parametrize("value", NOT_FINITE)
+@pytest.mark.parametrize("field", ["gradients", "parameters"])
+def test_one_element_that_is_no_number_fails(observed: Observed, field: str, value: float) -> None:
+    tensors = dict(getattr(observed.ranks[0][0], field))
+    site = min(tensors)
+    tensors[site] = tensors[site].clone()
+    tensors[site].view(-1)[0] = value
+    assert judge(CASE, on_rank(observed, 0, **{field: tensors})).verdict == "fail"
+
+
+@pytest.mark.parametrize("value", NOT_FINITE)
+def test_the_loss_of_a_foreign_step_is_compared_also_where_it_is_none(world: World, value: float) -> None:
+    def step(model: nn.Module, microbatches: list[Any]) -> Any:
+        (sum((loss_fn(model(x), target) for x, target in microbatches), torch.zeros(())) / 2).backward()
+        return model, value
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Linear(2, 2)
+
+    verdict = WhiteBox(world).validate(step, reference=build, microbatches=DATA, ranks=1, loss_fn=loss_fn)
+    assert (verdict.verdict, verdict.law("loss").outcome) == ("fail", "fail"), str(verdict)
+
+
+class Rooted(nn.Module):
+    """Its loss is finite, and the gradient of one weight is no number: the root of nothing has no slope."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.root = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.layer(x)
+        return found + torch.sqrt(self.root * 0.0) * 0.0
+
+
+def rooted() -> nn.Module:
+    torch.manual_seed(0)
+    return Rooted()
+
+
+def test_a_gradient_that_the_reference_has_no_number_for_is_not_compared_and_that_is_said(world: World) -> None:
+    def step(model: nn.Module, microbatches: list[Any]) -> Any:
+        losses = [loss_fn(model(x), target) for x, target in microbatches]
+        (torch.stack(losses).sum() / 2).backward()
+        return model, [loss.item() for loss in losses]
+
+    verdicts = [WhiteBox(world).validate(step, reference=rooted, microbatches=DATA, ranks=1, loss_fn=loss_fn)]
+    for against in (record_step(rooted(), DATA, loss_fn=loss_fn), SingleDevice(rooted, loss_fn)):
+        model = rooted()
+        with check_step(model, DATA, against=against) as check:
+            result = step(model, DATA)
+            check.gradients()
+            check.report(losses=result[1])
+        verdicts.append(check.verdict)
+    for verdict in verdicts:
+        law = verdict.law("gradient")
+        assert (verdict.verdict, law.outcome, law.left_out) == ("unknown", "unknown", ("root",)), str(verdict)
+        assert "1 not compared" in str(law)
+        assert law.note == "what is expected is not finite: root"
+
+
+RECORD = expected_record(CASE)
+
+
+def with_fields(record: Record, **fields: Any) -> Record:
+    return replace(record, operations=(replace(record.operations[0], **fields),))
+
+
+@pytest.mark.parametrize("value", NOT_FINITE)
+@pytest.mark.parametrize(("field", "law"), [("norm", "grad-norm"), ("loss", "loss")])
+def test_a_record_that_expects_no_number_proves_nothing(field: str, law: str, value: float) -> None:
+    same = with_fields(RECORD, **{field: value})
+    verdict = compare(same, same)
+    assert (verdict.verdict, verdict.law(law).outcome) == ("unknown", "unknown")
+    assert "there is nothing to compare with" in verdict.law(law).note
+    assert compare(RECORD, same).law(law).outcome == "fail"
+
+
+def test_a_mask_of_infinities_hides_nothing_and_is_no_difference() -> None:
+    mask = torch.tensor([-math.inf, 1.0, math.nan, 2.0])
+    assert error(mask.clone(), mask) == 0
+    assert error(mask * (1 + 2**-20), mask) == pytest.approx(2**-20)
+    assert error(torch.tensor([math.inf, 1.0, math.nan, 2.0]), mask) == math.inf
+    assert error(torch.tensor([0.0, 1.0, math.nan, 2.0]), mask) == math.inf
+
+
+def test_equal_mismatches_are_equal_also_where_they_are_about_no_number() -> None:
+    one, two = (Mismatch("loss", 1, float("nan"), 1.0, "number") for _ in range(2))
+    assert one == two
+    assert hash(one) == hash(two)
+    assert one != replace(two, rank=1)
+    assert isinstance(Verdict("c", "fail", "none", (), (one,)).as_dict()["mismatches"], list)
+
+
+def test_what_nobody_compared_makes_a_law_unknown_and_is_counted() -> None:
+    book = Ledger(["gradient"])
+    book.hold(Heading("gradient", frozenset(), Mismatch("gradient", 1, parameter="a")), True, "", "")
+    assert book.entered("gradient", 0) == {"a"}
+    book.leave_out("gradient", [f"p{k}" for k in range(14)], "not compared")
+    (law,) = book.laws()
+    assert (law.outcome, len(law.left_out)) == ("unknown", 14)
+    assert "14 not compared" in str(law)
+    assert law.note.endswith("p11 and 2 more")
+
+
+def test_gradients_that_a_job_does_not_show_are_no_pass() -> None:
+    model = rooted()
+    nn.init.constant_(model.get_parameter("root"), 1.0)
+    plain = nn.Linear(2, 2)
+    record = record_step(plain, DATA, loss_fn=loss_fn)
+    with check_step(plain, DATA, against=record) as check:
+        losses = []
+        for x, target in DATA:
+            loss = loss_fn(plain(x), target)
+            (loss / 2).backward()
+            losses.append(loss.item())
+        check.gradients({"weight": plain.weight.grad})
+        check.report(losses=losses)
+    law = check.verdict.law("gradient")
+    assert (check.verdict.verdict, law.checked, law.left_out) == ("unknown", 1, ("bias",))
+
+
+def test_floors_that_are_no_number_excuse_nothing() -> None:
+    for floor in (Floor(math.nan, 0.0, 0.0), Floor(0.0, math.nan, 0.0)):
+        assert floor.outcome(1.0) == "fail"

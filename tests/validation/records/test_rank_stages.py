@@ -1,0 +1,151 @@
+"""A checked step of several ranks, here as threads: every rank brings what it holds, and nothing else is missed."""
+
+import threading
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from validation.judging.verdict import Verdict
+from validation.records.record import Record
+from validation.records.single_device import SingleDevice
+from validation.records.step_check import check_step
+from validation.records.step_record import record_step
+
+loss_fn = nn.functional.mse_loss
+DATA: list[tuple[object, object]] = [
+    (torch.randn(4, 3, generator=torch.Generator().manual_seed(k)), torch.full((4, 3), float(k))) for k in range(2)
+]
+
+
+class Shared:
+    """What two threads exchange."""
+
+    def __init__(self) -> None:
+        self.barrier = threading.Barrier(2)
+        self.values: dict[tuple[str, int], object] = {}
+        self.tensors: dict[str, Tensor] = {}
+
+
+class BetweenThreads:
+    """One thread's exchange with the other."""
+
+    ranks = 2
+
+    def __init__(self, rank: int, shared: Shared) -> None:
+        self.rank, self._shared = rank, shared
+
+    def gather(self, value: object, *, what: str, bound_s: float) -> list[Any]:
+        self._shared.values[what, self.rank] = value
+        self._shared.barrier.wait(30)
+        found = [self._shared.values[what, rank] for rank in range(2)]
+        self._shared.barrier.wait(30)
+        return found
+
+    finish = gather
+
+    def give(self, name: str, tensor: Tensor) -> None:
+        self._shared.tensors[name] = tensor.detach().clone()
+
+    def take(self, name: str, *, bound_s: float) -> Tensor:
+        return self._shared.tensors[name]
+
+    def clear(self, names: Iterable[str]) -> None:
+        pass
+
+
+class Layer(nn.Module):
+    """A layer whose running statistics are what its forwards left behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(3, 3), nn.BatchNorm1d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.norm(self.linear(x))
+        return found
+
+
+def build() -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(Layer(), Layer())
+
+
+def checked(monkeypatch: pytest.MonkeyPatch, against: Any, **options: Any) -> Verdict:
+    """The verdict on a right step in which each rank has a layer; ``options`` is what goes wrong."""
+    shared, model, ranks = Shared(), build(), threading.local()
+    monkeypatch.setattr("validation.records.step_check.exchange", lambda: BetweenThreads(ranks.number, shared))
+    losses: list[float] = []
+    ready, done = threading.Barrier(2), threading.Barrier(2)
+
+    def run(rank: int) -> Verdict:
+        ranks.number = rank
+        own = model[rank : rank + 1]
+        with check_step({rank: own}, DATA, against=against) as check:
+            ready.wait(30)
+            if rank == 0:
+                losses.extend(trained(model))
+                options.get("fault", lambda model: None)(model)
+            done.wait(30)
+            shown = {name: p.grad for name, p in own.named_parameters() if name not in options.get("hidden", ())}
+            check.gradients(shown)
+            check.report(losses=losses if rank == 1 else None)
+        return check.verdict
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(run, range(2)))
+    assert str(found[0]).splitlines()[:1] == str(found[1]).splitlines()[:1], "all ranks have one verdict"
+    return found[0]
+
+
+def trained(model: nn.Module) -> list[float]:
+    losses = []
+    for x, target in DATA:
+        loss = loss_fn(model(x), target)
+        (loss / len(DATA)).backward()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.fixture(scope="module")
+def record() -> Record:
+    return record_step(build(), DATA, loss_fn=loss_fn)
+
+
+def test_each_rank_has_its_own_buffers_and_none_is_missed(monkeypatch: pytest.MonkeyPatch, record: Record) -> None:
+    verdict = checked(monkeypatch, record)
+    assert verdict.verdict == "pass", str(verdict)
+    assert verdict.law("buffers").checked == len(list(build().buffers())) == 6
+    assert verdict.law("gradient").checked == len(list(build().parameters())) == 8
+
+
+def test_a_buffer_that_differs_is_told_with_its_rank_and_stage(monkeypatch: pytest.MonkeyPatch, record: Record) -> None:
+    def fault(model: nn.Module) -> None:
+        model.get_buffer("1.norm.running_mean").add_(1.0)
+
+    verdict = checked(monkeypatch, record, fault=fault)
+    assert [(m.law, m.where) for m in verdict.mismatches] == [
+        ("buffers", "rank 1, stage 1, parameter 1.norm.running_mean")
+    ]
+
+
+def test_a_buffer_that_no_rank_has_is_a_failure(monkeypatch: pytest.MonkeyPatch, record: Record) -> None:
+    def fault(model: nn.Module) -> None:
+        del model.get_submodule("0.norm")._buffers["running_var"]
+
+    (mismatch,) = checked(monkeypatch, record, fault=fault).mismatches
+    assert (mismatch.law, mismatch.seen, mismatch.expected) == ("buffers", "no such buffer", "a buffer")
+    assert mismatch.parameter == "0.norm.running_var"
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_gradient_that_no_rank_shows_makes_the_law_unknown(
+    monkeypatch: pytest.MonkeyPatch, record: Record, beside: bool
+) -> None:
+    against = SingleDevice(build, loss_fn) if beside else record
+    law = checked(monkeypatch, against, hidden=("1.linear.bias",)).law("gradient")
+    assert (law.outcome, law.checked, law.left_out) == ("unknown", 7, ("1.linear.bias",))

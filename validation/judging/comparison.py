@@ -1,0 +1,236 @@
+"""One operation held against what it must give, value by value as they come: the judge of steps, records and jobs.
+
+It asks for one tensor at a time, so a job that holds one stage can be judged where the stage lies.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+from torch import Tensor
+
+from pipeline.action import Action
+from validation.judging.ledger import Heading, Ledger
+from validation.judging.tolerance import Floor, may_be_rounded, precision_of, same_bits, update_floor
+from validation.observers.elements import all_finite, any_nonzero
+
+_LISTED = 4  # numbers in a sentence
+
+
+@dataclass(frozen=True)
+class Due:
+    """What an operation must give: tensors by the model's own names, each taken when it is asked for.
+
+    ``microbatches`` are digests of their contents, where anybody took them. ``before`` are the parameters that the
+    operation began with, where they are known; ``gradients`` are after tied copies were summed and before clipping,
+    ``parameters`` after the optimizer; both are empty where the operation gives none. ``loss`` is what the losses are
+    together after division, None where nobody is told.
+    """
+
+    operation: str
+    microbatches: tuple[str, ...]
+    losses: tuple[float, ...]
+    loss: float | None = None
+    norm: float | None = None
+    before: Mapping[str, Tensor] = field(default_factory=dict)
+    gradients: Mapping[str, Tensor | None] = field(default_factory=dict)
+    parameters: Mapping[str, Tensor] = field(default_factory=dict)
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+class Allowed(Protocol):
+    """What rounding alone may do to each value; asked only where bits differ."""
+
+    def loss(self, microbatch: int) -> Floor:
+        """Of a microbatch's loss."""
+
+    def total(self) -> Floor:
+        """Of the whole step's loss."""
+
+    def norm(self) -> Floor:
+        """Of the gradient norm."""
+
+    def gradient(self, name: str) -> Floor:
+        """Of a gradient."""
+
+    def update(self, name: str) -> Floor:
+        """Of a parameter's movement, but for what storing it does."""
+
+
+class Comparison:
+    """Enters into ``ledger`` how what was seen of an operation agrees with ``due``.
+
+    ``number`` is the operation's place in the plan, from 0; ``scenarios`` are the laws about that place.
+    """
+
+    def __init__(
+        self,
+        due: Due,
+        allowed: Allowed,
+        ledger: Ledger,
+        *,
+        number: int = 0,
+        scenarios: frozenset[str] = frozenset(),
+    ) -> None:
+        self._due = due
+        self._allowed = allowed
+        self._ledger = ledger
+        self._number = number
+        self._scenarios = scenarios
+        self._zero: list[str] = []
+        self._trained: dict[str, tuple[int | None, bool]] = {}  # the stage of what has a gradient; did it move?
+
+    def held(self, name: str, count: int, *, due: int, stage: int | None = None, rank: int | None = None) -> None:
+        """How many places hold a parameter."""
+        place = self._at("parameters-once", parameter=name, stage=stage, rank=rank)
+        self._ledger.hold(place, count == due, count, due, what="held")
+
+    def losses(
+        self,
+        seen: Sequence[float],
+        *,
+        share: Sequence[int] | None = None,
+        rank: int | None = None,
+        broken: tuple[Action, int] | None = None,
+    ) -> None:
+        """The losses of all microbatches, or of a share of them.
+
+        ``broken``: the first action whose output was not finite, and its rank, where that is known.
+        """
+        share = range(len(self._due.losses)) if share is None else share
+        if not self._losses_are_known():
+            return
+        if len(seen) != len(share):
+            self._ledger.hold(self._at("loss", rank=rank), False, len(seen), len(share), what="losses")
+            return
+        for microbatch, one in zip(share, seen, strict=True):
+            if broken is not None and math.isnan(one):
+                self._not_finite(microbatch, *broken)
+                continue
+            place, floor = self._at("loss", microbatch=microbatch, rank=rank), partial(self._allowed.loss, microbatch)
+            self._ledger.numbers(place, one, self._due.losses[microbatch], floor)
+
+    def _not_finite(self, microbatch: int, first: Action, rank: int) -> None:
+        """A microbatch's loss is NaN since action ``first`` on ``rank`` put out something that is not finite."""
+        place = self._at("loss", rank=rank, stage=first.stage, microbatch=first.microbatch, action=str(first))
+        told = f"nan in the loss of microbatch {microbatch}; the first output that is not finite is {first}'s"
+        self._ledger.hold(place, False, math.nan, self._due.losses[microbatch], what="not-finite", told=told)
+
+    def loss(self, seen: float, *, rank: int | None = None) -> None:
+        """What the losses are together after division."""
+        wanted = self._due.loss
+        if wanted is not None and self._losses_are_known():
+            self._ledger.numbers(self._at("loss", rank=rank), seen, wanted, self._allowed.total)
+
+    def norm(self, seen: float, *, rank: int | None = None) -> None:
+        """The gradient norm, NaN where it should have been reported."""
+        wanted = self._due.norm
+        if wanted is not None and math.isfinite(wanted):
+            self._ledger.numbers(self._at("grad-norm", rank=rank), seen, wanted, self._allowed.norm)
+        elif wanted is not None:
+            self._ledger.doubt("grad-norm", f"the norm expected is {wanted:.4g}: there is nothing to compare with")
+
+    def gradient(self, name: str, seen: Tensor | None, *, rank: int | None = None, stage: int | None = None) -> None:
+        """A parameter's gradient."""
+        wanted = self._due.gradients[name]
+        place = self._at("none-ness", parameter=name, rank=rank, stage=stage)
+        same = (seen is None) == (wanted is None)
+        self._ledger.hold(place, same, seen is not None, wanted is not None, what="gradient")
+        if seen is None or wanted is None:
+            return
+        if not all_finite(wanted):
+            self._ledger.leave_out("gradient", [name], "what is expected is not finite")
+            return
+        if not any_nonzero(wanted):
+            self._zero.append(name)
+        place = self._at("gradient", parameter=name, rank=rank, stage=stage)
+        self._ledger.tensors(place, _here(seen), wanted.cpu(), partial(self._allowed.gradient, name))
+
+    def parameter(self, name: str, seen: Tensor, *, rank: int | None = None, stage: int | None = None) -> None:
+        """A parameter after the optimizer: how far it moved is what is judged."""
+        wanted, before, gradient = self._due.parameters[name].cpu(), self._due.before[name].cpu(), None
+        if name in self._due.gradients:
+            gradient = self._due.gradients[name]
+        moves = gradient is not None and any_nonzero(gradient)
+        if moves:
+            self._trained[name] = stage, not same_bits(wanted, before)
+        self._ledger.tensors(
+            self._at("updated-parameters", parameter=name, rank=rank, stage=stage),
+            _here(seen),
+            wanted,
+            lambda: update_floor(self._allowed.update(name), before, wanted),
+            base=before,
+            rounded=may_be_rounded(gradient, before, wanted),
+        )
+
+    def start(self, name: str, seen: Tensor, *, rank: int | None = None, stage: int | None = None) -> None:
+        """A parameter before the operation."""
+        place = self._at("initial-weights", parameter=name, rank=rank, stage=stage)
+        wanted = self._due.before[name].cpu()
+        self._ledger.tensors(place, _here(seen), wanted, partial(_exact, wanted))
+
+    def buffer(self, name: str, seen: Tensor | None, *, rank: int | None = None, stage: int | None = None) -> None:
+        """A buffer after the operation; None: nobody has it."""
+        place = self._at("buffers", parameter=name, rank=rank, stage=stage)
+        wanted = self._due.buffers[name] if name in self._due.buffers else None
+        if seen is None or wanted is None:
+            self._ledger.hold(place, False, seen is not None, wanted is not None, what="buffer")
+        else:
+            self._ledger.tensors(place, _here(seen), wanted.cpu(), partial(_exact, wanted))
+
+    def close(self) -> None:
+        """Say what follows from all of it together: where nothing could be seen."""
+        if self._zero:
+            more = f" and of {len(self._zero) - 1} more" * (len(self._zero) > 1)
+            zero = f"the expected gradient of {self._zero[0]}{more} is zero, so nothing could be seen"
+            self._ledger.doubt("gradient", zero)
+        still = [stage for stage, moved in self._trained.values() if not moved]
+        moving = {stage for stage, moved in self._trained.values() if moved}
+        for stage in sorted({*still} - moving, key=str):
+            of = "" if stage is None else f" of stage {stage}"
+            self._ledger.doubt("updated-parameters", f"no parameter{of} moves: steps vanish in rounding")
+        if still:
+            which = f"{len(still)} of {len(self._trained)} in operation {self._number + 1}"
+            self._ledger.remark("updated-parameters", f"steps of {which} vanish in rounding")
+
+    def _losses_are_known(self) -> bool:
+        losses = self._due.losses
+        if all(map(math.isfinite, losses)) and (self._due.loss is None or math.isfinite(self._due.loss)):
+            return True
+        told = _text(losses if not all(map(math.isfinite, losses)) else [self._due.loss or 0.0])
+        self._ledger.doubt("loss", f"the reference itself gives losses {told}: there is nothing to compare with")
+        return False
+
+    def _at(self, law: str, **where: object) -> Heading:
+        return Heading.at(law, self._number, self._scenarios, **where)
+
+
+def leave_out(ledger: Ledger, due: Due, *, number: int = 0, names: Iterable[str] | None = None) -> None:
+    """Count what operation ``number`` must give and nobody compared, once all have: a fault may hide in that.
+
+    ``names``: the parameters to be compared, where those are not all.
+    """
+    compared = ledger.entered("none-ness", number)
+    missed = [name for name in (due.gradients if names is None else names) if name not in compared]
+    for law in ("none-ness", "gradient") if compared else ():
+        ledger.leave_out(law, missed, "not compared")
+    losses = ledger.entered("loss", number)
+    if losses and None not in losses:  # the whole step's has all of them in it
+        missing = [f"microbatch {m}" for m in range(len(due.losses)) if m not in losses]
+        ledger.leave_out("loss", missing, "not compared")
+
+
+def _exact(wanted: Tensor) -> Floor:
+    """The floor of what is only copied, or computed in one order alone."""
+    return Floor(0.0, 0.0, 0.0, precision_of(wanted.dtype))
+
+
+def _here(seen: Tensor) -> Tensor:
+    return seen.detach().cpu()
+
+
+def _text(values: Sequence[float]) -> str:
+    more = f" and {len(values) - _LISTED} more" * (len(values) > _LISTED)
+    return ", ".join(f"{value:.4g}" for value in values[:_LISTED]) + more
