@@ -6,7 +6,7 @@ from pipeline.action import Action, Kind
 from validation.judging.headings import NOWHERE, Placing
 from validation.judging.ledger import Heading, Ledger
 from validation.judging.requirements import Subject
-from validation.judging.verdict import Mismatch, What, names_of
+from validation.judging.verdict import Mismatch, Value, What, names_of
 from validation.observers.observed import UNTOLD, Observed
 
 
