@@ -1,8 +1,12 @@
 """Which parameter of the reference is which of a foreign step's: by identity, by name, by a mapping, by content."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+
+from torch import Tensor
+
+from validation.tolerance import same_bits
 
 Names = Mapping[str, str] | Callable[[str], str]
 Place = tuple[int, int]  # the k-th parameter of the i-th part
@@ -60,6 +64,29 @@ def match(parts: Sequence[Sequence[Local]], known: Mapping[str, bytes | None]) -
             del names[place]
             why[place] = "several parameters of the reference have its weights: say which it is, with names="
     return Matched(names, why)
+
+
+def with_copies(
+    found: Matched, gradients: Sequence[Sequence[Tensor | None]], several: Callable[[], Collection[str]]
+) -> Matched:
+    """``found``, with strangers whose gradient is that of a parameter of another part, bit for bit, as its copies.
+
+    A name tells nothing of them, but who sums the gradients of copies makes them equal. ``several`` tells which of the
+    reference's parameters it uses in several places: others have no copies.
+    """
+    names = dict(found.names)
+    for part, k in found.strangers:
+        seen = gradients[part][k]
+        if seen is not None and bool(seen.any()):
+            alike = {n for (at, j), n in found.names.items() if at != part and _equal(seen, gradients[at][j])}
+            alike &= set(several()) if alike else set()
+            if len(alike) == 1:
+                names[part, k] = alike.pop()
+    return Matched(names, {place: why for place, why in found.strangers.items() if place not in names})
+
+
+def _equal(one: Tensor, other: Tensor | None) -> bool:
+    return other is not None and one.shape == other.shape and same_bits(one, other)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from reference.data import IGNORED, Batch
+from reference.graph import ends_of, uses
 from reference.step import Loss
 from validation.whitebox.rank import Step
 
@@ -69,6 +70,22 @@ class Task:
         """The microbatches for the reference, where ``model`` is."""
         device = str(next(model.parameters()).device)
         return [self._batch(number).to(device) for number in range(len(self.microbatches))]
+
+    def repeated(self, device: str) -> frozenset[str]:
+        """The parameters that the reference uses in several places, by all their names, as its first microbatch shows.
+
+        Such a one may have a copy in every stage that uses it. What cannot be told is in none.
+        """
+        model = self.built(device).requires_grad_()
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        batch = self.batches(model)[0]
+        inputs = [one.detach().requires_grad_() * 1 if one.is_floating_point() else one for one in batch.inputs]
+        try:
+            loss = self.loss.function(model(*inputs), batch.target)
+        except RuntimeError:  # of the user's own code, which may not like that its data has a gradient
+            return frozenset()
+        count = uses(ends_of([loss]))
+        return frozenset(name for name, one in parameters.items() if count[id(one)] > 1)
 
     def _batch(self, number: int) -> Batch:
         given = self.microbatches[number]
