@@ -83,7 +83,7 @@ def two_steps(model: nn.Sequential, microbatches: list[Any], *, divides: bool = 
     )
     steps = [torch_pipelining.step(schedule, half) for half in (microbatches[:2], microbatches[2:])]
     losses = [float(loss) * COUNT for one in steps for loss in one.losses or ()]
-    return HandedBack(steps[0].made, losses or None)
+    return HandedBack(steps[0].modules, losses or None)
 
 
 def test_two_steps_of_one_schedule_of_torchs_pass(whitebox: WhiteBox) -> None:

@@ -16,6 +16,7 @@ from validation.whitebox.crossings import Passed, passed
 from validation.whitebox.matching import match, with_copies
 from validation.whitebox.places import Both
 from validation.whitebox.rank import Part, RankMade
+from validation.whitebox.shards import gathered, sized, untiled
 from validation.whitebox.share import Replicas
 from validation.whitebox.together import claims
 
@@ -86,8 +87,19 @@ class Assembled:
         for number, (rank, chunk, part) in enumerate(parts):
             names = {k: name for (at, k), name in found.names.items() if at == number}
             strangers = {k: why for (at, k), why in found.strangers.items() if at == number}
-            rows.append(_Row(chunk, Stage(number, rank, part, names, strangers)))
+            rows.append(_Row(chunk, Stage(number, rank, self._whole(part, names), names, strangers)))
         return tuple(replace(one, index=index) for index, one in enumerate(_in_order(rows, [*self._parameters])))
+
+    def _whole(self, part: Part, names: Mapping[int, str]) -> Part:
+        """``part``, with flat shards put together as the whole parameters that the model has under ``names``."""
+        sizes = {k: (self._parameters[name].numel(),) for k, name in names.items()}
+        members = tuple((rank, replace(one, shards=sized(one.shards, sizes))) for rank, one in part.members)
+        gradients = list(part.gradients)
+        for k in (k for k in names if k in part.shards and part.shards[k].flat):
+            lying = [(one.shards[k], one.gradients[k]) for _, one in members if k in one.shards]
+            whole = None if untiled([shard for shard, _ in lying]) else gathered(lying)
+            gradients[k] = gradients[k] if whole is None else whole.view(self._parameters[names[k]].shape)
+        return replace(part, gradients=tuple(gradients), shards=sized(part.shards, sizes), members=members)
 
     @cached_property
     def owner(self) -> dict[str, int]:

@@ -1,5 +1,6 @@
 """Which parameter of the reference is which of a foreign step's: by identity, by name, by a mapping, by content."""
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from validation.tolerance import same_bits
 
-Names = Mapping[str, str] | Callable[[str], str]
+Names = Mapping[str, str] | Callable[..., str]
 Place = tuple[int, int]  # the k-th parameter of the i-th part
 
 
@@ -34,14 +35,26 @@ class Matched:
     strangers: Mapping[Place, str]
 
 
-def renamed(names: Names | None, name: str) -> str | None:
-    """What the user's mapping makes of ``name``: a function, or prefixes of which the longest that fits is replaced."""
+def renamed(names: Names | None, name: str, rank: int = 0, chunk: int = 0) -> str | None:
+    """What the user's mapping makes of ``name``: a function, or prefixes of which the longest that fits is replaced.
+
+    A function is given the name, and if it has three arguments also the rank and the number of the module on it.
+    """
     if names is None:
         return None
     if not isinstance(names, Mapping):
-        return names(name)
+        return names(name, rank, chunk) if _wants(names) == 3 else names(name)
     fitting = max((prefix for prefix in names if name.startswith(prefix)), key=len, default=None)
     return name if fitting is None else names[fitting] + name[len(fitting) :]
+
+
+def _wants(function: Callable[..., str]) -> int:
+    """How many arguments ``function`` must have; what has a default is the user's own."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # one that is written in C, of which nothing is known
+        return 1
+    return sum(one.default is one.empty for one in parameters)
 
 
 def match(parts: Sequence[Sequence[Local]], known: Mapping[str, bytes | None]) -> Matched:
