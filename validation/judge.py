@@ -97,6 +97,8 @@ class Judge:
             self.ledger.skip(law, "the plan does not have it")
         for law, reason in self._subject.skipped.items():
             self.ledger.skip(law, reason)
+        for law, note in self._subject.remarks.items():
+            self.ledger.remark(law, note)
 
     def _operation(self, number: int, laws: Scenarios) -> None:
         name = self._subject.plan[number]

@@ -159,6 +159,16 @@ class Assembled:
         return frozenset(stage.index for stage in self.stages if stage.part.calls is None)
 
     @property
+    def remarks(self) -> dict[str, str]:
+        """What a watched stage did not show, by the law that would judge it."""
+        watched = [stage for stage in self.stages if stage.part.calls]
+        fed = [str(stage.index) for stage in watched if not any(call.inputs for call in stage.part.calls or ())]
+        if not fed:
+            return {}
+        who = f"stage{'s' * (len(fed) > 1)} {', '.join(fed)} took no tensor as an argument"
+        return {"boundaries": f"{who}: what came in, and the gradient of that, was not compared there"}
+
+    @property
     def nameless(self) -> bool:
         """Whether gradients alone were handed back, so that nobody knows of any weights."""
         return bool(self.stages) and all(one.content is None for stage in self.stages for one in stage.part.locals)

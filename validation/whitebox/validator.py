@@ -161,6 +161,7 @@ def _judged(title: str, task: Task, found: Assembled, twin: Twin, run: Reference
         _Oracle(reference, batches, made),
         found.tied,
         skipped=dict(_skipped(found, observed)),
+        remarks=found.remarks,
         strangers=found.strangers,
         unseen=found.unseen,
         uncalled=found.uncalled,
