@@ -124,8 +124,8 @@ def _obey(order: bytes, context: RankContext) -> object:
         return job(context, *arguments)
     except Exception as error:  # whatever the user's code raises, its own globals may be why
         if kept:
-            groups = f"{kept} process group{'s' * (kept > 1)} of earlier jobs"
-            error.add_note(f"{groups} still on this rank: a test marked fresh_ranks, or World.close() before a run, has ranks without")
+            groups = f"{kept} process group{'s' * (kept > 1)} of earlier jobs still on this rank"
+            error.add_note(f"{groups}: a test marked fresh_ranks, or World.close() before a run, has ranks without")
         raise
 
 

@@ -136,14 +136,14 @@ def _flattened(part: Part) -> Part:
 def _calls(bundle: Sequence[Member], replicas: Replicas) -> tuple[Call, ...] | None:
     """The calls of one rank of each replica, one after the other; in a bidirectional pipeline, of all."""
     each = replicas.count == 1 and not bundle[0][1].shards
-    seen = {rank if each else replicas.of[rank]: part.calls for rank, part in reversed(bundle)}
+    seen = {rank if each else replicas.of[rank]: (rank, part.calls) for rank, part in reversed(bundle)}
     every: list[Call] = []
-    for _, calls in sorted(seen.items()):
+    for _, (rank, calls) in sorted(seen.items()):
         if calls is None:
             return None
         done = sum(len(call.backwards) for call in every)
         count = {number: done + k for k, number in enumerate(sorted(n for call in calls for n in call.backwards))}
-        every += [replace(call, backwards=[count[number] for number in call.backwards]) for call in calls]
+        every += [replace(call, backwards=[count[n] for n in call.backwards], rank=rank) for call in calls]
     return tuple(every)
 
 
