@@ -90,3 +90,23 @@ def test_losses_that_are_too_large_are_no_sum_over_replicas(whitebox: WhiteBox) 
     (cause,) = judged(whitebox, lambda name: True, times=2.0).cause
     assert (cause.kind, cause.factor) == ("scale", 2.0)
     assert "a sum over 2 replicas" not in str(cause), cause.detail
+
+
+def test_a_factor_of_all_is_told_where_rounding_hides_each_microbatch_s(whitebox: WhiteBox) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        layers = (nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.Tanh()) for _ in range(8))
+        return nn.Sequential(*layers).bfloat16()
+
+    def step(model: Any, microbatches: list[Any]) -> Any:
+        losses = [loss_fn(model(x), target) for x, target in microbatches]
+        for loss in losses:
+            (loss / len(losses)).backward()
+        for parameter in model.parameters():
+            parameter.grad *= 4
+        return model, [loss.item() for loss in losses]
+
+    draw = torch.Generator().manual_seed(1)
+    given = [tuple(torch.randn(6, 16, generator=draw).bfloat16() for _ in range(2)) for _ in range(4)]
+    verdict = whitebox.validate(step, reference=build, microbatches=given, ranks=1, loss_fn=loss_fn)
+    assert [(cause.kind, cause.factor) for cause in verdict.cause] == [("scale", 4.0)], str(verdict)
