@@ -181,14 +181,16 @@ def train(stage: nn.Module, microbatches: list[Any], before: int | None, after: 
     return losses
 
 
-def bucketed(stage: nn.Module, group: Any, *, cut: int, reduced: bool, mean: bool) -> Made:
-    """This rank's shards of the bucket of all gradients, which is cut in two at an element, wherever that is."""
+def bucketed(stage: nn.Module, group: Any, *, cut: int, over: int | None) -> Made:
+    """This rank's shards of the bucket of all gradients, which is cut in two at an element, wherever that is.
+
+    Its sum is divided by ``over``; None: nothing is summed.
+    """
     trained = [parameter for parameter in stage.parameters() if parameter.requires_grad]
     bucket = torch.cat([parameter.grad.flatten() for parameter in trained if parameter.grad is not None])
-    if reduced:
+    if over is not None:
         dist.all_reduce(bucket, group=group)
-    if mean:
-        bucket /= dist.get_world_size(group)
+        bucket /= over
     first, last = (0, cut) if dist.get_rank(group) == 0 else (cut, len(bucket))
     made, at = {}, 0
     for parameter in trained:
@@ -204,8 +206,7 @@ def judged(
     *,
     stages: int = 1,
     cut: int = 28,
-    reduced: bool = True,
-    mean: bool = True,
+    over: int | None = 2,
     named: bool = False,
     change: Callable[[Made], Made] = lambda made: made,
     begun: Callable[[Any], object] = lambda model: None,
@@ -219,7 +220,7 @@ def judged(
         begun(model)
         before, after = rank - 1 if own else None, rank + 1 if own < stages - 1 else None
         losses = train(stage, microbatches, before, after)
-        made = change(bucketed(stage, groups[own], cut=cut, reduced=reduced, mean=mean))
+        made = change(bucketed(stage, groups[own], cut=cut, over=over))
         if named:
             return {name: made.get(p) for name, p in model.named_parameters()}, losses
         return HandedBack(stage, losses, gradients=made)
@@ -280,11 +281,11 @@ def test_a_replica_with_flat_shards_that_began_with_other_weights(whitebox: Whit
 
 
 def test_flat_shards_that_were_not_reduced(whitebox: WhiteBox) -> None:
-    verdict = judged(whitebox, reduced=False, mean=False)
+    verdict = judged(whitebox, over=None)
     (cause,) = verdict.cause
     assert (cause.kind, cause.stage) == ("not-reduced", 0), str(verdict)
 
 
 def test_flat_shards_of_a_sum_in_place_of_a_mean(whitebox: WhiteBox) -> None:
-    verdict = judged(whitebox, mean=False)
+    verdict = judged(whitebox, over=1)
     assert [(cause.kind, cause.factor) for cause in verdict.cause] == [("scale", 2.0)], str(verdict)

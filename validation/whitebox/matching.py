@@ -35,7 +35,7 @@ class Matched:
     strangers: Mapping[Place, str]
 
 
-def renamed(names: Names | None, name: str, rank: int = 0, chunk: int = 0) -> str | None:
+def renamed(names: Names | None, name: str, *, rank: int = 0, chunk: int = 0) -> str | None:
     """What the user's mapping makes of ``name``: a function, or prefixes of which the longest that fits is replaced.
 
     A function is given the name, and if it has three arguments also the rank and the number of the module on it.

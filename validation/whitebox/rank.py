@@ -127,7 +127,7 @@ class _Collector:
 
     def parts(self, handed: HandedBack) -> tuple[Part, ...]:
         if handed.gradients is not None and not handed.modules:
-            locals_ = tuple(Local(name, said=renamed(self.names, name, self.rank)) for name in handed.gradients)
+            locals_ = tuple(Local(name, said=renamed(self.names, name, rank=self.rank)) for name in handed.gradients)
             gradients, shards = _in_parts(handed.gradients.items())
             return (Part(locals_, gradients, shards=shards),) if locals_ else ()
         given = handed.by_parameter
@@ -143,7 +143,7 @@ class _Collector:
             content = None if seen is None else seen.digest
             if seen is not None and seen.value is not None:
                 values[len(locals_)] = seen.value
-            locals_.append(Local(name, renamed(self.names, name, self.rank, chunk), identical, content))
+            locals_.append(Local(name, renamed(self.names, name, rank=self.rank, chunk=chunk), identical, content))
             held.append((name, _gradient(parameter) if given is None else given.get(id(parameter))))
         calls = self.watcher.calls(module)
         gradients, shards = _in_parts(held)
