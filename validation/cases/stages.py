@@ -1,7 +1,7 @@
 """A model cut into stages: modules of their own, each with copies of its pieces under the model's names."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -59,11 +59,14 @@ def tied_across(model: Model, split: Sequence[int]) -> list[Mapping[int, str]]:
     return copies_apart(model, owners(model, split))
 
 
-def copies_apart(model: nn.Module, owner: Mapping[str, int]) -> list[Mapping[int, str]]:
-    """As ``tied_across``, where ``owner`` has the stage of every parameter name."""
+def copies_apart(
+    model: nn.Module, owner: Mapping[str, int], more: Collection[tuple[int, str]] = ()
+) -> list[Mapping[int, str]]:
+    """As ``tied_across``, where ``owner`` has the stage of every parameter name, and ``more`` are further copies."""
     by_tensor: dict[int, dict[int, str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        by_tensor.setdefault(id(parameter), {}).setdefault(owner[name], name)
+        for stage in (owner[name], *sorted(stage for stage, other in more if other == name)):
+            by_tensor.setdefault(id(parameter), {}).setdefault(stage, name)
     return [copies for copies in by_tensor.values() if len(copies) > 1]
 
 

@@ -23,7 +23,7 @@ class Passed:
     ``begins`` and ``ends`` are the places in the reference where its inputs and its outputs pass, by their numbers.
     ``lost`` are the microbatches that no call was known to be about; ``complete``: there is one call for each of them.
     ``unplaced`` are tensors of which nothing tells where they should pass: at which of the flow's points, and for which
-    microbatch. Whether they are right nobody knows.
+    microbatch. Whether they are right nobody knows. ``ranks``: which rank each microbatch was on, if several hold it.
     """
 
     actions: tuple[Action, ...]
@@ -34,6 +34,7 @@ class Passed:
     lost: tuple[int, ...] = ()
     complete: bool = True
     unplaced: frozenset[tuple[str, int]] = frozenset()
+    ranks: Mapping[int, int | None] = field(default_factory=dict)
 
     @property
     def untold(self) -> bool:
@@ -81,7 +82,8 @@ def _passed(stage: int, calls: Sequence[Call], seen: Sequence[Column], order: Or
         if column.where != KEPT and column.seen[k] is not None and order.numbers[k] not in column.known
     )
     ends = _at(GIVEN, seen), _at(MADE, seen)
-    return Passed((*forwards, *backwards), called, tuple(crossings), *ends, order.left, order.complete, unplaced)
+    ranks = {number: call.rank for number, call in zip(order.numbers, calls, strict=True)}
+    return Passed((*forwards, *backwards), called, tuple(crossings), *ends, order.left, order.complete, unplaced, ranks)
 
 
 def _at(where: str, seen: Sequence[Column]) -> dict[int, str]:
@@ -111,6 +113,7 @@ def _crossing(column: Column, k: int, call: Call, context: _Context) -> Iterator
         column.judged,
         k + 1,
         place,
+        call.rank,
     )
     if seen is not None and microbatch == UNTOLD and column.place:
         yield replace(crossing, really=_nobodys(seen))

@@ -71,7 +71,8 @@ class Floors:
         if expected is None or other is None or apart is None:
             return Floor(0.0, 0.0, 0.0, self._precision)
         late = self._reference.late
-        parts = [one.gradients[site] for pending in self._pending for one in pending.expected.contributions]
+        home = self._reference.home(site)
+        parts = [one.gradients[home] for pending in self._pending for one in pending.expected.contributions]
         shares = [None if part is None else part.cpu() / late for part in parts]
         return floor_of(expected.cpu(), [other.cpu()], apart.cpu(), shares)
 

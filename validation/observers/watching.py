@@ -21,6 +21,7 @@ class Call:
     """One call of a watched module. Gradients are by the number of the tensor that they belong to.
 
     ``backwards`` has an entry, a count over all calls of this rank, for each time that gradients came out of the call.
+    ``rank`` is the one that it was on, where several hold its stage.
     """
 
     training: bool
@@ -30,6 +31,7 @@ class Call:
     input_gradients: dict[int, Sketch] = field(default_factory=dict)
     kept: dict[int, Sketch] = field(default_factory=dict)  # the inputs once more, when the backward begins
     backwards: list[int] = field(default_factory=list)
+    rank: int | None = None
 
 
 class Watcher:

@@ -1,7 +1,7 @@
 """One operation held against what a record says of it, number by number as they come."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -47,11 +47,15 @@ class Against:
         self._places = places
         self._rank = rank
 
-    def held(self, counts: Mapping[str, int]) -> None:
-        """How many places hold each parameter."""
+    def held(self, counts: Mapping[str, int], *, copies: Collection[str] | None = ()) -> None:
+        """How many places hold each parameter. ``copies`` may be in several; None: nobody knows which."""
         due = dict.fromkeys([*self._expected.before, *self._expected.gradients])
         for name in dict.fromkeys([*due, *counts]):
             count, wanted = counts.get(name, 0), int(name in due)
+            if count > 1 and wanted and copies is None:
+                why = f"{name} is in {count} stages: as copies of one weight, or by a mistake"
+                self._ledger.doubt("parameters-once", f"{why}; the model beside the job would tell")
+            count = 1 if count > 1 and wanted and (copies is None or name in copies) else count
             self._ledger.hold(
                 self._at("parameters-once", parameter=name),
                 count == wanted,
@@ -59,22 +63,26 @@ class Against:
                 f"held {wanted} times",
             )
 
-    def losses(self, seen: Sequence[float]) -> None:
-        """The microbatches' losses."""
+    def losses(self, seen: Sequence[float], share: Sequence[int] | None = None) -> None:
+        """The losses of these microbatches (None: of all)."""
         expected, floors = self._expected.losses, self._expected.floors
         if not all(map(math.isfinite, expected)):
             self._ledger.doubt("loss", f"the losses expected are {_text(expected)}: there is nothing to compare with")
             return
-        if len(seen) != len(expected):
-            self._ledger.hold(self._at("loss"), False, f"{len(seen)} losses", f"{len(expected)} losses")
+        own = range(len(expected)) if share is None else share
+        if len(seen) != len(own):
+            self._ledger.hold(self._at("loss"), False, f"{len(seen)} losses", f"{len(own)} losses")
             return
-        for microbatch, (one, wanted) in enumerate(zip(seen, expected, strict=True)):
+        for microbatch, one in zip(own, seen, strict=True):
             floor = unmeasured() if floors is None else floors.losses[microbatch]
-            self._number_of(self._at("loss", microbatch=microbatch), one, wanted, floor)
+            self._number_of(self._at("loss", microbatch=microbatch), one, expected[microbatch], floor)
 
-    def loss(self, seen: float | None) -> None:
-        """What the losses are together after division, where both sides say it."""
-        wanted = self._expected.loss
+    def loss(self, seen: float | None, share: Sequence[int] | None = None) -> None:
+        """What the losses are together after division, where both sides say it: of all, or of these as if all."""
+        wanted, every = self._expected.loss, self._expected.losses
+        if share and seen is not None and wanted and math.fsum(every):
+            own = wanted * math.fsum(every[k] for k in share) / math.fsum(every) * len(every) / len(share)
+            wanted = min(wanted, own, key=lambda one: abs(one - seen))
         if seen is not None and wanted is not None and math.isfinite(wanted):
             self._number_of(self._at("loss"), seen, wanted, unmeasured())
 
@@ -139,7 +147,8 @@ class Against:
 
     def _at(self, law: str, *, parameter: str | None = None, microbatch: int | None = None) -> Heading:
         found = self._places.get(parameter or "", ())
-        rank, stage = found[0] if found else (None if parameter else self._rank, None)
+        first = found[0] if found else (None if parameter else self._rank, None)
+        rank, stage = next((place for place in found if place[0] == self._rank), first)
         where = Mismatch(
             law, self._number + 1, "", "", rank=rank, stage=stage, microbatch=microbatch, parameter=parameter
         )

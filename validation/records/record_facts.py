@@ -24,7 +24,8 @@ class Seen:
 
     ``begun``: what the gradients were before it, or those of the step before. ``norms`` of each rank, None from one
     that reports none. ``moved``: how many times as far as they should have parameters moved, those that are not where
-    they should be. ``left_out`` wrong gradients are not among ``gradients``.
+    they should be. ``left_out`` wrong gradients are not among ``gradients``. ``copies``: each rank's gradient of what
+    several hold.
     """
 
     gradients: Mapping[str, Gradient]
@@ -32,6 +33,7 @@ class Seen:
     norms: Sequence[float | None]
     moved: Mapping[str, Factor] = field(default_factory=dict)
     left_out: int = 0
+    copies: Mapping[str, Mapping[int, Gradient]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """The single-device model beside a running job: it takes the job's weights and makes the step that the job makes."""
 
+import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from reference.data import Batch
 from reference.step import Loss, Site
 from reference.traced import Traced
-from validation.foreign.task import counting
+from validation.foreign.task import counting, repeated
 from validation.records.record import Record, RecordError
 from validation.records.step_record import LossFn, Pairs, record_step
 
@@ -60,6 +61,11 @@ class SingleDevice:
         batches = [_batch(number, *pair).to(str(like.device)) for number, pair in enumerate(microbatches)]
         divisor = float(len(batches) if self.loss_divisor is None else self.loss_divisor)
         return Traced(model, held=held, batches=batches, loss=Loss(self._of_output, divisor), losses=losses, ends={})
+
+    def repeated(self, model: nn.Module, microbatches: Pairs) -> frozenset[str]:
+        """The parameters that ``model`` uses in several places: these may have copies in several stages."""
+        batch = _batch(0, *microbatches[0]).to(str(next(model.parameters()).device))
+        return repeated(copy.deepcopy(model), batch, self._of_output)
 
     def _of_output(self, output: object, target: Tensor) -> Tensor:
         return self.loss_fn(*(output if isinstance(output, tuple) else (output,)), target)

@@ -7,7 +7,7 @@ memory than the largest parameter; the verdicts are joined at the end, so that a
 import math
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from validation.judging.ledger import Ledger
 from validation.judging.verdict import LawResult, Verdict
 from validation.observers.wrappers import AroundGradients
 from validation.records.against import LAWS, Against
-from validation.records.arrivals import Arrival, disagreement, places_of, told
+from validation.records.arrivals import Arrival, Run, other_run, places_of, run_of, told
 from validation.records.compare import concluded
 from validation.records.content import ContentError
 from validation.records.job_causes import Beside, Checked, explained
@@ -106,6 +106,8 @@ class StepCheck:
         self._obstacle = ""  # why there is nothing to compare
         self._failure = ""  # how ranks failed
         self._verdict: Verdict | None = None
+        self._run = Run((0,), (), (None,))
+        self._microbatches: Pairs | None = None  # of all replicas, where the reference runs
 
     def __enter__(self) -> "StepCheck":
         self._began = perf_counter()
@@ -152,9 +154,12 @@ class StepCheck:
         """Compare what this rank knows: the microbatches' losses, undivided; what they are together; the norm."""
         if self._at is None:
             return
-        if losses is not None:
-            self._at.losses([float(one) for one in losses])
-        self._at.loss(None if loss is None else float(loss))
+        share = self._run.shares[self._exchange.rank]
+        if losses is not None and share is None and self._expected and len(losses) != len(self._expected.losses):
+            self._ledger.doubt("loss", "whose losses these are nobody says: pass each replica the microbatches it runs")
+        elif losses is not None:
+            self._at.losses([float(one) for one in losses], share)
+        self._at.loss(None if loss is None else float(loss), share)
         if norm is not None:
             self._norm = float(norm)
             self._at.norm(self._norm)
@@ -186,7 +191,8 @@ class StepCheck:
     def _compare_after(self, at: Against) -> None:
         """Compare what the step has left."""
         at.parameters(self._own.parameters)
-        at.buffers(self._own.buffers if self._expected is not None and self._expected.buffers else {})
+        if self._run.count == 1:
+            at.buffers(self._own.buffers if self._expected is not None and self._expected.buffers else {})
         wrong = {one.parameter for one in self._ledger.mismatches if one.law == "updated-parameters"}
         if wrong and self._expected is not None:
             seen = {name: parameter for name, parameter in self._own.parameters.items() if name in wrong}
@@ -200,23 +206,42 @@ class StepCheck:
             record, digests = self._read(), self._digests()
             self._own.check_names()
             if record is not None:
-                self._own.check_start(record.operations[self._number], digests)
+                self._own.check_start(record.operations[self._number])
         mine = Arrival(self._own.places, digests, self._problem)
         arrivals: list[Arrival] = self._gather(mine, "the beginning of the checked step")
         problems = {rank: arrival.problem for rank, arrival in enumerate(arrivals) if arrival.problem}
-        problems = problems or disagreement([arrival.microbatches for arrival in arrivals])
+        run, wrong = run_of(arrivals)
+        problems = problems or wrong
         if not problems and self._beside is not None:
-            record, problems = self._beside.record(self._own.parameters, arrivals, self._job.microbatches)
+            self._microbatches = self._every(run)
+            record, problems = self._beside.record(self._own.parameters, arrivals, self._microbatches)
+        elif not problems and record is not None:
+            problems = other_run(run, record.operations[self._number])
         if problems or record is None:
             return told(problems)
         self._record, self._expected = record, record.operations[self._number]
+        self._run, self._places = run.as_in(self._expected.microbatches), places_of(arrivals)
         rank = self._exchange.rank
-        places = places_of(arrivals)
-        self._places = places
-        self._at = Against(self._expected, self._ledger, number=self._number, places=places, rank=rank)
+        self._at = Against(self._expected, self._ledger, number=self._number, places=self._places, rank=rank)
         if rank == 0:
-            self._at.held({name: len(found) for name, found in places.items()})
+            counts = {name: len({stage for _, stage in found}) for name, found in self._places.items()}
+            self._at.held(counts, copies=self._copies(counts))
         return ""
+
+    def _every(self, run: Run) -> Pairs | None:
+        """The microbatches of all replicas, on rank 0, which runs the reference; elsewhere this rank's own."""
+        if not run.apart:
+            return self._job.microbatches
+        given = self._gather(self._job.microbatches, "the microbatches of all replicas")
+        return run.together(given) if self._exchange.rank == 0 else self._job.microbatches
+
+    def _copies(self, counts: Mapping[str, int]) -> Collection[str] | None:
+        """What may be in several stages, where something is; None where nobody knows."""
+        if self._beside is None or self._beside.model is None or self._microbatches is None:
+            return None
+        if max(counts.values(), default=0) < 2:
+            return ()
+        return self._beside.source.repeated(self._beside.model, self._microbatches)
 
     @contextmanager
     def _noting(self) -> Iterator[None]:
@@ -260,6 +285,8 @@ class StepCheck:
             ledger.skip("updated-parameters", "what is expected makes no update: the optimizer's state is the job's")
         if not self._expected.buffers:
             ledger.skip("buffers", "nothing is expected of them")
+        elif self._run.count > 1:
+            ledger.skip("buffers", "each replica leaves its own, of its own microbatches")
         return concluded(ledger, f"a step of this job against {self._record.name}", rerun=rerun, seconds=took)
 
     def _explained(self, verdict: Verdict, parts: Sequence[_Part]) -> Verdict:
@@ -287,9 +314,9 @@ class StepCheck:
     def _remade(self) -> Beside | None:
         """The model beside the job, for rank 0 to run again."""
         found = self._beside
-        if found is None or found.model is None or self._job.microbatches is None:
+        if found is None or found.model is None or self._microbatches is None:
             return None
-        return Beside(found.source, found.model, self._job.microbatches)
+        return Beside(found.source, found.model, self._microbatches)
 
     def _gather(self, value: object, what: str) -> list[Any]:
         return self._exchange.gather(value, what=what, bound_s=self._job.timeout_s)
