@@ -1,5 +1,6 @@
-"""Autograd's graph of one forward: which stages' parameters went into a tensor, and where a stage ends in it."""
+"""Autograd's graph of one forward: which parameters went into a tensor, how often, and where a stage ends in it."""
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ Node = Any  # torch.autograd.graph.Node, which is one object as long as somebody
 Edge = tuple[Node, int]  # a node, and the number of its output
 
 NONE = -1  # the depth of what no parameter went into
+_MIXED = frozenset({-1, -2})  # several parameters: which they are is no matter
 
 
 def ends_of(tensors: Iterable[Tensor]) -> list[Edge]:
@@ -22,16 +24,23 @@ def depths(ends: Iterable[Edge], stage_of: Mapping[int, int]) -> dict[Node, int]
     ``stage_of`` has the stage of every parameter by the id of its tensor.
     """
     found: dict[Node, int] = {}
-    waiting = [node for node, _ in ends]
-    while waiting:
-        node = waiting[-1]
-        open_ = [before for before, _ in _before(node) if before not in found]
-        if node in found or not open_:
-            waiting.pop()
-            below = [found[before] for before, _ in _before(node)]
-            found.setdefault(node, max([stage_of.get(id(getattr(node, "variable", None)), NONE), *below]))
-        waiting += open_
+    for node in _upwards(ends):
+        below = [found[before] for before, _ in _before(node)]
+        found[node] = max([stage_of.get(id(getattr(node, "variable", None)), NONE), *below])
     return found
+
+
+def uses(ends: Iterable[Edge]) -> Counter[int]:
+    """How often each parameter meets other tensors, as it is or as what was made of it alone, by its tensor's id."""
+    sources: dict[Node, frozenset[int]] = {}
+    count: Counter[int] = Counter()
+    for node in _upwards(ends):
+        own = {id(node.variable)} if hasattr(node, "variable") else set()
+        every = own.union(*(sources[before] for before, _ in _before(node)))
+        sources[node] = frozenset(every) if len(every) < 2 else _MIXED
+        if sources[node] is _MIXED:
+            count.update(next(iter(sources[b])) for b, _ in _before(node) if sources[b] and sources[b] is not _MIXED)
+    return count
 
 
 def frontier(ends: Iterable[Edge], deep: Mapping[Node, int], stage: int, known: Collection[Edge]) -> set[Edge] | None:
@@ -54,6 +63,21 @@ def frontier(ends: Iterable[Edge], deep: Mapping[Node, int], stage: int, known: 
         else:
             waiting += _before(edge[0])
     return found
+
+
+def _upwards(ends: Iterable[Edge]) -> Iterator[Node]:
+    """Every node behind ``ends`` once, each after those behind it."""
+    seen: set[Node] = set()
+    waiting = [node for node, _ in ends]
+    while waiting:
+        node = waiting[-1]
+        open_ = [before for before, _ in _before(node) if before not in seen]
+        if node in seen or not open_:
+            waiting.pop()
+            if node not in seen:
+                seen.add(node)
+                yield node
+        waiting += open_
 
 
 def _before(node: Node) -> Iterator[Edge]:

@@ -6,7 +6,7 @@ and a correct pipeline then agrees to the last bit.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -94,10 +94,14 @@ class Reference:
     """A model on one device that is trained operation by operation: "train", "accumulate" or "eval".
 
     ``owner`` maps every parameter name, each name of a tied one too, to the stage that holds a copy under it.
+    ``copies`` are further ones, in other stages under the same names: their shares are not known apart.
     """
 
-    def __init__(self, model: nn.Module, *, owner: Mapping[str, Stage], recipe: Recipe) -> None:
+    def __init__(
+        self, model: nn.Module, *, owner: Mapping[str, Stage], recipe: Recipe, copies: Collection[Site] = ()
+    ) -> None:
         self.model = model
+        self._more = tuple(copies)
         self._recipe = recipe
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
         self._sites = {name: (owner[name], name) for name in self._parameters}
@@ -201,11 +205,15 @@ class Reference:
         """
         total: dict[Site, Gradient] = {}
         for copies in self._copies().values():
-            shares = {stage: sums[stage, name] for stage, name in copies}
+            shares = {site[0]: sums[site] for site in copies if site in sums}
             whole = _add([shares[stage] for stage in sorted(shares)])
             whole = whole if whole is None or self.late == 1.0 else whole / self.late
             total |= dict.fromkeys(copies, whole)
         return total
+
+    def home(self, site: Site) -> Site:
+        """Where contributions have what ``site`` gives: for a further copy, at the owner of its name."""
+        return self._sites[site[1]]
 
     def norm(self, gradients: Mapping[Site, Gradient]) -> float:
         """The 2-norm over logical parameters, a tied one counted once; sums of squares in fp64, added exactly."""
@@ -218,6 +226,8 @@ class Reference:
         copies: dict[int, list[Site]] = {}
         for name, parameter in self._parameters.items():
             copies.setdefault(id(parameter), []).append(self._sites[name])
+        for site in self._more:
+            copies[id(self._parameters[site[1]])].append(site)
         return {key: sorted(sites) for key, sites in copies.items()}
 
 

@@ -177,7 +177,7 @@ class Traced:
             leaf = made.setdefault((stage, id(parameter)), parameter.detach().requires_grad_(parameter.requires_grad))
             self._leaves[stage, name] = leaf
         owner = {id(parameters[name]): stage for stage, name in self._held}
-        by_name = {name: leaf for (_, name), leaf in self._leaves.items()}
+        by_name = {name: self._leaves[stage, name] for stage, name in reversed(self._held)}  # of copies, the first
         for name, parameter in parameters.items():  # other names of what is held
             if name not in by_name and id(parameter) in owner:
                 by_name[name] = made[owner[id(parameter)], id(parameter)]

@@ -34,6 +34,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Make the marker known, count what is left out, and under torchrun make the ranks go together."""
     config.addinivalue_line("markers", "one_rank: under torchrun run on rank 0 only; the other ranks take its verdict")
+    fresh = "fresh_ranks: runs on ranks that no test used before, and that none uses after it"
+    config.addinivalue_line("markers", fresh)
     config.addinivalue_line("markers", "ranks: starts ranks; every test that uses the world fixture has it")
     config.pluginmanager.register(LeftOut(), "pipeproof-left-out")
     if under_torchrun():
@@ -59,6 +61,18 @@ def world(request: pytest.FixtureRequest) -> Iterator["World"]:
     bound_s = min(120.0, request.config.getoption("--rank-timeout"))
     with World(device=request.config.getoption("--pipeproof-device"), timeout_s=bound_s) as world:
         yield world
+
+
+@pytest.fixture(autouse=True)
+def _fresh_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """For a test marked so: what a runtime keeps in its globals, such as its groups, is not there, nor stays."""
+    if request.node.get_closest_marker("fresh_ranks") is None:
+        yield
+        return
+    world: World = request.getfixturevalue("world")
+    world.close()
+    yield
+    world.close()
 
 
 @pytest.fixture

@@ -62,7 +62,7 @@ def test_shards_of_fully_shard(whitebox: WhiteBox, kind: str) -> None:
     verdict.raise_if_failed()
     assert verdict.verdict == "pass"
     assert verdict.law("shards").checked == 8
-    assert verdict.law("initial-weights").checked == 8, "as they were gathered for the forward"
+    assert verdict.law("initial-weights").checked == 16, "as they were gathered for the forward"
     assert verdict.law("grad-norm").checked == RANKS
 
 

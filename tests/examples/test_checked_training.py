@@ -5,8 +5,11 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 SCRIPT = str(Path(__file__).with_name("checked_training.py"))
+REPLICAS = str(Path(__file__).with_name("checked_replicas.py"))
 README = (Path(__file__).parents[2] / "README.md").read_text()
 
 
@@ -53,3 +56,46 @@ def test_a_record_names_what_its_sums_tell_and_no_more(torchrun: Launch, python:
         options = ("--record", "x", "--check-at", "0", "--steps", "1", "--fault", fault)
         (wrong,) = verdicts(torchrun(tmp_path, SCRIPT, *options, ranks=2).stdout)
         assert re.search(words, wrong), wrong
+
+
+@pytest.mark.parametrize("model", ["plain", "tied"])
+def test_replicas_and_copies_that_are_right_pass(torchrun: Launch, tmp_path: Path, model: str) -> None:
+    (verdict,) = verdicts(torchrun(tmp_path, REPLICAS, "--model", model, ranks=4).stdout)
+    assert verdict.startswith("PASS"), verdict
+    assert re.search(r"loss +pass +4 compared", verdict), "each replica's own two"
+    assert re.search(r"gradient +pass +(16|8) compared", verdict), "on every rank that has them"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            ("--fault", "unreduced"),
+            "cause     not-reduced: .*\n +stage 0: .*: ranks 0, 1 keep gradients of their",
+        ),
+        (("--fault", "one"), "cause     not-reduced: .*\n +.*stage 0, parameter 0.0.bias: ranks 0, 1 keep gradients"),
+        (
+            ("--model", "tied", "--fault", "untied"),
+            "cause     tied-not-summed: .*\n +parameter first.weight: ranks 0, 1",
+        ),
+    ],
+)
+def test_replicas_and_copies_that_were_not_summed_are_named(
+    torchrun: Launch, tmp_path: Path, options: tuple[str, ...], words: str
+) -> None:
+    (verdict,) = verdicts(torchrun(tmp_path, REPLICAS, *options, ranks=4).stdout)
+    assert verdict.startswith("FAIL gradient ("), verdict
+    assert re.search(words, verdict), verdict
+
+
+def test_replicas_against_a_record_and_what_nobody_said(torchrun: Launch, python: Launch, tmp_path: Path) -> None:
+    for model, words in (
+        ("plain", "PASS 60 comparisons"),
+        ("tied", "UNKNOWN parameters-once: first.weight is in 2 sta"),
+    ):
+        assert python(tmp_path, REPLICAS, "--model", model, "--write", model).returncode == 0
+        done = torchrun(tmp_path, REPLICAS, "--model", model, "--record", model, ranks=4)
+        assert verdicts(done.stdout)[0].startswith(words), done.stdout
+    (verdict,) = verdicts(torchrun(tmp_path, REPLICAS, "--given", "all", ranks=4).stdout)
+    assert verdict.startswith("UNKNOWN loss: whose losses these are nobody says: pass each replica the microbatches")
+    assert re.search(r"pass +parameters-once, none-ness, gradient: 40 compared", verdict)

@@ -20,6 +20,7 @@ _MORE = 8  # a sparse explanation has at most two atoms for every microbatch, an
 # The law judges fp16 as fp32, and so lets nothing pass that it should not. What a gradient is made of shows through the
 # rounding of its own type only.
 _FP16 = replace(BF16, unit=2.0**-11, least=4 * 2.0**-11, most=16 * 2.0**-11)
+_LIKE = 0.999  # the cosine from which on two microbatches are one
 _HALF = 0.5  # an explanation holds for a stage if it holds for at least this share of its parameters
 
 
@@ -88,6 +89,32 @@ class Explainer:
 
     def explain(self) -> Explanation:
         """The simplest explanation, or the unexplained rest."""
+        found = self._explained()
+        return (self._multiple() or found) if found.undecided else found
+
+    def _multiple(self) -> Explanation | None:
+        """One factor for all, where each parameter's gradient is so many times the right one, but for one rounding.
+
+        That tells it also where rounding hides each microbatch's own coefficient, unless two are like each other.
+        """
+        atoms = self._atoms.nominal
+        system = self._system(atoms)
+        seen = {name: self._seen[name] for name in self._names}
+        pairs = [(one.double().cpu(), self._due[name].double().cpu()) for name, one in seen.items()]  # type: ignore[union-attr]
+        if any(one.shape != due.shape or not one.isfinite().all() for one, due in pairs):
+            return None
+        squares = sum(due.square().sum().item() for _, due in pairs)
+        factor = sum((one * due).sum().item() for one, due in pairs) / squares if squares else 0.0
+        unit = max(precision_of(one.dtype).unit for one in seen.values() if one is not None)
+        rows = torch.nn.functional.normalize(system.rows, dim=1)
+        like = (rows @ rows.T).abs().triu(diagonal=1).max().item() > _LIKE
+        if not factor or like or any(error(one, factor * due) > unit for one, due in pairs):
+            return None
+        near = round(factor) if abs(factor - round(factor)) <= unit * abs(factor) else factor
+        found = self._simple({atom.term: float(near) for atom in atoms}, system, atoms)
+        return replace(found, odd=self._absences(found), compared=len(self._names))
+
+    def _explained(self) -> Explanation:
         if not self._names:
             zero = any(oddity.what == "zero" for oddity in self._absent)
             terms = {atom.term: float(not zero) for atom in self._atoms.nominal}

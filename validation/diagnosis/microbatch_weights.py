@@ -105,7 +105,7 @@ def factor_words(update: Update, factor: float, within: float = SAME) -> str:
         "the number of tokens": tokens,
         "tokens per microbatch": tokens / count,
         "the number of stages": update.now.stages,
-        "the number of ranks" + " of a replica" * (update.replicas > 1): len(set(update.placement)),
+        "the number of ranks" + " of a replica" * (update.replicas > 1): update.ranks or len(set(update.placement)),
         "the number of replicas": update.replicas,
     }
     minus, size = ("minus " if factor < 0 else ""), abs(factor)

@@ -34,7 +34,7 @@ def name_causes(
     causes += untrained(update)
     causes = [_with_rank(update, cause) for cause in causes]
     unknown = tuple(_unknown(stages, tied, sums))
-    return tuple(dict.fromkeys(causes)), unknown, tuple(_ruled_out(stages, causes))
+    return tuple(dict.fromkeys(causes)), unknown, tuple(_ruled_out(stages, tied, causes))
 
 
 def _decided_faults(update: Update, stage: Explanation) -> tuple[Fault, ...] | None:
@@ -192,14 +192,16 @@ def _unknown(
             yield f"stage {copy.stage}: the gradient of {copy.parameter} is no sum of the stages' shares"
 
 
-def _ruled_out(stages: Sequence[Explanation], causes: Sequence[Cause]) -> Iterator[str]:
-    """What the coefficients speak against."""
+def _ruled_out(stages: Sequence[Explanation], tied: Sequence[Shares], causes: Sequence[Cause]) -> Iterator[str]:
+    """What the coefficients speak against. They are of what one stage has alone: copies that are wrong may differ."""
     if not stages or not all(one.explained for one in stages):
         return
     for one in stages:
         right = [odd.parameter for odd in one.odd if odd.what == "right"]
         if right:
             yield f"all of stage {one.stage}: {', '.join(right)} {'is' if len(right) == 1 else 'are'} right"
+    if not all(copy.right for copy in tied):
+        return
     kinds = {cause.kind for cause in causes}
     terms = [(term, c) for one in stages for term, c in one.coefficients.items()]
     if not kinds & {"dropped", "zero"} and all(c for term, c in terms if term.nominal):

@@ -1,5 +1,6 @@
 """The copies of tied parameters: how often each stage's share is in each copy's gradient."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,7 +12,7 @@ from validation.diagnosis.combination import DECIDED, decided, fit, residual_of,
 from validation.diagnosis.explanation import Explanation, limit_of
 from validation.diagnosis.reordering import reordered
 from validation.diagnosis.update import Update
-from validation.judging.tolerance import error
+from validation.judging.tolerance import error, same_bits
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,8 @@ class Shares:
 
     ``explained``: that leaves only rounding. ``absent``: "missing" or "zero" in place of any count. ``turned``: the
     stage whose share's elements are in another order; ``lacking``: the microbatches of other stages' shares that are
-    not there.
+    not there. ``joint``: the stages whose shares are known as one alone, counted at the first of them. ``apart``: the
+    stages whose copies are alike; what these groups have makes the whole sum.
     """
 
     stage: Stage
@@ -30,11 +32,13 @@ class Shares:
     absent: str = ""
     turned: Stage | None = None
     lacking: tuple[int, ...] = ()
+    joint: tuple[Stage, ...] = ()
+    apart: tuple[tuple[Stage, ...], ...] = ()
 
     @property
     def right(self) -> bool:
         """Whether every share is in it once."""
-        whole = not self.absent and self.turned is None and not self.lacking
+        whole = not self.absent and self.turned is None and not self.lacking and not self.apart
         return self.explained and whole and all(count == 1 for count in self.counts.values())
 
 
@@ -52,8 +56,35 @@ def explain_tied(update: Update, stages: Sequence[Explanation]) -> tuple[Shares,
                 copy = _copy(stage, name, seen, shares, limit)
                 if seen is not None and not copy.explained:
                     copy = _turned(copy, seen, shares, limit) or _lacking(copy, seen, copies, stages, limit) or copy
-                found.append(copy)
+                found.append(replace(copy, joint=_joint(copies), apart=_apart(update, copies, due, limit)))
     return tuple(found)
+
+
+def _joint(copies: Mapping[Stage, str]) -> tuple[Stage, ...]:
+    """The stages that hold a copy under one name."""
+    times = Counter(copies.values())
+    return tuple(sorted(stage for stage, name in copies.items() if times[name] > 1))
+
+
+def _apart(update: Update, copies: Mapping[Stage, str], due: Tensor, limit: float) -> tuple[tuple[Stage, ...], ...]:
+    """The stages that have the same gradient, group by group, where only all groups together make the sum."""
+    if not _joint(copies):
+        return ()
+    groups: list[tuple[Tensor, list[Stage]]] = []
+    for stage, name in sorted(copies.items()):
+        seen = update.observed.get((stage, name))
+        if seen is None or seen.shape != due.shape:
+            return ()
+        group = next((stages for known, stages in groups if same_bits(known, seen)), None)
+        if group is None:
+            groups.append((seen, [stage]))
+        else:
+            group.append(stage)
+    parts = [seen.double().cpu() for seen, _ in groups]
+    whole = torch.stack(parts).sum(dim=0)
+    if not all(bool(part.any()) for part in parts) or len(groups) < 2 or not error(whole, due.double().cpu()) <= limit:
+        return ()
+    return tuple(tuple(stages) for _, stages in groups)
 
 
 def _copy(stage: Stage, name: str, seen: Gradient, shares: dict[Stage, Gradient], limit: float) -> Shares:

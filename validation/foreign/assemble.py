@@ -1,7 +1,7 @@
 """From what the ranks brought back to what can be judged: stages in order, parameters under the reference's names."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from pipeline.action import Action
 from pipeline.schedule import Schedule
 from reference.step import Site
 from validation.foreign.crossings import Passed, passed
-from validation.foreign.matching import match
+from validation.foreign.matching import match, with_copies
 from validation.foreign.places import Both
 from validation.foreign.rank import Part, RankMade
 from validation.foreign.share import Replicas
@@ -18,6 +18,7 @@ from validation.foreign.shared_stages import claims
 from validation.judging.copies import copies_apart
 from validation.judging.headings import NOWHERE
 from validation.observers.observed import Claim, Observed, RankOperation
+from validation.observers.shards import gathered, sized, untiled
 
 
 @dataclass(frozen=True)
@@ -32,29 +33,73 @@ class Stage:
 
 
 @dataclass(frozen=True)
+class _Row:
+    """A stage that has no place in the model yet; ``chunk`` is its number on its rank."""
+
+    chunk: int
+    stage: Stage
+
+    @property
+    def turn(self) -> tuple[int, int]:
+        """Where it comes if chunks are dealt to the ranks in turn."""
+        return self.chunk, self.stage.rank
+
+    @property
+    def held(self) -> frozenset[str]:
+        return frozenset(self.stage.names.values())
+
+
+def _in_order(rows: Sequence[_Row], names: Sequence[str]) -> list[Stage]:
+    """As the model has them, by what only they hold; one all of which others hold too comes by its turn."""
+    order = {name: number for number, name in enumerate(names)}
+    holders: dict[str, set[frozenset[str]]] = {}
+    for row in rows:
+        for name in row.held:
+            holders.setdefault(name, set()).add(row.held)
+    first = {id(row): min((order[name] for name in row.held if len(holders[name]) == 1), default=None) for row in rows}
+    told = sorted((row for row in rows if first[id(row)] is not None), key=lambda row: (first[id(row)], row.stage.rank))
+    for row in sorted((row for row in rows if first[id(row)] is None), key=lambda row: row.turn):
+        at = max((k for k, other in enumerate(told, start=1) if row.held and other.turn < row.turn), default=0)
+        told.insert(at if row.held else len(told), row)
+    return [row.stage for row in told]
+
+
+@dataclass(frozen=True)
 class Assembled:
-    """All ranks' parts as stages of ``model``, whose parameters have these ``contents`` by name."""
+    """All ranks' parts as stages of ``model``, whose parameters have these ``contents`` by name.
+
+    ``repeated`` tells which of them the model uses in several places.
+    """
 
     model: nn.Module
     contents: Mapping[str, bytes]
     made: Sequence[RankMade]
     replicas: Replicas
+    repeated: Callable[[], Collection[str]] = frozenset
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
         """In the order in which the reference has their first parameters."""
-        parts = [(rank, part) for rank, made in enumerate(self.made) for part in made.parts]
-        found = match([part.locals for _, part in parts], self.contents)
-        order = {name: number for number, name in enumerate(self._parameters)}
+        parts = [(rank, chunk, part) for rank, made in enumerate(self.made) for chunk, part in enumerate(made.parts)]
+        found = match([part.locals for *_, part in parts], self.contents)
+        found = with_copies(found, [part.gradients for *_, part in parts], lambda: self._several)
         rows = []
-        for number, (rank, part) in enumerate(parts):
+        for number, (rank, chunk, part) in enumerate(parts):
             names = {k: name for (at, k), name in found.names.items() if at == number}
             strangers = {k: why for (at, k), why in found.strangers.items() if at == number}
-            rows.append(
-                (min((order[name] for name in names.values()), default=len(order)), rank, part, names, strangers)
-            )
-        rows.sort(key=lambda row: row[:2])
-        return tuple(Stage(index, *row[1:]) for index, row in enumerate(rows))
+            rows.append(_Row(chunk, Stage(number, rank, self._whole(part, names), names, strangers)))
+        return tuple(replace(one, index=index) for index, one in enumerate(_in_order(rows, [*self._parameters])))
+
+    def _whole(self, part: Part, names: Mapping[int, str]) -> Part:
+        """``part``, with flat shards put together as the whole parameters that the model has under ``names``."""
+        sizes = {k: (self._parameters[name].numel(),) for k, name in names.items()}
+        members = tuple((rank, replace(one, shards=sized(one.shards, sizes))) for rank, one in part.members)
+        gradients = list(part.gradients)
+        for k in (k for k in names if k in part.shards and part.shards[k].flat):
+            lying = [(one.shards[k], one.gradients[k]) for _, one in members if k in one.shards]
+            whole = None if untiled([shard for shard, _ in lying]) else gathered(lying)
+            gradients[k] = gradients[k] if whole is None else whole.view(self._parameters[names[k]].shape)
+        return replace(part, gradients=tuple(gradients), shards=sized(part.shards, sizes), members=members)
 
     @cached_property
     def owner(self) -> dict[str, int]:
@@ -67,12 +112,20 @@ class Assembled:
     def due(self) -> frozenset[Site]:
         """The sites that are held, and for what nobody holds one at ``NOWHERE``; not other names of what is held."""
         held = {name for stage in self.stages for name in stage.names.values()}
-        return frozenset((stage, name) for name, stage in self.owner.items() if name in held or stage == NOWHERE)
+        own = frozenset((stage, name) for name, stage in self.owner.items() if name in held or stage == NOWHERE)
+        return own | self.copies
+
+    @cached_property
+    def copies(self) -> frozenset[Site]:
+        """What is held under a name by which an earlier stage holds it, too, where the model uses it more than once."""
+        held = {(stage.index, name) for stage in self.stages for name in stage.names.values()}
+        again = {site for site in held if self.owner[site[1]] != site[0]}
+        return frozenset(site for site in again if site[1] in self._several)
 
     @property
     def tied(self) -> list[Mapping[int, str]]:
         """Tied parameters with copies in several stages."""
-        return copies_apart(self.model, self.owner)
+        return copies_apart(self.model, self.owner, self.copies)
 
     @property
     def strangers(self) -> dict[Site, str]:
@@ -123,6 +176,16 @@ class Assembled:
         return range(min((stage for stage in trained if stage != NOWHERE), default=0))
 
     @property
+    def remarks(self) -> dict[str, str]:
+        """What a watched stage did not show, by the law that would judge it."""
+        watched = [stage for stage in self.stages if stage.part.calls]
+        fed = [str(stage.index) for stage in watched if not any(call.inputs for call in stage.part.calls or ())]
+        if not fed:
+            return {}
+        who = f"stage{'s' * (len(fed) > 1)} {', '.join(fed)} took no tensor as an argument"
+        return {"boundaries": f"{who}: what came in, and the gradient of that, was not compared there"}
+
+    @property
     def nameless(self) -> bool:
         """Whether gradients alone were handed back, so that nobody knows of any weights."""
         return bool(self.stages) and all(one.content is None for stage in self.stages for one in stage.part.locals)
@@ -137,6 +200,11 @@ class Assembled:
         rows = tuple((self._operation(rank, made, known),) for rank, made in enumerate(self.made))
         placement = tuple(stage.rank for stage in self.stages)
         return Observed(Schedule("foreign", self.replicas.microbatches, placement, tuple(() for _ in self.made)), rows)
+
+    @cached_property
+    def _several(self) -> Collection[str]:
+        """What the model uses in several places; asked for only where something may be held twice."""
+        return self.repeated()
 
     @cached_property
     def _parameters(self) -> dict[str, nn.Parameter]:

@@ -25,6 +25,7 @@ class Passed:
     ``lost`` are the microbatches that no call was known to be about; ``complete``: there is one call for each of them.
     ``unplaced`` are tensors of which nothing tells where they should pass: at which of the flow's points, and for which
     microbatch. Whether they are right nobody knows. ``uncompared`` is how many tensors no law could be held against.
+    ``ranks``: which rank each microbatch was on, if several hold it.
     """
 
     actions: tuple[Action, ...]
@@ -36,6 +37,7 @@ class Passed:
     complete: bool = True
     unplaced: frozenset[tuple[str, int]] = frozenset()
     uncompared: int = 0
+    ranks: Mapping[int, int | None] = field(default_factory=dict)
 
     @property
     def untold(self) -> bool:
@@ -115,7 +117,8 @@ def _passed(stage: int, calls: Sequence[Call], seen: Sequence[Column], context: 
     ends = _at(GIVEN, seen), _at(MADE, seen)
     uncompared = sum(column.where != KEPT and not column.judged and column.seen[k] is not None for column, k in every)
     done = (*forwards, *backwards), called, tuple(crossings)
-    return Passed(*done, *ends, order.left, order.complete, unplaced, uncompared)
+    ranks = {number: call.rank for number, call in zip(order.numbers, calls, strict=True)}
+    return Passed(*done, *ends, order.left, order.complete, unplaced, uncompared, ranks)
 
 
 def _at(where: str, seen: Sequence[Column]) -> dict[int, str]:
@@ -145,6 +148,7 @@ def _crossing(column: Column, k: int, call: Call, context: _Context) -> Iterator
         column.judged,
         k + 1,
         place,
+        call.rank,
     )
     if seen is not None and microbatch == UNTOLD and column.place:
         yield replace(crossing, really=_nobodys(seen))

@@ -24,13 +24,22 @@ Link = Callable[[StepFacts], list[Cause]]
 
 _MANY = 64  # numbers of which it is no chance that they have nothing to do with each other
 _RELATED = 0.5  # cosine
+_OF_RANKS = ("not-reduced", "misplaced", "norm", "report")  # told of a rank, not of a stage
 
 
 def explained(facts: StepFacts) -> Verdict:
     """The verdict with its causes, the likeliest first; none where the evidence does not decide."""
     if facts.verdict.verdict == "pass" or not facts.verdict.mismatches:
         return facts.verdict
-    return followed(facts.verdict, facts, _links(facts), unexplained=lambda link: _left(link, facts))
+    found = followed(facts.verdict, facts, _links(facts), unexplained=lambda link: _left(link, facts))
+    return replace(found, cause=tuple(_on_rank(cause, facts) for cause in found.cause))
+
+
+def _on_rank(cause: Cause, facts: StepFacts) -> Cause:
+    """``cause`` on the rank that had what is wrong, where several hold the stage and its place alone was known."""
+    if cause.stage is None or cause.kind in _OF_RANKS or cause.rank != facts.observed.schedule.placement[cause.stage]:
+        return cause
+    return replace(cause, rank=facts.rank_of(cause.stage, cause.microbatches))
 
 
 def _links(facts: StepFacts) -> Mapping[Link, str]:
@@ -139,9 +148,15 @@ def shared(facts: StepFacts) -> list[Cause]:
     told = [
         one.cause if one.cause.rank is not None or one.cause.stage is None else _placed(one.cause, facts)
         for one in facts.suspects.found
-        if one.law in ("replicas", "gradient") and facts.differs(one.law)
+        if one.law in ("replicas", "gradient") and facts.differs(one.law) and not _of_losses(one.cause, facts)
     ][:1]
     return told or (unreduced(facts) if facts.differs("replicas") else [])
+
+
+def _of_losses(cause: Cause, facts: StepFacts) -> bool:
+    """Whether losses, too, are as many times too large as ``cause`` says of gradients: then no sum of theirs is why."""
+    factor = facts.loss_factor if cause.kind == "scale" else None
+    return factor is not None and cause.factor is not None and abs(factor / cause.factor - 1) < 1e-3
 
 
 def _placed(cause: Cause, facts: StepFacts) -> Cause:

@@ -1,7 +1,8 @@
 """What a foreign step hands back on a rank, in the forms that are understood, and sentences for all others."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from numbers import Real
 from typing import Any
 
@@ -18,32 +19,52 @@ class HandBackError(ValueError):
 
 
 @dataclass(frozen=True)
-class HandedBack:
-    """What a step made on one rank; a tuple of these, in this order, is as good.
+class FlatShard:
+    """A part of a gradient: elements of the flattened whole, the first of them its number ``start``; None: nothing."""
 
-    ``made``: a module, a list of modules, or a mapping of parameter names to gradients; nothing in it on a rank that
-    holds nothing. A gradient may be a DTensor, or a part of one and its index in the whole: ``(part, slice(0, 4))``.
+    part: Tensor | None
+    start: int = 0
+
+
+@dataclass(frozen=True)
+class HandedBack:
+    """What a step made on one rank; a tuple of the first four, in this order, is as good.
+
+    ``modules``: one or a list of them; none on a rank that holds nothing. A mapping of parameter names to gradients may
+    be in their place.
     ``losses``: one for each microbatch, undivided, or one number, the whole step's; None where another
     rank knows. ``grad_norm``: before clipping, if the step computes it. ``trace``: what the rank did in which order, if
     the runtime knows: a ``Trace``, actions, or their names (``0F1``).
+    ``gradients``: those of the modules, where they are not in ``.grad``: a mapping of names in the module, or of the
+    parameters themselves. What is not in it has no gradient; on a rank with a ``FlatShard``, no part of it is there. A
+    gradient may be a DTensor, a part and its index in the whole, ``(part, slice(0, 4))``, or a ``FlatShard``.
     """
 
-    made: Any
+    modules: Any = ()
     losses: Any = None
     grad_norm: Any = None
     trace: Any = None
+    gradients: Any = None
 
-    @property
-    def modules(self) -> list[nn.Module]:
-        """The modules; none where gradients were handed back in their place."""
-        if isinstance(self.made, Mapping) and not isinstance(self.made, nn.Module):
-            return []
-        return [self.made] if isinstance(self.made, nn.Module) else list(self.made)
-
-    @property
-    def gradients(self) -> Mapping[str, Any] | None:
-        """The gradients by name, where no modules were handed back."""
-        return self.made if isinstance(self.made, Mapping) and not isinstance(self.made, nn.Module) else None
+    @cached_property
+    def by_parameter(self) -> Mapping[int, Any] | None:
+        """The gradients of the modules, by the ids of their parameters; None where they are in ``.grad``."""
+        if self.gradients is None or not self.modules:
+            return None
+        places: dict[object, list[int]] = {}
+        for module in self.modules:
+            for name, parameter in module.named_parameters(remove_duplicate=False):
+                places.setdefault(name, []).append(id(parameter))
+                places[id(parameter)] = [id(parameter)]
+        found = {}
+        for key, gradient in self.gradients.items():
+            of = places.get(key if isinstance(key, str) else id(key), [])
+            if len(set(of)) != 1:
+                name = repr(key) if isinstance(key, str) else "a parameter"
+                why = f"{len(of)} of the modules have: key them by the parameters themselves" if of else "no module has"
+                raise HandBackError(f"the gradients are also of {name}, which {why}")
+            found[of[0]] = gradient
+        return found
 
     @property
     def by_microbatch(self) -> tuple[float, ...]:
@@ -72,8 +93,7 @@ def understood(result: object, step: str) -> HandedBack:
     """What the function called ``step`` returned. Raises ``HandBackError`` where that is no such thing."""
     if result is None:
         raise HandBackError(f"{step} returned None: expected {_EXPECTED}")
-    handed = result if isinstance(result, HandedBack) else _from_tuple(result, step)
-    _check_made(handed.made, step)
+    handed = _in_place(result if isinstance(result, HandedBack) else _from_tuple(result, step), step)
     losses = handed.losses
     if losses is not None and not _is_number(losses) and not _is_numbers(losses):
         raise HandBackError(
@@ -102,23 +122,34 @@ def _from_tuple(result: object, step: str) -> HandedBack:
     return HandedBack(*result)
 
 
-def _check_made(made: object, step: str) -> None:
+def _in_place(handed: HandedBack, step: str) -> HandedBack:
+    """``handed`` with its modules in a list, and gradients in their place in theirs."""
+    made, gradients = handed.modules, handed.gradients
     if isinstance(made, nn.Module):
-        return
-    if isinstance(made, Mapping):
-        for name, gradient in made.items():
-            whole = gradient[0] if _is_part(gradient) else gradient
-            if not isinstance(name, str) or not (whole is None or isinstance(whole, Tensor)):
-                raise HandBackError(
-                    f"{step} returned a mapping with {name!r}: {_named(gradient)}: expected the name of a parameter "
-                    "and its gradient, a tensor or None, or a part of it and its index"
-                )
-    elif isinstance(made, Sequence) and not isinstance(made, str):
-        for one in made:
-            if not isinstance(one, nn.Module):
-                raise HandBackError(f"{step} returned {_named(one)} among its modules: expected modules only")
-    else:
+        made = [made]
+    elif isinstance(made, Mapping) and gradients is None:
+        made, gradients = [], made
+    elif not isinstance(made, Sequence) or isinstance(made, str):
         raise HandBackError(f"{step} returned {_named(made)}: expected {_EXPECTED}")
+    for one in made:
+        if not isinstance(one, nn.Module):
+            raise HandBackError(f"{step} returned {_named(one)} among its modules: expected modules only")
+    if gradients is not None:
+        _check_gradients(gradients, step, named=not made)
+    return replace(handed, modules=list(made), gradients=gradients)
+
+
+def _check_gradients(gradients: object, step: str, *, named: bool) -> None:
+    if not isinstance(gradients, Mapping):
+        raise HandBackError(f"{step} returned {_named(gradients)} as gradients: expected a mapping of parameter names")
+    for name, gradient in gradients.items():
+        whole = gradient.part if isinstance(gradient, FlatShard) else gradient[0] if _is_part(gradient) else gradient
+        known = isinstance(name, str) or (isinstance(name, nn.Parameter) and not named)
+        if not known or not (whole is None or isinstance(whole, Tensor)):
+            raise HandBackError(
+                f"{step} returned a mapping with {name!r}: {_named(gradient)}: expected the name of a parameter "
+                "and its gradient, a tensor or None, or a part of it and its index"
+            )
 
 
 def _float(value: Any) -> float:

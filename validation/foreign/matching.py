@@ -1,12 +1,16 @@
 """Which parameter of the reference is which of a foreign step's: by identity, by name, by a mapping, by content."""
 
+import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
+from validation.judging.tolerance import same_bits
 from validation.judging.verdict import raised
 
-Names = Mapping[str, str] | Callable[[str], str]
+Names = Mapping[str, str] | Callable[..., str]
 Place = tuple[int, int]  # the k-th parameter of the i-th part
 
 
@@ -36,15 +40,16 @@ class NamesError(ValueError):
     """A ``names=`` that does not tell a name."""
 
 
-def renamed(names: Names | None, name: str) -> str | None:
+def renamed(names: Names | None, name: str, *, rank: int = 0, chunk: int = 0) -> str | None:
     """What the user's mapping makes of ``name``: a function, or prefixes of which the longest that fits is replaced.
 
-    Raises ``NamesError`` where that raises, or gives no name.
+    A function is given the name, and if it has three arguments also the rank and the number of the module on it.
+    Raises ``NamesError`` where it raises, or gives no name.
     """
     if names is None:
         return None
     try:
-        made = _renamed(names, name)
+        made = _renamed(names, name, rank, chunk)
     except Exception as error:  # no one type: it is the user's code
         raise NamesError(f"names= raised {raised(error)} for {name}") from error
     if not isinstance(made, str | None):
@@ -52,11 +57,20 @@ def renamed(names: Names | None, name: str) -> str | None:
     return made
 
 
-def _renamed(names: Names, name: str) -> str:
+def _renamed(names: Names, name: str, rank: int, chunk: int) -> str:
     if not isinstance(names, Mapping):
-        return names(name)
+        return names(name, rank, chunk) if _wants(names) == 3 else names(name)
     fitting = max((prefix for prefix in names if name.startswith(prefix)), key=len, default=None)
     return name if fitting is None else names[fitting] + name[len(fitting) :]
+
+
+def _wants(function: Callable[..., str]) -> int:
+    """How many arguments ``function`` must have; what has a default is the user's own."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # one that is written in C, of which nothing is known
+        return 1
+    return sum(one.default is one.empty for one in parameters)
 
 
 def match(parts: Sequence[Sequence[Local]], known: Mapping[str, bytes | None]) -> Matched:
@@ -79,6 +93,29 @@ def match(parts: Sequence[Sequence[Local]], known: Mapping[str, bytes | None]) -
             del names[place]
             why[place] = "several parameters of the reference have its weights: say which it is, with names="
     return Matched(names, why)
+
+
+def with_copies(
+    found: Matched, gradients: Sequence[Sequence[Tensor | None]], several: Callable[[], Collection[str]]
+) -> Matched:
+    """``found``, with strangers whose gradient is that of a parameter of another part, bit for bit, as its copies.
+
+    A name tells nothing of them, but who sums the gradients of copies makes them equal. ``several`` tells which of the
+    reference's parameters it uses in several places: others have no copies.
+    """
+    names = dict(found.names)
+    for part, k in found.strangers:
+        seen = gradients[part][k]
+        if seen is not None and bool(seen.any()):
+            alike = {n for (at, j), n in found.names.items() if at != part and _equal(seen, gradients[at][j])}
+            alike &= set(several()) if alike else set()
+            if len(alike) == 1:
+                names[part, k] = alike.pop()
+    return Matched(names, {place: why for place, why in found.strangers.items() if place not in names})
+
+
+def _equal(one: Tensor, other: Tensor | None) -> bool:
+    return other is not None and one.shape == other.shape and same_bits(one, other)
 
 
 @dataclass(frozen=True)

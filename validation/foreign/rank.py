@@ -9,11 +9,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pipeline.action import Action
 from reference.step import dense
-from validation.foreign.handed_back import HandBackError, HandedBack, understood
+from validation.foreign.handed_back import FlatShard, HandBackError, HandedBack, understood
 from validation.foreign.matching import Local, Names, renamed
 from validation.foreign.share import Replicas
 from validation.observers.initial_weights import FirstSight
-from validation.observers.shards import Index, InShards, Shard, ShardError, shard_at, shard_of
+from validation.observers.shards import Index, InShards, Shard, ShardError, flat_shard, shard_at, shard_of
 from validation.observers.sketch import contents, digest
 from validation.observers.watching import Call, Watcher, watching
 from validation.worlds.deterministic import deterministic
@@ -88,7 +88,7 @@ def run_step(context: RankContext, order: Order) -> RankMade:
         result = order.step(model, microbatches)
     handed = understood(result, order.name)
     given = digests(order.microbatches)
-    collect = _Collector(order.names, origin, sight, watcher)
+    collect = _Collector(context.rank, order.names, origin, sight, watcher)
     parts, actions = collect.parts(handed), handed.actions(context.rank)
     doubt = any(part.values for part in parts)
     weights = contents(order.build()) if doubt else order.known
@@ -122,19 +122,21 @@ class _Origin:
 
 @dataclass(frozen=True)
 class _Collector:
+    rank: int
     names: Names | None
     origin: _Origin
     sight: FirstSight
     watcher: Watcher
 
     def parts(self, handed: HandedBack) -> tuple[Part, ...]:
-        if handed.gradients is not None:
-            locals_ = tuple(Local(name, said=renamed(self.names, name)) for name in handed.gradients)
+        if handed.gradients is not None and not handed.modules:
+            locals_ = tuple(Local(name, said=renamed(self.names, name, rank=self.rank)) for name in handed.gradients)
             gradients, shards = _in_parts(handed.gradients.items())
             return (Part(locals_, gradients, shards=shards),) if locals_ else ()
-        return tuple(map(self._part, handed.modules))
+        given = handed.by_parameter
+        return tuple(self._part(module, chunk, given) for chunk, module in enumerate(handed.modules))
 
-    def _part(self, module: nn.Module) -> Part:
+    def _part(self, module: nn.Module, chunk: int, given: Mapping[int, Any] | None) -> Part:
         locals_: list[Local] = []
         held: list[tuple[str, Any]] = []
         values: dict[int, Tensor] = {}
@@ -144,8 +146,8 @@ class _Collector:
             content = None if seen is None else seen.digest
             if seen is not None and seen.value is not None:
                 values[len(locals_)] = seen.value
-            locals_.append(Local(name, renamed(self.names, name), identical, content))
-            held.append((name, _gradient(parameter)))
+            locals_.append(Local(name, renamed(self.names, name, rank=self.rank, chunk=chunk), identical, content))
+            held.append((name, _gradient(parameter) if given is None else given.get(id(parameter))))
         calls = self.watcher.calls(module)
         gradients, shards = _in_parts(held)
         missed = "" if calls is None or calls else self._missed(module)
@@ -179,8 +181,8 @@ def _in_parts(held: Iterable[tuple[str, Any]]) -> tuple[tuple[Tensor | None, ...
     gradients: list[Tensor | None] = []
     shards: dict[int, Shard] = {}
     for k, (name, given) in enumerate(held):
-        part, where = given if isinstance(given, tuple) else (given, None)
         try:
+            part, where = _placed(given)
             shard = _shard(part, where)
         except ShardError as error:
             raise HandBackError(f"the gradient of {name} cannot be read: {error}") from None
@@ -188,6 +190,14 @@ def _in_parts(held: Iterable[tuple[str, Any]]) -> tuple[tuple[Tensor | None, ...
             shards[k] = shard
         gradients.append(_copy(part.to_local() if isinstance(part, InShards) else part, name))
     return tuple(gradients), shards
+
+
+def _placed(given: Any) -> tuple[Tensor | None, Shard | Index | None]:
+    """What there is of a gradient, and where."""
+    if isinstance(given, FlatShard):
+        shard = flat_shard(given.start, given.part)
+        return given.part if shard.count else None, shard
+    return given if isinstance(given, tuple) else (given, None)
 
 
 def _shard(part: Tensor | None, where: Shard | Index | None) -> Shard | None:

@@ -1,11 +1,11 @@
 """The reference's own run over the microbatches, one at a time, so that it can go on while the ranks are busy."""
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from torch import nn
 
-from reference.step import Contribution, LossError, Recipe, Reference
+from reference.step import Contribution, LossError, Recipe, Reference, Site
 from validation.foreign.places import Both, Survey
 from validation.foreign.share import Replicas
 from validation.foreign.task import ReferenceRaised, Task
@@ -63,9 +63,9 @@ class ReferenceRun:
         model = self._task.built(next(self._model.parameters()).device.type) if begun else self._model
         return ReferenceRun(self._task, model, self._replicas, owner=owner, surveyed=watched)
 
-    def reference(self, owner: Mapping[str, int]) -> Reference:
+    def reference(self, owner: Mapping[str, int], copies: Collection[Site] = ()) -> Reference:
         """The reference in these stages."""
-        return Reference(self._model, owner=owner, recipe=Recipe(loss=self._task.loss))
+        return Reference(self._model, owner=owner, recipe=Recipe(loss=self._task.loss), copies=copies)
 
     def made(self, owner: Mapping[str, int]) -> tuple[Contribution, ...]:
         """What every microbatch gives in these stages. Raises ``ReferenceRaised``."""

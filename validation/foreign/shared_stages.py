@@ -18,7 +18,7 @@ from validation.foreign.share import Replicas
 from validation.judging.tolerance import error, same_bits
 from validation.observers.observed import Claim
 from validation.observers.recording import Site
-from validation.observers.shards import Shard, gathered, untiled
+from validation.observers.shards import Shard, flat_shard, gathered, untiled
 from validation.observers.watching import Call
 
 Member = tuple[int, Part]  # a rank, and what it handed back
@@ -47,7 +47,7 @@ def claims(site: Site, k: int, members: Sequence[Member], replicas: Replicas) ->
     """What must hold of parameter ``k`` of all ``members``, which is ``site``."""
     first = members[0][0]
     shards = [part.shards[k] for _, part in members if k in part.shards]
-    if shards:
+    if any(shard.count or not shard.flat for shard in shards):  # else nobody has any gradient
         wrong = untiled(shards) or _absent(k, members)
         yield Claim("shards", first, site, not wrong, wrong, "parts that make up the whole")
     present = sorted({replicas.of[rank] for rank, _ in members})
@@ -60,10 +60,10 @@ def claims(site: Site, k: int, members: Sequence[Member], replicas: Replicas) ->
         leader, other = same.setdefault(part.shards.get(k), (rank, part))
         if leader != rank:
             yield _equal_gradients(site, (rank, part.gradients[k]), (leader, other.gradients[k]))
-            content, others = part.locals[k].content, other.locals[k].content
-            if content is not None and others is not None:
-                seen = f"other weights than rank {leader}'s"
-                yield Claim("initial-weights", rank, site, content == others, seen, f"rank {leader}'s weights")
+        content, others = part.locals[k].content, members[0][1].locals[k].content
+        if rank != first and content is not None and others is not None:
+            seen = f"other weights than rank {first}'s"
+            yield Claim("initial-weights", rank, site, content == others, seen, f"rank {first}'s weights")
 
 
 def _equal_gradients(site: Site, one: tuple[int, Tensor | None], two: tuple[int, Tensor | None]) -> Claim:
@@ -81,7 +81,7 @@ def _equal_gradients(site: Site, one: tuple[int, Tensor | None], two: tuple[int,
 
 def _absent(k: int, members: Sequence[Member]) -> str:
     """Which rank alone has no gradient for its shard."""
-    without = [rank for rank, part in members if part.gradients[k] is None]
+    without = [rank for rank, part in members if part.gradients[k] is None and part.shards[k].count]
     return f"no gradient on rank {without[0]}" if 0 < len(without) < len(members) else ""
 
 
@@ -109,6 +109,8 @@ def _belongs(rank: int, part: Part, bundle: Sequence[Member], replicas: Replicas
 
 
 def _merged(bundle: Sequence[Member], replicas: Replicas) -> Part:
+    if any(shard.flat for _, part in bundle for shard in part.shards.values()):
+        bundle = [(rank, _flattened(part)) for rank, part in bundle]
     _, first = bundle[0]
     if len(bundle) == 1 and not first.shards:
         return replace(first, members=tuple(bundle))
@@ -121,17 +123,27 @@ def _merged(bundle: Sequence[Member], replicas: Replicas) -> Part:
     return replace(first, gradients=gradients, calls=_calls(bundle, replicas), members=tuple(bundle))
 
 
+def _flattened(part: Part) -> Part:
+    """``part`` beside others that have flat parts: what it has whole is all of a flat one, what it lacks none of it."""
+    gradients, shards = list(part.gradients), dict(part.shards)
+    for k, gradient in enumerate(gradients):
+        if k not in shards:
+            gradients[k] = None if gradient is None else gradient.flatten()
+            shards[k] = flat_shard(0, gradients[k])
+    return replace(part, gradients=tuple(gradients), shards=shards)
+
+
 def _calls(bundle: Sequence[Member], replicas: Replicas) -> tuple[Call, ...] | None:
     """The calls of one rank of each replica, one after the other; in a bidirectional pipeline, of all."""
     each = replicas.count == 1 and not bundle[0][1].shards
-    seen = {rank if each else replicas.of[rank]: part.calls for rank, part in reversed(bundle)}
+    seen = {rank if each else replicas.of[rank]: (rank, part.calls) for rank, part in reversed(bundle)}
     every: list[Call] = []
-    for _, calls in sorted(seen.items()):
+    for _, (rank, calls) in sorted(seen.items()):
         if calls is None:
             return None
         done = sum(len(call.backwards) for call in every)
         count = {number: done + k for k, number in enumerate(sorted(n for call in calls for n in call.backwards))}
-        every += [replace(call, backwards=[count[number] for number in call.backwards]) for call in calls]
+        every += [replace(call, backwards=[count[n] for n in call.backwards], rank=rank) for call in calls]
     return tuple(every)
 
 

@@ -15,9 +15,11 @@ from validation.foreign.assemble import Assembled
 from validation.foreign.crossings import Passed
 from validation.foreign.suspects import Suspects
 from validation.judging.headings import NOWHERE
+from validation.judging.tolerance import scalar_error
 from validation.judging.verdict import Verdict
 from validation.observers.observed import Observed
 
+_ALIKE = 1e-3  # no verdict hangs on it
 _OF_GRADIENTS = ("gradient", "none-ness", "tied-copies")
 
 
@@ -59,6 +61,31 @@ class StepFacts:
         """The stages of which nobody knows what they did, or for which microbatches."""
         return self.found.unseen | {stage for stage, flow in self.passed.items() if flow.untold}
 
+    def rank_of(self, stage: int, microbatches: Sequence[int] = ()) -> int | None:
+        """The rank of ``stage``; where several hold it, the one that these microbatches were on, if that is one."""
+        members = [rank for rank, _ in self.found.stages[stage].part.members]
+        if len(members) < 2:
+            return self.observed.schedule.placement[stage]
+        if self.found.replicas.count > 1:
+            ran = {m: rank for rank in reversed(members) for m in self.found.replicas.share(rank)}
+        else:
+            ran = {m: r for m, r in self.passed[stage].ranks.items() if r is not None} if stage in self.passed else {}
+        found = {ran.get(microbatch) for microbatch in microbatches}
+        return found.pop() if len(found) == 1 else None
+
+    @property
+    def loss_factor(self) -> float | None:
+        """How many times what it should be every loss is; None where that is not one number."""
+        rows = [row[0] for row in self.observed.ranks]
+        pairs = [
+            (one, self.expected.losses[m]) for row in rows for m, one in zip(row.share or (), row.losses, strict=False)
+        ]
+        pairs += [(row.loss, self.expected.loss) for row in rows if row.loss is not None]
+        ratios = [seen / due for seen, due in pairs if due]
+        if not ratios or any(scalar_error(ratio, ratios[0]) > _ALIKE for ratio in ratios):
+            return None
+        return ratios[0]
+
     def differs(self, law: str) -> bool:
         """Whether ``law`` has a mismatch."""
         return any(mismatch.law == law for mismatch in self.verdict.mismatches)
@@ -92,6 +119,7 @@ class StepFacts:
             self.traced,
             tied=[copies for copies in apart if len(copies) > 1],
             placement=self.observed.schedule.placement,
+            ranks=self.ranks // self.found.replicas.count,
             replicas=self.found.replicas.count,
         )
 

@@ -43,18 +43,17 @@ class Suspects:
     def found(self) -> tuple[Suspicion, ...]:
         """The likeliest of each law first."""
         laws = {
-            "replicas": self._not_reduced(),
-            "gradient": chain(self._misplaced(), self._scaled()),
+            "replicas": self._not_reduced(in_shards=False),
+            "gradient": chain(self._not_reduced(in_shards=True), self._misplaced(), self._scaled()),
             "grad-norm": self._partial_norms(),
         }
         return tuple(Suspicion(law, cause) for law, causes in laws.items() for cause in causes)
 
-    def _not_reduced(self) -> Iterator[Cause]:
+    def _not_reduced(self, *, in_shards: bool) -> Iterator[Cause]:
         """Replicas that have the gradients of their own microbatches alone."""
         for stage in self.stages:
-            alone = [
-                rank for rank, part in stage.part.members if self.replicas.count > 1 and self._is_own(stage, rank, part)
-            ]
+            members = [(rank, part) for rank, part in stage.part.members if bool(part.shards) == in_shards]
+            alone = [rank for rank, part in members if self.replicas.count > 1 and self._is_own(stage, rank, part)]
             if alone:
                 told = ", ".join(
                     f"rank {rank} has the gradient of its own microbatches {_listed(self.replicas.share(rank))} alone"
@@ -65,11 +64,11 @@ class Suspects:
                 yield Cause("not-reduced", rank=one, stage=stage.index, detail=detail)
 
     def _is_own(self, stage: Stage, rank: int, part: Part) -> bool:
-        seen = [
-            _times(gradient, self._gradient((stage.index, name), self.replicas.share(rank)))
-            for k, name in stage.names.items()
-            if k not in part.shards and (gradient := part.gradients[k]) is not None
-        ]
+        seen = []
+        for k, name in stage.names.items():
+            own, gradient = self._gradient((stage.index, name), self.replicas.share(rank)), part.gradients[k]
+            if gradient is not None and gradient.numel():
+                seen.append(_times(gradient, own if own is None or k not in part.shards else part.shards[k].of(own)))
         return bool(seen) and None not in seen
 
     def _misplaced(self) -> Iterator[Cause]:
@@ -85,7 +84,8 @@ class Suspects:
                     )
                     if seen is None or whole is None or not seen.numel():
                         continue
-                    if _alike(seen, whole[its.shards[k].index]) and not _alike(seen, whole[part.shards[k].index]):
+                    own, others = part.shards[k].of(whole), its.shards[k].of(whole)
+                    if seen.shape == others.shape and _alike(seen, others) and not _alike(seen, own):
                         detail = (
                             f"rank {rank}'s shard of {name}, said to be {part.shards[k]}, is that of "
                             f"{its.shards[k]}, which rank {other} is said to have: shards in the wrong order"

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from reference.data import IGNORED, Batch
+from reference.graph import ends_of, uses
 from reference.step import Loss
 from validation.foreign.rank import Step
 from validation.judging.verdict import raised
@@ -78,6 +79,14 @@ class Task:
         device = str(next(model.parameters()).device)
         return [self._batch(number).to(device) for number in range(len(self.microbatches))]
 
+    def repeated(self, device: str) -> frozenset[str]:
+        """The parameters that the reference uses in several places, by all their names, as its first microbatch shows.
+
+        Such a one may have a copy in every stage that uses it. What cannot be told is in none.
+        """
+        model = self.built(device)
+        return repeated(model, self.batches(model)[0], self.loss.function)
+
     def _batch(self, number: int) -> Batch:
         given = self.microbatches[number]
         pair = isinstance(given, tuple | list) and len(given) == 2
@@ -94,6 +103,18 @@ class Task:
             if not isinstance(tensor, Tensor):
                 raise WhiteBoxError(f"microbatch {number} has a {type(tensor).__name__} in it: expected tensors only")
         return Batch(tuple(inputs), target, counting(target))
+
+
+def repeated(model: nn.Module, batch: Batch, loss_fn: Callable[[Any, Tensor], Tensor]) -> frozenset[str]:
+    """The parameters that ``model``, which is used up by it, uses in several places for ``batch``, by all names."""
+    model.requires_grad_()
+    inputs = [one.detach().requires_grad_() * 1 if one.is_floating_point() else one for one in batch.inputs]
+    try:
+        loss = loss_fn(model(*inputs), batch.target)
+    except RuntimeError:  # of the user's own code, which may not like that its data has a gradient
+        return frozenset()
+    count, parameters = uses(ends_of([loss])), model.named_parameters(remove_duplicate=False)
+    return frozenset(name for name, one in parameters if count[id(one)] > 1)
 
 
 def counting(target: Tensor) -> int:

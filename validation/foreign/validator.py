@@ -6,6 +6,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, zip_longest
 from time import perf_counter
 from typing import Any
@@ -110,7 +111,8 @@ class WhiteBox:
             return _random(title, task, twin.other_weights)
         if failure is not None:
             return _failed(title, failure)
-        found = Assembled(model, known, together(made, replicas, known), replicas)
+        repeated = partial(task.repeated, self.world.device)
+        found = Assembled(model, known, together(made, replicas, known), replicas, repeated)
         if found.other_build:
             why = f"{found.other_build}: seed it, and let it depend on nothing that ranks differ in"
             return _undecided(title, f"the reference {task.name} is not the same everywhere: {why}")
@@ -152,7 +154,7 @@ def validate(
 
 
 def _judged(title: str, task: Task, found: Assembled, twin: Twin, run: ReferenceRun) -> Verdict:
-    batches, made, reference = run.batches, run.made(found.owner), run.reference(found.owner)
+    batches, made, reference = run.batches, run.made(found.owner), run.reference(found.owner, found.copies)
     if other_loss := twin.other_loss(made[0].loss, batches[0]):
         return _random(title, task, other_loss)
     if all(gradient is None for one in made for gradient in one.gradients.values()):
@@ -170,6 +172,7 @@ def _judged(title: str, task: Task, found: Assembled, twin: Twin, run: Reference
         _Oracle(reference, batches, made),
         found.tied,
         skipped=dict(_skipped(found, observed)),
+        remarks=found.remarks,
         strangers=found.strangers,
         unseen=found.unseen,
         uncalled=found.uncalled,

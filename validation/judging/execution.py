@@ -108,7 +108,8 @@ class Conduct:
         for crossing in sorted(crossings, key=lambda one: _flow(one.action, self._observed.schedule.n_stages)):
             stage, _, microbatch = crossing.action
             known = None if microbatch == UNTOLD else microbatch
-            place = self._place.stage("boundaries", number, laws, stage, microbatch=known, action=crossing.at)
+            own = {} if crossing.rank is None else {"rank": crossing.rank}
+            place = self._place.stage("boundaries", number, laws, stage, microbatch=known, action=crossing.at, **own)
             seen, expected = f"{crossing.what}: {crossing.seen}", f"microbatch {'?' if known is None else known}'s"
             self._ledger.hold(place, crossing.same, seen, expected, exact=crossing.exact)
 

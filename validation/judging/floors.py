@@ -111,8 +111,8 @@ class Floors:
         expected, other, apart = self._last.gradients[site], self._reversed_total[site], self._apart_total[site]
         if expected is None or other is None or apart is None:
             return Floor(0.0, 0.0, 0.0, self._precision)
-        late, nudged = self._reference.late, self._nudged_total.get(site)
-        parts = [one.gradients[site] for pending in self._pending for one in pending.expected.contributions]
+        late, nudged, home = self._reference.late, self._nudged_total.get(site), self._reference.home(site)
+        parts = [one.gradients[home] for pending in self._pending for one in pending.expected.contributions]
         shares = [None if part is None else part.cpu() / late for part in parts]
         floor = floor_of(expected.cpu(), [other.cpu()], apart.cpu(), shares)
         return floor if nudged is None else replace(floor, nudged=error(expected.cpu(), nudged.cpu()))

@@ -18,7 +18,7 @@ class Placing:
         """At ``stage``, which may be nowhere, on its rank."""
         if stage == NOWHERE:
             return Heading.at(law, number, scenarios, **where)
-        return Heading.at(law, number, scenarios, rank=self._placement[stage], stage=stage, **where)
+        return Heading.at(law, number, scenarios, **{"rank": self._placement[stage], **where}, stage=stage)
 
     def site(self, law: str, number: int, scenarios: frozenset[str], site: Site) -> Heading:
         """At a parameter."""

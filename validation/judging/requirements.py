@@ -11,13 +11,14 @@ from validation.judging.oracle import Oracle
 class Subject:
     """What is known before anything is compared.
 
-    ``config`` names the subject, ``bindings`` says its numbers in words; ``plan`` are its operations. ``due`` are the
+        ``config`` names the subject, ``bindings`` says its numbers in words; ``plan`` are its operations. ``due`` are the
     sites that must be held, and ``tied`` the parameters with copies in several of them: for each, the name of its copy
     by stage. ``strangers`` are held and not known to the reference. ``skipped`` are laws that do not apply, with the
-    reason. ``unseen`` stages are those whose actions nobody noted, ``uncalled`` those whose modules nobody watched,
-    ``frozen`` those that owe no backward, ``traced`` those whose actions the step itself tells. Where ``every_rank`` is
-    False, ranks may leave it to others to report losses and norm. ``by_numbers``: how often and in which mode a stage
-    ran decides only where its gradients are wrong; ``mode_matters``: whether a mode changes any.
+    reason, and ``remarks`` what readers of others should know. ``unseen`` stages are those whose actions nobody noted,
+    ``uncalled`` those whose modules nobody watched, ``frozen`` those that owe no backward, ``traced`` those whose
+    actions the step itself tells. Where ``every_rank`` is False, ranks may leave it to others to report losses and
+    norm. ``by_numbers``: how often and in which mode a stage ran decides only where its gradients are wrong;
+    ``mode_matters``: whether a mode changes any.
     """
 
     config: str
@@ -28,6 +29,7 @@ class Subject:
     oracle: Oracle
     tied: Sequence[Mapping[int, str]] = ()
     skipped: Mapping[str, str] = field(default_factory=dict)
+    remarks: Mapping[str, str] = field(default_factory=dict)
     strangers: Mapping[Site, str] = field(default_factory=dict)
     unseen: Collection[int] = ()
     uncalled: Collection[int] = ()

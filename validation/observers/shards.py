@@ -1,7 +1,7 @@
-"""Which part of a parameter a rank holds, where it does not hold all of it: from a DTensor, or from an index."""
+"""Which part of a parameter a rank holds, where it does not hold all of it: told by a DTensor, or by whoever knows."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any, Protocol, runtime_checkable
 
@@ -30,11 +30,15 @@ class ShardError(ValueError):
 
 @dataclass(frozen=True)
 class Shard:
-    """Where a part lies. ``shape`` is the whole's, if that is known, ``peers`` the ranks with the others, if known."""
+    """Where a part lies. ``shape`` is the whole's, if that is known, ``peers`` the ranks with the others, if known.
+
+    ``flat``: the part is of the flattened whole, and so are bounds and shape.
+    """
 
     bounds: Bounds
     shape: tuple[int, ...] | None = None
     peers: tuple[int, ...] = ()
+    flat: bool = False
 
     def __str__(self) -> str:
         return f"[{', '.join(f'{start}:{stop}' for start, stop in self.bounds)}]"
@@ -42,6 +46,10 @@ class Shard:
     @property
     def index(self) -> tuple[slice, ...]:
         return tuple(slice(*bound) for bound in self.bounds)
+
+    def of(self, whole: Tensor) -> Tensor:
+        """What lies there in ``whole``."""
+        return whole.flatten()[self.index] if self.flat else whole[self.index]
 
     @property
     def count(self) -> int:
@@ -89,6 +97,20 @@ def shard_at(index: Index, part: Tensor | None) -> Shard:
     return Shard(bounds)
 
 
+def flat_shard(start: int, part: Tensor | None) -> Shard:
+    """So many elements of the flattened whole. Raises ``ShardError`` for what is no such part."""
+    shape = (0,) if part is None else tuple(part.shape)
+    if start < 0 or len(shape) != 1:
+        what = f"begins at {start} and has shape {list(shape)}"
+        raise ShardError(f"its flat part {what}: expected one dimension, from an element of the flattened whole on")
+    return Shard(((start, start + shape[0]),), flat=True)
+
+
+def sized(shards: Mapping[int, Shard], sizes: Mapping[int, tuple[int, ...]]) -> dict[int, Shard]:
+    """``shards`` by the parameter's number; flat ones know the size of the whole, where that is in ``sizes``."""
+    return {k: replace(one, shape=sizes.get(k)) if one.flat else one for k, one in shards.items()}
+
+
 def gathered(parts: Sequence[tuple[Shard, Tensor | None]]) -> Tensor | None:
     """The whole, not a number where no part lies; None where no rank has anything."""
     given = [(shard, part) for shard, part in parts if part is not None]
@@ -103,13 +125,16 @@ def gathered(parts: Sequence[tuple[Shard, Tensor | None]]) -> Tensor | None:
 def untiled(shards: Sequence[Shard]) -> str:
     """What is wrong with ``shards`` as the parts of one whole; empty if each element is in one of them."""
     distinct = list(dict.fromkeys(shard for shard in shards))
-    if len({len(shard.bounds) for shard in distinct}) > 1:
+    if len({(len(shard.bounds), shard.flat) for shard in distinct}) > 1:
         return "parts of different dimensions"
     for one, two in combinations(distinct, 2):
         if one.overlaps(two):
             return f"parts {one} and {two} overlap"
     shape = _shape(distinct)
     whole = Shard(tuple((0, length) for length in shape))
+    for one in distinct:
+        if any(stop > length for (_, stop), length in zip(one.bounds, shape, strict=True)):
+            return f"part {one} of {list(shape)}: it ends outside"
     held = sum(shard.count for shard in distinct)
     return f"parts {', '.join(map(str, distinct))} of {list(shape)}: not all of it" if held < whole.count else ""
 

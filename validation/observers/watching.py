@@ -32,6 +32,7 @@ class Call:
 
     ``backwards`` has an entry, a count over all calls of this rank, for each time that gradients came out of the call.
     A ``silent`` one ran without gradients: it is a forward only if a backward ran it again, and then has what that had.
+    ``rank`` is the one that it was on, where several hold its stage.
     """
 
     training: bool
@@ -41,6 +42,7 @@ class Call:
     input_gradients: dict[int, Sketch] = field(default_factory=dict)
     kept: dict[int, Sketch] = field(default_factory=dict)  # the inputs that it needs, when the backward begins
     backwards: list[int] = field(default_factory=list)
+    rank: int | None = None
     silent: bool = False
 
 

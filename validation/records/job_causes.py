@@ -1,6 +1,6 @@
 """The cause of a checked step's failure: rank 0 looks for it, in what all ranks kept, and tells the others."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
@@ -55,33 +55,45 @@ class Checked:
 
     def facts(self, verdict: Verdict) -> RecordFacts:
         """What the search for the cause rests on."""
-        due = self.record.operations[self.number]
+        due, wrong = self.record.operations[self.number], dict(self._wrong())
+        right = {name: due.gradients[name] for one in self.notes for name in one.right}
+        first = {name: next(iter(by_rank.values())) for name, by_rank in wrong.items()}
+        copies = {
+            name: {rank: wrong.get(name, {}).get(rank, right.get(name)) for rank, _ in found}
+            for name, found in self.places.items()
+            if len(found) > 1
+        }
+        places = {n: sorted(at, key=lambda one: one[0] not in wrong.get(n, {})) for n, at in self.places.items()}
         seen = Seen(
-            dict(self._gradients()),
+            right | first,
             {**self.record.before(self.number), **self._begun()},
             self.norms,
             left_out=sum(len(one.left_out) for one in self.notes),
+            copies=copies,
         )
         return RecordFacts(
             verdict,
             due,
             seen,
-            self.places,
+            dict(sorted(places.items(), key=lambda item: item[0] in wrong)),  # so that who is wrong is named
             number=self.number,
             max_norm=self.record.max_norm,
             model=None if self.beside is None else self.beside.update,
         )
 
-    def _gradients(self) -> Iterator[tuple[str, Gradient]]:
-        """Those that ranks compared: the wrong ones as they are, and the right ones, up to rounding."""
-        due = self.record.operations[self.number].gradients
-        for one in self.notes:
-            yield from ((name, due[name]) for name in one.right)
-            yield from ((name, self.fetch(address("wrong", name))) for name in one.wrong)
-            yield from ((name, None) for name in one.absent)
+    def _wrong(self) -> Mapping[str, Mapping[int, Gradient]]:
+        """The gradients that are wrong as they are, by the ranks that have them so."""
+        found: dict[str, dict[int, Gradient]] = {}
+        for rank, one in enumerate(self.notes):
+            for name in one.wrong:
+                found.setdefault(name, {})[rank] = self.fetch(address("wrong", name, rank))
+            for name in one.absent:
+                found.setdefault(name, {})[rank] = None
+        return found
 
     def _begun(self) -> Mapping[str, Gradient]:
-        return {name: self.fetch(address("begun", name)) for one in self.notes for name in one.begun}
+        every = [(name, rank) for rank, one in enumerate(self.notes) for name in one.begun]
+        return {name: self.fetch(address("begun", name, rank)) for name, rank in reversed(every)}
 
 
 def explained(
@@ -91,7 +103,7 @@ def explained(
 
     Every rank calls this, and waits for rank 0 no longer than the bound in seconds.
     """
-    given = dict(kept.tensors)
+    given = dict(kept.tensors(exchange.rank))
     try:
         for name, tensor in given.items():
             exchange.give(name, tensor)

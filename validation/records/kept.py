@@ -70,11 +70,10 @@ class Kept:
         wrong = tuple(name for name, gradient in self.wrong.items() if gradient is not None)
         return Notes(tuple(self.right), wrong, absent, tuple(self.begun), tuple(self.left_out))
 
-    @property
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """All that was kept, each under a name of its own."""
+    def tensors(self, rank: int) -> Iterator[tuple[str, Tensor]]:
+        """All that ``rank`` kept, each under a name of its own."""
         for what, found in (("wrong", self.wrong), ("begun", self.begun)):
-            yield from ((address(what, name), one) for name, one in found.items() if one is not None)
+            yield from ((address(what, name, rank), one) for name, one in found.items() if one is not None)
 
     def _fits(self, gradient: Tensor) -> bool:
         fits = gradient.nbytes <= self.room
@@ -82,9 +81,9 @@ class Kept:
         return fits
 
 
-def address(what: str, name: str) -> str:
-    """The name under which ranks hand over the gradient ``name``: of ``Notes``, which field."""
-    return f"{what} gradient {name}"
+def address(what: str, name: str, rank: int) -> str:
+    """The name under which ``rank`` hands over the gradient ``name``: of ``Notes``, which field."""
+    return f"{what} gradient {name} of rank {rank}"
 
 
 def _copy(gradient: Tensor) -> Tensor:

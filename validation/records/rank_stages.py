@@ -7,7 +7,7 @@ from functools import cached_property
 
 from torch import Tensor, nn
 
-from validation.records.compare import other_microbatch, other_weights
+from validation.records.compare import other_weights
 from validation.records.record import RecordedOperation, RecordError
 
 Rename = Callable[[int, str], str]
@@ -51,14 +51,12 @@ class RankStages:
             stages = " and ".join(str(stage) for name, stage, _ in self._named if name == twice[0])
             raise RecordError(f"stages {stages} both have a parameter {twice[0]}: give rename=, from stage and name")
 
-    def check_start(self, expected: RecordedOperation, digests: tuple[str, ...] | None) -> None:
-        """Raise ``RecordError`` where weights, or microbatches if known by their digests, are not the recorded ones."""
+    def check_start(self, expected: RecordedOperation) -> None:
+        """Raise ``RecordError`` where weights are not the recorded ones."""
         if found := other_weights(expected.before, self.parameters):
             raise RecordError(
                 f"weights that differ from the record's before the step: {found}; start from the recorded ones"
             )
-        if digests is not None and (found := other_microbatch(expected.microbatches, digests)):
-            raise RecordError(f"microbatches that are not the record's: {found}; run the recorded ones in this step")
 
     @cached_property
     def _named(self) -> list[tuple[str, int, Tensor]]:

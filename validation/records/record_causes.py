@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+import torch
+
 from validation.diagnosis.diagnose import followed
 from validation.diagnosis.rules.attributed import named
 from validation.diagnosis.rules.laws import buffers, partition
@@ -12,10 +14,12 @@ from validation.diagnosis.rules.report import report
 from validation.diagnosis.rules.update import Factor, clipped_as, near, to_clip
 from validation.diagnosis.rules.update import update as updated
 from validation.judging.cause import Cause
+from validation.judging.tolerance import error
 from validation.judging.verdict import Verdict
 from validation.observers.elements import UNSOUGHT
 from validation.records.record_facts import RecordFacts
 
+_ALIKE = 1e-3  # no verdict hangs on it
 Link = Callable[[RecordFacts], list[Cause]]
 
 
@@ -37,6 +41,7 @@ def _links(facts: RecordFacts) -> Mapping[Link, str]:
     links: list[tuple[Link, str, bool]] = [
         (held, "partition: every parameter is in the stage that should hold it", True),
         (forward, "computation: every loss is right, so the forwards are", facts.agrees("loss")),
+        (shared, "replicas: ranks that have a stage in common agree", bool(facts.seen.copies)),
         (attributed, "gradients: they are made of what they should be", facts.judged("none-ness")),
         (norm, "norm: it is that of the gradients", facts.judged("grad-norm")),
         (update, "clip, update: the optimizer did what it should", facts.judged("updated-parameters")),
@@ -54,6 +59,31 @@ def _left(link: Link, facts: RecordFacts) -> Sequence[str]:
     if link is attributed and facts.unexplained:
         return facts.unexplained
     return (f"{broken[0]}: what is wrong with it tells nothing",) if broken else ()
+
+
+def shared(facts: RecordFacts) -> list[Cause]:
+    """Replicas of a stage, or copies of a weight, of which each has a part of the gradient, and all the whole."""
+    found: dict[tuple[str, int | None, str], list[str]] = {}
+    for name, by_rank in facts.seen.copies.items():
+        due, told = facts.due.gradients.get(name), ""
+        given = [one for one in by_rank.values() if one is not None]
+        if due is None or len(given) < len(by_rank) or any(one.shape != due.shape for one in given):
+            continue
+        parts = [one.double().cpu() for k, one in enumerate(given) if not any(torch.equal(one, o) for o in given[:k])]
+        whole = torch.stack(parts).sum(dim=0)
+        for what, one in (("sum", whole), ("mean", whole / len(parts))):
+            if len(parts) > 1 and error(one, due.double().cpu()) < _ALIKE:
+                told = f"ranks {', '.join(map(str, by_rank))} keep gradients of their own, and their {what} is expected"
+        stages = {stage for _, stage in facts.places[name]}
+        if told:
+            kind = "not-reduced" if len(stages) == 1 else "tied-not-summed"
+            found.setdefault((kind, min(stages) if len(stages) == 1 else None, told), []).append(name)
+    return [
+        Cause(kind, stage=stage, parameter=names[0], detail=told)
+        if len(names) == 1
+        else Cause(kind, stage=stage, detail=f"{', '.join(names)}: {told}")
+        for (kind, stage, told), names in found.items()
+    ]
 
 
 def held(facts: RecordFacts) -> list[Cause]:

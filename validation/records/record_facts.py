@@ -27,14 +27,16 @@ _OF_GRADIENTS = ("gradient", "none-ness")
 class Seen:
     """A step by its parameters' names, as far as it was compared.
 
-    ``begun``: what the gradients were before it, or those of the step before. ``norms`` of each rank, None from one
-    that reports none. ``left_out`` wrong gradients are not among ``gradients``.
+        ``begun``: what the gradients were before it, or those of the step before. ``norms`` of each rank, None from one
+    that reports none. ``left_out`` wrong gradients are not among ``gradients``. ``copies``: each rank's gradient of
+    what several hold.
     """
 
     gradients: Mapping[str, Gradient]
     begun: Mapping[str, Gradient]
     norms: Sequence[float | None]
     left_out: int = 0
+    copies: Mapping[str, Mapping[int, Gradient]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from reference.copied import copied
 from reference.data import Batch
 from reference.step import Loss, Site
 from reference.traced import Traced
-from validation.foreign.task import counting
+from validation.foreign.task import counting, repeated
 from validation.records.record import Record, RecordError
 from validation.records.step_record import LossFn, Pairs, record_step
 
@@ -60,6 +61,11 @@ class SingleDevice:
         batches = [_batch(number, *pair).to(str(like.device)) for number, pair in enumerate(microbatches)]
         divisor = float(len(batches) if self.loss_divisor is None else self.loss_divisor)
         return Traced(model, held=held, batches=batches, loss=Loss(self.loss_fn, divisor), losses=losses, ends={})
+
+    def repeated(self, model: nn.Module, microbatches: Pairs) -> frozenset[str]:
+        """The parameters that ``model`` uses in several places: these may have copies in several stages."""
+        batch = _batch(0, *microbatches[0]).to(str(next(model.parameters()).device))
+        return repeated(copied(model), batch, self.loss_fn)
 
 
 def _batch(number: int, inputs: object, target: object) -> Batch:

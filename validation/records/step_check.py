@@ -7,7 +7,7 @@ memory than the largest parameter; the verdicts are joined at the end, so that a
 import math
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +24,7 @@ from validation.judging.ledger import Ledger
 from validation.judging.verdict import Crash, LawResult, Verdict
 from validation.observers.wrappers import AroundGradients
 from validation.records.against import LAWS, Recorded, against, upstream
-from validation.records.arrivals import Arrival, disagreement, places_of, told
+from validation.records.arrivals import Arrival, Run, other_run, places_of, run_of, told
 from validation.records.content import ContentError
 from validation.records.job_causes import Beside, Checked, explained
 from validation.records.kept import MOST, Kept, Notes
@@ -111,6 +111,8 @@ class StepCheck:
         self._obstacle = ""  # why there is nothing to compare
         self._failure = ""  # how ranks failed
         self._verdict: Verdict | None = None
+        self._run = Run((0,), (), (None,))
+        self._microbatches: Pairs | None = None  # of all replicas, where the reference runs
 
     def __enter__(self) -> "StepCheck":
         self._began = perf_counter()
@@ -156,14 +158,18 @@ class StepCheck:
         self, *, losses: Sequence[float] | None = None, loss: float | None = None, norm: float | None = None
     ) -> None:
         """Compare what this rank knows: the microbatches' losses, undivided; what they are together; the norm."""
-        if self._at is None:
+        if self._at is None or self._expected is None:
             return
-        rank = self._exchange.rank
+        rank, share = self._exchange.rank, self._run.shares[self._exchange.rank]
+        nobodys = losses is not None and share is None and len(losses) != len(self._expected.losses)
         with self._noting():
-            if losses is not None:
-                self._at.losses([float(one) for one in losses], rank=rank)
+            if nobodys:
+                told = "whose losses these are nobody says: pass each replica the microbatches it runs"
+                self._ledger.doubt("loss", told)
+            elif losses is not None:
+                self._at.losses([float(one) for one in losses], share=share, rank=rank)
             if loss is not None:
-                self._at.loss(float(loss), rank=rank)
+                self._at.loss(float(loss), share=share, rank=rank)
             if norm is not None:
                 self._norm = float(norm)
                 self._at.norm(self._norm, rank=rank)
@@ -197,8 +203,9 @@ class StepCheck:
         assert self._expected is not None, "there is something to compare with"
         for name in (name for name in self._expected.parameters if name in self._own.parameters):
             at.parameter(name, self._own.parameters[name], **self._where(name))
-        for name, (stage, buffer) in self._own.buffers.items() if self._expected.buffers else ():
-            at.buffer(name, buffer, rank=self._exchange.rank, stage=stage)
+        if self._run.count == 1 and self._expected.buffers:
+            for name, (stage, buffer) in self._own.buffers.items():
+                at.buffer(name, buffer, rank=self._exchange.rank, stage=stage)
         at.close()
 
     def _begin(self) -> str:
@@ -209,35 +216,60 @@ class StepCheck:
             record, digests = self._read(), self._digests()
             self._own.check_names()
             if record is not None:
-                self._own.check_start(record.operations[self._number], digests)
+                self._own.check_start(record.operations[self._number])
         problem = self._problem or ("" if self._crash is None else f"the check raised {self._crash.said}")
         mine = Arrival(self._own.places, digests, problem)
         arrivals: list[Arrival] = self._gather(mine, "the beginning of the checked step")
         problems = {rank: arrival.problem for rank, arrival in enumerate(arrivals) if arrival.problem}
-        problems = problems or disagreement([arrival.microbatches for arrival in arrivals])
+        run, wrong = run_of(arrivals)
+        problems = problems or wrong
         if not problems and self._beside is not None:
-            record, problems = self._beside.record(self._own.parameters, arrivals, self._job.microbatches)
+            self._microbatches = self._every(run)
+            record, problems = self._beside.record(self._own.parameters, arrivals, self._microbatches)
+        elif not problems and record is not None:
+            problems = other_run(run, record.operations[self._number])
         if problems or record is None:
             return told(problems)
         self._record, self._expected = record, record.operations[self._number]
-        self._places = places_of(arrivals)
+        self._run, self._places = run.as_in(self._expected.microbatches), places_of(arrivals)
         self._at = against(self._expected, self._ledger, number=self._number)
         if self._exchange.rank == 0:
             self._count(self._at, self._expected)
         return ""
 
     def _count(self, at: Comparison, expected: RecordedOperation) -> None:
-        """How many ranks hold each parameter."""
+        """How many stages hold each parameter; a copy of a weight that the model uses in several may be in each."""
         due = dict.fromkeys([*expected.before, *expected.gradients])
-        for name in dict.fromkeys([*due, *self._places]):
-            found = self._places.get(name, [])
-            rank, stage = found[0] if found else (None, None)
-            at.held(name, len(found), due=int(name in due), rank=rank, stage=stage)
+        counts = {name: len({stage for _, stage in found}) for name, found in self._places.items()}
+        copies = self._copies(counts)
+        for name in dict.fromkeys([*due, *counts]):
+            count, wanted = counts.get(name, 0), int(name in due)
+            if count > 1 and wanted and copies is None:
+                why = f"{name} is in {count} stages: as copies of one weight, or by a mistake"
+                self._ledger.doubt("parameters-once", f"{why}; the model beside the job would tell")
+            count = 1 if count > 1 and wanted and (copies is None or name in copies) else count
+            rank, stage = next(iter(self._places.get(name, ())), (None, None))
+            at.held(name, count, due=wanted, rank=rank, stage=stage)
 
     def _where(self, name: str) -> Where:
         """Where this rank has a parameter."""
         rank, stage = self._exchange.rank, self._own.places.get(name)
         return Where(rank=rank) if stage is None else Where(rank=rank, stage=stage)
+
+    def _every(self, run: Run) -> Pairs | None:
+        """The microbatches of all replicas, on rank 0, which runs the reference; elsewhere this rank's own."""
+        if not run.apart:
+            return self._job.microbatches
+        given = self._gather(self._job.microbatches, "the microbatches of all replicas")
+        return run.together(given) if self._exchange.rank == 0 else self._job.microbatches
+
+    def _copies(self, counts: Mapping[str, int]) -> Collection[str] | None:
+        """What may be in several stages, where something is; None where nobody knows."""
+        if self._beside is None or self._beside.model is None or self._microbatches is None:
+            return None
+        if max(counts.values(), default=0) < 2:
+            return ()
+        return self._beside.source.repeated(self._beside.model, self._microbatches)
 
     @contextmanager
     def _noting(self) -> Iterator[None]:
@@ -277,7 +309,8 @@ class StepCheck:
         for part in reversed(parts):  # as gradients flow
             ledger.join(part.ledger)
         leave_out(ledger, self._expected, number=self._number)
-        self._lost_buffers(ledger, self._expected)
+        if self._run.count == 1:
+            self._lost_buffers(ledger, self._expected)
         ledger.mismatches.sort(key=lambda one: (LAWS.index(one.law), -math.inf if one.stage is None else -one.stage))
         if all(part.norm is None for part in parts):
             ledger.skip("grad-norm", "the job reports none")
@@ -285,6 +318,8 @@ class StepCheck:
             ledger.skip("updated-parameters", "what is expected makes no update: the optimizer's state is the job's")
         if not self._expected.buffers:
             ledger.skip("buffers", "nothing is expected of them")
+        elif self._run.count > 1:
+            ledger.skip("buffers", "each replica leaves its own, of its own microbatches")
         title, otherwise = f"a step of this job against {self._record.name}", Recorded(self._expected).precision
         verdict = concluded(ledger, title, otherwise=otherwise, rerun=rerun, seconds=took)
         return verdict.before_its_end(next((part.crash for part in parts if part.crash is not None), None))
@@ -320,9 +355,9 @@ class StepCheck:
     def _remade(self) -> Beside | None:
         """The model beside the job, for rank 0 to run again."""
         found = self._beside
-        if found is None or found.model is None or self._job.microbatches is None:
+        if found is None or found.model is None or self._microbatches is None:
             return None
-        return Beside(found.source, found.model, self._job.microbatches)
+        return Beside(found.source, found.model, self._microbatches)
 
     def _gather(self, value: object, what: str) -> list[Any]:
         return self._exchange.gather(value, what=what, bound_s=self._job.timeout_s)

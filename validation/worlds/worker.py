@@ -119,7 +119,20 @@ def _open_store(address: str) -> Store:
 def _obey(order: bytes, context: RankContext) -> object:
     sys.path[:], job_and_arguments = unpack(order)  # the path first: the job may need it to be unpacked
     job, arguments = unpack(job_and_arguments)
-    return job(context, *arguments)
+    kept = _groups_of_jobs()
+    try:
+        return job(context, *arguments)
+    except Exception as error:  # whatever the user's code raises, its own globals may be why
+        if kept:
+            groups = f"{kept} process group{'s' * (kept > 1)} of earlier jobs still on this rank"
+            error.add_note(f"{groups}: a test marked fresh_ranks, or World.close() before a run, has ranks without")
+        raise
+
+
+def _groups_of_jobs() -> int:
+    """How many process groups there are beside the one of all ranks; 0 where torch does not say."""
+    groups = getattr(getattr(dist.distributed_c10d, "_world", None), "pg_map", ())
+    return max(0, len(groups) - 1)
 
 
 def _attempt(rank: int, work: Callable[[], object]) -> Answer:

@@ -74,7 +74,7 @@ class World:
         return _results(self._place.run(order, label=label, ranks=ranks, timeout_s=bound_s, meanwhile=meanwhile))
 
     def close(self) -> None:
-        """End the processes of this world, whatever they do, within a bound. A later run starts new ones."""
+        """End the processes of this world, whatever they do, within a bound. A later run starts fresh ones."""
         if self._place is not None:
             self._place.close()
             self._place = None

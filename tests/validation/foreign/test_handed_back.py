@@ -61,3 +61,39 @@ def test_a_trace_is_a_trace_or_names_of_actions() -> None:
     assert HandedBack([], trace=["0F1"]).actions(0) == (Action.parse("0F1"),)
     assert HandedBack([], trace=[Action.parse("0F1")]).actions(0) == (Action.parse("0F1"),)
     assert HandedBack([]).actions(0) is None
+
+
+def test_modules_and_gradients_go_together() -> None:
+    """A mapping beside modules: by name where one of them has it, by the parameter itself anywhere."""
+    one, two = nn.Linear(2, 2), nn.Linear(2, 3)
+    made = torch.ones(2, 2)
+    handed = understood(HandedBack(one, gradients={"weight": made}), "step")
+    assert handed.modules == [one]
+    assert handed.by_parameter == {id(one.weight): made}
+    both = understood(HandedBack([one, two], gradients={one.weight: made, two.weight: None}), "step")
+    assert both.by_parameter == {id(one.weight): made, id(two.weight): None}
+    assert understood(HandedBack([one]), "step").by_parameter is None, "they are in .grad"
+    assert understood({"weight": made}, "step").by_parameter is None, "there is no module that has them"
+
+
+def test_one_weight_under_two_names_of_a_module_is_one() -> None:
+    module = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    module["b"].weight = module["a"].weight
+    handed = understood(HandedBack(module, gradients={"b.weight": None}), "step")
+    assert handed.by_parameter == {id(module["a"].weight): None}
+
+
+@pytest.mark.parametrize(
+    ("modules", "gradients", "sentence"),
+    [
+        ([nn.Linear(2, 2), nn.Linear(2, 2)], {"weight": None}, "'weight', which 2 of the modules have: key them by"),
+        ([nn.Linear(2, 2)], {"w": None}, "the gradients are also of 'w', which no module has"),
+        ([nn.Linear(2, 2)], {nn.Parameter(torch.ones(2)): None}, "of a parameter, which no module has"),
+        ([nn.Linear(2, 2)], [None], "step returned a list as gradients: expected a mapping"),
+        ([], {nn.Parameter(torch.ones(2)): None}, "expected the name of a parameter"),
+        ({"w": None}, {"w": None}, "step returned a dict: expected its local modules"),
+    ],
+)
+def test_gradients_that_go_with_no_module_are_said(modules: Any, gradients: Any, sentence: str) -> None:
+    with pytest.raises(HandBackError, match=sentence):
+        _ = understood(HandedBack(modules, gradients=gradients), "step").by_parameter

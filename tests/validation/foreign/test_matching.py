@@ -67,3 +67,13 @@ def test_the_longest_prefix_is_replaced() -> None:
     assert renamed(names, "other") == "other"
     assert renamed(str.upper, "a") == "A"
     assert renamed(None, "a") is None
+
+
+def test_a_function_of_three_is_given_rank_and_chunk() -> None:
+    def of_three(name: str, rank: int, chunk: int) -> str:
+        return f"{rank + 2 * chunk}.{name}"
+
+    assert renamed(of_three, "weight", rank=1, chunk=3) == "7.weight"
+    assert renamed(lambda name, width=3, depth=4: f"{name}{width}", "a", rank=1) == "a3", (
+        "what has a default is its own"
+    )

@@ -27,15 +27,15 @@ def data() -> list[tuple[Tensor, Tensor]]:
     return [(torch.randn(6, 5, generator=draw), torch.randn(6, 5, generator=draw)) for _ in range(COUNT)]
 
 
-def both_ways(stages: list[nn.Module], microbatches: list[Any]) -> float:
+def both_ways(stages: list[nn.Module], microbatches: list[Any], wrong: int | None = None) -> float:
     """Even microbatches enter at rank 0, odd ones at rank 1; each goes through the other rank's second stage.
 
-    Both ranks know the loss of the step.
+    Both ranks know the loss of the step. ``wrong``: the microbatch that comes in at twice its size.
     """
     rank, total = dist.get_rank(), torch.zeros(())
     for m, (x, target) in enumerate(microbatches):
         if m % 2 == rank:
-            y = stages[0](x)
+            y = stages[0](2 * x if m == wrong else x)
             dist.send(y.detach(), 1 - rank)
             gradient = torch.empty_like(y)
             dist.recv(gradient, 1 - rank)
@@ -52,11 +52,16 @@ def both_ways(stages: list[nn.Module], microbatches: list[Any]) -> float:
 
 
 def judged(
-    whitebox: WhiteBox, *, watched: bool, summed: tuple[int, ...] = (0, 1), held: tuple[int, ...] = (0, 1)
+    whitebox: WhiteBox,
+    *,
+    watched: bool,
+    summed: tuple[int, ...] = (0, 1),
+    held: tuple[int, ...] = (0, 1),
+    wrong: int | None = None,
 ) -> Verdict:
     def step(model: Any, microbatches: list[Any]) -> Any:
         stages = [watch(stage) if watched else stage for stage in model]
-        loss = both_ways(stages, microbatches)
+        loss = both_ways(stages, microbatches, wrong)
         for stage in summed:
             for parameter in stages[stage].parameters():
                 dist.all_reduce(parameter.grad)
@@ -94,3 +99,11 @@ def test_a_model_that_nobody_cut_is_a_wrong_partition(whitebox: WhiteBox) -> Non
     verdict = whitebox.validate(step, reference=build_model, microbatches=data(), ranks=2, loss_fn=loss_fn)
     assert verdict.verdict == "fail"
     assert [cause.kind for cause in verdict.cause] == ["partition"]
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 3])
+def test_what_is_wrong_is_on_the_rank_that_the_microbatch_was_on(whitebox: WhiteBox, wrong: int) -> None:
+    verdict = judged(whitebox, watched=True, wrong=wrong)
+    first = next(one for one in verdict.mismatches if one.law == "boundaries")
+    assert (first.rank, first.stage, first.microbatch) == (wrong % 2, 0, wrong), str(verdict)
+    assert {cause.rank for cause in verdict.cause if cause.microbatches == (wrong,)} == {wrong % 2}, str(verdict)

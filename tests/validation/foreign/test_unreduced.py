@@ -29,7 +29,15 @@ def data() -> list[tuple[Tensor, Tensor]]:
     return [(torch.randn(6, 5, generator=draw), torch.randn(6, 3, generator=draw)) for _ in range(COUNT)]
 
 
-def judged(whitebox: WhiteBox, reduced: Names, *, before: int = COUNT // 2, noise: float = 0.0) -> Verdict:
+def judged(
+    whitebox: WhiteBox,
+    reduced: Names,
+    *,
+    before: int = COUNT // 2,
+    noise: float = 0.0,
+    times: float = 1.0,
+    summed: bool = False,
+) -> Verdict:
     """Two replicas that take the mean of some parameters' gradients, before the microbatch ``before`` of each."""
 
     def step(model: Any, microbatches: list[Any]) -> Any:
@@ -39,9 +47,9 @@ def judged(whitebox: WhiteBox, reduced: Names, *, before: int = COUNT // 2, nois
                 for name, p in model.named_parameters():
                     if reduced(name):
                         dist.all_reduce(p.grad)
-                        p.grad /= 2
+                        p.grad /= 1 if summed else 2
             if m < len(microbatches):
-                loss = loss_fn(model(x), target)
+                loss = times * loss_fn(model(x), target)
                 (loss / len(microbatches)).backward()
                 losses.append(loss.item())
         if noise:
@@ -71,3 +79,34 @@ def test_a_reduction_before_the_last_microbatch(whitebox: WhiteBox) -> None:
 def test_replicas_that_differ_in_a_way_that_tells_nothing(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, lambda name: True, noise=1e-2)
     assert (verdict.verdict, verdict.cause) == ("fail", ())
+
+
+def test_a_sum_in_place_of_a_mean_is_told(whitebox: WhiteBox) -> None:
+    (cause,) = judged(whitebox, lambda name: True, summed=True).cause
+    assert cause.detail.endswith("a sum over 2 replicas where a mean was due")
+
+
+def test_losses_that_are_too_large_are_no_sum_over_replicas(whitebox: WhiteBox) -> None:
+    (cause,) = judged(whitebox, lambda name: True, times=2.0).cause
+    assert (cause.kind, cause.factor) == ("scale", 2.0)
+    assert "a sum over 2 replicas" not in str(cause), cause.detail
+
+
+def test_a_factor_of_all_is_told_where_rounding_hides_each_microbatch_s(whitebox: WhiteBox) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        layers = (nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.Tanh()) for _ in range(8))
+        return nn.Sequential(*layers).bfloat16()
+
+    def step(model: Any, microbatches: list[Any]) -> Any:
+        losses = [loss_fn(model(x), target) for x, target in microbatches]
+        for loss in losses:
+            (loss / len(losses)).backward()
+        for parameter in model.parameters():
+            parameter.grad *= 4
+        return model, [loss.item() for loss in losses]
+
+    draw = torch.Generator().manual_seed(1)
+    given = [tuple(torch.randn(6, 16, generator=draw).bfloat16() for _ in range(2)) for _ in range(4)]
+    verdict = whitebox.validate(step, reference=build, microbatches=given, ranks=1, loss_fn=loss_fn)
+    assert [(cause.kind, cause.factor) for cause in verdict.cause] == [("scale", 4.0)], str(verdict)

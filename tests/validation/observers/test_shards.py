@@ -1,12 +1,16 @@
 """Parts of parameters: where they lie, what makes up a whole, and what does not."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
+from validation.foreign import FlatShard, HandedBack, WhiteBox, watch
+from validation.judging.verdict import Verdict
 from validation.observers.shards import Shard, ShardError, gathered, shard_at, shard_of, untiled
 
 
@@ -130,3 +134,158 @@ def test_parts_that_are_no_whole() -> None:
     assert untiled([part, other]) == "parts [0:2, 0:2] and [1:3, 0:2] overlap"
     assert untiled([Shard(((0, 1), (0, 2)), (3, 2))]) == "parts [0:1, 0:2] of [3, 2]: not all of it"
     assert untiled([part, Shard(((2, 3),))]) == "parts of different dimensions"
+
+
+# Flat parts of a bucket, of a real step: each rank has the reduced gradient of its own part alone.
+
+COUNT, WIDTH = 4, 4
+Made = dict[Any, FlatShard]
+
+
+def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.mse_loss(output, target)
+
+
+def build_model() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+    model[2].bias.requires_grad_(False)
+    return model
+
+
+def data() -> list[tuple[Tensor, Tensor]]:
+    draw = torch.Generator().manual_seed(1)
+    return [(torch.randn(6, WIDTH, generator=draw), torch.randn(6, WIDTH, generator=draw)) for _ in range(COUNT)]
+
+
+def train(stage: nn.Module, microbatches: list[Any], before: int | None, after: int | None) -> list[float]:
+    """A microbatch at a time through the ranks of one replica; the losses on the last."""
+    losses = []
+    for x, target in microbatches:
+        if before is not None:
+            x = torch.empty_like(x)
+            dist.recv(x, before)
+            x.requires_grad_()
+        y = stage(x)
+        if after is None:
+            loss = loss_fn(y, target)
+            losses.append(loss.item())
+            (loss / len(microbatches)).backward()
+        else:
+            dist.send(y.detach(), after)
+            gradient = torch.empty_like(y)
+            dist.recv(gradient, after)
+            y.backward(gradient)
+        if before is not None:
+            dist.send(x.grad, before)
+    return losses
+
+
+def bucketed(stage: nn.Module, group: Any, *, cut: int, over: int | None) -> Made:
+    """This rank's shards of the bucket of all gradients, which is cut in two at an element, wherever that is.
+
+    Its sum is divided by ``over``; None: nothing is summed.
+    """
+    trained = [parameter for parameter in stage.parameters() if parameter.requires_grad]
+    bucket = torch.cat([parameter.grad.flatten() for parameter in trained if parameter.grad is not None])
+    if over is not None:
+        dist.all_reduce(bucket, group=group)
+        bucket /= over
+    first, last = (0, cut) if dist.get_rank(group) == 0 else (cut, len(bucket))
+    made, at = {}, 0
+    for parameter in trained:
+        start, stop = (min(max(edge - at, 0), parameter.numel()) for edge in (first, last))
+        if start < stop:
+            made[parameter] = FlatShard(bucket[at + start : at + stop], start)
+        at += parameter.numel()
+    return made
+
+
+def judged(
+    whitebox: WhiteBox,
+    *,
+    stages: int = 1,
+    cut: int = 28,
+    over: int | None = 2,
+    named: bool = False,
+    change: Callable[[Made], Made] = lambda made: made,
+    begun: Callable[[Any], object] = lambda model: None,
+) -> Verdict:
+    """A pipeline of so many stages, each with two replicas whose optimizers have a flat shard each."""
+
+    def step(model: Any, microbatches: list[Any]) -> Any:
+        rank, own = dist.get_rank(), dist.get_rank() % stages
+        groups = [dist.new_group([stage, stage + stages]) for stage in range(stages)]
+        stage = watch(model[own * 4 // stages : (own + 1) * 4 // stages])
+        begun(model)
+        before, after = rank - 1 if own else None, rank + 1 if own < stages - 1 else None
+        losses = train(stage, microbatches, before, after)
+        made = change(bucketed(stage, groups[own], cut=cut, over=over))
+        if named:
+            return {name: made.get(p) for name, p in model.named_parameters()}, losses
+        return HandedBack(stage, losses, gradients=made)
+
+    of = [replica for replica in range(2) for _ in range(stages)]
+    return whitebox.validate(step, reference=build_model, microbatches=data(), ranks=of, loss_fn=loss_fn)
+
+
+@pytest.mark.parametrize("cut", [28, 20, 41, 0])
+def test_flat_shards_that_straddle_parameters_or_none_are_right(whitebox: WhiteBox, cut: int) -> None:
+    verdict = judged(whitebox, cut=cut)
+    assert verdict.verdict == "pass", str(verdict)
+    assert verdict.law("shards").checked == 7, "the frozen bias has none"
+    assert verdict.law("boundaries").checked, "modules were handed back beside gradients, so they were watched"
+    assert verdict.law("initial-weights").checked == 16, "on both ranks"
+
+
+def test_flat_shards_in_a_pipeline_and_by_name(whitebox: WhiteBox) -> None:
+    assert judged(whitebox, stages=2, cut=27).verdict == "pass"
+    verdict = judged(whitebox, named=True)
+    assert verdict.verdict == "pass", str(verdict)
+
+
+def shifted(made: Made) -> Made:
+    """The part of the straddled parameter lies elsewhere than it is said to on the second rank."""
+    return {p: replace(one, start=one.start - 3 if one.start else 0) for p, one in made.items()}
+
+
+def exchanged(made: Made) -> Made:
+    """Each rank has the other's part of the straddled parameter."""
+    every: list[Any] = [None, None]
+    mine = list(made)[-1 if dist.get_rank() == 0 else 0]
+    dist.all_gather_object(every, made[mine].part)
+    return made | {mine: replace(made[mine], part=every[1 - dist.get_rank()])}
+
+
+def test_flat_shards_in_each_other_s_place(whitebox: WhiteBox) -> None:
+    verdict = judged(whitebox, change=exchanged)
+    assert {(cause.kind, cause.parameter) for cause in verdict.cause} == {("misplaced", "1.weight")}, str(verdict)
+
+
+def test_a_flat_shard_in_the_wrong_place(whitebox: WhiteBox) -> None:
+    verdict = judged(whitebox, change=shifted)
+    assert verdict.law("shards").outcome == "fail"
+    assert verdict.mismatches[0].seen.endswith("overlap"), str(verdict)
+
+
+def test_a_flat_shard_that_is_not_there(whitebox: WhiteBox) -> None:
+    verdict = judged(whitebox, change=lambda made: made if dist.get_rank() else {})
+    assert verdict.verdict == "fail"
+    assert verdict.law("shards").outcome == "fail", str(verdict)
+
+
+def test_a_replica_with_flat_shards_that_began_with_other_weights(whitebox: WhiteBox) -> None:
+    verdict = judged(whitebox, begun=lambda model: model[0].weight.data.mul_(1.0 + dist.get_rank()))
+    assert verdict.law("initial-weights").outcome == "fail"
+    assert {(one.rank, one.parameter) for one in verdict.mismatches} == {(1, "0.weight")}
+
+
+def test_flat_shards_that_were_not_reduced(whitebox: WhiteBox) -> None:
+    verdict = judged(whitebox, over=None)
+    (cause,) = verdict.cause
+    assert (cause.kind, cause.stage) == ("not-reduced", 0), str(verdict)
+
+
+def test_flat_shards_of_a_sum_in_place_of_a_mean(whitebox: WhiteBox) -> None:
+    verdict = judged(whitebox, over=1)
+    assert [(cause.kind, cause.factor) for cause in verdict.cause] == [("scale", 2.0)], str(verdict)

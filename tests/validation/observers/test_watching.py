@@ -83,7 +83,7 @@ def two_steps(model: nn.Sequential, microbatches: list[Any], *, divides: bool = 
     )
     steps = [torch_pipelining.step(schedule, half) for half in (microbatches[:2], microbatches[2:])]
     losses = [float(loss) * COUNT for one in steps for loss in one.losses or ()]
-    return HandedBack(steps[0].made, losses or None)
+    return HandedBack(steps[0].modules, losses or None)
 
 
 def test_two_steps_of_one_schedule_of_torchs_pass(whitebox: WhiteBox) -> None:
@@ -123,3 +123,48 @@ def test_a_leaf_that_is_handed_on_as_it_is_has_each_calls_own_gradients() -> Non
     assert [call.output_gradients[0] for call in found] == [first for first, _ in due]
     assert [call.backwards for call in found] == [[0], [1], [2], [3]]
     assert len({call.input_gradients[0].digest for call in found}) == COUNT
+
+
+class Fed(nn.Module):
+    """A stage whose input is put into it before it is called, as Megatron's."""
+
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = layers
+        self.given = torch.empty(0)
+
+    def forward(self) -> Tensor:
+        out: Tensor = self.layers(self.given)
+        return out
+
+
+def fed(model: nn.Sequential, microbatches: list[Any], *, wrong: int | None = None) -> Any:
+    """``wrong``: a microbatch whose input is not what was received."""
+    rank, losses = dist.get_rank(), []
+    stage = watch(Fed(model[2 * rank : 2 * rank + 2]))
+    for m, (x, target) in enumerate(microbatches):
+        stage.given = x
+        if rank == 0:
+            y = stage()
+            dist.send(y.detach(), 1)
+            gradient = torch.empty_like(y)
+            dist.recv(gradient, 1)
+            y.backward(gradient)
+            continue
+        received = torch.empty_like(x)
+        dist.recv(received, 0)
+        stage.given = (2 * received if m == wrong else received).requires_grad_()
+        loss = loss_fn(stage(), target)
+        losses.append(loss.item())
+        (loss / COUNT).backward()
+        dist.send(stage.given.grad, 0)  # type: ignore[arg-type]
+    return stage, losses or None
+
+
+def test_a_stage_that_is_fed_otherwise_than_by_its_arguments_is_said(whitebox: WhiteBox) -> None:
+    verdict = judged(whitebox, fed)
+    assert verdict.verdict == "pass", str(verdict)
+    assert verdict.law("boundaries").note.startswith("stages 0, 1 took no tensor as an argument: what came in, and")
+    wrong = judged(whitebox, lambda model, microbatches: fed(model, microbatches, wrong=2))
+    assert wrong.mismatches[0].law == "boundaries"
+    assert (wrong.mismatches[0].stage, wrong.mismatches[0].microbatch) == (1, 2)

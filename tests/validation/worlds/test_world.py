@@ -283,3 +283,34 @@ def test_closing_ends_all_processes(world: World) -> None:
         time.sleep(0.02)
     assert not any(is_alive(pid) for pid in pids)
     assert sound(world), "another world is no concern of this one"
+
+
+def leave_a_group(context: RankContext) -> None:
+    """What a runtime does that keeps its groups in globals."""
+    torch.left = dist.new_group([0, 1])  # type: ignore[attr-defined]
+
+
+def set_up(context: RankContext) -> int:
+    if hasattr(torch, "left"):
+        raise RuntimeError("data parallel group is already initialized")
+    return context.rank
+
+
+def test_what_earlier_jobs_left_is_said_where_one_fails(world: World) -> None:
+    world.run(leave_a_group, ranks=2)
+    with pytest.raises(RankFailed) as caught:
+        world.run(set_up, ranks=2)
+    told = str(caught.value)
+    assert "RuntimeError: data parallel group is already initialized" in told
+    assert "still on this rank: a test marked fresh_ranks, or World.close() before a run, has ranks without" in told
+    world.run(leave_a_group, ranks=2)  # for the next test
+
+
+@pytest.mark.fresh_ranks
+def test_fresh_ranks_have_nothing_of_earlier_jobs(world: World) -> None:
+    assert world.run(set_up, ranks=2) == [0, 1]
+    world.run(leave_a_group, ranks=2)
+
+
+def test_what_fresh_ranks_were_left_with_is_gone_after_them(world: World) -> None:
+    assert world.run(set_up, ranks=2) == [0, 1]
