@@ -1,7 +1,7 @@
 """A pipeline that runs both ways: rank r holds stage r of one direction and stage P-1-r of the other.
 
-Half of the microbatches enter at either end; in the end the two copies of a stage add their gradients. Each ``fault`` is
-at its place in the code; the empty name is the pipeline as it should be.
+Half of the microbatches enter at either end; in the end the two copies of a stage add their gradients. Each ``fault``
+is at its place in the code; the empty name is the pipeline as it should be.
 """
 
 from collections.abc import Iterator

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from truth_claims import COUNTED, GARBLED, OF_KIND, THINGS, Claim, claims
+from truth_claims import COUNTED, GARBLED, OF_KIND, SPEAKS_OF, THINGS, Claim, claims
 
 from validation.verdict import Verdict
 
@@ -23,10 +23,10 @@ class Truth:
 
     ``kinds`` are the kinds that a fault is, ``alike`` those that final gradients alone may tell no better; both empty
     for a run that is right. ``wrong`` are the things that are wrong in it. ``ranks`` and ``stages`` are where the fault
-    is; empty: everywhere, or not asked. ``somewhere``: to say "everywhere" is as true. ``microbatches`` are those
-    concerned; empty: all, or not asked. ``parameter`` is a pattern. ``between``: it is one fault between the two stages, so that either may be named.
-    ``affected`` are the stages at which anything shows;
-    None: not asked. ``factors`` are true ones. ``also`` are faults that the run has besides, as one of two halves.
+    is; empty: everywhere, or not asked. ``somewhere``: to say "everywhere" is as true. ``between``: it is one fault
+    between two stages, so that either may be named. ``microbatches`` are those concerned; empty: all, or not asked.
+    ``parameter`` is a pattern. ``affected`` are the stages at which anything shows; None: not asked. ``factors`` are
+    true ones. ``also`` are faults that the run has besides, as one of two halves.
     """
 
     kinds: tuple[str, ...] = ()
@@ -224,7 +224,10 @@ def _alternatives(found: list[Claim], truth: Truth) -> Iterator[False_]:
 def _against_judge(found: list[Claim], verdict: Verdict) -> Iterator[False_]:
     """Sentences that the comparison of the same verdict speaks against."""
     wrong = {(m.stage, m.parameter) for m in verdict.mismatches if m.law in ("gradient", "none-ness")}
+    failed = {law.name for law in verdict.laws if law.outcome == "fail"}
     for claim in found:
+        if against := {SPEAKS_OF[thing] for thing in claim.denies or () if thing in SPEAKS_OF} & failed:
+            yield False_(claim.role, claim.text, f"the law {', '.join(sorted(against))} of the same verdict failed")
         for stage, name in claim.right:
             if (stage, name) in wrong:
                 yield False_(claim.role, claim.text, f"the gradient of {name} does not agree")

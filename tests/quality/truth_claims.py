@@ -1,7 +1,7 @@
 """What the sentences of a verdict claim: the one place where text is read back.
 
-A sentence under ``not`` denies that certain things are wrong; ``DENIALS`` has a row for each such sentence. Once reasons
-are values with what they deny, ``denied`` is all that changes.
+A sentence under ``not`` denies that certain things are wrong; ``DENIALS`` has a row for each such sentence. Once
+reasons are values with what they deny, ``denied`` is all that changes.
 """
 
 import re
@@ -15,8 +15,8 @@ from validation.verdict import Verdict, told
 
 # What can be wrong in a run. A truth has some of them; a sentence denies some of them.
 THINGS = frozenset(
-    "partition held weights order mode messages memory computation boundary loss sums reduction replicas gradients norm clip "
-    "update buffers report dropped doubled swapped stale scale".split()
+    "partition held weights order mode messages memory computation boundary loss sums reduction replicas gradients "
+    "norm clip update buffers report dropped doubled swapped stale scale".split()
 )
 
 # What a kind of fault is called where it is ruled out.
@@ -112,6 +112,19 @@ LAWS: Mapping[str, frozenset[str]] = MappingProxyType(
             "updated-parameters": "update clip",
             "buffers": "buffers",
         }.items()
+    }
+)
+
+# A sentence that denies one of these speaks against its own verdict where that law failed.
+SPEAKS_OF: Mapping[str, str] = MappingProxyType(
+    {
+        "order": "microbatches",
+        "mode": "microbatches",
+        "held": "parameters-once",
+        "weights": "initial-weights",
+        "boundary": "boundaries",
+        "gradients": "gradient",
+        "buffers": "buffers",
     }
 )
 

@@ -32,7 +32,7 @@ class Planted:
 
     @property
     def title(self) -> str:
-        return f"{self.runtime}: {self.name}"
+        return f"{self.runtime}: {self.name}" + "".join(f", {name}={value}" for name, value in self.options.items())
 
     def verdict(self, whitebox: WhiteBox, *, watched: bool) -> Verdict:
         """What is said of a step with this fault."""
@@ -192,18 +192,15 @@ CLASSES = {
     "losses in fp16": other(("report", "rounded"), "report", 3),
 }
 
-FAULTS = tuple(
-    Planted(runtime, name, truth)
-    for runtime, table in {
-        "iterators": ITERATORS,
-        "instructions": INSTRUCTIONS,
-        "two-way": TWO_WAY,
-        "classes": CLASSES,
-    }.items()
-    for name, truth in table.items()
-) + (
-    Planted("instructions", "sum started anew", INSTRUCTIONS["sum started anew"], {"recompute": True}),
-    Planted("instructions", "buffer ids exchanged", INSTRUCTIONS["buffer ids exchanged"], {"recompute": True}),
-    Planted("classes", "stash last in first out", backward(PAIRED, 1, wrong="swapped"), {"afab": False}),
-    Planted("classes", "cleared in the middle", CLASSES["cleared in the middle"], {"afab": False}),
+TABLES = {"iterators": ITERATORS, "instructions": INSTRUCTIONS, "two-way": TWO_WAY, "classes": CLASSES}
+FAULTS = (
+    *(Planted(runtime, name, truth) for runtime, table in TABLES.items() for name, truth in table.items()),
+    *(
+        Planted("instructions", name, INSTRUCTIONS[name], {"recompute": True})
+        for name in ("sum started anew", "buffer ids exchanged")
+    ),
+    *(
+        Planted("classes", name, CLASSES[name], {"afab": False})
+        for name in ("stash last in first out", "cleared in the middle")
+    ),
 )

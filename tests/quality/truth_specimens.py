@@ -41,7 +41,8 @@ _WRONG: Mapping[str, str] = MappingProxyType(
         "recomputed-with-fresh-mask",
         "gradients swapped": "backward-of-another",
         # Data and messages.
-        "boundary loss gradients swapped": "microbatches-swapped targets-shifted activation-repeated activations-crossed",
+        "boundary loss gradients swapped": "microbatches-swapped targets-shifted activation-repeated "
+        "activations-crossed",
         "boundary loss gradients": "side-input-of-first microbatches-cut cut-along-tokens activation-of-other-stage "
         "activation-read-early activation-partly-old activations-rounded activation-damaged activation-nan "
         "layers-counted-from-zero dropout-other-seed side-input-missing mask-missing other-epsilon stage-in-bf16 "

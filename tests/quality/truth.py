@@ -1,0 +1,184 @@
+"""The truth test: every sentence of every verdict is held against what is true of the run.
+
+``python tests/quality/truth.py`` runs the faults in four foreign runtimes and the runs that are right, watched and
+unwatched, and each specimen of the catalogue in its smallest case, from boundary tensors and from final gradients: some
+minutes on two cores. ``--all`` runs the specimens on every schedule as well, which takes most of an hour. The table
+counts how the runs were named and how many sentences were false; every false sentence is listed. The exit status is 1
+where any sentence is false, a run that is right alarms, or a fault passes; else 0.
+"""
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+from truth_check import Checked, Counts, False_, Truth, check
+from truth_faults import COUNTS, FAULTS
+from truth_rights import rights
+from truth_specimens import counts_of, tried, truth_of, wanted
+
+from pipeline.schedules import FAMILIES, LOOPED, virtuals
+from validation.case import Case
+from validation.console.terminal import Terminal
+from validation.judge import judge
+from validation.observe import observe
+from validation.specimens import CONTROLS, SPECIMENS
+from validation.verdict import Verdict
+from validation.whitebox import WhiteBox
+from validation.world import World
+
+PARTS = ("faults", "rights", "specimens", "cases")
+_COLUMNS = ("right", "elsewhere", "unknown", "wrong", "silent", "needless", "alarm", "raised")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run and what became of it; ``checked`` is None where no verdict came, and ``raised`` says why."""
+
+    part: str
+    title: str
+    watched: bool
+    checked: Checked | None
+    raised: str = ""
+
+    @property
+    def naming(self) -> str:
+        return "raised" if self.checked is None else self.checked.naming
+
+    @property
+    def false(self) -> Sequence[False_]:
+        if self.checked is None:
+            return (False_("verdict", self.raised, "there is no verdict"),)
+        return self.checked.false
+
+    @property
+    def sound(self) -> bool:
+        """Whether nothing is false in it: a fault was caught, and what is right is not said to be wrong."""
+        return not self.false and self.naming != "alarm"
+
+    def __str__(self) -> str:
+        named = self.checked.named if self.checked is not None else ""
+        how = "watched" if self.watched else "final"
+        return f"{self.part:<10} {how:<8} {self.naming:<10} {named:<20} {len(self.false):>2} false  {self.title}"
+
+
+def rows(parts: Sequence[str], schedules: Sequence[str], only: Sequence[str], world: World) -> Iterator[Row]:
+    """Every run of ``parts`` whose title has one of ``only`` in it."""
+
+    def chosen(title: str) -> bool:
+        return not only or any(one in title for one in only)
+
+    whitebox = WhiteBox(world)
+    for part, foreign in (("faults", FAULTS), ("rights", tuple(rights()))):
+        for one in foreign if part in parts else ():
+            for watched in (True, False) if chosen(one.title) else ():
+                yield row(part, one.title, watched, one.truth, lambda: one.verdict(whitebox, watched=watched))  # noqa: B023
+    for case in _cases() if "cases" in parts else ():
+        if chosen(str(case)):
+            yield row("cases", str(case), True, Truth(), lambda: judge(case, observe(case, world)))  # noqa: B023
+    for case in wanted((), ()) if "specimens" in parts else ():
+        yield from of_specimen(case, world) if chosen(str(case)) else ()
+    for case in wanted((), schedules) if schedules else ():
+        yield from of_specimen(case, world) if chosen(str(case)) else ()
+
+
+def row(
+    part: str, title: str, watched: bool, truth: Truth, verdict: Callable[[], Verdict], counts: Counts = COUNTS
+) -> Row:
+    """What became of one run."""
+    try:
+        return Row(part, title, watched, check(verdict(), truth, counts, watched=watched))
+    except Exception as error:  # whatever a run raises is what became of it
+        return Row(part, title, watched, None, f"{type(error).__name__}: {error}")
+
+
+def of_specimen(case: Case, world: World) -> Iterator[Row]:
+    """Both diagnoses of a case with a specimen."""
+    truth, counts = truth_of(SPECIMENS[case.specimen], case), counts_of(case)
+    try:
+        for one in tried(case, world):
+            checked = check(one.verdict, truth, counts, watched=one.watched)
+            yield Row("specimens", one.title, one.watched, checked)
+    except Exception as error:  # whatever a run raises is what became of it
+        yield Row("specimens", str(case), True, None, f"{type(error).__name__}: {error}")
+
+
+def _cases() -> Iterator[Case]:
+    """Cases of our own that are right, and the catalogue's changes that are no faults."""
+    models = ("gpt", "gpt-tied", "mlp", "dropout", "batchnorm", "frozen", "twice")
+    more = ("", "ragged", "loss=tokens unequal", "dtype=bf16", "ragged", "dtype=fp64", "")
+    for number, name in enumerate(FAMILIES):
+        for turn in (0, 1):
+            kind = (number + 3 * turn) % len(models)
+            yield _case(name, models[kind], more[(number + turn) % len(more)])
+    for name, control in CONTROLS.items():
+        yield Case.parse(f"{control.smallest} specimen={name}")
+
+
+def _case(schedule: str, model: str, more: str) -> Case:
+    virtual = virtuals(schedule, looped=2 if schedule in LOOPED else 1)
+    split = ",".join(["1"] * (2 * virtual))
+    line = f"{schedule} r2 s{2 * virtual} m4 split={split} model={model} {more} plan=train+eval+train seed=0"
+    return Case.parse(" ".join(line.split()))
+
+
+def table(found: Sequence[Row]) -> str:
+    """Counts by part, watched and not."""
+    lines = [f"{'':<20}{'runs':>6}" + "".join(f"{name:>11}" for name in _COLUMNS) + f"{'false':>9}{'garbled':>9}"]
+    for key in dict.fromkeys((one.part, one.watched) for one in found):
+        some = [one for one in found if (one.part, one.watched) == key]
+        counts = Counter(one.naming for one in some)
+        cells = "".join(f"{counts[name] or '.':>11}" for name in _COLUMNS)
+        false = sum(len(one.false) for one in some)
+        garbled = sum(len(one.checked.garbled) for one in some if one.checked is not None)
+        lines.append(f"{key[0]:<12}{'watched' if key[1] else 'final':<8}{len(some):>6}{cells}{false:>9}{garbled:>9}")
+    return "\n".join(lines)
+
+
+def worse(found: Sequence[Row]) -> list[str]:
+    """Runs that more evidence named worse: wrong where they were watched, and right where they were not."""
+    final = {one.title: one.naming for one in found if not one.watched}
+    bad = ("wrong", "elsewhere", "alarm", "unknown")
+    good = ("right", "silent")
+    return [one.title for one in found if one.watched and one.naming in bad and final.get(one.title) in good]
+
+
+def told(found: Sequence[Row]) -> Iterator[str]:
+    """Every false sentence, under its run."""
+    for one in found:
+        if not one.sound:
+            yield f"{one.part}: {one.title} ({'watched' if one.watched else 'final'})"
+            yield from (f"    {false.role:<8} {false.text}\n             FALSE: {false.why}" for false in one.false)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what is asked for, print the table and every false sentence; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="truth", description=__doc__)
+    parser.add_argument("--all", action="store_true", help="specimens on every schedule, too")
+    parser.add_argument("--part", default=",".join(PARTS), help=f"some of {','.join(PARTS)} (default: all)")
+    parser.add_argument("--schedule", default="", help="specimens on these schedules, too")
+    parser.add_argument("--only", default="", help="runs whose titles have one of these texts, separated by commas")
+    parser.add_argument("--json", help="write every run there")
+    chosen = parser.parse_args(arguments)
+    terminal, found = Terminal(), list[Row]()
+    schedules = list(FAMILIES) if chosen.all else [name for name in chosen.schedule.split(",") if name]
+    only = [text for text in chosen.only.split(",") if text]
+    with World(timeout_s=60.0) as world:
+        for one in rows(chosen.part.split(","), schedules, only, world):
+            found.append(one)
+            terminal.say(str(one))
+    terminal.say("\n" + table(found))
+    for text in told(found):
+        terminal.say(text)
+    if titles := worse(found):
+        terminal.say("named worse where more was seen: " + "; ".join(titles))
+    if chosen.json:
+        with open(chosen.json, "w") as file:
+            json.dump([asdict(one) | {"false": [list(false) for false in one.false]} for one in found], file, indent=1)
+    return 0 if found and all(one.sound for one in found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
