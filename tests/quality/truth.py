@@ -91,7 +91,12 @@ def row(
     try:
         return Row(part, title, watched, check(verdict(), truth, counts, watched=watched))
     except Exception as error:  # whatever a run raises is what became of it
-        return Row(part, title, watched, None, f"{type(error).__name__}: {error}")
+        return Row(part, title, watched, None, _first_line(error))
+
+
+def _first_line(error: Exception) -> str:
+    """What was raised, as far as a person wants to read it in a list."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:160]}"
 
 
 def of_specimen(case: Case, world: World) -> Iterator[Row]:
@@ -102,7 +107,7 @@ def of_specimen(case: Case, world: World) -> Iterator[Row]:
             checked = check(one.verdict, truth, counts, watched=one.watched)
             yield Row("specimens", one.title, one.watched, checked)
     except Exception as error:  # whatever a run raises is what became of it
-        yield Row("specimens", str(case), True, None, f"{type(error).__name__}: {error}")
+        yield Row("specimens", str(case), True, None, _first_line(error))
 
 
 def _cases() -> Iterator[Case]:

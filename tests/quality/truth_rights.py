@@ -7,46 +7,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import truth_layers as layers
 from runtime_plain import Chain, How, Plain, cut, even, step
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from truth_check import Truth
 from truth_faults import STEPS
-from truth_layers import (
-    Attention,
-    Carry,
-    CastsByName,
-    InPlace,
-    Joined,
-    Masked,
-    Named,
-    Nested,
-    Picture,
-    Recomputed,
-    RecomputedReentrant,
-    Sideways,
-    Straight,
-    Targeted,
-    Transposed,
-    Twice,
-    Unmasked,
-    Unnamed,
-    Unnested,
-    Unused,
-    WithBuffers,
-    WithLoss,
-    Writes,
-    blocks,
-    chain,
-    data_of,
-    frozen,
-    of_dtype,
-    ragged,
-    seeded,
-    summed,
-)
+from truth_layers import blocks, chain, data_of, frozen, ragged, seeded, summed
 from truth_models import RANKS, WIDTH, Block, Pairs, build_model, loss_fn, seen
+from truth_oddities import variants
 
 from validation.verdict import Verdict
 from validation.whitebox import HandedBack, WhiteBox, watch
@@ -297,6 +267,8 @@ def rights() -> Iterator[Right]:
     yield from _orders()
     yield from _models()
     yield from _around()
+    for name, step_, more in variants(plain):
+        yield Right(name, step_, **more)
 
 
 def _runtimes() -> Iterator[Right]:
@@ -358,21 +330,21 @@ def _models() -> Iterator[Right]:
         "frozen middle stage": frozen(4, 5),
         "frozen last stage": frozen(6, 7),
         "no bias is trained": frozen(biases=True),
-        "a parameter that nothing uses": lambda: chain(*blocks(Unused)),
-        "weights write their gradients": lambda: chain(*blocks(Writes)),
-        "two streams": lambda: chain(*blocks(Carry, 7), Joined()),
-        "nested tuples and a number": lambda: chain(*blocks(Nested, 7), Unnested()),
-        "a dictionary": lambda: chain(*blocks(Named, 7), Unnamed()),
-        "a mask and positions go along": lambda: chain(*blocks(Masked, 7), Unmasked()),
-        "views, not contiguous": lambda: chain(*blocks(Transposed, 7), Straight()),
-        "in place": lambda: chain(*blocks(InPlace)),
-        "a block applied twice": lambda: chain(*blocks(Twice)),
-        "buffers of bools and bytes": lambda: chain(*blocks(WithBuffers)),
-        "recomputes itself": lambda: chain(*blocks(Recomputed)),
-        "recomputes itself, reentrant": lambda: chain(*blocks(RecomputedReentrant)),
-        "casts by name": lambda: chain(*blocks(CastsByName)),
+        "a parameter that nothing uses": lambda: chain(*blocks(layers.Unused)),
+        "weights write their gradients": lambda: chain(*blocks(layers.Writes)),
+        "two streams": lambda: chain(*blocks(layers.Carry, 7), layers.Joined()),
+        "nested tuples and a number": lambda: chain(*blocks(layers.Nested, 7), layers.Unnested()),
+        "a dictionary": lambda: chain(*blocks(layers.Named, 7), layers.Unnamed()),
+        "a mask and positions go along": lambda: chain(*blocks(layers.Masked, 7), layers.Unmasked()),
+        "views, not contiguous": lambda: chain(*blocks(layers.Transposed, 7), layers.Straight()),
+        "in place": lambda: chain(*blocks(layers.InPlace)),
+        "a block applied twice": lambda: chain(*blocks(layers.Twice)),
+        "buffers of bools and bytes": lambda: chain(*blocks(layers.WithBuffers)),
+        "recomputes itself": lambda: chain(*blocks(layers.Recomputed)),
+        "recomputes itself, reentrant": lambda: chain(*blocks(layers.RecomputedReentrant)),
+        "casts by name": lambda: chain(*blocks(layers.CastsByName)),
         "batch norms": lambda: chain(*(nn.Sequential(Block(), nn.BatchNorm1d(WIDTH)) for _ in range(8))),
-        "attention": lambda: chain(*blocks(Attention)),
+        "attention": lambda: chain(*blocks(layers.Attention)),
         "tied within a stage": lambda: _tied_within(),
     }
     for name, build in table.items():
@@ -380,14 +352,20 @@ def _models() -> Iterator[Right]:
     for name in ("two streams", "nested tuples and a number", "a dictionary", "a mask and positions go along"):
         yield Right(f"{name}, last in first out", plain(order="lifo"), seeded(table[name]))
     for name, dtype in {"bf16": torch.bfloat16, "fp64": torch.float64, "fp16": torch.float16}.items():
-        yield Right(name, plain(), seeded(of_dtype(dtype)), data_of(dtype=dtype))
+        yield Right(name, plain(), seeded(layers.of_dtype(dtype)), data_of(dtype=dtype))
     yield Right(
-        "bf16, last in first out", plain(order="lifo"), seeded(of_dtype(torch.bfloat16)), data_of(dtype=torch.bfloat16)
+        "bf16, last in first out",
+        plain(order="lifo"),
+        seeded(layers.of_dtype(torch.bfloat16)),
+        data_of(dtype=torch.bfloat16),
     )
-    yield Right("two inputs", plain(), seeded(lambda: chain(*blocks(Sideways))), data_of(sides=True))
-    yield Right("pictures", plain(), seeded(lambda: chain(*blocks(Picture))), data_of((2, 3, 6, 6)))
+    yield Right("two inputs", plain(), seeded(lambda: chain(*blocks(layers.Sideways))), data_of(sides=True))
+    yield Right("pictures", plain(), seeded(lambda: chain(*blocks(layers.Picture))), data_of((2, 3, 6, 6)))
     yield Right(
-        "a loss of the model's own", plain(None), seeded(lambda: chain(*blocks(Targeted, 7), WithLoss())), loss_fn=None
+        "a loss of the model's own",
+        plain(None),
+        seeded(lambda: chain(*blocks(layers.Targeted, 7), layers.WithLoss())),
+        loss_fn=None,
     )
 
 
@@ -400,7 +378,10 @@ def _tied_within() -> Chain:
 def _around() -> Iterator[Right]:
     yield Right("handed back by name, then clipped", handed_by_name)
     yield Right(
-        "bf16, gradients added in fp32", main_gradients, seeded(of_dtype(torch.bfloat16)), data_of(dtype=torch.bfloat16)
+        "bf16, gradients added in fp32",
+        main_gradients,
+        seeded(layers.of_dtype(torch.bfloat16)),
+        data_of(dtype=torch.bfloat16),
     )
     yield Right("the whole step's loss on every rank", whole_loss)
     yield Right("only a block of each stage watched", only_a_block_watched)
