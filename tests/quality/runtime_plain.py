@@ -19,9 +19,8 @@ class Chain(nn.Sequential):
     def forward(self, *given: Any) -> Any:
         """What the last layer makes."""
         for layer in self:
-            made = layer(*given)
-            given = (made,)
-        return made
+            given = (layer(*given),)
+        return given[0]
 
 
 class Meta(NamedTuple):

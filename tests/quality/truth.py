@@ -89,7 +89,10 @@ def row(
 ) -> Row:
     """What became of one run."""
     try:
-        return Row(part, title, watched, check(verdict(), truth, counts, watched=watched))
+        found = verdict()
+        if found.failure and not truth.kinds:
+            return Row(part, title, watched, None, found.headline)
+        return Row(part, title, watched, check(found, truth, counts, watched=watched))
     except Exception as error:  # whatever a run raises is what became of it
         return Row(part, title, watched, None, _first_line(error))
 

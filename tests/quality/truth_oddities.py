@@ -225,13 +225,9 @@ def copied_weights(model: Any, pairs: Pairs, *, watched: bool) -> Any:
     ranks = list(range(dist.get_world_size()))
     part = cut(model, even(len(model), len(ranks)), dist.get_rank())
     own = Renamed(Chain(*(Block() for _ in part)))
-    own.first.load_state_dict(part[0].state_dict())
-    own.rest.load_state_dict({f"{int(k[0]) - 1}{k[1:]}": v for k, v in _numbered(part).items() if k[0] != "0"})
+    for new, old in zip((own.first, *own.rest), part, strict=True):
+        new.load_state_dict(old.state_dict())
     return own, Plain(seen(own, watched), pairs, loss_fn, How(), ranks).step() or None
-
-
-def _numbered(part: nn.Sequential) -> Mapping[str, Tensor]:
-    return Chain(*part).state_dict()
 
 
 def sharded_sums(model: Any, pairs: Pairs, *, watched: bool) -> Any:
