@@ -1,5 +1,6 @@
 """The truth test tells false sentences from true ones, and the runs that it holds today stay as they are."""
 
+import re
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -79,23 +80,16 @@ def test_a_true_verdict_has_no_false_sentence() -> None:
 @pytest.mark.parametrize("thing", SENTENCES)
 def test_a_denial_of_what_is_wrong_is_false(thing: str) -> None:
     known = replace(DROPPED, wrong=frozenset({thing}))
-    assert roles(ruling_out(SENTENCES[thing]), known) == ["not"] * (2 if thing == "gradients" else 1)
+    found = [role for role in roles(ruling_out(SENTENCES[thing]), known) if role == "not"]
+    assert len(found) == (2 if thing == "gradients" else 1), "the law that failed denies it too"
 
 
 def test_every_denial_is_tried_and_every_law_says_known_things() -> None:
-    tried_out = {
-        pattern for pattern, things in DENIALS if things for text in SENTENCES.values() if _begins(pattern, text)
-    }
-    untried = {pattern for pattern, things in DENIALS if things} - tried_out
+    patterns = {pattern for pattern, things in DENIALS if things}
+    untried = {pattern for pattern in patterns if not any(re.match(pattern, text) for text in SENTENCES.values())}
     assert untried == {"clip, update: the optimizer did "}, "which is that of jobs"
     assert all(things <= THINGS for _, things in DENIALS)
     assert all(things <= THINGS for things in LAWS.values())
-
-
-def _begins(pattern: str, text: str) -> bool:
-    import re
-
-    return re.match(pattern, text) is not None
 
 
 def test_a_sentence_that_nobody_knows_is_no_true_one() -> None:
