@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 
 from truth_check import Checked, Counts, False_, Truth, check
 from truth_faults import COUNTS, FAULTS
+from truth_mixtures import mixtures
 from truth_rights import rights
 from truth_specimens import counts_of, tried, truth_of, wanted
 
@@ -29,7 +30,7 @@ from validation.verdict import Verdict
 from validation.whitebox import WhiteBox
 from validation.world import World
 
-PARTS = ("faults", "rights", "specimens", "cases")
+PARTS = ("faults", "mixtures", "rights", "specimens", "cases")
 _COLUMNS = ("right", "elsewhere", "unknown", "wrong", "silent", "needless", "alarm", "raised")
 
 
@@ -71,7 +72,7 @@ def rows(parts: Sequence[str], schedules: Sequence[str], only: Sequence[str], wo
         return not only or any(one in title for one in only)
 
     whitebox = WhiteBox(world)
-    for part, foreign in (("faults", FAULTS), ("rights", tuple(rights()))):
+    for part, foreign in (("faults", FAULTS), ("mixtures", tuple(mixtures())), ("rights", tuple(rights()))):
         for one in foreign if part in parts else ():
             for watched in (True, False) if chosen(one.title) else ():
                 yield row(part, one.title, watched, one.truth, lambda: one.verdict(whitebox, watched=watched))  # noqa: B023

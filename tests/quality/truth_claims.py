@@ -63,6 +63,7 @@ _SAYS_NOTHING = (
     r"losses are wrong and gradients right: ",
     r"[\w-]+: what is wrong with it tells nothing$",
     r"\d+ more wrong gradients were not looked at",
+    r"where the reference passes from stage to stage could not be found",
     r"the cause was not found in time",
     r"looking for the cause raised",
     r"cause not sought",
