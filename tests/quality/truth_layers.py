@@ -211,6 +211,17 @@ class Writes(nn.Module):
         return torch.tanh(made)
 
 
+class Plainly(nn.Module):
+    """The same with a gradient that autograd knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
 class Picture(nn.Module):
     """A convolution, channels last."""
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from runtime_plain import Chain, How, Plain, cut, even, step
 from torch import Tensor, nn
-from truth_layers import blocks, chain, data_of, of_dtype, seeded
+from truth_layers import Plainly, Writes, blocks, chain, data_of, of_dtype, seeded
 from truth_models import COUNT, ROWS, WIDTH, Block, Pairs, loss_fn, seen
 
 from validation.whitebox import watch
@@ -230,6 +230,56 @@ def copied_weights(model: Any, pairs: Pairs, *, watched: bool) -> Any:
     return own, Plain(seen(own, watched), pairs, loss_fn, How(), ranks).step() or None
 
 
+def weights_stored(model: Any, pairs: Pairs, *, watched: bool) -> Any:
+    """The reference's layers, with backwards that write the weights' gradients themselves."""
+    for number, layer in enumerate(model):
+        model[number] = Writes()
+        model[number].linear = layer.linear
+    return step(model, pairs, loss_fn=loss_fn, watched=watched)
+
+
+class Head(nn.Module):
+    """The last block, with a copy of the first one's weight that has a name of its own."""
+
+    def __init__(self, block: Block, copy: nn.Parameter) -> None:
+        super().__init__()
+        self.norm, self.shared_weight, self.bias = block.norm, copy, block.linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = x + nn.functional.gelu(nn.functional.linear(self.norm(x), self.shared_weight, self.bias))
+        return made
+
+
+def tied_model() -> nn.Module:
+    model = chain(*blocks())
+    model[7].linear.weight = model[0].linear.weight
+    return model
+
+
+def tied_by_another_name(model: Any, pairs: Pairs, *, watched: bool) -> Any:
+    """The last stage has its own copy of the first weight; both gradients are added, by whoever holds one."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    weight = model[0].linear.weight
+    if rank == last:
+        weight = nn.Parameter(weight.detach().clone())
+        model[7] = Head(model[7], weight)
+    stage, losses = step(model, pairs, loss_fn=loss_fn, watched=watched)
+    if rank in (0, last):
+        other = torch.empty_like(weight)
+        assert weight.grad is not None, "after the last backward"
+        own = weight.grad.clone()
+        work = dist.isend(own, last - rank, tag=77)
+        dist.recv(other, last - rank, tag=77)
+        work.wait()
+        weight.grad = own + other if rank == 0 else other + own
+    return stage, losses
+
+
+def in_the_reference(name: str) -> str:
+    """What the names of ``Head`` are in the reference."""
+    return {"7.shared_weight": "7.linear.weight", "7.bias": "7.linear.bias"}.get(name, name)
+
+
 def sharded_sums(model: Any, pairs: Pairs, *, watched: bool) -> Any:
     """Two replicas; each keeps one half of the rows of every gradient, as a reduce-scatter leaves it."""
     rank = dist.get_rank()
@@ -280,6 +330,10 @@ def variants(plain: Callable[..., Any]) -> Iterator[Variant]:
     yield "inputs that are expanded", plain(), {"data": [(x[:1].expand(ROWS, WIDTH), y) for x, y in data_of()]}
     yield "inputs that want gradients", plain(), {"data": [(x.requires_grad_(), y) for x, y in data_of()]}
     yield "two equal microbatches", plain(), {"data": [*data_of()[:4], *data_of()[:4]]}
+    yield "weights stored, as the plain reference", weights_stored, {"build": seeded(lambda: chain(*blocks(Plainly)))}
+    tied = {"build": seeded(tied_model)}
+    yield "a tied copy by another name", tied_by_another_name, tied
+    yield "a tied copy by another name, told", tied_by_another_name, {**tied, "more": {"names": in_the_reference}}
     yield "watched twice", watched_twice, {}
     yield "the second step", second_step, {}
     yield "an empty stage", with_an_empty_stage, {}
