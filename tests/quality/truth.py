@@ -1,10 +1,11 @@
 """The truth test: every sentence of every verdict is held against what is true of the run.
 
-``python tests/quality/truth.py`` runs the faults in four foreign runtimes and the runs that are right, watched and
-unwatched, and each specimen of the catalogue in its smallest case, from boundary tensors and from final gradients: some
-minutes on two cores. ``--all`` runs the specimens on every schedule as well, which takes most of an hour. The table
-counts how the runs were named and how many sentences were false; every false sentence is listed. The exit status is 1
-where any sentence is false, a run that is right alarms, or a fault passes; else 0.
+``python tests/quality/truth.py``, or ``ci/truth``, runs faults in four foreign runtimes, faults in surroundings such as
+two streams or bf16 (mixtures), foreign runs and cases of our own that are right, and each specimen of the catalogue
+in its smallest case: watched or recorded, and from final gradients alone. That takes some minutes on two cores.
+``--all`` runs the specimens on every schedule as well, which takes most of an hour. The table counts how the runs were
+named and how many sentences were false; every false sentence is listed. The exit status is 1 where any sentence is
+false, where a run that is right fails or raises, and where a fault is not caught; else 0.
 """
 
 import argparse
@@ -55,9 +56,14 @@ class Row:
         return self.checked.false
 
     @property
+    def missed(self) -> bool:
+        """Whether it has a fault that was not caught."""
+        return self.naming in ("right", "elsewhere", "unknown", "wrong") and not (self.checked and self.checked.caught)
+
+    @property
     def sound(self) -> bool:
         """Whether nothing is false in it: a fault was caught, and what is right is not said to be wrong."""
-        return not self.false and self.naming != "alarm"
+        return not self.false and self.naming != "alarm" and not self.missed
 
     def __str__(self) -> str:
         named = self.checked.named if self.checked is not None else ""
@@ -66,7 +72,10 @@ class Row:
 
 
 def rows(parts: Sequence[str], schedules: Sequence[str], only: Sequence[str], world: World) -> Iterator[Row]:
-    """Every run of ``parts`` whose title has one of ``only`` in it."""
+    """Every run of ``parts`` whose title has one of ``only`` in it.
+
+    An empty schedule stands for each specimen's smallest case.
+    """
 
     def chosen(title: str) -> bool:
         return not only or any(one in title for one in only)
@@ -79,10 +88,9 @@ def rows(parts: Sequence[str], schedules: Sequence[str], only: Sequence[str], wo
     for case in _cases() if "cases" in parts else ():
         if chosen(str(case)):
             yield row("cases", str(case), True, Truth(), lambda: judge(case, observe(case, world)))  # noqa: B023
-    for case in wanted((), ()) if "specimens" in parts else ():
-        yield from of_specimen(case, world) if chosen(str(case)) else ()
-    for case in wanted((), schedules) if schedules else ():
-        yield from of_specimen(case, world) if chosen(str(case)) else ()
+    for schedule in schedules if "specimens" in parts else ():
+        for case in wanted((), [schedule] if schedule else ()):
+            yield from of_specimen(case, world) if chosen(str(case)) else ()
 
 
 def row(
@@ -135,14 +143,20 @@ def _case(schedule: str, model: str, more: str) -> Case:
 
 def table(found: Sequence[Row]) -> str:
     """Counts by part, watched and not."""
-    lines = [f"{'':<20}{'runs':>6}" + "".join(f"{name:>11}" for name in _COLUMNS) + f"{'false':>9}{'garbled':>9}"]
+    lines = [
+        f"{'':<20}{'runs':>6}"
+        + "".join(f"{name:>11}" for name in _COLUMNS)
+        + f"{'missed':>8}{'false':>9}{'garbled':>9}"
+    ]
     for key in dict.fromkeys((one.part, one.watched) for one in found):
         some = [one for one in found if (one.part, one.watched) == key]
         counts = Counter(one.naming for one in some)
         cells = "".join(f"{counts[name] or '.':>11}" for name in _COLUMNS)
-        false = sum(len(one.false) for one in some)
+        false, missed = sum(len(one.false) for one in some), sum(one.missed for one in some)
         garbled = sum(len(one.checked.garbled) for one in some if one.checked is not None)
-        lines.append(f"{key[0]:<12}{'watched' if key[1] else 'final':<8}{len(some):>6}{cells}{false:>9}{garbled:>9}")
+        lines.append(
+            f"{key[0]:<12}{'watched' if key[1] else 'final':<8}{len(some):>6}{cells}{missed:>8}{false:>9}{garbled:>9}"
+        )
     return "\n".join(lines)
 
 
@@ -167,15 +181,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="truth", description=__doc__)
     parser.add_argument("--all", action="store_true", help="specimens on every schedule, too")
     parser.add_argument("--part", default=",".join(PARTS), help=f"some of {','.join(PARTS)} (default: all)")
-    parser.add_argument("--schedule", default="", help="specimens on these schedules, too")
+    parser.add_argument("--schedule", default="", help="specimens on these schedules, not in their smallest cases")
     parser.add_argument("--only", default="", help="runs whose titles have one of these texts, separated by commas")
     parser.add_argument("--json", help="write every run there")
     chosen = parser.parse_args(arguments)
     terminal, found = Terminal(), list[Row]()
-    schedules = list(FAMILIES) if chosen.all else [name for name in chosen.schedule.split(",") if name]
-    only = [text for text in chosen.only.split(",") if text]
+    schedules = ["", *FAMILIES] if chosen.all else chosen.schedule.split(",")
+    parts, only = chosen.part.split(","), [text for text in chosen.only.split(",") if text]
+    for what, known in ((parts, PARTS), (schedules, ("", *FAMILIES))):
+        if unknown := [name for name in what if name not in known]:
+            parser.error(f"{', '.join(unknown)}: known are {', '.join(filter(None, known))}")
     with World(timeout_s=60.0) as world:
-        for one in rows(chosen.part.split(","), schedules, only, world):
+        for one in rows(parts, schedules, only, world):
             found.append(one)
             terminal.say(str(one))
     terminal.say("\n" + table(found))
