@@ -168,12 +168,12 @@ def worse(found: Sequence[Row]) -> list[str]:
     return [one.title for one in found if one.watched and one.naming in bad and final.get(one.title) in good]
 
 
-def told(found: Sequence[Row]) -> Iterator[str]:
-    """Every false sentence, under its run."""
-    for one in found:
-        if not one.sound:
-            yield f"{one.part}: {one.title} ({'watched' if one.watched else 'final'})"
-            yield from (f"    {false.role:<8} {false.text}\n             FALSE: {false.why}" for false in one.false)
+def told(one: Row) -> Iterator[str]:
+    """Every false sentence of a run."""
+    for false in one.false:
+        yield f"    {false.role:<8} {false.text}\n             FALSE: {false.why}"
+    if one.missed:
+        yield "    NOT CAUGHT"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -194,10 +194,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with World(timeout_s=60.0) as world:
         for one in rows(parts, schedules, only, world):
             found.append(one)
-            terminal.say(str(one))
+            terminal.say("\n".join([str(one), *told(one)]))
     terminal.say("\n" + table(found))
-    for text in told(found):
-        terminal.say(text)
     if titles := worse(found):
         terminal.say("named worse where more was seen: " + "; ".join(titles))
     if chosen.json:
