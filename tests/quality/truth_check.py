@@ -1,0 +1,233 @@
+"""A verdict held against the truth: each of its sentences is true, false, or known to nobody."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+from truth_claims import COUNTED, GARBLED, OF_KIND, SPEAKS_OF, THINGS, Claim, claims
+
+from validation.judging.verdict import Verdict
+
+# Kinds that give the same gradients: where these are all there is, each may stand as the alternative of the other.
+_SAME_GRADIENTS = frozenset({"swapped-activations", "swapped-gradients"})
+
+# How a verdict names what is wrong: what it is, at its place; what it is, at another; nothing; something else.
+# Of a run that is right: silent, or with an alarm.
+Naming = Literal["right", "elsewhere", "unknown", "wrong", "silent", "alarm", "needless"]
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What is true of a run.
+
+    ``kinds`` are the kinds that a fault is, ``alike`` those that final gradients alone may tell no better; both empty
+    for a run that is right. ``wrong`` are the things that are wrong in it. ``ranks`` and ``stages`` are where the fault
+    is; empty: everywhere, or not asked. ``somewhere``: to say "everywhere" is as true. ``between``: it is one fault
+    between two stages, so that either may be named. ``microbatches`` are those concerned; empty: all, or not asked.
+    ``parameter`` is a pattern. ``affected`` are the stages at which anything shows; None: not asked. ``factors`` are
+    true ones. ``also`` are faults that the run has besides, as one of two halves.
+    """
+
+    kinds: tuple[str, ...] = ()
+    wrong: frozenset[str] = frozenset()
+    ranks: tuple[int, ...] = ()
+    stages: tuple[int, ...] = ()
+    microbatches: tuple[int, ...] = ()
+    parameter: str = ""
+    alike: tuple[str, ...] = ()
+    factors: tuple[float, ...] = ()
+    affected: tuple[int, ...] | None = None
+    somewhere: bool = False
+    between: bool = False
+    also: "tuple[Truth, ...]" = ()
+
+    def __post_init__(self) -> None:
+        assert self.wrong <= THINGS, f"{sorted(self.wrong - THINGS)} are no things"
+
+    @property
+    def all_wrong(self) -> frozenset[str]:
+        """What is wrong, and what the kind of fault itself is called."""
+        return self.wrong | {OF_KIND[kind] for kind in self.kinds[:1] if kind in OF_KIND}
+
+
+class Counts(NamedTuple):
+    """What a run has of each."""
+
+    ranks: int
+    stages: int
+    microbatches: int
+    replicas: int = 1
+
+
+class False_(NamedTuple):
+    """A sentence that is not true, and why."""
+
+    role: str
+    text: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A verdict that was checked. ``garbled`` are sentences that end or begin with nothing, ``downstream`` places that
+    are right but show only what followed."""
+
+    verdict: str
+    naming: Naming
+    false: tuple[False_, ...] = ()
+    garbled: tuple[str, ...] = ()
+    downstream: str = ""
+    named: str = ""
+    sentences: int = 0
+
+    @property
+    def caught(self) -> bool:
+        """Whether something is said to be wrong."""
+        return self.verdict == "fail" or bool(self.named)
+
+
+def check(verdict: Verdict, truth: Truth, counts: Counts, *, watched: bool = True) -> Checked:
+    """Hold each sentence of ``verdict`` against ``truth``. ``watched``: more was seen than final gradients."""
+    found = list(claims(verdict))
+    if not watched:
+        truth = _from_gradients(truth)
+    false = [one for claim in found for one in _false(claim, truth, counts)]
+    false += list(_alternatives(found, truth))
+    false += list(_against_judge(found, verdict))
+    texts = [claim.text for claim in found if claim.role in ("cause", "or", "not", "unknown")]
+    garbled = tuple(text for text in texts if any(pattern.search(text) for pattern in GARBLED))
+    where = next((claim for claim in found if claim.role == "where"), None)
+    named = next((claim.kind for claim in found if claim.role == "cause"), "")
+    return Checked(
+        verdict.verdict,
+        _naming(verdict, found, truth),
+        tuple(false),
+        garbled,
+        where.text if where is not None and _downstream(where, truth) else "",
+        named,
+        len(found),
+    )
+
+
+def _from_gradients(truth: Truth) -> Truth:
+    """What is true of ``truth`` as far as final gradients can tell."""
+    spreads = "not-finite" in truth.kinds  # to every gradient before it
+    return replace(truth, kinds=(*truth.kinds, *truth.alike), somewhere=truth.somewhere or spreads)
+
+
+def _naming(verdict: Verdict, found: list[Claim], truth: Truth) -> Naming:
+    first = next((claim for claim in found if claim.role == "cause"), None)
+    if not truth.kinds:
+        return {"pass": "silent", "fail": "alarm", "unknown": "needless"}[verdict.verdict]  # type: ignore[return-value]
+    if first is None:
+        return "unknown"
+    parts = [part for part in (truth, *truth.also) if first.kind in part.kinds]
+    if not parts:
+        return "wrong"
+    return "right" if any(not list(_misplaced(first, part)) for part in parts) else "elsewhere"
+
+
+def _false(claim: Claim, truth: Truth, counts: Counts) -> Iterator[False_]:
+    """Why ``claim`` is not true."""
+    for why in _reasons(claim, truth, counts):
+        yield False_(claim.role, claim.text, why)
+
+
+def _reasons(claim: Claim, truth: Truth, counts: Counts) -> Iterator[str]:
+    if claim.role == "verdict":
+        if not truth.kinds and claim.text == "fail":
+            yield "nothing is wrong"
+        elif truth.kinds and claim.text == "pass":
+            yield f"it is wrong: {truth.kinds[0]}"
+        return
+    if claim.denies is None:
+        yield "nobody knows this sentence: it needs a row in truth_claims.DENIALS"
+    elif hit := claim.denies & truth.all_wrong:
+        yield f"it denies {', '.join(sorted(hit))}, which is wrong"
+    if claim.kind:
+        yield from _of_cause(claim, truth)
+        yield from _counted(claim, counts)
+    elif claim.place is not None and truth.kinds:
+        yield from _nothing_there(claim, truth)
+
+
+def _of_cause(claim: Claim, truth: Truth) -> Iterator[str]:
+    """Why a cause is none, or not there: it must be true of one part of the fault."""
+    every = (truth, *truth.also)
+    parts = [part for part in every if claim.kind in part.kinds or _exchangeable(claim, part)]
+    if not parts:
+        yield f"the fault is {' or '.join(kind for part in every for kind in part.kinds) or 'none'}"
+        return
+    found = [[*_misplaced(claim, part), *_factor(claim, part)] for part in parts]
+    yield from min(found, key=len)
+
+
+def _exchangeable(claim: Claim, part: Truth) -> bool:
+    told = claim.role == "or" and "the other swap gives the same gradients" in claim.text
+    return told and bool(_SAME_GRADIENTS & set(part.kinds))
+
+
+def _misplaced(claim: Claim, truth: Truth) -> Iterator[str]:
+    place = claim.place
+    assert place is not None, "a cause has a place, if only everywhere"
+    if place.everywhere and (truth.stages or truth.ranks) and not truth.somewhere:
+        yield f"it is not everywhere but at stage {list(truth.stages)}, rank {list(truth.ranks)}"
+    for what, said, known in (("rank", place.rank, truth.ranks), ("stage", place.stage, truth.stages)):
+        if said is not None and known and said not in known:
+            yield f"it is at {what} {list(known)}"
+    if place.microbatches and truth.microbatches and place.microbatches != truth.microbatches:
+        yield f"it concerns microbatches {list(truth.microbatches)}"
+    if place.parameter is not None and truth.parameter and not re.search(truth.parameter, place.parameter):
+        yield f"it is parameter {truth.parameter}"
+
+
+def _factor(claim: Claim, truth: Truth) -> Iterator[str]:
+    if claim.factor is not None and truth.factors:
+        if all(abs(claim.factor - one) > 0.01 * abs(one) for one in truth.factors):
+            yield f"its factor is {' or '.join(map(str, truth.factors))}"
+
+
+def _counted(claim: Claim, counts: Counts) -> Iterator[str]:
+    """Numbers that are said to be the number of something."""
+    known: Mapping[str, int] = counts._asdict()
+    for number, what in COUNTED.findall(claim.text):
+        if int(number) != known[what]:
+            yield f"the number of {what} is {known[what]}"
+
+
+def _nothing_there(claim: Claim, truth: Truth) -> Iterator[str]:
+    """Why a place at which something is said to differ cannot be one."""
+    assert claim.place is not None, "asked for where there is a place"
+    stage = claim.place.stage
+    if truth.affected is not None and stage is not None and stage not in truth.affected:
+        yield f"only stage {list(truth.affected)} can show anything"
+    if claim.role == "unknown" and truth.stages and stage not in truth.stages:
+        yield f"it was first wrong at stage {list(truth.stages)}"
+
+
+def _downstream(where: Claim, truth: Truth) -> bool:
+    stage = where.place.stage if where.place is not None else None
+    return bool(truth.stages) and stage is not None and stage not in truth.stages
+
+
+def _alternatives(found: list[Claim], truth: Truth) -> Iterator[False_]:
+    """Causes that are told as alternatives though all of them hold."""
+    causes = [claim for claim in found if claim.role in ("cause", "or") and claim.place is not None]
+    stages = {c.place.stage for c in causes if c.kind in truth.kinds and c.place is not None} - {None}
+    several = len(stages) > 1 and stages <= set(truth.stages) and not truth.between
+    halves = bool(truth.also) and {part.kinds[0] for part in (truth, *truth.also)} <= {claim.kind for claim in causes}
+    if len(causes) > 1 and (several or halves):
+        yield False_("or", causes[1].text, "both hold: it is no alternative")
+
+
+def _against_judge(found: list[Claim], verdict: Verdict) -> Iterator[False_]:
+    """Sentences that the comparison of the same verdict speaks against."""
+    wrong = {(m.stage, m.parameter) for m in verdict.mismatches if m.law in ("gradient", "none-ness")}
+    failed = {law.name for law in verdict.laws if law.outcome == "fail"}
+    for claim in found:
+        if against := {SPEAKS_OF[thing] for thing in claim.denies or () if thing in SPEAKS_OF} & failed:
+            yield False_(claim.role, claim.text, f"the law {', '.join(sorted(against))} of the same verdict failed")
+        for stage, name in claim.right:
+            if (stage, name) in wrong:
+                yield False_(claim.role, claim.text, f"the gradient of {name} does not agree")

@@ -1,0 +1,162 @@
+"""Faults in the plain runtime, each in several surroundings: more streams, other types, other orders, a scaled loss."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from runtime_plain import How, Plain, cut, even
+from torch import Tensor
+from truth_check import Truth
+from truth_faults import PAIRED, backward, forward, sums
+from truth_layers import Carry, Joined, Masked, Nested, Unmasked, Unnested, blocks, chain, data_of, of_dtype, seeded
+from truth_models import COUNT, RANKS, Pairs, loss_fn, seen
+
+from validation.foreign import WhiteBox
+from validation.judging.verdict import Verdict
+
+
+class Spoilt(Plain):
+    """The plain runtime with ``fault`` at its place."""
+
+    fault = ""
+    forwards = backwards = 0
+
+    def forward(self, m: int) -> None:
+        self.sending_forward, self.now = True, m
+        super().forward(m)
+        if self.last and self.fault == "last loss counts four times" and m == 7:
+            given, made = self.live[m]
+            self.live[m] = given, made * 4
+
+    def backward(self, m: int) -> None:
+        self.sending_forward, self.now = False, m
+        before = [None if p.grad is None else p.grad.clone() for p in self.parameters]
+        other = {2: 3, 3: 2}.get(m)
+        if self.fault == "graphs exchanged" and self.place == 1 and other in self.live:
+            self.live[m], self.live[other] = self.live[other], self.live[m]
+        super().backward(m)
+        for parameter, old in zip(self.parameters, before, strict=True):
+            self._counted(parameter, old, m)
+
+    def _counted(self, parameter: Any, old: Tensor | None, m: int) -> None:
+        if self.fault == "one lost" and (self.place, m) == (2, 3):
+            parameter.grad = old
+        if self.fault == "one twice" and (self.place, m) == (1, 5):
+            parameter.grad = 2 * parameter.grad if old is None else 2 * parameter.grad - old
+
+    def send(self, tree: Any, peer: int) -> None:
+        leaves = list(tree) if isinstance(tree, tuple) and len(tree) == 2 and self.two_streams else None
+        if self.place == 1 and self.sending_forward and leaves is not None:
+            if self.fault == "second stream in bf16":
+                tree = (leaves[0], leaves[1].bfloat16().float())
+            if self.fault == "second stream is the first":
+                tree = (leaves[0], leaves[0] * 1.0)
+        if self.place == 2 and not self.sending_forward and len(tree) == 2 and self.two_streams:
+            if self.fault == "second stream's gradient lost":
+                tree = [tree[0], torch.zeros_like(tree[1])]
+            if self.fault == "gradients of streams exchanged":
+                tree = [tree[1], tree[0]]
+        if self.place == 2 and not self.sending_forward and self.fault == "a quarter sent back":
+            tree = [None if one is None else one * 0.25 for one in tree]
+        if self.place == 1 and self.sending_forward and self.fault == "sent in bf16":
+            tree = tree.bfloat16().to(tree.dtype) if isinstance(tree, Tensor) else tree
+        super().send(tree, peer)
+
+    @property
+    def two_streams(self) -> bool:
+        return isinstance(self.stage[0], Carry | Joined)
+
+    def finish(self) -> None:
+        super().finish()
+        for number, parameter in enumerate(self.parameters):
+            if self.place == 2 and self.fault == "stage four times":
+                parameter.grad.mul_(4)
+            if self.place == 1 and self.fault == "one parameter negated" and number == 2:
+                parameter.grad.neg_()
+
+
+def step(model: Any, pairs: Pairs, *, fault: str, how: How, watched: bool) -> Any:
+    """One step with ``fault``."""
+    ranks = list(range(dist.get_world_size()))
+    stage = cut(model, even(len(model), len(ranks)), dist.get_rank())
+    part = Spoilt(seen(stage, watched), pairs, loss_fn, how, ranks)
+    part.fault = fault
+    return stage, part.step() or None
+
+
+SETTINGS: Mapping[str, tuple[Any, How, torch.dtype]] = {
+    "plain": (seeded(lambda: chain(*blocks())), How(), torch.float32),
+    "two streams": (seeded(lambda: chain(*blocks(Carry, 7), Joined())), How(), torch.float32),
+    "two streams, lifo": (seeded(lambda: chain(*blocks(Carry, 7), Joined())), How(order="lifo"), torch.float32),
+    "nested": (seeded(lambda: chain(*blocks(Nested, 7), Unnested())), How(), torch.float32),
+    "masks": (seeded(lambda: chain(*blocks(Masked, 7), Unmasked())), How(), torch.float32),
+    "scaled loss": (seeded(lambda: chain(*blocks())), How(scale=1024.0), torch.float32),
+    "divided late": (seeded(lambda: chain(*blocks())), How(late=True), torch.float32),
+    "shuffled": (seeded(lambda: chain(*blocks())), How(order="shuffled"), torch.float32),
+    "halves": (seeded(lambda: chain(*blocks())), How(halves=True), torch.float32),
+    "fp64": (seeded(of_dtype(torch.float64)), How(), torch.float64),
+    "bf16": (seeded(of_dtype(torch.bfloat16)), How(), torch.bfloat16),
+}
+
+EVERYWHERE: Mapping[str, Truth] = {
+    "one lost": sums("dropped", 2, microbatches=(3,)),
+    "one twice": sums("doubled", 1, microbatches=(5,)),
+    "stage four times": sums("scale", 2, wrong="reduction", factors=(4.0,)),
+    "one parameter negated": sums("sign", 1, wrong="reduction", parameter=r"^2\.linear\.weight$", factors=(-1.0,)),
+    "a quarter sent back": backward("scale", 1, 2, wrong="scale", factors=(0.25,), affected=(0, 1)),
+    "last loss counts four times": backward(
+        "scale", 3, wrong="scale", microbatches=(7,), factors=(4.0,), alike=("doubled",), somewhere=True
+    ),
+    "graphs exchanged": backward(PAIRED, 1, wrong="swapped", microbatches=(2, 3)),
+}
+OF_STREAMS: Mapping[str, Truth] = {
+    "second stream in bf16": forward("rounded", 1, 2, alike=("computation",)),
+    "second stream is the first": forward(("altered", "misplaced", "wrong-message"), 1, 2, alike=("computation",)),
+    "second stream's gradient lost": backward(
+        ("altered", "uninitialised", "zero", "dropped"), 1, 2, alike=("computation",), affected=(0, 1)
+    ),
+    "gradients of streams exchanged": backward(
+        ("altered", "misplaced", "wrong-message"), 1, 2, alike=("computation",), affected=(0, 1)
+    ),
+}
+_UNFIT = {("graphs exchanged", "shuffled"), ("one lost", "halves"), ("one twice", "halves")}
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """A fault in a setting."""
+
+    name: str
+    setting: str
+    truth: Truth
+
+    @property
+    def title(self) -> str:
+        return f"{self.setting}: {self.name}"
+
+    def verdict(self, whitebox: WhiteBox, *, watched: bool) -> Verdict:
+        """What is said of a step with this fault."""
+        build, how, dtype = SETTINGS[self.setting]
+        return whitebox.validate(
+            partial(step, fault=self.name, how=how, watched=watched),
+            reference=build,
+            microbatches=data_of(count=COUNT, dtype=dtype),
+            ranks=RANKS,
+            loss_fn=loss_fn,
+        )
+
+
+def mixtures() -> Iterator[Mixture]:
+    """Every fault in every setting in which it is the same fault."""
+    for setting in SETTINGS:
+        for name, truth in EVERYWHERE.items():
+            if (name, setting) not in _UNFIT:
+                yield Mixture(name, setting, truth)
+    for setting in ("two streams", "two streams, lifo"):
+        for name, truth in OF_STREAMS.items():
+            yield Mixture(name, setting, truth)
+    yield Mixture("sent in bf16", "fp64", forward("rounded", 1, 2, alike=("computation",)))
+    yield Mixture("sent in bf16", "scaled loss", forward("rounded", 1, 2, alike=("computation",)))
