@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from reference.step import Stage
-from validation.cause import Cause
+from validation.cause import Cause, RuledOut
 from validation.diagnosis.atoms import Term
 from validation.diagnosis.chains import swaps
 from validation.diagnosis.explanation import Explanation
@@ -20,11 +20,13 @@ from validation.diagnosis.update import Update
 from validation.diagnosis.weighed import SAME, Fault, factor_words, weighed
 
 _NOTHING = "no multiple of what the others say"
+_SWAPPED = ("swapped-activations", "swapped-gradients", "swapped-data", "mispaired")
+_STALE = ("stale-gradient", "stale-tensor")
 
 
 def name_causes(
     update: Update, stages: Sequence[Explanation], tied: Sequence[Shares]
-) -> tuple[tuple[Cause, ...], tuple[str, ...], tuple[str, ...]]:
+) -> tuple[tuple[Cause, ...], tuple[str, ...], tuple[RuledOut, ...]]:
     """The causes, the most likely first; what stays unknown; and what was ruled out."""
     swapped = swaps(update, stages)
     shown = [one for one in stages if one.explained and (one.compared or one.odd or not any(one.coefficients.values()))]
@@ -192,30 +194,32 @@ def _unknown(
             yield f"stage {copy.stage}: the gradient of {copy.parameter} is no sum of the stages' shares"
 
 
-def _ruled_out(stages: Sequence[Explanation], causes: Sequence[Cause]) -> Iterator[str]:
-    """What the coefficients speak against."""
-    if not stages or not all(one.explained for one in stages):
-        return
+def _ruled_out(stages: Sequence[Explanation], causes: Sequence[Cause]) -> Iterator[RuledOut]:
+    """The parameters that are right in a wrong stage; and what the coefficients speak against, where all are known."""
     for one in stages:
         right = [odd.parameter for odd in one.odd if odd.what == "right"]
         if right:
-            yield f"all of stage {one.stage}: {', '.join(right)} {'is' if len(right) == 1 else 'are'} right"
-    kinds = {cause.kind for cause in causes}
+            evidence = f"of stage {one.stage}, {', '.join(right)} {'is' if len(right) == 1 else 'are'} right"
+            yield RuledOut((), evidence, len(right))
     terms = [(term, c) for one in stages for term, c in one.coefficients.items()]
-    if not kinds & {"dropped", "zero"} and all(c for term, c in terms if term.nominal):
-        yield "dropped: every microbatch is in every stage's sum"
+    nominal = [c for term, c in terms if term.nominal]
+    if not nominal or not all(one.complete and one.compared and not one.undecided for one in stages):
+        return
+    kinds = {cause.kind for cause in causes}
     paired = any(c and term.what in ("pair", "logits", "flow") and not term.nominal for term, c in terms)
-    if not kinds & {"doubled"} and not paired and not any(c >= 2 for _, c in terms):
-        yield "doubled: no microbatch is there twice"
-    if not paired and not any(kind.startswith("swapped") for kind in kinds):
-        yield "swapped: every activation met its own microbatch's output gradient"
-    if not any(kind.startswith("stale") for kind in kinds):
-        yield "stale: nothing of an earlier step is in the sums"
-    if not kinds & {"scale", "sign"}:
-        yield "scale: what is there is there with factor 1"
+    for found, holds, evidence in (
+        (("dropped", "zero"), all(nominal), "every microbatch is in every stage's sum"),
+        (("doubled",), not paired and not any(c >= 2 for _, c in terms), "no microbatch is there twice"),
+        (_SWAPPED, not paired, "every activation met its own microbatch's output gradient"),
+        (_STALE, not any(c and not term.nominal for term, c in terms), "nothing of an earlier step is in the sums"),
+        (("scale", "sign"), set(nominal) <= {0.0, 1.0}, "what is there is there with factor 1"),
+    ):
+        if holds and not kinds & set(found):
+            yield RuledOut(found, evidence, len(nominal))
 
 
 def _with_rank(update: Update, cause: Cause) -> Cause:
     if cause.stage is None or not update.placement:
         return cause
-    return replace(cause, rank=update.placement[cause.stage])
+    instead = tuple(_with_rank(update, other) for other in cause.instead)
+    return replace(cause, rank=update.placement[cause.stage], instead=instead)

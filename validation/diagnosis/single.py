@@ -72,8 +72,9 @@ def _of_elements(update: Update, odd: Oddity, within: float) -> Iterator[Cause]:
     elif odd.pairs is not None:
         told = ", ".join(f"{j} with {i}'s" for i, j in odd.pairs.wrong)
         microbatches = tuple(sorted({j for _, j in odd.pairs.wrong}))
-        for kind in odd.pairs.kinds:
-            yield Cause(kind, microbatches=microbatches, detail=f"its output gradients met activations so: {told}")
+        detail = f"its output gradients met activations so: {told}"
+        first, *others = (Cause(kind, microbatches=microbatches, detail=detail) for kind in odd.pairs.kinds)
+        yield replace(first, instead=tuple(others))
 
 
 def of_copies(update: Update, tied: Sequence[Shares]) -> Iterator[Cause]:

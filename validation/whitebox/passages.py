@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from validation.cause import Cause
+from validation.cause import Cause, RuledOut
 from validation.diagnosis.divergence import Divergence
 from validation.diagnosis.rules.boundaries import causes_of
 from validation.observed import UNTOLD
-from validation.recording import FLOWED, HANDED_ON
+from validation.recording import FLOWED, GIVEN, HANDED_ON, MADE, RECEIVED
 from validation.whitebox.roots import Boundaries
 from validation.whitebox.step_facts import StepFacts
 
@@ -119,15 +119,19 @@ def _called_after(facts: StepFacts, stage: int) -> int | None:
     return makers[0] if due and place not in due else None
 
 
-def sound(facts: StepFacts) -> str:
-    """What the boundaries say where they name no cause."""
-    of = "messages, buffers, computation"
-    boundaries = Boundaries(facts)
-    if boundaries.right:
-        return f"{of}: every watched boundary tensor is right, to half its digits"
-    if not list(boundaries.roots()):
-        return f"{of}: every watched boundary tensor of which that is known is right, to half its digits"
-    return f"{of}: what passed the boundaries does not say"
+def sound(facts: StepFacts) -> RuledOut | None:
+    """What the boundaries rule out: of every stage and microbatch something passed each of them, and all was right."""
+    judged = [one for one in facts.observed.crossings(0) if one.judged]
+    seen = {(one.action.stage, one.action.microbatch, one.where) for one in judged}
+    last, every = facts.stages - 1, range(facts.microbatches)
+    due = {(stage, m, GIVEN) for stage in range(last + 1) for m in every}
+    due |= {(stage, m, where) for stage in range(last) for m in every for where in (MADE, RECEIVED)}
+    due |= {(stage, m, HANDED_ON) for stage in range(1, last + 1) for m in every}
+    if not seen >= due or not all(one.same for one in judged) or not Boundaries(facts).right:
+        return None
+    return RuledOut(
+        ("wrong-message",), "every tensor at the boundaries of stages is right, to half its digits", len(judged)
+    )
 
 
 def unexplained_passage(facts: StepFacts) -> tuple[str, ...]:
