@@ -136,10 +136,15 @@ class Cell:
     def __str__(self) -> str:
         if self.own is None:
             return "?"
-        others = [f"{m}'s" if c == 1.0 else f"{c:.3g} of {m}'s" for m, c in self.others]
-        others += [f"{self.behind:.3g}*"] if self.behind else []
-        own = [f"{self.own:.3g}"] if self.own or not others else []
+        others = [f"{m}'s" if c == 1.0 else f"{_short(c)} of {m}'s" for m, c in self.others]
+        others += [f"{_short(self.behind)}*"] if self.behind else []
+        own = [_short(self.own)] if self.own or not others else []
         return " + ".join([*own, *others])
+
+
+def _short(c: float) -> str:
+    """A coefficient in few digits, but never as 1 where it is not."""
+    return text if (text := f"{c:.3g}") != "1" or c == 1.0 else f"{c:.6g}"
 
 
 @dataclass(frozen=True)

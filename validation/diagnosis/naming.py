@@ -17,7 +17,7 @@ from validation.diagnosis.mixed import mixed
 from validation.diagnosis.single import WHOLE, of_copies, of_parameters, untrained
 from validation.diagnosis.tied import Shares
 from validation.diagnosis.update import Update
-from validation.diagnosis.weighed import SAME, Fault, factor_words, weighed
+from validation.diagnosis.weighed import ONE, SAME, Fault, factor_words, weighed
 
 _NOTHING = "no multiple of what the others say"
 _SWAPPED = ("swapped-activations", "swapped-gradients", "swapped-data", "mispaired")
@@ -80,7 +80,7 @@ def faults_of(update: Update, stage: Explanation, nominal: dict[Term, float]) ->
     """What is wrong with one stage's coefficients, swaps apart."""
     calls = sorted({term.gradient for term in nominal if term.what == "earlier"})
     own = {term.activation: c for term, c in nominal.items() if term.what == "pair"}
-    within = max(SAME, stage.limit)
+    within = max(ONE, stage.limit)
     absent = {oddity.what for oddity in stage.odd}
     if stage.compared == 0 and len(absent) == 1 and absent <= WHOLE:
         return (Fault(absent.pop(), detail="every parameter"),)
@@ -136,7 +136,7 @@ def _placed(update: Update, faults: dict[Stage, tuple[Fault, ...]]) -> Iterator[
         for fault in found:
             known = next((known for known in where if known.same(fault)), fault)
             where.setdefault(known, []).append(stage)
-    for fault, stages in sorted(where.items(), key=lambda item: -len(item[1])):
+    for fault, stages in sorted(where.items(), key=lambda item: (-len(item[1]), -max(item[1]))):
         yield from _in_stages(update, fault, stages, list(faults))
 
 
@@ -147,10 +147,11 @@ def _in_stages(update: Update, fault: Fault, stages: list[Stage], known: list[St
     elif len(stages) > 1 and stages == list(range(len(stages))):
         below = f"stage {stages[-1]}'s output gradient already was so: all stages before it show the same"
         yield replace(cause, stage=stages[-1], detail="; ".join(filter(None, (fault.detail, below))))
-    elif len(ranks := {update.placement[s] for s in stages}) == 1 and len(stages) > 1:
-        yield replace(cause, rank=ranks.pop(), detail="; ".join(filter(None, (fault.detail, f"stages {stages}"))))
+    elif len(stages) > 1:
+        ranks = {update.placement[s] for s in stages}
+        yield replace(cause, rank=ranks.pop() if len(ranks) == 1 else None, stages=tuple(stages))
     else:
-        yield from (replace(cause, stage=stage) for stage in stages)
+        yield replace(cause, stage=stages[0])
 
 
 def _compounded(update: Update, faults: dict[Stage, tuple[Fault, ...]]) -> Cause | None:
