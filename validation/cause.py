@@ -158,6 +158,11 @@ class Cells:
         """Whether all are as they should be."""
         return all(cell.right for row in self.rows for cell in row)
 
+    @property
+    def told(self) -> bool:
+        """Whether any is known."""
+        return any(cell.own is not None for row in self.rows for cell in row)
+
     def lines(self, most: int = 16) -> list[str]:
         """A table: stages down, microbatches across. Of more than ``most``, those that are not as they should be."""
         columns = range(len(self.rows[0]))

@@ -61,8 +61,8 @@ def attribute(update: Update) -> Attribution:
     tied = explain_tied(update, stages)
     causes, unknown, ruled_out = name_causes(update, stages, tied)
     apart = update.now.microbatches == len(update.now.batches)
-    cells = Cells(tuple(_row(one, update.now.microbatches) for one in stages)) if apart else None
-    return Attribution(stages, tied, causes, unknown, ruled_out, cells)
+    cells = Cells(tuple(_row(one, update.now.microbatches) for one in stages))
+    return Attribution(stages, tied, causes, unknown, ruled_out, cells if apart and cells.told else None)
 
 
 def _row(stage: Explanation, microbatches: int) -> tuple[Cell, ...]:

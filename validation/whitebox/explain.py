@@ -14,7 +14,7 @@ from validation.diagnosis.rules.norm import other_norm
 from validation.tolerance import error, same_bits
 from validation.verdict import Verdict
 from validation.whitebox.passages import passages, sound, unexplained_passage
-from validation.whitebox.repeated import rearranged, repeated
+from validation.whitebox.repeated import backed_again, rearranged, repeated
 from validation.whitebox.reported import reported, unreported
 from validation.whitebox.step_facts import StepFacts
 from validation.whitebox.unreduced import unreduced
@@ -85,7 +85,7 @@ def held(facts: StepFacts) -> list[Cause]:
 def ran(facts: StepFacts) -> list[Cause]:
     """What ran too often, too seldom, with another's tensors or in the wrong mode."""
     countable = all(flow.complete for flow in facts.passed.values()) and not rearranged(facts)
-    return modes(facts) or repeated(facts) or (counts(facts) if countable else [])
+    return modes(facts) or repeated(facts) or backed_again(facts) or (counts(facts) if countable else [])
 
 
 def weights(facts: StepFacts) -> list[Cause]:

@@ -4,11 +4,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from validation.cause import Cause, RuledOut
+from pipeline.action import Kind
+from validation.cause import Cause, RuledOut, listed
 from validation.diagnosis.divergence import Divergence
 from validation.diagnosis.rules.boundaries import causes_of
-from validation.observed import UNTOLD
+from validation.observed import UNTOLD, Crossing
 from validation.recording import FLOWED, GIVEN, HANDED_ON, MADE, RECEIVED
+from validation.whitebox.repeated import ordered
 from validation.whitebox.roots import Boundaries
 from validation.whitebox.step_facts import StepFacts
 
@@ -39,7 +41,7 @@ def passages(facts: StepFacts) -> list[Cause]:
     )
     if everywhere := _of_all_stages(causes, facts):
         return everywhere
-    named = [_with_parameter(_named(cause, facts), facts) for cause in causes]
+    named = [_with_orders(_with_parameter(_named(cause, facts), facts), facts) for cause in causes]
     return [*_beyond(named, facts), *named]
 
 
@@ -83,6 +85,36 @@ def _with_parameter(cause: Cause, facts: StepFacts) -> Cause:
     if len(known) != 1:
         return cause
     return replace(cause, parameter=known[0].parameter, detail=f"{cause.detail}; its own gradient: {known[0].kind}")
+
+
+def _with_orders(cause: Cause, facts: StepFacts) -> Cause:
+    """A wrong pairing with the orders in which tensors were sent and used.
+
+    Where one came twice and another never, the message may as well have been another than the sender thought.
+    """
+    if cause.kind != "mispaired" or cause.stage is None:
+        return cause
+    backward = "B" in (cause.action or "")
+    sender, kind = (cause.stage + 1, Kind.BACKWARD) if backward else (cause.stage - 1, Kind.FORWARD)
+    ran = {stage: order for stage in (sender, cause.stage) if (order := ordered(facts, stage, kind))}
+    told = ", ".join(f"stage {stage} {listed(order)}" for stage, order in ran.items())
+    words = f"order of {'backwards' if backward else 'forwards'}: {told}" if told else ""
+    found = replace(cause, detail="; ".join(filter(None, (cause.detail, words))))
+    return found if _permuted(facts, cause) else replace(found, instead=(replace(found, kind="wrong-message"),))
+
+
+def _permuted(facts: StepFacts, cause: Cause) -> bool:
+    """Whether all that came in at a stage is what it should have been given, each once: for other microbatches."""
+    where = RECEIVED if "B" in (cause.action or "") else GIVEN
+    at = [one for one in facts.observed.crossings(0) if (one.action.stage, one.where) == (cause.stage, where)]
+    owners = [one.action.microbatch if one.same else _owner(one) for one in at]
+    return sorted(m for m in owners if m is not None) == list(range(facts.microbatches)) and None not in owners
+
+
+def _owner(crossing: Crossing) -> int | None:
+    label = None if crossing.really is None else crossing.really.label
+    here = (crossing.action.stage, crossing.where)
+    return label.point.microbatch if label is not None and label.point[::2] == here else None
 
 
 def _named(cause: Cause, facts: StepFacts) -> Cause:

@@ -68,8 +68,11 @@ class Boundaries:
     def roots(self) -> Iterator[Root]:
         """The wrong tensors that were made from none, along the flow."""
         found = {point: self._is_right(point) for point in self._at}
+        before: set[int] = set()  # microbatches
         for point in roots(found, self._facts.stages):
-            if not self._behind_the_unknown(point):
+            blurred = point.microbatch in before and not self._exact_before(point)
+            before.add(point.microbatch)
+            if not blurred and not self._behind_the_unknown(point):
                 crossing = next(one for one in self._at[point] if not one.same)
                 what = self._what(point, crossing)
                 yield Root(point, crossing, what, self._telling(point, what))
@@ -95,6 +98,12 @@ class Boundaries:
         if point.where not in FORWARD_POINTS and where == HANDED_ON and self._other_gradients(point.stage):
             return False
         return bool(made) and into not in self._unplaced and all(one.judged and one.same for one in made)
+
+    def _exact_before(self, point: Point) -> bool:
+        """Whether all that it was made from is right bit for bit: what is right to half its digits may hide a fault."""
+        made_from = [Point(point.stage + n, point.microbatch, where) for n, where in _FROM[point.where]]
+        seen = [self._at.get(Point(p.stage, p.microbatch, self._where(p.stage, p.where)), ()) for p in made_from]
+        return all(crossings and all(one.exact for one in crossings) for crossings in seen)
 
     def _behind_the_unknown(self, point: Point) -> bool:
         """Whether this may be made from what a stage did in a call of which nobody knows that it was this microbatch's.
@@ -145,13 +154,24 @@ class Boundaries:
         """The kind of fault and its words, where the place says more than that a tensor is wrong."""
         point, what = root.point, root.what
         made = what.label.point if what.label is not None else None
-        if made is not None and point.where == GIVEN and (made.microbatch, made.where) == (point.microbatch, MADE):
+        moved = made is not None and made.where == MADE and self._meant_for(made) != self._rank(point.stage)
+        if made is not None and moved and point.where == GIVEN and made.microbatch == point.microbatch:
             return "partition", f"what stage {made.stage} hands on: stages run in another order"
+        if made is not None and point.where in (GIVEN, RECEIVED) and self._meant_for(made) == self._rank(point.stage):
+            return "mispaired", what.text
         if root.crossing.place.startswith(INPUT) and point.stage and point.where == GIVEN:
             return "swapped-data" if what.kind == "other" else "altered", what.text
         if point.where == FLOWED and what.kind not in ("other", "zero") and self._other_loss(point.microbatch):
             return "computation", f"{what.text}: the loss or its target, for the output is right"
         return None
+
+    def _rank(self, stage: int) -> int | None:
+        placement = self._facts.observed.schedule.placement
+        return placement[stage] if 0 <= stage <= self._last else None
+
+    def _meant_for(self, made: Point) -> int | None:
+        """The rank that is to have a tensor: that of the stage where it was seen, or to which it is handed on."""
+        return self._rank(made.stage + {MADE: 1, HANDED_ON: -1}.get(made.where, 0))
 
 
 def _along(point: Point) -> tuple[bool, int, int]:
