@@ -199,7 +199,9 @@ def test_an_output_gradient_that_was_added_to_another_is_no_exchange() -> None:
     cause = only(found)
     assert (cause.kind, cause.stage, cause.microbatches) == ("extra-term", 0, (2,))
     assert cause.detail == "beside its own output gradient, the activation of microbatch 2 also met that of 0"
-    assert not {"doubled", "swapped-activations", "swapped-gradients"} & {k for one in found.ruled_out for k in one.kinds}
+    assert not {"doubled", "swapped-activations", "swapped-gradients"} & {
+        k for one in found.ruled_out for k in one.kinds
+    }
 
 
 def test_an_output_gradient_in_place_of_another_is_an_exchange() -> None:

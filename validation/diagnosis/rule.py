@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
-from validation.cause import Cause, RuledOut, alternatives
+from validation.cause import Cause, Cells, RuledOut, alternatives
 from validation.diagnosis.attribution import Attribution
 from validation.verdict import Mismatch, Verdict
 
@@ -95,8 +95,15 @@ def _named(facts: Judged, causes: Sequence[Cause], cleared: Sequence[RuledOut]) 
         cause=first,
         alternatives=tuple(others),
         ruled_out=tuple(one for one in cleared if not kinds & set(one.kinds)),
-        cells=None if found is None or found.cells is None or found.cells.right else found.cells,
+        cells=None if found is None else _told(found.cells, first),
     )
+
+
+def _told(cells: Cells | None, causes: Sequence[Cause]) -> Cells | None:
+    """``cells`` that say something of where ``causes`` are."""
+    places = {cause.stage for cause in causes if cause.stage is not None}
+    known = cells is not None and all(any(cell.own is not None for cell in cells.rows[stage]) for stage in places)
+    return cells if known and cells is not None and not cells.right else None
 
 
 def _nearest(mismatches: Sequence[Mismatch], cause: Cause) -> tuple[Mismatch, ...]:

@@ -15,6 +15,7 @@ from validation.whitebox.roots import Boundaries
 from validation.whitebox.step_facts import StepFacts
 
 _SAME = 1e-3
+_ONWARDS = {MADE: 1, HANDED_ON: -1}  # stages further that a tensor is for which a stage hands on
 
 
 def passages(facts: StepFacts) -> list[Cause]:
@@ -104,17 +105,21 @@ def _with_orders(cause: Cause, facts: StepFacts) -> Cause:
 
 
 def _permuted(facts: StepFacts, cause: Cause) -> bool:
-    """Whether all that came in at a stage is what it should have been given, each once: for other microbatches."""
-    where = RECEIVED if "B" in (cause.action or "") else GIVEN
-    at = [one for one in facts.observed.crossings(0) if (one.action.stage, one.where) == (cause.stage, where)]
-    owners = [one.action.microbatch if one.same else _owner(one) for one in at]
-    return sorted(m for m in owners if m is not None) == list(range(facts.microbatches)) and None not in owners
+    """Whether all that came in on a rank is what it should have been given, each once: for others of its own."""
+    assert cause.stage is not None, "a pairing is some stage's"
+    where, placement = RECEIVED if "B" in (cause.action or "") else GIVEN, facts.observed.schedule.placement
+    stages = [stage for stage in facts.passed if placement[stage] == placement[cause.stage]]
+    at = [one for one in facts.observed.crossings(0) if one.action.stage in stages and one.where == where]
+    used = [_meant_for(one) for one in at]
+    return None not in used and len(set(used)) == len(used)
 
 
-def _owner(crossing: Crossing) -> int | None:
+def _meant_for(crossing: Crossing) -> tuple[int, int] | None:
+    """The stage and microbatch that a tensor which came in was for; None where that is not known."""
+    if crossing.same:
+        return crossing.action.stage, crossing.action.microbatch
     label = None if crossing.really is None else crossing.really.label
-    here = (crossing.action.stage, crossing.where)
-    return label.point.microbatch if label is not None and label.point[::2] == here else None
+    return None if label is None else (label.point.stage + _ONWARDS.get(label.point.where, 0), label.point.microbatch)
 
 
 def _named(cause: Cause, facts: StepFacts) -> Cause:
