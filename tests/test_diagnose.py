@@ -20,7 +20,7 @@ from validation.recording import FLOWED, GIVEN, HANDED_ON, MADE, OUTPUT, Point, 
 from validation.specimens import SPECIMENS, tied
 from validation.trials.trial import located, smallest_of
 from validation.validator import explained, validate
-from validation.verdict import Verdict, told
+from validation.verdict import Verdict
 from validation.world import World
 
 CASE = Case("gpipe", 2, 1, 3, (1, 1), model="mlp", plan=("train",))
@@ -94,7 +94,7 @@ def test_a_first_divergence_says_whose_tensor_it_was(world: World) -> None:
     assert (cause.kind, cause.rank, cause.stage, cause.microbatches) == ("wrong-message", 1, 1, (0, 1))
     assert "microbatch 1's, expected microbatch 0's" in cause.detail
     assert cause.action == "1F0"
-    assert f"            {told(cause)}" in str(verdict)
+    assert f"            {cause}" in str(verdict)
     assert len(str(verdict).splitlines()) <= 30
     assert asdict(verdict.cause[0]) == verdict.as_dict()["cause"][0]  # type: ignore[index]
 

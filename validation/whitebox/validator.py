@@ -18,7 +18,7 @@ from validation.floors import Floors, Orders, Pending
 from validation.judge import judged, one_thread
 from validation.observed import Observed
 from validation.oracle import Answer, precision_of_reference
-from validation.ranks.rank_report import RankFailed
+from validation.ranks.rank_report import RankFailed, headline
 from validation.subject import Subject
 from validation.tolerance import Precision
 from validation.verdict import Verdict
@@ -237,11 +237,9 @@ def _skipped(found: Assembled, observed: Observed) -> Sequence[tuple[str, str]]:
 
 def _failed(title: str, failure: RankFailed) -> Verdict:
     """The verdict where the ranks brought nothing back: what they did instead."""
-    told = failure.reports[failure.culprit]
-    sentence = told.sentence().partition("\n")[0]
     if isinstance(failure.cause, HandBackError):
         return _undecided(title, f"rank {failure.culprit}: {failure.cause}")
-    return Verdict(title, "unknown", "none", (), headline=f"rank {failure.culprit} {sentence}", failure=str(failure))
+    return Verdict(title, "unknown", "none", (), headline=headline(failure.reports), failure=str(failure))
 
 
 def _random(title: str, task: Task, how: str) -> Verdict:
