@@ -125,9 +125,9 @@ def unwatched(model: nn.Sequential, microbatches: list[Any], fault: str = "") ->
     return chunks, losses
 
 
-def test_what_a_rank_took_for_its_other_chunk_is_no_wrong_message(whitebox: WhiteBox) -> None:
+def test_what_a_rank_took_for_its_other_chunk_is_a_wrong_pair_first(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, partial(interleaved, fault="other-chunk"))
-    assert not verdict.alternatives, str(verdict)
+    assert [[cause.kind for cause in causes] for causes in verdict.alternatives] == [["wrong-message"]], str(verdict)
     (cause,) = verdict.cause
     assert (cause.kind, cause.rank, cause.stage, cause.microbatches) == ("mispaired", 1, 5, (2,))
     assert "stage 2's input gradient of microbatch 2" in cause.detail

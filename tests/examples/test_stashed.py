@@ -36,10 +36,11 @@ def judged(whitebox: WhiteBox, fault: str, *, watched: bool) -> Verdict:
     return whitebox.validate(one, reference=build_model, microbatches=data(), ranks=RANKS, loss_fn=loss_fn)
 
 
-# What is said where the stage is watched, and where it is not; at which microbatches; and the first stage's cell.
+# What is said where the stage is watched, and where it is not; and at which microbatches. Of tensors that were not used
+# in the order in which they were made nobody knows, from the modules alone, in which order they came.
 PLANTED: dict[str, tuple[tuple[str, ...], str, tuple[int, ...]]] = {
     "last-in-first-out": (("mispaired",), "swapped-activations", (0, 1, 3, 4)),
-    "gradients-turned": (("mispaired",), "swapped-gradients", (1, 2, 3)),
+    "gradients-turned": (("mispaired", "wrong-message"), "swapped-gradients", (1, 2, 3)),
     "unpopped-gradient": (("mispaired", "wrong-message"), "swapped-gradients", (2,)),
     "unpopped-stash": (("mispaired",), "swapped-activations", (2,)),
     "inputs-turned": (("swapped-activations",), "swapped-activations", (1, 2)),

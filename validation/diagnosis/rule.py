@@ -47,12 +47,18 @@ def nowhere(facts: Judged) -> tuple[()]:
     return ()
 
 
+def not_otherwise(facts: Judged, causes: Sequence[Cause]) -> tuple[()]:
+    """Knows no other explanation."""
+    return ()
+
+
 @dataclass(frozen=True)
 class Rule(Generic[Facts]):
     """One link: the causes it names, all of which hold, and what it rules out where it is sound.
 
     ``needs``: whether there is evidence for it. ``left``: what is wrong there although it names no cause; then nothing
-    behind it can be judged. ``beside``: what the evidence for its causes rules out.
+    behind it can be judged. ``beside``: what the evidence for its causes rules out. ``otherwise``: what else, in place
+    of its causes, explains what is wrong.
     """
 
     explains: Callable[[Facts], Sequence[Cause]]
@@ -60,6 +66,7 @@ class Rule(Generic[Facts]):
     needs: Callable[[Facts], bool] = always
     left: Callable[[Facts], Sequence[str]] = nowhere
     beside: Callable[[Facts], Sequence[RuledOut]] = nowhere
+    otherwise: Callable[[Facts, Sequence[Cause]], Sequence[Cause]] = not_otherwise
 
 
 def clears(law: str, kinds: tuple[str, ...], evidence: str) -> Clears:
@@ -77,7 +84,9 @@ def followed(facts: Facts, rules: Sequence[Rule[Facts]]) -> Verdict:
     cleared: list[RuledOut] = []
     for rule in (rule for rule in rules if rule.needs(facts)):
         if causes := rule.explains(facts):
-            return _named(facts, causes, [*rule.beside(facts), *cleared])
+            others = rule.otherwise(facts, causes)
+            found = (*alternatives(causes), *(alternatives(others) if others else ()))
+            return _named(facts, found, [*rule.beside(facts), *cleared])
         if left := rule.left(facts):
             return replace(facts.verdict, undecided=tuple(left), ruled_out=tuple(cleared))
         found = rule.clears(facts)
@@ -85,8 +94,8 @@ def followed(facts: Facts, rules: Sequence[Rule[Facts]]) -> Verdict:
     return replace(facts.verdict, ruled_out=tuple(cleared))
 
 
-def _named(facts: Judged, causes: Sequence[Cause], cleared: Sequence[RuledOut]) -> Verdict:
-    first, *others = alternatives(causes)
+def _named(facts: Judged, found: Sequence[tuple[Cause, ...]], cleared: Sequence[RuledOut]) -> Verdict:
+    first, *others = found
     kinds = {cause.kind for explanation in (first, *others) for cause in explanation}
     found = facts.attribution if kinds & OF_MICROBATCHES else None
     return replace(

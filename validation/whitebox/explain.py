@@ -13,6 +13,7 @@ from validation.diagnosis.rules.laws import counts, modes, partition
 from validation.diagnosis.rules.norm import other_norm
 from validation.tolerance import error, same_bits
 from validation.verdict import Verdict
+from validation.whitebox.agreement import otherwise
 from validation.whitebox.passages import passages, sound, unexplained_passage
 from validation.whitebox.repeated import backed_again, rearranged, repeated
 from validation.whitebox.reported import reported, unreported
@@ -170,8 +171,8 @@ RULES: tuple[Rule[StepFacts], ...] = (
         lambda facts: not facts.found.nameless,
         left=_other_weights,
     ),
-    Rule(ran, _ran_right, _watched),
-    Rule(passages, sound, _passed),
+    Rule(ran, _ran_right, _watched, otherwise=otherwise),
+    Rule(passages, sound, _passed, otherwise=otherwise),
     Rule(shared, clears("replicas", ("not-reduced",), "ranks that have a stage in common agree"), _in_common, _apart),
     Rule(
         attributed,

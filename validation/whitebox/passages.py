@@ -8,14 +8,14 @@ from pipeline.action import Kind
 from validation.cause import Cause, RuledOut, listed
 from validation.diagnosis.divergence import Divergence
 from validation.diagnosis.rules.boundaries import causes_of
-from validation.observed import UNTOLD, Crossing
+from validation.observed import UNTOLD
 from validation.recording import FLOWED, GIVEN, HANDED_ON, MADE, RECEIVED
-from validation.whitebox.repeated import ordered
+from validation.whitebox.agreement import informed
+from validation.whitebox.repeated import or_wrong_message, ordered
 from validation.whitebox.roots import Boundaries
 from validation.whitebox.step_facts import StepFacts
 
 _SAME = 1e-3
-_ONWARDS = {MADE: 1, HANDED_ON: -1}  # stages further that a tensor is for which a stage hands on
 
 
 def passages(facts: StepFacts) -> list[Cause]:
@@ -42,7 +42,8 @@ def passages(facts: StepFacts) -> list[Cause]:
     )
     if everywhere := _of_all_stages(causes, facts):
         return everywhere
-    named = [_with_orders(_with_parameter(_named(cause, facts), facts), facts) for cause in causes]
+    named = [informed(_named(cause, facts), facts) for cause in causes]
+    named = [_with_orders(_with_parameter(cause, facts), facts) for cause in named]
     return [*_beyond(named, facts), *named]
 
 
@@ -89,9 +90,9 @@ def _with_parameter(cause: Cause, facts: StepFacts) -> Cause:
 
 
 def _with_orders(cause: Cause, facts: StepFacts) -> Cause:
-    """A wrong pairing with the orders in which tensors were sent and used.
+    """A wrong pairing with the orders in which tensors were made and used.
 
-    Where one came twice and another never, the message may as well have been another than the sender thought.
+    Those that were used in the order in which they were made arrived right. Others may as well have come as each other.
     """
     if cause.kind != "mispaired" or cause.stage is None:
         return cause
@@ -101,25 +102,21 @@ def _with_orders(cause: Cause, facts: StepFacts) -> Cause:
     told = ", ".join(f"stage {stage} {listed(order)}" for stage, order in ran.items())
     words = f"order of {'backwards' if backward else 'forwards'}: {told}" if told else ""
     found = replace(cause, detail="; ".join(filter(None, (cause.detail, words))))
-    return found if _permuted(facts, cause) else replace(found, instead=(replace(found, kind="wrong-message"),))
+    used = _used(facts, cause.stage, RECEIVED if backward else GIVEN, ran.get(cause.stage, []))
+    return found if used and used == ran.get(sender) else or_wrong_message(found)
 
 
-def _permuted(facts: StepFacts, cause: Cause) -> bool:
-    """Whether all that came in on a rank is what it should have been given, each once: for others of its own."""
-    assert cause.stage is not None, "a pairing is some stage's"
-    where, placement = RECEIVED if "B" in (cause.action or "") else GIVEN, facts.observed.schedule.placement
-    stages = [stage for stage in facts.passed if placement[stage] == placement[cause.stage]]
-    at = [one for one in facts.observed.crossings(0) if one.action.stage in stages and one.where == where]
-    used = [_meant_for(one) for one in at]
-    return None not in used and len(set(used)) == len(used)
-
-
-def _meant_for(crossing: Crossing) -> tuple[int, int] | None:
-    """The stage and microbatch that a tensor which came in was for; None where that is not known."""
-    if crossing.same:
-        return crossing.action.stage, crossing.action.microbatch
-    label = None if crossing.really is None else crossing.really.label
-    return None if label is None else (label.point.stage + _ONWARDS.get(label.point.where, 0), label.point.microbatch)
+def _used(facts: StepFacts, stage: int, where: str, order: Sequence[int]) -> list[int]:
+    """Whose tensors came in at a stage, in the order in which it used them; empty where that is not known of all."""
+    found: dict[int, int] = {}
+    for one in facts.observed.crossings(0):
+        if one.action.stage == stage and one.where == where:
+            label = None if one.really is None else one.really.label
+            here = label is not None and label.point[::2] == (stage, where)
+            found[one.action.microbatch] = label.point.microbatch if label and here else one.action.microbatch
+            if not one.same and not here:
+                return []
+    return [found[m] for m in order] if found.keys() >= set(order) else []
 
 
 def _named(cause: Cause, facts: StepFacts) -> Cause:

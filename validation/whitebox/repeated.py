@@ -107,8 +107,12 @@ def _cause(facts: StepFacts, stage: int, given: dict[int, int]) -> Cause:
         action=f"{stage}F{first}",
         detail=f"its input is {told} ({stage}F{first}); called with, in this order: {', '.join(ran)}",
     )
-    # One came twice and another never: the stage took it twice, or the message was another than its sender thought.
-    return replace(found, instead=(replace(found, kind="wrong-message"),)) if stage else found
+    return or_wrong_message(found) if stage else found
+
+
+def or_wrong_message(cause: Cause) -> Cause:
+    """``cause``, or a message that already arrived so: who sees the modules alone does not know which."""
+    return replace(cause, instead=(replace(cause, kind="wrong-message", detail="or that is how they arrived"),))
 
 
 def _called(facts: StepFacts, stage: int) -> list[int]:
