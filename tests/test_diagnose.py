@@ -92,7 +92,7 @@ def test_a_first_divergence_says_whose_tensor_it_was(world: World) -> None:
     verdict = validate(planted, world)
     cause = verdict.cause[0]
     assert (cause.kind, cause.rank, cause.stage, cause.microbatches) == ("wrong-message", 1, 1, (0, 1))
-    assert "microbatch 1's, expected microbatch 0's" in cause.detail
+    assert cause.detail == "input of microbatches 0, 1 is that of 1, 0 (1F0, slot 0)"
     assert cause.action == "1F0"
     assert f"            {cause}" in str(verdict)
     assert len(str(verdict).splitlines()) <= 30

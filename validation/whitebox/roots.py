@@ -28,6 +28,7 @@ _INTO: Mapping[str, tuple[int, str]] = {
     HANDED_ON: (-1, RECEIVED),
 }
 _ALSO: Mapping[str, tuple[str, ...]] = {HANDED_ON: (MADE,)}  # of these too it must be known that they are right
+_ONWARDS: Mapping[str, int] = {MADE: 1, HANDED_ON: -1}  # stages further that a tensor is for which a stage hands on
 _DONE = (MADE, KEPT, HANDED_ON)  # a stage's own doing
 
 
@@ -121,7 +122,7 @@ class Boundaries:
         text = f"{really.text}, expected microbatch {point.microbatch}'s" if really.kind == "other" else really.text
         names = [crossing.what] if crossing.what[-1].isdigit() else []
         names += [crossing.place] if crossing.place.startswith(INPUT) and (names or point.stage) else []
-        what = replace(really, text=f"{text} ({', '.join(names)})" if names else text)
+        what = replace(really, text=f"{text} ({', '.join(names)})" if names else text, which=", ".join(names))
         # A loss that is multiplied gives every gradient of its output that factor.
         whole = all(one.really is not None and one.really.factor is not None for one in self._at[point])
         return what if whole or point.where != FLOWED else replace(what, kind="different", factor=None)
@@ -157,10 +158,10 @@ class Boundaries:
         moved = made is not None and made.where == MADE and self._meant_for(made) != self._rank(point.stage)
         if made is not None and moved and point.where == GIVEN and made.microbatch == point.microbatch:
             return "partition", f"what stage {made.stage} hands on: stages run in another order"
-        if made is not None and point.where in (GIVEN, RECEIVED) and self._meant_for(made) == self._rank(point.stage):
-            return "mispaired", what.text
         if root.crossing.place.startswith(INPUT) and point.stage and point.where == GIVEN:
             return "swapped-data" if what.kind == "other" else "altered", what.text
+        if made is not None and self._meant_here(made, point):
+            return "mispaired", what.text
         if point.where == FLOWED and what.kind not in ("other", "zero") and self._other_loss(point.microbatch):
             return "computation", f"{what.text}: the loss or its target, for the output is right"
         return None
@@ -171,7 +172,14 @@ class Boundaries:
 
     def _meant_for(self, made: Point) -> int | None:
         """The rank that is to have a tensor: that of the stage where it was seen, or to which it is handed on."""
-        return self._rank(made.stage + {MADE: 1, HANDED_ON: -1}.get(made.where, 0))
+        return self._rank(made.stage + _ONWARDS.get(made.where, 0))
+
+    def _meant_here(self, made: Point, point: Point) -> bool:
+        """Whether a tensor that came in at ``point`` was for this rank, but for another microbatch or stage of it."""
+        forward = made.where in FORWARD_POINTS
+        came = point.where == (GIVEN if forward else RECEIVED)
+        own = (made.stage + _ONWARDS.get(made.where, 0), made.microbatch) == point[:2]
+        return came and not own and self._meant_for(made) == self._rank(point.stage)
 
 
 def _along(point: Point) -> tuple[bool, int, int]:

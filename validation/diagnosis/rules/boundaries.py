@@ -186,9 +186,10 @@ def _told(group: Sequence[tuple[Divergence, str]], *, every: bool) -> str:
     owners = [_owner(one) for one, _ in group]
     if len(texts) == 1:
         return f"{where} {'of every microbatch ' * (every and len(group) > 1)}is {group[0][1]}"
-    if None not in owners:
+    if None not in owners and len({one.what.which for one, _ in group}) == 1:
         own = listed(one.point.microbatch for one, _ in group)
-        return f"{where} of microbatches {own} is that of {', '.join(map(str, owners))}"
+        which = f" ({group[0][0].what.which})" if group[0][0].what.which else ""
+        return f"{where} of microbatches {own} is that of {', '.join(map(str, owners))}{which}"
     told = [f"{where} of microbatch {one.point.microbatch} is {text}" for one, text in group[:_TOLD]]
     return "; ".join(told + ([f"and {len(group) - _TOLD} more"] if len(group) > _TOLD else []))
 
