@@ -116,15 +116,17 @@ def _told(cells: Cells | None, causes: Sequence[Cause]) -> Cells | None:
 
 
 def _nearest(mismatches: Sequence[Mismatch], cause: Cause) -> tuple[Mismatch, ...]:
-    """``mismatches``, those at the place of ``cause`` first: what lies downstream of it is consequence."""
+    """``mismatches``, one at the place of ``cause`` first: what lies downstream of it is consequence."""
     stages = cause.stages or (() if cause.stage is None else (cause.stage,))
 
-    def away(one: Mismatch) -> tuple[int, bool, int]:
+    def away(k: int) -> tuple[int, bool, int, int]:
+        one = mismatches[k]
         others = (
             cause.action is not None and one.action != cause.action,
             bool(cause.microbatches) and one.microbatch not in (None, *cause.microbatches),
             cause.parameter is not None and one.parameter != cause.parameter,
         )
-        return one.operation, one.stage not in stages, sum(others) if one.stage in stages else 0
+        return one.operation, one.stage not in stages, sum(others) if one.stage in stages else 0, k
 
-    return tuple(sorted(mismatches, key=away)) if stages else tuple(mismatches)
+    first = min(range(len(mismatches)), key=away) if stages else 0
+    return (*mismatches[first : first + 1], *mismatches[:first], *mismatches[first + 1 :])
