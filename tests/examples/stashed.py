@@ -14,6 +14,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 FAULTS = (
     "last-in-first-out",
     "gradients-turned",
+    "all-gradients-turned",
     "unpopped-gradient",
     "unpopped-stash",
     "inputs-turned",
@@ -62,6 +63,8 @@ def step(stage: nn.Module, microbatches: list[Any], loss_fn: Loss, *, fault: str
         live.reverse()
     if fault == "gradients-turned":
         gradients[1:4] = [gradients[2], gradients[3], gradients[1]]
+    if fault == "all-gradients-turned":
+        gradients[:5] = [gradients[k] for k in (1, 2, 0, 4, 3)]
     if fault == "unpopped-gradient":
         gradients[2] = gradients[1]
     handed = []

@@ -41,6 +41,7 @@ def judged(whitebox: WhiteBox, fault: str, *, watched: bool) -> Verdict:
 PLANTED: dict[str, tuple[tuple[str, ...], str, tuple[int, ...]]] = {
     "last-in-first-out": (("mispaired",), "swapped-activations", (0, 1, 3, 4)),
     "gradients-turned": (("mispaired", "wrong-message"), "swapped-gradients", (1, 2, 3)),
+    "all-gradients-turned": (("mispaired", "wrong-message"), "swapped-gradients", (0, 1, 2, 3, 4)),
     "unpopped-gradient": (("mispaired", "wrong-message"), "swapped-gradients", (2,)),
     "unpopped-stash": (("mispaired",), "swapped-activations", (2,)),
     "inputs-turned": (("swapped-activations",), "swapped-activations", (1, 2)),
