@@ -137,3 +137,9 @@ def test_of_a_rank_that_nobody_watched_its_other_chunk_is_not_known(whitebox: Wh
     verdict = judged(whitebox, partial(unwatched, fault="other-chunk"))
     assert (verdict.verdict, verdict.cause) == ("fail", ()), str(verdict)
     assert verdict.mismatches[0].stage == 5
+
+
+def test_what_happened_at_several_stages_is_told_of_all(whitebox: WhiteBox) -> None:
+    cause = judged(whitebox, partial(hand_written, fault="one-buffer")).cause[0]
+    assert (cause.kind, cause.stage) == ("overwritten", 2)
+    assert cause.detail.endswith("; and so at stage 1"), "all but the first, which receives nothing, and the last"

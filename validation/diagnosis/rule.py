@@ -85,8 +85,8 @@ def followed(facts: Facts, rules: Sequence[Rule[Facts]]) -> Verdict:
     for rule in (rule for rule in rules if rule.needs(facts)):
         if causes := rule.explains(facts):
             others = rule.otherwise(facts, causes)
-            found = (*alternatives(causes), *(alternatives(others) if others else ()))
-            return _named(facts, found, [*rule.beside(facts), *cleared])
+            explanations = (*alternatives(causes), *(alternatives(others) if others else ()))
+            return _named(facts, explanations, [*rule.beside(facts), *cleared])
         if left := rule.left(facts):
             return replace(facts.verdict, undecided=tuple(left), ruled_out=tuple(cleared))
         found = rule.clears(facts)
@@ -94,8 +94,8 @@ def followed(facts: Facts, rules: Sequence[Rule[Facts]]) -> Verdict:
     return replace(facts.verdict, ruled_out=tuple(cleared))
 
 
-def _named(facts: Judged, found: Sequence[tuple[Cause, ...]], cleared: Sequence[RuledOut]) -> Verdict:
-    first, *others = found
+def _named(facts: Judged, explanations: Sequence[tuple[Cause, ...]], cleared: Sequence[RuledOut]) -> Verdict:
+    first, *others = explanations
     kinds = {cause.kind for explanation in (first, *others) for cause in explanation}
     found = facts.attribution if kinds & OF_MICROBATCHES else None
     return replace(

@@ -1,6 +1,7 @@
 """From divergences to causes: where a tensor went wrong, and what it was, say what happened to it."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from types import MappingProxyType
 
@@ -75,10 +76,18 @@ def causes_of(
         kind, text = _kind(one, refine)
         groups.setdefault((kind, one.point.stage, one.point.where), []).append((one, text))
     causes: dict[tuple[str, str], Cause] = {}
-    for (kind, _, where), group in groups.items():
-        if (kind, where) not in causes:  # the same at a later stage adds nothing
+    also: dict[tuple[str, str], list[int]] = {}  # further stages at which the same happened, from what was right
+    for (kind, stage, where), group in groups.items():
+        if (kind, where) in causes:
+            also.setdefault((kind, where), []).append(stage)
+        else:
             causes[kind, where] = _cause(kind, group, microbatches, compounded=compounded, room=room)
-    return list(causes.values())
+    return [
+        replace(one, detail=f"{one.detail}; and so at stage{'s' * (len(also[key]) > 1)} {listed(sorted(also[key]))}")
+        if key in also
+        else one
+        for key, one in causes.items()
+    ]
 
 
 def _kind(one: Divergence, refine: Refine) -> tuple[str, str]:
