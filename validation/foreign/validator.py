@@ -33,7 +33,7 @@ from validation.judging.tolerance import Precision
 from validation.judging.verdict import Verdict
 from validation.observers.observed import Observed
 from validation.observers.sketch import contents
-from validation.worlds.rank_report import RankFailed
+from validation.worlds.rank_report import RankFailed, headline
 from validation.worlds.world import World
 
 LAWS = (
@@ -237,11 +237,9 @@ def _skipped(found: Assembled, observed: Observed) -> Sequence[tuple[str, str]]:
 
 def _failed(title: str, failure: RankFailed) -> Verdict:
     """The verdict where the ranks brought nothing back: what they did instead."""
-    told = failure.reports[failure.culprit]
-    sentence = told.sentence().partition("\n")[0]
     if isinstance(failure.cause, HandBackError):
         return _undecided(title, f"rank {failure.culprit}: {failure.cause}")
-    return Verdict(title, "unknown", "none", (), headline=f"rank {failure.culprit} {sentence}", failure=str(failure))
+    return Verdict(title, "unknown", "none", (), headline=headline(failure.reports), failure=str(failure))
 
 
 def _random(title: str, task: Task, how: str) -> Verdict:
