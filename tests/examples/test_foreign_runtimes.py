@@ -109,3 +109,37 @@ def test_integration_is_at_most_ten_lines(step: Step) -> None:
     body = [line for line in inspect.getsource(step).splitlines()[1:] if line.strip()]
     call = [line for line in inspect.getsource(judged).splitlines()[1:] if line.strip()]
     assert 0 < len(body) + len(call) <= 10, f"{len(body) + len(call)} lines"
+
+
+def unwatched(model: nn.Sequential, microbatches: list[Any], fault: str = "") -> Any:
+    chunks = [model[dist.get_rank()], model[RANKS + dist.get_rank()]]
+
+    def forward_step(data: Any, chunk: nn.Module, x: Tensor | None) -> Any:
+        inputs, target = next(data)
+        return chunk(inputs if x is None else x), lambda output: loss_fn(output, target)
+
+    iterators, count = [iter(microbatches), iter(microbatches)], len(microbatches)
+    losses = interleaved_loop.forward_backward(
+        forward_step, iterators, chunks, num_microbatches=count, shape=(8, WIDTH), fault=fault
+    )
+    return chunks, losses
+
+
+def test_what_a_rank_took_for_its_other_chunk_is_a_wrong_pair_first(whitebox: WhiteBox) -> None:
+    verdict = judged(whitebox, partial(interleaved, fault="other-chunk"))
+    assert [[cause.kind for cause in causes] for causes in verdict.alternatives] == [["wrong-message"]], str(verdict)
+    (cause,) = verdict.cause
+    assert (cause.kind, cause.rank, cause.stage, cause.microbatches) == ("mispaired", 1, 5, (2,))
+    assert "stage 2's input gradient of microbatch 2" in cause.detail
+
+
+def test_of_a_rank_that_nobody_watched_its_other_chunk_is_not_known(whitebox: WhiteBox) -> None:
+    verdict = judged(whitebox, partial(unwatched, fault="other-chunk"))
+    assert (verdict.verdict, verdict.cause) == ("fail", ()), str(verdict)
+    assert verdict.mismatches[0].stage == 5
+
+
+def test_what_happened_at_several_stages_is_told_of_all(whitebox: WhiteBox) -> None:
+    cause = judged(whitebox, partial(hand_written, fault="one-buffer")).cause[0]
+    assert (cause.kind, cause.stage) == ("overwritten", 2)
+    assert cause.detail.endswith("; and so at stage 1"), "all but the first, which receives nothing, and the last"

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 from reference.pairing import Pairing
 from reference.step import Expected, Gradient, Site, Stage
-from validation.diagnosis.atoms import Wrong
+from validation.diagnosis.atoms import Term, Wrong
 from validation.diagnosis.explanation import Explainer, Explanation
 from validation.diagnosis.flow import Played
 from validation.diagnosis.naming import name_causes
 from validation.diagnosis.setup import Setup
 from validation.diagnosis.tied import Shares, explain_tied
 from validation.diagnosis.update import Update
-from validation.judging.cause import Cause
+from validation.judging.cause import Cause, Cell, Cells, RuledOut
 from validation.judging.copies import copies_apart
 from validation.observers.observed import Observed
 
@@ -26,14 +26,16 @@ class Attribution:
     """What an update's gradients are made of, and which faults that names, the most likely first.
 
     ``stages`` by stage; ``tied`` for each copy of a parameter that stages share. ``unknown`` says what is left without
-    an explanation; empty where nothing is. No causes and nothing unknown: the gradients are right.
+    an explanation; empty where nothing is. No causes and nothing unknown: the gradients are right. ``cells`` are the
+    coefficients of this operation's microbatches, None where they are known together alone.
     """
 
     stages: tuple[Explanation, ...]
     tied: tuple[Shares, ...]
     causes: tuple[Cause, ...]
     unknown: tuple[str, ...]
-    ruled_out: tuple[str, ...]
+    ruled_out: tuple[RuledOut, ...]
+    cells: Cells | None
 
     @property
     def right(self) -> bool:
@@ -57,7 +59,24 @@ def attribute(update: Update) -> Attribution:
     stages = tuple(found[stage] for stage in range(update.now.stages))
     tied = explain_tied(update, stages)
     causes, unknown, ruled_out = name_causes(update, stages, tied)
-    return Attribution(stages, tied, causes, unknown, ruled_out)
+    apart = update.now.microbatches == len(update.now.batches)
+    cells = Cells(tuple(_row(one, update.now.microbatches) for one in stages))
+    return Attribution(stages, tied, causes, unknown, ruled_out, cells if apart and cells.told else None)
+
+
+def _row(stage: Explanation, microbatches: int) -> tuple[Cell, ...]:
+    """The cells of one stage; of one that nothing explains, or that has no gradients to tell it, nobody knows."""
+    if not stage.explained or not (stage.compared or not any(stage.coefficients.values())):
+        return (Cell(None),) * microbatches
+    unclear = {term.activation for term in stage.undecided}
+    return tuple(Cell(None) if m in unclear else _cell(stage.coefficients, m) for m in range(microbatches))
+
+
+def _cell(found: Mapping[Term, float], m: int) -> Cell:
+    met = {term: c for term, c in found.items() if c and term.activation == m}
+    others = {term.gradient: c for term, c in met.items() if term.what in ("pair", "logits") and not term.nominal}
+    behind = sum(c for term, c in met.items() if term.what == "flow")
+    return Cell(found.get(Term("pair", m, m), 0.0), tuple(sorted(others.items())), behind)
 
 
 def handed_on(explanation: Explanation) -> tuple[Wrong, ...]:

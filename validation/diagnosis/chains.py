@@ -6,13 +6,15 @@ they pair that with tells the exchanges apart.
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from reference.step import Stage
 from validation.diagnosis.atoms import Term
 from validation.diagnosis.explanation import Explanation
 from validation.diagnosis.update import Update
 from validation.judging.cause import Cause
+
+Reading = tuple[str, Stage | None, str]  # a kind of exchange, its stage, and more in words
 
 
 @dataclass(frozen=True)
@@ -27,15 +29,24 @@ class Chain:
 
 def swaps(update: Update, stages: Sequence[Explanation]) -> list[Cause]:
     """The exchanges that the wrong pairs of all stages come from, each once, with all its microbatches."""
-    found: dict[tuple[str, Stage | None, str], set[int]] = {}
     every = list(chains(stages))
-    for chain in (chain for chain in every if not _added(stages[chain.stage], chain.term)):
-        for kind, stage, detail in _readings(update, stages, chain):
-            found.setdefault((kind, stage, detail), set()).add(_slot(kind, chain, stages))
-    return [
-        Cause(kind, stage=stage, microbatches=tuple(sorted(slots)), detail=detail)
-        for (kind, stage, detail), slots in found.items()
-    ] + list(_additions(stages, every))
+    found = {chain: _readings(update, stages, chain) for chain in every if not _added(stages[chain.stage], chain.term)}
+    groups: dict[tuple[Reading, ...], list[Chain]] = {}
+    for chain, readings in found.items():
+        beside = [others for other, others in found.items() if other.stage == chain.stage]
+        common = [one for one in readings if all(one in others for others in beside)]
+        groups.setdefault(tuple(common or readings), []).append(chain)
+    told = [_exchange(readings, alike, stages) for readings, alike in groups.items()]
+    return [*told, *_additions(stages, every)]
+
+
+def _exchange(readings: Sequence[Reading], alike: Sequence[Chain], stages: Sequence[Explanation]) -> Cause:
+    """The likeliest of ``readings``, with the others in its stead."""
+    causes = []
+    for kind, stage, detail in readings:
+        slots = sorted({_slot(kind, chain, stages) for chain in alike})
+        causes.append(Cause(kind, stage=stage, microbatches=tuple(slots), detail=detail))
+    return replace(causes[0], instead=tuple(causes[1:]))
 
 
 def _added(stage: Explanation, term: Term) -> bool:
@@ -84,7 +95,7 @@ def _followed(stages: Sequence[Explanation], stage: Stage, term: Term) -> Iterat
         yield term.activation
 
 
-def _readings(update: Update, stages: Sequence[Explanation], chain: Chain) -> list[tuple[str, Stage | None, str]]:
+def _readings(update: Update, stages: Sequence[Explanation], chain: Chain) -> list[Reading]:
     """The exchanges that a chain can come from, as kind, stage and detail, the likeliest first."""
     i, last = chain.term.activation, update.now.stages - 1
     if chain.stage == last and chain.term.what == "pair":
@@ -92,10 +103,10 @@ def _readings(update: Update, stages: Sequence[Explanation], chain: Chain) -> li
     if chain.followed:
         return [("swapped-gradients" if chain.followed[0] == i else "swapped-activations", chain.stage, "")]
     kinds = _by_use(stages[chain.stage])
-    return [(kind, chain.stage, "" if len(kinds) == 1 else "the other swap gives the same gradients") for kind in kinds]
+    return [(kind, chain.stage, "") for kind in kinds]
 
 
-def _forward_readings(chain: Chain, last: Stage) -> list[tuple[str, Stage | None, str]]:
+def _forward_readings(chain: Chain, last: Stage) -> list[Reading]:
     """A target met another microbatch's outputs: they were exchanged where the activations change."""
     i, j = chain.term.activation, chain.term.gradient
     same = next((k for k, activation in enumerate(chain.followed) if activation != i), len(chain.followed))
@@ -103,7 +114,7 @@ def _forward_readings(chain: Chain, last: Stage) -> list[tuple[str, Stage | None
     if first == 0:
         return [("swapped-data", None, "inputs of one microbatch met the target of another")]
     if len(chain.followed) > same and chain.followed[same] == j:
-        return [("swapped-activations", first, "already in its forward: what it received was another microbatch's")]
+        return [("swapped-activations", first, "already in its forward: it had another microbatch's input")]
     return [("swapped-data", None, ""), ("swapped-activations", None, "")]
 
 

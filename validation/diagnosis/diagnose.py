@@ -6,11 +6,10 @@ first link that broke is the cause; what comes after it is consequence, and the 
 Where nothing was recorded, what the final gradients are made of stands for the links that only a recording shows.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import TypeVar
+from collections.abc import Callable, Sequence
 
 from validation.diagnosis.evidence import Evidence
+from validation.diagnosis.rule import Rule, clears, followed
 from validation.diagnosis.rules.attributed import attributed
 from validation.diagnosis.rules.boundaries import boundaries
 from validation.diagnosis.rules.laws import buffers, calls, partition, weights
@@ -20,41 +19,19 @@ from validation.diagnosis.rules.report import report
 from validation.diagnosis.rules.sums import sums
 from validation.diagnosis.rules.update import clip, update
 from validation.diagnosis.setup import Setup
-from validation.judging.cause import Cause
+from validation.judging.cause import RuledOut
 from validation.judging.judge import one_thread
 from validation.judging.verdict import Crash, Verdict
 from validation.observers.observed import Observed
-
-Shown = TypeVar("Shown")
-Rule = Callable[[Evidence], list[Cause]]
-
-# Links in the order of the flow; and what it means that one is sound. First those that a watched run shows ...
-_RAN: Mapping[Rule, str] = {
-    calls: "order, mode: every stage ran once each way for each microbatch, in the right mode",
-}
-# ... those on which a gradient is made, of which only a recording shows more than what came out ...
-_MADE: Mapping[Rule, str] = {
-    boundaries: "messages, buffers, computation: every recorded boundary tensor is right",
-    sums: "microbatches: each action added what its microbatch contributes, and nothing touched the sums between",
-    reduction: "tied parameters: every copy has the sum of all shares, and no other gradient changed meanwhile",
-}
-# ... and those on which it is used.
-_USED: Mapping[Rule, str] = {
-    norm: "norm: it is that of the gradients",
-    clip: "clip: all gradients were multiplied alike",
-    update: "update: the optimizer did what it should",
-    buffers: "buffers: what forwards leave behind is right",
-    report: "report: what was reported is what was computed",
-}
+from validation.observers.recording import LATE
 
 
 def diagnose(setup: Setup, observed: Observed, verdict: Verdict) -> Verdict:
     """``verdict`` with its causes, the likeliest first; none where the evidence does not decide."""
     if verdict.verdict == "pass" or not verdict.mismatches:
         return verdict
-    evidence = Evidence(setup, observed, verdict)
     with one_thread():
-        return followed(verdict, evidence, _links(evidence), unexplained=lambda link: _left(link, evidence))
+        return followed(Evidence(setup, observed, verdict), RULES)
 
 
 def sought(verdict: Verdict, look: Callable[[], Verdict]) -> Verdict:
@@ -68,45 +45,81 @@ def sought(verdict: Verdict, look: Callable[[], Verdict]) -> Verdict:
         return verdict.without_cause(Crash.of(error))
 
 
-def followed(
-    verdict: Verdict,
-    evidence: Shown,
-    links: Mapping[Callable[[Shown], list[Cause]], str],
-    *,
-    unexplained: Callable[[Callable[[Shown], list[Cause]]], Sequence[str]],
-) -> Verdict:
-    """``verdict`` with the causes of the first of ``links`` that broke; the ones before it are ruled out.
-
-    ``unexplained``: what is wrong at a link that names no cause, where nothing behind it can be judged; empty where it
-    is sound.
-    """
-    ruled_out: list[str] = []
-    for link, sound in links.items():
-        causes = link(evidence)
-        if causes:
-            return replace(verdict, cause=_ranked(causes, ruled_out))
-        left = unexplained(link)
-        if left:
-            return replace(verdict, undecided=(*left, *ruled_out))
-        ruled_out.append(sound)
-    return replace(verdict, undecided=tuple(ruled_out))
+def _watched(evidence: Evidence) -> bool:
+    return evidence.observed.watched
 
 
-def _left(link: Rule, evidence: Evidence) -> Sequence[str]:
-    return evidence.unexplained if link is attributed else ()
+def _recorded(evidence: Evidence) -> bool:
+    return evidence.recording is not None
 
 
-def _links(evidence: Evidence) -> Mapping[Rule, str]:
-    """The links that this evidence can judge. Attribution stands for those that only a recording shows."""
-    held: Mapping[Rule, str] = {partition: "partition: every parameter is in the stage that should hold it"}
-    begun: Mapping[Rule, str] = {weights: "weights: every stage began with the model's parameters"}
-    made: Mapping[Rule, str] = {attributed: "gradients: they are made of what they should be"}
-    ran: Mapping[Rule, str] = _RAN if evidence.observed.watched else {}
-    if evidence.recording is not None:
-        return {**held, **ran, **begun, **_MADE, **_USED, **made}
-    return {**held, **ran, **begun, **made, **_USED}
+def _unrecorded(evidence: Evidence) -> bool:
+    return evidence.recording is None
 
 
-def _ranked(causes: Sequence[Cause], ruled_out: Sequence[str]) -> tuple[Cause, ...]:
-    """The first cause takes what was ruled out on the way to it."""
-    return tuple(replace(cause, ruled_out=(*cause.ruled_out, *ruled_out)) for cause in causes[:1]) + tuple(causes[1:])
+def _began(evidence: Evidence) -> RuledOut | None:
+    """Every parameter was recorded as the operation began, and is the model's."""
+    if evidence.recording is None or not evidence.recording.parameters.keys() >= evidence.expected.gradients.keys():
+        return None
+    return RuledOut((), "every stage began with the model's parameters", len(evidence.recording.parameters))
+
+
+def _crossed(evidence: Evidence) -> RuledOut | None:
+    """Every boundary tensor was recorded, and is the reference's."""
+    due, recording = set(evidence.played[evidence.number].tensors()), evidence.recording
+    if recording is None:
+        return None
+    if not any(point.where == LATE for point in recording.tensors):  # no backward was split
+        due = {point for point in due if point.where != LATE}
+    if not recording.tensors.keys() >= due:
+        return None
+    return RuledOut(("wrong-message", "swapped-data"), "every boundary tensor is right", len(due))
+
+
+def _added(evidence: Evidence) -> RuledOut | None:
+    """Every action's addition was recorded, and is what its microbatch contributes."""
+    recording, number = evidence.recording, evidence.stages * evidence.microbatches
+    added = 0 if recording is None else sum(map(len, recording.additions.values()))
+    if added < number or evidence.broken_sums or evidence.operation == "eval":
+        return None
+    return RuledOut(("dropped", "doubled"), "each action added what its microbatch contributes", added)
+
+
+def _left(evidence: Evidence) -> Sequence[str]:
+    return evidence.unexplained
+
+
+def _beside(evidence: Evidence) -> Sequence[RuledOut]:
+    found = evidence.attribution
+    return found.ruled_out if found is not None and found.causes else ()
+
+
+def _attributed(needs: Callable[[Evidence], bool]) -> Rule[Evidence]:
+    whole = clears("gradient", ("scale", "sign", "dropped", "doubled"), "every gradient is what it should be")
+    return Rule(attributed, whole, needs, left=_left, beside=_beside)
+
+
+# In the order of the flow. Attribution stands for the links that only a recording shows.
+RULES: tuple[Rule[Evidence], ...] = (
+    Rule(partition, clears("parameters-once", ("partition",), "every parameter is in the stage that should hold it")),
+    Rule(
+        calls,
+        clears("microbatches", ("order", "mode"), "every stage ran once each way for each microbatch, in its mode"),
+        _watched,
+    ),
+    Rule(weights, _began),
+    Rule(boundaries, _crossed, _recorded),
+    Rule(sums, _added, _recorded),
+    Rule(
+        reduction,
+        clears("tied-copies", ("tied-not-summed", "tied-doubled"), "every copy has the sum of all shares"),
+        _recorded,
+    ),
+    _attributed(_unrecorded),
+    Rule(norm, clears("grad-norm", ("norm",), "the norm is that of the gradients")),
+    Rule(clip, clears("updated-parameters", ("clip",), "all gradients were multiplied alike")),
+    Rule(update, clears("updated-parameters", ("update",), "the optimizer did what it should")),
+    Rule(buffers, clears("buffers", ("buffers",), "what forwards leave behind is right")),
+    Rule(report, clears("loss", ("report",), "every reported loss is right")),
+    _attributed(_recorded),
+)

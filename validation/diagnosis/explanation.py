@@ -21,6 +21,7 @@ _MORE = 8  # a sparse explanation has at most two atoms for every microbatch, an
 # rounding of its own type only.
 _FP16 = replace(BF16, unit=2.0**-11, least=4 * 2.0**-11, most=16 * 2.0**-11)
 _LIKE = 0.999  # the cosine from which on two microbatches are one
+_DENSE = 400  # atoms, of which all coefficients are found at once in less time than a step takes
 _HALF = 0.5  # an explanation holds for a stage if it holds for at least this share of its parameters
 
 
@@ -163,6 +164,8 @@ class Explainer:
         """An explanation by ``atoms``, of all parameters or of most."""
         system = self._system(atoms)
         whole = self._solve(system, atoms, sparse=sparse)
+        if sparse and not whole.explained:
+            whole = self._at_once(system, atoms) or whole
         if whole.explained:
             return self._but_for(whole, system, atoms)
         if not sparse:
@@ -171,6 +174,16 @@ class Explainer:
                 if len(holds) >= _HALF * len(self._names):
                     return self._but_for(self._simple(candidate.coefficients, system.only(holds), atoms), system, atoms)
         return whole
+
+    def _at_once(self, system: System, atoms: list[Atom]) -> Explanation | None:
+        """An explanation by pairs, all coefficients found together: one after the other may miss a permutation."""
+        pairs = [k for k, atom in enumerate(atoms) if atom.term.what in ("pair", "flow")]
+        some, limit = [atoms[k] for k in pairs], self._limit(system)
+        if len(pairs) > _DENSE or not system.conclusive(len(pairs), limit):
+            return None
+        part = system.of_atoms(pairs)
+        found = self._fitted(part, some, list(range(len(some))), torch.zeros_like(system.target))
+        return found if found.explained and not found.undecided else None
 
     def _candidates(self, system: System, atoms: list[Atom]) -> Iterator[Explanation]:
         """What may hold for most parameters: that nothing is wrong, and what each parameter says alone.

@@ -3,11 +3,13 @@
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from validation.diagnosis.update import Update
+from validation.judging.cause import listed
 
-SAME = 1e-3  # factors that differ by no more, relatively, are one
+SAME = 1e-3  # factors found at two places that differ by no more, relatively, are one
+ONE = 1e-5  # a coefficient that differs from 1 by no more is 1: where rounding leaves more, it was told to be
 
 
 @dataclass(frozen=True)
@@ -29,24 +31,30 @@ class Fault:
 
 
 def weighed(update: Update, found: Mapping[int, float], within: float) -> Iterator[Fault]:
-    """What is wrong with the coefficients of microbatches, each of which should be 1, up to ``within``."""
-    uneven = _uneven(update, found, within)
+    """What is wrong with the coefficients of microbatches, each of which should be 1, up to ``within``.
+
+    What some have beside a factor of most is told of each apart where it happened a whole number of times, and with
+    that factor where it did not.
+    """
+    uneven = _uneven(update, found, max(SAME, within))
     if uneven is not None:
         yield uneven
         return
     base = _base(list(found.values()), within)
-    if abs(base - 1.0) > within:
-        yield uniform(update, base, within)
-    if base == 0.0:
-        return
     odd: dict[float, list[int]] = {}
     for microbatch, c in found.items():
-        ratio = c / base
+        ratio = c / base if base else 1.0
         if abs(ratio - 1) > within:
             same = next((known for known in odd if abs(known - ratio) <= within * abs(known)), ratio)
             odd.setdefault(same, []).append(microbatch)
-    for ratio, microbatches in sorted(odd.items()):
-        yield _some(update, ratio, tuple(microbatches), within)
+    whole = {ratio: some for ratio, some in odd.items() if _counted(update, ratio, within)}
+    rest = {ratio: some for ratio, some in odd.items() if ratio not in whole}
+    if abs(base - 1.0) > within:
+        yield replace(one := uniform(update, base, within), detail=", but ".join([one.detail, *_list(base, rest)]))
+    elif rest:
+        yield _factors(rest, within)
+    for ratio, microbatches in sorted(whole.items()):
+        yield _some(ratio, tuple(microbatches), within)
 
 
 def _base(values: list[float], within: float) -> float:
@@ -66,19 +74,39 @@ def uniform(update: Update, factor: float, within: float) -> Fault:
         return Fault("zero")
     if factor == -1.0:
         return Fault("sign", factor=-1.0)
-    return Fault("scale", factor=factor, detail=factor_words(update, factor, within), within=within)
+    room = max(SAME, within)
+    return Fault("scale", factor=factor, detail=factor_words(update, factor, room), within=room)
 
 
-def _some(update: Update, ratio: float, microbatches: tuple[int, ...], within: float) -> Fault:
+def _counted(update: Update, ratio: float, within: float) -> bool:
+    """Whether something was left out, added again or turned round: that gives whole numbers.
+
+    Not their number, where they are not divided by it; nothing is counted so often by chance.
+    """
+    undivided = ratio == update.now.microbatches > 2
+    return abs(ratio) <= within or ratio == -1 or (ratio == round(ratio) and ratio >= 2 and not undivided)
+
+
+def _some(ratio: float, microbatches: tuple[int, ...], within: float) -> Fault:
     if abs(ratio) <= within:
         return Fault("dropped", microbatches)
-    undivided = ratio == update.now.microbatches > 2  # by their number; nothing is counted so often by chance
-    if ratio == round(ratio) and ratio >= 2 and not undivided:
-        detail = "" if ratio == 2 else f"{ratio:g} times"
-        return Fault("doubled", microbatches, factor=ratio, detail=detail)
-    kind = "sign" if ratio == -1 else "scale"
-    detail = factor_words(update, ratio, within)
-    return Fault(kind, microbatches, factor=ratio, detail=detail, within=within)
+    if ratio == -1:
+        return Fault("sign", microbatches, factor=ratio)
+    return Fault("doubled", microbatches, factor=ratio, detail="" if ratio == 2 else f"{ratio:g} times")
+
+
+def _factors(odd: Mapping[float, list[int]], within: float) -> Fault:
+    """One fault of microbatches that have factors, each its own."""
+    one = next(iter(odd)) if len(odd) == 1 else None
+    every = tuple(sorted(m for some in odd.values() for m in some))
+    detail = f"{_digits(one, within)} times" if one is not None else ", ".join(_list(1.0, odd))
+    return Fault("scale", every, factor=one, detail=detail, within=max(SAME, within))
+
+
+def _list(base: float, odd: Mapping[float, list[int]]) -> Iterator[str]:
+    """How often each of the microbatches is there that have another factor than ``base``."""
+    for ratio, some in sorted(odd.items(), key=lambda item: item[1]):
+        yield f"microbatch{'es' * (len(some) > 1)} {listed(some)} {ratio * base:.4g} times"
 
 
 def _uneven(update: Update, found: Mapping[int, float], within: float) -> Fault | None:
@@ -115,5 +143,9 @@ def factor_words(update: Update, factor: float, within: float = SAME) -> str:
     for found, fraction, words in ((times, "", ""), (over, "1/", "one over ")):
         if found:
             return f"{minus}{fraction}{next(iter(found.values())):g}, {words}{' or '.join(found)}"
-    digits = 6 if within <= SAME else math.ceil(-math.log10(within))
-    return f"{factor:.{digits}g} times"
+    return f"{_digits(factor, within)} times"
+
+
+def _digits(factor: float, within: float) -> str:
+    """``factor`` with as many digits as rounding leaves of it."""
+    return f"{factor:.{6 if within <= SAME else math.ceil(-math.log10(within))}g}"

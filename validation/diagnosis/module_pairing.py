@@ -39,6 +39,7 @@ class Paired:
 def paired_within(seen: Tensor, pairs: Mapping[Pair, Tensor], microbatches: int, limit: float) -> Paired | None:
     """The few of ``pairs`` that ``seen`` is the sum of, each once; None where it is no such sum, or any other will do.
 
+    None too where each is of one microbatch: then nothing was exchanged, and what is wrong is something else.
     As many pairs as microbatches, for what was dropped or doubled shows in the rest of the stage as well.
     """
     keys = list(pairs)
@@ -55,7 +56,8 @@ def paired_within(seen: Tensor, pairs: Mapping[Pair, Tensor], microbatches: int,
         return None
     if residual_of(target, rows[chosen], [1.0] * len(chosen)) > limit:
         return None
-    return Paired(tuple(sorted(keys[k] for k in chosen)), microbatches)
+    found = Paired(tuple(sorted(keys[k] for k in chosen)), microbatches)
+    return found if found.wrong else None
 
 
 def _chosen(target: Tensor, rows: Tensor, most: int, limit: float) -> list[int]:

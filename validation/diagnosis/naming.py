@@ -12,19 +12,21 @@ from reference.step import Stage
 from validation.diagnosis.atoms import Term
 from validation.diagnosis.chains import swaps
 from validation.diagnosis.explanation import Explanation
-from validation.diagnosis.microbatch_weights import SAME, Fault, factor_words, weighed
+from validation.diagnosis.microbatch_weights import ONE, SAME, Fault, factor_words, weighed
 from validation.diagnosis.mixed import mixed
 from validation.diagnosis.single import WHOLE, of_copies, of_parameters, untrained
 from validation.diagnosis.tied import Shares
 from validation.diagnosis.update import Update
-from validation.judging.cause import Cause
+from validation.judging.cause import Cause, RuledOut
 
 _NOTHING = "no multiple of what the others say"
+_SWAPPED = ("swapped-activations", "swapped-gradients", "swapped-data", "mispaired")
+_STALE = ("stale-gradient", "stale-tensor")
 
 
 def name_causes(
     update: Update, stages: Sequence[Explanation], tied: Sequence[Shares]
-) -> tuple[tuple[Cause, ...], tuple[str, ...], tuple[str, ...]]:
+) -> tuple[tuple[Cause, ...], tuple[str, ...], tuple[RuledOut, ...]]:
     """The causes, the most likely first; what stays unknown; and what was ruled out."""
     swapped = swaps(update, stages)
     shown = [one for one in stages if one.explained and (one.compared or one.odd or not any(one.coefficients.values()))]
@@ -78,7 +80,7 @@ def faults_of(update: Update, stage: Explanation, nominal: dict[Term, float]) ->
     """What is wrong with one stage's coefficients, swaps apart."""
     calls = sorted({term.gradient for term in nominal if term.what == "earlier"})
     own = {term.activation: c for term, c in nominal.items() if term.what == "pair"}
-    within = max(SAME, stage.limit)
+    within = max(ONE, stage.limit)
     absent = {oddity.what for oddity in stage.odd}
     if stage.compared == 0 and len(absent) == 1 and absent <= WHOLE:
         return (Fault(absent.pop(), detail="every parameter"),)
@@ -134,7 +136,7 @@ def _placed(update: Update, faults: dict[Stage, tuple[Fault, ...]]) -> Iterator[
         for fault in found:
             known = next((known for known in where if known.same(fault)), fault)
             where.setdefault(known, []).append(stage)
-    for fault, stages in sorted(where.items(), key=lambda item: -len(item[1])):
+    for fault, stages in sorted(where.items(), key=lambda item: (-len(item[1]), -max(item[1]))):
         yield from _in_stages(update, fault, stages, list(faults))
 
 
@@ -145,10 +147,11 @@ def _in_stages(update: Update, fault: Fault, stages: list[Stage], known: list[St
     elif len(stages) > 1 and stages == list(range(len(stages))):
         below = f"stage {stages[-1]}'s output gradient already was so: all stages before it show the same"
         yield replace(cause, stage=stages[-1], detail="; ".join(filter(None, (fault.detail, below))))
-    elif len(ranks := {update.placement[s] for s in stages}) == 1 and len(stages) > 1:
-        yield replace(cause, rank=ranks.pop(), detail="; ".join(filter(None, (fault.detail, f"stages {stages}"))))
+    elif len(stages) > 1:
+        ranks = {update.placement[s] for s in stages}
+        yield replace(cause, rank=ranks.pop() if len(ranks) == 1 else None, stages=tuple(stages))
     else:
-        yield from (replace(cause, stage=stage) for stage in stages)
+        yield replace(cause, stage=stages[0])
 
 
 def _compounded(update: Update, faults: dict[Stage, tuple[Fault, ...]]) -> Cause | None:
@@ -192,32 +195,34 @@ def _unknown(
             yield f"stage {copy.stage}: the gradient of {copy.parameter} is no sum of the stages' shares"
 
 
-def _ruled_out(stages: Sequence[Explanation], tied: Sequence[Shares], causes: Sequence[Cause]) -> Iterator[str]:
+def _ruled_out(stages: Sequence[Explanation], tied: Sequence[Shares], causes: Sequence[Cause]) -> Iterator[RuledOut]:
     """What the coefficients speak against. They are of what one stage has alone: copies that are wrong may differ."""
-    if not stages or not all(one.explained for one in stages):
-        return
     for one in stages:
         right = [odd.parameter for odd in one.odd if odd.what == "right"]
         if right:
-            yield f"all of stage {one.stage}: {', '.join(right)} {'is' if len(right) == 1 else 'are'} right"
+            evidence = f"of stage {one.stage}, {', '.join(right)} {'is' if len(right) == 1 else 'are'} right"
+            yield RuledOut((), evidence, len(right))
     if not all(copy.right for copy in tied):
         return
-    kinds = {cause.kind for cause in causes}
     terms = [(term, c) for one in stages for term, c in one.coefficients.items()]
-    if not kinds & {"dropped", "zero"} and all(c for term, c in terms if term.nominal):
-        yield "dropped: every microbatch is in every stage's sum"
+    nominal = [c for term, c in terms if term.nominal]
+    if not nominal or not all(one.complete and one.compared and not one.undecided for one in stages):
+        return
+    kinds = {cause.kind for cause in causes}
     paired = any(c and term.what in ("pair", "logits", "flow") and not term.nominal for term, c in terms)
-    if not kinds & {"doubled"} and not paired and not any(c >= 2 for _, c in terms):
-        yield "doubled: no microbatch is there twice"
-    if not paired and not any(kind.startswith("swapped") for kind in kinds):
-        yield "swapped: every activation met its own microbatch's output gradient"
-    if not any(kind.startswith("stale") for kind in kinds):
-        yield "stale: nothing of an earlier step is in the sums"
-    if not kinds & {"scale", "sign"}:
-        yield "scale: what is there is there with factor 1"
+    for found, holds, evidence in (
+        (("dropped", "zero"), all(nominal), "every microbatch is in every stage's sum"),
+        (("doubled",), not paired and not any(c >= 2 for _, c in terms), "no microbatch is there twice"),
+        (_SWAPPED, not paired, "every activation met its own microbatch's output gradient"),
+        (_STALE, not any(c and not term.nominal for term, c in terms), "nothing of an earlier step is in the sums"),
+        (("scale", "sign"), set(nominal) <= {0.0, 1.0}, "what is there is there with factor 1"),
+    ):
+        if holds and not kinds & set(found):
+            yield RuledOut(found, evidence, len(nominal))
 
 
 def _with_rank(update: Update, cause: Cause) -> Cause:
     if cause.stage is None or not update.placement:
         return cause
-    return replace(cause, rank=update.placement[cause.stage])
+    instead = tuple(_with_rank(update, other) for other in cause.instead)
+    return replace(cause, rank=update.placement[cause.stage], instead=instead)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from reference.step import Stage
 from validation.diagnosis.explanation import Explanation
-from validation.diagnosis.microbatch_weights import SAME, uniform, weighed
+from validation.diagnosis.microbatch_weights import ONE, SAME, uniform, weighed
 from validation.diagnosis.outlier import Oddity
 from validation.diagnosis.tied import Shares
 from validation.diagnosis.update import Update
@@ -26,20 +26,20 @@ def of_parameters(
         for oddity in _telling(one.odd):
             groups.setdefault(replace(oddity, parameter=""), []).append(oddity.parameter)
         for oddity, names in groups.items():
-            for cause in _odd_causes(update, oddity, max(SAME, one.limit)):
+            for cause in _odd_causes(update, oddity, max(ONE, one.limit)):
                 more = f"and {', '.join(names[1:])}" if len(names) > 1 else ""
                 detail = "; ".join(filter(None, (cause.detail, more)))
                 yield replace(cause, stage=one.stage, parameter=names[0], detail=detail)
 
 
 def _telling(odd: Sequence[Oddity]) -> Sequence[Oddity]:
-    """What is known of parameters, but for counts of microbatches where others are wrong that nobody can explain.
+    """What is known of parameters, but for factors and counts where others are wrong that nobody can explain.
 
     They may have one cause, such as an overwritten output gradient: a bias shows it as one microbatch in place of
-    others, and a weight, which met it with its own activations, as nothing known.
+    others, or as some times its own, and a weight, which met it with its own activations, as nothing known.
     """
     alone = all(oddity.what != "unknown" for oddity in odd)
-    return [oddity for oddity in odd if alone or oddity.what != "counted"]
+    return [oddity for oddity in odd if alone or oddity.what not in ("counted", "factor")]
 
 
 def untrained(update: Update) -> Iterator[Cause]:
@@ -65,15 +65,16 @@ def _of_elements(update: Update, odd: Oddity, within: float) -> Iterator[Cause]:
         yield Cause("partition", detail="its gradient has another shape")
     elif odd.what == "factor" and odd.factor is not None:
         fault = uniform(update, odd.factor, within)
-        yield Cause(fault.kind, factor=fault.factor, detail=fault.detail)
+        yield Cause(fault.kind, factor=fault.factor, detail=f"{odd.factor:.6g} times" if fault.detail else "")
     elif odd.what == "counted":
         for fault in weighed(update, dict(odd.counts), within):
             yield Cause(fault.kind, microbatches=fault.microbatches, factor=fault.factor, detail=fault.detail)
     elif odd.pairs is not None:
         told = ", ".join(f"{j} with {i}'s" for i, j in odd.pairs.wrong)
         microbatches = tuple(sorted({j for _, j in odd.pairs.wrong}))
-        for kind in odd.pairs.kinds:
-            yield Cause(kind, microbatches=microbatches, detail=f"its output gradients met activations so: {told}")
+        detail = f"its output gradients met activations so: {told}"
+        first, *others = (Cause(kind, microbatches=microbatches, detail=detail) for kind in odd.pairs.kinds)
+        yield replace(first, instead=tuple(others))
 
 
 def of_copies(update: Update, tied: Sequence[Shares]) -> Iterator[Cause]:

@@ -176,24 +176,32 @@ def _really(column: Column, seen: Sketch, expected: Sketch, k: int, context: _Co
     told = f" ({microbatch} {inferred})" if inferred else ""
     owners, made = sorted(column.owners(seen) - {microbatch}), _empty(seen, told) or changed(seen, expected)
     if owners and not rounded(seen, expected):
-        return What("other", f"microbatch {owners[0]}'s")
+        return What("other", f"microbatch {owners[0]}'s", label=Label(Point(context.stage, owners[0], column.where)))
     if seen.shape != expected.shape:
         other = f"shape {list(seen.shape)} in place of {list(expected.shape)}"
         return What("shape", other)
     if made is not None:
         return made
+    point, what = context.sent.get(seen.digest, (None, ""))
+    if column.where not in (GIVEN, RECEIVED) or point is None or point[:2] == (context.stage, microbatch):
+        point = None
+    elif point.microbatch != microbatch:  # that it was sent says more than where else in the model it may be
+        return _sent_as(point, what)
     # What a stage put out is nobody's message, also where it is like a tensor elsewhere in the model.
     kind = "different" if column.where in (MADE, HANDED_ON) else "other"
     for flow, of in ((column.places, ""), (column.elsewhere, "gradient at " if forward else "activation at ")):
         for place, owner in flow.find(seen) if seen.norm else ():
             return What(kind, f"microbatch {owner}'s {of}{place}")
-    point, what = context.sent.get(seen.digest, (None, ""))
-    if column.where in (GIVEN, RECEIVED) and point is not None and point[:2] != (context.stage, microbatch):
-        return What("other", f"stage {point.stage}'s {what} of microbatch {point.microbatch}", label=Label(point))
+    if point is not None:
+        return _sent_as(point, what)
     distance = f"relative error about {seen.distance(expected):.1g}"
     if nearest(seen, column.known) == microbatch:
         return What("noisy", f"its own with something added: {distance}")
     return What("different", f"no microbatch's{told}: {distance}")
+
+
+def _sent_as(point: Point, what: str) -> What:
+    return What("other", f"stage {point.stage}'s {what} of microbatch {point.microbatch}", label=Label(point))
 
 
 def _nobodys(seen: Sketch) -> What:

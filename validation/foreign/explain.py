@@ -1,26 +1,24 @@
 """From a foreign step that is wrong to the fault that explains it: the links of ``diagnose``, as far as they show."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from validation.diagnosis.diagnose import followed
-from validation.diagnosis.rules.attributed import named
+from validation.diagnosis.rule import Rule, clears, followed
 from validation.diagnosis.rules.laws import counts, modes, partition
 from validation.diagnosis.rules.norm import other_norm
+from validation.foreign.agreement import otherwise
 from validation.foreign.passages import passages, sound, unexplained_passage
-from validation.foreign.repeated import rearranged, repeated
+from validation.foreign.repeated import backed_again, rearranged, repeated
 from validation.foreign.reported import reported, unreported
 from validation.foreign.step_facts import StepFacts
 from validation.foreign.unreduced import unreduced
-from validation.judging.cause import Cause
+from validation.judging.cause import Cause, RuledOut
 from validation.judging.tolerance import error, same_bits
 from validation.judging.verdict import Verdict
 from validation.observers.identity import NARROWER
-
-Link = Callable[[StepFacts], list[Cause]]
 
 _MANY = 64  # numbers of which it is no chance that they have nothing to do with each other
 _RELATED = 0.5  # cosine
@@ -31,8 +29,12 @@ def explained(facts: StepFacts) -> Verdict:
     """The verdict with its causes, the likeliest first; none where the evidence does not decide."""
     if facts.verdict.verdict == "pass" or not facts.verdict.mismatches:
         return facts.verdict
-    found = followed(facts.verdict, facts, _links(facts), unexplained=lambda link: _left(link, facts))
-    return replace(found, cause=tuple(_on_rank(cause, facts) for cause in found.cause))
+    found = followed(facts, RULES)
+    return replace(
+        found,
+        cause=tuple(_on_rank(cause, facts) for cause in found.cause),
+        alternatives=tuple(tuple(_on_rank(cause, facts) for cause in one) for one in found.alternatives),
+    )
 
 
 def _on_rank(cause: Cause, facts: StepFacts) -> Cause:
@@ -42,40 +44,47 @@ def _on_rank(cause: Cause, facts: StepFacts) -> Cause:
     return replace(cause, rank=facts.rank_of(cause.stage, cause.microbatches))
 
 
-def _links(facts: StepFacts) -> Mapping[Link, str]:
-    """The links that this step shows; and what it means that one is sound."""
-    watched = len(facts.unseen) < facts.stages
-    whole = not any(flow.untold for flow in facts.passed.values())
-    ordered = "order, mode: every watched stage ran once each way for each microbatch, in the right mode"
-    if not _orderly(facts):
-        ordered = "order, mode: where a stage ran otherwise, its gradients are right"
-    passed = bool(facts.observed.crossings(0))
-    links: list[tuple[Link, str, bool]] = [
-        (held, "partition: every parameter is held once", True),
-        (weights, "weights: every stage began with the model's parameters", not facts.found.nameless),
-        (ran, ordered if whole else "mode: every watched stage ran in the right mode", watched),
-        (passages, sound(facts) if passed else "", passed),
-        (shared, "replicas: ranks that have a stage in common agree", _in_common(facts)),
-        (attributed, "gradients: they are made of what they should be", True),
-        (norm, "norm: it is that of the gradients", any(row[0].norm is not None for row in facts.observed.ranks)),
-        (reported, "report: what was reported is what was computed", True),
-    ]
-    return {link: text for link, text, shown in links if shown}
+def _nameless(facts: StepFacts) -> Sequence[str]:
+    names = "parameters of the step and of the reference do not go together: names= says which is which"
+    return (names,) if facts.found.strangers else ()
 
 
-def _left(link: Link, facts: StepFacts) -> Sequence[str]:
-    """What is wrong at a link that names no cause, where nothing behind it can be judged."""
-    if link is held and facts.found.strangers:
-        return ("parameters of the step and of the reference do not go together: names= says which is which",)
-    if link is weights and facts.differs("initial-weights"):
-        return ("the weights differ before the step, in a way that tells nothing",)
-    if link is shared and (facts.differs("replicas") or facts.differs("shards")):
-        return ("what ranks have of one stage does not go together, in a way that tells nothing",)
-    if link is attributed and facts.unexplained:
-        return (*unexplained_passage(facts), *facts.unexplained)
-    if link is reported:
-        return unreported(facts)
-    return ()
+def _other_weights(facts: StepFacts) -> Sequence[str]:
+    told = "the weights differ before the step, in a way that tells nothing"
+    return (told,) if facts.differs("initial-weights") else ()
+
+
+def _apart(facts: StepFacts) -> Sequence[str]:
+    told = "what ranks have of one stage does not go together, in a way that tells nothing"
+    return (told,) if facts.differs("replicas") or facts.differs("shards") else ()
+
+
+def _unexplained(facts: StepFacts) -> Sequence[str]:
+    return (*unexplained_passage(facts), *facts.unexplained) if facts.unexplained else ()
+
+
+def _watched(facts: StepFacts) -> bool:
+    return len(facts.unseen) < facts.stages
+
+
+def _passed(facts: StepFacts) -> bool:
+    return bool(facts.observed.crossings(0))
+
+
+def _normed(facts: StepFacts) -> bool:
+    return any(row[0].norm is not None for row in facts.observed.ranks)
+
+
+def _ran_right(facts: StepFacts) -> RuledOut | None:
+    """Every stage was watched, and it is known of every call which microbatch it was about."""
+    if facts.unseen or any(flow.untold for flow in facts.passed.values()) or not _orderly(facts):
+        return None
+    whole = "every stage ran once each way for each microbatch, in the right mode"
+    return clears("microbatches", ("order", "mode"), whole)(facts)
+
+
+def _beside(facts: StepFacts) -> Sequence[RuledOut]:
+    return () if facts.attribution is None else facts.attribution.ruled_out
 
 
 def _in_common(facts: StepFacts) -> bool:
@@ -98,7 +107,7 @@ def held(facts: StepFacts) -> list[Cause]:
 def ran(facts: StepFacts) -> list[Cause]:
     """What ran too often, too seldom, with another's tensors or in the wrong mode."""
     countable = all(flow.complete for flow in facts.passed.values()) and not rearranged(facts)
-    return modes(facts) or repeated(facts) or (counts(facts) if countable else [])
+    return modes(facts) or repeated(facts) or backed_again(facts) or (counts(facts) if countable else [])
 
 
 def weights(facts: StepFacts) -> list[Cause]:
@@ -166,8 +175,8 @@ def _placed(cause: Cause, facts: StepFacts) -> Cause:
 
 
 def attributed(facts: StepFacts) -> list[Cause]:
-    """The causes that attribution names, the likeliest with what the coefficients speak against."""
-    return named(facts.attribution)
+    """The causes that attribution names."""
+    return [] if facts.attribution is None else list(facts.attribution.causes)
 
 
 def norm(facts: StepFacts) -> list[Cause]:
@@ -179,3 +188,25 @@ def norm(facts: StepFacts) -> list[Cause]:
     if told:
         return told[:1]
     return other_norm(facts, found)
+
+
+RULES: tuple[Rule[StepFacts], ...] = (
+    Rule(held, clears("parameters-once", ("partition",), "every parameter is held once"), left=_nameless),
+    Rule(
+        weights,
+        clears("initial-weights", (), "every stage began with the model's parameters"),
+        lambda facts: not facts.found.nameless,
+        left=_other_weights,
+    ),
+    Rule(ran, _ran_right, _watched, otherwise=otherwise),
+    Rule(passages, sound, _passed, otherwise=otherwise),
+    Rule(shared, clears("replicas", ("not-reduced",), "ranks that have a stage in common agree"), _in_common, _apart),
+    Rule(
+        attributed,
+        clears("gradient", ("scale", "sign", "dropped", "doubled"), "every gradient is what it should be"),
+        left=_unexplained,
+        beside=_beside,
+    ),
+    Rule(norm, clears("grad-norm", ("norm",), "the norm is that of the gradients"), _normed),
+    Rule(reported, clears("loss", ("report",), "every reported loss is right"), left=unreported),
+)

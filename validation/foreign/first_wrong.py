@@ -28,6 +28,7 @@ _INTO: Mapping[str, tuple[int, str]] = {
     HANDED_ON: (-1, RECEIVED),
 }
 _ALSO: Mapping[str, tuple[str, ...]] = {HANDED_ON: (MADE,)}  # of these too it must be known that they are right
+_ONWARDS: Mapping[str, int] = {MADE: 1, HANDED_ON: -1}  # stages further that a tensor is for which a stage hands on
 _DONE = (MADE, KEPT, HANDED_ON)  # a stage's own doing
 
 
@@ -68,8 +69,11 @@ class Boundaries:
     def roots(self) -> Iterator[Root]:
         """The wrong tensors that were made from none, along the flow."""
         found = {point: self._is_right(point) for point in self._at}
+        before: set[int] = set()  # microbatches
         for point in roots(found, self._facts.stages):
-            if not self._behind_the_unknown(point):
+            blurred = point.microbatch in before and not self._exact_before(point)
+            before.add(point.microbatch)
+            if not blurred and not self._behind_the_unknown(point):
                 crossing = next(one for one in self._at[point] if not one.same)
                 what = self._what(point, crossing)
                 yield Root(point, crossing, what, self._telling(point, crossing, what))
@@ -96,6 +100,12 @@ class Boundaries:
             return False
         return bool(made) and into not in self._unplaced and all(one.judged and one.same for one in made)
 
+    def _exact_before(self, point: Point) -> bool:
+        """Whether all that it was made from is right bit for bit: what is right to half its digits may hide a fault."""
+        made_from = [Point(point.stage + n, point.microbatch, where) for n, where in _FROM[point.where]]
+        seen = [self._at.get(Point(p.stage, p.microbatch, self._where(p.stage, p.where)), ()) for p in made_from]
+        return all(crossings and all(one.exact for one in crossings) for crossings in seen)
+
     def _behind_the_unknown(self, point: Point) -> bool:
         """Whether this may be made from what a stage did in a call of which nobody knows that it was this microbatch's.
 
@@ -112,7 +122,7 @@ class Boundaries:
         text = f"{really.text}, expected microbatch {point.microbatch}'s" if really.kind == "other" else really.text
         names = [crossing.what] if crossing.what[-1].isdigit() else []
         names += [crossing.place] if crossing.place.startswith(INPUT) and (names or point.stage) else []
-        what = replace(really, text=f"{text} ({', '.join(names)})" if names else text)
+        what = replace(really, text=f"{text} ({', '.join(names)})" if names else text, which=", ".join(names))
         # A loss that is multiplied gives every gradient of its output that factor.
         whole = all(one.really is not None and one.really.factor is not None for one in self._at[point])
         return what if whole or point.where != FLOWED else replace(what, kind="different", factor=None)
@@ -153,13 +163,31 @@ class Boundaries:
         """The kind of fault and its words, where the place says more than that a tensor is wrong."""
         point, what = root.point, root.what
         made = what.label.point if what.label is not None else None
-        if made is not None and point.where == GIVEN and (made.microbatch, made.where) == (point.microbatch, MADE):
+        moved = made is not None and made.where == MADE and self._meant_for(made) != self._rank(point.stage)
+        if made is not None and moved and point.where == GIVEN and made.microbatch == point.microbatch:
             return "partition", f"what stage {made.stage} hands on: stages run in another order"
         if root.crossing.place.startswith(INPUT) and point.stage and point.where == GIVEN:
             return "swapped-data" if what.kind == "other" else "altered", what.text
+        if made is not None and self._meant_here(made, point):
+            return "mispaired", what.text
         if point.where == FLOWED and what.kind not in ("other", "zero") and self._other_loss(point.microbatch):
             return "computation", f"{what.text}: the loss or its target, for the output is right"
         return None
+
+    def _rank(self, stage: int) -> int | None:
+        placement = self._facts.observed.schedule.placement
+        return placement[stage] if 0 <= stage <= self._last else None
+
+    def _meant_for(self, made: Point) -> int | None:
+        """The rank that is to have a tensor: that of the stage where it was seen, or to which it is handed on."""
+        return self._rank(made.stage + _ONWARDS.get(made.where, 0))
+
+    def _meant_here(self, made: Point, point: Point) -> bool:
+        """Whether a tensor that came in at ``point`` was for this rank, but for another microbatch or stage of it."""
+        forward = made.where in FORWARD_POINTS
+        came = point.where == (GIVEN if forward else RECEIVED)
+        own = (made.stage + _ONWARDS.get(made.where, 0), made.microbatch) == point[:2]
+        return came and not own and self._meant_for(made) == self._rank(point.stage)
 
 
 def _along(point: Point) -> tuple[bool, int, int]:

@@ -4,13 +4,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+from pipeline.action import Kind
 from validation.diagnosis.divergence import Divergence
 from validation.diagnosis.rules.boundaries import causes_of
+from validation.foreign.agreement import informed
 from validation.foreign.first_wrong import Boundaries
+from validation.foreign.repeated import or_wrong_message, ordered
 from validation.foreign.step_facts import StepFacts
-from validation.judging.cause import Cause
+from validation.judging.cause import Cause, RuledOut, listed
 from validation.observers.observed import UNTOLD
-from validation.observers.recording import FLOWED, HANDED_ON
+from validation.observers.recording import FLOWED, GIVEN, HANDED_ON, MADE, RECEIVED
 
 _SAME = 1e-3
 
@@ -39,7 +42,8 @@ def passages(facts: StepFacts) -> list[Cause]:
     )
     if everywhere := _of_all_stages(causes, facts):
         return everywhere
-    named = [_with_parameter(_named(cause, facts), facts) for cause in causes]
+    named = [informed(_named(cause, facts), facts) for cause in causes]
+    named = [_with_orders(_with_parameter(cause, facts), facts) for cause in named]
     return [*_beyond(named, facts), *named]
 
 
@@ -85,6 +89,36 @@ def _with_parameter(cause: Cause, facts: StepFacts) -> Cause:
     return replace(cause, parameter=known[0].parameter, detail=f"{cause.detail}; its own gradient: {known[0].kind}")
 
 
+def _with_orders(cause: Cause, facts: StepFacts) -> Cause:
+    """A wrong pairing with the orders in which tensors were made and used.
+
+    Those that were used in the order in which they were made arrived right. Others may as well have come as each other.
+    """
+    if cause.kind != "mispaired" or cause.stage is None:
+        return cause
+    backward = "B" in (cause.action or "")
+    sender, kind = (cause.stage + 1, Kind.BACKWARD) if backward else (cause.stage - 1, Kind.FORWARD)
+    ran = {stage: order for stage in (sender, cause.stage) if (order := ordered(facts, stage, kind))}
+    told = ", ".join(f"stage {stage} {listed(order)}" for stage, order in ran.items())
+    words = f"order of {'backwards' if backward else 'forwards'}: {told}" if told else ""
+    found = replace(cause, detail="; ".join(filter(None, (cause.detail, words))))
+    used = _used(facts, cause.stage, RECEIVED if backward else GIVEN, ran.get(cause.stage, []))
+    return found if used and used == ran.get(sender) else or_wrong_message(found)
+
+
+def _used(facts: StepFacts, stage: int, where: str, order: Sequence[int]) -> list[int]:
+    """Whose tensors came in at a stage, in the order in which it used them; empty where that is not known of all."""
+    found: dict[int, int] = {}
+    for one in facts.observed.crossings(0):
+        if one.action.stage == stage and one.where == where:
+            label = None if one.really is None else one.really.label
+            here = label is not None and label.point[::2] == (stage, where)
+            found[one.action.microbatch] = label.point.microbatch if label and here else one.action.microbatch
+            if not one.same and not here:
+                return []
+    return [found[m] for m in order] if found.keys() >= set(order) else []
+
+
 def _named(cause: Cause, facts: StepFacts) -> Cause:
     """``cause`` with the microbatches of calls that are known together alone: those that no other call was about."""
     if UNTOLD not in cause.microbatches or cause.stage is None:
@@ -119,17 +153,19 @@ def _called_after(facts: StepFacts, stage: int) -> int | None:
     return makers[0] if due and place not in due else None
 
 
-def sound(facts: StepFacts) -> str:
-    """What the boundaries say where they name no cause."""
-    of = "messages, buffers, computation"
-    boundaries = Boundaries(facts)
-    if facts.found.uncalled and not list(boundaries.roots()):
-        return f"boundaries of watched stages: all of which that is known is right; not watched: {_listed(facts)}"
-    if boundaries.right:
-        return f"{of}: every watched boundary tensor is right, to half its digits"
-    if not list(boundaries.roots()):
-        return f"{of}: every watched boundary tensor of which that is known is right, to half its digits"
-    return f"{of}: what passed the boundaries does not say"
+def sound(facts: StepFacts) -> RuledOut | None:
+    """What the boundaries rule out: of every stage and microbatch something passed each of them, and all was right."""
+    judged = [one for one in facts.observed.crossings(0) if one.judged]
+    seen = {(one.action.stage, one.action.microbatch, one.where) for one in judged}
+    last, every = facts.stages - 1, range(facts.microbatches)
+    due = {(stage, m, GIVEN) for stage in range(last + 1) for m in every}
+    due |= {(stage, m, where) for stage in range(last) for m in every for where in (MADE, RECEIVED)}
+    due |= {(stage, m, HANDED_ON) for stage in range(1, last + 1) for m in every}
+    if not seen >= due or not all(one.same for one in judged) or not Boundaries(facts).right:
+        return None
+    return RuledOut(
+        ("wrong-message",), "every tensor at the boundaries of stages is right, to half its digits", len(judged)
+    )
 
 
 def _listed(facts: StepFacts) -> str:

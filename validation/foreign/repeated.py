@@ -2,10 +2,13 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
+from pipeline.action import Kind
 from validation.foreign.step_facts import StepFacts
-from validation.judging.cause import Cause
+from validation.judging.cause import Cause, listed
 from validation.observers.observed import UNTOLD
+from validation.observers.recording import RECEIVED
 
 
 def repeated(facts: StepFacts) -> list[Cause]:
@@ -14,7 +17,7 @@ def repeated(facts: StepFacts) -> list[Cause]:
         return []
     before: Sequence[int] = range(facts.microbatches)
     for stage in range(facts.stages):
-        order = [action.microbatch for action, _ in facts.observed.called(0) if action.stage == stage]
+        order = _called(facts, stage)
         if UNTOLD in order:
             return []  # nobody knows of which microbatch it had another's tensors
         if stage in facts.unseen or sorted(order) == sorted(before):
@@ -25,6 +28,43 @@ def repeated(facts: StepFacts) -> list[Cause]:
             return []
         return [_cause(facts, stage, given)]
     return []
+
+
+def backed_again(facts: StepFacts) -> list[Cause]:
+    """A stage that ran backwards through one microbatch twice, with the output gradient of one that it left out."""
+    for stage in reversed(range(facts.stages)):
+        order = ordered(facts, stage, Kind.BACKWARD)
+        missing = {m for m in range(facts.microbatches) if m not in order}
+        if UNTOLD in order or len(order) != facts.microbatches or not missing:
+            continue
+        met = {
+            one.really.label.point.microbatch: one.action
+            for one in facts.observed.crossings(0)
+            if one.action.stage == stage and one.where == RECEIVED and one.really is not None and one.really.label
+        }
+        found = sorted(missing & met.keys())
+        if set(found) != missing or any(order.count(met[m].microbatch) < 2 for m in found):
+            return []
+        told = ", ".join(f"that of microbatch {m} met the activations of microbatch {met[m].microbatch}" for m in found)
+        ran = ", ".join(f"stage {one} {listed(seen)}" for one in (stage + 1, stage)
+                        if (seen := ordered(facts, one, Kind.BACKWARD)))  # fmt: skip
+        return [
+            Cause(
+                "mispaired",
+                rank=facts.observed.schedule.placement[stage],
+                stage=stage,
+                microbatches=tuple(found),
+                action=str(met[found[0]]),
+                detail=f"of the output gradients, {told}; order of backwards: {ran}",
+            )
+        ]
+    return []
+
+
+def ordered(facts: StepFacts, stage: int, kind: Kind) -> list[int]:
+    """The microbatches of a stage's forwards or backwards, as they ran; empty where it was not watched."""
+    flow = facts.passed.get(stage)
+    return [] if flow is None else [action.microbatch for action in flow.actions if action.kind is kind]
 
 
 def rearranged(facts: StepFacts) -> bool:
@@ -58,11 +98,22 @@ def _by_module(facts: StepFacts, stage: int) -> bool:
 def _cause(facts: StepFacts, stage: int, given: dict[int, int]) -> Cause:
     told = ", ".join(f"microbatch {other}'s, expected microbatch {own}'s" for own, other in sorted(given.items()))
     first = min(given)
-    return Cause(
-        "wrong-message" if stage else "swapped-data",
+    ran = [f"stage {one} {listed(_called(facts, one))}" for one in (stage - 1, stage) if one >= 0]
+    found = Cause(
+        "mispaired" if stage else "swapped-data",
         rank=facts.observed.schedule.placement[stage],
         stage=stage,
         microbatches=tuple(sorted(given)),
         action=f"{stage}F{first}",
-        detail=f"its input is {told} ({stage}F{first})",
+        detail=f"its input is {told} ({stage}F{first}); called with, in this order: {', '.join(ran)}",
     )
+    return or_wrong_message(found) if stage else found
+
+
+def or_wrong_message(cause: Cause) -> Cause:
+    """``cause``, or a message that already arrived so: who sees the modules alone does not know which."""
+    return replace(cause, instead=(replace(cause, kind="wrong-message", detail="or that is how they arrived"),))
+
+
+def _called(facts: StepFacts, stage: int) -> list[int]:
+    return [action.microbatch for action, _ in facts.observed.called(0) if action.stage == stage]

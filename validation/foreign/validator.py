@@ -36,7 +36,7 @@ from validation.judging.verdict import Crash, Verdict
 from validation.observers.elements import UNSOUGHT
 from validation.observers.observed import Observed
 from validation.observers.sketch import contents
-from validation.worlds.rank_report import NeedsMoreRanks, RankFailed, WorldError
+from validation.worlds.rank_report import NeedsMoreRanks, RankFailed, WorldError, headline
 from validation.worlds.world import World
 
 _TOLD = (ReferenceRaised, WorldError)  # errors whose text says what is wrong
@@ -264,11 +264,9 @@ def _skipped(found: Assembled, observed: Observed) -> Sequence[tuple[str, str]]:
 
 def _failed(title: str, failure: RankFailed) -> Verdict:
     """The verdict where the ranks brought nothing back: what they did instead."""
-    told = failure.reports[failure.culprit]
-    sentence = told.sentence().partition("\n")[0]
     if isinstance(failure.cause, HandBackError | NamesError):
         return _undecided(title, f"rank {failure.culprit}: {failure.cause}")
-    return Verdict(title, "unknown", "none", (), headline=f"rank {failure.culprit} {sentence}", failure=str(failure))
+    return Verdict(title, "unknown", "none", (), headline=headline(failure.reports), failure=str(failure))
 
 
 def _title(task: Task, replicas: Replicas) -> str:

@@ -1,7 +1,8 @@
-"""Causes: the fault that explains mismatches, in the words that a verdict uses."""
+"""Causes: the fault that explains mismatches, in the words that a verdict uses, and the evidence that it rests on."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
 from types import MappingProxyType
 
 # Each kind of fault and its sentence. One word per fault: specimens plant these, diagnosis names them.
@@ -38,6 +39,7 @@ KINDS: Mapping[str, str] = MappingProxyType(
         "buffers": "state that forwards leave behind is wrong",
         # Messages and memory.
         "wrong-message": "a message arrived as another",
+        "mispaired": "tensors that are right met those of another microbatch",
         "overwritten": "a tensor was overwritten while it was still needed",
         "uninitialised": "a tensor was read before it was filled",
         "rounded": "a tensor went through a narrower type",
@@ -60,7 +62,8 @@ class Cause:
     """A fault, where it is and how sure that is.
 
     Fields that do not apply, or that the evidence leaves open, are None; ``microbatches`` are those concerned;
-    ``detail`` is for people: ``microbatch 3's, expected microbatch 2's``. ``ruled_out`` says of other kinds why not.
+    ``stages`` are those of a fault that is in several, but not in all; ``detail`` is for people: ``microbatch 3's,
+    expected microbatch 2's``. ``instead`` are other causes that would show the very same.
     """
 
     kind: str
@@ -71,7 +74,117 @@ class Cause:
     parameter: str | None = None
     factor: float | None = None
     detail: str = ""
-    ruled_out: tuple[str, ...] = ()
+    stages: tuple[int, ...] = ()
+    instead: tuple["Cause", ...] = ()
 
     def __post_init__(self) -> None:
         assert self.kind in KINDS, f"{self.kind!r} is no kind of cause"
+
+    @property
+    def place(self) -> str:
+        """Rank, stage, microbatches, action and parameter, as far as they are known."""
+        stages = self.stages or (() if self.stage is None else (self.stage,))
+        parts = [
+            ("rank", self.rank),
+            ("stages" if len(stages) > 1 else "stage", listed(stages) or None),
+            ("microbatches" if len(self.microbatches) > 1 else "microbatch", listed(self.microbatches) or None),
+            ("action", self.action),
+            ("parameter", self.parameter),
+        ]
+        return ", ".join(f"{name} {value}" for name, value in parts if value is not None) or "everywhere"
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.detail}" if self.detail else self.place
+
+
+@dataclass(frozen=True)
+class RuledOut:
+    """What evidence speaks against: all of it was there, was compared in this run, and agreed.
+
+    ``kinds`` of cause that it leaves no room for; ``compared`` counts what the words of ``evidence`` are about.
+    """
+
+    kinds: tuple[str, ...]
+    evidence: str
+    compared: int
+
+    def __post_init__(self) -> None:
+        assert self.compared > 0, "what was not compared rules out nothing"
+        assert KINDS.keys() >= set(self.kinds), f"{self.kinds} are no kinds of cause"
+
+    def __str__(self) -> str:
+        return f"{', '.join(self.kinds)}: {self.evidence}".removeprefix(": ") + f" ({self.compared} compared)"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """How often a stage's gradients have one microbatch's activations in them.
+
+    ``own``: with its own output gradient, which should be once; None where nobody knows. ``others``: with that of
+    another microbatch, and how often. ``behind``: with what the next stage handed on wrongly.
+    """
+
+    own: float | None
+    others: tuple[tuple[int, float], ...] = ()
+    behind: float = 0.0
+
+    @property
+    def right(self) -> bool:
+        """Whether it is once with its own, and nothing else."""
+        return self.own == 1.0 and not self.others and not self.behind
+
+    def __str__(self) -> str:
+        if self.own is None:
+            return "?"
+        others = [f"{m}'s" if c == 1.0 else f"{_short(c)} of {m}'s" for m, c in self.others]
+        others += [f"{_short(self.behind)}*"] if self.behind else []
+        own = [_short(self.own)] if self.own or not others else []
+        return " + ".join([*own, *others])
+
+
+def _short(c: float) -> str:
+    """A coefficient in few digits, but never as 1 where it is not."""
+    return text if (text := f"{c:.3g}") != "1" or c == 1.0 else f"{c:.6g}"
+
+
+@dataclass(frozen=True)
+class Cells:
+    """The coefficients that were found: a row of microbatches for each stage."""
+
+    rows: tuple[tuple[Cell, ...], ...]
+
+    @property
+    def right(self) -> bool:
+        """Whether all are as they should be."""
+        return all(cell.right for row in self.rows for cell in row)
+
+    @property
+    def told(self) -> bool:
+        """Whether any is known."""
+        return any(cell.own is not None for row in self.rows for cell in row)
+
+    def lines(self, most: int = 16) -> list[str]:
+        """A table: stages down, microbatches across. Of more than ``most``, those that are not as they should be."""
+        columns = range(len(self.rows[0]))
+        wrong = [m for m in columns if not all(row[m].right for row in self.rows)]
+        shown = list(columns) if len(columns) <= most else wrong[:most]
+        table = [["microbatch", *map(str, shown)]]
+        table += [[f"stage {stage}", *(str(row[m]) for m in shown)] for stage, row in enumerate(self.rows)]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in table]
+        left = len(columns) - len(shown)
+        all_right = " that are 1 everywhere" if len(shown) == len(wrong) else ""
+        lines += [f"and {left} more microbatches{all_right}"] if left else []
+        behind = any(row[m].behind for row in self.rows for m in shown)
+        return [*lines, "* with what the next stage handed on wrongly"] if behind else lines
+
+
+def alternatives(causes: Sequence[Cause]) -> tuple[tuple[Cause, ...], ...]:
+    """What ``causes`` leave open, written out: each is a whole explanation, the likeliest first."""
+    options = [(replace(cause, instead=()), *cause.instead) for cause in causes]
+    return tuple(product(*options))
+
+
+def listed(numbers: Iterable[int]) -> str:
+    """``1, 2, 5``."""
+    return ", ".join(map(str, numbers))

@@ -11,7 +11,7 @@ from validation.judging.oracle import Oracle
 class Subject:
     """What is known before anything is compared.
 
-        ``config`` names the subject, ``bindings`` says its numbers in words; ``plan`` are its operations. ``due`` are the
+    ``config`` names the subject, ``bindings`` says its numbers in words; ``plan`` are its operations. ``due`` are the
     sites that must be held, and ``tied`` the parameters with copies in several of them: for each, the name of its copy
     by stage. ``strangers`` are held and not known to the reference. ``skipped`` are laws that do not apply, with the
     reason, and ``remarks`` what readers of others should know. ``unseen`` stages are those whose actions nobody noted,

@@ -2,19 +2,20 @@
 
 import math
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from validation.judging.cause import KINDS, Cause
+from validation.judging.cause import KINDS, Cause, Cells, RuledOut
 
 SCHEMA = "pipeproof/verdict/2"
 Tier = Literal["bitwise", "fp32", "bf16", "fp64", "none"]  # bit for bit, or to the rounding of a dtype
 Outcome = Literal["pass", "fail", "unknown", "not applicable"]
 
 _SHOWN = 4  # mismatches on a screen; the rest are counted
-_CAUSES = 3  # causes on a screen
+_CAUSES = 3  # causes that hold together, on a screen
+_ALTERNATIVES = 2
 _LONGEST = 300  # characters of what was raised
 _LISTED = 12  # names in a note
 EXIT_STATUS: Mapping[str, int] = {"pass": 0, "fail": 1, "unknown": 3}
@@ -202,8 +203,10 @@ class Crash:
 class Verdict:
     """What a validation found. ``tier`` is "bitwise", a dtype's name, or "none" where not everything agreed.
 
-    ``cause`` are the causes that the evidence allows, the likeliest first: none where it does not decide, and
-    ``undecided`` then says why; both are empty where nobody asked. ``bindings`` are the case's numbers, in words.
+    ``cause`` is what explains it, all of it together: none where the evidence does not decide, and ``undecided`` then
+    says why; both are empty where nobody asked. ``alternatives`` are explanations that the evidence allows as well,
+    each as a whole, the likeliest first. ``ruled_out`` is what was compared on the way and agreed; ``cells`` are the
+    coefficients that causes rest on. ``bindings`` are the case's numbers, in words.
     ``floor`` is the largest rounding floor measured over all gradients, 0 where none was measured; ``failure`` is how
     the ranks failed where there was nothing to judge; ``headline`` says in a sentence what the laws cannot; ``rerun``
     is what to type where there is no replay line; ``seconds`` is what it took. ``stopped``: what was raised while
@@ -216,7 +219,10 @@ class Verdict:
     laws: tuple[LawResult, ...]
     mismatches: tuple[Mismatch, ...] = ()
     cause: tuple[Cause, ...] = ()
+    alternatives: tuple[tuple[Cause, ...], ...] = ()
+    ruled_out: tuple[RuledOut, ...] = ()
     undecided: tuple[str, ...] = ()
+    cells: Cells | None = None
     bindings: str = ""
     floor: float = 0.0
     failure: str = ""
@@ -280,20 +286,19 @@ class Verdict:
         return "\n".join([*rows, *self._laws(), f"  replay    {self.replay}"])
 
     def _causes(self) -> list[str]:
-        rows = []
-        for number, cause in enumerate(self.cause[:_CAUSES]):
-            rows += [
-                f"  {'or' if number else 'cause':<9} {cause.kind}: {KINDS[cause.kind]}",
-                f"  {'':<9} {told(cause)}",
-            ]
+        rows = _conjunction("cause", self.cause)
+        for causes in self.alternatives[:_ALTERNATIVES]:
+            rows += _conjunction("or", causes)
+        if len(self.alternatives) > _ALTERNATIVES:
+            rows += _labelled("or", [f"{len(self.alternatives) - _ALTERNATIVES} more explanations"])
         if self.stopped:
-            rows.append(f"  stopped   before all was compared: {self.stopped}")
+            rows += _labelled("stopped", [f"before all was compared: {self.stopped}"])
         if self.unsought:
-            rows.append(f"  cause     not sought: looking for it raised {self.unsought}")
+            rows += _labelled("cause", [f"not sought: looking for it raised {self.unsought}"])
         elif not self.cause and self.undecided:
             rows.append("  cause     unknown: the evidence does not decide")
-        ruled_out = [reason for cause in self.cause[:1] for reason in cause.ruled_out] + list(self.undecided)
-        return rows + [f"  {'not' if k == 0 else '':<9} {reason}" for k, reason in enumerate(ruled_out)]
+        rows += _labelled("found", self.cells.lines() if self.cells is not None else [])
+        return [*rows, *_labelled("open", self.undecided), *_labelled("not", map(str, self.ruled_out))]
 
     def _laws(self) -> list[str]:
         """The laws that matter; those that passed in one line, where any did not."""
@@ -306,7 +311,7 @@ class Verdict:
         if passed:
             compared = sum(law.checked for law in passed)
             rows.append(f"{'pass':<18} {', '.join(law.name for law in passed)}: {compared} compared")
-        return [f"  {'laws' if k == 0 else '':<9} {row}" for k, row in enumerate(rows)]
+        return _labelled("laws", rows)
 
     def _headline(self) -> str:
         if self.headline:
@@ -328,21 +333,19 @@ class Verdict:
         return {"schema": SCHEMA, **data, "replay": self.replay}
 
 
-def told(cause: Cause) -> str:
-    """A cause's place and detail on one line."""
-    microbatches = ", ".join(map(str, cause.microbatches))
-    parts = [
-        f"{name} {value}"
-        for name, value in (
-            ("rank", cause.rank),
-            ("stage", cause.stage),
-            ("microbatch" if len(cause.microbatches) == 1 else "microbatches", microbatches or None),
-            ("action", cause.action),
-            ("parameter", cause.parameter),
-        )
-        if value is not None
-    ]
-    return f"{', '.join(parts) or 'everywhere'}: {cause.detail}"
+def _conjunction(label: str, causes: Sequence[Cause]) -> list[str]:
+    """Causes that hold together; those that the screen has no room for are counted."""
+    rows = []
+    for cause in causes[:_CAUSES]:
+        rows += _labelled(label, [f"{cause.kind}: {KINDS[cause.kind]}", str(cause)])
+        label = "and"
+    left = len(causes) - _CAUSES
+    return rows + (_labelled("and", [f"{left} more"]) if left > 0 else [])
+
+
+def _labelled(label: str, lines: Iterable[str]) -> list[str]:
+    """``lines`` of the screen, with ``label`` at the first."""
+    return [f"  {'' if k else label:<9} {line}" for k, line in enumerate(lines)]
 
 
 def raised(error: BaseException) -> str:

@@ -35,10 +35,11 @@ class What:
 
     kind: other, member (another of the same boundary), stale, partial, rounded, multiple, zero, not-finite,
     uninitialised, reordered, noisy, sum, shape, missing, unexpected or different. ``label`` says whose, where it is
-    somebody's; ``factor`` of a multiple.
+    somebody's; ``factor`` of a multiple; ``which`` of several tensors it is, as the text has it.
     """
 
     kind: str
     text: str
     factor: float | None = None
     label: Label | None = None
+    which: str = ""

@@ -1,26 +1,25 @@
 """From a step that a record contradicts to the fault that explains it: the links of ``diagnose`` that show."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
 import torch
 
-from validation.diagnosis.diagnose import followed
-from validation.diagnosis.rules.attributed import named
+from validation.diagnosis.rule import Rule, clears, followed
 from validation.diagnosis.rules.laws import buffers, partition
 from validation.diagnosis.rules.norm import other_norm
 from validation.diagnosis.rules.report import report
 from validation.diagnosis.rules.update import Factor, clipped_as, near, to_clip
 from validation.diagnosis.rules.update import update as updated
-from validation.judging.cause import Cause
+from validation.judging.cause import Cause, RuledOut
 from validation.judging.tolerance import error
 from validation.judging.verdict import Verdict
 from validation.observers.elements import UNSOUGHT
 from validation.records.record_facts import RecordFacts
 
 _ALIKE = 1e-3  # no verdict hangs on it
-Link = Callable[[RecordFacts], list[Cause]]
+Left = Callable[[RecordFacts], Sequence[str]]
 
 
 def caused(facts: RecordFacts) -> Verdict:
@@ -29,36 +28,39 @@ def caused(facts: RecordFacts) -> Verdict:
         return facts.verdict
     if any(gradient is not None and gradient.is_complex() for gradient in facts.seen.gradients.values()):
         return replace(facts.verdict, undecided=(UNSOUGHT,))
-    found = followed(facts.verdict, facts, _links(facts), unexplained=lambda link: _left(link, facts))
+    found = followed(facts, RULES)
     if not facts.seen.left_out or not facts.attribution:
         return found
     untold = f"{facts.seen.left_out} more wrong gradients were not looked at, for they are too large to be kept"
     return replace(found, undecided=(*found.undecided, untold))
 
 
-def _links(facts: RecordFacts) -> Mapping[Link, str]:
-    """The links that there is something of; and what it means that one is sound."""
-    links: list[tuple[Link, str, bool]] = [
-        (held, "partition: every parameter is in the stage that should hold it", True),
-        (forward, "computation: every loss is right, so the forwards are", facts.agrees("loss")),
-        (shared, "replicas: ranks that have a stage in common agree", bool(facts.seen.copies)),
-        (attributed, "gradients: they are made of what they should be", facts.judged("none-ness")),
-        (norm, "norm: it is that of the gradients", facts.judged("grad-norm")),
-        (update, "clip, update: the optimizer did what it should", facts.judged("updated-parameters")),
-        (buffers, "buffers: what forwards leave behind is right", facts.judged("buffers")),
-        (report, "report: what was reported is what was computed", facts.judged("loss")),
-    ]
-    return {link: sound for link, sound, shown in links if shown}
+def _broken(*laws: str) -> Left:
+    """What is said where one of ``laws`` is broken and the rule behind them names no cause."""
+
+    def left(facts: RecordFacts) -> Sequence[str]:
+        broken = [law for law in laws if facts.differs(law)]
+        return (f"{broken[0]}: what is wrong with it tells nothing",) if broken else ()
+
+    return left
 
 
-def _left(link: Link, facts: RecordFacts) -> Sequence[str]:
-    """What is wrong at a link that names no cause, where nothing behind it can be judged."""
-    broken = [law for law in _ANSWERS.get(link, ()) if facts.differs(law)]
-    if link is held and broken:
-        return ("parameters of the step and of what is expected do not go together: rename= says which is which",)
-    if link is attributed and facts.unexplained:
-        return facts.unexplained
-    return (f"{broken[0]}: what is wrong with it tells nothing",) if broken else ()
+def _judged(law: str) -> Callable[[RecordFacts], bool]:
+    return lambda facts: facts.judged(law)
+
+
+def _renamed(facts: RecordFacts) -> Sequence[str]:
+    broken = facts.differs("parameters-once")
+    names = "parameters of the step and of what is expected do not go together: rename= says which is which"
+    return (names,) if broken else ()
+
+
+def _unexplained(facts: RecordFacts) -> Sequence[str]:
+    return facts.unexplained or _broken("none-ness", "gradient")(facts)
+
+
+def _beside(facts: RecordFacts) -> Sequence[RuledOut]:
+    return () if facts.attribution is None or facts.indistinct else facts.attribution.ruled_out
 
 
 def shared(facts: RecordFacts) -> list[Cause]:
@@ -92,14 +94,9 @@ def held(facts: RecordFacts) -> list[Cause]:
     return [] if strange else partition(facts)
 
 
-def forward(facts: RecordFacts) -> list[Cause]:
-    """Nothing: what is wrong with a forward shows in its gradients. Right losses say that nothing is."""
-    return []
-
-
 def attributed(facts: RecordFacts) -> list[Cause]:
     """The causes that attribution names."""
-    found = [] if facts.indistinct else named(facts.attribution)
+    found = () if facts.indistinct or facts.attribution is None else facts.attribution.causes
     return [_clipped(facts, cause) for cause in found]
 
 
@@ -136,24 +133,56 @@ def update(facts: RecordFacts) -> list[Cause]:
     if not found or (most is not None and size <= most):
         return found
     if most is None:
-        return [*found, *(replace(cause, kind="clip") for cause in found)]
+        return _or_clip(found)
     wanted = to_clip(size, most)
     used = {site: Factor(one.value * wanted, one.noise) for site, one in facts.moved.items()}
     clip = partial(to_clip, max_norm=most)
     words = {clipped_as(facts, stage, one, clip) if one.value == one.value else "" for (stage, _), one in used.items()}
     if not words or "" in words:
-        return [*found, *(replace(cause, kind="clip") for cause in found)]
+        return _or_clip(found)
     first = next(iter(used.values()))
     known = words.pop() if len(words) == 1 else ""
     detail = "; ".join(filter(None, (f"multiplied by {first.value:.4g}, expected {wanted:.4g}", known)))
     return [replace(found[0], kind="clip", factor=first.value, detail=detail)]
 
 
-_ANSWERS: Mapping[Link, tuple[str, ...]] = {  # for which laws
-    held: ("parameters-once",),
-    attributed: ("none-ness", "gradient"),
-    norm: ("grad-norm",),
-    update: ("updated-parameters",),
-    buffers: ("buffers",),
-    report: ("loss",),
-}
+def _or_clip(found: Sequence[Cause]) -> list[Cause]:
+    return [replace(cause, instead=(replace(cause, kind="clip"),)) for cause in found]
+
+
+RULES: tuple[Rule[RecordFacts], ...] = (
+    Rule(
+        held,
+        clears("parameters-once", ("partition",), "every parameter is in the stage that should hold it"),
+        left=_renamed,
+    ),
+    Rule(shared, needs=lambda facts: bool(facts.seen.copies)),
+    Rule(
+        attributed,
+        clears("gradient", ("scale", "sign", "dropped", "doubled"), "every gradient is what it should be"),
+        _judged("none-ness"),
+        left=_unexplained,
+        beside=_beside,
+    ),
+    Rule(
+        norm,
+        clears("grad-norm", ("norm",), "the norm is that of the gradients"),
+        _judged("grad-norm"),
+        left=_broken("grad-norm"),
+    ),
+    Rule(
+        update,
+        clears("updated-parameters", ("clip", "update"), "the optimizer did what it should"),
+        _judged("updated-parameters"),
+        left=_broken("updated-parameters"),
+    ),
+    Rule(
+        buffers,
+        clears("buffers", ("buffers",), "what forwards leave behind is right"),
+        _judged("buffers"),
+        left=_broken("buffers"),
+    ),
+    Rule(
+        report, clears("loss", ("report",), "every loss that was reported is right"), _judged("loss"), _broken("loss")
+    ),
+)

@@ -17,6 +17,7 @@ _SHOWN = 4  # messages in a sentence
 class _Posted:
     text: str
     work: Any
+    peer: int | None
 
     @property
     def open(self) -> bool:
@@ -46,9 +47,9 @@ def noted_messages() -> Iterator[None]:
 def _noting(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     def noted(group: dist.ProcessGroup, *arguments: Any) -> Any:
         work = method(group, *arguments)
-        peer = f" rank {dist.get_global_rank(group, arguments[1])}" if name != "recv_anysource" else ""
+        peer = dist.get_global_rank(group, arguments[1]) if name != "recv_anysource" else None
         _messages[:] = [one for one in _messages if one.open]
-        _messages.append(_Posted(_METHODS[name] + peer, work))
+        _messages.append(_Posted(_METHODS[name] + ("" if peer is None else f" rank {peer}"), work, peer))
         return work
 
     return noted
@@ -61,3 +62,10 @@ def awaited(frames: Sequence[traceback.FrameSummary]) -> str | None:
     texts = list(dict.fromkeys(one.text for one in list(_messages) if one.open))
     more = f" and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
     return " or ".join(texts[:_SHOWN]) + more or None
+
+
+def peers() -> tuple[int, ...] | None:
+    """The ranks of the messages that this rank has posted and not met; None where one may be from any."""
+    found = [one.peer for one in list(_messages) if one.open]
+    known = [peer for peer in found if peer is not None]
+    return tuple(sorted(set(known))) if known and len(known) == len(found) else None

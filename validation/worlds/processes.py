@@ -147,9 +147,9 @@ def _examine(workers: Sequence[WorkerHandle], complaint: str) -> dict[WorkerHand
     deadline_s = time.monotonic() + _QUESTION_BOUND_S
     answers = {}
     for worker in workers:
-        stack, waiting = worker.testimony(deadline_s)
+        stack, waiting, peers = worker.testimony(deadline_s)
         ending = Ending.STUCK if complaint else Ending.STOPPED
-        answers[worker] = Answer(RankReport(worker.seat.rank, ending, complaint, stack, waiting, time.time()))
+        answers[worker] = Answer(RankReport(worker.seat.rank, ending, complaint, stack, waiting, time.time(), peers))
     return answers
 
 

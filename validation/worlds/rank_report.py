@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from textwrap import indent
 
+from validation.worlds.blocked import unfreed
+
 # What a rank says when another rank has gone: true, but never the cause.
 _SECONDARY = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|failed to recv, got 0 bytes|socket timeout"
@@ -13,6 +15,9 @@ _SECONDARY = re.compile(
     r"|torchrun ended the session|rank \d+ of \d+ did not come to .*",
     re.IGNORECASE,
 )
+
+
+_SHOWN = 4  # ranks in a sentence
 
 
 class Ending(StrEnum):
@@ -33,7 +38,8 @@ class RankReport:
 
     ``message`` is the exception as text, the reason of a skip, or a phrase such as ``exited with status 3``;
     ``traceback`` the traceback of the exception, or the stack of a rank that had to be ended; ``waiting`` what such a
-    rank said it was waiting for; ``at_s`` the wall clock at the end, in seconds since the epoch.
+    rank said it was waiting for; ``peers`` are the ranks that this may be, none where it is every rank that does not
+    wait for the same, and None where that is not known; ``at_s`` the wall clock at the end, in seconds since the epoch.
     """
 
     rank: int
@@ -42,6 +48,7 @@ class RankReport:
     traceback: str = ""
     waiting: str | None = None
     at_s: float = 0.0
+    peers: tuple[int, ...] | None = None
 
     @property
     def secondary(self) -> bool:
@@ -79,8 +86,11 @@ class RankReport:
 def culprit_of(reports: Sequence[RankReport]) -> int:
     """The rank to blame: the earliest failure that is not merely the echo of another rank's.
 
-    When a rank was found to be stuck says nothing: of those that wait alike the first is named, on every run.
+    Of ranks that all wait, the first of those for which the others do. When a rank was found to be stuck says nothing:
+    of those that wait alike the first is named, on every run.
     """
+    if blocking := _blocking(reports):
+        return blocking[0]
 
     def blame(report: RankReport) -> tuple[int, float, int]:
         match report.ending:
@@ -101,8 +111,48 @@ def culprit_of(reports: Sequence[RankReport]) -> int:
     return min(reports, key=blame).rank
 
 
+def _blocking(reports: Sequence[RankReport]) -> tuple[int, ...]:
+    """The ranks for which all that have not ended wait, and that wait for each other or have returned.
+
+    Empty where some rank failed by itself, or where it is not known who waits for whom.
+    """
+    waiting = [report for report in reports if report.ending is Ending.STUCK]
+    known = [report for report in waiting if report.waiting and report.peers is not None]
+    ended = [report for report in reports if report.ending is Ending.FINISHED]
+    if not waiting or len(known) < len(waiting) or len(waiting) + len(ended) < len(reports):
+        return ()
+    waits = {report.rank: _peers(report, reports) for report in waiting}
+    return unfreed(waits)[0] if all(waits.values()) else ()
+
+
+def _peers(report: RankReport, reports: Sequence[RankReport]) -> tuple[int, ...]:
+    return report.peers or tuple(other.rank for other in reports if other.waiting != report.waiting)
+
+
+def headline(reports: Sequence[RankReport]) -> str:
+    """The story in a sentence: what the culprit did, or who waits for whom."""
+    blocking = _blocking(reports)
+    if not blocking:
+        culprit = next(report for report in reports if report.rank == culprit_of(reports))
+        return f"rank {culprit.rank} {culprit.sentence().partition(chr(10))[0]}"
+    by_rank = {report.rank: report for report in reports}
+    if len(blocking) > 1:
+        told = ", ".join(f"rank {rank} for {by_rank[rank].waiting}" for rank in blocking[:_SHOWN])
+        more = f", and {len(blocking) - _SHOWN} more" if len(blocking) > _SHOWN else ""
+        *some, last = map(str, blocking)
+        return f"ranks {', '.join(some)} and {last} wait for each other: {told}{more}"
+    (ended,) = blocking
+    waiting = [one for one in reports if one.ending is Ending.STUCK and ended in _peers(one, reports)]
+    told = "; ".join(f"rank {one.rank} waits for {one.waiting}" for one in waiting[:_SHOWN])
+    more = f"; and {len(waiting) - _SHOWN} more" if len(waiting) > _SHOWN else ""
+    return f"rank {ended} has returned while others wait for it: {told}{more}"
+
+
 def describe(reports: Sequence[RankReport]) -> str:
     """The whole story: the culprit with its traceback, then a line for each other rank, echoes last."""
+    if blocking := _blocking(reports):
+        first = sorted(reports, key=lambda report: (report.rank not in blocking, report.rank))
+        return "\n".join([headline(reports), *(_paragraph(report.line(), report.traceback) for report in first)])
     culprit = next(report for report in reports if report.rank == culprit_of(reports))
     alike = len({(report.ending, report.message) for report in reports}) == 1
     if alike and len(reports) > 1 and culprit.ending is not Ending.STUCK:  # each is stuck in a place of its own

@@ -180,10 +180,19 @@ def _answer_questions(questions: Connection) -> NoReturn:
         while True:
             questions.recv_bytes()
             frames = traceback.extract_stack(sys._current_frames()[main])
-            wait = waiting.current() or posted.awaited(frames) or _collective(frames)
-            questions.send_bytes(pack((_stack(frames), wait)))
+            questions.send_bytes(pack((_stack(frames), *_wait(frames))))
     except (EOFError, OSError):
         os._exit(1)  # the controller is gone, and the main thread may be where only this can end it
+
+
+def _wait(frames: Sequence[traceback.FrameSummary]) -> tuple[str | None, tuple[int, ...] | None]:
+    """What a rank with this stack waits for, and from which ranks, as ``RankReport`` has it."""
+    if own := waiting.current():
+        return own, None
+    if message := posted.awaited(frames):
+        return message, posted.peers()
+    collective = _collective(frames)
+    return collective, None if collective is None else ()
 
 
 def _stack(frames: Sequence[traceback.FrameSummary]) -> str:

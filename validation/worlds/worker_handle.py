@@ -59,16 +59,19 @@ class WorkerHandle:
         with contextlib.suppress(OSError):
             self._questions.send_bytes(b"?")
 
-    def testimony(self, deadline_s: float) -> tuple[str, str | None]:
-        """Its stack and what it waits for, told before the deadline (of ``time.monotonic``) or else as can be seen."""
+    def testimony(self, deadline_s: float) -> tuple[str, str | None, tuple[int, ...] | None]:
+        """Its stack, what it waits for and from which ranks.
+
+        Told before the deadline (of ``time.monotonic``), or else as can be seen.
+        """
         with contextlib.suppress(EOFError, OSError):
             if self._questions.poll(max(0.0, deadline_s - time.monotonic())):
-                stack, waiting = unpack(self._questions.recv_bytes())
-                return stack, waiting
+                stack, waiting, peers = unpack(self._questions.recv_bytes())
+                return stack, waiting, peers
         with contextlib.suppress(OSError):
             os.kill(self.pid, signal.SIGUSR1)  # the handler in C needs no interpreter lock
             time.sleep(_SIGNAL_BOUND_S)
-        return f"busy in native code\n{self._signal_stack()}", None
+        return f"busy in native code\n{self._signal_stack()}", None, None
 
     def kill(self) -> None:
         """End the process at once; ``bury`` sees to the rest."""

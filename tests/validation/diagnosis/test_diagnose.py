@@ -17,7 +17,7 @@ from validation.diagnosis.rules.boundaries import boundaries
 from validation.diagnosis.rules.laws import weights
 from validation.diagnosis.rules.norm import norm
 from validation.judging.cause import Cause
-from validation.judging.verdict import Verdict, told
+from validation.judging.verdict import Verdict
 from validation.observers.observed import Observed
 from validation.observers.recording import FLOWED, GIVEN, HANDED_ON, MADE, OUTPUT, Point, Recording, Site
 from validation.worlds.world import World
@@ -91,9 +91,9 @@ def test_a_first_divergence_says_whose_tensor_it_was(world: World) -> None:
     verdict = validate(planted, world)
     cause = verdict.cause[0]
     assert (cause.kind, cause.rank, cause.stage, cause.microbatches) == ("wrong-message", 1, 1, (0, 1))
-    assert "microbatch 1's, expected microbatch 0's" in cause.detail
+    assert cause.detail == "input of microbatches 0, 1 is that of 1, 0 (1F0, slot 0)"
     assert cause.action == "1F0"
-    assert f"            {told(cause)}" in str(verdict)
+    assert f"            {cause}" in str(verdict)
     assert len(str(verdict).splitlines()) <= 30
     assert asdict(verdict.cause[0]) == verdict.as_dict()["cause"][0]  # type: ignore[index]
 

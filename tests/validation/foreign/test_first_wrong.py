@@ -166,7 +166,7 @@ def test_a_side_input_of_another_microbatch_is_data_and_is_named_by_its_number(w
     change = at(1, lambda m, x: [*x[:2], others[m] if m < len(others) else x[2]])
     cause = first(judged(whitebox, received=change))
     assert (cause.kind, cause.stage, cause.microbatches) == ("swapped-data", 1, (0, 1, 2))
-    assert "microbatch 1's, expected microbatch 0's (input 2, input of the model 2)" in cause.detail
+    assert "input of microbatches 0, 1, 2 is that of 1, 2, 3 (input 2, input of the model 2)" in cause.detail
 
 
 def test_a_side_input_that_is_missing_in_every_microbatch(whitebox: WhiteBox) -> None:
@@ -204,7 +204,7 @@ def test_an_activation_that_came_in_as_a_gradient(whitebox: WhiteBox) -> None:
         judged(whitebox, gradients=gradients, received=at(1, lambda m, x: [sent[0] if m == 2 else x[0], *x[1:]]))
     )
     assert (cause.kind, cause.stage, cause.microbatches) == ("wrong-message", 1, (2,))
-    assert "microbatch 1's gradient at output 0 of layers.1, expected microbatch 2's" in cause.detail
+    assert "stage 2's input gradient of microbatch 1, expected microbatch 2's" in cause.detail
 
 
 @pytest.mark.parametrize("other", [nn.functional.l1_loss, lambda y, t: loss_fn(y, t * 1.01)], ids=["l1", "target"])

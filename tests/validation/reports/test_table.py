@@ -3,8 +3,10 @@
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from validation.cases.case import Case
-from validation.judging.cause import Cause
+from validation.judging.cause import Cause, Cell, Cells, RuledOut, alternatives
 from validation.judging.verdict import LawResult, Mismatch, Verdict
 from validation.reports.table import HEADER, line, summary
 
@@ -45,13 +47,74 @@ def test_a_cause_comes_first_with_what_was_ruled_out_and_the_bindings() -> None:
         stage=6,
         parameter="blocks.6.norm_1.weight",
         detail="cleared between the last backward and the norm",
-        ruled_out=("messages, buffers, computation: every recorded boundary tensor is right",),
     )
-    named = replace(FAILED, cause=(cause,), bindings=CASE.bindings)
+    ruled_out = RuledOut(("wrong-message", "swapped-data"), "every boundary tensor is right", 812)
+    named = replace(FAILED, cause=(cause,), ruled_out=(ruled_out,), bindings=CASE.bindings)
     assert str(named) + "\n" == (GOLDEN / "cause.txt").read_text()
     assert len(str(named).splitlines()) <= 24
     undecided = replace(FAILED, undecided=("stage 0: no combination of what the reference knows makes its gradients",))
     assert str(undecided) + "\n" == (GOLDEN / "undecided.txt").read_text()
+
+
+def test_causes_that_hold_together_and_explanations_that_exclude_each_other_are_told_apart() -> None:
+    one, two = Cause("dropped", stage=1, microbatches=(3,)), Cause("doubled", stage=2, microbatches=(0, 4), rank=1)
+    open_ = replace(one, instead=(replace(one, kind="zero"), replace(one, kind="missing"), replace(one, kind="sign")))
+    first, *others = alternatives([open_, two])
+    assert first == (one, two)
+    assert [cause.kind for cause, _ in others] == ["zero", "missing", "sign"]
+    text = str(replace(FAILED, cause=first, alternatives=tuple(others))).splitlines()
+    assert [line.split(":")[0].strip() for line in text[1:11:2]] == [
+        "cause     dropped",
+        "and       doubled",
+        "or        zero",
+        "and       doubled",
+        "or        missing",
+    ]
+    assert text[2] == "            stage 1, microbatch 3", "no tail where nothing more is known"
+    assert text[4] == "            rank 1, stage 2, microbatches 0, 4"
+    assert "  or        1 more explanations" in text
+
+
+def test_causes_that_the_screen_has_no_room_for_are_counted() -> None:
+    causes = tuple(Cause("dropped", stage=stage) for stage in range(6))
+    text = str(replace(FAILED, cause=causes)).splitlines()
+    assert sum(line.startswith(("  cause", "  and  ")) for line in text) == 4
+    assert "  and       3 more" in text
+
+
+def test_the_coefficients_are_a_table_of_stages_and_microbatches() -> None:
+    right, unknown = Cell(1.0), Cell(None)
+    rows = ((right, Cell(0.0), Cell(0.0, ((1, 1.0),)), Cell(0.0, (), 1.0)), (right, Cell(2.0), Cell(0.25), unknown))
+    named = replace(FAILED, cause=(Cause("dropped", stage=0),), cells=Cells(rows))
+    assert str(named).splitlines()[3:7] == [
+        "  found     microbatch  0  1     2   3",
+        "            stage 0     1  0   1's  1*",
+        "            stage 1     1  2  0.25   ?",
+        "            * with what the next stage handed on wrongly",
+    ]
+    assert not Cells(rows).right
+    assert named.as_dict()["cells"] == {
+        "rows": tuple(
+            tuple({"own": cell.own, "others": cell.others, "behind": cell.behind} for cell in row) for row in rows
+        )
+    }
+
+
+def test_of_many_microbatches_the_table_shows_the_wrong_ones_and_counts_the_rest() -> None:
+    row = tuple(Cell(0.0 if m in (7, 40) else 1.0) for m in range(64))
+    assert Cells((row,)).lines() == [
+        "microbatch  7  40",
+        "stage 0     0   0",
+        "and 62 more microbatches that are 1 everywhere",
+    ]
+
+
+def test_nothing_is_ruled_out_by_what_was_not_compared() -> None:
+    with pytest.raises(AssertionError, match="not compared"):
+        RuledOut(("dropped",), "every gradient is right", 0)
+    assert str(RuledOut((), "every stage began with the model's parameters", 12)) == (
+        "every stage began with the model's parameters (12 compared)"
+    )
 
 
 def test_the_table() -> None:

@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from validation.worlds.rank_report import Ending, NeedsMoreRanks, RankFailed, RankReport, culprit_of, describe
+from validation.worlds.rank_report import Ending, NeedsMoreRanks, RankFailed, RankReport, culprit_of, describe, headline
 
 GLOO = "RuntimeError: [pair.cc:537] Read error [127.0.0.1]:25993: Connection reset by peer. Check the logs."
 
@@ -75,3 +75,56 @@ def test_the_errors_survive_a_pickle() -> None:
     assert (failed.culprit, failed.reports[0], str(failed.cause)) == (1, FINISHED, "bad split")
     wanting = pickle.loads(pickle.dumps(NeedsMoreRanks(4, 2)))
     assert (wanting.needed, wanting.available, str(wanting)) == (4, 2, "needs 4 ranks, 2 here")
+
+
+def stuck(rank: int, waiting: str, *peers: int) -> RankReport:
+    return RankReport(rank, Ending.STUCK, "did not finish within 5 s", f"stack {rank}\n", waiting, peers=peers)
+
+
+def test_ranks_that_wait_in_each_others_sends_come_before_those_that_wait_for_them() -> None:
+    victims = [stuck(0, "a message from rank 1", 1), stuck(3, "a message from rank 2", 2)]
+    crossed = [stuck(1, "a send to rank 2", 2), stuck(2, "a send to rank 1", 1)]
+    reports = [victims[0], *crossed, victims[1]]
+    assert culprit_of(reports) == 1
+    assert headline(reports) == (
+        "ranks 1 and 2 wait for each other: rank 1 for a send to rank 2, rank 2 for a send to rank 1"
+    )
+    lines = describe(reports).splitlines()
+    assert lines[0] == headline(reports)
+    assert [line[:6] for line in lines if line.startswith("rank ")] == ["rank 1", "rank 2", "rank 0", "rank 3"]
+    assert "    stack 0" in lines
+
+
+def test_a_rank_that_returned_early_comes_before_those_that_wait_for_it() -> None:
+    reports = [
+        stuck(0, "a message from rank 1", 1),
+        RankReport(1, Ending.FINISHED),
+        stuck(2, "a message from rank 0", 0),
+    ]
+    assert culprit_of(reports) == 1
+    assert headline(reports) == "rank 1 has returned while others wait for it: rank 0 waits for a message from rank 1"
+
+
+def test_a_rank_that_did_not_come_to_a_collective_is_the_one_that_is_waited_for() -> None:
+    at_barrier = [stuck(rank, "torch.distributed.barrier") for rank in (0, 2)]
+    assert culprit_of([at_barrier[0], RankReport(1, Ending.FINISHED), at_barrier[1]]) == 1
+    crossed = [at_barrier[0], stuck(1, "a message from rank 2", 2), at_barrier[1]]
+    assert headline(crossed).startswith("ranks 1 and 2 wait for each other: ")
+    everybody = [stuck(rank, "torch.distributed.barrier") for rank in range(2)]
+    assert headline(everybody) == "rank 0 did not finish within 5 s, waiting for torch.distributed.barrier"
+
+
+def test_messages_of_which_any_may_be_awaited_blame_only_what_all_lead_to() -> None:
+    ring = [stuck(0, "a message from rank 1 or a send to rank 2", 1, 2), stuck(1, "a send to rank 0", 0)]
+    assert headline([*ring, stuck(2, "a send to rank 0", 0)]).startswith("ranks 0, 1 and 2 wait for each other: ")
+    assert culprit_of([*ring, RankReport(2, Ending.FINISHED)]) == 2
+
+
+def test_where_a_rank_failed_or_computes_nobody_is_blamed_for_waiting() -> None:
+    waits = stuck(0, "a message from rank 1", 1)
+    for other in (raised(1), RankReport(1, Ending.DIED, "exited with status 3"), RankReport(1, Ending.STUCK, "stuck")):
+        assert culprit_of([waits, other]) == 1
+        assert headline([waits, other]).startswith("rank 1 ")
+    assert headline([RankReport(0, Ending.STUCK, "stuck", waiting="1RECV_F0 with rank 1"), FINISHED]).startswith(
+        "rank 0"
+    )

@@ -1,6 +1,7 @@
 """From divergences to causes: where a tensor went wrong, and what it was, say what happened to it."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from types import MappingProxyType
 
@@ -12,7 +13,7 @@ from validation.diagnosis.combination import whole_within
 from validation.diagnosis.divergence import Divergence
 from validation.diagnosis.evidence import Evidence
 from validation.diagnosis.hypotheses import computed, draws, other_target
-from validation.judging.cause import Cause
+from validation.judging.cause import Cause, listed
 from validation.judging.tolerance import precision_of
 from validation.observers.recording import (
     FLOWED,
@@ -54,6 +55,7 @@ _THERE: Mapping[str, tuple[str, str, str]] = MappingProxyType(
     }
 )
 _ONE_FACTOR = 2e-3
+_TOLD = 3  # microbatches, each of which has another thing wrong
 _GRADIENTS = (RECEIVED, FLOWED, HANDED_ON, LOSS)
 
 
@@ -85,10 +87,18 @@ def causes_of(
         kind, text = _kind(one, refine)
         groups.setdefault((kind, one.point.stage, one.point.where), []).append((one, text))
     causes: dict[tuple[str, str], Cause] = {}
-    for (kind, _, where), group in groups.items():
-        if (kind, where) not in causes:  # the same at a later stage adds nothing
+    also: dict[tuple[str, str], list[int]] = {}  # further stages at which the same happened, from what was right
+    for (kind, stage, where), group in groups.items():
+        if (kind, where) in causes:
+            also.setdefault((kind, where), []).append(stage)
+        else:
             causes[kind, where] = _cause(kind, group, microbatches, compounded=compounded, room=room)
-    return list(causes.values())
+    return [
+        replace(one, detail=f"{one.detail}; and so at stage{'s' * (len(also[key]) > 1)} {listed(sorted(also[key]))}")
+        if key in also
+        else one
+        for key, one in causes.items()
+    ]
 
 
 def _kind(one: Divergence, refine: Refine) -> tuple[str, str]:
@@ -174,18 +184,15 @@ def _cut_otherwise(evidence: Evidence, number: int, where: str) -> bool:
 def _cause(
     kind: str, group: Sequence[tuple[Divergence, str]], count: int, *, compounded: Compounded, room: float
 ) -> Cause:
-    first, text = group[0]
+    first, _ = group[0]
     microbatches = tuple(sorted({one.point.microbatch for one, _ in group}))
     every = len(microbatches) == count
     factors = [one.what.factor or 0.0 for one, _ in group]
-    detail = f"{first.point.where} {'of every microbatch ' * (every and len(microbatches) > 1)}is {text}"
+    detail = _told(group, every=every)
     if kind == "scale" and max(factors) - min(factors) > room * max(map(abs, factors)):
         kind, detail = _weights(group)
     elif kind == "scale" and (by_stage := compounded()):
         return Cause("scale", factor=first.what.factor, detail=f"once more at every stage: {by_stage}")
-    others = {text for _, text in group} - {text}
-    if others and len(others) < 3 and kind != "unequal-weights":
-        detail += "; " + "; ".join(sorted(others))
     slot = f", slot {first.slot}" if first.slot is not None else ""
     return Cause(
         kind,
@@ -196,6 +203,29 @@ def _cause(
         factor=first.what.factor,
         detail=f"{detail} ({first.action}{slot})",
     )
+
+
+def _told(group: Sequence[tuple[Divergence, str]], *, every: bool) -> str:
+    """What the tensors of a group are: all alike, each another microbatch's, or one by one."""
+    where = group[0][0].point.where
+    texts = {text for _, text in group}
+    owners = [_owner(one) for one, _ in group]
+    if len(texts) == 1:
+        return f"{where} {'of every microbatch ' * (every and len(group) > 1)}is {group[0][1]}"
+    if None not in owners and len({one.what.which for one, _ in group}) == 1:
+        own = listed(one.point.microbatch for one, _ in group)
+        which = f" ({group[0][0].what.which})" if group[0][0].what.which else ""
+        return f"{where} of microbatches {own} is that of {', '.join(map(str, owners))}{which}"
+    told = [f"{where} of microbatch {one.point.microbatch} is {text}" for one, text in group[:_TOLD]]
+    return "; ".join(told + ([f"and {len(group) - _TOLD} more"] if len(group) > _TOLD else []))
+
+
+def _owner(one: Divergence) -> int | None:
+    """The microbatch whose tensor of the same place was there."""
+    label = one.what.label
+    if one.what.kind != "other" or label is None or label.ago or label.point[::2] != one.point[::2]:
+        return None
+    return label.point.microbatch
 
 
 def _weights(group: Sequence[tuple[Divergence, str]]) -> tuple[str, str]:

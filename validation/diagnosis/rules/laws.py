@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from validation.diagnosis.evidence import Evidence
 from validation.diagnosis.facts import Facts
 from validation.diagnosis.interference import NOBODYS, Known, became, together
 from validation.diagnosis.rules.update import clip_factor, learning_rate
-from validation.judging.cause import Cause
+from validation.judging.cause import Cause, listed
 from validation.judging.tolerance import error, precision_of
 from validation.judging.verdict import Mismatch
 from validation.observers.recording import Recording, Site
@@ -164,24 +164,41 @@ def calls(evidence: Facts) -> list[Cause]:
 def modes(evidence: Facts) -> list[Cause]:
     """Modules that ran in the wrong mode."""
     found = [m for m in evidence.verdict.mismatches if m.law == "microbatches" and m.what == "mode"]
-    return [_at(found, "mode", f"{found[0].seen}, expected {found[0].expected}")] if found else []
+    return [_at(evidence, found, "mode", f"{found[0].seen}, expected {found[0].expected}")] if found else []
 
 
 def counts(evidence: Facts) -> list[Cause]:
     """Microbatches that ran never or twice."""
     found = [m for m in evidence.verdict.mismatches if m.law == "microbatches"]
     ran = _ran(evidence)
-    causes = []
-    for kind, wrong in (("dropped", [c for c in ran if c[3] == 0]), ("doubled", [c for c in ran if c[3] > 1])):
-        if wrong:
-            stage, name, _, times = wrong[0]
-            microbatches = tuple(sorted({m for s, n, m, _ in wrong if (s, n) == (stage, name)}))
-            detail = f"its {name} ran {times} times"
-            rank = evidence.observed.schedule.placement[stage]
-            causes.append(Cause(kind, rank=rank, stage=stage, microbatches=microbatches, detail=detail))
+    causes = [
+        _ran_otherwise(evidence, kind, wrong)
+        for kind, wrong in (("dropped", [c for c in ran if c[3] == 0]), ("doubled", [c for c in ran if c[3] > 1]))
+        if wrong
+    ]
     if not causes and found:
-        causes.append(_at(found, "order", f"{found[0].seen}, expected {found[0].expected}"))
+        causes.append(_at(evidence, found, "order", f"{found[0].seen}, expected {found[0].expected}"))
     return causes
+
+
+def _ran_otherwise(evidence: Facts, kind: str, wrong: Sequence[tuple[int, str, int, int]]) -> Cause:
+    """Where it happened first along the flow: forwards go up the stages, backwards down."""
+    name, times = wrong[0][1], wrong[0][3]
+    alike: dict[int, tuple[int, ...]] = {}
+    for stage, other, microbatch, _ in wrong:
+        if other == name:
+            alike[stage] = (*alike.get(stage, ()), microbatch)
+    first = (min if name == "forward" else max)(alike)
+    also = [stage for stage in sorted(alike) if stage != first and alike[stage] == alike[first]]
+    whole = len(also) + 1 == evidence.stages > 1
+    detail = f"its {name} ran {times} times"
+    return Cause(
+        kind,
+        rank=None if whole else evidence.observed.schedule.placement[first],
+        stage=None if whole else first,
+        microbatches=alike[first],
+        detail=detail + (f", and so at stage{'s' * (len(also) > 1)} {listed(also)}" if also and not whole else ""),
+    )
 
 
 def buffers(evidence: Facts) -> list[Cause]:
@@ -189,7 +206,7 @@ def buffers(evidence: Facts) -> list[Cause]:
     found = [m for m in evidence.verdict.mismatches if m.law == "buffers"]
     if not found:
         return []
-    return [_at(found, "buffers", f"{found[0].seen}, expected {found[0].expected}{found[0].allowance}")]
+    return [_at(evidence, found, "buffers", f"{found[0].seen}, expected {found[0].expected}{found[0].allowance}")]
 
 
 def _ran(evidence: Facts) -> list[tuple[int, str, int, int]]:
@@ -207,15 +224,16 @@ def _ran(evidence: Facts) -> list[tuple[int, str, int, int]]:
     return [(*key, ran[key]) for key in due if ran[key] != 1]
 
 
-def _at(found: list[Mismatch], kind: str, detail: str) -> Cause:
-    """A cause at the first mismatch; at no stage in particular where all have it."""
-    first, stages = found[0], {mismatch.stage for mismatch in found}
+def _at(evidence: Facts, found: Sequence[Mismatch], kind: str, detail: str) -> Cause:
+    """A cause at the stages and on the rank of all that is wrong; at none in particular where all have it."""
+    first, stages = found[0], sorted({mismatch.stage for mismatch in found if mismatch.stage is not None})
+    ranks = {mismatch.rank for mismatch in found}
     more = f" ({len(found)} places)" if len(found) > 1 else ""
-    one = len(stages) == 1
     return Cause(
         kind,
-        rank=first.rank if one else None,
-        stage=first.stage if one else None,
+        rank=first.rank if len(ranks) == 1 else None,
+        stage=stages[0] if len(stages) == 1 else None,
         parameter=first.parameter if len(found) == 1 else None,
         detail=detail + more,
+        stages=tuple(stages) if 1 < len(stages) < evidence.stages else (),
     )

@@ -1,0 +1,105 @@
+"""A runtime that is not ours pairs right tensors wrongly: no message is blamed for it, watched or not."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import stashed
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from validation.foreign import WhiteBox, watch
+from validation.judging.verdict import Verdict
+
+RANKS, WIDTH, COUNT = 3, 8, 5
+loss_fn = nn.functional.mse_loss
+
+
+def build_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2 * RANKS)))
+
+
+def data() -> list[tuple[Tensor, Tensor]]:
+    draw = torch.Generator().manual_seed(1)
+    return [(torch.randn(6, WIDTH, generator=draw), torch.randn(6, WIDTH, generator=draw)) for _ in range(COUNT)]
+
+
+def step(model: nn.Sequential, microbatches: list[Any], *, fault: str, watched: bool) -> Any:
+    stage = model[2 * dist.get_rank() : 2 * dist.get_rank() + 2]
+    return (watch(stage) if watched else stage), stashed.step(stage, microbatches, loss_fn, fault=fault)
+
+
+def judged(whitebox: WhiteBox, fault: str, *, watched: bool) -> Verdict:
+    one = partial(step, fault=fault, watched=watched)
+    return whitebox.validate(one, reference=build_model, microbatches=data(), ranks=RANKS, loss_fn=loss_fn)
+
+
+# What is said where the stage is watched, and where it is not; and at which microbatches. Of tensors that were not used
+# in the order in which they were made nobody knows, from the modules alone, in which order they came.
+PLANTED: dict[str, tuple[tuple[str, ...], str, tuple[int, ...]]] = {
+    "last-in-first-out": (("mispaired",), "swapped-activations", (0, 1, 3, 4)),
+    "gradients-turned": (("mispaired", "wrong-message"), "swapped-gradients", (1, 2, 3)),
+    "all-gradients-turned": (("mispaired", "wrong-message"), "swapped-gradients", (0, 1, 2, 3, 4)),
+    "unpopped-gradient": (("mispaired", "wrong-message"), "swapped-gradients", (2,)),
+    "unpopped-stash": (("mispaired",), "swapped-activations", (2,)),
+    "inputs-turned": (("swapped-activations",), "swapped-activations", (1, 2)),
+    "unpopped-input": (("mispaired", "wrong-message"), "swapped-activations", (2,)),
+}
+
+
+def test_every_fault_of_the_runtime_is_tried() -> None:
+    assert {*PLANTED, "targets-turned"} == set(stashed.FAULTS)
+
+
+@pytest.mark.parametrize("watched", [True, False], ids=["watched", "unwatched"])
+def test_as_it_is_the_runtime_passes(whitebox: WhiteBox, watched: bool) -> None:
+    verdict = judged(whitebox, "", watched=watched)
+    assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), str(verdict)
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+@pytest.mark.parametrize("watched", [True, False], ids=["watched", "unwatched"])
+def test_right_tensors_that_were_paired_wrongly_are_no_wrong_message(
+    whitebox: WhiteBox, fault: str, watched: bool
+) -> None:
+    kinds, unwatched, microbatches = PLANTED[fault]
+    verdict = judged(whitebox, fault, watched=watched)
+    explanations = (verdict.cause, *verdict.alternatives)
+    assert [[cause.kind for cause in one] for one in explanations] == [
+        [k] for k in (kinds if watched else (unwatched,))
+    ]
+    cause = verdict.cause[0]
+    assert (cause.rank, cause.stage, cause.microbatches) == (1, 1, microbatches), str(verdict)
+    assert verdict.mismatches[0].stage in (1, None), "where it was seen is where it happened"
+
+
+@pytest.mark.parametrize("watched", [True, False], ids=["watched", "unwatched"])
+def test_targets_that_were_exchanged_are_a_matter_of_the_data(whitebox: WhiteBox, watched: bool) -> None:
+    verdict = judged(whitebox, "targets-turned", watched=watched)
+    assert [(cause.kind, cause.microbatches) for cause in verdict.cause] == [("swapped-data", (1, 2))]
+    assert not verdict.alternatives
+
+
+def test_both_orders_are_told(whitebox: WhiteBox) -> None:
+    told = judged(whitebox, "last-in-first-out", watched=True).cause[0].detail
+    assert "output gradient of microbatches 0, 1, 3, 4 is that of 4, 3, 1, 0" in told
+    assert "order of backwards: stage 2 0, 1, 2, 3, 4, stage 1 4, 3, 2, 1, 0" in told
+
+
+def test_a_table_shows_which_activations_met_which_gradients(whitebox: WhiteBox) -> None:
+    verdict = judged(whitebox, "gradients-turned", watched=False)
+    assert verdict.cells is not None
+    assert [str(cell) for cell in verdict.cells.rows[1]] == ["1", "2's", "3's", "1's", "1"]
+    assert [str(cell) for cell in verdict.cells.rows[0]] == ["1", "1*", "1*", "1*", "1"]
+    assert all(cell.right for cell in verdict.cells.rows[2])
+
+
+def test_nothing_is_ruled_out_that_was_not_compared(whitebox: WhiteBox) -> None:
+    for watched in (True, False):
+        verdict = judged(whitebox, "unpopped-gradient", watched=watched)
+        cleared = {kind for one in verdict.ruled_out for kind in one.kinds}
+        assert not cleared & {"wrong-message", "mispaired", "swapped-gradients", "swapped-activations"}
+        assert ("order" in cleared) == watched, "only who looked knows what ran"
+        assert all(one.compared > 0 for one in verdict.ruled_out)

@@ -1,0 +1,140 @@
+"""Faults of several coefficients, stages and parameters: told together, each once, and only as far as is known."""
+
+import pytest
+import torch
+from test_attribution import COUNT, Change, Rows, attributed, of_stage, only
+
+from reference.step import Gradient, Site
+from validation.judging.cause import Cell
+
+
+def factors(stages: tuple[int, ...], *each: float) -> Change:
+    """How often each microbatch is in the sums of ``stages``."""
+
+    def change(rows: Rows) -> None:
+        for stage in stages:
+            for m, factor in enumerate(each):
+                of_stage(stage, m, factor)(rows)
+
+    return change
+
+
+def test_several_factors_of_one_stage_are_one_cause_that_tells_all() -> None:
+    found = attributed(factors((1,), 0.1, 0.7, 1.3, 1.0))
+    cause = only(found)
+    assert (cause.kind, cause.rank, cause.stage, cause.microbatches) == ("scale", 1, 1, (0, 1, 2))
+    assert cause.factor is None, "there is no one factor"
+    assert cause.detail == "microbatch 0 0.1 times, microbatch 1 0.7 times, microbatch 2 1.3 times"
+
+
+def test_a_factor_of_all_but_one_is_told_with_that_one() -> None:
+    cause = only(attributed(factors((1,), 2.0, 2.0, 2.0, 1.0)))
+    assert (cause.kind, cause.stage, cause.factor) == ("scale", 1, 2.0)
+    assert cause.detail == "2 times, but microbatch 3 1 times"
+
+
+def test_what_was_dropped_and_what_was_doubled_hold_together() -> None:
+    found = attributed(factors((1,), 1.0, 0.0, 1.0, 2.0))
+    assert [(one.kind, one.microbatches, one.instead) for one in found.causes] == [
+        ("dropped", (1,), ()),
+        ("doubled", (3,), ()),
+    ]
+
+
+@pytest.mark.parametrize("factor", [1.0001, 1.001, 1.01, 1.1, 0.999])
+def test_a_stage_that_is_off_by_a_little_is_named_like_one_that_is_far_off(factor: float) -> None:
+    cause = only(attributed(factors((1,), *[factor] * COUNT)))
+    assert (cause.kind, cause.stage) == ("scale", 1)
+    assert cause.factor == pytest.approx(factor, rel=1e-5)
+
+
+@pytest.mark.parametrize("factor", [0.999, 0.5])
+def test_what_came_down_with_the_output_gradient_is_named_where_it_came_in(factor: float) -> None:
+    cause = only(attributed(factors((0, 1), *[factor] * COUNT)))
+    assert (cause.kind, cause.stage, cause.rank) == ("scale", 1, 1)
+
+
+def test_one_fault_in_several_stages_is_one_cause() -> None:
+    cause = only(attributed(factors((0, 2), 1.0, 0.0, 1.0, 1.0)))
+    assert (cause.kind, cause.stages, cause.stage, cause.microbatches) == ("dropped", (0, 2), None, (1,))
+    assert str(cause) == "stages 0, 2, microbatch 1"
+
+
+def test_faults_are_told_from_the_loss_down_as_gradients_flow() -> None:
+    def change(rows: Rows) -> None:
+        for stage in range(3):
+            of_stage(stage, stage, 0.0)(rows)
+
+    found = attributed(change)
+    assert [(one.stage, one.microbatches) for one in found.causes] == [(2, (2,)), (1, (1,)), (0, (0,))]
+
+
+def test_one_wrong_parameter_that_is_a_multiple_names_nothing_where_others_are_like_nothing_known() -> None:
+    def spoil(gradients: dict[Site, Gradient]) -> None:
+        draw = torch.Generator().manual_seed(0)
+        for site in ((1, "2.up.weight"), (1, "2.down.weight")):
+            gradient = gradients[site]
+            assert gradient is not None
+            gradient += torch.randn(gradient.shape, generator=draw)
+        alone = gradients[1, "2.up.bias"]
+        assert alone is not None
+        alone *= 0.25
+
+    found = attributed(after=spoil)
+    assert found.causes == ()
+    assert any("2.up.weight" in line for line in found.unknown)
+
+
+def test_one_wrong_parameter_alone_is_named_by_its_factor_and_no_number_of_things() -> None:
+    def spoil(gradients: dict[Site, Gradient]) -> None:
+        alone = gradients[1, "2.up.bias"]
+        assert alone is not None
+        alone /= 3  # as many as there are ranks
+
+    cause = only(attributed(after=spoil))
+    assert (cause.kind, cause.stage, cause.parameter, cause.detail) == ("scale", 1, "2.up.bias", "0.333333 times")
+
+
+def test_the_table_has_a_row_for_each_stage() -> None:
+    found = attributed(factors((1,), 1.0, 0.0, 1.0, 2.0))
+    assert found.cells is not None
+    right = (Cell(1.0),) * COUNT
+    assert found.cells.rows == (right, (Cell(1.0), Cell(0.0), Cell(1.0), Cell(2.0)), right)
+
+
+def test_of_a_stage_that_nothing_explains_the_table_knows_nothing() -> None:
+    def spoil(gradients: dict[Site, Gradient]) -> None:
+        draw = torch.Generator().manual_seed(0)
+        for site, gradient in gradients.items():
+            if site[0] == 1 and gradient is not None:
+                gradient += torch.randn(gradient.shape, generator=draw)
+
+    found = attributed(after=spoil)
+    assert found.cells is not None
+    assert found.cells.rows[1] == (Cell(None),) * COUNT
+    assert not found.ruled_out, "what is not known of every stage rules nothing out"
+
+
+def test_where_no_backward_ran_nothing_is_known_of_coefficients() -> None:
+    def lose(gradients: dict[Site, Gradient]) -> None:
+        gradients.update(dict.fromkeys(gradients))
+
+    found = attributed(after=lose)
+    assert [(one.kind, one.stage) for one in found.causes] == [("missing", None)]
+    assert (found.cells, found.ruled_out) == (None, ())
+
+
+def test_zero_is_a_coefficient_that_is_known() -> None:
+    found = attributed(factors((0, 1, 2), *[0.0] * COUNT))
+    assert only(found).kind == "zero"
+    assert found.cells is not None
+    assert all(cell == Cell(0.0) for row in found.cells.rows for cell in row)
+    assert not {"dropped", "scale"} & {kind for one in found.ruled_out for kind in one.kinds}
+
+
+def test_coefficients_that_are_known_rule_out_what_they_leave_no_room_for() -> None:
+    found = attributed(factors((1,), 1.0, 0.0, 1.0, 1.0))
+    cleared = {kind: one.compared for one in found.ruled_out for kind in one.kinds}
+    assert {"doubled", "swapped-gradients", "stale-gradient", "scale"} <= cleared.keys()
+    assert set(cleared.values()) == {3 * COUNT}
+    assert not {"dropped", "zero"} & cleared.keys()

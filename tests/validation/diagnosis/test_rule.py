@@ -1,0 +1,82 @@
+"""Rules followed in their order: what is sound rules out only what was compared, what is left stops the search."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from validation.diagnosis.rule import Rule, clears, followed
+from validation.judging.cause import Cause, RuledOut
+from validation.judging.verdict import LawResult, Mismatch, Verdict
+
+LAWS = (
+    LawResult("loss", "pass", 8, 8),
+    LawResult("gradient", "fail", 4, 2, 2),
+    LawResult("grad-norm", "pass"),  # nothing was compared
+    LawResult("buffers", "unknown", 3),
+)
+WRONG = tuple(Mismatch("gradient", 1, "norm 1", "norm 2", rank=s, stage=s, parameter="w") for s in (3, 2, 1))
+
+
+FAILED = Verdict("case", "fail", "none", LAWS, WRONG)
+
+
+@dataclass(frozen=True)
+class Facts:
+    verdict: Verdict = FAILED
+    attribution: Any = None
+
+
+def sound(facts: Facts) -> list[Cause]:
+    return []
+
+
+def broken(*causes: Cause) -> Any:
+    return lambda facts: list(causes)
+
+
+def test_a_sound_rule_rules_out_what_its_law_compared_and_nothing_else() -> None:
+    rules = [
+        Rule[Facts](sound, clears(law, (kind,), f"{law} is right"))
+        for law, kind in (("loss", "report"), ("gradient", "scale"), ("grad-norm", "norm"), ("buffers", "buffers"))
+    ]
+    verdict = followed(Facts(), [*rules, Rule[Facts](broken(Cause("zero", stage=1)))])
+    assert verdict.ruled_out == (RuledOut(("report",), "loss is right", 8),)
+    assert followed(Facts(), rules).cause == ()
+
+
+def test_a_rule_without_its_evidence_is_passed_over() -> None:
+    verdict = followed(Facts(), [Rule[Facts](broken(Cause("zero")), needs=lambda facts: False)])
+    assert (verdict.cause, verdict.ruled_out, verdict.undecided) == ((), (), ())
+
+
+def test_what_is_wrong_without_a_cause_stops_the_search() -> None:
+    rules = [Rule[Facts](sound, left=lambda facts: ["it tells nothing"]), Rule[Facts](broken(Cause("zero")))]
+    assert followed(Facts(), rules).undecided == ("it tells nothing",)
+    assert followed(Facts(), rules).cause == ()
+
+
+def test_the_kind_that_is_named_is_not_ruled_out() -> None:
+    first = Rule[Facts](sound, clears("loss", ("report",), "every loss is right"))
+    named = Cause("dropped", stage=1, instead=(Cause("report"),))
+    verdict = followed(Facts(), [first, Rule[Facts](broken(named))])
+    assert [[one.kind for one in each] for each in (verdict.cause, *verdict.alternatives)] == [["dropped"], ["report"]]
+    assert verdict.ruled_out == ()
+
+
+def test_another_explanation_is_told_as_a_whole() -> None:
+    two = (Cause("zero", stage=1), Cause("sign", stage=2))
+    rule = Rule[Facts](broken(Cause("missing")), otherwise=lambda facts, causes: two if causes else ())
+    assert followed(Facts(), [rule]).alternatives == (two,)
+
+
+def test_what_was_seen_where_it_happened_comes_first_and_the_rest_stays() -> None:
+    verdict = followed(Facts(), [Rule[Facts](broken(Cause("zero", stage=1)))])
+    assert [one.stage for one in verdict.mismatches] == [1, 3, 2]
+    assert followed(Facts(), [Rule[Facts](broken(Cause("zero")))]).mismatches == WRONG
+
+
+def test_coefficients_are_shown_where_a_cause_rests_on_them() -> None:
+    cells = SimpleNamespace(rows=((SimpleNamespace(own=0.0),),) * 2, right=False)
+    facts = Facts(attribution=SimpleNamespace(cells=cells))
+    for cause, shown in ((Cause("dropped", stage=1), cells), (Cause("norm"), None)):
+        assert followed(facts, [Rule[Facts](broken(cause))]).cells is shown

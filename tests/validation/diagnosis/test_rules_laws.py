@@ -1,0 +1,72 @@
+"""What ran in the wrong mode or not once: the cause has the places of all that is wrong, and of nothing else."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from pipeline.action import Action, Kind
+from validation.diagnosis.rules.laws import counts, modes
+from validation.judging.verdict import Mismatch
+
+STAGES, COUNT = 4, 3
+
+
+def facts(mismatches: list[Mismatch], *ran: Action) -> Any:
+    """Two ranks of two stages each, and what they ran."""
+    rows = [[SimpleNamespace(executed=[action for action in ran if action.stage % 2 == rank])] for rank in range(2)]
+    observed = SimpleNamespace(ranks=rows, schedule=SimpleNamespace(placement=(0, 1, 0, 1)))
+    return SimpleNamespace(
+        verdict=SimpleNamespace(mismatches=mismatches),
+        observed=observed,
+        number=0,
+        operation="train",
+        stages=STAGES,
+        microbatches=COUNT,
+        unseen=(),
+    )
+
+
+def evaluated(*stages: int) -> list[Mismatch]:
+    return [Mismatch("microbatches", 1, "evaluation mode", "training mode", rank=s % 2, stage=s) for s in stages]
+
+
+def everything() -> list[Action]:
+    return [Action(s, kind, m) for kind in (Kind.FORWARD, Kind.BACKWARD) for s in range(STAGES) for m in range(COUNT)]
+
+
+def test_a_mode_of_one_rank_is_no_mode_everywhere() -> None:
+    (cause,) = modes(facts(evaluated(1, 3)))
+    assert (cause.rank, cause.stage, cause.stages) == (1, None, (1, 3))
+    assert cause.place == "rank 1, stages 1, 3"
+
+
+def test_a_mode_of_one_stage_and_of_all() -> None:
+    (one,) = modes(facts(evaluated(2)))
+    assert (one.rank, one.stage, one.stages) == (0, 2, ())
+    (every,) = modes(facts(evaluated(0, 1, 2, 3)))
+    assert (every.rank, every.stage, every.stages) == (None, None, ())
+    assert every.place == "everywhere"
+
+
+def test_a_backward_that_was_left_out_is_named_where_it_was_left_out_first() -> None:
+    """Gradients flow from the last stage down."""
+    wrong = [Mismatch("microbatches", 1, "backward of [0, 2]", "each once", rank=s % 2, stage=s) for s in range(3)]
+    ran = [a for a in everything() if not (a.kind is Kind.BACKWARD and a.stage < 3 and a.microbatch == 1)]
+    (cause,) = counts(facts(wrong, *ran))
+    assert (cause.kind, cause.rank, cause.stage, cause.microbatches) == ("dropped", 0, 2, (1,))
+    assert cause.detail == "its backward ran 0 times, and so at stages 0, 1"
+
+
+def test_a_forward_that_was_left_out_is_named_at_the_first_stage() -> None:
+    ran = [a for a in everything() if not (a.stage >= 1 and a.microbatch == 2)]
+    (cause,) = counts(facts([], *ran))
+    assert (cause.stage, cause.microbatches, cause.detail) == (
+        1,
+        (2,),
+        "its forward ran 0 times, and so at stages 2, 3",
+    )
+
+
+def test_what_ran_nowhere_is_at_no_stage() -> None:
+    ran = [a for a in everything() if a.kind is Kind.FORWARD]
+    (cause,) = counts(facts([], *ran))
+    assert (cause.rank, cause.stage, cause.microbatches) == (None, None, (0, 1, 2))
