@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from validation.cases.case import Case
+from validation.cases.judgement import setup_of
 from validation.diagnosis.flow import Played, play
 from validation.diagnosis.hypotheses import computed
 from validation.observers.observed import Observed, RankOperation
@@ -13,7 +14,7 @@ CASE = Case("gpipe", 2, 1, 2, (1, 1), model="carry", plan=("train",))
 
 def played() -> Played:
     ran = (RankOperation("train", (), ()),)
-    return play(CASE, Observed(CASE.built, (ran, ran)), 0)[0]
+    return play(setup_of(CASE), Observed(CASE.built, (ran, ran)), 0)[0]
 
 
 def named(first: float, second: float) -> tuple[str, str] | None:
@@ -22,7 +23,7 @@ def named(first: float, second: float) -> tuple[str, str] | None:
     one, two = (tensor * factor for tensor, factor in zip(now.boundaries[0].outputs[0], (first, second), strict=True))
     seen: list[Tensor | None] = [one, two]
     with torch.no_grad():
-        return computed(CASE, {0: now}, 0, 0, microbatch=0, seen=seen, tried={})
+        return computed(setup_of(CASE), {0: now}, 0, 0, microbatch=0, seen=seen, tried={})
 
 
 def test_a_wrong_second_output_is_no_other_mode() -> None:

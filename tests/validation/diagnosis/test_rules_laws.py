@@ -1,7 +1,7 @@
 """What ran in the wrong mode or not once: the cause has the places of all that is wrong, and of nothing else."""
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 from pipeline.action import Action, Kind
 from validation.diagnosis.rules.laws import counts, modes
@@ -26,7 +26,11 @@ def facts(mismatches: list[Mismatch], *ran: Action) -> Any:
 
 
 def evaluated(*stages: int) -> list[Mismatch]:
-    return [Mismatch("microbatches", 1, "evaluation mode", "training mode", rank=s % 2, stage=s) for s in stages]
+    return [Mismatch("microbatches", 1, False, True, "mode", rank=s % 2, stage=s) for s in stages]
+
+
+def uncounted(what: Literal["forward", "backward"], *stages: int) -> list[Mismatch]:
+    return [Mismatch("microbatches", 1, (0,), (0, 1, 2), what, rank=s % 2, stage=s) for s in stages]
 
 
 def everything() -> list[Action]:
@@ -49,7 +53,7 @@ def test_a_mode_of_one_stage_and_of_all() -> None:
 
 def test_a_backward_that_was_left_out_is_named_where_it_was_left_out_first() -> None:
     """Gradients flow from the last stage down."""
-    wrong = [Mismatch("microbatches", 1, "backward of [0, 2]", "each once", rank=s % 2, stage=s) for s in range(3)]
+    wrong = uncounted("backward", *range(3))
     ran = [a for a in everything() if not (a.kind is Kind.BACKWARD and a.stage < 3 and a.microbatch == 1)]
     (cause,) = counts(facts(wrong, *ran))
     assert (cause.kind, cause.rank, cause.stage, cause.microbatches) == ("dropped", 0, 2, (1,))
@@ -58,7 +62,7 @@ def test_a_backward_that_was_left_out_is_named_where_it_was_left_out_first() -> 
 
 def test_a_forward_that_was_left_out_is_named_at_the_first_stage() -> None:
     ran = [a for a in everything() if not (a.stage >= 1 and a.microbatch == 2)]
-    (cause,) = counts(facts([], *ran))
+    (cause,) = counts(facts(uncounted("forward", 1, 2, 3), *ran))
     assert (cause.stage, cause.microbatches, cause.detail) == (
         1,
         (2,),
@@ -68,5 +72,5 @@ def test_a_forward_that_was_left_out_is_named_at_the_first_stage() -> None:
 
 def test_what_ran_nowhere_is_at_no_stage() -> None:
     ran = [a for a in everything() if a.kind is Kind.FORWARD]
-    (cause,) = counts(facts([], *ran))
+    (cause,) = counts(facts(uncounted("backward", *range(STAGES)), *ran))
     assert (cause.rank, cause.stage, cause.microbatches) == (None, None, (0, 1, 2))

@@ -111,7 +111,9 @@ def test_other_dtypes_have_floors_of_a_few_of_their_own_units(name: str, dtype: 
         assert floor.precision is PRECISIONS[DTYPES[dtype]]
         assert unit / 2 < floor.rounding < 32 * unit, site
         assert floor.permutation < 8 * unit, site
-    assert unit / 100 < max(floors.loss(m).rounding for m in range(4)) < 8 * unit
+    rounding = max(floors.loss(m).rounding for m in range(4))
+    assert rounding < 8 * unit
+    assert rounding > unit / 100 or dtype == "fp64"  # there weights that are one rounding off may give the same loss
     assert floors.norm().largest < 8 * unit
 
 
