@@ -51,7 +51,7 @@ def test_a_record_names_what_its_sums_tell_and_no_more(torchrun: Launch, python:
     assert python(tmp_path, SCRIPT, "--write", "x").returncode == 0
     for fault, words in (
         ("undivided", "cause     scale: gradients are a multiple .*\n +everywhere: 4, the number of microbatches\n"),
-        ("dropped", "cause     unknown: the evidence does not decide\n +not +stage 0: no combination"),
+        ("dropped", "cause     unknown: the evidence does not decide\n +open +stage 0: no combination"),
     ):
         options = ("--record", "x", "--check-at", "0", "--steps", "1", "--fault", fault)
         (wrong,) = verdicts(torchrun(tmp_path, SCRIPT, *options, ranks=2).stdout)

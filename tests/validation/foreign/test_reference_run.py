@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from reference.step import Recipe, Reference, Site
 from validation.foreign.reference_run import ReferenceRun
 from validation.foreign.share import Replicas
-from validation.foreign.task import Task
+from validation.foreign.task import ReferenceRaised, Task
 
 MICROBATCHES = 3
 
@@ -90,5 +90,5 @@ def test_what_the_reference_raises_is_kept_until_it_is_asked_for() -> None:
     assert len(list(ahead)) == 2, "nothing is made behind the microbatch that raises"
     run = ahead.settled(APART, watched=False)
     assert run is ahead
-    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+    with pytest.raises(ReferenceRaised, match="on microbatch 1 .* mat1 and mat2"):
         run.made(APART)

@@ -191,7 +191,8 @@ def test_one_gradient_that_one_record_lacks_is_named() -> None:
     lacking = changed(EXPECTED, gradients=gradients)
     for expected, seen, side in ((EXPECTED, lacking, "seen"), (lacking, EXPECTED, "expected")):
         note = compare(expected, seen).law("gradient").note
-        assert note == f"nothing is {side} of {WEIGHT}, so it was not compared"
+        assert WEIGHT in note
+        assert f"nothing is {side} of it" in note
 
 
 def test_a_crash_of_the_judge_or_of_a_rule_is_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,6 +205,6 @@ def test_a_crash_of_the_judge_or_of_a_rule_is_no_pass(monkeypatch: pytest.Monkey
         verdict = compare(EXPECTED, wrong)
         assert (verdict.verdict, verdict.cause) == ("fail", ())
         assert verdict.unsought.startswith("ZeroDivisionError: a rule is wrong (test_compare.py:")
-    monkeypatch.setattr("validation.records.against.Against.norm", crash)
+    monkeypatch.setattr("validation.judging.comparison.Comparison.norm", crash)
     assert [compare(EXPECTED, one).verdict for one in (EXPECTED, wrong)] == ["unknown", "fail"]
     assert str(compare(EXPECTED, EXPECTED)).startswith("UNKNOWN not all was compared: ZeroDivisionError")

@@ -322,21 +322,23 @@ def test_gradients_that_were_not_shown_are_no_pass(path: Path) -> None:
 
     assert shown("").law("gradient").outcome == "pass"
     law = shown("3.weight").law("gradient")
-    assert (law.outcome, law.note) == ("unknown", "nothing is seen of 3.weight, so it was not compared")
+    assert law.outcome == "unknown"
+    assert "3.weight" in law.note
+    assert "not compared" in law.note
 
 
 def test_a_crash_of_the_check_ends_no_job(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def crash(*_: object) -> None:
+    def crash(*_: object, **given: object) -> None:
         raise ZeroDivisionError("a rule is wrong")
 
     for part, fault, outcome in (
         ("norm", lambda model: None, "unknown"),
         ("norm", lambda model: grad(model).mul_(2), "fail"),
-        ("gradients", lambda model: None, "unknown"),
-        ("buffers", lambda model: None, "unknown"),
+        ("gradient", lambda model: None, "unknown"),
+        ("held", lambda model: None, "unknown"),
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(f"validation.records.step_check.Against.{part}", crash)
+            patch.setattr(f"validation.judging.comparison.Comparison.{part}", crash)
             verdict = step(path, fault=fault)
         assert verdict.verdict == outcome, part
         assert verdict.stopped.startswith("ZeroDivisionError: a rule is wrong (test_step_check.py:")
