@@ -10,7 +10,7 @@ from reference.data import Batch, Shapes, microbatches
 from reference.model import MODELS, Model, build_model
 from reference.step import Recipe, Reference, accumulate, in_double, objective, sgd
 from validation.cases.stages import owners
-from validation.judging.tolerance import error
+from validation.judging.tolerance import FP32, error
 
 SPLIT = (2, 1)
 COUNT = 3
@@ -49,7 +49,8 @@ def test_gradients_are_those_of_one_plain_backward(name: str, loss: str) -> None
     for (_, parameter), gradient in expected.gradients.items():
         truth = plain[parameter]
         assert (gradient is None) == (truth is None), parameter
-        assert gradient is None or truth is None or error(gradient, truth) < 2e-6, parameter
+        # 64 roundings: processors differ, and a microbatch that is missing changes thousands of times as much.
+        assert gradient is None or truth is None or error(gradient, truth) < 64 * FP32.unit, parameter
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -359,7 +359,8 @@ def test_a_hang_says_who_waits_for_whom_within_the_bound(whitebox: WhiteBox) -> 
     verdict = judged(replace(whitebox, timeout_s=2.0), hangs)
     assert time.monotonic() - began < 10
     assert verdict.verdict == "unknown"
-    assert verdict.headline == "rank 0 did not finish within 2 s, waiting for a message from rank 1"
+    one, other = "rank 0 for a message from rank 1", "rank 1 for a message from rank 0"
+    assert verdict.headline == f"ranks 0 and 1 wait for each other: {one}, {other}"
     assert "rank 1: did not finish within 2 s, waiting for a message from rank 0" in verdict.failure
     assert verdict.failure.count("in hangs") == 2
     assert judged(whitebox, plain).verdict == "pass", "the next run is sound"
