@@ -299,7 +299,7 @@ def test_a_crash_of_ours_is_no_pass(whitebox: WhiteBox, monkeypatch: pytest.Monk
     assert str(verdict).startswith("UNKNOWN not all was compared: ZeroDivisionError: a rule is wrong (test_bad_input")
 
 
-@pytest.mark.parametrize("where", ["diagnose._links", "diagnose.Evidence", "validator.diagnose", "validator.observe"])
+@pytest.mark.parametrize("where", ["diagnosis.diagnose.followed", "diagnosis.diagnose.Evidence", "cases.validator.diagnose", "cases.validator.observe"])
 def test_a_case_of_ours_fails_without_its_explanation(
     world: World, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ from validation.cases.validator import validate
 from validation.cli import main
 from validation.worlds.world import World
 
-OWN = Path(__file__).parent / "examples" / "my_specimens.py"
+OWN = Path(__file__).parents[2] / "examples" / "my_specimens.py"
 NAME = "last-stage-halved"
 
 
