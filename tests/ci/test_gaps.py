@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 
+import gaps
 import pytest
 import torch
 from gaps import Gap, Row, measured
@@ -11,7 +12,6 @@ from least_faults import LeastFault, Step, Total
 from reference.data import Shapes, microbatches
 from reference.step import Reference
 from validation.judging.tolerance import error
-from validation.reports import gaps
 
 
 @pytest.fixture(scope="module")

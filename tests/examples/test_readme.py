@@ -65,6 +65,9 @@ def steady(text: str) -> list[str]:
     text = re.sub(r"\d+\.\d (s|ms|cases/s)\b", r"# \1", text)
     # Which schedules a seed draws, and how often, differs between versions of Hypothesis.
     text = re.sub(rf"(?m)^(({'|'.join(FAMILIES)}) \d+(, |$))+$", "# how often each schedule", text)
+    # How many of some bits agree in another order of additions, and how far off a wrong gradient is, processors decide.
+    text = re.sub(r"\b(\d+) compared, (?!0 |\1 )\d+ bit for bit", r"\1 compared, # bit for bit", text)
+    text = re.sub(r"(relative error) \d+(\.\d+)?\b(?!e)", r"\1 #", text)
     if re.search(r"(?m)^rank +(step|makespan)", text):  # the table of a profile: times and their shares
         text = re.sub(r"\d+\.\d%", "#%", text)
     return text.split()
