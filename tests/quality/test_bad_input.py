@@ -19,7 +19,7 @@ from validation.cases.specimens import SPECIMENS
 from validation.cases.validator import explained
 from validation.cli import main
 from validation.foreign import HandedBack, WhiteBox
-from validation.foreign.task import WhiteBoxError
+from validation.foreign.reference_run import WhiteBoxError
 from validation.judging.judge import Judge
 from validation.judging.verdict import Verdict
 from validation.worlds.world import World
