@@ -12,8 +12,8 @@ from reference.data import Batch, Shapes, microbatches
 from reference.model import DTYPES, build_model
 from reference.step import Recipe, Reference, Site
 from validation.cases.stages import owners
-from validation.judging.floors import Floors, Pending
 from validation.judging.judge import one_thread
+from validation.judging.oracle import Floors, Pending
 from validation.judging.tolerance import Floor, error, same_bits
 
 SPLIT = (1, 1, 1, 1)  # a layer a stage

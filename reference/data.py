@@ -4,7 +4,9 @@ Legend: B rows, T tokens, C width, M microbatches.
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,9 +24,17 @@ class Batch:
     target: Tensor
     tokens: int
 
+    @classmethod
+    def of(cls, inputs: Any, target: Any) -> "Batch":
+        """Of a user's pair: one input or several. Of classes, those count that cross entropy does not ignore."""
+        given = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
+        if not isinstance(target, Tensor):
+            return cls(given, target, 1)
+        return cls(given, target, target.numel() if target.is_floating_point() else int((target != IGNORED).sum()))
+
     def to(self, device: str) -> "Batch":
         """This microbatch on ``device``."""
-        return replace(self, inputs=tuple(tensor.to(device) for tensor in self.inputs), target=self.target.to(device))
+        return self._with(lambda tensor: tensor.to(device))
 
     def cast(self, dtype: torch.dtype) -> "Batch":
         """This microbatch with its floating-point tensors as ``dtype``, and complex ones as pairs of that."""
@@ -34,7 +44,16 @@ class Batch:
                 return tensor.to(dtype.to_complex())
             return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-        return replace(self, inputs=tuple(map(as_dtype, self.inputs)), target=as_dtype(self.target))
+        return self._with(as_dtype)
+
+    @property
+    def of_tensors(self) -> bool:
+        """Whether it is of tensors alone: a user's may have other things in it, which stay as they are."""
+        return all(isinstance(one, Tensor) for one in (*self.inputs, self.target))
+
+    def _with(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        *inputs, target = (change(x) if isinstance(x, Tensor) else x for x in (*self.inputs, self.target))
+        return replace(self, inputs=tuple(inputs), target=target)
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ class Reference:
     ) -> None:
         self.model = model
         self._more = tuple(copies)
-        self._recipe = recipe
+        self.recipe = recipe
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
         self._sites = {name: (owner[name], name) for name in self._parameters}
         self.late = recipe.late
@@ -121,7 +121,7 @@ class Reference:
 
         ``max_norm`` clips this step in place of the recipe's.
         """
-        _, divisor = objective(self.model, batches, self._recipe)
+        _, divisor = objective(self.model, batches, self.recipe)
         if operation == "eval":
             losses = self._evaluate(batches)
             return Expected(operation, losses, _total(losses) / divisor, buffers=self._buffers())
@@ -131,7 +131,7 @@ class Reference:
         self._sums = accumulate(contributions, orders=orders, onto=self._sums)
         loss = _total(losses) / divisor
         expected = Expected(operation, losses, loss, contributions, before, buffers=self._buffers())
-        return self._update(expected, max_norm or self._recipe.max_norm) if operation == "train" else expected
+        return self._update(expected, max_norm or self.recipe.max_norm) if operation == "train" else expected
 
     def before_update(
         self, batches: Sequence[Batch], contributions: Sequence[Contribution], *, orders: Mapping[Stage, Sequence[int]]
@@ -140,7 +140,7 @@ class Reference:
 
         The model stays as it is, and lends its parameters to what is returned.
         """
-        _, divisor = objective(self.model, batches, self._recipe)
+        _, divisor = objective(self.model, batches, self.recipe)
         losses = tuple(one.loss for one in contributions)
         before = {name: parameter.detach() for name, parameter in self._parameters.items()}
         gradients = self.total(accumulate(contributions, orders=orders))
@@ -151,7 +151,7 @@ class Reference:
         return {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
 
     def _evaluate(self, batches: Sequence[Batch]) -> tuple[float, ...]:
-        loss_fn, _ = objective(self.model, batches, self._recipe)
+        loss_fn, _ = objective(self.model, batches, self.recipe)
         self.model.eval()
         with torch.no_grad():
             losses = tuple(loss_fn(self.model(*batch.inputs), batch.target).item() for batch in batches)
@@ -164,7 +164,7 @@ class Reference:
 
     def contributing(self, batches: Sequence[Batch]) -> Iterator[Contribution]:
         """As ``contribute``, one microbatch after another, each when it is asked for."""
-        loss_fn, divisor = objective(self.model, batches, self._recipe)
+        loss_fn, divisor = objective(self.model, batches, self.recipe)
         return (self.contribution(batch, loss_fn, divisor / self.late) for batch in batches)
 
     def contribution(self, batch: Batch, loss_fn: LossFn, divisor: float) -> Contribution:
@@ -187,7 +187,7 @@ class Reference:
         gradients = self.total(self._sums)
         norm = self.norm(gradients)
         # Not min(): Python's min(1.0, nan) is 1.0, and a norm that is not a number must not go unseen.
-        factor = max_norm / (norm + 1e-6)
+        factor = max_norm / (norm + 1e-6) if max_norm < math.inf else 1.0
         factor = 1.0 if factor > 1.0 else factor
         for name, parameter in self.model.named_parameters():
             gradient = gradients[self._sites[name]]
@@ -294,7 +294,7 @@ def _once_more(
                 wide = expected.before[name].to(torch.complex128 if parameter.is_complex() else torch.float64)
                 parameter.copy_(wide * (1 + unit * (2 * signs - 1)))
     owner = {name: stage for stage, name in expected.contributions[0].gradients}
-    return Reference(model, owner=owner, recipe=reference._recipe).contribute(batches)
+    return Reference(model, owner=owner, recipe=reference.recipe).contribute(batches)
 
 
 def widened(model: nn.Module) -> nn.Module:

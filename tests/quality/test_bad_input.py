@@ -19,7 +19,7 @@ from validation.cases.specimens import SPECIMENS
 from validation.cases.validator import explained
 from validation.cli import main
 from validation.foreign import HandedBack, WhiteBox
-from validation.foreign.task import WhiteBoxError
+from validation.foreign.reference_run import WhiteBoxError
 from validation.judging.judge import Judge
 from validation.judging.verdict import Verdict
 from validation.worlds.world import World
@@ -299,7 +299,15 @@ def test_a_crash_of_ours_is_no_pass(whitebox: WhiteBox, monkeypatch: pytest.Monk
     assert str(verdict).startswith("UNKNOWN not all was compared: ZeroDivisionError: a rule is wrong (test_bad_input")
 
 
-@pytest.mark.parametrize("where", ["diagnosis.diagnose.followed", "diagnosis.diagnose.Evidence", "cases.validator.diagnose", "cases.validator.observe"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        "diagnosis.diagnose.followed",
+        "diagnosis.diagnose.Evidence",
+        "cases.validator.diagnose",
+        "cases.validator.observe",
+    ],
+)
 def test_a_case_of_ours_fails_without_its_explanation(
     world: World, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,10 +7,8 @@ from validation.cases.observe import data_for, max_norm_of, model_for
 from validation.cases.stages import layers_of, owners
 from validation.diagnosis.diagnose import diagnose as diagnose_run
 from validation.diagnosis.setup import Setup
-from validation.judging.copies import copies_apart
 from validation.judging.judge import LAWS, judged
-from validation.judging.oracle import LiveOracle
-from validation.judging.requirements import Subject
+from validation.judging.oracle import LiveOracle, Subject, copies_apart
 from validation.judging.verdict import Verdict
 from validation.observers.observed import Observed
 from validation.worlds.deterministic import deterministic

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from reference.model import Model
-from validation.judging.copies import copies_apart
+from validation.judging.oracle import copies_apart
 
 
 class Slice(nn.Module):

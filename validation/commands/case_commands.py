@@ -9,7 +9,7 @@ from validation.cases.case import FUZZED_DTYPES, Case, CaseError
 from validation.cases.runtimes import OWN, TORCH
 from validation.commands.case_options import DTYPE_NAMES, STATUSES, add_recording, add_table, add_world, table_of
 from validation.commands.selection import dtype_names, schedule_names
-from validation.worlds import fork_server
+from validation.worlds.launcher import start_fork_server
 
 
 def add_case_commands(commands: "argparse._SubParsersAction[Any]") -> None:
@@ -79,7 +79,7 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
 
 def _validate(options: argparse.Namespace) -> int:
     cases, left_out = table_of(options)
-    fork_server.start()
+    start_fork_server()
     from validation.commands.campaign import Setting, validate_all
 
     setting = Setting(options.device, options.timeout, options.json, options.profile, record=options.record)
@@ -88,7 +88,7 @@ def _validate(options: argparse.Namespace) -> int:
 
 def _gate(options: argparse.Namespace) -> int:
     table, missing = table_of(options)
-    fork_server.start()
+    start_fork_server()
     from validation.commands.campaign import Setting
     from validation.commands.gate import Plan, Reports, gate
 
@@ -117,7 +117,7 @@ def _fuzz(options: argparse.Namespace) -> int:
     counted("--max-ranks", options.max_ranks, most=MOST_PROCESSES)
     counted("--seed", options.seed, least=0, most=MOST_SEED)
     schedules, dtypes = schedule_names(options.schedule), dtype_names(options.dtype)
-    fork_server.start()
+    start_fork_server()
     from validation.commands.campaign import Setting, fuzz_all
 
     return fuzz_all(
@@ -133,7 +133,7 @@ def _fuzz(options: argparse.Namespace) -> int:
 
 def _replay(options: argparse.Namespace) -> int:
     case = Case.parse(options.case)
-    fork_server.start()
+    start_fork_server()
     from validation.cases.specimens import PLUGINS
     from validation.commands.campaign import Setting, validate_all
 

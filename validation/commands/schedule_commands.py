@@ -19,7 +19,7 @@ from validation.commands.selection import MICROBATCHES, RANKS, Shape, schedule_i
 from validation.commands.show import show
 from validation.reports.drawings import Paths
 from validation.reports.terminal import Terminal
-from validation.worlds import fork_server
+from validation.worlds.launcher import start_fork_server
 
 _UNIT = (1.0, 1.0, 1.0)
 # What --run takes where nothing is said.
@@ -126,7 +126,7 @@ def _show(options: argparse.Namespace) -> int:
 def _show_real(options: argparse.Namespace, found: Schedule | Program, paths: Paths) -> int:
     if options.times is not None:
         raise ValueError("--times with --run: expected one of the two, for a run measures times")
-    fork_server.start()
+    start_fork_server()
     from validation.commands.measure import show_measured
 
     name = options.schedule if is_csv(options.schedule) else schedule_in(found).name

@@ -17,7 +17,7 @@ from validation.diagnosis.setup import Setup
 from validation.diagnosis.tied import Shares, explain_tied
 from validation.diagnosis.update import Update
 from validation.judging.cause import Cause, Cell, Cells, RuledOut
-from validation.judging.copies import copies_apart
+from validation.judging.oracle import copies_apart
 from validation.observers.observed import Observed
 
 

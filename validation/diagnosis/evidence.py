@@ -15,7 +15,7 @@ from validation.diagnosis.hypotheses import Tried
 from validation.diagnosis.interference import Known, broken_between
 from validation.diagnosis.setup import Setup
 from validation.diagnosis.sums import broken_additions
-from validation.judging.copies import copies_apart
+from validation.judging.oracle import copies_apart
 from validation.judging.tolerance import PRECISIONS
 from validation.judging.verdict import Verdict
 from validation.observers.observed import Observed

@@ -9,14 +9,13 @@ from torch import Tensor, nn
 from pipeline.action import Action
 from pipeline.schedule import Schedule
 from reference.step import Site
+from validation.foreign.call_matching import Both
 from validation.foreign.crossings import Passed, passed
 from validation.foreign.matching import match, with_copies
-from validation.foreign.places import Both
-from validation.foreign.rank import Part, RankMade
-from validation.foreign.share import Replicas
+from validation.foreign.rank import Part, RankMade, Replicas
 from validation.foreign.shared_stages import claims
-from validation.judging.copies import copies_apart
-from validation.judging.headings import NOWHERE
+from validation.judging.ledger import NOWHERE
+from validation.judging.oracle import copies_apart
 from validation.observers.observed import Claim, Observed, RankOperation
 from validation.observers.shards import gathered, sized, untiled
 

@@ -6,14 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from pipeline.action import Action, Kind
-from validation.foreign.call_matching import Column, Order, at_once, columns, orders, without_trial
-from validation.foreign.changed import changed, nearest, rounded
-from validation.foreign.places import Both
-from validation.foreign.structure import structured
+from validation.foreign.call_matching import Both, Column, Order, at_once, columns, orders, structured, without_trial
 from validation.observers.identity import Label, What
 from validation.observers.observed import UNTOLD, Crossing
 from validation.observers.recording import FORWARD_POINTS, GIVEN, HANDED_ON, KEPT, MADE, RECEIVED, Point
-from validation.observers.sketch import Sketch
+from validation.observers.sketch import Sketch, changed, nearest, rounded
 from validation.observers.watching import Call
 
 

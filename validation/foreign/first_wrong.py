@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from validation.diagnosis.divergence import roots
-from validation.foreign.places import INPUT
+from validation.foreign.call_matching import INPUT
 from validation.foreign.step_facts import StepFacts
 from validation.observers.identity import What
 from validation.observers.observed import Crossing

@@ -1,16 +1,178 @@
-"""The reference's own run over the microbatches, one at a time, so that it can go on while the ranks are busy."""
+"""What is to be validated, as the user gave it, and the reference's own run over its microbatches."""
 
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from reference.step import Contribution, LossError, Recipe, Reference, Site
-from validation.foreign.places import Both, Survey
-from validation.foreign.share import Replicas
-from validation.foreign.task import ReferenceRaised, Task
+from reference.data import Batch
+from reference.graph import ends_of, uses
+from reference.step import Contribution, Loss, LossError, Recipe, Reference, Site
+from validation.foreign.call_matching import Both, Survey
+from validation.foreign.rank import Replicas, Step
 from validation.judging.judge import one_thread
+from validation.judging.tolerance import FP32, scalar_error
 from validation.judging.verdict import raised
+from validation.observers.sketch import contents
+
+
+class WhiteBoxError(ValueError):
+    """A validation that cannot be: what was asked for makes no sense."""
+
+
+class ReferenceRaised(Exception):
+    """The reference, which is the user's own code, cannot be run. Its cause is what it raised."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be validated, as the user gave it."""
+
+    step: Step
+    reference: Callable[[], nn.Module]
+    microbatches: tuple[Any, ...]
+    loss_fn: Callable[[Any, Tensor], Tensor] | None
+    loss_divisor: float | None
+
+    def check(self, ranks: int) -> None:
+        """Raise ``WhiteBoxError`` for what cannot be."""
+        if not callable(self.step):
+            raise WhiteBoxError(f"step is {self.step!r}: expected a function step(model, microbatches)")
+        if isinstance(self.reference, nn.Module) or not callable(self.reference):
+            raise WhiteBoxError(f"reference is a {type(self.reference).__name__}: expected a function that builds it")
+        if ranks < 1:
+            raise WhiteBoxError(f"ranks is {ranks}: expected at least 1")
+        if not self.microbatches:
+            raise WhiteBoxError("microbatches is empty: expected at least one")
+        if self.loss_divisor is not None and not self.loss_divisor > 0:
+            raise WhiteBoxError(f"loss_divisor is {self.loss_divisor}: expected more than 0")
+        for number in range(len(self.microbatches)):
+            self._batch(number)
+
+    @property
+    def name(self) -> str:
+        return name_of(self.reference)
+
+    @property
+    def loss(self) -> Loss:
+        """The loss of a microbatch, and what it is divided by."""
+        function = self.loss_fn or (lambda output, target: output)
+        return Loss(function, float(self.loss_divisor or len(self.microbatches)))
+
+    def title(self, ranks: int) -> str:
+        """The subject in words."""
+        count = len(self.microbatches)
+        return f"{name_of(self.step)} on {ranks} ranks, {count} microbatches, reference {self.name}"
+
+    def built(self, device: str) -> nn.Module:
+        """The reference, as every rank builds it."""
+        try:
+            model = self.reference()
+        except Exception as error:  # no one type: it is the user's code
+            raise ReferenceRaised(f"the reference {self.name} cannot be built: it raised {raised(error)}") from error
+        if not isinstance(model, nn.Module):
+            raise WhiteBoxError(f"reference {self.name} returned a {type(model).__name__}: expected a torch.nn.Module")
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise WhiteBoxError(f"reference {self.name} has no parameter to train: nothing could be compared")
+        return model.to("cpu" if device == "cpu" else "cuda:0").train()
+
+    def batches(self, model: nn.Module) -> list[Batch]:
+        """The microbatches for the reference, where ``model`` is."""
+        device = str(next(model.parameters()).device)
+        return [self._batch(number).to(device) for number in range(len(self.microbatches))]
+
+    def repeated(self, device: str) -> frozenset[str]:
+        """The parameters that the reference uses in several places, by all their names, as its first microbatch shows.
+
+        Such a one may have a copy in every stage that uses it. What cannot be told is in none.
+        """
+        model = self.built(device)
+        return repeated(model, self.batches(model)[0], self.loss.function)
+
+    def _batch(self, number: int) -> Batch:
+        given = self.microbatches[number]
+        pair = isinstance(given, tuple | list) and len(given) == 2
+        if self.loss_fn is None:
+            batch = Batch.of(given, torch.empty(0))
+        elif not pair:
+            raise WhiteBoxError(
+                f"microbatch {number} is a {type(given).__name__}: expected a pair of inputs and target"
+            )
+        else:
+            batch = Batch.of(*given)
+        for tensor in (*batch.inputs, batch.target):
+            if not isinstance(tensor, Tensor):
+                raise WhiteBoxError(f"microbatch {number} has a {type(tensor).__name__} in it: expected tensors only")
+        return batch
+
+
+def repeated(model: nn.Module, batch: Batch, loss_fn: Callable[[Any, Tensor], Tensor]) -> frozenset[str]:
+    """The parameters that ``model``, which is used up by it, uses in several places for ``batch``, by all names."""
+    model.requires_grad_()
+    inputs = [one.detach().requires_grad_() * 1 if one.is_floating_point() else one for one in batch.inputs]
+    try:
+        loss = loss_fn(model(*inputs), batch.target)
+    except RuntimeError:  # of the user's own code, which may not like that its data has a gradient
+        return frozenset()
+    count, parameters = uses(ends_of([loss])), model.named_parameters(remove_duplicate=False)
+    return frozenset(name for name, one in parameters if count[id(one)] > 1)
+
+
+def name_of(function: object) -> str:
+    """What to call ``function``."""
+    function = getattr(function, "func", function)  # of a functools.partial
+    return str(getattr(function, "__name__", None) or type(function).__name__)
+
+
+class Twin:
+    """A second model of ``task``, beside one with the contents ``known``; an iterable of one step, which builds it."""
+
+    def __init__(self, task: Task, device: str, known: Mapping[str, bytes]) -> None:
+        self._task, self._device, self._known = task, device, known
+
+    def __iter__(self) -> Iterator[str]:
+        yield self.other_weights
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """It, with the weights that a step begins with."""
+        return self._task.built(self._device)
+
+    @cached_property
+    def other_weights(self) -> str:
+        """The first parameter in which the two differ, in words; empty if none does."""
+        own = contents(self.model)
+        name = next((name for name in {**self._known, **own} if self._known.get(name) != own.get(name)), "")
+        seed = "seed it, e.g. torch.manual_seed(0) inside"
+        return name and f"called twice it gave other weights, first {name}: {seed}"
+
+    def mode_matters(self, known: Sequence[float], batches: Sequence[Batch]) -> bool:
+        """Whether any loss would be another in evaluation mode, or may be."""
+        loss = self._task.loss
+        try:
+            with one_thread(), torch.no_grad():
+                self.model.eval()
+                return list(known) != [loss.function(self.model(*b.inputs), b.target).item() for b in batches]
+        except Exception:  # no one type: it is the user's code that runs
+            return True
+        finally:
+            self.model.train()
+
+    def other_loss(self, known: float, batch: Batch) -> str:
+        """How the loss of microbatch 0 differs between the two, in words; empty if it does not."""
+        loss = self._task.loss
+        with one_thread():
+            own = loss.function(self.model(*batch.inputs), batch.target).item()
+        if own == known or scalar_error(known, own) <= FP32.least or (own != own and known != known):
+            return ""
+        return (
+            f"two forwards of microbatch 0 from equal weights gave losses {known:.6g} and {own:.6g}: draw from a "
+            "generator that is seeded by layer and microbatch, or switch dropout off"
+        )
 
 
 class ReferenceRun:

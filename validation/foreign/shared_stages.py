@@ -5,6 +5,7 @@ equal, what they hold apart must make up the whole; after that, the stage is jud
 In a bidirectional pipeline ranks hold replicas of stages, at mirrored places, without being replicas of each other.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -12,14 +13,32 @@ from types import MappingProxyType
 from torch import Tensor
 
 from pipeline.action import Action
-from validation.foreign.mirrored import likeness, mirrored
-from validation.foreign.rank import Part, RankMade
-from validation.foreign.share import Replicas
+from validation.foreign.rank import Part, RankMade, Replicas
 from validation.judging.tolerance import error, same_bits
 from validation.observers.observed import Claim
 from validation.observers.recording import Site
 from validation.observers.shards import Shard, flat_shard, gathered, untiled
 from validation.observers.watching import Call
+
+
+def likeness(part: Part) -> tuple[object, ...]:
+    """Equal for parts that are one stage. Shards know their peers; the names of two stages can be the same."""
+    peers = next((shard.peers for shard in part.shards.values()), ())
+    return (peers, *(one.said or one.identical or one.content or one.name for one in part.locals))
+
+
+def mirrored(made: Sequence[RankMade], known: Mapping[str, bytes]) -> bool:
+    """Whether ranks hold all of the reference, each stage on two of them: that is no mistake, as in DualPipe.
+
+    There are no fewer stages than ranks, or the model was not cut. ``known``: the contents of the reference's
+    parameters by name.
+    """
+    parts = [part for one in made for part in one.parts]
+    held = [local for part in parts for local in part.locals]
+    stages = Counter(map(likeness, parts))
+    whole = {local.content for local in held} >= set(known.values()) or {local.name for local in held} >= known.keys()
+    return whole and set(stages.values()) == {2} and len(stages) >= len(made)
+
 
 Member = tuple[int, Part]  # a rank, and what it handed back
 

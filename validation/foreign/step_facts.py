@@ -14,7 +14,7 @@ from validation.diagnosis.update import Update
 from validation.foreign.assemble import Assembled
 from validation.foreign.crossings import Passed
 from validation.foreign.suspects import Suspects
-from validation.judging.headings import NOWHERE
+from validation.judging.ledger import NOWHERE
 from validation.judging.tolerance import scalar_error
 from validation.judging.verdict import Verdict
 from validation.observers.observed import Observed

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from reference.step import Contribution, Site
 from validation.foreign.assemble import Stage
-from validation.foreign.rank import Part
-from validation.foreign.share import Replicas
+from validation.foreign.rank import Part, Replicas
 from validation.judging.cause import Cause
 from validation.judging.tolerance import error, scalar_error
 

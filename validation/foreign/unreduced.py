@@ -11,7 +11,7 @@ from validation.diagnosis.combination import residual_of
 from validation.diagnosis.explanation import limit_of
 from validation.diagnosis.outlier import Parts, counted
 from validation.foreign.assemble import Stage
-from validation.foreign.share import Replicas
+from validation.foreign.rank import Replicas
 from validation.foreign.step_facts import StepFacts
 from validation.judging.cause import Cause
 

@@ -20,17 +20,12 @@ from validation.foreign.assemble import Assembled
 from validation.foreign.explain import explained
 from validation.foreign.handed_back import HandBackError
 from validation.foreign.matching import Names, NamesError
-from validation.foreign.rank import Order, RankMade, Step, digests, run_step
-from validation.foreign.reference_run import ReferenceRun
-from validation.foreign.second_build import Twin
-from validation.foreign.share import Replicas
+from validation.foreign.rank import Order, RankMade, Replicas, Step, digests, run_step
+from validation.foreign.reference_run import ReferenceRaised, ReferenceRun, Task, Twin, WhiteBoxError, name_of
 from validation.foreign.shared_stages import together
 from validation.foreign.step_facts import StepFacts
-from validation.foreign.task import ReferenceRaised, Task, WhiteBoxError, name_of
-from validation.judging.floors import Floors, Orders, Pending
 from validation.judging.judge import judged, one_thread
-from validation.judging.oracle import Answer, precision_of_reference
-from validation.judging.requirements import Subject
+from validation.judging.oracle import Answer, Floors, Orders, Pending, Subject, precision_of_reference
 from validation.judging.tolerance import Precision
 from validation.judging.verdict import Crash, Verdict
 from validation.observers.elements import UNSOUGHT

@@ -3,9 +3,8 @@
 from collections.abc import Collection, Mapping, Sequence
 
 from pipeline.action import Action, Kind
-from validation.judging.headings import NOWHERE, Placing
-from validation.judging.ledger import Heading, Ledger
-from validation.judging.requirements import Subject
+from validation.judging.ledger import NOWHERE, Heading, Ledger, Placing
+from validation.judging.oracle import Subject
 from validation.judging.verdict import Mismatch, Value, What, names_of
 from validation.observers.observed import UNTOLD, Observed
 

@@ -13,10 +13,8 @@ from torch import Tensor
 from reference.step import Expected, Site
 from validation.judging.comparison import Comparison, Due, leave_out
 from validation.judging.execution import Conduct
-from validation.judging.floors import Floors
-from validation.judging.headings import NOWHERE, Placing
-from validation.judging.ledger import Ledger
-from validation.judging.requirements import Subject
+from validation.judging.ledger import NOWHERE, Ledger, Placing
+from validation.judging.oracle import Floors, Subject
 from validation.judging.tolerance import FP32, Floor, Precision, same_bits
 from validation.judging.verdict import Crash, Tier, Verdict, overall
 from validation.observers.elements import any_nonzero

@@ -1,4 +1,4 @@
-"""The ledger of a validation: every comparison made, entered under the laws that it bears on."""
+"""The ledger of a validation: every comparison made, where it stands, and under which laws it is entered."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from reference.step import Site
 from validation.judging.tolerance import Floor, Precision, error, pieces, same_bits
 from validation.judging.verdict import LawResult, Mismatch, Outcome, Size, Tier, Value, What, names_of
 from validation.observers.elements import is_rounded
@@ -235,3 +236,23 @@ def _sizes(observed: Tensor, expected: Tensor, base: Tensor | None) -> tuple[Siz
     if seen_norm and wanted_norm:  # not their product: beside a NaN it does not show that the other is zero
         factor, cosine = product / wanted_norm / wanted_norm, product / wanted_norm / seen_norm
     return Size(shapes[0], seen_norm, began, factor, cosine), Size(shapes[1], wanted_norm, began)
+
+
+NOWHERE = -1  # the stage of a parameter that no stage holds
+
+
+class Placing:
+    """Makes headings for a ledger; ``placement`` has the rank of every stage."""
+
+    def __init__(self, placement: Sequence[int]) -> None:
+        self._placement = tuple(placement)
+
+    def stage(self, law: str, number: int, scenarios: frozenset[str], stage: int, **where: object) -> Heading:
+        """At ``stage``, which may be nowhere, on its rank."""
+        if stage == NOWHERE:
+            return Heading.at(law, number, scenarios, **where)
+        return Heading.at(law, number, scenarios, **{"rank": self._placement[stage], **where}, stage=stage)
+
+    def site(self, law: str, number: int, scenarios: frozenset[str], site: Site) -> Heading:
+        """At a parameter."""
+        return self.stage(law, number, scenarios, site[0], parameter=site[1])

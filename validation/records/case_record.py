@@ -13,8 +13,8 @@ from reference.step import Expected, Recipe, Reference, Site
 from validation.cases.case import Case
 from validation.cases.observe import data_for, max_norm_of, model_for
 from validation.cases.stages import owners
-from validation.judging.floors import Floors, Pending
 from validation.judging.judge import due_of, one_thread
+from validation.judging.oracle import Floors, Pending
 from validation.observers.observed import Observed, RankOperation
 from validation.records.record import Place, Record, RecordedFloors, RecordedOperation, microbatch_digests
 from validation.worlds.deterministic import deterministic
@@ -86,15 +86,7 @@ def config_of(case: Case) -> dict[str, object]:
 
 def _expected(expected: Expected, batches: Sequence[Batch], floors: Floors | None) -> RecordedOperation:
     due = replace(due_of(expected), microbatches=digests_of(batches))
-    return RecordedOperation(**vars(due), floors=None if floors is None else _floors(expected, floors))
-
-
-def _floors(expected: Expected, floors: Floors) -> RecordedFloors:
-    return RecordedFloors(
-        tuple(floors.loss(microbatch) for microbatch in range(len(expected.losses))),
-        floors.norm(),
-        {name: floors.gradient((stage, name)) for stage, name in expected.gradients},
-    )
+    return RecordedOperation(**vars(due), floors=None if floors is None else RecordedFloors.measured(expected, floors))
 
 
 def _observed(case: Case, observed: Observed, number: int, before: Mapping[str, Tensor]) -> RecordedOperation:

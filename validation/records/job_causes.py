@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from reference.step import Gradient
 from validation.diagnosis.diagnose import sought
 from validation.diagnosis.update import Update
-from validation.judging.copies import copies_apart
-from validation.judging.headings import NOWHERE
+from validation.judging.ledger import NOWHERE
+from validation.judging.oracle import copies_apart
 from validation.judging.verdict import Verdict
 from validation.records.kept import Kept, Notes, address
 from validation.records.record import Place, Record

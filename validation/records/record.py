@@ -9,7 +9,9 @@ from typing import Literal
 
 from torch import Tensor
 
+from reference.step import Expected
 from validation.judging.comparison import Due
+from validation.judging.oracle import Floors
 from validation.judging.tolerance import Floor
 from validation.records.content import digest
 
@@ -29,6 +31,15 @@ class RecordedFloors:
     losses: Sequence[Floor]
     norm: Floor
     gradients: Mapping[str, Floor]
+
+    @classmethod
+    def measured(cls, expected: Expected, floors: Floors) -> "RecordedFloors":
+        """All the ``floors`` of an operation that must give ``expected``."""
+        return cls(
+            tuple(floors.loss(microbatch) for microbatch in range(len(expected.losses))),
+            floors.norm(),
+            {name: floors.gradient((stage, name)) for stage, name in expected.gradients},
+        )
 
 
 @dataclass(frozen=True)

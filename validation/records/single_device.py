@@ -10,7 +10,7 @@ from reference.copied import copied
 from reference.data import Batch
 from reference.step import Loss, Site
 from reference.traced import Traced
-from validation.foreign.task import counting, repeated
+from validation.foreign.reference_run import repeated
 from validation.records.record import Record, RecordError
 from validation.records.step_record import LossFn, Pairs, record_step
 
@@ -69,7 +69,7 @@ class SingleDevice:
 
 
 def _batch(number: int, inputs: object, target: object) -> Batch:
-    given = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
-    if not isinstance(target, Tensor) or not all(isinstance(one, Tensor) for one in given):
+    batch = Batch.of(inputs, target)
+    if not batch.of_tensors:
         raise RecordError(f"microbatch {number} is not of tensors alone")
-    return Batch(given, target, counting(target))
+    return batch

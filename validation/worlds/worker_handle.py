@@ -8,8 +8,7 @@ import struct
 import time
 from multiprocessing.connection import Connection
 
-from validation.worlds import fork_server
-from validation.worlds.launcher import Seat
+from validation.worlds.launcher import CONTEXT, Seat, fork_server
 from validation.worlds.rank_report import Ending, RankReport
 from validation.worlds.shipping import unpack
 from validation.worlds.worker import Answer, serve
@@ -26,13 +25,13 @@ class WorkerHandle:
         self.seat = seat
         self._orders, orders = _channel()
         self._questions, questions = _channel()
-        self._process = fork_server.CONTEXT.Process(
+        self._process = CONTEXT.Process(
             target=serve,
             args=(orders, questions, seat, seat.full_environment()),
             daemon=True,
             name=f"rank {seat.rank} of {seat.ranks}",
         )
-        with orders, questions, fork_server.ready():
+        with orders, questions, fork_server():
             self._process.start()
         assert self._process.pid is not None, "a process that has been started has an id"
         self.pid: int = self._process.pid
@@ -100,7 +99,7 @@ class WorkerHandle:
 
 def _channel() -> tuple[Connection, Connection]:
     # A worker can be stopped in the middle of a message, so this end never waits long for a single read or write.
-    ours, theirs = fork_server.CONTEXT.Pipe()
+    ours, theirs = CONTEXT.Pipe()
     with socket.socket(fileno=os.dup(ours.fileno())) as options:
         bound = struct.pack("ll", _STALL_BOUND_S, 0)
         options.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, bound)

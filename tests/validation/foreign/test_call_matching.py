@@ -1,13 +1,29 @@
 """Of which microbatch a call was: only what tells it is believed, and what nothing tells stays unknown."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from reference.data import Batch
+from tests.support.two_ranks import (
+    WIDTH,
+    all_forward_all_backward,
+    half,
+    judged,
+    model_of,
+    named,
+    passes,
+    plain_block,
+    step,
+)
+from validation.foreign import WhiteBox, watch
+from validation.foreign.call_matching import Places, Survey
 from validation.foreign.crossings import Passed, passed
-from validation.foreign.places import Places, Survey
 from validation.observers.observed import UNTOLD
 from validation.observers.sketch import Sketch, sketch
 from validation.observers.watching import Call, Watcher
@@ -63,7 +79,7 @@ def strange(call: Call, seed: int, *, keep: tuple[str, ...] = ()) -> Call:
     return replace(call, **{name: seen for name, seen in new.items() if name not in keep})  # type: ignore[arg-type]
 
 
-def judged(seen: dict[int, list[Call]], given: list[Batch] | None = None) -> dict[int, Passed]:
+def flowing(seen: dict[int, list[Call]], given: list[Batch] | None = None) -> dict[int, Passed]:
     return passed(seen, MICROBATCHES, places(given or batches()))
 
 
@@ -80,7 +96,7 @@ def with_strangers(order: list[int], *at: int, stage: int = 1, keep: tuple[str, 
 
 
 def test_of_two_unknown_calls_none_is_given_a_number() -> None:
-    flow = judged(with_strangers([3, 1, 0, 2], 1, 2))[1]
+    flow = flowing(with_strangers([3, 1, 0, 2], 1, 2))[1]
     assert forwards(flow) == [3, UNTOLD, UNTOLD, 2]
     assert (flow.lost, flow.complete, flow.untold) == ((0, 1), True, True)
     first, second = (one for one in flow.crossings if one.what == "input" and not one.same)
@@ -89,7 +105,7 @@ def test_of_two_unknown_calls_none_is_given_a_number() -> None:
 
 
 def test_a_single_unknown_call_is_the_microbatch_that_no_other_was_about() -> None:
-    flow = judged(with_strangers([3, 1, 0, 2], 2))[1]
+    flow = flowing(with_strangers([3, 1, 0, 2], 2))[1]
     assert (forwards(flow), flow.lost) == ([3, 1, 0, 2], ())
     (one,) = (one for one in flow.crossings if one.what == "input" and not one.same)
     assert one.seen.startswith("no microbatch's (0 is the one that no other call was about): relative error about")
@@ -99,39 +115,39 @@ def test_that_it_was_the_only_one_left_is_said_of_zeros_too() -> None:
     seen = calls(batches(), [3, 1, 0, 2])
     zero = sketch(torch.zeros(4, 8))
     seen[1][2] = replace(strange(seen[1][2], 50), inputs=[zero])
-    (one,) = (one for one in judged(seen)[1].crossings if one.what == "input" and not one.same)
+    (one,) = (one for one in flowing(seen)[1].crossings if one.what == "input" and not one.same)
     assert (one.at, one.seen) == ("1F0", "zero (0 is the one that no other call was about)")
 
 
 def test_beside_a_microbatch_that_came_twice_a_single_unknown_call_is_not_known() -> None:
-    flow = judged(with_strangers([3, 1, 3, 2], 1))[1]
+    flow = flowing(with_strangers([3, 1, 3, 2], 1))[1]
     assert (forwards(flow), flow.lost, flow.complete) == ([3, UNTOLD, 3, 2], (0, 1), False)
 
 
 def test_where_a_call_is_missing_a_single_unknown_one_is_not_known() -> None:
-    flow = judged(with_strangers([3, 1, 0], 1))[1]
+    flow = flowing(with_strangers([3, 1, 0], 1))[1]
     assert (forwards(flow), flow.complete) == ([3, UNTOLD, 0], False)
 
 
 def test_what_flows_back_and_what_was_kept_tell_as_well() -> None:
     for keep in ("output_gradients", "input_gradients", "kept"):
-        assert forwards(judged(with_strangers([3, 1, 0, 2], 1, 2, keep=(keep,)))[1]) == [3, 1, 0, 2], keep
+        assert forwards(flowing(with_strangers([3, 1, 0, 2], 1, 2, keep=(keep,)))[1]) == [3, 1, 0, 2], keep
 
 
 def test_what_a_neighbour_sent_or_was_sent_tells_bit_for_bit() -> None:
     seen = with_strangers([3, 1, 0, 2], 1, 2)
     for call in (1, 2):  # the stage before knows its own calls, and sent this on
         seen[0][call] = replace(seen[0][call], outputs=seen[1][call].inputs)
-    assert forwards(judged(seen)[1]) == [3, 1, 0, 2]
+    assert forwards(flowing(seen)[1]) == [3, 1, 0, 2]
     seen[1][1:3] = reversed(seen[1][1:3])
-    assert forwards(judged(seen)[1]) == [3, 0, 1, 2]
+    assert forwards(flowing(seen)[1]) == [3, 0, 1, 2]
 
 
 def test_a_tensor_that_was_sent_twice_tells_nothing() -> None:
     seen = with_strangers([3, 1, 0, 2], 1, 2)
     for call in (1, 2):
         seen[0][call] = replace(seen[0][call], outputs=seen[1][1].inputs)
-    assert forwards(judged(seen)[1]) == [3, UNTOLD, UNTOLD, 2]
+    assert forwards(flowing(seen)[1]) == [3, UNTOLD, UNTOLD, 2]
 
 
 def test_a_changed_input_is_still_its_microbatch_s() -> None:
@@ -140,11 +156,57 @@ def test_a_changed_input_is_still_its_microbatch_s() -> None:
         for call, number in ((1, 1), (2, 0)):
             given = change(model()[0](batches()[number].inputs[0]).detach()).float()
             seen[1][call] = replace(seen[1][call], inputs=[sketch(given)])
-        assert forwards(judged(seen)[1]) == [3, 1, 0, 2]
+        assert forwards(flowing(seen)[1]) == [3, 1, 0, 2]
 
 
 def test_equal_inputs_are_told_apart_by_what_flows_back() -> None:
     given = batches(equal=True)
-    flows = judged(calls(given, [3, 2, 1, 0]), given)
+    flows = flowing(calls(given, [3, 2, 1, 0]), given)
     assert [forwards(flow) for flow in flows.values()] == [[3, 2, 1, 0]] * STAGES
     assert all(one.same for flow in flows.values() for one in flow.crossings)
+
+
+class Residual(nn.Module):
+    """As ResNet's blocks: one activation for both of its ends."""
+
+    def __init__(self, *, inplace: bool = False) -> None:
+        super().__init__()
+        self.one, self.two, self.relu = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=inplace)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.two(self.relu(self.one(x)))
+        result += x
+        return self.relu(result)  # type: ignore[no-any-return]
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = plain_block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(self.block(x))  # type: ignore[no-any-return]
+
+
+REPEATING = [Residual, partial(Residual, inplace=True), Twice]
+
+
+@pytest.mark.parametrize("block", REPEATING, ids=["residual", "in place", "twice"])
+def test_a_stage_may_end_in_a_module_that_is_called_twice(whitebox: WhiteBox, block: Callable[[], nn.Module]) -> None:
+    build = partial(model_of, block)
+    assert passes(judged(whitebox, step, build)).law("boundaries").checked >= 28
+    half_of_it = partial(step, passed=lambda m, gradient: gradient / 2 if m == 1 else gradient)
+    assert named(judged(whitebox, half_of_it, build)) == [("scale", 0, 0, (1,))]
+
+
+def test_a_watched_block_that_is_applied_twice_is_one(whitebox: WhiteBox) -> None:
+    def inner(model: nn.Sequential, microbatches: list[Any], **options: Any) -> Any:
+        stage = half(model)
+        assert isinstance(stage[1], Twice)
+        watch(stage[1].block)
+        return stage, all_forward_all_backward(stage, microbatches, **options)
+
+    build = partial(model_of, Twice)
+    assert passes(judged(whitebox, inner, build)).law("boundaries").outcome == "pass"
+    half_of_it = partial(inner, passed=lambda m, gradient: gradient / 2 if m == 1 else gradient)
+    assert named(judged(whitebox, half_of_it, build)) == [("scale", 0, 0, (1,))]

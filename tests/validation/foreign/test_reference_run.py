@@ -1,15 +1,16 @@
-"""What the reference makes ahead is what it would make knowing the stages, or is not used."""
+"""The reference's own run over a task's microbatches, and what cannot be such a task."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from reference.step import Recipe, Reference, Site
-from validation.foreign.reference_run import ReferenceRun
-from validation.foreign.share import Replicas
-from validation.foreign.task import ReferenceRaised, Task
+from validation.foreign.rank import Replicas
+from validation.foreign.reference_run import ReferenceRaised, ReferenceRun, Task, Twin, WhiteBoxError, name_of
+from validation.observers.sketch import contents
 
 MICROBATCHES = 3
 
@@ -92,3 +93,96 @@ def test_what_the_reference_raises_is_kept_until_it_is_asked_for() -> None:
     assert run is ahead
     with pytest.raises(ReferenceRaised, match="on microbatch 1 .* mat1 and mat2"):
         run.made(APART)
+
+
+GOOD: dict[str, Any] = {
+    "step": lambda model, microbatches: None,
+    "reference": lambda: nn.Linear(2, 2),
+    "microbatches": ((torch.ones(1, 2), torch.ones(1, 2)),),
+    "loss_fn": nn.functional.mse_loss,
+    "loss_divisor": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        ({"step": 3}, "step is 3: expected a function step"),
+        ({"microbatches": ()}, "microbatches is empty"),
+        ({"microbatches": (torch.ones(2),)}, "microbatch 0 is a Tensor: expected a pair"),
+        ({"microbatches": ((torch.ones(2), "x"),)}, "microbatch 0 has a str in it"),
+        ({"reference": nn.Linear(2, 2)}, "reference is a Linear: expected a function that builds it"),
+        ({"loss_divisor": 0.0}, "loss_divisor is 0.0: expected more than 0"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(more: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(WhiteBoxError, match=sentence):
+        Task(**GOOD | more).check(2)
+
+
+def test_ranks_are_at_least_one() -> None:
+    Task(**GOOD).check(1)
+    with pytest.raises(WhiteBoxError, match="ranks is 0: expected at least 1"):
+        Task(**GOOD).check(0)
+
+
+@pytest.mark.parametrize(
+    ("reference", "sentence"),
+    [(lambda: 3, "returned a int: expected a torch.nn.Module"), (nn.Identity, "has no parameter to train")],
+)
+def test_a_reference_that_is_none_is_refused(reference: Any, sentence: str) -> None:
+    with pytest.raises(WhiteBoxError, match=sentence):
+        Task(**GOOD | {"reference": reference}).built("cpu")
+
+
+def test_without_a_loss_function_the_model_gives_the_loss() -> None:
+    task = Task(**GOOD | {"loss_fn": None, "microbatches": ((torch.ones(1, 2), torch.ones(1, 2)), torch.ones(3))})
+    one, two = task.batches(nn.Linear(2, 2))
+    assert (len(one.inputs), len(two.inputs)) == (2, 1)
+    assert task.loss.function(torch.tensor(5.0), torch.empty(0)) == 5.0
+    assert task.loss.divisor == 2.0
+    assert name_of(test_ranks_are_at_least_one) == "test_ranks_are_at_least_one"
+
+
+PAIR = (torch.ones(2, 4), torch.zeros(2, 4))
+
+
+def seeded() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0))
+
+
+def drawing() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4))
+
+
+def dropping() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+
+
+def twin_of(build: Callable[[], nn.Module]) -> tuple[Twin, float, Task]:
+    """A twin, the loss of the first model, and their task."""
+    task = Task(lambda model, data: None, build, (PAIR,), nn.functional.mse_loss, None)
+    model = task.built("cpu")
+    twin = Twin(task, "cpu", contents(model))
+    assert len(list(twin)) == 1
+    return twin, task.loss.function(model(PAIR[0]), PAIR[1]).item(), task
+
+
+def test_a_seeded_reference_is_the_same_every_time() -> None:
+    twin, loss, task = twin_of(seeded)
+    assert twin.other_weights == ""
+    assert twin.other_loss(loss, task.batches(twin.model)[0]) == ""
+    assert twin.other_loss(float("nan"), task.batches(twin.model)[0]).startswith("two forwards of microbatch 0")
+
+
+def test_weights_drawn_anew_are_told_by_name() -> None:
+    twin, _, _ = twin_of(drawing)
+    assert twin.other_weights.startswith("called twice it gave other weights, first 0.weight: seed it")
+
+
+def test_dropout_that_nobody_seeded_is_told_by_the_loss() -> None:
+    twin, loss, task = twin_of(dropping)
+    assert twin.other_weights == ""
+    assert "switch dropout off" in twin.other_loss(loss, task.batches(twin.model)[0])

@@ -7,8 +7,7 @@ from torch import Tensor
 from reference.step import Contribution
 from validation.foreign.assemble import Stage
 from validation.foreign.matching import Local
-from validation.foreign.rank import Part, RankMade
-from validation.foreign.share import Replicas
+from validation.foreign.rank import Part, RankMade, Replicas
 from validation.foreign.shared_stages import together
 from validation.foreign.suspects import Suspects
 from validation.observers.shards import Shard
