@@ -9,16 +9,16 @@ from torch import Tensor, nn
 from pipeline.action import Action
 from pipeline.schedule import Schedule
 from reference.step import Site
-from validation.foreign.crossings import Passed, passed
+from validation.foreign.crossings import passed
 from validation.foreign.matching import match, with_copies
 from validation.foreign.places import Both
 from validation.foreign.rank import Part, RankMade
-from validation.foreign.share import Replicas
 from validation.foreign.shared_stages import claims
 from validation.judging.copies import copies_apart
 from validation.judging.headings import NOWHERE
-from validation.observers.observed import Claim, Observed, RankOperation
+from validation.observers.observed import Claim, Observed, Passed, RankOperation
 from validation.observers.shards import gathered, sized, untiled
+from validation.observers.share import Replicas
 
 
 @dataclass(frozen=True)

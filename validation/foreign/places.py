@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from reference.data import Batch
 from reference.outputs import outputs_noted
+from validation.observers.observed import INPUT
 from validation.observers.sketch import Sketch, sketch
 
-INPUT = "input of the model"
 REPLICA = " of a replica"
 Result = TypeVar("Result")
 

@@ -11,9 +11,9 @@ from pipeline.action import Action
 from reference.step import dense
 from validation.foreign.handed_back import FlatShard, HandBackError, HandedBack, understood
 from validation.foreign.matching import Local, Names, renamed
-from validation.foreign.share import Replicas
 from validation.observers.initial_weights import FirstSight
 from validation.observers.shards import Index, InShards, Shard, ShardError, flat_shard, shard_at, shard_of
+from validation.observers.share import Replicas
 from validation.observers.sketch import contents, digest
 from validation.observers.watching import Call, Watcher, watching
 from validation.worlds.deterministic import deterministic

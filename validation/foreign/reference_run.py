@@ -7,10 +7,10 @@ from torch import nn
 
 from reference.step import Contribution, LossError, Recipe, Reference, Site
 from validation.foreign.places import Both, Survey
-from validation.foreign.share import Replicas
 from validation.foreign.task import ReferenceRaised, Task
 from validation.judging.judge import one_thread
 from validation.judging.verdict import raised
+from validation.observers.share import Replicas
 
 
 class ReferenceRun:

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from pipeline.action import Kind
 from validation.foreign.call_matching import Column
-from validation.foreign.places import INPUT, REPLICA, Both
+from validation.foreign.places import REPLICA, Both
+from validation.observers.observed import INPUT
 from validation.observers.recording import GIVEN, HANDED_ON, KEPT, MADE, RECEIVED
 from validation.observers.sketch import Sketch
 

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor, nn
 
 from reference.data import Batch
-from validation.foreign.crossings import Passed, passed
+from validation.foreign.crossings import passed
 from validation.foreign.places import Places, Survey
-from validation.observers.observed import Crossing
+from validation.observers.observed import Crossing, Passed
 from validation.observers.sketch import sketch
 from validation.observers.watching import Call, Watcher
 

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from reference.step import Recipe, Reference, Site
 from validation.foreign.reference_run import ReferenceRun
-from validation.foreign.share import Replicas
 from validation.foreign.task import Task
+from validation.observers.share import Replicas
 
 MICROBATCHES = 3
 

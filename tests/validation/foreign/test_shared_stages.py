@@ -9,9 +9,9 @@ from torch import Tensor
 from pipeline.action import Action
 from validation.foreign.matching import Local
 from validation.foreign.rank import Part, RankMade
-from validation.foreign.share import Replicas
 from validation.foreign.shared_stages import claims, together
 from validation.observers.shards import Shard
+from validation.observers.share import Replicas
 from validation.observers.watching import Call
 
 TWICE = Replicas((0, 1), 4)

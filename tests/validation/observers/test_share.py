@@ -2,7 +2,7 @@
 
 import pytest
 
-from validation.foreign.share import Replicas, ReplicasError
+from validation.observers.share import Replicas, ReplicasError
 
 
 def test_every_replica_has_its_own_microbatches() -> None:
