@@ -15,7 +15,7 @@ from validation.cases.fuzz import cases
 from validation.cases.judgement import judge
 from validation.cases.observe import observe, observe_rank
 from validation.cases.validator import validate
-from validation.worlds.world import RankContext
+from validation.worlds.worker import RankContext
 
 _LEAST = 20.0
 

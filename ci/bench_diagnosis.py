@@ -14,7 +14,8 @@ from validation.cases.specimens.specimen import unchanged_order
 from validation.cases.trial import case_for
 from validation.judging.verdict import Verdict
 from validation.observers.observed import Observed
-from validation.worlds.world import RankFailed, World
+from validation.worlds.rank_report import RankFailed
+from validation.worlds.world import World
 
 SCHEDULES = ("1f1b", "zb-h1")
 _MOST_S = 1.0

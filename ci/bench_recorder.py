@@ -11,7 +11,7 @@ from reference.data import Shapes, microbatches
 from validation.cases.case import Case
 from validation.cases.observe import assemble
 from validation.observers.recorder import Recorder
-from validation.worlds.world import RankContext
+from validation.worlds.worker import RankContext
 
 # Microbatches as small as those of a validation, and as long as the model's context admits.
 SUBJECTS = {

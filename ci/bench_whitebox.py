@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from validation.foreign import WhiteBox, watch
 from validation.judging.judge import one_thread
-from validation.worlds.world import RankContext, World
+from validation.worlds.worker import RankContext
+from validation.worlds.world import World
 
 WIDTH, ROWS, LAYERS, MICROBATCHES = 512, 64, 8, 8
 loss_fn = nn.functional.mse_loss

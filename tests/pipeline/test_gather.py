@@ -2,7 +2,8 @@
 
 from pipeline.gather import gather
 from pipeline.transport import Alone, DistributedTransport
-from validation.worlds.world import RankContext, World
+from validation.worlds.worker import RankContext
+from validation.worlds.world import World
 
 
 def uneven(context: RankContext) -> tuple[list[list[float]], list[list[float]]]:

@@ -17,7 +17,9 @@ from pipeline.stage import ModuleStage
 from pipeline.step import Parts
 from pipeline.transport import Alone, DistributedTransport, Message
 from validation.observers.wrappers import AroundGradients
-from validation.worlds.world import RankContext, RankFailed, World
+from validation.worlds.rank_report import RankFailed
+from validation.worlds.worker import RankContext
+from validation.worlds.world import World
 
 TIED = {0: "weight", 1: "weight", 2: "weight"}
 PAIRS = [(torch.ones(2, 4), torch.zeros(2, 4))] * 2

@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from pipeline.lanes import second_lane
 from pipeline.transport import DistributedTransport, Message
-from validation.worlds.world import RankContext, World
+from validation.worlds.worker import RankContext
+from validation.worlds.world import World
 
 
 def same_lane_twice(context: RankContext) -> bool:

@@ -16,7 +16,9 @@ from pipeline.boundary import BoundaryError
 from pipeline.stage import StageError
 from pipeline.step import MicrobatchError
 from pipeline.transport import DistributedTransport, Message
-from validation.worlds.world import RankContext, RankFailed, World
+from validation.worlds.rank_report import RankFailed
+from validation.worlds.worker import RankContext
+from validation.worlds.world import World
 
 Pair = tuple[Any, Any]
 

@@ -301,12 +301,7 @@ def test_a_crash_of_ours_is_no_pass(whitebox: WhiteBox, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(
     "where",
-    [
-        "diagnosis.diagnose.followed",
-        "diagnosis.diagnose.Evidence",
-        "cases.validator.diagnose",
-        "cases.validator.observe",
-    ],
+    ["diagnosis.diagnose.followed", "diagnosis.diagnose.of_run", "cases.validator.diagnose", "cases.validator.observe"],
 )
 def test_a_case_of_ours_fails_without_its_explanation(
     world: World, where: str, monkeypatch: pytest.MonkeyPatch
@@ -326,7 +321,7 @@ def test_a_command_ends_as_its_verdict_does_without_an_explanation(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     planted = SPECIMENS["stage-negated"]
-    monkeypatch.setattr("validation.diagnosis.diagnose.Evidence", crash)
+    monkeypatch.setattr("validation.diagnosis.diagnose.of_run", crash)
     line = str(replace(Case.parse(planted.smallest), specimen=planted.name))
     assert main(["replay", line, "--json", str(tmp_path / "x")]) == 1
     out = capsys.readouterr()

@@ -24,7 +24,8 @@ from validation.cases.trial import case_for, smallest_of, try_out
 from validation.cases.validator import validate
 from validation.judging.judge import LAWS
 from validation.judging.verdict import Verdict
-from validation.worlds.world import RankFailed, World
+from validation.worlds.rank_report import RankFailed
+from validation.worlds.world import World
 
 
 def case_of(schedule: str, name: str) -> Case:

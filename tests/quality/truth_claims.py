@@ -11,7 +11,8 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from validation.judging.cause import Cause
-from validation.judging.verdict import Verdict, told
+from validation.judging.verdict import Verdict
+from validation.records.arrivals import told
 
 # What can be wrong in a run. A truth has some of them; a sentence denies some of them.
 THINGS = frozenset(

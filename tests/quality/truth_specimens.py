@@ -18,7 +18,8 @@ from validation.cases.trial import smallest_of
 from validation.cases.validator import crashed, explained, refused
 from validation.commands.catalogue import cases_on
 from validation.judging.verdict import Verdict
-from validation.worlds.world import RankFailed, World
+from validation.worlds.rank_report import RankFailed
+from validation.worlds.world import World
 
 # Which things are wrong in a run that has one of these specimens planted.
 _WRONG: Mapping[str, str] = MappingProxyType(

@@ -17,7 +17,8 @@ from validation.cases.case import FUZZED_DTYPES, LOSSES, MODELS, SCHEDULES, Case
 from validation.cases.runtimes import OPTIONS, OWN, TORCH, TORCH_CLASSES, TORCH_CSV, why_not
 from validation.cases.validator import validate
 from validation.judging.verdict import Verdict
-from validation.worlds.world import RankFailed, World
+from validation.worlds.rank_report import RankFailed
+from validation.worlds.world import World
 
 # From the plainest to the fullest, so that shrinking moves to the plainest that still fails.
 PLANS = (("train",), ("train", "train"), ("accumulate", "train"), ("eval", "train"), ("train", "eval", "train"))

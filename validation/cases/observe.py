@@ -25,7 +25,8 @@ from validation.observers.recorder import Recorder
 from validation.observers.recording import Site
 from validation.observers.wrappers import AroundGradients, AroundStage, Steps
 from validation.worlds.deterministic import deterministic
-from validation.worlds.world import RankContext, World
+from validation.worlds.worker import RankContext
+from validation.worlds.world import World
 
 # A wait inside a step ends sooner than the world's own bound, so that it is the rank that says what it waited for.
 STEP_TIMEOUT_S = 30.0

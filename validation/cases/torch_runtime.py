@@ -25,7 +25,7 @@ from validation.foreign.torch_pipelining import Recorder, run
 from validation.observers.observed import RankOperation
 from validation.observers.recording import Site
 from validation.worlds.posted_messages import noted_messages
-from validation.worlds.world import RankContext
+from validation.worlds.worker import RankContext
 
 _Choose = Callable[[int], float]  # what operation k of the plan clips to
 _Data = Callable[[int], list[Batch]]

@@ -18,7 +18,8 @@ from validation.cases.validator import crashed, explained, refused
 from validation.judging.cause import Cause
 from validation.judging.verdict import Verdict
 from validation.observers.observed import Observed
-from validation.worlds.world import RankFailed, World
+from validation.worlds.rank_report import RankFailed
+from validation.worlds.world import World
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,8 @@ from validation.records.record_file import write
 from validation.reports.table import HEADER, line, summary
 from validation.reports.terminal import JsonFile, Terminal
 from validation.worlds.output_file import OutputFile
-from validation.worlds.world import NeedsMoreRanks, RankFailed, World
+from validation.worlds.rank_report import NeedsMoreRanks, RankFailed
+from validation.worlds.world import World
 
 NO_VERDICT = 3
 NOTHING: Mapping[str, str] = MappingProxyType({})

@@ -14,7 +14,9 @@ from validation.cases.observe import assemble
 from validation.commands.campaign import NO_VERDICT, enough_ranks
 from validation.reports.drawings import Drawings, Paths
 from validation.reports.terminal import Terminal
-from validation.worlds.world import RankContext, RankFailed, World
+from validation.worlds.rank_report import RankFailed
+from validation.worlds.worker import RankContext
+from validation.worlds.world import World
 
 # Steps before the timed ones: links learn shapes, allocators warm up.
 _WARM_UP = 2

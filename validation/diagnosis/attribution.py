@@ -18,7 +18,6 @@ from validation.diagnosis.tied import Shares, explain_tied
 from validation.diagnosis.update import Update
 from validation.judging.cause import Cause, Cell, Cells, RuledOut
 from validation.judging.oracle import copies_apart
-from validation.observers.observed import Observed
 
 
 @dataclass(frozen=True)
@@ -94,13 +93,11 @@ def handed_on(explanation: Explanation) -> tuple[Wrong, ...]:
     return tuple(found)
 
 
-def attribute_run(setup: Setup, observed: Observed, played: Sequence[Played]) -> Attribution:
-    """Attribute the gradients that a run produced in the last operation of ``played``, which is a "train"."""
-    return attribute(update_of(setup, observed, played))
+def update_of(setup: Setup, observed: Mapping[Site, Gradient], played: Sequence[Played]) -> Update:
+    """What attribution needs of gradients that were ``observed`` in the last operation of ``played``.
 
-
-def update_of(setup: Setup, observed: Observed, played: Sequence[Played]) -> Update:
-    """What attribution needs, from all operations up to the update as the reference did them. All is on the CPU."""
+    That is a "train"; all operations up to it are as the reference did them. All is on the CPU.
+    """
     last = len(played) - 1
     assert setup.plan[last] == "train", "only an update has gradients"
     pending: list[Pairing] = []
@@ -117,7 +114,7 @@ def update_of(setup: Setup, observed: Observed, played: Sequence[Played]) -> Upd
             before, old = pending[0], one.expected
             pending = []
     return Update(
-        observed.gradients(last),
+        observed,
         played[last].expected.gradients,
         pending[0],
         tuple(pending[1:]),

@@ -3,35 +3,57 @@
 Evidence is followed along the way that a gradient takes: the order of actions, the tensors at the boundaries, each
 microbatch's addition to the sums, the reduction of tied parameters, the norm, the clipping, the update, the report. The
 first link that broke is the cause; what comes after it is consequence, and the sound links before it are ruled out.
+A rule is followed where there is the evidence that it needs, whoever made it: our own ranks, a foreign step, a record.
 Where nothing was recorded, what the final gradients are made of stands for the links that only a recording shows.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from validation.diagnosis.evidence import Evidence
+from validation.diagnosis.evidence import Evidence, of_run
 from validation.diagnosis.rule import Rule, clears, followed
-from validation.diagnosis.rules.attributed import attributed
+from validation.diagnosis.rules.attributed import attributed, unexplained
 from validation.diagnosis.rules.boundaries import boundaries
-from validation.diagnosis.rules.laws import buffers, calls, partition, weights
+from validation.diagnosis.rules.laws import buffers, calls, nameless, other_weights, partition, weights
 from validation.diagnosis.rules.norm import norm
+from validation.diagnosis.rules.passages import otherwise, passages, sound
 from validation.diagnosis.rules.reduction import reduction
-from validation.diagnosis.rules.report import report
+from validation.diagnosis.rules.report import report, unreported
+from validation.diagnosis.rules.shared import apart, on_rank, shared
 from validation.diagnosis.rules.sums import sums
 from validation.diagnosis.rules.update import clip, update
 from validation.diagnosis.setup import Setup
 from validation.judging.cause import RuledOut
 from validation.judging.judge import one_thread
 from validation.judging.verdict import Crash, Verdict
+from validation.observers.elements import UNSOUGHT
 from validation.observers.observed import Observed
 from validation.observers.recording import LATE
 
 
 def diagnose(setup: Setup, observed: Observed, verdict: Verdict) -> Verdict:
-    """``verdict`` with its causes, the likeliest first; none where the evidence does not decide."""
+    """``verdict`` on a run of our own with its causes, the likeliest first."""
     if verdict.verdict == "pass" or not verdict.mismatches:
         return verdict
+    return explained(of_run(setup, observed, verdict))
+
+
+def explained(evidence: Evidence) -> Verdict:
+    """The verdict with its causes, the likeliest first; none where the evidence does not decide."""
+    if any(gradient is not None and gradient.is_complex() for gradient in evidence.gradients.values()):
+        return replace(evidence.verdict, undecided=(UNSOUGHT,))
     with one_thread():
-        return followed(Evidence(setup, observed, verdict), RULES)
+        found = followed(evidence, RULES)
+        found = replace(
+            found,
+            cause=tuple(on_rank(cause, evidence) for cause in found.cause),
+            alternatives=tuple(tuple(on_rank(cause, evidence) for cause in one) for one in found.alternatives),
+        )
+        left_out = 0 if evidence.sums is None else evidence.sums.left_out
+        if not left_out or not evidence.attribution:
+            return found
+    untold = f"{left_out} more wrong gradients were not looked at, for they are too large to be kept"
+    return replace(found, undecided=(*found.undecided, untold))
 
 
 def sought(verdict: Verdict, look: Callable[[], Verdict]) -> Verdict:
@@ -45,8 +67,17 @@ def sought(verdict: Verdict, look: Callable[[], Verdict]) -> Verdict:
         return verdict.without_cause(Crash.of(error))
 
 
+def _begun(evidence: Evidence) -> bool:
+    """Whether anything is known of what the run began with."""
+    return evidence.seen is not None and (evidence.playable is not None or bool(evidence.seen.before(evidence.number)))
+
+
 def _watched(evidence: Evidence) -> bool:
-    return evidence.observed.watched
+    return evidence.seen is not None and evidence.seen.watched and len(evidence.unseen) < evidence.stages
+
+
+def _passed(evidence: Evidence) -> bool:
+    return evidence.seen is not None and bool(evidence.seen.crossings(evidence.number))
 
 
 def _recorded(evidence: Evidence) -> bool:
@@ -57,11 +88,53 @@ def _unrecorded(evidence: Evidence) -> bool:
     return evidence.recording is None
 
 
+def _held_together(evidence: Evidence) -> bool:
+    """Whether several ranks have something in common."""
+    if evidence.members is not None:
+        return any(len(stage.part.members) > 1 for stage in evidence.members.stages)
+    return evidence.sums is not None and bool(evidence.sums.copies)
+
+
+def _entered(law: str) -> Callable[[Evidence], bool]:
+    """Whether ``law`` was looked at."""
+    return lambda evidence: evidence.playable is not None or evidence.verdict.law(law).checked > 0
+
+
+def _untold(law: str) -> Callable[[Evidence], Sequence[str]]:
+    """What is said where ``law`` is broken, gradients are right, and the rule names no cause."""
+
+    def left(evidence: Evidence) -> Sequence[str]:
+        broken = evidence.differs(law) and not evidence.differs("gradient") and not evidence.differs("none-ness")
+        return (f"{law}: what is wrong with it tells nothing",) if broken else ()
+
+    return left
+
+
 def _began(evidence: Evidence) -> RuledOut | None:
-    """Every parameter was recorded as the operation began, and is the model's."""
+    """Every parameter was seen as the operation began, and is the model's."""
+    if evidence.playable is None:
+        return clears("initial-weights", (), "every stage began with the model's parameters")(evidence)
     if evidence.recording is None or not evidence.recording.parameters.keys() >= evidence.expected.gradients.keys():
         return None
     return RuledOut((), "every stage began with the model's parameters", len(evidence.recording.parameters))
+
+
+def _ran(evidence: Evidence) -> RuledOut | None:
+    """Every stage was watched, and it is known of every call which microbatch it was about."""
+    untold = any(flow.untold for flow in evidence.passed.values())
+    if evidence.unseen or untold or not (evidence.playable is not None or _orderly(evidence)):
+        return None
+    whole = "every stage ran once each way for each microbatch, in the right mode"
+    return clears("microbatches", ("order", "mode"), whole)(evidence)
+
+
+def _orderly(evidence: Evidence) -> bool:
+    """Whether every watched stage ran as it should, or nobody knows better."""
+    number, every, untold = evidence.number, list(range(evidence.microbatches)), evidence.unseen
+    forwards, backwards = evidence.observed.forwards(number), evidence.observed.backwards(number)
+    orders = [(forwards, untold), (backwards, {*untold, *evidence.frozen})]
+    once = all(sorted(order) == every for ran, left in orders for stage, order in ran.items() if stage not in left)
+    return once and all(training for _, training in evidence.observed.called(number))
 
 
 def _crossed(evidence: Evidence) -> RuledOut | None:
@@ -85,10 +158,6 @@ def _added(evidence: Evidence) -> RuledOut | None:
     return RuledOut(("dropped", "doubled"), "each action added what its microbatch contributes", added)
 
 
-def _left(evidence: Evidence) -> Sequence[str]:
-    return evidence.unexplained
-
-
 def _beside(evidence: Evidence) -> Sequence[RuledOut]:
     found = evidence.attribution
     return found.ruled_out if found is not None and found.causes else ()
@@ -96,30 +165,35 @@ def _beside(evidence: Evidence) -> Sequence[RuledOut]:
 
 def _attributed(needs: Callable[[Evidence], bool]) -> Rule[Evidence]:
     whole = clears("gradient", ("scale", "sign", "dropped", "doubled"), "every gradient is what it should be")
-    return Rule(attributed, whole, needs, left=_left, beside=_beside)
+    return Rule(attributed, whole, needs, left=unexplained, beside=_beside)
 
 
 # In the order of the flow. Attribution stands for the links that only a recording shows.
 RULES: tuple[Rule[Evidence], ...] = (
-    Rule(partition, clears("parameters-once", ("partition",), "every parameter is in the stage that should hold it")),
-    Rule(
-        calls,
-        clears("microbatches", ("order", "mode"), "every stage ran once each way for each microbatch, in its mode"),
-        _watched,
-    ),
-    Rule(weights, _began),
+    Rule(partition, clears("parameters-once", ("partition",), "every parameter is held once"), left=nameless),
+    Rule(weights, _began, _begun, left=other_weights),
+    Rule(calls, _ran, _watched, otherwise=otherwise),
     Rule(boundaries, _crossed, _recorded),
+    Rule(passages, sound, _passed, otherwise=otherwise),
     Rule(sums, _added, _recorded),
     Rule(
         reduction,
         clears("tied-copies", ("tied-not-summed", "tied-doubled"), "every copy has the sum of all shares"),
         _recorded,
     ),
+    Rule(
+        shared, clears("replicas", ("not-reduced",), "ranks that have a stage in common agree"), _held_together, apart
+    ),
     _attributed(_unrecorded),
-    Rule(norm, clears("grad-norm", ("norm",), "the norm is that of the gradients")),
+    Rule(
+        norm,
+        clears("grad-norm", ("norm",), "the norm is that of the gradients"),
+        _entered("grad-norm"),
+        _untold("grad-norm"),
+    ),
     Rule(clip, clears("updated-parameters", ("clip",), "all gradients were multiplied alike")),
     Rule(update, clears("updated-parameters", ("update",), "the optimizer did what it should")),
     Rule(buffers, clears("buffers", ("buffers",), "what forwards leave behind is right")),
-    Rule(report, clears("loss", ("report",), "every reported loss is right")),
+    Rule(report, clears("loss", ("report",), "every reported loss is right"), left=unreported),
     _attributed(_recorded),
 )

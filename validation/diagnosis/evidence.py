@@ -1,62 +1,126 @@
-"""What a diagnosis rests on: the broken laws, the reference's operations, and what a recording shows."""
+"""What a diagnosis rests on: the broken laws, and of the run that they are about as much as is known."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Protocol
 
 from torch import Tensor
 
-from reference.step import Expected
-from validation.diagnosis.attribution import Attribution, attribute_run
+from reference.step import Expected, Gradient
+from validation.diagnosis.attribution import Attribution, attribute, update_of
 from validation.diagnosis.broken import Broken
 from validation.diagnosis.divergence import Divergence, Ground, Positions, divergences
 from validation.diagnosis.flow import Played, parts_of, play
 from validation.diagnosis.hypotheses import Tried
 from validation.diagnosis.interference import Known, broken_between
+from validation.diagnosis.members import Members
 from validation.diagnosis.setup import Setup
 from validation.diagnosis.sums import broken_additions
+from validation.diagnosis.update import Update
 from validation.judging.oracle import copies_apart
 from validation.judging.tolerance import PRECISIONS
 from validation.judging.verdict import Verdict
-from validation.observers.observed import Observed
+from validation.observers.observed import Observed, Passed
 from validation.observers.recording import Addition, Recording, Site
 
 Gradients = Mapping[str, Tensor | None]
+_OF_GRADIENTS = ("gradient", "none-ness", "tied-copies")
+
+
+class Due(Protocol):
+    """What is known of the right operation, where the run cannot be played again.
+
+    ``weights``: the parameters that it begins with. ``divisor`` is that of a loss, if somebody knows it.
+    ``ends`` are the places where a stage ends; none where that is not known.
+    """
+
+    @property
+    def expected(self) -> Expected: ...
+
+    @property
+    def update(self) -> Update: ...
+
+    @property
+    def weights(self) -> Mapping[str, Tensor]: ...
+
+    @property
+    def divisor(self) -> float | None: ...
+
+    def ends(self, stage: int) -> Collection[str]: ...
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What a record adds to the sums that it consists of.
+
+    ``copies``: of each parameter that several hold, with their stages, each rank's gradient. ``left_out``: wrong
+    gradients that were not kept.
+    ``max_norm`` is what gradients are clipped to, where somebody says so. ``alike``: all microbatches are the same, and
+    known together alone.
+    """
+
+    copies: Mapping[tuple[str, tuple[int, ...]], Mapping[int, Gradient]] = field(default_factory=dict)
+    left_out: int = 0
+    max_norm: float | None = None
+    alike: bool = False
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """A failed verdict with the run that it is about. What is costly is worked out when first asked for."""
+    """A failed verdict with what is known of the run that it is about. A rule names the parts that it needs.
 
-    setup: Setup
-    observed: Observed
+    What there always is: ``placement`` has the rank of every stage, ``number`` is the operation that disagrees, and
+    ``gradients`` and ``norms`` are those that ranks had in it.
+
+    The parts: ``playable`` is what it takes to play the run again on one device, and ``due`` what is known of the right
+    operation otherwise. ``seen`` is what the ranks did. ``passed`` is what passed the boundaries of watched stages.
+    ``members`` are ranks with stages in common. ``sums`` is there where all comes from a record.
+
+    ``unseen`` are stages of which nobody knows what they did; to the ``frozen`` ones no gradient flows. ``strange``:
+    there are parameters that the reference does not have, and the option ``renamed_by`` says which they are.
+    What is costly is worked out when first asked for.
+    """
+
     verdict: Verdict
+    placement: Sequence[int]
+    microbatches: int
+    ranks: int
+    gradients: Mapping[Site, Gradient]
+    norms: Sequence[float | None]
+    number: int = 0
+    operation: str = "train"
+    playable: Setup | None = None
+    due: Due | None = None
+    seen: Observed | None = None
+    passed: Mapping[int, Passed] = field(default_factory=dict)
+    members: Members | None = None
+    sums: Sums | None = None
+    unseen: frozenset[int] = frozenset()
+    frozen: range = range(0)
+    strange: bool = False
+    renamed_by: str = ""
 
     @property
-    def number(self) -> int:
-        """The operation that disagrees."""
-        return min(mismatch.operation for mismatch in self.verdict.mismatches) - 1
+    def setup(self) -> Setup:
+        assert self.playable is not None, "asked for by rules that need it"
+        return self.playable
 
     @property
-    def operation(self) -> str:
-        return self.setup.plan[self.number]
+    def observed(self) -> Observed:
+        assert self.seen is not None, "asked for by rules that need it"
+        return self.seen
 
     @property
     def stages(self) -> int:
-        return self.setup.stages
+        return len(self.placement)
 
     @property
-    def microbatches(self) -> int:
-        return self.setup.microbatches
-
-    @property
-    def ranks(self) -> int:
-        return self.setup.ranks
-
-    @property
-    def unseen(self) -> tuple[int, ...]:
-        """No stage: our own runtime says what every one did, or of none of them."""
-        return ()
+    def max_norm(self) -> float | None:
+        """What gradients are clipped to, where somebody says so."""
+        if self.playable is not None:
+            return self.playable.max_norm(self.number)
+        return None if self.sums is None else self.sums.max_norm
 
     @cached_property
     def concerned(self) -> range:
@@ -72,12 +136,12 @@ class Evidence:
     @property
     def expected(self) -> Expected:
         """What the failing operation must give."""
-        return self.played[self.number].expected
+        return self.played[self.number].expected if self.due is None else self.due.expected
 
     @cached_property
     def recording(self) -> Recording | None:
         """The failing operation's; None where the run was not recorded."""
-        return self.observed.recording(self.number)
+        return None if self.seen is None else self.seen.recording(self.number)
 
     @property
     def limit(self) -> float:
@@ -135,17 +199,32 @@ class Evidence:
 
     @cached_property
     def attribution(self) -> Attribution | None:
-        """What the gradients of the update that the failing operation is part of are made of; None without one."""
+        """What the gradients of the update that the failing operation is part of are made of.
+
+        None without one, and where gradients are right and nothing else can be asked.
+        """
+        if self.due is not None:
+            return attribute(self.due.update) if self.gradients and any(map(self.differs, _OF_GRADIENTS)) else None
         updates = [k for k in range(self.number, len(self.setup.plan)) if self.setup.plan[k] == "train"]
         if not updates:
             return None
         played = self.played if updates[0] == self.number else play(self.setup, self.observed, updates[0])
-        return attribute_run(self.setup, self.observed, played)
+        return attribute(update_of(self.setup, self.observed.gradients(updates[0]), played))
 
     @property
     def unexplained(self) -> tuple[str, ...]:
-        """What attribution says of gradients that it finds nothing for."""
-        return self.attribution.unknown if self.attribution is not None else ()
+        """What attribution says of gradients that it finds nothing for, and what it could not try."""
+        found = self.attribution
+        if found is None:
+            return ()
+        if self.sums is not None and self.sums.alike:
+            return ("all microbatches are the same: a multiple of their sum may be a sum of fewer, or more, of them",)
+        if found.right and self.differs("gradient"):
+            return (
+                "gradients are off by more than rounding explains, and are made of what they should be nevertheless",
+            )
+        untried = getattr(self.due.update.now, "unpaired", "") if self.due is not None and found.unknown else ""
+        return tuple(filter(None, (*found.unknown, untried)))
 
     def differs(self, law: str) -> bool:
         """Whether ``law`` has a mismatch."""
@@ -178,6 +257,28 @@ class Evidence:
         found += broken_between(stage, additions, start=begun, end=end, known=known)
         start[stage] = last if self.setup.plan[number] == "accumulate" else {}
         return found
+
+
+def of_run(setup: Setup, observed: Observed, verdict: Verdict) -> Evidence:
+    """All that is known of a run of our own: its ranks said what they did, and it can be played again."""
+    number = failing(verdict)
+    return Evidence(
+        verdict,
+        setup.placement,
+        setup.microbatches,
+        setup.ranks,
+        gradients=observed.gradients(number),
+        norms=[rank[number].norm for rank in observed.ranks],
+        number=number,
+        operation=setup.plan[number],
+        playable=setup,
+        seen=observed,
+    )
+
+
+def failing(verdict: Verdict) -> int:
+    """The operation that disagrees."""
+    return min(mismatch.operation for mismatch in verdict.mismatches) - 1
 
 
 def of_stage(gradients: Mapping[Site, Tensor | None], stage: int) -> dict[str, Tensor | None]:

@@ -45,8 +45,8 @@ class Played:
         }
 
 
-def play(setup: Setup, observed: Observed, until: int) -> list[Played]:
-    """The reference's operations 0 to ``until``, adding in the orders in which the ranks ran their backwards."""
+def play(setup: Setup, observed: Observed | None, until: int) -> list[Played]:
+    """The reference's operations 0 to ``until``, adding in the orders in which the ranks ran, if somebody saw that."""
     model = setup.build()
     reference = Reference(model, owner=setup.owner, recipe=setup.recipe)
     every = list(range(setup.microbatches))
@@ -68,7 +68,8 @@ def play(setup: Setup, observed: Observed, until: int) -> list[Played]:
             )
             for batch in batches
         )
-        orders = {s: o if sorted(o) == every else every for s, o in observed.backwards(number).items()}
+        ran = dict.fromkeys(range(setup.stages), every) if observed is None else observed.backwards(number)
+        orders = {s: o if sorted(o) == every else every for s, o in ran.items()}
         expected = reference.perform(name, batches, orders=orders, max_norm=setup.max_norm(number))
         played.append(Played(number, expected, boundaries, before))
     return played

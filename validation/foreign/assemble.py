@@ -10,14 +10,15 @@ from pipeline.action import Action
 from pipeline.schedule import Schedule
 from reference.step import Site
 from validation.foreign.call_matching import Both
-from validation.foreign.crossings import Passed, passed
+from validation.foreign.crossings import passed
 from validation.foreign.matching import match, with_copies
-from validation.foreign.rank import Part, RankMade, Replicas
+from validation.foreign.rank import Part, RankMade
 from validation.foreign.shared_stages import claims
 from validation.judging.ledger import NOWHERE
 from validation.judging.oracle import copies_apart
-from validation.observers.observed import Claim, Observed, RankOperation
+from validation.observers.observed import Claim, Observed, Passed, RankOperation
 from validation.observers.shards import gathered, sized, untiled
+from validation.observers.share import Replicas
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from pipeline.action import Kind
 from reference.data import Batch
 from reference.outputs import outputs_noted
-from validation.observers.observed import UNTOLD
+from validation.observers.observed import INPUT, UNTOLD
 from validation.observers.recording import GIVEN, HANDED_ON, KEPT, MADE, RECEIVED
 from validation.observers.sketch import Sketch, recognised, sketch
 from validation.observers.watching import Call
 
-INPUT = "input of the model"
 REPLICA = " of a replica"
 Result = TypeVar("Result")
 

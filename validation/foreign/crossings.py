@@ -3,43 +3,15 @@
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from pipeline.action import Action, Kind
 from validation.foreign.call_matching import Both, Column, Order, at_once, columns, orders, structured, without_trial
 from validation.observers.identity import Label, What
-from validation.observers.observed import UNTOLD, Crossing
+from validation.observers.observed import UNTOLD, Crossing, Passed
 from validation.observers.recording import FORWARD_POINTS, GIVEN, HANDED_ON, KEPT, MADE, RECEIVED, Point
 from validation.observers.sketch import Sketch, changed, nearest, rounded
 from validation.observers.watching import Call
-
-
-@dataclass(frozen=True)
-class Passed:
-    """A stage's actions in the order in which they ran, its module's calls, and what crossed its boundary.
-
-    ``begins`` and ``ends`` are the places in the reference where its inputs and its outputs pass, by their numbers.
-    ``lost`` are the microbatches that no call was known to be about; ``complete``: there is one call for each of them.
-    ``unplaced`` are tensors of which nothing tells where they should pass: at which of the flow's points, and for which
-    microbatch. Whether they are right nobody knows. ``uncompared`` is how many tensors no law could be held against.
-    ``ranks``: which rank each microbatch was on, if several hold it.
-    """
-
-    actions: tuple[Action, ...]
-    called: tuple[tuple[Action, bool], ...]
-    crossings: tuple[Crossing, ...]
-    begins: Mapping[int, str] = field(default_factory=dict)
-    ends: Mapping[int, str] = field(default_factory=dict)
-    lost: tuple[int, ...] = ()
-    complete: bool = True
-    unplaced: frozenset[tuple[str, int]] = frozenset()
-    uncompared: int = 0
-    ranks: Mapping[int, int | None] = field(default_factory=dict)
-
-    @property
-    def untold(self) -> bool:
-        """Whether there is a call of which nothing tells the microbatch."""
-        return any(action.microbatch == UNTOLD for action in self.actions)
 
 
 def passed(watched: Mapping[int, Sequence[Call]], microbatches: int, places: Both) -> dict[int, Passed]:

@@ -13,6 +13,7 @@ from validation.foreign.handed_back import FlatShard, HandBackError, HandedBack,
 from validation.foreign.matching import Local, Names, renamed
 from validation.observers.initial_weights import FirstSight
 from validation.observers.shards import Index, InShards, Shard, ShardError, flat_shard, shard_at, shard_of
+from validation.observers.share import Replicas
 from validation.observers.sketch import contents, digest
 from validation.observers.watching import Call, Watcher, watching
 from validation.worlds.deterministic import deterministic
@@ -20,36 +21,6 @@ from validation.worlds.posted_messages import noted_messages
 from validation.worlds.worker import RankContext
 
 Step = Callable[[nn.Module, list[Any]], Any]
-
-
-class ReplicasError(ValueError):
-    """Replicas that cannot be."""
-
-
-@dataclass(frozen=True)
-class Replicas:
-    """``of[rank]``: the number of the replica of the model that each rank works on."""
-
-    of: tuple[int, ...]
-    microbatches: int
-
-    @property
-    def count(self) -> int:
-        return max(self.of) + 1
-
-    def share(self, rank: int) -> range:
-        """The microbatches that ``rank`` is given: every n-th of them."""
-        return range(self.of[rank], self.microbatches, self.count)
-
-    def check(self) -> None:
-        """Raise ``ReplicasError`` for what cannot be."""
-        if any(type(number) is not int for number in self.of) or sorted({*self.of}) != [*range(self.count)]:
-            raise ReplicasError(f"ranks is {list(self.of)}: expected the number of each rank's replica, from 0 on")
-        if self.microbatches % self.count:
-            raise ReplicasError(
-                f"{self.microbatches} microbatches for {self.count} replicas: expected a multiple, so that all get "
-                "equally many"
-            )
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,11 @@ from reference.data import Batch
 from reference.graph import ends_of, uses
 from reference.step import Contribution, Loss, LossError, Recipe, Reference, Site
 from validation.foreign.call_matching import Both, Survey
-from validation.foreign.rank import Replicas, Step
+from validation.foreign.rank import Step
 from validation.judging.judge import one_thread
 from validation.judging.tolerance import FP32, scalar_error
 from validation.judging.verdict import raised
+from validation.observers.share import Replicas
 from validation.observers.sketch import contents
 
 

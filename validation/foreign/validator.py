@@ -15,21 +15,21 @@ from torch import Tensor, nn
 
 from reference.data import Batch
 from reference.step import Contribution, Reference
-from validation.diagnosis.diagnose import sought
+from validation.diagnosis.diagnose import explained, sought
 from validation.foreign.assemble import Assembled
-from validation.foreign.explain import explained
+from validation.foreign.evidence import Beside, evidence_of
 from validation.foreign.handed_back import HandBackError
 from validation.foreign.matching import Names, NamesError
-from validation.foreign.rank import Order, RankMade, Replicas, Step, digests, run_step
+from validation.foreign.rank import Order, RankMade, Step, digests, run_step
 from validation.foreign.reference_run import ReferenceRaised, ReferenceRun, Task, Twin, WhiteBoxError, name_of
 from validation.foreign.shared_stages import together
-from validation.foreign.step_facts import StepFacts
 from validation.judging.judge import judged, one_thread
 from validation.judging.oracle import Answer, Floors, Orders, Pending, Subject, precision_of_reference
 from validation.judging.tolerance import Precision
 from validation.judging.verdict import Crash, Verdict
 from validation.observers.elements import UNSOUGHT
 from validation.observers.observed import Observed
+from validation.observers.share import Replicas
 from validation.observers.sketch import contents
 from validation.worlds.rank_report import NeedsMoreRanks, RankFailed, WorldError, headline
 from validation.worlds.world import World
@@ -182,14 +182,15 @@ def _judged(title: str, task: Task, found: Assembled, twin: Twin, run: Reference
         verdict = _with_notes(verdict, dict.fromkeys(("microbatches", "boundaries"), found.missed))
     if not verdict.mismatches:
         return verdict
-    if any(parameter.is_complex() for parameter in twin.model.parameters()):
-        return replace(verdict, undecided=(UNSOUGHT,))
-    facts = StepFacts(verdict, observed, found, reference, twin.model, batches, task.loss, made, known)
+    evidence = evidence_of(verdict, observed, found, Beside(reference, twin.model, batches, task.loss, made), known)
     failed = {law.name for law in verdict.laws if law.outcome == "fail"}
 
     def told() -> Verdict:
-        notes = {law: note for law, note in facts.suspects.notes().items() if law in failed}
-        return _with_notes(explained(facts), notes)
+        explanation = explained(evidence)
+        if UNSOUGHT in explanation.undecided or evidence.members is None:
+            return explanation
+        notes = {law: note for law, note in evidence.members.notes().items() if law in failed}
+        return _with_notes(explanation, notes)
 
     with one_thread():
         return sought(verdict, told)

@@ -1,7 +1,7 @@
 """What a schedule produced: plain values, gathered from all ranks."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -11,6 +11,7 @@ from pipeline.schedule import Schedule
 from validation.observers.identity import What
 from validation.observers.recording import Recording, Site, together
 
+INPUT = "input of the model"  # as a place
 UNTOLD = -1  # the microbatch of a call of which nothing tells it
 
 
@@ -45,6 +46,34 @@ class Crossing:
     def seen(self) -> str:
         """What it is instead, in words; empty where it is what it should be."""
         return "" if self.really is None else self.really.text
+
+
+@dataclass(frozen=True)
+class Passed:
+    """A stage's actions in the order in which they ran, its module's calls, and what crossed its boundary.
+
+    ``begins`` and ``ends`` are the places in the reference where its inputs and its outputs pass, by their numbers.
+    ``lost`` are the microbatches that no call was known to be about; ``complete``: there is one call for each of them.
+    ``unplaced`` are tensors of which nothing tells where they should pass: at which of the flow's points, and for which
+    microbatch. Whether they are right nobody knows. ``uncompared`` is how many tensors no law could be held against.
+    ``ranks``: which rank each microbatch was on, if several hold it.
+    """
+
+    actions: tuple[Action, ...]
+    called: tuple[tuple[Action, bool], ...]
+    crossings: tuple[Crossing, ...]
+    begins: Mapping[int, str] = field(default_factory=dict)
+    ends: Mapping[int, str] = field(default_factory=dict)
+    lost: tuple[int, ...] = ()
+    complete: bool = True
+    unplaced: frozenset[tuple[str, int]] = frozenset()
+    uncompared: int = 0
+    ranks: Mapping[int, int | None] = field(default_factory=dict)
+
+    @property
+    def untold(self) -> bool:
+        """Whether there is a call of which nothing tells the microbatch."""
+        return any(action.microbatch == UNTOLD for action in self.actions)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from validation.diagnosis.update import Update
 from validation.judging.tolerance import same_bits
 from validation.records.case_record import digests_of
 from validation.records.record import Record
-from validation.records.record_facts import RecordFacts
+from validation.records.record_evidence import Step
 
 
 def case_of(record: Record) -> Case | None:
@@ -27,11 +27,10 @@ def case_of(record: Record) -> Case | None:
     return case if case is not None and _same(record, case) else None
 
 
-def remade(case: Case, facts: RecordFacts) -> Update:
-    """The step that ``facts`` are about, made once more on one device."""
+def remade(case: Case, step: Step) -> Update:
+    """``step``, made once more on one device."""
     setup = setup_of(case)
-    played = play(setup, facts.observed, facts.number)
-    return replace(update_of(setup, facts.observed, played), expected=facts.expected.gradients)
+    return replace(update_of(setup, step.gradients, play(setup, None, step.number)), expected=step.expected.gradients)
 
 
 def _same(record: Record, case: Case) -> bool:

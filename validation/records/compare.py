@@ -9,7 +9,8 @@ from time import perf_counter
 from torch import Tensor
 
 from validation.cases.observe import max_norm_of
-from validation.diagnosis.diagnose import sought
+from validation.diagnosis.diagnose import explained, sought
+from validation.diagnosis.evidence import Evidence, failing
 from validation.judging.comparison import leave_out
 from validation.judging.judge import Where, concluded
 from validation.judging.ledger import Ledger
@@ -18,8 +19,7 @@ from validation.judging.verdict import Crash, Verdict
 from validation.records.against import LAWS, Recorded, against, upstream
 from validation.records.case_update import case_of, remade
 from validation.records.record import Record, RecordedOperation, RecordError, config_differences
-from validation.records.record_causes import caused
-from validation.records.record_facts import RecordFacts, Seen
+from validation.records.record_evidence import Seen, Step
 
 _SHOWN = 4  # differences of configs in a sentence
 
@@ -37,7 +37,7 @@ def compare(expected: Record, seen: Record, *, rerun: str = "pipeproof compare F
     otherwise = Recorded(expected.operations[0]).precision
     verdict = concluded(ledger, title, otherwise=otherwise, rerun=rerun, seconds=perf_counter() - began)
     verdict = verdict.before_its_end(crash)
-    return sought(verdict, lambda: caused(facts_of(verdict, expected, seen))) if verdict.mismatches else verdict
+    return sought(verdict, lambda: explained(evidence_of(verdict, expected, seen))) if verdict.mismatches else verdict
 
 
 def _entered(expected: Record, seen: Record, ledger: Ledger) -> Crash | None:
@@ -73,13 +73,12 @@ def _leave_out(ledger: Ledger, due: RecordedOperation, seen: RecordedOperation, 
             ledger.leave_out(law, sorted(names), f"nothing is {side} of it")
 
 
-def facts_of(verdict: Verdict, expected: Record, seen: Record) -> RecordFacts:
+def evidence_of(verdict: Verdict, expected: Record, seen: Record) -> Evidence:
     """What the cause of the first operation that disagrees is looked for in."""
-    number = min(mismatch.operation for mismatch in verdict.mismatches) - 1
+    number = failing(verdict)
     due, one, case = expected.operations[number], seen.operations[number], case_of(seen)
     gradients = {name: gradient for name, gradient in one.gradients.items() if name in due.gradients}
-    return RecordFacts(
-        verdict,
+    step = Step(
         due,
         Seen(gradients, expected.before(number), [one.norm]),
         seen.places or expected.places,
@@ -87,6 +86,7 @@ def facts_of(verdict: Verdict, expected: Record, seen: Record) -> RecordFacts:
         max_norm=expected.max_norm if case is None or due.operation != "train" else max_norm_of(case, number),
         model=None if case is None else partial(remade, case),
     )
+    return step.evidence(verdict)
 
 
 def _compare(ledger: Ledger, expected: Record, seen: Record, number: int) -> None:

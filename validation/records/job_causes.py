@@ -6,15 +6,16 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from reference.step import Gradient
+from validation.diagnosis.diagnose import explained as explained_evidence
 from validation.diagnosis.diagnose import sought
+from validation.diagnosis.evidence import Evidence
 from validation.diagnosis.update import Update
 from validation.judging.ledger import NOWHERE
 from validation.judging.oracle import copies_apart
 from validation.judging.verdict import Verdict
 from validation.records.kept import Kept, Notes, address
 from validation.records.record import Place, Record
-from validation.records.record_causes import caused
-from validation.records.record_facts import RecordFacts, Seen
+from validation.records.record_evidence import Seen, Step
 from validation.records.single_device import SingleDevice
 from validation.records.step_record import Pairs
 from validation.worlds.exchange import Exchange
@@ -29,13 +30,13 @@ class Beside:
     model: nn.Module
     microbatches: Pairs
 
-    def update(self, facts: RecordFacts) -> Update:
+    def update(self, step: Step) -> Update:
         """The step as attribution sees it. The model is made to run each microbatch once more."""
-        held = [facts.site(name) for name in facts.places]
-        now = self.source.traced(self.model, self.microbatches, held=held, losses=facts.due.losses)
+        held = [step.site(name) for name in step.places]
+        now = self.source.traced(self.model, self.microbatches, held=held, losses=step.due.losses)
         stage_of = {name: stage for stage, name in held}
         owner = {name: stage_of.get(name, NOWHERE) for name, _ in self.model.named_parameters(remove_duplicate=False)}
-        return replace(facts.of_record, now=now, tied=copies_apart(self.model, owner))
+        return replace(step.of_record, now=now, tied=copies_apart(self.model, owner))
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Checked:
     fetch: Callable[[str], Tensor]
     beside: Beside | None = None
 
-    def facts(self, verdict: Verdict) -> RecordFacts:
+    def evidence(self, verdict: Verdict) -> Evidence:
         """What the search for the cause rests on."""
         due, wrong = self.record.operations[self.number], dict(self._wrong())
         right = {name: due.gradients[name] for one in self.notes for name in one.right}
@@ -71,8 +72,7 @@ class Checked:
             left_out=sum(len(one.left_out) for one in self.notes),
             copies=copies,
         )
-        return RecordFacts(
-            verdict,
+        step = Step(
             due,
             seen,
             dict(sorted(places.items(), key=lambda item: item[0] in wrong)),  # so that who is wrong is named
@@ -80,6 +80,7 @@ class Checked:
             max_norm=self.record.max_norm,
             model=None if self.beside is None else self.beside.update,
         )
+        return step.evidence(verdict)
 
     def _wrong(self) -> Mapping[str, Mapping[int, Gradient]]:
         """The gradients that are wrong as they are, by the ranks that have them so."""
@@ -97,7 +98,7 @@ class Checked:
 
 
 def explained(
-    verdict: Verdict, kept: Kept, exchange: Exchange, *, look: Callable[[], RecordFacts], bound_s: float
+    verdict: Verdict, kept: Kept, exchange: Exchange, *, look: Callable[[], Evidence], bound_s: float
 ) -> Verdict:
     """``verdict`` with the causes that rank 0 finds in what it has a ``look`` at, the same on every rank.
 
@@ -107,7 +108,7 @@ def explained(
     try:
         for name, tensor in given.items():
             exchange.give(name, tensor)
-        mine = sought(verdict, lambda: caused(look())) if exchange.rank == 0 else None
+        mine = sought(verdict, lambda: explained_evidence(look())) if exchange.rank == 0 else None
         found: Verdict = exchange.finish(mine, what="the cause of what is wrong", bound_s=bound_s)[0]
     except RanksAbsent as absent:
         return replace(verdict, undecided=(f"the cause was not found in time: {absent}",))

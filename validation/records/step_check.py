@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from pipeline.step import Parts
+from validation.diagnosis.evidence import Evidence
 from validation.judging.comparison import Comparison, leave_out
 from validation.judging.judge import Where, concluded
 from validation.judging.ledger import Ledger
@@ -30,7 +31,6 @@ from validation.records.job_causes import Beside, Checked, explained
 from validation.records.kept import MOST, Kept, Notes
 from validation.records.rank_stages import RankStages, Rename
 from validation.records.record import Record, RecordedOperation, RecordError, microbatch_digests
-from validation.records.record_facts import RecordFacts
 from validation.records.record_file import read
 from validation.records.reference_beside import ReferenceBeside
 from validation.records.single_device import SingleDevice
@@ -340,7 +340,7 @@ class StepCheck:
             verdict, self._kept, self._exchange, look=lambda: self._checked(verdict, parts), bound_s=bound_s
         )
 
-    def _checked(self, verdict: Verdict, parts: Sequence[_Part]) -> RecordFacts:
+    def _checked(self, verdict: Verdict, parts: Sequence[_Part]) -> Evidence:
         assert self._record is not None, "there was something to compare with"
         return Checked(
             self._record,
@@ -350,7 +350,7 @@ class StepCheck:
             [part.norm for part in parts],
             lambda name: self._exchange.take(name, bound_s=self._job.timeout_s),
             self._remade,
-        ).facts(verdict)
+        ).evidence(verdict)
 
     @property
     def _remade(self) -> Beside | None:

@@ -11,7 +11,8 @@ from validation.cases.fuzz import PLANS, Tally, cases, fuzz
 from validation.cases.runtimes import TORCH
 from validation.cases.validator import validate
 from validation.judging.verdict import LawResult, Verdict
-from validation.worlds.world import RankFailed, World
+from validation.worlds.rank_report import RankFailed
+from validation.worlds.world import World
 
 PASS = Verdict("", "pass", "bitwise", (LawResult("loss", "pass", 1, 1),))
 

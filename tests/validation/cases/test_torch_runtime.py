@@ -23,7 +23,8 @@ from validation.cases.validator import validate
 from validation.foreign import torch_pipelining
 from validation.judging.verdict import Verdict
 from validation.observers.observed import RankOperation
-from validation.worlds.world import RankContext, World
+from validation.worlds.worker import RankContext
+from validation.worlds.world import World
 
 SPLIT = {1: "1,2", 2: "1,2,1,1"}
 VIRTUAL = {"gpipe": 1, "1f1b": 1}

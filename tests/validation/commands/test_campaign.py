@@ -8,7 +8,7 @@ import pytest
 from validation.cases.case import Case
 from validation.commands.campaign import Impossible, Setting, exit_status, fuzz_all, validate_all
 from validation.judging.verdict import LawResult, Verdict
-from validation.worlds.world import NeedsMoreRanks
+from validation.worlds.rank_report import NeedsMoreRanks
 
 SOUND = Case("1f1b", 1, 1, 2, (1,), model="mlp", plan=("train",))
 WRONG = Case("1f1b", 1, 1, 2, (1,), model="mlp", plan=("train",), specimen="stage-negated")

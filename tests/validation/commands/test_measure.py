@@ -14,8 +14,8 @@ from tests.pipeline.test_trace import TRACE
 from validation.cases.case import Case
 from validation.commands.measure import Measured, measure, show_measured
 from validation.reports.drawings import Paths
-from validation.worlds.rank_report import Ending, RankReport
-from validation.worlds.world import RankFailed, World
+from validation.worlds.rank_report import Ending, RankFailed, RankReport
+from validation.worlds.world import World
 
 CASE = Case("zb-h1", 2, 2, 5, (1, 1, 1, 1))
 

@@ -12,7 +12,7 @@ from validation.cases.observe import observe
 from validation.cases.specimens import SPECIMENS, tied
 from validation.cases.trial import located, smallest_of
 from validation.cases.validator import explained, validate
-from validation.diagnosis.evidence import Evidence, of_stage
+from validation.diagnosis.evidence import Evidence, of_run, of_stage
 from validation.diagnosis.rules.boundaries import boundaries
 from validation.diagnosis.rules.laws import weights
 from validation.diagnosis.rules.norm import norm
@@ -114,7 +114,7 @@ def evidence(observed: Observed, case: Case = CASE) -> Evidence:
     right = observed.gradients(0)[next(iter(observed.gradients(0)))]
     assert right is not None
     wrong = changed(observed, next(iter(observed.gradients(0))), right * 3)
-    return Evidence(setup_of(case), wrong, judge(case, wrong))
+    return of_run(setup_of(case), wrong, judge(case, wrong))
 
 
 def recorded_with(observed: Observed, change: Callable[[Recording], Recording]) -> Observed:
@@ -190,7 +190,7 @@ def told_norms(observed: Observed, values: Sequence[float]) -> Cause:
     """The cause where the ranks report these norms."""
     ranks = [(replace(rank[0], norm=value),) for rank, value in zip(observed.ranks, values, strict=True)]
     wrong = replace(observed, ranks=tuple(ranks))
-    (cause,) = norm(Evidence(setup_of(CASE), wrong, judge(CASE, wrong)))
+    (cause,) = norm(of_run(setup_of(CASE), wrong, judge(CASE, wrong)))
     return cause
 
 

@@ -9,7 +9,7 @@ from validation.cases.judgement import judge, setup_of
 from validation.cases.observe import observe
 from validation.cases.specimens import SPECIMENS
 from validation.cases.trial import case_for, try_out
-from validation.diagnosis.evidence import Evidence
+from validation.diagnosis.evidence import of_run
 from validation.judging.judge import one_thread
 from validation.judging.verdict import Mismatch
 from validation.worlds.world import World
@@ -30,7 +30,7 @@ def test_what_is_recorded_of_a_right_run_is_what_it_should_be(
     for operation, name in enumerate(case.plan):
         asked = replace(verdict, mismatches=(Mismatch("gradient", operation + 1, "", ""),))
         with one_thread():
-            evidence = Evidence(setup_of(case), observed, asked)
+            evidence = of_run(setup_of(case), observed, asked)
             assert [str(one) for one in evidence.divergences] == [], name
             assert evidence.broken_sums == [], name
 

@@ -23,8 +23,8 @@ from tests.support.two_ranks import (
 )
 from validation.foreign import WhiteBox, watch
 from validation.foreign.call_matching import Places, Survey
-from validation.foreign.crossings import Passed, passed
-from validation.observers.observed import UNTOLD
+from validation.foreign.crossings import passed
+from validation.observers.observed import UNTOLD, Passed
 from validation.observers.sketch import Sketch, sketch
 from validation.observers.watching import Call, Watcher
 

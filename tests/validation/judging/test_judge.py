@@ -14,7 +14,8 @@ from validation.cases.judgement import judge
 from validation.cases.observe import observe
 from validation.judging.judge import LAWS, one_thread, scenarios
 from validation.judging.verdict import Verdict
-from validation.observers.observed import Observed, RankOperation, Site
+from validation.observers.observed import Observed, RankOperation
+from validation.observers.recording import Site
 from validation.worlds.world import World
 
 CASE = Case("1f1b", 1, 1, 3, (2,), model="mlp", ragged=True)

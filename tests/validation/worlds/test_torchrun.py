@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from pipeline.waiting import waiting
 from validation.worlds.side_store import RanksAbsent, side_store
-from validation.worlds.world import NeedsMoreRanks, RankFailed, World
+from validation.worlds.world import World
+from validation.worlds.rank_report import NeedsMoreRanks, RankFailed
 
 RANK = int(os.environ["RANK"])
 world = World()

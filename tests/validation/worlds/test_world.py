@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 from pipeline.waiting import waiting
-from validation.worlds.rank_report import Ending
-from validation.worlds.world import RankContext, RankFailed, World, WorldError
+from validation.worlds.rank_report import Ending, RankFailed, WorldError
+from validation.worlds.worker import RankContext
+from validation.worlds.world import World
 
 BOUND_S = 1.0  # for jobs that hang on purpose
 

@@ -9,33 +9,42 @@ from torch import Tensor
 
 from pipeline.action import GIVES_WEIGHT_GRADIENT, Kind
 from validation.diagnosis.address import agrees
-from validation.diagnosis.evidence import Evidence
-from validation.diagnosis.facts import Facts
+from validation.diagnosis.evidence import Due, Evidence
 from validation.diagnosis.interference import NOBODYS, Known, became, together
+from validation.diagnosis.rules.repeated import backed_again, rearranged, repeated
 from validation.diagnosis.rules.update import clip_factor, learning_rate
 from validation.judging.cause import Cause, listed
-from validation.judging.tolerance import error, precision_of
+from validation.judging.tolerance import error, precision_of, same_bits
 from validation.judging.verdict import Mismatch
 from validation.observers.recording import Recording, Site
 
 _LARGE = 10.0  # a parameter as small as its update says nothing of what it was before
 _ROOM = 8  # roundings
 _RELATED = 0.5  # cosine
+_MANY = 64  # numbers of which it is no chance that they have nothing to do with each other
 _DERIVED = 1e-2  # a relative error that no doubt about the update reaches; weights drawn otherwise differ by far more
 
 
-def partition(evidence: Facts) -> list[Cause]:
-    """Parameters that no stage holds, or several."""
+def partition(evidence: Evidence) -> list[Cause]:
+    """Parameters that no stage holds, or several; nothing where they may only be called otherwise."""
     found = [m for m in evidence.verdict.mismatches if m.law == "parameters-once"]
-    if not found:
+    if not found or evidence.strange:
         return []
     first = found[0]
     detail = f"{first.seen}, expected {first.expected}; {len(found)} parameters"
     return [Cause("partition", stage=first.stage, parameter=first.parameter, detail=detail)]
 
 
+def nameless(evidence: Evidence) -> Sequence[str]:
+    """That names may be others; empty where all are known."""
+    told = f"parameters of the step and of the reference do not go together: {evidence.renamed_by} says which is which"
+    return (told,) if evidence.strange else ()
+
+
 def weights(evidence: Evidence) -> list[Cause]:
     """Parameters that a stage began with and that are not the model's, or that moved while the step ran."""
+    if evidence.due is not None:
+        return _other_weights(evidence, evidence.due)
     for number in evidence.concerned:
         recording, model = evidence.observed.recording(number), evidence.played[number].model
         known = {name: tensor.detach() for name, tensor in model.named_parameters(remove_duplicate=False)}
@@ -43,11 +52,25 @@ def weights(evidence: Evidence) -> list[Cause]:
         limit = _DERIVED if recording is None else evidence.limit if "train" in evidence.setup.plan[:number] else 0.0
         wrong = {site: seen for site, seen in sorted(began.items()) if not _same(known.get(site[1]), seen, limit)}
         if wrong:
-            return [_weights(evidence, number, wrong, known)]
+            earlier = [one.model.get_parameter(next(iter(wrong))[1]).detach() for one in evidence.played[:number]]
+            return _weights(evidence, f"operation {number + 1}", wrong, known, earlier)
         moved = {} if recording is None else _moved(recording)
         if moved:
             return [_while_running(evidence, number, moved)]
     return []
+
+
+def other_weights(evidence: Evidence) -> Sequence[str]:
+    """That a stage began with other parameters, and nothing says with which; empty where it did not."""
+    told = "the weights differ before the step, in a way that tells nothing"
+    return (told,) if evidence.differs("initial-weights") else ()
+
+
+def _other_weights(evidence: Evidence, due: Due) -> list[Cause]:
+    wrong = {(m.stage, m.parameter) for m in evidence.verdict.mismatches if m.law == "initial-weights"}
+    seen = {site: value for site, value in sorted(evidence.observed.before(evidence.number).items()) if site in wrong}
+    seen = {site: value for site, value in seen.items() if not same_bits(value, due.weights[site[1]])}
+    return _weights(evidence, "the step", seen, due.weights, ()) if seen else []
 
 
 def _moved(recording: Recording) -> dict[Site, float]:
@@ -67,7 +90,7 @@ def _while_running(evidence: Evidence, number: int, moved: Mapping[Site, float])
     several = len(stages) > 1
     return Cause(
         "update",
-        rank=None if several else evidence.observed.schedule.placement[stage],
+        rank=None if several else evidence.placement[stage],
         stage=None if several else stage,
         parameter=name if len(moved) == 1 else None,
         detail=f"parameters moved between the microbatches of operation {number + 1}, before the optimizer: "
@@ -96,24 +119,36 @@ def _began(evidence: Evidence, number: int) -> dict[Site, Tensor]:
     }
 
 
-def _weights(evidence: Evidence, number: int, wrong: Mapping[Site, Tensor], known: Mapping[str, Tensor]) -> Cause:
+def _weights(
+    evidence: Evidence,
+    what: str,
+    wrong: Mapping[Site, Tensor],
+    known: Mapping[str, Tensor],
+    earlier: Sequence[Tensor],
+) -> list[Cause]:
     stage, name = next(iter(wrong))
-    kind, detail = _became(evidence, number, wrong, known)
+    told = _became(wrong, known, earlier)
     stages = {of for of, _ in wrong}
     one = len(stages) == 1
-    return Cause(
-        kind,
-        rank=evidence.observed.schedule.placement[stage] if one else None,
-        stage=stage if one else None,
-        parameter=name if len(wrong) == 1 else None,
-        detail=f"operation {number + 1} began with other parameters: {name} has {detail}; {len(wrong)} parameters",
-    )
+    return [
+        Cause(
+            kind,
+            rank=evidence.placement[stage] if one else None,
+            stage=stage if one else None,
+            parameter=name if len(wrong) == 1 else None,
+            detail=f"{what} began with other parameters: {name} has {detail}; {len(wrong)} parameters",
+        )
+        for kind, detail in ([] if told is None else [told])
+    ]
 
 
 def _became(
-    evidence: Evidence, number: int, wrong: Mapping[Site, Tensor], known: Mapping[str, Tensor]
-) -> tuple[str, str]:
-    """What kind of parameters those are in place of the ``known`` ones, told by the first of them, and by all."""
+    wrong: Mapping[Site, Tensor], known: Mapping[str, Tensor], earlier: Sequence[Tensor]
+) -> tuple[str, str] | None:
+    """What kind of parameters those are in place of the ``known`` ones, told by the first of them, and by all.
+
+    ``earlier``: what the first was before every operation up to this one. None where too little is wrong to tell.
+    """
     (_, name), seen = next(iter(wrong.items()))
     other = next(
         (key for key, tensor in known.items() if key != name and _same(tensor, seen, 0.0) and tensor.any()), None
@@ -121,7 +156,6 @@ def _became(
     # Norms and biases begin alike in every layer: they are nobody's in particular.
     if other is not None and seen.std() > 0:
         return "partition", f"those of {other}"
-    earlier = [one.model.get_parameter(name).detach() for one in evidence.played[:number]]
     if any(_same(one, seen, 0.0) for one in earlier):
         return "stale-tensor", "those of an earlier operation"
     pairs = {site: (seen, due.cpu()) for site, seen in wrong.items() if (due := known.get(site[1])) is not None}
@@ -129,11 +163,12 @@ def _became(
     change = together(changes, {name: seen for (_, name), (seen, _) in pairs.items()})
     if change.kind in ("rounded", "not-finite"):
         return change.kind, f"its own, {change.text}"
-    if number:
+    if earlier:
         return "update", "no operation left these"
     if change != NOBODYS:
         return "altered", f"its own, {change.text}"
-    return _related(wrong, known) or ("randomness", "drawn otherwise")
+    drawn = ("randomness", "drawn otherwise") if sum(seen.numel() for seen in wrong.values()) >= _MANY else None
+    return _related(wrong, known) or drawn
 
 
 def _related(wrong: Mapping[Site, Tensor], known: Mapping[str, Tensor]) -> tuple[str, str] | None:
@@ -156,18 +191,20 @@ def _same(one: Tensor | None, other: Tensor, limit: float) -> bool:
     return one is not None and agrees(other, one.cpu(), limit)
 
 
-def calls(evidence: Facts) -> list[Cause]:
-    """Modules that ran in the wrong mode, and microbatches that ran never or twice."""
-    return modes(evidence) or counts(evidence)
+def calls(evidence: Evidence) -> list[Cause]:
+    """What ran in the wrong mode, with another's tensors, or for some microbatches never or twice."""
+    found = modes(evidence) or repeated(evidence) or backed_again(evidence)
+    countable = all(flow.complete for flow in evidence.passed.values()) and not rearranged(evidence)
+    return found or (counts(evidence) if countable else [])
 
 
-def modes(evidence: Facts) -> list[Cause]:
+def modes(evidence: Evidence) -> list[Cause]:
     """Modules that ran in the wrong mode."""
     found = [m for m in evidence.verdict.mismatches if m.law == "microbatches" and m.what == "mode"]
     return [_at(evidence, found, "mode", f"{found[0].seen}, expected {found[0].expected}")] if found else []
 
 
-def counts(evidence: Facts) -> list[Cause]:
+def counts(evidence: Evidence) -> list[Cause]:
     """Microbatches that ran never or twice."""
     found = [m for m in evidence.verdict.mismatches if m.law == "microbatches"]
     ran = _ran(evidence)
@@ -181,7 +218,7 @@ def counts(evidence: Facts) -> list[Cause]:
     return causes
 
 
-def _ran_otherwise(evidence: Facts, kind: str, wrong: Sequence[tuple[int, str, int, int]]) -> Cause:
+def _ran_otherwise(evidence: Evidence, kind: str, wrong: Sequence[tuple[int, str, int, int]]) -> Cause:
     """Where it happened first along the flow: forwards go up the stages, backwards down."""
     name, times = wrong[0][1], wrong[0][3]
     alike: dict[int, tuple[int, ...]] = {}
@@ -194,14 +231,14 @@ def _ran_otherwise(evidence: Facts, kind: str, wrong: Sequence[tuple[int, str, i
     detail = f"its {name} ran {times} times"
     return Cause(
         kind,
-        rank=None if whole else evidence.observed.schedule.placement[first],
+        rank=None if whole else evidence.placement[first],
         stage=None if whole else first,
         microbatches=alike[first],
         detail=detail + (f", and so at stage{'s' * (len(also) > 1)} {listed(also)}" if also and not whole else ""),
     )
 
 
-def buffers(evidence: Facts) -> list[Cause]:
+def buffers(evidence: Evidence) -> list[Cause]:
     """State that forwards leave behind."""
     found = [m for m in evidence.verdict.mismatches if m.law == "buffers"]
     if not found:
@@ -209,7 +246,7 @@ def buffers(evidence: Facts) -> list[Cause]:
     return [_at(evidence, found, "buffers", f"{found[0].seen}, expected {found[0].expected}{found[0].allowance}")]
 
 
-def _ran(evidence: Facts) -> list[tuple[int, str, int, int]]:
+def _ran(evidence: Evidence) -> list[tuple[int, str, int, int]]:
     """(stage, forward or backward, microbatch, how often) of what did not run once."""
     number = evidence.number
     ran: Counter[tuple[int, str, int]] = Counter()
@@ -224,7 +261,7 @@ def _ran(evidence: Facts) -> list[tuple[int, str, int, int]]:
     return [(*key, ran[key]) for key in due if ran[key] != 1]
 
 
-def _at(evidence: Facts, found: Sequence[Mismatch], kind: str, detail: str) -> Cause:
+def _at(evidence: Evidence, found: Sequence[Mismatch], kind: str, detail: str) -> Cause:
     """A cause at the stages and on the rank of all that is wrong; at none in particular where all have it."""
     first, stages = found[0], sorted({mismatch.stage for mismatch in found if mismatch.stage is not None})
     ranks = {mismatch.rank for mismatch in found}

@@ -1,17 +1,14 @@
 """The norm: is it that of the gradients, and if not, which other number is it?"""
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from validation.diagnosis.evidence import Evidence
-from validation.diagnosis.facts import Facts
 from validation.diagnosis.rules.update import clip_factor, factors, near
 from validation.judging.cause import Cause
-from validation.judging.verdict import Mismatch
 from validation.observers.recording import Site
 
 _NOBODYS = "like nothing known"
@@ -20,41 +17,34 @@ Likely = tuple[str, int | None, float]  # a norm in words, the stage that it is 
 
 
 def norm(evidence: Evidence) -> list[Cause]:
-    """A norm that is not that of the gradients, although these are right."""
+    """A norm that is not that of the gradients, although these are right, and which other number it is."""
     found = [m for m in evidence.verdict.mismatches if m.law == "grad-norm"]
     if not found or evidence.differs("gradient") or evidence.differs("none-ness"):
         return []
-    right = evidence.expected.norm
-    reported = [rank[evidence.number].norm for rank in evidence.observed.ranks]
-    rank = found[0].rank or 0
-    value = reported[rank]
-    alone = len({m.rank for m in found}) < evidence.ranks
+    told = () if evidence.members is None else evidence.members.found
+    if causes := [one.cause for one in told if one.law == "grad-norm"]:
+        return causes[:1]
+    rank, right = found[0].rank or 0, evidence.expected.norm
+    value = evidence.norms[rank]
+    reporting = [one for one in evidence.norms if one is not None or evidence.playable]
+    alone = len({m.rank for m in found}) < len(reporting)
     if value is None or not right:
-        return [Cause("report", rank=rank if alone else None, detail=f"norm {value}, expected {right}")]
-    others = chain(likely_norms(evidence, rank, reported), _of_case(evidence))
-    text, stage = _called(value, others)
-    used, wanted = factors(evidence), clip_factor(evidence, right)
-    sound = bool(used) and wanted < 1 and all(one.near(wanted) for one in used.values())
-    kind = "report" if alone or (sound and text == _NOBODYS) else "norm"
+        detail = f"norm {value}, expected {right}"
+        return [] if evidence.playable is None else [Cause("report", rank=rank if alone else None, detail=detail)]
+    text, stage = _called(value, likely_norms(evidence, rank))
+    kind = "report" if alone or (text == _NOBODYS and _clipped_by_the_right(evidence)) else "norm"
     detail = f"{value:.6g} in place of {right:.6g}: {text}"
     if stage is not None and not alone:
-        rank, alone = evidence.observed.schedule.placement[stage], True
+        rank, alone = evidence.placement[stage], True
     return [Cause(kind, rank=rank if alone else None, stage=stage, factor=value / right, detail=detail)]
 
 
-def other_norm(facts: Facts, found: Sequence[Mismatch]) -> list[Cause]:
-    """Which other number a reported norm is, of right gradients; ``found`` are its mismatches, on one rank or more."""
-    rank, ranks = found[0].rank or 0, {mismatch.rank for mismatch in found}
-    reported = [row[facts.number].norm for row in facts.observed.ranks]
-    value, right = reported[rank], facts.expected.norm
-    alone = len(ranks) < sum(one is not None for one in reported)
-    if value is None or not right:
-        return []
-    text, stage = _called(value, likely_norms(facts, rank, reported))
-    detail = f"{value:.6g} in place of {right:.6g}: {text}"
-    place = facts.observed.schedule.placement[stage] if stage is not None else rank
-    where = place if alone or stage is not None else None
-    return [Cause("report" if alone else "norm", rank=where, stage=stage, factor=value / right, detail=detail)]
+def _clipped_by_the_right(evidence: Evidence) -> bool:
+    """Whether gradients were clipped as the right norm asks for, so that it was known."""
+    if evidence.playable is None:
+        return False
+    used, wanted = factors(evidence), clip_factor(evidence, evidence.expected.norm)
+    return bool(used) and wanted < 1 and all(one.near(wanted) for one in used.values())
 
 
 def _called(value: float, likely: Iterable[Likely]) -> tuple[str, int | None]:
@@ -63,16 +53,16 @@ def _called(value: float, likely: Iterable[Likely]) -> tuple[str, int | None]:
     return " or ".join(list(known)[:2]) or _NOBODYS, next(iter(known.values()), None)
 
 
-def likely_norms(evidence: Facts, rank: int, reported: Sequence[float | None]) -> Iterator[Likely]:
+def likely_norms(evidence: Evidence, rank: int) -> Iterator[Likely]:
     """Other norms of the same gradients that a step may form by mistake, and the stage that the mistake is about."""
-    kept = {site: g.double() for site, g in evidence.observed.gradients(evidence.number).items() if g is not None}
+    kept = {site: g.double() for site, g in evidence.gradients.items() if g is not None}
     sizes = {site: float(g.norm()) for site, g in kept.items()}
-    placement = evidence.observed.schedule.placement
+    placement = evidence.placement
     by_stage = {s: {site: size for site, size in sizes.items() if site[0] == s} for s in range(evidence.stages)}
     by_rank = {
         r: {site: size for site, size in sizes.items() if placement[site[0]] == r} for r in sorted(set(placement))
     }
-    if len(set(reported)) > 1:  # a norm that all ranks agree on is no rank's own
+    if len(set(evidence.norms)) > 1:  # a norm that all ranks agree on is no rank's own
         yield f"that of rank {rank}'s gradients alone", None, _root(by_rank.get(rank, {}).values())
     whole = evidence.expected.norm or 0.0
     for stage, part in by_stage.items():
@@ -92,6 +82,8 @@ def likely_norms(evidence: Facts, rank: int, reported: Sequence[float | None]) -
     for factor in (evidence.microbatches, evidence.ranks, evidence.stages):
         yield f"{factor} times the right one", None, whole * factor
         yield f"1/{factor} of the right one", None, whole / factor
+    if evidence.playable is not None:
+        yield from _of_case(evidence)
 
 
 def _sums_of_norms(

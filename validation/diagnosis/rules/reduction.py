@@ -17,7 +17,7 @@ from validation.observers.recording import Site
 def reduction(evidence: Evidence) -> list[Cause]:
     """What happened to the gradients between the last backward and the norm."""
     assert evidence.recording is not None, "asked for only where a run was recorded"
-    summed, reduced = evidence.recording.summed, evidence.observed.gradients(evidence.number)
+    summed, reduced = evidence.recording.summed, evidence.gradients
     if not summed:
         return []
     causes = [cause for copies in evidence.tied if (cause := _tied(evidence, copies, summed, reduced)) is not None]
@@ -60,7 +60,7 @@ def _tied(
 
 
 def _of_copy(evidence: Evidence, copies: Sequence[Site], site: Site, kind: str, detail: str) -> Cause:
-    rank = evidence.observed.schedule.placement[site[0]]
+    rank = evidence.placement[site[0]]
     others = ", ".join(f"{name} of stage {stage}" for stage, name in copies if (stage, name) != site)
     return Cause(kind, rank=rank, stage=site[0], parameter=site[1], detail=f"{detail}; tied with {others}")
 

@@ -1,13 +1,40 @@
-"""The report: losses that ranks say otherwise than the stages computed them."""
+"""The report: losses that ranks say otherwise than the stages computed them.
 
+That gradients are right does not prove that the losses were, unless the code is known that made them: what no gradient
+comes from may be wrong in them.
+"""
+
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 
-from validation.diagnosis.facts import Facts
+from validation.diagnosis.evidence import Evidence
 from validation.judging.cause import Cause
+from validation.judging.tolerance import FP32, scalar_error
 from validation.judging.verdict import Mismatch
 
+_UNTOLD = "losses are wrong and gradients right: they are reported otherwise than computed, or a part has no gradient"
 
-def report(evidence: Facts) -> list[Cause]:
+
+def report(evidence: Evidence) -> list[Cause]:
+    """Losses that are reported otherwise than computed.
+
+    Of code that is not ours, those that are others of the right ones, or all of them a multiple.
+    """
+    causes = _reported(evidence)
+    if evidence.playable is not None:
+        return causes
+    found = _numbers(evidence)
+    told = _told(found, evidence) if causes else ""
+    return [replace(cause, detail=f"{_first(found)}: {told}; gradients are right") for cause in causes if told]
+
+
+def unreported(evidence: Evidence) -> Sequence[str]:
+    """That nothing tells why losses are wrong; empty where none is, or where that is told."""
+    return (_UNTOLD,) if evidence.playable is None and _reported(evidence) else ()
+
+
+def _reported(evidence: Evidence) -> list[Cause]:
     """Losses that are reported otherwise than the stages computed them."""
     found = [m for m in evidence.verdict.mismatches if m.law == "loss"]
     upstream = ("gradient", "none-ness", "updated-parameters", "buffers")
@@ -23,7 +50,7 @@ def report(evidence: Facts) -> list[Cause]:
     ]
 
 
-def _computed_right(evidence: Facts) -> bool:
+def _computed_right(evidence: Evidence) -> bool:
     """Whether the stages computed the right losses: recorded, or in training, where gradients go by them.
 
     What an evaluation computed leaves no gradient; but where each microbatch's loss is right, or a multiple as all
@@ -38,3 +65,51 @@ def _computed_right(evidence: Facts) -> bool:
 def _ratio(found: Sequence[Mismatch]) -> float | None:
     ratios = {None if m.ratio is None else round(m.ratio, 4) for m in found}
     return ratios.pop() if len(ratios) == 1 else None
+
+
+def _numbers(evidence: Evidence) -> list[Mismatch]:
+    found = [m for m in evidence.verdict.mismatches if m.law == "loss"]
+    return found if all(m.what == "number" and math.isfinite(_seen(m)) for m in found) else []
+
+
+def _seen(mismatch: Mismatch) -> float:
+    assert isinstance(mismatch.found, float), "a number was compared"
+    return mismatch.found
+
+
+def _told(found: Sequence[Mismatch], evidence: Evidence) -> str:
+    """What the losses that were seen are, in terms of the right ones; empty if they are nothing that tells."""
+    right = evidence.expected.losses
+    seen = list(map(_seen, found))
+    if not found:
+        return ""
+    if found[0].microbatch is not None and all(any(_same(one, other) for other in right) for one in seen):
+        return "those of other microbatches"
+    ratios = [m.ratio for m in found if m.ratio is not None]
+    one = ratios[0] if ratios else 1.0
+    alike = len(ratios) == len(found) and all(_same(ratio, one) for ratio in ratios)
+    count = evidence.microbatches
+    plain = any(_same(one, number) for number in (-1.0, count, 1 / count, *_divisors(evidence)))
+    if alike and (plain or len(found) == count > 1):
+        return f"{one:.6g} times the right {'ones' if len(found) > 1 else 'one'}"
+    alone = evidence.members is not None and evidence.members.replicas.count == 1
+    return "other ranks report the right ones" if alone and len({m.rank for m in found}) < _reporting(evidence) else ""
+
+
+def _reporting(evidence: Evidence) -> int:
+    """How many ranks report losses."""
+    rows = [row[evidence.number] for row in evidence.observed.ranks]
+    return sum(row.loss is not None or bool(row.losses) for row in rows)
+
+
+def _divisors(evidence: Evidence) -> tuple[float, ...]:
+    divisor = None if evidence.due is None else evidence.due.divisor
+    return (divisor, 1 / divisor) if divisor else ()
+
+
+def _first(found: Sequence[Mismatch]) -> str:
+    return f"loss {found[0].seen}, expected {found[0].expected}"
+
+
+def _same(one: float, other: float) -> bool:
+    return scalar_error(one, other) <= FP32.least

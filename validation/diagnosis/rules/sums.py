@@ -53,7 +53,7 @@ def _cause(group: Sequence[Broken], evidence: Evidence) -> Cause:
     also = "" if everywhere or len(stages) == 1 else f"; also at stage {', '.join(map(str, sorted(stages)[:-1]))}"
     return Cause(
         first.kind,
-        rank=None if everywhere else evidence.observed.schedule.placement[first.stage],
+        rank=None if everywhere else evidence.placement[first.stage],
         stage=None if everywhere else first.stage,
         microbatches=first.microbatches,
         action=first.action,

@@ -153,7 +153,7 @@ class _Suppositions:
         return self._evidence.number
 
     def _cause(self, one: Supposed, microbatches: tuple[int, ...]) -> Cause:
-        rank = self._evidence.observed.schedule.placement[one.stage]
+        rank = self._evidence.placement[one.stage]
         return Cause(one.kind, rank=rank, stage=one.stage, microbatches=microbatches, detail=f"as if {one.text}")
 
 

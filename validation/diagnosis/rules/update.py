@@ -1,8 +1,8 @@
 """What is done with the gradients: the clipping and the update."""
 
 import math
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from reference.step import Recipe
 from validation.diagnosis.evidence import Evidence, of_stage
-from validation.diagnosis.facts import Facts
 from validation.judging.cause import Cause
 from validation.judging.tolerance import FP32, precision_of
+from validation.judging.verdict import Mismatch, Size
 from validation.observers.recording import Site
 
 _ALIKE = 1e-5  # numbers that two ways of forming a norm or a factor may differ by
@@ -32,6 +32,8 @@ class Factor(NamedTuple):
 
 def clip(evidence: Evidence) -> list[Cause]:
     """Gradients that clipping did not multiply by what their norm asks for."""
+    if evidence.playable is None:
+        return []  # how far parameters moved shows
     used = factors(evidence)
     wanted = clip_factor(evidence, evidence.expected.norm)
     wrong = {site: one for site, one in used.items() if not one.near(wanted)}
@@ -49,7 +51,7 @@ def clip(evidence: Evidence) -> list[Cause]:
     return [
         Cause(
             "clip",
-            rank=None if several else evidence.observed.schedule.placement[stage],
+            rank=None if several else evidence.placement[stage],
             stage=None if several else stage,
             parameter=None if whole or len(wrong) > 1 else name,
             factor=factor.value,
@@ -58,7 +60,7 @@ def clip(evidence: Evidence) -> list[Cause]:
     ]
 
 
-def update(evidence: Facts) -> list[Cause]:
+def update(evidence: Evidence) -> list[Cause]:
     """Parameters that are not what the right gradients should have made of them."""
     found = [m for m in evidence.verdict.mismatches if m.law == "updated-parameters"]
     if not found or any(evidence.differs(law) for law in ("gradient", "none-ness", "grad-norm")):
@@ -66,20 +68,63 @@ def update(evidence: Facts) -> list[Cause]:
     stages = {m.stage for m in found}
     first = found[0]
     one = len(stages) == 1
-    return [
-        Cause(
-            "update",
-            rank=first.rank if one else None,
-            stage=first.stage if one else None,
-            parameter=first.parameter if len(found) == 1 else None,
-            detail=f"{first.seen}, expected {first.expected}; {len(found)} parameters",
-        )
-    ]
+    cause = Cause(
+        "update",
+        rank=first.rank if one else None,
+        stage=first.stage if one else None,
+        parameter=first.parameter if len(found) == 1 else None,
+        detail=f"{first.seen}, expected {first.expected}; {len(found)} parameters",
+    )
+    return [cause if evidence.playable is not None else _or_clip(cause, evidence)]
+
+
+def _or_clip(cause: Cause, evidence: Evidence) -> Cause:
+    """``cause``, or the clipping, where what the optimizer was given is not known.
+
+    Where its step is linear in that, a factor shows in how far parameters moved, and it is clipping's if clipping comes
+    to it. Where it does not, which of the two stays open.
+    """
+    size, most = evidence.expected.norm or 0.0, evidence.max_norm
+    if most is not None and size <= most:
+        return cause
+    wanted = clip_factor(evidence, size)
+    used = {} if most is None else moved(evidence)
+    given = {site: Factor(one.value * wanted, one.noise) for site, one in used.items()}
+    words = {_known(evidence, stage, one) for (stage, _), one in given.items()}
+    if not words or "" in words:
+        return replace(cause, instead=(replace(cause, kind="clip"),))
+    first = next(iter(given.values()))
+    known = words.pop() if len(words) == 1 else ""
+    detail = "; ".join(filter(None, (f"multiplied by {first.value:.4g}, expected {wanted:.4g}", known)))
+    return replace(cause, kind="clip", factor=first.value, detail=detail)
+
+
+def moved(evidence: Evidence) -> Mapping[Site, Factor]:
+    """How many times as far as it should have each parameter moved that is not where it should be."""
+    assert evidence.due is not None, "asked for only where the run cannot be played again"
+    found = [m for m in evidence.verdict.mismatches if m.law == "updated-parameters"]
+    return {
+        (m.stage or 0, m.parameter): _moved(m, evidence.due.weights[m.parameter])
+        for m in found
+        if m.parameter is not None
+    }
+
+
+def _moved(mismatch: Mismatch, before: Tensor) -> Factor:
+    """How many times as far as it should have a parameter moved; NaN where it went elsewhere."""
+    seen, due = mismatch.found, mismatch.due
+    if not isinstance(seen, Size) or not isinstance(due, Size) or seen.norm is None or not due.norm:
+        return Factor(math.nan, 0.0)
+    value, cosine = (0.0, 1.0) if not seen.norm else (seen.factor or 0.0, seen.cosine or 0.0)
+    noise = _ROOM * precision_of(before.dtype).unit * (due.began or 0.0) / due.norm
+    rest = seen.norm * math.sqrt(max(0.0, 1.0 - cosine**2))
+    multiple = rest <= max(1e-3, noise) * max(seen.norm, due.norm)
+    return Factor(value if multiple else math.nan, noise)
 
 
 def factors(evidence: Evidence) -> dict[Site, Factor]:
     """What each gradient was really multiplied by; NaN where what the optimizer had is no multiple of it."""
-    kept = evidence.observed.gradients(evidence.number)
+    kept = evidence.gradients
     found = {}
     for site, (given, noise) in _given(evidence).items():
         before = kept.get(site)
@@ -96,12 +141,9 @@ def factors(evidence: Evidence) -> dict[Site, Factor]:
 
 def clip_factor(evidence: Evidence, size: float | None) -> float:
     """What clipping multiplies by where the norm is ``size``."""
-    return to_clip(size, evidence.setup.max_norm(evidence.number))
-
-
-def to_clip(size: float | None, max_norm: float) -> float:
-    """What clipping a norm of ``size`` to ``max_norm`` multiplies by."""
-    factor = max_norm / ((size or 0.0) + 1e-6)
+    if evidence.max_norm is None:
+        return 1.0
+    factor = evidence.max_norm / ((size or 0.0) + 1e-6)
     return 1.0 if factor > 1.0 else factor
 
 
@@ -119,7 +161,7 @@ def near(one: float | None, other: float | None) -> bool:
 def _other_gradients(evidence: Evidence, wrong: Mapping[Site, Factor]) -> list[Cause]:
     stage, name = next(site for site, one in wrong.items() if math.isnan(one.value))
     detail = "what the optimizer is given are not the gradients that the norm is of"
-    rank = evidence.observed.schedule.placement[stage]
+    rank = evidence.placement[stage]
     return [Cause("update", rank=rank, stage=stage, parameter=name, detail=detail)]
 
 
@@ -144,24 +186,14 @@ def _given(evidence: Evidence) -> dict[Site, tuple[Tensor, float]]:
 
 
 def _known(evidence: Evidence, stage: int, factor: Factor) -> str:
-    """How clipping comes to such a factor, in words; empty if it does not."""
-    return clipped_as(evidence, stage, factor, partial(clip_factor, evidence))
-
-
-def clipped_as(facts: Facts, stage: int, factor: Factor, clip: Callable[[float | None], float]) -> str:
-    """How clipping comes to multiply a stage by ``factor``, in words; empty if it does not.
-
-    ``clip``: what it multiplies by, from a norm.
-    """
-    right = facts.expected.norm
-    kept = facts.observed.gradients(facts.number)
-    placement = facts.observed.schedule.placement
-    rank = [other for other in range(facts.stages) if placement[other] == placement[stage]]
+    """How clipping comes to multiply a stage by ``factor``, in words; empty if it does not."""
+    right, kept, placement = evidence.expected.norm, evidence.gradients, evidence.placement
+    rank = [other for other in range(evidence.stages) if placement[other] == placement[stage]]
     ways = {
         "not clipped": 1.0,
-        "clipped twice": clip(right) ** 2,
-        "by its own stage's norm": clip(_size(kept, [stage])),
-        "by its own rank's norm": clip(_size(kept, rank)),
+        "clipped twice": clip_factor(evidence, right) ** 2,
+        "by its own stage's norm": clip_factor(evidence, _size(kept, [stage])),
+        "by its own rank's norm": clip_factor(evidence, _size(kept, rank)),
     }
     return next((words for words, value in ways.items() if factor.near(value)), "")
 

@@ -13,10 +13,11 @@ STAGES, COUNT = 4, 3
 def facts(mismatches: list[Mismatch], *ran: Action) -> Any:
     """Two ranks of two stages each, and what they ran."""
     rows = [[SimpleNamespace(executed=[action for action in ran if action.stage % 2 == rank])] for rank in range(2)]
-    observed = SimpleNamespace(ranks=rows, schedule=SimpleNamespace(placement=(0, 1, 0, 1)))
+    observed = SimpleNamespace(ranks=rows)
     return SimpleNamespace(
         verdict=SimpleNamespace(mismatches=mismatches),
         observed=observed,
+        placement=(0, 1, 0, 1),
         number=0,
         operation="train",
         stages=STAGES,

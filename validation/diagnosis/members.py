@@ -1,20 +1,47 @@
-"""What may have gone wrong between the ranks that have a stage in common: told by the numbers, in terms of a law."""
+"""Ranks that have a stage in common, and what may have gone wrong between them: told by the numbers, for a law."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, permutations
+from typing import Protocol
 
 from torch import Tensor
 
-from reference.step import Contribution, Site
-from validation.foreign.assemble import Stage
-from validation.foreign.rank import Part, Replicas
+from reference.step import Contribution, Gradient, Site
 from validation.judging.cause import Cause
 from validation.judging.tolerance import error, scalar_error
+from validation.observers.shards import Shard
+from validation.observers.share import Replicas
 
 _ALIKE = 1e-3  # no verdict hangs on it: how near a number must be to one that would explain it
+
+
+class Part(Protocol):
+    """What a rank handed back of a stage, by its parameters in order; ``members``: all ranks with this stage."""
+
+    @property
+    def gradients(self) -> Sequence[Gradient]: ...
+
+    @property
+    def shards(self) -> Mapping[int, Shard]: ...
+
+    @property
+    def members(self) -> "Sequence[tuple[int, Part]]": ...
+
+
+class Stage(Protocol):
+    """A part at its place in the model, with the names of its parameters by their numbers."""
+
+    @property
+    def index(self) -> int: ...
+
+    @property
+    def part(self) -> Part: ...
+
+    @property
+    def names(self) -> Mapping[int, str]: ...
 
 
 @dataclass(frozen=True)
@@ -26,7 +53,7 @@ class Suspicion:
 
 
 @dataclass(frozen=True)
-class Suspects:
+class Members:
     """The stages with all their members, and what the reference has of every microbatch."""
 
     stages: Sequence[Stage]

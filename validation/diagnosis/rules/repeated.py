@@ -5,41 +5,41 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from pipeline.action import Kind
-from validation.foreign.step_facts import StepFacts
+from validation.diagnosis.evidence import Evidence
 from validation.judging.cause import Cause, listed
 from validation.observers.observed import UNTOLD
 from validation.observers.recording import RECEIVED
 
 
-def repeated(facts: StepFacts) -> list[Cause]:
+def repeated(evidence: Evidence) -> list[Cause]:
     """What the first such stage was given, where every stage before it had each microbatch once."""
-    if not facts.observed.called(0):
+    if not evidence.passed:
         return []
-    before: Sequence[int] = range(facts.microbatches)
-    for stage in range(facts.stages):
-        order = _called(facts, stage)
+    before: Sequence[int] = range(evidence.microbatches)
+    for stage in range(evidence.stages):
+        order = _called(evidence, stage)
         if UNTOLD in order:
             return []  # nobody knows of which microbatch it had another's tensors
-        if stage in facts.unseen or sorted(order) == sorted(before):
+        if stage in evidence.unseen or sorted(order) == sorted(before):
             before = order or before
             continue
         given = _in_place(order, before)
-        if not given or not _by_module(facts, stage):
+        if not given or not _by_module(evidence, stage):
             return []
-        return [_cause(facts, stage, given)]
+        return [_cause(evidence, stage, given)]
     return []
 
 
-def backed_again(facts: StepFacts) -> list[Cause]:
+def backed_again(evidence: Evidence) -> list[Cause]:
     """A stage that ran backwards through one microbatch twice, with the output gradient of one that it left out."""
-    for stage in reversed(range(facts.stages)):
-        order = ordered(facts, stage, Kind.BACKWARD)
-        missing = {m for m in range(facts.microbatches) if m not in order}
-        if UNTOLD in order or len(order) != facts.microbatches or not missing:
+    for stage in reversed(range(evidence.stages)):
+        order = ordered(evidence, stage, Kind.BACKWARD)
+        missing = {m for m in range(evidence.microbatches) if m not in order}
+        if UNTOLD in order or len(order) != evidence.microbatches or not missing:
             continue
         met = {
             one.really.label.point.microbatch: one.action
-            for one in facts.observed.crossings(0)
+            for one in evidence.observed.crossings(evidence.number)
             if one.action.stage == stage and one.where == RECEIVED and one.really is not None and one.really.label
         }
         found = sorted(missing & met.keys())
@@ -47,11 +47,11 @@ def backed_again(facts: StepFacts) -> list[Cause]:
             return []
         told = ", ".join(f"that of microbatch {m} met the activations of microbatch {met[m].microbatch}" for m in found)
         ran = ", ".join(f"stage {one} {listed(seen)}" for one in (stage + 1, stage)
-                        if (seen := ordered(facts, one, Kind.BACKWARD)))  # fmt: skip
+                        if (seen := ordered(evidence, one, Kind.BACKWARD)))  # fmt: skip
         return [
             Cause(
                 "mispaired",
-                rank=facts.observed.schedule.placement[stage],
+                rank=evidence.placement[stage],
                 stage=stage,
                 microbatches=tuple(found),
                 action=str(met[found[0]]),
@@ -61,20 +61,22 @@ def backed_again(facts: StepFacts) -> list[Cause]:
     return []
 
 
-def ordered(facts: StepFacts, stage: int, kind: Kind) -> list[int]:
+def ordered(evidence: Evidence, stage: int, kind: Kind) -> list[int]:
     """The microbatches of a stage's forwards or backwards, as they ran; empty where it was not watched."""
-    flow = facts.passed.get(stage)
+    flow = evidence.passed.get(stage)
     return [] if flow is None else [action.microbatch for action in flow.actions if action.kind is kind]
 
 
-def rearranged(facts: StepFacts) -> bool:
+def rearranged(evidence: Evidence) -> bool:
     """Whether some stage was called as often as it should be, for some microbatches twice and for others never.
 
     Then nothing was left out: tensors were taken for others.
     """
-    every = list(range(facts.microbatches))
-    called = [action for action, _ in facts.observed.called(0)]
-    orders = [[a.microbatch for a in called if a.stage == stage] for stage in range(facts.stages)]
+    if not evidence.passed:
+        return False
+    every = list(range(evidence.microbatches))
+    called = [action for action, _ in evidence.observed.called(evidence.number)]
+    orders = [[a.microbatch for a in called if a.stage == stage] for stage in range(evidence.stages)]
     told = [order for order in orders if UNTOLD not in order]
     return any(len(order) == len(every) and sorted(order) != every for order in told)
 
@@ -89,19 +91,18 @@ def _in_place(order: Sequence[int], before: Sequence[int]) -> dict[int, int]:
     return given if Counter(given.values()) == spare else {}
 
 
-def _by_module(facts: StepFacts, stage: int) -> bool:
+def _by_module(evidence: Evidence, stage: int) -> bool:
     """Whether what ``stage`` did is known from its module's tensors; a trace has numbers of its own."""
-    ran = facts.observed.forwards(0)[stage]
-    return sorted(ran) == sorted(action.microbatch for action, _ in facts.observed.called(0) if action.stage == stage)
+    return sorted(evidence.observed.forwards(evidence.number)[stage]) == sorted(_called(evidence, stage))
 
 
-def _cause(facts: StepFacts, stage: int, given: dict[int, int]) -> Cause:
+def _cause(evidence: Evidence, stage: int, given: dict[int, int]) -> Cause:
     told = ", ".join(f"microbatch {other}'s, expected microbatch {own}'s" for own, other in sorted(given.items()))
     first = min(given)
-    ran = [f"stage {one} {listed(_called(facts, one))}" for one in (stage - 1, stage) if one >= 0]
+    ran = [f"stage {one} {listed(_called(evidence, one))}" for one in (stage - 1, stage) if one >= 0]
     found = Cause(
         "mispaired" if stage else "swapped-data",
-        rank=facts.observed.schedule.placement[stage],
+        rank=evidence.placement[stage],
         stage=stage,
         microbatches=tuple(sorted(given)),
         action=f"{stage}F{first}",
@@ -115,5 +116,5 @@ def or_wrong_message(cause: Cause) -> Cause:
     return replace(cause, instead=(replace(cause, kind="wrong-message", detail="or that is how they arrived"),))
 
 
-def _called(facts: StepFacts, stage: int) -> list[int]:
-    return [action.microbatch for action, _ in facts.observed.called(0) if action.stage == stage]
+def _called(evidence: Evidence, stage: int) -> list[int]:
+    return [action.microbatch for action, _ in evidence.observed.called(evidence.number) if action.stage == stage]

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from reference.step import Expected
 from validation.diagnosis.atoms import Term
 from validation.diagnosis.combination import residual_of
 from validation.diagnosis.explanation import limit_of
+from validation.diagnosis.members import Members, Stage
 from validation.diagnosis.outlier import Parts, counted
-from validation.foreign.assemble import Stage
-from validation.foreign.rank import Replicas
-from validation.foreign.step_facts import StepFacts
 from validation.judging.cause import Cause
+from validation.observers.share import Replicas
 
 Counts = tuple[float, ...]  # how often each microbatch is in a gradient
 Pattern = tuple[tuple[int, Counts], ...]  # by rank
@@ -44,13 +44,13 @@ class _Copies:
         )
 
 
-def unreduced(facts: StepFacts) -> list[Cause]:
+def unreduced(members: Members, expected: Expected) -> list[Cause]:
     """A cause for each stage in which ranks lack microbatches of other replicas, and for its parameters if not all."""
-    return [cause for stage in facts.found.stages for cause in _of_stage(facts, stage)]
+    return [cause for stage in members.stages for cause in _of_stage(members, expected, stage)]
 
 
-def _of_stage(facts: StepFacts, stage: Stage) -> Iterator[Cause]:
-    copies, replicas = list(_copies(facts, stage)), facts.found.replicas
+def _of_stage(members: Members, expected: Expected, stage: Stage) -> Iterator[Cause]:
+    copies, replicas = list(_copies(members, expected, stage)), members.replicas
     ranks = tuple(sorted(rank for rank, _ in stage.part.members))
     every = range(replicas.microbatches)
     right: Pattern = tuple((rank, (1.0,) * len(every)) for rank in ranks)
@@ -72,17 +72,17 @@ def _of_stage(facts: StepFacts, stage: Stage) -> Iterator[Cause]:
             yield Cause("not-reduced", stage=stage.index, parameter=name, detail=detail)
 
 
-def _copies(facts: StepFacts, stage: Stage) -> Iterator[_Copies]:
+def _copies(members: Members, expected: Expected, stage: Stage) -> Iterator[_Copies]:
     """The parameters that every rank holds whole."""
     for k, name in stage.names.items():
-        site, members = (stage.index, name), stage.part.members
-        given = [one.gradients.get(site) for one in facts.made]
+        site, holders = (stage.index, name), stage.part.members
+        given = [one.gradients.get(site) for one in members.contributions]
         parts = [gradient.double().cpu().flatten() for gradient in given if gradient is not None]
-        seen = {rank: part.gradients[k] for rank, part in members if k not in part.shards}
+        seen = {rank: part.gradients[k] for rank, part in holders if k not in part.shards}
         flat = {rank: gradient.double().cpu().flatten() for rank, gradient in seen.items() if gradient is not None}
-        if len(parts) == len(given) and len(flat) == len(members):
+        if len(parts) == len(given) and len(flat) == len(holders):
             rows = torch.stack(parts)
-            due = facts.expected.gradients[site]
+            due = expected.gradients[site]
             assert due is not None, "every microbatch has one"
             if all(one.shape == rows[0].shape and bool(one.isfinite().all()) for one in flat.values()):
                 yield _Copies(name, flat, rows, limit_of(due.cpu().flatten(), rows.sum(dim=0)))

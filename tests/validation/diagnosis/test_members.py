@@ -5,12 +5,13 @@ import torch
 from torch import Tensor
 
 from reference.step import Contribution
+from validation.diagnosis.members import Members
 from validation.foreign.assemble import Stage
 from validation.foreign.matching import Local
-from validation.foreign.rank import Part, RankMade, Replicas
+from validation.foreign.rank import Part, RankMade
 from validation.foreign.shared_stages import together
-from validation.foreign.suspects import Suspects
 from validation.observers.shards import Shard
+from validation.observers.share import Replicas
 
 REPLICAS = Replicas((0, 1), 4)
 UPPER, LOWER = Shard(((0, 2),)), Shard(((2, 4),))
@@ -26,7 +27,7 @@ def part(gradient: Tensor, shard: Shard | None = None) -> RankMade:
 def notes(*ranks: RankMade, norms: tuple[float | None, float | None] = (None, None)) -> dict[str, str]:
     (merged,) = together(ranks, REPLICAS)[0].parts
     contributions = [Contribution(0.0, {(0, "w"): gradient}) for gradient in EACH]
-    return Suspects([Stage(0, 0, merged, {0: "w"}, {})], REPLICAS, contributions, norms).notes()
+    return Members([Stage(0, 0, merged, {0: "w"}, {})], REPLICAS, contributions, norms).notes()
 
 
 def test_nothing_is_said_of_what_is_right_or_fits_nothing() -> None:

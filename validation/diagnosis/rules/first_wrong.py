@@ -4,10 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from validation.diagnosis.divergence import roots
-from validation.foreign.call_matching import INPUT
-from validation.foreign.step_facts import StepFacts
+from validation.diagnosis.evidence import Evidence
 from validation.observers.identity import What
-from validation.observers.observed import Crossing
+from validation.observers.observed import INPUT, Crossing
 from validation.observers.recording import FLOWED, FORWARD_POINTS, GIVEN, HANDED_ON, KEPT, MADE, RECEIVED, Point
 
 # What a tensor is made from, and what is made from it: how many stages further, and where.
@@ -45,14 +44,14 @@ class Root:
 class Boundaries:
     """The crossings of all watched stages, by their points."""
 
-    def __init__(self, facts: StepFacts) -> None:
-        self._facts, self._last = facts, facts.stages - 1
+    def __init__(self, evidence: Evidence) -> None:
+        self._evidence, self._last = evidence, evidence.stages - 1
         self._at: dict[Point, list[Crossing]] = {}
-        for crossing in facts.observed.crossings(0):
+        for crossing in evidence.observed.crossings(evidence.number):
             self._at.setdefault(self._point(crossing), []).append(crossing)
         self._unplaced = {
             Point(stage, microbatch, self._where(stage, where))
-            for stage, flow in facts.passed.items()
+            for stage, flow in evidence.passed.items()
             for where, microbatch in flow.unplaced
         }
 
@@ -70,7 +69,7 @@ class Boundaries:
         """The wrong tensors that were made from none, along the flow."""
         found = {point: self._is_right(point) for point in self._at}
         before: set[int] = set()  # microbatches
-        for point in roots(found, self._facts.stages):
+        for point in roots(found, self._evidence.stages):
             blurred = point.microbatch in before and not self._exact_before(point)
             before.add(point.microbatch)
             if not blurred and not self._behind_the_unknown(point):
@@ -111,7 +110,7 @@ class Boundaries:
 
         Then it may be a consequence, and is no root that anybody knows of.
         """
-        passed = self._facts.passed
+        passed = self._evidence.passed
         stages = [stage for stage, flow in passed.items() if flow.untold and point.microbatch in flow.lost]
         return any(stage < point.stage or point.where not in FORWARD_POINTS for stage in stages)
 
@@ -147,16 +146,16 @@ class Boundaries:
 
     def _joined(self, stage: int) -> bool:
         """Whether the next stage begins where ``stage`` ends: not where parts of them are watched, as blocks may be."""
-        ends, begins = self._facts.passed[stage].ends.values(), self._facts.passed[stage + 1].begins.values()
+        ends, begins = self._evidence.passed[stage].ends.values(), self._evidence.passed[stage + 1].begins.values()
         return not ends or not begins or not set(ends).isdisjoint(begins)
 
     def _other_gradients(self, stage: int) -> bool:
         """Whether a gradient of a parameter of ``stage`` is wrong."""
-        return any(m.stage == stage for m in self._facts.verdict.mismatches if m.law in ("gradient", "none-ness"))
+        return any(m.stage == stage for m in self._evidence.verdict.mismatches if m.law in ("gradient", "none-ness"))
 
     def _other_loss(self, microbatch: int) -> bool:
         """Whether the loss of this microbatch is wrong."""
-        losses = [m for m in self._facts.verdict.mismatches if m.law == "loss"]
+        losses = [m for m in self._evidence.verdict.mismatches if m.law == "loss"]
         return any(m.microbatch in (None, microbatch) for m in losses)
 
     def refined(self, root: Root) -> tuple[str, str] | None:
@@ -175,7 +174,7 @@ class Boundaries:
         return None
 
     def _rank(self, stage: int) -> int | None:
-        placement = self._facts.observed.schedule.placement
+        placement = self._evidence.placement
         return placement[stage] if 0 <= stage <= self._last else None
 
     def _meant_for(self, made: Point) -> int | None:

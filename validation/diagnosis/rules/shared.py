@@ -1,0 +1,104 @@
+"""What is wrong between ranks that have a stage in common, or a copy of one parameter."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from validation.diagnosis.evidence import Evidence
+from validation.diagnosis.rules.unreduced import unreduced
+from validation.judging.cause import Cause
+from validation.judging.tolerance import error, scalar_error
+
+_ALIKE = 1e-3  # no verdict hangs on it
+
+
+def shared(evidence: Evidence) -> list[Cause]:
+    """The likeliest of what is wrong between ranks; of a record, each that its copies tell."""
+    if evidence.members is None:
+        return _of_copies(evidence)
+    told = [
+        _placed(one.cause, evidence)
+        for one in evidence.members.found
+        if one.law in ("replicas", "gradient") and evidence.differs(one.law) and not _of_losses(one.cause, evidence)
+    ][:1]
+    return told or (unreduced(evidence.members, evidence.expected) if evidence.differs("replicas") else [])
+
+
+def apart(evidence: Evidence) -> Sequence[str]:
+    """That ranks do not agree, and nothing says why; empty where they do."""
+    told = "what ranks have of one stage does not go together, in a way that tells nothing"
+    return (told,) if evidence.differs("replicas") or evidence.differs("shards") else ()
+
+
+def on_rank(cause: Cause, evidence: Evidence) -> Cause:
+    """``cause`` on the rank that had what is wrong, where several hold the stage and its place alone was known."""
+    if cause.stage is None or cause.kind in ("not-reduced", "misplaced", "norm", "report"):
+        return cause  # told of a rank, not of a stage
+    if evidence.members is None or cause.rank != evidence.placement[cause.stage]:
+        return cause
+    return replace(cause, rank=_rank_of(cause.stage, cause.microbatches, evidence))
+
+
+def _rank_of(stage: int, microbatches: Sequence[int], evidence: Evidence) -> int | None:
+    """The rank of ``stage``; where several hold it, the one that these microbatches were on, if that is one."""
+    assert evidence.members is not None, "asked for only where there are members"
+    replicas, passed = evidence.members.replicas, evidence.passed
+    members = [rank for rank, _ in evidence.members.stages[stage].part.members]
+    if len(members) < 2:
+        return evidence.placement[stage]
+    if replicas.count > 1:
+        ran = {m: rank for rank in reversed(members) for m in replicas.share(rank)}
+    else:
+        ran = {m: r for m, r in passed[stage].ranks.items() if r is not None} if stage in passed else {}
+    found = {ran.get(microbatch) for microbatch in microbatches}
+    return found.pop() if len(found) == 1 else None
+
+
+def _of_losses(cause: Cause, evidence: Evidence) -> bool:
+    """Whether losses, too, are as many times too large as ``cause`` says of gradients: then no sum of theirs is why."""
+    factor = _loss_factor(evidence) if cause.kind == "scale" else None
+    return factor is not None and cause.factor is not None and abs(factor / cause.factor - 1) < _ALIKE
+
+
+def _loss_factor(evidence: Evidence) -> float | None:
+    """How many times what it should be every loss is; None where that is not one number."""
+    rows, due = [row[evidence.number] for row in evidence.observed.ranks], evidence.expected
+    pairs = [(one, due.losses[m]) for row in rows for m, one in zip(row.share or (), row.losses, strict=False)]
+    pairs += [(row.loss, due.loss) for row in rows if row.loss is not None]
+    ratios = [seen / right for seen, right in pairs if right]
+    if not ratios or any(scalar_error(ratio, ratios[0]) > _ALIKE for ratio in ratios):
+        return None
+    return ratios[0]
+
+
+def _placed(cause: Cause, evidence: Evidence) -> Cause:
+    if cause.stage is None or cause.rank is not None or evidence.members is None:
+        return cause
+    several = len(evidence.members.stages[cause.stage].part.members) > 1
+    return cause if several else replace(cause, rank=evidence.placement[cause.stage])
+
+
+def _of_copies(evidence: Evidence) -> list[Cause]:
+    """Copies of which each has a part of the gradient, and all the whole."""
+    found: dict[tuple[tuple[int, ...], str], list[str]] = {}
+    for (name, stages), by_rank in ({} if evidence.sums is None else evidence.sums.copies).items():
+        due, told = evidence.expected.gradients.get((stages[0], name)), ""
+        given = [one for one in by_rank.values() if one is not None]
+        if due is None or len(given) < len(by_rank) or any(one.shape != due.shape for one in given):
+            continue
+        parts = [one.double().cpu() for k, one in enumerate(given) if not any(torch.equal(one, o) for o in given[:k])]
+        whole = torch.stack(parts).sum(dim=0)
+        for what, one in (("sum", whole), ("mean", whole / len(parts))):
+            if len(parts) > 1 and error(one, due.double().cpu()) < _ALIKE:
+                told = f"ranks {', '.join(map(str, by_rank))} keep gradients of their own, and their {what} is expected"
+        if told:
+            found.setdefault((tuple(sorted(set(stages))), told), []).append(name)
+    return [_apart(stages, told, names) for (stages, told), names in found.items()]
+
+
+def _apart(stages: Sequence[int], told: str, names: Sequence[str]) -> Cause:
+    kind, stage = ("not-reduced", stages[0]) if len(stages) == 1 else ("tied-not-summed", None)
+    if len(names) == 1:
+        return Cause(kind, stage=stage, parameter=names[0], detail=told)
+    return Cause(kind, stage=stage, detail=f"{', '.join(names)}: {told}")

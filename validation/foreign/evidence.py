@@ -1,0 +1,115 @@
+"""What a diagnosis of a foreign step rests on: what its ranks handed back, and the reference beside it."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor, nn
+
+from reference.data import Batch
+from reference.step import Contribution, Expected, Gradient, Loss, Reference, Site
+from reference.traced import Traced
+from validation.diagnosis.evidence import Evidence
+from validation.diagnosis.members import Members
+from validation.diagnosis.update import Update
+from validation.foreign.assemble import Assembled
+from validation.judging.ledger import NOWHERE
+from validation.judging.verdict import Verdict
+from validation.observers.observed import Observed, Passed
+
+
+@dataclass(frozen=True)
+class Beside:
+    """The reference, once it was run.
+
+    ``model`` has the weights that the step began with; ``made`` is what the reference has of every microbatch.
+    """
+
+    reference: Reference
+    model: nn.Module
+    batches: Sequence[Batch]
+    loss: Loss
+    made: Sequence[Contribution]
+
+
+def evidence_of(
+    verdict: Verdict, observed: Observed, found: Assembled, beside: Beside, passed: Mapping[int, Passed]
+) -> Evidence:
+    """All that is known of a step; ``passed`` is what is known of the boundaries of watched stages."""
+    norms = [row[0].norm for row in observed.ranks]
+    return Evidence(
+        verdict,
+        observed.schedule.placement,
+        len(beside.batches),
+        len(found.made),
+        gradients=observed.gradients(0),
+        norms=norms,
+        due=_Due(observed, found, beside, passed),
+        seen=observed,
+        passed=passed,
+        members=Members(found.stages, found.replicas, beside.made, norms),
+        unseen=found.unseen | {stage for stage, flow in passed.items() if flow.untold},
+        frozen=found.frozen,
+        strange=bool(found.strangers),
+        renamed_by="names=",
+    )
+
+
+@dataclass(frozen=True)
+class _Due:
+    """What the step must give."""
+
+    observed: Observed
+    found: Assembled
+    beside: Beside
+    passed: Mapping[int, Passed]
+
+    @cached_property
+    def expected(self) -> Expected:
+        """All, but for any update."""
+        batches, made = self.beside.batches, self.beside.made
+        orders = dict.fromkeys({stage for stage, _ in made[0].gradients}, range(len(batches)))
+        return self.beside.reference.before_update(batches, made, orders=orders)
+
+    @cached_property
+    def update(self) -> Update:
+        """The step as attribution sees it."""
+        apart = [{s: name for s, name in copies.items() if s != NOWHERE} for copies in self.found.tied]
+        return Update(
+            self.observed.gradients(0),
+            self._held,
+            self._traced,
+            tied=[copies for copies in apart if len(copies) > 1],
+            placement=self.observed.schedule.placement,
+            ranks=len(self.found.made) // self.found.replicas.count,
+            replicas=self.found.replicas.count,
+        )
+
+    @cached_property
+    def weights(self) -> Mapping[str, Tensor]:
+        return {name: p.detach().cpu() for name, p in self.beside.model.named_parameters(remove_duplicate=False)}
+
+    @property
+    def divisor(self) -> float:
+        return self.beside.loss.divisor
+
+    def ends(self, stage: int) -> Collection[str]:
+        """The places in the reference where ``stage`` ends."""
+        return self._traced.end(stage)
+
+    @cached_property
+    def _traced(self) -> Traced:
+        """The reference, in the stages that were handed back."""
+        return Traced(
+            self.beside.model,
+            held=self._held.keys(),
+            batches=self.beside.batches,
+            loss=self.beside.loss,
+            losses=[one.loss for one in self.beside.made],
+            ends={stage: flow.ends.values() for stage, flow in self.passed.items()},
+        )
+
+    @cached_property
+    def _held(self) -> Mapping[Site, Gradient]:
+        gradients = self.expected.gradients
+        return {site: gradients[site] for site in sorted(self.found.due) if site[0] != NOWHERE}
