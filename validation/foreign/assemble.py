@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from pipeline.action import Action
 from pipeline.schedule import Schedule
 from reference.step import Site
+from validation.diagnosis.members import Replicas
 from validation.foreign.crossings import passed
 from validation.foreign.matching import match, with_copies
 from validation.foreign.places import Both
@@ -18,7 +19,6 @@ from validation.judging.copies import copies_apart
 from validation.judging.headings import NOWHERE
 from validation.observers.observed import Claim, Observed, Passed, RankOperation
 from validation.observers.shards import gathered, sized, untiled
-from validation.observers.share import Replicas
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ from collections.abc import Collection, Mapping
 from torch import nn
 
 from reference.step import Contribution, LossError, Recipe, Reference, Site
+from validation.diagnosis.members import Replicas
 from validation.foreign.places import Both, Survey
 from validation.foreign.task import ReferenceRaised, Task
 from validation.judging.judge import one_thread
 from validation.judging.verdict import raised
-from validation.observers.share import Replicas
 
 
 class ReferenceRun:

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from reference.step import Recipe, Reference, Site
+from validation.diagnosis.members import Replicas
 from validation.foreign.reference_run import ReferenceRun
 from validation.foreign.task import Task
-from validation.observers.share import Replicas
 
 MICROBATCHES = 3
 

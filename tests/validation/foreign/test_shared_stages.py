@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from pipeline.action import Action
+from validation.diagnosis.members import Replicas
 from validation.foreign.matching import Local
 from validation.foreign.rank import Part, RankMade
 from validation.foreign.shared_stages import claims, together
 from validation.observers.shards import Shard
-from validation.observers.share import Replicas
 from validation.observers.watching import Call
 
 TWICE = Replicas((0, 1), 4)
