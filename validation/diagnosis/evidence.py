@@ -9,11 +9,10 @@ from torch import Tensor
 
 from reference.step import Expected, Gradient
 from validation.diagnosis.attribution import Attribution, attribute, update_of
-from validation.diagnosis.broken import Broken
 from validation.diagnosis.divergence import Divergence, Ground, Positions, divergences
 from validation.diagnosis.flow import Played, parts_of, play
 from validation.diagnosis.hypotheses import Tried
-from validation.diagnosis.interference import Known, broken_between
+from validation.diagnosis.interference import Broken, Known, broken_between
 from validation.diagnosis.members import Members
 from validation.diagnosis.setup import Setup
 from validation.diagnosis.sums import broken_additions

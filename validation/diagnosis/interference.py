@@ -8,11 +8,24 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from validation.diagnosis.broken import Broken
 from validation.diagnosis.combination import told_within, whole_within
 from validation.diagnosis.rounding import rounded_as
 from validation.judging.tolerance import error, precision_of
 from validation.observers.recording import Addition, Site
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A sum that is not what it should be: the kind of cause, at which stage, by which action, whose."""
+
+    kind: str
+    stage: int
+    microbatches: tuple[int, ...] = ()
+    action: str | None = None
+    parameters: tuple[str, ...] = ()  # empty: all of the stage's
+    factor: float | None = None
+    detail: str = ""
+
 
 Gradients = Mapping[str, Tensor | None]
 _FEW = 8  # equal elements that could be chance

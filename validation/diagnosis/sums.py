@@ -7,9 +7,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from validation.diagnosis.broken import Broken
 from validation.diagnosis.combination import counts_of, told_within, whole_within
-from validation.diagnosis.interference import Known, became
+from validation.diagnosis.interference import Broken, Known, became
 from validation.diagnosis.rounding import held_in, rounded_as
 from validation.judging.tolerance import precision_of
 from validation.observers.identity import NARROWER

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from pipeline.action import Action
 from pipeline.schedule import Schedule
 from reference.step import Site
+from validation.diagnosis.members import Replicas
 from validation.foreign.call_matching import Both
 from validation.foreign.crossings import passed
 from validation.foreign.matching import match, with_copies
@@ -18,7 +19,6 @@ from validation.judging.ledger import NOWHERE
 from validation.judging.oracle import copies_apart
 from validation.observers.observed import Claim, Observed, Passed, RankOperation
 from validation.observers.shards import gathered, sized, untiled
-from validation.observers.share import Replicas
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pipeline.action import Action
 from reference.step import dense
+from validation.diagnosis.members import Replicas
 from validation.foreign.handed_back import FlatShard, HandBackError, HandedBack, understood
 from validation.foreign.matching import Local, Names, renamed
 from validation.observers.initial_weights import FirstSight
 from validation.observers.shards import Index, InShards, Shard, ShardError, flat_shard, shard_at, shard_of
-from validation.observers.share import Replicas
 from validation.observers.sketch import contents, digest
 from validation.observers.watching import Call, Watcher, watching
 from validation.worlds.deterministic import deterministic

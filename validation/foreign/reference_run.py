@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from reference.data import Batch
 from reference.graph import ends_of, uses
 from reference.step import Contribution, Loss, LossError, Recipe, Reference, Site
+from validation.diagnosis.members import Replicas
 from validation.foreign.call_matching import Both, Survey
 from validation.foreign.rank import Step
 from validation.judging.judge import one_thread
 from validation.judging.tolerance import FP32, scalar_error
 from validation.judging.verdict import raised
-from validation.observers.share import Replicas
 from validation.observers.sketch import contents
 
 

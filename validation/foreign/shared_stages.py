@@ -13,12 +13,12 @@ from types import MappingProxyType
 from torch import Tensor
 
 from pipeline.action import Action
+from validation.diagnosis.members import Replicas
 from validation.foreign.rank import Part, RankMade
 from validation.judging.tolerance import error, same_bits
 from validation.observers.observed import Claim
 from validation.observers.recording import Site
 from validation.observers.shards import Shard, flat_shard, gathered, untiled
-from validation.observers.share import Replicas
 from validation.observers.watching import Call
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from reference.data import Batch
 from reference.step import Contribution, Reference
 from validation.diagnosis.diagnose import explained, sought
+from validation.diagnosis.members import Replicas
 from validation.foreign.assemble import Assembled
 from validation.foreign.evidence import Beside, evidence_of
 from validation.foreign.handed_back import HandBackError
@@ -29,7 +30,6 @@ from validation.judging.tolerance import Precision
 from validation.judging.verdict import Crash, Verdict
 from validation.observers.elements import UNSOUGHT
 from validation.observers.observed import Observed
-from validation.observers.share import Replicas
 from validation.observers.sketch import contents
 from validation.worlds.rank_report import NeedsMoreRanks, RankFailed, WorldError, headline
 from validation.worlds.world import World

@@ -5,13 +5,12 @@ import torch
 from torch import Tensor
 
 from reference.step import Contribution
-from validation.diagnosis.members import Members
+from validation.diagnosis.members import Members, Replicas, ReplicasError
 from validation.foreign.assemble import Stage
 from validation.foreign.matching import Local
 from validation.foreign.rank import Part, RankMade
 from validation.foreign.shared_stages import together
 from validation.observers.shards import Shard
-from validation.observers.share import Replicas
 
 REPLICAS = Replicas((0, 1), 4)
 UPPER, LOWER = Shard(((0, 2),)), Shard(((2, 4),))
@@ -65,3 +64,22 @@ def test_shards_exchanged() -> None:
 def test_a_norm_of_own_shards() -> None:
     found = notes(part(WHOLE[:2], UPPER), part(WHOLE[2:], LOWER), norms=(None, WHOLE[2:].norm().item()))
     assert found == {"grad-norm": "rank 1's is the norm of what rank 1 holds alone"}
+
+
+def test_every_replica_has_its_own_microbatches() -> None:
+    replicas = Replicas((0, 1, 0, 1), 6)
+    replicas.check()
+    assert [list(replicas.share(rank)) for rank in range(4)] == [[0, 2, 4], [1, 3, 5], [0, 2, 4], [1, 3, 5]]
+
+
+@pytest.mark.parametrize(
+    ("of", "microbatches", "sentence"),
+    [
+        ((1, 1, 2, 2), 6, r"ranks is \[1, 1, 2, 2\]: expected the number of each rank's replica, from 0 on"),
+        (("a", "b"), 6, r"ranks is \['a', 'b'\]: expected the number of each rank's replica"),
+        ((0, 1, 0, 1), 5, "5 microbatches for 2 replicas: expected a multiple"),
+    ],
+)
+def test_replicas_that_cannot_be(of: tuple[int, ...], microbatches: int, sentence: str) -> None:
+    with pytest.raises(ReplicasError, match=sentence):
+        Replicas(of, microbatches).check()

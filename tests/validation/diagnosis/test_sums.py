@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pipeline.action import Action, Kind
-from validation.diagnosis.broken import Broken
+from validation.diagnosis.interference import Broken
 from validation.diagnosis.sums import broken_additions, counted
 from validation.observers.recording import Addition
 

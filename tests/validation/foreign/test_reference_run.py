@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from reference.step import Recipe, Reference, Site
+from validation.diagnosis.members import Replicas
 from validation.foreign.reference_run import ReferenceRaised, ReferenceRun, Task, Twin, WhiteBoxError, name_of
-from validation.observers.share import Replicas
 from validation.observers.sketch import contents
 
 MICROBATCHES = 3

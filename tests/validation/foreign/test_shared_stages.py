@@ -9,13 +9,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.action import Action
+from validation.diagnosis.members import Replicas, ReplicasError
 from validation.foreign import WhiteBox, watch
 from validation.foreign.matching import Local
 from validation.foreign.rank import Part, RankMade
 from validation.foreign.shared_stages import claims, together
 from validation.judging.verdict import Verdict
 from validation.observers.shards import Shard
-from validation.observers.share import Replicas, ReplicasError
 from validation.observers.watching import Call
 
 TWICE = Replicas((0, 1), 4)

@@ -1,13 +1,23 @@
-"""The link that final gradients alone show: what they are made of."""
+"""The link that final gradients alone show: what they are made of.
 
-from collections.abc import Sequence
+Where no combination explains them: is there one thing that, had it gone wrong, would have given them? A loss says which
+suppositions are worth a look, each microbatch's by itself; that all gradients follow decides.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from torch import Tensor
+
+from reference.step import objective
 from validation.diagnosis.evidence import Evidence
 from validation.diagnosis.rules.passages import unexplained_passage
-from validation.diagnosis.rules.supposed import supposed
 from validation.diagnosis.rules.update import near
+from validation.diagnosis.supposed import Line, Made, Supposed
+from validation.diagnosis.suppositions import of_backward, of_forward, spoiled
 from validation.judging.cause import Cause
+from validation.judging.tolerance import error
+from validation.observers.recording import Site
 
 
 def attributed(evidence: Evidence) -> list[Cause]:
@@ -41,3 +51,154 @@ def _clipped(evidence: Evidence, cause: Cause) -> Cause:
     elif evidence.verdict.law("grad-norm").outcome == "pass":
         text = f"the norm is right, so it was done later, as clipping to {factor * size:.6g} does: compare before that"
     return replace(cause, detail="; ".join(filter(None, (cause.detail, text))))
+
+
+_SAME_LOSS = 3e-6  # relative: two ways to sum a loss differ by less
+_NOTHING = Supposed("", 0, "")
+
+
+def supposed(evidence: Evidence) -> list[Cause]:
+    """The one thing that explains every loss and every gradient, if there is one among those that are known."""
+    if evidence.setup.plan[evidence.number] != "train":
+        return []
+    at = _Suppositions(evidence)
+    wrong = sorted({m.microbatch for m in evidence.verdict.mismatches if m.law == "loss" and m.microbatch is not None})
+    return at.forward(wrong) if wrong else at.backward()
+
+
+class _Suppositions:
+    """Suppositions about the failing operation, held against what was observed."""
+
+    def __init__(self, evidence: Evidence) -> None:
+        self._evidence = evidence
+        setup, number = evidence.setup, evidence.number
+        self._batches = setup.batches(number)
+        self._played = {one.number: one for one in evidence.played}
+        model = self._played[number].model
+        self._layers = setup.layers
+        self._line = Line(model.train(), self._layers, *objective(model, self._batches, setup.recipe))
+        self._seen = evidence.observed.gradients(number)
+        self._right: dict[int, Made] = {}
+        self._right_there: dict[tuple[int, int], Made | None] = {}
+        self._sites = list(evidence.expected.gradients)
+
+    def forward(self, wrong: Sequence[int]) -> list[Cause]:
+        """Suppositions that give the losses of the microbatches ``wrong``, and then all gradients.
+
+        A loss that the last stage computed right was reported wrongly: nothing need be supposed.
+        """
+        right, seen = self._evidence.expected.losses, self._evidence.observed.losses(self._number)
+        if all(_same_loss(seen[m], right[m]) for m in wrong):
+            return []
+        for stage in reversed(range(self._evidence.stages)):
+            for one in of_forward(self._played, self._evidence.number, stage, self._layers):
+                if all(self._gives_loss(one, m) for m in wrong) and self._gives_gradients(one, wrong):
+                    every = len(wrong) == len(self._batches)
+                    return [self._cause(one, () if every else tuple(wrong))]
+        return []
+
+    def backward(self) -> list[Cause]:
+        """The losses are right: suppositions about the backward of the last stage with a wrong gradient."""
+        wrong = self._wrong()
+        if not wrong:
+            return []
+        stage = max(s for s, _ in wrong)
+        every = range(len(self._batches))
+        for one in of_backward(stage):
+            alone = [self._alone(one, m) for m in every]
+            for concerned in (every, *((m,) for m in every if len(every) > 1)):
+                if self._gives_stage(one.stage, {m: alone[m] for m in concerned}) and self._gives_gradients(
+                    one, concerned
+                ):
+                    return [self._cause(one, () if len(concerned) == len(every) else tuple(concerned))]
+        return [self._cause(spoiled(stage), ())] if self._reads_what_was_kept(stage, wrong) else []
+
+    def _wrong(self) -> set[Site]:
+        found = self._evidence.verdict.mismatches
+        return {(m.stage, m.parameter) for m in found if m.law == "gradient" and m.stage is not None and m.parameter}
+
+    def _reads_what_was_kept(self, stage: int, wrong: set[Site]) -> bool:
+        """Whether exactly those gradients of ``stage`` are wrong that its backward reads its kept input for.
+
+        What is handed on is read for it as well, so that the stages before must be wrong; without any, it is not told
+        from a fault of these parameters alone.
+        """
+        if not stage or any((s, name) not in wrong for s, name in self._trained() if s < stage):
+            return False
+        spoilt, right = self._line.gradients(spoiled(stage), 0, self._batches[0]), self._right_of(0)
+        if spoilt is None:
+            return False
+        reads = {
+            (s, name) for s, name in self._trained() if s == stage and not _alike(spoilt[name], right[name], limit=1e-6)
+        }
+        own = {(s, name) for s, name in self._trained() if s == stage}
+        return bool(reads) and reads != own and reads == {site for site in wrong if site[0] == stage}
+
+    def _trained(self) -> Iterator[Site]:
+        expected = self._evidence.expected.gradients
+        return (site for site, gradient in expected.items() if gradient is not None and bool(gradient.any()))
+
+    def _gives_loss(self, one: Supposed, m: int) -> bool:
+        inputs = self._played[self._evidence.number].boundaries[m].inputs[one.stage]
+        loss, seen = self._line.loss(one, m, inputs, self._batches[m]), self._evidence.observed.losses(self._number)[m]
+        return loss is not None and _same_loss(loss, seen)
+
+    def _gives_gradients(self, one: Supposed, microbatches: Sequence[int]) -> bool:
+        made = {m: self._line.gradients(one, m, self._batches[m]) for m in microbatches}
+        return self._are_those_seen(self._sites, made, {m: self._right_of(m) for m in microbatches})
+
+    def _gives_stage(self, stage: int, made: Mapping[int, Made | None]) -> bool:
+        """Whether the gradients of ``stage`` are what was seen if these microbatches had made these there."""
+        held = [site for site in self._sites if site[0] == stage and site not in self._evidence.shared]
+        return self._are_those_seen(held, made, {m: self._right_alone(stage, m) for m in made})
+
+    def _are_those_seen(
+        self, sites: Iterable[Site], made: Mapping[int, Made | None], right: Mapping[int, Made | None]
+    ) -> bool:
+        """Whether the gradients of ``sites`` are what was seen if microbatches had made ``made``, not ``right``."""
+        changes = [(new, old) for m, new in made.items() if new is not None and (old := right[m]) is not None]
+        return len(changes) == len(made) and all(self._follows(site, changes) for site in sites)
+
+    def _follows(self, site: Site, changes: Sequence[tuple[Made, Made]]) -> bool:
+        whole = self._evidence.expected.gradients[site]
+        for made, right in changes:
+            new, old = made[site[1]], right[site[1]]
+            if whole is not None and new is not None and old is not None:
+                whole = whole.double() + (new.double() - old.double())
+        return _alike(self._seen.get(site), whole, self._evidence.limit)
+
+    def _alone(self, one: Supposed, m: int) -> Made | None:
+        """What microbatch m makes in the stage of ``one`` alone."""
+        reached = self._played[self._number].boundaries[m]
+        received = reached.output_gradients[one.stage]
+        return self._line.alone(one, reached.inputs[one.stage], received, self._batches[m])
+
+    def _right_alone(self, stage: int, m: int) -> Made | None:
+        if (stage, m) not in self._right_there:
+            self._right_there[stage, m] = self._alone(replace(_NOTHING, stage=stage), m)
+        return self._right_there[stage, m]
+
+    def _right_of(self, m: int) -> Made:
+        if m not in self._right:
+            found = self._line.gradients(_NOTHING, m, self._batches[m])
+            assert found is not None, "the reference fits itself"
+            self._right[m] = found
+        return self._right[m]
+
+    @property
+    def _number(self) -> int:
+        return self._evidence.number
+
+    def _cause(self, one: Supposed, microbatches: tuple[int, ...]) -> Cause:
+        rank = self._evidence.placement[one.stage]
+        return Cause(one.kind, rank=rank, stage=one.stage, microbatches=microbatches, detail=f"as if {one.text}")
+
+
+def _same_loss(one: float, other: float) -> bool:
+    return abs(one - other) <= _SAME_LOSS * abs(other)
+
+
+def _alike(one: Tensor | None, other: Tensor | None, limit: float) -> bool:
+    if one is None or other is None:
+        return one is other
+    return error(one.double(), other.double()) <= max(limit, 1e-5)

@@ -5,10 +5,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from validation.diagnosis.broken import Broken
 from validation.diagnosis.combination import counts_of, told_within, whole_within
 from validation.diagnosis.evidence import Evidence, of_stage
-from validation.diagnosis.interference import Known, changed
+from validation.diagnosis.interference import Broken, Known, changed
 from validation.diagnosis.rules.sums import causes_of, mended
 from validation.judging.cause import Cause
 from validation.observers.recording import Site

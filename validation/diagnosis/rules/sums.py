@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from validation.diagnosis.broken import Broken
 from validation.diagnosis.evidence import Evidence
 from validation.diagnosis.hypotheses import draws
+from validation.diagnosis.interference import Broken
 from validation.judging.cause import Cause
 
 
