@@ -158,6 +158,14 @@ def test_a_swap_may_be_the_other_one() -> None:
     assert roles(found, known) == []
 
 
+def test_a_wrong_pairing_may_be_a_wrong_message_where_both_are_told() -> None:
+    known = replace(DROPPED, kinds=("wrong-message",))
+    mispaired, message = replace(CAUSE, kind="mispaired"), replace(CAUSE, kind="wrong-message")
+    assert roles(either(mispaired, message), known) == []
+    assert roles(either(message, mispaired), replace(DROPPED, kinds=("mispaired",))) == []
+    assert roles(verdict(mispaired), known) == ["cause"]
+
+
 def test_a_law_that_passed_over_what_is_wrong_is_false() -> None:
     assert roles(verdict(CAUSE), replace(DROPPED, wrong=frozenset({"loss"}))) == ["law"]
 
@@ -212,6 +220,9 @@ def test_every_fault_has_a_truth() -> None:
 HOLDS = (
     "iterators: static receive buffer",
     "iterators: first not added",
+    "iterators: activations overtake",
+    "instructions: second layer not called",
+    "classes: other epsilon",
     "instructions: labels exchanged",
     "instructions: gradient read before it came",
     "two-way: second half not added",
@@ -227,7 +238,10 @@ SILENT = (
     "right: replicas, reduced by hand",
     "right: bf16, gradients added in fp32",
 )
-PLANTED = ("replicas-summed", "gradients-crossed", "input-partly-overwritten", "clip-by-stage", "loss-summed")
+PLANTED = (
+    *("replicas-summed", "gradients-crossed", "input-partly-overwritten", "clip-by-stage", "loss-summed"),
+    *("layer-skipped", "targets-of-step-before"),
+)
 
 
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault.title in HOLDS], ids=lambda fault: fault.name)

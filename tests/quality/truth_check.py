@@ -11,6 +11,8 @@ from validation.judging.verdict import Verdict
 
 # Kinds that give the same gradients: where these are all there is, each may stand as the alternative of the other.
 _SAME_GRADIENTS = frozenset({"swapped-activations", "swapped-gradients"})
+# What nobody knows apart who sees no messages, but what stages are given.
+_ARRIVED = frozenset({"mispaired", "wrong-message"})
 
 # How a verdict names what is wrong: what it is, at its place; what it is, at another; nothing; something else.
 # Of a run that is right: silent, or with an alarm.
@@ -122,7 +124,7 @@ def _naming(verdict: Verdict, found: list[Claim], truth: Truth) -> Naming:
         return {"pass": "silent", "fail": "alarm", "unknown": "needless"}[verdict.verdict]  # type: ignore[return-value]
     if first is None:
         return "unknown"
-    parts = [part for part in (truth, *truth.also) if first.kind in part.kinds]
+    parts = [part for part in (truth, *truth.also) if first.kind in part.kinds or _exchangeable(first, part)]
     if not parts:
         return "wrong"
     return "right" if any(not list(_misplaced(first, part)) for part in parts) else "elsewhere"
@@ -166,7 +168,9 @@ def _of_cause(claim: Claim, truth: Truth) -> Iterator[str]:
 
 
 def _exchangeable(claim: Claim, part: Truth) -> bool:
-    return claim.role == "or" and claim.kind in _SAME_GRADIENTS and bool(_SAME_GRADIENTS & set(part.kinds))
+    """Whether it is told as an alternative of what the fault is, or that as an alternative of it."""
+    alike = frozenset[str]().union(*(kinds for kinds in (_SAME_GRADIENTS, _ARRIVED) if claim.kind in kinds))
+    return bool(alike & set(part.kinds) & (claim.instead if claim.role != "or" else alike))
 
 
 def _misplaced(claim: Claim, truth: Truth) -> Iterator[str]:

@@ -6,7 +6,7 @@ for the words of each. Only these, and the sentences on what stays open, are rea
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -169,6 +169,7 @@ class Claim:
     right: tuple[tuple[int, str], ...] = ()
     law: str = ""
     factor: float | None = None
+    instead: frozenset[str] = frozenset()
 
 
 def denied(reason: RuledOut) -> frozenset[str] | None:
@@ -184,8 +185,9 @@ def claims(verdict: Verdict) -> Iterator[Claim]:
     for law in verdict.laws:  # a gradient that is not there is that law's matter
         if law.outcome == "pass" and not (absent and law.name == "gradient"):
             yield Claim("law", str(law).strip(), denies=LAWS.get(law.name, frozenset()), law=law.name)
+    instead = frozenset(cause.kind for explanation in verdict.alternatives for cause in explanation)
     for number, cause in enumerate(verdict.cause):
-        yield _of_cause("and" if number else "cause", cause)
+        yield replace(_of_cause("and" if number else "cause", cause), instead=instead)
     for explanation in verdict.alternatives:
         for cause in explanation:
             if cause not in verdict.cause:

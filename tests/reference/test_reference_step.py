@@ -156,4 +156,5 @@ def test_a_module_that_is_in_every_stage_has_one_gradient_everywhere() -> None:
     assert all(p is q for p, q in zip(one.parameters(), model.parameters(), strict=True))
     assert all(torch.equal(p, before) for p, before in zip(model.parameters(), weights, strict=True))
     for (_, name), gradient in expected.gradients.items():
-        assert gradient is not None and error(gradient, gradients["bias" in name]) < 1e-6, name
+        assert gradient is not None, name
+        assert error(gradient, gradients["bias" in name]) < 1e-6, name

@@ -101,7 +101,7 @@ def _attributed(needs: Callable[[Evidence], bool]) -> Rule[Evidence]:
 
 # In the order of the flow. Attribution stands for the links that only a recording shows.
 RULES: tuple[Rule[Evidence], ...] = (
-    Rule(partition, clears("parameters-once", ("partition",), "every parameter is in the stage that should hold it")),
+    Rule(partition, clears("parameters-once", (), "every parameter is in the stage that should hold it")),
     Rule(
         calls,
         clears("microbatches", ("order", "mode"), "every stage ran once each way for each microbatch, in its mode"),

@@ -14,7 +14,7 @@ _VAGUE = frozenset({"altered", "computation"})  # that a tensor is another, not 
 _ALIKE: tuple[frozenset[str], ...] = (  # kinds that one fault has where more, or less, of it is seen
     frozenset({"mispaired", "wrong-message", "overwritten", "partition", "stale-tensor"})
     | {"swapped-activations", "swapped-gradients", "swapped-data"},
-    frozenset({"dropped", "zero", "missing"}),
+    frozenset({"dropped", "zero", "missing", "uninitialised"}),
     frozenset({"doubled", "scale", "sign", "unequal-weights"}),
 )
 

@@ -11,7 +11,7 @@ from validation.diagnosis.rules.laws import counts, modes, partition
 from validation.diagnosis.rules.norm import other_norm
 from validation.foreign.agreement import otherwise
 from validation.foreign.passages import passages, sound, unexplained_passage
-from validation.foreign.repeated import backed_again, rearranged, repeated
+from validation.foreign.repeated import backed_again, or_wrong_message, rearranged, repeated
 from validation.foreign.reported import reported, unreported
 from validation.foreign.step_facts import StepFacts
 from validation.foreign.unreduced import unreduced
@@ -175,8 +175,17 @@ def _placed(cause: Cause, facts: StepFacts) -> Cause:
 
 
 def attributed(facts: StepFacts) -> list[Cause]:
-    """The causes that attribution names."""
-    return [] if facts.attribution is None else list(facts.attribution.causes)
+    """The causes that attribution names, with what losses and watched calls say of them."""
+    return [] if facts.attribution is None else [_seen_more(cause, facts) for cause in facts.attribution.causes]
+
+
+def _seen_more(cause: Cause, facts: StepFacts) -> Cause:
+    if cause.kind == "missing" and facts.differs("loss") and facts.differs("gradient"):
+        told = f"{cause.detail}; what follows from them, losses too, is wrong: they took no part in the forward"
+        return replace(cause, kind="computation", detail=told)
+    if cause.kind == "swapped-activations" and facts.differs("loss") and cause.stage in {*facts.passed} - facts.unseen:
+        return or_wrong_message(replace(cause, kind="mispaired"))
+    return cause
 
 
 def norm(facts: StepFacts) -> list[Cause]:
@@ -191,7 +200,7 @@ def norm(facts: StepFacts) -> list[Cause]:
 
 
 RULES: tuple[Rule[StepFacts], ...] = (
-    Rule(held, clears("parameters-once", ("partition",), "every parameter is held once"), left=_nameless),
+    Rule(held, clears("parameters-once", (), "every parameter is held once"), left=_nameless),
     Rule(
         weights,
         clears("initial-weights", (), "every stage began with the model's parameters"),

@@ -179,6 +179,7 @@ def unexplained_passage(facts: StepFacts) -> tuple[str, ...]:
         f"first seen wrong: rank {rank[one.point.stage]}, stage {one.point.stage}, {one.crossing.at}: "
         f"{one.point.where} is {one.what.text}"
         for one in boundaries.roots()
+        if boundaries.is_first(one)
     ]
     unjudged = [
         f"unjudged: rank {rank[point.stage]}, stage {point.stage}: {point.where} is like nothing in the reference"

@@ -153,7 +153,7 @@ def _or_clip(found: Sequence[Cause]) -> list[Cause]:
 RULES: tuple[Rule[RecordFacts], ...] = (
     Rule(
         held,
-        clears("parameters-once", ("partition",), "every parameter is in the stage that should hold it"),
+        clears("parameters-once", (), "every parameter is in the stage that should hold it"),
         left=_renamed,
     ),
     Rule(shared, needs=lambda facts: bool(facts.seen.copies)),

@@ -108,3 +108,66 @@ def test_a_sketch_tells_rounding_from_another_tensor() -> None:
     assert not sketch(far).is_like(sketch(one))
     assert not sketch(one[:10]).is_like(sketch(one))
     assert not sketch(torch.tensor([1, 2])).is_like(sketch(torch.tensor([2, 1])))
+
+
+def test_a_factor_is_told_beside_what_every_gradient_may_still_be_divided_by() -> None:
+    watcher, whole = Watcher(), model()
+    watcher.watch(whole)
+    for number, batch in enumerate(batches()):
+        loss = loss_fn(whole(*batch.inputs), batch.target) / MICROBATCHES
+        (loss * (32 if number == 1 else 8)).backward()
+    found = watcher.calls(whole)
+    assert found is not None
+    (crossing,) = wrong(flow(found))
+    assert crossing.really is not None
+    assert (str(crossing.action), crossing.really.factor) == ("0B1", 4.0)
+
+
+class Carry(nn.Module):
+    """Two streams: the second collects what each layer made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        x, total = given
+        made = torch.tanh(self.linear(x))
+        return made, total + made
+
+
+class Carried(nn.Sequential):
+    """Layers of two streams, which begin as one and end as one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        made, total = super().forward((x, x))
+        return torch.as_tensor(made + total)
+
+
+def carried() -> Carried:
+    torch.manual_seed(0)
+    return Carried(Carry(), Carry())
+
+
+def test_of_several_streams_a_stage_may_hand_on_a_part_of_a_gradient_which_is_not_wrong() -> None:
+    surveyed, whole = carried(), carried()
+    survey = Survey(surveyed)
+    for number, batch in enumerate(batches()):
+
+        def train(batch: Batch = batch) -> None:
+            loss_fn(surveyed(*batch.inputs), batch.target).backward()  # type: ignore[no-untyped-call]
+
+        survey.watch(number, batch, train)
+    watcher, layers = Watcher(), list(whole)
+    for layer in layers:
+        watcher.watch(layer)
+    for batch in batches():
+        x = batch.inputs[0]
+        sent = layers[0]((x, x))
+        came = [tensor.detach().requires_grad_() for tensor in sent]
+        made, total = layers[1](tuple(came))
+        loss_fn(made + total, batch.target).backward()  # type: ignore[no-untyped-call]
+        torch.autograd.backward(sent, [tensor.grad for tensor in came])  # type: ignore[arg-type]
+    found = {stage: watcher.calls(layer) or [] for stage, layer in enumerate(layers)}
+    stages = passed(found, MICROBATCHES, survey.places)
+    assert [wrong(one) for one in stages.values()] == [[], []]
