@@ -111,8 +111,11 @@ class Boundaries:
         return [Point(p.stage, p.microbatch, self._where(p.stage, p.where)) for p in sources if p.stage >= 0]
 
     def is_first(self, root: Root) -> bool:
-        """Whether all that a wrong tensor was made from was seen, and is right bit for bit."""
-        return self._exact_before(root.point) and self._unplaced.isdisjoint(self._sources(root.point))
+        """Whether all that a wrong tensor was made from is right bit for bit, but for what nobody watched."""
+        sources = self._sources(root.point)
+        watched = [source for source in sources if source.stage in self._facts.passed]
+        exact = all(one.exact for source in sources for one in self._at.get(source, ()))
+        return exact and self._unplaced.isdisjoint(sources) and all(source in self._at for source in watched)
 
     def _behind_the_unknown(self, point: Point) -> bool:
         """Whether this may be made from what a stage did in a call of which nobody knows that it was this microbatch's.

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from pipeline.action import Kind
 from validation.foreign.call_matching import Column
-from validation.foreign.changed import changed
 from validation.foreign.places import INPUT, REPLICA, Both
 from validation.observers.recording import GIVEN, HANDED_ON, KEPT, MADE, RECEIVED
 from validation.observers.sketch import Sketch
@@ -77,20 +76,9 @@ def _flowing(column: Column, of: Mapping[tuple[str, int], Column], carried: froz
         return column
     here = {place + of_replica for place in (*tensor.own, tensor.place) for of_replica in ("", REPLICA)}
     own = [place for place in column.own if place in here]
-    if not own and (tensor.place not in column.places.by_place or _partial(column, tensor, of)):
+    if not own and tensor.place not in column.places.by_place:
         return column
     return replace(column, place=[*own, tensor.place][0], judged=bool(own))
-
-
-def _partial(column: Column, tensor: Column, of: Mapping[tuple[str, int], Column]) -> bool:
-    """Whether a stage may have a part of the gradient that the reference has at the place of ``tensor``.
-
-    Where several streams pass, one may be made of another before they pass: the rest of its gradient flows there.
-    """
-    known = column.places.by_place[tensor.place].values()
-    if sum(one.where == tensor.where and one.place in column.places.by_place for one in of.values()) < 2:
-        return False
-    return all(one is None or all(changed(one, other) is None for other in known) for one in column.seen)
 
 
 def _missed(columns: Sequence[Column], of: Mapping[tuple[str, int], Column], places: Both) -> Iterator[Column]:
