@@ -105,6 +105,7 @@ class Reference:
         self.recipe = recipe
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
         self._sites = {name: (owner[name], name) for name in self._parameters}
+        self._first = _first_names(model)
         self.late = recipe.late
         self._optimizer = recipe.optimizer([p for p in model.parameters() if p.requires_grad])
         self._sums: dict[Site, Gradient] = {}
@@ -171,7 +172,8 @@ class Reference:
         """One forward and backward, with a leaf of its own for every stage's use of every parameter."""
         leaves: dict[tuple[Stage, int], tuple[Tensor, nn.Parameter]] = {}
         uses = {}
-        for name, parameter in self._parameters.items():
+        for name in dict.fromkeys(self._first.values()):
+            parameter = self._parameters[name]
             key = (self._sites[name][0], id(parameter))
             if key not in leaves:
                 leaves[key] = parameter.detach().requires_grad_(parameter.requires_grad), parameter
@@ -180,8 +182,13 @@ class Reference:
         loss = differentiable(loss_fn(output, batch.target))
         each, parameters = zip(*leaves.values(), strict=True)
         found = dict(zip(map(id, each), graded(loss / divisor, each, parameters), strict=True))
-        gradients = {self._sites[name]: found[id(leaf)] for name, leaf in uses.items()}
+        gradients = {site: found[id(uses[self._first[name]])] for name, site in self._sites.items() if self._own(name)}
+        gradients = dict.fromkeys(self._sites.values()) | gradients
         return Contribution(loss.item(), {site: None if g is None else dense(g) for site, g in gradients.items()})
+
+    def _own(self, name: str) -> bool:
+        """Whether the stage of ``name`` has a use of its own: of a module in several stages the first has them all."""
+        return self._sites[name][0] == self._sites[self._first[name]][0]
 
     def _update(self, expected: Expected, max_norm: float) -> Expected:
         gradients = self.total(self._sums)
@@ -229,6 +236,17 @@ class Reference:
         for site in self._more:
             copies[id(self._parameters[site[1]])].append(site)
         return {key: sorted(sites) for key, sites in copies.items()}
+
+
+def _first_names(model: nn.Module) -> dict[str, str]:
+    """For every name of a parameter the first that its module has it under: one module may be in several places."""
+    first: dict[tuple[int, str], str] = {}
+    names = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for own, _ in module.named_parameters(recurse=False, remove_duplicate=False):
+            name = f"{prefix}.{own}" if prefix else own
+            names[name] = first.setdefault((id(module), own), name)
+    return names
 
 
 def dense(gradient: Tensor) -> Tensor:

@@ -11,6 +11,8 @@ from validation.judging.verdict import Verdict
 
 # Kinds that give the same gradients: where these are all there is, each may stand as the alternative of the other.
 _SAME_GRADIENTS = frozenset({"swapped-activations", "swapped-gradients"})
+# What nobody knows apart who sees no messages, but what stages are given.
+_ARRIVED = frozenset({"mispaired", "wrong-message"})
 
 # How a verdict names what is wrong: what it is, at its place; what it is, at another; nothing; something else.
 # Of a run that is right: silent, or with an alarm.
@@ -95,7 +97,7 @@ def check(verdict: Verdict, truth: Truth, counts: Counts, *, watched: bool = Tru
     false = [one for claim in found for one in _false(claim, truth, counts)]
     false += list(_alternatives(found, truth))
     false += list(_against_judge(found, verdict))
-    texts = [claim.text for claim in found if claim.role in ("cause", "or", "not", "unknown")]
+    texts = [claim.text for claim in found if claim.role in ("cause", "and", "or", "not", "unknown")]
     garbled = tuple(text for text in texts if any(pattern.search(text) for pattern in GARBLED))
     where = next((claim for claim in found if claim.role == "where"), None)
     named = next((claim.kind for claim in found if claim.role == "cause"), "")
@@ -122,7 +124,7 @@ def _naming(verdict: Verdict, found: list[Claim], truth: Truth) -> Naming:
         return {"pass": "silent", "fail": "alarm", "unknown": "needless"}[verdict.verdict]  # type: ignore[return-value]
     if first is None:
         return "unknown"
-    parts = [part for part in (truth, *truth.also) if first.kind in part.kinds]
+    parts = [part for part in (truth, *truth.also) if first.kind in part.kinds or _exchangeable(first, part)]
     if not parts:
         return "wrong"
     return "right" if any(not list(_misplaced(first, part)) for part in parts) else "elsewhere"
@@ -142,9 +144,11 @@ def _reasons(claim: Claim, truth: Truth, counts: Counts) -> Iterator[str]:
             yield f"it is wrong: {truth.kinds[0]}"
         return
     if claim.denies is None:
-        yield "nobody knows this sentence: it needs a row in truth_claims.DENIALS"
+        yield "nobody knows this sentence: it needs a row in truth_claims.py"
     elif hit := claim.denies & truth.all_wrong:
         yield f"it denies {', '.join(sorted(hit))}, which is wrong"
+    elif any(part.kinds[0] in claim.kinds for part in (truth, *truth.also) if part.kinds):
+        yield "it rules out what is wrong"
     if claim.kind:
         yield from _of_cause(claim, truth)
         yield from _counted(claim, counts)
@@ -164,8 +168,9 @@ def _of_cause(claim: Claim, truth: Truth) -> Iterator[str]:
 
 
 def _exchangeable(claim: Claim, part: Truth) -> bool:
-    told = claim.role == "or" and "the other swap gives the same gradients" in claim.text
-    return told and bool(_SAME_GRADIENTS & set(part.kinds))
+    """Whether it is told as an alternative of what the fault is, or that as an alternative of it."""
+    alike = frozenset[str]().union(*(kinds for kinds in (_SAME_GRADIENTS, _ARRIVED) if claim.kind in kinds))
+    return bool(alike & set(part.kinds) & (claim.instead if claim.role != "or" else alike))
 
 
 def _misplaced(claim: Claim, truth: Truth) -> Iterator[str]:
@@ -176,6 +181,8 @@ def _misplaced(claim: Claim, truth: Truth) -> Iterator[str]:
     for what, said, known in (("rank", place.rank, truth.ranks), ("stage", place.stage, truth.stages)):
         if said is not None and known and said not in known:
             yield f"it is at {what} {list(known)}"
+    if truth.stages and not truth.somewhere and set(place.stages) - set(truth.stages):
+        yield f"it is at stage {list(truth.stages)}"
     if place.microbatches and truth.microbatches and place.microbatches != truth.microbatches:
         yield f"it concerns microbatches {list(truth.microbatches)}"
     if place.parameter is not None and truth.parameter and not re.search(truth.parameter, place.parameter):
@@ -213,12 +220,14 @@ def _downstream(where: Claim, truth: Truth) -> bool:
 
 def _alternatives(found: list[Claim], truth: Truth) -> Iterator[False_]:
     """Causes that are told as alternatives though all of them hold."""
+    if not any(claim.role == "or" for claim in found):
+        return
     causes = [claim for claim in found if claim.role in ("cause", "or") and claim.place is not None]
     stages = {c.place.stage for c in causes if c.kind in truth.kinds and c.place is not None} - {None}
     several = len(stages) > 1 and stages <= set(truth.stages) and not truth.between
     halves = bool(truth.also) and {part.kinds[0] for part in (truth, *truth.also)} <= {claim.kind for claim in causes}
     if len(causes) > 1 and (several or halves):
-        yield False_("or", causes[1].text, "both hold: it is no alternative")
+        yield False_("or", causes[-1].text, "both hold: it is no alternative")
 
 
 def _against_judge(found: list[Claim], verdict: Verdict) -> Iterator[False_]:

@@ -1,23 +1,22 @@
-"""What the sentences of a verdict claim: the one place where text is read back.
+"""What the sentences of a verdict claim.
 
-A sentence under ``not`` denies that certain things are wrong; ``DENIALS`` has a row for each such sentence. Once
-reasons are values with what they deny, ``denied`` is all that changes.
+A line under ``not`` denies kinds of fault, and its evidence says that certain things are right: ``EVIDENCE`` has a row
+for the words of each. Only these, and the sentences on what stays open, are read as text.
 """
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
-from validation.judging.cause import Cause
+from validation.judging.cause import Cause, RuledOut
 from validation.judging.verdict import Verdict
-from validation.records.arrivals import told
 
 # What can be wrong in a run. A truth has some of them; a sentence denies some of them.
 THINGS = frozenset(
     "partition held weights order mode messages memory computation boundary loss sums reduction replicas gradients "
-    "norm clip update buffers report dropped doubled swapped stale scale".split()
+    "norm clip update buffers report dropped doubled swapped stale scale tied".split()
 )
 
 # What a kind of fault is called where it is ruled out.
@@ -40,6 +39,9 @@ OF_KIND: Mapping[str, str] = MappingProxyType(
         "swapped-activations": "swapped",
         "swapped-gradients": "swapped",
         "mispaired": "swapped",
+        "tied-not-summed": "tied",
+        "tied-doubled": "tied",
+        "swapped-data": "messages",
         "stale-gradient": "stale",
         "stale-tensor": "stale",
         "scale": "scale",
@@ -48,9 +50,34 @@ OF_KIND: Mapping[str, str] = MappingProxyType(
     }
 )
 
-# Sentences that speak of nothing but how far the search came: they deny nothing.
+# The kinds above leave things out that the words of the evidence speak of: what all was compared, and is right.
+EVIDENCE: Sequence[tuple[str, frozenset[str]]] = tuple(
+    (pattern, frozenset(things.split()))
+    for pattern, things in (
+        (r"every parameter is (held once|in the stage that should hold it)$", "held"),
+        (r"every stage began with the model's parameters$", "weights"),
+        (r"every stage ran once each way for each microbatch, in ", "order mode"),
+        (r"every tensor at the boundaries of stages is right", "boundary"),
+        (r"every boundary tensor is right$", "boundary"),
+        (r"each action added what its microbatch contributes$", "sums"),
+        (r"every copy has the sum of all shares$", "tied"),
+        (r"ranks that have a stage in common agree$", "replicas"),
+        (r"every gradient is what it should be$", "gradients"),
+        (r"the norm is that of the gradients$", "norm"),
+        (r"all gradients were multiplied alike$", "clip"),
+        (r"the optimizer did what it should$", "update"),
+        (r"what forwards leave behind is right$", "buffers"),
+        (r"every (reported loss|loss that was reported) is right$", "report"),
+        (r"every microbatch is in every stage's sum$", "dropped"),
+        (r"no microbatch is there twice$", "doubled"),
+        (r"every activation met its own microbatch's output gradient$", "swapped"),
+        (r"nothing of an earlier step is in the sums$", "stale"),
+        (r"what is there is there with factor 1$", "scale"),
+    )
+)
+
+# Sentences on what stays open that claim nothing but how far the search came.
 _SAYS_NOTHING = (
-    r"messages, buffers, computation: what passed the boundaries does not say$",
     r"unjudged: ",
     r"stage \d+: no combination of what the reference knows makes its gradients",
     r"stage \d+: the coefficients of .* are not decided",
@@ -67,37 +94,6 @@ _SAYS_NOTHING = (
     r"where the reference passes from stage to stage could not be found",
     r"all microbatches are the same: ",
     r"the cause was not found in time",
-    r"looking for the cause raised",
-    r"cause not sought",
-)
-
-# The beginning of a sentence, and what it denies.
-DENIALS: Sequence[tuple[str, frozenset[str]]] = tuple(
-    (pattern, frozenset(things.split()))
-    for pattern, things in (
-        (r"partition: every parameter is ", "partition held"),
-        (r"weights: every stage began with ", "weights"),
-        (r"order, mode: every (watched )?stage ran once", "order mode"),
-        (r"mode: every watched stage ran in the right mode", "mode"),
-        (r"messages, buffers, computation: every ", "messages memory computation boundary"),
-        (r"microbatches: each action added ", "sums"),
-        (r"tied parameters: every copy has ", "reduction"),
-        (r"replicas: ranks that have a stage in common agree", "replicas"),
-        (r"gradients: they are made of what they should be", "gradients"),
-        (r"norm: it is that of the gradients", "norm"),
-        (r"clip: all gradients were multiplied alike", "clip"),
-        (r"clip, update: the optimizer did ", "clip update"),
-        (r"update: the optimizer did ", "update"),
-        (r"buffers: what forwards leave behind is right", "buffers"),
-        (r"report: what was reported is what was computed", "report"),
-        (r"computation: every loss is right", "computation loss"),
-        (r"dropped: every microbatch is in ", "dropped"),
-        (r"doubled: no microbatch is there twice", "doubled"),
-        (r"swapped: every activation met ", "swapped"),
-        (r"stale: nothing of an earlier step ", "stale"),
-        (r"scale: what is there is there with factor 1", "scale"),
-        *((pattern, "") for pattern in _SAYS_NOTHING),
-    )
 )
 
 # A law that passed says that these are right.
@@ -132,7 +128,7 @@ SPEAKS_OF: Mapping[str, str] = MappingProxyType(
 )
 
 FIRST_WRONG = re.compile(r"first seen wrong: rank (\d+), stage (\d+), ")
-ALL_OF_STAGE = re.compile(r"all of stage (\d+): (.+?) (?:is|are) right$")
+OF_STAGE = re.compile(r"of stage (\d+), (.+?) (?:is|are) right$")
 COUNTED = re.compile(r"(?:^|\D)(\d+), (?:one over )?the number of (microbatches|ranks|stages|replicas)\b")
 GARBLED = (
     re.compile(r"(has|of|with|is|:) ?;"),  # nothing between
@@ -148,6 +144,7 @@ class Place(NamedTuple):
     stage: int | None = None
     microbatches: tuple[int, ...] = ()
     parameter: str | None = None
+    stages: tuple[int, ...] = ()  # of what is in several
 
     @property
     def everywhere(self) -> bool:
@@ -157,10 +154,10 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Claim:
-    """A sentence and what it claims. ``role``: verdict, law, cause, or, not, unknown or where.
+    """A sentence and what it claims. ``role``: verdict, law, cause, and, or, not, unknown or where.
 
-    ``denies``: what it says is right; None where nobody knows the sentence. ``right`` are parameters of a stage that it
-    calls right. ``law``: of a mismatch, the law that it broke.
+    ``denies``: what it says is right; None where nobody knows the sentence. ``kinds`` are those that it rules out,
+    ``right`` parameters of a stage that it calls right. ``law``: of a mismatch, the law that it broke.
     """
 
     role: str
@@ -168,15 +165,17 @@ class Claim:
     kind: str = ""
     place: Place | None = None
     denies: frozenset[str] | None = frozenset()
+    kinds: tuple[str, ...] = ()
     right: tuple[tuple[int, str], ...] = ()
     law: str = ""
     factor: float | None = None
+    instead: frozenset[str] = frozenset()
 
 
-def denied(reason: object) -> frozenset[str] | None:
-    """What a reason under ``not`` says is right; None for a sentence that nobody knows."""
-    text = str(reason)
-    return next((things for pattern, things in DENIALS if re.match(pattern, text)), None)
+def denied(reason: RuledOut) -> frozenset[str] | None:
+    """What a line under ``not`` says is right; None where nobody knows its evidence."""
+    known = next((things for pattern, things in EVIDENCE if re.match(pattern, reason.evidence)), None)
+    return None if known is None else known | {OF_KIND[kind] for kind in reason.kinds if kind in OF_KIND}
 
 
 def claims(verdict: Verdict) -> Iterator[Claim]:
@@ -186,29 +185,37 @@ def claims(verdict: Verdict) -> Iterator[Claim]:
     for law in verdict.laws:  # a gradient that is not there is that law's matter
         if law.outcome == "pass" and not (absent and law.name == "gradient"):
             yield Claim("law", str(law).strip(), denies=LAWS.get(law.name, frozenset()), law=law.name)
+    instead = frozenset(cause.kind for explanation in verdict.alternatives for cause in explanation)
     for number, cause in enumerate(verdict.cause):
-        yield _of_cause("or" if number else "cause", cause)
-    for reason in verdict.cause[0].ruled_out if verdict.cause else ():
-        yield _of_reason("not", reason)
-    for reason in verdict.undecided:
-        yield _of_reason("unknown" if not verdict.cause else "not", reason)
+        yield replace(_of_cause("and" if number else "cause", cause), instead=instead)
+    for explanation in verdict.alternatives:
+        for cause in explanation:
+            if cause not in verdict.cause:
+                yield _of_cause("or", cause)
+    yield from map(_of_reason, verdict.ruled_out)
+    yield from map(_of_open, verdict.undecided)
     for mismatch in verdict.mismatches[:1]:
         place = Place(mismatch.rank, mismatch.stage, _one(mismatch.microbatch), mismatch.parameter)
         yield Claim("where", f"{mismatch.where}; {mismatch.law}", place=place, law=mismatch.law)
 
 
 def _of_cause(role: str, cause: Cause) -> Claim:
-    place = Place(cause.rank, cause.stage, cause.microbatches, cause.parameter)
-    return Claim(role, f"{cause.kind}: {told(cause)}", cause.kind, place, factor=cause.factor)
+    place = Place(cause.rank, cause.stage, cause.microbatches, cause.parameter, cause.stages)
+    return Claim(role, f"{cause.kind}: {cause}", cause.kind, place, factor=cause.factor)
 
 
-def _of_reason(role: str, reason: object) -> Claim:
-    text = str(reason)
+def _of_reason(reason: RuledOut) -> Claim:
+    if found := OF_STAGE.match(reason.evidence):
+        right = tuple((int(found[1]), name) for name in found[2].split(", "))
+        return Claim("not", str(reason), kinds=reason.kinds, right=right)
+    return Claim("not", str(reason), denies=denied(reason), kinds=reason.kinds)
+
+
+def _of_open(text: str) -> Claim:
     if found := FIRST_WRONG.match(text):
-        return Claim(role, text, place=Place(int(found[1]), int(found[2])))
-    if found := ALL_OF_STAGE.match(text):
-        return Claim(role, text, right=tuple((int(found[1]), name) for name in found[2].split(", ")))
-    return Claim(role, text, denies=denied(reason))
+        return Claim("unknown", text, place=Place(int(found[1]), int(found[2])))
+    known = any(re.match(pattern, text) for pattern in _SAYS_NOTHING)
+    return Claim("unknown", text, denies=frozenset() if known else None)
 
 
 def _one(microbatch: int | None) -> tuple[int, ...]:

@@ -55,10 +55,10 @@ _WRONG: Mapping[str, str] = MappingProxyType(
         "boundary gradients": "gradients-travel-rounded",
         "boundary memory gradients": "receive-buffer-reused input-let-go input-poisoned input-partly-overwritten",
         # Between the last backward and the norm.
-        "reduction gradients": "gradient-none layernorm-zero gradient-rolled gradients-rounded frozen-gets-gradient "
+        "reduction gradients": "gradients-all-zero gradient-none layernorm-zero gradient-rolled gradients-rounded "
+        "frozen-gets-gradient "
         "averaged-over-wrong-group tied-not-reduced tied-reduced-twice tied-last-left-out tied-share-lost "
         "tied-shares-misaligned",
-        "reduction gradients dropped": "gradients-all-zero",
         "sums reduction gradients": "tied-reduced-early",
         # After the gradients.
         "norm": "norm-counts-tied-twice norm-without-stage norm-rounded norm-after-clipping",

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from reference.data import Batch, Shapes, microbatches
 from reference.model import MODELS, Model, build_model
-from reference.step import Recipe, Reference, accumulate, in_double, objective, sgd
+from reference.step import Loss, Recipe, Reference, accumulate, in_double, objective, sgd
 from validation.cases.stages import owners
 from validation.judging.tolerance import FP32, error
 
@@ -140,3 +140,22 @@ def test_fp64_starts_from_the_parameters_that_the_operation_started_from() -> No
             assert wide is not None
             assert wide.dtype is torch.float64
             assert error(gradient, wide) < 1e-5
+
+
+def test_a_module_that_is_in_every_stage_has_one_gradient_everywhere() -> None:
+    torch.manual_seed(0)
+    one = torch.nn.Linear(4, 4)
+    model = torch.nn.Sequential(one, torch.nn.Tanh(), one)
+    weights = [p.detach().clone() for p in model.parameters()]
+    owner = {name: int(name[0]) // 2 for name, _ in model.named_parameters(remove_duplicate=False)}
+    batches = [Batch((torch.randn(2, 4),), torch.randn(2, 4), 2) for _ in range(COUNT)]
+    recipe = Recipe(loss=Loss(torch.nn.functional.mse_loss, float(COUNT)))
+    reference = Reference(model, owner=owner, recipe=recipe)
+    due = sum(torch.nn.functional.mse_loss(model(b.inputs[0]), b.target) / COUNT for b in batches)
+    gradients = torch.autograd.grad(due, list(one.parameters()))
+    expected = reference.before_update(batches, reference.contribute(batches), orders=orders())
+    assert all(p is q for p, q in zip(one.parameters(), model.parameters(), strict=True))
+    assert all(torch.equal(p, before) for p, before in zip(model.parameters(), weights, strict=True))
+    for (_, name), gradient in expected.gradients.items():
+        assert gradient is not None, name
+        assert error(gradient, gradients["bias" in name]) < 1e-6, name

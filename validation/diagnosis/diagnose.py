@@ -170,7 +170,7 @@ def _attributed(needs: Callable[[Evidence], bool]) -> Rule[Evidence]:
 
 # In the order of the flow. Attribution stands for the links that only a recording shows.
 RULES: tuple[Rule[Evidence], ...] = (
-    Rule(partition, clears("parameters-once", ("partition",), "every parameter is held once"), left=nameless),
+    Rule(partition, clears("parameters-once", (), "every parameter is held once"), left=nameless),
     Rule(weights, _began, _begun, left=other_weights),
     Rule(calls, _ran, _watched, otherwise=otherwise),
     Rule(boundaries, _crossed, _recorded),

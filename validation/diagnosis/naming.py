@@ -209,11 +209,12 @@ def _ruled_out(stages: Sequence[Explanation], tied: Sequence[Shares], causes: Se
         return
     kinds = {cause.kind for cause in causes}
     paired = any(c and term.what in ("pair", "logits", "flow") and not term.nominal for term, c in terms)
+    others = any(c and not term.nominal for term, c in terms)
     for found, holds, evidence in (
         (("dropped", "zero"), all(nominal), "every microbatch is in every stage's sum"),
         (("doubled",), not paired and not any(c >= 2 for _, c in terms), "no microbatch is there twice"),
-        (_SWAPPED, not paired, "every activation met its own microbatch's output gradient"),
-        (_STALE, not any(c and not term.nominal for term, c in terms), "nothing of an earlier step is in the sums"),
+        (_SWAPPED, not others, "every activation met its own microbatch's output gradient"),
+        (_STALE, not others, "nothing of an earlier step is in the sums"),
         (("scale", "sign"), set(nominal) <= {0.0, 1.0}, "what is there is there with factor 1"),
     ):
         if holds and not kinds & set(found):

@@ -143,7 +143,11 @@ def _really(column: Column, seen: Sketch, expected: Sketch, k: int, context: _Co
     microbatch, inferred = context.order.numbers[k], context.order.inferred.get(k, "")
     forward = column.where in (*FORWARD_POINTS, KEPT)
     told = f" ({microbatch} {inferred})" if inferred else ""
-    owners, made = sorted(column.owners(seen) - {microbatch}), _empty(seen, told) or changed(seen, expected)
+    late = context.late if column.where in (RECEIVED, HANDED_ON) else None
+    owners, made = (
+        sorted(column.owners(seen) - {microbatch}),
+        _empty(seen, told) or _times(changed(seen, expected), late),
+    )
     if owners and not rounded(seen, expected):
         return What("other", f"microbatch {owners[0]}'s", label=Label(Point(context.stage, owners[0], column.where)))
     if seen.shape != expected.shape:
@@ -167,6 +171,14 @@ def _really(column: Column, seen: Sketch, expected: Sketch, k: int, context: _Co
     if nearest(seen, column.known) == microbatch:
         return What("noisy", f"its own with something added: {distance}")
     return What("different", f"no microbatch's{told}: {distance}")
+
+
+def _times(what: What | None, late: float | None) -> What | None:
+    """``what``, a factor as one of what flows in this step, where all that may still be divided by ``late``."""
+    if what is None or what.factor is None or late is None:
+        return what
+    factor = what.factor / late
+    return replace(what, text=f"{factor:.6g} times its own, beside {late:.6g} in every stage", factor=factor)
 
 
 def _sent_as(point: Point, what: str) -> What:

@@ -146,7 +146,7 @@ class Comparison:
         if not all_finite(wanted):
             self._ledger.leave_out("gradient", [name], "what is expected is not finite")
             return
-        if not any_nonzero(wanted):
+        if wanted.numel() and not any_nonzero(wanted):
             self._zero.append(name)
         place = self._at("gradient", parameter=name, rank=rank, stage=stage)
         self._ledger.tensors(place, _here(seen), wanted.cpu(), partial(self._allowed.gradient, name))

@@ -108,3 +108,16 @@ def test_a_sketch_tells_rounding_from_another_tensor() -> None:
     assert not sketch(far).is_like(sketch(one))
     assert not sketch(one[:10]).is_like(sketch(one))
     assert not sketch(torch.tensor([1, 2])).is_like(sketch(torch.tensor([2, 1])))
+
+
+def test_a_factor_is_told_beside_what_every_gradient_may_still_be_divided_by() -> None:
+    watcher, whole = Watcher(), model()
+    watcher.watch(whole)
+    for number, batch in enumerate(batches()):
+        loss = loss_fn(whole(*batch.inputs), batch.target) / MICROBATCHES
+        (loss * (32 if number == 1 else 8)).backward()
+    found = watcher.calls(whole)
+    assert found is not None
+    (crossing,) = wrong(flow(found))
+    assert crossing.really is not None
+    assert (str(crossing.action), crossing.really.factor) == ("0B1", 4.0)

@@ -116,6 +116,32 @@ def test_a_gradient_that_the_reference_has_no_number_for_is_not_compared_and_tha
         assert law.note == "what is expected is not finite: root"
 
 
+class Emptied(nn.Module):
+    """One of its parameters has no elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.empty = nn.Parameter(torch.zeros(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.layer(x)
+        return found + self.empty.sum()
+
+
+def test_a_gradient_without_elements_hides_nothing(world: World) -> None:
+    def step(model: nn.Module, microbatches: list[Any]) -> Any:
+        (sum((loss_fn(model(x), target) for x, target in microbatches), torch.zeros(())) / 2).backward()
+        return model
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return Emptied()
+
+    verdict = WhiteBox(world).validate(step, reference=build, microbatches=DATA, ranks=1, loss_fn=loss_fn)
+    assert verdict.law("gradient").outcome == "pass", str(verdict)
+
+
 RECORD = expected_record(CASE)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from reference.step import objective
 from validation.diagnosis.evidence import Evidence
 from validation.diagnosis.rules.passages import unexplained_passage
+from validation.diagnosis.rules.repeated import or_wrong_message
 from validation.diagnosis.rules.update import near
 from validation.diagnosis.supposed import Line, Made, Supposed
 from validation.diagnosis.suppositions import of_backward, of_forward, spoiled
@@ -26,7 +27,20 @@ def attributed(evidence: Evidence) -> list[Cause]:
     if found is None or found.right or (evidence.sums is not None and evidence.sums.alike):
         return []
     causes = list(found.causes) or (supposed(evidence) if evidence.playable is not None else [])
-    return causes if evidence.sums is None else [_clipped(evidence, cause) for cause in causes]
+    if evidence.sums is not None:
+        return [_clipped(evidence, cause) for cause in causes]
+    return causes if evidence.playable is not None else [_seen_more(cause, evidence) for cause in causes]
+
+
+def _seen_more(cause: Cause, evidence: Evidence) -> Cause:
+    """``cause`` with what losses and watched calls say of it."""
+    if cause.kind == "missing" and evidence.differs("loss") and evidence.differs("gradient"):
+        told = f"{cause.detail}; what follows from them, losses too, is wrong: they took no part in the forward"
+        return replace(cause, kind="computation", detail=told)
+    watched = {*evidence.passed} - evidence.unseen
+    if cause.kind == "swapped-activations" and evidence.differs("loss") and cause.stage in watched:
+        return or_wrong_message(replace(cause, kind="mispaired"))
+    return cause
 
 
 def unexplained(evidence: Evidence) -> Sequence[str]:

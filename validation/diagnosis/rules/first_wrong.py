@@ -101,9 +101,20 @@ class Boundaries:
 
     def _exact_before(self, point: Point) -> bool:
         """Whether all that it was made from is right bit for bit: what is right to half its digits may hide a fault."""
-        made_from = [Point(point.stage + n, point.microbatch, where) for n, where in _FROM[point.where]]
-        seen = [self._at.get(Point(p.stage, p.microbatch, self._where(p.stage, p.where)), ()) for p in made_from]
+        seen = [self._at.get(source, ()) for source in self._sources(point)]
         return all(crossings and all(one.exact for one in crossings) for crossings in seen)
+
+    def _sources(self, point: Point) -> list[Point]:
+        """What a tensor is made from: nothing before the first stage."""
+        sources = [Point(point.stage + n, point.microbatch, where) for n, where in _FROM[point.where]]
+        return [Point(p.stage, p.microbatch, self._where(p.stage, p.where)) for p in sources if p.stage >= 0]
+
+    def is_first(self, root: Root) -> bool:
+        """Whether all that a wrong tensor was made from is right bit for bit, but for what nobody watched."""
+        sources = self._sources(root.point)
+        watched = [source for source in sources if source.stage in self._facts.passed]
+        exact = all(one.exact for source in sources for one in self._at.get(source, ()))
+        return exact and self._unplaced.isdisjoint(sources) and all(source in self._at for source in watched)
 
     def _behind_the_unknown(self, point: Point) -> bool:
         """Whether this may be made from what a stage did in a call of which nobody knows that it was this microbatch's.
@@ -131,9 +142,7 @@ class Boundaries:
 
         It does where it was made, or sent, by what is known to be right.
         """
-        sources = [Point(point.stage + n, point.microbatch, where) for n, where in _FROM[point.where]]
-        sources = [one for one in sources if one.stage >= 0]
-        sources = [Point(p.stage, p.microbatch, self._where(p.stage, p.where)) for p in sources]
+        sources = self._sources(point)
         others = [Point(point.stage, point.microbatch, where) for where in _ALSO.get(point.where, ())]
         if any(one in self._unplaced and not self._acquitted(one) for one in (*sources, *others)):
             return False

@@ -24,7 +24,7 @@ _VAGUE = frozenset({"altered", "computation"})  # that a tensor is another, not 
 _ALIKE: tuple[frozenset[str], ...] = (  # kinds that one fault has where more, or less, of it is seen
     frozenset({"mispaired", "wrong-message", "overwritten", "partition", "stale-tensor"})
     | {"swapped-activations", "swapped-gradients", "swapped-data"},
-    frozenset({"dropped", "zero", "missing"}),
+    frozenset({"dropped", "zero", "missing", "uninitialised"}),
     frozenset({"doubled", "scale", "sign", "unequal-weights"}),
 )
 
@@ -187,6 +187,7 @@ def unexplained_passage(evidence: Evidence) -> tuple[str, ...]:
         f"first seen wrong: rank {rank[one.point.stage]}, stage {one.point.stage}, {one.crossing.at}: "
         f"{one.point.where} is {one.what.text}"
         for one in boundaries.roots()
+        if boundaries.is_first(one)
     ]
     unjudged = [
         f"unjudged: rank {rank[point.stage]}, stage {point.stage}: {point.where} is like nothing in the reference"
