@@ -112,7 +112,7 @@ class Boundaries:
     def is_first(self, root: Root) -> bool:
         """Whether all that a wrong tensor was made from is right bit for bit, but for what nobody watched."""
         sources = self._sources(root.point)
-        watched = [source for source in sources if source.stage in self._facts.passed]
+        watched = [source for source in sources if source.stage in self._evidence.passed]
         exact = all(one.exact for source in sources for one in self._at.get(source, ()))
         return exact and self._unplaced.isdisjoint(sources) and all(source in self._at for source in watched)
 
