@@ -201,7 +201,7 @@ def test_a_crash_of_the_judge_or_of_a_rule_is_no_pass(monkeypatch: pytest.Monkey
 
     wrong = changed(EXPECTED, losses=(9.0, 9.0, 9.0))
     with monkeypatch.context() as patch:
-        patch.setattr("validation.records.compare.caused", crash)
+        patch.setattr("validation.records.compare.explained", crash)
         verdict = compare(EXPECTED, wrong)
         assert (verdict.verdict, verdict.cause) == ("fail", ())
         assert verdict.unsought.startswith("ZeroDivisionError: a rule is wrong (test_compare.py:")

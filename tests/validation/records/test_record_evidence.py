@@ -148,7 +148,8 @@ def test_a_fault_is_named_beside_the_model_and_from_a_record_alone(name: str, ag
     verdict = step(against, **options)
     assert verdict.verdict == "fail"
     assert agrees(verdict.cause[0], planted), str(verdict)
-    assert ("partition",) in [one.kinds for one in verdict.ruled_out]
+    held = "every parameter is held once"  # which leaves layers in another order open
+    assert [one.kinds for one in verdict.ruled_out if one.evidence == held] == [()]
 
 
 @EITHER
