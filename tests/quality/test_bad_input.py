@@ -257,12 +257,14 @@ def crash(*_: object, **__: object) -> Any:
     raise ZeroDivisionError("a rule is wrong")
 
 
-@pytest.mark.parametrize("where", ["validator.explained", "step_facts.attribute", "step_facts.Traced"])
+@pytest.mark.parametrize(
+    "where", ["foreign.validator.explained", "diagnosis.evidence.attribute", "foreign.evidence.Traced"]
+)
 def test_a_verdict_never_depends_on_its_explanation(
     whitebox: WhiteBox, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = judged(whitebox, wrong)
-    monkeypatch.setattr(f"validation.foreign.{where}", crash)
+    monkeypatch.setattr(f"validation.{where}", crash)
     verdict = judged(whitebox, wrong)
     assert (verdict.verdict, verdict.exit_status, verdict.cause) == ("fail", 1, ())
     assert (verdict.laws, verdict.mismatches) == (plain.laws, plain.mismatches)
