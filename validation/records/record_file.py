@@ -19,8 +19,7 @@ from torch import Tensor
 
 from validation.judging.tolerance import PRECISIONS, Floor
 from validation.observers.elements import bits
-from validation.records.content import digest
-from validation.records.record import Gradients, Place, Record, RecordedFloors, RecordedOperation, RecordError
+from validation.records.record import Gradients, Place, Record, RecordedFloors, RecordedOperation, RecordError, digest
 from validation.worlds.output_file import OutputFile
 
 FORMAT, VERSION = "pipeproof/record", 1

@@ -15,8 +15,7 @@ from validation.judging.verdict import Mismatch, Verdict
 from validation.observers.elements import UNSOUGHT, all_finite, any_nonzero, bits
 from validation.observers.sketch import sketch
 from validation.observers.snapshot import Snapshot
-from validation.records.content import ContentError, digest
-from validation.records.record import Record, RecordedOperation
+from validation.records.record import ContentError, Record, RecordedOperation, digest
 from validation.records.record_file import read, write
 from validation.records.single_device import SingleDevice
 from validation.records.step_check import check_step

@@ -204,6 +204,6 @@ def test_a_crash_of_the_judge_or_of_a_rule_is_no_pass(monkeypatch: pytest.Monkey
         verdict = compare(EXPECTED, wrong)
         assert (verdict.verdict, verdict.cause) == ("fail", ())
         assert verdict.unsought.startswith("ZeroDivisionError: a rule is wrong (test_compare.py:")
-    monkeypatch.setattr("validation.records.against.Against.norm", crash)
+    monkeypatch.setattr("validation.judging.comparison.Comparison.norm", crash)
     assert [compare(EXPECTED, one).verdict for one in (EXPECTED, wrong)] == ["unknown", "fail"]
     assert str(compare(EXPECTED, EXPECTED)).startswith("UNKNOWN not all was compared: ZeroDivisionError")
