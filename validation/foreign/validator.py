@@ -28,9 +28,8 @@ from validation.judging.judge import judged, one_thread
 from validation.judging.oracle import Answer, Floors, Orders, Pending, Subject, precision_of_reference
 from validation.judging.tolerance import Precision
 from validation.judging.verdict import Crash, Verdict
-from validation.observers.elements import UNSOUGHT
 from validation.observers.observed import Observed
-from validation.observers.sketch import contents
+from validation.observers.sketch import UNSOUGHT, contents
 from validation.worlds.rank_report import NeedsMoreRanks, RankFailed, WorldError, headline
 from validation.worlds.world import World
 

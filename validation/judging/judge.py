@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from reference.step import Expected, Site
-from validation.judging.comparison import Comparison, Due, leave_out
-from validation.judging.execution import Conduct
+from validation.judging.comparison import Comparison, Conduct, Due, leave_out
 from validation.judging.ledger import NOWHERE, Ledger, Placing
 from validation.judging.oracle import Floors, Subject
 from validation.judging.tolerance import FP32, Floor, Precision, same_bits
 from validation.judging.verdict import Crash, Tier, Verdict, overall
-from validation.observers.elements import any_nonzero
 from validation.observers.observed import Observed
+from validation.observers.sketch import any_nonzero
 
 LAWS = (
     "microbatches",  # every stage ran forward and backward once for each microbatch, in the right mode

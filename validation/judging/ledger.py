@@ -10,7 +10,7 @@ from torch import Tensor
 from reference.step import Site
 from validation.judging.tolerance import Floor, Precision, error, pieces, same_bits
 from validation.judging.verdict import LawResult, Mismatch, Outcome, Size, Tier, Value, What, names_of
-from validation.observers.elements import is_rounded
+from validation.observers.sketch import is_rounded
 
 
 @dataclass

@@ -22,7 +22,7 @@ from validation.judging.tolerance import (
     precision_among,
     precision_of,
 )
-from validation.observers.elements import bits
+from validation.observers.sketch import bits
 
 
 class ContentError(ValueError):

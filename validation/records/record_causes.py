@@ -15,7 +15,7 @@ from validation.diagnosis.rules.update import update as updated
 from validation.judging.cause import Cause, RuledOut
 from validation.judging.tolerance import error
 from validation.judging.verdict import Verdict
-from validation.observers.elements import UNSOUGHT
+from validation.observers.sketch import UNSOUGHT
 from validation.records.record_facts import RecordFacts
 
 _ALIKE = 1e-3  # no verdict hangs on it

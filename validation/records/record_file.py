@@ -18,7 +18,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from validation.judging.tolerance import PRECISIONS, Floor
-from validation.observers.elements import bits
+from validation.observers.sketch import bits
 from validation.records.record import Gradients, Place, Record, RecordedFloors, RecordedOperation, RecordError, digest
 from validation.worlds.output_file import OutputFile
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from reference.step import Recipe, Reference, Site
 from validation.foreign.rank import Replicas
-from validation.foreign.reference_run import ReferenceRun, Task, Twin, WhiteBoxError, name_of
+from validation.foreign.reference_run import ReferenceRaised, ReferenceRun, Task, Twin, WhiteBoxError, name_of
 from validation.observers.sketch import contents
 
 MICROBATCHES = 3
@@ -91,7 +91,7 @@ def test_what_the_reference_raises_is_kept_until_it_is_asked_for() -> None:
     assert len(list(ahead)) == 2, "nothing is made behind the microbatch that raises"
     run = ahead.settled(APART, watched=False)
     assert run is ahead
-    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+    with pytest.raises(ReferenceRaised, match=r"on microbatch 1 .* mat1 and mat2"):
         run.made(APART)
 
 
