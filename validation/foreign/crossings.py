@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pipeline.action import Action, Kind
 from validation.foreign.call_matching import Both, Column, Order, at_once, columns, orders, structured, without_trial
 from validation.observers.identity import Label, What
-from validation.observers.observed import UNTOLD, Crossing
+from validation.observers.observed import UNKNOWN_MICROBATCH, Crossing
 from validation.observers.recording import FORWARD_POINTS, GIVEN, HANDED_ON, KEPT, MADE, RECEIVED, Point
 from validation.observers.sketch import Sketch, changed, nearest, rounded
 from validation.observers.watching import Call
@@ -39,7 +39,7 @@ class Passed:
     @property
     def untold(self) -> bool:
         """Whether there is a call of which nothing tells the microbatch."""
-        return any(action.microbatch == UNTOLD for action in self.actions)
+        return any(action.microbatch == UNKNOWN_MICROBATCH for action in self.actions)
 
 
 def passed(watched: Mapping[int, Sequence[Call]], microbatches: int, places: Both) -> dict[int, Passed]:
@@ -94,7 +94,7 @@ def _sent(stages: Mapping[int, tuple[Sequence[Call], Sequence[Column]]], orders:
         for column in seen_there
         if column.where in (MADE, HANDED_ON)
         for seen, number in zip(column.seen, orders[stage].numbers, strict=True)
-        if seen is not None and seen.norm and number != UNTOLD
+        if seen is not None and seen.norm and number != UNKNOWN_MICROBATCH
     }
 
 
@@ -147,11 +147,11 @@ def _crossing(column: Column, k: int, call: Call, context: _Context) -> Iterator
         place,
         call.rank,
     )
-    if seen is not None and microbatch == UNTOLD and column.place:
+    if seen is not None and microbatch == UNKNOWN_MICROBATCH and column.place:
         yield replace(crossing, really=_nobodys(seen))
     # An input that is still the one that the call had was not written to, whatever it is.
     expected = call.inputs[column.number] if column.where == KEPT else column.known.get(microbatch)
-    if expected is None or microbatch == UNTOLD:
+    if expected is None or microbatch == UNKNOWN_MICROBATCH:
         return
     if seen is None:
         # An input that is gone before the backward is none that it needs.

@@ -46,7 +46,7 @@ def _on_rank(cause: Cause, facts: StepFacts) -> Cause:
 
 def _nameless(facts: StepFacts) -> Sequence[str]:
     names = "parameters of the step and of the reference do not go together: names= says which is which"
-    return (names,) if facts.found.strangers else ()
+    return (names,) if facts.found.unmatched else ()
 
 
 def _other_weights(facts: StepFacts) -> Sequence[str]:
@@ -101,7 +101,7 @@ def _orderly(facts: StepFacts) -> bool:
 
 def held(facts: StepFacts) -> list[Cause]:
     """Parameters that no stage holds, or several; nothing where they may only be called otherwise."""
-    return [] if facts.found.strangers else partition(facts)
+    return [] if facts.found.unmatched else partition(facts)
 
 
 def ran(facts: StepFacts) -> list[Cause]:
@@ -182,7 +182,7 @@ def attributed(facts: StepFacts) -> list[Cause]:
 def norm(facts: StepFacts) -> list[Cause]:
     """A norm that is not that of the gradients, although these are right."""
     found = [m for m in facts.verdict.mismatches if m.law == "grad-norm"]
-    if not found or any(map(facts.differs, ("gradient", "none-ness"))):
+    if not found or any(map(facts.differs, ("gradient", "presence"))):
         return []
     told = [one.cause for one in facts.suspects.found if one.law == "grad-norm"]
     if told:

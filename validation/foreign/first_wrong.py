@@ -152,7 +152,7 @@ class Boundaries:
 
     def _other_gradients(self, stage: int) -> bool:
         """Whether a gradient of a parameter of ``stage`` is wrong."""
-        return any(m.stage == stage for m in self._facts.verdict.mismatches if m.law in ("gradient", "none-ness"))
+        return any(m.stage == stage for m in self._facts.verdict.mismatches if m.law in ("gradient", "presence"))
 
     def _other_loss(self, microbatch: int) -> bool:
         """Whether the loss of this microbatch is wrong."""

@@ -12,7 +12,7 @@ from validation.foreign.first_wrong import Boundaries
 from validation.foreign.repeated import or_wrong_message, ordered
 from validation.foreign.step_facts import StepFacts
 from validation.judging.cause import Cause, RuledOut, listed
-from validation.observers.observed import UNTOLD
+from validation.observers.observed import UNKNOWN_MICROBATCH
 from validation.observers.recording import FLOWED, GIVEN, HANDED_ON, MADE, RECEIVED
 
 _SAME = 1e-3
@@ -68,7 +68,7 @@ def _beyond(causes: Sequence[Cause], facts: StepFacts) -> list[Cause]:
     if not all(cause.action and "B" in cause.action and cause.stage is not None for cause in causes):
         return []
     reached = max(cause.stage or 0 for cause in causes)
-    wrong = {m.stage for m in facts.verdict.mismatches if m.law in ("gradient", "none-ness") and m.stage is not None}
+    wrong = {m.stage for m in facts.verdict.mismatches if m.law in ("gradient", "presence") and m.stage is not None}
     if not any(stage > reached for stage in wrong):
         return []
     return [cause for cause in _attributed(facts) if cause.stage is not None and cause.stage > reached]
@@ -121,10 +121,10 @@ def _used(facts: StepFacts, stage: int, where: str, order: Sequence[int]) -> lis
 
 def _named(cause: Cause, facts: StepFacts) -> Cause:
     """``cause`` with the microbatches of calls that are known together alone: those that no other call was about."""
-    if UNTOLD not in cause.microbatches or cause.stage is None:
+    if UNKNOWN_MICROBATCH not in cause.microbatches or cause.stage is None:
         return cause
     flow = facts.passed[cause.stage]
-    others = [number for number in cause.microbatches if number != UNTOLD]
+    others = [number for number in cause.microbatches if number != UNKNOWN_MICROBATCH]
     return replace(cause, microbatches=tuple(sorted([*others, *(flow.lost if flow.complete else ())])))
 
 

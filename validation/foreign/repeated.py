@@ -7,7 +7,7 @@ from dataclasses import replace
 from pipeline.action import Kind
 from validation.foreign.step_facts import StepFacts
 from validation.judging.cause import Cause, listed
-from validation.observers.observed import UNTOLD
+from validation.observers.observed import UNKNOWN_MICROBATCH
 from validation.observers.recording import RECEIVED
 
 
@@ -18,7 +18,7 @@ def repeated(facts: StepFacts) -> list[Cause]:
     before: Sequence[int] = range(facts.microbatches)
     for stage in range(facts.stages):
         order = _called(facts, stage)
-        if UNTOLD in order:
+        if UNKNOWN_MICROBATCH in order:
             return []  # nobody knows of which microbatch it had another's tensors
         if stage in facts.unseen or sorted(order) == sorted(before):
             before = order or before
@@ -35,7 +35,7 @@ def backed_again(facts: StepFacts) -> list[Cause]:
     for stage in reversed(range(facts.stages)):
         order = ordered(facts, stage, Kind.BACKWARD)
         missing = {m for m in range(facts.microbatches) if m not in order}
-        if UNTOLD in order or len(order) != facts.microbatches or not missing:
+        if UNKNOWN_MICROBATCH in order or len(order) != facts.microbatches or not missing:
             continue
         met = {
             one.really.label.point.microbatch: one.action
@@ -75,7 +75,7 @@ def rearranged(facts: StepFacts) -> bool:
     every = list(range(facts.microbatches))
     called = [action for action, _ in facts.observed.called(0)]
     orders = [[a.microbatch for a in called if a.stage == stage] for stage in range(facts.stages)]
-    told = [order for order in orders if UNTOLD not in order]
+    told = [order for order in orders if UNKNOWN_MICROBATCH not in order]
     return any(len(order) == len(every) and sorted(order) != every for order in told)
 
 

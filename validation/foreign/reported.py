@@ -13,7 +13,7 @@ from validation.judging.cause import Cause
 from validation.judging.tolerance import FP32, scalar_error
 from validation.judging.verdict import Mismatch
 
-UNTOLD = "losses are wrong and gradients right: they are reported otherwise than computed, or a part has no gradient"
+NOT_TOLD = "losses are wrong and gradients right: they are reported otherwise than computed, or a part has no gradient"
 
 
 def reported(facts: StepFacts) -> list[Cause]:
@@ -25,7 +25,7 @@ def reported(facts: StepFacts) -> list[Cause]:
 
 def unreported(facts: StepFacts) -> Sequence[str]:
     """That nothing tells why losses are wrong; empty where none is, or where that is told."""
-    return (UNTOLD,) if report(facts) and not reported(facts) else ()
+    return (NOT_TOLD,) if report(facts) and not reported(facts) else ()
 
 
 def _numbers(facts: StepFacts) -> list[Mismatch]:

@@ -20,7 +20,7 @@ from validation.judging.verdict import Verdict
 from validation.observers.observed import Observed
 
 _ALIKE = 1e-3  # no verdict hangs on it
-_OF_GRADIENTS = ("gradient", "none-ness", "tied-copies")
+_OF_GRADIENTS = ("gradient", "presence", "tied-copies")
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from pipeline.schedule import Schedule
 from validation.observers.identity import What
 from validation.observers.recording import Recording, Site, together
 
-UNTOLD = -1  # the microbatch of a call of which nothing tells it
+UNKNOWN_MICROBATCH = -1  # the microbatch of a call of which nothing tells it
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Crossing:
     def at(self) -> str:
         """The action in words, also where its microbatch is not known."""
         stage, kind, microbatch = self.action
-        return f"{stage}{kind.value} of call {self.call}" if microbatch == UNTOLD else str(self.action)
+        return f"{stage}{kind.value} of call {self.call}" if microbatch == UNKNOWN_MICROBATCH else str(self.action)
 
     @property
     def seen(self) -> str:

@@ -152,7 +152,7 @@ def _plain(inputs: object) -> object:
 LAWS = (
     "parameters-once",  # every parameter of the one is in exactly one place of the other
     "loss",  # each microbatch's, and the whole operation's
-    "none-ness",  # a gradient is None exactly where the other is
+    "presence",  # a gradient is None exactly where the other is
     "gradient",  # every parameter's
     "grad-norm",  # over logical parameters
     "updated-parameters",  # after clip and optimizer step

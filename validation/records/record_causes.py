@@ -56,7 +56,7 @@ def _renamed(facts: RecordFacts) -> Sequence[str]:
 
 
 def _unexplained(facts: RecordFacts) -> Sequence[str]:
-    return facts.unexplained or _broken("none-ness", "gradient")(facts)
+    return facts.unexplained or _broken("presence", "gradient")(facts)
 
 
 def _beside(facts: RecordFacts) -> Sequence[RuledOut]:
@@ -118,7 +118,7 @@ def _clipped(facts: RecordFacts, cause: Cause) -> Cause:
 def norm(facts: RecordFacts) -> list[Cause]:
     """A norm that is not that of the gradients, although these are right."""
     found = [m for m in facts.verdict.mismatches if m.law == "grad-norm"]
-    if not found or any(map(facts.differs, ("gradient", "none-ness"))):
+    if not found or any(map(facts.differs, ("gradient", "presence"))):
         return []
     return other_norm(facts, found)
 
@@ -160,7 +160,7 @@ RULES: tuple[Rule[RecordFacts], ...] = (
     Rule(
         attributed,
         clears("gradient", ("scale", "sign", "dropped", "doubled"), "every gradient is what it should be"),
-        _judged("none-ness"),
+        _judged("presence"),
         left=_unexplained,
         beside=_beside,
     ),

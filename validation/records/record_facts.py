@@ -20,7 +20,7 @@ from validation.records.record import Place, RecordedOperation
 from validation.records.recorded_sums import RecordedSums
 
 _ROOM = 16  # roundings of a parameter that stand between its movement and what is seen of it
-_OF_GRADIENTS = ("gradient", "none-ness")
+_OF_GRADIENTS = ("gradient", "presence")
 
 
 @dataclass(frozen=True)

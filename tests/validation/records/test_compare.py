@@ -79,7 +79,7 @@ FAULTS: Mapping[str, tuple[Callable[[RecordedOperation], Any], str]] = {
     "loss": (lambda one: {"losses": (one.losses[0], one.losses[1] * 1.1, one.losses[2])}, "microbatch 1"),
     "whole loss": (lambda one: {"loss": one.loss * 3}, "every rank"),
     "fewer losses": (lambda one: {"losses": one.losses[:2]}, "every rank"),
-    "none-ness": (with_one("gradients", lambda _: None), f"rank 1, stage 1, parameter {WEIGHT}"),
+    "presence": (with_one("gradients", lambda _: None), f"rank 1, stage 1, parameter {WEIGHT}"),
     "gradient": (with_one("gradients", lambda g: -g), f"rank 1, stage 1, parameter {WEIGHT}"),
     "zero gradient": (with_one("gradients", lambda g: g * 0), f"rank 1, stage 1, parameter {WEIGHT}"),
     "grad-norm": (lambda one: {"norm": one.norm * 1.01}, "every rank"),
@@ -189,9 +189,12 @@ def test_what_one_record_lacks_is_no_pass(law: str, gap: dict[str, Any], words: 
 def test_one_gradient_that_one_record_lacks_is_named() -> None:
     gradients = {name: one for name, one in EXPECTED.operations[0].gradients.items() if name != WEIGHT}
     lacking = changed(EXPECTED, gradients=gradients)
-    for expected, seen, side in ((EXPECTED, lacking, "seen"), (lacking, EXPECTED, "expected")):
-        note = compare(expected, seen).law("gradient").note
-        assert note == f"nothing is {side} of {WEIGHT}, so it was not compared"
+    for expected, seen, why in (
+        (EXPECTED, lacking, f"not compared: {WEIGHT}; nothing is seen of it"),
+        (lacking, EXPECTED, "nothing is expected of it"),
+    ):
+        law = compare(expected, seen).law("gradient")
+        assert (law.outcome, law.note) == ("unknown", f"{why}: {WEIGHT}")
 
 
 def test_a_crash_of_the_judge_or_of_a_rule_is_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -266,8 +266,8 @@ def test_a_model_that_fails_while_the_cause_is_looked_for_leaves_the_verdict() -
 
     verdict = step(SingleDevice(build, fragile), divisor=1)
     assert (verdict.verdict, verdict.cause) == ("fail", ())
-    assert verdict.unsought.startswith("KeyError: 'gone' (test_caused.py:")
-    assert "cause     not sought: looking for it raised KeyError: 'gone' (test_caused.py:" in str(verdict)
+    assert verdict.unsought.startswith("KeyError: 'gone' (test_record_causes.py:")
+    assert "cause     not sought: looking for it raised KeyError: 'gone' (test_record_causes.py:" in str(verdict)
     assert "in fragile" in verdict.as_dict()["traceback"]  # type: ignore[operator]
 
 

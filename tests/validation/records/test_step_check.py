@@ -92,7 +92,7 @@ def test_a_right_step_agrees_with_its_record(path: Path) -> None:
     assert compared == {
         "parameters-once": 6,
         "loss": 3,
-        "none-ness": 6,
+        "presence": 6,
         "gradient": 6,
         "grad-norm": 1,
         "updated-parameters": 6,
@@ -113,7 +113,7 @@ def test_a_right_step_agrees_with_the_model_beside_it() -> None:
     [
         (lambda model: grad(model).mul_(3), "gradient"),
         (lambda model: grad(model).zero_(), "gradient"),
-        (lambda model: setattr(model.get_parameter("3.weight"), "grad", None), "none-ness"),
+        (lambda model: setattr(model.get_parameter("3.weight"), "grad", None), "presence"),
     ],
 )
 def test_a_wrong_gradient_is_named_with_its_rank_and_stage(
@@ -322,21 +322,21 @@ def test_gradients_that_were_not_shown_are_no_pass(path: Path) -> None:
 
     assert shown("").law("gradient").outcome == "pass"
     law = shown("3.weight").law("gradient")
-    assert (law.outcome, law.note) == ("unknown", "nothing is seen of 3.weight, so it was not compared")
+    assert (law.outcome, law.note) == ("unknown", "not compared: 3.weight")
 
 
 def test_a_crash_of_the_check_ends_no_job(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def crash(*_: object) -> None:
+    def crash(*_: object, **__: object) -> None:
         raise ZeroDivisionError("a rule is wrong")
 
     for part, fault, outcome in (
         ("norm", lambda model: None, "unknown"),
         ("norm", lambda model: grad(model).mul_(2), "fail"),
-        ("gradients", lambda model: None, "unknown"),
-        ("buffers", lambda model: None, "unknown"),
+        ("gradient", lambda model: None, "unknown"),
+        ("buffer", lambda model: None, "unknown"),
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(f"validation.records.step_check.Against.{part}", crash)
+            patch.setattr(f"validation.judging.comparison.Comparison.{part}", crash)
             verdict = step(path, fault=fault)
         assert verdict.verdict == outcome, part
         assert verdict.stopped.startswith("ZeroDivisionError: a rule is wrong (test_step_check.py:")

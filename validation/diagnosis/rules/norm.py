@@ -22,7 +22,7 @@ Likely = tuple[str, int | None, float]  # a norm in words, the stage that it is 
 def norm(evidence: Evidence) -> list[Cause]:
     """A norm that is not that of the gradients, although these are right."""
     found = [m for m in evidence.verdict.mismatches if m.law == "grad-norm"]
-    if not found or evidence.differs("gradient") or evidence.differs("none-ness"):
+    if not found or evidence.differs("gradient") or evidence.differs("presence"):
         return []
     right = evidence.expected.norm
     reported = [rank[evidence.number].norm for rank in evidence.observed.ranks]

@@ -10,7 +10,7 @@ from validation.judging.verdict import Mismatch
 def report(evidence: Facts) -> list[Cause]:
     """Losses that are reported otherwise than the stages computed them."""
     found = [m for m in evidence.verdict.mismatches if m.law == "loss"]
-    upstream = ("gradient", "none-ness", "updated-parameters", "buffers")
+    upstream = ("gradient", "presence", "updated-parameters", "buffers")
     if not found or any(map(evidence.differs, upstream)) or not _computed_right(evidence):
         return []
     ranks = {m.rank for m in found}
