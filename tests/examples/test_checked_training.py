@@ -98,4 +98,4 @@ def test_replicas_against_a_record_and_what_nobody_said(torchrun: Launch, python
         assert verdicts(done.stdout)[0].startswith(words), done.stdout
     (verdict,) = verdicts(torchrun(tmp_path, REPLICAS, "--given", "all", ranks=4).stdout)
     assert verdict.startswith("UNKNOWN loss: whose losses these are nobody says: pass each replica the microbatches")
-    assert re.search(r"pass +parameters-once, none-ness, gradient: 40 compared", verdict)
+    assert re.search(r"pass +parameters-once, presence, gradient: 40 compared", verdict)

@@ -232,7 +232,7 @@ def _alternatives(found: list[Claim], truth: Truth) -> Iterator[False_]:
 
 def _against_judge(found: list[Claim], verdict: Verdict) -> Iterator[False_]:
     """Sentences that the comparison of the same verdict speaks against."""
-    wrong = {(m.stage, m.parameter) for m in verdict.mismatches if m.law in ("gradient", "none-ness")}
+    wrong = {(m.stage, m.parameter) for m in verdict.mismatches if m.law in ("gradient", "presence")}
     failed = {law.name for law in verdict.laws if law.outcome == "fail"}
     for claim in found:
         if against := {SPEAKS_OF[thing] for thing in claim.denies or () if thing in SPEAKS_OF} & failed:

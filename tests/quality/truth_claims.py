@@ -181,7 +181,7 @@ def denied(reason: RuledOut) -> frozenset[str] | None:
 def claims(verdict: Verdict) -> Iterator[Claim]:
     """Every sentence of ``verdict`` that claims something."""
     yield Claim("verdict", verdict.verdict)
-    absent = any(law.name == "none-ness" and law.outcome == "fail" for law in verdict.laws)
+    absent = any(law.name == "presence" and law.outcome == "fail" for law in verdict.laws)
     for law in verdict.laws:  # a gradient that is not there is that law's matter
         if law.outcome == "pass" and not (absent and law.name == "gradient"):
             yield Claim("law", str(law).strip(), denies=LAWS.get(law.name, frozenset()), law=law.name)

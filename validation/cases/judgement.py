@@ -8,7 +8,7 @@ from validation.cases.stages import layers_of, owners
 from validation.diagnosis.diagnose import diagnose as diagnose_run
 from validation.diagnosis.setup import Setup
 from validation.judging.judge import LAWS, judged
-from validation.judging.oracle import LiveOracle, Subject, copies_apart
+from validation.judging.oracle import LiveOracle, Requirements, copies_apart
 from validation.judging.verdict import Verdict
 from validation.observers.observed import Observed
 from validation.worlds.deterministic import deterministic
@@ -17,7 +17,7 @@ from validation.worlds.deterministic import deterministic
 def judge(case: Case, observed: Observed, *, measure: bool = False) -> Verdict:
     """The verdict on what ``case`` produced. ``measure``: measure floors even where every bit agrees, to report."""
     deterministic(case.device)
-    return judged(subject_of(case), observed, measure=measure)
+    return judged(requirements_of(case), observed, measure=measure)
 
 
 def diagnose(case: Case, observed: Observed, verdict: Verdict) -> Verdict:
@@ -25,7 +25,7 @@ def diagnose(case: Case, observed: Observed, verdict: Verdict) -> Verdict:
     return diagnose_run(setup_of(case), observed, verdict)
 
 
-def subject_of(case: Case) -> Subject:
+def requirements_of(case: Case) -> Requirements:
     """``case`` as a subject: its reference, and what its plan leaves out."""
     device = "cpu" if case.device == "cpu" else "cuda:0"
     model = build_model(case.model, layers=case.layers, seed=case.seed, dtype=case.dtype).to(device)
@@ -40,7 +40,7 @@ def subject_of(case: Case) -> Subject:
     laws = (*LAWS, "replicas") if case.replicas > 1 else LAWS
     microbatches = case.microbatches * case.replicas
     tied = copies_apart(model, owner)
-    return Subject(str(case), laws, case.plan, microbatches, due, oracle, tied, bindings=case.bindings)
+    return Requirements(str(case), laws, case.plan, microbatches, due, oracle, tied, bindings=case.bindings)
 
 
 def setup_of(case: Case) -> Setup:

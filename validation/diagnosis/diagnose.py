@@ -26,9 +26,9 @@ from validation.diagnosis.setup import Setup
 from validation.judging.cause import RuledOut
 from validation.judging.judge import one_thread
 from validation.judging.verdict import Crash, Verdict
-from validation.observers.elements import UNSOUGHT
 from validation.observers.observed import Observed
 from validation.observers.recording import LATE
+from validation.observers.sketch import UNSOUGHT
 
 
 def diagnose(setup: Setup, observed: Observed, verdict: Verdict) -> Verdict:
@@ -104,7 +104,7 @@ def _untold(law: str) -> Callable[[Evidence], Sequence[str]]:
     """What is said where ``law`` is broken, gradients are right, and the rule names no cause."""
 
     def left(evidence: Evidence) -> Sequence[str]:
-        broken = evidence.differs(law) and not evidence.differs("gradient") and not evidence.differs("none-ness")
+        broken = evidence.differs(law) and not evidence.differs("gradient") and not evidence.differs("presence")
         return (f"{law}: what is wrong with it tells nothing",) if broken else ()
 
     return left

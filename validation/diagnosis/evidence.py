@@ -24,7 +24,7 @@ from validation.observers.observed import Observed, Passed
 from validation.observers.recording import Addition, Recording, Site
 
 Gradients = Mapping[str, Tensor | None]
-_OF_GRADIENTS = ("gradient", "none-ness", "tied-copies")
+_OF_GRADIENTS = ("gradient", "presence", "tied-copies")
 
 
 class Due(Protocol):

@@ -23,13 +23,13 @@ from validation.observers.shards import gathered, sized, untiled
 
 @dataclass(frozen=True)
 class Stage:
-    """A part that was handed back, at its place in the model; ``names`` and ``strangers`` by the parameter's number."""
+    """A part that was handed back, at its place in the model; ``names`` and ``unmatched`` by the parameter's number."""
 
     index: int
     rank: int
     part: Part
     names: Mapping[int, str]
-    strangers: Mapping[int, str]
+    unmatched: Mapping[int, str]
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,8 @@ class Assembled:
         rows = []
         for number, (rank, chunk, part) in enumerate(parts):
             names = {k: name for (at, k), name in found.names.items() if at == number}
-            strangers = {k: why for (at, k), why in found.strangers.items() if at == number}
-            rows.append(_Row(chunk, Stage(number, rank, self._whole(part, names), names, strangers)))
+            unmatched = {k: why for (at, k), why in found.unmatched.items() if at == number}
+            rows.append(_Row(chunk, Stage(number, rank, self._whole(part, names), names, unmatched)))
         return tuple(replace(one, index=index) for index, one in enumerate(_in_order(rows, [*self._parameters])))
 
     def _whole(self, part: Part, names: Mapping[int, str]) -> Part:
@@ -128,10 +128,10 @@ class Assembled:
         return copies_apart(self.model, self.owner, self.copies)
 
     @property
-    def strangers(self) -> dict[Site, str]:
+    def unmatched(self) -> dict[Site, str]:
         """Parameters that the reference does not have, by the names that the step gives them, and why."""
         return {
-            (stage.index, stage.part.locals[k].name): why for stage in self.stages for k, why in stage.strangers.items()
+            (stage.index, stage.part.locals[k].name): why for stage in self.stages for k, why in stage.unmatched.items()
         }
 
     @property

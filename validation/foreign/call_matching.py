@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from pipeline.action import Kind
 from reference.data import Batch
 from reference.outputs import outputs_noted
-from validation.observers.observed import INPUT, UNTOLD
+from validation.observers.observed import INPUT, UNKNOWN_MICROBATCH
 from validation.observers.recording import GIVEN, HANDED_ON, KEPT, MADE, RECEIVED
 from validation.observers.sketch import Sketch, recognised, sketch
 from validation.observers.watching import Call
@@ -127,9 +127,9 @@ class Column:
 
 @dataclass(frozen=True)
 class Order:
-    """The microbatch of every call of a stage, ``UNTOLD`` where nothing tells it; ``left`` are those of no call.
+    """The microbatch of every call of a stage, ``UNKNOWN_MICROBATCH`` where nothing tells it.
 
-    ``inferred``: of calls whose own tensors do not tell it, what does.
+    ``left`` are those of no call. ``inferred``: of calls whose own tensors do not tell it, what does.
     """
 
     numbers: tuple[int, ...]
@@ -139,7 +139,7 @@ class Order:
     @property
     def complete(self) -> bool:
         """Whether the calls of which nothing tells the microbatch can be those of what is left, one each."""
-        told = [number for number in self.numbers if number != UNTOLD]
+        told = [number for number in self.numbers if number != UNKNOWN_MICROBATCH]
         return len(told) == len(set(told)) and len(self.numbers) == len(told) + len(self.left)
 
 
@@ -214,7 +214,7 @@ def orders(stages: Mapping[int, tuple[Sequence[Call], Sequence[Column]]], microb
         pass
     return {
         stage: Order(
-            tuple(UNTOLD if number is None else number for number in numbers),
+            tuple(UNKNOWN_MICROBATCH if number is None else number for number in numbers),
             tuple(number for number in range(microbatches) if number not in numbers),
             inferred[stage],
         )

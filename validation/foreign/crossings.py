@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pipeline.action import Action, Kind
 from validation.foreign.call_matching import Both, Column, Order, at_once, columns, orders, structured, without_trial
 from validation.observers.identity import Label, What
-from validation.observers.observed import UNTOLD, Crossing, Passed
+from validation.observers.observed import UNKNOWN_MICROBATCH, Crossing, Passed
 from validation.observers.recording import FORWARD_POINTS, GIVEN, HANDED_ON, KEPT, MADE, RECEIVED, Point
 from validation.observers.sketch import Sketch, changed, nearest, rounded
 from validation.observers.watching import Call
@@ -66,7 +66,7 @@ def _sent(stages: Mapping[int, tuple[Sequence[Call], Sequence[Column]]], orders:
         for column in seen_there
         if column.where in (MADE, HANDED_ON)
         for seen, number in zip(column.seen, orders[stage].numbers, strict=True)
-        if seen is not None and seen.norm and number != UNTOLD
+        if seen is not None and seen.norm and number != UNKNOWN_MICROBATCH
     }
 
 
@@ -119,11 +119,11 @@ def _crossing(column: Column, k: int, call: Call, context: _Context) -> Iterator
         place,
         call.rank,
     )
-    if seen is not None and microbatch == UNTOLD and column.place:
+    if seen is not None and microbatch == UNKNOWN_MICROBATCH and column.place:
         yield replace(crossing, really=_nobodys(seen))
     # An input that is still the one that the call had was not written to, whatever it is.
     expected = call.inputs[column.number] if column.where == KEPT else column.known.get(microbatch)
-    if expected is None or microbatch == UNTOLD:
+    if expected is None or microbatch == UNKNOWN_MICROBATCH:
         return
     if seen is None:
         # An input that is gone before the backward is none that it needs.

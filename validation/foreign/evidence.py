@@ -50,7 +50,7 @@ def evidence_of(
         members=Members(found.stages, found.replicas, beside.made, norms),
         unseen=found.unseen | {stage for stage, flow in passed.items() if flow.untold},
         frozen=found.frozen,
-        strange=bool(found.strangers),
+        strange=bool(found.unmatched),
         renamed_by="names=",
     )
 

@@ -33,7 +33,7 @@ class Matched:
     """The reference's names by place, and for every place that has none, why."""
 
     names: Mapping[Place, str]
-    strangers: Mapping[Place, str]
+    unmatched: Mapping[Place, str]
 
 
 class NamesError(ValueError):
@@ -104,14 +104,14 @@ def with_copies(
     reference's parameters it uses in several places: others have no copies.
     """
     names = dict(found.names)
-    for part, k in found.strangers:
+    for part, k in found.unmatched:
         seen = gradients[part][k]
         if seen is not None and bool(seen.any()):
             alike = {n for (at, j), n in found.names.items() if at != part and _equal(seen, gradients[at][j])}
             alike &= set(several()) if alike else set()
             if len(alike) == 1:
                 names[part, k] = alike.pop()
-    return Matched(names, {place: why for place, why in found.strangers.items() if place not in names})
+    return Matched(names, {place: why for place, why in found.unmatched.items() if place not in names})
 
 
 def _equal(one: Tensor, other: Tensor | None) -> bool:

@@ -25,12 +25,11 @@ from validation.foreign.rank import Order, RankMade, Step, digests, run_step
 from validation.foreign.reference_run import ReferenceRaised, ReferenceRun, Task, Twin, WhiteBoxError, name_of
 from validation.foreign.shared_stages import together
 from validation.judging.judge import judged, one_thread
-from validation.judging.oracle import Answer, Floors, Orders, Pending, Subject, precision_of_reference
+from validation.judging.oracle import Answer, Floors, Orders, Pending, Requirements, precision_of_reference
 from validation.judging.tolerance import Precision
 from validation.judging.verdict import Crash, Verdict
-from validation.observers.elements import UNSOUGHT
 from validation.observers.observed import Observed
-from validation.observers.sketch import contents
+from validation.observers.sketch import UNSOUGHT, contents
 from validation.worlds.rank_report import NeedsMoreRanks, RankFailed, WorldError, headline
 from validation.worlds.world import World
 
@@ -41,7 +40,7 @@ LAWS = (
     "microbatches",  # every watched stage ran forward and backward once for each microbatch
     "boundaries",  # what passed the boundaries of watched stages
     "loss",  # each microbatch's, or the whole step's, on every rank that reports it
-    "none-ness",  # a gradient is None exactly where the reference's is
+    "presence",  # a gradient is None exactly where the reference's is
     "gradient",  # every parameter's
     "shards",  # those of a parameter make up the whole
     "replicas",  # every replica holds every stage, and has the same gradients
@@ -158,7 +157,7 @@ def _judged(title: str, task: Task, found: Assembled, twin: Twin, run: Reference
         )
     known = found.passages(run.places)
     observed = found.observed(known)
-    subject = Subject(
+    subject = Requirements(
         title,
         LAWS,
         ("train",),
@@ -168,7 +167,7 @@ def _judged(title: str, task: Task, found: Assembled, twin: Twin, run: Reference
         found.tied,
         skipped=dict(_skipped(found, observed)),
         remarks=found.remarks,
-        strangers=found.strangers,
+        unmatched=found.unmatched,
         unseen=found.unseen,
         uncalled=found.uncalled,
         frozen=found.frozen,

@@ -11,20 +11,19 @@ import torch
 from torch import Tensor
 
 from reference.step import Expected, Site
-from validation.judging.comparison import Comparison, Due, leave_out
-from validation.judging.execution import Conduct
-from validation.judging.ledger import NOWHERE, Ledger, Placing
-from validation.judging.oracle import Floors, Subject
+from validation.judging.comparison import Comparison, Due, Execution, leave_out
+from validation.judging.ledger import NOWHERE, Headings, Ledger
+from validation.judging.oracle import Floors, Requirements
 from validation.judging.tolerance import FP32, Floor, Precision, same_bits
 from validation.judging.verdict import Crash, Tier, Verdict, overall
-from validation.observers.elements import any_nonzero
 from validation.observers.observed import Observed
+from validation.observers.sketch import any_nonzero
 
 LAWS = (
     "microbatches",  # every stage ran forward and backward once for each microbatch, in the right mode
     "parameters-once",  # every parameter of the model is in exactly one stage, a tied one once in each that shares it
     "loss",  # each microbatch's, and the whole step's, as every rank reports it
-    "none-ness",  # a gradient is None exactly where the reference's is
+    "presence",  # a gradient is None exactly where the reference's is
     "gradient",  # every parameter's
     "tied-copies",  # gradients and parameters of all copies are equal
     "grad-norm",  # over logical parameters, as every rank reports it
@@ -97,14 +96,14 @@ class _Measured:
 
 
 class Judge:
-    """Asks the subject's oracle for each operation of the plan, and compares."""
+    """Asks the oracle for each operation of the plan, and compares."""
 
-    def __init__(self, subject: Subject, observed: Observed) -> None:
-        self._subject = subject
+    def __init__(self, required: Requirements, observed: Observed) -> None:
+        self._required = required
         self._observed = observed
-        self.ledger = Ledger(subject.laws)
-        self._place = Placing(observed.schedule.placement)
-        self._conduct = Conduct(subject, observed, self.ledger)
+        self.ledger = Ledger(required.laws)
+        self._place = Headings(observed.schedule.placement)
+        self._execution = Execution(required, observed, self.ledger)
         self.measured: Floors | None = None
 
     def judged(self) -> Crash | None:
@@ -118,8 +117,8 @@ class Judge:
     def judge(self) -> None:
         """Compare everything up to the first operation that disagrees: what follows it is consequence."""
         self._skip_what_does_not_apply()
-        self._conduct.parameters_once()
-        for number, laws in enumerate(scenarios(self._subject.plan)):
+        self._execution.parameters_once()
+        for number, laws in enumerate(scenarios(self._required.plan)):
             if number and self.ledger.failed:
                 for law in self._later_laws(number):
                     self.ledger.doubt(law, f"not judged: operation {number} already disagrees")
@@ -127,41 +126,41 @@ class Judge:
             self._operation(number, laws)
 
     def _later_laws(self, number: int) -> set[str]:
-        plan = scenarios(self._subject.plan)
+        plan = scenarios(self._required.plan)
         return set[str]().union(*plan[number:]) - set[str]().union(*plan[:number])
 
     def _skip_what_does_not_apply(self) -> None:
-        if not self._subject.tied:
+        if not self._required.tied:
             self.ledger.skip("tied-copies", "no parameter has copies in several stages")
-        planned = set[str]().union(*scenarios(self._subject.plan))
-        for law in {"second-step", "accumulation", "eval"} & set(self._subject.laws) - planned:
+        planned = set[str]().union(*scenarios(self._required.plan))
+        for law in {"second-step", "accumulation", "eval"} & set(self._required.laws) - planned:
             self.ledger.skip(law, "the plan does not have it")
-        for law, reason in self._subject.skipped.items():
+        for law, reason in self._required.skipped.items():
             self.ledger.skip(law, reason)
-        for law, note in self._subject.remarks.items():
+        for law, note in self._required.remarks.items():
             self.ledger.remark(law, note)
 
     def _operation(self, number: int, laws: Scenarios) -> None:
-        name = self._subject.plan[number]
-        answer = self._subject.oracle.answer(number, self._conduct.orders(number, laws, backward=name != "eval"))
+        name = self._required.plan[number]
+        answer = self._required.oracle.answer(number, self._execution.orders(number, laws, backward=name != "eval"))
         expected = answer.expected
         sites = {site[1]: site for site in expected.gradients}
-        allowed = _Measured(answer.floors, self._subject.oracle.precision, sites)
+        allowed = _Measured(answer.floors, self._required.oracle.precision, sites)
         due = due_of(expected)
         at = Comparison(due, allowed, self.ledger, number=number, scenarios=laws)
-        self._conduct.claims(number, laws)
+        self._execution.claims(number, laws)
         if not self._same_start(at, number, expected):
-            for law in set(self._subject.laws) - {"initial-weights", "parameters-once"}:
+            for law in set(self._required.laws) - {"initial-weights", "parameters-once"}:
                 self.ledger.doubt(law, "not judged: the weights differ before the step")
             return
-        self._conduct.crossings(number, laws)
+        self._execution.crossings(number, laws)
         self._losses(at, number, expected)
         self._buffers(at, number, expected)
         if name == "train":
             self._gradients(at, number, laws, expected)
-            if self._subject.by_numbers:
-                self._conduct.by_numbers(self._right(number, expected))
-                self._conduct.uncompared(number)
+            if self._required.by_numbers:
+                self._execution.by_numbers(self._right(number, expected))
+                self._execution.uncompared(number)
             self._norms(at, number)
             self._updates(at, number, laws, expected, answer.max_norm)
             self.measured = self.measured or answer.floors
@@ -177,7 +176,7 @@ class Judge:
         for site in sorted(before, key=lambda site: order[site[1]]):
             at.start(site[1], before[site], **self._where(site))
         if before:
-            unseen = sorted(name for stage, name in self._subject.due - before.keys() if stage != NOWHERE)
+            unseen = sorted(name for stage, name in self._required.due - before.keys() if stage != NOWHERE)
             self.ledger.leave_out("initial-weights", unseen, "not seen before the step", hides=False)
         return not any(one.law == "initial-weights" for one in self.ledger.mismatches)
 
@@ -188,15 +187,15 @@ class Judge:
         for rank, operations in enumerate(self._observed.ranks):
             own = operations[number]
             # accumulate() reports losses where they are known, and no whole one.
-            if (own.losses or self._subject.every_rank) and (not adds or rank % n_ranks == placement[-1]):
+            if (own.losses or self._required.every_rank) and (not adds or rank % n_ranks == placement[-1]):
                 at.losses(own.losses, share=own.share, rank=rank, broken=broken)
             if broken is not None and own.loss != own.loss and any(map(math.isnan, own.losses)):
                 continue  # a sum of what is no number is none either: where that comes from is told
-            if own.loss is not None or (self._subject.every_rank and not adds):
+            if own.loss is not None or (self._required.every_rank and not adds):
                 at.loss(math.nan if own.loss is None else own.loss, rank=rank)
 
     def _buffers(self, at: Comparison, number: int, expected: Expected) -> None:
-        if "buffers" not in self._subject.laws:
+        if "buffers" not in self._required.laws:
             return
         if not expected.buffers:
             self.ledger.skip("buffers", "the model has none")
@@ -210,23 +209,23 @@ class Judge:
         observed = self._observed.gradients(number)
         # From the last stage down, as gradients flow: the first to differ is the nearest to the fault.
         for site in sorted(expected.gradients, key=lambda site: (-site[0], site[1])):
-            if site[0] != NOWHERE and site in self._subject.due:  # else said already, or another name of one judged
+            if site[0] != NOWHERE and site in self._required.due:  # else said already, or another name of one judged
                 at.gradient(site[1], observed.get(site), **self._where(site))
         self._copies("gradient", number, laws, observed)
 
     def _right(self, number: int, expected: Expected) -> set[int]:
         """The stages of which something was computed and everything is right: frozen ones where everything else is."""
         observed = self._observed.gradients(number)
-        wrong = {m.stage for m in self.ledger.mismatches if m.law in ("gradient", "none-ness", "boundaries")}
+        wrong = {m.stage for m in self.ledger.mismatches if m.law in ("gradient", "presence", "boundaries")}
         due = {site for site, one in expected.gradients.items() if one is not None and any_nonzero(one)}
         seen = {stage for stage, name in due if (stage, name) in observed}
-        return seen - wrong if wrong or self._others_wrong() else seen | {*self._subject.frozen}
+        return seen - wrong if wrong or self._others_wrong() else seen | {*self._required.frozen}
 
     def _others_wrong(self) -> bool:
         return any(m.law != "microbatches" for m in self.ledger.mismatches)
 
     def _copies(self, what: str, number: int, laws: Scenarios, observed: Mapping[Site, Tensor | None]) -> None:
-        for copies in self._subject.tied:
+        for copies in self._required.tied:
             (first, *others) = sorted(copies.items())
             for other in others:
                 one, two = observed.get(first), observed.get(other)
@@ -237,18 +236,18 @@ class Judge:
     def _norms(self, at: Comparison, number: int) -> None:
         for rank, operations in enumerate(self._observed.ranks):
             seen = operations[number].norm
-            if seen is not None or self._subject.every_rank:
+            if seen is not None or self._required.every_rank:
                 at.norm(math.nan if seen is None else seen, rank=rank)
 
     def _updates(self, at: Comparison, number: int, laws: Scenarios, expected: Expected, max_norm: float) -> None:
-        if "updated-parameters" not in self._subject.laws:
+        if "updated-parameters" not in self._required.laws:
             return
         observed = self._observed.parameters(number)
         for site in sorted(expected.parameters.keys() & observed.keys()):
             at.parameter(site[1], observed[site], **self._where(site))
         self._copies("parameter", number, laws, observed)
         norm = expected.norm or 0.0
-        if norm <= max_norm and number == self._subject.plan.index("train"):
+        if norm <= max_norm and number == self._required.plan.index("train"):
             never = f"clipping to {max_norm} never acted on a norm of {norm:.3g}"
             self.ledger.doubt("updated-parameters", never)
 
@@ -257,15 +256,15 @@ class Judge:
         return {} if site[0] == NOWHERE else {"rank": self._observed.schedule.placement[site[0]], "stage": site[0]}
 
 
-def judged(subject: Subject, observed: Observed, *, measure: bool = False) -> Verdict:
-    """The verdict on what ``subject`` produced. ``measure``: measure floors even where every bit agrees, to report."""
+def judged(required: Requirements, observed: Observed, *, measure: bool = False) -> Verdict:
+    """The verdict on ``observed``. ``measure``: measure floors even where every bit agrees, to report."""
     began = perf_counter()
     with one_thread():
-        at = Judge(subject, observed)
+        at = Judge(required, observed)
         crash = at.judged()
         floor = at.measured.worst() if measure and at.measured is not None else 0.0
-    verdict = concluded(at.ledger, subject.config, otherwise=subject.oracle.precision, seconds=perf_counter() - began)
-    return replace(verdict, bindings=subject.bindings, floor=floor).before_its_end(crash)
+    verdict = concluded(at.ledger, required.config, otherwise=required.oracle.precision, seconds=perf_counter() - began)
+    return replace(verdict, bindings=required.bindings, floor=floor).before_its_end(crash)
 
 
 def concluded(

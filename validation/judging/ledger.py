@@ -10,7 +10,7 @@ from torch import Tensor
 from reference.step import Site
 from validation.judging.tolerance import Floor, Precision, error, pieces, same_bits
 from validation.judging.verdict import LawResult, Mismatch, Outcome, Size, Tier, Value, What, names_of
-from validation.observers.elements import is_rounded
+from validation.observers.sketch import is_rounded
 
 
 @dataclass
@@ -22,7 +22,7 @@ class _Entry:
     floor: float = 0.0
     outcomes: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
-    entered: set[tuple[int, str | int | None]] = field(default_factory=set)  # Heading.subject of what was compared
+    entered: set[tuple[int, str | int | None]] = field(default_factory=set)  # Heading.compared of what was compared
     left_out: dict[str, None] = field(default_factory=dict)
 
     def add(self, other: "_Entry") -> None:
@@ -55,7 +55,7 @@ class Heading:
         return replace(self.where, law=self.law, found=found, due=due, what=what, **more)
 
     @property
-    def subject(self) -> tuple[int, str | int | None]:
+    def compared(self) -> tuple[int, str | int | None]:
         """What is compared: the operation, and a parameter or microbatch in it."""
         where = self.where
         return where.operation, where.microbatch if where.parameter is None else where.parameter
@@ -209,7 +209,7 @@ class Ledger:
             entry.exact += exact
             entry.wrong += outcome != "pass"
             entry.outcomes.add(outcome)
-            entry.entered.add(place.subject)
+            entry.entered.add(place.compared)
             if floor is not None and size > entry.worst:
                 entry.worst, entry.floor = size, floor.largest
 
@@ -241,7 +241,7 @@ def _sizes(observed: Tensor, expected: Tensor, base: Tensor | None) -> tuple[Siz
 NOWHERE = -1  # the stage of a parameter that no stage holds
 
 
-class Placing:
+class Headings:
     """Makes headings for a ledger; ``placement`` has the rank of every stage."""
 
     def __init__(self, placement: Sequence[int]) -> None:

@@ -204,12 +204,12 @@ class LiveOracle:
 
 
 @dataclass(frozen=True)
-class Subject:
+class Requirements:
     """What is known before anything is compared.
 
-    ``config`` names the subject, ``bindings`` says its numbers in words; ``plan`` are its operations. ``due`` are the
+    ``config`` names it, ``bindings`` says its numbers in words; ``plan`` are its operations. ``due`` are the
     sites that must be held, and ``tied`` the parameters with copies in several of them: for each, the name of its copy
-    by stage. ``strangers`` are held and not known to the reference. ``skipped`` are laws that do not apply, with the
+    by stage. ``unmatched`` are held and not known to the reference. ``skipped`` are laws that do not apply, with the
     reason, and ``remarks`` what readers of others should know. ``unseen`` stages are those whose actions nobody noted,
     ``uncalled`` those whose modules nobody watched, ``frozen`` those that owe no backward, ``traced`` those whose
     actions the step itself tells. Where ``every_rank`` is False, ranks may leave it to others to report losses and
@@ -226,7 +226,7 @@ class Subject:
     tied: Sequence[Mapping[int, str]] = ()
     skipped: Mapping[str, str] = field(default_factory=dict)
     remarks: Mapping[str, str] = field(default_factory=dict)
-    strangers: Mapping[Site, str] = field(default_factory=dict)
+    unmatched: Mapping[Site, str] = field(default_factory=dict)
     unseen: Collection[int] = ()
     uncalled: Collection[int] = ()
     frozen: Collection[int] = ()

@@ -12,7 +12,7 @@ from validation.observers.identity import What
 from validation.observers.recording import Recording, Site, together
 
 INPUT = "input of the model"  # as a place
-UNTOLD = -1  # the microbatch of a call of which nothing tells it
+UNKNOWN_MICROBATCH = -1  # the microbatch of a call of which nothing tells it
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Crossing:
     def at(self) -> str:
         """The action in words, also where its microbatch is not known."""
         stage, kind, microbatch = self.action
-        return f"{stage}{kind.value} of call {self.call}" if microbatch == UNTOLD else str(self.action)
+        return f"{stage}{kind.value} of call {self.call}" if microbatch == UNKNOWN_MICROBATCH else str(self.action)
 
     @property
     def seen(self) -> str:
@@ -73,7 +73,7 @@ class Passed:
     @property
     def untold(self) -> bool:
         """Whether there is a call of which nothing tells the microbatch."""
-        return any(action.microbatch == UNTOLD for action in self.actions)
+        return any(action.microbatch == UNKNOWN_MICROBATCH for action in self.actions)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Records of a case: what the reference expects of it, on one device, and what a run of it gave."""
+"""Records of a case: what the reference expects of it, what a run of it gave, and its step made once more from one."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
@@ -10,13 +10,19 @@ from torch import Tensor
 from pipeline.action import GIVES_WEIGHT_GRADIENT
 from reference.data import Batch
 from reference.step import Expected, Recipe, Reference, Site
-from validation.cases.case import Case
+from validation.cases.case import Case, CaseError
+from validation.cases.judgement import setup_of
 from validation.cases.observe import data_for, max_norm_of, model_for
 from validation.cases.stages import owners
+from validation.diagnosis.attribution import update_of
+from validation.diagnosis.flow import play
+from validation.diagnosis.update import Update
 from validation.judging.judge import due_of, one_thread
 from validation.judging.oracle import Floors, Pending
+from validation.judging.tolerance import same_bits
 from validation.observers.observed import Observed, RankOperation
 from validation.records.record import Place, Record, RecordedFloors, RecordedOperation, microbatch_digests
+from validation.records.record_evidence import Step
 from validation.worlds.deterministic import deterministic
 
 Value = TypeVar("Value")
@@ -113,3 +119,32 @@ def digests_of(batches: Sequence[Batch]) -> tuple[str, ...]:
 def _named(found: Mapping[Site, Value]) -> dict[str, Value]:
     """By name alone; of a parameter that several stages hold, the lowest stage's."""
     return {name: value for (_, name), value in sorted(found.items(), key=lambda item: item[0], reverse=True)}
+
+
+def case_of(record: Record) -> Case | None:
+    """The case that ``record`` is of.
+
+    None where it names none, or where this machine gives that other weights or microbatches than were recorded.
+    """
+    text = record.config.get("case")
+    try:
+        case = Case.parse(text) if isinstance(text, str) else None
+    except CaseError:
+        return None
+    return case if case is not None and _same(record, case) else None
+
+
+def remade(case: Case, step: Step) -> Update:
+    """``step``, made once more on one device."""
+    setup = setup_of(case)
+    return replace(update_of(setup, step.gradients, play(setup, None, step.number)), expected=step.expected.gradients)
+
+
+def _same(record: Record, case: Case) -> bool:
+    if [one.operation for one in record.operations] != list(case.plan):
+        return False
+    known = dict(model_for(case).named_parameters(remove_duplicate=False))
+    first = record.operations[0]
+    begun = all(name in known and same_bits(known[name].detach(), one) for name, one in first.before.items())
+    numbered = enumerate(record.operations)
+    return begun and all(one.microbatches == digests_of(data_for(case, number)) for number, one in numbered)

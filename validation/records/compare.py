@@ -16,9 +16,17 @@ from validation.judging.judge import Where, concluded
 from validation.judging.ledger import Ledger
 from validation.judging.tolerance import error, same_bits
 from validation.judging.verdict import Crash, Verdict
-from validation.records.against import LAWS, Recorded, against, upstream
-from validation.records.case_update import case_of, remade
-from validation.records.record import Record, RecordedOperation, RecordError, config_differences
+from validation.records.case_record import case_of, remade
+from validation.records.record import (
+    LAWS,
+    Record,
+    Recorded,
+    RecordedOperation,
+    RecordError,
+    against,
+    config_differences,
+    upstream,
+)
 from validation.records.record_evidence import Seen, Step
 
 _SHOWN = 4  # differences of configs in a sentence

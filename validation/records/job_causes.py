@@ -13,7 +13,7 @@ from validation.diagnosis.update import Update
 from validation.judging.ledger import NOWHERE
 from validation.judging.oracle import copies_apart
 from validation.judging.verdict import Verdict
-from validation.records.kept import Kept, Notes, address
+from validation.records.rank_part import Kept, Notes, address
 from validation.records.record import Place, Record
 from validation.records.record_evidence import Seen, Step
 from validation.records.single_device import SingleDevice

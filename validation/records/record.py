@@ -3,17 +3,64 @@
 A record knows nothing of ranks but where each parameter lay, so records of different schedules, P or V can be compared.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from reference.step import Expected
-from validation.judging.comparison import Due
+from validation.judging.comparison import Comparison, Due
+from validation.judging.ledger import Ledger
 from validation.judging.oracle import Floors
-from validation.judging.tolerance import Floor
-from validation.records.content import digest
+from validation.judging.tolerance import (
+    Floor,
+    Precision,
+    precision_among,
+    precision_of,
+)
+from validation.observers.sketch import bits
+
+
+class ContentError(ValueError):
+    """Something that has no digest."""
+
+
+def digest(value: object) -> str:
+    """SHA-256 of tensors, numbers, text and None, and of tuples, lists and dicts of these; as hexadecimal digits."""
+    found = hashlib.sha256()
+    _feed(found, value)
+    return found.hexdigest()
+
+
+def _feed(found: "hashlib._Hash", value: object) -> None:
+    if isinstance(value, Tensor):
+        if value.layout != torch.strided:
+            raise ContentError("a sparse tensor has no digest: make it dense, with to_dense()")
+        if value.is_quantized:
+            raise ContentError("a quantised tensor has no digest: it has a scale beside its elements; dequantize() it")
+        found.update(f"{value.dtype} {list(value.shape)}\n".encode())
+        found.update(_bytes(value))
+    elif isinstance(value, tuple | list):
+        found.update(f"({len(value)}\n".encode())
+        for part in value:
+            _feed(found, part)
+    elif isinstance(value, Mapping):
+        found.update(f"{{{len(value)}\n".encode())
+        for name in sorted(value, key=str):
+            _feed(found, (str(name), value[name]))
+    elif value is None or isinstance(value, str | int | float):
+        found.update(f"{value!r}\n".encode())
+    else:
+        raise ContentError(f"a {type(value).__name__} has no digest: expected tensors, numbers or text")
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return bits(tensor.cpu()).view(torch.uint8).numpy().data
+
 
 Kind = Literal["expected", "observed"]
 Gradients = Mapping[str, Tensor | None]
@@ -100,3 +147,73 @@ def microbatch_digests(microbatches: Sequence[tuple[object, object]]) -> tuple[s
 def _plain(inputs: object) -> object:
     """One tensor and a tuple of it alone are the same inputs."""
     return inputs[0] if isinstance(inputs, tuple | list) and len(inputs) == 1 else inputs
+
+
+LAWS = (
+    "parameters-once",  # every parameter of the one is in exactly one place of the other
+    "loss",  # each microbatch's, and the whole operation's
+    "presence",  # a gradient is None exactly where the other is
+    "gradient",  # every parameter's
+    "grad-norm",  # over logical parameters
+    "updated-parameters",  # after clip and optimizer step
+    "buffers",  # what forwards leave behind, such as running statistics
+)
+_LOST = 1 / 64  # of an update: as much as a fault changes, where nobody measured the smallest
+
+
+def against(expected: RecordedOperation, ledger: Ledger, *, number: int = 0) -> Comparison:
+    """A comparison with ``expected``, the operation ``number`` of a record."""
+    return Comparison(expected, Recorded(expected), ledger, number=number)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What rounding may do to an operation, as recorded.
+
+    Where nobody measured it, little is rounding, much is wrong, and what is between is unknown.
+    """
+
+    expected: RecordedOperation
+
+    @cached_property
+    def precision(self) -> Precision:
+        """How the operation's numbers are rounded."""
+        floors, one = self.expected.floors, self.expected
+        if floors is not None:
+            return floors.norm.precision
+        found = (source[name] for source in (one.gradients, one.before) for name in source)
+        return precision_among(tensor for tensor in found if tensor is not None)
+
+    def loss(self, microbatch: int) -> Floor:
+        """Of a microbatch's loss."""
+        floors = self.expected.floors
+        return self.total() if floors is None else floors.losses[microbatch]
+
+    def total(self) -> Floor:
+        """Of the whole operation's loss, which nobody measures."""
+        return Floor(0.0, 0.0, 4 * self.precision.most, self.precision)
+
+    def norm(self) -> Floor:
+        """Of the gradient norm."""
+        return self.total() if self.expected.floors is None else self.expected.floors.norm
+
+    def gradient(self, name: str) -> Floor:
+        """Of a gradient."""
+        if self.expected.floors is not None:
+            return self.expected.floors.gradients[name]
+        gradient = self.expected.gradients.get(name)
+        precision = self.precision if gradient is None else precision_of(gradient.dtype)
+        return Floor(0.0, 0.0, 4 * precision.most, precision)
+
+    def update(self, name: str) -> Floor:
+        """Of a parameter's movement."""
+        floor = self.gradient(name)
+        return replace(floor, fault=2 * _LOST) if self.expected.floors is None else floor
+
+
+def upstream(names: Iterable[str], stages: dict[str, int]) -> list[str]:
+    """From the last stage to the first; from the last of the model's parameters, where stages are not known.
+
+    As gradients flow: the first to differ is nearest to the fault.
+    """
+    return sorted([*names][::-1], key=lambda name: -stages.get(name, 0))

@@ -18,9 +18,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from validation.judging.tolerance import PRECISIONS, Floor
-from validation.observers.elements import bits
-from validation.records.content import digest
-from validation.records.record import Gradients, Place, Record, RecordedFloors, RecordedOperation, RecordError
+from validation.observers.sketch import bits
+from validation.records.record import Gradients, Place, Record, RecordedFloors, RecordedOperation, RecordError, digest
 from validation.worlds.output_file import OutputFile
 
 FORMAT, VERSION = "pipeproof/record", 1

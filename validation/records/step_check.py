@@ -24,16 +24,33 @@ from validation.judging.judge import Where, concluded
 from validation.judging.ledger import Ledger
 from validation.judging.verdict import Crash, LawResult, Verdict
 from validation.observers.wrappers import AroundGradients
-from validation.records.against import LAWS, Recorded, against, upstream
-from validation.records.arrivals import Arrival, Run, other_run, places_of, run_of, told
-from validation.records.content import ContentError
 from validation.records.job_causes import Beside, Checked, explained
-from validation.records.kept import MOST, Kept, Notes
-from validation.records.rank_stages import RankStages, Rename
-from validation.records.record import Record, RecordedOperation, RecordError, microbatch_digests
+from validation.records.rank_part import (
+    MOST,
+    Arrival,
+    Kept,
+    Notes,
+    RankStages,
+    Rename,
+    Run,
+    other_run,
+    places_of,
+    run_of,
+    told,
+)
+from validation.records.record import (
+    LAWS,
+    ContentError,
+    Record,
+    Recorded,
+    RecordedOperation,
+    RecordError,
+    against,
+    microbatch_digests,
+    upstream,
+)
 from validation.records.record_file import read
-from validation.records.reference_beside import ReferenceBeside
-from validation.records.single_device import SingleDevice
+from validation.records.single_device import ReferenceBeside, SingleDevice
 from validation.records.step_record import Pairs
 from validation.worlds.exchange import Exchange, exchange
 from validation.worlds.rank_report import Ending, RankReport, describe

@@ -3,17 +3,44 @@
 import os
 import signal
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from textwrap import indent
 from types import FrameType
 
 import pytest
 
 from validation.worlds.agreed_phase import Phase, blame, settle
-from validation.worlds.collection import Collected, difference
 from validation.worlds.rank_report import Ending, RankReport, describe
 from validation.worlds.rank_watch import STUCK_STATUS, Watch, stacks
 from validation.worlds.shipping import pack, unpack
 from validation.worlds.side_store import RanksAbsent, side_store
+
+_SHOWN = 5  # tests named for each rank, before the rest is only counted
+
+
+@dataclass(frozen=True)
+class Collected:
+    """One rank's tests in its order, what it could not collect and why, and the seed that pytest-randomly drew."""
+
+    nodeids: Sequence[str]
+    errors: Mapping[str, str]
+    random_seed: int | None = None
+
+
+def difference(collected: Sequence[Collected]) -> str:
+    """How the ranks' tests differ, whatever their order; empty where they do not."""
+    everything = dict.fromkeys(nodeid for its in collected for nodeid in its.nodeids)
+    lines = []
+    for rank, its in enumerate(collected):
+        if lacks := [nodeid for nodeid in everything if nodeid not in its.nodeids]:
+            more = f" and {len(lacks) - _SHOWN} more" if len(lacks) > _SHOWN else ""
+            lines.append(f"rank {rank} lacks {', '.join(lacks[:_SHOWN])}{more}")
+        for path, text in its.errors.items():
+            if any(path not in other.errors for other in collected):
+                lines.append(f"rank {rank} cannot collect {path}:\n{indent(text, '    ')}")
+    return "\n".join(["the ranks collected different tests", *lines]) if lines else ""
+
 
 _LEAVE_BOUND_S = 30.0  # for the exit statuses of the others; torchrun grants as much to ranks that it ends
 _REPORT_FILES = ("xmlpath", "htmlpath", "report_log", "log_file")  # options; one writer each, or the last one wins

@@ -134,7 +134,7 @@ def test_a_planted_fault_is_found_and_shrunk_to_its_smallest_case(world: World) 
     smallest = found.case
     assert (smallest.ranks, smallest.microbatches, set(smallest.split)) == (1, 1, {1})
     assert found.verdict is not None
-    assert found.verdict.law("none-ness").outcome == "fail"  # with one microbatch, dropping it leaves nothing
+    assert found.verdict.law("presence").outcome == "fail"  # with one microbatch, dropping it leaves nothing
     assert validate(Case.parse(str(smallest)), world).verdict == "fail"
 
 

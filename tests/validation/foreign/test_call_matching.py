@@ -24,7 +24,7 @@ from tests.support.two_ranks import (
 from validation.foreign import WhiteBox, watch
 from validation.foreign.call_matching import Places, Survey
 from validation.foreign.crossings import passed
-from validation.observers.observed import UNTOLD, Passed
+from validation.observers.observed import UNKNOWN_MICROBATCH, Passed
 from validation.observers.sketch import Sketch, sketch
 from validation.observers.watching import Call, Watcher
 
@@ -97,7 +97,7 @@ def with_strangers(order: list[int], *at: int, stage: int = 1, keep: tuple[str, 
 
 def test_of_two_unknown_calls_none_is_given_a_number() -> None:
     flow = flowing(with_strangers([3, 1, 0, 2], 1, 2))[1]
-    assert forwards(flow) == [3, UNTOLD, UNTOLD, 2]
+    assert forwards(flow) == [3, UNKNOWN_MICROBATCH, UNKNOWN_MICROBATCH, 2]
     assert (flow.lost, flow.complete, flow.untold) == ((0, 1), True, True)
     first, second = (one for one in flow.crossings if one.what == "input" and not one.same)
     assert [one.at for one in (first, second)] == ["1F of call 2", "1F of call 3"]
@@ -121,12 +121,12 @@ def test_that_it_was_the_only_one_left_is_said_of_zeros_too() -> None:
 
 def test_beside_a_microbatch_that_came_twice_a_single_unknown_call_is_not_known() -> None:
     flow = flowing(with_strangers([3, 1, 3, 2], 1))[1]
-    assert (forwards(flow), flow.lost, flow.complete) == ([3, UNTOLD, 3, 2], (0, 1), False)
+    assert (forwards(flow), flow.lost, flow.complete) == ([3, UNKNOWN_MICROBATCH, 3, 2], (0, 1), False)
 
 
 def test_where_a_call_is_missing_a_single_unknown_one_is_not_known() -> None:
     flow = flowing(with_strangers([3, 1, 0], 1))[1]
-    assert (forwards(flow), flow.complete) == ([3, UNTOLD, 0], False)
+    assert (forwards(flow), flow.complete) == ([3, UNKNOWN_MICROBATCH, 0], False)
 
 
 def test_what_flows_back_and_what_was_kept_tell_as_well() -> None:
@@ -147,7 +147,7 @@ def test_a_tensor_that_was_sent_twice_tells_nothing() -> None:
     seen = with_strangers([3, 1, 0, 2], 1, 2)
     for call in (1, 2):
         seen[0][call] = replace(seen[0][call], outputs=seen[1][1].inputs)
-    assert forwards(flowing(seen)[1]) == [3, UNTOLD, UNTOLD, 2]
+    assert forwards(flowing(seen)[1]) == [3, UNKNOWN_MICROBATCH, UNKNOWN_MICROBATCH, 2]
 
 
 def test_a_changed_input_is_still_its_microbatch_s() -> None:

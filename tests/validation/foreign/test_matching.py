@@ -44,7 +44,7 @@ def test_what_only_neighbours_tell_is_dropped_where_something_does_not_fit() -> 
         Local("3", content=b"ones"),
     ]
     assert named(parts) == ["a.linear", None, "b.linear", None]
-    why = match([parts], KNOWN).strangers
+    why = match([parts], KNOWN).unmatched
     assert set(why.values()) == {"several parameters of the reference have its weights: say which it is, with names="}
 
 
@@ -54,7 +54,7 @@ def test_other_weights_under_a_known_name_are_still_that_parameter() -> None:
 
 def test_what_is_nowhere_is_said_so() -> None:
     found = match([[Local("extra", content=b"x")], [Local("y", said="z")]], KNOWN)
-    assert found.strangers == {
+    assert found.unmatched == {
         (0, 0): "unknown to the reference, by its name and by its weights",
         (1, 0): "unknown to the reference, also as 'z', which names= makes of it",
     }

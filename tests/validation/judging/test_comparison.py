@@ -1,17 +1,37 @@
 """What is infinite or no number is never a pass, whichever way it is judged, and hides nothing."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeline import PipelineSchedule
+from tests.support.two_ranks import (
+    COUNT,
+    Call,
+    all_forward_all_backward,
+    called,
+    half,
+    judged,
+    loss_fn,
+    model_of,
+    named,
+    passes,
+    plain,
+    plain_block,
+    step,
+    without_second,
+)
 from validation.cases.case import Case
 from validation.cases.judgement import judge
 from validation.cases.observe import observe
-from validation.foreign.validator import WhiteBox
+from validation.foreign import WhiteBox, watch
 from validation.judging.ledger import Heading, Ledger
 from validation.judging.tolerance import Floor, error
 from validation.judging.verdict import Mismatch, Verdict
@@ -26,7 +46,7 @@ from validation.worlds.world import World
 
 CASE = Case("1f1b", 2, 1, 2, (1, 1), model="mlp", plan=("train",))
 NOT_FINITE = [math.nan, math.inf, -math.inf]
-loss_fn = nn.functional.mse_loss
+mse = nn.functional.mse_loss
 DATA = [(torch.full((1, 2), float(k + 1)), torch.zeros(1, 2)) for k in range(2)]
 
 
@@ -66,14 +86,14 @@ def test_one_element_that_is_no_number_fails(observed: Observed, field: str, val
 @pytest.mark.parametrize("value", NOT_FINITE)
 def test_the_loss_of_a_foreign_step_is_compared_also_where_it_is_none(world: World, value: float) -> None:
     def step(model: nn.Module, microbatches: list[Any]) -> Any:
-        (sum((loss_fn(model(x), target) for x, target in microbatches), torch.zeros(())) / 2).backward()
+        (sum((mse(model(x), target) for x, target in microbatches), torch.zeros(())) / 2).backward()
         return model, value
 
     def build() -> nn.Module:
         torch.manual_seed(0)
         return nn.Linear(2, 2)
 
-    verdict = WhiteBox(world).validate(step, reference=build, microbatches=DATA, ranks=1, loss_fn=loss_fn)
+    verdict = WhiteBox(world).validate(step, reference=build, microbatches=DATA, ranks=1, loss_fn=mse)
     assert (verdict.verdict, verdict.law("loss").outcome) == ("fail", "fail"), str(verdict)
 
 
@@ -97,12 +117,12 @@ def rooted() -> nn.Module:
 
 def test_a_gradient_that_the_reference_has_no_number_for_is_not_compared_and_that_is_said(world: World) -> None:
     def step(model: nn.Module, microbatches: list[Any]) -> Any:
-        losses = [loss_fn(model(x), target) for x, target in microbatches]
+        losses = [mse(model(x), target) for x, target in microbatches]
         (torch.stack(losses).sum() / 2).backward()
         return model, [loss.item() for loss in losses]
 
-    verdicts = [WhiteBox(world).validate(step, reference=rooted, microbatches=DATA, ranks=1, loss_fn=loss_fn)]
-    for against in (record_step(rooted(), DATA, loss_fn=loss_fn), SingleDevice(rooted, loss_fn)):
+    verdicts = [WhiteBox(world).validate(step, reference=rooted, microbatches=DATA, ranks=1, loss_fn=mse)]
+    for against in (record_step(rooted(), DATA, loss_fn=mse), SingleDevice(rooted, mse)):
         model = rooted()
         with check_step(model, DATA, against=against) as check:
             result = step(model, DATA)
@@ -190,11 +210,11 @@ def test_gradients_that_a_job_does_not_show_are_no_pass() -> None:
     model = rooted()
     nn.init.constant_(model.get_parameter("root"), 1.0)
     plain = nn.Linear(2, 2)
-    record = record_step(plain, DATA, loss_fn=loss_fn)
+    record = record_step(plain, DATA, loss_fn=mse)
     with check_step(plain, DATA, against=record) as check:
         losses = []
         for x, target in DATA:
-            loss = loss_fn(plain(x), target)
+            loss = mse(plain(x), target)
             (loss / 2).backward()
             losses.append(loss.item())
         check.gradients({"weight": plain.weight.grad})
@@ -206,3 +226,115 @@ def test_gradients_that_a_job_does_not_show_are_no_pass() -> None:
 def test_floors_that_are_no_number_excuse_nothing() -> None:
     for floor in (Floor(math.nan, 0.0, 0.0), Floor(0.0, math.nan, 0.0)):
         assert floor.outcome(1.0) == "fail"
+
+
+def by_forward(stage: nn.Module, microbatch: int, x: Tensor) -> Tensor:
+    result: Tensor = stage.forward(x)
+    return result
+
+
+def by_parts(stage: nn.Module, microbatch: int, x: Tensor) -> Tensor:
+    assert isinstance(stage, nn.Sequential)
+    for part in stage:
+        x = part(x)
+    return x
+
+
+def now_and_then(stage: nn.Module, microbatch: int, x: Tensor) -> Tensor:
+    return by_forward(stage, microbatch, x) if microbatch % 2 else called(stage, microbatch, x)
+
+
+@pytest.mark.parametrize("call", [by_forward, by_parts])
+def test_a_watched_stage_without_calls_decides_nothing(whitebox: WhiteBox, call: Call) -> None:
+    verdict = passes(judged(whitebox, partial(step, call=call), plain))
+    for law in ("microbatches", "boundaries"):
+        assert verdict.law(law).outcome == "not applicable"
+        assert "no call of watched stage 0 was seen" in verdict.law(law).note
+        assert "call stage(x)" in verdict.law(law).note
+
+
+def test_calls_of_one_rank_alone_are_judged_alone(whitebox: WhiteBox) -> None:
+    def call(stage: nn.Module, m: int, x: Tensor) -> Tensor:
+        return (by_forward if dist.get_rank() else called)(stage, m, x)
+
+    verdict = passes(judged(whitebox, partial(step, call=call), plain))
+    assert "no call of watched stage 1 was seen" in verdict.law("boundaries").note
+
+
+def test_calls_of_some_microbatches_decide_nothing(whitebox: WhiteBox) -> None:
+    verdict = passes(judged(whitebox, partial(step, call=now_and_then), plain))
+    assert "and its gradients are right" in verdict.law("microbatches").note
+
+
+@pytest.mark.parametrize("call", [by_forward, now_and_then, called])
+def test_a_dropped_microbatch_is_named_however_a_stage_is_called(whitebox: WhiteBox, call: Call) -> None:
+    found = named(judged(whitebox, partial(step, call=partial(without_second, call=call)), plain))
+    assert found[0] == ("dropped", 0, 0, (2,)), found
+
+
+# First stages that are not trained.
+
+
+def by_own_schedule(model: nn.Sequential, microbatches: list[Any]) -> Any:
+    stage = watch(half(model))
+    schedule = PipelineSchedule(
+        kind="1F1B", n_microbatches=COUNT, stages=[stage], loss_fn=loss_fn, pp_group=dist.group.WORLD
+    )
+    known = schedule.accumulate(microbatches)
+    return stage, [known[m] for m in sorted(known)] or None
+
+
+@pytest.mark.parametrize("frozen", [1, 2, 3])
+@pytest.mark.parametrize("one", [step, by_own_schedule])
+def test_a_frozen_stage_owes_no_backward(whitebox: WhiteBox, one: Callable[..., Any], frozen: int) -> None:
+    passes(judged(whitebox, one, partial(plain, frozen=frozen)))
+
+
+def test_faults_behind_a_frozen_stage_are_named(whitebox: WhiteBox) -> None:
+    def dropped(stage: nn.Module, m: int, x: Tensor) -> Tensor:
+        result = called(stage, m, x)
+        return result.detach().requires_grad_() if m == 2 and dist.get_rank() == 1 else result
+
+    def thawed(model: nn.Sequential, microbatches: list[Any]) -> Any:
+        return step(model.requires_grad_(True), microbatches)
+
+    build = partial(plain, frozen=2)
+    assert named(judged(whitebox, partial(step, call=dropped), build))[0] == ("dropped", 1, 1, (2,))
+    assert {kind for kind, *_ in named(judged(whitebox, thawed, build))} == {"unexpected"}
+
+
+# Modes and calls that change nothing that was computed.
+
+
+in_evaluation_mode = partial(step, training=False)
+
+
+def with_metric(model: nn.Sequential, microbatches: list[Any], *, first: bool = False) -> Any:
+    """Rank 0 calls its stage twice more, without any backward."""
+    stage, again = watch(half(model)), [x for x, _ in microbatches[1:3]] if dist.get_rank() == 0 else []
+    before = [stage(x) for x in again if first]
+    losses = all_forward_all_backward(stage, microbatches)
+    assert len(before) + len([stage(x) for x in again if not first]) == len(again)
+    return stage, losses
+
+
+@pytest.mark.parametrize("one", [in_evaluation_mode, with_metric, partial(with_metric, first=True)])
+def test_a_mode_or_a_call_that_changes_nothing_is_no_fault(whitebox: WhiteBox, one: Callable[..., Any]) -> None:
+    passes(judged(whitebox, one, plain))
+
+
+class Fades(nn.Module):
+    """Another computation in evaluation mode, by what is no dropout of torch's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 0.9 if self.training else x
+
+
+def test_a_mode_that_changes_what_is_computed_is_named(whitebox: WhiteBox) -> None:
+    found = judged(whitebox, in_evaluation_mode, partial(model_of, lambda: nn.Sequential(plain_block(), Fades())))
+    assert named(found)[0][0] == "mode"
+
+
+def test_a_mode_that_changes_nothing_is_not_blamed_for_another_fault(whitebox: WhiteBox) -> None:
+    both = partial(in_evaluation_mode, passed=lambda m, gradient: gradient / 2 if m == 1 else gradient)
+    assert named(judged(whitebox, both, plain)) == [("scale", 0, 0, (1,))]

@@ -116,7 +116,7 @@ def test_the_scenarios_of_a_plan() -> None:
 
 def test_a_gradient_that_is_none_fails_none_ness(observed: Observed) -> None:
     verdict = judge(CASE, altered(observed, lambda s: replace(s, gradients={**(s.gradients or {}), SLOT: None})))
-    assert "none-ness" in failing(verdict)
+    assert "presence" in failing(verdict)
     assert (verdict.mismatches[0].seen, verdict.mismatches[0].expected) == ("None", "a gradient")
 
 

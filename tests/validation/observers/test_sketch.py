@@ -1,10 +1,44 @@
 """Looking at a tensor recognises it again, and leaves it as it was."""
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from validation.observers.sketch import _signs, changed, digest, nearest, recognised, sketch
+from validation.foreign.validator import WhiteBox
+from validation.judging.ledger import Heading, Ledger
+from validation.judging.tolerance import Floor, error, same_bits
+from validation.judging.verdict import Mismatch, Verdict
+from validation.observers.sketch import (
+    UNSOUGHT,
+    _signs,
+    all_finite,
+    any_nonzero,
+    bits,
+    changed,
+    digest,
+    nearest,
+    recognised,
+    sketch,
+)
+from validation.observers.snapshot import Snapshot
+from validation.records.record import ContentError, Record, RecordedOperation
+from validation.records.record import digest as recorded_digest
+from validation.records.record_file import read, write
+from validation.records.single_device import SingleDevice
+from validation.records.step_check import check_step
+from validation.records.step_record import record_step
+from validation.worlds.output_file import OutputFile
+from validation.worlds.shipping import pack, unpack
+from validation.worlds.world import World
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
+    pytest.mark.filterwarnings("ignore:.*quantized tensor creation functions"),
+]
 
 
 def test_equal_bits_have_equal_digests_and_others_have_not() -> None:
@@ -107,3 +141,193 @@ def test_elements_in_another_order_are_told_from_others_of_the_same_size() -> No
     assert changed(sketch(other), sketch(one)) is None
     assert changed(sketch(one.flip(1)), sketch(one)) is not None
     assert changed(sketch(one), sketch(one)) is None or sketch(one).is_like(sketch(one))
+
+
+PARTIAL = {f"torch.{sign}int{width}" for sign in ("", "u") for width in range(1, 8)}  # torch cannot copy these
+TYPES = sorted(
+    {
+        value
+        for value in vars(torch).values()
+        if isinstance(value, torch.dtype) and not str(value).startswith("torch.q") and str(value) not in PARTIAL
+    },
+    key=str,
+)
+
+
+def of(dtype: torch.dtype, *, other: bool = False) -> Tensor:
+    """Three elements, or three others; each byte is below 64, so that every type can say it as a finite number."""
+    size = torch.empty(1, dtype=dtype).element_size()
+    found = (torch.arange(3 * size) % 60 + 1).to(torch.uint8) % (2 if dtype is torch.bool else 255)
+    found[-1] = (found[-1] + other) % (2 if dtype is torch.bool else 255)
+    return found.view(dtype)
+
+
+class Block(nn.Module):
+    """A layer with a buffer and a frozen parameter of some type."""
+
+    def __init__(self, dtype: torch.dtype, *, other: bool = False) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("mask", of(dtype, other=other))
+        self.table = nn.Parameter(of(dtype), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.layer(x)
+        return found
+
+
+def build(dtype: torch.dtype, *, other: bool = False) -> Block:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Block(dtype, other=other)
+
+
+loss_fn = nn.functional.mse_loss
+DATA = [(torch.full((1, 2), float(k + 1)), torch.zeros(1, 2)) for k in range(2)]
+
+
+def trained(model: nn.Module) -> list[float]:
+    losses = []
+    for x, target in DATA:
+        loss = loss_fn(model(x), target)
+        (loss / 2).backward()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_a_tensor_of_any_type_is_compared_kept_shipped_and_recognised(dtype: torch.dtype, tmp_path: Path) -> None:
+    one, two = of(dtype), of(dtype, other=True)
+    assert same_bits(one, one.clone())
+    assert not same_bits(one, two)
+    assert not torch.equal(bits(one), bits(two))
+    assert all_finite(one)
+    assert any_nonzero(one)
+    assert (error(one, one.clone()), error(two, one) >= 0) == (0.0, True)
+    assert recorded_digest(one) != recorded_digest(two)
+    assert sketch(one).digest != sketch(two).digest
+    assert same_bits(unpack(pack(one)), one)
+    snapshot = Snapshot.of([one, None]).tensors([("a", nn.Parameter(one, requires_grad=False)), ("b", None)])  # type: ignore[list-item]
+    assert same_bits(snapshot["a"], one)  # type: ignore[arg-type]
+    book = Ledger(["buffers"])
+    book.tensors(Heading("buffers", frozenset(), Mismatch("buffers", 1)), two, one, lambda: Floor(0.0, 0.0, 0.0))
+    assert (book.laws()[0].outcome, len(book.mismatches)) in {("fail", 1), ("pass", 0)}
+    record = Record("expected", {}, (RecordedOperation("train", (), (), buffers={"a": one}),))
+    with OutputFile(str(tmp_path / "x")) as file:
+        write(record, file)
+    assert same_bits(read(tmp_path / "x").operations[0].buffers["a"], one)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_a_step_of_a_model_with_any_type_is_judged_by_a_record_and_beside_the_model(dtype: torch.dtype) -> None:
+    floors = not str(dtype).startswith("torch.float4")  # which torch cannot make fp64 of
+    record = record_step(build(dtype), DATA, loss_fn=loss_fn, floors=floors)
+    beside = SingleDevice(lambda: build(dtype), loss_fn, floors=floors)
+    for against, other in ((record, False), (record, True), (beside, False)):
+        model = build(dtype, other=other)
+        with check_step(model, DATA, against=against) as check:
+            losses = trained(model)
+            check.gradients()
+            check.report(losses=losses)
+        assert check.verdict.law("gradient").outcome == "pass", str(check.verdict)
+        if against is record:
+            assert check.verdict.law("buffers").outcome == ("fail" if other else "pass")
+
+
+def everything() -> nn.Module:
+    """A model with a buffer and a frozen parameter of each type."""
+    model = build(torch.uint8)
+    for number, dtype in enumerate(TYPES):
+        model.add_module(f"of{number}", build(dtype))
+    return model
+
+
+def test_a_step_on_ranks_may_have_every_type(world: World) -> None:
+    def step(model: nn.Module, microbatches: list[Any]) -> Any:
+        loss = sum((loss_fn(model(x), target) for x, target in microbatches), torch.zeros(())) / 2
+        loss.backward()
+        return model, loss.item()
+
+    verdict = WhiteBox(world).validate(step, reference=everything, microbatches=DATA, ranks=1, loss_fn=loss_fn)
+    assert verdict.verdict == "pass", str(verdict)
+
+
+def test_a_count_that_is_one_off_is_no_rounding_however_large_it_is() -> None:
+    for dtype, size in ((torch.int64, 10**6), (torch.int64, 2**53), (torch.int32, 10**7), (torch.uint8, 255)):
+        book, due = Ledger(["buffers"]), torch.tensor([size], dtype=dtype)
+        seen = due - torch.ones(1, dtype=dtype)
+        book.tensors(Heading("buffers", frozenset(), Mismatch("buffers", 1)), seen, due, lambda: Floor(0.0, 0.0, 0.0))
+        assert book.laws()[0].outcome == "fail", dtype
+
+
+def test_a_quantised_tensor_is_compared_by_its_values_and_has_no_digest() -> None:
+    one, two = (torch.quantize_per_tensor(torch.tensor([1.0, x]), 0.5, 0, torch.qint8) for x in (2.0, 3.0))
+    assert same_bits(one, one.clone())
+    assert not same_bits(one, two)
+    with pytest.raises(ContentError, match=r"a quantised tensor has no digest: .*; dequantize\(\) it"):
+        recorded_digest(one)
+
+
+class Turned(nn.Module):
+    """A layer with complex weights, and a real loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([[0.5 + 1j, 2 - 0.25j], [1 + 0j, -0.75j]]))
+        self.real = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.view_as_real(self.real(x).to(self.weight.dtype) @ self.weight).sum(-1)
+
+
+def turned() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Turned()
+
+
+def imaginary(model: nn.Module) -> None:
+    """Doubles the imaginary part of the gradient."""
+    gradient = model.get_parameter("weight").grad
+    assert gradient is not None
+    gradient.imag.mul_(2)
+
+
+def test_errors_and_norms_count_imaginary_parts() -> None:
+    assert error(torch.tensor([1 + 2j]), torch.tensor([1 + 1j])) == pytest.approx(1.0)
+    assert error(torch.tensor([2j]), torch.tensor([1j])) == 1.0
+
+
+@pytest.mark.parametrize(("fault", "outcome"), [(lambda model: None, "pass"), (imaginary, "fail")])
+def test_imaginary_parts_are_compared_in_every_way(
+    world: World, fault: Callable[[nn.Module], None], outcome: str
+) -> None:
+    def step(model: nn.Module, microbatches: list[Any]) -> Any:
+        losses = [loss_fn(model(x), target) for x, target in microbatches]
+        (torch.stack(losses).sum() / 2).backward()
+        fault(model)
+        return model, [loss.item() for loss in losses]
+
+    verdicts: list[Verdict] = [
+        WhiteBox(world).validate(step, reference=turned, microbatches=DATA, ranks=1, loss_fn=loss_fn)
+    ]
+    record = record_step(turned(), DATA, loss_fn=loss_fn)
+    for against in (record, SingleDevice(turned, loss_fn)):
+        model = turned()
+        with check_step(model, DATA, against=against) as check:
+            losses = trained(model)
+            fault(model)
+            check.gradients()
+            check.report(losses=losses)
+        verdicts.append(check.verdict)
+    for verdict in verdicts:
+        assert verdict.law("gradient").outcome == outcome, str(verdict)
+        assert (verdict.undecided == (UNSOUGHT,)) == (outcome == "fail")
+        assert not verdict.cause
+
+
+def test_a_gradient_off_by_rounding_is_judged_by_floors_of_both_parts() -> None:
+    record = record_step(turned(), DATA, loss_fn=loss_fn)
+    floors = record.operations[0].floors
+    assert floors is not None
+    assert 0 < floors.gradients["weight"].rounding < 1e-6

@@ -79,7 +79,7 @@ FAULTS: Mapping[str, tuple[Callable[[RecordedOperation], Any], str]] = {
     "loss": (lambda one: {"losses": (one.losses[0], one.losses[1] * 1.1, one.losses[2])}, "microbatch 1"),
     "whole loss": (lambda one: {"loss": one.loss * 3}, "every rank"),
     "fewer losses": (lambda one: {"losses": one.losses[:2]}, "every rank"),
-    "none-ness": (with_one("gradients", lambda _: None), f"rank 1, stage 1, parameter {WEIGHT}"),
+    "presence": (with_one("gradients", lambda _: None), f"rank 1, stage 1, parameter {WEIGHT}"),
     "gradient": (with_one("gradients", lambda g: -g), f"rank 1, stage 1, parameter {WEIGHT}"),
     "zero gradient": (with_one("gradients", lambda g: g * 0), f"rank 1, stage 1, parameter {WEIGHT}"),
     "grad-norm": (lambda one: {"norm": one.norm * 1.01}, "every rank"),

@@ -92,7 +92,7 @@ def test_a_right_step_agrees_with_its_record(path: Path) -> None:
     assert compared == {
         "parameters-once": 6,
         "loss": 3,
-        "none-ness": 6,
+        "presence": 6,
         "gradient": 6,
         "grad-norm": 1,
         "updated-parameters": 6,
@@ -113,7 +113,7 @@ def test_a_right_step_agrees_with_the_model_beside_it() -> None:
     [
         (lambda model: grad(model).mul_(3), "gradient"),
         (lambda model: grad(model).zero_(), "gradient"),
-        (lambda model: setattr(model.get_parameter("3.weight"), "grad", None), "none-ness"),
+        (lambda model: setattr(model.get_parameter("3.weight"), "grad", None), "presence"),
     ],
 )
 def test_a_wrong_gradient_is_named_with_its_rank_and_stage(

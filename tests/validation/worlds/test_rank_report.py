@@ -4,7 +4,16 @@ import pickle
 
 import pytest
 
-from validation.worlds.rank_report import Ending, NeedsMoreRanks, RankFailed, RankReport, culprit_of, describe, headline
+from validation.worlds.rank_report import (
+    Ending,
+    NeedsMoreRanks,
+    RankFailed,
+    RankReport,
+    culprit_of,
+    describe,
+    headline,
+    unfreed,
+)
 
 GLOO = "RuntimeError: [pair.cc:537] Read error [127.0.0.1]:25993: Connection reset by peer. Check the logs."
 
@@ -128,3 +137,20 @@ def test_where_a_rank_failed_or_computes_nobody_is_blamed_for_waiting() -> None:
     assert headline([RankReport(0, Ending.STUCK, "stuck", waiting="1RECV_F0 with rank 1"), FINISHED]).startswith(
         "rank 0"
     )
+
+
+def test_a_circle_and_what_waits_for_it() -> None:
+    assert unfreed({0: [1], 1: [2], 2: [1], 3: [2]}) == [(1, 2)]
+
+
+def test_one_that_waits_for_nobody() -> None:
+    assert unfreed({0: [1], 2: [0]}) == [(1,)]
+
+
+def test_whichever_message_it_is() -> None:
+    assert unfreed({0: [1, 2], 1: [0], 2: [0]}) == [(0, 1, 2)]
+    assert unfreed({0: [1, 2], 1: [0]}) == [(2,)]
+
+
+def test_several_circles() -> None:
+    assert unfreed({0: [1], 1: [0], 2: [3], 3: [2]}) == [(0, 1), (2, 3)]

@@ -234,7 +234,7 @@ SPECIMENS = (
         origin="arXiv 2506.09280, its class of wrong stage divisions",
         classes=("mK",),
         smallest=_TWO_LAYERS,
-        law="none-ness",
+        law="presence",
         fault=Fault("partition", stage=middle, alike=("missing", "computation")),
         needs=_LAYERS,
         plant=on_modules(_skip_layer, middle),

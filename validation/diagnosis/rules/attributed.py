@@ -48,7 +48,7 @@ def unexplained(evidence: Evidence) -> Sequence[str]:
     found = evidence.unexplained
     if found and evidence.passed:
         return (*unexplained_passage(evidence), *found)
-    wrong = [law for law in ("none-ness", "gradient") if evidence.sums is not None and evidence.differs(law)]
+    wrong = [law for law in ("presence", "gradient") if evidence.sums is not None and evidence.differs(law)]
     return found or tuple(f"{law}: what is wrong with it tells nothing" for law in wrong[:1])
 
 

@@ -160,7 +160,7 @@ class Boundaries:
 
     def _other_gradients(self, stage: int) -> bool:
         """Whether a gradient of a parameter of ``stage`` is wrong."""
-        return any(m.stage == stage for m in self._evidence.verdict.mismatches if m.law in ("gradient", "none-ness"))
+        return any(m.stage == stage for m in self._evidence.verdict.mismatches if m.law in ("gradient", "presence"))
 
     def _other_loss(self, microbatch: int) -> bool:
         """Whether the loss of this microbatch is wrong."""

@@ -19,7 +19,7 @@ Likely = tuple[str, int | None, float]  # a norm in words, the stage that it is 
 def norm(evidence: Evidence) -> list[Cause]:
     """A norm that is not that of the gradients, although these are right, and which other number it is."""
     found = [m for m in evidence.verdict.mismatches if m.law == "grad-norm"]
-    if not found or evidence.differs("gradient") or evidence.differs("none-ness"):
+    if not found or evidence.differs("gradient") or evidence.differs("presence"):
         return []
     told = () if evidence.members is None else evidence.members.found
     if causes := [one.cause for one in told if one.law == "grad-norm"]:

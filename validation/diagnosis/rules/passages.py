@@ -16,7 +16,7 @@ from validation.diagnosis.rules.boundaries import causes_of
 from validation.diagnosis.rules.first_wrong import Boundaries
 from validation.diagnosis.rules.repeated import or_wrong_message, ordered
 from validation.judging.cause import Cause, RuledOut, listed
-from validation.observers.observed import UNTOLD
+from validation.observers.observed import UNKNOWN_MICROBATCH
 from validation.observers.recording import FLOWED, GIVEN, HANDED_ON, MADE, RECEIVED
 
 _SAME = 1e-3
@@ -79,7 +79,7 @@ def _beyond(causes: Sequence[Cause], evidence: Evidence) -> list[Cause]:
     if not all(cause.action and "B" in cause.action and cause.stage is not None for cause in causes):
         return []
     reached = max(cause.stage or 0 for cause in causes)
-    wrong = {m.stage for m in evidence.verdict.mismatches if m.law in ("gradient", "none-ness") and m.stage is not None}
+    wrong = {m.stage for m in evidence.verdict.mismatches if m.law in ("gradient", "presence") and m.stage is not None}
     if not any(stage > reached for stage in wrong):
         return []
     return [cause for cause in _attributed(evidence) if cause.stage is not None and cause.stage > reached]
@@ -132,10 +132,10 @@ def _used(evidence: Evidence, stage: int, where: str, order: Sequence[int]) -> l
 
 def _named(cause: Cause, evidence: Evidence) -> Cause:
     """``cause`` with the microbatches of calls that are known together alone: those that no other call was about."""
-    if UNTOLD not in cause.microbatches or cause.stage is None:
+    if UNKNOWN_MICROBATCH not in cause.microbatches or cause.stage is None:
         return cause
     flow = evidence.passed[cause.stage]
-    others = [number for number in cause.microbatches if number != UNTOLD]
+    others = [number for number in cause.microbatches if number != UNKNOWN_MICROBATCH]
     return replace(cause, microbatches=tuple(sorted([*others, *(flow.lost if flow.complete else ())])))
 
 

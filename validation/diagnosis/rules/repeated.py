@@ -7,7 +7,7 @@ from dataclasses import replace
 from pipeline.action import Kind
 from validation.diagnosis.evidence import Evidence
 from validation.judging.cause import Cause, listed
-from validation.observers.observed import UNTOLD
+from validation.observers.observed import UNKNOWN_MICROBATCH
 from validation.observers.recording import RECEIVED
 
 
@@ -18,7 +18,7 @@ def repeated(evidence: Evidence) -> list[Cause]:
     before: Sequence[int] = range(evidence.microbatches)
     for stage in range(evidence.stages):
         order = _called(evidence, stage)
-        if UNTOLD in order:
+        if UNKNOWN_MICROBATCH in order:
             return []  # nobody knows of which microbatch it had another's tensors
         if stage in evidence.unseen or sorted(order) == sorted(before):
             before = order or before
@@ -35,7 +35,7 @@ def backed_again(evidence: Evidence) -> list[Cause]:
     for stage in reversed(range(evidence.stages)):
         order = ordered(evidence, stage, Kind.BACKWARD)
         missing = {m for m in range(evidence.microbatches) if m not in order}
-        if UNTOLD in order or len(order) != evidence.microbatches or not missing:
+        if UNKNOWN_MICROBATCH in order or len(order) != evidence.microbatches or not missing:
             continue
         met = {
             one.really.label.point.microbatch: one.action
@@ -77,7 +77,7 @@ def rearranged(evidence: Evidence) -> bool:
     every = list(range(evidence.microbatches))
     called = [action for action, _ in evidence.observed.called(evidence.number)]
     orders = [[a.microbatch for a in called if a.stage == stage] for stage in range(evidence.stages)]
-    told = [order for order in orders if UNTOLD not in order]
+    told = [order for order in orders if UNKNOWN_MICROBATCH not in order]
     return any(len(order) == len(every) and sorted(order) != every for order in told)
 
 

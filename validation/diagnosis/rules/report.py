@@ -37,7 +37,7 @@ def unreported(evidence: Evidence) -> Sequence[str]:
 def _reported(evidence: Evidence) -> list[Cause]:
     """Losses that are reported otherwise than the stages computed them."""
     found = [m for m in evidence.verdict.mismatches if m.law == "loss"]
-    upstream = ("gradient", "none-ness", "updated-parameters", "buffers")
+    upstream = ("gradient", "presence", "updated-parameters", "buffers")
     if not found or any(map(evidence.differs, upstream)) or not _computed_right(evidence):
         return []
     ranks = {m.rank for m in found}

@@ -26,7 +26,7 @@ def mended(one: Broken, evidence: Evidence) -> bool:
     """
     if evidence.setup.plan[evidence.number] != "train":
         return False
-    wrong = {(m.stage, m.parameter) for m in evidence.verdict.mismatches if m.law in ("gradient", "none-ness")}
+    wrong = {(m.stage, m.parameter) for m in evidence.verdict.mismatches if m.law in ("gradient", "presence")}
     own = {(stage, name) for stage, name in evidence.expected.gradients if stage == one.stage}
     concerned = {(one.stage, name) for name in one.parameters} or own
     judged = concerned - evidence.shared

@@ -63,7 +63,7 @@ def clip(evidence: Evidence) -> list[Cause]:
 def update(evidence: Evidence) -> list[Cause]:
     """Parameters that are not what the right gradients should have made of them."""
     found = [m for m in evidence.verdict.mismatches if m.law == "updated-parameters"]
-    if not found or any(evidence.differs(law) for law in ("gradient", "none-ness", "grad-norm")):
+    if not found or any(evidence.differs(law) for law in ("gradient", "presence", "grad-norm")):
         return []
     stages = {m.stage for m in found}
     first = found[0]

@@ -1,6 +1,6 @@
 """Ranks must collect the same tests, in whatever order."""
 
-from validation.worlds.collection import Collected, difference
+from validation.worlds.pytest_torchrun import Collected, difference
 
 
 def test_order_is_no_difference() -> None:

@@ -1,0 +1,273 @@
+"""A rank's part in a checked step: what it brings and holds, by the record's names, and what it keeps for the end."""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from validation.judging.tolerance import same_bits
+from validation.records.compare import other_microbatch, other_weights
+from validation.records.record import Gradients, Place, RecordedOperation, RecordError
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """What a rank brings to a check: parameters by name with their stage, its microbatches, and what is wrong."""
+
+    held: Mapping[str, int]
+    microbatches: tuple[str, ...] | None
+    problem: str
+
+
+def places_of(arrivals: Sequence[Arrival]) -> dict[str, list[Place]]:
+    """Every parameter's ranks and stages, in the order of ranks."""
+    places: dict[str, list[Place]] = {}
+    for rank, arrival in enumerate(arrivals):
+        for name, stage in arrival.held.items():
+            places.setdefault(name, []).append((rank, stage))
+    return places
+
+
+@dataclass(frozen=True)
+class Run:
+    """Who ran what: the replica of the model that each rank works on, and the microbatches of the step by digest.
+
+    ``shares``: the numbers of those that each rank's replica ran; None where nobody says.
+    """
+
+    replicas: tuple[int, ...]
+    microbatches: tuple[str, ...]
+    shares: tuple[tuple[int, ...] | None, ...]
+
+    @property
+    def count(self) -> int:
+        return max(self.replicas) + 1
+
+    @property
+    def apart(self) -> bool:
+        """Whether every replica says which microbatches are its own."""
+        return self.count > 1 and None not in self.shares
+
+    def as_in(self, expected: Sequence[str]) -> "Run":
+        """This run, with microbatches numbered as in ``expected``, where they are those."""
+        if not self.apart or sorted(expected) != sorted(self.microbatches):
+            return self
+        numbers: dict[str, list[int]] = {}
+        for number, digest in reversed(list(enumerate(expected))):
+            numbers.setdefault(digest, []).append(number)
+        place = [numbers[digest].pop() for digest in self.microbatches]
+        shares = tuple(tuple(place[number] for number in share or ()) for share in self.shares)
+        return Run(self.replicas, tuple(expected), shares)
+
+    def together(self, given: Sequence[Sequence[Any] | None]) -> list[Any]:
+        """The microbatches of all replicas, of those that ranks have ``given``."""
+        by_replica = {replica: one for replica, one in zip(self.replicas, given, strict=True) if one is not None}
+        return [pair for _, one in sorted(by_replica.items()) for pair in one]
+
+
+def run_of(arrivals: Sequence[Arrival]) -> tuple[Run, dict[int, str]]:
+    """What the ranks ran together, and what is wrong with it."""
+    replicas = _replicas(arrivals)
+    given: dict[int, tuple[str, ...]] = {}
+    for replica in sorted(set(replicas)):
+        known = [one.microbatches if of == replica else None for one, of in zip(arrivals, replicas, strict=True)]
+        if any(one is not None for one in known):
+            if problems := disagreement(known):
+                return Run(replicas, (), (None,) * len(replicas)), problems
+            given[replica] = next(one for one in known if one is not None)
+    if not given:
+        return Run(replicas, (), (None,) * len(replicas)), disagreement([])
+    if len(set(given.values())) == 1:
+        (every,) = set(given.values())
+        whole = tuple(range(len(every))) if len(set(replicas)) == 1 else None
+        return Run(replicas, every, (whole,) * len(replicas)), {}
+    every = tuple(digest for _, one in sorted(given.items()) for digest in one)
+    ends = {replica: sum(len(one) for other, one in given.items() if other <= replica) for replica in given}
+    own = {replica: tuple(range(ends[replica] - len(one), ends[replica])) for replica, one in given.items()}
+    return Run(replicas, every, tuple(own.get(replica) for replica in replicas)), {}
+
+
+def other_run(run: Run, expected: RecordedOperation) -> dict[int, str]:
+    """That the microbatches of ``run`` are not those that a record has, and the first that is not."""
+    found = other_microbatch(expected.microbatches, run.as_in(expected.microbatches).microbatches)
+    return {0: f"microbatches that are not the record's: {found}; run the recorded ones in this step"} if found else {}
+
+
+def _replicas(arrivals: Sequence[Arrival]) -> tuple[int, ...]:
+    """Ranks that hold the same are replicas in their order, where there are equally many of each; else all are one."""
+    seen: Counter[frozenset[tuple[str, int]]] = Counter()
+    found = []
+    for arrival in arrivals:
+        held = frozenset(arrival.held.items())
+        found.append(seen[held])
+        seen[held] += bool(held)
+    alike = len({count for held, count in seen.items() if held}) == 1
+    return tuple(found) if alike else (0,) * len(found)
+
+
+def told(problems: Mapping[int, str]) -> str:
+    """What is wrong on each rank, in one line; empty where nothing is."""
+    return "; ".join(f"rank {rank}: {problem}" for rank, problem in problems.items() if problem)
+
+
+def disagreement(digests: Sequence[tuple[str, ...] | None]) -> dict[int, str]:
+    """The rank that runs other microbatches than another, and which."""
+    known = [(rank, found) for rank, found in enumerate(digests) if found is not None]
+    if not known:
+        return {0: "nobody says which microbatches the step is of: pass them on one rank at least"}
+    first, expected = known[0]
+    for rank, seen in known:
+        if found := other_microbatch(expected, seen):
+            return {rank: f"other microbatches than those of rank {first}: {found}"}
+    return {}
+
+
+Rename = Callable[[int, str], str]
+
+
+@dataclass(frozen=True)
+class RankStages:
+    """``modules`` by stage; ``rename`` gives the record's name, from a stage's number and a name in it."""
+
+    modules: Mapping[int, nn.Module]
+    rename: Rename
+
+    @cached_property
+    def places(self) -> dict[str, int]:
+        """The stage that each parameter is in."""
+        return {name: stage for name, stage, _ in self._named}
+
+    @cached_property
+    def parameters(self) -> dict[str, Tensor]:
+        """The parameters themselves, as they are whenever they are looked at."""
+        return {name: parameter for name, _, parameter in self._named}
+
+    @property
+    def gradients(self) -> dict[str, Tensor | None]:
+        """What is in ``.grad`` now."""
+        return {name: parameter.grad for name, parameter in self.parameters.items()}
+
+    @property
+    def buffers(self) -> dict[str, tuple[int, Tensor]]:
+        """The stage that each buffer is in, and the buffer as it is now."""
+        return {
+            self.rename(stage, name): (stage, buffer)
+            for stage, module in self.modules.items()
+            for name, buffer in module.named_buffers()
+        }
+
+    def check_names(self) -> None:
+        """Raise ``RecordError`` where two parameters have one name."""
+        twice = [name for name, count in Counter(name for name, *_ in self._named).items() if count > 1]
+        if twice:
+            stages = " and ".join(str(stage) for name, stage, _ in self._named if name == twice[0])
+            raise RecordError(f"stages {stages} both have a parameter {twice[0]}: give rename=, from stage and name")
+
+    def check_start(self, expected: RecordedOperation) -> None:
+        """Raise ``RecordError`` where weights are not the recorded ones."""
+        if found := other_weights(expected.before, self.parameters):
+            raise RecordError(
+                f"weights that differ from the record's before the step: {found}; start from the recorded ones"
+            )
+
+    @cached_property
+    def _named(self) -> list[tuple[str, int, Tensor]]:
+        return [
+            (self.rename(stage, name), stage, parameter)
+            for stage, module in self.modules.items()
+            for name, parameter in module.named_parameters(remove_duplicate=False)
+        ]
+
+
+MOST = 1 << 30  # bytes that all ranks together keep
+
+
+@dataclass(frozen=True)
+class Notes:
+    """What a rank kept, by the names of parameters: what all ranks learn of it without the tensors.
+
+    ``right``: gradients that are what they should be; ``wrong``: kept; ``absent``: None in place of a gradient;
+    ``begun``: kept as they were in ``.grad`` when the step began; ``left_out``: wrong, and too much to keep.
+    """
+
+    right: tuple[str, ...] = ()
+    wrong: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
+    begun: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def compared(self) -> tuple[str, ...]:
+        """All gradients that the rank was shown."""
+        return (*self.right, *self.wrong, *self.absent, *self.left_out)
+
+
+@dataclass
+class Kept:
+    """Gradients that a rank keeps: those that are wrong, and those that the step began with. ``room`` is in bytes."""
+
+    room: int
+    begun: dict[str, Tensor] = field(default_factory=dict)
+    wrong: dict[str, Tensor | None] = field(default_factory=dict)
+    right: set[str] = field(default_factory=set)
+    left_out: set[str] = field(default_factory=set)
+
+    def begin(self, gradients: Gradients) -> None:
+        """Keep what is in ``.grad`` before anything is added: it may be what is too much in the end."""
+        for name, gradient in gradients.items():
+            if gradient is not None and _plain(gradient) and gradient.any() and self._fits(gradient):
+                self.begun[name] = _copy(gradient)
+
+    def end(self, gradients: Gradients, wrong: Collection[str]) -> None:
+        """Keep those of ``gradients`` that are ``wrong``."""
+        for name, gradient in gradients.items():
+            if name not in wrong:
+                self.right.add(name)
+            elif gradient is None:
+                self.wrong[name] = None
+            elif self._fits(gradient):
+                self.wrong[name] = _copy(gradient)
+            else:
+                self.left_out.add(name)
+        # Where nothing was added since, the backward was over before the check began: that tells nothing.
+        for name in [name for name, one in self.begun.items() if _same(one, gradients.get(name))]:
+            del self.begun[name]
+
+    @property
+    def notes(self) -> Notes:
+        """What was kept, without the tensors."""
+        absent = tuple(name for name, gradient in self.wrong.items() if gradient is None)
+        wrong = tuple(name for name, gradient in self.wrong.items() if gradient is not None)
+        return Notes(tuple(self.right), wrong, absent, tuple(self.begun), tuple(self.left_out))
+
+    def tensors(self, rank: int) -> Iterator[tuple[str, Tensor]]:
+        """All that ``rank`` kept, each under a name of its own."""
+        for what, found in (("wrong", self.wrong), ("begun", self.begun)):
+            yield from ((address(what, name, rank), one) for name, one in found.items() if one is not None)
+
+    def _fits(self, gradient: Tensor) -> bool:
+        fits = gradient.nbytes <= self.room
+        self.room -= gradient.nbytes * fits
+        return fits
+
+
+def address(what: str, name: str, rank: int) -> str:
+    """The name under which ``rank`` hands over the gradient ``name``: of ``Notes``, which field."""
+    return f"{what} gradient {name} of rank {rank}"
+
+
+def _copy(gradient: Tensor) -> Tensor:
+    return gradient.detach().to("cpu", copy=True)
+
+
+def _same(one: Tensor, other: Tensor | None) -> bool:
+    return other is not None and same_bits(one, other.detach().cpu())
+
+
+def _plain(gradient: Tensor) -> bool:
+    """Whether it can be looked at without other ranks, and added up: no shard, nothing sparse."""
+    return type(gradient) is Tensor and gradient.layout == torch.strided
