@@ -6,6 +6,7 @@ through there must give each microbatch's gradients.
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -183,11 +184,12 @@ class Traced:
                 by_name[name] = made[owner[id(parameter)], id(parameter)]
         self._uses = by_name
 
-    def _run(self, batch: Batch) -> Run:
+    def _run(self, batch: Batch, *, once: bool = False) -> Run:
+        """One microbatch, whose graph may be walked several times unless it is for ``once``."""
         noted: list[tuple[Place, Tensor]] = []
         noting = outputs_noted(self._model, lambda place, tensor: noted.append((place, tensor)))
-        # Graphs are walked several times, and a backward may write into what its forward saved: each gets a copy.
-        with saved_tensors_hooks(lambda saved: saved.detach(), lambda saved: saved.clone()):
+        # A backward may write into what its forward saved, so that each gets a copy.
+        with nullcontext() if once else saved_tensors_hooks(lambda saved: saved.detach(), lambda saved: saved.clone()):
             with noting:
                 output = functional_call(self._model, self._uses, batch.inputs, tie_weights=False)
             loss = self._loss.function(output, batch.target)
@@ -202,10 +204,23 @@ class Traced:
         own = dict(self._model.named_parameters(remove_duplicate=False))
         parameters = [own[name] for row in rows for name in row]
         found: list[list[Mapping[str, Gradient]]] = []
-        for run in self._runs:
-            gradients = iter(graded(run.objective, wanted, parameters, retain_graph=True))
+        for run, batch in zip(self._runs, self.batches, strict=True):
+            given = graded(run.objective, wanted, parameters, retain_graph=True)
+            if any(gradient is None for gradient in given):
+                given = self._written(batch, run, wanted, parameters) or given
+            gradients = iter(given)
             found.append([_wide({name: next(gradients) for name in row}) for row in rows])
         return found
+
+    def _written(
+        self, batch: Batch, run: Run, wanted: Sequence[Tensor], parameters: Sequence[Tensor]
+    ) -> list[Gradient] | None:
+        """What ``run`` gives, where a backward that writes ``.grad`` itself must find the weight and not a copy of it.
+
+        None where the model draws other random numbers each time.
+        """
+        again = self._run(batch, once=True)
+        return graded(again.objective, wanted, parameters) if again.loss == run.loss else None
 
     @cached_property
     def _cuts(self) -> list[list[Tensors] | None]:

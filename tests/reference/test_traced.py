@@ -185,3 +185,40 @@ def test_a_backward_that_writes_into_what_its_forward_saved_is_walked_several_ti
         assert alike(found.contribution(stage, 1), plain.contribution(stage, 1))
         (mine,), (its,) = (side.paired(stage, 0, [side.flow(stage, 2)]) for side in (found, plain))
         assert alike(mine, its)
+
+
+class Stored(torch.autograd.Function):
+    """A linear layer that writes the gradient of the weight that it saved, as stores of weight gradients do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        x, weight = ctx.saved_tensors
+        made = gradients[0].T @ x
+        weight.grad = made if weight.grad is None else weight.grad + made
+        return gradients[0] @ weight, None
+
+
+class Storing(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = Stored.apply(x, self.weight)
+        return made
+
+
+def test_contributions_that_a_backward_writes_to_the_weight_that_it_saved() -> None:
+    def chain(layer: type[nn.Linear]) -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(*(layer(4, 4, bias=False) for _ in range(2)))
+
+    draw = torch.Generator().manual_seed(1)
+    batches = [Batch((torch.randn(5, 4, generator=draw),), torch.randn(5, 4, generator=draw), 5) for _ in range(COUNT)]
+    sides = [(chain(layer), {"0.weight": 0, "1.weight": 1}) for layer in (Storing, nn.Linear)]
+    found, plain = (traced(model, batches, at, Loss(nn.functional.mse_loss, COUNT)) for model, at in sides)
+    for stage in range(2):
+        for j in range(COUNT):
+            assert alike(found.contribution(stage, j), plain.contribution(stage, j))
+    assert found.unpaired  # what writes past autograd cannot be paired anew

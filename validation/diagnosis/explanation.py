@@ -22,6 +22,7 @@ _MORE = 8  # a sparse explanation has at most two atoms for every microbatch, an
 _FP16 = replace(BF16, unit=2.0**-11, least=4 * 2.0**-11, most=16 * 2.0**-11)
 _LIKE = 0.999  # the cosine from which on two microbatches are one
 _DENSE = 400  # atoms, of which all coefficients are found at once in less time than a step takes
+_UNFOUNDED = 0.5  # of a gradient: no rounding takes that away
 _HALF = 0.5  # an explanation holds for a stage if it holds for at least this share of its parameters
 
 
@@ -31,7 +32,8 @@ class Explanation:
 
     ``residual`` is relative, ``limit`` what rounding may leave. ``explained``: it is rounding. ``undecided`` are terms
     whose coefficients could be others as well. ``wrong`` are the atoms that "flow" terms are numbered by, and
-    ``odd`` the parameters that the coefficients do not hold for.
+    ``odd`` the parameters that the coefficients do not hold for. ``unfounded``: the reference's own microbatches do not
+    add up to its own gradients, so nothing can be taken apart.
     """
 
     stage: Stage
@@ -42,6 +44,7 @@ class Explanation:
     undecided: tuple[Term, ...] = ()
     odd: tuple[Oddity, ...] = ()
     compared: int = 0
+    unfounded: bool = False
     wrong: tuple[Wrong, ...] = field(default=(), repr=False)
     atoms: tuple[Atom, ...] = field(default=(), repr=False)
 
@@ -122,6 +125,10 @@ class Explainer:
             atoms = self._atoms.nominal
             found = self._simple(terms, self._system(atoms), atoms)
             return replace(found, odd=self._absences(found))
+        if any(map(self._unfounded, self._names)):
+            atoms = self._atoms.nominal
+            right = self._simple({atom.term: 1.0 for atom in atoms}, self._system(atoms), atoms)
+            return replace(right, explained=False, unfounded=True)
         tried: list[Explanation] = []
         for atoms, sparse in self._attempts():
             tried.append(self._attempt(atoms, sparse=sparse))
@@ -307,6 +314,11 @@ class Explainer:
     def _nominal_sum(self, name: str) -> Gradient:
         parts = [g for atom in self._atoms.nominal if (g := atom.gradients.get(name)) is not None]
         return torch.stack(parts).sum(dim=0) if parts else None
+
+    def _unfounded(self, name: str) -> bool:
+        """Whether the reference's microbatches do not add up to its own gradient, but for rounding of any type."""
+        due, whole = self._due[name], self._nominal_sum(name)
+        return due is not None and bool(due.any()) and (whole is None or error(due.cpu(), whole) > _UNFOUNDED)
 
     def _absences(self, found: Explanation) -> tuple[Oddity, ...]:
         """What is plainly wrong, but for zeros that ``found`` explains."""

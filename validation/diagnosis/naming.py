@@ -175,7 +175,9 @@ def _unknown(
     stages: Sequence[Explanation], tied: Sequence[Shares], sums: Mapping[Stage, Sequence[Cause]]
 ) -> Iterator[str]:
     for one in reversed(stages):
-        if not one.explained:
+        if one.unfounded:
+            yield f"stage {one.stage}: what the reference's microbatches give does not add up to its own gradients"
+        elif not one.explained:
             yield (
                 f"stage {one.stage}: no combination of what the reference knows makes its gradients; the best leaves "
                 f"{one.residual:.1e} of them, rounding {one.limit:.1e}"
