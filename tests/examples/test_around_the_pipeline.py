@@ -37,7 +37,7 @@ def judged(whitebox: WhiteBox, step: Callable[..., Any]) -> Verdict:
 
 
 def failing(verdict: Verdict) -> set[str]:
-    return {law.name for law in verdict.laws if law.outcome != "pass" and law.outcome != "not applicable"}
+    return {law.name for law in verdict.laws if law.outcome in ("fail", "unknown")}
 
 
 def first(verdict: Verdict, law: str) -> Mismatch:

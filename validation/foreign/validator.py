@@ -166,7 +166,8 @@ def _judged(title: str, task: Task, found: Assembled, twin: Twin, run: Reference
         _Oracle(reference, batches, made),
         found.tied,
         skipped=dict(_skipped(found, observed)),
-        remarks=found.remarks,
+        missed=dict(_missed(found, observed)),
+        remarks=found.remarks | _unreported(observed),
         unmatched=found.unmatched,
         unseen=found.unseen,
         uncalled=found.uncalled,
@@ -237,24 +238,34 @@ def other_data(made: Sequence[RankMade], own: tuple[tuple[bytes, ...], ...]) -> 
 
 
 def _skipped(found: Assembled, observed: Observed) -> Sequence[tuple[str, str]]:
-    """The laws that say nothing about what was handed back."""
+    """The laws that do not apply to what was handed back."""
+    claimed = {claim.law for row in observed.ranks for claim in row[0].claims}
+    laws = (("shards", "no parameter is in shards"), ("replicas", "no stage is held by several ranks"))
+    return [(law, reason) for law, reason in laws if law not in claimed]
+
+
+def _missed(found: Assembled, observed: Observed) -> Sequence[tuple[str, str]]:
+    """The laws of whose matter nothing was handed back or watched."""
     modules = any(local.content is not None for stage in found.stages for local in stage.part.locals)
     norm = any(row[0].norm is not None for row in observed.ranks)
-    claimed = {claim.law for row in observed.ranks for claim in row[0].claims}
     ordered = len(found.unseen) < len(found.stages) or not found.stages
     unwatched = found.missed or "no stage was watched: watch(module) does"
     return [
         (law, reason)
-        for law, applies, reason in (
+        for law, seen, reason in (
             ("initial-weights", modules or not found.stages, "gradients were handed back, not modules"),
             ("microbatches", ordered, unwatched),
             ("boundaries", found.watched, unwatched),
-            ("shards", "shards" in claimed, "no parameter is in shards"),
-            ("replicas", "replicas" in claimed, "no stage is held by several ranks"),
             ("grad-norm", norm, "no rank reports a norm"),
         )
-        if not applies
+        if not seen
     ]
+
+
+def _unreported(observed: Observed) -> dict[str, str]:
+    """What the step does not report, by the law that needs it."""
+    told = any(row[0].losses or row[0].loss is not None for row in observed.ranks)
+    return {} if told else {"loss": "no rank reports a loss: hand losses back beside the modules"}
 
 
 def _failed(title: str, failure: RankFailed) -> Verdict:

@@ -137,6 +137,8 @@ class Judge:
             self.ledger.skip(law, "the plan does not have it")
         for law, reason in self._required.skipped.items():
             self.ledger.skip(law, reason)
+        for law, reason in self._required.missed.items():
+            self.ledger.miss(law, reason)
         for law, note in self._required.remarks.items():
             self.ledger.remark(law, note)
 

@@ -66,7 +66,7 @@ class Ledger:
 
     def __init__(self, laws: Sequence[str]) -> None:
         self._entries = {law: _Entry() for law in laws}
-        self._not_applicable: dict[str, str] = {}
+        self._skipped: dict[str, tuple[Outcome, str]] = {}
         self._coarsest: Precision | None = None  # of what agreed, but not bit for bit
         self.mismatches: list[Mismatch] = []
 
@@ -77,7 +77,11 @@ class Ledger:
 
     def skip(self, law: str, reason: str) -> None:
         """``law`` does not apply here."""
-        self._not_applicable[law] = reason
+        self._skipped[law] = "not applicable", reason
+
+    def miss(self, law: str, reason: str) -> None:
+        """``law`` may well apply, but nothing was seen of what it is about."""
+        self._skipped[law] = "not seen", reason
 
     def doubt(self, law: str, reason: str) -> None:
         """``law`` cannot be judged: it says nothing that it was not seen to fail."""
@@ -169,7 +173,7 @@ class Ledger:
         """Add all that another rank's ledger has."""
         for law, theirs in other._entries.items():
             self._entries[law].add(theirs)
-        self._not_applicable |= other._not_applicable
+        self._skipped |= other._skipped
         self._reach(other._coarsest)
         self.mismatches += other.mismatches
 
@@ -187,8 +191,9 @@ class Ledger:
         return "bitwise" if self.all_exact else (self._coarsest or otherwise).name
 
     def _law(self, name: str, entry: _Entry) -> LawResult:
-        if name in self._not_applicable:
-            return LawResult(name, "not applicable", note=self._not_applicable[name])
+        if name in self._skipped:
+            skipped, reason = self._skipped[name]
+            return LawResult(name, skipped, note=reason)
         outcome: Outcome = "pass"
         if "fail" in entry.outcomes:
             outcome = "fail"

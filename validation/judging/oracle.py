@@ -210,9 +210,9 @@ class Requirements:
     ``config`` names it, ``bindings`` says its numbers in words; ``plan`` are its operations. ``due`` are the
     sites that must be held, and ``tied`` the parameters with copies in several of them: for each, the name of its copy
     by stage. ``unmatched`` are held and not known to the reference. ``skipped`` are laws that do not apply, with the
-    reason, and ``remarks`` what readers of others should know. ``unseen`` stages are those whose actions nobody noted,
-    ``uncalled`` those whose modules nobody watched, ``frozen`` those that owe no backward, ``traced`` those whose
-    actions the step itself tells. Where ``every_rank`` is False, ranks may leave it to others to report losses and
+    reason, ``missed`` those of whose matter nothing was seen, and ``remarks`` what readers of others should know.
+    ``unseen`` stages are those whose actions nobody noted, ``uncalled`` those whose modules nobody watched, ``frozen``
+    those that owe no backward, ``traced`` those whose actions the step itself tells. Where ``every_rank`` is False, ranks may leave it to others to report losses and
     norm. ``by_numbers``: how often and in which mode a stage ran decides only where its gradients are wrong;
     ``mode_matters``: whether a mode changes any.
     """
@@ -225,6 +225,7 @@ class Requirements:
     oracle: Oracle
     tied: Sequence[Mapping[int, str]] = ()
     skipped: Mapping[str, str] = field(default_factory=dict)
+    missed: Mapping[str, str] = field(default_factory=dict)
     remarks: Mapping[str, str] = field(default_factory=dict)
     unmatched: Mapping[Site, str] = field(default_factory=dict)
     unseen: Collection[int] = ()

@@ -11,7 +11,7 @@ from validation.judging.cause import KINDS, Cause, Cells, RuledOut
 
 SCHEMA = "pipeproof/verdict/2"
 Tier = Literal["bitwise", "fp32", "bf16", "fp64", "none"]  # bit for bit, or to the rounding of a dtype
-Outcome = Literal["pass", "fail", "unknown", "not applicable"]
+Outcome = Literal["pass", "fail", "unknown", "not seen", "not applicable"]
 
 _SHOWN = 4  # mismatches on a screen; the rest are counted
 _CAUSES = 3  # causes that hold together, on a screen
@@ -311,6 +311,7 @@ class Verdict:
         if passed:
             compared = sum(law.checked for law in passed)
             rows.append(f"{'pass':<18} {', '.join(law.name for law in passed)}: {compared} compared")
+            rows += _not_seen(self.laws)
         return _labelled("laws", rows)
 
     def _headline(self) -> str:
@@ -331,6 +332,15 @@ class Verdict:
         """Plain data for JSON."""
         data = asdict(self) | {"mismatches": [mismatch.as_dict() for mismatch in self.mismatches]}
         return {"schema": SCHEMA, **data, "replay": self.replay}
+
+
+def _not_seen(laws: Sequence[LawResult]) -> list[str]:
+    """The laws of which nothing was seen, those with one reason on one line."""
+    reasons: dict[str, list[str]] = {}
+    for law in laws:
+        if law.outcome == "not seen":
+            reasons.setdefault(law.note, []).append(law.name)
+    return [f"{'not seen':<18} {', '.join(names)}: {reason}" for reason, names in reasons.items()]
 
 
 def _conjunction(label: str, causes: Sequence[Cause]) -> list[str]:

@@ -331,7 +331,7 @@ class StepCheck:
             self._lost_buffers(ledger, self._expected)
         ledger.mismatches.sort(key=lambda one: (LAWS.index(one.law), -math.inf if one.stage is None else -one.stage))
         if all(part.norm is None for part in parts):
-            ledger.skip("grad-norm", "the job reports none")
+            ledger.miss("grad-norm", "the job reports none")
         if not self._expected.parameters:
             ledger.skip("updated-parameters", "what is expected makes no update: the optimizer's state is the job's")
         if not self._expected.buffers:

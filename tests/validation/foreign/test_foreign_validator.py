@@ -80,15 +80,15 @@ def test_a_right_step_passes_bit_for_bit(whitebox: WhiteBox) -> None:
     assert outcomes(verdict) == {
         "parameters-once": "pass",
         "initial-weights": "pass",
-        "microbatches": "not applicable",
-        "boundaries": "not applicable",
+        "microbatches": "not seen",
+        "boundaries": "not seen",
         "loss": "pass",
         "presence": "pass",
         "gradient": "pass",
         "shards": "not applicable",
         "replicas": "not applicable",
         "tied-copies": "not applicable",
-        "grad-norm": "not applicable",
+        "grad-norm": "not seen",
     }
     assert verdict.law("gradient").exact == 16
     assert "test_a_right_step_passes_bit_for_bit" in verdict.replay
@@ -121,7 +121,10 @@ def test_gradients_by_name_and_one_loss_are_enough(whitebox: WhiteBox) -> None:
 
 def test_without_losses_nothing_is_known_of_them(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, lambda model, microbatches: (plain(model, microbatches)[0], None))
-    assert (verdict.verdict, verdict.law("loss").note) == ("unknown", "nothing was compared")
+    assert (verdict.verdict, verdict.law("loss").note) == (
+        "unknown",
+        "no rank reports a loss: hand losses back beside the modules",
+    )
 
 
 def test_a_step_that_hands_back_no_module_anywhere_is_no_pass(whitebox: WhiteBox) -> None:

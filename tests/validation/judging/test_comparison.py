@@ -248,7 +248,7 @@ def now_and_then(stage: nn.Module, microbatch: int, x: Tensor) -> Tensor:
 def test_a_watched_stage_without_calls_decides_nothing(whitebox: WhiteBox, call: Call) -> None:
     verdict = passes(judged(whitebox, partial(step, call=call), plain))
     for law in ("microbatches", "boundaries"):
-        assert verdict.law(law).outcome == "not applicable"
+        assert verdict.law(law).outcome == "not seen"
         assert "no call of watched stage 0 was seen" in verdict.law(law).note
         assert "call stage(x)" in verdict.law(law).note
 
