@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from validation.diagnosis.address import Catalogue, agrees, what_is
-from validation.observers.identity import Label, What
+from validation.diagnosis.known import Known
+from validation.diagnosis.likeness import agrees, likeness
+from validation.observers.likeness import Label, Likeness
 from validation.observers.recording import (
     BACKWARD_POINTS,
     FLOWED,
@@ -44,7 +45,7 @@ class Divergence:
     point: Point
     action: str
     slot: int | None
-    what: What
+    what: Likeness
     graph: int | None = None
 
     def __str__(self) -> str:
@@ -72,13 +73,13 @@ class Ground:
     earlier: Sequence[Mapping[Point, Tensors]]
     limit: float
 
-    def catalogue(self) -> Catalogue:
+    def known(self) -> Known:
         """All tensors that a wrong one may really be."""
-        return Catalogue(
-            (Label(point, ago), tensor.detach().cpu())
+        return Known(
+            (Label(point, ago, number), tensor.detach().cpu())
             for ago, tensors in enumerate((self.expected, *self.earlier))
             for point, members in tensors.items()
-            for tensor in members
+            for number, tensor in enumerate(members)
             if tensor is not None
         )
 
@@ -91,7 +92,7 @@ def divergences(recording: Recording, ground: Ground, positions: Positions) -> l
     found = _roots(recording, ground, ground.limit) or _roots(recording, ground, 0.0)
     if not found:
         return []
-    known = ground.catalogue()
+    known = ground.known()
     return [_divergence(recording, ground, known, point, positions) for point in found[:_MOST]]
 
 
@@ -170,14 +171,12 @@ def _made_from(point: Point, n_stages: int) -> Iterator[Point]:
         yield Point(stage, microbatch, MADE)
 
 
-def _divergence(
-    recording: Recording, ground: Ground, known: Catalogue, point: Point, positions: Positions
-) -> Divergence:
+def _divergence(recording: Recording, ground: Ground, known: Known, point: Point, positions: Positions) -> Divergence:
     seen, expected = recording.tensors[point], ground.expected[point]
     graph = [m for m in recording.graphs.get((point.stage, point.microbatch), ()) if m != point.microbatch]
     if point.where == FLOWED and graph:
         text = f"in microbatch {graph[0]}'s activations, expected microbatch {point.microbatch}'s"
-        what = What("other", text, label=Label(Point(point.stage, graph[0], USED)))
+        what = Likeness("other", Label(point), Label(Point(point.stage, graph[0], USED)), words=text)
     else:
         what = _what(seen, expected, point, known)
     kinds = {"F": "F", "B": "BI", "W": "W"}[_ACTION[point.where]]
@@ -187,22 +186,10 @@ def _divergence(
     return Divergence(rank, point, action, slot, what, graph[0] if graph and point.where == FLOWED else None)
 
 
-def _what(seen: Tensors, expected: Tensors, point: Point, known: Catalogue) -> What:
-    wanted = [None if one is None else one.detach().cpu() for one in expected]
-    for number, (one, other) in enumerate(zip(seen, wanted, strict=False)):
-        if one is not None and other is not None and not agrees(one, other, 0.0):
-            found = _member(one, wanted, number)
-            if found is not None:
-                return found
-        what = what_is(one, other, point, known=known, limit=0.0)
-        if what is not None:
-            return what
-    return What("shape", f"{len(seen)} tensors, expected {len(expected)}")
-
-
-def _member(seen: Tensor, expected: Tensors, number: int) -> What | None:
-    """Another of the tensors that cross the same boundary, in place of the one with this number."""
-    for other, tensor in enumerate(expected):
-        if other != number and tensor is not None and tensor.any() and agrees(seen, tensor, 0.0):
-            return What("member", f"number {other + 1} of {len(expected)} tensors, expected number {number + 1}")
-    return None
+def _what(seen: Tensors, expected: Tensors, point: Point, known: Known) -> Likeness:
+    for number, (one, other) in enumerate(zip(seen, expected, strict=False)):
+        due = None if other is None else other.detach().cpu()
+        found = likeness(one, due, Label(point, number=number), known=known)
+        if found is not None:
+            return found
+    return Likeness("shape", forms=(f"{len(seen)} tensors", f"{len(expected)}"))

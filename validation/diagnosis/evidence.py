@@ -12,7 +12,7 @@ from validation.diagnosis.attribution import Attribution, attribute, update_of
 from validation.diagnosis.divergence import Divergence, Ground, Positions, divergences
 from validation.diagnosis.flow import Played, parts_of, play
 from validation.diagnosis.hypotheses import Tried
-from validation.diagnosis.interference import Broken, Known, broken_between
+from validation.diagnosis.interference import Broken, Sources, broken_between
 from validation.diagnosis.members import Members
 from validation.diagnosis.setup import Setup
 from validation.diagnosis.sums import broken_additions
@@ -252,8 +252,8 @@ class Evidence:
         last: Gradients = additions[-1].after if additions else {}
         end = of_stage(recording.summed, stage) or last
         begun = start.get(stage, {})
-        known = Known(earlier=self.earlier(stage), parameters=of_stage(recording.parameters, stage))
-        found += broken_between(stage, additions, start=begun, end=end, known=known)
+        sources = Sources(earlier=self.earlier(stage), parameters=of_stage(recording.parameters, stage))
+        found += broken_between(stage, additions, start=begun, end=end, sources=sources)
         start[stage] = last if self.setup.plan[number] == "accumulate" else {}
         return found
 

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from reference.boundary import Tensors, run_layers
 from reference.model import Model
-from validation.diagnosis.address import agrees
 from validation.diagnosis.flow import Played
+from validation.diagnosis.likeness import agrees
 from validation.diagnosis.setup import Setup
 from validation.judging.tolerance import FP32, precision_of
-from validation.observers.identity import NARROWER
+from validation.observers.likeness import NARROWER
 
 Outputs = Sequence[Tensor | None]
 _FEW = 4  # layers whose every order is tried

@@ -80,7 +80,7 @@ def faults_of(update: Update, stage: Explanation, nominal: dict[Term, float]) ->
     calls = sorted({term.gradient for term in nominal if term.what == "earlier"})
     own = {term.activation: c for term, c in nominal.items() if term.what == "pair"}
     within = max(ONE, stage.limit)
-    absent = {oddity.what for oddity in stage.odd}
+    absent = {one.kind for one in stage.odd}
     if stage.compared == 0 and len(absent) == 1 and absent <= WHOLE:
         return (Fault(absent.pop(), detail="every parameter"),)
     faults = [*weighed(update, own, within)]
@@ -185,9 +185,10 @@ def _unknown(
             yield f"stage {one.stage}: the coefficients of {terms} are not decided by so few, or so similar, numbers"
         named = {cause.parameter for cause in sums[one.stage]}
         for odd in one.odd:
-            if odd.what == "unknown" and odd.parameter not in named:
-                what = f"wrong in {odd.part} alone, in a way that tells nothing" if odd.part else _NOTHING
-                told = "; ".join(filter(None, (what, odd.note)))
+            if not odd.is_known and odd.parameter not in named:
+                where = None if odd.part is None else odd.part.text
+                what = _NOTHING if where is None else f"wrong in {where} alone, in a way that tells nothing"
+                told = "; ".join(filter(None, (what, odd.words)))
                 yield f"stage {one.stage}: the gradient of {odd.parameter} is {told}"
     for copy in tied:
         if not copy.explained:
@@ -197,7 +198,7 @@ def _unknown(
 def _ruled_out(stages: Sequence[Explanation], tied: Sequence[Shares], causes: Sequence[Cause]) -> Iterator[RuledOut]:
     """What the coefficients speak against. They are of what one stage has alone: copies that are wrong may differ."""
     for one in stages:
-        right = [odd.parameter for odd in one.odd if odd.what == "right"]
+        right = [odd.parameter for odd in one.odd if odd.kind == "right"]
         if right:
             evidence = f"of stage {one.stage}, {', '.join(right)} {'is' if len(right) == 1 else 'are'} right"
             yield RuledOut((), evidence, len(right))

@@ -4,17 +4,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
-import torch
 from torch import Tensor
 
 from reference.step import Gradient, Site, Stage
-from validation.diagnosis.combination import DECIDED, fit
 from validation.diagnosis.explanation import Explanation, limit_of
+from validation.diagnosis.known import Known
+from validation.diagnosis.likeness import summed
 from validation.diagnosis.microbatch_weights import ONE, SAME, uniform, weighed
-from validation.diagnosis.outlier import Oddity
+from validation.diagnosis.module_pairing import Paired
 from validation.diagnosis.tied import Shares
 from validation.diagnosis.update import Update
 from validation.judging.cause import Cause
+from validation.observers.likeness import GRADIENT, Label, Likeness
+from validation.observers.recording import Point
 
 WHOLE = {"missing", "unexpected", "rounded", "not-finite"}  # what a whole stage can be at once
 
@@ -24,27 +26,27 @@ def of_parameters(
 ) -> Iterator[Cause]:
     """The parameters that do not follow their stage."""
     for one in stages:
-        if one.compared == 0 and len({oddity.what for oddity in one.odd} & WHOLE) == 1:
+        if one.compared == 0 and len({each.kind for each in one.odd} & WHOLE) == 1:
             continue  # the stage's own fault
         yield from sums[one.stage]
-        groups: dict[Oddity, list[str]] = {}
-        for oddity in _telling(one.odd):
-            groups.setdefault(replace(oddity, parameter=""), []).append(oddity.parameter)
-        for oddity, names in groups.items():
-            for cause in _odd_causes(update, oddity, max(ONE, one.limit)):
+        groups: dict[Likeness, list[str]] = {}
+        for odd in _telling(one.odd):
+            groups.setdefault(replace(odd, at=None), []).append(odd.parameter)
+        for odd, names in groups.items():
+            for cause in _odd_causes(update, odd, max(ONE, one.limit)):
                 more = f"and {', '.join(names[1:])}" if len(names) > 1 else ""
                 detail = "; ".join(filter(None, (cause.detail, more)))
                 yield replace(cause, stage=one.stage, parameter=names[0], detail=detail)
 
 
-def _telling(odd: Sequence[Oddity]) -> Sequence[Oddity]:
+def _telling(odd: Sequence[Likeness]) -> Sequence[Likeness]:
     """What is known of parameters, but for factors and counts where others are wrong that nobody can explain.
 
     They may have one cause, such as an overwritten output gradient: a bias shows it as one microbatch in place of
     others, or as some times its own, and a weight, which met it with its own activations, as nothing known.
     """
-    alone = all(oddity.what != "unknown" for oddity in odd)
-    return [oddity for oddity in odd if alone or oddity.what not in ("counted", "factor")]
+    alone = all(one.is_known for one in odd)
+    return [one for one in odd if alone or one.kind not in ("counted", "multiple")]
 
 
 def untrained(update: Update) -> Iterator[Cause]:
@@ -57,28 +59,37 @@ def untrained(update: Update) -> Iterator[Cause]:
                 yield Cause("unexpected", stage=stage, parameter=name)
 
 
-def _odd_causes(update: Update, odd: Oddity, within: float) -> Iterator[Cause]:
-    where = (f"{odd.part} of it, all else is right",) if odd.part else ()
+def _odd_causes(update: Update, odd: Likeness, within: float) -> Iterator[Cause]:
+    where = (f"{odd.part.text} of it, all else is right",) if odd.part is not None else ()
     for cause in _of_elements(update, odd, within):
         yield replace(cause, detail="; ".join(filter(None, (*where, cause.detail))))
 
 
-def _of_elements(update: Update, odd: Oddity, within: float) -> Iterator[Cause]:
-    if odd.what in ("missing", "unexpected", "zero", "not-finite", "rounded", "altered", "misplaced"):
-        yield Cause(odd.what, detail=odd.note)
-    elif odd.what == "shape":
+def _of_elements(update: Update, odd: Likeness, within: float) -> Iterator[Cause]:
+    if odd.kind in ("missing", "unexpected", "zero", "not-finite"):
+        yield Cause(odd.kind)
+    elif odd.kind == "rounded":
+        yield Cause("rounded", detail="" if odd.step is None else odd.text)
+    elif odd.kind == "reordered":
+        yield Cause("altered")
+    elif odd.kind == "other" and odd.source is not None:
+        yield Cause("misplaced", detail=f"what is there belongs in {odd.source.text}")
+    elif odd.kind == "shape":
         yield Cause("partition", detail="its gradient has another shape")
-    elif odd.what == "factor" and odd.factor is not None:
+    elif odd.kind == "multiple" and odd.factor is not None:
         fault = uniform(update, odd.factor, within)
         yield Cause(fault.kind, factor=fault.factor, detail=f"{odd.factor:.6g} times" if fault.detail else "")
-    elif odd.what == "counted":
+    elif odd.kind == "sum":
+        yield Cause("extra-term", detail=odd.change)
+    elif odd.kind == "counted":
         for fault in weighed(update, dict(odd.counts), within):
             yield Cause(fault.kind, microbatches=fault.microbatches, factor=fault.factor, detail=fault.detail)
-    elif odd.pairs is not None:
-        told = ", ".join(f"{j} with {i}'s" for i, j in odd.pairs.wrong)
-        microbatches = tuple(sorted({j for _, j in odd.pairs.wrong}))
+    elif odd.pairs:
+        paired = Paired(odd.pairs, update.now.microbatches)
+        told = ", ".join(f"{j} with {i}'s" for i, j in paired.wrong)
+        microbatches = tuple(sorted({j for _, j in paired.wrong}))
         detail = f"its output gradients met activations so: {told}"
-        first, *others = (Cause(kind, microbatches=microbatches, detail=detail) for kind in odd.pairs.kinds)
+        first, *others = (Cause(kind, microbatches=microbatches, detail=detail) for kind in paired.kinds)
         yield replace(first, instead=tuple(others))
 
 
@@ -126,10 +137,6 @@ def _tied_cause(copy: Shares) -> Cause:
     return replace(where, detail=detail)
 
 
-_NEAR = 0.1  # relative: a sum of the two leaves far less
-_NONE = 1e-3  # a part this small is rounding's
-_FEW = 2  # numbers that are a sum of any two others
-
 Predicted = Callable[[Site], Gradient]
 
 
@@ -141,56 +148,37 @@ def mixed(stages: Sequence[Explanation], update: Update) -> Mapping[Stage, tuple
 
 def _mixed(one: Explanation, update: Update, predicted: Predicted) -> Iterator[Cause]:
     for odd in one.odd:
-        found = _partner((one.stage, odd.parameter), update, predicted) if odd.what == "unknown" else None
+        found = None if odd.is_known else _partner((one.stage, odd.parameter), update, predicted)
         if found is not None:
             yield replace(found, stage=one.stage, parameter=odd.parameter)
 
 
 def _partner(site: Site, update: Update, predicted: Predicted) -> Cause | None:
+    """What it means that a gradient is so much of its own and so much of another parameter's."""
     seen, own = update.observed.get(site), predicted(site)
-    if seen is None or own is None or own.numel() <= _FEW:
+    if seen is None or own is None:
         return None
-    limit, target = limit_of(update.expected.get(site), own), seen.double().cpu().flatten()
-    for stage, partner, more in _likely(target, own, _others(site, own, update, predicted)):
-        made = fit(target, torch.stack([own.flatten(), more.flatten()]), limit)
-        there = abs(made.coefficients[1]) > made.uncertain[1]  # what rounding may have put there is no part of it
-        if there and made.residual <= limit and max(made.uncertain) <= DECIDED:
-            of_own, of_other = made.coefficients
-            return _cause(of_own, of_other, f"{partner}, stage {stage}", rounding=max(_NONE, limit))
-    return None
-
-
-def _cause(of_own: float, of_other: float, other: str, *, rounding: float) -> Cause:
-    """What it means that a gradient is so much of its own and so much of the other."""
-    if abs(of_own) <= rounding * abs(of_other):
-        times = "" if abs(of_other - 1) <= rounding else f"{of_other:.4g} times "
+    others = Known((_label(other), gradient) for other, gradient in _others(site, own, update, predicted))
+    found = summed(seen.double().cpu(), own, _label(site), others, limit_of(update.expected.get(site), own))
+    if found is None or found.label is None or not found.label.name:
+        return None
+    of_own, of_other = found.factor or 0.0, found.more or 0.0
+    other = f"{found.label.name}, stage {found.label.point.stage}"
+    if not of_own:
+        times = "" if of_other == 1.0 else f"{of_other:.4g} times "
         return Cause("misplaced", detail=f"it is {times}the gradient of {other}")
     return Cause("extra-term", detail=f"{of_own:.4g} of its own gradient and {of_other:.4g} of that of {other}")
 
 
-def _others(site: Site, own: Tensor, update: Update, predicted: Predicted) -> Iterator[tuple[Stage, str, Tensor]]:
+def _label(site: Site) -> Label:
+    return Label(Point(site[0], -1, GRADIENT), name=site[1])
+
+
+def _others(site: Site, own: Tensor, update: Update, predicted: Predicted) -> Iterator[tuple[Site, Tensor]]:
     """What all other parameters of one shape should have."""
     for stage in range(update.now.stages):
         for name, parameter in update.now.parameters(stage).items():
             if parameter.shape == own.shape and (stage, name) != site:
                 more = predicted((stage, name))
                 if more is not None:
-                    yield stage, name, more
-
-
-def _likely(
-    target: Tensor, own: Tensor, others: Iterator[tuple[Stage, str, Tensor]]
-) -> Iterator[tuple[Stage, str, Tensor]]:
-    """Those of ``others`` with which ``own`` leaves little of ``target``; all are looked at in one go."""
-    known = list(others)
-    if not known:
-        return
-    base = _unit(own.flatten()[None])
-    rest, *rows = (row - (row @ base[0]) * base[0] for row in (target, *(more.flatten() for _, _, more in known)))
-    unit = _unit(torch.stack(rows))
-    left = (rest - (unit @ rest)[:, None] * unit).norm(dim=1)
-    yield from (known[k] for k in (left <= _NEAR * target.norm()).nonzero().flatten().tolist())
-
-
-def _unit(rows: Tensor) -> Tensor:
-    return torch.nn.functional.normalize(rows, dim=1, eps=torch.finfo(torch.float64).tiny)
+                    yield (stage, name), more

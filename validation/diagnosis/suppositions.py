@@ -10,7 +10,7 @@ from reference.model import DropoutBlock, Model
 from validation.diagnosis.flow import Played
 from validation.diagnosis.hypotheses import layer_orders
 from validation.diagnosis.supposed import Change, Compute, Given, Supposed
-from validation.observers.identity import NARROWER
+from validation.observers.likeness import NARROWER
 
 
 def of_forward(played: Mapping[int, Played], number: int, stage: int, layers: Sequence[range]) -> Iterator[Supposed]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from validation.diagnosis.divergence import roots
 from validation.diagnosis.evidence import Evidence
-from validation.observers.identity import What
+from validation.observers.likeness import Likeness
 from validation.observers.observed import INPUT, Crossing
 from validation.observers.recording import FLOWED, FORWARD_POINTS, GIVEN, HANDED_ON, KEPT, MADE, RECEIVED, Point
 
@@ -37,7 +37,7 @@ class Root:
 
     point: Point
     crossing: Crossing
-    what: What
+    what: Likeness
     telling: bool
 
 
@@ -125,19 +125,19 @@ class Boundaries:
         stages = [stage for stage, flow in passed.items() if flow.untold and point.microbatch in flow.lost]
         return any(stage < point.stage or point.where not in FORWARD_POINTS for stage in stages)
 
-    def _what(self, point: Point, crossing: Crossing) -> What:
+    def _what(self, point: Point, crossing: Crossing) -> Likeness:
         """What it is there instead, with the tensor's number where there are several."""
         really = crossing.really
         assert really is not None, "asked for only where it is wrong"
         text = f"{really.text}, expected microbatch {point.microbatch}'s" if really.kind == "other" else really.text
         names = [crossing.what] if crossing.what[-1].isdigit() else []
         names += [crossing.place] if crossing.place.startswith(INPUT) and (names or point.stage) else []
-        what = replace(really, text=f"{text} ({', '.join(names)})" if names else text, which=", ".join(names))
+        what = replace(really, words=f"{text} ({', '.join(names)})" if names else text, which=", ".join(names))
         # A loss that is multiplied gives every gradient of its output that factor.
         whole = all(one.really is not None and one.really.factor is not None for one in self._at[point])
         return what if whole or point.where != FLOWED else replace(what, kind="different", factor=None)
 
-    def _telling(self, point: Point, crossing: Crossing, what: What) -> bool:
+    def _telling(self, point: Point, crossing: Crossing, what: Likeness) -> bool:
         """Whether what a tensor is instead says what happened to it.
 
         It does where it was made, or sent, by what is known to be right.

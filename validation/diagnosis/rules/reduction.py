@@ -7,7 +7,7 @@ from torch import Tensor
 
 from validation.diagnosis.combination import counts_of, told_within, whole_within
 from validation.diagnosis.evidence import Evidence, of_stage
-from validation.diagnosis.interference import Broken, Known, changed
+from validation.diagnosis.interference import Broken, Sources, changed
 from validation.diagnosis.rules.sums import causes_of, mended
 from validation.judging.cause import Cause
 from validation.observers.recording import Site
@@ -23,9 +23,9 @@ def reduction(evidence: Evidence) -> list[Cause]:
     found: list[Broken] = []
     for stage in reversed(range(evidence.stages)):
         old, new = of_stage(summed, stage), of_stage(reduced, stage)
-        known = Known(evidence.earlier(stage), summed, of_stage(evidence.recording.parameters, stage))
+        sources = Sources(evidence.earlier(stage), summed, of_stage(evidence.recording.parameters, stage))
         tied = [name for owner, name in evidence.shared if owner == stage]
-        found += changed(stage, old, new, "between the last backward and the norm", known=known, leaving=tied)
+        found += changed(stage, old, new, "between the last backward and the norm", sources=sources, leaving=tied)
     return causes + causes_of([one for one in found if not mended(one, evidence)], evidence)
 
 
