@@ -11,12 +11,12 @@ from reference.step import Expected, Gradient
 from validation.diagnosis.attribution import Attribution, attribute, update_of
 from validation.diagnosis.divergence import Divergence, Ground, Positions, divergences
 from validation.diagnosis.flow import Played, parts_of, play
-from validation.diagnosis.hypotheses import Tried
 from validation.diagnosis.interference import Broken, Sources, broken_between
 from validation.diagnosis.members import Members
 from validation.diagnosis.setup import Setup
 from validation.diagnosis.sums import broken_additions
 from validation.diagnosis.update import Update
+from validation.diagnosis.what_ifs import Tried
 from validation.judging.oracle import copies_apart
 from validation.judging.tolerance import PRECISIONS
 from validation.judging.verdict import Verdict

@@ -11,8 +11,8 @@ from torch import Tensor
 from validation.diagnosis.combination import whole_within
 from validation.diagnosis.divergence import Divergence
 from validation.diagnosis.evidence import Evidence
-from validation.diagnosis.hypotheses import computed, draws, other_target
 from validation.diagnosis.likeness import factor_of
+from validation.diagnosis.what_ifs import computed, draws, other_target
 from validation.judging.cause import Cause, listed
 from validation.judging.tolerance import precision_of
 from validation.observers.recording import (

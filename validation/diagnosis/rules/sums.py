@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from validation.diagnosis.evidence import Evidence
-from validation.diagnosis.hypotheses import draws
 from validation.diagnosis.interference import Broken
+from validation.diagnosis.what_ifs import draws
 from validation.judging.cause import Cause
 
 
