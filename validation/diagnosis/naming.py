@@ -13,8 +13,8 @@ from validation.diagnosis.atoms import Term
 from validation.diagnosis.chains import swaps
 from validation.diagnosis.explanation import Explanation
 from validation.diagnosis.microbatch_weights import ONE, SAME, Fault, factor_words, weighed
-from validation.diagnosis.single import WHOLE, mixed, of_copies, of_parameters, untrained
-from validation.diagnosis.tied import Shares
+from validation.diagnosis.single import WHOLE, mixed, of_parameters, untrained
+from validation.diagnosis.tied import Shares, of_copies
 from validation.diagnosis.update import Update
 from validation.judging.cause import Cause, RuledOut
 

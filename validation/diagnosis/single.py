@@ -10,9 +10,8 @@ from reference.step import Gradient, Site, Stage
 from validation.diagnosis.explanation import Explanation, limit_of
 from validation.diagnosis.known import Known
 from validation.diagnosis.likeness import summed
-from validation.diagnosis.microbatch_weights import ONE, SAME, uniform, weighed
+from validation.diagnosis.microbatch_weights import ONE, uniform, weighed
 from validation.diagnosis.module_pairing import Paired
-from validation.diagnosis.tied import Shares
 from validation.diagnosis.update import Update
 from validation.judging.cause import Cause
 from validation.observers.likeness import GRADIENT, Label, Likeness
@@ -91,50 +90,6 @@ def _of_elements(update: Update, odd: Likeness, within: float) -> Iterator[Cause
         detail = f"its output gradients met activations so: {told}"
         first, *others = (Cause(kind, microbatches=microbatches, detail=detail) for kind in paired.kinds)
         yield replace(first, instead=tuple(others))
-
-
-def of_copies(update: Update, tied: Sequence[Shares]) -> Iterator[Cause]:
-    """One cause for each tied parameter, with a stage if only one of its copies is wrong."""
-    for copies in update.tied:
-        wrong = [copy for copy in tied if (copy.stage, copy.parameter) in copies.items() and not copy.right]
-        if wrong and wrong[0].apart:
-            groups = "; ".join(", ".join(map(str, stages)) for stages in wrong[0].apart)
-            detail = f"copies of stages {groups} each have a gradient of their own; all copies together make the sum"
-            yield Cause("tied-not-summed", parameter=wrong[0].parameter, detail=detail)
-            continue
-        causes = [_tied_cause(copy) for copy in wrong if copy.explained]
-        if any(cause.kind == "altered" for cause in causes):
-            yield next(cause for cause in causes if cause.kind == "altered")
-        elif causes and len({cause.kind for cause in causes}) == 1 and len(causes) == len(copies):
-            yield replace(causes[0], stage=None, detail="; ".join(map(_held, causes)))
-        else:
-            yield from causes
-
-
-def _held(cause: Cause) -> str:
-    what = f"{cause.parameter} of stage {cause.stage}"
-    return f"{what} has {cause.detail}" if cause.detail else what
-
-
-def _tied_cause(copy: Shares) -> Cause:
-    where = Cause(copy.absent or "tied-not-summed", stage=copy.stage, parameter=copy.parameter)
-    counts = list(copy.counts.values())
-    if copy.turned is not None:
-        return replace(where, kind="altered", stage=copy.turned, detail="its share is in another order")
-    if copy.lacking:
-        listed = ", ".join(map(str, copy.lacking))
-        detail = f"other stages' share of microbatch {listed} is missing"
-        return replace(where, microbatches=copy.lacking, detail=detail)
-    joint = f"stages {', '.join(map(str, copy.joint))} together"
-    names = {stage: joint if stage in copy.joint else f"stage {stage}" for stage in copy.counts}
-    detail = ", ".join(f"the share of {names[stage]} {count:g} times" for stage, count in copy.counts.items())
-    if copy.absent or (0.0 in counts and set(counts) <= {0.0, 1.0}):
-        return replace(where, detail=detail)
-    if all(count == round(count) and count >= 1 for count in counts):
-        return replace(where, kind="tied-doubled", detail=detail)
-    if counts and max(counts) - min(counts) <= SAME * abs(max(counts)):
-        return replace(where, kind="scale", factor=counts[0], detail=detail)
-    return replace(where, detail=detail)
 
 
 Predicted = Callable[[Site], Gradient]

@@ -22,7 +22,7 @@ from validation.observers.recording import Site
 
 
 def attributed(evidence: Evidence) -> list[Cause]:
-    """The causes that attribution names; where it finds none, the one what-if that gives gradients as wrong as these."""
+    """The causes that attribution names; where it finds none, the what-if that gives such gradients."""
     found = evidence.attribution
     if found is None or found.right or (evidence.sums is not None and evidence.sums.alike):
         return []
