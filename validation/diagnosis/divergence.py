@@ -1,6 +1,6 @@
 """The first divergence: the flow of data is walked from the first stage's input to the last gradient handed on.
 
-A tensor that differs although all that it was made from is right is a *root*; what lies behind one is consequence.
+A tensor that differs although all that it was made from is right is first wrong; what lies behind it is consequence.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +29,7 @@ from validation.observers.recording import (
 )
 
 Tensors = Sequence[Tensor | None]
-_MOST = 64  # roots that are looked at closely; with more than that one fault is everywhere
+_MOST = 64  # first wrong tensors that are looked at closely; with more than that one fault is everywhere
 _ACTION = {**dict.fromkeys(FORWARD_POINTS, "F"), **dict.fromkeys(BACKWARD_POINTS, "B"), LATE: "W"}
 
 
@@ -85,22 +85,22 @@ class Ground:
 
 
 def divergences(recording: Recording, ground: Ground, positions: Positions) -> list[Divergence]:
-    """The roots, in dataflow order.
+    """The tensors that are first wrong, in dataflow order.
 
     With ``ground.limit`` above 0 and none beyond it, those that differ in bits alone are given.
     """
-    found = _roots(recording, ground, ground.limit) or _roots(recording, ground, 0.0)
+    found = _first_wrong(recording, ground, ground.limit) or _first_wrong(recording, ground, 0.0)
     if not found:
         return []
     known = ground.known()
     return [_divergence(recording, ground, known, point, positions) for point in found[:_MOST]]
 
 
-def _roots(recording: Recording, ground: Ground, limit: float) -> list[Point]:
+def _first_wrong(recording: Recording, ground: Ground, limit: float) -> list[Point]:
     n_stages = 1 + max(point.stage for point in ground.expected)
     both = [point for point in ground.expected if point in recording.tensors]
     right = {point: _right(recording, ground, point, limit) for point in both}
-    return roots(right | dict.fromkeys(_wrong_losses(recording, ground, right), False), n_stages)
+    return first_wrong_points(right | dict.fromkeys(_wrong_losses(recording, ground, right), False), n_stages)
 
 
 def _wrong_losses(recording: Recording, ground: Ground, right: Mapping[Point, bool]) -> Iterator[Point]:
@@ -115,7 +115,7 @@ def _wrong_losses(recording: Recording, ground: Ground, right: Mapping[Point, bo
                 yield loss
 
 
-def roots(right: Mapping[Point, bool], n_stages: int) -> list[Point]:
+def first_wrong_points(right: Mapping[Point, bool], n_stages: int) -> list[Point]:
     """The points that are not ``right`` although all that they are made from is, along the flow: forwards up the
     stages, then backwards down them."""
     wrong = [point for point, is_right in right.items() if not is_right]

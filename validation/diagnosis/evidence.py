@@ -8,14 +8,13 @@ from typing import Protocol
 from torch import Tensor
 
 from reference.step import Expected, Gradient
+from validation.diagnosis.atoms import Update
 from validation.diagnosis.attribution import Attribution, attribute, update_of
 from validation.diagnosis.divergence import Divergence, Ground, Positions, divergences
-from validation.diagnosis.flow import Played, parts_of, play
 from validation.diagnosis.interference import Broken, Sources, broken_between
 from validation.diagnosis.members import Members
-from validation.diagnosis.setup import Setup
+from validation.diagnosis.played import Played, Setup, parts_of, play
 from validation.diagnosis.sums import broken_additions
-from validation.diagnosis.update import Update
 from validation.diagnosis.what_ifs import Tried
 from validation.judging.oracle import copies_apart
 from validation.judging.tolerance import PRECISIONS
@@ -155,7 +154,7 @@ class Evidence:
 
     @cached_property
     def divergences(self) -> list[Divergence]:
-        """The roots in the first operation concerned that has any."""
+        """What is first wrong in the first operation concerned that has any."""
         return self._first[1]
 
     @property

@@ -7,13 +7,12 @@ import torch
 from torch import Tensor
 
 from reference.step import Gradient, Stage
-from validation.diagnosis.atoms import Atom, Atoms, Term, Wrong
+from validation.diagnosis.atoms import Atom, Atoms, Term, Update, Wrong
 from validation.diagnosis.combination import DECIDED, alike, decided, fit, level, select
 from validation.diagnosis.known import Terms
 from validation.diagnosis.likeness import of_terms, plainly
 from validation.diagnosis.module_pairing import Paired, paired_within
 from validation.diagnosis.system import Layout, System, weights
-from validation.diagnosis.update import Update
 from validation.judging.tolerance import BF16, Floor, error, precision_of
 from validation.observers.likeness import GRADIENT, Label, Likeness
 from validation.observers.recording import Point

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from reference.boundary import Tensors, run_layers
 from reference.model import DropoutBlock, Model
-from validation.diagnosis.flow import Played
 from validation.diagnosis.likeness import agrees
-from validation.diagnosis.setup import Setup
+from validation.diagnosis.played import Played, Setup
 from validation.diagnosis.what_if import Change, Compute, Given, WhatIf
 from validation.judging.cause import listed
 from validation.judging.tolerance import FP32, precision_of

@@ -15,7 +15,7 @@ from validation.cases.validator import explained, validate
 from validation.diagnosis.evidence import Evidence, of_run, of_stage
 from validation.diagnosis.rules.boundaries import boundaries
 from validation.diagnosis.rules.laws import weights
-from validation.diagnosis.rules.norm import norm
+from validation.diagnosis.rules.update import norm
 from validation.judging.cause import Cause
 from validation.judging.verdict import Verdict
 from validation.observers.observed import Observed

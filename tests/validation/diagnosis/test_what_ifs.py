@@ -5,7 +5,7 @@ from torch import Tensor
 
 from validation.cases.case import Case
 from validation.cases.judgement import setup_of
-from validation.diagnosis.flow import Played, play
+from validation.diagnosis.played import Played, play
 from validation.diagnosis.what_ifs import computed
 from validation.observers.observed import Observed, RankOperation
 

@@ -76,7 +76,7 @@ def boundaries(evidence: Evidence) -> list[Cause]:
 def causes_of(
     found: Sequence[Divergence], microbatches: int, *, refine: Refine, compounded: Compounded, room: float = _ONE_FACTOR
 ) -> list[Cause]:
-    """The causes of divergences, which are roots in the order of the flow.
+    """The causes of divergences, which are in the order of the flow.
 
     ``compounded`` says of a factor how it grows from stage to stage; empty where it does not. ``room``: how far apart,
     relative to their size, factors that are one may be.
