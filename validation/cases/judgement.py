@@ -6,7 +6,7 @@ from validation.cases.case import Case
 from validation.cases.observe import data_for, max_norm_of, model_for
 from validation.cases.stages import layers_of, owners
 from validation.diagnosis.diagnose import diagnose as diagnose_run
-from validation.diagnosis.setup import Setup
+from validation.diagnosis.played import Setup
 from validation.judging.judge import LAWS, judged
 from validation.judging.oracle import LiveOracle, Requirements, copies_apart
 from validation.judging.verdict import Verdict

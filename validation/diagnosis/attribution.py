@@ -9,13 +9,11 @@ from dataclasses import dataclass
 
 from reference.pairing import Pairing
 from reference.step import Expected, Gradient, Site, Stage
-from validation.diagnosis.atoms import Term, Wrong
+from validation.diagnosis.atoms import Term, Update, Wrong
 from validation.diagnosis.explanation import Explainer, Explanation
-from validation.diagnosis.flow import Played
 from validation.diagnosis.naming import name_causes
-from validation.diagnosis.setup import Setup
+from validation.diagnosis.played import Played, Setup
 from validation.diagnosis.tied import Shares, explain_tied
-from validation.diagnosis.update import Update
 from validation.judging.cause import Cause, Cell, Cells, RuledOut
 from validation.judging.oracle import copies_apart
 

@@ -9,9 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from reference.step import Stage
-from validation.diagnosis.atoms import Term
+from validation.diagnosis.atoms import Term, Update
 from validation.diagnosis.explanation import Explanation
-from validation.diagnosis.update import Update
 from validation.judging.cause import Cause
 
 Reading = tuple[str, Stage | None, str]  # a kind of exchange, its stage, and more in words

@@ -11,18 +11,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from validation.diagnosis.evidence import Evidence, of_run
+from validation.diagnosis.played import Setup
 from validation.diagnosis.rule import Rule, clears, followed
 from validation.diagnosis.rules.attributed import attributed, unexplained
 from validation.diagnosis.rules.boundaries import boundaries
 from validation.diagnosis.rules.laws import buffers, calls, nameless, other_weights, partition, weights
-from validation.diagnosis.rules.norm import norm
 from validation.diagnosis.rules.passages import otherwise, passages, sound
-from validation.diagnosis.rules.reduction import reduction
 from validation.diagnosis.rules.report import report, unreported
 from validation.diagnosis.rules.shared import apart, on_rank, shared
-from validation.diagnosis.rules.sums import sums
-from validation.diagnosis.rules.update import clip, update
-from validation.diagnosis.setup import Setup
+from validation.diagnosis.rules.sums import reduction, sums
+from validation.diagnosis.rules.update import clip, norm, update
 from validation.judging.cause import RuledOut
 from validation.judging.judge import one_thread
 from validation.judging.verdict import Crash, Verdict

@@ -1,6 +1,6 @@
 """The first divergence: the flow of data is walked from the first stage's input to the last gradient handed on.
 
-A tensor that differs although all that it was made from is right is a *root*; what lies behind one is consequence.
+A tensor that differs although all that it was made from is right is first wrong; what lies behind it is consequence.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from validation.diagnosis.address import Catalogue, agrees, what_is
-from validation.observers.identity import Label, What
+from validation.diagnosis.known import Known
+from validation.diagnosis.likeness import agrees, likeness
+from validation.observers.likeness import Label, Likeness
 from validation.observers.recording import (
     BACKWARD_POINTS,
     FLOWED,
@@ -28,7 +29,7 @@ from validation.observers.recording import (
 )
 
 Tensors = Sequence[Tensor | None]
-_MOST = 64  # roots that are looked at closely; with more than that one fault is everywhere
+_MOST = 64  # first wrong tensors that are looked at closely; with more than that one fault is everywhere
 _ACTION = {**dict.fromkeys(FORWARD_POINTS, "F"), **dict.fromkeys(BACKWARD_POINTS, "B"), LATE: "W"}
 
 
@@ -44,7 +45,7 @@ class Divergence:
     point: Point
     action: str
     slot: int | None
-    what: What
+    what: Likeness
     graph: int | None = None
 
     def __str__(self) -> str:
@@ -72,34 +73,34 @@ class Ground:
     earlier: Sequence[Mapping[Point, Tensors]]
     limit: float
 
-    def catalogue(self) -> Catalogue:
+    def known(self) -> Known:
         """All tensors that a wrong one may really be."""
-        return Catalogue(
-            (Label(point, ago), tensor.detach().cpu())
+        return Known(
+            (Label(point, ago, number), tensor.detach().cpu())
             for ago, tensors in enumerate((self.expected, *self.earlier))
             for point, members in tensors.items()
-            for tensor in members
+            for number, tensor in enumerate(members)
             if tensor is not None
         )
 
 
 def divergences(recording: Recording, ground: Ground, positions: Positions) -> list[Divergence]:
-    """The roots, in dataflow order.
+    """The tensors that are first wrong, in dataflow order.
 
     With ``ground.limit`` above 0 and none beyond it, those that differ in bits alone are given.
     """
-    found = _roots(recording, ground, ground.limit) or _roots(recording, ground, 0.0)
+    found = _first_wrong(recording, ground, ground.limit) or _first_wrong(recording, ground, 0.0)
     if not found:
         return []
-    known = ground.catalogue()
+    known = ground.known()
     return [_divergence(recording, ground, known, point, positions) for point in found[:_MOST]]
 
 
-def _roots(recording: Recording, ground: Ground, limit: float) -> list[Point]:
+def _first_wrong(recording: Recording, ground: Ground, limit: float) -> list[Point]:
     n_stages = 1 + max(point.stage for point in ground.expected)
     both = [point for point in ground.expected if point in recording.tensors]
     right = {point: _right(recording, ground, point, limit) for point in both}
-    return roots(right | dict.fromkeys(_wrong_losses(recording, ground, right), False), n_stages)
+    return first_wrong_points(right | dict.fromkeys(_wrong_losses(recording, ground, right), False), n_stages)
 
 
 def _wrong_losses(recording: Recording, ground: Ground, right: Mapping[Point, bool]) -> Iterator[Point]:
@@ -114,7 +115,7 @@ def _wrong_losses(recording: Recording, ground: Ground, right: Mapping[Point, bo
                 yield loss
 
 
-def roots(right: Mapping[Point, bool], n_stages: int) -> list[Point]:
+def first_wrong_points(right: Mapping[Point, bool], n_stages: int) -> list[Point]:
     """The points that are not ``right`` although all that they are made from is, along the flow: forwards up the
     stages, then backwards down them."""
     wrong = [point for point, is_right in right.items() if not is_right]
@@ -170,14 +171,12 @@ def _made_from(point: Point, n_stages: int) -> Iterator[Point]:
         yield Point(stage, microbatch, MADE)
 
 
-def _divergence(
-    recording: Recording, ground: Ground, known: Catalogue, point: Point, positions: Positions
-) -> Divergence:
+def _divergence(recording: Recording, ground: Ground, known: Known, point: Point, positions: Positions) -> Divergence:
     seen, expected = recording.tensors[point], ground.expected[point]
     graph = [m for m in recording.graphs.get((point.stage, point.microbatch), ()) if m != point.microbatch]
     if point.where == FLOWED and graph:
         text = f"in microbatch {graph[0]}'s activations, expected microbatch {point.microbatch}'s"
-        what = What("other", text, label=Label(Point(point.stage, graph[0], USED)))
+        what = Likeness("other", Label(point), Label(Point(point.stage, graph[0], USED)), words=text)
     else:
         what = _what(seen, expected, point, known)
     kinds = {"F": "F", "B": "BI", "W": "W"}[_ACTION[point.where]]
@@ -187,22 +186,10 @@ def _divergence(
     return Divergence(rank, point, action, slot, what, graph[0] if graph and point.where == FLOWED else None)
 
 
-def _what(seen: Tensors, expected: Tensors, point: Point, known: Catalogue) -> What:
-    wanted = [None if one is None else one.detach().cpu() for one in expected]
-    for number, (one, other) in enumerate(zip(seen, wanted, strict=False)):
-        if one is not None and other is not None and not agrees(one, other, 0.0):
-            found = _member(one, wanted, number)
-            if found is not None:
-                return found
-        what = what_is(one, other, point, known=known, limit=0.0)
-        if what is not None:
-            return what
-    return What("shape", f"{len(seen)} tensors, expected {len(expected)}")
-
-
-def _member(seen: Tensor, expected: Tensors, number: int) -> What | None:
-    """Another of the tensors that cross the same boundary, in place of the one with this number."""
-    for other, tensor in enumerate(expected):
-        if other != number and tensor is not None and tensor.any() and agrees(seen, tensor, 0.0):
-            return What("member", f"number {other + 1} of {len(expected)} tensors, expected number {number + 1}")
-    return None
+def _what(seen: Tensors, expected: Tensors, point: Point, known: Known) -> Likeness:
+    for number, (one, other) in enumerate(zip(seen, expected, strict=False)):
+        due = None if other is None else other.detach().cpu()
+        found = likeness(one, due, Label(point, number=number), known=known)
+        if found is not None:
+            return found
+    return Likeness("shape", forms=(f"{len(seen)} tensors", f"{len(expected)}"))

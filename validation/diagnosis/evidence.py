@@ -8,15 +8,14 @@ from typing import Protocol
 from torch import Tensor
 
 from reference.step import Expected, Gradient
+from validation.diagnosis.atoms import Update
 from validation.diagnosis.attribution import Attribution, attribute, update_of
 from validation.diagnosis.divergence import Divergence, Ground, Positions, divergences
-from validation.diagnosis.flow import Played, parts_of, play
-from validation.diagnosis.hypotheses import Tried
-from validation.diagnosis.interference import Broken, Known, broken_between
+from validation.diagnosis.interference import Broken, Sources, broken_between
 from validation.diagnosis.members import Members
-from validation.diagnosis.setup import Setup
+from validation.diagnosis.played import Played, Setup, parts_of, play
 from validation.diagnosis.sums import broken_additions
-from validation.diagnosis.update import Update
+from validation.diagnosis.what_ifs import Tried
 from validation.judging.oracle import copies_apart
 from validation.judging.tolerance import PRECISIONS
 from validation.judging.verdict import Verdict
@@ -155,7 +154,7 @@ class Evidence:
 
     @cached_property
     def divergences(self) -> list[Divergence]:
-        """The roots in the first operation concerned that has any."""
+        """What is first wrong in the first operation concerned that has any."""
         return self._first[1]
 
     @property
@@ -252,8 +251,8 @@ class Evidence:
         last: Gradients = additions[-1].after if additions else {}
         end = of_stage(recording.summed, stage) or last
         begun = start.get(stage, {})
-        known = Known(earlier=self.earlier(stage), parameters=of_stage(recording.parameters, stage))
-        found += broken_between(stage, additions, start=begun, end=end, known=known)
+        sources = Sources(earlier=self.earlier(stage), parameters=of_stage(recording.parameters, stage))
+        found += broken_between(stage, additions, start=begun, end=end, sources=sources)
         start[stage] = last if self.setup.plan[number] == "accumulate" else {}
         return found
 

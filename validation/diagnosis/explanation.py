@@ -7,13 +7,15 @@ import torch
 from torch import Tensor
 
 from reference.step import Gradient, Stage
-from validation.diagnosis.atoms import Atom, Atoms, Term, Wrong
+from validation.diagnosis.atoms import Atom, Atoms, Term, Update, Wrong
 from validation.diagnosis.combination import DECIDED, alike, decided, fit, level, select
+from validation.diagnosis.known import Terms
+from validation.diagnosis.likeness import of_terms, plainly
 from validation.diagnosis.module_pairing import Paired, paired_within
-from validation.diagnosis.outlier import Oddity, Parts, absence, by_itself
 from validation.diagnosis.system import Layout, System, weights
-from validation.diagnosis.update import Update
 from validation.judging.tolerance import BF16, Floor, error, precision_of
+from validation.observers.likeness import GRADIENT, Label, Likeness
+from validation.observers.recording import Point
 
 _ZERO = 1e-3  # a coefficient this small may be none at all: it is left out if nothing but rounding remains without it
 _MORE = 8  # a sparse explanation has at most two atoms for every microbatch, and so many more
@@ -42,7 +44,7 @@ class Explanation:
     limit: float
     explained: bool
     undecided: tuple[Term, ...] = ()
-    odd: tuple[Oddity, ...] = ()
+    odd: tuple[Likeness, ...] = ()
     compared: int = 0
     unfounded: bool = False
     wrong: tuple[Wrong, ...] = field(default=(), repr=False)
@@ -51,7 +53,7 @@ class Explanation:
     @property
     def complete(self) -> bool:
         """Whether it says something of every parameter."""
-        return self.explained and all(oddity.what != "unknown" for oddity in self.odd)
+        return self.explained and all(one.is_known for one in self.odd)
 
     def predicted(self, name: str) -> Gradient:
         """What the coefficients make of parameter ``name``; None where no atom says anything."""
@@ -85,8 +87,9 @@ class Explainer:
         own = [name for name in self._parameters if (stage, name) not in update.shared]
         self._seen = {name: update.observed.get((stage, name)) for name in own}
         self._due = {name: update.expected.get((stage, name)) for name in own}
-        self._absent = tuple(filter(None, (absence(name, self._seen[name], self._due[name]) for name in own)))
-        absent = {oddity.parameter for oddity in self._absent}
+        plain = (plainly(self._seen[name], self._due[name], self._at(name)) for name in own)
+        self._absent = tuple(one for one in plain if one is not None)
+        absent = {one.parameter for one in self._absent}
         self._names = [name for name in own if name not in absent and self._due[name] is not None]
         self._limits = {name: limit_of(self._due[name], self._nominal_sum(name)) for name in self._names}
         self._layout = Layout.of({name: self._due[name] for name in self._names})
@@ -120,7 +123,7 @@ class Explainer:
 
     def _explained(self) -> Explanation:
         if not self._names:
-            zero = any(oddity.what == "zero" for oddity in self._absent)
+            zero = any(one.kind == "zero" for one in self._absent)
             terms = {atom.term: float(not zero) for atom in self._atoms.nominal}
             atoms = self._atoms.nominal
             found = self._simple(terms, self._system(atoms), atoms)
@@ -145,8 +148,8 @@ class Explainer:
         odd = []
         for name in self._names:
             if name not in holds:
-                odd.append(self._oddity(right, name))
-                if odd[-1].what != "paired":
+                odd.append(self._alone(right, name))
+                if odd[-1].kind != "paired":
                     return None
         return replace(right, explained=True, odd=(*self._absences(right), *odd))
 
@@ -216,7 +219,7 @@ class Explainer:
         if len(holds) < len(self._names):
             found = self._refined(found, system.only(holds), atoms)
             holds = self._holding(found, system)
-        odd = tuple(self._oddity(found, name) for name in self._names if name not in holds)
+        odd = tuple(self._alone(found, name) for name in self._names if name not in holds)
         return replace(found, odd=(*self._absences(found), *odd), compared=len(self._names))
 
     def _refined(self, found: Explanation, system: System, atoms: list[Atom]) -> Explanation:
@@ -320,26 +323,29 @@ class Explainer:
         due, whole = self._due[name], self._nominal_sum(name)
         return due is not None and bool(due.any()) and (whole is None or error(due.cpu(), whole) > _UNFOUNDED)
 
-    def _absences(self, found: Explanation) -> tuple[Oddity, ...]:
+    def _absences(self, found: Explanation) -> tuple[Likeness, ...]:
         """What is plainly wrong, but for zeros that ``found`` explains."""
-        return tuple(odd for odd in self._absent if odd.what != "zero" or self._nonzero(found.predicted(odd.parameter)))
+        return tuple(odd for odd in self._absent if odd.kind != "zero" or self._nonzero(found.predicted(odd.parameter)))
 
     def _nonzero(self, gradient: Gradient) -> bool:
         return gradient is not None and bool(gradient.any())
 
-    def _oddity(self, found: Explanation, name: str) -> Oddity:
+    def _alone(self, found: Explanation, name: str) -> Likeness:
         """A parameter by itself: what it is in place of what the rest says, or how its own module paired otherwise."""
         seen, parts = self._seen[name], found.parts(name)
         assert seen is not None, "only gradients that are there are compared"
         right = self._nominal_sum(name)
         if right is not None and error(seen.double().cpu(), right) <= self._limits[name]:
-            return Oddity(name, "right")
+            return Likeness("right", self._at(name))
         if not parts:
-            return Oddity(name, "unknown")
-        odd = by_itself(name, seen, Parts(parts, found.lacking(name), self._limits[name]))
-        return odd if odd.what != "unknown" else self._paired(odd, seen)
+            return Likeness("different", self._at(name))
+        alone = of_terms(seen, self._at(name), Terms(parts, found.lacking(name)), self._limits[name])
+        return alone if alone.is_known else self._paired(alone, seen)
 
-    def _paired(self, odd: Oddity, seen: Tensor) -> Oddity:
+    def _at(self, name: str) -> Label:
+        return Label(Point(self._stage, -1, GRADIENT), name=name)
+
+    def _paired(self, odd: Likeness, seen: Tensor) -> Likeness:
         """A parameter whose own module may have paired otherwise than the stage did."""
         name = odd.parameter
         if name not in self._within:
@@ -347,7 +353,7 @@ class Explainer:
             pairs = now.within(self._stage, name)
             self._within[name] = paired_within(seen, pairs, now.microbatches, self._limits[name])
         found = self._within[name]
-        return odd if found is None else Oddity(name, "paired", pairs=found)
+        return odd if found is None else Likeness("paired", odd.at, pairs=found.pairs)
 
 
 def _kept(terms: Mapping[Term, float]) -> dict[Term, float]:

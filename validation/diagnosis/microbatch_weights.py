@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from validation.diagnosis.update import Update
+from validation.diagnosis.atoms import Update
 from validation.judging.cause import listed
 
 SAME = 1e-3  # factors found at two places that differ by no more, relatively, are one
@@ -30,7 +30,7 @@ class Fault:
         return near and (self.kind, self.microbatches) == (other.kind, other.microbatches)
 
 
-def weighed(update: Update, found: Mapping[int, float], within: float) -> Iterator[Fault]:
+def faults_in_counts(update: Update, found: Mapping[int, float], within: float) -> Iterator[Fault]:
     """What is wrong with the coefficients of microbatches, each of which should be 1, up to ``within``.
 
     What some have beside a factor of most is told of each apart where it happened a whole number of times, and with

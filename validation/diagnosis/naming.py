@@ -4,19 +4,25 @@ First what each stage shows by itself; then the same fault in several stages bec
 step's, in the first ones it came down with the output gradients.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 
-from reference.step import Stage
-from validation.diagnosis.atoms import Term
+from torch import Tensor
+
+from reference.step import Gradient, Site, Stage
+from validation.diagnosis.atoms import Term, Update
 from validation.diagnosis.chains import swaps
-from validation.diagnosis.explanation import Explanation
-from validation.diagnosis.microbatch_weights import ONE, SAME, Fault, factor_words, weighed
-from validation.diagnosis.single import WHOLE, mixed, of_copies, of_parameters, untrained
-from validation.diagnosis.tied import Shares
-from validation.diagnosis.update import Update
+from validation.diagnosis.explanation import Explanation, limit_of
+from validation.diagnosis.known import Known
+from validation.diagnosis.likeness import summed
+from validation.diagnosis.microbatch_weights import ONE, SAME, Fault, factor_words, faults_in_counts, uniform
+from validation.diagnosis.module_pairing import Paired
+from validation.diagnosis.tied import Shares, of_copies
 from validation.judging.cause import Cause, RuledOut
+from validation.observers.likeness import GRADIENT, Label, Likeness
+from validation.observers.recording import Point
 
 _NOTHING = "no multiple of what the others say"
 _SWAPPED = ("swapped-activations", "swapped-gradients", "swapped-data", "mispaired")
@@ -80,14 +86,14 @@ def faults_of(update: Update, stage: Explanation, nominal: dict[Term, float]) ->
     calls = sorted({term.gradient for term in nominal if term.what == "earlier"})
     own = {term.activation: c for term, c in nominal.items() if term.what == "pair"}
     within = max(ONE, stage.limit)
-    absent = {oddity.what for oddity in stage.odd}
+    absent = {one.kind for one in stage.odd}
     if stage.compared == 0 and len(absent) == 1 and absent <= WHOLE:
         return (Fault(absent.pop(), detail="every parameter"),)
-    faults = [*weighed(update, own, within)]
+    faults = [*faults_in_counts(update, own, within)]
     for call in calls:
         part = {term.activation: c for term, c in nominal.items() if term[::2] == ("earlier", call)}
         detail = f"in the accumulating call {call} before the step"
-        faults += [replace(fault, detail=detail) for fault in weighed(update, part, within)]
+        faults += [replace(fault, detail=detail) for fault in faults_in_counts(update, part, within)]
     if any(nominal.values()):  # zero is a gradient, not the part of one
         faults = [replace(fault, kind="dropped") if fault.kind == "zero" else fault for fault in faults]
     if len({fault.kind for fault in faults}) == 1 and calls and len(faults) == len(calls) + 1:
@@ -187,9 +193,10 @@ def _unknown(
             yield f"stage {one.stage}: the coefficients of {terms} are not decided by so few, or so similar, numbers"
         named = {cause.parameter for cause in sums[one.stage]}
         for odd in one.odd:
-            if odd.what == "unknown" and odd.parameter not in named:
-                what = f"wrong in {odd.part} alone, in a way that tells nothing" if odd.part else _NOTHING
-                told = "; ".join(filter(None, (what, odd.note)))
+            if not odd.is_known and odd.parameter not in named:
+                where = None if odd.part is None else odd.part.text
+                what = _NOTHING if where is None else f"wrong in {where} alone, in a way that tells nothing"
+                told = "; ".join(filter(None, (what, odd.words)))
                 yield f"stage {one.stage}: the gradient of {odd.parameter} is {told}"
     for copy in tied:
         if not copy.explained:
@@ -199,7 +206,7 @@ def _unknown(
 def _ruled_out(stages: Sequence[Explanation], tied: Sequence[Shares], causes: Sequence[Cause]) -> Iterator[RuledOut]:
     """What the coefficients speak against. They are of what one stage has alone: copies that are wrong may differ."""
     for one in stages:
-        right = [odd.parameter for odd in one.odd if odd.what == "right"]
+        right = [odd.parameter for odd in one.odd if odd.kind == "right"]
         if right:
             evidence = f"of stage {one.stage}, {', '.join(right)} {'is' if len(right) == 1 else 'are'} right"
             yield RuledOut((), evidence, len(right))
@@ -228,3 +235,125 @@ def _with_rank(update: Update, cause: Cause) -> Cause:
         return cause
     instead = tuple(_with_rank(update, other) for other in cause.instead)
     return replace(cause, rank=update.placement[cause.stage], instead=instead)
+
+
+WHOLE = {"missing", "unexpected", "rounded", "not-finite"}  # what a whole stage can be at once
+
+
+def of_parameters(
+    update: Update, stages: Sequence[Explanation], sums: Mapping[Stage, Sequence[Cause]]
+) -> Iterator[Cause]:
+    """The parameters that do not follow their stage."""
+    for one in stages:
+        if one.compared == 0 and len({each.kind for each in one.odd} & WHOLE) == 1:
+            continue  # the stage's own fault
+        yield from sums[one.stage]
+        groups: dict[Likeness, list[str]] = {}
+        for odd in _telling(one.odd):
+            groups.setdefault(replace(odd, at=None), []).append(odd.parameter)
+        for odd, names in groups.items():
+            for cause in _odd_causes(update, odd, max(ONE, one.limit)):
+                more = f"and {', '.join(names[1:])}" if len(names) > 1 else ""
+                detail = "; ".join(filter(None, (cause.detail, more)))
+                yield replace(cause, stage=one.stage, parameter=names[0], detail=detail)
+
+
+def _telling(odd: Sequence[Likeness]) -> Sequence[Likeness]:
+    """What is known of parameters, but for factors and counts where others are wrong that nobody can explain.
+
+    They may have one cause, such as an overwritten output gradient: a bias shows it as one microbatch in place of
+    others, or as some times its own, and a weight, which met it with its own activations, as nothing known.
+    """
+    alone = all(one.is_known for one in odd)
+    return [one for one in odd if alone or one.kind not in ("counted", "multiple")]
+
+
+def untrained(update: Update) -> Iterator[Cause]:
+    """Parameters that are not trained, and have a gradient."""
+    for stage in range(update.now.stages):
+        trained = update.now.parameters(stage)
+        for (owner, name), due in update.expected.items():
+            seen = update.observed.get((owner, name))
+            if owner == stage and name not in trained and due is None and seen is not None:
+                yield Cause("unexpected", stage=stage, parameter=name)
+
+
+def _odd_causes(update: Update, odd: Likeness, within: float) -> Iterator[Cause]:
+    where = (f"{odd.part.text} of it, all else is right",) if odd.part is not None else ()
+    for cause in _of_elements(update, odd, within):
+        yield replace(cause, detail="; ".join(filter(None, (*where, cause.detail))))
+
+
+def _of_elements(update: Update, odd: Likeness, within: float) -> Iterator[Cause]:
+    if odd.kind in ("missing", "unexpected", "zero", "not-finite"):
+        yield Cause(odd.kind)
+    elif odd.kind == "rounded":
+        yield Cause("rounded", detail="" if odd.step is None else odd.text)
+    elif odd.kind == "reordered":
+        yield Cause("altered")
+    elif odd.kind == "other" and odd.source is not None:
+        yield Cause("misplaced", detail=f"what is there belongs in {odd.source.text}")
+    elif odd.kind == "shape":
+        yield Cause("partition", detail="its gradient has another shape")
+    elif odd.kind == "multiple" and odd.factor is not None:
+        fault = uniform(update, odd.factor, within)
+        yield Cause(fault.kind, factor=fault.factor, detail=f"{odd.factor:.6g} times" if fault.detail else "")
+    elif odd.kind == "sum":
+        yield Cause("extra-term", detail=odd.change)
+    elif odd.kind == "counted":
+        for fault in faults_in_counts(update, dict(odd.counts), within):
+            yield Cause(fault.kind, microbatches=fault.microbatches, factor=fault.factor, detail=fault.detail)
+    elif odd.pairs:
+        paired = Paired(odd.pairs, update.now.microbatches)
+        told = ", ".join(f"{j} with {i}'s" for i, j in paired.wrong)
+        microbatches = tuple(sorted({j for _, j in paired.wrong}))
+        detail = f"its output gradients met activations so: {told}"
+        first, *others = (Cause(kind, microbatches=microbatches, detail=detail) for kind in paired.kinds)
+        yield replace(first, instead=tuple(others))
+
+
+Predicted = Callable[[Site], Gradient]
+
+
+def mixed(stages: Sequence[Explanation], update: Update) -> Mapping[Stage, tuple[Cause, ...]]:
+    """By stage, a cause for each parameter that is a sum of what two parameters of one shape should have."""
+    predicted: Predicted = cache(lambda site: stages[site[0]].predicted(site[1]))
+    return {one.stage: tuple(_mixed(one, update, predicted)) for one in stages}
+
+
+def _mixed(one: Explanation, update: Update, predicted: Predicted) -> Iterator[Cause]:
+    for odd in one.odd:
+        found = None if odd.is_known else _partner((one.stage, odd.parameter), update, predicted)
+        if found is not None:
+            yield replace(found, stage=one.stage, parameter=odd.parameter)
+
+
+def _partner(site: Site, update: Update, predicted: Predicted) -> Cause | None:
+    """What it means that a gradient is so much of its own and so much of another parameter's."""
+    seen, own = update.observed.get(site), predicted(site)
+    if seen is None or own is None:
+        return None
+    others = Known((_label(other), gradient) for other, gradient in _others(site, own, update, predicted))
+    found = summed(seen.double().cpu(), own, _label(site), others, limit_of(update.expected.get(site), own))
+    if found is None or found.label is None or not found.label.name:
+        return None
+    of_own, of_other = found.factor or 0.0, found.more or 0.0
+    other = f"{found.label.name}, stage {found.label.point.stage}"
+    if not of_own:
+        times = "" if of_other == 1.0 else f"{of_other:.4g} times "
+        return Cause("misplaced", detail=f"it is {times}the gradient of {other}")
+    return Cause("extra-term", detail=f"{of_own:.4g} of its own gradient and {of_other:.4g} of that of {other}")
+
+
+def _label(site: Site) -> Label:
+    return Label(Point(site[0], -1, GRADIENT), name=site[1])
+
+
+def _others(site: Site, own: Tensor, update: Update, predicted: Predicted) -> Iterator[tuple[Site, Tensor]]:
+    """What all other parameters of one shape should have."""
+    for stage in range(update.now.stages):
+        for name, parameter in update.now.parameters(stage).items():
+            if parameter.shape == own.shape and (stage, name) != site:
+                more = predicted((stage, name))
+                if more is not None:
+                    yield (stage, name), more

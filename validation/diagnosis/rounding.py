@@ -6,12 +6,14 @@ of one size.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from validation.observers.identity import NARROWER
+from validation.judging.tolerance import error
+from validation.observers.likeness import NARROWER
 
 _SAMPLE = 256  # elements that a scale must explain
 _LEAST = 16  # elements, with fewer of which any scale would do
@@ -20,32 +22,45 @@ _STEPS = 2**13  # of one size up to the largest element
 _BINADES = 4  # below the largest element: further down fp16 may have fewer bits
 _ON = 1e-3  # of a step
 _FEW = 8
+_NARROW = 2.0**-7  # more than rounding to bf16 changes
 _CLOSE = 0.3  # what differs by more was not rounded
 
 
-def rounded_as(seen: Tensor, whole: Tensor) -> str | None:
-    """How ``seen`` is ``whole`` rounded, in words; None where it is not."""
-    if not seen.is_floating_point() or seen.shape != whole.shape or seen.dtype != whole.dtype:
+@dataclass(frozen=True)
+class Rounded:
+    """To which narrower type, and, where at another scale, how wide its steps are there; or to steps of one size."""
+
+    narrow: str = ""
+    step: float | None = None
+
+
+def rounded_as(seen: Tensor, whole: Tensor) -> Rounded | None:
+    """How ``seen`` is ``whole`` rounded; None where it is not."""
+    floating = seen.is_floating_point() and whole.is_floating_point()
+    if not floating or seen.shape != whole.shape or torch.equal(seen, whole):
         return None
-    narrower = {name: dtype for name, dtype in NARROWER.items() if dtype.itemsize < seen.dtype.itemsize}
-    for name, dtype in narrower.items():
-        if torch.equal(whole.to(dtype).to(whole.dtype), seen) and not torch.equal(whole, seen):
-            return f"{name}-rounded"
-    if not narrower or not bool(seen.isfinite().all()):
+    for name, dtype in NARROWER.items():
+        allowed = max(_NARROW, 2 * torch.finfo(dtype).eps)
+        if _holds(seen, dtype) and not _holds(whole, dtype) and 0.0 < error(seen, whole) <= allowed:
+            return Rounded(name)
+    wide = all(dtype.itemsize < seen.dtype.itemsize for dtype in NARROWER.values()) and seen.dtype == whole.dtype
+    if not wide or not bool(seen.isfinite().all()):
         return None
     return _at_some_scale(seen.flatten().double(), whole.flatten().double())
 
 
 def held_in(tensor: Tensor) -> str | None:
     """The narrower type that can say all of ``tensor``; None without one."""
-    for name, dtype in NARROWER.items():
-        narrow = tensor.to(dtype).to(tensor.dtype)
-        if dtype.itemsize < tensor.dtype.itemsize and bool(tensor.any()) and torch.equal(narrow, tensor):
-            return name
-    return None
+    found = (name for name, dtype in NARROWER.items() if tensor.any() and _holds(tensor, dtype))
+    return next(found, None)
 
 
-def _at_some_scale(seen: Tensor, whole: Tensor) -> str | None:
+def _holds(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Whether ``dtype``, narrower than its own, can say all of ``tensor``."""
+    return dtype.itemsize < tensor.dtype.itemsize and torch.equal(tensor.to(dtype).to(tensor.dtype), tensor)
+
+
+def _at_some_scale(seen: Tensor, whole: Tensor) -> Rounded | None:
     """Both (D). The largest element is a whole number of steps in any type; each such number gives a scale to try."""
     if (seen - whole).norm() > _CLOSE * whole.norm():
         return None
@@ -58,12 +73,12 @@ def _at_some_scale(seen: Tensor, whole: Tensor) -> str | None:
         width = partial(_floating, bits=bits)
         for step in _fitting(top, steps, width):
             if _off(seen, whole, width(whole.abs(), step)):
-                return f"{name}-rounded at some other scale"
+                return Rounded(name, step.item())
     steps = largest / torch.arange(1, _STEPS + 1, dtype=torch.float64)
     for step in _fitting(size, steps, lambda size, step: step):
         # Above its smallest numbers fp16 has steps that grow with what is rounded.
         if _off(seen, whole, _floating(whole.abs(), step, _BITS["fp16"]).clamp_min(step)):
-            return f"rounded to multiples of {step.item():.3g}"
+            return Rounded(step=step.item())
     return None
 
 

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from validation.diagnosis.combination import counts_of, told_within, whole_within
-from validation.diagnosis.interference import Broken, Known, became
+from validation.diagnosis.interference import Broken, Sources, alike, kind_of, label_of
+from validation.diagnosis.known import Known
+from validation.diagnosis.likeness import factor_of, likeness, plainly
 from validation.diagnosis.rounding import held_in, rounded_as
 from validation.judging.tolerance import precision_of
-from validation.observers.identity import NARROWER
-from validation.observers.recording import Addition, Site
+from validation.observers.likeness import NARROWER, Likeness
+from validation.observers.recording import Addition, Gradients, Site
 
-Gradients = Mapping[str, Tensor | None]
 Finding = tuple[str, float | None, str]  # a kind of cause, the factor of a multiple, and its words
 _TELLING = 0.25  # of an addition: where rounding may have made more of it, it has no factor
 
@@ -133,7 +134,7 @@ def _several(additions: Sequence[Addition]) -> set[int]:
     last: Gradients = {}
     for addition in additions:
         before = last if addition.before is None else addition.before
-        moved = [not _alike(before.get(name), after) for name, after in addition.after.items() if after is not None]
+        moved = [not alike(before.get(name), after) for name, after in addition.after.items() if after is not None]
         counts[addition.action.microbatch] += bool(moved) and all(moved)
         last = addition.after
     return {m for m, count in counts.items() if count > 1}
@@ -153,6 +154,7 @@ class _Sums:
         self._expected = expected
         self._added = _by_microbatch(additions)
         self._states = {name: [one.after[name] for one in additions] for name in expected[0]}
+        self._known: dict[int, Known] = {}
 
     def finding(self, m: int, name: str) -> Finding | None:
         """What is wrong with what microbatch ``m`` added to one parameter; None where it is rounding after all."""
@@ -162,46 +164,49 @@ class _Sums:
             return "unexpected", None, "a gradient where there should be none"
         if pair is None or delta is None:
             return "missing", None, "no gradient"
-        if not bool(delta.isfinite().all()):
-            return "not-finite", None, "not finite"
-        if not delta.any():
-            return "zero", None, "zero"
-        factor = _factor(delta, wanted, _noise(*pair, wanted.dtype))
-        if factor is None:
-            return self._rounded(name, delta, wanted) or _rounded(pair, wanted) or self._became(m, name, delta, wanted)
-        room = whole_within(wanted.dtype)
-        if abs(factor - 1) <= room:
+        rounding = told_within(wanted.dtype) + _noise(*pair, wanted.dtype) / max(float(wanted.double().norm()), 1e-300)
+        factor = factor_of(delta.cpu(), wanted.cpu(), rounding) if rounding <= _TELLING else None
+        if factor is not None and abs(factor - 1) <= whole_within(wanted.dtype):
             return None
-        factor = float(f"{factor:.{4 if room < 1e-2 else 2}g}")
-        return ("sign" if abs(factor + 1) <= room else "scale"), factor, f"{factor:g} times the expected"
+        found = None if factor is not None else self._rounded(name, delta, wanted) or _rounded(pair, wanted)
+        if found is not None:
+            return "rounded", None, f"the sums are {found.text}"
+        return self._told(m, name, delta.cpu().to(wanted.dtype), wanted.cpu(), rounding)
 
-    def _rounded(self, name: str, delta: Tensor, wanted: Tensor) -> Finding | None:
+    def _rounded(self, name: str, delta: Tensor, wanted: Tensor) -> Likeness | None:
         """Whether the sums are kept in a narrower type than what is added to them."""
         states = [state for state in self._states[name] if state is not None]
         narrow = {held_in(state) for state in states if state.any()}
         if len(narrow) != 1 or (kind := narrow.pop()) is None:
             return None
         size = max(float(state.double().norm()) for state in states)
-        if float((delta - wanted.double()).norm()) > 2 * torch.finfo(NARROWER[kind]).eps * size:
-            return None
-        return "rounded", None, f"the sums are {kind}-rounded"
+        close = float((delta - wanted.double()).norm()) <= 2 * torch.finfo(NARROWER[kind]).eps * size
+        return Likeness("rounded", narrow=kind) if close else None
 
-    def _became(self, m: int, name: str, delta: Tensor, wanted: Tensor) -> Finding:
-        others = {(self._stage, other): gradient for other, gradient in self._expected[m].items()}
-        change = became((self._stage, name), wanted, delta.to(wanted.dtype), Known(others=others))
-        if change is not None and change.kind in ("extra-term", "misplaced"):
-            return change.kind, None, change.text
-        return "computation", None, "no multiple of what it should be"
+    def _told(self, m: int, name: str, delta: Tensor, wanted: Tensor, rounding: float) -> Finding:
+        if m not in self._known:
+            others = {(self._stage, other): gradient for other, gradient in self._expected[m].items()}
+            self._known[m] = Sources(others=others).known(self._stage)
+        at = label_of((self._stage, name))
+        if rounding > _TELLING:
+            found = plainly(delta, wanted, at)
+        else:
+            found = likeness(delta, wanted, at, known=self._known[m], rounding=rounding)
+        kind = "computation" if found is None else kind_of(found)
+        if found is None or (kind == "altered" and found.kind != "reordered"):
+            return "computation", None, "no multiple of what it should be"
+        if found.kind in ("multiple", "zero", "not-finite"):
+            return kind, found.factor, found.text
+        return kind, None, found.change
 
 
-def _rounded(pair: tuple[Tensor | None, Tensor | None], wanted: Tensor) -> Finding | None:
+def _rounded(pair: tuple[Tensor | None, Tensor | None], wanted: Tensor) -> Likeness | None:
     """Whether a sum is what it should be but for a narrower type, at whatever scale that was."""
     after, before = pair
-    words = None if after is None else rounded_as(after, wanted.cpu() if before is None else before + wanted.cpu())
-    if words is None:
-        return None
+    whole = wanted.cpu() if before is None else before + wanted.cpu()
+    found = None if after is None else rounded_as(after, whole)
     # Each sum has its own steps: what they have in common is that there are any.
-    return "rounded", None, f"the sums are {words.partition(' of ')[0]}"
+    return None if found is None else Likeness("rounded", narrow=found.narrow, step=None if found.step is None else 0.0)
 
 
 def _of_parameters(
@@ -221,18 +226,6 @@ def _of_parameters(
         yield Broken(kind, stage, microbatches, parameters=tuple(names), factor=factor, detail=detail)
 
 
-def _factor(delta: Tensor, wanted: Tensor, noise: float) -> float | None:
-    """The factor c for which ``delta`` is c times ``wanted``, but for rounding; None where that decides none."""
-    if delta.numel() < 2:
-        return None
-    one, two = delta.cpu().flatten().double(), wanted.cpu().flatten().double()
-    square = float(two @ two)
-    factor = float(one @ two) / square if square else 0.0
-    size = abs(factor) * square**0.5
-    allowed = told_within(wanted.dtype) * size + noise
-    return factor if float((one - factor * two).norm()) <= allowed <= _TELLING * size else None
-
-
 def _noise(after: Tensor | None, before: Tensor | None, dtype: torch.dtype) -> float:
     """The norm of what rounding may have done to the difference of two sums in ``dtype``."""
     sizes = (float(one.double().norm()) for one in (after, before) if one is not None)
@@ -248,7 +241,7 @@ def _by_microbatch(additions: Sequence[Addition]) -> dict[int, dict[str, tuple[T
         own = found.setdefault(addition.action.microbatch, {})
         for name, after in addition.after.items():
             earlier = own.get(name)
-            if earlier is None or _alike(*earlier):  # the first half of a backward adds nothing
+            if earlier is None or alike(*earlier):  # the first half of a backward adds nothing
                 own[name] = (after, before.get(name))
             else:
                 own[name] = (_plus(earlier[0], _delta(after, before.get(name))), earlier[1])
@@ -282,12 +275,6 @@ def _near(after: Tensor | None, before: Tensor | None, wanted: Tensor | None) ->
 def _nothing(gradients: Gradients) -> list[str]:
     """Parameters to which a right addition is nothing: dropping it cannot be seen."""
     return [name for name, gradient in gradients.items() if gradient is None or not gradient.any()]
-
-
-def _alike(one: Tensor | None, other: Tensor | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return one.shape == other.shape and bool(torch.equal(one, other))
 
 
 def _flat(tensor: Tensor | None, size: int) -> Tensor:

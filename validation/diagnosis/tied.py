@@ -1,17 +1,19 @@
 """The copies of tied parameters: how often each stage's share is in each copy's gradient."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from reference.step import Gradient, Stage
+from reference.step import Gradient, Site, Stage
+from validation.diagnosis.atoms import Term, Update
 from validation.diagnosis.combination import DECIDED, decided, fit, residual_of, simple
 from validation.diagnosis.explanation import Explanation, limit_of
+from validation.diagnosis.microbatch_weights import SAME
 from validation.diagnosis.reordering import reordered
-from validation.diagnosis.update import Update
+from validation.judging.cause import Cause
 from validation.judging.tolerance import error, same_bits
 
 
@@ -48,16 +50,30 @@ def explain_tied(update: Update, stages: Sequence[Explanation]) -> tuple[Shares,
     for copies in update.tied:
         shares = {stage: stages[stage].predicted(name) for stage, name in copies.items()}
         wide = _sum([_nominal(stages[stage], name) for stage, name in copies.items()])
+        parts = {
+            (stage, atom.term): gradient * stages[stage].coefficients[atom.term]
+            for stage, name in copies.items()
+            for atom in stages[stage].atoms
+            if atom.term.nominal and (gradient := atom.gradients.get(name)) is not None
+        }
         for stage, name in sorted(copies.items()):
             due = update.expected.get((stage, name))
             if due is not None:
                 limit = limit_of(due, wide)
-                seen = update.observed.get((stage, name))
-                copy = _copy(stage, name, seen, shares, limit)
-                if seen is not None and not copy.explained:
-                    copy = _turned(copy, seen, shares, limit) or _lacking(copy, seen, copies, stages, limit) or copy
+                copy = shares_of((stage, name), update.observed.get((stage, name)), shares, parts, limit)
                 found.append(replace(copy, joint=_joint(copies), apart=_apart(update, copies, due, limit)))
     return tuple(found)
+
+
+Parts = Mapping[tuple[Stage, Term], Tensor]  # what each microbatch gives a stage's copy
+
+
+def shares_of(site: Site, seen: Gradient, shares: Mapping[Stage, Gradient], parts: Parts, limit: float) -> Shares:
+    """What the copy at ``site`` is made of: how often of each stage's share, or which of these it has otherwise."""
+    copy = _copy(*site, seen, shares, limit)
+    if seen is None or copy.explained:
+        return copy
+    return _turned(copy, seen, shares, limit) or _lacking(copy, seen, shares, parts, limit) or copy
 
 
 def _joint(copies: Mapping[Stage, str]) -> tuple[Stage, ...]:
@@ -87,7 +103,7 @@ def _apart(update: Update, copies: Mapping[Stage, str], due: Tensor, limit: floa
     return tuple(tuple(stages) for _, stages in groups)
 
 
-def _copy(stage: Stage, name: str, seen: Gradient, shares: dict[Stage, Gradient], limit: float) -> Shares:
+def _copy(stage: Stage, name: str, seen: Gradient, shares: Mapping[Stage, Gradient], limit: float) -> Shares:
     if seen is None or not bool(seen.any()):
         return Shares(stage, name, {}, explained=True, absent="missing" if seen is None else "zero")
     if not bool(seen.isfinite().all()):
@@ -95,7 +111,10 @@ def _copy(stage: Stage, name: str, seen: Gradient, shares: dict[Stage, Gradient]
     known = {holder: share for holder, share in shares.items() if share is not None}
     if not known:
         return Shares(stage, name, {}, explained=False)
-    target, rows = seen.double().cpu().flatten(), torch.stack([share.flatten() for share in known.values()])
+    target, rows = (
+        seen.double().cpu().flatten(),
+        torch.stack([share.double().cpu().flatten() for share in known.values()]),
+    )
     made = fit(target, rows, limit)
     if error(target, rows.sum(dim=0)) <= limit:
         return Shares(stage, name, dict.fromkeys(known, 1.0), explained=True)
@@ -109,7 +128,7 @@ def _turned(copy: Shares, seen: Tensor, shares: Mapping[Stage, Gradient], limit:
     known = {stage: share for stage, share in shares.items() if share is not None and share.any()}
     turned = []
     for stage, share in known.items():
-        rest = seen.double().cpu() - sum((other for s, other in known.items() if s != stage), torch.zeros(()))
+        rest = seen.double().cpu() - sum((other.double() for s, other in known.items() if s != stage), torch.zeros(()))
         more = max((seen.norm() / share.norm()).item(), (seen.abs().max() / share.abs().max()).item(), 1.0)
         if reordered(rest, share, limit * more):  # rounding is that of the whole, however small the share
             turned.append(stage)
@@ -118,28 +137,20 @@ def _turned(copy: Shares, seen: Tensor, shares: Mapping[Stage, Gradient], limit:
     return replace(copy, counts=dict.fromkeys(known, 1.0), explained=True, turned=turned[0])
 
 
-def _lacking(
-    copy: Shares, seen: Tensor, copies: Mapping[Stage, str], stages: Sequence[Explanation], limit: float
-) -> Shares | None:
+def _lacking(copy: Shares, seen: Tensor, shares: Mapping[Stage, Gradient], parts: Parts, limit: float) -> Shares | None:
     """A copy in which some microbatches of other stages' shares are missing, and nothing else."""
-    rows = {
-        (stage, atom.term): gradient.flatten() * stages[stage].coefficients[atom.term]
-        for stage, name in copies.items()
-        for atom in stages[stage].atoms
-        if atom.term.nominal and (gradient := atom.gradients.get(name)) is not None
-    }
-    target = seen.double().cpu().flatten()
-    if not rows or not all(bool(row.any()) for row in rows.values()):
+    if not parts or not all(bool(part.any()) for part in parts.values()):
         return None
-    made = fit(target, torch.stack(list(rows.values())), limit)
+    target, rows = seen.double().cpu().flatten(), torch.stack([part.double().flatten() for part in parts.values()])
+    made = fit(target, rows, limit)
     counts = [float(round(c)) for c in made.coefficients]
-    if max(made.uncertain) > DECIDED or residual_of(target, torch.stack(list(rows.values())), counts) > limit:
+    if max(made.uncertain) > DECIDED or residual_of(target, rows, counts) > limit:
         return None
-    gone = [key for key, count in zip(rows, counts, strict=True) if not count]
+    gone = [key for key, count in zip(parts, counts, strict=True) if not count]
     if set(counts) != {0.0, 1.0} or any(stage == copy.stage for stage, _ in gone):
         return None
     lacking = tuple(sorted({term.activation for _, term in gone}))
-    return replace(copy, counts=dict.fromkeys(copies, 1.0), explained=True, lacking=lacking)
+    return replace(copy, counts=dict.fromkeys(shares, 1.0), explained=True, lacking=lacking)
 
 
 def _nominal(explanation: Explanation, name: str) -> Gradient:
@@ -149,3 +160,48 @@ def _nominal(explanation: Explanation, name: str) -> Gradient:
 def _sum(parts: Sequence[Gradient]) -> Gradient:
     found = [part for part in parts if part is not None]
     return torch.stack(found).sum(dim=0) if found else None
+
+
+def of_copies(update: Update, tied: Sequence[Shares]) -> Iterator[Cause]:
+    """One cause for each tied parameter, with a stage if only one of its copies is wrong."""
+    for copies in update.tied:
+        wrong = [copy for copy in tied if (copy.stage, copy.parameter) in copies.items() and not copy.right]
+        if wrong and wrong[0].apart:
+            groups = "; ".join(", ".join(map(str, stages)) for stages in wrong[0].apart)
+            detail = f"copies of stages {groups} each have a gradient of their own; all copies together make the sum"
+            yield Cause("tied-not-summed", parameter=wrong[0].parameter, detail=detail)
+            continue
+        causes = [cause_of(copy) for copy in wrong if copy.explained]
+        if any(cause.kind == "altered" for cause in causes):
+            yield next(cause for cause in causes if cause.kind == "altered")
+        elif causes and len({cause.kind for cause in causes}) == 1 and len(causes) == len(copies):
+            yield replace(causes[0], stage=None, detail="; ".join(map(_held, causes)))
+        else:
+            yield from causes
+
+
+def _held(cause: Cause) -> str:
+    what = f"{cause.parameter} of stage {cause.stage}"
+    return f"{what} has {cause.detail}" if cause.detail else what
+
+
+def cause_of(copy: Shares) -> Cause:
+    """What a wrong copy shows."""
+    where = Cause(copy.absent or "tied-not-summed", stage=copy.stage, parameter=copy.parameter)
+    counts = list(copy.counts.values())
+    if copy.turned is not None:
+        return replace(where, kind="altered", stage=copy.turned, detail="its share is in another order")
+    if copy.lacking:
+        listed = ", ".join(map(str, copy.lacking))
+        detail = f"other stages' share of microbatch {listed} is missing"
+        return replace(where, microbatches=copy.lacking, detail=detail)
+    joint = f"stages {', '.join(map(str, copy.joint))} together"
+    names = {stage: joint if stage in copy.joint else f"stage {stage}" for stage in copy.counts}
+    detail = ", ".join(f"the share of {names[stage]} {count:g} times" for stage, count in copy.counts.items())
+    if copy.absent or 0.0 in counts:
+        return replace(where, detail=detail)
+    if all(count == round(count) and count >= 1 for count in counts):
+        return replace(where, kind="tied-doubled", detail=detail)
+    if max(counts) - min(counts) <= SAME * abs(max(counts)):
+        return replace(where, kind="scale", factor=counts[0], detail=detail)
+    return replace(where, detail=detail)

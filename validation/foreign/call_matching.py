@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from pipeline.action import Kind
 from reference.data import Batch
 from reference.outputs import outputs_noted
+from validation.diagnosis.sketches import recognised
 from validation.observers.observed import INPUT, UNKNOWN_MICROBATCH
 from validation.observers.recording import GIVEN, HANDED_ON, KEPT, MADE, RECEIVED
-from validation.observers.sketch import Sketch, recognised, sketch
+from validation.observers.sketch import Sketch, sketch
 from validation.observers.watching import Call
 
 REPLICA = " of a replica"

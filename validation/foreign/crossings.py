@@ -6,11 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pipeline.action import Action, Kind
+from validation.diagnosis.sketches import is_rounded_sketch, nearest_sketch, of_sketches
 from validation.foreign.call_matching import Both, Column, Order, at_once, columns, orders, structured, without_trial
-from validation.observers.identity import Label, What
+from validation.observers.likeness import Label, Likeness
 from validation.observers.observed import UNKNOWN_MICROBATCH, Crossing, Passed
 from validation.observers.recording import FORWARD_POINTS, GIVEN, HANDED_ON, KEPT, MADE, RECEIVED, Point
-from validation.observers.sketch import Sketch, changed, nearest, rounded
+from validation.observers.sketch import Sketch
 from validation.observers.watching import Call
 
 
@@ -128,17 +129,17 @@ def _crossing(column: Column, k: int, call: Call, context: _Context) -> Iterator
     if seen is None:
         # An input that is gone before the backward is none that it needs.
         if column.where != KEPT and call.backwards and not column.own and expected.norm:
-            yield replace(crossing, really=What("missing", "none"))
+            yield replace(crossing, really=Likeness("missing"))
         return
     # Half of the digits is more than a narrower type has, but what went through one shows it in every element.
-    same, exact = seen.is_like(expected) and not rounded(seen, expected), seen.digest == expected.digest
+    same, exact = seen.is_like(expected) and not is_rounded_sketch(seen, expected), seen.digest == expected.digest
     if context.late is not None and column.where in (RECEIVED, HANDED_ON):
         same = same or _near(seen.factor(expected), context.late)
     really = None if same else _really(column, seen, expected, k, context)
     yield replace(crossing, same=same, exact=exact, really=really)
 
 
-def _really(column: Column, seen: Sketch, expected: Sketch, k: int, context: _Context) -> What:
+def _really(column: Column, seen: Sketch, expected: Sketch, k: int, context: _Context) -> Likeness:
     """What ``seen`` is, the one of call ``k``, in place of the expected one."""
     microbatch, inferred = context.order.numbers[k], context.order.inferred.get(k, "")
     forward = column.where in (*FORWARD_POINTS, KEPT)
@@ -146,13 +147,14 @@ def _really(column: Column, seen: Sketch, expected: Sketch, k: int, context: _Co
     late = context.late if column.where in (RECEIVED, HANDED_ON) else None
     owners, made = (
         sorted(column.owners(seen) - {microbatch}),
-        _empty(seen, told) or _times(changed(seen, expected), late),
+        _empty(seen, told) or _times(of_sketches(seen, expected), late),
     )
-    if owners and not rounded(seen, expected):
-        return What("other", f"microbatch {owners[0]}'s", label=Label(Point(context.stage, owners[0], column.where)))
+    if owners and not is_rounded_sketch(seen, expected):
+        return Likeness(
+            "other", label=Label(Point(context.stage, owners[0], column.where)), words=f"microbatch {owners[0]}'s"
+        )
     if seen.shape != expected.shape:
-        other = f"shape {list(seen.shape)} in place of {list(expected.shape)}"
-        return What("shape", other)
+        return Likeness("shape", forms=(f"shape {list(seen.shape)}", f"{list(expected.shape)}"))
     if made is not None:
         return made
     point, what = context.sent.get(seen.digest, (None, ""))
@@ -164,34 +166,36 @@ def _really(column: Column, seen: Sketch, expected: Sketch, k: int, context: _Co
     kind = "different" if column.where in (MADE, HANDED_ON) else "other"
     for flow, of in ((column.places, ""), (column.elsewhere, "gradient at " if forward else "activation at ")):
         for place, owner in flow.find(seen) if seen.norm else ():
-            return What(kind, f"microbatch {owner}'s {of}{place}")
+            return Likeness(kind, words=f"microbatch {owner}'s {of}{place}")
     if point is not None:
         return _sent_as(point, what)
     distance = f"relative error about {seen.distance(expected):.1g}"
-    if nearest(seen, column.known) == microbatch:
-        return What("noisy", f"its own with something added: {distance}")
-    return What("different", f"no microbatch's{told}: {distance}")
+    if nearest_sketch(seen, column.known) == microbatch:
+        return Likeness("noisy", words=f"its own with something added: {distance}")
+    return Likeness("different", words=f"no microbatch's{told}: {distance}")
 
 
-def _times(what: What | None, late: float | None) -> What | None:
+def _times(what: Likeness | None, late: float | None) -> Likeness | None:
     """``what``, a factor as one of what flows in this step, where all that may still be divided by ``late``."""
     if what is None or what.factor is None or late is None:
         return what
     factor = what.factor / late
-    return replace(what, text=f"{factor:.6g} times its own, beside {late:.6g} in every stage", factor=factor)
+    return replace(what, words=f"{factor:.6g} times the expected, beside {late:.6g} in every stage", factor=factor)
 
 
-def _sent_as(point: Point, what: str) -> What:
-    return What("other", f"stage {point.stage}'s {what} of microbatch {point.microbatch}", label=Label(point))
+def _sent_as(point: Point, what: str) -> Likeness:
+    return Likeness("other", label=Label(point), words=f"stage {point.stage}'s {what} of microbatch {point.microbatch}")
 
 
-def _nobodys(seen: Sketch) -> What:
+def _nobodys(seen: Sketch) -> Likeness:
     """What a tensor is of which nothing tells the microbatch."""
-    return _empty(seen) or What("different", "like nothing the reference made, so its microbatch is not known")
+    return _empty(seen) or Likeness(
+        "different", words="like nothing the reference made, so its microbatch is not known"
+    )
 
 
-def _empty(seen: Sketch, told: str = "") -> What | None:
+def _empty(seen: Sketch, told: str = "") -> Likeness | None:
     """What has nothing in it of any microbatch; ``told`` is what tells its own all the same."""
     if not math.isfinite(seen.norm):
-        return What("not-finite", f"not finite{told}")
-    return None if seen.norm else What("zero", f"zero{told}")
+        return Likeness("not-finite", words=f"not finite{told}")
+    return None if seen.norm else Likeness("zero", words=f"zero{told}")

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from reference.data import Batch
 from reference.step import Contribution, Expected, Gradient, Loss, Reference, Site
 from reference.traced import Traced
+from validation.diagnosis.atoms import Update
 from validation.diagnosis.evidence import Evidence
 from validation.diagnosis.members import Members
-from validation.diagnosis.update import Update
 from validation.foreign.assemble import Assembled
 from validation.judging.ledger import NOWHERE
 from validation.judging.verdict import Verdict

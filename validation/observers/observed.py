@@ -8,7 +8,7 @@ from torch import Tensor
 from pipeline.action import GIVES_WEIGHT_GRADIENT, Action, Kind
 from pipeline.profile import Profile
 from pipeline.schedule import Schedule
-from validation.observers.identity import What
+from validation.observers.likeness import Likeness
 from validation.observers.recording import Recording, Site, together
 
 INPUT = "input of the model"  # as a place
@@ -29,7 +29,7 @@ class Crossing:
     what: str
     same: bool
     exact: bool
-    really: What | None = None
+    really: Likeness | None = None
     where: str = ""
     judged: bool = True
     call: int = 0

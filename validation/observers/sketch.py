@@ -3,14 +3,14 @@
 import functools
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from validation.observers.identity import NARROWER, What
+from validation.observers.likeness import NARROWER
 
 UNSOUGHT = "the cause was not sought: that is not done in complex parameters; hold real and imaginary parts apart"
 _PART = 1 << 16  # elements that are looked at at once
@@ -74,9 +74,6 @@ def _counts(dtype: torch.dtype) -> bool:
 
 
 _DIRECTIONS = 4
-_ROUNDED = 2.0**-7  # more than rounding to bfloat16 changes
-_NEAR = 0.5  # a relative error with which more of a tensor is its own than is not
-_APART = 4.0  # times as far away must all others be: a sketch's distance may be wrong by a factor of two
 _FEW = 16
 _ROW = 65_521  # signs in a direction
 
@@ -159,37 +156,6 @@ def sketch(tensor: Tensor, *, known: Sketch | None = None) -> Sketch:
     form, size = (tuple(tensor.shape), tensor.dtype, content), flat.norm().item()
     narrow = _narrow(flat) if is_rounded(tensor.dtype) else ""
     return Sketch(*form, size, tuple(_projections(flat).tolist()), narrow, _bits(tensor.cpu()))
-
-
-def rounded(seen: Sketch, expected: Sketch) -> bool:
-    """Whether this is the expected tensor, gone through a narrower type."""
-    return bool(seen.narrow) and not expected.narrow and seen.distance(expected) <= _ROUNDED
-
-
-def changed(seen: Sketch, expected: Sketch) -> What | None:
-    """What makes ``seen`` of ``expected``; None if that is nothing that a sketch can tell."""
-    if rounded(seen, expected):
-        return What("rounded", f"{seen.narrow}-rounded")
-    factor = seen.factor(expected)
-    if factor is not None:
-        return What("multiple", f"{factor:.6g} times its own", factor=factor)
-    if seen.is_reordered(expected):
-        return What("reordered", "its own elements in another order")
-    return None
-
-
-def nearest(seen: Sketch, known: Mapping[int, Sketch]) -> int | None:
-    """The number of the one tensor of ``known`` that ``seen`` is near, and none of the others by far; None if none."""
-    distances = sorted((seen.distance(one), number) for number, one in known.items())
-    (first, number), (second, _) = [*distances, (math.inf, -1), (math.inf, -1)][:2]
-    return number if first <= _NEAR and _APART * first <= second else None
-
-
-def recognised(seen: Sketch, known: Mapping[int, Sketch]) -> set[int]:
-    """The numbers of those tensors of ``known`` of which ``seen`` was made by what is no exchange."""
-    found = {number for number, one in known.items() if changed(seen, one) is not None}
-    near = None if found else nearest(seen, known)
-    return found if near is None else {near}
 
 
 def _bits(tensor: Tensor) -> int:

@@ -14,9 +14,9 @@ from validation.cases.case import Case, CaseError
 from validation.cases.judgement import setup_of
 from validation.cases.observe import data_for, max_norm_of, model_for
 from validation.cases.stages import owners
+from validation.diagnosis.atoms import Update
 from validation.diagnosis.attribution import update_of
-from validation.diagnosis.flow import play
-from validation.diagnosis.update import Update
+from validation.diagnosis.played import play
 from validation.judging.judge import due_of, one_thread
 from validation.judging.oracle import Floors, Pending
 from validation.judging.tolerance import same_bits

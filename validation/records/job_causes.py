@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from reference.step import Gradient
+from validation.diagnosis.atoms import Update
 from validation.diagnosis.diagnose import explained as explained_evidence
 from validation.diagnosis.diagnose import sought
 from validation.diagnosis.evidence import Evidence
-from validation.diagnosis.update import Update
 from validation.judging.ledger import NOWHERE
 from validation.judging.oracle import copies_apart
 from validation.judging.verdict import Verdict

@@ -7,8 +7,8 @@ from functools import cached_property
 from torch import Tensor
 
 from reference.step import Expected, Gradient, Site
+from validation.diagnosis.atoms import Update
 from validation.diagnosis.evidence import Evidence, Sums
-from validation.diagnosis.update import Update
 from validation.judging.verdict import Verdict
 from validation.records.record import Place, RecordedOperation
 from validation.records.recorded_sums import RecordedSums

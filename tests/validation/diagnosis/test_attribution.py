@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from reference.data import IGNORED, Batch
 from reference.step import Gradient, Loss, Site
 from reference.traced import Traced
+from validation.diagnosis.atoms import Update
 from validation.diagnosis.attribution import Attribution, attribute
-from validation.diagnosis.update import Update
 from validation.judging.cause import Cause
 
 COUNT, WIDTH, CLASSES, VOCABULARY = 4, 12, 5, 11

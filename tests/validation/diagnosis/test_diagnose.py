@@ -15,7 +15,7 @@ from validation.cases.validator import explained, validate
 from validation.diagnosis.evidence import Evidence, of_run, of_stage
 from validation.diagnosis.rules.boundaries import boundaries
 from validation.diagnosis.rules.laws import weights
-from validation.diagnosis.rules.norm import norm
+from validation.diagnosis.rules.update import norm
 from validation.judging.cause import Cause
 from validation.judging.verdict import Verdict
 from validation.observers.observed import Observed
@@ -234,7 +234,7 @@ def test_tensors_that_cross_one_boundary_are_told_from_each_other(world: World) 
 
         (cause,) = boundaries(evidence(recorded_with(right, crossed), case))
         assert (cause.kind, cause.stage) == (kind, 1)
-        assert "number 2 of 2 tensors, expected number 1" in cause.detail
+        assert "number 2 of the tensors there, expected number 1" in cause.detail
 
 
 def test_gradients_that_an_earlier_microbatchs_are_left_in_have_an_extra_term(runs: tuple[Observed, Observed]) -> None:

@@ -5,8 +5,14 @@ import torch
 from torch import Tensor
 
 from validation.diagnosis.rounding import held_in, rounded_as
+from validation.observers.likeness import Likeness
 
 WHOLE = torch.randn(40, 16, generator=torch.Generator().manual_seed(0)) * 1e-2
+
+
+def told(seen: Tensor, whole: Tensor) -> str | None:
+    found = rounded_as(seen, whole)
+    return None if found is None else Likeness("rounded", narrow=found.narrow, step=found.step).text
 
 
 @pytest.mark.parametrize(
@@ -22,7 +28,7 @@ WHOLE = torch.randn(40, 16, generator=torch.Generator().manual_seed(0)) * 1e-2
     ],
 )
 def test_a_narrower_type_is_told(seen: Tensor, words: str) -> None:
-    assert rounded_as(seen, WHOLE) == words
+    assert told(seen, WHOLE) == words
 
 
 @pytest.mark.parametrize(
@@ -38,13 +44,13 @@ def test_a_narrower_type_is_told(seen: Tensor, words: str) -> None:
     ids=["same", "scaled", "noise", "half of it", "another", "clamped"],
 )
 def test_other_changes_are_no_rounding(seen: Tensor) -> None:
-    assert rounded_as(seen, WHOLE) is None
+    assert told(seen, WHOLE) is None
 
 
 def test_a_few_elements_prove_no_scale() -> None:
     whole = WHOLE.flatten()[:8]
-    assert rounded_as((whole * 300).half().float() / 300, whole) is None
-    assert rounded_as(whole.half().float(), whole) == "fp16-rounded"
+    assert told((whole * 300).half().float() / 300, whole) is None
+    assert told(whole.half().float(), whole) == "fp16-rounded"
 
 
 def test_what_a_narrower_type_can_hold_is_told() -> None:

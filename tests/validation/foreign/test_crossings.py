@@ -84,7 +84,7 @@ def test_one_unknown_call_is_the_microbatch_that_is_left() -> None:
     assert list(map(str, found.actions[:3])) == ["0F0", "0F1", "0F2"]
     first = wrong(found)[0]
     assert (str(first.action), first.what) == ("0F1", "input")
-    assert first.seen == "1.5 times its own"
+    assert first.seen == "1.5 times the expected"
 
 
 def test_an_input_that_changed_before_its_backward_is_told() -> None:

@@ -18,10 +18,7 @@ from validation.observers.sketch import (
     all_finite,
     any_nonzero,
     bits,
-    changed,
     digest,
-    nearest,
-    recognised,
     sketch,
 )
 from validation.observers.snapshot import Snapshot
@@ -94,53 +91,6 @@ def test_imaginary_parts_are_in_a_sketch() -> None:
     one = torch.tensor([1 + 1j, 2 - 1j])
     assert sketch(one.conj()).distance(sketch(one)) > 0.1
     assert sketch(one.conj().resolve_conj()) == sketch(one.conj())
-
-
-def drawn(seed: int, *shape: int) -> Tensor:
-    return torch.randn(*(shape or (6, 8)), generator=torch.Generator().manual_seed(seed))
-
-
-KNOWN = {number: sketch(drawn(number)) for number in range(4)}
-
-
-@pytest.mark.parametrize(
-    ("seen", "kind"),
-    [
-        (drawn(2).half().float(), "rounded"),
-        (drawn(2) * -3, "multiple"),
-        (drawn(2).flip(0), "reordered"),
-        (drawn(2).T, "reordered"),
-    ],
-    ids=["rounded", "multiple", "rows", "transposed"],
-)
-def test_a_change_is_named_and_leaves_its_tensor_known(seen: Tensor, kind: str) -> None:
-    found = changed(sketch(seen), KNOWN[2])
-    assert found is not None
-    assert found.kind == kind
-    assert recognised(sketch(seen), KNOWN) == {2}
-
-
-def test_what_is_near_one_alone_is_known_again_and_what_is_near_all_is_not() -> None:
-    assert recognised(sketch(drawn(2) + 0.1 * drawn(9)), KNOWN) == {2}
-    common = 10 * drawn(8)
-    alike = {number: sketch(common + drawn(number)) for number in range(4)}
-    assert nearest(sketch(common + drawn(9)), alike) is None
-    assert nearest(sketch(common), alike) is None
-
-
-def test_another_tensor_was_not_made_of_any() -> None:
-    for seed in range(10, 60):
-        assert recognised(sketch(drawn(seed)), KNOWN) == set()
-    assert recognised(sketch(torch.zeros(6, 8)), KNOWN) == set()
-    assert recognised(sketch(drawn(2) / 0), KNOWN) == set()
-
-
-def test_elements_in_another_order_are_told_from_others_of_the_same_size() -> None:
-    one = torch.nn.functional.layer_norm(drawn(0, 4, 64), (64,))
-    other = torch.nn.functional.layer_norm(drawn(1, 4, 64), (64,))
-    assert changed(sketch(other), sketch(one)) is None
-    assert changed(sketch(one.flip(1)), sketch(one)) is not None
-    assert changed(sketch(one), sketch(one)) is None or sketch(one).is_like(sketch(one))
 
 
 PARTIAL = {f"torch.{sign}int{width}" for sign in ("", "u") for width in range(1, 8)}  # torch cannot copy these

@@ -1,7 +1,7 @@
 """The link that final gradients alone show: what they are made of.
 
 Where no combination explains them: is there one thing that, had it gone wrong, would have given them? A loss says which
-suppositions are worth a look, each microbatch's by itself; that all gradients follow decides.
+what-ifs are worth a look, each microbatch's by itself; that all gradients follow decides.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,19 +14,19 @@ from validation.diagnosis.evidence import Evidence
 from validation.diagnosis.rules.passages import unexplained_passage
 from validation.diagnosis.rules.repeated import or_wrong_message
 from validation.diagnosis.rules.update import near
-from validation.diagnosis.supposed import Line, Made, Supposed
-from validation.diagnosis.suppositions import of_backward, of_forward, spoiled
+from validation.diagnosis.what_if import Line, Made, WhatIf
+from validation.diagnosis.what_ifs import of_backward, of_forward, spoiled
 from validation.judging.cause import Cause
 from validation.judging.tolerance import error
 from validation.observers.recording import Site
 
 
 def attributed(evidence: Evidence) -> list[Cause]:
-    """The causes that attribution names; where it finds none for gradients that are wrong, what can be supposed."""
+    """The causes that attribution names; where it finds none, the what-if that gives such gradients."""
     found = evidence.attribution
     if found is None or found.right or (evidence.sums is not None and evidence.sums.alike):
         return []
-    causes = list(found.causes) or (supposed(evidence) if evidence.playable is not None else [])
+    causes = list(found.causes) or (played_through(evidence) if evidence.playable is not None else [])
     if evidence.sums is not None:
         return [_clipped(evidence, cause) for cause in causes]
     return causes if evidence.playable is not None else [_seen_more(cause, evidence) for cause in causes]
@@ -68,20 +68,20 @@ def _clipped(evidence: Evidence, cause: Cause) -> Cause:
 
 
 _SAME_LOSS = 3e-6  # relative: two ways to sum a loss differ by less
-_NOTHING = Supposed("", 0, "")
+_NOTHING = WhatIf("", 0, "")
 
 
-def supposed(evidence: Evidence) -> list[Cause]:
+def played_through(evidence: Evidence) -> list[Cause]:
     """The one thing that explains every loss and every gradient, if there is one among those that are known."""
     if evidence.setup.plan[evidence.number] != "train":
         return []
-    at = _Suppositions(evidence)
+    at = _WhatIfs(evidence)
     wrong = sorted({m.microbatch for m in evidence.verdict.mismatches if m.law == "loss" and m.microbatch is not None})
     return at.forward(wrong) if wrong else at.backward()
 
 
-class _Suppositions:
-    """Suppositions about the failing operation, held against what was observed."""
+class _WhatIfs:
+    """What-ifs about the failing operation, held against what was observed."""
 
     def __init__(self, evidence: Evidence) -> None:
         self._evidence = evidence
@@ -97,9 +97,9 @@ class _Suppositions:
         self._sites = list(evidence.expected.gradients)
 
     def forward(self, wrong: Sequence[int]) -> list[Cause]:
-        """Suppositions that give the losses of the microbatches ``wrong``, and then all gradients.
+        """What-ifs that give the losses of the microbatches ``wrong``, and then all gradients.
 
-        A loss that the last stage computed right was reported wrongly: nothing need be supposed.
+        A loss that the last stage computed right was reported wrongly: no what-if is needed.
         """
         right, seen = self._evidence.expected.losses, self._evidence.observed.losses(self._number)
         if all(_same_loss(seen[m], right[m]) for m in wrong):
@@ -112,7 +112,7 @@ class _Suppositions:
         return []
 
     def backward(self) -> list[Cause]:
-        """The losses are right: suppositions about the backward of the last stage with a wrong gradient."""
+        """The losses are right: what-ifs about the backward of the last stage with a wrong gradient."""
         wrong = self._wrong()
         if not wrong:
             return []
@@ -152,12 +152,12 @@ class _Suppositions:
         expected = self._evidence.expected.gradients
         return (site for site, gradient in expected.items() if gradient is not None and bool(gradient.any()))
 
-    def _gives_loss(self, one: Supposed, m: int) -> bool:
+    def _gives_loss(self, one: WhatIf, m: int) -> bool:
         inputs = self._played[self._evidence.number].boundaries[m].inputs[one.stage]
         loss, seen = self._line.loss(one, m, inputs, self._batches[m]), self._evidence.observed.losses(self._number)[m]
         return loss is not None and _same_loss(loss, seen)
 
-    def _gives_gradients(self, one: Supposed, microbatches: Sequence[int]) -> bool:
+    def _gives_gradients(self, one: WhatIf, microbatches: Sequence[int]) -> bool:
         made = {m: self._line.gradients(one, m, self._batches[m]) for m in microbatches}
         return self._are_those_seen(self._sites, made, {m: self._right_of(m) for m in microbatches})
 
@@ -181,7 +181,7 @@ class _Suppositions:
                 whole = whole.double() + (new.double() - old.double())
         return _alike(self._seen.get(site), whole, self._evidence.limit)
 
-    def _alone(self, one: Supposed, m: int) -> Made | None:
+    def _alone(self, one: WhatIf, m: int) -> Made | None:
         """What microbatch m makes in the stage of ``one`` alone."""
         reached = self._played[self._number].boundaries[m]
         received = reached.output_gradients[one.stage]
@@ -203,7 +203,7 @@ class _Suppositions:
     def _number(self) -> int:
         return self._evidence.number
 
-    def _cause(self, one: Supposed, microbatches: tuple[int, ...]) -> Cause:
+    def _cause(self, one: WhatIf, microbatches: tuple[int, ...]) -> Cause:
         rank = self._evidence.placement[one.stage]
         return Cause(one.kind, rank=rank, stage=one.stage, microbatches=microbatches, detail=f"as if {one.text}")
 

@@ -8,11 +8,11 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from validation.diagnosis.address import factor_of
 from validation.diagnosis.combination import whole_within
 from validation.diagnosis.divergence import Divergence
 from validation.diagnosis.evidence import Evidence
-from validation.diagnosis.hypotheses import computed, draws, other_target
+from validation.diagnosis.likeness import factor_of
+from validation.diagnosis.what_ifs import computed, draws, other_target
 from validation.judging.cause import Cause, listed
 from validation.judging.tolerance import precision_of
 from validation.observers.recording import (
@@ -35,7 +35,6 @@ _ANYWHERE: Mapping[str, str] = MappingProxyType(
         "rounded": "rounded",
         "uninitialised": "uninitialised",
         "not-finite": "not-finite",
-        "stale": "stale-tensor",
     }
 )
 # ... and otherwise it depends on where: the kind of cause for "other" (another's tensor), "zero", and anything else.
@@ -77,7 +76,7 @@ def boundaries(evidence: Evidence) -> list[Cause]:
 def causes_of(
     found: Sequence[Divergence], microbatches: int, *, refine: Refine, compounded: Compounded, room: float = _ONE_FACTOR
 ) -> list[Cause]:
-    """The causes of divergences, which are roots in the order of the flow.
+    """The causes of divergences, which are in the order of the flow.
 
     ``compounded`` says of a factor how it grows from stage to stage; empty where it does not. ``room``: how far apart,
     relative to their size, factors that are one may be.
@@ -107,24 +106,32 @@ def _kind(one: Divergence, refine: Refine) -> tuple[str, str]:
         return "swapped-activations", what.text
     if where in (KEPT, LATE):
         return "overwritten", what.text
-    if what.kind in _ANYWHERE:
+    if what.part is None and what.kind in _ANYWHERE:
         return _ANYWHERE[what.kind], what.text
-    if what.factor is not None and where in _GRADIENTS:
+    if what.part is None and what.label is not None and what.label.ago and what.kind == "other":
+        return "stale-tensor", what.text
+    if what.kind == "multiple" and what.factor is not None and what.part is None and where in _GRADIENTS:
         return ("sign" if abs(what.factor + 1) < 1e-3 else "scale"), what.text
-    if what.kind == "member" and where != MADE:
+    if what.kind == "other" and what.part is None and _is_beside(one) and where != MADE:
         return "wrong-message", what.text
-    if what.kind == "sum" and where in _GRADIENTS and where != LOSS:
+    if what.kind == "sum" and what.part is None and where in _GRADIENTS and where != LOSS:
         return "extra-term", what.text
-    if what.kind == "other" and one.point.stage == 0 and where in (GIVEN, USED):
+    if what.kind == "other" and what.part is None and one.point.stage == 0 and where in (GIVEN, USED):
         return "swapped-data", what.text
-    if what.kind == "partial" and where not in (MADE, HANDED_ON):
+    if what.part is not None and what.part.is_run and where not in (MADE, HANDED_ON):
         # To the end, or with what is somebody else's: a buffer. A few elements in the middle: something on the way.
-        return ("overwritten" if what.label is not None or "from element" in what.text else "altered"), what.text
+        return ("overwritten" if what.label is not None or what.part.is_tail else "altered"), what.text
     refined = refine(one)
     if refined is not None:
         return refined
     other, zero, rest = _THERE[where]
-    return {"other": other, "zero": zero}.get(what.kind, rest), what.text
+    kind = "different" if what.part is not None or (what.kind == "other" and _is_beside(one)) else what.kind
+    return {"other": other, "zero": zero}.get(kind, rest), what.text
+
+
+def _is_beside(one: Divergence) -> bool:
+    """Whether it is another of the tensors that cross the same boundary."""
+    return one.what.label is not None and one.what.label.point == one.point and not one.what.label.ago
 
 
 def _refined(one: Divergence, evidence: Evidence) -> tuple[str, str] | None:
@@ -223,7 +230,13 @@ def _told(group: Sequence[tuple[Divergence, str]], *, every: bool) -> str:
 def _owner(one: Divergence) -> int | None:
     """The microbatch whose tensor of the same place was there."""
     label = one.what.label
-    if one.what.kind != "other" or label is None or label.ago or label.point[::2] != one.point[::2]:
+    if (
+        one.what.kind != "other"
+        or one.what.part is not None
+        or label is None
+        or label.ago
+        or label.point[::2] != one.point[::2]
+    ):
         return None
     return label.point.microbatch
 

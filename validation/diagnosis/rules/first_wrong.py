@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from validation.diagnosis.divergence import roots
+from validation.diagnosis.divergence import first_wrong_points
 from validation.diagnosis.evidence import Evidence
-from validation.observers.identity import What
+from validation.observers.likeness import Likeness
 from validation.observers.observed import INPUT, Crossing
 from validation.observers.recording import FLOWED, FORWARD_POINTS, GIVEN, HANDED_ON, KEPT, MADE, RECEIVED, Point
 
@@ -32,12 +32,12 @@ _DONE = (MADE, KEPT, HANDED_ON)  # a stage's own doing
 
 
 @dataclass(frozen=True)
-class Root:
+class FirstWrong:
     """A wrong tensor: where in the flow, what was seen there, and whether this says what happened to it."""
 
     point: Point
     crossing: Crossing
-    what: What
+    what: Likeness
     telling: bool
 
 
@@ -63,19 +63,19 @@ class Boundaries:
     @property
     def right(self) -> bool:
         """Whether all that passed is known to be right."""
-        return not self.unjudged and not list(self.roots())
+        return not self.unjudged and not list(self.first_wrong())
 
-    def roots(self) -> Iterator[Root]:
+    def first_wrong(self) -> Iterator[FirstWrong]:
         """The wrong tensors that were made from none, along the flow."""
         found = {point: self._is_right(point) for point in self._at}
         before: set[int] = set()  # microbatches
-        for point in roots(found, self._evidence.stages):
+        for point in first_wrong_points(found, self._evidence.stages):
             blurred = point.microbatch in before and not self._exact_before(point)
             before.add(point.microbatch)
             if not blurred and not self._behind_the_unknown(point):
                 crossing = next(one for one in self._at[point] if not one.same)
                 what = self._what(point, crossing)
-                yield Root(point, crossing, what, self._telling(point, crossing, what))
+                yield FirstWrong(point, crossing, what, self._telling(point, crossing, what))
 
     def _point(self, crossing: Crossing) -> Point:
         stage, _, microbatch = crossing.action
@@ -109,9 +109,9 @@ class Boundaries:
         sources = [Point(point.stage + n, point.microbatch, where) for n, where in _FROM[point.where]]
         return [Point(p.stage, p.microbatch, self._where(p.stage, p.where)) for p in sources if p.stage >= 0]
 
-    def is_first(self, root: Root) -> bool:
+    def is_first(self, found: FirstWrong) -> bool:
         """Whether all that a wrong tensor was made from is right bit for bit, but for what nobody watched."""
-        sources = self._sources(root.point)
+        sources = self._sources(found.point)
         watched = [source for source in sources if source.stage in self._evidence.passed]
         exact = all(one.exact for source in sources for one in self._at.get(source, ()))
         return exact and self._unplaced.isdisjoint(sources) and all(source in self._at for source in watched)
@@ -119,25 +119,25 @@ class Boundaries:
     def _behind_the_unknown(self, point: Point) -> bool:
         """Whether this may be made from what a stage did in a call of which nobody knows that it was this microbatch's.
 
-        Then it may be a consequence, and is no root that anybody knows of.
+        Then it may be a consequence, and is not known to be first.
         """
         passed = self._evidence.passed
         stages = [stage for stage, flow in passed.items() if flow.untold and point.microbatch in flow.lost]
         return any(stage < point.stage or point.where not in FORWARD_POINTS for stage in stages)
 
-    def _what(self, point: Point, crossing: Crossing) -> What:
+    def _what(self, point: Point, crossing: Crossing) -> Likeness:
         """What it is there instead, with the tensor's number where there are several."""
         really = crossing.really
         assert really is not None, "asked for only where it is wrong"
         text = f"{really.text}, expected microbatch {point.microbatch}'s" if really.kind == "other" else really.text
         names = [crossing.what] if crossing.what[-1].isdigit() else []
         names += [crossing.place] if crossing.place.startswith(INPUT) and (names or point.stage) else []
-        what = replace(really, text=f"{text} ({', '.join(names)})" if names else text, which=", ".join(names))
+        what = replace(really, words=f"{text} ({', '.join(names)})" if names else text, which=", ".join(names))
         # A loss that is multiplied gives every gradient of its output that factor.
         whole = all(one.really is not None and one.really.factor is not None for one in self._at[point])
         return what if whole or point.where != FLOWED else replace(what, kind="different", factor=None)
 
-    def _telling(self, point: Point, crossing: Crossing, what: What) -> bool:
+    def _telling(self, point: Point, crossing: Crossing, what: Likeness) -> bool:
         """Whether what a tensor is instead says what happened to it.
 
         It does where it was made, or sent, by what is known to be right.
@@ -167,14 +167,14 @@ class Boundaries:
         losses = [m for m in self._evidence.verdict.mismatches if m.law == "loss"]
         return any(m.microbatch in (None, microbatch) for m in losses)
 
-    def refined(self, root: Root) -> tuple[str, str] | None:
+    def refined(self, found: FirstWrong) -> tuple[str, str] | None:
         """The kind of fault and its words, where the place says more than that a tensor is wrong."""
-        point, what = root.point, root.what
+        point, what = found.point, found.what
         made = what.label.point if what.label is not None else None
         moved = made is not None and made.where == MADE and self._meant_for(made) != self._rank(point.stage)
         if made is not None and moved and point.where == GIVEN and made.microbatch == point.microbatch:
             return "partition", f"what stage {made.stage} hands on: stages run in another order"
-        if root.crossing.place.startswith(INPUT) and point.stage and point.where == GIVEN:
+        if found.crossing.place.startswith(INPUT) and point.stage and point.where == GIVEN:
             return "swapped-data" if what.kind == "other" else "altered", what.text
         if made is not None and self._meant_here(made, point):
             return "mispaired", what.text

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from pipeline.action import GIVES_WEIGHT_GRADIENT, Kind
-from validation.diagnosis.address import agrees
 from validation.diagnosis.evidence import Due, Evidence
-from validation.diagnosis.interference import NOBODYS, Known, became, together
+from validation.diagnosis.interference import became, together
+from validation.diagnosis.likeness import agrees
 from validation.diagnosis.rules.repeated import backed_again, rearranged, repeated
 from validation.diagnosis.rules.update import clip_factor, learning_rate
 from validation.judging.cause import Cause, listed
@@ -159,13 +159,13 @@ def _became(
     if any(_same(one, seen, 0.0) for one in earlier):
         return "stale-tensor", "those of an earlier operation"
     pairs = {site: (seen, due.cpu()) for site, seen in wrong.items() if (due := known.get(site[1])) is not None}
-    changes = {site[1]: became(site, due, seen, Known()) for site, (seen, due) in pairs.items()}
+    changes = {site[1]: became(site, due, seen) for site, (seen, due) in pairs.items()}
     change = together(changes, {name: seen for (_, name), (seen, _) in pairs.items()})
     if change.kind in ("rounded", "not-finite"):
         return change.kind, f"its own, {change.text}"
     if earlier:
         return "update", "no operation left these"
-    if change != NOBODYS:
+    if any(one is not None and one.is_known for one in changes.values()):
         return "altered", f"its own, {change.text}"
     drawn = ("randomness", "drawn otherwise") if sum(seen.numel() for seen in wrong.values()) >= _MANY else None
     return _related(wrong, known) or drawn

@@ -34,7 +34,7 @@ def passages(evidence: Evidence) -> list[Cause]:
     if causes := exchanged(evidence):
         return causes
     boundaries = Boundaries(evidence)
-    found = list(boundaries.roots())
+    found = list(boundaries.first_wrong())
     if not found or not found[0].telling:
         return []
     if found[0].point.where == FLOWED and boundaries.refined(found[0]) and _attributed(evidence):
@@ -186,7 +186,7 @@ def unexplained_passage(evidence: Evidence) -> tuple[str, ...]:
     wrong = [
         f"first seen wrong: rank {rank[one.point.stage]}, stage {one.point.stage}, {one.crossing.at}: "
         f"{one.point.where} is {one.what.text}"
-        for one in boundaries.roots()
+        for one in boundaries.first_wrong()
         if boundaries.is_first(one)
     ]
     unjudged = [

@@ -11,8 +11,9 @@ from validation.diagnosis.atoms import Term
 from validation.diagnosis.combination import residual_of
 from validation.diagnosis.evidence import Evidence
 from validation.diagnosis.explanation import limit_of
+from validation.diagnosis.known import Terms
+from validation.diagnosis.likeness import counted
 from validation.diagnosis.members import Members, Replicas, Stage
-from validation.diagnosis.outlier import Parts, counted
 from validation.judging.cause import Cause
 from validation.judging.tolerance import error, scalar_error
 
@@ -126,7 +127,7 @@ class _Copies:
     def pattern(self) -> Pattern | None:
         """What each rank's is made of; None where that is not decided."""
         terms = {Term("pair", m, m): row for m, row in enumerate(self.rows)}
-        found = {rank: counted(gradient, Parts(terms, {}, self.limit)) for rank, gradient in self.seen.items()}
+        found = {rank: counted(gradient, Terms(terms, {}), self.limit) for rank, gradient in self.seen.items()}
         if any(counts is None or len(counts) < len(self.rows) for counts in found.values()):
             return None
         return tuple((rank, tuple(c for _, c in counts or ())) for rank, counts in sorted(found.items()))

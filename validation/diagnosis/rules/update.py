@@ -1,7 +1,7 @@
-"""What is done with the gradients: the clipping and the update."""
+"""What is done with the gradients: the norm, the clipping and the update."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -201,3 +201,110 @@ def _known(evidence: Evidence, stage: int, factor: Factor) -> str:
 def _size(gradients: Mapping[Site, Tensor | None], stages: list[int]) -> float:
     own = [g for stage in stages for g in of_stage(gradients, stage).values() if g is not None]
     return math.sqrt(math.fsum(float(g.double().norm()) ** 2 for g in own))
+
+
+_NOBODYS = "like nothing known"
+
+Likely = tuple[str, int | None, float]  # a norm in words, the stage that it is about, and its value
+
+
+def norm(evidence: Evidence) -> list[Cause]:
+    """A norm that is not that of the gradients, although these are right, and which other number it is."""
+    found = [m for m in evidence.verdict.mismatches if m.law == "grad-norm"]
+    if not found or evidence.differs("gradient") or evidence.differs("presence"):
+        return []
+    told = () if evidence.members is None else evidence.members.found
+    if causes := [one.cause for one in told if one.law == "grad-norm"]:
+        return causes[:1]
+    rank, right = found[0].rank or 0, evidence.expected.norm
+    value = evidence.norms[rank]
+    reporting = [one for one in evidence.norms if one is not None or evidence.playable]
+    alone = len({m.rank for m in found}) < len(reporting)
+    if value is None or not right:
+        detail = f"norm {value}, expected {right}"
+        return [] if evidence.playable is None else [Cause("report", rank=rank if alone else None, detail=detail)]
+    text, stage = _called(value, likely_norms(evidence, rank))
+    kind = "report" if alone or (text == _NOBODYS and _clipped_by_the_right(evidence)) else "norm"
+    detail = f"{value:.6g} in place of {right:.6g}: {text}"
+    if stage is not None and not alone:
+        rank, alone = evidence.placement[stage], True
+    return [Cause(kind, rank=rank if alone else None, stage=stage, factor=value / right, detail=detail)]
+
+
+def _clipped_by_the_right(evidence: Evidence) -> bool:
+    """Whether gradients were clipped as the right norm asks for, so that it was known."""
+    if evidence.playable is None:
+        return False
+    used, wanted = factors(evidence), clip_factor(evidence, evidence.expected.norm)
+    return bool(used) and wanted < 1 and all(one.near(wanted) for one in used.values())
+
+
+def _called(value: float, likely: Iterable[Likely]) -> tuple[str, int | None]:
+    """What ``value`` is, in words, and the stage that this is about; several norms may have one value."""
+    known = {text: stage for text, stage, other in likely if near(value, other)}
+    return " or ".join(list(known)[:2]) or _NOBODYS, next(iter(known.values()), None)
+
+
+def likely_norms(evidence: Evidence, rank: int) -> Iterator[Likely]:
+    """Other norms of the same gradients that a step may form by mistake, and the stage that the mistake is about."""
+    kept = {site: g.double() for site, g in evidence.gradients.items() if g is not None}
+    sizes = {site: float(g.norm()) for site, g in kept.items()}
+    placement = evidence.placement
+    by_stage = {s: {site: size for site, size in sizes.items() if site[0] == s} for s in range(evidence.stages)}
+    by_rank = {
+        r: {site: size for site, size in sizes.items() if placement[site[0]] == r} for r in sorted(set(placement))
+    }
+    if len(set(evidence.norms)) > 1:  # a norm that all ranks agree on is no rank's own
+        yield f"that of rank {rank}'s gradients alone", None, _root(by_rank.get(rank, {}).values())
+    whole = evidence.expected.norm or 0.0
+    for stage, part in by_stage.items():
+        if any(part.values()):
+            left = math.sqrt(max(0.0, whole**2 - _root(part.values()) ** 2))
+            yield f"stage {stage}'s gradients are left out", stage, left
+    if len(by_rank) > 1:
+        yield "the largest of the ranks' norms", None, max(_root(part.values()) for part in by_rank.values())
+    for stage, part in by_stage.items():
+        yield f"that of stage {stage}'s gradients alone", stage, _root(part.values())
+    yield "every copy of a tied parameter is counted", None, _root(sizes.values())
+    yield from _sums_of_norms(sizes.values(), {"ranks": by_rank.values(), "stages": by_stage.values()})
+    yield from _other_norms(kept.values())
+    flat = _root(size for site, size in sizes.items() if kept[site].dim() < 2)
+    yield "parameters of one dimension are left out", None, math.sqrt(max(0.0, whole**2 - flat**2))
+    yield "its square", None, whole**2
+    for factor in (evidence.microbatches, evidence.ranks, evidence.stages):
+        yield f"{factor} times the right one", None, whole * factor
+        yield f"1/{factor} of the right one", None, whole / factor
+    if evidence.playable is not None:
+        yield from _of_case(evidence)
+
+
+def _sums_of_norms(
+    sizes: Collection[float], groups: Mapping[str, Collection[Mapping[Site, float]]]
+) -> Iterator[Likely]:
+    """Norms that were added although their squares should have been: everywhere, or only within or between groups."""
+    yield "norms were added, not their squares", None, math.fsum(sizes)
+    for name, parts in groups.items():
+        yield f"the {name}' norms were added, not their squares", None, math.fsum(_root(one.values()) for one in parts)
+        within = _root(math.fsum(one.values()) for one in parts)
+        yield f"within {name}, norms were added, not their squares", None, within
+
+
+def _other_norms(gradients: Collection[Tensor]) -> Iterator[Likely]:
+    """Norms of another order, of all gradients as one vector or first of each parameter's."""
+    for order, name in ((1.0, "1-norm"), (math.inf, "largest element")):
+        each = [float(torch.linalg.vector_norm(gradient, order)) for gradient in gradients if gradient.numel()]
+        yield f"the {name}", None, math.fsum(each) if order == 1.0 else max(each, default=0.0)
+        yield f"made of every parameter's {name}", None, _root(each)
+    yield "the largest of the parameters' norms", None, max((float(g.norm()) for g in gradients), default=0.0)
+
+
+def _of_case(evidence: Evidence) -> Iterator[Likely]:
+    """Those of which only the whole plan tells."""
+    right = evidence.expected.norm or 0.0
+    yield "that of the clipped gradients", None, right * clip_factor(evidence, right)
+    for number in range(evidence.number):
+        yield "that of an earlier step", None, evidence.played[number].expected.norm or 0.0
+
+
+def _root(sizes: Iterable[float]) -> float:
+    return math.sqrt(math.fsum(size**2 for size in sizes))

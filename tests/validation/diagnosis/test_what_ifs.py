@@ -5,8 +5,8 @@ from torch import Tensor
 
 from validation.cases.case import Case
 from validation.cases.judgement import setup_of
-from validation.diagnosis.flow import Played, play
-from validation.diagnosis.hypotheses import computed
+from validation.diagnosis.played import Played, play
+from validation.diagnosis.what_ifs import computed
 from validation.observers.observed import Observed, RankOperation
 
 CASE = Case("gpipe", 2, 1, 2, (1, 1), model="carry", plan=("train",))

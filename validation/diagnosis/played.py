@@ -1,16 +1,16 @@
-"""The reference's side of a recording: every boundary tensor that a run must show, operation by operation."""
+"""How a run was set up, and the reference's side of it: every operation as one device does it."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from reference.boundary import Boundary, boundary
+from reference.data import Batch
 from reference.model import Model
-from reference.step import Expected, Reference, objective
-from validation.diagnosis.setup import Setup
+from reference.step import Expected, Recipe, Reference, objective
 from validation.observers.observed import Observed
 from validation.observers.recording import (
     FLOWED,
@@ -25,6 +25,33 @@ from validation.observers.recording import (
     USED,
     Point,
 )
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What the ranks were told to do.
+
+    ``layers`` of each stage, ``owner``: the stage of every parameter name, ``placement``: the rank of every stage.
+    ``build`` makes the model with its first weights; ``batches`` and ``max_norm`` are asked for the number of an
+    operation of ``plan``.
+    """
+
+    plan: tuple[str, ...]
+    layers: tuple[range, ...]
+    owner: Mapping[str, int]
+    placement: Sequence[int]
+    ranks: int
+    microbatches: int
+    dtype: torch.dtype
+    recipe: Recipe
+    build: Callable[[], Model]
+    batches: Callable[[int], list[Batch]]
+    max_norm: Callable[[int], float]
+
+    @property
+    def stages(self) -> int:
+        return len(self.layers)
+
 
 Tensors = Sequence[Tensor | None]
 

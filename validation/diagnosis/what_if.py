@@ -1,6 +1,6 @@
 """What a step would have given had something gone wrong in it: the reference does it, and the results are compared.
 
-One microbatch at a time, cut into stages as the pipeline cuts them, with one thing supposed to differ on the way.
+One microbatch at a time, cut into stages as the pipeline cuts them, with one thing changed on the way.
 """
 
 import copy
@@ -23,7 +23,7 @@ End = tuple[Tensors, Tensors]  # what a stage starts from, and what comes out, t
 
 
 @dataclass(frozen=True)
-class Supposed:
+class WhatIf:
     """One thing that may have gone wrong at ``stage``: the kind of cause, its words, and what it changes.
 
     ``given`` is what reaches the stage in place of its right inputs, by microbatch; ``compute`` what the stage does;
@@ -53,36 +53,36 @@ class Line:
     loss_fn: LossFn
     divisor: float
 
-    def loss(self, supposed: Supposed, microbatch: int, inputs: Tensors, batch: Batch) -> float | None:
-        """The loss if ``supposed`` were true; ``inputs`` are those of its stage. None where it cannot be."""
+    def loss(self, what_if: WhatIf, microbatch: int, inputs: Tensors, batch: Batch) -> float | None:
+        """The loss if ``what_if`` were true; ``inputs`` are those of its stage. None where it cannot be."""
         try:
             with torch.no_grad():
-                given = self._given(supposed, microbatch, inputs)
+                given = self._given(what_if, microbatch, inputs)
                 if given is None:
                     return None
-                for stage in range(supposed.stage, len(self.layers)):
-                    given = self._compute(supposed, stage, given)
+                for stage in range(what_if.stage, len(self.layers)):
+                    given = self._compute(what_if, stage, given)
                 return float(self.loss_fn(given[0], batch.target))
         except (RuntimeError, TypeError, ValueError, IndexError):
             return None  # stages that do not take such tensors never ran so
 
-    def gradients(self, supposed: Supposed, microbatch: int, batch: Batch) -> Made | None:
-        """Every parameter's gradient if ``supposed`` were true, by name; a tied one's is of all stages together."""
+    def gradients(self, what_if: WhatIf, microbatch: int, batch: Batch) -> Made | None:
+        """Every parameter's gradient if ``what_if`` were true, by name; a tied one's is of all stages together."""
         fresh = Line(self._fresh(), self.layers, self.loss_fn, self.divisor)
         try:
-            return fresh._differentiated(supposed, microbatch, batch)
+            return fresh._differentiated(what_if, microbatch, batch)
         except (RuntimeError, TypeError, ValueError, IndexError):
             return None
 
-    def alone(self, supposed: Supposed, inputs: Tensors, received: Gradients, batch: Batch) -> Made | None:
-        """What its stage gives its own parameters, by name, if ``supposed`` were true of its backward.
+    def alone(self, what_if: WhatIf, inputs: Tensors, received: Gradients, batch: Batch) -> Made | None:
+        """What its stage gives its own parameters, by name, if ``what_if`` were true of its backward.
 
         ``inputs`` and ``received`` are what reaches the stage from both sides. None where it cannot be.
         """
         fresh = Line(self._fresh(), self.layers, self.loss_fn, self.divisor)
         try:
-            end = fresh._forward(supposed, supposed.stage, inputs, batch)
-            fresh._backward(supposed, supposed.stage, end, received)
+            end = fresh._forward(what_if, what_if.stage, inputs, batch)
+            fresh._backward(what_if, what_if.stage, end, received)
             return fresh._gradients()
         except (RuntimeError, TypeError, ValueError, IndexError):
             return None
@@ -99,37 +99,37 @@ class Line:
                 buffer.copy_(as_it_was)
         return self._own.train()
 
-    def _differentiated(self, supposed: Supposed, microbatch: int, batch: Batch) -> Made | None:
+    def _differentiated(self, what_if: WhatIf, microbatch: int, batch: Batch) -> Made | None:
         ends: list[End] = []
         given: Tensors | None = batch.inputs
         for stage in range(len(self.layers)):
-            if given is not None and stage == supposed.stage:
-                given = self._given(supposed, microbatch, given)
+            if given is not None and stage == what_if.stage:
+                given = self._given(what_if, microbatch, given)
             if given is None:
                 return None
-            ends.append(self._forward(supposed, stage, given, batch))
+            ends.append(self._forward(what_if, stage, given, batch))
             given = ends[-1][1]
         received: Gradients = ()
         for stage in reversed(range(len(ends))):
-            received = self._backward(supposed, stage, ends[stage], received)
+            received = self._backward(what_if, stage, ends[stage], received)
         return self._gradients()
 
-    def _forward(self, supposed: Supposed, stage: int, inputs: Tensors, batch: Batch) -> End:
+    def _forward(self, what_if: WhatIf, stage: int, inputs: Tensors, batch: Batch) -> End:
         leaves = tuple(x.detach().clone().requires_grad_(x.is_floating_point()) for x in inputs)
-        outputs = self._compute(supposed, stage, leaves)
+        outputs = self._compute(what_if, stage, leaves)
         if stage == self._last:
             outputs = (self.loss_fn(outputs[0], batch.target) / self.divisor,)
         return leaves, outputs
 
-    def _backward(self, supposed: Supposed, stage: int, end: End, received: Gradients) -> Gradients:
+    def _backward(self, what_if: WhatIf, stage: int, end: End, received: Gradients) -> Gradients:
         """Adds to the parameters' gradients, and gives those in what the stage started from."""
-        (leaves, outputs), here = end, stage == supposed.stage
-        if here and supposed.kept is not None:
-            leaves[0].data.copy_(supposed.kept(leaves[0].data))
+        (leaves, outputs), here = end, stage == what_if.stage
+        if here and what_if.kept is not None:
+            leaves[0].data.copy_(what_if.kept(leaves[0].data))
         if stage == self._last:
             received = (torch.ones_like(outputs[0]),)
-        elif here and supposed.received is not None:
-            received = tuple(None if d is None else supposed.received(d) for d in received)
+        elif here and what_if.received is not None:
+            received = tuple(None if d is None else what_if.received(d) for d in received)
         pairs = [(y, d) for y, d in zip(outputs, received, strict=True) if d is not None and y.requires_grad]
         if pairs:
             torch.autograd.backward([y for y, _ in pairs], [d for _, d in pairs])
@@ -142,10 +142,10 @@ class Line:
     def _last(self) -> int:
         return len(self.layers) - 1
 
-    def _given(self, supposed: Supposed, microbatch: int, inputs: Tensors) -> Tensors | None:
-        return inputs if supposed.given is None else supposed.given(microbatch, inputs)
+    def _given(self, what_if: WhatIf, microbatch: int, inputs: Tensors) -> Tensors | None:
+        return inputs if what_if.given is None else what_if.given(microbatch, inputs)
 
-    def _compute(self, supposed: Supposed, stage: int, inputs: Tensors) -> Tensors:
-        if stage == supposed.stage and supposed.compute is not None:
-            return supposed.compute(self.model, inputs)
+    def _compute(self, what_if: WhatIf, stage: int, inputs: Tensors) -> Tensors:
+        if stage == what_if.stage and what_if.compute is not None:
+            return what_if.compute(self.model, inputs)
         return run_layers(self.model, self.layers[stage], inputs)

@@ -1,0 +1,40 @@
+"""What is this tensor instead of what it should be, as far as sketches of both tell."""
+
+import math
+from collections.abc import Mapping
+
+from validation.observers.likeness import Label, Likeness
+from validation.observers.sketch import Sketch
+
+_ROUNDED = 2.0**-7  # more than rounding to bf16 changes
+_SOME = 0.5  # a relative error with which more of a tensor is its own than is not
+_APART = 4.0  # times as far away must all others be: a sketch's distance may be wrong by a factor of two
+
+
+def of_sketches(seen: Sketch, due: Sketch, at: Label | None = None) -> Likeness | None:
+    """What makes ``seen`` of ``due``; None if that is nothing that a sketch can tell."""
+    if is_rounded_sketch(seen, due):
+        return Likeness("rounded", at, narrow=seen.narrow)
+    factor = seen.factor(due)
+    if factor is not None:
+        return Likeness("multiple", at, factor=factor)
+    return Likeness("reordered", at, line="element") if seen.is_reordered(due) else None
+
+
+def is_rounded_sketch(seen: Sketch, due: Sketch) -> bool:
+    """Whether this is the due tensor, gone through a narrower type."""
+    return bool(seen.narrow) and not due.narrow and seen.distance(due) <= _ROUNDED
+
+
+def nearest_sketch(seen: Sketch, known: Mapping[int, Sketch]) -> int | None:
+    """The number of the one tensor of ``known`` that ``seen`` is near, and none of the others by far; None if none."""
+    distances = sorted((seen.distance(one), number) for number, one in known.items())
+    (first, number), (second, _) = [*distances, (math.inf, -1), (math.inf, -1)][:2]
+    return number if first <= _SOME and _APART * first <= second else None
+
+
+def recognised(seen: Sketch, known: Mapping[int, Sketch]) -> set[int]:
+    """The numbers of those tensors of ``known`` of which ``seen`` was made by what is no exchange."""
+    found = {number for number, one in known.items() if of_sketches(seen, one) is not None}
+    near = None if found else nearest_sketch(seen, known)
+    return found if near is None else {near}
