@@ -2,11 +2,21 @@
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pipeline.action import Action, Kind
-from validation.foreign.call_matching import Both, Column, Order, at_once, columns, orders, structured, without_trial
+from validation.foreign.call_matching import (
+    Column,
+    Cuts,
+    Order,
+    at_once,
+    columns,
+    orders,
+    structured,
+    without_trial,
+)
+from validation.foreign.survey import Both, is_part
 from validation.observers.identity import Label, What
 from validation.observers.observed import UNKNOWN_MICROBATCH, Crossing, Passed
 from validation.observers.recording import FORWARD_POINTS, GIVEN, HANDED_ON, KEPT, MADE, RECEIVED, Point
@@ -14,17 +24,26 @@ from validation.observers.sketch import Sketch, changed, nearest, rounded
 from validation.observers.watching import Call
 
 
-def passed(watched: Mapping[int, Sequence[Call]], microbatches: int, places: Both) -> dict[int, Passed]:
-    """What the calls of every stage were; ``places`` are those of tensors and of gradients."""
+def passed(
+    watched: Mapping[int, Sequence[Call]],
+    microbatches: int,
+    places: Both,
+    note_handed_on: Callable[[Cuts], None] = lambda cuts: None,
+) -> dict[int, Passed]:
+    """What the calls of every stage were; ``places`` are those of tensors and of gradients.
+
+    ``note_handed_on`` notes in them what some stages hand on: parts of gradients.
+    """
     own = {
         stage: without_trial(at_once(calls, microbatches, places), microbatches, places)
         for stage, calls in sorted(watched.items())
     }
-    columns_of = structured({stage: list(columns(calls, places)) for stage, calls in own.items()}, places)
+    seen = {stage: list(columns(calls, places)) for stage, calls in own.items()}
+    columns_of = structured(seen, places, note_handed_on)
     stages = {stage: (calls, columns_of[stage]) for stage, calls in own.items()}
     found = orders(stages, microbatches)
     sent, late = _sent(stages, found), _late(stages, found)
-    return {stage: _passed(stage, *seen, _Context(stage, found[stage], sent, late)) for stage, seen in stages.items()}
+    return {stage: _passed(stage, *there, _Context(stage, found[stage], sent, late)) for stage, there in stages.items()}
 
 
 def _late(stages: Mapping[int, tuple[Sequence[Call], Sequence[Column]]], orders: Mapping[int, Order]) -> float | None:
@@ -164,6 +183,8 @@ def _really(column: Column, seen: Sketch, expected: Sketch, k: int, context: _Co
     kind = "different" if column.where in (MADE, HANDED_ON) else "other"
     for flow, of in ((column.places, ""), (column.elsewhere, "gradient at " if forward else "activation at ")):
         for place, owner in flow.find(seen) if seen.norm else ():
+            if owner == microbatch and is_part(place, column.place):
+                return What("different", f"a part of its own alone: {place}")
             return What(kind, f"microbatch {owner}'s {of}{place}")
     if point is not None:
         return _sent_as(point, what)
