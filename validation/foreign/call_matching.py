@@ -252,7 +252,16 @@ def structured(stages: Stages, places: Both, note: Callable[[Cuts], None]) -> di
 
 
 def _settled(column: Column, stage: int, stages: Stages) -> Column:
-    """``column`` of tensors at the place that its neighbours tell, where its own content tells none."""
+    """``column`` of tensors at the place that its neighbours tell, where its own content tells none.
+
+    Nor does it where it is what comes in beside it, and the stage before hands on two.
+    """
+    beside = [one for one in stages[stage] if (one.where, one.number) < (column.where, column.number)]
+    before = [one for one in stages.get(stage - 1, ()) if (one.where, one.number) == (MADE, column.number)]
+    if column.where == GIVEN and any(one.where == GIVEN and one.own and one.own == column.own for one in beside):
+        for one in before:
+            if one.own and not set(one.own) & set(column.own) and _fits(column, one.place):
+                return replace(column, own=(), place=one.place, judged=False)
     if column.place or column.where not in (GIVEN, MADE, KEPT):
         return column
     fitting = (place for place in _neighbours(column, stage, stages) if _fits(column, place))

@@ -106,7 +106,16 @@ def _passed(stage: int, calls: Sequence[Call], seen: Sequence[Column], context: 
     uncompared = sum(column.where != KEPT and not column.judged and column.seen[k] is not None for column, k in every)
     done = (*forwards, *backwards), called, tuple(crossings)
     ranks = {number: call.rank for number, call in zip(order.numbers, calls, strict=True)}
-    return Passed(*done, *ends, order.left, order.complete, unplaced, uncompared, ranks)
+    strange = {number: [*_strange(seen, k)] for k, number in enumerate(order.numbers)}
+    return Passed(*done, *ends, order.left, order.complete, unplaced, uncompared, ranks, strange)
+
+
+def _strange(seen: Sequence[Column], call: int) -> Iterator[Sketch]:
+    """The outputs of a call that have no place."""
+    for column in seen:
+        one = column.seen[call]
+        if column.where == MADE and not column.place and one is not None:
+            yield one
 
 
 def _at(where: str, seen: Sequence[Column]) -> dict[int, str]:

@@ -1,15 +1,18 @@
 """Where in the reference what passes: a sketch of every tensor that a module puts out, and of its gradient."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from reference.data import Batch
 from reference.handed_on import Cut, Graph
 from reference.outputs import outputs_noted
 from validation.observers.observed import INPUT
-from validation.observers.sketch import Sketch, sketch
+from validation.observers.sketch import Sketch, changed, is_rounded, sketch
 
 REPLICA = " of a replica"
 _THROUGH = " through stage "
@@ -109,3 +112,29 @@ class Survey:
         backward.note(place, microbatch, gradient)
         if self._replicas > 1:
             backward.note(f"{place}{REPLICA}", microbatch, gradient * self._replicas)
+
+
+class Computed(TorchDispatchMode):  # type: ignore[no-untyped-call]  # in torch
+    """All that a model computes while this is open, also between its modules."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # in torch
+        self._made: dict[tuple[torch.Size, torch.dtype], list[Sketch]] = {}
+        self._random = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self._random |= torch.Tag.nondeterministic_seeded in func.tags
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, Tensor) and is_rounded(tensor.dtype):
+                self._made.setdefault((tensor.shape, tensor.dtype), []).append(sketch(tensor))
+        return made
+
+    def lacks(self, seen: Sketch) -> bool:
+        """Whether ``seen`` is nothing of that, nor a change of it, though it has the form of some.
+
+        Nobody knows where random numbers are drawn: others may be as right.
+        """
+        alike = self._made.get((torch.Size(seen.shape), seen.dtype), ())
+        found = any(seen.is_like(one) or changed(seen, one) for one in alike)
+        return bool(alike) and not found and not self._random

@@ -77,6 +77,34 @@ class Boundaries:
                 what = self._what(point, crossing)
                 yield Root(point, crossing, what, self._telling(point, crossing, what))
 
+    def computed_otherwise(self) -> tuple[int, Sequence[int]] | None:
+        """The first stage whose output is nothing that the reference computes though its input is right, and for which
+        microbatches. Their losses are wrong, and nothing that they were made from this output is right."""
+        passed = self._evidence.passed
+        stage = next((stage for stage, flow in sorted(passed.items()) if any(flow.strange.values())), None)
+        if stage is None or passed[stage].untold or self._in_shards(stage):
+            return None
+        found = sorted(m for m, strange in passed[stage].strange.items() if strange and self._broke_at(stage, m))
+        due = self._evidence.due
+        known = due is not None and all(due.lacks(m, one) for m in found for one in passed[stage].strange[m])
+        return (stage, found) if found and known else None
+
+    def _broke_at(self, stage: int, microbatch: int) -> bool:
+        """Whether all that came into ``stage`` is right, and no later stage made what is right of it."""
+        later = range(stage + 1, self._last + 1)
+        healed = any(self._all_right(Point(one, microbatch, MADE)) for one in later)
+        return self._all_right(Point(stage, microbatch, GIVEN)) and self._other_loss(microbatch) and not healed
+
+    def _all_right(self, point: Point) -> bool:
+        """Whether it is known that every tensor there is right."""
+        there = self._at.get(point, ())
+        return bool(there) and point not in self._unplaced and all(one.judged and one.same for one in there)
+
+    def _in_shards(self, stage: int) -> bool:
+        """Whether ranks have parts of the parameters of ``stage``: then their tensors may be parts, too."""
+        members = self._evidence.members
+        return members is not None and any(one.part.shards for one in members.stages if one.index == stage)
+
     def _point(self, crossing: Crossing) -> Point:
         stage, _, microbatch = crossing.action
         return Point(stage, microbatch, self._where(stage, crossing.where))

@@ -36,7 +36,7 @@ def passages(evidence: Evidence) -> list[Cause]:
     boundaries = Boundaries(evidence)
     found = list(boundaries.roots())
     if not found or not found[0].telling:
-        return []
+        return _computed_otherwise(boundaries, evidence)
     if found[0].point.where == FLOWED and boundaries.refined(found[0]) and _attributed(evidence):
         return []  # what the gradients are made of says more than that the loss is another
     rank = evidence.placement
@@ -56,6 +56,18 @@ def passages(evidence: Evidence) -> list[Cause]:
     named = [informed(_named(cause, evidence), evidence) for cause in causes]
     named = [_with_orders(_with_parameter(cause, evidence), evidence) for cause in named]
     return [*_beyond(named, evidence), *named]
+
+
+def _computed_otherwise(boundaries: Boundaries, evidence: Evidence) -> list[Cause]:
+    """The stage that made of what was right what the reference never has."""
+    found = boundaries.computed_otherwise()
+    if found is None:
+        return []
+    stage, microbatches = found
+    detail = "its input is right, and its output is like nothing that the reference computes"
+    action = f"{stage}F{microbatches[0]}"
+    place = evidence.placement[stage]
+    return [Cause("computation", place, stage, microbatches=tuple(microbatches), action=action, detail=detail)]
 
 
 def _of_all_stages(causes: list[Cause], evidence: Evidence) -> list[Cause]:
