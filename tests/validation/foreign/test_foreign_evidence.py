@@ -118,7 +118,7 @@ def test_what_tells_nothing_is_located_and_not_named(whitebox: WhiteBox) -> None
 
     verdict = judged(whitebox, step)
     assert (verdict.verdict, verdict.cause) == ("fail", ())
-    assert verdict.undecided[0].startswith("first seen wrong: rank 1, stage 1, 1F1: input is no microbatch's")
+    assert verdict.undecided[0].startswith("first compared wrong: rank 1, stage 1, 1F1: input is no microbatch's")
     assert "every watched boundary tensor is right" not in str(verdict)
     assert "cause     unknown: the evidence does not decide" in str(verdict)
 
@@ -131,7 +131,7 @@ def test_of_two_that_tell_nothing_nobody_knows_which_is_which(whitebox: WhiteBox
 
     verdict = judged(whitebox, step)
     assert (verdict.verdict, verdict.cause) == ("fail", ())
-    where = "first seen wrong: rank 1, stage 1, 1F of call 2: input is "
+    where = "first compared wrong: rank 1, stage 1, 1F of call 2: input is "
     assert verdict.undecided[0] == f"{where}like nothing the reference made, so its microbatch is not known"
     assert {one.microbatch for one in verdict.mismatches if one.law == "boundaries"} == {None}
     assert "dropped" not in str(verdict)

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from validation.diagnosis.divergence import roots
-from validation.diagnosis.evidence import Evidence
+from validation.diagnosis.evidence import Due, Evidence
 from validation.observers.identity import What
 from validation.observers.observed import INPUT, Crossing
 from validation.observers.recording import FLOWED, FORWARD_POINTS, GIVEN, HANDED_ON, KEPT, MADE, RECEIVED, Point
@@ -82,12 +82,17 @@ class Boundaries:
         microbatches. Their losses are wrong, and nothing that they were made from this output is right."""
         passed = self._evidence.passed
         stage = next((stage for stage, flow in sorted(passed.items()) if any(flow.strange.values())), None)
-        if stage is None or passed[stage].untold or self._in_shards(stage):
+        due = self._evidence.due
+        if stage is None or due is None or passed[stage].untold or self._in_shards(stage):
             return None
         found = sorted(m for m, strange in passed[stage].strange.items() if strange and self._broke_at(stage, m))
-        due = self._evidence.due
-        known = due is not None and all(due.lacks(m, one) for m in found for one in passed[stage].strange[m])
-        return (stage, found) if found and known else None
+        known = all(due.lacks(m, one) for m in found for one in passed[stage].strange[m])
+        return (stage, found) if found and known and self._begins_where_due(stage, due) else None
+
+    def _begins_where_due(self, stage: int, due: Due) -> bool:
+        """Whether what comes into ``stage`` is all that the parameters of earlier stages make in the reference."""
+        begins = {place for place in self._evidence.passed[stage].begins.values() if not place.startswith(INPUT)}
+        return begins <= set(due.ends(stage - 1)) and bool(begins) if stage else not begins
 
     def _broke_at(self, stage: int, microbatch: int) -> bool:
         """Whether all that came into ``stage`` is right, and no later stage made what is right of it."""
@@ -143,6 +148,10 @@ class Boundaries:
         watched = [source for source in sources if source.stage in self._evidence.passed]
         exact = all(one.exact for source in sources for one in self._at.get(source, ()))
         return exact and self._unplaced.isdisjoint(sources) and all(source in self._at for source in watched)
+
+    def is_known_before(self, point: Point) -> bool:
+        """Whether all that a tensor was made from was compared."""
+        return all(source in self._at for source in self._sources(point))
 
     def _behind_the_unknown(self, point: Point) -> bool:
         """Whether this may be made from what a stage did in a call of which nobody knows that it was this microbatch's.
