@@ -21,6 +21,7 @@ from reference.model import LossFn, Model
 Stage = int
 Site = tuple[Stage, str]  # one stage's copy of a parameter, by its name in the model
 Gradient = Tensor | None
+_Leaves = dict[tuple[Stage, int], tuple[Tensor, nn.Parameter]]  # by the stage and the parameter's identity
 
 
 class LossError(ValueError):
@@ -170,7 +171,21 @@ class Reference:
 
     def contribution(self, batch: Batch, loss_fn: LossFn, divisor: float) -> Contribution:
         """One forward and backward, with a leaf of its own for every stage's use of every parameter."""
-        leaves: dict[tuple[Stage, int], tuple[Tensor, nn.Parameter]] = {}
+        loss, leaves, uses = self._forward(batch, loss_fn)
+        each, parameters = zip(*leaves.values(), strict=True)
+        found = dict(zip(map(id, each), graded(loss / divisor, each, parameters), strict=True))
+        gradients = {site: found[id(uses[self._first[name]])] for name, site in self._sites.items() if self._own(name)}
+        gradients = dict.fromkeys(self._sites.values()) | gradients
+        return Contribution(loss.item(), {site: None if g is None else dense(g) for site, g in gradients.items()})
+
+    def losses(self, batches: Sequence[Batch]) -> Iterator[tuple[Tensor, float]]:
+        """Each microbatch's loss with its graph, and what it is divided by, one after another."""
+        loss_fn, divisor = objective(self.model, batches, self.recipe)
+        return ((self._forward(batch, loss_fn)[0], divisor / self.late) for batch in batches)
+
+    def _forward(self, batch: Batch, loss_fn: LossFn) -> tuple[Tensor, _Leaves, Mapping[str, Tensor]]:
+        """A loss, the leaves that it was made of, each with its parameter, and which name uses which of them."""
+        leaves: _Leaves = {}
         uses = {}
         for name in dict.fromkeys(self._first.values()):
             parameter = self._parameters[name]
@@ -179,12 +194,7 @@ class Reference:
                 leaves[key] = parameter.detach().requires_grad_(parameter.requires_grad), parameter
             uses[name] = leaves[key][0]
         output = functional_call(self.model, uses, batch.inputs, tie_weights=False)
-        loss = differentiable(loss_fn(output, batch.target))
-        each, parameters = zip(*leaves.values(), strict=True)
-        found = dict(zip(map(id, each), graded(loss / divisor, each, parameters), strict=True))
-        gradients = {site: found[id(uses[self._first[name]])] for name, site in self._sites.items() if self._own(name)}
-        gradients = dict.fromkeys(self._sites.values()) | gradients
-        return Contribution(loss.item(), {site: None if g is None else dense(g) for site, g in gradients.items()})
+        return differentiable(loss_fn(output, batch.target)), leaves, uses
 
     def _own(self, name: str) -> bool:
         """Whether the stage of ``name`` has a use of its own: of a module in several stages the first has them all."""

@@ -174,6 +174,10 @@ def test_a_place_where_nothing_can_show_is_false() -> None:
     assert roles(verdict(CAUSE, where=replace(PLACE, stage=3)), DROPPED) == ["where"]
     first = "first seen wrong: rank 2, stage 2, 2F0: input is nobody's"
     assert roles(verdict(undecided=(first,)), replace(DROPPED, affected=None)) == ["unknown"]
+    between = "first seen wrong: between rank {0}, stage {0} and rank {1}, stage {1}, {1}F0: input is nobody's"
+    places = [((0, 1), []), ((1, 2), []), ((2, 3), ["unknown"])]
+    for stages, false in places:
+        assert roles(verdict(undecided=(between.format(*stages),)), replace(DROPPED, affected=None)) == false
     assert check(verdict(CAUSE, where=replace(PLACE, stage=3)), replace(DROPPED, affected=None), COUNTS).downstream
 
 

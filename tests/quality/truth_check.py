@@ -209,7 +209,8 @@ def _nothing_there(claim: Claim, truth: Truth) -> Iterator[str]:
     stage = claim.place.stage
     if truth.affected is not None and stage is not None and stage not in truth.affected:
         yield f"only stage {list(truth.affected)} can show anything"
-    if claim.role == "unknown" and truth.stages and stage not in truth.stages:
+    said = {stage, *claim.place.stages}
+    if claim.role == "unknown" and truth.stages and not said & set(truth.stages):
         yield f"it was first wrong at stage {list(truth.stages)}"
 
 

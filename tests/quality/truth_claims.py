@@ -79,6 +79,7 @@ EVIDENCE: Sequence[tuple[str, frozenset[str]]] = tuple(
 # Sentences on what stays open that claim nothing but how far the search came.
 _SAYS_NOTHING = (
     r"unjudged: ",
+    r"first compared wrong: ",
     r"stage \d+: no combination of what the reference knows makes its gradients",
     r"stage \d+: the coefficients of .* are not decided",
     r"stage \d+: the gradient of \S+ is (no multiple|wrong in|no sum)",
@@ -127,7 +128,7 @@ SPEAKS_OF: Mapping[str, str] = MappingProxyType(
     }
 )
 
-FIRST_WRONG = re.compile(r"first seen wrong: rank (\d+), stage (\d+), ")
+FIRST_WRONG = re.compile(r"first seen wrong: (?:between rank \d+, stage (\d+) and )?rank (\d+), stage (\d+), ")
 OF_STAGE = re.compile(r"of stage (\d+), (.+?) (?:is|are) right$")
 COUNTED = re.compile(r"(?:^|\D)(\d+), (?:one over )?the number of (microbatches|ranks|stages|replicas)\b")
 GARBLED = (
@@ -213,7 +214,8 @@ def _of_reason(reason: RuledOut) -> Claim:
 
 def _of_open(text: str) -> Claim:
     if found := FIRST_WRONG.match(text):
-        return Claim("unknown", text, place=Place(int(found[1]), int(found[2])))
+        sender = () if found[1] is None else (int(found[1]), int(found[3]))
+        return Claim("unknown", text, place=Place(int(found[2]), int(found[3]), stages=sender))
     known = any(re.match(pattern, text) for pattern in _SAYS_NOTHING)
     return Claim("unknown", text, denies=frozenset() if known else None)
 

@@ -21,6 +21,7 @@ from validation.judging.tolerance import PRECISIONS
 from validation.judging.verdict import Verdict
 from validation.observers.observed import Observed, Passed
 from validation.observers.recording import Addition, Recording, Site
+from validation.observers.sketch import Sketch
 
 Gradients = Mapping[str, Tensor | None]
 _OF_GRADIENTS = ("gradient", "presence", "tied-copies")
@@ -30,7 +31,8 @@ class Due(Protocol):
     """What is known of the right operation, where the run cannot be played again.
 
     ``weights``: the parameters that it begins with. ``divisor`` is that of a loss, if somebody knows it.
-    ``ends`` are the places where a stage ends; none where that is not known.
+    ``ends`` are the places where a stage ends; none where that is not known. ``lacks``: whether it is known that a
+    tensor of this form is no step of what a microbatch is computed by.
     """
 
     @property
@@ -46,6 +48,8 @@ class Due(Protocol):
     def divisor(self) -> float | None: ...
 
     def ends(self, stage: int) -> Collection[str]: ...
+
+    def lacks(self, microbatch: int, seen: Sketch) -> bool: ...
 
 
 @dataclass(frozen=True)

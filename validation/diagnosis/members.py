@@ -49,7 +49,13 @@ _ALIKE = 1e-3  # no verdict hangs on it: how near a number must be to one that w
 
 
 class Part(Protocol):
-    """What a rank handed back of a stage, by its parameters in order; ``members``: all ranks with this stage."""
+    """What a rank handed back of a stage, by its parameters in order; ``members``: all ranks with this stage.
+
+    ``values``: weights before the step, where they are not those of any parameter of the reference.
+    """
+
+    @property
+    def values(self) -> Mapping[int, Tensor]: ...
 
     @property
     def gradients(self) -> Sequence[Gradient]: ...

@@ -39,9 +39,16 @@ def name_causes(
     sums = mixed(stages, update)
     causes = [*swapped, *_placed(update, faults), *of_parameters(update, stages, sums), *of_copies(update, tied)]
     causes += untrained(update)
-    causes = [_with_rank(update, cause) for cause in causes]
+    causes = [_with_rank(update, cause) for cause in causes if not _follows(cause, causes)]
     unknown = tuple(_unknown(stages, tied, sums))
     return tuple(dict.fromkeys(causes)), unknown, tuple(_ruled_out(stages, tied, causes))
+
+
+def _follows(cause: Cause, causes: Sequence[Cause]) -> bool:
+    """Whether a stage that has nothing finite has it from a later one: what is not finite flows back through all."""
+    later = [one.stage for one in causes if one.kind == "not-finite" and one.parameter is not None]
+    whole = cause.kind == "not-finite" and cause.parameter is None and cause.stage is not None
+    return whole and any(stage is not None and stage > (cause.stage or 0) for stage in later)
 
 
 def _decided_faults(update: Update, stage: Explanation) -> tuple[Fault, ...] | None:

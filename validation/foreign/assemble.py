@@ -10,11 +10,12 @@ from pipeline.action import Action
 from pipeline.schedule import Schedule
 from reference.step import Site
 from validation.diagnosis.members import Replicas
-from validation.foreign.call_matching import Both
+from validation.foreign.call_matching import Cuts
 from validation.foreign.crossings import passed
 from validation.foreign.matching import match, with_copies
 from validation.foreign.rank import Part, RankMade
 from validation.foreign.shared_stages import claims
+from validation.foreign.survey import Both
 from validation.judging.ledger import NOWHERE
 from validation.judging.oracle import copies_apart
 from validation.observers.observed import Claim, Observed, Passed, RankOperation
@@ -190,10 +191,10 @@ class Assembled:
         """Whether gradients alone were handed back, so that nobody knows of any weights."""
         return bool(self.stages) and all(one.content is None for stage in self.stages for one in stage.part.locals)
 
-    def passages(self, places: Both | None) -> dict[int, Passed]:
+    def passages(self, places: Both | None, note_handed_on: Callable[[Cuts], None]) -> dict[int, Passed]:
         """What is known of the boundary of every watched stage; ``places`` are needed where there is one."""
         calls = {stage.index: stage.part.calls for stage in self.stages if stage.part.calls is not None}
-        return {} if places is None else passed(calls, self.replicas.microbatches, places)
+        return {} if places is None else passed(calls, self.replicas.microbatches, places, note_handed_on)
 
     def observed(self, known: Mapping[int, Passed]) -> Observed:
         """What was produced; ``known``: what passed the boundaries of stages."""

@@ -4,93 +4,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import TypeVar
-
-from torch import Tensor, nn
 
 from pipeline.action import Kind
-from reference.data import Batch
-from reference.outputs import outputs_noted
+from reference.handed_on import Cut
 from validation.diagnosis.sketches import recognised
+from validation.foreign.survey import REPLICA, Both, Places, handed_on
 from validation.observers.observed import INPUT, UNKNOWN_MICROBATCH
 from validation.observers.recording import GIVEN, HANDED_ON, KEPT, MADE, RECEIVED
-from validation.observers.sketch import Sketch, sketch
+from validation.observers.sketch import Sketch
 from validation.observers.watching import Call
-
-REPLICA = " of a replica"
-Result = TypeVar("Result")
-
-
-class Places:
-    """Sketches by place, one for each microbatch; a place is a module's n-th output, or the model's n-th input."""
-
-    def __init__(self) -> None:
-        self.by_place: dict[str, dict[int, Sketch]] = {}
-        self._by_content: dict[bytes, list[tuple[str, int]]] = {}
-
-    def note(self, place: str, microbatch: int, tensor: Tensor) -> None:
-        """``tensor`` passed there."""
-        made = self.by_place.setdefault(place, {})[microbatch] = sketch(tensor)
-        self._by_content.setdefault(made.digest, []).append((place, microbatch))
-
-    def find(self, seen: Sketch) -> Iterator[tuple[str, int]]:
-        """Every (place, microbatch) whose tensor ``seen`` is: bit for bit, or if none is, up to rounding."""
-        if seen.digest in self._by_content:
-            yield from self._by_content[seen.digest]
-            return
-        for place, sketches in self.by_place.items():
-            for microbatch, known in sketches.items():
-                if seen.is_like(known):
-                    yield place, microbatch
-
-    def usual(self, seen: Sequence[Sketch | None]) -> tuple[str, ...]:
-        """The places where most of ``seen`` pass, each for another microbatch; none if none of them passes anywhere.
-
-        What is zero may be so in many places, and says nothing beside what is not.
-        """
-        there = [one for one in seen if one is not None]
-        found: dict[str, set[int]] = {}
-        for one in [one for one in there if one.norm] or there:
-            for place, microbatch in self.find(one):
-                found.setdefault(place, set()).add(microbatch)
-        most = max(map(len, found.values()), default=0)
-        return tuple(place for place, numbers in found.items() if len(numbers) == most)
-
-
-Both = tuple[Places, Places]  # of tensors, and of gradients
-
-
-class Survey:
-    """Looks where in ``model`` what passes, while it is trained on one microbatch after another.
-
-    A replica whose share is to be averaged with others has gradients that are ``replicas`` times as large.
-    """
-
-    def __init__(self, model: nn.Module, *, replicas: int = 1) -> None:
-        self.places: Both = Places(), Places()
-        self._model = model
-        self._replicas = replicas
-
-    def watch(self, microbatch: int, batch: Batch, train: Callable[[], Result]) -> Result:
-        """What ``train`` returns, which trains the model on ``batch``."""
-        forward, _ = self.places
-        for number, tensor in enumerate(batch.inputs):
-            forward.note(f"{INPUT} {number}", microbatch, tensor)
-        with outputs_noted(self._model, lambda place, tensor: self._note(place, microbatch, tensor)):
-            return train()
-
-    def _note(self, place: str, microbatch: int, tensor: Tensor) -> None:
-        """A module has put out ``tensor``; its gradient is noted when it flows."""
-        forward, _ = self.places
-        forward.note(place, microbatch, tensor)
-        if tensor.requires_grad:
-            tensor.register_hook(lambda gradient: self._flowed(place, microbatch, gradient))  # type: ignore[no-untyped-call]  # in torch
-
-    def _flowed(self, place: str, microbatch: int, gradient: Tensor) -> None:
-        _, backward = self.places
-        backward.note(place, microbatch, gradient)
-        if self._replicas > 1:
-            backward.note(f"{place}{REPLICA}", microbatch, gradient * self._replicas)
 
 
 @dataclass(frozen=True)
@@ -311,24 +233,36 @@ def _eliminate(
 _FLOWING = {RECEIVED: MADE, HANDED_ON: GIVEN}  # the tensor that a gradient is of
 _FLOWS = {MADE: (RECEIVED, "output gradient"), GIVEN: (HANDED_ON, "input gradient")}
 Stages = Mapping[int, Sequence[Column]]
+Cuts = Mapping[int, Cut]
 
 
-def structured(stages: Stages, places: Both) -> dict[int, list[Column]]:
+def structured(stages: Stages, places: Both, note: Callable[[Cuts], None]) -> dict[int, list[Column]]:
     """The columns of every stage, with places by structure for what has none of its own: for a diagnosis alone.
 
-    A gradient is at its tensor's place even where it is like that of another, and is missed where it never came.
+    A gradient is at its tensor's place even where it is like that of another, and is missed where it never came. Of
+    some a stage has a part: ``note`` notes those parts among the places of gradients.
     """
     tensors = {stage: [_settled(one, stage, stages) for one in columns] for stage, columns in stages.items()}
-    carried = _carried(tensors)
+    cuts, divided = _cuts(tensors, places)
+    note(cuts)
     for stage, columns in tensors.items():
-        of = {(one.where, one.number): one for one in columns if one.kind is Kind.FORWARD}
-        settled = [_flowing(one, of, carried) for one in columns]
-        tensors[stage] = settled + [one for one in _missed(settled, of, places) if one.place not in carried]
+        flow = _Flow(stage, columns, places, divided[stage])
+        settled = [flow.settled(one) for one in columns]
+        tensors[stage] = [*settled, *flow.missed(settled)]
     return tensors
 
 
 def _settled(column: Column, stage: int, stages: Stages) -> Column:
-    """``column`` of tensors at the place that its neighbours tell, where its own content tells none."""
+    """``column`` of tensors at the place that its neighbours tell, where its own content tells none.
+
+    Nor does it where it is what comes in beside it, and the stage before hands on two.
+    """
+    beside = [one for one in stages[stage] if (one.where, one.number) < (column.where, column.number)]
+    before = [one for one in stages.get(stage - 1, ()) if (one.where, one.number) == (MADE, column.number)]
+    if column.where == GIVEN and any(one.where == GIVEN and one.own and one.own == column.own for one in beside):
+        for one in before:
+            if one.own and not set(one.own) & set(column.own) and _fits(column, one.place):
+                return replace(column, own=(), place=one.place, judged=False)
     if column.place or column.where not in (GIVEN, MADE, KEPT):
         return column
     fitting = (place for place in _neighbours(column, stage, stages) if _fits(column, place))
@@ -361,34 +295,75 @@ def _fits(column: Column, place: str) -> bool:
     return bool(known) and all(one is None or (one.shape, one.dtype) in forms for one in column.seen)
 
 
-def _carried(stages: Stages) -> frozenset[str]:
-    """The places of tensors that come into several stages: of their gradient, each hands on a part."""
-    times = Counter(one.place for columns in stages.values() for one in columns if one.where == GIVEN)
-    return frozenset(place for place, count in times.items() if place and count > 1)
+def _cuts(stages: Stages, places: Both) -> tuple[Cuts, Mapping[int, frozenset[str]]]:
+    """The places of tensors of whose gradient each stage may hand on a part alone, and the stages where it is known.
 
-
-def _flowing(column: Column, of: Mapping[tuple[str, int], Column], carried: frozenset[str]) -> Column:
-    """``column`` of gradients at the place of the tensors that they are of."""
-    tensor = of.get((_FLOWING.get(column.where, ""), column.number))
-    if tensor is None or not tensor.place or tensor.place in carried:
-        return column
-    here = {place + of_replica for place in (*tensor.own, tensor.place) for of_replica in ("", REPLICA)}
-    own = [place for place in column.own if place in here]
-    if not own and tensor.place not in column.places.by_place:
-        return column
-    return replace(column, place=[*own, tensor.place][0], judged=bool(own))
-
-
-def _missed(columns: Sequence[Column], of: Mapping[tuple[str, int], Column], places: Both) -> Iterator[Column]:
-    """A column of nothing for each gradient that the reference has and that no call was seen to have."""
+    Such a tensor comes into several stages, or beside another one, which may be made of it.
+    """
     _, backward = places
-    came = {(one.where, one.number) for one in columns}
-    for (_, number), tensor in of.items():
-        if tensor.where in _FLOWS and tensor.place in backward.by_place:
-            where, what = _FLOWS[tensor.where]
-            if (where, number) not in came:
-                nothing: tuple[Sketch | None, ...] = (None,) * len(tensor.seen)
-                name = f"{what} {number}" if number else what
+    at = {
+        (stage, where): [one.place for one in columns if one.where == where]
+        for stage, columns in stages.items()
+        for where in (GIVEN, MADE)
+    }
+    flowing = {stage: [place for place in at[stage, GIVEN] if place in backward.by_place] for stage in stages}
+    times = Counter(place for given in flowing.values() for place in given)
+    divided = {
+        stage: frozenset(given if len(given) > 1 else (place for place in given if times[place] > 1))
+        for stage, given in flowing.items()
+    }
+    cuts = {
+        stage: Cut(frozenset(given), frozenset(at[stage, MADE]))
+        for stage, given in flowing.items()
+        if divided[stage] and all(at[stage, MADE]) and len(set(given)) == len(given)
+    }
+    return cuts, divided
+
+
+@dataclass(frozen=True)
+class _Flow:
+    """The gradients of a stage, whose tensors are settled; of ``divided`` places it may have a part alone."""
+
+    stage: int
+    columns: Sequence[Column]
+    places: Both
+    divided: frozenset[str]
+
+    def settled(self, column: Column) -> Column:
+        """``column`` of gradients at the place of the tensors that they are of."""
+        tensor = self._of.get((_FLOWING.get(column.where, ""), column.number))
+        if tensor is None or not tensor.place:
+            return column
+        places = self._places(tensor)
+        here = {place + of_replica for place in places for of_replica in ("", REPLICA)}
+        own = [place for place in column.places.usual(column.seen) if place in here]
+        if not own and not (places and places[0] in column.places.by_place):
+            return column
+        return replace(column, own=tuple(own) or column.own, place=[*own, *places][0], judged=bool(own))
+
+    def missed(self, came: Sequence[Column]) -> Iterator[Column]:
+        """A column of nothing for each gradient that the reference has and that no call was seen to have."""
+        forward, backward = self.places
+        there = {(one.where, one.number) for one in came}
+        for tensor in self._of.values():
+            where, what = _FLOWS.get(tensor.where, ("", ""))
+            place = next(iter(self._places(tensor)), "")
+            if where and (where, tensor.number) not in there and place in backward.by_place:
+                name = f"{what} {tensor.number}" if tensor.number else what
+                nothing = (None,) * len(tensor.seen)
                 yield Column(
-                    Kind.BACKWARD, where, name, number, nothing, backward, tensor.places, (), tensor.place, False
+                    Kind.BACKWARD, where, name, tensor.number, nothing, backward, forward, (), place, judged=False
                 )
+
+    def _places(self, tensor: Column) -> Sequence[str]:
+        """Where the gradient of ``tensor`` passes; nowhere if a part of it passes here, and nobody knows which."""
+        _, backward = self.places
+        if tensor.place not in self.divided:
+            return tensor.place, *tensor.own
+        part = handed_on(tensor.place, self.stage)
+        return (part,) if part in backward.by_place else ()
+
+    @property
+    def _of(self) -> Mapping[tuple[str, int], Column]:
+        """The tensors."""
+        return {(one.where, one.number): one for one in self.columns if one.kind is Kind.FORWARD}

@@ -2,12 +2,22 @@
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pipeline.action import Action, Kind
 from validation.diagnosis.sketches import is_rounded_sketch, nearest_sketch, of_sketches
-from validation.foreign.call_matching import Both, Column, Order, at_once, columns, orders, structured, without_trial
+from validation.foreign.call_matching import (
+    Column,
+    Cuts,
+    Order,
+    at_once,
+    columns,
+    orders,
+    structured,
+    without_trial,
+)
+from validation.foreign.survey import Both, is_part
 from validation.observers.likeness import Label, Likeness
 from validation.observers.observed import UNKNOWN_MICROBATCH, Crossing, Passed
 from validation.observers.recording import FORWARD_POINTS, GIVEN, HANDED_ON, KEPT, MADE, RECEIVED, Point
@@ -15,17 +25,26 @@ from validation.observers.sketch import Sketch
 from validation.observers.watching import Call
 
 
-def passed(watched: Mapping[int, Sequence[Call]], microbatches: int, places: Both) -> dict[int, Passed]:
-    """What the calls of every stage were; ``places`` are those of tensors and of gradients."""
+def passed(
+    watched: Mapping[int, Sequence[Call]],
+    microbatches: int,
+    places: Both,
+    note_handed_on: Callable[[Cuts], None] = lambda cuts: None,
+) -> dict[int, Passed]:
+    """What the calls of every stage were; ``places`` are those of tensors and of gradients.
+
+    ``note_handed_on`` notes in them what some stages hand on: parts of gradients.
+    """
     own = {
         stage: without_trial(at_once(calls, microbatches, places), microbatches, places)
         for stage, calls in sorted(watched.items())
     }
-    columns_of = structured({stage: list(columns(calls, places)) for stage, calls in own.items()}, places)
+    seen = {stage: list(columns(calls, places)) for stage, calls in own.items()}
+    columns_of = structured(seen, places, note_handed_on)
     stages = {stage: (calls, columns_of[stage]) for stage, calls in own.items()}
     found = orders(stages, microbatches)
     sent, late = _sent(stages, found), _late(stages, found)
-    return {stage: _passed(stage, *seen, _Context(stage, found[stage], sent, late)) for stage, seen in stages.items()}
+    return {stage: _passed(stage, *there, _Context(stage, found[stage], sent, late)) for stage, there in stages.items()}
 
 
 def _late(stages: Mapping[int, tuple[Sequence[Call], Sequence[Column]]], orders: Mapping[int, Order]) -> float | None:
@@ -88,7 +107,16 @@ def _passed(stage: int, calls: Sequence[Call], seen: Sequence[Column], context: 
     uncompared = sum(column.where != KEPT and not column.judged and column.seen[k] is not None for column, k in every)
     done = (*forwards, *backwards), called, tuple(crossings)
     ranks = {number: call.rank for number, call in zip(order.numbers, calls, strict=True)}
-    return Passed(*done, *ends, order.left, order.complete, unplaced, uncompared, ranks)
+    strange = {number: [*_strange(seen, k)] for k, number in enumerate(order.numbers)}
+    return Passed(*done, *ends, order.left, order.complete, unplaced, uncompared, ranks, strange)
+
+
+def _strange(seen: Sequence[Column], call: int) -> Iterator[Sketch]:
+    """The outputs of a call that have no place."""
+    for column in seen:
+        one = column.seen[call]
+        if column.where == MADE and not column.place and one is not None:
+            yield one
 
 
 def _at(where: str, seen: Sequence[Column]) -> dict[int, str]:
@@ -166,6 +194,8 @@ def _really(column: Column, seen: Sketch, expected: Sketch, k: int, context: _Co
     kind = "different" if column.where in (MADE, HANDED_ON) else "other"
     for flow, of in ((column.places, ""), (column.elsewhere, "gradient at " if forward else "activation at ")):
         for place, owner in flow.find(seen) if seen.norm else ():
+            if owner == microbatch and is_part(place, column.place):
+                return Likeness("different", words=f"a part of its own alone: {place}")
             return Likeness(kind, words=f"microbatch {owner}'s {of}{place}")
     if point is not None:
         return _sent_as(point, what)

@@ -6,6 +6,7 @@ from functools import cached_property
 
 from torch import Tensor, nn
 
+from reference.copied import copied
 from reference.data import Batch
 from reference.step import Contribution, Expected, Gradient, Loss, Reference, Site
 from reference.traced import Traced
@@ -13,9 +14,11 @@ from validation.diagnosis.atoms import Update
 from validation.diagnosis.evidence import Evidence
 from validation.diagnosis.members import Members
 from validation.foreign.assemble import Assembled
+from validation.foreign.survey import Computed
 from validation.judging.ledger import NOWHERE
 from validation.judging.verdict import Verdict
 from validation.observers.observed import Observed, Passed
+from validation.observers.sketch import Sketch
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,21 @@ class _Due:
     def ends(self, stage: int) -> Collection[str]:
         """The places in the reference where ``stage`` ends."""
         return self._traced.end(stage)
+
+    def lacks(self, microbatch: int, seen: Sketch) -> bool:
+        """Whether the reference computes no such tensor for a microbatch, and nothing that it was made of."""
+        return self._computed[microbatch].lacks(seen)
+
+    @cached_property
+    def _computed(self) -> Sequence[Computed]:
+        """What the reference computes for every microbatch."""
+        model = copied(self.beside.model)
+        found = []
+        for batch in self.beside.batches:
+            with Computed() as computed:
+                model(*batch.inputs)
+            found.append(computed)
+        return found
 
     @cached_property
     def _traced(self) -> Traced:

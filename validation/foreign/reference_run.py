@@ -13,8 +13,9 @@ from reference.data import Batch
 from reference.graph import ends_of, uses
 from reference.step import Contribution, Loss, LossError, Recipe, Reference, Site
 from validation.diagnosis.members import Replicas
-from validation.foreign.call_matching import Both, Survey
+from validation.foreign.call_matching import Cuts
 from validation.foreign.rank import Step
+from validation.foreign.survey import Both, Survey
 from validation.judging.judge import one_thread
 from validation.judging.tolerance import FP32, scalar_error
 from validation.judging.verdict import raised
@@ -245,6 +246,21 @@ class ReferenceRun:
     def places(self) -> Both | None:
         """Where what passed, if the run was surveyed."""
         return None if self._survey is None else self._survey.places
+
+    def note_handed_on(self, cuts: Cuts) -> None:
+        """Note in the places of gradients what each of these stages hands on: that takes another run.
+
+        What the user's own code cannot show a second time, or shows otherwise, is left out.
+        """
+        if self._survey is None or not cuts:
+            return
+        model = self._task.built(next(self._model.parameters()).device.type)
+        reference = Reference(model, owner=dict.fromkeys(self._parameters, 0), recipe=Recipe(loss=self._task.loss))
+        try:
+            with one_thread():
+                self._survey.look_again(model, reference.losses(self.batches), cuts, [one.loss for one in self._made])
+        except Exception:  # no one type: it is the user's code, and some backwards, as of checkpoints, cannot be cut
+            return
 
     def _next(self) -> Contribution:
         number = len(self._made)

@@ -155,7 +155,7 @@ def _judged(title: str, task: Task, found: Assembled, twin: Twin, run: Reference
         return _undecided(
             title, f"the reference {task.name} gives no parameter a gradient: there is nothing to compare"
         )
-    known = found.passages(run.places)
+    known = found.passages(run.places, run.note_handed_on)
     observed = found.observed(known)
     subject = Requirements(
         title,

@@ -10,6 +10,7 @@ from pipeline.profile import Profile
 from pipeline.schedule import Schedule
 from validation.observers.likeness import Likeness
 from validation.observers.recording import Recording, Site, together
+from validation.observers.sketch import Sketch
 
 INPUT = "input of the model"  # as a place
 UNKNOWN_MICROBATCH = -1  # the microbatch of a call of which nothing tells it
@@ -56,7 +57,8 @@ class Passed:
     ``lost`` are the microbatches that no call was known to be about; ``complete``: there is one call for each of them.
     ``unplaced`` are tensors of which nothing tells where they should pass: at which of the flow's points, and for which
     microbatch. Whether they are right nobody knows. ``uncompared`` is how many tensors no law could be held against.
-    ``ranks``: which rank each microbatch was on, if several hold it.
+    ``ranks``: which rank each microbatch was on, if several hold it. ``strange`` are outputs without a place, by
+    microbatch.
     """
 
     actions: tuple[Action, ...]
@@ -69,6 +71,7 @@ class Passed:
     unplaced: frozenset[tuple[str, int]] = frozenset()
     uncompared: int = 0
     ranks: Mapping[int, int | None] = field(default_factory=dict)
+    strange: Mapping[int, Sequence[Sketch]] = field(default_factory=dict)
 
     @property
     def untold(self) -> bool:

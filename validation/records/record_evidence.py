@@ -10,6 +10,7 @@ from reference.step import Expected, Gradient, Site
 from validation.diagnosis.atoms import Update
 from validation.diagnosis.evidence import Evidence, Sums
 from validation.judging.verdict import Verdict
+from validation.observers.sketch import Sketch
 from validation.records.record import Place, RecordedOperation
 from validation.records.recorded_sums import RecordedSums
 
@@ -115,3 +116,7 @@ class Step:
     def ends(self, stage: int) -> Collection[str]:
         """Nothing: a record knows no places in a model."""
         return ()
+
+    def lacks(self, microbatch: int, seen: Sketch) -> bool:
+        """Unknown: no tensor was kept."""
+        return False

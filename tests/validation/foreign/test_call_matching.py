@@ -22,8 +22,8 @@ from tests.support.two_ranks import (
     step,
 )
 from validation.foreign import WhiteBox, watch
-from validation.foreign.call_matching import Places, Survey
 from validation.foreign.crossings import passed
+from validation.foreign.survey import Places, Survey
 from validation.observers.observed import UNKNOWN_MICROBATCH, Passed
 from validation.observers.sketch import Sketch, sketch
 from validation.observers.watching import Call, Watcher

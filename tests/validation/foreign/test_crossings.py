@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from reference.data import Batch
-from validation.foreign.call_matching import Places, Survey
 from validation.foreign.crossings import passed
+from validation.foreign.survey import Places, Survey
 from validation.observers.observed import Crossing, Passed
 from validation.observers.sketch import sketch
 from validation.observers.watching import Call, Watcher

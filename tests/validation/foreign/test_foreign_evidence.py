@@ -118,7 +118,7 @@ def test_what_tells_nothing_is_located_and_not_named(whitebox: WhiteBox) -> None
 
     verdict = judged(whitebox, step)
     assert (verdict.verdict, verdict.cause) == ("fail", ())
-    assert verdict.undecided[0].startswith("first seen wrong: rank 1, stage 1, 1F1: input is no microbatch's")
+    assert verdict.undecided[0].startswith("first compared wrong: rank 1, stage 1, 1F1: input is no microbatch's")
     assert "every watched boundary tensor is right" not in str(verdict)
     assert "cause     unknown: the evidence does not decide" in str(verdict)
 
@@ -131,7 +131,7 @@ def test_of_two_that_tell_nothing_nobody_knows_which_is_which(whitebox: WhiteBox
 
     verdict = judged(whitebox, step)
     assert (verdict.verdict, verdict.cause) == ("fail", ())
-    where = "first seen wrong: rank 1, stage 1, 1F of call 2: input is "
+    where = "first compared wrong: rank 1, stage 1, 1F of call 2: input is "
     assert verdict.undecided[0] == f"{where}like nothing the reference made, so its microbatch is not known"
     assert {one.microbatch for one in verdict.mismatches if one.law == "boundaries"} == {None}
     assert "dropped" not in str(verdict)
@@ -225,14 +225,40 @@ class Squaring(nn.Module):
         return made
 
 
-def test_of_an_output_that_is_nowhere_in_the_reference_nobody_knows_whether_it_should_be(whitebox: WhiteBox) -> None:
-    def step(model: Any, microbatches: list[Any]) -> Any:
-        stage = model[2 * dist.get_rank() : 2 * dist.get_rank() + 2]
-        return train(watch(Squaring(stage) if dist.get_rank() else stage), microbatches)
+def wrapped(rank: int, wrap: Callable[[nn.Module], nn.Module], change: Any = None) -> Step:
+    """What ``wrap`` makes of the stage of ``rank`` is watched in its place."""
 
-    verdict = judged(whitebox, step)
-    assert (verdict.verdict, verdict.cause) == ("fail", ())
-    assert any(line.startswith("stage 1: no combination") for line in verdict.undecided)
+    def step(model: Any, microbatches: list[Any]) -> Any:
+        stage = own_part(model)
+        return train(watch(wrap(stage) if dist.get_rank() == rank else stage), microbatches, change)
+
+    return step
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_output_of_right_inputs_that_the_reference_never_has_was_computed_wrongly(
+    whitebox: WhiteBox, rank: int
+) -> None:
+    cause = only(judged(whitebox, wrapped(rank, Squaring)))
+    assert (cause.kind, cause.rank, cause.stage, cause.microbatches) == ("computation", rank, rank, (0, 1, 2, 3))
+    assert cause.detail == "its input is right, and its output is like nothing that the reference computes"
+
+
+class Doubling(Squaring):
+    """Hands on what is right in another form."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = 2 * self.inner(x)
+        return made
+
+
+def test_an_output_in_another_form_is_not_blamed_for_what_is_wrong_after_it(whitebox: WhiteBox) -> None:
+    def change(m: int, x: Tensor) -> Tensor:
+        return (x / 2).detach() + torch.linspace(0, 1, x.numel()).view_as(x)
+
+    verdict = judged(whitebox, wrapped(0, Doubling, change))
+    assert verdict.verdict == "fail"
+    assert all((cause.kind, cause.stage) != ("computation", 0) for cause in verdict.cause), str(verdict)
 
 
 @pytest.mark.parametrize(

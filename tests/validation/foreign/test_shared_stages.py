@@ -217,6 +217,20 @@ def test_a_model_that_nobody_cut_is_a_wrong_partition(whitebox: WhiteBox) -> Non
     assert [cause.kind for cause in verdict.cause] == ["partition"]
 
 
+def test_a_copy_that_drifted_from_the_others_is_named_with_its_rank(whitebox: WhiteBox) -> None:
+    def step(model: Any, microbatches: list[Any]) -> Any:
+        if dist.get_rank() == 1:
+            model[1][0].weight.data = model[1][0].weight.data * 1.01
+        loss = both_ways(list(model), microbatches, None)
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+        return list(model), loss
+
+    verdict = whitebox.validate(step, reference=build_model, microbatches=data(), ranks=2, loss_fn=loss_fn)
+    (cause,) = verdict.cause
+    assert (cause.kind, cause.rank, cause.stage, cause.parameter) == ("altered", 1, 1, "1.0.weight"), str(verdict)
+
+
 @pytest.mark.parametrize("wrong", [0, 1, 3])
 def test_what_is_wrong_is_on_the_rank_that_the_microbatch_was_on(whitebox: WhiteBox, wrong: int) -> None:
     verdict = judged(whitebox, watched=True, wrong=wrong)

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from validation.diagnosis.divergence import first_wrong_points
-from validation.diagnosis.evidence import Evidence
+from validation.diagnosis.evidence import Due, Evidence
 from validation.observers.likeness import Likeness
 from validation.observers.observed import INPUT, Crossing
 from validation.observers.recording import FLOWED, FORWARD_POINTS, GIVEN, HANDED_ON, KEPT, MADE, RECEIVED, Point
@@ -77,6 +77,39 @@ class Boundaries:
                 what = self._what(point, crossing)
                 yield FirstWrong(point, crossing, what, self._telling(point, crossing, what))
 
+    def computed_otherwise(self) -> tuple[int, Sequence[int]] | None:
+        """The first stage whose output is nothing that the reference computes though its input is right, and for which
+        microbatches. Their losses are wrong, and nothing that they were made from this output is right."""
+        passed = self._evidence.passed
+        stage = next((stage for stage, flow in sorted(passed.items()) if any(flow.strange.values())), None)
+        due = self._evidence.due
+        if stage is None or due is None or passed[stage].untold or self._in_shards(stage):
+            return None
+        found = sorted(m for m, strange in passed[stage].strange.items() if strange and self._broke_at(stage, m))
+        known = all(due.lacks(m, one) for m in found for one in passed[stage].strange[m])
+        return (stage, found) if found and known and self._begins_where_due(stage, due) else None
+
+    def _begins_where_due(self, stage: int, due: Due) -> bool:
+        """Whether what comes into ``stage`` is all that the parameters of earlier stages make in the reference."""
+        begins = {place for place in self._evidence.passed[stage].begins.values() if not place.startswith(INPUT)}
+        return begins <= set(due.ends(stage - 1)) and bool(begins) if stage else not begins
+
+    def _broke_at(self, stage: int, microbatch: int) -> bool:
+        """Whether all that came into ``stage`` is right, and no later stage made what is right of it."""
+        later = range(stage + 1, self._last + 1)
+        healed = any(self._all_right(Point(one, microbatch, MADE)) for one in later)
+        return self._all_right(Point(stage, microbatch, GIVEN)) and self._other_loss(microbatch) and not healed
+
+    def _all_right(self, point: Point) -> bool:
+        """Whether it is known that every tensor there is right."""
+        there = self._at.get(point, ())
+        return bool(there) and point not in self._unplaced and all(one.judged and one.same for one in there)
+
+    def _in_shards(self, stage: int) -> bool:
+        """Whether ranks have parts of the parameters of ``stage``: then their tensors may be parts, too."""
+        members = self._evidence.members
+        return members is not None and any(one.part.shards for one in members.stages if one.index == stage)
+
     def _point(self, crossing: Crossing) -> Point:
         stage, _, microbatch = crossing.action
         return Point(stage, microbatch, self._where(stage, crossing.where))
@@ -115,6 +148,10 @@ class Boundaries:
         watched = [source for source in sources if source.stage in self._evidence.passed]
         exact = all(one.exact for source in sources for one in self._at.get(source, ()))
         return exact and self._unplaced.isdisjoint(sources) and all(source in self._at for source in watched)
+
+    def is_known_before(self, point: Point) -> bool:
+        """Whether all that a tensor was made from was compared."""
+        return all(source in self._at for source in self._sources(point))
 
     def _behind_the_unknown(self, point: Point) -> bool:
         """Whether this may be made from what a stage did in a call of which nobody knows that it was this microbatch's.

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -70,7 +71,26 @@ def _other_weights(evidence: Evidence, due: Due) -> list[Cause]:
     wrong = {(m.stage, m.parameter) for m in evidence.verdict.mismatches if m.law == "initial-weights"}
     seen = {site: value for site, value in sorted(evidence.observed.before(evidence.number).items()) if site in wrong}
     seen = {site: value for site, value in seen.items() if not same_bits(value, due.weights[site[1]])}
-    return _weights(evidence, "the step", seen, due.weights, ()) if seen else []
+    if seen:
+        return _weights(evidence, "the step", seen, due.weights, ())
+    return [
+        replace(cause, rank=rank)
+        for rank, begun in _begun_elsewhere(evidence).items()
+        for cause in _weights(evidence, "the step", begun, due.weights, ())
+    ]
+
+
+def _begun_elsewhere(evidence: Evidence) -> dict[int, dict[Site, Tensor]]:
+    """With what ranks began that hold a stage beside another rank, and not with its weights."""
+    wrong = {(m.rank, m.stage, m.parameter) for m in evidence.verdict.mismatches if m.law == "initial-weights"}
+    found: dict[int, dict[Site, Tensor]] = {}
+    for stage in () if evidence.members is None else evidence.members.stages:
+        for rank, part in stage.part.members:
+            for k, value in part.values.items():
+                name = stage.names.get(k, "")
+                if (rank, stage.index, name) in wrong:
+                    found.setdefault(rank, {})[stage.index, name] = value
+    return found
 
 
 def _moved(recording: Recording) -> dict[Site, float]:

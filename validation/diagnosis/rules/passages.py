@@ -13,7 +13,7 @@ from pipeline.action import Kind
 from validation.diagnosis.divergence import Divergence
 from validation.diagnosis.evidence import Evidence
 from validation.diagnosis.rules.boundaries import causes_of
-from validation.diagnosis.rules.first_wrong import Boundaries
+from validation.diagnosis.rules.first_wrong import Boundaries, Root
 from validation.diagnosis.rules.repeated import or_wrong_message, ordered
 from validation.judging.cause import Cause, RuledOut, listed
 from validation.observers.observed import UNKNOWN_MICROBATCH
@@ -36,7 +36,7 @@ def passages(evidence: Evidence) -> list[Cause]:
     boundaries = Boundaries(evidence)
     found = list(boundaries.first_wrong())
     if not found or not found[0].telling:
-        return []
+        return _computed_otherwise(boundaries, evidence)
     if found[0].point.where == FLOWED and boundaries.refined(found[0]) and _attributed(evidence):
         return []  # what the gradients are made of says more than that the loss is another
     rank = evidence.placement
@@ -56,6 +56,18 @@ def passages(evidence: Evidence) -> list[Cause]:
     named = [informed(_named(cause, evidence), evidence) for cause in causes]
     named = [_with_orders(_with_parameter(cause, evidence), evidence) for cause in named]
     return [*_beyond(named, evidence), *named]
+
+
+def _computed_otherwise(boundaries: Boundaries, evidence: Evidence) -> list[Cause]:
+    """The stage that made of what was right what the reference never has."""
+    found = boundaries.computed_otherwise()
+    if found is None:
+        return []
+    stage, microbatches = found
+    detail = "its input is right, and its output is like nothing that the reference computes"
+    action = f"{stage}F{microbatches[0]}"
+    place = evidence.placement[stage]
+    return [Cause("computation", place, stage, microbatches=tuple(microbatches), action=action, detail=detail)]
 
 
 def _of_all_stages(causes: list[Cause], evidence: Evidence) -> list[Cause]:
@@ -183,17 +195,24 @@ def sound(evidence: Evidence) -> RuledOut | None:
 def unexplained_passage(evidence: Evidence) -> tuple[str, ...]:
     """What was wrong first at the boundaries, and what nobody could judge before it; empty where all is right."""
     rank, boundaries = evidence.placement, Boundaries(evidence)
-    wrong = [
-        f"first seen wrong: rank {rank[one.point.stage]}, stage {one.point.stage}, {one.crossing.at}: "
-        f"{one.point.where} is {one.what.text}"
-        for one in boundaries.first_wrong()
-        if boundaries.is_first(one)
-    ]
+    wrong = [_first_wrong(one, boundaries, rank) for one in boundaries.first_wrong() if boundaries.is_first(one)]
     unjudged = [
         f"unjudged: rank {rank[point.stage]}, stage {point.stage}: {point.where} is like nothing in the reference"
         for point in boundaries.unjudged
     ]
     return (*wrong[:1], *unjudged[:1])
+
+
+def _first_wrong(root: Root, boundaries: Boundaries, rank: Sequence[int]) -> str:
+    """Where ``root`` is; between two stages, if what one of them handed on was right."""
+    point = root.point
+    here = f"rank {rank[point.stage]}, stage {point.stage}"
+    seen = f"{root.crossing.at}: {point.where} is {root.what.text}"
+    if not boundaries.is_known_before(point):
+        return f"first compared wrong: {here}, {seen}"
+    sender = point.stage + {GIVEN: -1, RECEIVED: 1}.get(point.where, 0)
+    between = f"between rank {rank[sender]}, stage {sender} and " if 0 <= sender != point.stage else ""
+    return f"first seen wrong: {between}{here}, {seen}"
 
 
 def _by_stage(evidence: Evidence) -> str:

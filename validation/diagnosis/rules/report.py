@@ -8,10 +8,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+
 from validation.diagnosis.evidence import Evidence
 from validation.judging.cause import Cause
 from validation.judging.tolerance import FP32, scalar_error
 from validation.judging.verdict import Mismatch
+from validation.observers.identity import NARROWER
 
 _UNTOLD = "losses are wrong and gradients right: they are reported otherwise than computed, or a part has no gradient"
 
@@ -85,6 +88,9 @@ def _told(found: Sequence[Mismatch], evidence: Evidence) -> str:
         return ""
     if found[0].microbatch is not None and all(any(_same(one, other) for other in right) for one in seen):
         return "those of other microbatches"
+    for name, dtype in NARROWER.items():
+        if all(one == _through(one, dtype) for one in seen) and all(_rounded(m, dtype) for m in found):
+            return f"the right {'ones' if len(found) > 1 else 'one'}, {name}-rounded"
     ratios = [m.ratio for m in found if m.ratio is not None]
     one = ratios[0] if ratios else 1.0
     alike = len(ratios) == len(found) and all(_same(ratio, one) for ratio in ratios)
@@ -94,6 +100,16 @@ def _told(found: Sequence[Mismatch], evidence: Evidence) -> str:
         return f"{one:.6g} times the right {'ones' if len(found) > 1 else 'one'}"
     alone = evidence.members is not None and evidence.members.replicas.count == 1
     return "other ranks report the right ones" if alone and len({m.rank for m in found}) < _reporting(evidence) else ""
+
+
+def _through(number: float, dtype: torch.dtype) -> float:
+    """``number`` in a narrower type."""
+    return torch.tensor(number, dtype=torch.float64).to(dtype).item()
+
+
+def _rounded(mismatch: Mismatch, dtype: torch.dtype) -> bool:
+    """Whether a number is the right one, as far as ``dtype`` can tell it."""
+    return mismatch.ratio is not None and abs(mismatch.ratio - 1) <= torch.finfo(dtype).eps
 
 
 def _reporting(evidence: Evidence) -> int:

@@ -180,17 +180,22 @@ def test_what_left_right_and_came_in_wrong_in_every_microbatch(whitebox: WhiteBo
     assert (cause.kind, cause.stage, cause.microbatches) == ("altered", 1, EVERY)
 
 
-def test_an_output_that_is_wrong_in_every_microbatch_is_unjudged_and_not_taken_for_right(whitebox: WhiteBox) -> None:
+def test_an_output_that_is_wrong_in_every_microbatch_was_computed_wrongly(whitebox: WhiteBox) -> None:
     def gelu(model: Chain) -> None:
         layer = model.layers[1]
         assert isinstance(layer, Layer)
         layer.act = nn.functional.gelu
 
     verdict = judged(whitebox, model=gelu)
-    assert (verdict.verdict, verdict.cause) == ("fail", ()), str(verdict)
-    unjudged = "unjudged: rank 1, stage 1: output of the module is like nothing in the reference"
-    assert unjudged in verdict.undecided
+    cause = first(verdict)
+    assert (cause.kind, cause.rank, cause.stage, cause.microbatches) == ("computation", 1, 1, EVERY)
     assert "boundary tensor is right" not in str(verdict)
+
+
+def test_of_two_tensors_of_which_one_came_twice_the_other_is_wrong(whitebox: WhiteBox) -> None:
+    cause = first(judged(whitebox, received=at(2, lambda m, x: [x[0], x[0] * 1.0, x[2]])))
+    assert (cause.kind, cause.stage, cause.microbatches) == ("wrong-message", 2, EVERY)
+    assert "(input 1)" in cause.detail
 
 
 def test_an_activation_that_came_in_as_a_gradient(whitebox: WhiteBox) -> None:

@@ -48,6 +48,7 @@ def judged(whitebox: WhiteBox, report: Callable[[list[float]], Any]) -> Verdict:
         (lambda losses: losses[::-1], "those of other microbatches"),
         (lambda losses: [losses[0]] * COUNT, "those of other microbatches"),
         (sum, "4 times the right one"),
+        (lambda losses: [torch.tensor(loss).half().item() for loss in losses], "the right ones, fp16-rounded"),
     ],
 )
 def test_what_is_made_of_right_losses_is_a_wrong_report(
@@ -59,7 +60,14 @@ def test_what_is_made_of_right_losses_is_a_wrong_report(
     assert cause.detail.endswith(f": {told}; gradients are right")
 
 
-@pytest.mark.parametrize("report", [lambda losses: [loss + 0.1 for loss in losses], lambda losses: sum(losses) + 0.1])
+@pytest.mark.parametrize(
+    "report",
+    [
+        lambda losses: [loss + 0.1 for loss in losses],
+        lambda losses: sum(losses) + 0.1,
+        lambda losses: [loss * 1.0003 for loss in losses[:2]] + losses[2:],
+    ],
+)
 def test_of_other_losses_nobody_knows_whether_they_were_computed(
     whitebox: WhiteBox, report: Callable[[list[float]], Any]
 ) -> None:

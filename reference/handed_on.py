@@ -1,0 +1,62 @@
+"""What a stage of a model hands on in a backward: of all ways from the loss to its inputs, those that lead through it.
+
+A tensor that comes into several stages, or of which another one beside it was made, has a gradient of several parts.
+The stage that is given it has one of them.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from reference.outputs import Place
+from reference.step import Gradient
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Where a stage begins and ends."""
+
+    begins: frozenset[Place]
+    ends: frozenset[Place]
+
+
+class Graph:
+    """Autograd's graph of one forward, with the places of tensors in it. What flows to a place can be stopped there."""
+
+    def __init__(self) -> None:
+        self._edges: dict[Place, GradientEdge] = {}
+        self._stopped: dict[Place, Gradient] = {}
+
+    def note(self, place: Place, tensor: Tensor) -> None:
+        """``tensor`` passes at ``place``."""
+        if tensor.requires_grad:
+            self._edges[place] = get_gradient_edge(tensor)
+            tensor.register_hook(partial(self._flowed, place))  # type: ignore[no-untyped-call]  # in torch
+
+    def handed_on(self, objective: Tensor, cut: Cut) -> Mapping[Place, Gradient]:
+        """The gradient of each place where a stage begins, as far as it flows through its ends, and past no other."""
+        received = self._flow([objective], [torch.ones_like(objective)], cut.ends)
+        made = {place: gradient for place, gradient in received.items() if gradient is not None}
+        return self._flow([self._edges[place] for place in made], list(made.values()), cut.begins)
+
+    def _flow(
+        self, outputs: Sequence[Tensor] | Sequence[GradientEdge], gradients: Sequence[Tensor], to: Collection[Place]
+    ) -> dict[Place, Gradient]:
+        """What flows from ``outputs`` to these places, at each of which it is stopped."""
+        known = [place for place in to if place in self._edges]
+        self._stopped = dict.fromkeys(known)
+        if outputs and known:
+            edges = [self._edges[place] for place in known]
+            torch.autograd.grad(outputs, edges, gradients, allow_unused=True, retain_graph=True)
+        found, self._stopped = self._stopped, {}
+        return found
+
+    def _flowed(self, place: Place, gradient: Tensor) -> Gradient:
+        if place not in self._stopped:
+            return None
+        self._stopped[place] = gradient
+        return torch.zeros_like(gradient)

@@ -1,0 +1,140 @@
+"""Where in the reference what passes: a sketch of every tensor that a module puts out, and of its gradient."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from reference.data import Batch
+from reference.handed_on import Cut, Graph
+from reference.outputs import outputs_noted
+from validation.observers.observed import INPUT
+from validation.observers.sketch import Sketch, changed, is_rounded, sketch
+
+REPLICA = " of a replica"
+_THROUGH = " through stage "
+Result = TypeVar("Result")
+
+
+class Places:
+    """Sketches by place, one for each microbatch; a place is a module's n-th output, or the model's n-th input."""
+
+    def __init__(self) -> None:
+        self.by_place: dict[str, dict[int, Sketch]] = {}
+        self._by_content: dict[bytes, list[tuple[str, int]]] = {}
+
+    def note(self, place: str, microbatch: int, tensor: Tensor) -> None:
+        """``tensor`` passed there."""
+        made = self.by_place.setdefault(place, {})[microbatch] = sketch(tensor)
+        self._by_content.setdefault(made.digest, []).append((place, microbatch))
+
+    def find(self, seen: Sketch) -> Iterator[tuple[str, int]]:
+        """Every (place, microbatch) whose tensor ``seen`` is: bit for bit, or if none is, up to rounding."""
+        if seen.digest in self._by_content:
+            yield from self._by_content[seen.digest]
+            return
+        for place, sketches in self.by_place.items():
+            for microbatch, known in sketches.items():
+                if seen.is_like(known):
+                    yield place, microbatch
+
+    def usual(self, seen: Sequence[Sketch | None]) -> tuple[str, ...]:
+        """The places where most of ``seen`` pass, each for another microbatch; none if none of them passes anywhere.
+
+        What is zero may be so in many places, and says nothing beside what is not.
+        """
+        there = [one for one in seen if one is not None]
+        found: dict[str, set[int]] = {}
+        for one in [one for one in there if one.norm] or there:
+            for place, microbatch in self.find(one):
+                found.setdefault(place, set()).add(microbatch)
+        most = max(map(len, found.values()), default=0)
+        return tuple(place for place, numbers in found.items() if len(numbers) == most)
+
+
+Both = tuple[Places, Places]  # of tensors, and of gradients
+
+
+def handed_on(place: str, stage: int) -> str:
+    """Where the part of a tensor's gradient passes that ``stage`` hands on, to which the tensor comes."""
+    return f"{place}{_THROUGH}{stage}"
+
+
+def is_part(place: str, whole: str) -> bool:
+    """Whether a part of the gradient at ``whole`` passes at ``place``."""
+    return bool(whole) and place.startswith(whole + _THROUGH)
+
+
+class Survey:
+    """Looks where in ``model`` what passes, while it is trained on one microbatch after another.
+
+    A replica whose share is to be averaged with others has gradients that are ``replicas`` times as large.
+    """
+
+    def __init__(self, model: nn.Module, *, replicas: int = 1) -> None:
+        self.places: Both = Places(), Places()
+        self._model = model
+        self._replicas = replicas
+
+    def watch(self, microbatch: int, batch: Batch, train: Callable[[], Result]) -> Result:
+        """What ``train`` returns, which trains the model on ``batch``."""
+        forward, _ = self.places
+        for number, tensor in enumerate(batch.inputs):
+            forward.note(f"{INPUT} {number}", microbatch, tensor)
+        with outputs_noted(self._model, lambda place, tensor: self._note(place, microbatch, tensor)):
+            return train()
+
+    def look_again(
+        self, model: nn.Module, losses: Iterator[tuple[Tensor, float]], cuts: Mapping[int, Cut], known: Sequence[float]
+    ) -> None:
+        """Note what each of these stages hands on; ``losses``, which ``model`` makes, must be the ``known`` ones."""
+        for microbatch, expected in enumerate(known):
+            graph = Graph()
+            with outputs_noted(model, graph.note):
+                loss, divisor = next(losses)
+            for stage, cut in cuts.items() if loss.item() == expected else ():
+                for place, gradient in graph.handed_on(loss / divisor, cut).items():
+                    if gradient is not None:
+                        self._flowed(handed_on(place, stage), microbatch, gradient)
+
+    def _note(self, place: str, microbatch: int, tensor: Tensor) -> None:
+        """A module has put out ``tensor``; its gradient is noted when it flows."""
+        forward, _ = self.places
+        forward.note(place, microbatch, tensor)
+        if tensor.requires_grad:
+            tensor.register_hook(lambda gradient: self._flowed(place, microbatch, gradient))  # type: ignore[no-untyped-call]  # in torch
+
+    def _flowed(self, place: str, microbatch: int, gradient: Tensor) -> None:
+        _, backward = self.places
+        backward.note(place, microbatch, gradient)
+        if self._replicas > 1:
+            backward.note(f"{place}{REPLICA}", microbatch, gradient * self._replicas)
+
+
+class Computed(TorchDispatchMode):  # type: ignore[no-untyped-call]  # in torch
+    """All that a model computes while this is open, also between its modules."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # in torch
+        self._made: dict[tuple[torch.Size, torch.dtype], list[Sketch]] = {}
+        self._random = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self._random |= torch.Tag.nondeterministic_seeded in func.tags
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, Tensor) and is_rounded(tensor.dtype):
+                self._made.setdefault((tensor.shape, tensor.dtype), []).append(sketch(tensor))
+        return made
+
+    def lacks(self, seen: Sketch) -> bool:
+        """Whether ``seen`` is nothing of that, nor a change of it, though it has the form of some.
+
+        Nobody knows where random numbers are drawn: others may be as right.
+        """
+        alike = self._made.get((torch.Size(seen.shape), seen.dtype), ())
+        found = any(seen.is_like(one) or changed(seen, one) for one in alike)
+        return bool(alike) and not found and not self._random
