@@ -212,9 +212,9 @@ class Requirements:
     by stage. ``unmatched`` are held and not known to the reference. ``skipped`` are laws that do not apply, with the
     reason, ``missed`` those of whose matter nothing was seen, and ``remarks`` what readers of others should know.
     ``unseen`` stages are those whose actions nobody noted, ``uncalled`` those whose modules nobody watched, ``frozen``
-    those that owe no backward, ``traced`` those whose actions the step itself tells. Where ``every_rank`` is False, ranks may leave it to others to report losses and
-    norm. ``by_numbers``: how often and in which mode a stage ran decides only where its gradients are wrong;
-    ``mode_matters``: whether a mode changes any.
+    those that owe no backward, ``traced`` those whose actions the step itself tells. Where ``every_rank`` is False,
+    ranks may leave it to others to report losses and norm. ``by_numbers``: how often and in which mode a stage ran
+    decides only where its gradients are wrong; ``mode_matters``: whether a mode changes any.
     """
 
     config: str
