@@ -6,7 +6,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pipeline.action import Action, Kind
-from validation.foreign.call_matching import Both, Column, Order, at_once, columns, orders, structured, without_trial
+from validation.foreign.call_matching import (
+    Both,
+    Column,
+    Order,
+    at_once,
+    columns,
+    last_pass,
+    orders,
+    structured,
+    without_trial,
+)
 from validation.observers.identity import Label, What
 from validation.observers.observed import UNKNOWN_MICROBATCH, Crossing, Passed
 from validation.observers.recording import FORWARD_POINTS, GIVEN, HANDED_ON, KEPT, MADE, RECEIVED, Point
@@ -14,10 +24,17 @@ from validation.observers.sketch import Sketch, changed, nearest, rounded
 from validation.observers.watching import Call
 
 
-def passed(watched: Mapping[int, Sequence[Call]], microbatches: int, places: Both) -> dict[int, Passed]:
-    """What the calls of every stage were; ``places`` are those of tensors and of gradients."""
+def passed(
+    watched: Mapping[int, Sequence[Call]], microbatches: int, places: Both, *, last: bool = False
+) -> dict[int, Passed]:
+    """What the calls of every stage were; ``places`` are those of tensors and of gradients.
+
+    ``last``: of each stage's calls only the last so many, as where others warmed it up.
+    """
     own = {
-        stage: without_trial(at_once(calls, microbatches, places), microbatches, places)
+        stage: without_trial(
+            at_once(last_pass(calls, microbatches) if last else calls, microbatches, places), microbatches, places
+        )
         for stage, calls in sorted(watched.items())
     }
     columns_of = structured({stage: list(columns(calls, places)) for stage, calls in own.items()}, places)
