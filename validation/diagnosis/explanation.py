@@ -8,7 +8,7 @@ from torch import Tensor
 
 from reference.step import Gradient, Stage
 from validation.diagnosis.atoms import Atom, Atoms, Term, Wrong
-from validation.diagnosis.combination import DECIDED, alike, decided, fit, level, select
+from validation.diagnosis.combination import DECIDED, alike, decided, fit, level, select, simple
 from validation.diagnosis.module_pairing import Paired, paired_within
 from validation.diagnosis.outlier import Oddity, Parts, absence, by_itself
 from validation.diagnosis.system import Layout, System, weights
@@ -20,6 +20,7 @@ _MORE = 8  # a sparse explanation has at most two atoms for every microbatch, an
 # The law judges fp16 as fp32, and so lets nothing pass that it should not. What a gradient is made of shows through the
 # rounding of its own type only.
 _FP16 = replace(BF16, unit=2.0**-11, least=4 * 2.0**-11, most=16 * 2.0**-11)
+_EVEN = 0.1  # how far, relative to it, what each microbatch has may lie from a factor that all have
 _LIKE = 0.999  # the cosine from which on two microbatches are one
 _DENSE = 400  # atoms, of which all coefficients are found at once in less time than a step takes
 _HALF = 0.5  # an explanation holds for a stage if it holds for at least this share of its parameters
@@ -91,29 +92,48 @@ class Explainer:
     def explain(self) -> Explanation:
         """The simplest explanation, or the unexplained rest."""
         found = self._explained()
-        return (self._multiple() or found) if found.undecided else found
+        return (self._multiple(found) or found) if found.undecided else found
 
-    def _multiple(self) -> Explanation | None:
-        """One factor for all, where each parameter's gradient is so many times the right one, but for one rounding.
+    def _multiple(self, found: Explanation) -> Explanation | None:
+        """One factor for all, where each parameter's gradient is so many times the right one, but for rounding.
 
-        That tells it also where rounding hides each microbatch's own coefficient, unless two are like each other.
+        That tells it also where rounding hides each microbatch's own coefficient, unless two are like each other, or
+        those ``found`` speak for no such factor.
         """
         atoms = self._atoms.nominal
         system = self._system(atoms)
         seen = {name: self._seen[name] for name in self._names}
-        pairs = [(one.double().cpu(), self._due[name].double().cpu()) for name, one in seen.items()]  # type: ignore[union-attr]
-        if any(one.shape != due.shape or not one.isfinite().all() for one, due in pairs):
+        pairs = {name: (one.double().cpu(), self._due[name].double().cpu()) for name, one in seen.items()}  # type: ignore[union-attr]
+        if any(one.shape != due.shape or not one.isfinite().all() for one, due in pairs.values()):
             return None
-        squares = sum(due.square().sum().item() for _, due in pairs)
-        factor = sum((one * due).sum().item() for one, due in pairs) / squares if squares else 0.0
-        unit = max(precision_of(one.dtype).unit for one in seen.values() if one is not None)
+        squares = sum(due.square().sum().item() for _, due in pairs.values())
+        factor = sum((one * due).sum().item() for one, due in pairs.values()) / squares if squares else 0.0
+        unit = max(precision_of(due.dtype).unit for name in pairs if (due := self._due[name]) is not None)
         rows = torch.nn.functional.normalize(system.rows, dim=1)
         like = (rows @ rows.T).abs().triu(diagonal=1).max().item() > _LIKE
-        if not factor or like or any(error(one, factor * due) > unit for one, due in pairs):
+        if (
+            not factor
+            or like
+            or any(
+                error(one, factor * due) > self._within_factor(name, factor, unit, found)
+                for name, (one, due) in pairs.items()
+            )
+        ):
             return None
-        near = round(factor) if abs(factor - round(factor)) <= unit * abs(factor) else factor
-        found = self._simple({atom.term: float(near) for atom in atoms}, system, atoms)
-        return replace(found, odd=self._absences(found), compared=len(self._names))
+        near = simple(factor, unit * abs(factor), unit)
+        made = self._simple({atom.term: near for atom in atoms}, system, atoms)
+        return replace(made, explained=True, odd=self._absences(made), compared=len(self._names))
+
+    def _within_factor(self, name: str, factor: float, unit: float, found: Explanation) -> float:
+        """How far rounding may have put a multiple of a gradient from ``factor`` times that.
+
+        One rounding is all that a sum has that was multiplied in the end. What was multiplied before has as much as its
+        summands have, and then what is known of these has to agree.
+        """
+        even = all(abs(c - factor) <= _EVEN * abs(factor) for term, c in found.coefficients.items() if term.nominal)
+        only = not any(c for term, c in found.coefficients.items() if not term.nominal)
+        apart = abs(factor - 1.0) > _EVEN
+        return max(unit, self._limits[name]) if even and only and apart else unit
 
     def _explained(self) -> Explanation:
         if not self._names:

@@ -210,7 +210,7 @@ def _numbered(word: str, numbers: Sequence[int], count: int) -> str:
 
 
 def _narrow(gradient: Gradient) -> bool:
-    """Whether every element is a number of a narrower type."""
-    if gradient is None or gradient.dtype in (torch.bfloat16, torch.float16):
+    """Whether every element is a number of a narrow type, as in a tensor of that type."""
+    if gradient is None:
         return False
     return any(torch.equal(gradient.to(kind).to(gradient.dtype), gradient) for kind in (torch.bfloat16, torch.float16))
