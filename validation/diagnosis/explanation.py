@@ -103,37 +103,27 @@ class Explainer:
         atoms = self._atoms.nominal
         system = self._system(atoms)
         seen = {name: self._seen[name] for name in self._names}
-        pairs = {name: (one.double().cpu(), self._due[name].double().cpu()) for name, one in seen.items()}  # type: ignore[union-attr]
-        if any(one.shape != due.shape or not one.isfinite().all() for one, due in pairs.values()):
+        pairs = [(one.double().cpu(), self._due[name].double().cpu()) for name, one in seen.items()]  # type: ignore[union-attr]
+        if any(one.shape != due.shape or not one.isfinite().all() for one, due in pairs):
             return None
-        squares = sum(due.square().sum().item() for _, due in pairs.values())
-        factor = sum((one * due).sum().item() for one, due in pairs.values()) / squares if squares else 0.0
-        unit = max(precision_of(due.dtype).unit for name in pairs if (due := self._due[name]) is not None)
+        squares = sum(due.square().sum().item() for _, due in pairs)
+        factor = sum((one * due).sum().item() for one, due in pairs) / squares if squares else 0.0
+        unit = max(precision_of(due.dtype).unit for name in seen if (due := self._due[name]) is not None)
         rows = torch.nn.functional.normalize(system.rows, dim=1)
         like = (rows @ rows.T).abs().triu(diagonal=1).max().item() > _LIKE
-        if (
-            not factor
-            or like
-            or any(
-                error(one, factor * due) > self._within_factor(name, factor, unit, found)
-                for name, (one, due) in pairs.items()
-            )
-        ):
+        if not factor or like:
             return None
-        near = simple(factor, unit * abs(factor), unit)
-        made = self._simple({atom.term: near for atom in atoms}, system, atoms)
+        made = self._simple({atom.term: simple(factor, unit * abs(factor), unit) for atom in atoms}, system, atoms)
+        late = all(error(one, factor * due) <= unit for one, due in pairs)  # multiplied once all was added up
+        if not late and not self._agree(found, made, factor, system):
+            return None
         return replace(made, explained=True, odd=self._absences(made), compared=len(self._names))
 
-    def _within_factor(self, name: str, factor: float, unit: float, found: Explanation) -> float:
-        """How far rounding may have put a multiple of a gradient from ``factor`` times that.
-
-        One rounding is all that a sum has that was multiplied in the end. What was multiplied before has as much as its
-        summands have, and then what is known of these has to agree.
-        """
-        even = all(abs(c - factor) <= _EVEN * abs(factor) for term, c in found.coefficients.items() if term.nominal)
-        only = not any(c for term, c in found.coefficients.items() if not term.nominal)
+    def _agree(self, found: Explanation, made: Explanation, factor: float, system: System) -> bool:
+        """Whether ``made``, by one factor that is not 1, leaves but rounding, and what was ``found`` is near to it."""
+        even = all(abs(c - factor * term.nominal) <= _EVEN * abs(factor) for term, c in found.coefficients.items())
         apart = abs(factor - 1.0) > _EVEN
-        return max(unit, self._limits[name]) if even and only and apart else unit
+        return even and apart and made.explained and len(self._holding(made, system)) == len(self._names)
 
     def _explained(self) -> Explanation:
         if not self._names:
