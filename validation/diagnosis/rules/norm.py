@@ -101,8 +101,8 @@ def likely_norms(evidence: Evidence, rank: int) -> Iterator[Likely]:
     for factor in (evidence.microbatches, evidence.ranks, evidence.stages):
         yield f"{factor} times the right one", None, whole * factor
         yield f"1/{factor} of the right one", None, whole / factor
-    for count, name in {evidence.stages: "stages", evidence.ranks: "ranks"}.items():
-        yield f"every square is counted {count} times, the number of {name}", None, whole * math.sqrt(count)
+    for count in sorted({evidence.stages, evidence.ranks}):
+        yield f"every square is counted {count} times", None, whole * math.sqrt(count)
     yield from _of_several(by_stage)
     if evidence.playable is not None:
         yield from _of_case(evidence)
