@@ -23,6 +23,7 @@ _FP16 = replace(BF16, unit=2.0**-11, least=4 * 2.0**-11, most=16 * 2.0**-11)
 _EVEN = 0.1  # how far, relative to it, what each microbatch has may lie from a factor that all have
 _LIKE = 0.999  # the cosine from which on two microbatches are one
 _DENSE = 400  # atoms, of which all coefficients are found at once in less time than a step takes
+_NOTHING_BUT = 1.0  # what rounding may put into a gradient, relative to it, that has nothing else in it
 _HALF = 0.5  # an explanation holds for a stage if it holds for at least this share of its parameters
 
 
@@ -85,7 +86,8 @@ class Explainer:
         self._due = {name: update.expected.get((stage, name)) for name in own}
         self._absent = tuple(filter(None, (absence(name, self._seen[name], self._due[name]) for name in own)))
         absent = {oddity.parameter for oddity in self._absent}
-        self._names = [name for name in own if name not in absent and self._due[name] is not None]
+        there = [name for name in own if name not in absent and self._due[name] is not None]
+        self._names = [name for name in there if not self._of_rounding(name)]
         self._limits = {name: limit_of(self._due[name], self._nominal_sum(name)) for name in self._names}
         self._layout = Layout.of({name: self._due[name] for name in self._names})
 
@@ -313,6 +315,16 @@ class Explainer:
     def _numbers(self) -> list[float]:
         count = self._update.now.microbatches
         return [0.0, *(sign * n for sign in (1, -1) for n in (1.0, 2.0, 3.0, 4.0, 0.5, count, 1 / count))]
+
+    def _of_rounding(self, name: str) -> bool:
+        """Whether a gradient is rounding alone, as where a softmax takes no notice of a bias: it tells nothing."""
+        seen, due, wide = self._seen[name], self._due[name], self._nominal_sum(name)
+        assert seen is not None, "what is absent was left out"
+        if due is None or wide is None or not due.numel():
+            return False
+        precision = precision_of(due.dtype)
+        allowed = precision.factor * error(due.cpu(), wide)
+        return allowed > _NOTHING_BUT and error(seen.cpu(), due.cpu()) <= allowed
 
     def _nominal_sum(self, name: str) -> Gradient:
         parts = [g for atom in self._atoms.nominal if (g := atom.gradients.get(name)) is not None]

@@ -104,7 +104,8 @@ def _passed(stage: int, calls: Sequence[Call], seen: Sequence[Column], context: 
     uncompared = sum(column.where != KEPT and not column.judged and column.seen[k] is not None for column, k in every)
     done = (*forwards, *backwards), called, tuple(crossings)
     ranks = {number: call.rank for number, call in zip(order.numbers, calls, strict=True)}
-    return Passed(*done, *ends, order.left, order.complete, unplaced, uncompared, ranks)
+    mixed = any(call.mixed for call in calls)
+    return Passed(*done, *ends, order.left, order.complete, unplaced, uncompared, ranks, mixed)
 
 
 def _at(where: str, seen: Sequence[Column]) -> dict[int, str]:

@@ -56,7 +56,7 @@ class Passed:
     ``lost`` are the microbatches that no call was known to be about; ``complete``: there is one call for each of them.
     ``unplaced`` are tensors of which nothing tells where they should pass: at which of the flow's points, and for which
     microbatch. Whether they are right nobody knows. ``uncompared`` is how many tensors no law could be held against.
-    ``ranks``: which rank each microbatch was on, if several hold it.
+    ``ranks``: which rank each microbatch was on, if several hold it. ``mixed``: parts of its module alone trained.
     """
 
     actions: tuple[Action, ...]
@@ -69,6 +69,7 @@ class Passed:
     unplaced: frozenset[tuple[str, int]] = frozenset()
     uncompared: int = 0
     ranks: Mapping[int, int | None] = field(default_factory=dict)
+    mixed: bool = False
 
     @property
     def untold(self) -> bool:

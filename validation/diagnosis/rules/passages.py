@@ -153,8 +153,8 @@ def exchanged(evidence: Evidence) -> list[Cause]:
 
 def _called_after(evidence: Evidence, stage: int) -> int | None:
     """The stage whose output is the one input of ``stage``, if no stage before ends so in the reference."""
-    begins = evidence.passed[stage].begins
-    if stage == 0 or len(begins) != 1:
+    begins, unplaced = evidence.passed[stage].begins, evidence.passed[stage].unplaced
+    if stage == 0 or len(begins) != 1 or any(where == GIVEN for where, _ in unplaced):
         return None
     (place,) = begins.values()
     makers = [maker for maker, flow in evidence.passed.items() if place in flow.ends.values()]
