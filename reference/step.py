@@ -68,6 +68,10 @@ class Contribution:
         """The same, with every parameter name's site at that name's ``owner``."""
         return replace(self, gradients={(owner[name], name): part for (_, name), part in self.gradients.items()})
 
+    def cast(self, dtype: torch.dtype) -> "Contribution":
+        """The same, with gradients in ``dtype``."""
+        return replace(self, gradients={site: None if g is None else g.to(dtype) for site, g in self.gradients.items()})
+
 
 @dataclass(frozen=True)
 class Expected:

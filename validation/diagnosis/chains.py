@@ -13,6 +13,8 @@ from validation.diagnosis.atoms import Term, Update
 from validation.diagnosis.explanation import Explanation
 from validation.judging.cause import Cause
 
+_COARSE = 1e-3  # of what is explained: from here on rounding may hide one pair, or make it look like another
+
 Reading = tuple[str, Stage | None, str]  # a kind of exchange, its stage, and more in words
 
 
@@ -71,11 +73,17 @@ def _additions(stages: Sequence[Explanation], every: Sequence[Chain]) -> Iterato
 def chains(stages: Sequence[Explanation]) -> Iterator[Chain]:
     """Every wrong pair that is no consequence of another."""
     for one in reversed(stages):
-        if one.explained:
+        if one.explained and not _guessed(one):
             for term, c in one.coefficients.items():
                 paired = term.what == "logits" or (term.what == "pair" and not term.nominal)
                 if c and paired and _happened(c, decided=term not in one.undecided):
                     yield Chain(term, one.stage, tuple(_followed(stages, one.stage, term)))
+
+
+def _guessed(stage: Explanation) -> bool:
+    """Whether other pairs would do as well, and are whole numbers because rounding is coarse."""
+    unclear = [term for term in stage.undecided if not term.nominal and stage.coefficients[term]]
+    return stage.limit > _COARSE and any(odd.kind == "different" for odd in stage.odd) and bool(unclear)
 
 
 def _happened(c: float, *, decided: bool) -> bool:

@@ -119,7 +119,7 @@ def _began(evidence: Evidence) -> RuledOut | None:
 
 def _ran(evidence: Evidence) -> RuledOut | None:
     """Every stage was watched, and it is known of every call which microbatch it was about."""
-    untold = any(flow.untold for flow in evidence.passed.values())
+    untold = any(flow.untold or flow.mixed for flow in evidence.passed.values())
     if evidence.unseen or untold or not (evidence.playable is not None or _orderly(evidence)):
         return None
     whole = "every stage ran once each way for each microbatch, in the right mode"

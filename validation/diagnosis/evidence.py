@@ -68,6 +68,10 @@ class Sums:
     alike: bool = False
 
 
+_MADE_RIGHT = "gradients are off by more than rounding explains, and are made of what they should be nevertheless"
+_COARSE = "gradients differ by no more than rounding allows: it is so coarse here that it may hide a lost microbatch"
+
+
 @dataclass(frozen=True)
 class Evidence:
     """A failed verdict with what is known of the run that it is about. A rule names the parts that it needs.
@@ -222,11 +226,15 @@ class Evidence:
         if self.sums is not None and self.sums.alike:
             return ("all microbatches are the same: a multiple of their sum may be a sum of fewer, or more, of them",)
         if found.right and self.differs("gradient"):
-            return (
-                "gradients are off by more than rounding explains, and are made of what they should be nevertheless",
-            )
+            return (_MADE_RIGHT if self._beyond_rounding else _COARSE,)
         untried = getattr(self.due.update.now, "unpaired", "") if self.due is not None and found.unknown else ""
         return tuple(filter(None, (*found.unknown, untried)))
+
+    @property
+    def _beyond_rounding(self) -> bool:
+        """Whether any gradient is off by more than rounding allows."""
+        found = [m for m in self.verdict.mismatches if m.law == "gradient"]
+        return any(m.error is None or m.limit is None or m.error > m.limit for m in found)
 
     def differs(self, law: str) -> bool:
         """Whether ``law`` has a mismatch."""

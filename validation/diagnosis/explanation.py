@@ -8,7 +8,7 @@ from torch import Tensor
 
 from reference.step import Gradient, Stage
 from validation.diagnosis.atoms import Atom, Atoms, Term, Update, Wrong
-from validation.diagnosis.combination import DECIDED, alike, decided, fit, level, select
+from validation.diagnosis.combination import DECIDED, alike, decided, fit, level, select, simple
 from validation.diagnosis.known import Terms
 from validation.diagnosis.likeness import of_terms, plainly
 from validation.diagnosis.module_pairing import Paired, paired_within
@@ -22,9 +22,11 @@ _MORE = 8  # a sparse explanation has at most two atoms for every microbatch, an
 # The law judges fp16 as fp32, and so lets nothing pass that it should not. What a gradient is made of shows through the
 # rounding of its own type only.
 _FP16 = replace(BF16, unit=2.0**-11, least=4 * 2.0**-11, most=16 * 2.0**-11)
+_EVEN = 0.1  # how far, relative to it, what each microbatch has may lie from a factor that all have
 _LIKE = 0.999  # the cosine from which on two microbatches are one
 _DENSE = 400  # atoms, of which all coefficients are found at once in less time than a step takes
 _UNFOUNDED = 0.5  # of a gradient: no rounding takes that away
+_NOTHING_BUT = 1.0  # what rounding may put into a gradient, relative to it, that has nothing else in it
 _HALF = 0.5  # an explanation holds for a stage if it holds for at least this share of its parameters
 
 
@@ -90,19 +92,21 @@ class Explainer:
         plain = (plainly(self._seen[name], self._due[name], self._at(name)) for name in own)
         self._absent = tuple(one for one in plain if one is not None)
         absent = {one.parameter for one in self._absent}
-        self._names = [name for name in own if name not in absent and self._due[name] is not None]
+        there = [name for name in own if name not in absent and self._due[name] is not None]
+        self._names = [name for name in there if not self._of_rounding(name)]
         self._limits = {name: limit_of(self._due[name], self._nominal_sum(name)) for name in self._names}
         self._layout = Layout.of({name: self._due[name] for name in self._names})
 
     def explain(self) -> Explanation:
         """The simplest explanation, or the unexplained rest."""
         found = self._explained()
-        return (self._multiple() or found) if found.undecided else found
+        return (self._multiple(found) or found) if found.undecided else found
 
-    def _multiple(self) -> Explanation | None:
-        """One factor for all, where each parameter's gradient is so many times the right one, but for one rounding.
+    def _multiple(self, found: Explanation) -> Explanation | None:
+        """One factor for all, where each parameter's gradient is so many times the right one, but for rounding.
 
-        That tells it also where rounding hides each microbatch's own coefficient, unless two are like each other.
+        That tells it also where rounding hides each microbatch's own coefficient, unless two are like each other, or
+        those ``found`` speak for no such factor.
         """
         atoms = self._atoms.nominal
         system = self._system(atoms)
@@ -112,14 +116,22 @@ class Explainer:
             return None
         squares = sum(due.square().sum().item() for _, due in pairs)
         factor = sum((one * due).sum().item() for one, due in pairs) / squares if squares else 0.0
-        unit = max(precision_of(one.dtype).unit for one in seen.values() if one is not None)
+        unit = max(precision_of(due.dtype).unit for name in seen if (due := self._due[name]) is not None)
         rows = torch.nn.functional.normalize(system.rows, dim=1)
         like = (rows @ rows.T).abs().triu(diagonal=1).max().item() > _LIKE
-        if not factor or like or any(error(one, factor * due) > unit for one, due in pairs):
+        if not factor or like:
             return None
-        near = round(factor) if abs(factor - round(factor)) <= unit * abs(factor) else factor
-        found = self._simple({atom.term: float(near) for atom in atoms}, system, atoms)
-        return replace(found, odd=self._absences(found), compared=len(self._names))
+        made = self._simple({atom.term: simple(factor, unit * abs(factor), unit) for atom in atoms}, system, atoms)
+        late = all(error(one, factor * due) <= unit for one, due in pairs)  # multiplied once all was added up
+        if not late and not self._agree(found, made, factor, system):
+            return None
+        return replace(made, explained=True, odd=self._absences(made), compared=len(self._names))
+
+    def _agree(self, found: Explanation, made: Explanation, factor: float, system: System) -> bool:
+        """Whether ``made``, by one factor that is not 1, leaves but rounding, and what was ``found`` is near to it."""
+        even = all(abs(c - factor * term.nominal) <= _EVEN * abs(factor) for term, c in found.coefficients.items())
+        apart = abs(factor - 1.0) > _EVEN
+        return even and apart and made.explained and len(self._holding(made, system)) == len(self._names)
 
     def _explained(self) -> Explanation:
         if not self._names:
@@ -313,6 +325,16 @@ class Explainer:
     def _numbers(self) -> list[float]:
         count = self._update.now.microbatches
         return [0.0, *(sign * n for sign in (1, -1) for n in (1.0, 2.0, 3.0, 4.0, 0.5, count, 1 / count))]
+
+    def _of_rounding(self, name: str) -> bool:
+        """Whether a gradient is rounding alone, as where a softmax takes no notice of a bias: it tells nothing."""
+        seen, due, wide = self._seen[name], self._due[name], self._nominal_sum(name)
+        assert seen is not None, "what is absent was left out"
+        if due is None or wide is None or not due.numel():
+            return False
+        precision = precision_of(due.dtype)
+        allowed = precision.factor * error(due.cpu(), wide)
+        return allowed > _NOTHING_BUT and error(seen.cpu(), due.cpu()) <= allowed
 
     def _nominal_sum(self, name: str) -> Gradient:
         parts = [g for atom in self._atoms.nominal if (g := atom.gradients.get(name)) is not None]

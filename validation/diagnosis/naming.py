@@ -41,7 +41,8 @@ def name_causes(
     causes += untrained(update)
     causes = [_with_rank(update, cause) for cause in causes if not _follows(cause, causes)]
     unknown = tuple(_unknown(stages, tied, sums))
-    return tuple(dict.fromkeys(causes)), unknown, tuple(_ruled_out(stages, tied, causes))
+    ruled_out = tuple(_ruled_out(stages, tied, causes, known=update.before is not None))
+    return tuple(dict.fromkeys(causes)), unknown, ruled_out
 
 
 def _follows(cause: Cause, causes: Sequence[Cause]) -> bool:
@@ -210,8 +211,14 @@ def _unknown(
             yield f"stage {copy.stage}: the gradient of {copy.parameter} is no sum of the stages' shares"
 
 
-def _ruled_out(stages: Sequence[Explanation], tied: Sequence[Shares], causes: Sequence[Cause]) -> Iterator[RuledOut]:
-    """What the coefficients speak against. They are of what one stage has alone: copies that are wrong may differ."""
+def _ruled_out(
+    stages: Sequence[Explanation], tied: Sequence[Shares], causes: Sequence[Cause], *, known: bool
+) -> Iterator[RuledOut]:
+    """What the coefficients speak against. They are of what one stage has alone: copies that are wrong may differ.
+
+    ``known``: whether the step before is. One that nobody knows may have had the same microbatches, and so be what is
+    there more than once.
+    """
     for one in stages:
         right = [odd.parameter for odd in one.odd if odd.kind == "right"]
         if right:
@@ -230,7 +237,7 @@ def _ruled_out(stages: Sequence[Explanation], tied: Sequence[Shares], causes: Se
         (("dropped", "zero"), all(nominal), "every microbatch is in every stage's sum"),
         (("doubled",), not paired and not any(c >= 2 for _, c in terms), "no microbatch is there twice"),
         (_SWAPPED, not others, "every activation met its own microbatch's output gradient"),
-        (_STALE, not others, "nothing of an earlier step is in the sums"),
+        (_STALE, not others and (known or max(nominal) <= 1.0), "nothing of an earlier step is in the sums"),
         (("scale", "sign"), set(nominal) <= {0.0, 1.0}, "what is there is there with factor 1"),
     ):
         if holds and not kinds & set(found):

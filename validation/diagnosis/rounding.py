@@ -41,7 +41,7 @@ def rounded_as(seen: Tensor, whole: Tensor) -> Rounded | None:
         return None
     for name, dtype in NARROWER.items():
         allowed = max(_NARROW, 2 * torch.finfo(dtype).eps)
-        if _holds(seen, dtype) and not _holds(whole, dtype) and 0.0 < error(seen, whole) <= allowed:
+        if _holds(seen, dtype) and not _narrow(whole) and 0.0 < error(seen, whole) <= allowed:
             return Rounded(name)
     wide = all(dtype.itemsize < seen.dtype.itemsize for dtype in NARROWER.values()) and seen.dtype == whole.dtype
     if not wide or not bool(seen.isfinite().all()):
@@ -58,6 +58,11 @@ def held_in(tensor: Tensor) -> str | None:
 def _holds(tensor: Tensor, dtype: torch.dtype) -> bool:
     """Whether ``dtype``, narrower than its own, can say all of ``tensor``."""
     return dtype.itemsize < tensor.dtype.itemsize and torch.equal(tensor.to(dtype).to(tensor.dtype), tensor)
+
+
+def _narrow(tensor: Tensor) -> bool:
+    """Whether every element is a number of a narrow type, as in a tensor of that type."""
+    return any(torch.equal(tensor.to(dtype).to(tensor.dtype), tensor) for dtype in NARROWER.values())
 
 
 def _at_some_scale(seen: Tensor, whole: Tensor) -> Rounded | None:

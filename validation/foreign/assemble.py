@@ -191,10 +191,16 @@ class Assembled:
         """Whether gradients alone were handed back, so that nobody knows of any weights."""
         return bool(self.stages) and all(one.content is None for stage in self.stages for one in stage.part.locals)
 
-    def passages(self, places: Both | None, note_handed_on: Callable[[Cuts], None]) -> dict[int, Passed]:
-        """What is known of the boundary of every watched stage; ``places`` are needed where there is one."""
+    def passages(
+        self, places: Both | None, note_handed_on: Callable[[Cuts], None], *, last: bool = False
+    ) -> dict[int, Passed]:
+        """What is known of the boundary of every watched stage; ``places`` are needed where there is one.
+
+        ``last``: by the last call for each microbatch alone.
+        """
         calls = {stage.index: stage.part.calls for stage in self.stages if stage.part.calls is not None}
-        return {} if places is None else passed(calls, self.replicas.microbatches, places, note_handed_on)
+        count = self.replicas.microbatches
+        return {} if places is None else passed(calls, count, places, note_handed_on, last=last)
 
     def observed(self, known: Mapping[int, Passed]) -> Observed:
         """What was produced; ``known``: what passed the boundaries of stages."""

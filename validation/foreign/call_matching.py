@@ -128,6 +128,11 @@ def without_trial(calls: Sequence[Call], microbatches: int, places: Both) -> Seq
     return calls[1:] if first is None or first in others else calls
 
 
+def last_pass(calls: Sequence[Call], microbatches: int) -> Sequence[Call]:
+    """The last calls, one for each of the microbatches: of those that a backward came to, if it came to any."""
+    return ([call for call in calls if call.backwards] or calls)[-microbatches:]
+
+
 def orders(stages: Mapping[int, tuple[Sequence[Call], Sequence[Column]]], microbatches: int) -> dict[int, Order]:
     """The order of every stage: first by content, then by what one stage handed another, then by what is left."""
     found = {stage: by_content(seen, len(calls)) for stage, (calls, seen) in stages.items()}

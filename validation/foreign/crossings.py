@@ -13,6 +13,7 @@ from validation.foreign.call_matching import (
     Order,
     at_once,
     columns,
+    last_pass,
     orders,
     structured,
     without_trial,
@@ -30,13 +31,18 @@ def passed(
     microbatches: int,
     places: Both,
     note_handed_on: Callable[[Cuts], None] = lambda cuts: None,
+    *,
+    last: bool = False,
 ) -> dict[int, Passed]:
     """What the calls of every stage were; ``places`` are those of tensors and of gradients.
 
-    ``note_handed_on`` notes in them what some stages hand on: parts of gradients.
+    ``note_handed_on`` notes in them what some stages hand on: parts of gradients. ``last``: of each stage's calls only
+    the last so many, as where others warmed it up.
     """
     own = {
-        stage: without_trial(at_once(calls, microbatches, places), microbatches, places)
+        stage: without_trial(
+            at_once(last_pass(calls, microbatches) if last else calls, microbatches, places), microbatches, places
+        )
         for stage, calls in sorted(watched.items())
     }
     seen = {stage: list(columns(calls, places)) for stage, calls in own.items()}
@@ -108,7 +114,8 @@ def _passed(stage: int, calls: Sequence[Call], seen: Sequence[Column], context: 
     done = (*forwards, *backwards), called, tuple(crossings)
     ranks = {number: call.rank for number, call in zip(order.numbers, calls, strict=True)}
     strange = {number: [*_strange(seen, k)] for k, number in enumerate(order.numbers)}
-    return Passed(*done, *ends, order.left, order.complete, unplaced, uncompared, ranks, strange)
+    mixed = any(call.mixed for call in calls)
+    return Passed(*done, *ends, order.left, order.complete, unplaced, uncompared, ranks, strange, mixed)
 
 
 def _strange(seen: Sequence[Column], call: int) -> Iterator[Sketch]:

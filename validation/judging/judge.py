@@ -13,8 +13,8 @@ from torch import Tensor
 from reference.step import Expected, Site
 from validation.judging.comparison import Comparison, Due, Execution, leave_out
 from validation.judging.ledger import NOWHERE, Headings, Ledger
-from validation.judging.oracle import Floors, Requirements
-from validation.judging.tolerance import FP32, Floor, Precision, same_bits
+from validation.judging.oracle import Answer, Floors, Requirements
+from validation.judging.tolerance import FP32, Floor, Precision, error, precision_of, same_bits
 from validation.judging.verdict import Crash, Tier, Verdict, overall
 from validation.observers.observed import Observed
 from validation.observers.sketch import any_nonzero
@@ -71,13 +71,24 @@ def due_of(expected: Expected) -> Due:
     )
 
 
+def _wider(seen: Tensor, due: Tensor) -> bool:
+    """Whether ``seen`` is of a type that has more digits than that of ``due``."""
+    if not (seen.is_floating_point() and due.is_floating_point()) or seen.shape != due.shape:
+        return False
+    return torch.finfo(seen.dtype).eps < torch.finfo(due.dtype).eps
+
+
 @dataclass(frozen=True)
 class _Measured:
-    """What rounding may do, as measured on this very run; ``floors`` are a training step's."""
+    """What rounding may do, as measured on this very run; ``floors`` are a training step's.
+
+    ``wide`` are gradients that were added up in a wider type.
+    """
 
     floors: Floors | None
     precision: Precision
     sites: Mapping[str, Site]
+    wide: Mapping[str, Tensor]
 
     def loss(self, microbatch: int) -> Floor:
         return self.total() if self.floors is None else self.floors.loss(microbatch)
@@ -89,6 +100,8 @@ class _Measured:
         return self.total() if self.floors is None else self.floors.norm()
 
     def gradient(self, name: str) -> Floor:
+        if name in self.wide:
+            return Floor(0.0, 0.0, 0.0, precision_of(self.wide[name].dtype))
         return self.total() if self.floors is None else self.floors.gradient(self.sites[name])
 
     def update(self, name: str) -> Floor:
@@ -147,8 +160,10 @@ class Judge:
         answer = self._required.oracle.answer(number, self._execution.orders(number, laws, backward=name != "eval"))
         expected = answer.expected
         sites = {site[1]: site for site in expected.gradients}
-        allowed = _Measured(answer.floors, self._required.oracle.precision, sites)
+        wide = self._wide(number, answer)
+        allowed = _Measured(answer.floors, self._required.oracle.precision, sites, wide)
         due = due_of(expected)
+        due = replace(due, gradients={**due.gradients, **wide})
         at = Comparison(due, allowed, self.ledger, number=number, scenarios=laws)
         self._execution.claims(number, laws)
         if not self._same_start(at, number, expected):
@@ -170,6 +185,18 @@ class Judge:
                 self.ledger.remark("gradient", answer.floors.obstacle)
         at.close()
         leave_out(self.ledger, due, number=number, names=())
+
+    def _wide(self, number: int, answer: Answer) -> dict[str, Tensor]:
+        """Gradients that were added up in a wider type than their own, where they are just that."""
+        found = {}
+        for site, seen in self._observed.gradients(number).items():
+            due = answer.expected.gradients.get(site)
+            if seen is None or due is None or answer.floors is None or not _wider(seen, due):
+                continue
+            wide = answer.floors.added_in(seen.dtype, site)
+            if wide is not None and error(seen, wide.cpu()) <= precision_of(seen.dtype).least:
+                found[site[1]] = wide
+        return found
 
     def _same_start(self, at: Comparison, number: int, expected: Expected) -> bool:
         """Whether the weights that were seen before the operation are the reference's, on every rank."""

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from reference.data import Batch
 from reference.step import Contribution, Expected, Gradient, Reference, Site, accumulate, in_double, one_place_off
@@ -63,6 +64,7 @@ class Floors:
         # Nothing is wider than fp64; there it is the weights that are rounded once more (as TTrace does with inputs).
         self._otherwise = one_place_off if self._precision is FP64 else in_double
         self.obstacle = ""
+        self._wide: dict[torch.dtype, Sums] = {}
 
     @cached_property
     def _elsewhere(self) -> _Elsewhere:
@@ -120,6 +122,16 @@ class Floors:
         shares = [None if part is None else part.cpu() / late for part in parts]
         floor = floor_of(expected.cpu(), [other.cpu()], apart.cpu(), shares)
         return floor if nudged is None else replace(floor, nudged=error(expected.cpu(), nudged.cpu()))
+
+    def added_in(self, dtype: torch.dtype, site: Site) -> Tensor | None:
+        """One site's gradient, if what the microbatches give is added up in ``dtype``."""
+        if dtype not in self._wide:
+            sums: Sums = {}
+            for one in self._pending:
+                cast = [made.cast(dtype) for made in one.expected.contributions]
+                sums = accumulate(cast, orders=one.orders, onto=sums)
+            self._wide[dtype] = self._reference.total(sums)
+        return self._wide[dtype][site]
 
     def loss(self, microbatch: int) -> Floor:
         """The floor of one microbatch's loss."""

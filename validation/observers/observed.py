@@ -58,7 +58,7 @@ class Passed:
     ``unplaced`` are tensors of which nothing tells where they should pass: at which of the flow's points, and for which
     microbatch. Whether they are right nobody knows. ``uncompared`` is how many tensors no law could be held against.
     ``ranks``: which rank each microbatch was on, if several hold it. ``strange`` are outputs without a place, by
-    microbatch.
+    microbatch. ``mixed``: parts of its module alone trained.
     """
 
     actions: tuple[Action, ...]
@@ -72,6 +72,7 @@ class Passed:
     uncompared: int = 0
     ranks: Mapping[int, int | None] = field(default_factory=dict)
     strange: Mapping[int, Sequence[Sketch]] = field(default_factory=dict)
+    mixed: bool = False
 
     @property
     def untold(self) -> bool:

@@ -31,6 +31,7 @@ class Call:
     """One call of a watched module. Gradients are by the number of the tensor that they belong to.
 
     ``backwards`` has an entry, a count over all calls of this rank, for each time that gradients came out of the call.
+    ``mixed``: parts of the module were in training mode, and others were not.
     A ``silent`` one ran without gradients: it is a forward only if a backward ran it again, and then has what that had.
     ``rank`` is the one that it was on, where several hold its stage.
     """
@@ -44,6 +45,7 @@ class Call:
     backwards: list[int] = field(default_factory=list)
     rank: int | None = None
     silent: bool = False
+    mixed: bool = False
 
 
 @dataclass
@@ -108,10 +110,11 @@ class Watcher:
         if not watched.when():
             return
         inputs, outputs = _tensors((arguments, named)), _tensors(result)
-        training = any(part.training for part in module.modules())
+        modes = {part.training for part in module.modules()}
         taken, versions = self._entering.pop()
         giving = [number for number, tensor in enumerate(outputs) if tensor.requires_grad]
-        call = Call(training, taken, list(map(sketch, outputs)), silent=mode is Mode.SILENT)
+        silent, mixed = mode is Mode.SILENT, len(modes) > 1
+        call = Call(True in modes, taken, list(map(sketch, outputs)), silent=silent, mixed=mixed)
         if mode is Mode.SILENT:
             watched.calls.append(call)
             watched.waiting.append(call)

@@ -210,3 +210,21 @@ def test_a_watched_block_that_is_applied_twice_is_one(whitebox: WhiteBox) -> Non
     assert passes(judged(whitebox, inner, build)).law("boundaries").outcome == "pass"
     half_of_it = partial(inner, passed=lambda m, gradient: gradient / 2 if m == 1 else gradient)
     assert named(judged(whitebox, half_of_it, build)) == [("scale", 0, 0, (1,))]
+
+
+def twice(model: nn.Sequential, microbatches: list[Any], *, cleared: bool) -> Any:
+    """Two of the microbatches to warm up, then all of them, with the gradients ``cleared`` between or not."""
+    stage = watch(half(model))
+    all_forward_all_backward(stage, microbatches[:2], divisor=2)
+    if cleared:
+        stage.zero_grad()
+    return stage, all_forward_all_backward(stage, microbatches)
+
+
+def test_what_warmed_stages_up_and_was_cleared_is_no_part_of_the_step(whitebox: WhiteBox) -> None:
+    build = partial(model_of, plain_block)
+    verdict = passes(judged(whitebox, partial(twice, cleared=True), build))
+    assert "each microbatch's last call counts" in verdict.law("microbatches").note
+    kept = judged(whitebox, partial(twice, cleared=False), build)
+    assert (kept.verdict, kept.law("microbatches").outcome, kept.law("gradient").outcome) == ("fail", "fail", "fail")
+    assert "stale-gradient" not in {kind for one in kept.ruled_out for kind in one.kinds}  # that is what it is

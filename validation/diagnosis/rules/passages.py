@@ -13,7 +13,7 @@ from pipeline.action import Kind
 from validation.diagnosis.divergence import Divergence
 from validation.diagnosis.evidence import Evidence
 from validation.diagnosis.rules.boundaries import causes_of
-from validation.diagnosis.rules.first_wrong import Boundaries, Root
+from validation.diagnosis.rules.first_wrong import Boundaries, FirstWrong
 from validation.diagnosis.rules.repeated import or_wrong_message, ordered
 from validation.judging.cause import Cause, RuledOut, listed
 from validation.observers.observed import UNKNOWN_MICROBATCH
@@ -165,8 +165,8 @@ def exchanged(evidence: Evidence) -> list[Cause]:
 
 def _called_after(evidence: Evidence, stage: int) -> int | None:
     """The stage whose output is the one input of ``stage``, if no stage before ends so in the reference."""
-    begins = evidence.passed[stage].begins
-    if stage == 0 or len(begins) != 1:
+    begins, unplaced = evidence.passed[stage].begins, evidence.passed[stage].unplaced
+    if stage == 0 or len(begins) != 1 or any(where == GIVEN for where, _ in unplaced):
         return None
     (place,) = begins.values()
     makers = [maker for maker, flow in evidence.passed.items() if place in flow.ends.values()]
@@ -203,7 +203,7 @@ def unexplained_passage(evidence: Evidence) -> tuple[str, ...]:
     return (*wrong[:1], *unjudged[:1])
 
 
-def _first_wrong(root: Root, boundaries: Boundaries, rank: Sequence[int]) -> str:
+def _first_wrong(root: FirstWrong, boundaries: Boundaries, rank: Sequence[int]) -> str:
     """Where ``root`` is; between two stages, if what one of them handed on was right."""
     point = root.point
     here = f"rank {rank[point.stage]}, stage {point.stage}"

@@ -82,9 +82,15 @@ def rearranged(evidence: Evidence) -> bool:
 
 
 def _in_place(order: Sequence[int], before: Sequence[int]) -> dict[int, int]:
-    """For each missing microbatch, the one whose tensors came at its position; empty if it was not so."""
+    """For each missing microbatch, the one whose tensors came at its position; empty if it was not so.
+
+    Where all came some places late, and the first until then, that is each but the first.
+    """
     if len(order) != len(before):
         return {}
+    for late in range(1, len(before)):
+        if all(m == before[max(k - late, 0)] for k, m in enumerate(order)):
+            return {own: came for own, came in zip(before, order, strict=True) if own != came}
     missing = [k for k, m in enumerate(before) if m not in order]
     given = {before[k]: order[k] for k in missing}
     spare = Counter(order) - Counter(before)

@@ -14,7 +14,7 @@ from validation.diagnosis.evidence import Evidence
 from validation.judging.cause import Cause
 from validation.judging.tolerance import FP32, scalar_error
 from validation.judging.verdict import Mismatch
-from validation.observers.identity import NARROWER
+from validation.observers.likeness import NARROWER
 
 _UNTOLD = "losses are wrong and gradients right: they are reported otherwise than computed, or a part has no gradient"
 
@@ -95,7 +95,9 @@ def _told(found: Sequence[Mismatch], evidence: Evidence) -> str:
     one = ratios[0] if ratios else 1.0
     alike = len(ratios) == len(found) and all(_same(ratio, one) for ratio in ratios)
     count = evidence.microbatches
-    plain = any(_same(one, number) for number in (-1.0, count, 1 / count, *_divisors(evidence)))
+    counts = (count, evidence.ranks, evidence.stages)
+    numbers = (-1.0, *counts, *(1 / number for number in counts), *_divisors(evidence))
+    plain = any(_same(one, number) for number in numbers)
     if alike and (plain or len(found) == count > 1):
         return f"{one:.6g} times the right {'ones' if len(found) > 1 else 'one'}"
     alone = evidence.members is not None and evidence.members.replicas.count == 1

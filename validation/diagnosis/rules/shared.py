@@ -28,8 +28,9 @@ def shared(evidence: Evidence) -> list[Cause]:
         _placed(one.cause, evidence)
         for one in evidence.members.found
         if one.law in ("replicas", "gradient") and evidence.differs(one.law) and not _of_losses(one.cause, evidence)
-    ][:1]
-    return told or (unreduced(evidence.members, evidence.expected) if evidence.differs("replicas") else [])
+    ]
+    unmet = [cause for cause in told if cause.kind == told[0].kind == "not-reduced"]  # each stage by itself
+    return unmet or told[:1] or (unreduced(evidence.members, evidence.expected) if evidence.differs("replicas") else [])
 
 
 def apart(evidence: Evidence) -> Sequence[str]:

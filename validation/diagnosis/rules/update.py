@@ -3,6 +3,7 @@
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import chain, combinations
 from typing import NamedTuple
 
 import torch
@@ -204,6 +205,7 @@ def _size(gradients: Mapping[Site, Tensor | None], stages: list[int]) -> float:
 
 
 _NOBODYS = "like nothing known"
+_FEW = 8  # stages
 
 Likely = tuple[str, int | None, float]  # a norm in words, the stage that it is about, and its value
 
@@ -223,7 +225,7 @@ def norm(evidence: Evidence) -> list[Cause]:
     if value is None or not right:
         detail = f"norm {value}, expected {right}"
         return [] if evidence.playable is None else [Cause("report", rank=rank if alone else None, detail=detail)]
-    text, stage = _called(value, likely_norms(evidence, rank))
+    text, stage = _called(value, chain(likely_norms(evidence, rank), _scaled(value, right)))
     kind = "report" if alone or (text == _NOBODYS and _clipped_by_the_right(evidence)) else "norm"
     detail = f"{value:.6g} in place of {right:.6g}: {text}"
     if stage is not None and not alone:
@@ -243,6 +245,23 @@ def _called(value: float, likely: Iterable[Likely]) -> tuple[str, int | None]:
     """What ``value`` is, in words, and the stage that this is about; several norms may have one value."""
     known = {text: stage for text, stage, other in likely if near(value, other)}
     return " or ".join(list(known)[:2]) or _NOBODYS, next(iter(known.values()), None)
+
+
+def _scaled(value: float, right: float) -> Iterator[Likely]:
+    """A power of two times the right norm, as where the loss was scaled."""
+    ratio = value / right
+    if ratio > 0 and math.isfinite(ratio):
+        factor = 2.0 ** round(math.log2(ratio))
+        yield f"{factor:g} times the right one", None, right * factor
+
+
+def _of_several(by_stage: Mapping[int, Mapping[Site, float]]) -> Iterator[Likely]:
+    """Those of several stages, where these are few enough for each choice to be looked at."""
+    most = len(by_stage) - 2 if len(by_stage) <= _FEW else 0  # of all but one, that one is told
+    for count in range(2, most + 1):
+        for some in combinations(by_stage, count):
+            size = _root(size for stage in some for size in by_stage[stage].values())
+            yield f"that of the gradients of stages {', '.join(map(str, some))} alone", None, size
 
 
 def likely_norms(evidence: Evidence, rank: int) -> Iterator[Likely]:
@@ -274,6 +293,9 @@ def likely_norms(evidence: Evidence, rank: int) -> Iterator[Likely]:
     for factor in (evidence.microbatches, evidence.ranks, evidence.stages):
         yield f"{factor} times the right one", None, whole * factor
         yield f"1/{factor} of the right one", None, whole / factor
+    for count in sorted({evidence.stages, evidence.ranks}):
+        yield f"every square is counted {count} times", None, whole * math.sqrt(count)
+    yield from _of_several(by_stage)
     if evidence.playable is not None:
         yield from _of_case(evidence)
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.support import two_ranks
 from validation.foreign import WhiteBox
 from validation.judging.verdict import Verdict
 
@@ -75,6 +76,17 @@ def test_of_other_losses_nobody_knows_whether_they_were_computed(
     verdict = judged(whitebox, report)
     assert (verdict.verdict, verdict.cause) == ("fail", ())
     assert verdict.undecided[0].startswith("losses are wrong and gradients right")
+
+
+def test_a_loss_that_was_added_up_over_the_ranks_is_a_wrong_report(whitebox: WhiteBox) -> None:
+    def step(model: Any, microbatches: list[Any]) -> Any:
+        stage = two_ranks.half(model)
+        losses = two_ranks.all_forward_all_backward(stage, microbatches)
+        return stage, None if losses is None else 2 * sum(losses) / two_ranks.COUNT
+
+    (cause,) = two_ranks.judged(whitebox, step, two_ranks.plain).cause
+    assert (cause.kind, cause.rank) == ("report", 1)
+    assert cause.detail.endswith(": 2 times the right one; gradients are right")
 
 
 @pytest.mark.parametrize("none", [None, []])

@@ -110,3 +110,16 @@ def test_a_factor_of_all_is_told_where_rounding_hides_each_microbatch_s(whitebox
     given = [tuple(torch.randn(6, 16, generator=draw).bfloat16() for _ in range(2)) for _ in range(4)]
     verdict = whitebox.validate(step, reference=build, microbatches=given, ranks=1, loss_fn=loss_fn)
     assert [(cause.kind, cause.factor) for cause in verdict.cause] == [("scale", 4.0)], str(verdict)
+
+
+def test_every_stage_that_was_not_reduced_is_told(whitebox: WhiteBox) -> None:
+    """Every rank runs the whole model, and hands back its own half."""
+
+    def step(model: Any, microbatches: list[Any]) -> Any:
+        losses = [loss_fn(model(x), target) for x, target in microbatches]
+        (torch.stack(losses).sum() / COUNT).backward()
+        return model[:2] if dist.get_rank() < 2 else model[2:], [loss.item() for loss in losses]
+
+    options: dict[str, Any] = {"microbatches": data(), "ranks": [0, 1, 0, 1], "loss_fn": loss_fn}
+    causes = whitebox.validate(step, reference=build_model, **options).cause
+    assert [(cause.kind, cause.stage) for cause in causes] == [("not-reduced", 0), ("not-reduced", 1)]

@@ -1,0 +1,86 @@
+"""Weights in bf16 whose gradients a runtime adds up in fp32: right is right, and wrong is told as elsewhere."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from validation.diagnosis.likeness import plainly
+from validation.foreign import HandedBack, WhiteBox
+from validation.judging.verdict import Verdict
+from validation.observers.likeness import GRADIENT, Label
+from validation.observers.recording import Point
+
+WIDTH, COUNT = 16, 6
+
+
+def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.mse_loss(output.float(), target.float())
+
+
+def build() -> nn.Module:
+    torch.manual_seed(2)
+    blocks = (nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
+    return nn.Sequential(*blocks).to(torch.bfloat16)
+
+
+def data(count: int) -> list[tuple[Tensor, Tensor]]:
+    draw = torch.Generator().manual_seed(1)
+    return [tuple(torch.randn(2, 8, WIDTH, generator=draw).to(torch.bfloat16)) for _ in range(count)]  # type: ignore[misc]
+
+
+def step(
+    model: nn.Module, microbatches: list[Any], *, divisor: float = 0, twice: str = "", narrowed: bool = False
+) -> HandedBack:
+    """Gradients are added up in fp32; that of the parameter ``twice`` is doubled. ``narrowed``: handed back in bf16."""
+    sums = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
+    losses = []
+    for x, target in microbatches:
+        loss = loss_fn(model(x), target)
+        (loss / (divisor or len(microbatches))).backward()
+        losses.append(loss.item())
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            sums[name] += parameter.grad
+            parameter.grad = None
+    if twice:
+        sums[twice] *= 2
+    dtype = torch.bfloat16 if narrowed else torch.float32
+    return HandedBack(model, losses, gradients={name: total.to(dtype) for name, total in sums.items()})
+
+
+def judged(whitebox: WhiteBox, *, count: int = COUNT, **options: Any) -> Verdict:
+    one = partial(step, **options)
+    return whitebox.validate(one, reference=build, microbatches=data(count), ranks=1, loss_fn=loss_fn)
+
+
+def test_sums_in_a_wider_type_are_compared_with_sums_in_that_type(whitebox: WhiteBox) -> None:
+    verdict = judged(whitebox)
+    assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), verdict
+
+
+def test_a_factor_of_everything_is_told_though_each_microbatch_is_hidden_by_rounding(whitebox: WhiteBox) -> None:
+    (cause,) = judged(whitebox, divisor=1.0).cause
+    assert (cause.kind, cause.stage, cause.factor) == ("scale", 0, COUNT)
+
+
+def test_where_rounding_may_hide_a_microbatch_nothing_is_said_to_be_beyond_it(whitebox: WhiteBox) -> None:
+    verdict = judged(whitebox, count=24, narrowed=True)
+    assert verdict.verdict == "unknown", verdict
+    (said,) = verdict.undecided
+    assert "no more than rounding allows" in said
+
+
+def test_only_what_is_wrong_is_told(whitebox: WhiteBox) -> None:
+    (cause,) = judged(whitebox, twice="1.1.weight").cause
+    assert (cause.kind, cause.parameter, cause.factor) == ("scale", "1.1.weight", 2.0)
+
+
+def test_what_a_narrow_type_can_say_is_not_rounded_where_that_type_is_due() -> None:
+    seen, due = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 2.0, 3.015625])
+    at = Label(Point(0, -1, GRADIENT), name="bias")
+    assert plainly(seen, due.to(torch.bfloat16), at) is None
+    rounded = plainly(seen, due + 1e-4, at)
+    assert rounded is not None
+    assert rounded.kind == "rounded"

@@ -1,0 +1,125 @@
+"""Layers that real models have, on one rank that holds every stage: what is said of them is true."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from validation.foreign import WhiteBox, watch
+from validation.judging.verdict import Verdict
+
+WIDTH, COUNT = 8, 4
+Change = Callable[[nn.Module], None]
+
+
+def loss_fn(output: Any, target: Tensor) -> Tensor:
+    return nn.functional.mse_loss(output[1] if isinstance(output, tuple) else output, target)
+
+
+def data() -> list[tuple[Any, Tensor]]:
+    draw = torch.Generator().manual_seed(1)
+    return [(torch.randn(4, WIDTH, generator=draw), torch.randn(4, WIDTH, generator=draw)) for _ in range(COUNT)]
+
+
+class Attention(nn.Module):
+    """A softmax takes no notice of the bias of its keys, whose gradient is rounding alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = x + (self.query(x) @ self.key(x).T).softmax(-1) @ self.value(x)
+        return made
+
+
+class Beside(nn.Module):
+    """One of two streams goes on as it came: the second through an encoder, the first through a decoder."""
+
+    def __init__(self, *, decodes: bool) -> None:
+        super().__init__()
+        self.linear, self.decodes = nn.Linear(WIDTH, WIDTH), decodes
+
+    def forward(self, given: Any) -> Any:
+        x, y = given
+        if self.decodes:
+            return x, y + torch.tanh(self.linear(y) + x)
+        return x + torch.tanh(self.linear(x)), y
+
+
+class Translator(nn.Sequential):
+    def forward(self, *given: Tensor) -> Any:
+        return super().forward(given)
+
+
+def translator() -> nn.Module:
+    torch.manual_seed(0)
+    return Translator(*(Beside(decodes=number > 1) for number in range(4)))
+
+
+def model_of(layer: Callable[[], nn.Module], count: int) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(layer() for _ in range(count)))
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh())
+
+
+def step(
+    model: nn.Sequential,
+    microbatches: list[Any],
+    *,
+    before: Change = lambda model: None,
+    after: Change = lambda model: None,
+    into: Callable[[int, Any], Any] = lambda stage, x: x,
+) -> Any:
+    """``into`` changes what a stage is called with, ``before`` and ``after`` the model."""
+    before(model)
+    losses = []
+    for x, target in microbatches:
+        for number, stage in enumerate(model):
+            x = watch(stage)(into(number, x))
+        loss = loss_fn(x, target)
+        (loss / len(microbatches)).backward()
+        losses.append(loss.item())
+    after(model)
+    return list(model), losses
+
+
+def judged(whitebox: WhiteBox, build: Callable[[], nn.Module], *, streams: int = 1, **changes: Any) -> Verdict:
+    one = partial(step, **changes)
+    given = [(x if streams == 1 else (x, x.flip(1)), target) for x, target in data()]
+    return whitebox.validate(one, reference=build, microbatches=given, ranks=1, loss_fn=loss_fn)
+
+
+def test_a_gradient_that_is_rounding_alone_tells_nothing_beside_another_that_is_wrong(whitebox: WhiteBox) -> None:
+    def tripled(model: Any) -> None:
+        model[1].query.weight.grad *= 3
+
+    build = partial(model_of, Attention, 2)
+    assert judged(whitebox, build).verdict == "pass"
+    verdict = judged(whitebox, build, after=tripled)
+    (cause,) = verdict.cause
+    assert (cause.kind, cause.parameter, cause.factor) == ("scale", "1.query.weight", 3.0)
+    assert "bias is no multiple" not in str(verdict)
+
+
+def test_a_stage_one_of_whose_inputs_nobody_knows_was_not_called_after_another(whitebox: WhiteBox) -> None:
+    def exchanged(stage: int, given: Any) -> Any:
+        return given[::-1] if stage == 1 else given
+
+    verdict = judged(whitebox, translator, streams=2, into=exchanged)
+    assert verdict.verdict == "fail"
+    assert "partition" not in {cause.kind for cause in verdict.cause}, str(verdict)
+
+
+def test_a_part_in_evaluation_mode_is_not_said_to_be_in_the_right_one(whitebox: WhiteBox) -> None:
+    def evaluated(model: Any) -> None:
+        model[0][1].eval()
+
+    verdict = judged(whitebox, partial(model_of, normed, 2), before=evaluated)
+    assert verdict.verdict == "fail"
+    assert "mode" not in {kind for one in verdict.ruled_out for kind in one.kinds}, str(verdict)
