@@ -1,5 +1,6 @@
 """What several test modules share."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -17,6 +18,16 @@ _BOUND_S = 240.0
 settings.register_profile("untimed", deadline=None)  # how long an example takes is the machine's affair
 settings.load_profile("untimed")
 _STARTS_PROCESSES = {"torchrun", "python", "processes"}  # fixtures
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors are small here: a second thread only waits, and takes a core
+sys.dont_write_bytecode = False  # or each process compiles the project anew, and pytest rewrites all its asserts
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+
+def pytest_collection_finish() -> None:
+    """What lies there now stays: spare every later collection of garbage the walk over it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

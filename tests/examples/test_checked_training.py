@@ -1,28 +1,96 @@
-"""A training script under torchrun, one step of which is checked: right, wrong, and what cannot be judged."""
+"""A training script under torchrun, one step of which is checked: right, wrong, and what cannot be judged.
 
+README shows one of them as a user starts it. Here each number of ranks is started once, and runs all scripts in turn.
+"""
+
+import json
 import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+
+from tests.support import in_turn
+from tests.support.once import once
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 SCRIPT = str(Path(__file__).with_name("checked_training.py"))
 REPLICAS = str(Path(__file__).with_name("checked_replicas.py"))
 README = (Path(__file__).parents[2] / "README.md").read_text()
 
+RECORD, LATER = ("--record", "x"), ("--fault", "dropped", "--fault-from", "2")
+TRAINING = {  # on two ranks
+    "beside the model": ("--check-at", "1", "2", *LATER),
+    "record": (*RECORD, "--check-at", "0", "1", "--steps", "2"),
+    "undivided": (*RECORD, "--check-at", "0", "--steps", "1", "--fault", "undivided"),
+    "dropped": (*RECORD, "--check-at", "0", "--steps", "1", "--fault", "dropped"),
+}
+REPLICATED = {  # on four
+    "plain": ("--model", "plain"),
+    "tied": ("--model", "tied"),
+    "unreduced": ("--fault", "unreduced"),
+    "one": ("--fault", "one"),
+    "untied": ("--model", "tied", "--fault", "untied"),
+    "plain record": ("--model", "plain", "--record", "plain"),
+    "tied record": ("--model", "tied", "--record", "tied"),
+    "all given": ("--given", "all"),
+}
+
+
+class Ended(NamedTuple):
+    """How a script ended: the statuses of its ranks, and what was said of each step that was checked."""
+
+    statuses: set[int]
+    verdicts: list[str]
+
 
 def verdicts(output: str) -> list[str]:
-    """What was said of each step that was checked."""
     return re.split(r"(?m)^(?=PASS|FAIL|UNKNOWN)", output)[1:]
 
 
-def test_beside_the_model_a_right_step_passes_and_a_wrong_one_is_named(torchrun: Launch, tmp_path: Path) -> None:
-    options = ("--check-at", "1", "2", "--fault", "dropped", "--fault-from", "2")
-    done = torchrun(tmp_path, SCRIPT, *options, ranks=2)
-    assert done.returncode == 1, done.stdout
-    right, wrong = verdicts(done.stdout)
+@pytest.fixture
+def training(torchrun: Launch, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+    def work() -> list[object]:
+        folder = tmp_path_factory.mktemp("training")
+        assert in_turn.as_main(SCRIPT, "--write", str(folder / "x")) == (0, "")
+        return all_in_turn(torchrun, folder, SCRIPT, TRAINING, ranks=2)
+
+    return of_ranks(TRAINING, once(tmp_path_factory, "training", work))
+
+
+@pytest.fixture
+def replicated(torchrun: Launch, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+    def work() -> list[object]:
+        folder = tmp_path_factory.mktemp("replicated")
+        for model in ("plain", "tied"):
+            assert in_turn.as_main(REPLICAS, "--model", model, "--write", str(folder / model)) == (0, "")
+        return all_in_turn(torchrun, folder, REPLICAS, REPLICATED, ranks=4)
+
+    return of_ranks(REPLICATED, once(tmp_path_factory, "replicated", work))
+
+
+def all_in_turn(
+    torchrun: Launch, folder: Path, script: str, runs: dict[str, tuple[str, ...]], *, ranks: int
+) -> list[object]:
+    """For each rank what each run came to."""
+    given = json.dumps([(script, *options) for options in runs.values()])
+    done = torchrun(folder, in_turn.__file__, given, str(folder), ranks=ranks)
+    assert done.returncode == 0, done.stdout
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def of_ranks(runs: dict[str, tuple[str, ...]], ended: list[list[tuple[int, str]]]) -> dict[str, Ended]:
+    return {
+        name: Ended({status for status, _ in of_run}, verdicts("".join(said for _, said in of_run)))
+        for name, of_run in zip(runs, zip(*ended, strict=True), strict=True)
+    }
+
+
+def test_beside_the_model_a_right_step_passes_and_a_wrong_one_is_named(training: dict[str, Ended]) -> None:
+    statuses, (right, wrong) = training["beside the model"]
+    assert statuses == {1}
     assert right.startswith("PASS 54 comparisons")
     assert re.search(r"gradient +pass +16 compared", right)
     assert re.search(r"loss +pass +4 compared", right)
@@ -33,69 +101,59 @@ def test_beside_the_model_a_right_step_passes_and_a_wrong_one_is_named(torchrun:
     assert f"replay    torchrun --nproc-per-node 2 {SCRIPT} --check-at 1 2 --fault dropped" in wrong
 
 
-def test_a_record_judges_the_update_too_and_no_step_from_other_weights(
-    torchrun: Launch, python: Launch, tmp_path: Path
-) -> None:
-    assert python(tmp_path, SCRIPT, "--write", "x").returncode == 0
-    done = torchrun(tmp_path, SCRIPT, "--record", "x", "--check-at", "0", "1", "--steps", "2", ranks=2)
-    assert done.returncode == 1, "torchrun's own; the script ends with 3"
-    right, later = verdicts(done.stdout)
+def test_a_record_judges_the_update_too_and_no_step_from_other_weights(training: dict[str, Ended]) -> None:
+    statuses, (right, later) = training["record"]
+    assert statuses == {3}
     assert right.startswith("PASS 70 comparisons")
     assert re.search(r"updated-parameters +pass +16 compared", right)
     assert later.startswith("UNKNOWN comparable: rank 0: weights that differ from the record's before the step: 0.0.we")
     assert "; rank 1: weights that differ" in later
-    assert f'File "{SCRIPT}"' not in done.stdout, "no traceback"
 
 
-def test_a_record_names_what_its_sums_tell_and_no_more(torchrun: Launch, python: Launch, tmp_path: Path) -> None:
-    assert python(tmp_path, SCRIPT, "--write", "x").returncode == 0
+def test_a_record_names_what_its_sums_tell_and_no_more(training: dict[str, Ended]) -> None:
     for fault, words in (
         ("undivided", "cause     scale: gradients are a multiple .*\n +everywhere: 4, the number of microbatches\n"),
         ("dropped", "cause     unknown: the evidence does not decide\n +open +stage 0: no combination"),
     ):
-        options = ("--record", "x", "--check-at", "0", "--steps", "1", "--fault", fault)
-        (wrong,) = verdicts(torchrun(tmp_path, SCRIPT, *options, ranks=2).stdout)
+        statuses, (wrong,) = training[fault]
+        assert statuses == {1}
         assert re.search(words, wrong), wrong
 
 
 @pytest.mark.parametrize("model", ["plain", "tied"])
-def test_replicas_and_copies_that_are_right_pass(torchrun: Launch, tmp_path: Path, model: str) -> None:
-    (verdict,) = verdicts(torchrun(tmp_path, REPLICAS, "--model", model, ranks=4).stdout)
+def test_replicas_and_copies_that_are_right_pass(replicated: dict[str, Ended], model: str) -> None:
+    statuses, (verdict,) = replicated[model]
+    assert statuses == {0}
     assert verdict.startswith("PASS"), verdict
     assert re.search(r"loss +pass +4 compared", verdict), "each replica's own two"
     assert re.search(r"gradient +pass +(16|8) compared", verdict), "on every rank that has them"
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("fault", "words"),
     [
-        (
-            ("--fault", "unreduced"),
-            "cause     not-reduced: .*\n +stage 0: .*: ranks 0, 1 keep gradients of their",
-        ),
-        (("--fault", "one"), "cause     not-reduced: .*\n +.*stage 0, parameter 0.0.bias: ranks 0, 1 keep gradients"),
-        (
-            ("--model", "tied", "--fault", "untied"),
-            "cause     tied-not-summed: .*\n +parameter first.weight: ranks 0, 1",
-        ),
+        ("unreduced", "cause     not-reduced: .*\n +stage 0: .*: ranks 0, 1 keep gradients of their"),
+        ("one", "cause     not-reduced: .*\n +.*stage 0, parameter 0.0.bias: ranks 0, 1 keep gradients"),
+        ("untied", "cause     tied-not-summed: .*\n +parameter first.weight: ranks 0, 1"),
     ],
 )
 def test_replicas_and_copies_that_were_not_summed_are_named(
-    torchrun: Launch, tmp_path: Path, options: tuple[str, ...], words: str
+    replicated: dict[str, Ended], fault: str, words: str
 ) -> None:
-    (verdict,) = verdicts(torchrun(tmp_path, REPLICAS, *options, ranks=4).stdout)
+    statuses, (verdict,) = replicated[fault]
+    assert statuses == {1}
     assert verdict.startswith("FAIL gradient ("), verdict
     assert re.search(words, verdict), verdict
 
 
-def test_replicas_against_a_record_and_what_nobody_said(torchrun: Launch, python: Launch, tmp_path: Path) -> None:
-    for model, words in (
-        ("plain", "PASS 60 comparisons"),
-        ("tied", "UNKNOWN parameters-once: first.weight is in 2 sta"),
+def test_replicas_against_a_record_and_what_nobody_said(replicated: dict[str, Ended]) -> None:
+    for run, status, words in (
+        ("plain record", 0, "PASS 60 comparisons"),
+        ("tied record", 3, "UNKNOWN parameters-once: first.weight is in 2 sta"),
     ):
-        assert python(tmp_path, REPLICAS, "--model", model, "--write", model).returncode == 0
-        done = torchrun(tmp_path, REPLICAS, "--model", model, "--record", model, ranks=4)
-        assert verdicts(done.stdout)[0].startswith(words), done.stdout
-    (verdict,) = verdicts(torchrun(tmp_path, REPLICAS, "--given", "all", ranks=4).stdout)
+        statuses, (verdict,) = replicated[run]
+        assert (statuses, verdict[: len(words)]) == ({status}, words), verdict
+    statuses, (verdict,) = replicated["all given"]
+    assert statuses == {3}
     assert verdict.startswith("UNKNOWN loss: whose losses these are nobody says: pass each replica the microbatches")
     assert re.search(r"pass +parameters-once, presence, gradient: 40 compared", verdict)

@@ -3,12 +3,13 @@
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import product
 
 import pytest
 
 from pipeline.action import COMPUTE, RECEIVES, SENDS, Action, Kind
-from pipeline.lower import lower, message_of
+from pipeline.lower import Program, lower, message_of
 from pipeline.schedule import Schedule, ScheduleError, schedule_from_csv
 from pipeline.schedules import FAMILIES, LOOPED, build, virtuals
 
@@ -28,6 +29,12 @@ def schedules() -> Iterator[Schedule]:
 
 
 ALL = list(schedules())
+
+
+@cache
+def lowered(index: int, early: int = 0) -> Program:
+    """The program of one of ``ALL``; several tests look at it."""
+    return lower(ALL[index], early=early)
 
 
 def partner(action: Action) -> Action:
@@ -112,8 +119,8 @@ def messages(rows: Rows) -> Counter[Action]:
 
 
 def test_nothing_is_lost_and_every_message_has_two_ends() -> None:
-    for schedule in ALL:
-        rows = lower(schedule).ranks
+    for index, schedule in enumerate(ALL):
+        rows = lowered(index).ranks
         assert tuple(tuple(a for a in row if a.kind in COMPUTE) for row in rows) == schedule.ranks
         assert messages(rows) == due(schedule), schedule
         assert all(schedule.placement[action.stage] == rank for rank, row in enumerate(rows) for action in row), (
@@ -139,8 +146,8 @@ def test_a_v_sends_nothing_between_stages_of_one_rank() -> None:
 
 @pytest.mark.parametrize("early", range(5))
 def test_the_kth_send_of_a_channel_is_its_kth_receive(early: int) -> None:
-    for schedule in ALL if early == 0 else ALL[early::5]:
-        program = lower(schedule, early=early)
+    for index in range(len(ALL)) if early == 0 else range(early, len(ALL), 5):
+        program, schedule = lowered(index, early), ALL[index]
         sent, received = (channels(program.ranks, schedule.placement, kinds) for kinds in (SENDS, RECEIVES))
         assert sent == received, schedule
         assert misplaced(program.ranks, schedule.n_stages) == []
@@ -148,8 +155,8 @@ def test_the_kth_send_of_a_channel_is_its_kth_receive(early: int) -> None:
 
 
 def test_no_deadlock_where_every_message_blocks_both_sides() -> None:
-    for schedule in ALL:
-        program = lower(schedule)
+    for index, schedule in enumerate(ALL):
+        program = lowered(index)
         assert stuck_under_rendezvous(program.ranks) == [], schedule
         assert stuck_under_rendezvous(program.forward_only.ranks) == [], schedule
 
@@ -175,10 +182,9 @@ def test_those_checkers_can_fail() -> None:
 
 
 def test_early_moves_receives_up_and_nothing_else() -> None:
-    for schedule in ALL[::5]:
-        plain = lower(schedule).ranks
+    for index in range(0, len(ALL), 5):
         for early in range(1, 5):
-            for before, after in zip(plain, lower(schedule, early=early).ranks, strict=True):
+            for before, after in zip(lowered(index).ranks, lowered(index, early).ranks, strict=True):
                 assert [a for a in after if a.kind not in RECEIVES] == [a for a in before if a.kind not in RECEIVES]
                 computed, was = computed_before_receives(after), computed_before_receives(before)
                 assert computed == [(action, max(0, count - early)) for action, count in was]
@@ -222,12 +228,13 @@ def test_a_schedule_that_cannot_run_is_not_lowered() -> None:
 
 def test_torch_lowers_to_the_same_messages() -> None:
     torch = pytest.importorskip("torch.distributed.pipelining.schedules")
-    for schedule in ALL[::6]:
+    for index in range(0, len(ALL), 6):
+        schedule = ALL[index]
         if schedule.overlaps:
             continue
         order = {r: [torch._Action.from_str(str(a)) for a in row] for r, row in enumerate(schedule.ranks)}
         theirs = torch._add_send_recv(order, schedule.placement.__getitem__, schedule.n_stages)
-        ours = lower(schedule).ranks
+        ours = lowered(index).ranks
         assert {r: sorted(map(str, row)) for r, row in theirs.items()} == {
             r: sorted(map(str, row)) for r, row in enumerate(ours)
         }

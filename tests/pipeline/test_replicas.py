@@ -1,6 +1,7 @@
 """Stages in DDP and under fully_shard: right gradients, reduced once a step, whatever the schedule does in between."""
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.step import PipelineSchedule
+from tests.support.steps import blocks, pairs
 from validation.worlds.rank_report import RankFailed
 from validation.worlds.worker import RankContext
 from validation.worlds.world import World
@@ -19,14 +21,8 @@ from validation.worlds.world import World
 MICROBATCHES = 4  # of each of two replicas
 
 
-def build_model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(7, 7), nn.Tanh()) for _ in range(4)))
-
-
-def data() -> list[tuple[Tensor, Tensor]]:
-    draw = torch.Generator().manual_seed(1)
-    return [(torch.randn(3, 7, generator=draw), torch.randn(3, 7, generator=draw)) for _ in range(2 * MICROBATCHES)]
+build_model = partial(blocks, width=7)
+data = partial(pairs, 2 * MICROBATCHES, rows=3, width=7, seed=1)
 
 
 def run(context: RankContext, around: str, kind: str, steps: int) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import json
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.support.steps import loss_fn, pairs
 from validation.cases.case import Case
 from validation.cases.judgement import judge
 from validation.cases.observe import observe
@@ -28,18 +30,12 @@ WIDTH = 8
 Reference = Callable[[], nn.Module]
 
 
-def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target).square().mean()
-
-
 def build() -> nn.Sequential:
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
 
 
-def data() -> list[tuple[Tensor, Tensor]]:
-    draw = torch.Generator().manual_seed(0)
-    return [(torch.randn(4, WIDTH, generator=draw), torch.randn(4, WIDTH, generator=draw)) for _ in range(3)]
+data = partial(pairs, 3)
 
 
 def right(model: nn.Module, microbatches: list[Any]) -> Any:
@@ -319,6 +315,7 @@ def test_a_case_of_ours_fails_without_its_explanation(
     assert verdict.unsought.startswith("ZeroDivisionError: a rule is wrong (test_bad_input.py:")
 
 
+@pytest.mark.ranks
 def test_a_command_ends_as_its_verdict_does_without_an_explanation(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

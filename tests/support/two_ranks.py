@@ -8,20 +8,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.support.steps import WIDTH, loss_fn, pairs
 from validation.foreign import WhiteBox, watch
 from validation.judging.verdict import Verdict
 
-WIDTH, COUNT = 8, 4
+COUNT = 4
 Call = Callable[[nn.Module, int, Tensor], Tensor]
 
 
-def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target).square().mean()
-
-
-def data() -> list[tuple[Tensor, Tensor]]:
-    draw = torch.Generator().manual_seed(0)
-    return [(torch.randn(4, WIDTH, generator=draw), torch.randn(4, WIDTH, generator=draw)) for _ in range(COUNT)]
+data = partial(pairs, COUNT)
 
 
 def model_of(block: Callable[[], nn.Module], *, frozen: int = 0) -> nn.Sequential:

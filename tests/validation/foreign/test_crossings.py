@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from reference.data import Batch
+from tests.support.steps import loss_fn
 from validation.foreign.crossings import passed
 from validation.foreign.survey import Places, Survey
 from validation.observers.observed import Crossing, Passed
@@ -16,10 +17,6 @@ MICROBATCHES = 3
 def model() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
-
-
-def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target).square().mean()
 
 
 def batches() -> list[Batch]:

@@ -1,6 +1,7 @@
 """Causes of foreign steps, link by link: each names what it decides, and leaves open what it does not."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.support.steps import blocks, loss_fn, pairs
 from validation.foreign import WhiteBox, watch
 from validation.judging.cause import Cause
 from validation.judging.verdict import Verdict
@@ -16,18 +18,8 @@ WIDTH, RANKS, COUNT = 8, 2, 4
 Step = Callable[[Any, list[Any]], Any]
 
 
-def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target).square().mean()
-
-
-def build_model() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)))
-
-
-def data() -> list[tuple[Tensor, Tensor]]:
-    draw = torch.Generator().manual_seed(0)
-    return [(torch.randn(6, WIDTH, generator=draw), torch.randn(6, WIDTH, generator=draw)) for _ in range(COUNT)]
+build_model = partial(blocks, seed=3)
+data = partial(pairs, COUNT, rows=6)
 
 
 def train(stage: nn.Module, microbatches: list[Any], change: Callable[[int, Tensor], Tensor] | None = None) -> Any:

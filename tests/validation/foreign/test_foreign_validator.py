@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
+from tests.support.steps import Pairs, loss_fn, pairs
 from validation.foreign import HandedBack, WhiteBox, watch
 from validation.foreign.rank import RankMade, digests
 from validation.foreign.validator import other_data
@@ -20,18 +21,13 @@ RANKS = 2
 Step = Callable[[nn.Module, list[Any]], Any]
 
 
-def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target).square().mean()
-
-
 def build_model() -> nn.Module:
     torch.manual_seed(3)
     return nn.Sequential(*(nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(4)))
 
 
-def data(seed: int = 0) -> list[tuple[Tensor, Tensor]]:
-    draw = torch.Generator().manual_seed(seed)
-    return [(torch.randn(4, WIDTH, generator=draw), torch.randn(4, WIDTH, generator=draw)) for _ in range(4)]
+def data(seed: int = 0) -> Pairs:
+    return pairs(seed=seed)
 
 
 def half(model: nn.Module) -> nn.Sequential:

@@ -1,6 +1,7 @@
 """Ranks that hold one stage: their shares of the microbatches, replicas, and pipelines that run both ways."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.action import Action
-from validation.diagnosis.members import Replicas, ReplicasError
+from tests.support.steps import blocks, pairs
+from validation.diagnosis.members import Replicas
 from validation.foreign import WhiteBox, watch
 from validation.foreign.matching import Local
 from validation.foreign.rank import Part, RankMade
@@ -107,25 +109,6 @@ def test_actions_have_the_numbers_of_all_microbatches() -> None:
     assert list(map(str, second.actions or ())) == ["0F1", "0F3", "0B1", "0F-3"]
 
 
-def test_every_replica_has_its_own_microbatches() -> None:
-    replicas = Replicas((0, 1, 0, 1), 6)
-    replicas.check()
-    assert [list(replicas.share(rank)) for rank in range(4)] == [[0, 2, 4], [1, 3, 5], [0, 2, 4], [1, 3, 5]]
-
-
-@pytest.mark.parametrize(
-    ("of", "microbatches", "sentence"),
-    [
-        ((1, 1, 2, 2), 6, r"ranks is \[1, 1, 2, 2\]: expected the number of each rank's replica, from 0 on"),
-        (("a", "b"), 6, r"ranks is \['a', 'b'\]: expected the number of each rank's replica"),
-        ((0, 1, 0, 1), 5, "5 microbatches for 2 replicas: expected a multiple"),
-    ],
-)
-def test_replicas_that_cannot_be(of: tuple[int, ...], microbatches: int, sentence: str) -> None:
-    with pytest.raises(ReplicasError, match=sentence):
-        Replicas(of, microbatches).check()
-
-
 COUNT = 4
 
 
@@ -133,14 +116,8 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.mse_loss(output, target)
 
 
-def build_model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Sequential(nn.Linear(5, 5), nn.Tanh()), nn.Sequential(nn.Linear(5, 5), nn.Tanh()))
-
-
-def data() -> list[tuple[Tensor, Tensor]]:
-    draw = torch.Generator().manual_seed(1)
-    return [(torch.randn(6, 5, generator=draw), torch.randn(6, 5, generator=draw)) for _ in range(COUNT)]
+build_model = partial(blocks, 2, width=5)
+data = partial(pairs, COUNT, rows=6, width=5, seed=1)
 
 
 def both_ways(stages: list[nn.Module], microbatches: list[Any], wrong: int | None = None) -> float:

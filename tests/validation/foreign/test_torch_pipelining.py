@@ -2,16 +2,18 @@
 
 import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining import schedules
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.support.steps import Pairs, blocks, pairs
 from validation.foreign import HandedBack, WhiteBox, torch_pipelining
 from validation.judging.verdict import Verdict
 
@@ -19,14 +21,11 @@ WIDTH, STAGES, M = 16, 4, 4
 loss_fn = nn.functional.mse_loss
 
 
-def build_model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(STAGES)))
+build_model = partial(blocks, STAGES, width=WIDTH)
 
 
-def data(rows: int = 3) -> list[tuple[Tensor, Tensor]]:
-    draw = torch.Generator().manual_seed(1)
-    return [(torch.randn(rows, WIDTH, generator=draw), torch.randn(rows, WIDTH, generator=draw)) for _ in range(M)]
+def data(rows: int = 3) -> Pairs:
+    return pairs(M, rows=rows, width=WIDTH, seed=1)
 
 
 def built(name: str, model: nn.Module, **options: Any) -> Any:

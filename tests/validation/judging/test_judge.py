@@ -317,6 +317,10 @@ def test_steps_that_vanish_are_counted(world: World) -> None:
 
 def test_the_reference_runs_on_one_thread_and_gives_the_others_back() -> None:
     before = torch.get_num_threads()
-    with one_thread():
-        assert torch.get_num_threads() == 1
-    assert torch.get_num_threads() == before
+    torch.set_num_threads(3)
+    try:
+        with one_thread():
+            assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)

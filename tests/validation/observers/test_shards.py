@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.support.steps import pairs
 from validation.foreign import FlatShard, HandedBack, WhiteBox, watch
 from validation.judging.verdict import Verdict
 from validation.observers.shards import Shard, ShardError, gathered, shard_at, shard_of, untiled
@@ -153,9 +155,7 @@ def build_model() -> nn.Module:
     return model
 
 
-def data() -> list[tuple[Tensor, Tensor]]:
-    draw = torch.Generator().manual_seed(1)
-    return [(torch.randn(6, WIDTH, generator=draw), torch.randn(6, WIDTH, generator=draw)) for _ in range(COUNT)]
+data = partial(pairs, COUNT, rows=6, width=WIDTH, seed=1)
 
 
 def train(stage: nn.Module, microbatches: list[Any], before: int | None, after: int | None) -> list[float]:

@@ -1,5 +1,6 @@
 """What a watcher notes of a call is that call's own, however long the tensors live that came into it."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
+from tests.support.steps import blocks, loss_fn, pairs
 from validation.foreign import HandedBack, WhiteBox, torch_pipelining, watch
 from validation.judging.verdict import Verdict
 from validation.observers.sketch import sketch
@@ -16,18 +18,8 @@ from validation.observers.watching import Call, Watcher
 WIDTH, COUNT = 8, 4
 
 
-def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target).square().mean()
-
-
-def build_model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)))
-
-
-def data() -> list[tuple[Tensor, Tensor]]:
-    draw = torch.Generator().manual_seed(1)
-    return [(torch.randn(4, WIDTH, generator=draw), torch.randn(4, WIDTH, generator=draw)) for _ in range(COUNT)]
+build_model = blocks
+data = partial(pairs, COUNT, seed=1)
 
 
 def judged(whitebox: WhiteBox, step: Any) -> Verdict:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.steps import pairs
 from validation.cases.case import Case
 from validation.judging.cause import Cause
 from validation.judging.verdict import Verdict
@@ -34,8 +35,7 @@ def build() -> nn.Sequential:
 
 
 def data(seed: int = 0) -> Pairs:
-    draw = torch.Generator().manual_seed(seed)
-    return [(torch.randn(6, WIDTH, generator=draw), torch.randn(6, WIDTH, generator=draw)) for _ in range(M)]
+    return pairs(M, rows=6, seed=seed)
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:

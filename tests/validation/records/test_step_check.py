@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from pipeline import PipelineSchedule
+from tests.support.steps import pairs
 from validation.judging.verdict import Verdict
 from validation.records.record import Record
 from validation.records.single_device import SingleDevice
@@ -29,8 +30,7 @@ def build(width: int = 8) -> nn.Module:
 
 
 def data(seed: int = 0, width: int = 8) -> Pairs:
-    draw = torch.Generator().manual_seed(seed)
-    return [(torch.randn(4, width, generator=draw), torch.randn(4, width, generator=draw)) for _ in range(3)]
+    return pairs(3, width=width, seed=seed)
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:

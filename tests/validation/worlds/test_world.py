@@ -88,7 +88,8 @@ def test_processes_are_used_again(world: World) -> None:
     assert pids() == first
 
 
-def test_a_rank_computes_with_one_thread(world: World) -> None:
+def test_a_rank_computes_with_one_thread(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
     threads = world.run(lambda context: (torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]), ranks=2)
     assert threads == [(1, "1")] * 2
 

@@ -1,6 +1,7 @@
 """Losses of a foreign step that are wrong while its gradients are right: a wrong report, or nobody knows."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support import two_ranks
+from tests.support.steps import pairs
 from validation.foreign import WhiteBox
 from validation.judging.verdict import Verdict
 
@@ -23,9 +25,7 @@ def build_model() -> nn.Module:
     return nn.Linear(5, 3)
 
 
-def data() -> list[tuple[Tensor, Tensor]]:
-    draw = torch.Generator().manual_seed(1)
-    return [(torch.randn(6, 5, generator=draw), torch.randn(6, 3, generator=draw)) for _ in range(COUNT)]
+data = partial(pairs, COUNT, rows=6, width=5, to=3, seed=1)
 
 
 def judged(whitebox: WhiteBox, report: Callable[[list[float]], Any]) -> Verdict:

@@ -1,6 +1,7 @@
 """Replicas that were reduced in part: which parameters, or which microbatches came too late, is told."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.support.steps import pairs
 from validation.foreign import WhiteBox
 from validation.judging.verdict import Verdict
 
@@ -24,9 +26,7 @@ def build_model() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
-def data() -> list[tuple[Tensor, Tensor]]:
-    draw = torch.Generator().manual_seed(1)
-    return [(torch.randn(6, 5, generator=draw), torch.randn(6, 3, generator=draw)) for _ in range(COUNT)]
+data = partial(pairs, COUNT, rows=6, width=5, to=3, seed=1)
 
 
 def judged(
