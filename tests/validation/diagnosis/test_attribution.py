@@ -219,8 +219,7 @@ def test_what_is_not_finite_is_named_at_the_stage_from_which_it_flowed_back() ->
         for site in (max(gradients), *(site for site in gradients if site[0] < 2)):
             gradients[site] = torch.full_like(gradients[site], float("nan"))  # type: ignore[arg-type]
 
-    cause = only(attributed(after=change))
-    assert (cause.kind, cause.stage) == ("not-finite", 2)
+    assert (only(attributed(after=change)).kind, only(attributed(after=change)).stage) == ("not-finite", 2)
 
 
 def test_a_factor_that_several_numbers_explain_names_them_all() -> None:
