@@ -123,7 +123,8 @@ class Computed(TorchDispatchMode):  # type: ignore[no-untyped-call]  # in torch
         self._made: dict[tuple[torch.Size, torch.dtype], list[Sketch]] = {}
         self._random = False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, *given: Any) -> Any:
+        args, kwargs = (*given, None)[:2]  # by name there may be none
         made = func(*args, **(kwargs or {}))
         self._random |= torch.Tag.nondeterministic_seeded in func.tags
         for tensor in tree_leaves(made):
