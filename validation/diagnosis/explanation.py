@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -12,16 +13,13 @@ from validation.diagnosis.combination import DECIDED, alike, decided, fit, level
 from validation.diagnosis.known import Terms
 from validation.diagnosis.likeness import of_terms, plainly
 from validation.diagnosis.module_pairing import Paired, paired_within
-from validation.diagnosis.system import Layout, System, weights
-from validation.judging.tolerance import BF16, Floor, error, precision_of
+from validation.diagnosis.system import Layout, System, limit_of, weights
+from validation.judging.tolerance import error, precision_of
 from validation.observers.likeness import GRADIENT, Label, Likeness
 from validation.observers.recording import Point
 
 _ZERO = 1e-3  # a coefficient this small may be none at all: it is left out if nothing but rounding remains without it
 _MORE = 8  # a sparse explanation has at most two atoms for every microbatch, and so many more
-# The law judges fp16 as fp32, and so lets nothing pass that it should not. What a gradient is made of shows through the
-# rounding of its own type only.
-_FP16 = replace(BF16, unit=2.0**-11, least=4 * 2.0**-11, most=16 * 2.0**-11)
 _EVEN = 0.1  # how far, relative to it, what each microbatch has may lie from a factor that all have
 _LIKE = 0.999  # the cosine from which on two microbatches are one
 _DENSE = 400  # atoms, of which all coefficients are found at once in less time than a step takes
@@ -334,7 +332,13 @@ class Explainer:
             return False
         precision = precision_of(due.dtype)
         allowed = precision.factor * error(due.cpu(), wide)
-        return allowed > _NOTHING_BUT and error(seen.cpu(), due.cpu()) <= allowed
+        small = due.abs().max().item() <= precision.most * self._largest
+        return small and allowed > _NOTHING_BUT and error(seen.cpu(), due.cpu()) <= allowed
+
+    @cached_property
+    def _largest(self) -> float:
+        """The largest element of all gradients that are due."""
+        return max((g.abs().max().item() for g in self._due.values() if g is not None and g.numel()), default=0.0)
 
     def _nominal_sum(self, name: str) -> Gradient:
         parts = [g for atom in self._atoms.nominal if (g := atom.gradients.get(name)) is not None]
@@ -381,14 +385,3 @@ class Explainer:
 def _kept(terms: Mapping[Term, float]) -> dict[Term, float]:
     """``terms`` without those that should not be there and hardly are."""
     return {term: c for term, c in terms.items() if term.nominal or abs(c) > _ZERO}
-
-
-def limit_of(due: Gradient, wide: Gradient) -> float:
-    """What rounding may leave of one parameter: from what it left of the expected gradient on this very run.
-
-    In the precision of the expected gradient, which is that of what made it, whatever type the step adds up in.
-    """
-    if due is None or wide is None:
-        return Floor(0.0, 0.0, 0.0).limit
-    precision = _FP16 if due.dtype == torch.float16 else precision_of(due.dtype)
-    return Floor(0.0, error(due.cpu(), wide), 0.0, precision).limit

@@ -11,6 +11,11 @@ from torch import Tensor
 from reference.step import Gradient
 from validation.diagnosis.atoms import Atom, Term
 from validation.diagnosis.combination import conclusive, residual_of
+from validation.judging.tolerance import BF16, Floor, error, precision_of
+
+# The law judges fp16 as fp32, and so lets nothing pass that it should not. What a gradient is made of shows through the
+# rounding of its own type only.
+_FP16 = replace(BF16, unit=2.0**-11, least=4 * 2.0**-11, most=16 * 2.0**-11)
 
 
 @dataclass(frozen=True)
@@ -103,3 +108,14 @@ def weights(terms: Mapping[Term, float], atoms: Sequence[Atom]) -> list[float]:
 def size_of(gradient: Gradient) -> float:
     """The norm of a gradient; 1 where it is zero or None."""
     return (0.0 if gradient is None else gradient.double().norm().item()) or 1.0
+
+
+def limit_of(due: Gradient, wide: Gradient) -> float:
+    """What rounding may leave of one parameter: from what it left of the expected gradient on this very run.
+
+    In the precision of the expected gradient, which is that of what made it, whatever type the step adds up in.
+    """
+    if due is None or wide is None:
+        return Floor(0.0, 0.0, 0.0).limit
+    precision = _FP16 if due.dtype == torch.float16 else precision_of(due.dtype)
+    return Floor(0.0, error(due.cpu(), wide), 0.0, precision).limit

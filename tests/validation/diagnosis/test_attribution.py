@@ -398,11 +398,3 @@ def test_what_one_parameter_counts_names_nothing_where_another_is_wrong_like_not
     found = attributed(loses(BIAS, 1), after=altered(UP, noisy))
     assert not found.causes
     assert any(UP[1] in told for told in found.unknown)
-
-
-def test_gradients_that_the_reference_does_not_make_of_its_microbatches_are_not_taken_apart() -> None:
-    rows, traced = known(torch.float32)
-    due = {site: -3 * gradient if site[0] == 1 else gradient for site, gradient in summed(rows).items()}  # type: ignore[operator]
-    found = attribute(Update(due, due, traced, placement=(0, 1, 2)))
-    assert not found.causes
-    assert found.unknown == ("stage 1: what the reference's microbatches give does not add up to its own gradients",)
