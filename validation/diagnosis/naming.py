@@ -14,11 +14,12 @@ from torch import Tensor
 from reference.step import Gradient, Site, Stage
 from validation.diagnosis.atoms import Term, Update
 from validation.diagnosis.chains import swaps
-from validation.diagnosis.explanation import Explanation, limit_of
+from validation.diagnosis.explanation import Explanation
 from validation.diagnosis.known import Known
 from validation.diagnosis.likeness import summed
 from validation.diagnosis.microbatch_weights import ONE, SAME, Fault, factor_words, faults_in_counts, uniform
 from validation.diagnosis.module_pairing import Paired
+from validation.diagnosis.system import limit_of
 from validation.diagnosis.tied import Shares, of_copies
 from validation.judging.cause import Cause, RuledOut
 from validation.observers.likeness import GRADIENT, Label, Likeness
