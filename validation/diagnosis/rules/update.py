@@ -83,7 +83,7 @@ def _or_clip(cause: Cause, evidence: Evidence) -> Cause:
     """``cause``, or the clipping, where what the optimizer was given is not known.
 
     Where its step is linear in that, a factor shows in how far parameters moved, and it is clipping's if clipping comes
-    to it. Where it does not, which of the two stays open.
+    to it. Where it does not, or where they moved as far as they should, which of the two stays open.
     """
     size, most = evidence.expected.norm or 0.0, evidence.max_norm
     if most is not None and size <= most:
@@ -92,7 +92,7 @@ def _or_clip(cause: Cause, evidence: Evidence) -> Cause:
     used = {} if most is None else moved(evidence)
     given = {site: Factor(one.value * wanted, one.noise) for site, one in used.items()}
     words = {_known(evidence, stage, one) for (stage, _), one in given.items()}
-    if not words or "" in words:
+    if not words or "" in words or all(one.near(1.0) for one in used.values()):
         return replace(cause, instead=(replace(cause, kind="clip"),))
     first = next(iter(given.values()))
     known = words.pop() if len(words) == 1 else ""
