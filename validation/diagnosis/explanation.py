@@ -9,14 +9,24 @@ from torch import Tensor
 
 from reference.step import Gradient, Stage
 from validation.diagnosis.atoms import Atom, Atoms, Term, Update, Wrong
-from validation.diagnosis.combination import DECIDED, alike, decided, fit, level, select, simple
+from validation.diagnosis.combination import (
+    DECIDED,
+    Layout,
+    System,
+    alike,
+    decided,
+    fit,
+    level,
+    limit_of,
+    select,
+    simple,
+    weights,
+)
 from validation.diagnosis.known import Terms
 from validation.diagnosis.likeness import of_terms, plainly
 from validation.diagnosis.module_pairing import Paired, paired_within
-from validation.diagnosis.system import Layout, System, limit_of, weights
 from validation.judging.tolerance import error, precision_of
-from validation.observers.likeness import GRADIENT, Label, Likeness
-from validation.observers.recording import Point
+from validation.observers.likeness import Label, Likeness
 
 _ZERO = 1e-3  # a coefficient this small may be none at all: it is left out if nothing but rounding remains without it
 _MORE = 8  # a sparse explanation has at most two atoms for every microbatch, and so many more
@@ -87,7 +97,7 @@ class Explainer:
         own = [name for name in self._parameters if (stage, name) not in update.shared]
         self._seen = {name: update.observed.get((stage, name)) for name in own}
         self._due = {name: update.expected.get((stage, name)) for name in own}
-        plain = (plainly(self._seen[name], self._due[name], self._at(name)) for name in own)
+        plain = (plainly(self._seen[name], self._due[name], Label.of_gradient((self._stage, name))) for name in own)
         self._absent = tuple(one for one in plain if one is not None)
         absent = {one.parameter for one in self._absent}
         there = [name for name in own if name not in absent and self._due[name] is not None]
@@ -358,18 +368,15 @@ class Explainer:
 
     def _alone(self, found: Explanation, name: str) -> Likeness:
         """A parameter by itself: what it is in place of what the rest says, or how its own module paired otherwise."""
-        seen, parts = self._seen[name], found.parts(name)
+        seen, parts, at = self._seen[name], found.parts(name), Label.of_gradient((self._stage, name))
         assert seen is not None, "only gradients that are there are compared"
         right = self._nominal_sum(name)
         if right is not None and error(seen.double().cpu(), right) <= self._limits[name]:
-            return Likeness("right", self._at(name))
+            return Likeness("right", at)
         if not parts:
-            return Likeness("different", self._at(name))
-        alone = of_terms(seen, self._at(name), Terms(parts, found.lacking(name)), self._limits[name])
+            return Likeness("different", at)
+        alone = of_terms(seen, at, Terms(parts, found.lacking(name)), self._limits[name])
         return alone if alone.is_known else self._paired(alone, seen)
-
-    def _at(self, name: str) -> Label:
-        return Label(Point(self._stage, -1, GRADIENT), name=name)
 
     def _paired(self, odd: Likeness, seen: Tensor) -> Likeness:
         """A parameter whose own module may have paired otherwise than the stage did."""

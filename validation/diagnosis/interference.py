@@ -12,7 +12,7 @@ from validation.diagnosis.known import Known
 from validation.diagnosis.likeness import likeness, sum_of
 from validation.judging.tolerance import precision_of
 from validation.observers.likeness import GRADIENT, MEAN, PARAMETER, Label, Likeness
-from validation.observers.recording import Addition, Gradients, Point, Site
+from validation.observers.recording import Addition, Gradients, Site
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,14 @@ class Sources:
 
     def known(self, stage: int) -> Known:
         """All of it with its labels, for gradients of ``stage``."""
-        every = [(label_of(site), tensor) for site, tensor in self.others.items()]
-        every += [(label_of((stage, name), ago=1), tensor) for name, tensor in self.earlier.items()]
-        every += [(label_of((stage, name), where=PARAMETER), tensor) for name, tensor in self.parameters.items()]
+        every = [(Label.of_gradient(site), tensor) for site, tensor in self.others.items()]
+        every += [(Label.of_gradient((stage, name), ago=1), tensor) for name, tensor in self.earlier.items()]
+        every += [(_of_parameter(Label.of_gradient((stage, name))), tensor) for name, tensor in self.parameters.items()]
         return Known((label, tensor) for label, tensor in every if tensor is not None)
 
 
-def label_of(site: Site, *, ago: int = 0, where: str = GRADIENT) -> Label:
-    """That of a parameter's gradient, or of the parameter itself."""
-    return Label(Point(site[0], -1, where), ago, name=site[1])
+def _of_parameter(gradient: Label) -> Label:
+    return replace(gradient, point=gradient.point._replace(where=PARAMETER))
 
 
 def broken_between(
@@ -113,7 +112,7 @@ class Change:
 
 def became(site: Site, old: Tensor | None, new: Tensor | None, known: Known | None = None) -> Likeness | None:
     """What became of the gradient ``old`` where it is ``new``; None where so short a one tells nothing."""
-    found = likeness(new, old, label_of(site), known=known)
+    found = likeness(new, old, Label.of_gradient(site), known=known)
     short = old is not None and new is not None and new.numel() < _SHORT
     return None if short and found is not None and found.kind not in ("zero", "not-finite") else found
 
@@ -136,10 +135,10 @@ def kind_of(found: Likeness) -> str:
 
 def _all_alike(stage: int, names: Sequence[str], old: Gradients, new: Gradients, sources: Sources) -> Change | None:
     """What was added to all of them together: little of it may show in each, in a coarse type above all."""
-    at = label_of((stage, names[0]))
+    at = Label.of_gradient((stage, names[0]))
     for label, terms in (
         (replace(at, ago=1), sources.earlier),
-        (replace(at, point=at.point._replace(where=PARAMETER)), sources.parameters),
+        (_of_parameter(at), sources.parameters),
     ):
         full = list(_finite([side.get(name) for side in (new, old, terms)] for name in names))
         if len(full) == len(names) > 1:

@@ -14,16 +14,15 @@ from torch import Tensor
 from reference.step import Gradient, Site, Stage
 from validation.diagnosis.atoms import Term, Update
 from validation.diagnosis.chains import swaps
+from validation.diagnosis.combination import limit_of
 from validation.diagnosis.explanation import Explanation
 from validation.diagnosis.known import Known
 from validation.diagnosis.likeness import summed
 from validation.diagnosis.microbatch_weights import ONE, SAME, Fault, factor_words, faults_in_counts, uniform
 from validation.diagnosis.module_pairing import Paired
-from validation.diagnosis.system import limit_of
 from validation.diagnosis.tied import Shares, of_copies
 from validation.judging.cause import Cause, RuledOut
-from validation.observers.likeness import GRADIENT, Label, Likeness
-from validation.observers.recording import Point
+from validation.observers.likeness import Label, Likeness
 
 _NOTHING = "no multiple of what the others say"
 _SWAPPED = ("swapped-activations", "swapped-gradients", "swapped-data", "mispaired")
@@ -348,8 +347,8 @@ def _partner(site: Site, update: Update, predicted: Predicted) -> Cause | None:
     seen, own = update.observed.get(site), predicted(site)
     if seen is None or own is None:
         return None
-    others = Known((_label(other), gradient) for other, gradient in _others(site, own, update, predicted))
-    found = summed(seen.double().cpu(), own, _label(site), others, limit_of(update.expected.get(site), own))
+    others = Known((Label.of_gradient(other), gradient) for other, gradient in _others(site, own, update, predicted))
+    found = summed(seen.double().cpu(), own, Label.of_gradient(site), others, limit_of(update.expected.get(site), own))
     if found is None or found.label is None or not found.label.name:
         return None
     of_own, of_other = found.factor or 0.0, found.more or 0.0
@@ -358,10 +357,6 @@ def _partner(site: Site, update: Update, predicted: Predicted) -> Cause | None:
         times = "" if of_other == 1.0 else f"{of_other:.4g} times "
         return Cause("misplaced", detail=f"it is {times}the gradient of {other}")
     return Cause("extra-term", detail=f"{of_own:.4g} of its own gradient and {of_other:.4g} of that of {other}")
-
-
-def _label(site: Site) -> Label:
-    return Label(Point(site[0], -1, GRADIENT), name=site[1])
 
 
 def _others(site: Site, own: Tensor, update: Update, predicted: Predicted) -> Iterator[tuple[Site, Tensor]]:

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from validation.diagnosis.combination import counts_of, told_within, whole_within
-from validation.diagnosis.interference import Broken, Sources, alike, kind_of, label_of
+from validation.diagnosis.interference import Broken, Sources, alike, kind_of
 from validation.diagnosis.known import Known
 from validation.diagnosis.likeness import factor_of, likeness, plainly
 from validation.diagnosis.rounding import held_in, rounded_as
 from validation.judging.tolerance import precision_of
-from validation.observers.likeness import NARROWER, Likeness
+from validation.observers.likeness import NARROWER, Label, Likeness
 from validation.observers.recording import Addition, Gradients, Site
 
 Finding = tuple[str, float | None, str]  # a kind of cause, the factor of a multiple, and its words
@@ -187,7 +187,7 @@ class _Sums:
         if m not in self._known:
             others = {(self._stage, other): gradient for other, gradient in self._expected[m].items()}
             self._known[m] = Sources(others=others).known(self._stage)
-        at = label_of((self._stage, name))
+        at = Label.of_gradient((self._stage, name))
         if rounding > _TELLING:
             found = plainly(delta, wanted, at)
         else:

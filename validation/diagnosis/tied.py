@@ -9,11 +9,10 @@ from torch import Tensor
 
 from reference.step import Gradient, Site, Stage
 from validation.diagnosis.atoms import Term, Update
-from validation.diagnosis.combination import DECIDED, decided, fit, residual_of, simple
+from validation.diagnosis.combination import DECIDED, decided, fit, limit_of, residual_of, simple
 from validation.diagnosis.explanation import Explanation
 from validation.diagnosis.microbatch_weights import SAME
 from validation.diagnosis.reordering import reordered
-from validation.diagnosis.system import limit_of
 from validation.judging.cause import Cause
 from validation.judging.tolerance import error, same_bits
 

@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 
-from validation.observers.recording import Point
+from validation.observers.recording import Point, Site
 
 # Types that a tensor may have gone through on its way, by the names that people use.
 NARROWER = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -26,6 +27,11 @@ class Label:
     ago: int = 0
     number: int = 0
     name: str = ""
+
+    @classmethod
+    def of_gradient(cls, site: Site, *, ago: int = 0) -> Self:
+        """That of a parameter's gradient, as one stage has it."""
+        return cls(Point(site[0], -1, GRADIENT), ago, name=site[1])
 
     def text(self, at: "Label") -> str:
         """Named as seen from ``at``: what is the same goes without saying."""

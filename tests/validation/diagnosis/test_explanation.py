@@ -1,11 +1,18 @@
-"""Weights in bf16 whose gradients a runtime adds up in fp32: right is right, and wrong is told as elsewhere."""
+"""What gradients are made of: sums in another type than the weights, and sums that the reference does not make."""
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from reference.data import Batch
+from reference.step import Loss, Site
+from reference.traced import Traced
+from validation.diagnosis.atoms import Update
+from validation.diagnosis.attribution import Attribution, attribute
 from validation.diagnosis.likeness import plainly
 from validation.foreign import HandedBack, WhiteBox
 from validation.judging.verdict import Verdict
@@ -84,3 +91,42 @@ def test_what_a_narrow_type_can_say_is_not_rounded_where_that_type_is_due() -> N
     rounded = plainly(seen, due + 1e-4, at)
     assert rounded is not None
     assert rounded.kind == "rounded"
+
+
+# What the reference gives must add up before anything is taken apart.
+
+_OWNER = {"0.weight": 0, "0.bias": 0, "2.weight": 1, "2.bias": 1}
+
+
+def chain() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+
+
+def batches_of_chain() -> list[Batch]:
+    draw = torch.Generator().manual_seed(1)
+    return [Batch((torch.randn(5, 6, generator=draw),), torch.randn(5, 6, generator=draw), 5) for _ in range(3)]
+
+
+def known_of_chain() -> tuple[dict[Site, Tensor], Traced]:
+    """What a right step gives, and the reference."""
+    model, loss = chain(), Loss(nn.functional.mse_loss, 3)
+    losses = [loss.function(model(*batch.inputs), batch.target) for batch in batches_of_chain()]
+    torch.stack(losses).mean().backward()
+    due = {(_OWNER[name], name): p.grad for name, p in model.named_parameters() if p.grad is not None}
+    told = [one.item() for one in losses]
+    return due, Traced(model, held=due.keys(), batches=batches_of_chain(), loss=loss, losses=told, ends={})
+
+
+def taken_apart(seen: Mapping[Site, Tensor], due: Mapping[Site, Tensor], traced: Traced) -> Attribution:
+    return attribute(Update(seen, due, traced, placement=(0, 1)))
+
+
+@pytest.mark.parametrize("factor", [-3.0, 0.25])
+def test_gradients_that_the_microbatches_do_not_add_up_to_are_not_taken_apart(factor: float) -> None:
+    due, traced = known_of_chain()
+    assert taken_apart(due, due, traced).right
+    other = {site: factor * gradient if site[0] == 1 else gradient for site, gradient in due.items()}
+    told = taken_apart(other, other, traced)
+    assert not told.causes
+    assert told.unknown == ("stage 1: what the reference's microbatches give does not add up to its own gradients",)

@@ -8,12 +8,11 @@ from torch import Tensor
 
 from reference.step import Expected
 from validation.diagnosis.atoms import Term
-from validation.diagnosis.combination import residual_of
+from validation.diagnosis.combination import limit_of, residual_of
 from validation.diagnosis.evidence import Evidence
 from validation.diagnosis.known import Terms
 from validation.diagnosis.likeness import counted
 from validation.diagnosis.members import Members, Replicas, Stage
-from validation.diagnosis.system import limit_of
 from validation.judging.cause import Cause
 from validation.judging.tolerance import error, scalar_error
 
