@@ -90,7 +90,7 @@ def test_a_replica_that_is_not_reduced(whitebox: WhiteBox) -> None:
     assert found.expected == "rank 2's gradient, bit for bit"
     assert verdict.law("replicas").wrong == 4, "of stage 1 alone"
     assert verdict.law("replicas").note == (
-        "stage 1 was not reduced over its replicas: rank 2 has the gradient of its own microbatches 0, 2, 4, 6 alone, "
+        "stage 1 is not reduced over its replicas: rank 2 has the gradient of its own microbatches 0, 2, 4, 6 alone, "
         "rank 3 has the gradient of its own microbatches 1, 3, 5, 7 alone"
     )
 

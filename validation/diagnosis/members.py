@@ -99,7 +99,7 @@ class Members:
 
     def notes(self) -> dict[str, str]:
         """A note for each law that broken numbers tell something about."""
-        return {one.law: one.cause.detail for one in reversed(self.found)}
+        return {one.law: _at_its_stage(one.cause) for one in reversed(self.found)}
 
     @cached_property
     def found(self) -> tuple[Suspicion, ...]:
@@ -121,7 +121,7 @@ class Members:
                     f"rank {rank} has the gradient of its own microbatches {_listed(self.replicas.share(rank))} alone"
                     for rank in alone
                 )
-                detail = f"stage {stage.index} was not reduced over its replicas: {told}"
+                detail = f"not reduced over its replicas: {told}"
                 one = alone[0] if len(alone) == 1 else None
                 yield Cause("not-reduced", rank=one, stage=stage.index, detail=detail)
 
@@ -198,6 +198,11 @@ class Members:
         given = [self.contributions[number].gradients.get(site) for number in microbatches]
         found = [gradient.cpu().double() for gradient in given if gradient is not None]
         return sum(found[1:], found[0]) if found else None
+
+
+def _at_its_stage(cause: Cause) -> str:
+    """What a law's line says of ``cause``, which a cause's own line says behind its place."""
+    return f"stage {cause.stage} is {cause.detail}" if cause.kind == "not-reduced" else cause.detail
 
 
 def _square(gradient: Tensor | None) -> float:

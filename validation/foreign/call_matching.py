@@ -217,7 +217,7 @@ def _link(
             for (stage, call), (other, its) in (ends, ends[::-1]):
                 if found[stage][call] is None and found[other][its] is not None:
                     found[stage][call], some = found[other][its], True
-                    inferred[stage][call] = f"by what passed between it and stage {other}"
+                    inferred[stage][call] = f"what passed between it and stage {other} tells it"
     return some
 
 
@@ -230,7 +230,7 @@ def _eliminate(
         if len(numbers) == microbatches and len(left) == 1 == numbers.count(None):
             call = numbers.index(None)
             numbers[call] = left.pop()
-            inferred[stage][call] = "is the one that no other call was about"
+            inferred[stage][call] = "no other call was about that"
             return True
     return False
 

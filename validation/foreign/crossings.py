@@ -178,7 +178,7 @@ def _really(column: Column, seen: Sketch, expected: Sketch, k: int, context: _Co
     """What ``seen`` is, the one of call ``k``, in place of the expected one."""
     microbatch, inferred = context.order.numbers[k], context.order.inferred.get(k, "")
     forward = column.where in (*FORWARD_POINTS, KEPT)
-    told = f" ({microbatch} {inferred})" if inferred else ""
+    told = f" (taken for microbatch {microbatch}: {inferred})" if inferred else ""
     late = context.late if column.where in (RECEIVED, HANDED_ON) else None
     owners, made = (
         sorted(column.owners(seen) - {microbatch}),
@@ -199,7 +199,8 @@ def _really(column: Column, seen: Sketch, expected: Sketch, k: int, context: _Co
         return _sent_as(point, what)
     # What a stage put out is nobody's message, also where it is like a tensor elsewhere in the model.
     kind = "different" if column.where in (MADE, HANDED_ON) else "other"
-    for flow, of in ((column.places, ""), (column.elsewhere, "gradient at " if forward else "activation at ")):
+    activation, gradient = (column.places, column.elsewhere) if forward else (column.elsewhere, column.places)
+    for flow, of in ((activation, ""), (gradient, "gradient of ")):
         for place, owner in flow.find(seen) if seen.norm else ():
             if owner == microbatch and is_part(place, column.place):
                 return Likeness("different", words=f"a part of its own alone: {place}")

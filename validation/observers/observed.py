@@ -12,7 +12,7 @@ from validation.observers.likeness import Likeness
 from validation.observers.recording import Recording, Site, together
 from validation.observers.sketch import Sketch
 
-INPUT = "input of the model"  # as a place
+INPUT = "model input"  # as a place
 UNKNOWN_MICROBATCH = -1  # the microbatch of a call of which nothing tells it
 
 

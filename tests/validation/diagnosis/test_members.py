@@ -38,7 +38,7 @@ def test_nothing_is_said_of_what_is_right_or_fits_nothing() -> None:
 @pytest.mark.parametrize("factor", [1.0, 2.0])
 def test_a_replica_that_kept_its_own(factor: float) -> None:
     assert notes(part(factor * (EACH[0] + EACH[2])), part(WHOLE)) == {
-        "replicas": "stage 0 was not reduced over its replicas: rank 0 has the gradient of its own microbatches 0, 2 "
+        "replicas": "stage 0 is not reduced over its replicas: rank 0 has the gradient of its own microbatches 0, 2 "
         "alone"
     }
 

@@ -108,7 +108,9 @@ def test_a_single_unknown_call_is_the_microbatch_that_no_other_was_about() -> No
     flow = flowing(with_strangers([3, 1, 0, 2], 2))[1]
     assert (forwards(flow), flow.lost) == ([3, 1, 0, 2], ())
     (one,) = (one for one in flow.crossings if one.what == "input" and not one.same)
-    assert one.seen.startswith("no microbatch's (0 is the one that no other call was about): relative error about")
+    assert one.seen.startswith(
+        "no microbatch's (taken for microbatch 0: no other call was about that): relative error about"
+    )
 
 
 def test_that_it_was_the_only_one_left_is_said_of_zeros_too() -> None:
@@ -116,7 +118,7 @@ def test_that_it_was_the_only_one_left_is_said_of_zeros_too() -> None:
     zero = sketch(torch.zeros(4, 8))
     seen[1][2] = replace(strange(seen[1][2], 50), inputs=[zero])
     (one,) = (one for one in flowing(seen)[1].crossings if one.what == "input" and not one.same)
-    assert (one.at, one.seen) == ("1F0", "zero (0 is the one that no other call was about)")
+    assert (one.at, one.seen) == ("1F0", "zero (taken for microbatch 0: no other call was about that)")
 
 
 def test_beside_a_microbatch_that_came_twice_a_single_unknown_call_is_not_known() -> None:

@@ -166,7 +166,7 @@ class Boundaries:
         """What it is there instead, with the tensor's number where there are several."""
         really = crossing.really
         assert really is not None, "asked for only where it is wrong"
-        text = f"{really.text}, expected microbatch {point.microbatch}'s" if really.kind == "other" else really.text
+        text = f"{really.text}, expected {_due(point, really)}" if really.kind == "other" else really.text
         names = [crossing.what] if crossing.what[-1].isdigit() else []
         names += [crossing.place] if crossing.place.startswith(INPUT) and (names or point.stage) else []
         what = replace(really, words=f"{text} ({', '.join(names)})" if names else text, which=", ".join(names))
@@ -238,3 +238,9 @@ class Boundaries:
 def _along(point: Point) -> tuple[bool, int, int]:
     forward = point.where in FORWARD_POINTS
     return not forward, point.stage if forward else -point.stage, point.microbatch
+
+
+def _due(point: Point, really: Likeness) -> str:
+    """What should be there: not the microbatch, but the place is another where the tensor is of the same one."""
+    own = f"microbatch {point.microbatch}'s"
+    return "what passes there" if really.text.startswith(f"{own} ") else own

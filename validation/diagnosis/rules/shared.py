@@ -162,8 +162,8 @@ def _of_stage(members: Members, expected: Expected, stage: Stage) -> Iterator[Ca
         apart = replicas.count > 1 or sorted(m for some in own.values() for m in some) == list(every)
         if names and told and all(told) and apart:
             whole = len(names) == len(copies)
-            what = f"stage {stage.index} was" if whole else f"{', '.join(names)} {'was' if len(names) == 1 else 'were'}"
-            detail = f"{what} not reduced over all replicas: {', '.join(told)}"
+            others = f" and {', '.join(names[1:])} are" if len(names) > 1 and not whole else ""
+            detail = f"{others} not reduced over all replicas: {', '.join(told)}".lstrip()
             name = None if whole else names[0]
             yield Cause("not-reduced", stage=stage.index, parameter=name, detail=detail)
 

@@ -148,7 +148,11 @@ def test_a_right_run_passes_with_every_boundary_watched(whitebox: WhiteBox) -> N
 @pytest.mark.parametrize(
     ("change", "kind", "told"),
     [
-        (lambda m, g: [g[1], g[0]], "wrong-message", "'s output 1 of layers.1"),
+        (
+            lambda m, g: [g[1], g[0]],
+            "wrong-message",
+            "'s gradient of output 1 of layers.1, expected what passes there",
+        ),
         (lambda m, g: [g[0], g[0]], "wrong-message", "(output gradient 1)"),
         (lambda m, g: [g[0], None], "altered", "none (output gradient 1)"),
         (lambda m, g: [g[0], torch.cat([g[1][:2], g[1][2:] * 0])], "altered", "(output gradient 1)"),
@@ -166,13 +170,13 @@ def test_a_side_input_of_another_microbatch_is_data_and_is_named_by_its_number(w
     change = at(1, lambda m, x: [*x[:2], others[m] if m < len(others) else x[2]])
     cause = first(judged(whitebox, received=change))
     assert (cause.kind, cause.stage, cause.microbatches) == ("swapped-data", 1, (0, 1, 2))
-    assert "input of microbatches 0, 1, 2 is that of 1, 2, 3 (input 2, input of the model 2)" in cause.detail
+    assert "input of microbatches 0, 1, 2 is that of 1, 2, 3 (input 2, model input 2)" in cause.detail
 
 
 def test_a_side_input_that_is_missing_in_every_microbatch(whitebox: WhiteBox) -> None:
     cause = first(judged(whitebox, received=at(1, lambda m, x: [*x[:2], x[2] * 0])))
     assert (cause.kind, cause.stage, cause.microbatches) == ("altered", 1, EVERY)
-    assert "zero (input 2, input of the model 2)" in cause.detail
+    assert "zero (input 2, model input 2)" in cause.detail
 
 
 def test_what_left_right_and_came_in_wrong_in_every_microbatch(whitebox: WhiteBox) -> None:
