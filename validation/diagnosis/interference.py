@@ -97,7 +97,7 @@ def changed(
     if one is None:
         others = {**sources.others, **{(stage, name): gradient for name, gradient in old.items()}}
         known = replace(sources, others=others).known(stage)
-        one = together({name: became((stage, name), old.get(name), new[name], known) for name in names}, new)
+        one = common_change({name: became((stage, name), old.get(name), new[name], known) for name in names}, new)
     return [Broken(one.kind, stage, parameters=whole, factor=one.factor, detail=f"{one.text} {when}")]
 
 
@@ -158,7 +158,7 @@ def _finite(rows: Iterator[Sequence[Tensor | None]]) -> Iterator[list[Tensor]]:
             yield found
 
 
-def together(changes: Mapping[str, Likeness | None], new: Gradients) -> Change:
+def common_change(changes: Mapping[str, Likeness | None], new: Gradients) -> Change:
     """What became of all of them; where they tell no one thing, only that they changed.
 
     A gradient too short to tell anything goes with the others.

@@ -11,7 +11,7 @@ from validation.judging.tolerance import same_bits
 from validation.judging.verdict import raised
 
 Names = Mapping[str, str] | Callable[..., str]
-Place = tuple[int, int]  # the k-th parameter of the i-th part
+Index = tuple[int, int]  # the k-th parameter of the i-th part
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Local:
 class Matched:
     """The reference's names by place, and for every place that has none, why."""
 
-    names: Mapping[Place, str]
-    unmatched: Mapping[Place, str]
+    names: Mapping[Index, str]
+    unmatched: Mapping[Index, str]
 
 
 class NamesError(ValueError):
@@ -79,9 +79,9 @@ def match(parts: Sequence[Sequence[Local]], known: Mapping[str, bytes | None]) -
     A part whose parameters are all named as the reference names them, with the same contents, is taken at its names. In
     others, content decides before the name: a copied slice of a ``Sequential`` counts from 0 again.
     """
-    names: dict[Place, str] = {}
-    guessed: set[Place] = set()
-    why: dict[Place, str] = {}
+    names: dict[Index, str] = {}
+    guessed: set[Index] = set()
+    why: dict[Index, str] = {}
     for number, part in enumerate(parts):
         found = _match_part(part, known)
         names |= {(number, k): name for k, name in found.names.items()}

@@ -12,7 +12,7 @@ from reference.step import dense
 from validation.diagnosis.members import Replicas
 from validation.foreign.handed_back import FlatShard, HandBackError, HandedBack, understood
 from validation.foreign.matching import Local, Names, renamed
-from validation.observers.initial_weights import FirstSight
+from validation.observers.initial_weights import FirstUse
 from validation.observers.shards import Index, InShards, Shard, ShardError, flat_shard, shard_at, shard_of
 from validation.observers.sketch import contents, digest
 from validation.observers.watching import Call, Watcher, watching
@@ -84,11 +84,11 @@ def run_step(context: RankContext, order: Order) -> RankMade:
     origin = _Origin(model)
     share = [order.microbatches[number] for number in order.replicas.share(context.rank)]
     microbatches = tree_map_only(Tensor, lambda tensor: tensor.to(context.device, copy=True), share)
-    with noted_messages(), watching() as watcher, FirstSight(order.known.values()) as sight:
+    with noted_messages(), watching() as watcher, FirstUse(order.known.values()) as first_use:
         result = order.step(model, microbatches)
     handed = understood(result, order.name)
     given = digests(order.microbatches)
-    collect = _Collector(context.rank, order.names, origin, sight, watcher)
+    collect = _Collector(context.rank, order.names, origin, first_use, watcher)
     parts, actions = collect.parts(handed), handed.actions(context.rank)
     doubt = any(part.values for part in parts)
     weights = contents(order.build()) if doubt else order.known
@@ -125,7 +125,7 @@ class _Collector:
     rank: int
     names: Names | None
     origin: _Origin
-    sight: FirstSight
+    first_use: FirstUse
     watcher: Watcher
 
     def parts(self, handed: HandedBack) -> tuple[Part, ...]:
@@ -141,7 +141,7 @@ class _Collector:
         held: list[tuple[str, Any]] = []
         values: dict[int, Tensor] = {}
         for name, holder, leaf, parameter in _parameters(module):
-            seen = self.sight.of(parameter, holder, leaf)
+            seen = self.first_use.of(parameter, holder, leaf)
             identical = self.origin.name(holder, leaf, parameter)
             content = None if seen is None else seen.digest
             if seen is not None and seen.value is not None:
@@ -155,7 +155,7 @@ class _Collector:
 
     def _missed(self, module: nn.Module) -> str:
         """Why no call of ``module`` may have been seen, although it is watched."""
-        if self.sight.inside(module):
+        if self.first_use.inside(module):
             return "its parts were called and it was not, as by stage.forward(x): call stage(x), or watch the parts"
         return "stage.forward(x) was called in its place, or a copy of it: call stage(x), and watch what is called"
 

@@ -130,7 +130,7 @@ def name_of(function: object) -> str:
     return str(getattr(function, "__name__", None) or type(function).__name__)
 
 
-class Twin:
+class SecondModel:
     """A second model of ``task``, beside one with the contents ``known``; an iterable of one step, which builds it."""
 
     def __init__(self, task: Task, device: str, known: Mapping[str, bytes]) -> None:

@@ -44,7 +44,7 @@ def mirrored(made: Sequence[RankMade], known: Mapping[str, bytes]) -> bool:
 Member = tuple[int, Part]  # a rank, and what it handed back
 
 
-def together(
+def joined_parts(
     made: Sequence[RankMade], replicas: Replicas, known: Mapping[str, bytes] = MappingProxyType({})
 ) -> list[RankMade]:
     """``made``, with what several ranks hold of one stage on the first of them, and microbatches numbered as given.

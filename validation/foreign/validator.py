@@ -22,8 +22,8 @@ from validation.foreign.evidence import Beside, evidence_of
 from validation.foreign.handed_back import HandBackError
 from validation.foreign.matching import Names, NamesError
 from validation.foreign.rank import Order, RankMade, Step, digests, run_step
-from validation.foreign.reference_run import ReferenceRaised, ReferenceRun, Task, Twin, WhiteBoxError, name_of
-from validation.foreign.shared_stages import together
+from validation.foreign.reference_run import ReferenceRaised, ReferenceRun, SecondModel, Task, WhiteBoxError, name_of
+from validation.foreign.shared_stages import joined_parts
 from validation.judging.judge import judged, one_thread
 from validation.judging.oracle import Answer, Floors, Orders, Pending, Requirements, precision_of_reference
 from validation.judging.tolerance import Precision
@@ -100,21 +100,21 @@ class WhiteBox:
         title = _title(task, replicas)
         model = task.built(self.world.device)
         known = contents(model)
-        twin, ahead = Twin(task, self.world.device, known), ReferenceRun(task, model, replicas)
+        second, ahead = SecondModel(task, self.world.device, known), ReferenceRun(task, model, replicas)
         order = Order(task.step, task.reference, task.microbatches, names, name_of(task.step), known, replicas)
-        made, failure = self._made(order, chain(twin, ahead))
-        if twin.other_weights:
-            return _random(title, task, twin.other_weights)
+        made, failure = self._made(order, chain(second, ahead))
+        if second.other_weights:
+            return _random(title, task, second.other_weights)
         if failure is not None:
             return _failed(title, failure)
         repeated = partial(task.repeated, self.world.device)
-        found = Assembled(model, known, together(made, replicas, known), replicas, repeated)
+        found = Assembled(model, known, joined_parts(made, replicas, known), replicas, repeated)
         if found.other_build:
             why = f"{found.other_build}: seed it, and let it depend on nothing that ranks differ in"
             return _undecided(title, f"the reference {task.name} is not the same everywhere: {why}")
         if other := other_data(made, digests(task.microbatches)):
             return _undecided(title, other)
-        return _judged(title, task, found, twin, ahead.settled(found.owner, watched=found.watched))
+        return _judged(title, task, found, second, ahead.settled(found.owner, watched=found.watched))
 
     def _made(self, order: Order, meanwhile: Iterable[object]) -> tuple[Sequence[RankMade], RankFailed | None]:
         """What the ranks made of ``order``, or how they failed."""
@@ -149,9 +149,9 @@ def validate(
         )
 
 
-def _judged(title: str, task: Task, found: Assembled, twin: Twin, run: ReferenceRun) -> Verdict:
+def _judged(title: str, task: Task, found: Assembled, second: SecondModel, run: ReferenceRun) -> Verdict:
     batches, made, reference = run.batches, run.made(found.owner), run.reference(found.owner, found.copies)
-    if other_loss := twin.other_loss(made[0].loss, batches[0]):
+    if other_loss := second.other_loss(made[0].loss, batches[0]):
         return _random(title, task, other_loss)
     if all(gradient is None for one in made for gradient in one.gradients.values()):
         return _undecided(
@@ -159,7 +159,7 @@ def _judged(title: str, task: Task, found: Assembled, twin: Twin, run: Reference
         )
     known = found.passages(run.places, run.note_handed_on)
     observed = found.observed(known)
-    subject = Requirements(
+    required = Requirements(
         title,
         LAWS,
         ("train",),
@@ -177,17 +177,17 @@ def _judged(title: str, task: Task, found: Assembled, twin: Twin, run: Reference
         traced=found.traced,
         every_rank=False,
         by_numbers=True,
-        mode_matters=lambda: twin.mode_matters([one.loss for one in made], batches),
+        mode_matters=lambda: second.mode_matters([one.loss for one in made], batches),
     )
-    verdict = judged(subject, observed)
+    verdict = judged(required, observed)
     if verdict.mismatches and all(one.law in _OF_CALLS for one in verdict.mismatches):
-        last = judged(subject, found.observed(found.passages(run.places, run.note_handed_on, last=True)))
+        last = judged(required, found.observed(found.passages(run.places, run.note_handed_on, last=True)))
         verdict = _with_notes(last, {"microbatches": _WARMED_UP}) if last.verdict == "pass" else verdict
     if found.watched and found.missed:
         verdict = _with_notes(verdict, dict.fromkeys(_OF_CALLS, found.missed))
     if not verdict.mismatches:
         return verdict
-    evidence = evidence_of(verdict, observed, found, Beside(reference, twin.model, batches, task.loss, made), known)
+    evidence = evidence_of(verdict, observed, found, Beside(reference, second.model, batches, task.loss, made), known)
     failed = {law.name for law in verdict.laws if law.outcome == "fail"}
 
     def told() -> Verdict:

@@ -20,7 +20,7 @@ class Seen:
     value: Tensor | None
 
 
-class FirstSight:
+class FirstUse:
     """While it is open, looks at every parameter when a module that holds it is called for the first time.
 
     A plain hook before forwards touches no graph, so nothing is disturbed; known contents are not even copied.

@@ -9,7 +9,7 @@ from pipeline.action import GIVES_WEIGHT_GRADIENT, Action, Kind
 from pipeline.profile import Profile
 from pipeline.schedule import Schedule
 from validation.observers.likeness import Likeness
-from validation.observers.recording import Recording, Site, together
+from validation.observers.recording import Recording, Site, merged
 from validation.observers.sketch import Sketch
 
 INPUT = "model input"  # as a place
@@ -170,7 +170,7 @@ class Observed:
     def recording(self, operation: int) -> Recording | None:
         """Every rank's recording as one; None unless all were recorded."""
         found = [rank[operation].recording for rank in self.ranks]
-        return together([one for one in found if one is not None]) if None not in found else None
+        return merged([one for one in found if one is not None]) if None not in found else None
 
     def final(self) -> "Observed":
         """What a runtime hands back that nobody watched: losses, norms, final gradients, parameters, buffers."""

@@ -28,7 +28,7 @@ from validation.observers.recording import (
     Point,
     Recording,
     Site,
-    together,
+    merged,
 )
 from validation.observers.snapshot import Mark, Named, Snapshot, gradients, parameters
 from validation.observers.wrappers import AroundGradients, AroundStage
@@ -259,7 +259,7 @@ class Recorder:
     def take(self) -> Recording:
         """What passed in the operation that has just ended."""
         assert self._gradients is not None, "a recorder is wrapped around parts before it records"
-        return together([*(stage.recorded() for stage in self._stages), self._gradients.take()])
+        return merged([*(stage.recorded() for stage in self._stages), self._gradients.take()])
 
 
 def _on_cpu(copies: Copies) -> Copies:

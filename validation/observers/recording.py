@@ -64,7 +64,7 @@ class Recording:
     ended: Mapping[Site, Tensor] = field(default_factory=dict)
 
 
-def together(recordings: Sequence[Recording]) -> Recording:
+def merged(recordings: Sequence[Recording]) -> Recording:
     """All ranks' recordings of one operation as one."""
     return Recording(
         {point: seen for one in recordings for point, seen in one.tensors.items()},

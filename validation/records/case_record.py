@@ -21,7 +21,7 @@ from validation.judging.judge import due_of, one_thread
 from validation.judging.oracle import Floors, Pending
 from validation.judging.tolerance import same_bits
 from validation.observers.observed import Observed, RankOperation
-from validation.records.record import Place, Record, RecordedFloors, RecordedOperation, microbatch_digests
+from validation.records.record import RankStage, Record, RecordedFloors, RecordedOperation, microbatch_digests
 from validation.records.record_evidence import Step
 from validation.worlds.deterministic import deterministic
 
@@ -55,7 +55,7 @@ def expected_record(case: Case) -> Record:
 
 def observed_record(case: Case, observed: Observed) -> Record:
     """What a run of ``case`` gave."""
-    places: dict[str, list[Place]] = {}
+    places: dict[str, list[RankStage]] = {}
     for rank, operations in enumerate(observed.ranks):
         for stage, name in operations[-1].parameters or {}:
             places.setdefault(name, []).append((rank, stage))

@@ -14,7 +14,7 @@ from validation.judging.ledger import NOWHERE
 from validation.judging.oracle import copies_apart
 from validation.judging.verdict import Verdict
 from validation.records.rank_part import Kept, Notes, address
-from validation.records.record import Place, Record
+from validation.records.record import RankStage, Record
 from validation.records.record_evidence import Seen, Step
 from validation.records.single_device import SingleDevice
 from validation.records.step_record import Pairs
@@ -48,7 +48,7 @@ class Checked:
 
     record: Record
     number: int
-    places: Mapping[str, Sequence[Place]]
+    places: Mapping[str, Sequence[RankStage]]
     notes: Sequence[Notes]
     norms: Sequence[float | None]
     fetch: Callable[[str], Tensor]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from validation.judging.tolerance import same_bits
 from validation.records.compare import other_microbatch, other_weights
-from validation.records.record import Gradients, Place, RecordedOperation, RecordError
+from validation.records.record import Gradients, RankStage, RecordedOperation, RecordError
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class Arrival:
     problem: str
 
 
-def places_of(arrivals: Sequence[Arrival]) -> dict[str, list[Place]]:
+def places_of(arrivals: Sequence[Arrival]) -> dict[str, list[RankStage]]:
     """Every parameter's ranks and stages, in the order of ranks."""
-    places: dict[str, list[Place]] = {}
+    places: dict[str, list[RankStage]] = {}
     for rank, arrival in enumerate(arrivals):
         for name, stage in arrival.held.items():
             places.setdefault(name, []).append((rank, stage))

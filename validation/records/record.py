@@ -64,7 +64,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 Kind = Literal["expected", "observed"]
 Gradients = Mapping[str, Tensor | None]
-Place = tuple[int, int]  # rank and stage
+RankStage = tuple[int, int]  # rank and stage
 
 
 class RecordError(ValueError):
@@ -107,7 +107,7 @@ class Record:
     kind: Kind
     config: Mapping[str, object]
     operations: tuple[RecordedOperation, ...]
-    places: Mapping[str, Sequence[Place]] = field(default_factory=dict)
+    places: Mapping[str, Sequence[RankStage]] = field(default_factory=dict)
 
     @property
     def name(self) -> str:

@@ -11,7 +11,7 @@ from validation.diagnosis.atoms import Update
 from validation.diagnosis.evidence import Evidence, Sums
 from validation.judging.verdict import Verdict
 from validation.observers.sketch import Sketch
-from validation.records.record import Place, RecordedOperation
+from validation.records.record import RankStage, RecordedOperation
 from validation.records.recorded_sums import RecordedSums
 
 
@@ -41,7 +41,7 @@ class Step:
 
     due: RecordedOperation
     seen: Seen
-    places: Mapping[str, Sequence[Place]]
+    places: Mapping[str, Sequence[RankStage]]
     number: int = 0
     max_norm: float | None = None
     model: "Callable[[Step], Update] | None" = None

@@ -19,7 +19,15 @@ from torch import Tensor
 
 from validation.judging.tolerance import PRECISIONS, Floor
 from validation.observers.sketch import bits
-from validation.records.record import Gradients, Place, Record, RecordedFloors, RecordedOperation, RecordError, digest
+from validation.records.record import (
+    Gradients,
+    RankStage,
+    Record,
+    RecordedFloors,
+    RecordedOperation,
+    RecordError,
+    digest,
+)
 from validation.worlds.output_file import OutputFile
 
 FORMAT, VERSION = "pipeproof/record", 1
@@ -143,7 +151,7 @@ def restored(text: str, fetch: Fetch) -> Record:
     )
 
 
-def _place(rank: int, stage: int) -> Place:
+def _place(rank: int, stage: int) -> RankStage:
     if not (isinstance(rank, int) and isinstance(stage, int) and rank >= 0 and stage >= 0):
         raise ValueError(f"rank {rank!r} and stage {stage!r} are no place")
     return rank, stage

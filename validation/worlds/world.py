@@ -18,7 +18,7 @@ __all__ = ["NeedsMoreRanks", "RankContext", "RankFailed", "RankReport", "World",
 Result = TypeVar("Result")
 
 
-class Place(Protocol):
+class RankSource(Protocol):
     """Somewhere ranks can be."""
 
     def run(
@@ -43,7 +43,7 @@ class World:
             raise ValueError(f"a world's device is cpu or cuda, not {device!r}")
         self.device = device
         self.timeout_s = _bound(timeout_s)
-        self._place: Place | None = None
+        self._source: RankSource | None = None
 
     def run(
         self,
@@ -68,16 +68,16 @@ class World:
             raise ValueError(f"a job runs on at least 1 rank, not {ranks}")
         bound_s = self.timeout_s if timeout_s is None else _bound(timeout_s)
         order = _order(job, args)
-        if self._place is None:
-            self._place = _place(self.device)
+        if self._source is None:
+            self._source = _source(self.device)
         label = _label(job)
-        return _results(self._place.run(order, label=label, ranks=ranks, timeout_s=bound_s, meanwhile=meanwhile))
+        return _results(self._source.run(order, label=label, ranks=ranks, timeout_s=bound_s, meanwhile=meanwhile))
 
     def close(self) -> None:
         """End the processes of this world, whatever they do, within a bound. A later run starts fresh ones."""
-        if self._place is not None:
-            self._place.close()
-            self._place = None
+        if self._source is not None:
+            self._source.close()
+            self._source = None
 
     def __enter__(self) -> Self:
         return self
@@ -96,7 +96,7 @@ def _order(job: Callable[..., object], arguments: tuple[object, ...]) -> bytes:
         raise WorldError(f"the job cannot be sent to the ranks: {type(error).__name__}: {error}") from error
 
 
-def _place(device: str) -> Place:
+def _source(device: str) -> RankSource:
     return Torchrun(device) if under_torchrun() else Processes(device)
 
 

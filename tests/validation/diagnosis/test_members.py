@@ -9,7 +9,7 @@ from validation.diagnosis.members import Members, Replicas, ReplicasError
 from validation.foreign.assemble import Stage
 from validation.foreign.matching import Local
 from validation.foreign.rank import Part, RankMade
-from validation.foreign.shared_stages import together
+from validation.foreign.shared_stages import joined_parts
 from validation.observers.shards import Shard
 
 REPLICAS = Replicas((0, 1), 4)
@@ -24,7 +24,7 @@ def part(gradient: Tensor, shard: Shard | None = None) -> RankMade:
 
 
 def notes(*ranks: RankMade, norms: tuple[float | None, float | None] = (None, None)) -> dict[str, str]:
-    (merged,) = together(ranks, REPLICAS)[0].parts
+    (merged,) = joined_parts(ranks, REPLICAS)[0].parts
     contributions = [Contribution(0.0, {(0, "w"): gradient}) for gradient in EACH]
     return Members([Stage(0, 0, merged, {0: "w"}, {})], REPLICAS, contributions, norms).notes()
 

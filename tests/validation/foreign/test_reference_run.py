@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from reference.step import Recipe, Reference, Site
 from validation.diagnosis.members import Replicas
-from validation.foreign.reference_run import ReferenceRaised, ReferenceRun, Task, Twin, WhiteBoxError, name_of
+from validation.foreign.reference_run import ReferenceRaised, ReferenceRun, SecondModel, Task, WhiteBoxError, name_of
 from validation.observers.sketch import contents
 
 MICROBATCHES = 3
@@ -161,28 +161,28 @@ def dropping() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
 
 
-def twin_of(build: Callable[[], nn.Module]) -> tuple[Twin, float, Task]:
-    """A twin, the loss of the first model, and their task."""
+def twin_of(build: Callable[[], nn.Module]) -> tuple[SecondModel, float, Task]:
+    """A second, the loss of the first model, and their task."""
     task = Task(lambda model, data: None, build, (PAIR,), nn.functional.mse_loss, None)
     model = task.built("cpu")
-    twin = Twin(task, "cpu", contents(model))
-    assert len(list(twin)) == 1
-    return twin, task.loss.function(model(PAIR[0]), PAIR[1]).item(), task
+    second = SecondModel(task, "cpu", contents(model))
+    assert len(list(second)) == 1
+    return second, task.loss.function(model(PAIR[0]), PAIR[1]).item(), task
 
 
 def test_a_seeded_reference_is_the_same_every_time() -> None:
-    twin, loss, task = twin_of(seeded)
-    assert twin.other_weights == ""
-    assert twin.other_loss(loss, task.batches(twin.model)[0]) == ""
-    assert twin.other_loss(float("nan"), task.batches(twin.model)[0]).startswith("two forwards of microbatch 0")
+    second, loss, task = twin_of(seeded)
+    assert second.other_weights == ""
+    assert second.other_loss(loss, task.batches(second.model)[0]) == ""
+    assert second.other_loss(float("nan"), task.batches(second.model)[0]).startswith("two forwards of microbatch 0")
 
 
 def test_weights_drawn_anew_are_told_by_name() -> None:
-    twin, _, _ = twin_of(drawing)
-    assert twin.other_weights.startswith("called twice it gave other weights, first 0.weight: seed it")
+    second, _, _ = twin_of(drawing)
+    assert second.other_weights.startswith("called twice it gave other weights, first 0.weight: seed it")
 
 
 def test_dropout_that_nobody_seeded_is_told_by_the_loss() -> None:
-    twin, loss, task = twin_of(dropping)
-    assert twin.other_weights == ""
-    assert "switch dropout off" in twin.other_loss(loss, task.batches(twin.model)[0])
+    second, loss, task = twin_of(dropping)
+    assert second.other_weights == ""
+    assert "switch dropout off" in second.other_loss(loss, task.batches(second.model)[0])

@@ -15,7 +15,7 @@ from validation.diagnosis.members import Replicas
 from validation.foreign import WhiteBox, watch
 from validation.foreign.matching import Local
 from validation.foreign.rank import Part, RankMade
-from validation.foreign.shared_stages import claims, together
+from validation.foreign.shared_stages import claims, joined_parts
 from validation.judging.verdict import Verdict
 from validation.observers.shards import Shard
 from validation.observers.watching import Call
@@ -35,7 +35,7 @@ def made(*parts: Part, actions: str = "") -> RankMade:
 
 
 def broken(ranks: list[RankMade], replicas: Replicas) -> list[tuple[str, int, str]]:
-    (merged,) = [part for one in together(ranks, replicas) for part in one.parts]
+    (merged,) = [part for one in joined_parts(ranks, replicas) for part in one.parts]
     return [
         (claim.law, claim.rank, claim.seen)
         for claim in claims((0, "w"), 0, merged.members, replicas)
@@ -44,14 +44,14 @@ def broken(ranks: list[RankMade], replicas: Replicas) -> list[tuple[str, int, st
 
 
 def test_replicas_are_one_stage_on_the_first_of_their_ranks() -> None:
-    first, second = together([made(part(1, 2)), made(part(1, 2))], TWICE)
+    first, second = joined_parts([made(part(1, 2)), made(part(1, 2))], TWICE)
     assert (len(first.parts), len(second.parts)) == (1, 0)
     assert (first.share, second.share) == ((0, 2), (1, 3))
     assert broken([made(part(1, 2)), made(part(1, 2))], TWICE) == []
 
 
 def test_two_copies_in_one_replica_stay_two() -> None:
-    assert [len(one.parts) for one in together([made(part(1, 2)), made(part(1, 2))], ALONE)] == [1, 1]
+    assert [len(one.parts) for one in joined_parts([made(part(1, 2)), made(part(1, 2))], ALONE)] == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_a_stage_that_a_replica_lacks() -> None:
 @pytest.mark.parametrize("replicas", [ALONE, TWICE])
 def test_shards_are_gathered(replicas: Replicas) -> None:
     ranks = [made(part(2, shard=LOWER)), made(part(1, shard=UPPER))]
-    (whole,) = together(ranks, replicas)[0].parts
+    (whole,) = joined_parts(ranks, replicas)[0].parts
     assert isinstance(whole.gradients[0], Tensor)
     assert whole.gradients[0].tolist() == [1, 2]
     assert broken(ranks, replicas) == []
@@ -93,19 +93,19 @@ def test_shards_that_are_no_whole(parts: tuple[Part, ...], complaint: str) -> No
 
 def test_shards_of_other_peers_are_other_stages() -> None:
     near, far = (part(1, shard=replace(UPPER, peers=peers)) for peers in ((0, 2), (1, 3)))
-    assert [len(one.parts) for one in together([made(near), made(far)], ALONE)] == [1, 1]
+    assert [len(one.parts) for one in joined_parts([made(near), made(far)], ALONE)] == [1, 1]
 
 
 def test_calls_of_all_replicas_follow_each_other() -> None:
     def calls(*ends: int) -> tuple[Call, ...]:
         return tuple(Call(True, backwards=[end]) for end in ends)
 
-    first, _ = together([made(part(1, calls=calls(5, 3))), made(part(1, calls=calls(0, 7)))], TWICE)
+    first, _ = joined_parts([made(part(1, calls=calls(5, 3))), made(part(1, calls=calls(0, 7)))], TWICE)
     assert [call.backwards for call in first.parts[0].calls or ()] == [[1], [0], [2], [3]]
 
 
 def test_actions_have_the_numbers_of_all_microbatches() -> None:
-    _, second = together([made(), made(actions="0F0 0F1 0B0 0F2")], TWICE)
+    _, second = joined_parts([made(), made(actions="0F0 0F1 0B0 0F2")], TWICE)
     assert list(map(str, second.actions or ())) == ["0F1", "0F3", "0B1", "0F-3"]
 
 

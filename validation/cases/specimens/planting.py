@@ -14,7 +14,7 @@ from pipeline.schedule import Schedule
 from pipeline.stage import Stage
 from pipeline.step import Parts, StepResult
 from pipeline.transport import Message, Transport
-from validation.cases.specimens.specimen import Place, Plant
+from validation.cases.specimens.specimen import Plant, StageAt
 from validation.observers.wrappers import AroundGradients, AroundStage, AroundSteps, AroundTransport, Pairs
 
 SMALLEST = "naive r1 s1 m{m} split=1 model={model} plan={plan} seed=0"
@@ -46,7 +46,7 @@ def last(n_stages: int) -> int:
     return n_stages - 1
 
 
-def on_stages(wrap: Callable[[Stage, Schedule], Stage], place: Place | None = None) -> Plant:
+def on_stages(wrap: Callable[[Stage, Schedule], Stage], place: StageAt | None = None) -> Plant:
     """Wrap the stage at ``place``, or every stage."""
 
     def plant(parts: Parts) -> Parts:
@@ -58,7 +58,7 @@ def on_stages(wrap: Callable[[Stage, Schedule], Stage], place: Place | None = No
     return plant
 
 
-def on_modules(change: Change, place: Place | None = None) -> Plant:
+def on_modules(change: Change, place: StageAt | None = None) -> Plant:
     """Change the module of the stage at ``place``, or of every stage, once, before the first step."""
 
     def plant(parts: Parts) -> Parts:
@@ -70,7 +70,7 @@ def on_modules(change: Change, place: Place | None = None) -> Plant:
     return plant
 
 
-def on_gradients(change: Change, place: Place | None = None, *, clipped: bool = False) -> Plant:
+def on_gradients(change: Change, place: StageAt | None = None, *, clipped: bool = False) -> Plant:
     """Change a module's gradients after the last backward; or, if ``clipped``, after clipping: seen by the optimizer
     alone."""
     return on_work(lambda parts: _ChangedGradients(parts, change, place, clipped=clipped))
@@ -105,7 +105,7 @@ class Around(AroundGradients):
 
 
 class _ChangedGradients(Around):
-    def __init__(self, parts: Parts, change: Change, place: Place | None, *, clipped: bool) -> None:
+    def __init__(self, parts: Parts, change: Change, place: StageAt | None, *, clipped: bool) -> None:
         super().__init__(parts)
         n_stages = parts.program.schedule.n_stages
         self._modules = [s.module for s in parts.stages if place is None or s.index == place(n_stages)]

@@ -19,7 +19,7 @@ Plant = Callable[[Parts], Parts]
 Feed = Callable[[Sequence[Batch], Parts], Sequence[Batch]]
 Drive = Callable[[Steps], Steps]
 Reorder = Callable[[Program], Program]
-Place = Callable[[int], int]  # the stage concerned, from the number of stages
+StageAt = Callable[[int], int]  # the stage concerned, from the number of stages
 
 # The classes into which faults reported in public fall, for two families of projects: t for PyTorch's (and PiPPy,
 # torchtitan, fairscale, picotron), m for Megatron's (and DeepSpeed, zero-bubble, ColossalAI).
@@ -85,7 +85,7 @@ class Fault:
     """
 
     kind: str
-    stage: Place | None = None
+    stage: StageAt | None = None
     microbatches: tuple[int, ...] | Callable[[Case], tuple[int, ...]] = ()
     parameter: str = ""
     factor: Callable[[Case], float] | None = None

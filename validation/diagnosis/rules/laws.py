@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pipeline.action import GIVES_WEIGHT_GRADIENT, Kind
 from validation.diagnosis.evidence import Due, Evidence
-from validation.diagnosis.interference import became, together
+from validation.diagnosis.interference import became, common_change
 from validation.diagnosis.likeness import agrees
 from validation.diagnosis.rules.repeated import backed_again, rearranged, repeated
 from validation.diagnosis.rules.update import clip_factor, learning_rate
@@ -180,7 +180,7 @@ def _became(
         return "stale-tensor", "those of an earlier operation"
     pairs = {site: (seen, due.cpu()) for site, seen in wrong.items() if (due := known.get(site[1])) is not None}
     changes = {site[1]: became(site, due, seen) for site, (seen, due) in pairs.items()}
-    change = together(changes, {name: seen for (_, name), (seen, _) in pairs.items()})
+    change = common_change(changes, {name: seen for (_, name), (seen, _) in pairs.items()})
     if change.kind in ("rounded", "not-finite"):
         return change.kind, f"its own, {change.text}"
     if earlier:
