@@ -171,7 +171,7 @@ def of_copies(update: Update, tied: Sequence[Shares]) -> Iterator[Cause]:
             detail = f"copies of stages {groups} each have a gradient of their own; all copies together make the sum"
             yield Cause("tied-not-summed", parameter=wrong[0].parameter, detail=detail)
             continue
-        causes = [cause_of(copy) for copy in wrong if copy.explained]
+        causes = [cause_of(copy, copies) for copy in wrong if copy.explained]
         if any(cause.kind == "altered" for cause in causes):
             yield next(cause for cause in causes if cause.kind == "altered")
         elif causes and len({cause.kind for cause in causes}) == 1 and len(causes) == len(copies):
@@ -185,12 +185,13 @@ def _held(cause: Cause) -> str:
     return f"{what} has {cause.detail}" if cause.detail else what
 
 
-def cause_of(copy: Shares) -> Cause:
-    """What a wrong copy shows."""
+def cause_of(copy: Shares, copies: Mapping[Stage, str]) -> Cause:
+    """What a wrong copy shows; ``copies`` are the names of all of them, by stage."""
     where = Cause(copy.absent or "tied-not-summed", stage=copy.stage, parameter=copy.parameter)
     counts = list(copy.counts.values())
     if copy.turned is not None:
-        return replace(where, kind="altered", stage=copy.turned, detail="its share is in another order")
+        detail = "its share is in another order"
+        return Cause("altered", stage=copy.turned, parameter=copies[copy.turned], detail=detail)
     if copy.lacking:
         listed = ", ".join(map(str, copy.lacking))
         detail = f"other stages' share of microbatch {listed} is missing"

@@ -105,10 +105,10 @@ def _tied(
         whole = len(shares) == len(copies) or bool(copy.absent or copy.lacking)
         if whole and not copy.right:
             told = "no sum of the stages' shares"
-            one = (
-                cause_of(copy) if copy.explained else Cause("extra-term", stage=site[0], parameter=site[1], detail=told)
-            )
-            others = ", ".join(f"{name} of stage {stage}" for stage, name in copies if (stage, name) != site)
+            unknown = Cause("extra-term", stage=site[0], parameter=site[1], detail=told)
+            one = cause_of(copy, dict(copies)) if copy.explained else unknown
+            at = site[0] if one.stage is None else one.stage
+            others = ", ".join(f"{name} of stage {stage}" for stage, name in copies if stage != at)
             detail = "; ".join(filter(None, (one.detail, f"tied with {others}")))
-            return replace(one, rank=evidence.placement[site[0]], detail=detail)
+            return replace(one, rank=evidence.placement[at], detail=detail)
     return None
