@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from validation.observers.likeness import Label, Likeness
 from validation.observers.sketch import Sketch
 
+_TOLD = 8.0  # times as far from 1 as two sketches of one tensor may be must a factor lie
 _ROUNDED = 2.0**-7  # more than rounding to bf16 changes
 _SOME = 0.5  # a relative error with which more of a tensor is its own than is not
 _APART = 4.0  # times as far away must all others be: a sketch's distance may be wrong by a factor of two
@@ -16,7 +17,7 @@ def of_sketches(seen: Sketch, due: Sketch, at: Label | None = None) -> Likeness 
     if is_rounded_sketch(seen, due):
         return Likeness("rounded", at, narrow=seen.narrow)
     factor = seen.factor(due)
-    if factor is not None:
+    if factor is not None and abs(factor - 1.0) > _TOLD * seen.limit:
         return Likeness("multiple", at, factor=factor)
     return Likeness("reordered", at, line="element") if seen.is_reordered(due) else None
 

@@ -40,6 +40,12 @@ def test_what_is_near_one_alone_is_known_again_and_what_is_near_all_is_not() -> 
     assert nearest_sketch(sketch(common), alike) is None
 
 
+@pytest.mark.parametrize(("factor", "kind"), [(0.99965, None), (1.0005, None), (0.99, "multiple"), (-1.0, "multiple")])
+def test_a_factor_that_two_sketches_of_one_tensor_may_differ_by_is_none(factor: float, kind: str | None) -> None:
+    found = of_sketches(sketch(drawn(2) * factor), KNOWN[2])
+    assert (found and found.kind) == kind
+
+
 def test_another_tensor_was_not_made_of_any() -> None:
     for seed in range(10, 60):
         assert recognised(sketch(drawn(seed)), KNOWN) == set()
