@@ -25,6 +25,8 @@ from validation.observers.recording import FORWARD_POINTS, GIVEN, HANDED_ON, KEP
 from validation.observers.sketch import Sketch
 from validation.observers.watching import Call
 
+_FAINT = 10.0  # times what is taken for rounding: by so much a stage may magnify what is wrong before it
+
 
 def passed(
     watched: Mapping[int, Sequence[Call]],
@@ -171,7 +173,8 @@ def _crossing(column: Column, k: int, call: Call, context: _Context) -> Iterator
     if context.late is not None and column.where in (RECEIVED, HANDED_ON):
         same = same or _near(seen.factor(expected), context.late)
     really = None if same else _really(column, seen, expected, k, context)
-    yield replace(crossing, same=same, exact=exact, really=really)
+    faint = not same and seen.distance(expected) <= _FAINT * seen.limit
+    yield replace(crossing, same=same, exact=exact, really=really, faint=faint)
 
 
 def _really(column: Column, seen: Sketch, expected: Sketch, k: int, context: _Context) -> Likeness:

@@ -23,7 +23,8 @@ class Crossing:
     ``same``: whether it is the reference's, up to rounding; ``exact``: bit for bit. ``really`` is what it is instead.
     ``where`` is its place in the flow, as recordings call it. What is not ``judged`` is a matter of diagnosis alone.
     ``call`` is the number of the call from 1 on, by which an action is located whose microbatch is not known. ``place``
-    is where in the model an input should pass. ``rank`` is where it was, if several hold the stage.
+    is where in the model an input should pass. ``rank`` is where it was, if several hold the stage. ``faint``: it is
+    wrong by little more than what rounding may do.
     """
 
     action: Action
@@ -36,6 +37,7 @@ class Crossing:
     call: int = 0
     place: str = ""
     rank: int | None = None
+    faint: bool = False
 
     @property
     def at(self) -> str:

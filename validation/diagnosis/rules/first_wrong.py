@@ -63,19 +63,27 @@ class Boundaries:
     @property
     def right(self) -> bool:
         """Whether all that passed is known to be right."""
-        return not self.unjudged and not list(self.first_wrong())
+        return not self.unjudged and all(map(self._is_right, self._at))
 
     def first_wrong(self) -> Iterator[FirstWrong]:
         """The wrong tensors that were made from none, along the flow."""
         found = {point: self._is_right(point) for point in self._at}
         before: set[int] = set()  # microbatches
         for point in first_wrong_points(found, self._evidence.stages):
-            blurred = point.microbatch in before and not self._exact_before(point)
+            blurred = (point.microbatch in before or self._is_faint(point)) and not self._exact_before(point)
             before.add(point.microbatch)
             if not blurred and not self._behind_the_unknown(point):
                 crossing = next(one for one in self._at[point] if not one.same)
                 what = self._what(point, crossing)
                 yield FirstWrong(point, crossing, what, self._telling(point, crossing, what))
+
+    def first_inexact(self) -> Crossing | None:
+        """The first tensor that is not the reference's bit for bit; None unless all that it was made from is."""
+        exact = {point: all(one.exact for one in there) for point, there in self._at.items()}
+        found = next(iter(first_wrong_points(exact, self._evidence.stages)), None)
+        if found is None or not self.is_known_before(found) or not self._unplaced.isdisjoint(self._sources(found)):
+            return None
+        return next(one for one in self._at[found] if not one.exact)
 
     def computed_otherwise(self) -> tuple[int, Sequence[int]] | None:
         """The first stage whose output is nothing that the reference computes though its input is right, and for which
@@ -121,6 +129,10 @@ class Boundaries:
     def _is_right(self, point: Point) -> bool:
         wrong = [one for one in self._at[point] if not one.same]
         return not wrong or (not any(one.judged for one in wrong) and self._acquitted(point))
+
+    def _is_faint(self, point: Point) -> bool:
+        """Whether what is wrong there may come of a fault before it that is too small to be seen."""
+        return all(one.faint for one in self._at[point] if not one.same)
 
     def _acquitted(self, point: Point) -> bool:
         """Whether what was made from it is known to be right: then it is the runtime's own affair."""

@@ -200,7 +200,16 @@ def unexplained_passage(evidence: Evidence) -> tuple[str, ...]:
         f"unjudged: rank {rank[point.stage]}, stage {point.stage}: {point.where} is like nothing in the reference"
         for point in boundaries.unjudged
     ]
-    return (*wrong[:1], *unjudged[:1])
+    return (*(wrong or _inexact(boundaries, rank))[:1], *unjudged[:1])
+
+
+def _inexact(boundaries: Boundaries, rank: Sequence[int]) -> list[str]:
+    """Where bits first differ: what is wrong behind that may be too little to say where it began."""
+    found = boundaries.first_inexact()
+    if found is None:
+        return []
+    stage = found.action.stage
+    return [f"first not bit for bit: rank {rank[stage]}, stage {stage}, {found.at}: {found.what}"]
 
 
 def _first_wrong(root: FirstWrong, boundaries: Boundaries, rank: Sequence[int]) -> str:

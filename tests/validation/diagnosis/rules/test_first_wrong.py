@@ -252,3 +252,20 @@ def test_a_backward_that_loses_a_path_with_right_tensors_around_it(whitebox: Whi
 
     cause = first(judged(whitebox, model=cut))
     assert (cause.kind, cause.stage, cause.microbatches) == ("computation", 1, EVERY)
+
+
+@pytest.mark.parametrize(("more", "outcome"), [(4e-4, "pass"), (8e-4, "fail")])
+def test_what_is_wrong_too_little_for_its_place_is_told_by_its_bits(
+    whitebox: WhiteBox, more: float, outcome: str
+) -> None:
+    """Half of the digits are right where the fault is, and fewer where later stages magnify it."""
+
+    def slightly(model: Chain) -> None:
+        layer = model.layers[1]
+        assert isinstance(layer, Layer)
+        layer.act = lambda made: nn.functional.silu(made) * (1 + more)
+
+    verdict = judged(whitebox, model=slightly)
+    assert verdict.law("boundaries").outcome == outcome, str(verdict)
+    assert not verdict.cause, str(verdict)
+    assert verdict.undecided[0].startswith("first not bit for bit: rank 1, stage 1, 1F0: output")
