@@ -75,6 +75,7 @@ class Shared:
         self.barrier = threading.Barrier(2)
         self.values: dict[tuple[str, int], object] = {}
         self.tensors: dict[str, Tensor] = {}
+        self.given = threading.Condition()
 
 
 class BetweenThreads:
@@ -95,10 +96,14 @@ class BetweenThreads:
     finish = gather
 
     def give(self, name: str, tensor: Tensor) -> None:
-        self._shared.tensors[name] = tensor.detach().clone()
+        with self._shared.given:
+            self._shared.tensors[name] = tensor.detach().clone()
+            self._shared.given.notify_all()
 
     def take(self, name: str, *, bound_s: float) -> Tensor:
-        return self._shared.tensors[name]
+        with self._shared.given:
+            self._shared.given.wait_for(lambda: name in self._shared.tensors, 30)
+            return self._shared.tensors[name]
 
     def clear(self, names: Iterable[str]) -> None:
         pass
