@@ -304,7 +304,7 @@ def _of_elements(update: Update, odd: Likeness, within: float) -> Iterator[Cause
     elif odd.kind == "rounded":
         yield Cause("rounded", detail="" if odd.step is None else odd.text)
     elif odd.kind == "reordered":
-        yield Cause("altered")
+        yield Cause("altered", detail=f"its own {odd.line}s are in another order")
     elif odd.kind == "other" and odd.source is not None:
         yield Cause("misplaced", detail=f"what is there belongs in {odd.source.text}")
     elif odd.kind == "shape":

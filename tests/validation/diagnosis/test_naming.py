@@ -123,3 +123,13 @@ def test_a_part_in_evaluation_mode_is_not_said_to_be_in_the_right_one(whitebox: 
     verdict = judged(whitebox, partial(model_of, normed, 2), before=evaluated)
     assert verdict.verdict == "fail"
     assert "mode" not in {kind for one in verdict.ruled_out for kind in one.kinds}, str(verdict)
+
+
+def test_a_gradient_whose_elements_stand_elsewhere_says_so(whitebox: WhiteBox) -> None:
+    def exchanged(model: Any) -> None:
+        gradient = model[1][0].weight.grad
+        gradient.copy_(torch.cat([gradient[WIDTH // 2 :], gradient[: WIDTH // 2]]))
+
+    (cause,) = judged(whitebox, partial(model_of, normed, 2), after=exchanged).cause
+    assert (cause.kind, cause.parameter) == ("altered", "1.0.weight")
+    assert cause.detail == "its own elements are in another order"
