@@ -103,10 +103,12 @@ class Boundaries:
         return begins <= set(due.ends(stage - 1)) and bool(begins) if stage else not begins
 
     def _broke_at(self, stage: int, microbatch: int) -> bool:
-        """Whether all that came into ``stage`` is right, and no later stage made what is right of it."""
+        """Whether all that came into ``stage`` is right bit for bit, and no later stage made what is right of it."""
         later = range(stage + 1, self._last + 1)
         healed = any(self._all_right(Point(one, microbatch, MADE)) for one in later)
-        return self._all_right(Point(stage, microbatch, GIVEN)) and self._other_loss(microbatch) and not healed
+        came = Point(stage, microbatch, GIVEN)
+        exact = self._all_right(came) and all(one.exact for one in self._at[came])
+        return exact and self._other_loss(microbatch) and not healed
 
     def _all_right(self, point: Point) -> bool:
         """Whether it is known that every tensor there is right."""
