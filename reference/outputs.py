@@ -1,25 +1,37 @@
-"""What the modules of a model put out, noted while it runs: the only view into a model that is not ours."""
+"""What the modules of a model put out, noted or changed while it runs: the only view into a model that is not ours."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 Place = str  # of a tensor: a module's n-th output, in which of its calls
 AGAIN = ", call "
 Note = Callable[[Place, Tensor], None]
+Outputs = Mapping[Place, Tensor]
 
 
-@contextmanager
-def outputs_noted(model: nn.Module, note: Note) -> Iterator[None]:
+def outputs_noted(model: nn.Module, note: Note) -> AbstractContextManager[None]:
     """While this is open, tell ``note`` of each tensor that a module of ``model`` puts out, and where.
 
     A tensor that a module inside it has given already is told once, as that one's; what was changed in place since is
     another. A module that is called more than once in a forward of the model has a place for each of its calls.
     """
+
+    def noted(outputs: Outputs) -> Outputs:
+        for place, tensor in outputs.items():
+            note(place, tensor)
+        return {}
+
+    return outputs_changed(model, noted)
+
+
+@contextmanager
+def outputs_changed(model: nn.Module, change: Callable[[Outputs], Outputs]) -> Iterator[None]:
+    """As ``outputs_noted``, call by call; the tensors that ``change`` returns stand for those at their places."""
     told: dict[tuple[int, int], Tensor] = {}  # of this call of the model; kept, so that no id is used again
     calls: Counter[str] = Counter()
 
@@ -27,20 +39,24 @@ def outputs_noted(model: nn.Module, note: Note) -> Iterator[None]:
         told.clear()
         calls.clear()
 
-    def noting(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def called(module: nn.Module, arguments: Any, result: Any) -> None:
+    def changing(name: str) -> Callable[[nn.Module, Any, Any], Any]:
+        def called(module: nn.Module, arguments: Any, result: Any) -> Any:
             calls[name] += 1
             again = f"{AGAIN}{calls[name]}" if calls[name] > 1 else ""
-            outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-            for number, tensor in enumerate(outputs):
+            leaves, form = tree_flatten(result)
+            outputs: dict[Place, Tensor] = {}
+            for number, tensor in enumerate(leaf for leaf in leaves if isinstance(leaf, Tensor)):
                 if (id(tensor), tensor._version) not in told:
                     told[id(tensor), tensor._version] = tensor
-                    note(f"output {number} of {name or 'the model'}{again}", tensor)
+                    outputs[f"output {number} of {name or 'the model'}{again}"] = tensor
+            changed = {id(outputs[place]): tensor for place, tensor in change(outputs).items()}
+            told.update({(id(tensor), tensor._version): tensor for tensor in changed.values()})
+            return tree_unflatten([changed.get(id(leaf), leaf) for leaf in leaves], form) if changed else None
 
         return called
 
     hooks = [model.register_forward_pre_hook(entered)]
-    hooks += [module.register_forward_hook(noting(name)) for name, module in model.named_modules()]
+    hooks += [module.register_forward_hook(changing(name)) for name, module in model.named_modules()]
     try:
         yield
     finally:

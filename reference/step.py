@@ -115,6 +115,11 @@ class Reference:
         self._optimizer = recipe.optimizer([p for p in model.parameters() if p.requires_grad])
         self._sums: dict[Site, Gradient] = {}
 
+    def of(self, model: nn.Module) -> "Reference":
+        """The same with another model that is like its own."""
+        owner = {name: stage for name, (stage, _) in self._sites.items()}
+        return Reference(model, owner=owner, recipe=self.recipe, copies=self._more)
+
     def perform(
         self,
         operation: str,
@@ -325,8 +330,7 @@ def _once_more(
                 unit = torch.finfo(parameter.dtype).eps if off else 0.0
                 wide = expected.before[name].to(torch.complex128 if parameter.is_complex() else torch.float64)
                 parameter.copy_(wide * (1 + unit * (2 * signs - 1)))
-    owner = {name: stage for stage, name in expected.contributions[0].gradients}
-    return Reference(model, owner=owner, recipe=reference.recipe).contribute(batches)
+    return reference.of(model).contribute(batches)
 
 
 def widened(model: nn.Module) -> nn.Module:

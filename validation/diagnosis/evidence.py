@@ -7,7 +7,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from reference.step import Expected, Gradient
+from reference.replayed import Passage
+from reference.step import Contribution, Expected, Gradient
 from validation.diagnosis.atoms import Update
 from validation.diagnosis.attribution import Attribution, attribute, update_of
 from validation.diagnosis.divergence import Divergence, Ground, Positions, divergences
@@ -32,7 +33,8 @@ class Due(Protocol):
 
     ``weights``: the parameters that it begins with. ``divisor`` is that of a loss, if somebody knows it.
     ``ends`` are the places where a stage ends; none where that is not known. ``lacks``: whether it is known that a
-    tensor of this form is no step of what a microbatch is computed by.
+    tensor of this form is no step of what a microbatch is computed by. ``played``: what a microbatch would give if
+    something else passed, tied copies summed; None where nobody can say.
     """
 
     @property
@@ -50,6 +52,8 @@ class Due(Protocol):
     def ends(self, stage: int) -> Collection[str]: ...
 
     def lacks(self, microbatch: int, seen: Sketch) -> bool: ...
+
+    def played(self, microbatch: int, passages: Sequence[Passage]) -> Contribution | None: ...
 
 
 @dataclass(frozen=True)

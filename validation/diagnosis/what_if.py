@@ -16,6 +16,7 @@ from reference.data import Batch
 from reference.model import LossFn, Model
 
 Change = Callable[[Tensor], Tensor]
+Received = Callable[[Gradients], Gradients]
 Given = Callable[[int, Tensors], Tensors | None]
 Compute = Callable[[Model, Tensors], Tensors]
 Made = Mapping[str, Tensor | None]  # gradients by name
@@ -36,7 +37,7 @@ class WhatIf:
     given: Given | None = None
     compute: Compute | None = None
     kept: Change | None = None
-    received: Change | None = None
+    received: Received | None = None
 
     @property
     def forward(self) -> bool:
@@ -129,7 +130,7 @@ class Line:
         if stage == self._last:
             received = (torch.ones_like(outputs[0]),)
         elif here and what_if.received is not None:
-            received = tuple(None if d is None else what_if.received(d) for d in received)
+            received = what_if.received(received)
         pairs = [(y, d) for y, d in zip(outputs, received, strict=True) if d is not None and y.requires_grad]
         if pairs:
             torch.autograd.backward([y for y, _ in pairs], [d for _, d in pairs])

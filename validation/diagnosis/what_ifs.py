@@ -2,16 +2,16 @@
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import permutations
+from itertools import combinations, permutations
 
 import torch
 from torch import Tensor, nn
 
-from reference.boundary import Tensors, run_layers
+from reference.boundary import Gradients, Tensors, run_layers
 from reference.model import DropoutBlock, Model
 from validation.diagnosis.likeness import agrees
 from validation.diagnosis.played import Played, Setup
-from validation.diagnosis.what_if import Change, Compute, Given, WhatIf
+from validation.diagnosis.what_if import Change, Compute, Given, Received, WhatIf
 from validation.judging.cause import listed
 from validation.judging.tolerance import FP32, precision_of
 from validation.observers.likeness import NARROWER
@@ -119,12 +119,48 @@ def other_target(
     return None
 
 
-def of_backward(stage: int) -> Iterator[WhatIf]:
-    """What may have been wrong with a stage's output gradients, or with what it kept for its backward."""
+def sent_in(name: str, stage: int) -> WhatIf:
+    """All that a stage is given comes through the narrower type of that name."""
+    return WhatIf("rounded", stage, f"what it is given is {name}-rounded", given=_all_through(NARROWER[name]))
+
+
+def sent_back_in(name: str, stage: int) -> WhatIf:
+    """All output gradients of a stage come through the narrower type of that name."""
+    through = _received(_through(NARROWER[name]))
+    return WhatIf("rounded", stage, f"its output gradients are {name}-rounded", received=through)
+
+
+def of_sent(stage: int, inputs: Sequence[int]) -> Iterator[WhatIf]:
+    """What may become of the inputs of a stage on their way to it; of ``inputs`` each can be told by its number."""
     for name, dtype in NARROWER.items():
-        text = f"its output gradients are {name}-rounded"
-        yield WhatIf("rounded", stage, text, received=_through(dtype))
-    yield WhatIf("uninitialised", stage, "its output gradients are zero", received=torch.zeros_like)
+        yield sent_in(name, stage)
+        for k in inputs if len(inputs) > 1 else ():
+            yield WhatIf("rounded", stage, f"its input {k} is {name}-rounded", given=_changed(k, _through(dtype)))
+    for k, other in permutations(inputs, 2):
+        kind = "wrong-message" if stage else "swapped-data"
+        yield WhatIf(kind, stage, f"its input {k} is its input {other}", given=_in_place_of(k, other))
+
+
+def of_sent_back(stage: int, outputs: Sequence[int]) -> Iterator[WhatIf]:
+    """What may become of the output gradients of a stage on their way to it; of ``outputs`` each can be told."""
+    apart = [(k,) for k in outputs if len(outputs) > 1]
+    for name, dtype in NARROWER.items():
+        yield sent_back_in(name, stage)
+        for one in apart:
+            text = f"the gradient of its output {one[0]} is {name}-rounded"
+            yield WhatIf("rounded", stage, text, received=_received(_through(dtype), one))
+    yield WhatIf("uninitialised", stage, "its output gradients are zero", received=_received(torch.zeros_like))
+    for one in apart:
+        text = f"the gradient of its output {one[0]} is zero"
+        yield WhatIf("uninitialised", stage, text, received=_received(torch.zeros_like, one))
+    for k, other in combinations(outputs, 2):
+        text = f"the gradients of its outputs {k} and {other} are exchanged"
+        yield WhatIf("wrong-message", stage, text, received=_exchanged(k, other))
+
+
+def of_backward(stage: int, outputs: Sequence[int]) -> Iterator[WhatIf]:
+    """What may have been wrong with a stage's output gradients, or with what it kept for its backward."""
+    yield from of_sent_back(stage, outputs)
     yield WhatIf("overwritten", stage, "its kept inputs were zero in its backward", kept=torch.zeros_like)
 
 
@@ -163,11 +199,10 @@ def _keyed(layers: Sequence[int], change: Callable[[int, int, int], tuple[int, i
 
 def _of_inputs(played: Mapping[int, Played], number: int, stage: int) -> Iterator[WhatIf]:
     boundaries = played[number].boundaries
-    for k, member in enumerate(boundaries[0].inputs[stage]):
-        what = "input" if not k else "side input"
-        if member.is_floating_point():
-            for name, dtype in NARROWER.items():
-                yield WhatIf("rounded", stage, f"its {what} is {name}-rounded", given=_changed(k, _through(dtype)))
+    members = boundaries[0].inputs[stage]
+    yield from of_sent(stage, [k for k, member in enumerate(members) if member.is_floating_point()])
+    for k, member in enumerate(members):
+        what = "input" if len(members) == 1 else f"input {k}"
         kind = "uninitialised" if stage and member.is_floating_point() else "altered"
         yield WhatIf(kind, stage, f"its {what} is zero", given=_changed(k, torch.zeros_like))
         other = "swapped-data" if not stage else "wrong-message"
@@ -195,6 +230,35 @@ def _replaced(k: int, by: Tensor) -> Given:
         return (*inputs[:k], by, *inputs[k + 1 :]) if same else None
 
     return given
+
+
+def _all_through(dtype: torch.dtype) -> Given:
+    return lambda m, inputs: _to_and_back(dtype, inputs)
+
+
+def _in_place_of(k: int, other: int) -> Given:
+    def given(m: int, inputs: Tensors) -> Tensors | None:
+        one = inputs[other].detach()
+        return (*inputs[:k], one, *inputs[k + 1 :]) if one.shape == inputs[k].shape else None
+
+    return given
+
+
+def _received(change: Change, concerned: Sequence[int] | None = None) -> Received:
+    """``change`` of the gradients of these outputs, or of all."""
+    return lambda gradients: tuple(
+        gradient if gradient is None or (concerned is not None and k not in concerned) else change(gradient)
+        for k, gradient in enumerate(gradients)
+    )
+
+
+def _exchanged(k: int, other: int) -> Received:
+    def received(gradients: Gradients) -> Gradients:
+        made = list(gradients)
+        made[k], made[other] = gradients[other], gradients[k]
+        return tuple(made)
+
+    return received
 
 
 def _of_earlier(inputs: Sequence[Tensors]) -> Given:
@@ -228,6 +292,10 @@ def _in_type(layers: Sequence[int], dtype: torch.dtype) -> Compute:
 
 def _through(dtype: torch.dtype) -> Change:
     return lambda tensor: tensor.to(dtype).to(tensor.dtype)
+
+
+def _to_and_back(dtype: torch.dtype, tensors: Tensors) -> Tensors:
+    return tuple(_through(dtype)(tensor) if tensor.is_floating_point() else tensor for tensor in tensors)
 
 
 def _noise(tensor: Tensor) -> Tensor:

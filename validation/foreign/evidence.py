@@ -1,13 +1,14 @@
 """What a diagnosis of a foreign step rests on: what its ranks handed back, and the reference beside it."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import Tensor, nn
 
 from reference.copied import copied
 from reference.data import Batch
+from reference.replayed import Passage, passing
 from reference.step import Contribution, Expected, Gradient, Loss, Reference, Site
 from reference.traced import Traced
 from validation.diagnosis.atoms import Update
@@ -99,6 +100,19 @@ class _Due:
     def ends(self, stage: int) -> Collection[str]:
         """The places in the reference where ``stage`` ends."""
         return self._traced.end(stage)
+
+    def played(self, microbatch: int, passages: Sequence[Passage]) -> Contribution | None:
+        """What a microbatch gives if this becomes of what passes; gradients of tied copies are summed."""
+        try:
+            with passing(self._again.model, passages):
+                (made,) = self._again.contributing([self.beside.batches[microbatch]])
+        except (RuntimeError, TypeError, ValueError, IndexError):
+            return None  # modules that do not take such tensors never ran so
+        return replace(made, gradients=self._again.total(made.gradients))
+
+    @cached_property
+    def _again(self) -> Reference:
+        return self.beside.reference.of(copied(self.beside.model))
 
     def lacks(self, microbatch: int, seen: Sketch) -> bool:
         """Whether the reference computes no such tensor for a microbatch, and nothing that it was made of."""

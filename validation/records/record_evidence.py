@@ -6,6 +6,7 @@ from functools import cached_property
 
 from torch import Tensor
 
+from reference.replayed import Passage
 from reference.step import Expected, Gradient, Site
 from validation.diagnosis.atoms import Update
 from validation.diagnosis.evidence import Evidence, Sums
@@ -120,3 +121,6 @@ class Step:
     def lacks(self, microbatch: int, seen: Sketch) -> bool:
         """Unknown: no tensor was kept."""
         return False
+
+    def played(self, microbatch: int, passages: Sequence[Passage]) -> None:
+        """Nobody can say."""

@@ -13,6 +13,7 @@ from reference.step import objective
 from validation.diagnosis.evidence import Evidence
 from validation.diagnosis.rules.passages import unexplained_passage
 from validation.diagnosis.rules.repeated import or_wrong_message
+from validation.diagnosis.rules.replayed import replayed
 from validation.diagnosis.rules.update import near
 from validation.diagnosis.what_if import Line, Made, WhatIf
 from validation.diagnosis.what_ifs import of_backward, of_forward, spoiled
@@ -26,7 +27,7 @@ def attributed(evidence: Evidence) -> list[Cause]:
     found = evidence.attribution
     if found is None or found.right or (evidence.sums is not None and evidence.sums.alike):
         return []
-    causes = list(found.causes) or (played_through(evidence) if evidence.playable is not None else [])
+    causes = list(found.causes) or (replayed if evidence.playable is None else played_through)(evidence)
     if evidence.sums is not None:
         return [_clipped(evidence, cause) for cause in causes]
     return causes if evidence.playable is not None else [_seen_more(cause, evidence) for cause in causes]
@@ -118,7 +119,7 @@ class _WhatIfs:
             return []
         stage = max(s for s, _ in wrong)
         every = range(len(self._batches))
-        for one in of_backward(stage):
+        for one in of_backward(stage, range(len(self._played[self._number].boundaries[0].outputs[stage]))):
             alone = [self._alone(one, m) for m in every]
             for concerned in (every, *((m,) for m in every if len(every) > 1)):
                 if self._gives_stage(one.stage, {m: alone[m] for m in concerned}) and self._gives_gradients(

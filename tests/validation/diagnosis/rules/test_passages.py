@@ -72,7 +72,9 @@ def test_what_an_unseen_sender_made_is_not_called_altered_on_its_way(
     assert seen[0][:3] in (("altered", 1, 1), ("rounded", 1, 1)), seen
     for nobody in (lambda stage: None, lambda stage: watch(stage[0])):
         verdict = judged(whitebox, partial(unwatched, rank_0=nobody), plain)
-        assert not {kind for kind, *_ in named(verdict)} & {"altered", "rounded", "scale"}, verdict
+        assert not {kind for kind, *_ in named(verdict)} & {"altered", "scale"}, verdict
+        rounded = [cause for cause in verdict.cause if cause.kind == "rounded"]
+        assert all(one.detail == "as if what it is given and what it hands back are bf16-rounded" for one in rounded)
         assert "messages, buffers" not in str(verdict) or "does not say" in str(verdict), verdict
 
 
