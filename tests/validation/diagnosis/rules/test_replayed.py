@@ -1,0 +1,81 @@
+"""Where nobody watched: what may have become of tensors between stages is played through, and named if it fits."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.support.two_ranks import all_forward_all_backward, called, half, judged, named, plain
+from validation.foreign import WhiteBox
+
+Change = Callable[[int, Tensor], Tensor]
+
+
+def same(m: int, tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def unwatched(model: nn.Sequential, microbatches: list[Any], *, there: Change = same, back: Change = same) -> Any:
+    """``there``: what becomes of the stage's input on rank 1, ``back`` of the gradient that it hands on."""
+    stage = half(model)
+
+    def call(stage: nn.Module, m: int, x: Tensor) -> Tensor:
+        if dist.get_rank():
+            with torch.no_grad():
+                x.copy_(there(m, x))
+        return called(stage, m, x)
+
+    return stage, all_forward_all_backward(stage, microbatches, call, passed=back)
+
+
+def rounded(m: int, tensor: Tensor) -> Tensor:
+    return tensor.bfloat16().float()
+
+
+def of_some(change: Change, *microbatches: int) -> Change:
+    return lambda m, tensor: change(m, tensor) if m in microbatches else tensor
+
+
+CAUSES: dict[str, tuple[dict[str, Change], list[tuple[str, int | None, int | None, tuple[int, ...]]], str]] = {
+    "there": ({"there": rounded}, [("rounded", 1, 1, ())], "as if what it is given is bf16-rounded"),
+    "there, of two": (
+        {"there": of_some(rounded, 1, 3)},
+        [("rounded", 1, 1, (1, 3))],
+        "as if what it is given is bf16-rounded",
+    ),
+    "back": ({"back": rounded}, [("rounded", 0, 0, ())], "as if its output gradients are bf16-rounded"),
+    "back, of one": (
+        {"back": of_some(rounded, 2)},
+        [("rounded", 0, 0, (2,))],
+        "as if its output gradients are bf16-rounded",
+    ),
+    "both": (
+        {"there": rounded, "back": rounded},
+        [("rounded", 1, 1, ())],
+        "as if what it is given and what it hands back are bf16-rounded",
+    ),
+}
+
+
+@pytest.mark.parametrize("title", CAUSES)
+def test_what_was_rounded_between_stages_is_named_with_its_microbatches(whitebox: WhiteBox, title: str) -> None:
+    changes, causes, detail = CAUSES[title]
+    verdict = judged(whitebox, partial(unwatched, **changes), plain)
+    assert named(verdict) == causes, str(verdict)
+    assert verdict.cause[0].detail == detail
+
+
+def noisy(m: int, tensor: Tensor) -> Tensor:
+    """About as far off as bf16 is, but not what it gives."""
+    generator = torch.Generator().manual_seed(m)
+    return tensor * (1 + 2e-3 * (torch.rand(tensor.shape, generator=generator) - 0.5))
+
+
+@pytest.mark.parametrize("changes", [{"there": noisy}, {"back": noisy}], ids=["there", "back"])
+def test_what_no_change_gives_is_not_named(whitebox: WhiteBox, changes: dict[str, Change]) -> None:
+    verdict = judged(whitebox, partial(unwatched, **changes), plain)
+    assert named(verdict) == [], str(verdict)
