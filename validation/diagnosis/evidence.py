@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from reference.replayed import Passage
+from reference.passage import Passage
 from reference.step import Contribution, Expected, Gradient
 from validation.diagnosis.atoms import Update
 from validation.diagnosis.attribution import Attribution, attribute, update_of

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from reference.copied import copied
 from reference.data import Batch
-from reference.replayed import Passage, passing
+from reference.passage import Passage, passing
 from reference.step import Contribution, Expected, Gradient, Loss, Reference, Site
 from reference.traced import Traced
 from validation.diagnosis.atoms import Update

@@ -6,7 +6,7 @@ from functools import cached_property
 
 from torch import Tensor
 
-from reference.replayed import Passage
+from reference.passage import Passage
 from reference.step import Expected, Gradient, Site
 from validation.diagnosis.atoms import Update
 from validation.diagnosis.evidence import Evidence, Sums

@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from reference.replayed import Passage
+from reference.passage import Passage
 from reference.step import Contribution
 from validation.diagnosis.evidence import Due, Evidence
 from validation.diagnosis.what_if import WhatIf
