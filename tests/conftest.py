@@ -4,20 +4,21 @@ import gc
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
+from tests.support.warm_start import Ended, WarmStart
 from validation.worlds.launcher import launch_environment
 
-Launch = Callable[..., "subprocess.CompletedProcess[str]"]
+Launch = Callable[..., Ended]
 
 _BOUND_S = 240.0
 settings.register_profile("untimed", deadline=None)  # how long an example takes is the machine's affair
 settings.load_profile("untimed")
-_STARTS_PROCESSES = {"torchrun", "python", "processes"}  # fixtures
+_STARTS_PROCESSES = {"torchrun", "python", "new_python", "processes"}  # fixtures
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors are small here: a second thread only waits, and takes a core
 sys.dont_write_bytecode = False  # or each process compiles the project anew, and pytest rewrites all its asserts
@@ -60,31 +61,72 @@ def rank_1(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def torchrun() -> Launch:
-    """Run ``torchrun --nproc-per-node ranks ARGUMENTS`` in a folder; its status and all output as one text."""
+def warm_start() -> Iterator[WarmStart]:
+    """Starts Python programs without the seconds that importing torch takes."""
+    warm = WarmStart(_environment())
+    yield warm
+    warm.close()
 
-    def launch(folder: Path, *arguments: str, ranks: int) -> "subprocess.CompletedProcess[str]":
-        return _run(folder, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", *arguments)
+
+@pytest.fixture(scope="session")
+def torchrun(warm_start: WarmStart) -> Launch:
+    """Run as many ranks in a folder as ``torchrun --nproc-per-node`` would; their status and all output as one text.
+
+    They have its environment, and a store that outlives them, as torchrun's own does. Those of README's commands that
+    begin with torchrun start it itself.
+    """
+
+    def launch(folder: Path, *arguments: str, ranks: int) -> Ended:
+        from torch.distributed import TCPStore
+
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        seats = [_seat(rank, ranks, store.port) for rank in range(ranks)]
+        done = warm_start.run(folder, arguments, seats, bound_s=_BOUND_S)
+        del store
+        return done
 
     return launch
 
 
 @pytest.fixture(scope="session")
-def python() -> Launch:
+def python(warm_start: WarmStart) -> Launch:
     """Run ``python ARGUMENTS`` in a folder, with further variables; its status and all output as one text."""
-    return _run
+
+    def launch(folder: Path, *arguments: str, **variables: str) -> Ended:
+        return warm_start.run(folder, arguments, [_environment() | variables], bound_s=_BOUND_S)
+
+    return launch
 
 
-def _run(folder: Path, *arguments: str, **variables: str) -> "subprocess.CompletedProcess[str]":
-    environment = {name: text for name, text in launch_environment().items() if not name.startswith("PYTEST_")}
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env=environment | variables,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=_BOUND_S,
-        check=False,
-    )
+@pytest.fixture(scope="session")
+def new_python() -> Launch:
+    """As ``python``, with nothing imported before."""
+
+    def launch(folder: Path, *arguments: str) -> Ended:
+        done = subprocess.run(
+            [sys.executable, *arguments],
+            cwd=folder,
+            env=_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=_BOUND_S,
+            check=False,
+        )
+        return Ended((done.returncode,), done.stdout)
+
+    return launch
+
+
+def _seat(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """The environment that torchrun gives a rank."""
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+    places |= {"GROUP_RANK": 0, "ROLE_RANK": rank, "ROLE_WORLD_SIZE": ranks, "OMP_NUM_THREADS": 1}
+    places |= {"TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0}
+    words = {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    return _environment() | {name: str(number) for name, number in places.items()} | words
+
+
+def _environment() -> dict[str, str]:
+    return {name: text for name, text in launch_environment().items() if not name.startswith("PYTEST_")}

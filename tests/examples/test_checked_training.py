@@ -5,7 +5,6 @@ README shows one of them as a user starts it. Here each number of ranks is start
 
 import json
 import re
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -14,8 +13,9 @@ import pytest
 
 from tests.support import in_turn
 from tests.support.once import once
+from tests.support.warm_start import Ended
 
-Launch = Callable[..., "subprocess.CompletedProcess[str]"]
+Launch = Callable[..., Ended]
 SCRIPT = str(Path(__file__).with_name("checked_training.py"))
 REPLICAS = str(Path(__file__).with_name("checked_replicas.py"))
 README = (Path(__file__).parents[2] / "README.md").read_text()

@@ -2,7 +2,6 @@
 
 import importlib.util
 import re
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,11 @@ from xml.etree import ElementTree
 import pytest
 import yaml
 
+from tests.support.warm_start import Ended
 from validation import cli
 from validation.commands.option_parser import UsageError
 
-Launch = Callable[..., "subprocess.CompletedProcess[str]"]
+Launch = Callable[..., Ended]
 WORKFLOW = yaml.safe_load((Path(__file__).parents[2] / "ci" / "github-workflow.yml").read_text())
 JOBS: dict[str, Any] = WORKFLOW["jobs"]
 # What makes a gate small enough for a test; of an option that is given twice the last counts.

@@ -2,7 +2,6 @@
 
 import re
 import socket
-import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from pipeline.schedules import FAMILIES
+from tests.support.warm_start import Ended
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-Launch = Callable[..., "subprocess.CompletedProcess[str]"]
+Launch = Callable[..., Ended]
 
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, flags=re.DOTALL)
 ITSELF = "ci/test"  # the one command that is not run here: it is what runs this
@@ -101,12 +101,12 @@ def relevant(output: str) -> str:
 
 
 @pytest.fixture
-def run(python: Launch, tmp_path: Path) -> Callable[[str], "subprocess.CompletedProcess[str]"]:
+def run(python: Launch, tmp_path: Path) -> Callable[[str], Ended]:
     """Run a command of README where the tests are, on as many machines as it is for: here they are all this one."""
     for name in ("tests", "pyproject.toml"):
         (tmp_path / name).symlink_to(ROOT / name)
 
-    def launch(command: str) -> "subprocess.CompletedProcess[str]":
+    def launch(command: str) -> Ended:
         with socket.socket() as free:
             free.bind(("localhost", 0))
             here = command.replace("29500", str(free.getsockname()[1]))
@@ -124,9 +124,7 @@ def run(python: Launch, tmp_path: Path) -> Callable[[str], "subprocess.Completed
 
 
 @pytest.mark.parametrize("commands", sequences(), ids=[commands[-1][0] for commands in sequences()])
-def test_a_command_prints_what_readme_shows(
-    commands: list[tuple[str, str]], run: Callable[[str], "subprocess.CompletedProcess[str]"]
-) -> None:
+def test_a_command_prints_what_readme_shows(commands: list[tuple[str, str]], run: Callable[[str], Ended]) -> None:
     for command, output in commands:
         if "--svg" in command or "--png" in command:
             pytest.importorskip("matplotlib")  # the extra "plot"

@@ -10,9 +10,10 @@ import pytest
 
 from pipeline.lower import lower
 from pipeline.schedules import build
+from tests.support.warm_start import Ended
 from validation.cli import main
 
-Launch = Callable[..., "subprocess.CompletedProcess[str]"]
+Launch = Callable[..., Ended]
 ROOT = Path(__file__).parents[2]
 
 
@@ -201,12 +202,12 @@ def test_a_run_is_timed_beside_its_simulation_and_both_are_written(python: Launc
     assert processes == ["1f1b, simulated with the measured times", "1f1b, measured"]
 
 
-def test_show_draws_without_torch(tmp_path: Path, python: Launch) -> None:
+def test_show_draws_without_torch(tmp_path: Path, new_python: Launch) -> None:
     code = (
         "import sys; from validation.cli import main; status = main(['show', '1f1b', '--ranks', '3', '--microbatches',"
         "'4']); assert 'torch' not in sys.modules, 'torch was imported'; sys.exit(status)"
     )
-    done = python(tmp_path, "-c", code)
+    done = new_python(tmp_path, "-c", code)
     assert done.returncode == 0, done.stdout
     assert "rank 0 | 0F0 0F1 0F2" in done.stdout
     assert "global 6 (33.3%), local 6" in done.stdout

@@ -1,15 +1,15 @@
 """Under torchrun all ranks share every verdict, rank 0 reports it, and no test is lost in silence."""
 
 import json
-import re
 import signal
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+
+from tests.support.warm_start import Ended
 
 CONFTEST = """
 import os, random
@@ -140,7 +140,7 @@ class Session:
         return {case.attrib["name"]: "\n".join(case.itertext()) for case in cases}
 
 
-Run = Callable[..., "subprocess.CompletedProcess[str]"]
+Run = Callable[..., Ended]
 Launch = Callable[..., Session]
 
 
@@ -154,9 +154,7 @@ def launch(torchrun: Run, tmp_path_factory: pytest.TempPathFactory) -> Launch:
         (folder / "conftest.py").write_text(CONFTEST)
         (folder / "test_it.py").write_text(tests)
         launched = torchrun(folder, "-m", "pytest", "--junitxml=junit.xml", *options, ranks=2)
-        codes = map(int, re.findall(r"^  exitcode  : (-?\d+)", launched.stdout, re.MULTILINE))
-        statuses = frozenset(codes) - {-signal.SIGTERM}
-        assert bool(statuses) == bool(launched.returncode), launched.stdout
+        statuses = frozenset(launched.statuses) - {0, -signal.SIGTERM}
         return Session(launched.stdout, statuses, folder)
 
     return launch
@@ -318,7 +316,7 @@ def test_workers_are_refused_under_torchrun(python: Run, tmp_path: Path, workers
     assert not (tmp_path / "ran").exists()
 
 
-def test_the_plugin_does_without_torch_until_ranks_are_wanted(python: Run, tmp_path: Path) -> None:
+def test_the_plugin_does_without_torch_until_ranks_are_wanted(new_python: Run, tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text("import sys\n\ndef test_it(): assert 'torch' not in sys.modules\n")
-    run = python(tmp_path, "-m", "pytest", "-p", "no:hypothesispytest")
+    run = new_python(tmp_path, "-m", "pytest", "-p", "no:hypothesispytest")
     assert run.returncode == 0, run.stdout

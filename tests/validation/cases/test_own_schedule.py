@@ -1,6 +1,5 @@
 """Schedules of one's own on real ranks beside the reference, and what travels there."""
 
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from pipeline.files import read_file
 from pipeline.laws import LawBroken
 from pipeline.lower import Program, lower
 from pipeline.schedules import build
+from tests.support.warm_start import Ended
 from validation import World
 from validation.cases.case import Case, CaseError
 from validation.cases.observe import observe
@@ -103,9 +103,7 @@ sys.exit(main(["validate", "--schedule", "mine.csv", "--model", "mlp"]))
 """
 
 
-def test_under_torchrun_the_file_is_needed_where_rank_0_is(
-    torchrun: Callable[..., "subprocess.CompletedProcess[str]"], tmp_path: Path
-) -> None:
+def test_under_torchrun_the_file_is_needed_where_rank_0_is(torchrun: Callable[..., Ended], tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(ELSEWHERE)
     (tmp_path / "mine.csv").write_text(FILES["a program of torch 2.15"])
     done = torchrun(tmp_path, "script.py", ranks=2)

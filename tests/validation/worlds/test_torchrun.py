@@ -1,12 +1,13 @@
 """Under torchrun every rank gets the same results or the same failure, and a failure on one rank is no end."""
 
 import json
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.warm_start import Ended
 
 SCRIPT = """
 import json, os, sys, time
@@ -83,9 +84,7 @@ with open(f"rank-{RANK}.json", "w") as file:
 
 
 @pytest.fixture(scope="module")
-def seen(
-    torchrun: Callable[..., "subprocess.CompletedProcess[str]"], tmp_path_factory: pytest.TempPathFactory
-) -> list[Any]:
+def seen(torchrun: Callable[..., Ended], tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What each of two ranks saw: one launch for all tests, as a launch takes seconds."""
     folder: Path = tmp_path_factory.mktemp("torchrun")
     (folder / "script.py").write_text(SCRIPT)

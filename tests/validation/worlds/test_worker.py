@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.warm_start import Ended
 from validation.worlds.launcher import Seat
 from validation.worlds.processes import Processes
 from validation.worlds.rank_report import Ending
@@ -131,9 +131,7 @@ def test_a_worker_that_is_stopped_ends_with_the_bound(processes: Processes) -> N
 
 
 @pytest.mark.parametrize("end", ["killed", "in peace"])
-def test_no_worker_outlives_its_controller(
-    python: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path, end: str
-) -> None:
+def test_no_worker_outlives_its_controller(python: Callable[..., Ended], tmp_path: Path, end: str) -> None:
     # The script has no `__main__` guard: a worker must not run it again.
     (tmp_path / "script.py").write_text(ORPHANS)
     launched = python(tmp_path, "script.py", end)
