@@ -96,7 +96,7 @@ class WarmStart:
 
 def serve() -> None:
     """Answer requests until there are no more; each has a process of its own, which waits for the programs."""
-    import torch.distributed.run  # noqa: F401  # what takes long, once
+    import torch.distributed.launcher.api  # noqa: F401  # what takes long, once
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for line in sys.stdin:
