@@ -27,7 +27,7 @@ from validation.records.record import (
     config_differences,
     upstream,
 )
-from validation.records.record_evidence import Seen, Step
+from validation.records.record_evidence import Step
 
 _SHOWN = 4  # differences of configs in a sentence
 
@@ -70,10 +70,11 @@ def _entered(expected: Record, seen: Record, ledger: Ledger) -> Crash | None:
 
 def _leave_out(ledger: Ledger, due: RecordedOperation, seen: RecordedOperation, number: int) -> None:
     """Count and name what only one side has: it was not compared."""
-    leave_out(ledger, due, number=number)
+    leave_out(ledger, due, number=number, names=[name for name in due.gradients if name in seen.gradients])
     if due.operation == "train" and due.norm is None:
         ledger.doubt("grad-norm", "no norm is expected, so there is nothing to compare with")
     for law, one, other in (
+        ("presence", due.gradients, seen.gradients),
         ("gradient", due.gradients, seen.gradients),
         ("updated-parameters", due.parameters, seen.parameters),
     ):
@@ -88,7 +89,9 @@ def evidence_of(verdict: Verdict, expected: Record, seen: Record) -> Evidence:
     gradients = {name: gradient for name, gradient in one.gradients.items() if name in due.gradients}
     step = Step(
         due,
-        Seen(gradients, expected.before(number), [one.norm]),
+        gradients,
+        expected.before(number),
+        [one.norm],
         seen.places or expected.places,
         number=number,
         max_norm=expected.max_norm if case is None or due.operation != "train" else max_norm_of(case, number),

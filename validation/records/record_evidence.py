@@ -1,67 +1,106 @@
-"""What a diagnosis of a recorded step rests on: what was seen of the step, and what was expected."""
+"""What a diagnosis of a recorded step rests on: what was seen of the step, and what was expected.
+
+Gradients of a record are ``Pairings`` too: sums that are known as they are, without the graphs that made them.
+"""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
-from reference.step import Expected, Gradient, Site
+from reference.data import Batch
+from reference.pairing import Contributed, Flow
+from reference.step import Expected, Gradient, Site, Stage
 from validation.diagnosis.atoms import Update
 from validation.diagnosis.evidence import Evidence, Sums
 from validation.judging.verdict import Verdict
 from validation.observers.sketch import Sketch
 from validation.records.record import RankStage, RecordedOperation
-from validation.records.recorded_sums import RecordedSums
+
+_UNKNOWN = Batch((), torch.empty(0), 0)  # nobody kept what the microbatches were
 
 
-@dataclass(frozen=True)
-class Seen:
-    """A step by its parameters' names, as far as it was compared.
+class RecordedSums:
+    """What a record says of one operation. All microbatches together are taken for one: their sum is all there is.
 
-    ``begun``: what the gradients were before it, or those of the step before. ``norms`` of each rank, None from one
-    that reports none. ``left_out`` wrong gradients are not among ``gradients``. ``copies``: each rank's gradient of
-    what several hold.
+    ``gradients`` are what the operation gives, and ``before`` the parameters that it began with as far as they are
+    known, both by site.
     """
 
-    gradients: Mapping[str, Gradient]
-    begun: Mapping[str, Gradient]
-    norms: Sequence[float | None]
-    left_out: int = 0
-    copies: Mapping[str, Mapping[int, Gradient]] = field(default_factory=dict)
+    microbatches = 1
+    unpaired = "a record has only sums over all microbatches: SingleDevice, beside the job, tells them apart"
+
+    def __init__(self, gradients: Mapping[Site, Gradient], before: Mapping[Site, Tensor], microbatches: int) -> None:
+        self._gradients, self._before = gradients, before
+        self.stages = 1 + max((stage for stage, _ in gradients), default=0)
+        self.batches = [_UNKNOWN] * microbatches
+
+    def parameters(self, stage: Stage) -> Mapping[str, Tensor]:
+        """The parameters of ``stage`` that have a gradient."""
+        own = {site: one for site, one in self._gradients.items() if site[0] == stage and one is not None}
+        return {site[1]: self._before.get(site, torch.zeros_like(one)) for site, one in own.items()}
+
+    def contribution(self, stage: Stage, j: int) -> Contributed:
+        """What all microbatches give together."""
+        own = {site[1]: one for site, one in self._gradients.items() if site[0] == stage}
+        return Contributed({name: None if one is None else one.cpu().double() for name, one in own.items()}, ())
+
+    def paired(self, stage: Stage, i: int, flows: Sequence[Flow]) -> list[Contributed | None]:
+        """Nothing: what flows where is not recorded."""
+        return [None] * len(flows)
+
+    def within(self, stage: Stage, name: str) -> Mapping[tuple[int, int], Tensor]:
+        """Nothing, for the same reason."""
+        return {}
+
+    def seed(self, stage: Stage, j: int) -> Flow:
+        """A flow that fits nothing."""
+        return lambda _: None
+
+    def flow(self, stage: Stage, j: int) -> Flow:
+        """A flow that fits nothing."""
+        return lambda _: None
 
 
 @dataclass(frozen=True)
 class Step:
     """A step that was held against ``due``, the operation ``number`` of a record, with the places of its parameters.
 
-    ``max_norm`` is what the record clips to, where it says so. ``model``: where there is more of the reference than a
-    record, the step as attribution sees it beside that.
+    ``seen`` are its gradients, as far as they were compared; ``begun`` what these were before it, or those of the step
+    before; ``norms`` each rank's, None from one that reports none. ``left_out`` wrong gradients are not among ``seen``.
+    ``copies``: each rank's gradient of what several hold. ``max_norm`` is what the record clips to, where it says so.
+    ``model``: where there is more of the reference than a record, the step as attribution sees it beside that.
     """
 
     due: RecordedOperation
-    seen: Seen
+    seen: Mapping[str, Gradient]
+    begun: Mapping[str, Gradient]
+    norms: Sequence[float | None]
     places: Mapping[str, Sequence[RankStage]]
     number: int = 0
+    left_out: int = 0
+    copies: Mapping[str, Mapping[int, Gradient]] = field(default_factory=dict)
     max_norm: float | None = None
     model: "Callable[[Step], Update] | None" = None
 
     def evidence(self, verdict: Verdict) -> Evidence:
         """All that is known of the step, on which ``verdict`` is."""
         microbatches, alike = len(self.due.microbatches), len(set(self.due.microbatches)) == 1
-        copies = {(n, tuple(stage for _, stage in self.places[n])): each for n, each in self.seen.copies.items()}
+        copies = {(n, tuple(stage for _, stage in self.places[n])): each for n, each in self.copies.items()}
         alike = alike and self.model is None and microbatches > 1
         return Evidence(
             verdict,
             self.placement,
             microbatches,
-            len(self.seen.norms),
+            len(self.norms),
             gradients=self.gradients,
-            norms=self.seen.norms,
+            norms=self.norms,
             number=self.number,
             operation=self.due.operation,
             due=self,
-            sums=Sums(copies, self.seen.left_out, self.max_norm, alike),
+            sums=Sums(copies, self.left_out, self.max_norm, alike),
             strange=any(m.what == "held" and m.due == 0 for m in verdict.mismatches),
             renamed_by="rename=",
         )
@@ -83,13 +122,13 @@ class Step:
     @cached_property
     def gradients(self) -> Mapping[Site, Gradient]:
         """Those that were seen."""
-        return {self.site(name): gradient for name, gradient in self.seen.gradients.items()}
+        return {self.site(name): gradient for name, gradient in self.seen.items()}
 
     @cached_property
     def expected(self) -> Expected:
         """What the step must give, of what was compared."""
         due = self.due
-        gradients = {self.site(name): due.gradients[name] for name in self.seen.gradients}
+        gradients = {self.site(name): due.gradients[name] for name in self.seen}
         return Expected(due.operation, due.losses, due.loss or 0.0, gradients=gradients, norm=due.norm)
 
     @cached_property
@@ -100,7 +139,7 @@ class Step:
     @property
     def of_record(self) -> Update:
         """The same, where there is nothing but the record."""
-        due, begun = self.expected.gradients, {self.site(name): one for name, one in self.seen.begun.items()}
+        due, begun = self.expected.gradients, {self.site(name): one for name, one in self.begun.items()}
         before = {site: self.due.before[site[1]] for site in due if site[1] in self.due.before}
         now = RecordedSums(due, before, len(self.due.microbatches))
         return Update(self.gradients, due, now, old=begun, placement=self.placement)
