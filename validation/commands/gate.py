@@ -13,8 +13,7 @@ from validation.judging.verdict import SCHEMA, Verdict
 from validation.observers.observed import Observed
 from validation.records.case_record import expected_record, observed_record
 from validation.records.record_file import write
-from validation.reports.gate_reports import annotations, junit, markdown
-from validation.reports.gate_result import CaseResult, GateResult
+from validation.reports.gate_reports import CaseResult, GateResult, annotations, junit, markdown
 from validation.reports.table import HEADER, line
 from validation.reports.terminal import JsonFile, Terminal
 from validation.worlds.output_file import OutputError, OutputFile
