@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 from safetensors.torch import load, save
@@ -16,90 +16,58 @@ from validation.worlds.side_store import RanksAbsent, SideStore, side_store
 _exchanges = itertools.count()  # all ranks make theirs in one order, so a number is the same exchange everywhere
 
 
-class Exchange(Protocol):
-    """Every rank calls ``gather`` and ``finish`` alike; tensors are for whoever asks."""
+class Exchange:
+    """Every rank calls ``gather`` and ``finish`` alike; tensors are for whoever asks.
 
-    rank: int
-    ranks: int
+    It goes over ``side``, the store of torchrun's agent; where there is none, one rank has nobody to speak with.
+    """
+
+    def __init__(self, side: SideStore | None) -> None:
+        self._side = side
+        self._prefix = f"exchange {next(_exchanges)}"
+        self._laid_out: dict[str, Tensor] = {}  # by a rank that has nobody else
+        self.rank, self.ranks = (0, 1) if side is None else (side.rank, side.ranks)
 
     def gather(self, value: object, *, what: str, bound_s: float) -> list[Any]:
         """Every rank's value. Raises ``RanksAbsent`` for ranks that have not come after the bound in seconds."""
-        ...
-
-    def finish(self, value: object, *, what: str, bound_s: float) -> list[Any]:
-        """As ``gather``, for the last time: a rank that is here takes part in nothing before it any more."""
-        ...
-
-    def give(self, name: str, tensor: Tensor) -> None:
-        """Lay a tensor out under a name that nobody else uses."""
-        ...
-
-    def take(self, name: str, *, bound_s: float) -> Tensor:
-        """The tensor of that name, once it is there. Raises ``RanksAbsent`` after the bound in seconds."""
-        ...
-
-    def clear(self, names: Iterable[str]) -> None:
-        """Free what these names take up."""
-        ...
-
-
-class Alone:
-    """One rank, and nobody to speak with."""
-
-    rank, ranks = 0, 1
-
-    def __init__(self) -> None:
-        self._laid_out: dict[str, Tensor] = {}
-
-    def gather(self, value: object, *, what: str, bound_s: float) -> list[Any]:
-        return [value]
-
-    def finish(self, value: object, *, what: str, bound_s: float) -> list[Any]:
-        return [value]
-
-    def give(self, name: str, tensor: Tensor) -> None:
-        self._laid_out[name] = tensor.detach()
-
-    def take(self, name: str, *, bound_s: float) -> Tensor:
-        return self._laid_out[name]
-
-    def clear(self, names: Iterable[str]) -> None:
-        for name in names:
-            self._laid_out.pop(name, None)
-
-
-class BesideTorchrun:
-    """All ranks of torchrun, over the store of its agent."""
-
-    def __init__(self, side: SideStore) -> None:
-        self._side = side
-        self._prefix = f"exchange {next(_exchanges)}"
-        self.rank, self.ranks = side.rank, side.ranks
-
-    def gather(self, value: object, *, what: str, bound_s: float) -> list[Any]:
+        if self._side is None:
+            return [value]
         return list(map(unpack, self._side.gather(pack(value), what=what, bound_s=bound_s)))
 
     def finish(self, value: object, *, what: str, bound_s: float) -> list[Any]:
+        """As ``gather``, for the last time: a rank that is here takes part in nothing before it any more."""
+        if self._side is None:
+            return [value]
         return list(map(unpack, self._side.end_scope(pack(value), what=what, bound_s=bound_s)))
 
     def give(self, name: str, tensor: Tensor) -> None:
-        self._side.put(f"{self._prefix}/{name}", save({"": tensor.detach().cpu().contiguous()}))
+        """Lay a tensor out under a name that nobody else uses."""
+        if self._side is None:
+            self._laid_out[name] = tensor.detach()
+        else:
+            self._side.put(f"{self._prefix}/{name}", save({"": tensor.detach().cpu().contiguous()}))
 
     def take(self, name: str, *, bound_s: float) -> Tensor:
+        """The tensor of that name, once it is there. Raises ``RanksAbsent`` after the bound in seconds."""
+        if self._side is None:
+            return self._laid_out[name]
         key = f"{self._prefix}/{name}"
         if not self._side.wait_for(key, bound_s):
             raise RanksAbsent({self.rank: f"waited {bound_s:g} s in vain for {name}"})
         return load(self._side.get(key) or b"")[""]
 
     def clear(self, names: Iterable[str]) -> None:
+        """Free what these names take up."""
         for name in names:
-            self._side.take(f"{self._prefix}/{name}")
+            self._laid_out.pop(name, None)
+            if self._side is not None:
+                self._side.take(f"{self._prefix}/{name}")
 
 
 def exchange() -> Exchange:
     """The exchange among this job's ranks. Raises ``WorldError`` for several ranks that torchrun did not start."""
     if under_torchrun():
-        return BesideTorchrun(side_store())
+        return Exchange(side_store())
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise WorldError(f"{dist.get_world_size()} ranks have no way to agree: start them with torchrun")
-    return Alone()
+    return Exchange(None)

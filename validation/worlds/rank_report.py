@@ -188,6 +188,16 @@ def _paragraph(heading: str, body: str) -> str:
     return f"{heading}\n{indent(body.rstrip(), '    ')}" if body.strip() else heading
 
 
+def of_absent(reasons: Mapping[int, str], ranks: int, stacks: Mapping[int, str]) -> list[RankReport]:
+    """The reports of a run of so many ranks to which some did not come, for these reasons; ``stacks`` where known."""
+    return [
+        RankReport(rank, Ending.ABSENT, reasons[rank], stacks.get(rank, ""))
+        if rank in reasons
+        else RankReport(rank, Ending.STOPPED)
+        for rank in range(ranks)
+    ]
+
+
 class WorldError(RuntimeError):
     """A run on a world did not give every rank's result."""
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from validation.worlds.launcher import Seat, loopback
 from validation.worlds.processes import START_BOUND_S, Pool
-from validation.worlds.rank_report import Ending, NeedsMoreRanks, RankFailed, RankReport
+from validation.worlds.rank_report import NeedsMoreRanks, RankFailed, of_absent
 from validation.worlds.shipping import pack, unpack
 from validation.worlds.side_store import RanksAbsent, side_store
 from validation.worlds.worker import Answer
@@ -52,7 +52,7 @@ class Torchrun:
             answers = self._run(order, label, ranks, timeout_s)
         except RanksAbsent as absent:
             self._discard(ranks)
-            raise RankFailed(self._reports(absent)) from None
+            raise RankFailed(of_absent(absent.reasons, self._side.ranks, {})) from None
         if any(answer.failed for answer in answers):
             self._discard(ranks)
         return answers
@@ -102,11 +102,3 @@ class Torchrun:
             folder=tempfile.mkdtemp(prefix="pipeproof-"),
             environment=loopback() if local_ranks == self._side.ranks else {},
         )
-
-    def _reports(self, absent: RanksAbsent) -> list[RankReport]:
-        return [
-            RankReport(rank, Ending.ABSENT, absent.reasons[rank])
-            if rank in absent.reasons
-            else RankReport(rank, Ending.STOPPED)
-            for rank in range(self._side.ranks)
-        ]

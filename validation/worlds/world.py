@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import Any, NoReturn, Protocol, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 from pipeline.sizes import MOST_SECONDS
 from validation.worlds.launcher import under_torchrun
@@ -16,18 +16,6 @@ from validation.worlds.worker import Answer, RankContext
 __all__ = ["NeedsMoreRanks", "RankContext", "RankFailed", "RankReport", "World", "WorldError"]
 
 Result = TypeVar("Result")
-
-
-class RankSource(Protocol):
-    """Somewhere ranks can be."""
-
-    def run(
-        self, order: bytes, *, label: str, ranks: int, timeout_s: float, meanwhile: Iterable[object]
-    ) -> Sequence[Answer]:
-        """One answer for each rank, in rank order, and the same everywhere."""
-
-    def close(self) -> None:
-        """End whatever was started."""
 
 
 class World:
@@ -43,7 +31,7 @@ class World:
             raise ValueError(f"a world's device is cpu or cuda, not {device!r}")
         self.device = device
         self.timeout_s = _bound(timeout_s)
-        self._source: RankSource | None = None
+        self._source: Processes | Torchrun | None = None
 
     def run(
         self,
@@ -69,7 +57,7 @@ class World:
         bound_s = self.timeout_s if timeout_s is None else _bound(timeout_s)
         order = _order(job, args)
         if self._source is None:
-            self._source = _source(self.device)
+            self._source = Torchrun(self.device) if under_torchrun() else Processes(self.device)
         label = _label(job)
         return _results(self._source.run(order, label=label, ranks=ranks, timeout_s=bound_s, meanwhile=meanwhile))
 
@@ -94,10 +82,6 @@ def _order(job: Callable[..., object], arguments: tuple[object, ...]) -> bytes:
         return pack((sys.path, pack((job, arguments))))
     except Exception as error:  # no one type: every object has its own way to refuse
         raise WorldError(f"the job cannot be sent to the ranks: {type(error).__name__}: {error}") from error
-
-
-def _source(device: str) -> RankSource:
-    return Torchrun(device) if under_torchrun() else Processes(device)
 
 
 def _bound(timeout_s: float) -> float:
