@@ -8,7 +8,7 @@ from validation.records.case_record import expected_record
 from validation.records.compare import compare
 from validation.records.record import Record, RecordError, config_differences
 from validation.records.record_file import read, write
-from validation.reports.terminal import JsonFile, Terminal
+from validation.reports.terminal import Terminal
 from validation.worlds.output_file import OutputFile
 
 
@@ -34,12 +34,12 @@ def compare_files(expected: str, seen: str, *, json: str | None, configs: bool =
     """
     first, second = read(expected), read(seen)
     command, differences = "diff" if configs else "compare", list(config_differences(first, second))
-    with JsonFile(json) as file:
+    with OutputFile(json) as file:
         if configs:
             Terminal().say(_table(differences) or "the configs are the same")
         verdict = compare(first, second, rerun=f"pipeproof {command} {expected} {seen}")
         more = {"config_differences": {name: values for name, *values in differences}} if configs else {}
-        file.write({**verdict.as_dict(), **more})
+        file.write_json({**verdict.as_dict(), **more})
     Terminal().say(str(verdict), verdict.verdict)
     return verdict.exit_status
 
