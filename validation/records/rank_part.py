@@ -10,8 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from validation.judging.tolerance import same_bits
-from validation.records.compare import other_microbatch, other_weights
-from validation.records.record import Gradients, RankStage, RecordedOperation, RecordError
+from validation.records.record import (
+    Gradients,
+    RankStage,
+    RecordedOperation,
+    RecordError,
+    other_microbatch,
+    other_weights,
+)
 
 
 @dataclass(frozen=True)

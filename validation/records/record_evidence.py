@@ -4,7 +4,7 @@ Gradients of a record are ``Pairings`` too: sums that are known as they are, wit
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -14,10 +14,14 @@ from reference.data import Batch
 from reference.pairing import Contributed, Flow
 from reference.step import Expected, Gradient, Site, Stage
 from validation.diagnosis.atoms import Update
+from validation.diagnosis.diagnose import explained as explained_evidence
+from validation.diagnosis.diagnose import sought
 from validation.diagnosis.evidence import Evidence, Sums
 from validation.judging.verdict import Verdict
 from validation.observers.sketch import Sketch
-from validation.records.record import RankStage, RecordedOperation
+from validation.records.rank_part import Kept, Notes
+from validation.records.record import RankStage, Record, RecordedOperation
+from validation.worlds.side_store import Exchange, RanksAbsent
 
 _UNKNOWN = Batch((), torch.empty(0), 0)  # nobody kept what the microbatches were
 
@@ -159,3 +163,65 @@ class Step:
     def lacks(self, microbatch: int, seen: Sketch) -> bool:
         """Unknown: no tensor was kept."""
         return False
+
+
+def checked(
+    record: Record,
+    number: int,
+    places: Mapping[str, Sequence[RankStage]],
+    *,
+    notes: Sequence[Notes],
+    norms: Sequence[float | None],
+    fetch: Callable[[str], Tensor],
+    model: Callable[[Step], Update] | None,
+) -> Step:
+    """A step that was checked by operation ``number`` of ``record``, of what each rank has in its ``notes``.
+
+    ``fetch`` gets what a rank laid out; ``places``, ``norms`` and ``model`` are as the step has them.
+    """
+    due, begun = record.operations[number], dict(record.before(number))
+    wrong: dict[str, dict[int, Gradient]] = {}
+    for rank, one in enumerate(notes):
+        for name, address in one.wrong.items():
+            wrong.setdefault(name, {})[rank] = None if address is None else fetch(address)
+    for one in reversed(notes):
+        begun |= {name: fetch(address) for name, address in one.begun.items()}
+    right = {name: due.gradients[name] for one in notes for name in one.right}
+    first = {name: next(iter(by_rank.values())) for name, by_rank in wrong.items()}
+    copies = {
+        name: {rank: wrong.get(name, {}).get(rank, right.get(name)) for rank, _ in found}
+        for name, found in places.items()
+        if len(found) > 1
+    }
+    blamed = {n: sorted(at, key=lambda one: one[0] not in wrong.get(n, {})) for n, at in places.items()}
+    return Step(
+        due,
+        right | first,
+        begun,
+        norms,
+        dict(sorted(blamed.items(), key=lambda item: item[0] in wrong)),  # so that who is wrong is named
+        number=number,
+        left_out=sum(len(one.left_out) for one in notes),
+        copies=copies,
+        max_norm=record.max_norm,
+        model=model,
+    )
+
+
+def explained(
+    verdict: Verdict, kept: Kept, exchange: Exchange, *, look: Callable[[], Evidence], bound_s: float
+) -> Verdict:
+    """``verdict`` with the causes that rank 0 finds in what it has a ``look`` at, the same on every rank.
+
+    Every rank calls this, and waits for rank 0 no longer than the bound in seconds.
+    """
+    try:
+        for address, tensor in kept.tensors.items():
+            exchange.give(address, tensor)
+        mine = sought(verdict, lambda: explained_evidence(look())) if exchange.rank == 0 else None
+        found: Verdict = exchange.finish(mine, what="the cause of what is wrong", bound_s=bound_s)[0]
+    except RanksAbsent as absent:
+        return replace(verdict, undecided=(f"the cause was not found in time: {absent}",))
+    finally:
+        exchange.clear(kept.tensors)
+    return found

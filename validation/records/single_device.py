@@ -19,7 +19,7 @@ from validation.records.record import Record, RecordError
 from validation.records.record_evidence import Step
 from validation.records.record_file import described, restored
 from validation.records.step_record import LossFn, Pairs, record_step
-from validation.worlds.exchange import Exchange
+from validation.worlds.side_store import Exchange
 
 
 @dataclass(frozen=True)

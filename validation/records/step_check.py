@@ -23,7 +23,6 @@ from validation.judging.judge import Where, concluded
 from validation.judging.ledger import Ledger
 from validation.judging.verdict import Crash, LawResult, Verdict
 from validation.observers.wrappers import AroundGradients
-from validation.records.job_causes import checked, explained
 from validation.records.rank_part import (
     MOST,
     Arrival,
@@ -48,13 +47,12 @@ from validation.records.record import (
     microbatch_digests,
     upstream,
 )
-from validation.records.record_evidence import Step
+from validation.records.record_evidence import Step, checked, explained
 from validation.records.record_file import read
 from validation.records.single_device import ReferenceBeside, SingleDevice
 from validation.records.step_record import Pairs
-from validation.worlds.exchange import Exchange, exchange
 from validation.worlds.rank_report import Ending, RankReport, describe
-from validation.worlds.side_store import RanksAbsent
+from validation.worlds.side_store import Exchange, RanksAbsent, exchange
 
 _LAST_WORDS_S = 10.0  # a rank that raised waits no longer than this for the others before it goes its way
 
