@@ -59,6 +59,7 @@ class RankReport:
     ``traceback`` the traceback of the exception, or the stack of a rank that had to be ended; ``waiting`` what such a
     rank said it was waiting for; ``peers`` are the ranks that this may be, none where it is every rank that does not
     wait for the same, and None where that is not known; ``at_s`` the wall clock at the end, in seconds since the epoch.
+    ``payload`` is, as bytes, the result of a rank that finished, or the ValueError that ended it.
     """
 
     rank: int
@@ -68,6 +69,12 @@ class RankReport:
     waiting: str | None = None
     at_s: float = 0.0
     peers: tuple[int, ...] | None = None
+    payload: bytes = b""
+
+    @property
+    def failed(self) -> bool:
+        """Whether there is no result."""
+        return self.ending is not Ending.FINISHED
 
     @property
     def secondary(self) -> bool:

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 from validation.worlds.launcher import Seat, loopback
 from validation.worlds.processes import START_BOUND_S, Pool
-from validation.worlds.rank_report import NeedsMoreRanks, RankFailed, of_absent
+from validation.worlds.rank_report import NeedsMoreRanks, RankFailed, RankReport, of_absent
 from validation.worlds.shipping import pack, unpack
 from validation.worlds.side_store import RanksAbsent, side_store
-from validation.worlds.worker import Answer
 
 _ARRIVAL_BOUND_S = 60.0  # at least this long, as ranks may be busy with other things before they come
 _SLACK_S = 30.0  # beyond the bounds of a run, for ending its workers and telling of it
@@ -39,7 +38,7 @@ class Torchrun:
 
     def run(
         self, order: bytes, *, label: str, ranks: int, timeout_s: float, meanwhile: Iterable[object]
-    ) -> Sequence[Answer]:
+    ) -> Sequence[RankReport]:
         """One answer for each rank, in rank order and the same on every rank of torchrun.
 
         Nothing is done meanwhile: each rank's own process would take the time of its worker.
@@ -62,7 +61,7 @@ class Torchrun:
         for ranks in list(self._pools):
             self._discard(ranks)
 
-    def _run(self, order: bytes, label: str, ranks: int, timeout_s: float) -> list[Answer]:
+    def _run(self, order: bytes, label: str, ranks: int, timeout_s: float) -> list[RankReport]:
         what = f"the run of {label} on {ranks} ranks"
         pool = self._pool(ranks, what, max(timeout_s, _ARRIVAL_BOUND_S))
         failed = f"{self._side.latest}/failed"

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar
 
@@ -11,7 +12,7 @@ from validation.worlds.processes import Processes
 from validation.worlds.rank_report import Ending, NeedsMoreRanks, RankFailed, RankReport, WorldError, culprit_of
 from validation.worlds.shipping import pack, unpack
 from validation.worlds.torchrun import Torchrun
-from validation.worlds.worker import Answer, RankContext
+from validation.worlds.worker import RankContext
 
 __all__ = ["NeedsMoreRanks", "RankContext", "RankFailed", "RankReport", "World", "WorldError"]
 
@@ -95,24 +96,24 @@ def _label(job: Callable[..., object]) -> str:
     return f"{named.__module__}.{named.__qualname__}"
 
 
-def _results(answers: Sequence[Answer]) -> list[Any]:
+def _results(answers: Sequence[RankReport]) -> list[Any]:
     __tracebackhide__ = True
     if not any(answer.failed for answer in answers):
         return [_result(answer) for answer in answers]
-    reports = [answer.report for answer in answers]
+    reports = [replace(answer, payload=b"") for answer in answers]  # who catches the error keeps no results
     if len({report.message for report in reports}) == 1 and all(r.ending is Ending.SKIPPED for r in reports):
         _skip(reports[0].message)
     raise RankFailed(reports, _cause(answers[culprit_of(reports)]))
 
 
-def _result(answer: Answer) -> object:
+def _result(answer: RankReport) -> object:
     try:
         return unpack(answer.payload)
     except Exception as error:  # no one type: an object's own code runs when it is unpacked
-        raise WorldError(f"the result of rank {answer.report.rank} cannot be read here: {error!r}") from error
+        raise WorldError(f"the result of rank {answer.rank} cannot be read here: {error!r}") from error
 
 
-def _cause(answer: Answer) -> ValueError | None:
+def _cause(answer: RankReport) -> ValueError | None:
     try:
         cause = unpack(answer.payload) if answer.payload else None
     except Exception:  # an exception whose constructor wants more than it kept; the report has its text
