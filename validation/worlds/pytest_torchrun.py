@@ -17,7 +17,6 @@ from _pytest._code.code import ReprFileLocation, TerminalRepr
 from _pytest._io import TerminalWriter
 
 from validation.worlds.rank_report import Ending, RankReport, culprit_of, describe, of_absent
-from validation.worlds.shipping import pack, unpack
 from validation.worlds.side_store import RanksAbsent, SideStore, side_store
 
 _STRICT = "[XPASS(strict)]"  # how pytest's report begins where a test should have failed
@@ -247,11 +246,11 @@ class RanksTogether:
         seed = getattr(self._config.option, "randomly_seed", None)
         mine = Collected(tuple(item.nodeid for item in items), self._errors, seed)
         try:
-            told = self._side.end_scope(pack(mine), what="the end of collection", bound_s=self._bound_s)
+            what = "the end of collection"
+            collected: list[Collected] = self._side.end_scope(mine, what=what, bound_s=self._bound_s)
         except RanksAbsent as absent:
             self._lost = str(absent)
             pytest.exit(self._lost, returncode=STUCK_STATUS)
-        collected: list[Collected] = [unpack(data) for data in told]
         if unlike := difference(collected):
             pytest.exit(unlike, returncode=pytest.ExitCode.INTERRUPTED)
         place = {nodeid: index for index, nodeid in enumerate(collected[0].nodeids)}
@@ -323,19 +322,19 @@ class RanksTogether:
     def _agree_on_phase(self, item: pytest.Item, report: pytest.TestReport) -> None:
         phase, what = Phase.of(report), f"the end of {report.when} of {item.nodeid}"
         try:
-            told = self._side.end_scope(pack(phase), what=what, bound_s=self._bound_s)
+            told = self._side.end_scope(phase, what=what, bound_s=self._bound_s)
         except RanksAbsent as absent:
             self._give_up(item, report, phase, absent)
         else:
-            settle(report, [unpack(data) for data in told], rank=self._rank)
+            settle(report, told, rank=self._rank)
 
     def _agree_on_part(self, item: pytest.Item, report: pytest.TestReport) -> None:
         try:
-            told = self._side.gather(pack(Phase.of(report)), what=f"a subtest of {item.nodeid}", bound_s=self._bound_s)
+            told = self._side.gather(Phase.of(report), what=f"a subtest of {item.nodeid}", bound_s=self._bound_s)
         except RanksAbsent:
             self._parts_agree = False  # the end of the call will tell which rank left it, and why
         else:
-            settle(report, [unpack(data) for data in told], rank=self._rank)
+            settle(report, told, rank=self._rank)
 
     def _give_up(self, item: pytest.Item, report: pytest.TestReport, phase: Phase, absent: RanksAbsent) -> None:
         self._lost = str(absent)

@@ -54,19 +54,19 @@ class SideStore:
         self._exchanges = 0
         self._outdated: list[str] = []  # this rank's keys of the last exchange that all ranks came to
 
-    def gather(self, data: bytes, *, what: str, bound_s: float) -> list[bytes]:
-        """Every rank's data, in rank order. ``what`` names the exchange for the reader of an error.
+    def gather(self, value: object, *, what: str, bound_s: float) -> list[Any]:
+        """Every rank's value, in rank order. ``what`` names the exchange for the reader of an error.
 
         Raises RanksAbsent when a rank has not come within the bound in seconds, is known never to come, or has come to
         something else.
         """
         self._exchanges += 1
-        return self._gather(self.latest, data, what, bound_s)
+        return self._gather(self.latest, value, what, bound_s)
 
-    def end_scope(self, data: bytes, *, what: str, bound_s: float) -> list[bytes]:
+    def end_scope(self, value: object, *, what: str, bound_s: float) -> list[Any]:
         """As ``gather``, and afterwards a new scope. A rank that waits here takes part in nothing else of its scope."""
         try:
-            return self._gather(self._end, data, what, bound_s)
+            return self._gather(self._end, value, what, bound_s)
         finally:
             self._scope += 1
             self._exchanges = 0
@@ -136,9 +136,9 @@ class SideStore:
     def _end(self) -> str:
         return f"scope {self._scope}/end"
 
-    def _gather(self, name: str, data: bytes, what: str, bound_s: float) -> list[bytes]:
+    def _gather(self, name: str, value: object, what: str, bound_s: float) -> list[Any]:
         keys = [f"{name}/{rank}" for rank in range(self.ranks)]
-        written = self.put(keys[self.rank], pack((what, data)))
+        written = self.put(keys[self.rank], pack((what, pack(value))))  # the value for those who came to the same
         deadline_s, pause_s = time.monotonic() + bound_s, _PATIENCE_S / 64
         while not self._store.check(keys):
             late = self._hurry or (f"within {bound_s:g} s" if time.monotonic() > deadline_s else "")
@@ -156,7 +156,7 @@ class SideStore:
         if meant:
             came_to = gathered[0][0]
             raise RanksAbsent({rank: f"did not come to {came_to}, but to {theirs}" for rank, theirs in meant.items()})
-        return [data for _, data in gathered]
+        return [unpack(data) for _, data in gathered]
 
     def _absent(self, keys: Sequence[str], late: str) -> dict[int, str]:
         """Why ranks will not come any more, where that is known; ``late`` is the reason in want of a better one."""
@@ -198,13 +198,13 @@ class Exchange:
         """Every rank's value. Raises ``RanksAbsent`` for ranks that have not come after the bound in seconds."""
         if self._side is None:
             return [value]
-        return list(map(unpack, self._side.gather(pack(value), what=what, bound_s=bound_s)))
+        return self._side.gather(value, what=what, bound_s=bound_s)
 
     def finish(self, value: object, *, what: str, bound_s: float) -> list[Any]:
         """As ``gather``, for the last time: a rank that is here takes part in nothing before it any more."""
         if self._side is None:
             return [value]
-        return list(map(unpack, self._side.end_scope(pack(value), what=what, bound_s=bound_s)))
+        return self._side.end_scope(value, what=what, bound_s=bound_s)
 
     def give(self, name: str, tensor: Tensor) -> None:
         """Lay a tensor out under a name that nobody else uses."""

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from validation.worlds.launcher import Seat, loopback
 from validation.worlds.processes import START_BOUND_S, Pool
 from validation.worlds.rank_report import NeedsMoreRanks, RankFailed, RankReport, of_absent
-from validation.worlds.shipping import pack, unpack
 from validation.worlds.side_store import RanksAbsent, side_store
 
 _ARRIVAL_BOUND_S = 60.0  # at least this long, as ranks may be busy with other things before they come
@@ -68,14 +67,14 @@ class Torchrun:
         mine = pool.run(order, timeout_s=timeout_s, cancelled=lambda: self._side.has(failed)) if pool else []
         if any(answer.failed for answer in mine):
             self._side.put(failed, b"")
-        everyone = self._side.gather(pack(mine), what=what, bound_s=START_BOUND_S + timeout_s + _SLACK_S)
-        return [answer for data in everyone for answer in unpack(data)]
+        everyone = self._side.gather(mine, what=what, bound_s=START_BOUND_S + timeout_s + _SLACK_S)
+        return [answer for answers in everyone for answer in answers]
 
     def _pool(self, ranks: int, what: str, bound_s: float) -> Pool | None:
         """This rank's worker, in one group with the others' workers; None for a rank that the run does not need."""
         number, pool = self._pools.get(ranks, (0, None))
         mine = _Arrival(number if pool is not None and pool.alive else 0, Torchrun._newest_group)
-        arrivals: list[_Arrival] = [unpack(d) for d in self._side.gather(pack(mine), what=what, bound_s=bound_s)]
+        arrivals: list[_Arrival] = self._side.gather(mine, what=what, bound_s=bound_s)
         groups = {arrival.group for arrival in arrivals[:ranks]}
         if len(groups) > 1 or groups == {0}:
             self._discard(ranks)
