@@ -18,6 +18,7 @@ from validation.cases.observe import observe
 from validation.cases.runtimes import OWN
 from validation.cases.specimens import specimen
 from validation.cases.validator import crashed, explained, validate
+from validation.commands.ending import NO_VERDICT
 from validation.judging.verdict import SCHEMA, Verdict
 from validation.observers.observed import Observed
 from validation.records.case_record import observed_record
@@ -28,7 +29,6 @@ from validation.worlds.output_file import OutputFile
 from validation.worlds.rank_report import NeedsMoreRanks, RankFailed
 from validation.worlds.world import World
 
-NO_VERDICT = 3
 NOTHING: Mapping[str, str] = MappingProxyType({})
 
 

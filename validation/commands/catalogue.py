@@ -5,7 +5,7 @@ from dataclasses import asdict
 
 from validation.cases.case import Case
 from validation.cases.shrinking import Shrunk, shrink
-from validation.cases.specimens import CONTROLS, FAMILIES, PLUGINS, SPECIMENS, Specimen, SpecimenError
+from validation.cases.specimens import CONTROLS, FAMILIES, PLUGINS, SPECIMENS, SpecimenError
 from validation.cases.specimens.specimen import unchanged_order
 from validation.cases.trial import Named, Trial, case_for, smallest_of, try_out
 from validation.cases.validator import validate
@@ -149,6 +149,7 @@ def _place(one: Named) -> str:
 
 def listing(names: Collection[str] = SPECIMENS) -> str:
     """One line for each of these specimens: name, family and classes, kind of cause, smallest case, summary, origin."""
+    families = [(one.__name__.rpartition(".")[2], one.SPECIMENS) for one in FAMILIES]
     rows = [
         (
             specimen.name,
@@ -157,16 +158,11 @@ def listing(names: Collection[str] = SPECIMENS) -> str:
             specimen.smallest,
             f"{specimen.summary} ({specimen.origin})",
         )
-        for family, those in [*((one.__name__.rpartition(".")[2], one.SPECIMENS) for one in FAMILIES), _own()]
+        for family, those in [*families, ("own", PLUGINS.own)]
         for specimen in those
         if specimen.name in names
     ]
     return "\n".join(_aligned(rows))
-
-
-def _own() -> tuple[str, Sequence[Specimen]]:
-    """The specimens of files of one's own."""
-    return "own", PLUGINS.own
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:

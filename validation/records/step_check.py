@@ -220,7 +220,8 @@ class StepCheck:
         record: Record | None = None
         digests: tuple[str, ...] | None = None
         with self._noting():
-            record, digests = self._read(), self._digests()
+            record = self._read()
+            digests = None if self._given is None else microbatch_digests(self._given)
             self._own.check_names()
             if record is not None:
                 self._own.check_start(record.operations[self._number])
@@ -290,9 +291,6 @@ class StepCheck:
         if not 0 <= self._number < len(plan) or plan[self._number] != "train":
             raise RecordError(f"operation {self._number} of {'+'.join(plan)} is no training step")
         return found
-
-    def _digests(self) -> tuple[str, ...] | None:
-        return None if self._given is None else microbatch_digests(self._given)
 
     def _joined(self, parts: Sequence[_Part]) -> Verdict:
         took = perf_counter() - self._began
