@@ -14,7 +14,7 @@ from gaps import Row, measured
 
 from validation.cases.case import DTYPES, MODELS, Case, CaseError
 from validation.commands.ending import ended
-from validation.commands.option_parser import OptionParser, joined
+from validation.commands.option_parser import OptionParser
 from validation.commands.selection import dtype_names
 from validation.reports.picture import check_drawable
 from validation.reports.terminal import Terminal
@@ -81,7 +81,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--markdown", metavar="FILE", help="write the page there, rather than to the terminal")
     parser.add_argument("--svg", metavar="FILE", help="draw it (needs the extra 'plot')")
-    return parser.parse_args(joined(arguments))
+    return parser.parse_args(arguments)
 
 
 def counts(text: str) -> tuple[int, ...]:

@@ -7,17 +7,14 @@ Where ranks will run, the fork server imports its own torch meanwhile.
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
 from validation.commands.case_commands import add_case_commands
-from validation.commands.case_options import STATUSES
 from validation.commands.ending import ended
-from validation.commands.fault_commands import add_fault_commands
-from validation.commands.option_parser import OptionParser, joined
-from validation.commands.record_commands import add_record_commands
+from validation.commands.option_parser import OptionParser
 from validation.commands.schedule_commands import add_schedule_commands
+from validation.commands.selection import STATUSES
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,9 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str] | None) -> int:
-    given = joined(sys.argv[1:] if arguments is None else arguments)
-    options = _parser().parse_args(given)
-    options.arguments = given
+    options = _parser().parse_args(arguments)
     return int(options.run(options))
 
 
@@ -41,7 +36,5 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"pipeproof {version('pipeproof')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add_case_commands(commands)
-    add_record_commands(commands)
     add_schedule_commands(commands)
-    add_fault_commands(commands)
     return parser

@@ -35,12 +35,9 @@ def _read(path: str | Path) -> Schedule | Program | ScheduleError:
 
 
 def _from_rank_0(path: str | Path) -> Schedule | Program | ScheduleError:
-    from validation.worlds.shipping import pack, unpack  # these load torch
-    from validation.worlds.side_store import side_store
+    from validation.worlds.side_store import side_store  # it loads torch
 
     side = side_store()
-    mine = pack(_read(path)) if side.rank == 0 else b""
-    found: Schedule | Program | ScheduleError = unpack(
-        side.gather(mine, what="reading a schedule", bound_s=_BOUND_S)[0]
-    )
+    mine = _read(path) if side.rank == 0 else None
+    found: Schedule | Program | ScheduleError = side.gather(mine, what="reading a schedule", bound_s=_BOUND_S)[0]
     return found

@@ -18,17 +18,17 @@ from validation.cases.observe import observe
 from validation.cases.runtimes import OWN
 from validation.cases.specimens import specimen
 from validation.cases.validator import crashed, explained, validate
+from validation.commands.ending import NO_VERDICT
 from validation.judging.verdict import SCHEMA, Verdict
 from validation.observers.observed import Observed
 from validation.records.case_record import observed_record
 from validation.records.record_file import write
 from validation.reports.table import HEADER, line, summary
-from validation.reports.terminal import JsonFile, Terminal
+from validation.reports.terminal import Terminal
 from validation.worlds.output_file import OutputFile
 from validation.worlds.rank_report import NeedsMoreRanks, RankFailed
 from validation.worlds.world import World
 
-NO_VERDICT = 3
 NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
@@ -73,7 +73,7 @@ def validate_all(wanted: Sequence[Case], setting: Setting, *, left_out: Mapping[
     terminal, device = Terminal(), setting.chosen_device
     verdicts: list[Verdict] = []
     with (
-        JsonFile(setting.json) as file,
+        OutputFile(setting.json) as file,
         OutputFile(setting.record) as recorded,
         World(device=device, timeout_s=setting.timeout_s) as world,
     ):
@@ -94,7 +94,7 @@ def validate_all(wanted: Sequence[Case], setting: Setting, *, left_out: Mapping[
                 terminal.say(str(verdict), verdict.verdict)
         terminal.say(summary(verdicts, left_out=len(left_out)))
         data = {"verdicts": [verdict.as_dict() for verdict in verdicts], "left_out": dict(left_out)}
-        file.write({"schema": SCHEMA, **data})
+        file.write_json({"schema": SCHEMA, **data})
     return exit_status(verdicts)
 
 
@@ -113,7 +113,7 @@ def fuzz_all(
     On a runtime that is not ours, findings that are known and still there are said first, and not drawn.
     """
     terminal, device = Terminal(), setting.chosen_device
-    with JsonFile(setting.json) as file, World(device=device, timeout_s=setting.timeout_s) as world:
+    with OutputFile(setting.json) as file, World(device=device, timeout_s=setting.timeout_s) as world:
         there = _findings(world, terminal) if runtime != OWN else []
         drawn = cases(schedules=schedules, dtypes=dtypes, max_ranks=max_ranks, device=device, runtime=runtime)
         with terminal.progress("starting ranks") as show, enough_ranks():
@@ -127,7 +127,7 @@ def fuzz_all(
             found = _explained(found, world)
         terminal.say(f"seed {seed}: {tally}\n{tally.by_schedule}{tally.by_replicas}")
         findings = {"findings": [finding.name for finding in there]} if there else {}
-        file.write({"schema": SCHEMA, "seed": seed, **findings, **_data(tally, found)})
+        file.write_json({"schema": SCHEMA, "seed": seed, **findings, **_data(tally, found)})
         if found is None:
             return 0
         terminal.say("a case that is no pass, as small as shrinking made it:")

@@ -1,37 +1,45 @@
-"""The commands that run cases on ranks, as options: ``validate``, ``fuzz``, ``gate`` and ``replay``."""
+"""The commands about cases and records, as options: ``validate``, ``fuzz``, ``gate``, ``replay``, ``record`` and so on.
+
+torch is imported by the one that runs, and meanwhile by the fork server where ranks will.
+"""
 
 import argparse
-from typing import Any
+from typing import Any, TypeAlias
 
 from pipeline.files import is_csv
 from pipeline.sizes import MOST_ACTIONS, MOST_PROCESSES, MOST_SEED, counted
 from validation.cases.case import FUZZED_DTYPES, Case, CaseError
 from validation.cases.runtimes import OWN, TORCH
-from validation.commands.case_options import DTYPE_NAMES, STATUSES, add_recording, add_table, add_world, table_of
-from validation.commands.selection import dtype_names, schedule_names
+from validation.commands.option_parser import seconds
+from validation.commands.selection import (
+    DTYPE_NAMES,
+    STATUSES,
+    add_recording,
+    add_table,
+    add_world,
+    dtype_names,
+    schedule_names,
+    table_of,
+)
+from validation.reports.terminal import Terminal
 from validation.worlds.launcher import start_fork_server
 
+Commands: TypeAlias = "argparse._SubParsersAction[Any]"
 
-def add_case_commands(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Add the four commands. torch is imported by the one that runs, and meanwhile by the fork server for its ranks."""
-    _add_validate(
-        commands.add_parser(
-            "validate",
-            help="run schedules beside the reference and compare everything",
-            description="By default: every schedule, on 4 ranks, with a GPT and with one whose weights are tied.",
-            epilog=STATUSES,
-        )
+
+def add_case_commands(commands: Commands) -> None:
+    """Add the eight commands."""
+    for add in (_add_validate, _add_fuzz, _add_gate, _add_replay, _add_records, _add_specimens):
+        add(commands)
+
+
+def _add_validate(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "validate",
+        help="run schedules beside the reference and compare everything",
+        description="By default: every schedule, on 4 ranks, with a GPT and with one whose weights are tied.",
+        epilog=STATUSES,
     )
-    _add_fuzz(commands.add_parser("fuzz", help="run many random cases; a failure shrinks to a line that replays it"))
-    _add_gate(
-        commands.add_parser(
-            "gate", help="decide a merge: the table of schedules, fuzzing, and a planted fault", epilog=STATUSES
-        )
-    )
-    _add_replay(commands.add_parser("replay", help="run one case again", epilog=STATUSES))
-
-
-def _add_validate(parser: argparse.ArgumentParser) -> None:
     add_table(parser)
     parser.add_argument("--profile", action="store_true", help="print where each rank's time went")
     add_recording(parser)
@@ -39,7 +47,8 @@ def _add_validate(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_validate)
 
 
-def _add_fuzz(parser: argparse.ArgumentParser) -> None:
+def _add_fuzz(commands: Commands) -> None:
+    parser = commands.add_parser("fuzz", help="run many random cases; a failure shrinks to a line that replays it")
     parser.add_argument("--cases", type=int, default=200, metavar="N", help="how many (default 200)")
     parser.add_argument("--seed", type=int, default=0, help="(default %(default)s)")
     parser.add_argument("--schedule", default="all", metavar="NAME,...", help="(default %(default)s)")
@@ -56,7 +65,9 @@ def _add_fuzz(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_fuzz)
 
 
-def _add_gate(parser: argparse.ArgumentParser) -> None:
+def _add_gate(commands: Commands) -> None:
+    about = "decide a merge: the table of schedules, fuzzing, and a planted fault"
+    parser = commands.add_parser("gate", help=about, epilog=STATUSES)
     add_table(parser)
     parser.add_argument("--cases", type=int, default=50, metavar="N", help="how many are drawn from the seed")
     parser.add_argument("--case", action="append", default=[], metavar="LINE", help="one more case, as for replay")
@@ -69,7 +80,8 @@ def _add_gate(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_gate)
 
 
-def _add_replay(parser: argparse.ArgumentParser) -> None:
+def _add_replay(commands: Commands) -> None:
+    parser = commands.add_parser("replay", help="run one case again", epilog=STATUSES)
     parser.add_argument("case", help='the line that a failure printed, e.g. "1f1b r4 s4 m8 split=2,2,2,2 seed=17"')
     parser.add_argument("--json", metavar="FILE", help="write the verdict there")
     parser.add_argument("--plugin", metavar="FILE", help="a Python file that registers the specimen of the line")
@@ -140,3 +152,67 @@ def _replay(options: argparse.Namespace) -> int:
     if options.plugin is not None:
         PLUGINS.load(options.plugin)
     return validate_all([case], Setting(case.device, json=options.json, explain=True, record=options.record))
+
+
+def _add_records(commands: Commands) -> None:
+    recorder = commands.add_parser("record", help="write what the reference expects of a case, on one device")
+    recorder.add_argument("case", nargs="+", help="as for replay; quotes may be left out")
+    recorder.add_argument("--out", required=True, metavar="FILE", help="a safetensors file")
+    recorder.set_defaults(run=_record)
+    comparer = commands.add_parser("compare", help="judge a record of a run by what was expected, from two files")
+    comparer.add_argument("expected", help="what `pipeproof record` wrote")
+    comparer.add_argument("seen", help="what --record wrote; schedule, P and V may be others")
+    differ = commands.add_parser("diff", help="what two recorded runs did differently: configs first, then numbers")
+    differ.add_argument("expected", metavar="one")
+    differ.add_argument("seen", metavar="other")
+    for parser, configs in ((comparer, False), (differ, True)):
+        parser.add_argument("--json", metavar="FILE", help="write the verdict there")
+        parser.set_defaults(run=_compare, configs=configs)
+
+
+def _record(options: argparse.Namespace) -> int:
+    from validation.commands.offline import record_case
+
+    return record_case(Case.parse(" ".join(options.case)), options.out)
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from validation.commands.offline import compare_files
+
+    return compare_files(options.expected, options.seen, json=options.json, configs=options.configs)
+
+
+def _add_specimens(commands: Commands) -> None:
+    parser = commands.add_parser("specimens", help="plant known faults; see that each is caught and named")
+    parser.add_argument("--list", action="store_true", help="one line for each, without running anything")
+    parser.add_argument(
+        "--schedule", default="", metavar="NAME,...", help="all, or some: each specimen there, not in its smallest case"
+    )
+    parser.add_argument("--only", default="", metavar="NAME,...", help="these specimens alone")
+    parser.add_argument(
+        "--plugin", metavar="FILE", help="a Python file that registers specimens of your own: those alone, or --only"
+    )
+    parser.add_argument("--shrink", action="store_true", help="shrink a random failing case of each to its smallest")
+    parser.add_argument("--seed", type=int, default=0, help="where --shrink begins")
+    parser.add_argument("--final-only", action="store_true", help="from final gradients alone: record no tensors")
+    parser.add_argument("--timeout", type=seconds, default=120.0, metavar="SECONDS", help="of one case (default 120)")
+    parser.add_argument("--json", metavar="FILE", help="write results there")
+    parser.set_defaults(run=_specimens)
+
+
+def _specimens(options: argparse.Namespace) -> int:
+    from validation.commands.campaign import Setting
+    from validation.commands.catalogue import chosen, listing, loaded, shrink_all, try_all
+
+    names = chosen(options.only, otherwise=[] if options.plugin is None else loaded(options.plugin))
+    if options.list:
+        Terminal().say(listing(names))
+        return 0
+    schedules = schedule_names(options.schedule) if options.schedule else []
+    setting = Setting("cpu", options.timeout, options.json)
+    counted("--seed", options.seed, least=0, most=MOST_SEED)
+    if options.shrink:
+        if schedules or options.final_only:
+            raise CaseError("--shrink draws its own schedules and names nothing: leave out --schedule and --final-only")
+        return shrink_all(names, setting, seed=options.seed)
+    return try_all(names, schedules, setting, final_only=options.final_only)

@@ -5,14 +5,15 @@ from dataclasses import asdict
 
 from validation.cases.case import Case
 from validation.cases.shrinking import Shrunk, shrink
-from validation.cases.specimens import CONTROLS, FAMILIES, PLUGINS, SPECIMENS, Specimen, SpecimenError
+from validation.cases.specimens import CONTROLS, FAMILIES, PLUGINS, SPECIMENS, SpecimenError
 from validation.cases.specimens.specimen import unchanged_order
 from validation.cases.trial import Named, Trial, case_for, smallest_of, try_out
 from validation.cases.validator import validate
 from validation.commands.campaign import Setting
 from validation.judging.judge import LAWS
-from validation.reports.confusion import matrix, pairs_of, totals
-from validation.reports.terminal import JsonFile, Terminal
+from validation.reports.table import matrix, pairs_of, totals
+from validation.reports.terminal import Terminal
+from validation.worlds.output_file import OutputFile
 from validation.worlds.world import World
 
 SCHEMA = "pipeproof/specimens/2"
@@ -68,7 +69,7 @@ def try_all(names: Sequence[str], schedules: Sequence[str], setting: Setting, *,
     """
     cases, left_out = cases_on(names, schedules) if schedules else ([smallest_of(SPECIMENS[n]) for n in names], {})
     terminal, trials = Terminal(), list[Trial]()
-    with JsonFile(setting.json) as file, World(device="cpu", timeout_s=setting.timeout_s) as world:
+    with OutputFile(setting.json) as file, World(device="cpu", timeout_s=setting.timeout_s) as world:
         terminal.say(HEADER)
         for number, case in enumerate(cases, start=1):
             with terminal.progress(f"{number} of {len(cases)}: {case}"):
@@ -81,20 +82,20 @@ def try_all(names: Sequence[str], schedules: Sequence[str], setting: Setting, *,
         for which, words in _EVIDENCE.items():
             if which == "final" or not final_only:
                 terminal.say(f"\n{words}:\n{matrix(pairs_of(trials, which))}\n{totals(trials, which)}")
-        file.write({"schema": SCHEMA, "specimens": [trial.as_dict() for trial in trials]})
+        file.write_json({"schema": SCHEMA, "specimens": [trial.as_dict() for trial in trials]})
     return 0 if trials and all(_sound(trial) for trial in trials) else 1
 
 
 def shrink_all(names: Sequence[str], setting: Setting, *, seed: int) -> int:
     """Shrink a random failing case of each specimen; 1 where one does not end in the case that it states."""
     terminal, found = Terminal(), list[Shrunk]()
-    with JsonFile(setting.json) as file, World(device="cpu", timeout_s=setting.timeout_s) as world:
+    with OutputFile(setting.json) as file, World(device="cpu", timeout_s=setting.timeout_s) as world:
         for number, name in enumerate(names, start=1):
             with terminal.progress(f"{number} of {len(names)}: {name}"):
                 found.append(shrink(SPECIMENS[name], world, seed=seed))
             terminal.say(str(found[-1]))
         terminal.say(f"{sum(one.as_stated for one in found)} of {len(found)} shrink to the case that they state")
-        file.write({"schema": SCHEMA, "seed": seed, "shrunk": [asdict(one) for one in found]})
+        file.write_json({"schema": SCHEMA, "seed": seed, "shrunk": [asdict(one) for one in found]})
     return 0 if found and all(one.as_stated for one in found) else 1
 
 
@@ -148,6 +149,7 @@ def _place(one: Named) -> str:
 
 def listing(names: Collection[str] = SPECIMENS) -> str:
     """One line for each of these specimens: name, family and classes, kind of cause, smallest case, summary, origin."""
+    families = [(one.__name__.rpartition(".")[2], one.SPECIMENS) for one in FAMILIES]
     rows = [
         (
             specimen.name,
@@ -156,16 +158,11 @@ def listing(names: Collection[str] = SPECIMENS) -> str:
             specimen.smallest,
             f"{specimen.summary} ({specimen.origin})",
         )
-        for family, those in [*((one.__name__.rpartition(".")[2], one.SPECIMENS) for one in FAMILIES), _own()]
+        for family, those in [*families, ("own", PLUGINS.own)]
         for specimen in those
         if specimen.name in names
     ]
     return "\n".join(_aligned(rows))
-
-
-def _own() -> tuple[str, Sequence[Specimen]]:
-    """The specimens of files of one's own."""
-    return "own", PLUGINS.own
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:

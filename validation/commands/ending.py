@@ -1,5 +1,7 @@
 """How a command ends: its exit status, and on standard error the one sentence that says why there is no result."""
 
+import errno
+import io
 import os
 import signal
 import sys
@@ -7,13 +9,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout, suppress
 from types import FrameType, MappingProxyType
-from typing import NoReturn
+from typing import Any, NoReturn, TextIO
 
 from pipeline.laws import LawBroken
-from validation.commands.standard_output import ReaderGone, discard, standard_output
 from validation.worlds.launcher import reports
+from validation.worlds.output_file import OutputError
 
 WRONG, BAD_INPUT, NO_VERDICT = 1, 2, 3
 UNREAD = 128 + signal.SIGPIPE  # what a shell sees of any program whose reader stops: no verdict, and no complaint
@@ -119,3 +121,67 @@ def _insisting(hook: Callable[["sys.UnraisableHookArgs"], object]) -> Callable[[
         again.start()
 
     return insist
+
+
+class ReaderGone(Exception):
+    """Whoever read standard output has stopped, as ``head`` does."""
+
+
+@contextmanager
+def standard_output() -> Iterator[None]:
+    """Raise ``ReaderGone`` or ``OutputError`` where standard output takes no more, at the latest at the end."""
+    if sys.stdout is None:  # Python's way to say so; the next file to be opened would take its place
+        raise OutputError("cannot write standard output: it is closed; send it to a file, or to /dev/null")
+    with open(os.devnull, "w") as nowhere, redirect_stdout(_Watched(sys.stdout if reports() else nowhere)):
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+
+
+class _Watched:
+    """A stream whose failures can be told from those of files and connections."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        raw = getattr(self._stream, "buffer", None)
+        with self._watching():
+            if not isinstance(raw, io.RawIOBase):
+                return self._stream.write(text)
+            # With PYTHONUNBUFFERED, Python drops what a write leaves over, and a reader that goes is not noticed.
+            _write_all(raw, text.encode(self._stream.encoding, self._stream.errors or "strict"))
+            return len(text)
+
+    def flush(self) -> None:
+        with self._watching():
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError as error:
+            discard(self._stream)
+            raise ReaderGone from error
+        except OSError as error:
+            discard(self._stream)
+            raise OutputError(f"cannot write standard output: {error.strerror or error}") from error
+
+
+def _write_all(raw: io.RawIOBase, data: bytes) -> None:
+    while data:
+        written = raw.write(data)
+        if written is None:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        data = data[written:]
+
+
+def discard(stream: TextIO) -> None:
+    """Let what is left in the buffer go nowhere, or the interpreter fails once more when it ends."""
+    with suppress(OSError), open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), stream.fileno())

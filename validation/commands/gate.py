@@ -13,10 +13,9 @@ from validation.judging.verdict import SCHEMA, Verdict
 from validation.observers.observed import Observed
 from validation.records.case_record import expected_record, observed_record
 from validation.records.record_file import write
-from validation.reports.gate_reports import annotations, junit, markdown
-from validation.reports.gate_result import CaseResult, GateResult
+from validation.reports.gate_reports import CaseResult, GateResult, annotations, junit, markdown
 from validation.reports.table import HEADER, line
-from validation.reports.terminal import JsonFile, Terminal
+from validation.reports.terminal import Terminal
 from validation.worlds.output_file import OutputError, OutputFile
 from validation.worlds.world import World
 
@@ -67,7 +66,7 @@ def gate(plan: Plan, setting: Setting, reports: Reports) -> int:
     with (
         OutputFile(reports.junit) as xml,
         OutputFile(reports.summary) as summary,
-        JsonFile(setting.json) as data,
+        OutputFile(setting.json) as data,
         World(device=device, timeout_s=setting.timeout_s) as world,
     ):
         run = _Run(world, device, terminal)
@@ -81,7 +80,7 @@ def gate(plan: Plan, setting: Setting, reports: Reports) -> int:
         terminal.say("\n".join(annotations(result))) if reports.github and result.status else None
         xml.write(junit(result))
         summary.write(markdown(result).encode())
-        data.write(_data(result))
+        data.write_json(_data(result))
         if folder is not None:
             _keep(folder, result, run.observed)
     return result.status
@@ -166,9 +165,9 @@ def _keep(folder: Path, result: GateResult, observed: Mapping[Case, Observed]) -
     """Leave, for the first cases that are no pass, the verdict, what was expected, and what the ranks gave."""
     for number, one in enumerate(result.not_passed[:_KEPT], start=1):
         name = str(folder / f"{number}-{one.case.built.name}")
-        with OutputFile(f"{name}.txt") as text, JsonFile(f"{name}.json") as data:
+        with OutputFile(f"{name}.txt") as text, OutputFile(f"{name}.json") as data:
             text.write(f"{one.story}\n".encode())
-            data.write(one.verdict.as_dict())
+            data.write_json(one.verdict.as_dict())
         if one.case in observed:
             with OutputFile(f"{name}.expected") as wanted, OutputFile(f"{name}.observed") as seen:
                 write(expected_record(replace(one.case, specimen="")), wanted)

@@ -11,8 +11,9 @@ from reference.data import Shapes, microbatches
 from reference.model import DTYPES
 from validation.cases.case import Case, CaseError
 from validation.cases.observe import assemble
-from validation.commands.campaign import NO_VERDICT, enough_ranks
-from validation.reports.drawings import Drawings, Paths
+from validation.commands.campaign import enough_ranks
+from validation.commands.ending import NO_VERDICT
+from validation.reports.picture import Drawings, Paths
 from validation.reports.terminal import Terminal
 from validation.worlds.rank_report import RankFailed
 from validation.worlds.worker import RankContext

@@ -1,15 +1,14 @@
 """What the commands ``record``, ``compare`` and ``diff`` do: no rank is started."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 from validation.cases.case import Case
 from validation.cases.specimens import specimen
-from validation.judging.verdict import Verdict
 from validation.records.case_record import expected_record
 from validation.records.compare import compare
 from validation.records.record import Record, RecordError, config_differences
 from validation.records.record_file import read, write
-from validation.reports.terminal import JsonFile, Terminal
+from validation.reports.terminal import Terminal
 from validation.worlds.output_file import OutputFile
 
 
@@ -28,37 +27,26 @@ def record_case(case: Case, path: str) -> int:
     return 0
 
 
-def compare_files(expected: str, seen: str, *, json: str | None) -> int:
-    """Judge the record in one file by that in another; returns the exit status."""
-    with JsonFile(json) as file:
-        verdict = compare(read(expected), read(seen), rerun=f"pipeproof compare {expected} {seen}")
-        file.write(verdict.as_dict())
-    return _said(verdict)
+def compare_files(expected: str, seen: str, *, json: str | None, configs: bool = False) -> int:
+    """Judge the record in one file by that in another; returns the exit status.
 
-
-def diff_files(one: str, other: str, *, json: str | None) -> int:
-    """What two runs did differently: the configs first, then the numbers; returns the exit status."""
-    first, second = read(one), read(other)
-    with JsonFile(json) as file:
-        Terminal().say("\n".join(_configs(first, second)))
-        verdict = compare(first, second, rerun=f"pipeproof diff {one} {other}")
-        differences = {name: values for name, *values in config_differences(first, second)}
-        file.write({**verdict.as_dict(), "config_differences": differences})
-    return _said(verdict)
-
-
-def _said(verdict: Verdict) -> int:
+    ``configs``: of two runs, say first what is different in their configs.
+    """
+    first, second = read(expected), read(seen)
+    command, differences = "diff" if configs else "compare", list(config_differences(first, second))
+    with OutputFile(json) as file:
+        if configs:
+            Terminal().say(_table(differences) or "the configs are the same")
+        verdict = compare(first, second, rerun=f"pipeproof {command} {expected} {seen}")
+        more = {"config_differences": {name: values for name, *values in differences}} if configs else {}
+        file.write_json({**verdict.as_dict(), **more})
     Terminal().say(str(verdict), verdict.verdict)
     return verdict.exit_status
 
 
-def _configs(first: Record, second: Record) -> Iterator[str]:
-    found = [(name, str(one), str(other)) for name, one, other in config_differences(first, second)]
-    if not found:
-        yield "the configs are the same"
-        return
-    width = max(len(one) for _, one, _ in found)
-    yield from (f"{name:<12}  {one:<{width}}  {other}" for name, one, other in found)
+def _table(differences: Sequence[tuple[str, object, object]]) -> str:
+    width = max((len(str(one)) for _, one, _ in differences), default=0)
+    return "\n".join(f"{name:<12}  {one!s:<{width}}  {other}" for name, one, other in differences)
 
 
 def _contents(record: Record) -> str:

@@ -1,23 +1,34 @@
 """The commands about schedules themselves, as options: ``show``, ``check`` and ``plan``. They start without torch."""
 
 import argparse
+from collections.abc import Iterator
 from typing import Any
 
+from pipeline.costs import trace_of
 from pipeline.files import is_csv, read_file
-from pipeline.laws import check
-from pipeline.lower import Program
+from pipeline.grid import draw, marked
+from pipeline.laws import LawBroken, check, report
+from pipeline.lower import Program, lower
 from pipeline.plan import Needs, plan, table, trade
-from pipeline.schedule import Schedule
+from pipeline.program_laws import violations
+from pipeline.schedule import Schedule, ScheduleError
 from pipeline.schedules import FAMILIES
-from pipeline.simulate import Times
+from pipeline.simulate import Timeline, Times, simulate
+from pipeline.transports import deadlocks
 from validation.cases.case import CaseError
-from validation.commands.case_options import MODEL_NAMES, STATUSES, add_shape, case_of
-from validation.commands.checking import checked
 from validation.commands.ending import WRONG
-from validation.commands.option_types import number, numbers, share, shares, three_numbers
-from validation.commands.selection import MICROBATCHES, RANKS, Shape, schedule_in
-from validation.commands.show import show
-from validation.reports.drawings import Paths
+from validation.commands.option_parser import number, numbers, share, shares, three_numbers
+from validation.commands.selection import (
+    MICROBATCHES,
+    MODEL_NAMES,
+    RANKS,
+    STATUSES,
+    Shape,
+    add_shape,
+    case_of,
+    schedule_in,
+)
+from validation.reports.picture import Drawings, Paths
 from validation.reports.terminal import Terminal
 from validation.worlds.launcher import start_fork_server
 
@@ -29,22 +40,17 @@ _REAL = {"steps": 5, "model": "gpt", "layers": 8, "split": "even", "loss": "mean
 def add_schedule_commands(commands: "argparse._SubParsersAction[Any]") -> None:
     """Add the three commands."""
     _add_show(commands.add_parser("show", help="draw a schedule; bubbles and memory"))
-    _add_check(
-        commands.add_parser(
-            "check", help="check a schedule or a program in torch's CSV format against every law", epilog=STATUSES
-        )
-    )
+    about = "check a schedule or a program in torch's CSV format against every law"
+    checker = commands.add_parser("check", help=about, epilog=STATUSES)
+    checker.add_argument("file", help="a FILE.csv, or - for standard input")
+    checker.set_defaults(run=_check)
     _add_plan(commands.add_parser("plan", help="which schedule: time, bubble, memory and messages of all, best first"))
 
 
 def _add_show(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("schedule", help=f"one of {', '.join(FAMILIES)}, or a FILE.csv")
     add_shape(parser)
-    _add_drawing(parser)
     parser.set_defaults(run=_show)
-
-
-def _add_drawing(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--times", type=three_numbers, metavar="F,I,W", help="of a stage (default 1,1,1)")
     parser.add_argument("--svg", metavar="FILE", help="draw the timeline (needs the extra 'plot')")
     parser.add_argument("--png", metavar="FILE", help="draw the timeline (needs the extra 'plot')")
@@ -55,11 +61,6 @@ def _add_drawing(parser: argparse.ArgumentParser) -> None:
     real.add_argument("--model", metavar="NAME", help=f"{MODEL_NAMES} (default gpt)")
     real.add_argument("--layers", type=int, metavar="L", help="layers of the model (default 8)")
     real.add_argument("--split", help="layers per stage: even, or sizes such as 3,1,2,2")
-
-
-def _add_check(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", help="a FILE.csv, or - for standard input")
-    parser.set_defaults(run=_check)
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
@@ -158,3 +159,60 @@ def _plan(options: argparse.Namespace) -> int:
     Terminal().say(table(found))
     Terminal().say(trade(found))
     return 0 if any(not option.fails for option in found) else 1
+
+
+def show(schedule: Schedule, times: Times, paths: Paths) -> str:
+    """``schedule`` simulated with ``times``, as text, after the files at ``paths`` are written."""
+    with Drawings(paths, actions=sum(map(len, schedule.ranks))) as drawings:
+        timeline = simulate(schedule, times)
+        text = described(timeline, times)
+        drawings.write({f"{schedule.name}, simulated": trace_of(timeline)})
+    return text
+
+
+def described(timeline: Timeline, times: Times) -> str:
+    """The grid, and what it comes to."""
+    f, i, w = times.forward, times.backward_input, times.backward_weight
+    equal = f"T_F = T_I = T_W = {f:g} per stage" if f == i == w else f"T_F = {f:g}, T_I = {i:g}, T_W = {w:g} per stage"
+    return "\n".join(
+        [
+            _grid(timeline),
+            f"makespan {timeline.makespan:g} ({equal}, T_B = T_I + T_W = {i + w:g}, no latency)",
+            f"bubble   global {timeline.global_bubble:g} ({timeline.bubble_fraction:.1%}), "
+            f"local {timeline.local_bubble:g}",
+            "memory   peak activations per rank, in microbatches of one stage: "
+            + ", ".join(f"{peak:g}" for peak in timeline.peaks),
+            f"messages {timeline.messages}",
+        ]
+    )
+
+
+def _grid(timeline: Timeline) -> str:
+    try:
+        return draw(timeline)
+    except ScheduleError as error:  # a grid has whole units only; a picture has any
+        return f"({error}; --svg or --png draws it)"
+
+
+def checked(found: Schedule | Program) -> tuple[str, bool]:
+    """A line per transport and one in the end, and whether it is free of deadlock under all of them.
+
+    Raises ``LawBroken``, with every violation, where a law other than that is broken.
+    """
+    program = found if isinstance(found, Program) else lower(check(found))
+    broken = violations(program)
+    if any(violation.law != "deadlock" for violation in broken):
+        raise LawBroken(report(program.schedule.name, broken, program.ranks))
+    return "\n".join(_lines(program)), not broken
+
+
+def _lines(program: Program) -> Iterator[str]:
+    schedule, cells = program.schedule, set[tuple[int, int]]()
+    for transport, deadlock in deadlocks(program).items():
+        yield f"transport {transport.value:9}  {'no deadlock' if deadlock is None else f'DEADLOCK: {deadlock.text}'}"
+        cells |= set(map(program.columns.cell, deadlock.entries)) if deadlock else set()
+    yield from marked(program.ranks, cells)
+    if not cells:
+        timeline = simulate(schedule)
+        bubble = f"global bubble {timeline.global_bubble:g} of {timeline.makespan:g}"
+        yield f"{schedule.name} keeps every law: {schedule.sizes}; {bubble}"

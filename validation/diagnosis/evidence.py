@@ -29,13 +29,7 @@ _OF_GRADIENTS = ("gradient", "presence", "tied-copies")
 
 
 class Due(Protocol):
-    """What is known of the right operation, where the run cannot be played again.
-
-    ``weights``: the parameters that it begins with. ``divisor`` is that of a loss, if somebody knows it.
-    ``ends`` are the places where a stage ends; none where that is not known. ``lacks``: whether it is known that a
-    tensor of this form is no step of what a microbatch is computed by. ``played``: what a microbatch would give if
-    something else passed, tied copies summed; None where nobody can say.
-    """
+    """What is known of the right operation, where the run cannot be played again; it begins with ``weights``."""
 
     @property
     def expected(self) -> Expected: ...
@@ -46,8 +40,17 @@ class Due(Protocol):
     @property
     def weights(self) -> Mapping[str, Tensor]: ...
 
+
+class ModelBeside(Protocol):
+    """The reference of a step that is not ours. ``divisor`` is that of a loss.
+
+    ``ends`` are the places where a stage ends; none where that is not known. ``lacks``: whether it is known that a
+    tensor of this form is no step of what a microbatch is computed by. ``played``: what a microbatch would give if
+    something else passed, tied copies summed; None where it does not run so.
+    """
+
     @property
-    def divisor(self) -> float | None: ...
+    def divisor(self) -> float: ...
 
     def ends(self, stage: int) -> Collection[str]: ...
 
@@ -84,7 +87,8 @@ class Evidence:
     ``gradients`` and ``norms`` are those that ranks had in it.
 
     The parts: ``playable`` is what it takes to play the run again on one device, and ``due`` what is known of the right
-    operation otherwise. ``seen`` is what the ranks did. ``passed`` is what passed the boundaries of watched stages.
+    operation otherwise, ``beside`` the model that gives it. ``seen`` is what the ranks did. ``passed`` is what passed
+    the boundaries of watched stages.
     ``members`` are ranks with stages in common. ``sums`` is there where all comes from a record.
 
     ``unseen`` are stages of which nobody knows what they did; to the ``frozen`` ones no gradient flows. ``strange``:
@@ -102,6 +106,7 @@ class Evidence:
     operation: str = "train"
     playable: Setup | None = None
     due: Due | None = None
+    beside: ModelBeside | None = None
     seen: Observed | None = None
     passed: Mapping[int, Passed] = field(default_factory=dict)
     members: Members | None = None

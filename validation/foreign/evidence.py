@@ -41,6 +41,7 @@ def evidence_of(
 ) -> Evidence:
     """All that is known of a step; ``passed`` is what is known of the boundaries of watched stages."""
     norms = [row[0].norm for row in observed.ranks]
+    due = _Due(observed, found, beside, passed)
     return Evidence(
         verdict,
         observed.schedule.placement,
@@ -48,7 +49,8 @@ def evidence_of(
         len(found.made),
         gradients=observed.gradients(0),
         norms=norms,
-        due=_Due(observed, found, beside, passed),
+        due=due,
+        beside=due,
         seen=observed,
         passed=passed,
         members=Members(found.stages, found.replicas, beside.made, norms),

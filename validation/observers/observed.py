@@ -1,6 +1,6 @@
 """What a schedule produced: plain values, gathered from all ranks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
@@ -196,19 +196,17 @@ class Observed:
 
     def backwards(self, operation: int) -> dict[int, list[int]]:
         """For each stage, the microbatches in the order in which their weight gradients were added."""
-        orders: dict[int, list[int]] = {stage: [] for stage in range(self.schedule.n_stages)}
-        for rank in self.ranks:
-            for stage, kind, microbatch in rank[operation].executed:
-                if kind in GIVES_WEIGHT_GRADIENT:
-                    orders[stage].append(microbatch)
-        return orders
+        return self._order(operation, GIVES_WEIGHT_GRADIENT)
 
     def forwards(self, operation: int) -> dict[int, list[int]]:
         """For each stage, the microbatches in the order of their forwards."""
+        return self._order(operation, (Kind.FORWARD,))
+
+    def _order(self, operation: int, kinds: Collection[Kind]) -> dict[int, list[int]]:
         orders: dict[int, list[int]] = {stage: [] for stage in range(self.schedule.n_stages)}
         for rank in self.ranks:
             for stage, kind, microbatch in rank[operation].executed:
-                if kind is Kind.FORWARD:
+                if kind in kinds:
                     orders[stage].append(microbatch)
         return orders
 

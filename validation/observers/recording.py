@@ -66,12 +66,5 @@ class Recording:
 
 def merged(recordings: Sequence[Recording]) -> Recording:
     """All ranks' recordings of one operation as one."""
-    return Recording(
-        {point: seen for one in recordings for point, seen in one.tensors.items()},
-        {key: seen for one in recordings for key, seen in one.graphs.items()},
-        {stage: seen for one in recordings for stage, seen in one.additions.items()},
-        {site: seen for one in recordings for site, seen in one.summed.items()},
-        {site: seen for one in recordings for site, seen in one.clipped.items()},
-        {site: seen for one in recordings for site, seen in one.parameters.items()},
-        {site: seen for one in recordings for site, seen in one.ended.items()},
-    )
+    parts = {name: [vars(one)[name] for one in recordings] for name in vars(Recording())}
+    return Recording(**{name: {k: seen for part in each for k, seen in part.items()} for name, each in parts.items()})

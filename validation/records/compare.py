@@ -2,11 +2,9 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from time import perf_counter
-
-from torch import Tensor
 
 from validation.cases.observe import max_norm_of
 from validation.diagnosis.diagnose import explained, sought
@@ -14,7 +12,6 @@ from validation.diagnosis.evidence import Evidence, failing
 from validation.judging.comparison import leave_out
 from validation.judging.judge import Where, concluded
 from validation.judging.ledger import Ledger
-from validation.judging.tolerance import error, same_bits
 from validation.judging.verdict import Crash, Verdict
 from validation.records.case_record import case_of, remade
 from validation.records.record import (
@@ -25,9 +22,11 @@ from validation.records.record import (
     RecordError,
     against,
     config_differences,
+    other_microbatch,
+    other_weights,
     upstream,
 )
-from validation.records.record_evidence import Seen, Step
+from validation.records.record_evidence import Step
 
 _SHOWN = 4  # differences of configs in a sentence
 
@@ -70,10 +69,11 @@ def _entered(expected: Record, seen: Record, ledger: Ledger) -> Crash | None:
 
 def _leave_out(ledger: Ledger, due: RecordedOperation, seen: RecordedOperation, number: int) -> None:
     """Count and name what only one side has: it was not compared."""
-    leave_out(ledger, due, number=number)
+    leave_out(ledger, due, number=number, names=[name for name in due.gradients if name in seen.gradients])
     if due.operation == "train" and due.norm is None:
         ledger.doubt("grad-norm", "no norm is expected, so there is nothing to compare with")
     for law, one, other in (
+        ("presence", due.gradients, seen.gradients),
         ("gradient", due.gradients, seen.gradients),
         ("updated-parameters", due.parameters, seen.parameters),
     ):
@@ -88,7 +88,9 @@ def evidence_of(verdict: Verdict, expected: Record, seen: Record) -> Evidence:
     gradients = {name: gradient for name, gradient in one.gradients.items() if name in due.gradients}
     step = Step(
         due,
-        Seen(gradients, expected.before(number), [one.norm]),
+        gradients,
+        expected.before(number),
+        [one.norm],
         seen.places or expected.places,
         number=number,
         max_norm=expected.max_norm if case is None or due.operation != "train" else max_norm_of(case, number),
@@ -120,26 +122,6 @@ def _compare(ledger: Ledger, expected: Record, seen: Record, number: int) -> Non
         for name in (name for name in due.parameters if name in one.parameters):
             at.parameter(name, one.parameters[name], **where.get(name, {}))
     at.close()
-
-
-def other_weights(expected: Mapping[str, Tensor], seen: Mapping[str, Tensor]) -> str:
-    """The first parameter, in the model's order, that is another before the step, and how far; empty if none is."""
-    for name in (name for name in expected if name in seen):  # a record fetches what it is asked for
-        one, wanted = seen[name].detach().cpu(), expected[name].cpu()
-        if not same_bits(one, wanted):
-            return f"{name} first, by a relative error of {error(one, wanted):.1e}"
-    return ""
-
-
-def other_microbatch(expected: Sequence[str], seen: Sequence[str]) -> str:
-    """What is another in the microbatches, by their digests; empty if nothing is."""
-    if len(expected) != len(seen):
-        return f"{len(seen)} microbatches, not {len(expected)}"
-    for number, (wanted, one) in enumerate(zip(expected, seen, strict=True)):
-        if one != wanted:
-            elsewhere = f": it has the content of microbatch {expected.index(one)}" if one in expected else ""
-            return f"microbatch {number} first{elsewhere}"
-    return ""
 
 
 def _comparable(expected: Record, seen: Record) -> None:

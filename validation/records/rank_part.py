@@ -1,7 +1,7 @@
 """A rank's part in a checked step: what it brings and holds, by the record's names, and what it keeps for the end."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -10,8 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from validation.judging.tolerance import same_bits
-from validation.records.compare import other_microbatch, other_weights
-from validation.records.record import Gradients, RankStage, RecordedOperation, RecordError
+from validation.records.record import (
+    Gradients,
+    RankStage,
+    RecordedOperation,
+    RecordError,
+    other_microbatch,
+    other_weights,
+)
 
 
 @dataclass(frozen=True)
@@ -190,82 +196,60 @@ MOST = 1 << 30  # bytes that all ranks together keep
 class Notes:
     """What a rank kept, by the names of parameters: what all ranks learn of it without the tensors.
 
-    ``right``: gradients that are what they should be; ``wrong``: kept; ``absent``: None in place of a gradient;
-    ``begun``: kept as they were in ``.grad`` when the step began; ``left_out``: wrong, and too much to keep.
+    ``right``: gradients that are what they should be. ``wrong``: where each can be had; None is in place of a gradient.
+    ``begun``: the same of what was in ``.grad`` when the step began. ``left_out``: wrong, and too much to keep.
     """
 
-    right: tuple[str, ...] = ()
-    wrong: tuple[str, ...] = ()
-    absent: tuple[str, ...] = ()
-    begun: tuple[str, ...] = ()
-    left_out: tuple[str, ...] = ()
-
-    @property
-    def compared(self) -> tuple[str, ...]:
-        """All gradients that the rank was shown."""
-        return (*self.right, *self.wrong, *self.absent, *self.left_out)
-
-
-@dataclass
-class Kept:
-    """Gradients that a rank keeps: those that are wrong, and those that the step began with. ``room`` is in bytes."""
-
-    room: int
-    begun: dict[str, Tensor] = field(default_factory=dict)
-    wrong: dict[str, Tensor | None] = field(default_factory=dict)
     right: set[str] = field(default_factory=set)
+    wrong: dict[str, str | None] = field(default_factory=dict)
+    begun: dict[str, str] = field(default_factory=dict)
     left_out: set[str] = field(default_factory=set)
+
+
+class Kept:
+    """Gradients that a rank keeps: those that are wrong, and those that the step began with; ``room`` is in bytes.
+
+    ``tensors`` are by the addresses in its ``notes``, of which no other rank has one.
+    """
+
+    def __init__(self, rank: int, room: int) -> None:
+        self.notes = Notes()
+        self.tensors: dict[str, Tensor] = {}
+        self._rank, self._room = rank, room
 
     def begin(self, gradients: Gradients) -> None:
         """Keep what is in ``.grad`` before anything is added: it may be what is too much in the end."""
         for name, gradient in gradients.items():
             if gradient is not None and _plain(gradient) and gradient.any() and self._fits(gradient):
-                self.begun[name] = _copy(gradient)
+                self.notes.begun[name] = self._keep(f"begun gradient {name}", gradient)
 
     def end(self, gradients: Gradients, wrong: Collection[str]) -> None:
         """Keep those of ``gradients`` that are ``wrong``."""
+        notes = self.notes
         for name, gradient in gradients.items():
             if name not in wrong:
-                self.right.add(name)
+                notes.right.add(name)
             elif gradient is None:
-                self.wrong[name] = None
+                notes.wrong[name] = None
             elif self._fits(gradient):
-                self.wrong[name] = _copy(gradient)
+                notes.wrong[name] = self._keep(f"wrong gradient {name}", gradient)
             else:
-                self.left_out.add(name)
+                notes.left_out.add(name)
         # Where nothing was added since, the backward was over before the check began: that tells nothing.
-        for name in [name for name, one in self.begun.items() if _same(one, gradients.get(name))]:
-            del self.begun[name]
-
-    @property
-    def notes(self) -> Notes:
-        """What was kept, without the tensors."""
-        absent = tuple(name for name, gradient in self.wrong.items() if gradient is None)
-        wrong = tuple(name for name, gradient in self.wrong.items() if gradient is not None)
-        return Notes(tuple(self.right), wrong, absent, tuple(self.begun), tuple(self.left_out))
-
-    def tensors(self, rank: int) -> Iterator[tuple[str, Tensor]]:
-        """All that ``rank`` kept, each under a name of its own."""
-        for what, found in (("wrong", self.wrong), ("begun", self.begun)):
-            yield from ((address(what, name, rank), one) for name, one in found.items() if one is not None)
+        for name, address in list(notes.begun.items()):
+            now = gradients.get(name)
+            if now is not None and same_bits(self.tensors[address], now.detach().cpu()):
+                del notes.begun[name], self.tensors[address]
 
     def _fits(self, gradient: Tensor) -> bool:
-        fits = gradient.nbytes <= self.room
-        self.room -= gradient.nbytes * fits
+        fits = gradient.nbytes <= self._room
+        self._room -= gradient.nbytes * fits
         return fits
 
-
-def address(what: str, name: str, rank: int) -> str:
-    """The name under which ``rank`` hands over the gradient ``name``: of ``Notes``, which field."""
-    return f"{what} gradient {name} of rank {rank}"
-
-
-def _copy(gradient: Tensor) -> Tensor:
-    return gradient.detach().to("cpu", copy=True)
-
-
-def _same(one: Tensor, other: Tensor | None) -> bool:
-    return other is not None and same_bits(one, other.detach().cpu())
+    def _keep(self, what: str, gradient: Tensor) -> str:
+        address = f"{what} of rank {self._rank}"
+        self.tensors[address] = gradient.detach().to("cpu", copy=True)
+        return address
 
 
 def _plain(gradient: Tensor) -> bool:

@@ -19,8 +19,10 @@ from validation.judging.oracle import Floors
 from validation.judging.tolerance import (
     Floor,
     Precision,
+    error,
     precision_among,
     precision_of,
+    same_bits,
 )
 from validation.observers.sketch import bits
 
@@ -137,6 +139,26 @@ def config_differences(one: Record, other: Record) -> Iterator[tuple[str, object
         values = one.config.get(name), other.config.get(name)
         if values[0] != values[1]:
             yield name, *values
+
+
+def other_weights(expected: Mapping[str, Tensor], seen: Mapping[str, Tensor]) -> str:
+    """The first parameter, in the model's order, that is another before the step, and how far; empty if none is."""
+    for name in (name for name in expected if name in seen):  # a record fetches what it is asked for
+        one, wanted = seen[name].detach().cpu(), expected[name].cpu()
+        if not same_bits(one, wanted):
+            return f"{name} first, by a relative error of {error(one, wanted):.1e}"
+    return ""
+
+
+def other_microbatch(expected: Sequence[str], seen: Sequence[str]) -> str:
+    """What is another in the microbatches, by their digests; empty if nothing is."""
+    if len(expected) != len(seen):
+        return f"{len(seen)} microbatches, not {len(expected)}"
+    for number, (wanted, one) in enumerate(zip(expected, seen, strict=True)):
+        if one != wanted:
+            elsewhere = f": it has the content of microbatch {expected.index(one)}" if one in expected else ""
+            return f"microbatch {number} first{elsewhere}"
+    return ""
 
 
 def microbatch_digests(microbatches: Sequence[tuple[object, object]]) -> tuple[str, ...]:

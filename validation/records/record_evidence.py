@@ -1,68 +1,109 @@
-"""What a diagnosis of a recorded step rests on: what was seen of the step, and what was expected."""
+"""What a diagnosis of a recorded step rests on: what was seen of the step, and what was expected.
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+Gradients of a record are ``Pairings`` too: sums that are known as they are, without the graphs that made them.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
-from reference.passage import Passage
-from reference.step import Expected, Gradient, Site
+from reference.data import Batch
+from reference.pairing import Contributed, Flow
+from reference.step import Expected, Gradient, Site, Stage
 from validation.diagnosis.atoms import Update
+from validation.diagnosis.diagnose import explained as explained_evidence
+from validation.diagnosis.diagnose import sought
 from validation.diagnosis.evidence import Evidence, Sums
 from validation.judging.verdict import Verdict
-from validation.observers.sketch import Sketch
-from validation.records.record import RankStage, RecordedOperation
-from validation.records.recorded_sums import RecordedSums
+from validation.records.rank_part import Kept, Notes
+from validation.records.record import RankStage, Record, RecordedOperation
+from validation.worlds.side_store import Exchange, RanksAbsent
+
+_UNKNOWN = Batch((), torch.empty(0), 0)  # nobody kept what the microbatches were
 
 
-@dataclass(frozen=True)
-class Seen:
-    """A step by its parameters' names, as far as it was compared.
+class RecordedSums:
+    """What a record says of one operation. All microbatches together are taken for one: their sum is all there is.
 
-    ``begun``: what the gradients were before it, or those of the step before. ``norms`` of each rank, None from one
-    that reports none. ``left_out`` wrong gradients are not among ``gradients``. ``copies``: each rank's gradient of
-    what several hold.
+    ``gradients`` are what the operation gives, and ``before`` the parameters that it began with as far as they are
+    known, both by site.
     """
 
-    gradients: Mapping[str, Gradient]
-    begun: Mapping[str, Gradient]
-    norms: Sequence[float | None]
-    left_out: int = 0
-    copies: Mapping[str, Mapping[int, Gradient]] = field(default_factory=dict)
+    microbatches = 1
+    unpaired = "a record has only sums over all microbatches: SingleDevice, beside the job, tells them apart"
+
+    def __init__(self, gradients: Mapping[Site, Gradient], before: Mapping[Site, Tensor], microbatches: int) -> None:
+        self._gradients, self._before = gradients, before
+        self.stages = 1 + max((stage for stage, _ in gradients), default=0)
+        self.batches = [_UNKNOWN] * microbatches
+
+    def parameters(self, stage: Stage) -> Mapping[str, Tensor]:
+        """The parameters of ``stage`` that have a gradient."""
+        own = {site: one for site, one in self._gradients.items() if site[0] == stage and one is not None}
+        return {site[1]: self._before.get(site, torch.zeros_like(one)) for site, one in own.items()}
+
+    def contribution(self, stage: Stage, j: int) -> Contributed:
+        """What all microbatches give together."""
+        own = {site[1]: one for site, one in self._gradients.items() if site[0] == stage}
+        return Contributed({name: None if one is None else one.cpu().double() for name, one in own.items()}, ())
+
+    def paired(self, stage: Stage, i: int, flows: Sequence[Flow]) -> list[Contributed | None]:
+        """Nothing: what flows where is not recorded."""
+        return [None] * len(flows)
+
+    def within(self, stage: Stage, name: str) -> Mapping[tuple[int, int], Tensor]:
+        """Nothing, for the same reason."""
+        return {}
+
+    def seed(self, stage: Stage, j: int) -> Flow:
+        """A flow that fits nothing."""
+        return lambda _: None
+
+    def flow(self, stage: Stage, j: int) -> Flow:
+        """A flow that fits nothing."""
+        return lambda _: None
 
 
 @dataclass(frozen=True)
 class Step:
     """A step that was held against ``due``, the operation ``number`` of a record, with the places of its parameters.
 
-    ``max_norm`` is what the record clips to, where it says so. ``model``: where there is more of the reference than a
-    record, the step as attribution sees it beside that.
+    ``seen`` are its gradients, as far as they were compared; ``begun`` what these were before it, or those of the step
+    before; ``norms`` each rank's, None from one that reports none. ``left_out`` wrong gradients are not among ``seen``.
+    ``copies``: each rank's gradient of what several hold. ``max_norm`` is what the record clips to, where it says so.
+    ``model``: where there is more of the reference than a record, the step as attribution sees it beside that.
     """
 
     due: RecordedOperation
-    seen: Seen
+    seen: Mapping[str, Gradient]
+    begun: Mapping[str, Gradient]
+    norms: Sequence[float | None]
     places: Mapping[str, Sequence[RankStage]]
     number: int = 0
+    left_out: int = 0
+    copies: Mapping[str, Mapping[int, Gradient]] = field(default_factory=dict)
     max_norm: float | None = None
     model: "Callable[[Step], Update] | None" = None
 
     def evidence(self, verdict: Verdict) -> Evidence:
         """All that is known of the step, on which ``verdict`` is."""
         microbatches, alike = len(self.due.microbatches), len(set(self.due.microbatches)) == 1
-        copies = {(n, tuple(stage for _, stage in self.places[n])): each for n, each in self.seen.copies.items()}
+        copies = {(n, tuple(stage for _, stage in self.places[n])): each for n, each in self.copies.items()}
         alike = alike and self.model is None and microbatches > 1
         return Evidence(
             verdict,
             self.placement,
             microbatches,
-            len(self.seen.norms),
+            len(self.norms),
             gradients=self.gradients,
-            norms=self.seen.norms,
+            norms=self.norms,
             number=self.number,
             operation=self.due.operation,
             due=self,
-            sums=Sums(copies, self.seen.left_out, self.max_norm, alike),
+            sums=Sums(copies, self.left_out, self.max_norm, alike),
             strange=any(m.what == "held" and m.due == 0 for m in verdict.mismatches),
             renamed_by="rename=",
         )
@@ -84,13 +125,13 @@ class Step:
     @cached_property
     def gradients(self) -> Mapping[Site, Gradient]:
         """Those that were seen."""
-        return {self.site(name): gradient for name, gradient in self.seen.gradients.items()}
+        return {self.site(name): gradient for name, gradient in self.seen.items()}
 
     @cached_property
     def expected(self) -> Expected:
         """What the step must give, of what was compared."""
         due = self.due
-        gradients = {self.site(name): due.gradients[name] for name in self.seen.gradients}
+        gradients = {self.site(name): due.gradients[name] for name in self.seen}
         return Expected(due.operation, due.losses, due.loss or 0.0, gradients=gradients, norm=due.norm)
 
     @cached_property
@@ -101,7 +142,7 @@ class Step:
     @property
     def of_record(self) -> Update:
         """The same, where there is nothing but the record."""
-        due, begun = self.expected.gradients, {self.site(name): one for name, one in self.seen.begun.items()}
+        due, begun = self.expected.gradients, {self.site(name): one for name, one in self.begun.items()}
         before = {site: self.due.before[site[1]] for site in due if site[1] in self.due.before}
         now = RecordedSums(due, before, len(self.due.microbatches))
         return Update(self.gradients, due, now, old=begun, placement=self.placement)
@@ -110,17 +151,64 @@ class Step:
     def weights(self) -> Mapping[str, Tensor]:
         return self.due.before
 
-    @property
-    def divisor(self) -> None:
-        """Nobody knows it."""
 
-    def ends(self, stage: int) -> Collection[str]:
-        """Nothing: a record knows no places in a model."""
-        return ()
+def checked(
+    record: Record,
+    number: int,
+    places: Mapping[str, Sequence[RankStage]],
+    *,
+    notes: Sequence[Notes],
+    norms: Sequence[float | None],
+    fetch: Callable[[str], Tensor],
+    model: Callable[[Step], Update] | None,
+) -> Step:
+    """A step that was checked by operation ``number`` of ``record``, of what each rank has in its ``notes``.
 
-    def lacks(self, microbatch: int, seen: Sketch) -> bool:
-        """Unknown: no tensor was kept."""
-        return False
+    ``fetch`` gets what a rank laid out; ``places``, ``norms`` and ``model`` are as the step has them.
+    """
+    due, begun = record.operations[number], dict(record.before(number))
+    wrong: dict[str, dict[int, Gradient]] = {}
+    for rank, one in enumerate(notes):
+        for name, address in one.wrong.items():
+            wrong.setdefault(name, {})[rank] = None if address is None else fetch(address)
+    for one in reversed(notes):
+        begun |= {name: fetch(address) for name, address in one.begun.items()}
+    right = {name: due.gradients[name] for one in notes for name in one.right}
+    first = {name: next(iter(by_rank.values())) for name, by_rank in wrong.items()}
+    copies = {
+        name: {rank: wrong.get(name, {}).get(rank, right.get(name)) for rank, _ in found}
+        for name, found in places.items()
+        if len(found) > 1
+    }
+    blamed = {n: sorted(at, key=lambda one: one[0] not in wrong.get(n, {})) for n, at in places.items()}
+    return Step(
+        due,
+        right | first,
+        begun,
+        norms,
+        dict(sorted(blamed.items(), key=lambda item: item[0] in wrong)),  # so that who is wrong is named
+        number=number,
+        left_out=sum(len(one.left_out) for one in notes),
+        copies=copies,
+        max_norm=record.max_norm,
+        model=model,
+    )
 
-    def played(self, microbatch: int, passages: Sequence[Passage]) -> None:
-        """Nobody can say."""
+
+def explained(
+    verdict: Verdict, kept: Kept, exchange: Exchange, *, look: Callable[[], Evidence], bound_s: float
+) -> Verdict:
+    """``verdict`` with the causes that rank 0 finds in what it has a ``look`` at, the same on every rank.
+
+    Every rank calls this, and waits for rank 0 no longer than the bound in seconds.
+    """
+    try:
+        for address, tensor in kept.tensors.items():
+            exchange.give(address, tensor)
+        mine = sought(verdict, lambda: explained_evidence(look())) if exchange.rank == 0 else None
+        found: Verdict = exchange.finish(mine, what="the cause of what is wrong", bound_s=bound_s)[0]
+    except RanksAbsent as absent:
+        return replace(verdict, undecided=(f"the cause was not found in time: {absent}",))
+    finally:
+        exchange.clear(kept.tensors)
+    return found

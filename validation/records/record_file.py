@@ -6,7 +6,6 @@ read, one tensor at a time, and a rank that needs its own stage reads no other. 
 
 import hashlib
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -28,7 +27,7 @@ from validation.records.record import (
     RecordError,
     digest,
 )
-from validation.worlds.output_file import OutputFile
+from validation.worlds.output_file import OutputFile, finite
 
 FORMAT, VERSION = "pipeproof/record", 1
 _LENGTH = 8  # bytes of the number that every safetensors file begins with: how long its header is
@@ -114,15 +113,9 @@ def described(record: Record, tensors: dict[str, Tensor]) -> str:
         return found
 
     operations = [
-        {
-            "operation": one.operation,
-            "microbatches": one.microbatches,
-            "losses": one.losses,
-            "loss": one.loss,
-            "norm": one.norm,
-            **{name: addresses(getattr(one, name)) for name in _TENSORS},
-            "floors": None if one.floors is None else asdict(one.floors),
-        }
+        vars(one)
+        | {name: addresses(getattr(one, name)) for name in _TENSORS}
+        | {"floors": None if one.floors is None else asdict(one.floors)}
         for one in record.operations
     ]
     places = {name: list(found) for name, found in record.places.items()}
@@ -132,7 +125,7 @@ def described(record: Record, tensors: dict[str, Tensor]) -> str:
         if tensor.dtype not in _PLAIN
     }
     data = {"kind": record.kind, "config": dict(record.config), "operations": operations, "places": places}
-    return json.dumps(_strict({**data, "forms": forms} if forms else data), allow_nan=False)
+    return json.dumps(finite({**data, "forms": forms} if forms else data), allow_nan=False)
 
 
 _TENSORS = ("before", "gradients", "parameters", "buffers")
@@ -204,9 +197,13 @@ def _metadata(path: Path) -> dict[str, str]:
         raise RecordError(f"cannot read {path}: {error.strerror or error}") from error
     if _LENGTH + length > size and _BEGINNING in text[: 2 * len(_BEGINNING)]:
         raise RecordError(f"{path} is cut short: it has {size} bytes, and its header alone is longer; {_CURE}")
-    header = _parsed(text)
-    found = header.get("__metadata__")
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
+    try:
+        header = json.loads(text)
+        found: dict[str, str] = header.pop("__metadata__")
+        known = found.get("format") == FORMAT
+    except (ValueError, KeyError, TypeError, AttributeError):  # neither text nor JSON, or of another form
+        known = False
+    if not known:
         raise RecordError(f"{path} is no record: expected a file that `pipeproof record` or --record wrote")
     if found.get("version") != str(VERSION):
         raise RecordError(
@@ -215,27 +212,13 @@ def _metadata(path: Path) -> dict[str, str]:
         )
     if not {"record", "sha256"} <= found.keys():
         raise _altered(path, "its description")
-    due = _LENGTH + length + _end(header)
+    try:
+        due = _LENGTH + length + max((int(one["data_offsets"][1]) for one in header.values()), default=0)
+    except (KeyError, TypeError, IndexError, ValueError) as error:
+        raise _altered(path, "its header") from error
     if size != due:
         raise RecordError(f"{path} is {'cut short' if size < due else 'too long'}: {size} bytes of {due}; {_CURE}")
     return found
-
-
-def _parsed(text: bytes) -> dict[str, Any]:
-    """The header of a safetensors file; empty where it is none."""
-    try:
-        header = json.loads(text)
-    except ValueError:  # neither text nor JSON
-        return {}
-    return header if isinstance(header, dict) else {}
-
-
-def _end(header: Mapping[str, Any]) -> int:
-    """How many bytes of tensors there are, as the header says; -1 where it says nothing that makes sense."""
-    try:
-        return max((int(one["data_offsets"][1]) for name, one in header.items() if name != "__metadata__"), default=0)
-    except (KeyError, TypeError, IndexError, ValueError):
-        return -1
 
 
 def _altered(path: str | Path, what: str) -> RecordError:
@@ -250,12 +233,3 @@ def _stored(tensor: Tensor) -> Tensor:
 
 def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _strict(data: object) -> object:
-    """``data`` with text in the place of numbers that are not finite, which JSON lacks; float() reads it back."""
-    if isinstance(data, Mapping):
-        return {key: _strict(value) for key, value in data.items()}
-    if isinstance(data, list | tuple):
-        return [_strict(value) for value in data]
-    return str(data) if isinstance(data, float) and not math.isfinite(data) else data

@@ -1,6 +1,6 @@
 """The single-device model beside a running job: rank 0 makes it, with the weights of all ranks, and lays out a step."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -8,14 +8,18 @@ from torch import Tensor, nn
 
 from reference.copied import copied
 from reference.data import Batch
-from reference.step import Loss, Site
+from reference.step import Loss
 from reference.traced import Traced
+from validation.diagnosis.atoms import Update
 from validation.foreign.reference_run import repeated
+from validation.judging.ledger import NOWHERE
+from validation.judging.oracle import copies_apart
 from validation.records.rank_part import Arrival
 from validation.records.record import Record, RecordError
+from validation.records.record_evidence import Step
 from validation.records.record_file import described, restored
 from validation.records.step_record import LossFn, Pairs, record_step
-from validation.worlds.exchange import Exchange
+from validation.worlds.side_store import Exchange
 
 
 @dataclass(frozen=True)
@@ -30,63 +34,17 @@ class SingleDevice:
     loss_divisor: float | None = None
     floors: bool = True
 
-    def model(self, held: Mapping[str, object], fetch: Callable[[str], Tensor]) -> nn.Module:
-        """The reference with the job's weights.
-
-        ``held`` are the parameters that ranks hold; ``fetch`` gets one. Raises ``RecordError`` where they are not the
-        model's.
-        """
-        model = self.build()
-        named = dict(model.named_parameters(remove_duplicate=False))
-        for what, names in (("no rank holds", named.keys() - held), ("the reference lacks", held.keys() - named)):
-            if names:
-                raise RecordError(f"{what} {', '.join(sorted(names))}: give rename= if names differ")
-        with torch.no_grad():
-            for name, parameter in named.items():
-                parameter.copy_(fetch(name))
-        return model
-
-    def record(self, model: nn.Module, microbatches: Pairs) -> Record:
-        """What a correct step of ``model`` gives, but for the optimizer, whose state stays with the job."""
-        record = record_step(
-            model, microbatches, loss_fn=self.loss_fn, loss_divisor=self.loss_divisor, floors=self.floors
-        )
-        return replace(record, operations=tuple(replace(one, buffers={}) for one in record.operations))
-
-    def traced(
-        self, model: nn.Module, microbatches: Pairs, *, held: Collection[Site], losses: Sequence[float]
-    ) -> Traced:
-        """What every pairing of ``microbatches`` gives in ``model``, cut into the stages that hold these parameters.
-
-        Raises ``RecordError`` for microbatches that only their loop can tell how to use.
-        """
-        like = next(model.parameters())
-        batches = [_batch(number, *pair).to(str(like.device)) for number, pair in enumerate(microbatches)]
-        divisor = float(len(batches) if self.loss_divisor is None else self.loss_divisor)
-        return Traced(model, held=held, batches=batches, loss=Loss(self.loss_fn, divisor), losses=losses, ends={})
-
-    def repeated(self, model: nn.Module, microbatches: Pairs) -> frozenset[str]:
-        """The parameters that ``model`` uses in several places: these may have copies in several stages."""
-        batch = _batch(0, *microbatches[0]).to(str(next(model.parameters()).device))
-        return repeated(copied(model), batch, self.loss_fn)
-
-
-def _batch(number: int, inputs: object, target: object) -> Batch:
-    batch = Batch.of(inputs, target)
-    if not batch.of_tensors:
-        raise RecordError(f"microbatch {number} is not of tensors alone")
-    return batch
-
 
 class ReferenceBeside:
     """What rank 0 makes of ``source`` for one step; ``timeout_s`` bounds each wait.
 
-    ``model``: on rank 0 the reference, with the weights that the step began with.
+    ``model``: on rank 0 the reference, with the weights that the step began with; ``microbatches`` are what it runs.
     """
 
     def __init__(self, source: SingleDevice, exchange: Exchange, *, timeout_s: float) -> None:
         self.source = source
         self.model: nn.Module | None = None
+        self.microbatches: Pairs = ()
         self._exchange = exchange
         self._timeout_s = timeout_s
         self._laid_out: dict[str, Tensor] = {}
@@ -113,13 +71,39 @@ class ReferenceBeside:
         """Take back what was laid out."""
         self._exchange.clear(self._laid_out)
 
+    def update(self, step: Step) -> Update:
+        """The step as attribution sees it, on rank 0. The model is made to run each microbatch once more.
+
+        Raises ``RecordError`` for microbatches that only their loop can tell how to use.
+        """
+        assert self.model is not None, "a step was compared with what this model gave"
+        held, divisor = [step.site(name) for name in step.places], self.source.loss_divisor
+        batches = [self._batch(number) for number in range(len(self.microbatches))]
+        loss = Loss(self.source.loss_fn, float(len(batches) if divisor is None else divisor))
+        now = Traced(self.model, held=held, batches=batches, loss=loss, losses=step.due.losses, ends={})
+        stage_of = {name: stage for stage, name in held}
+        owner = {name: stage_of.get(name, NOWHERE) for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        return replace(step.of_record, now=now, tied=copies_apart(self.model, owner))
+
+    def repeated(self) -> frozenset[str]:
+        """The parameters that the model uses in several places, on rank 0: these may have copies in several stages."""
+        assert self.model is not None, "a step was compared with what this model gave"
+        return repeated(copied(self.model), self._batch(0), self.source.loss_fn)
+
     def _made(self, held: Mapping[str, int], microbatches: Pairs | None) -> tuple[str, str]:
         if microbatches is None:
             return "", "the reference runs here, and there are no microbatches: pass them on rank 0"
+        source = self.source
         try:
-            self.model = self.source.model(held, lambda name: self.fetch(f"weight {name}"))
-            record = self.source.record(self.model, microbatches)
-            record = replace(record, operations=tuple(replace(one, before={}) for one in record.operations))
+            self.model, self.microbatches = self._with_weights(held), microbatches
+            record = record_step(
+                self.model,
+                microbatches,
+                loss_fn=source.loss_fn,
+                loss_divisor=source.loss_divisor,
+                floors=source.floors,
+            )
+            record = replace(record, operations=tuple(replace(one, buffers={}, before={}) for one in record.operations))
             text = described(record, self._laid_out)
         except RecordError as error:
             return "", str(error)
@@ -128,3 +112,22 @@ class ReferenceBeside:
         for address, tensor in self._laid_out.items():
             self._exchange.give(address, tensor)
         return text, ""
+
+    def _with_weights(self, held: Mapping[str, object]) -> nn.Module:
+        """The reference with the weights of ``held``, which ranks have; these must be the model's parameters."""
+        model = self.source.build()
+        named = dict(model.named_parameters(remove_duplicate=False))
+        for what, names in (("no rank holds", named.keys() - held), ("the reference lacks", held.keys() - named)):
+            if names:
+                raise RecordError(f"{what} {', '.join(sorted(names))}: give rename= if names differ")
+        with torch.no_grad():
+            for name, parameter in named.items():
+                parameter.copy_(self.fetch(f"weight {name}"))
+        return model
+
+    def _batch(self, number: int) -> Batch:
+        assert self.model is not None, "it runs what the model runs"
+        batch = Batch.of(*self.microbatches[number])
+        if not batch.of_tensors:
+            raise RecordError(f"microbatch {number} is not of tensors alone")
+        return batch.to(str(next(self.model.parameters()).device))

@@ -7,7 +7,7 @@ memory than the largest parameter; the verdicts are joined at the end, so that a
 import math
 import shlex
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,13 +18,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from pipeline.step import Parts
-from validation.diagnosis.evidence import Evidence
 from validation.judging.comparison import Comparison, leave_out
 from validation.judging.judge import Where, concluded
 from validation.judging.ledger import Ledger
 from validation.judging.verdict import Crash, LawResult, Verdict
 from validation.observers.wrappers import AroundGradients
-from validation.records.job_causes import Beside, Checked, explained
 from validation.records.rank_part import (
     MOST,
     Arrival,
@@ -49,12 +47,12 @@ from validation.records.record import (
     microbatch_digests,
     upstream,
 )
+from validation.records.record_evidence import Step, checked, explained
 from validation.records.record_file import read
 from validation.records.single_device import ReferenceBeside, SingleDevice
 from validation.records.step_record import Pairs
-from validation.worlds.exchange import Exchange, exchange
 from validation.worlds.rank_report import Ending, RankReport, describe
-from validation.worlds.side_store import RanksAbsent
+from validation.worlds.side_store import Exchange, RanksAbsent, exchange
 
 _LAST_WORDS_S = 10.0  # a rank that raised waits no longer than this for the others before it goes its way
 
@@ -66,33 +64,6 @@ class CheckError(ValueError):
 def own_name(stage: int, name: str) -> str:
     """A parameter's name in its stage, for stages that keep the names of the whole model."""
     return name
-
-
-def check_step(
-    modules: nn.Module | Mapping[int, nn.Module],
-    microbatches: Pairs | None,
-    *,
-    against: str | Path | Record | SingleDevice,
-    rename: Rename = own_name,
-    operation: int = 0,
-    timeout_s: float = 300.0,
-) -> "StepCheck":
-    """A context manager around one step of a job; every rank enters it.
-
-    modules: this rank's stages by number; a single module is the stage of this rank's number. microbatches: pairs of
-    inputs and target, or None on a rank that does not have them; for a ``SingleDevice`` rank 0 must. against: a
-    record, its file, or the model beside the job. rename: from a stage's number and a name in it to the record's name.
-    operation: which one of the record's. timeout_s bounds each wait for the other ranks, and so for the reference.
-    """
-    return StepCheck(_Job(modules, microbatches, rename, timeout_s), against, operation)
-
-
-@dataclass(frozen=True)
-class _Job:
-    modules: nn.Module | Mapping[int, nn.Module]
-    microbatches: Pairs | None
-    rename: Rename
-    timeout_s: float
 
 
 @dataclass(frozen=True)
@@ -111,10 +82,31 @@ class _Part:
 
 
 class StepCheck:
-    """The check of one step. ``gradients`` between backward and clipping, ``report`` anywhere; then ``verdict``."""
+    """A context manager around one step of a job; every rank enters it.
 
-    def __init__(self, job: _Job, against: str | Path | Record | SingleDevice, operation: int) -> None:
-        self._job = job
+    ``gradients`` is called between backward and clipping, ``report`` anywhere; then there is a ``verdict``.
+    """
+
+    def __init__(
+        self,
+        modules: nn.Module | Mapping[int, nn.Module],
+        microbatches: Pairs | None,
+        *,
+        against: str | Path | Record | SingleDevice,
+        rename: Rename = own_name,
+        operation: int = 0,
+        timeout_s: float = 300.0,
+    ) -> None:
+        """``modules``: this rank's stages by number; a single module is the stage of this rank's number.
+
+        microbatches: pairs of inputs and target, or None on a rank that does not have them; for a ``SingleDevice``
+        rank 0 must. against: a record, its file, or the model beside the job. rename: from a stage's number and a name
+        in it to the record's name. operation: which one of the record's. timeout_s bounds each wait for the other
+        ranks, and so for the reference.
+        """
+        self._modules, self._rename = modules, rename
+        self._given = microbatches
+        self._timeout_s = timeout_s
         self._source = against
         self._number = operation
         self._ledger = Ledger(LAWS)
@@ -129,22 +121,20 @@ class StepCheck:
         self._failure = ""  # how ranks failed
         self._verdict: Verdict | None = None
         self._run = Run((0,), (), (None,))
-        self._microbatches: Pairs | None = None  # of all replicas, where the reference runs
 
     def __enter__(self) -> "StepCheck":
         self._began = perf_counter()
         self._exchange: Exchange = exchange()
-        source, bound_s = self._source, self._job.timeout_s
-        if isinstance(source, SingleDevice):
-            self._beside = ReferenceBeside(source, self._exchange, timeout_s=bound_s)
-        modules = self._job.modules
+        if isinstance(self._source, SingleDevice):
+            self._beside = ReferenceBeside(self._source, self._exchange, timeout_s=self._timeout_s)
+        modules = self._modules
         numbered = {self._exchange.rank: modules} if isinstance(modules, nn.Module) else modules
-        self._own = RankStages(numbered, self._job.rename)
-        self._kept = Kept(MOST // self._exchange.ranks)
+        self._own = RankStages(numbered, self._rename)
+        self._kept = Kept(self._exchange.rank, MOST // self._exchange.ranks)
         try:
             self._obstacle = self._begin()
         except RanksAbsent as absent:
-            self._failure = _sentence(absent)
+            self._failure = str(absent)
         if self._at is not None:
             self._kept.begin(self._own.gradients)
         return self
@@ -206,11 +196,11 @@ class StepCheck:
         about = RankReport(self._exchange.rank, ending, message)
         mine = _Part(about, self._ledger, self._kept.notes, self._norm, self._problem, self._crash)
         what = "the end of the checked step"
-        bound_s = self._job.timeout_s if error is None else min(self._job.timeout_s, _LAST_WORDS_S)
+        bound_s = self._timeout_s if error is None else min(self._timeout_s, _LAST_WORDS_S)
         try:
             parts = self._exchange.finish(mine, what=what, bound_s=bound_s)
         except RanksAbsent as absent:
-            parts, self._failure = [mine], self._failure or _sentence(absent)
+            parts, self._failure = [mine], self._failure or str(absent)
         self._verdict = self._explained(self._joined(parts), parts)
         if self._beside is not None:
             self._beside.clear()
@@ -230,7 +220,8 @@ class StepCheck:
         record: Record | None = None
         digests: tuple[str, ...] | None = None
         with self._noting():
-            record, digests = self._read(), self._digests()
+            record = self._read()
+            digests = None if self._given is None else microbatch_digests(self._given)
             self._own.check_names()
             if record is not None:
                 self._own.check_start(record.operations[self._number])
@@ -241,8 +232,7 @@ class StepCheck:
         run, wrong = run_of(arrivals)
         problems = problems or wrong
         if not problems and self._beside is not None:
-            self._microbatches = self._every(run)
-            record, problems = self._beside.record(self._own.parameters, arrivals, self._microbatches)
+            record, problems = self._beside.record(self._own.parameters, arrivals, self._every(run))
         elif not problems and record is not None:
             problems = other_run(run, record.operations[self._number])
         if problems or record is None:
@@ -259,7 +249,8 @@ class StepCheck:
         """How many stages hold each parameter; a copy of a weight that the model uses in several may be in each."""
         due = dict.fromkeys([*expected.before, *expected.gradients])
         counts = {name: len({stage for _, stage in found}) for name, found in self._places.items()}
-        copies = self._copies(counts)
+        several = max(counts.values(), default=0) > 1
+        copies = self._beside.repeated() if several and self._beside is not None else None
         for name in dict.fromkeys([*due, *counts]):
             count, wanted = counts.get(name, 0), int(name in due)
             if count > 1 and wanted and copies is None:
@@ -277,17 +268,9 @@ class StepCheck:
     def _every(self, run: Run) -> Pairs | None:
         """The microbatches of all replicas, on rank 0, which runs the reference; elsewhere this rank's own."""
         if not run.apart:
-            return self._job.microbatches
-        given = self._gather(self._job.microbatches, "the microbatches of all replicas")
-        return run.together(given) if self._exchange.rank == 0 else self._job.microbatches
-
-    def _copies(self, counts: Mapping[str, int]) -> Collection[str] | None:
-        """What may be in several stages, where something is; None where nobody knows."""
-        if self._beside is None or self._beside.model is None or self._microbatches is None:
-            return None
-        if max(counts.values(), default=0) < 2:
-            return ()
-        return self._beside.source.repeated(self._beside.model, self._microbatches)
+            return self._given
+        given = self._gather(self._given, "the microbatches of all replicas")
+        return run.together(given) if self._exchange.rank == 0 else self._given
 
     @contextmanager
     def _noting(self) -> Iterator[None]:
@@ -308,9 +291,6 @@ class StepCheck:
         if not 0 <= self._number < len(plan) or plan[self._number] != "train":
             raise RecordError(f"operation {self._number} of {'+'.join(plan)} is no training step")
         return found
-
-    def _digests(self) -> tuple[str, ...] | None:
-        return None if self._job.microbatches is None else microbatch_digests(self._job.microbatches)
 
     def _joined(self, parts: Sequence[_Part]) -> Verdict:
         took = perf_counter() - self._began
@@ -352,33 +332,25 @@ class StepCheck:
         """``verdict`` with its causes, where there is something to explain: all ranks have the same parts."""
         if not verdict.mismatches:
             return verdict
-        bound_s = self._job.timeout_s
+        bound_s = self._timeout_s
         return explained(
-            verdict, self._kept, self._exchange, look=lambda: self._checked(verdict, parts), bound_s=bound_s
+            verdict, self._kept, self._exchange, look=lambda: self._checked(parts).evidence(verdict), bound_s=bound_s
         )
 
-    def _checked(self, verdict: Verdict, parts: Sequence[_Part]) -> Evidence:
+    def _checked(self, parts: Sequence[_Part]) -> Step:
         assert self._record is not None, "there was something to compare with"
-        return Checked(
+        return checked(
             self._record,
             self._number,
             self._places,
-            [part.notes for part in parts],
-            [part.norm for part in parts],
-            lambda name: self._exchange.take(name, bound_s=self._job.timeout_s),
-            self._remade,
-        ).evidence(verdict)
-
-    @property
-    def _remade(self) -> Beside | None:
-        """The model beside the job, for rank 0 to run again."""
-        found = self._beside
-        if found is None or found.model is None or self._microbatches is None:
-            return None
-        return Beside(found.source, found.model, self._microbatches)
+            notes=[part.notes for part in parts],
+            norms=[part.norm for part in parts],
+            fetch=lambda name: self._exchange.take(name, bound_s=self._timeout_s),
+            model=None if self._beside is None else self._beside.update,
+        )
 
     def _gather(self, value: object, what: str) -> list[Any]:
-        return self._exchange.gather(value, what=what, bound_s=self._job.timeout_s)
+        return self._exchange.gather(value, what=what, bound_s=self._timeout_s)
 
 
 class _Checked(AroundGradients):
@@ -393,5 +365,4 @@ class _Checked(AroundGradients):
         self._check.gradients()
 
 
-def _sentence(absent: RanksAbsent) -> str:
-    return "\n".join(f"rank {rank} {reason}" for rank, reason in absent.reasons.items())
+check_step = StepCheck  # as users call it

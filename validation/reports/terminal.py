@@ -1,15 +1,12 @@
-"""What a person sees while commands run: lines, progress, and a file of verdicts. Only rank 0 of a launcher speaks."""
+"""What a person sees while commands run: lines and progress. Only rank 0 of a launcher speaks."""
 
-import json
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
 from rich.text import Text
 
 from validation.worlds.launcher import reports
-from validation.worlds.output_file import OutputFile
 
 _STYLES = {"pass": "green", "fail": "bold red", "unknown": "bold yellow"}
 
@@ -37,29 +34,3 @@ class Terminal:
             return
         with self._err.status(text) as status:
             yield status.update
-
-
-class JsonFile:
-    """A file of verdicts, as JSON."""
-
-    def __init__(self, path: str | None) -> None:
-        self._file = OutputFile(path)
-
-    def __enter__(self) -> "JsonFile":
-        return self
-
-    def write(self, data: Mapping[str, object]) -> None:
-        """Put ``data`` where the file belongs. Numbers that are not finite, which JSON lacks, become text: "inf"."""
-        self._file.write((json.dumps(_finite(data), indent=2, allow_nan=False) + "\n").encode())
-
-    def __exit__(self, *_: object) -> None:
-        self._file.__exit__()
-
-
-def _finite(data: object) -> object:
-    """``data`` with text in the place of numbers that are not finite: "inf", "-inf" or "nan"."""
-    if isinstance(data, Mapping):
-        return {key: _finite(value) for key, value in data.items()}
-    if isinstance(data, list | tuple):
-        return [_finite(value) for value in data]
-    return str(data) if isinstance(data, float) and not math.isfinite(data) else data

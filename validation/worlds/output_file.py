@@ -1,10 +1,12 @@
 """A file of results: opened before the work, so that a bad path costs nothing, and whole or not there at all."""
 
 import errno
+import json
+import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -59,6 +61,10 @@ class OutputFile:
                 os.chmod(self._partial, 0o644)
             os.replace(self._partial, self._path)
 
+    def write_json(self, data: Mapping[str, object]) -> None:
+        """Put ``data`` where the file belongs."""
+        self.write((json.dumps(finite(data), indent=2, allow_nan=False) + "\n").encode())
+
     def __exit__(self, *_: object) -> None:
         if self._partial is not None:
             self._partial.unlink(missing_ok=True)
@@ -72,3 +78,12 @@ class OutputFile:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             cure = "make room there, or choose another" if full else "choose a file in an existing, writable folder"
             raise OutputError(f"cannot write {self._given}: {error.strerror or error}; {cure}") from error
+
+
+def finite(data: object) -> object:
+    """``data`` with text in the place of numbers that are not finite, which JSON lacks; float() reads it back."""
+    if isinstance(data, Mapping):
+        return {key: finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [finite(value) for value in data]
+    return str(data) if isinstance(data, float) and not math.isfinite(data) else data

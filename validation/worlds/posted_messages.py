@@ -55,17 +55,16 @@ def _noting(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     return noted
 
 
-def awaited(frames: Sequence[traceback.FrameSummary]) -> str | None:
-    """What a rank with this stack waits for: the messages that it has posted and not met, if it stands at a wait."""
-    if not frames or "wait" not in (frames[-1].line or ""):
+def awaited(frames: Sequence[traceback.FrameSummary]) -> tuple[str, tuple[int, ...] | None] | None:
+    """What a rank with this stack waits for, if it stands at a wait: the messages that it has posted and not met.
+
+    And from which ranks these are; None where one may be from any.
+    """
+    found = [one for one in list(_messages) if one.open]
+    if not (found and frames and "wait" in (frames[-1].line or "")):
         return None
-    texts = list(dict.fromkeys(one.text for one in list(_messages) if one.open))
+    texts = list(dict.fromkeys(one.text for one in found))
     more = f" and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
-    return " or ".join(texts[:_SHOWN]) + more or None
-
-
-def peers() -> tuple[int, ...] | None:
-    """The ranks of the messages that this rank has posted and not met; None where one may be from any."""
-    found = [one.peer for one in list(_messages) if one.open]
-    known = [peer for peer in found if peer is not None]
-    return tuple(sorted(set(known))) if known and len(known) == len(found) else None
+    known = [one.peer for one in found if one.peer is not None]
+    peers = tuple(sorted(set(known))) if len(known) == len(found) else None
+    return " or ".join(texts[:_SHOWN]) + more, peers

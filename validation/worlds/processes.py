@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection, wait
 from validation.worlds.launcher import CONTEXT, Seat, fork_server, loopback
 from validation.worlds.rank_report import Ending, RankReport
 from validation.worlds.shipping import unpack
-from validation.worlds.worker import Answer, serve
+from validation.worlds.worker import serve
 
 _STALL_BOUND_S = 60  # for one message to move at all
 _EXIT_BOUND_S = 1.0  # for a process whose connection is closed to be seen dead
@@ -46,16 +46,15 @@ class WorkerHandle:
         with contextlib.suppress(OSError):
             self._orders.send_bytes(order)
 
-    def answer(self) -> Answer:
+    def answer(self) -> RankReport:
         """Its answer, or how it died; to be called once one of ``handles`` is ready."""
         with contextlib.suppress(EOFError, OSError):
             if self._orders.poll():
                 answer = unpack(self._orders.recv_bytes())
-                assert isinstance(answer, Answer), f"a worker sends answers, not {type(answer)}"
+                assert isinstance(answer, RankReport), f"a worker sends reports, not {type(answer)}"
                 return answer
         self._process.join(_EXIT_BOUND_S)
-        report = RankReport(self.seat.rank, Ending.DIED, self._death(), self._signal_stack(), at_s=time.time())
-        return Answer(report)
+        return RankReport(self.seat.rank, Ending.DIED, self._death(), self._signal_stack(), at_s=time.time())
 
     def ask(self) -> None:
         """Ask where it is and what it waits for; ``testimony`` has the reply."""
@@ -120,7 +119,7 @@ class Processes:
 
     def run(
         self, order: bytes, *, label: str, ranks: int, timeout_s: float, meanwhile: Iterable[object]
-    ) -> Sequence[Answer]:
+    ) -> Sequence[RankReport]:
         """One answer for each rank, in rank order. There is one controller, so nobody else to agree on the label."""
         del label
         pool = self._pools.get(ranks)
@@ -191,7 +190,7 @@ class Pool:
         timeout_s: float,
         cancelled: Callable[[], bool] | None = None,
         meanwhile: Iterable[object] = (),
-    ) -> list[Answer]:
+    ) -> list[RankReport]:
         """Every worker's answer to the order, in the order of the seats. If one of them failed, the pool is closed.
 
         The bound, in seconds, counts from when all workers are ready. ``cancelled`` is asked now and then whether a
@@ -213,8 +212,8 @@ class Pool:
 
     def _collect(
         self, aim: str, bound_s: float, cancelled: Callable[[], bool] | None, meanwhile: Iterable[object] = ()
-    ) -> list[Answer]:
-        answers: dict[WorkerHandle, Answer] = {}
+    ) -> list[RankReport]:
+        answers: dict[WorkerHandle, RankReport] = {}
         pending, own = list(self._workers), iter(meanwhile)
         deadline_s, failing = time.monotonic() + bound_s, False
         while pending:
@@ -229,7 +228,7 @@ class Pool:
                 pending.remove(worker)
                 answers[worker] = worker.answer()
                 if answers[worker].failed:
-                    skipped = answers[worker].report.ending is Ending.SKIPPED
+                    skipped = answers[worker].ending is Ending.SKIPPED
                     graces_s.append(_SKIP_GRACE_S if skipped else GRACE_S)
             if graces_s:
                 failing = True
@@ -238,7 +237,7 @@ class Pool:
         return [answers[worker] for worker in self._workers]
 
 
-def _examine(workers: Sequence[WorkerHandle], complaint: str) -> dict[WorkerHandle, Answer]:
+def _examine(workers: Sequence[WorkerHandle], complaint: str) -> dict[WorkerHandle, RankReport]:
     """Where each worker is that has not finished, and what it waits for. Without a complaint it is only stopped."""
     for worker in workers:
         worker.ask()
@@ -247,7 +246,7 @@ def _examine(workers: Sequence[WorkerHandle], complaint: str) -> dict[WorkerHand
     for worker in workers:
         stack, waiting, peers = worker.testimony(deadline_s)
         ending = Ending.STUCK if complaint else Ending.STOPPED
-        answers[worker] = Answer(RankReport(worker.seat.rank, ending, complaint, stack, waiting, time.time(), peers))
+        answers[worker] = RankReport(worker.seat.rank, ending, complaint, stack, waiting, time.time(), peers)
     return answers
 
 

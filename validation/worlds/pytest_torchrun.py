@@ -3,18 +3,172 @@
 import os
 import signal
 import sys
-from collections.abc import Generator, Mapping, Sequence
+import threading
+import time
+import traceback
+from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from textwrap import indent
 from types import FrameType
+from typing import Self
 
 import pytest
+from _pytest._code.code import ReprFileLocation, TerminalRepr
+from _pytest._io import TerminalWriter
 
-from validation.worlds.agreed_phase import Phase, blame, settle
-from validation.worlds.rank_report import Ending, RankReport, describe
-from validation.worlds.rank_watch import STUCK_STATUS, Watch, stacks
-from validation.worlds.shipping import pack, unpack
-from validation.worlds.side_store import RanksAbsent, side_store
+from validation.worlds.rank_report import Ending, RankReport, culprit_of, describe, of_absent
+from validation.worlds.side_store import RanksAbsent, SideStore, side_store
+
+_STRICT = "[XPASS(strict)]"  # how pytest's report begins where a test should have failed
+_ENDINGS = {"passed": Ending.FINISHED, "failed": Ending.RAISED, "skipped": Ending.SKIPPED}
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What one rank's pytest made of a phase.
+
+    ``outcome`` is pytest's passed, failed or skipped; ``message`` the exception or the reason; ``expected`` the reason
+    to expect a failure, where there is one; ``sections`` what was captured; ``at_s`` the wall clock.
+    """
+
+    outcome: str
+    message: str
+    text: str
+    expected: str | None
+    sections: tuple[tuple[str, str], ...]
+    at_s: float
+
+    @classmethod
+    def of(cls, report: pytest.TestReport) -> Self:
+        """The phase that this report is about, as this rank saw it."""
+        text, crash = report.longreprtext, getattr(report.longrepr, "reprcrash", None)
+        message = crash.message if crash is not None else text
+        if message.startswith("assert "):  # pytest leaves out what it was that the assertion raised
+            message = f"AssertionError: {message}"
+        if isinstance(report.longrepr, tuple):
+            message = report.longrepr[2].removeprefix("Skipped: ")
+        expected = getattr(report, "wasxfail", None)
+        if not report.failed:  # then nobody will want the rest
+            return cls(report.outcome, message, "", expected, (), time.time())
+        return cls(report.outcome, message, text, expected, tuple(report.sections), time.time())
+
+    def seen_by(self, rank: int) -> RankReport:
+        """The phase as the report of a rank. To fail as expected is to finish."""
+        ending = _ENDINGS[self.outcome] if self.expected is None else Ending.FINISHED
+        return RankReport(rank, ending, self.message, self.text, at_s=self.at_s)
+
+    @property
+    def as_expected(self) -> bool:
+        """Whether this outcome goes with a failure that is expected, and that another rank may have had."""
+        return self.outcome == "passed" or self.expected is not None or self.message.startswith(_STRICT)
+
+
+def settle(report: pytest.TestReport, phases: Sequence[Phase], *, rank: int) -> None:
+    """Make this rank's report say what the ranks saw together; the phases are in rank order.
+
+    Where all agree it stays as it is. Where some failed, or skipped alone, the phase has failed on every rank, with the
+    culprit's text first. A failure that is expected may show on some ranks only.
+    """
+    outcomes = {phase.outcome for phase in phases}
+    messages = {phase.message for phase in phases}
+    if outcomes in ({"passed"}, {"skipped"}) or (outcomes == {"failed"} and len(messages) == 1):
+        return
+    expected = [phase.expected for phase in phases if phase.outcome == "skipped" and phase.expected is not None]
+    if expected and all(phase.as_expected for phase in phases):
+        report.outcome = "skipped"
+        report.wasxfail = expected[0]
+        return
+    reports = [phase.seen_by(each) for each, phase in enumerate(phases)]
+    sections = phases[culprit_of(reports)].sections
+    blame(report, reports, rank=rank, sections=sections)
+
+
+def blame(
+    report: pytest.TestReport,
+    reports: Sequence[RankReport],
+    *,
+    rank: int,
+    sections: Sequence[tuple[str, str]] = (),
+) -> None:
+    """Make the report a failure that puts the culprit first; ``sections`` is what the culprit's pytest captured.
+
+    The culprit's own report keeps its text, which pytest can show better than anybody it was sent to.
+    """
+    culprit = culprit_of(reports)
+    if culprit == rank and report.failed:
+        lines = [other.line() for other in reports if other.rank != rank]
+        report.sections.append(("the other ranks", "\n".join(lines)))
+        return
+    report.outcome = "failed"
+    vars(report).pop("wasxfail", None)
+    report.longrepr = _Story(describe(reports), report.location)
+    report.sections.extend((f"rank {culprit}: {title}", text) for title, text in sections)
+
+
+class _Story(TerminalRepr):
+    """Text in the place of a traceback, with the first line for pytest's short summary."""
+
+    def __init__(self, text: str, location: tuple[str, int | None, str]) -> None:
+        self.text = text
+        path, line, _ = location
+        self.reprcrash = ReprFileLocation(path, (line or 0) + 1, text.partition("\n")[0])
+
+    def toterminal(self, tw: TerminalWriter) -> None:
+        """Write the text, each line as it is."""
+        for line in self.text.splitlines():
+            tw.line(line)
+
+
+STUCK_STATUS = 3
+_LOOK_S = 0.5
+_TELL_BOUND_S = 3.0
+_OVER_BOUND_S = 60.0
+
+
+class Watch:
+    """Watches one rank, from a thread of its own, for the moment at which the others have given it up."""
+
+    def __init__(self, side: SideStore) -> None:
+        self._side = side
+        self._stopped = threading.Event()
+        self._watched = threading.get_ident()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="pipeproof watch")
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop watching, within a bound."""
+        self._stopped.set()
+        self._thread.join(2 * _LOOK_S)
+
+    def _run(self) -> None:
+        rank = self._side.rank
+        while not self._stopped.wait(_LOOK_S):
+            if self._side.has(f"stack wanted/{rank}"):
+                self._side.put(f"stack/{rank}", _stack(self._watched).encode())
+                self._side.wait_for("over", _OVER_BOUND_S)
+                os._exit(STUCK_STATUS)  # the watched thread may be where nothing but this can end it
+
+
+def _stack(thread: int) -> str:
+    frames = traceback.extract_stack(sys._current_frames()[thread])
+    pytests = [index for index, frame in enumerate(frames) if "_pytest" in frame.filename or "pluggy" in frame.filename]
+    own = frames[pytests[-1] + 1 :] if pytests else []
+    return "".join(traceback.format_list(own or frames))
+
+
+def stacks(side: SideStore, ranks: Collection[int]) -> dict[int, str]:
+    """Where these ranks are stuck, within a bound. From then on they end as soon as the session is over."""
+    if side.hurried:  # they are gone, and there is no time
+        return {}
+    for rank in ranks:
+        side.put(f"stack wanted/{rank}", b"")
+    deadline_s = time.monotonic() + _TELL_BOUND_S
+    told = {}
+    for rank in ranks:
+        side.wait_for(f"stack/{rank}", deadline_s - time.monotonic())
+        told[rank] = (side.get(f"stack/{rank}") or b"in native code, or gone").decode()
+    return told
+
 
 _SHOWN = 5  # tests named for each rank, before the rest is only counted
 
@@ -92,11 +246,11 @@ class RanksTogether:
         seed = getattr(self._config.option, "randomly_seed", None)
         mine = Collected(tuple(item.nodeid for item in items), self._errors, seed)
         try:
-            told = self._side.end_scope(pack(mine), what="the end of collection", bound_s=self._bound_s)
+            what = "the end of collection"
+            collected: list[Collected] = self._side.end_scope(mine, what=what, bound_s=self._bound_s)
         except RanksAbsent as absent:
-            self._lost = _sentence(absent)
+            self._lost = str(absent)
             pytest.exit(self._lost, returncode=STUCK_STATUS)
-        collected: list[Collected] = [unpack(data) for data in told]
         if unlike := difference(collected):
             pytest.exit(unlike, returncode=pytest.ExitCode.INTERRUPTED)
         place = {nodeid: index for index, nodeid in enumerate(collected[0].nodeids)}
@@ -168,31 +322,26 @@ class RanksTogether:
     def _agree_on_phase(self, item: pytest.Item, report: pytest.TestReport) -> None:
         phase, what = Phase.of(report), f"the end of {report.when} of {item.nodeid}"
         try:
-            told = self._side.end_scope(pack(phase), what=what, bound_s=self._bound_s)
+            told = self._side.end_scope(phase, what=what, bound_s=self._bound_s)
         except RanksAbsent as absent:
             self._give_up(item, report, phase, absent)
         else:
-            settle(report, [unpack(data) for data in told], rank=self._rank)
+            settle(report, told, rank=self._rank)
 
     def _agree_on_part(self, item: pytest.Item, report: pytest.TestReport) -> None:
         try:
-            told = self._side.gather(pack(Phase.of(report)), what=f"a subtest of {item.nodeid}", bound_s=self._bound_s)
+            told = self._side.gather(Phase.of(report), what=f"a subtest of {item.nodeid}", bound_s=self._bound_s)
         except RanksAbsent:
             self._parts_agree = False  # the end of the call will tell which rank left it, and why
         else:
-            settle(report, [unpack(data) for data in told], rank=self._rank)
+            settle(report, told, rank=self._rank)
 
     def _give_up(self, item: pytest.Item, report: pytest.TestReport, phase: Phase, absent: RanksAbsent) -> None:
-        self._lost = _sentence(absent)
+        self._lost = str(absent)
         item.session.shouldstop = self._lost.partition("\n")[0]  # the test's report has the rest
         self._reporter = min(rank for rank in range(self._side.ranks) if rank not in absent.reasons)
         told = stacks(self._side, [rank for rank in absent.reasons if not self._side.has_left(rank)])
-        reports = [
-            RankReport(rank, Ending.ABSENT, absent.reasons[rank], told.get(rank, ""))
-            if rank in absent.reasons
-            else RankReport(rank, Ending.STOPPED)
-            for rank in range(self._side.ranks)
-        ]
+        reports = of_absent(absent.reasons, self._side.ranks, told)
         reports[self._rank] = phase.seen_by(self._rank)
         blame(report, reports, rank=self._rank)
         if self._rank == self._reporter != 0:
@@ -233,7 +382,3 @@ def _silence(config: pytest.Config) -> None:
 
 def _forget(key: str, value: object) -> None:
     """In the place of writing to the cache."""
-
-
-def _sentence(absent: RanksAbsent) -> str:
-    return "; ".join(f"rank {rank} {reason}" for rank, reason in absent.reasons.items())

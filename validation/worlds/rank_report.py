@@ -59,6 +59,7 @@ class RankReport:
     ``traceback`` the traceback of the exception, or the stack of a rank that had to be ended; ``waiting`` what such a
     rank said it was waiting for; ``peers`` are the ranks that this may be, none where it is every rank that does not
     wait for the same, and None where that is not known; ``at_s`` the wall clock at the end, in seconds since the epoch.
+    ``payload`` is, as bytes, the result of a rank that finished, or the ValueError that ended it.
     """
 
     rank: int
@@ -68,6 +69,12 @@ class RankReport:
     waiting: str | None = None
     at_s: float = 0.0
     peers: tuple[int, ...] | None = None
+    payload: bytes = b""
+
+    @property
+    def failed(self) -> bool:
+        """Whether there is no result."""
+        return self.ending is not Ending.FINISHED
 
     @property
     def secondary(self) -> bool:
@@ -186,6 +193,16 @@ def describe(reports: Sequence[RankReport]) -> str:
 
 def _paragraph(heading: str, body: str) -> str:
     return f"{heading}\n{indent(body.rstrip(), '    ')}" if body.strip() else heading
+
+
+def of_absent(reasons: Mapping[int, str], ranks: int, stacks: Mapping[int, str]) -> list[RankReport]:
+    """The reports of a run of so many ranks to which some did not come, for these reasons; ``stacks`` where known."""
+    return [
+        RankReport(rank, Ending.ABSENT, reasons[rank], stacks.get(rank, ""))
+        if rank in reasons
+        else RankReport(rank, Ending.STOPPED)
+        for rank in range(ranks)
+    ]
 
 
 class WorldError(RuntimeError):

@@ -4,10 +4,16 @@ import functools
 import itertools
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
+import torch.distributed as dist
+from safetensors.torch import load, save
+from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in torch's __all__
 
+from validation.worlds.launcher import under_torchrun
+from validation.worlds.rank_report import WorldError
 from validation.worlds.shipping import pack, unpack
 
 _CHUNK = 4 << 20  # bytes; the store drops the connection of whoever sends 8 MiB at once
@@ -48,19 +54,19 @@ class SideStore:
         self._exchanges = 0
         self._outdated: list[str] = []  # this rank's keys of the last exchange that all ranks came to
 
-    def gather(self, data: bytes, *, what: str, bound_s: float) -> list[bytes]:
-        """Every rank's data, in rank order. ``what`` names the exchange for the reader of an error.
+    def gather(self, value: object, *, what: str, bound_s: float) -> list[Any]:
+        """Every rank's value, in rank order. ``what`` names the exchange for the reader of an error.
 
         Raises RanksAbsent when a rank has not come within the bound in seconds, is known never to come, or has come to
         something else.
         """
         self._exchanges += 1
-        return self._gather(self.latest, data, what, bound_s)
+        return self._gather(self.latest, value, what, bound_s)
 
-    def end_scope(self, data: bytes, *, what: str, bound_s: float) -> list[bytes]:
+    def end_scope(self, value: object, *, what: str, bound_s: float) -> list[Any]:
         """As ``gather``, and afterwards a new scope. A rank that waits here takes part in nothing else of its scope."""
         try:
-            return self._gather(self._end, data, what, bound_s)
+            return self._gather(self._end, value, what, bound_s)
         finally:
             self._scope += 1
             self._exchanges = 0
@@ -130,9 +136,9 @@ class SideStore:
     def _end(self) -> str:
         return f"scope {self._scope}/end"
 
-    def _gather(self, name: str, data: bytes, what: str, bound_s: float) -> list[bytes]:
+    def _gather(self, name: str, value: object, what: str, bound_s: float) -> list[Any]:
         keys = [f"{name}/{rank}" for rank in range(self.ranks)]
-        written = self.put(keys[self.rank], pack((what, data)))
+        written = self.put(keys[self.rank], pack((what, pack(value))))  # the value for those who came to the same
         deadline_s, pause_s = time.monotonic() + bound_s, _PATIENCE_S / 64
         while not self._store.check(keys):
             late = self._hurry or (f"within {bound_s:g} s" if time.monotonic() > deadline_s else "")
@@ -150,7 +156,7 @@ class SideStore:
         if meant:
             came_to = gathered[0][0]
             raise RanksAbsent({rank: f"did not come to {came_to}, but to {theirs}" for rank, theirs in meant.items()})
-        return [data for _, data in gathered]
+        return [unpack(data) for _, data in gathered]
 
     def _absent(self, keys: Sequence[str], late: str) -> dict[int, str]:
         """Why ranks will not come any more, where that is known; ``late`` is the reason in want of a better one."""
@@ -171,3 +177,63 @@ class SideStore:
 def side_store() -> SideStore:
     """This process's side store: one, so that all its exchanges are counted together."""
     return SideStore()
+
+
+_exchanges = itertools.count()  # all ranks make theirs in one order, so a number is the same exchange everywhere
+
+
+class Exchange:
+    """Every rank calls ``gather`` and ``finish`` alike; tensors are for whoever asks.
+
+    It goes over ``side``, the store of torchrun's agent; where there is none, one rank has nobody to speak with.
+    """
+
+    def __init__(self, side: SideStore | None) -> None:
+        self._side = side
+        self._prefix = f"exchange {next(_exchanges)}"
+        self._laid_out: dict[str, Tensor] = {}  # by a rank that has nobody else
+        self.rank, self.ranks = (0, 1) if side is None else (side.rank, side.ranks)
+
+    def gather(self, value: object, *, what: str, bound_s: float) -> list[Any]:
+        """Every rank's value. Raises ``RanksAbsent`` for ranks that have not come after the bound in seconds."""
+        if self._side is None:
+            return [value]
+        return self._side.gather(value, what=what, bound_s=bound_s)
+
+    def finish(self, value: object, *, what: str, bound_s: float) -> list[Any]:
+        """As ``gather``, for the last time: a rank that is here takes part in nothing before it any more."""
+        if self._side is None:
+            return [value]
+        return self._side.end_scope(value, what=what, bound_s=bound_s)
+
+    def give(self, name: str, tensor: Tensor) -> None:
+        """Lay a tensor out under a name that nobody else uses."""
+        if self._side is None:
+            self._laid_out[name] = tensor.detach()
+        else:
+            self._side.put(f"{self._prefix}/{name}", save({"": tensor.detach().cpu().contiguous()}))
+
+    def take(self, name: str, *, bound_s: float) -> Tensor:
+        """The tensor of that name, once it is there. Raises ``RanksAbsent`` after the bound in seconds."""
+        if self._side is None:
+            return self._laid_out[name]
+        key = f"{self._prefix}/{name}"
+        if not self._side.wait_for(key, bound_s):
+            raise RanksAbsent({self.rank: f"waited {bound_s:g} s in vain for {name}"})
+        return load(self._side.get(key) or b"")[""]
+
+    def clear(self, names: Iterable[str]) -> None:
+        """Free what these names take up."""
+        for name in names:
+            self._laid_out.pop(name, None)
+            if self._side is not None:
+                self._side.take(f"{self._prefix}/{name}")
+
+
+def exchange() -> Exchange:
+    """The exchange among this job's ranks. Raises ``WorldError`` for several ranks that torchrun did not start."""
+    if under_torchrun():
+        return Exchange(side_store())
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise WorldError(f"{dist.get_world_size()} ranks have no way to agree: start them with torchrun")
+    return Exchange(None)

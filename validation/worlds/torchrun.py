@@ -7,10 +7,8 @@ from dataclasses import dataclass
 
 from validation.worlds.launcher import Seat, loopback
 from validation.worlds.processes import START_BOUND_S, Pool
-from validation.worlds.rank_report import Ending, NeedsMoreRanks, RankFailed, RankReport
-from validation.worlds.shipping import pack, unpack
+from validation.worlds.rank_report import NeedsMoreRanks, RankFailed, RankReport, of_absent
 from validation.worlds.side_store import RanksAbsent, side_store
-from validation.worlds.worker import Answer
 
 _ARRIVAL_BOUND_S = 60.0  # at least this long, as ranks may be busy with other things before they come
 _SLACK_S = 30.0  # beyond the bounds of a run, for ending its workers and telling of it
@@ -39,7 +37,7 @@ class Torchrun:
 
     def run(
         self, order: bytes, *, label: str, ranks: int, timeout_s: float, meanwhile: Iterable[object]
-    ) -> Sequence[Answer]:
+    ) -> Sequence[RankReport]:
         """One answer for each rank, in rank order and the same on every rank of torchrun.
 
         Nothing is done meanwhile: each rank's own process would take the time of its worker.
@@ -52,7 +50,7 @@ class Torchrun:
             answers = self._run(order, label, ranks, timeout_s)
         except RanksAbsent as absent:
             self._discard(ranks)
-            raise RankFailed(self._reports(absent)) from None
+            raise RankFailed(of_absent(absent.reasons, self._side.ranks, {})) from None
         if any(answer.failed for answer in answers):
             self._discard(ranks)
         return answers
@@ -62,21 +60,21 @@ class Torchrun:
         for ranks in list(self._pools):
             self._discard(ranks)
 
-    def _run(self, order: bytes, label: str, ranks: int, timeout_s: float) -> list[Answer]:
+    def _run(self, order: bytes, label: str, ranks: int, timeout_s: float) -> list[RankReport]:
         what = f"the run of {label} on {ranks} ranks"
         pool = self._pool(ranks, what, max(timeout_s, _ARRIVAL_BOUND_S))
         failed = f"{self._side.latest}/failed"
         mine = pool.run(order, timeout_s=timeout_s, cancelled=lambda: self._side.has(failed)) if pool else []
         if any(answer.failed for answer in mine):
             self._side.put(failed, b"")
-        everyone = self._side.gather(pack(mine), what=what, bound_s=START_BOUND_S + timeout_s + _SLACK_S)
-        return [answer for data in everyone for answer in unpack(data)]
+        everyone = self._side.gather(mine, what=what, bound_s=START_BOUND_S + timeout_s + _SLACK_S)
+        return [answer for answers in everyone for answer in answers]
 
     def _pool(self, ranks: int, what: str, bound_s: float) -> Pool | None:
         """This rank's worker, in one group with the others' workers; None for a rank that the run does not need."""
         number, pool = self._pools.get(ranks, (0, None))
         mine = _Arrival(number if pool is not None and pool.alive else 0, Torchrun._newest_group)
-        arrivals: list[_Arrival] = [unpack(d) for d in self._side.gather(pack(mine), what=what, bound_s=bound_s)]
+        arrivals: list[_Arrival] = self._side.gather(mine, what=what, bound_s=bound_s)
         groups = {arrival.group for arrival in arrivals[:ranks]}
         if len(groups) > 1 or groups == {0}:
             self._discard(ranks)
@@ -102,11 +100,3 @@ class Torchrun:
             folder=tempfile.mkdtemp(prefix="pipeproof-"),
             environment=loopback() if local_ranks == self._side.ranks else {},
         )
-
-    def _reports(self, absent: RanksAbsent) -> list[RankReport]:
-        return [
-            RankReport(rank, Ending.ABSENT, absent.reasons[rank])
-            if rank in absent.reasons
-            else RankReport(rank, Ending.STOPPED)
-            for rank in range(self._side.ranks)
-        ]

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # not in __all__
 
 from pipeline import waiting
-from validation.worlds import posted_messages as posted
 from validation.worlds.launcher import Seat
+from validation.worlds.posted_messages import awaited
 from validation.worlds.rank_report import Ending, RankReport
 from validation.worlds.shipping import pack, unpack
 
@@ -42,19 +42,6 @@ class RankContext:
     ranks: int
     device: str
     group: dist.ProcessGroup
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a worker sends back: its report, and as bytes its result or the ValueError that ended it."""
-
-    report: RankReport
-    payload: bytes = b""
-
-    @property
-    def failed(self) -> bool:
-        """Whether there is no result."""
-        return self.report.ending is not Ending.FINISHED
 
 
 def serve(orders: Connection, questions: Connection, seat: Seat, environment: Mapping[str, str]) -> NoReturn:
@@ -135,30 +122,30 @@ def _groups_of_jobs() -> int:
     return max(0, len(groups) - 1)
 
 
-def _attempt(rank: int, work: Callable[[], object]) -> Answer:
+def _attempt(rank: int, work: Callable[[], object]) -> RankReport:
     try:
         result = work()
     except BaseException as error:  # also SystemExit and pytest's outcomes: the controller is the judge of all of them
         return _failure(rank, error)
     try:
-        return Answer(RankReport(rank, Ending.FINISHED, at_s=time.time()), pack(result))
+        return RankReport(rank, Ending.FINISHED, at_s=time.time(), payload=pack(result))
     except Exception as error:  # no one type: an object that cannot be pickled raises what it likes
         message = f"TypeError: its result, a {type(result).__qualname__}, cannot be sent back: {error}"
-        return Answer(RankReport(rank, Ending.RAISED, message, at_s=time.time()))
+        return RankReport(rank, Ending.RAISED, message, at_s=time.time())
 
 
-def _failure(rank: int, error: BaseException) -> Answer:
+def _failure(rank: int, error: BaseException) -> RankReport:
     now_s = time.time()
     outcomes = sys.modules.get("_pytest.outcomes")
     if outcomes is not None and isinstance(error, outcomes.Skipped):
-        return Answer(RankReport(rank, Ending.SKIPPED, str(error), at_s=now_s))
+        return RankReport(rank, Ending.SKIPPED, str(error), at_s=now_s)
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None and _is_ours(trace.tb_frame):
         trace = trace.tb_next
     told = traceback.TracebackException(type(error), error, trace)
     message = "".join(told.format_exception_only()).strip()
-    report = RankReport(rank, Ending.RAISED, message, "".join(told.format()), at_s=now_s)
-    return Answer(report, _packed_cause(error))
+    trace_text, payload = "".join(told.format()), _packed_cause(error)
+    return RankReport(rank, Ending.RAISED, message, trace_text, at_s=now_s, payload=payload)
 
 
 def _is_ours(frame: FrameType) -> bool:
@@ -189,8 +176,8 @@ def _wait(frames: Sequence[traceback.FrameSummary]) -> tuple[str | None, tuple[i
     """What a rank with this stack waits for, and from which ranks, as ``RankReport`` has it."""
     if own := waiting.current():
         return own, None
-    if message := posted.awaited(frames):
-        return message, posted.peers()
+    if message := awaited(frames):
+        return message
     collective = _collective(frames)
     return collective, None if collective is None else ()
 

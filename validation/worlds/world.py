@@ -2,8 +2,9 @@
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from types import TracebackType
-from typing import Any, NoReturn, Protocol, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 from pipeline.sizes import MOST_SECONDS
 from validation.worlds.launcher import under_torchrun
@@ -11,23 +12,11 @@ from validation.worlds.processes import Processes
 from validation.worlds.rank_report import Ending, NeedsMoreRanks, RankFailed, RankReport, WorldError, culprit_of
 from validation.worlds.shipping import pack, unpack
 from validation.worlds.torchrun import Torchrun
-from validation.worlds.worker import Answer, RankContext
+from validation.worlds.worker import RankContext
 
 __all__ = ["NeedsMoreRanks", "RankContext", "RankFailed", "RankReport", "World", "WorldError"]
 
 Result = TypeVar("Result")
-
-
-class RankSource(Protocol):
-    """Somewhere ranks can be."""
-
-    def run(
-        self, order: bytes, *, label: str, ranks: int, timeout_s: float, meanwhile: Iterable[object]
-    ) -> Sequence[Answer]:
-        """One answer for each rank, in rank order, and the same everywhere."""
-
-    def close(self) -> None:
-        """End whatever was started."""
 
 
 class World:
@@ -43,7 +32,7 @@ class World:
             raise ValueError(f"a world's device is cpu or cuda, not {device!r}")
         self.device = device
         self.timeout_s = _bound(timeout_s)
-        self._source: RankSource | None = None
+        self._source: Processes | Torchrun | None = None
 
     def run(
         self,
@@ -69,7 +58,7 @@ class World:
         bound_s = self.timeout_s if timeout_s is None else _bound(timeout_s)
         order = _order(job, args)
         if self._source is None:
-            self._source = _source(self.device)
+            self._source = Torchrun(self.device) if under_torchrun() else Processes(self.device)
         label = _label(job)
         return _results(self._source.run(order, label=label, ranks=ranks, timeout_s=bound_s, meanwhile=meanwhile))
 
@@ -96,10 +85,6 @@ def _order(job: Callable[..., object], arguments: tuple[object, ...]) -> bytes:
         raise WorldError(f"the job cannot be sent to the ranks: {type(error).__name__}: {error}") from error
 
 
-def _source(device: str) -> RankSource:
-    return Torchrun(device) if under_torchrun() else Processes(device)
-
-
 def _bound(timeout_s: float) -> float:
     if not 0 < timeout_s <= MOST_SECONDS:
         raise ValueError(f"a bound is a positive number of seconds, not {timeout_s}; at most {MOST_SECONDS:g}")
@@ -111,24 +96,24 @@ def _label(job: Callable[..., object]) -> str:
     return f"{named.__module__}.{named.__qualname__}"
 
 
-def _results(answers: Sequence[Answer]) -> list[Any]:
+def _results(answers: Sequence[RankReport]) -> list[Any]:
     __tracebackhide__ = True
     if not any(answer.failed for answer in answers):
         return [_result(answer) for answer in answers]
-    reports = [answer.report for answer in answers]
+    reports = [replace(answer, payload=b"") for answer in answers]  # who catches the error keeps no results
     if len({report.message for report in reports}) == 1 and all(r.ending is Ending.SKIPPED for r in reports):
         _skip(reports[0].message)
     raise RankFailed(reports, _cause(answers[culprit_of(reports)]))
 
 
-def _result(answer: Answer) -> object:
+def _result(answer: RankReport) -> object:
     try:
         return unpack(answer.payload)
     except Exception as error:  # no one type: an object's own code runs when it is unpacked
-        raise WorldError(f"the result of rank {answer.report.rank} cannot be read here: {error!r}") from error
+        raise WorldError(f"the result of rank {answer.rank} cannot be read here: {error!r}") from error
 
 
-def _cause(answer: Answer) -> ValueError | None:
+def _cause(answer: RankReport) -> ValueError | None:
     try:
         cause = unpack(answer.payload) if answer.payload else None
     except Exception:  # an exception whose constructor wants more than it kept; the report has its text

@@ -1,16 +1,22 @@
 """How a command ends: each ending has its status and at most one sentence."""
 
+import errno
+import io
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import pytest
 
 from pipeline.laws import LawBroken
 from validation.commands import ending
-from validation.commands.ending import ended
+from validation.commands.ending import UNREAD, ReaderGone, ended, standard_output
+from validation.worlds.output_file import OutputError
 
 
 def raising(error: BaseException) -> Callable[[], int]:
@@ -120,3 +126,130 @@ def test_other_ranks_leave_the_last_word_to_rank_0(
 def test_standard_error_that_is_closed_changes_no_status(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stderr", None)
     assert ended(raising(ValueError("no"))) == 2
+
+
+class Broken(io.StringIO):
+    """A stream that fails, when written to or when flushed."""
+
+    def __init__(self, number: int, *, late: bool) -> None:
+        super().__init__()
+        self._error = OSError(number, os.strerror(number))
+        self._late = late
+
+    def write(self, text: str) -> int:
+        if not self._late:
+            raise self._error
+        return super().write(text)
+
+    def flush(self) -> None:
+        raise self._error
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(
+    ("number", "kind", "words"),
+    [
+        (errno.EPIPE, ReaderGone, "^$"),
+        (errno.ENOSPC, OutputError, "^cannot write standard output: No space left on device$"),
+    ],
+)
+def test_what_it_fails_with_is_its_own(
+    number: int, kind: type[Exception], words: str, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout", Broken(number, late=late))
+    with pytest.raises(kind, match=words), standard_output():
+        sys.stdout.write("x")
+
+
+class Narrow(io.RawIOBase):
+    """A pipe that takes three bytes at a time, and whose reader goes after so many."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.taken, self._most = b"", most
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        if len(self.taken) >= self._most:
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+        self.taken += bytes(data[:3])
+        return len(data[:3])
+
+
+@pytest.mark.parametrize("kind", [io.BufferedWriter, lambda raw: raw], ids=["buffered", "unbuffered"])
+def test_what_one_write_leaves_over_is_written_too(kind: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's own unbuffered stream drops it, and a reader that has gone is not noticed."""
+    for most, expected in ((99, "äbcdefgh".encode()), (6, "äbcdefgh".encode()[:6])):
+        raw = Narrow(most)
+        monkeypatch.setattr("sys.stdout", io.TextIOWrapper(kind(raw), "utf-8", write_through=True))
+        with nullcontext() if most == 99 else pytest.raises(ReaderGone), standard_output():
+            sys.stdout.write("äbcdefgh")
+        assert raw.taken == expected
+
+
+def test_closed_it_is_refused_before_the_work(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done: list[int] = []
+    monkeypatch.setattr("sys.stdout", None)
+    assert ended(lambda: done.append(1) or 0) == 2
+    assert done == []
+    assert "pipeproof: cannot write standard output: it is closed" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("rank_1")
+def test_a_rank_that_does_not_report_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with standard_output():
+        sys.stdout.write("x")
+    assert capsys.readouterr().out == ""
+
+
+def test_what_fails_elsewhere_is_no_failure_of_it() -> None:
+    with pytest.raises(BrokenPipeError), standard_output():
+        raise BrokenPipeError
+
+
+SHOW = ("-m", "validation", "show", "1f1b", "--ranks", "40", "--microbatches", "300")
+
+
+def piped(redirection: str, *arguments: str, unbuffered: bool = False) -> tuple[int, str]:
+    """The command's own exit status and its standard error, with standard output as the shell redirects it."""
+    command = f'set -o pipefail; "$0" "$@" {redirection}'
+    given = {**os.environ, "PYTHONUNBUFFERED": "1" if unbuffered else ""}
+    done = subprocess.run(
+        ["bash", "-c", command, sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env=given,
+    )
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("unbuffered", [False, True])
+@pytest.mark.parametrize(
+    ("redirection", "status", "said"),
+    [
+        ("| head -1", UNREAD, ""),
+        (">/dev/full", 2, "pipeproof: cannot write standard output: No space left on device\n"),
+        (">&-", 2, "pipeproof: cannot write standard output: it is closed; send it to a file, or to /dev/null\n"),
+    ],
+)
+def test_as_a_shell_redirects_it(redirection: str, status: int, said: str, unbuffered: bool) -> None:
+    """What SHOW writes is far more than a pipe holds, so ``head`` is gone before all is written."""
+    assert piped(redirection, *SHOW, unbuffered=unbuffered) == (status, said)
+
+
+def test_what_rich_prints_ends_alike() -> None:
+    code = "import sys; from validation.commands.ending import ended as e\n"
+    code += "from validation.reports.terminal import Terminal as T\n"
+    code += "sys.exit(e(lambda: [T().say('x' * 70000) for _ in range(9)] and 0))"
+    assert piped("| head -c 1", "-c", code) == (UNREAD, "")
+
+
+@pytest.mark.parametrize("unbuffered", [False, True])
+def test_where_even_the_complaint_cannot_be_written_the_status_stays(unbuffered: bool) -> None:
+    assert piped("2>/dev/full", *SHOW, "--virtual", "2", unbuffered=unbuffered) == (2, "")

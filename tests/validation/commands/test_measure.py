@@ -13,7 +13,7 @@ from pipeline.trace import Trace
 from tests.pipeline.test_trace import TRACE
 from validation.cases.case import Case
 from validation.commands.measure import Measured, measure, show_measured
-from validation.reports.drawings import Paths
+from validation.reports.picture import Paths
 from validation.worlds.rank_report import Ending, RankFailed, RankReport
 from validation.worlds.world import World
 

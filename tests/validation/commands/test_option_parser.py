@@ -1,18 +1,35 @@
 """Command lines that argparse alone would misread."""
 
+import argparse
+from typing import Any
+
 import pytest
 
-from validation.commands.option_parser import OptionParser, UsageError, joined
+from validation.commands.option_parser import OptionParser, UsageError
+
+
+def parsed(*words: str) -> tuple[dict[str, Any], list[str]]:
+    parser = OptionParser(prog="x")
+    for option in ("--split", "--times", "--memory"):
+        parser.add_argument(option, default=argparse.SUPPRESS)
+    parser.add_argument("--run", action="store_true", default=argparse.SUPPRESS)
+    options, rest = parser.parse_known_args(words)
+    return vars(options), rest
 
 
 def test_a_value_may_begin_with_a_minus() -> None:
-    assert joined(["plan", "--split", "-1,9", "--times=-1", "-h"]) == ["plan", "--split=-1,9", "--times=-1", "-h"]
-    assert joined(["--a", "--b", "-.5", "--memory", "-inf", "--c"]) == ["--a", "--b=-.5", "--memory=-inf", "--c"]
-    assert joined([]) == []
+    assert parsed("--split", "-1,9", "--times=-1") == ({"split": "-1,9", "times": "-1"}, [])
+    assert parsed("--run", "--split", "-.5", "--memory", "-inf") == (
+        {"run": True, "split": "-.5", "memory": "-inf"},
+        [],
+    )
+    assert parsed() == ({}, [])
 
 
 def test_what_is_no_value_is_left_alone() -> None:
-    assert joined(["show", "x.csv", "--run", "-q", "--", "-1"]) == ["show", "x.csv", "--run", "-q", "--", "-1"]
+    assert parsed("x.csv", "--run", "-q", "--times", "1") == ({"run": True, "times": "1"}, ["x.csv", "-q"])
+    with pytest.raises(UsageError, match="argument --times: expected one argument"):
+        parsed("--times", "-q")
 
 
 def test_a_mistake_is_an_error_that_says_where_help_is() -> None:

@@ -12,6 +12,7 @@ from validation.foreign.validator import WhiteBox
 from validation.judging.ledger import Heading, Ledger
 from validation.judging.tolerance import Floor, error, same_bits
 from validation.judging.verdict import Mismatch, Verdict
+from validation.observers.recorder import Snapshot
 from validation.observers.sketch import (
     UNSOUGHT,
     _signs,
@@ -21,7 +22,6 @@ from validation.observers.sketch import (
     digest,
     sketch,
 )
-from validation.observers.snapshot import Snapshot
 from validation.records.record import ContentError, Record, RecordedOperation
 from validation.records.record import digest as recorded_digest
 from validation.records.record_file import read, write

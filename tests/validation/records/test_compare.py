@@ -190,9 +190,10 @@ def test_one_gradient_that_one_record_lacks_is_named() -> None:
     gradients = {name: one for name, one in EXPECTED.operations[0].gradients.items() if name != WEIGHT}
     lacking = changed(EXPECTED, gradients=gradients)
     for expected, seen, side in ((EXPECTED, lacking, "seen"), (lacking, EXPECTED, "expected")):
-        note = compare(expected, seen).law("gradient").note
-        assert WEIGHT in note
-        assert f"nothing is {side} of it" in note
+        verdict = compare(expected, seen)
+        for law in (verdict.law("gradient"), verdict.law("presence")):
+            assert law.left_out == (WEIGHT,)
+            assert law.note == f"nothing is {side} of it: {WEIGHT}", "once, with the reason"
 
 
 def test_a_crash_of_the_judge_or_of_a_rule_is_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:

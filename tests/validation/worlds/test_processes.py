@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from validation.worlds.processes import Processes
-from validation.worlds.rank_report import Ending
+from validation.worlds.rank_report import Ending, RankReport
 from validation.worlds.shipping import pack, unpack
-from validation.worlds.worker import Answer, RankContext
+from validation.worlds.worker import RankContext
 
 pytestmark = pytest.mark.ranks
 pytestmark = pytest.mark.ranks  # it starts processes
@@ -60,7 +60,7 @@ def place() -> Iterator[Processes]:
 
 def answers(
     place: Processes, job: Callable[[RankContext], Any], meanwhile: Iterable[object] = (), timeout_s: float = 60
-) -> Sequence[Answer]:
+) -> Sequence[RankReport]:
     order = pack((sys.path, pack((job, ()))))
     return place.run(order, label="a test", ranks=2, timeout_s=timeout_s, meanwhile=meanwhile)
 
@@ -80,7 +80,7 @@ def test_steps_are_done_until_the_last_answer_is_there(place: Processes) -> None
 def test_work_without_end_hides_no_failure(place: Processes, job: Callable[[RankContext], Any], ending: Ending) -> None:
     started_s = time.monotonic()
     _, culprit = answers(place, job, endless([]), timeout_s=BOUND_S if ending is Ending.STUCK else 60)
-    assert culprit.report.ending is ending
+    assert culprit.ending is ending
     assert time.monotonic() - started_s < 30
     assert is_sound(place)
 

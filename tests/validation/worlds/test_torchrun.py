@@ -54,7 +54,7 @@ def told(job, *args, **options):
 
 def exchange(bound_s):
     try:
-        return [data.decode() for data in side_store().gather(str(RANK).encode(), what="the meeting", bound_s=bound_s)]
+        return side_store().gather(str(RANK), what="the meeting", bound_s=bound_s)
     except RanksAbsent as absent:
         return absent.reasons
 

@@ -13,9 +13,9 @@ import pytest
 from tests.support.warm_start import Ended
 from validation.worlds.launcher import Seat
 from validation.worlds.processes import Processes
-from validation.worlds.rank_report import Ending
+from validation.worlds.rank_report import Ending, RankReport
 from validation.worlds.shipping import pack, unpack
-from validation.worlds.worker import Answer, RankContext, _settle
+from validation.worlds.worker import RankContext, _settle
 
 ORPHANS = """
 import os, signal, sys, time
@@ -49,7 +49,7 @@ def processes() -> Iterator[Processes]:
 
 def answers(
     processes: Processes, job: Callable[..., object], *arguments: object, timeout_s: float = 60
-) -> list[Answer]:
+) -> list[RankReport]:
     """The answers of two ranks."""
     order = pack((sys.path, pack((job, arguments))))
     return list(processes.run(order, label="job", ranks=2, timeout_s=timeout_s, meanwhile=()))
@@ -116,8 +116,8 @@ def test_a_worker_that_dies_between_runs_is_told(processes: Processes) -> None:
     os.kill(pids[1], signal.SIGKILL)
     assert gone(pids[1:], 5.0)
     told = answers(processes, lambda context: None)
-    assert told[1].report.ending is Ending.DIED
-    assert told[1].report.message == "was killed by SIGKILL"
+    assert told[1].ending is Ending.DIED
+    assert told[1].message == "was killed by SIGKILL"
     assert results(processes, lambda context: context.rank) == [0, 1]
 
 
@@ -126,7 +126,7 @@ def test_a_worker_that_is_stopped_ends_with_the_bound(processes: Processes) -> N
         os.kill(os.getpid(), signal.SIGSTOP)
 
     told = answers(processes, job, timeout_s=0.5)
-    assert {answer.report.ending for answer in told} == {Ending.STUCK}
+    assert {answer.ending for answer in told} == {Ending.STUCK}
     assert results(processes, lambda context: context.rank) == [0, 1]
 
 

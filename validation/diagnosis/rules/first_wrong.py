@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from validation.diagnosis.divergence import first_wrong_points
-from validation.diagnosis.evidence import Due, Evidence
+from validation.diagnosis.evidence import Evidence, ModelBeside
 from validation.observers.likeness import Likeness
 from validation.observers.observed import INPUT, Crossing
 from validation.observers.recording import FLOWED, FORWARD_POINTS, GIVEN, HANDED_ON, KEPT, MADE, RECEIVED, Point
@@ -90,17 +90,17 @@ class Boundaries:
         microbatches. Their losses are wrong, and nothing that they were made from this output is right."""
         passed = self._evidence.passed
         stage = next((stage for stage, flow in sorted(passed.items()) if any(flow.strange.values())), None)
-        due = self._evidence.due
-        if stage is None or due is None or passed[stage].untold or self._in_shards(stage):
+        beside = self._evidence.beside
+        if stage is None or beside is None or passed[stage].untold or self._in_shards(stage):
             return None
         found = sorted(m for m, strange in passed[stage].strange.items() if strange and self._broke_at(stage, m))
-        known = all(due.lacks(m, one) for m in found for one in passed[stage].strange[m])
-        return (stage, found) if found and known and self._begins_where_due(stage, due) else None
+        known = all(beside.lacks(m, one) for m in found for one in passed[stage].strange[m])
+        return (stage, found) if found and known and self._begins_where_due(stage, beside) else None
 
-    def _begins_where_due(self, stage: int, due: Due) -> bool:
+    def _begins_where_due(self, stage: int, beside: ModelBeside) -> bool:
         """Whether what comes into ``stage`` is all that the parameters of earlier stages make in the reference."""
         begins = {place for place in self._evidence.passed[stage].begins.values() if not place.startswith(INPUT)}
-        return begins <= set(due.ends(stage - 1)) and bool(begins) if stage else not begins
+        return begins <= set(beside.ends(stage - 1)) and bool(begins) if stage else not begins
 
     def _broke_at(self, stage: int, microbatch: int) -> bool:
         """Whether all that came into ``stage`` is right bit for bit, and no later stage made what is right of it."""

@@ -172,8 +172,8 @@ def _called_after(evidence: Evidence, stage: int) -> int | None:
     makers = [maker for maker, flow in evidence.passed.items() if place in flow.ends.values()]
     if len(makers) != 1 or makers[0] in (stage - 1, stage):
         return None
-    assert evidence.due is not None, "what was watched is no run of our own"
-    due = evidence.due.ends(stage - 1)
+    assert evidence.beside is not None, "what was watched is no run of our own"
+    due = evidence.beside.ends(stage - 1)
     return makers[0] if due and place not in due else None
 
 

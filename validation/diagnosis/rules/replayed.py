@@ -13,7 +13,7 @@ from torch import Tensor
 
 from reference.passage import Passage
 from reference.step import Contribution
-from validation.diagnosis.evidence import Due, Evidence
+from validation.diagnosis.evidence import Evidence, ModelBeside
 from validation.diagnosis.what_if import WhatIf
 from validation.diagnosis.what_ifs import of_sent, of_sent_back, sent_back_in, sent_in
 from validation.judging.cause import Cause
@@ -38,7 +38,7 @@ class _Changes:
 
 def replayed(evidence: Evidence) -> list[Cause]:
     """The one change between stages that gives every loss and every gradient; none where two would."""
-    fit = None if evidence.due is None else _Fit(evidence, evidence.due)
+    fit = None if evidence.beside is None else _Fit(evidence, evidence.beside)
     if fit is None or not fit.possible:
         return []
     found = [(changes, microbatches) for changes in fit.changes() if (microbatches := fit.microbatches(changes))]
@@ -55,7 +55,7 @@ class _Fit:
     """What was seen, and what changes would give."""
 
     evidence: Evidence
-    due: Due
+    beside: ModelBeside
 
     @property
     def possible(self) -> bool:
@@ -64,12 +64,12 @@ class _Fit:
         finite = all(bool(off.isfinite().all()) for off in self._off.values())
         if max(limits, default=1.0) > _COARSE or not self._sites or not finite:
             return False
-        again = self.due.played(0, ())
-        return again is not None and _same_loss(again.loss, self.due.expected.losses[0])
+        again = self.beside.played(0, ())
+        return again is not None and _same_loss(again.loss, self.evidence.expected.losses[0])
 
     def changes(self) -> Iterator[_Changes]:
         """What may have happened. Losses say on which way: a wrong one, that it was there, or both ways."""
-        ends = [stage for stage in range(self.evidence.stages - 1) if self.due.ends(stage)]
+        ends = [stage for stage in range(self.evidence.stages - 1) if self.beside.ends(stage)]
         if self.evidence.differs("loss") or not self._losses:
             for stage in ends:
                 yield from (_Changes(one.text, stage + 1, (one,)) for one in of_sent(stage + 1, self._apart(stage)))
@@ -129,27 +129,29 @@ class _Fit:
         return torch.stack([row.flatten() for row in rows])
 
     def _made(self, microbatch: int, changes: _Changes) -> Contribution | None:
-        return self.due.played(
+        return self.beside.played(
             microbatch, [one for change in changes.what_ifs for one in self._passages(microbatch, change)]
         )
 
     def _passages(self, microbatch: int, change: WhatIf) -> Iterator[Passage]:
         if change.given is not None:
             given = change.given
-            yield Passage(self.due.ends(change.stage - 1), there=lambda tensors: given(microbatch, tensors) or tensors)
+            yield Passage(
+                self.beside.ends(change.stage - 1), there=lambda tensors: given(microbatch, tensors) or tensors
+            )
         if change.received is not None:
-            yield Passage(self.due.ends(change.stage), back=change.received)
+            yield Passage(self.beside.ends(change.stage), back=change.received)
 
     @cached_property
     def _sites(self) -> list[Site]:
         """The gradients that can be compared: all that are due; none where any is lacking."""
-        due, seen = self.due.expected.gradients, self.evidence.gradients
+        due, seen = self.evidence.expected.gradients, self.evidence.gradients
         sites = [site for site, gradient in due.items() if gradient is not None]
         lacking = any((one := seen.get(site)) is None or one.shape != self._due(site).shape for site in sites)
         return [] if lacking else sites
 
     def _due(self, site: Site) -> Tensor:
-        gradient = self.due.expected.gradients[site]
+        gradient = self.evidence.expected.gradients[site]
         assert gradient is not None, "sites have one"
         return gradient.cpu().double()
 
@@ -160,7 +162,7 @@ class _Fit:
 
     @cached_property
     def _right(self) -> list[Contribution]:
-        made = [self.due.played(m, ()) for m in range(self.evidence.microbatches)]
+        made = [self.beside.played(m, ()) for m in range(self.evidence.microbatches)]
         return [one for one in made if one is not None]
 
     @cached_property
@@ -174,7 +176,7 @@ class _Fit:
 
     def _apart(self, stage: int) -> range:
         """The tensors with which ``stage`` ends, where one module puts them out, so that each can be told."""
-        places = self.due.ends(stage)
+        places = self.beside.ends(stage)
         return range(len(places)) if len({place.partition(" of ")[2] for place in places}) == 1 else range(0)
 
 

@@ -121,7 +121,7 @@ def _reporting(evidence: Evidence) -> int:
 
 
 def _divisors(evidence: Evidence) -> tuple[float, ...]:
-    divisor = None if evidence.due is None else evidence.due.divisor
+    divisor = None if evidence.beside is None else evidence.beside.divisor
     return (divisor, 1 / divisor) if divisor else ()
 
 

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from pipeline import Times, build
-from validation.commands.show import show
-from validation.reports.drawings import Paths
+from validation.commands.schedule_commands import show
+from validation.reports.picture import Paths
 
 SCHEDULE = build("zb-h1", ranks=4, microbatches=8)
 

@@ -8,8 +8,7 @@ import pytest
 
 from validation.cases.case import Case
 from validation.judging.verdict import LawResult, Mismatch, Verdict
-from validation.reports.gate_reports import annotations, junit, markdown
-from validation.reports.gate_result import CaseResult, GateResult, Group
+from validation.reports.gate_reports import CaseResult, GateResult, Group, annotations, junit, markdown
 
 LINE = "gpipe r2 s2 m2 split=1,1 model=mlp plan=train seed=0"
 
