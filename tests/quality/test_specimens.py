@@ -18,7 +18,7 @@ from validation.cases.case import SCHEDULES, Case
 from validation.cases.observe import observe
 from validation.cases.specimens import CONTROLS, FAMILIES, SPECIMENS, SpecimenError, specimen
 from validation.cases.specimens.order import broken
-from validation.cases.specimens.specimen import CLASSES, Needs, unchanged_order
+from validation.cases.specimens.specimen import CLASSES, Needs, unchanged
 from validation.cases.stages import owners
 from validation.cases.trial import case_for, smallest_of, try_out
 from validation.cases.validator import validate
@@ -153,7 +153,7 @@ def test_every_specimen_says_what_it_is() -> None:
     for one in SPECIMENS.values():
         assert one.summary, one.name
         assert one.origin, one.name
-        assert one.law in (STATIC if one.reorder is not unchanged_order else {*LAWS, "deadlock"}), one.name
+        assert one.law in (STATIC if one.reorder is not unchanged else {*LAWS, "deadlock"}), one.name
         assert one.classes, one.name
     assert {name for one in SPECIMENS.values() for name in one.classes} == set(CLASSES)
 
@@ -161,7 +161,7 @@ def test_every_specimen_says_what_it_is() -> None:
 def test_static_laws_are_all_shown_broken() -> None:
     """But for the one that no program can break: a schedule with messages in it."""
     assert len(laws.LAWS) + len(program_laws.LAWS) - 1 == len(STATIC), "placement is a law of both"
-    shown = {one.law for one in SPECIMENS.values() if one.reorder is not unchanged_order}
+    shown = {one.law for one in SPECIMENS.values() if one.reorder is not unchanged}
     assert shown == STATIC - {"compute-only"}
 
 

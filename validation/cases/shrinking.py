@@ -8,7 +8,7 @@ from pipeline.lower import lower
 from validation.cases.case import MODELS, Case
 from validation.cases.fuzz import cases, fuzz, judged
 from validation.cases.specimens.order import broken
-from validation.cases.specimens.specimen import Specimen, unchanged_order
+from validation.cases.specimens.specimen import Specimen, unchanged
 from validation.judging.verdict import LawResult, Verdict
 from validation.worlds.world import World
 
@@ -90,7 +90,7 @@ def _with_plan(case: Case, plan: tuple[str, ...]) -> Case:
 
 def _judged(specimen: Specimen, case: Case, world: World) -> Verdict:
     """A pass wherever the specimen's own law holds, whatever else fails. What hangs or crashes is raised."""
-    if specimen.reorder is not unchanged_order:
+    if specimen.reorder is not unchanged:
         failed = specimen.law in broken(specimen.reorder(lower(case.built)))
         law = LawResult(specimen.law, "fail" if failed else "pass")
         return Verdict(str(case), "fail" if failed else "pass", "none", (law,))

@@ -13,7 +13,7 @@ from validation.cases.case import Case
 from validation.cases.judgement import diagnose, judge
 from validation.cases.observe import observe
 from validation.cases.specimens import SPECIMENS
-from validation.cases.specimens.specimen import Specimen, unchanged_order
+from validation.cases.specimens.specimen import Specimen, unchanged
 from validation.cases.validator import crashed, explained, refused
 from validation.judging.cause import Cause
 from validation.judging.verdict import Verdict
@@ -127,7 +127,7 @@ _Outcome = tuple[tuple[str, ...], Named | None, Named | None]
 
 def _outcome(specimen: Specimen, case: Case, world: World, *, record: bool) -> _Outcome:
     """The laws that failed, and the diagnoses."""
-    if specimen.reorder is not unchanged_order:
+    if specimen.reorder is not unchanged:
         broken = tuple(violations(specimen.reorder(lower(case.built))))
         laws = tuple(dict.fromkeys(violation.law for violation in broken))
         found = named(specimen, case, refused(case, broken), alike=False, seconds=0.0) if broken else None

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from validation.cases.case import Case
 from validation.cases.shrinking import Shrunk, shrink
 from validation.cases.specimens import CONTROLS, FAMILIES, PLUGINS, SPECIMENS, Specimen, SpecimenError
-from validation.cases.specimens.specimen import unchanged_order
+from validation.cases.specimens.specimen import unchanged
 from validation.cases.trial import Named, Trial, case_for, smallest_of, try_out
 from validation.cases.validator import validate
 from validation.commands.campaign import Setting
@@ -54,7 +54,7 @@ def loaded(path: str) -> list[str]:
     names = PLUGINS.load(path)
     for one in (SPECIMENS[name] for name in names):
         laws = (*LAWS, "deadlock")
-        if one.law not in laws and one.reorder is unchanged_order:
+        if one.law not in laws and one.reorder is unchanged:
             known = ", ".join(laws)
             raise SpecimenError(f"{path}: specimen {one.name!r} breaks the law {one.law!r}: known are {known}")
     return names

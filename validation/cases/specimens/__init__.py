@@ -31,7 +31,7 @@ _KNOWN = {specimen.name: specimen for family in FAMILIES for specimen in family.
 SPECIMENS: Mapping[str, Specimen] = MappingProxyType(_KNOWN)
 # Changes without a fault, which must pass.
 CONTROLS: Mapping[str, Planted] = MappingProxyType({control.name: control for control in sound.CONTROLS})
-_NONE = Planted(name="", summary="nothing planted", origin="", smallest="")
+_NONE = Planted(name="", summary="nothing planted", origin="")
 PLUGINS = Plugins(_KNOWN, taken=tuple(CONTROLS))
 register = PLUGINS.register
 

@@ -1,49 +1,24 @@
 """Faults of counting: a microbatch lost, counted twice, or put together from two."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 from pipeline.action import Kind
-from pipeline.boundary import Gradients
-from pipeline.schedule import Schedule
-from pipeline.stage import Stage
 from pipeline.step import Parts
 from reference.data import Batch
 from validation.cases.case import Case
-from validation.cases.specimens.planting import ONE_OF_TWO, Times, first, last, middle, on_stages
+from validation.cases.specimens.order import other_of_two
+from validation.cases.specimens.planting import Call, Changes, cleared, counted, first, last, middle, on_stages
 from validation.cases.specimens.specimen import Fault, Needs, Specimen
-from validation.observers.wrappers import AroundStage, AroundSteps, Pairs
+from validation.observers.wrappers import AroundSteps, Pairs
 
-_MANY = Needs(microbatches=2)
-
-
-class _ClearsFirst(AroundStage):
-    """Clears the gradients at the start of each microbatch's backward."""
-
-    def backward(self, microbatch: int, gradients: Gradients) -> Gradients:
-        self.module.zero_grad(set_to_none=True)
-        return self.inner.backward(microbatch, gradients)
-
-    def backward_weight(self, microbatch: int) -> None:
-        self.module.zero_grad(set_to_none=True)
-        self.inner.backward_weight(microbatch)
+_MANY, _ALIKE = Needs(microbatches=2), Needs(microbatches=2, one_size=True)
 
 
-class _Exchanged(AroundStage):
-    """Takes what was kept of microbatch 1 in microbatch 0's backward, and the other way round."""
-
-    def backward(self, microbatch: int, gradients: Gradients) -> Gradients:
-        return self.inner.backward(_other(microbatch), gradients)
-
-    def backward_input(self, microbatch: int, gradients: Gradients) -> Gradients:
-        return self.inner.backward_input(_other(microbatch), gradients)
-
-    def backward_weight(self, microbatch: int) -> None:
-        self.inner.backward_weight(_other(microbatch))
-
-
-def _other(microbatch: int) -> int:
-    return {0: 1, 1: 0}.get(microbatch, microbatch)
+def _clears_first(call: Call) -> AbstractContextManager[None]:
+    cleared(call.stage.module)
+    return nullcontext()
 
 
 def _kept_together(case: Case) -> str:
@@ -51,15 +26,6 @@ def _kept_together(case: Case) -> str:
     row = [(kind, m) for stage, kind, m in case.built.ranks[case.built.placement[0]] if stage == 0 and m < 2]
     forwards = [kind is Kind.FORWARD for kind, _ in row[:2]]
     return "" if all(forwards) else "needs microbatches 0 and 1 in flight on the first stage at once"
-
-
-def _one_size(case: Case) -> str:
-    differ = case.ragged or (case.unequal and not case.model.startswith("gpt"))
-    return "needs microbatches of one size" if differ else ""
-
-
-def _times(stage: Stage, schedule: Schedule, microbatch: int, count: float) -> Stage:
-    return Times(stage, {microbatch % schedule.microbatches: count})
 
 
 def _swap_inputs(batches: Sequence[Batch], parts: Parts) -> Sequence[Batch]:
@@ -120,65 +86,53 @@ SPECIMENS = (
         summary="the first microbatch's backward adds nothing to the parameters' gradients",
         origin="pytorch/torchtitan#3575, NVIDIA-NeMo/Automodel#3530",
         classes=("tB", "mB"),
-        smallest=ONE_OF_TWO,
-        law="gradient",
-        fault=Fault("dropped", microbatches=(0,)),
+        fault=Fault("dropped", "gradient", microbatches=(0,)),
         needs=_MANY,
-        plant=on_stages(lambda stage, schedule: _times(stage, schedule, 0, 0.0)),
+        plant=counted(lambda schedule, stage: {0: 0.0}),
     ),
     Specimen(
         name="last-microbatch-dropped",
         summary="on one stage the last microbatch is not drained: its gradients are never added",
         origin="NVIDIA/Megatron-LM ea76ecde; pytorch/pytorch#134052",
         classes=("tB", "tC", "mB"),
-        smallest=ONE_OF_TWO,
-        law="gradient",
-        fault=Fault("dropped", stage=middle, microbatches=lambda case: (case.microbatches - 1,)),
+        fault=Fault("dropped", "gradient", stage=middle, microbatches=lambda case: (case.microbatches - 1,)),
         needs=_MANY,
-        plant=on_stages(lambda stage, schedule: _times(stage, schedule, -1, 0.0), middle),
+        plant=counted(lambda schedule, stage: {schedule.microbatches - 1: 0.0}, middle),
     ),
     Specimen(
         name="microbatch-doubled",
         summary="the first microbatch's gradients are added twice",
         origin="pytorch/PiPPy#18",
         classes=("tB",),
-        smallest=ONE_OF_TWO,
-        law="gradient",
-        fault=Fault("doubled", microbatches=(0,)),
+        fault=Fault("doubled", "gradient", microbatches=(0,)),
         needs=_MANY,
-        plant=on_stages(lambda stage, schedule: _times(stage, schedule, 0, 2.0)),
+        plant=counted(lambda schedule, stage: {0: 2.0}),
     ),
     Specimen(
         name="microbatch-negated",
         summary="one stage adds one microbatch's gradients with the wrong sign",
         origin="measured blindness of loss; the class of pytorch/PiPPy#18",
         classes=("tB",),
-        smallest=ONE_OF_TWO,
-        law="gradient",
-        fault=Fault("sign", stage=middle, microbatches=(0,)),
+        fault=Fault("sign", "gradient", stage=middle, microbatches=(0,)),
         needs=_MANY,
-        plant=on_stages(lambda stage, schedule: _times(stage, schedule, 0, -1.0), middle),
+        plant=counted(lambda schedule, stage: {0: -1.0}, middle),
     ),
     Specimen(
         name="only-last-microbatch",
         summary="gradients are cleared at the start of each microbatch, so only the last one counts",
         origin="pytorch/torchtitan#3575; NVIDIA/Megatron-LM#7186",
         classes=("tB", "mB"),
-        smallest=ONE_OF_TWO,
-        law="gradient",
-        fault=Fault("dropped"),
+        fault=Fault("dropped", "gradient"),
         needs=_MANY,
-        plant=on_stages(lambda stage, schedule: _ClearsFirst(stage)),
+        plant=on_stages(Changes(adding=_clears_first)),
     ),
     Specimen(
         name="microbatches-swapped",
         summary="the first stage reads microbatches 0 and 1 in the other order than the last stage its targets",
         origin="deepspeedai/DeepSpeed#5729 and the class of messages matched by position",
         classes=("tG", "mJ"),
-        smallest=ONE_OF_TWO,
-        law="loss",
-        fault=Fault("swapped-data", microbatches=(0, 1)),
-        needs=Needs(microbatches=2, also=_one_size),
+        fault=Fault("swapped-data", "loss", microbatches=(0, 1)),
+        needs=_ALIKE,
         feed=_swap_inputs,
     ),
     Specimen(
@@ -186,10 +140,8 @@ SPECIMENS = (
         summary="the last stage's loader is one microbatch behind the first stage's",
         origin="deepspeedai/DeepSpeed#3131; HuangLK/transpeeder#35",
         classes=("tG", "mJ"),
-        smallest=ONE_OF_TWO,
-        law="loss",
-        fault=Fault("swapped-data", stage=last, microbatches=lambda case: tuple(range(case.microbatches))),
-        needs=Needs(microbatches=2, also=_one_size),
+        fault=Fault("swapped-data", "loss", stage=last, microbatches=lambda case: tuple(range(case.microbatches))),
+        needs=_ALIKE,
         feed=_shift_targets,
     ),
     Specimen(
@@ -197,9 +149,7 @@ SPECIMENS = (
         summary="the last stage's loader is one step behind the first stage's",
         origin="deepspeedai/DeepSpeed#5729",
         classes=("tG", "mJ", "mL"),
-        smallest="naive r1 s1 m1 split=1 model=mlp plan=train+train seed=0",
-        law="loss",
-        fault=Fault("swapped-data", stage=last, alike=("stale-tensor",)),
+        fault=Fault("swapped-data", "loss", stage=last, alike=("stale-tensor",)),
         needs=Needs(plan=("train", "train")),
         drive=_OldTargets,
     ),
@@ -208,9 +158,7 @@ SPECIMENS = (
         summary="every microbatch is given the side input of microbatch 0",
         origin="pytorch/torchtitan#1723, pytorch/pytorch#188727",
         classes=("tG", "mJ"),
-        smallest="naive r1 s1 m2 split=1 model=dropout plan=train seed=0",
-        law="loss",
-        fault=Fault("swapped-data", stage=first, alike=("randomness",)),
+        fault=Fault("swapped-data", "loss", stage=first, alike=("randomness",)),
         needs=Needs(microbatches=2, models=("dropout",)),
         feed=_first_side_input,
     ),
@@ -219,9 +167,7 @@ SPECIMENS = (
         summary="every microbatch is cut to the length of the shortest",
         origin="pytorch/pytorch#126600; deepspeedai/DeepSpeed#5696",
         classes=("tG", "mF"),
-        smallest="naive r1 s1 m2 split=1 model=mlp ragged plan=train seed=0",
-        law="loss",
-        fault=Fault("altered", stage=first, alike=("swapped-data",)),
+        fault=Fault("altered", "loss", stage=first, alike=("swapped-data",)),
         needs=Needs(microbatches=2, ragged=True),
         feed=_cut_to_shortest,
     ),
@@ -230,14 +176,8 @@ SPECIMENS = (
         summary="the batch is cut along the wrong dimension: rows of a microbatch go on in another's",
         origin="pytorch/tutorials#1459; pytorch/torchtitan#4098",
         classes=("tG",),
-        smallest="naive r1 s1 m2 split=1 model=gpt plan=train seed=0",
-        law="loss",
-        fault=Fault("swapped-data", stage=first, alike=("altered",)),
-        needs=Needs(
-            microbatches=2,
-            models=("gpt", "gpt-tied"),
-            also=lambda case: "needs rows of one length" if case.ragged else "",
-        ),
+        fault=Fault("swapped-data", "loss", stage=first, alike=("altered",)),
+        needs=Needs(microbatches=2, models=("gpt", "gpt-tied"), one_size=True),
         feed=_cut_across,
     ),
     Specimen(
@@ -245,16 +185,15 @@ SPECIMENS = (
         summary="the first stage takes another microbatch's activation in its backward: it counts its own way",
         origin="pytorch/PiPPy#1052; deepspeedai/DeepSpeed#3900",
         classes=("tB", "mE"),
-        smallest="gpipe r2 s2 m2 split=1,1 model=mlp plan=train seed=0",
-        law="gradient",
+        schedule="gpipe",
         fault=Fault(
-            "swapped-activations", stage=first, microbatches=(0, 1), alike=("swapped-gradients", "wrong-message")
+            "swapped-activations",
+            "gradient",
+            stage=first,
+            microbatches=(0, 1),
+            alike=("swapped-gradients", "wrong-message"),
         ),
-        needs=Needs(
-            microbatches=2,
-            stages=2,
-            also=lambda case: _one_size(case) or _kept_together(case),
-        ),
-        plant=on_stages(lambda stage, schedule: _Exchanged(stage), first),
+        needs=Needs(microbatches=2, stages=2, one_size=True, also=_kept_together),
+        plant=on_stages(Changes(whose=other_of_two), first),
     ),
 )

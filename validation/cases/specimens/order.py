@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from pipeline.action import COMPUTE, GIVES_WEIGHT_GRADIENT, RECEIVES, SENDS, Action, Kind
 from pipeline.columns import Columns
@@ -13,7 +14,6 @@ from validation.cases.specimens.specimen import Fault, Needs, Reorder, Specimen
 
 _Row = Sequence[Action]
 _Change = Callable[[list[Action]], _Row]
-_BOUND_S = 2.0
 
 
 def changed(program: Program, change: Callable[[int, list[Action]], _Row]) -> Program:
@@ -27,6 +27,11 @@ def exchanged(program: Program, one: Action, other: Action) -> Program:
     """``program`` with two actions in each other's places."""
     places = {one: other, other: one}
     return changed(program, lambda rank, row: [places.get(action, action) for action in row])
+
+
+def other_of_two(microbatch: int) -> int:
+    """Microbatch 1 for 0, and 0 for 1."""
+    return {0: 1, 1: 0}.get(microbatch, microbatch)
 
 
 def hangs(program: Program) -> bool:
@@ -117,10 +122,9 @@ def _cross_sends(program: Program) -> Program:
 
 def _counted_otherwise(program: Program) -> Program:
     """On the last rank, microbatch 0 comes where 1 did, and the other way round."""
-    other = {0: 1, 1: 0}
 
     def change(row: list[Action]) -> _Row:
-        return [action._replace(microbatch=other.get(action.microbatch, action.microbatch)) for action in row]
+        return [action._replace(microbatch=other_of_two(action.microbatch)) for action in row]
 
     return _on(program.schedule.placement[-1], change)(program)
 
@@ -151,159 +155,113 @@ def _halves(case: Case) -> str:
     return "" if halves else "needs backwards in two halves on rank 0"
 
 
-_ONE = "naive r1 s1 m1 split=1 model=mlp plan=train seed=0"
-_HALVES = "zb-h1 r1 s1 m1 split=1 model=mlp plan=train seed=0"
-_PAIR = "naive r2 s2 m1 split=1,1 model=mlp plan=train seed=0"
-_TWO = "naive r2 s2 m2 split=1,1 model=mlp plan=train seed=0"
-_ORDER, _DEADLOCK = Fault("order"), Fault("deadlock", alike=("order",))
+_changed = partial(Specimen, timeout_s=2.0)  # ranks that can never end
+_ON_TWO = Needs(ranks=2)
 
-# Name, summary, origin, classes, smallest case, law, fault, needs, change.
-_TABLE: Sequence[tuple[str, str, str, tuple[str, ...], str, str, Fault, Needs, Reorder]] = (
-    (
-        "backward-before-forward",
-        "rank 0 begins with a backward, whose forward comes later",
-        "pytorch/PiPPy#1088: a boundary of warm-up set one too early",
-        ("tI", "mG"),
-        _ONE,
-        "local-order",
-        _ORDER,
-        Needs(),
-        _on(0, _backward_first),
+SPECIMENS = (
+    _changed(
+        name="backward-before-forward",
+        summary="rank 0 begins with a backward, whose forward comes later",
+        origin="pytorch/PiPPy#1088: a boundary of warm-up set one too early",
+        classes=("tI", "mG"),
+        fault=Fault("order", "local-order"),
+        reorder=_on(0, _backward_first),
     ),
-    (
-        "weight-half-first",
-        "a weight half comes before its input half",
-        "sail-sg/zero-bubble-pipeline-parallelism#72: popping an empty queue",
-        ("tC", "mG", "mH"),
-        _HALVES,
-        "local-order",
-        _ORDER,
-        Needs(also=_halves),
-        _on(0, _weight_first),
+    _changed(
+        name="weight-half-first",
+        summary="a weight half comes before its input half",
+        origin="sail-sg/zero-bubble-pipeline-parallelism#72: popping an empty queue",
+        classes=("tC", "mG", "mH"),
+        fault=Fault("order", "local-order"),
+        needs=Needs(also=_halves),
+        schedule="zb-h1",
+        reorder=_on(0, _weight_first),
     ),
-    (
-        "warm-up-beyond",
-        "warm-up goes on beyond the last microbatch: it was not limited to their number",
-        "NVIDIA/Megatron-LM 08ddde0c; pytorch/PiPPy#1081; pytorch/torchtitan#775",
-        ("tI", "mG"),
-        _ONE,
-        "placement",
-        _ORDER,
-        Needs(),
-        _on(0, _beyond),
+    _changed(
+        name="warm-up-beyond",
+        summary="warm-up goes on beyond the last microbatch: it was not limited to their number",
+        origin="NVIDIA/Megatron-LM 08ddde0c; pytorch/PiPPy#1081; pytorch/torchtitan#775",
+        classes=("tI", "mG"),
+        fault=Fault("order", "placement"),
+        reorder=_on(0, _beyond),
     ),
-    (
-        "backward-missing",
-        "the cool-down on rank 0 is one backward short",
-        "hpcaitech/ColossalAI#2156; PaddlePaddle/Paddle#73470",
-        ("mG",),
-        _ONE,
-        "completeness",
-        _ORDER,
-        Needs(),
-        _on(0, lambda row: _without(_last(row, GIVES_WEIGHT_GRADIENT), row)),
+    _changed(
+        name="backward-missing",
+        summary="the cool-down on rank 0 is one backward short",
+        origin="hpcaitech/ColossalAI#2156; PaddlePaddle/Paddle#73470",
+        classes=("mG",),
+        fault=Fault("order", "completeness"),
+        reorder=_on(0, lambda row: _without(_last(row, GIVES_WEIGHT_GRADIENT), row)),
     ),
-    (
-        "backward-repeated",
-        "rank 0 runs its last backward, or weight half, once more",
-        "sail-sg/zero-bubble-pipeline-parallelism 8eb5ae97",
-        ("mG", "mH"),
-        _ONE,
-        "completeness",
-        _ORDER,
-        Needs(),
-        _on(0, _twice),
+    _changed(
+        name="backward-repeated",
+        summary="rank 0 runs its last backward, or weight half, once more",
+        origin="sail-sg/zero-bubble-pipeline-parallelism 8eb5ae97",
+        classes=("mG", "mH"),
+        fault=Fault("order", "completeness"),
+        reorder=_on(0, _twice),
     ),
-    (
-        "stage-on-other-rank",
-        "the last stage is computed on a rank that does not hold it",
-        "pytorch/torchtitan#568",
-        ("tI", "mK"),
-        _PAIR,
-        "placement",
-        _ORDER,
-        Needs(ranks=2, also=_apart),
-        _moved,
+    _changed(
+        name="stage-on-other-rank",
+        summary="the last stage is computed on a rank that does not hold it",
+        origin="pytorch/torchtitan#568",
+        classes=("tI", "mK"),
+        fault=Fault("order", "placement"),
+        needs=Needs(ranks=2, also=_apart),
+        reorder=_moved,
     ),
-    (
-        "microbatches-counted-otherwise",
-        "the last rank waits for microbatch 1 while the others wait for microbatch 0's gradient",
-        "pytorch/pytorch#127332",
-        ("tI", "mG"),
-        _TWO,
-        "acyclic",
-        _DEADLOCK,
-        Needs(ranks=2, microbatches=2, also=_waits_in_a_circle),
-        _counted_otherwise,
+    _changed(
+        name="microbatches-counted-otherwise",
+        summary="the last rank waits for microbatch 1 while the others wait for microbatch 0's gradient",
+        origin="pytorch/pytorch#127332",
+        classes=("tI", "mG"),
+        fault=Fault("deadlock", "acyclic", alike=("order",)),
+        needs=Needs(ranks=2, microbatches=2, also=_waits_in_a_circle),
+        reorder=_counted_otherwise,
     ),
-    (
-        "sends-last",
-        "rank 0 sends only when everything else is done",
-        "pytorch/pytorch#126419; pytorch/pytorch#172668",
-        ("tI", "mF"),
-        _PAIR,
-        "deadlock",
-        _DEADLOCK,
-        Needs(ranks=2),
-        _on(0, _sends_last),
+    _changed(
+        name="sends-last",
+        summary="rank 0 sends only when everything else is done",
+        origin="pytorch/pytorch#126419; pytorch/pytorch#172668",
+        classes=("tI", "mF"),
+        fault=Fault("deadlock", "deadlock", alike=("order",)),
+        needs=_ON_TWO,
+        reorder=_on(0, _sends_last),
     ),
-    (
-        "send-before-made",
-        "rank 0 sends what it has not made yet",
-        "pytorch/PiPPy#1088",
-        ("tI", "mG"),
-        _PAIR,
-        "message-order",
-        _ORDER,
-        Needs(ranks=2),
-        _on(0, _send_early),
+    _changed(
+        name="send-before-made",
+        summary="rank 0 sends what it has not made yet",
+        origin="pytorch/PiPPy#1088",
+        classes=("tI", "mG"),
+        fault=Fault("order", "message-order"),
+        needs=_ON_TWO,
+        reorder=_on(0, _send_early),
     ),
-    (
-        "receive-after-use",
-        "rank 0 receives something after the action that needs it",
-        "sail-sg/zero-bubble-pipeline-parallelism 6758ebea",
-        ("tI", "mF"),
-        _PAIR,
-        "message-order",
-        _ORDER,
-        Needs(ranks=2),
-        _on(0, _receive_late),
+    _changed(
+        name="receive-after-use",
+        summary="rank 0 receives something after the action that needs it",
+        origin="sail-sg/zero-bubble-pipeline-parallelism 6758ebea",
+        classes=("tI", "mF"),
+        fault=Fault("order", "message-order"),
+        needs=_ON_TWO,
+        reorder=_on(0, _receive_late),
     ),
-    (
-        "receive-missing",
-        "rank 0 never receives its first gradient",
-        "PaddlePaddle/Paddle#73470: a receive lost with an empty steady phase",
-        ("tI", "mF", "mG"),
-        _PAIR,
-        "messages",
-        _ORDER,
-        Needs(ranks=2),
-        _on(0, lambda row: _without(_first(row, RECEIVES), row)),
+    _changed(
+        name="receive-missing",
+        summary="rank 0 never receives its first gradient",
+        origin="PaddlePaddle/Paddle#73470: a receive lost with an empty steady phase",
+        classes=("tI", "mF", "mG"),
+        fault=Fault("order", "messages"),
+        needs=_ON_TWO,
+        reorder=_on(0, lambda row: _without(_first(row, RECEIVES), row)),
     ),
-    (
-        "sends-crossed",
-        "two messages for the last stage leave in another order than they are received in",
-        "NVIDIA/Megatron-LM#1450",
-        ("tI", "mF"),
-        _TWO,
-        "channel-order",
-        _ORDER,
-        Needs(ranks=2, microbatches=2, also=_apart),
-        _cross_sends,
+    _changed(
+        name="sends-crossed",
+        summary="two messages for the last stage leave in another order than they are received in",
+        origin="NVIDIA/Megatron-LM#1450",
+        classes=("tI", "mF"),
+        fault=Fault("order", "channel-order"),
+        needs=Needs(ranks=2, microbatches=2, also=_apart),
+        reorder=_cross_sends,
     ),
-)
-SPECIMENS = tuple(
-    Specimen(
-        name=name,
-        summary=summary,
-        origin=origin,
-        classes=classes,
-        smallest=smallest,
-        law=law,
-        fault=fault,
-        needs=needs,
-        reorder=reorder,
-        timeout_s=_BOUND_S,
-    )
-    for name, summary, origin, classes, smallest, law, fault, needs, reorder in _TABLE
 )

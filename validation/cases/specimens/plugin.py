@@ -105,11 +105,10 @@ class Plugins:
 def _unfit(specimen: Specimen) -> str:
     """Why its smallest case cannot show it; empty if it can."""
     try:
-        case = Case.parse(specimen.smallest)
-        why = specimen.missing(case)
+        why = specimen.missing(Case.parse(specimen.smallest))
     except (CaseError, ScheduleError) as error:
         why = _one_line(error)
-    return f"specimen {specimen.name!r} states the smallest case {specimen.smallest!r}: {why}" if why else ""
+    return f"no smallest case has what specimen {specimen.name!r} needs: {why}" if why else ""
 
 
 def _one_line(error: BaseException) -> str:
