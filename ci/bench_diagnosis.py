@@ -37,8 +37,8 @@ def measure(*, ranks: int, rounds: int) -> list[Row]:
 
 
 def _failures(world: World, schedule: str, ranks: int) -> Iterator[tuple[Case, Observed, Verdict]]:
-    for family in FAMILIES:
-        ordered = [one for one in family.SPECIMENS if one.reorder is unchanged]
+    for family in FAMILIES.values():
+        ordered = [one for one in family if one.reorder is unchanged]
         cases = [case_for(one, schedule, ranks=ranks) for one in ordered]
         for case in [case for one, case in zip(ordered, cases, strict=True) if not one.missing(case)][:2]:
             try:

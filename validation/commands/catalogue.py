@@ -156,7 +156,7 @@ def listing(names: Collection[str] = SPECIMENS) -> str:
             specimen.smallest,
             f"{specimen.summary} ({specimen.origin})",
         )
-        for family, those in [*((one.__name__.rpartition(".")[2], one.SPECIMENS) for one in FAMILIES), _own()]
+        for family, those in [*FAMILIES.items(), _own()]
         for specimen in those
         if specimen.name in names
     ]

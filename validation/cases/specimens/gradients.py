@@ -1,5 +1,7 @@
 """Faults in the gradients of single stages and parameters: sign, absence, zero, rounding, order of elements."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
@@ -7,10 +9,10 @@ from pipeline.step import Parts
 from pipeline.transport import Message
 from validation.cases.specimens.planting import (
     NORM,
-    gradients_of,
     last,
     middle,
     norm_weight,
+    on_each,
     on_gradients,
     on_one,
     on_work,
@@ -29,11 +31,6 @@ def _lose_first(module: nn.Module) -> None:
 
 def _roll(gradient: Tensor) -> None:
     gradient.copy_(gradient.roll(1))
-
-
-def _round(module: nn.Module) -> None:
-    for gradient in gradients_of(module):
-        gradient.copy_(rounded(gradient, torch.bfloat16))
 
 
 def _give_to_frozen(module: nn.Module) -> None:
@@ -58,57 +55,50 @@ def _averaged_with_wrong_rank(parts: Parts) -> None:
     parts.gradients.reduce_tied()
 
 
-SPECIMENS = (
-    Specimen(
-        name="stage-negated",
+SPECIMENS: Mapping[str, Specimen] = {
+    "stage-negated": Specimen(
         summary="the gradients of the middle stage have the wrong sign, which no norm can see",
         origin="measured blindness of norm and loss; the class of pytorch/pytorch#164777",
         classes=("tA",),
         fault=Fault("sign", "gradient", stage=middle, factor=lambda case: -1.0),
         plant=on_gradients(scaled(-1.0), middle),
     ),
-    Specimen(
-        name="gradient-none",
+    "gradient-none": Specimen(
         summary="a parameter of the last stage gets no gradient at all",
         origin="pytorch/pytorch#138863, pytorch/PiPPy#738",
         classes=("tC", "tH"),
         fault=Fault("missing", "presence", stage=last, parameter="."),
         plant=on_gradients(_lose_first, last),
     ),
-    Specimen(
-        name="layernorm-zero",
+    "layernorm-zero": Specimen(
         summary="the loss is right and the gradient of one LayerNorm weight is zero",
         origin="NVIDIA/Megatron-LM#1446; DeepSpeed PR 8491",
         classes=("tB", "mB"),
         fault=Fault("zero", "gradient", stage=middle, parameter=NORM),
         plant=on_gradients(on_one(norm_weight, Tensor.zero_), middle),
     ),
-    Specimen(
-        name="gradients-all-zero",
+    "gradients-all-zero": Specimen(
         summary="a dead run: every gradient is zero, on every stage",
         origin="NVIDIA-NeMo/Automodel#3701",
         classes=("tJ",),
         fault=Fault("zero", "gradient"),
         plant=on_gradients(scaled(0.0)),
     ),
-    Specimen(
-        name="gradient-rolled",
+    "gradient-rolled": Specimen(
         summary="a flat gradient buffer is off by one element for one parameter",
         origin="NVIDIA/Megatron-LM#844: offsets that differ between ranks",
         classes=("mC", "mE"),
         fault=Fault("altered", "gradient", stage=middle, parameter=NORM, alike=("computation",)),
         plant=on_gradients(on_one(norm_weight, _roll), middle),
     ),
-    Specimen(
-        name="gradients-rounded",
+    "gradients-rounded": Specimen(
         summary="one stage's gradients are kept in bf16 where fp32 is meant",
         origin="the class of hpcaitech/ColossalAI#79: two sides that assume different types",
         classes=("mF",),
         fault=Fault("rounded", "gradient", stage=middle),
-        plant=on_gradients(_round, middle),
+        plant=on_gradients(on_each(lambda gradient: gradient.copy_(rounded(gradient, torch.bfloat16))), middle),
     ),
-    Specimen(
-        name="frozen-gets-gradient",
+    "frozen-gets-gradient": Specimen(
         summary="a frozen parameter is given a gradient",
         origin="pytorch/PiPPy#1029: gradients for what has none",
         classes=("tH",),
@@ -116,8 +106,7 @@ SPECIMENS = (
         needs=Needs(models=("frozen",)),
         plant=on_gradients(_give_to_frozen),
     ),
-    Specimen(
-        name="averaged-over-wrong-group",
+    "averaged-over-wrong-group": Specimen(
         summary="the first two stages average one gradient with each other, as if they were replicas",
         origin="NVIDIA/Megatron-LM#7452 (collectives over the wrong group)",
         classes=("tD", "mI"),
@@ -125,4 +114,4 @@ SPECIMENS = (
         needs=Needs(ranks=2, stages=2),
         plant=on_work(reduce=_averaged_with_wrong_rank),
     ),
-)
+}

@@ -1,16 +1,16 @@
 """Faults of backwards in two halves: weight halves lost, run twice, never run, or wrong in what they share."""
 
-import torch
+from collections.abc import Mapping
+
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 from pipeline.boundary import Gradients
 from pipeline.schedule import Schedule
 from pipeline.stage import Stage
 from reference.model import Attention, TwiceBlock
 from validation.cases.case import Case
-from validation.cases.specimens.model import attended, with_forward
+from validation.cases.specimens.model import attended, with_forward, with_value
 from validation.cases.specimens.planting import (
     Shares,
     add,
@@ -67,21 +67,10 @@ def _twice_through_first(self: TwiceBlock, x_BC: Tensor) -> Tensor:
     return y_BC
 
 
-class _Chunk(torch.autograd.Function):
-    """Three parts of a tensor; the backward adds the first two parts' gradients and gives the sum to the first."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, x_BTC: Tensor) -> tuple[Tensor, ...]:
-        return tuple(part.clone() for part in x_BTC.chunk(3, dim=-1))
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, *gradients: Tensor) -> Tensor:
-        one, other, third = gradients
-        return torch.cat([one + other, torch.zeros_like(other), third], dim=-1)
-
-
 def _summed_outputs(self: Attention, x_BTC: Tensor) -> Tensor:
-    return attended(self, x_BTC, _Chunk.apply(self.qkv(x_BTC)))  # type: ignore[no-untyped-call]
+    """The first two outputs' gradients both go to the first."""
+    one, other, third = self.qkv(x_BTC).chunk(3, dim=-1)
+    return attended(self, x_BTC, (one, with_value(one, other), third))
 
 
 def _first_of_middle(case: Case) -> tuple[int, ...]:
@@ -92,9 +81,8 @@ def _two_halves(case: Case) -> str:
     return "" if len(halved(case.built, case.stages // 2)) > 1 else "needs two weight halves there"
 
 
-SPECIMENS = (
-    Specimen(
-        name="weight-half-dropped",
+SPECIMENS: Mapping[str, Specimen] = {
+    "weight-half-dropped": Specimen(
         summary="the first weight half on the middle stage adds nothing",
         origin="sail-sg/zero-bubble-pipeline-parallelism#72; pytorch/pytorch#139415",
         classes=("tC", "mH"),
@@ -102,8 +90,7 @@ SPECIMENS = (
         needs=_TWO_HALVES,
         plant=_first_halves(0.0),
     ),
-    Specimen(
-        name="weight-half-twice",
+    "weight-half-twice": Specimen(
         summary="the first weight half on the middle stage runs twice",
         origin="pytorch/pytorch#174017: side effects of both halves",
         classes=("tC", "mH"),
@@ -111,8 +98,7 @@ SPECIMENS = (
         needs=_TWO_HALVES,
         plant=_first_halves(2.0),
     ),
-    Specimen(
-        name="weight-half-of-another",
+    "weight-half-of-another": Specimen(
         summary="a weight half is popped off the wrong queue: one microbatch's twice, another's never",
         origin="sail-sg/zero-bubble-pipeline-parallelism 8eb5ae97",
         classes=("tC", "mH"),
@@ -120,8 +106,7 @@ SPECIMENS = (
         needs=Needs(microbatches=2, split=True, also=_two_halves),
         plant=_first_halves(0.0, 2.0),
     ),
-    Specimen(
-        name="weight-halves-after-whole",
+    "weight-halves-after-whole": Specimen(
         summary="input halves compute the whole backward, and the weight halves add the weights' share once more",
         origin="sail-sg/zero-bubble-pipeline-parallelism 8eb5ae97: one switch for all",
         classes=("tC", "mH"),
@@ -129,8 +114,7 @@ SPECIMENS = (
         needs=_HALVES,
         plant=around_stages(_WholeThenHalf, middle),
     ),
-    Specimen(
-        name="first-stage-weights-empty",
+    "first-stage-weights-empty": Specimen(
         summary="the first stage has no input gradient, so its weight halves find nothing to do",
         origin="pytorch/pytorch#138863, #138925",
         classes=("tC",),
@@ -138,16 +122,14 @@ SPECIMENS = (
         needs=Needs(split=True, also=_all_halved_on_first),
         plant=counted(lambda schedule, stage: dict.fromkeys(halved(schedule, stage), 0.0), first),
     ),
-    Specimen(
-        name="weights-never-drained",
+    "weights-never-drained": Specimen(
         summary="a stage puts its weights off, and nobody ever runs them",
         origin="deepspeedai/Megatron-DeepSpeed#442",
         classes=("mH",),
         fault=Fault("missing", "presence", stage=middle),
         plant=counted(lambda schedule, stage: dict.fromkeys(range(schedule.microbatches), 0.0), middle),
     ),
-    Specimen(
-        name="shared-weight-doubled",
+    "shared-weight-doubled": Specimen(
         summary="the gradient of a weight used twice on a path counts one of its uses twice",
         origin="pytorch/pytorch#180952",
         classes=("tC", "mH"),
@@ -155,8 +137,7 @@ SPECIMENS = (
         needs=Needs(models=("twice",)),
         plant=on_modules(with_forward(TwiceBlock, _twice_through_first, most=1), middle),
     ),
-    Specimen(
-        name="outputs-summed",
+    "outputs-summed": Specimen(
         summary="the gradients of two outputs of one operation are summed and given to the first",
         origin="pytorch/pytorch#170277",
         classes=("tC",),
@@ -164,4 +145,4 @@ SPECIMENS = (
         needs=Needs(models=("gpt", "gpt-tied")),
         plant=on_modules(with_forward(Attention, _summed_outputs, most=1), middle),
     ),
-)
+}

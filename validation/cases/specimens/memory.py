@@ -1,6 +1,6 @@
 """Faults of memory: tensors overwritten, let go or spoiled while they are still needed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -49,9 +49,8 @@ def _not_a_number(inputs: Tensors, call: Call) -> Tensors:
     return tuple(torch.full_like(x, torch.nan, requires_grad=True) if x.is_floating_point() else x for x in inputs)
 
 
-SPECIMENS = (
-    Specimen(
-        name="receive-buffer-reused",
+SPECIMENS: Mapping[str, Specimen] = {
+    "receive-buffer-reused": Specimen(
         summary="a rank receives everything into one buffer, so a kept activation is overwritten before its backward",
         origin="pytorch/pytorch#185331, pytorch/PiPPy#1055",
         classes=("tB", "tI", "mE"),
@@ -59,8 +58,7 @@ SPECIMENS = (
         needs=Needs(ranks=3),
         plant=on_arrival(_one_buffer),
     ),
-    Specimen(
-        name="activation-nan",
+    "activation-nan": Specimen(
         summary="stage 1 is given NaN in place of microbatch 1's activation",
         origin="pytorch/torchtitan#771; NVIDIA/Megatron-LM#422",
         classes=("tH", "mE"),
@@ -68,8 +66,7 @@ SPECIMENS = (
         needs=Needs(microbatches=2, stages=2),
         plant=on_stages(Changes(inputs=_not_a_number), second),
     ),
-    Specimen(
-        name="input-let-go",
+    "input-let-go": Specimen(
         summary="a stage's input is freed after its forward, and is empty memory in its backward",
         origin="sail-sg/zero-bubble-pipeline-parallelism 84a9c1e3; NVIDIA/Megatron-LM dedb6dd6",
         classes=("mE",),
@@ -77,8 +74,7 @@ SPECIMENS = (
         needs=_KEPT,
         plant=_spoiled(Tensor.zero_),
     ),
-    Specimen(
-        name="input-poisoned",
+    "input-poisoned": Specimen(
         summary="a stage's input is freed after its forward, and its memory is marked with NaN",
         origin="sail-sg/zero-bubble-pipeline-parallelism 84a9c1e3",
         classes=("mE",),
@@ -86,8 +82,7 @@ SPECIMENS = (
         needs=_KEPT,
         plant=_spoiled(lambda kept: kept.fill_(torch.nan)),
     ),
-    Specimen(
-        name="input-partly-overwritten",
+    "input-partly-overwritten": Specimen(
         summary="half of the input that a stage keeps of microbatch 0 is overwritten before its backward",
         origin="NVIDIA/Megatron-LM#7398; deepspeedai/DeepSpeed#4708",
         classes=("tB", "mE"),
@@ -95,4 +90,4 @@ SPECIMENS = (
         needs=_KEPT,
         plant=_spoiled(_overwrite_half, microbatches=(0,)),
     ),
-)
+}

@@ -1,5 +1,7 @@
 """Faults of messages between ranks: taken for one another, early, old, rounded, damaged or lost."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -116,9 +118,8 @@ def _round_further(case: Case) -> str:
     return "" if looped else "needs two rounds of stages over the ranks"
 
 
-SPECIMENS = (
-    Specimen(
-        name="activation-repeated",
+SPECIMENS: Mapping[str, Specimen] = {
+    "activation-repeated": Specimen(
         summary="the second activation sent to the second stage is the first once more: its buffer was used too early",
         origin="NVIDIA/Megatron-LM#4047; pytorch/PiPPy#1055",
         classes=("tI", "mE"),
@@ -126,8 +127,7 @@ SPECIMENS = (
         needs=_TWO_ACROSS,
         plant=on_arrival(_repeated, _PAIR_FORWARD),
     ),
-    Specimen(
-        name="gradient-repeated",
+    "gradient-repeated": Specimen(
         summary="the second gradient sent to the first stage is the first once more",
         origin="NVIDIA/Megatron-LM#4047; pytorch/PiPPy#1055",
         classes=("tI", "mE"),
@@ -135,20 +135,22 @@ SPECIMENS = (
         needs=_TWO_ACROSS,
         plant=on_arrival(_repeated, _PAIR_BACKWARD),
     ),
-    Specimen(
-        name="activations-crossed",
+    "activations-crossed": Specimen(
         summary="two activations for the second stage arrive as each other",
         origin="NVIDIA/Megatron-LM#1450",
         classes=("tI", "mF"),
         schedule="gpipe",
         fault=Fault(
-            "wrong-message", "loss", stage=second, microbatches=(0, 1), alike=("swapped-activations", "swapped-data")
+            "wrong-message",
+            "loss",
+            stage=second,
+            microbatches=(0, 1),
+            alike=("swapped-activations", "swapped-data"),
         ),
         needs=_crossing(Kind.SEND_F, 0),
         plant=_crossed(_PAIR_FORWARD),
     ),
-    Specimen(
-        name="gradients-crossed",
+    "gradients-crossed": Specimen(
         summary="two gradients for the first stage arrive as each other",
         origin="NVIDIA/Megatron-LM#1450",
         classes=("tI", "mF"),
@@ -157,8 +159,7 @@ SPECIMENS = (
         needs=_crossing(Kind.SEND_B, 1),
         plant=_crossed(_PAIR_BACKWARD),
     ),
-    Specimen(
-        name="activation-of-other-stage",
+    "activation-of-other-stage": Specimen(
         summary="where two stages send to one rank, one's activation arrives as the other's",
         origin="NVIDIA/Megatron-LM#1450: no tags, and one peer on both sides",
         classes=("tI", "mF"),
@@ -167,8 +168,7 @@ SPECIMENS = (
         needs=Needs(ranks=2, stages=4, models=_PLAIN, one_size=True, also=_round_further),
         plant=on_arrival(_of_other_stage, To(Kind.RECV_F, microbatches=(0,))),
     ),
-    Specimen(
-        name="activation-read-early",
+    "activation-read-early": Specimen(
         summary="the second stage reads its first activation before it has arrived",
         origin="pytorch/PiPPy#585; NVIDIA/Megatron-LM 7ffea978",
         classes=("tI", "mE"),
@@ -176,8 +176,7 @@ SPECIMENS = (
         needs=_ACROSS,
         plant=on_arrival(lambda arrived, message: torch.zeros_like(arrived), _ACTIVATION),
     ),
-    Specimen(
-        name="activation-partly-old",
+    "activation-partly-old": Specimen(
         summary="of two transfers only one is waited for, so half of an activation is an earlier one's",
         origin="pytorch/pytorch#132644",
         classes=("tI", "mE"),
@@ -185,8 +184,7 @@ SPECIMENS = (
         needs=Needs(ranks=2, microbatches=2, models=_PLAIN, one_size=True),
         plant=on_arrival(_partly_old, _PAIR_FORWARD),
     ),
-    Specimen(
-        name="activation-of-step-before",
+    "activation-of-step-before": Specimen(
         summary="from the second step on, the second stage is given the first activation of the step before",
         origin="pytorch/PiPPy#1070 and the class of receive buffers that outlive a step",
         classes=("tB", "mL"),
@@ -194,8 +192,7 @@ SPECIMENS = (
         needs=Needs(ranks=2, models=_PLAIN, plan=("train", "train"), one_size=True),
         plant=on_arrival(_of_step_before, _ACTIVATION),
     ),
-    Specimen(
-        name="activations-rounded",
+    "activations-rounded": Specimen(
         summary="activations for the second stage travel in bf16",
         origin="NVIDIA/Megatron-LM 52ed5237; hpcaitech/ColossalAI#79",
         classes=("mF",),
@@ -203,8 +200,7 @@ SPECIMENS = (
         needs=_ACROSS,
         plant=on_arrival(_in_bf16, _ACTIVATIONS),
     ),
-    Specimen(
-        name="gradients-travel-rounded",
+    "gradients-travel-rounded": Specimen(
         summary="gradients for the first stage travel in bf16",
         origin="pytorch/pytorch#165143: two ends with different types",
         classes=("tI", "mF"),
@@ -212,8 +208,7 @@ SPECIMENS = (
         needs=_ACROSS,
         plant=on_arrival(_in_bf16, To(Kind.RECV_B, 0)),
     ),
-    Specimen(
-        name="activation-damaged",
+    "activation-damaged": Specimen(
         summary="one number of one activation changes on its way",
         origin="no report: silent corruption, as awslabs' detection for data-parallel training injects it",
         classes=("tI",),
@@ -221,8 +216,7 @@ SPECIMENS = (
         needs=_ACROSS,
         plant=on_arrival(_damaged, _ACTIVATION),
     ),
-    Specimen(
-        name="message-lost",
+    "message-lost": Specimen(
         summary="the last activation for the second stage is never sent",
         origin="pytorch/pytorch#152827: a send that is skipped",
         classes=("tI", "mF"),
@@ -231,4 +225,4 @@ SPECIMENS = (
         plant=on_transport(_Lost),
         timeout_s=2.0,
     ),
-)
+}

@@ -1,6 +1,6 @@
 """Faults of counting: a microbatch lost, counted twice, or put together from two."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from pipeline.step import Parts
 from reference.data import Batch
 from validation.cases.case import Case
 from validation.cases.specimens.order import other_of_two
-from validation.cases.specimens.planting import Call, Changes, cleared, counted, first, last, middle, on_stages
+from validation.cases.specimens.planting import Call, Changes, counted, first, last, middle, on_stages
 from validation.cases.specimens.specimen import Fault, Needs, Specimen
 from validation.observers.wrappers import AroundSteps, Pairs
 
@@ -17,7 +17,7 @@ _MANY, _ALIKE = Needs(microbatches=2), Needs(microbatches=2, one_size=True)
 
 
 def _clears_first(call: Call) -> AbstractContextManager[None]:
-    cleared(call.stage.module)
+    call.stage.module.zero_grad()
     return nullcontext()
 
 
@@ -80,9 +80,8 @@ class _OldTargets(AroundSteps):
         return [(inputs, target) for (inputs, _), target in zip(microbatches, kept, strict=True)]
 
 
-SPECIMENS = (
-    Specimen(
-        name="microbatch-dropped",
+SPECIMENS: Mapping[str, Specimen] = {
+    "microbatch-dropped": Specimen(
         summary="the first microbatch's backward adds nothing to the parameters' gradients",
         origin="pytorch/torchtitan#3575, NVIDIA-NeMo/Automodel#3530",
         classes=("tB", "mB"),
@@ -90,8 +89,7 @@ SPECIMENS = (
         needs=_MANY,
         plant=counted(lambda schedule, stage: {0: 0.0}),
     ),
-    Specimen(
-        name="last-microbatch-dropped",
+    "last-microbatch-dropped": Specimen(
         summary="on one stage the last microbatch is not drained: its gradients are never added",
         origin="NVIDIA/Megatron-LM ea76ecde; pytorch/pytorch#134052",
         classes=("tB", "tC", "mB"),
@@ -99,8 +97,7 @@ SPECIMENS = (
         needs=_MANY,
         plant=counted(lambda schedule, stage: {schedule.microbatches - 1: 0.0}, middle),
     ),
-    Specimen(
-        name="microbatch-doubled",
+    "microbatch-doubled": Specimen(
         summary="the first microbatch's gradients are added twice",
         origin="pytorch/PiPPy#18",
         classes=("tB",),
@@ -108,8 +105,7 @@ SPECIMENS = (
         needs=_MANY,
         plant=counted(lambda schedule, stage: {0: 2.0}),
     ),
-    Specimen(
-        name="microbatch-negated",
+    "microbatch-negated": Specimen(
         summary="one stage adds one microbatch's gradients with the wrong sign",
         origin="measured blindness of loss; the class of pytorch/PiPPy#18",
         classes=("tB",),
@@ -117,8 +113,7 @@ SPECIMENS = (
         needs=_MANY,
         plant=counted(lambda schedule, stage: {0: -1.0}, middle),
     ),
-    Specimen(
-        name="only-last-microbatch",
+    "only-last-microbatch": Specimen(
         summary="gradients are cleared at the start of each microbatch, so only the last one counts",
         origin="pytorch/torchtitan#3575; NVIDIA/Megatron-LM#7186",
         classes=("tB", "mB"),
@@ -126,8 +121,7 @@ SPECIMENS = (
         needs=_MANY,
         plant=on_stages(Changes(adding=_clears_first)),
     ),
-    Specimen(
-        name="microbatches-swapped",
+    "microbatches-swapped": Specimen(
         summary="the first stage reads microbatches 0 and 1 in the other order than the last stage its targets",
         origin="deepspeedai/DeepSpeed#5729 and the class of messages matched by position",
         classes=("tG", "mJ"),
@@ -135,8 +129,7 @@ SPECIMENS = (
         needs=_ALIKE,
         feed=_swap_inputs,
     ),
-    Specimen(
-        name="targets-shifted",
+    "targets-shifted": Specimen(
         summary="the last stage's loader is one microbatch behind the first stage's",
         origin="deepspeedai/DeepSpeed#3131; HuangLK/transpeeder#35",
         classes=("tG", "mJ"),
@@ -144,8 +137,7 @@ SPECIMENS = (
         needs=_ALIKE,
         feed=_shift_targets,
     ),
-    Specimen(
-        name="targets-of-step-before",
+    "targets-of-step-before": Specimen(
         summary="the last stage's loader is one step behind the first stage's",
         origin="deepspeedai/DeepSpeed#5729",
         classes=("tG", "mJ", "mL"),
@@ -153,8 +145,7 @@ SPECIMENS = (
         needs=Needs(plan=("train", "train")),
         drive=_OldTargets,
     ),
-    Specimen(
-        name="side-input-of-first",
+    "side-input-of-first": Specimen(
         summary="every microbatch is given the side input of microbatch 0",
         origin="pytorch/torchtitan#1723, pytorch/pytorch#188727",
         classes=("tG", "mJ"),
@@ -162,8 +153,7 @@ SPECIMENS = (
         needs=Needs(microbatches=2, models=("dropout",)),
         feed=_first_side_input,
     ),
-    Specimen(
-        name="microbatches-cut",
+    "microbatches-cut": Specimen(
         summary="every microbatch is cut to the length of the shortest",
         origin="pytorch/pytorch#126600; deepspeedai/DeepSpeed#5696",
         classes=("tG", "mF"),
@@ -171,8 +161,7 @@ SPECIMENS = (
         needs=Needs(microbatches=2, ragged=True),
         feed=_cut_to_shortest,
     ),
-    Specimen(
-        name="cut-along-tokens",
+    "cut-along-tokens": Specimen(
         summary="the batch is cut along the wrong dimension: rows of a microbatch go on in another's",
         origin="pytorch/tutorials#1459; pytorch/torchtitan#4098",
         classes=("tG",),
@@ -180,8 +169,7 @@ SPECIMENS = (
         needs=Needs(microbatches=2, models=("gpt", "gpt-tied"), one_size=True),
         feed=_cut_across,
     ),
-    Specimen(
-        name="backward-of-another",
+    "backward-of-another": Specimen(
         summary="the first stage takes another microbatch's activation in its backward: it counts its own way",
         origin="pytorch/PiPPy#1052; deepspeedai/DeepSpeed#3900",
         classes=("tB", "mE"),
@@ -196,4 +184,4 @@ SPECIMENS = (
         needs=Needs(microbatches=2, stages=2, one_size=True, also=_kept_together),
         plant=on_stages(Changes(whose=other_of_two), first),
     ),
-)
+}

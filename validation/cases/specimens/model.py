@@ -1,14 +1,13 @@
 """Faults of the model: a stage computes something else, holds other layers, or draws other random numbers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
 
 from reference.model import HEADS, Attention, DropoutBlock
-from validation.cases.specimens.planting import Change, Changes, middle, on_modules, on_stages
+from validation.cases.specimens.planting import NORMS, Change, Changes, middle, on_modules, on_parts, on_stages
 from validation.cases.specimens.specimen import Fault, Needs, Specimen
 from validation.cases.stages import Slice
 
@@ -18,12 +17,7 @@ _LAYERS = Needs(layers=2, models=("mlp", "twice", "batchnorm"))
 
 def with_forward(kind: type[nn.Module], forward: Callable[..., object], *, most: int | None = None) -> Change:
     """The blocks of a kind, or the first ``most`` of them, compute ``forward``."""
-
-    def change(module: nn.Module) -> None:
-        for block in [part for part in module.modules() if isinstance(part, kind)][:most]:
-            block.forward = MethodType(forward, block)
-
-    return change
+    return on_parts((kind,), lambda block, number: setattr(block, "forward", MethodType(forward, block)), most=most)
 
 
 def attended(self: Attention, x_BTC: Tensor, parts_BTC: Sequence[Tensor], *, causal: bool = True) -> Tensor:
@@ -35,40 +29,24 @@ def attended(self: Attention, x_BTC: Tensor, parts_BTC: Sequence[Tensor], *, cau
     return y_BTC
 
 
+def with_value(derived: Tensor, value: Tensor) -> Tensor:
+    """One tensor's derivative with another's value."""
+    mixed = derived.clone()
+    mixed.data.copy_(value)
+    return mixed
+
+
 def _blind_to_order(self: Attention, x_BTC: Tensor) -> Tensor:
     """Every token sees every other one."""
     return attended(self, x_BTC, self.qkv(x_BTC).chunk(3, dim=-1), causal=False)
-
-
-def _on_dropout(change: Callable[[int, DropoutBlock], object]) -> Change:
-    """Changes each dropout block of a stage, given its number there."""
-
-    def changed(module: nn.Module) -> None:
-        for number, block in enumerate(part for part in module.modules() if isinstance(part, DropoutBlock)):
-            change(number, block)
-
-    return changed
-
-
-class _WithValue(torch.autograd.Function):
-    """The value of one tensor with the derivative of another."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, derived: Tensor, value: Tensor) -> Tensor:
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
 
 
 def _recomputed(self: DropoutBlock, x_BC: Tensor, key: Tensor) -> Tensor | tuple[Tensor, Tensor]:
     """The block's forward, whose backward computes it again with a fresh mask."""
     right, fresh = DropoutBlock.forward(self, x_BC, key), DropoutBlock.forward(self, x_BC, key + 1)
     if isinstance(right, Tensor) and isinstance(fresh, Tensor):
-        mixed: Tensor = _WithValue.apply(fresh, right.detach())  # type: ignore[no-untyped-call]
-        return mixed
-    return _WithValue.apply(fresh[0], right[0].detach()), key  # type: ignore[no-untyped-call]
+        return with_value(fresh, right)
+    return with_value(fresh[0], right[0]), key
 
 
 def _reseed(module: nn.Module) -> None:
@@ -77,12 +55,6 @@ def _reseed(module: nn.Module) -> None:
         for parameter in module.parameters():
             if parameter.dim() == 2:
                 parameter.normal_(std=0.1, generator=generator)
-
-
-def _other_epsilon(module: nn.Module) -> None:
-    for part in module.modules():
-        if isinstance(part, nn.LayerNorm | nn.BatchNorm1d):
-            part.eps = 1e-2
 
 
 def _on_pieces(change: Callable[[list[str]], object]) -> Change:
@@ -95,27 +67,26 @@ def _on_pieces(change: Callable[[list[str]], object]) -> Change:
     return changed
 
 
-SPECIMENS = (
-    Specimen(
-        name="layers-counted-from-zero",
+SPECIMENS: Mapping[str, Specimen] = {
+    "layers-counted-from-zero": Specimen(
         summary="a stage numbers its layers from 0, so what depends on a layer's number is wrong",
         origin="NVIDIA/Megatron-LM 0504e973",
         classes=("mK",),
         fault=Fault("randomness", "loss", stage=middle, alike=("computation", "partition")),
         needs=Needs(stages=2, models=("dropout",)),
-        plant=on_modules(_on_dropout(lambda number, block: setattr(block, "layer", number)), middle),
+        plant=on_modules(on_parts((DropoutBlock,), lambda block, number: setattr(block, "layer", number)), middle),
     ),
-    Specimen(
-        name="dropout-other-seed",
+    "dropout-other-seed": Specimen(
         summary="one stage draws its dropout masks from another seed",
         origin="pytorch/pytorch#55036; pytorch/pytorch#139304",
         classes=("tH", "tJ"),
         fault=Fault("randomness", "loss", stage=middle, alike=("computation",)),
         needs=_DROPOUT,
-        plant=on_modules(_on_dropout(lambda number, block: setattr(block, "seed", block.seed + 1)), middle),
+        plant=on_modules(
+            on_parts((DropoutBlock,), lambda block, number: setattr(block, "seed", block.seed + 1)), middle
+        ),
     ),
-    Specimen(
-        name="recomputed-with-fresh-mask",
+    "recomputed-with-fresh-mask": Specimen(
         summary="a recomputed forward draws a fresh dropout mask: the loss is right, the gradient another function's",
         origin="allenai/OLMo-core#828",
         classes=("tH",),
@@ -123,16 +94,14 @@ SPECIMENS = (
         needs=_DROPOUT,
         plant=on_modules(with_forward(DropoutBlock, _recomputed), middle),
     ),
-    Specimen(
-        name="weights-of-other-seed",
+    "weights-of-other-seed": Specimen(
         summary="one stage draws its initial weights from a seed of its own",
         origin="pytorch/torchtitan#514; pytorch/pytorch#139304",
         classes=("tJ",),
         fault=Fault("randomness", "loss", stage=middle, alike=("computation", "partition")),
         plant=on_modules(_reseed, middle),
     ),
-    Specimen(
-        name="side-input-missing",
+    "side-input-missing": Specimen(
         summary="a middle stage is given no side input",
         origin="AMD-AGI/Primus#277; NVIDIA-NeMo/Megatron-Bridge#3926",
         classes=("tG", "mJ"),
@@ -140,8 +109,7 @@ SPECIMENS = (
         needs=_DROPOUT,
         plant=on_stages(Changes(inputs=lambda inputs, call: (inputs[0], torch.zeros_like(inputs[1]))), middle),
     ),
-    Specimen(
-        name="mask-missing",
+    "mask-missing": Specimen(
         summary="attention on one stage is not causal",
         origin="pytorch/torchtitan#1723: masks under microbatches",
         classes=("tG",),
@@ -149,24 +117,21 @@ SPECIMENS = (
         needs=Needs(models=("gpt", "gpt-tied")),
         plant=on_modules(with_forward(Attention, _blind_to_order), middle),
     ),
-    Specimen(
-        name="other-epsilon",
+    "other-epsilon": Specimen(
         summary="norms on one stage were built with another epsilon",
         origin="the class of options that reach some stages only (NVIDIA/Megatron-LM#4641)",
         classes=("mK",),
         fault=Fault("computation", "loss", stage=middle),
-        plant=on_modules(_other_epsilon, middle),
+        plant=on_modules(on_parts(NORMS, lambda norm, number: setattr(norm, "eps", 1e-2)), middle),
     ),
-    Specimen(
-        name="stage-in-bf16",
+    "stage-in-bf16": Specimen(
         summary="one stage computes under autocast, the others do not",
         origin="pytorch/pytorch#116183",
         classes=("tH",),
         fault=Fault("rounded", "loss", stage=middle, alike=("computation",)),
         plant=on_stages(Changes(during=lambda call: torch.autocast("cpu", torch.bfloat16)), middle),
     ),
-    Specimen(
-        name="layers-in-other-order",
+    "layers-in-other-order": Specimen(
         summary="the layers of one stage run in the wrong order",
         origin="NVIDIA/Megatron-LM 0504e973 and the class of wrong layer offsets",
         classes=("mK",),
@@ -174,8 +139,7 @@ SPECIMENS = (
         needs=_LAYERS,
         plant=on_modules(_on_pieces(lambda pieces: pieces.reverse()), middle),
     ),
-    Specimen(
-        name="layer-skipped",
+    "layer-skipped": Specimen(
         summary="the last layer of a stage is nobody's",
         origin="arXiv 2506.09280, its class of wrong stage divisions",
         classes=("mK",),
@@ -183,8 +147,7 @@ SPECIMENS = (
         needs=_LAYERS,
         plant=on_modules(_on_pieces(lambda pieces: pieces.pop()), middle),
     ),
-    Specimen(
-        name="layer-repeated",
+    "layer-repeated": Specimen(
         summary="the last layer of a stage runs twice",
         origin="arXiv 2506.09280, its class of wrong stage divisions",
         classes=("mK",),
@@ -192,4 +155,4 @@ SPECIMENS = (
         needs=_LAYERS,
         plant=on_modules(_on_pieces(lambda pieces: pieces.append(pieces[-1])), middle),
     ),
-)
+}

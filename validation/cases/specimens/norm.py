@@ -1,5 +1,6 @@
 """Faults of the norm, of clipping and of the update."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -9,7 +10,6 @@ from pipeline.gradients import clip_factor, norm_of
 from pipeline.step import Parts, StepResult
 from reference.step import Recipe
 from validation.cases.specimens.planting import (
-    cleared,
     gradients_of,
     last,
     middle,
@@ -82,9 +82,8 @@ def _of_middle(parts: Parts) -> list[nn.Parameter]:
     return [parameter for stage in stages_at(parts, middle) for parameter in stage.module.parameters()]
 
 
-SPECIMENS = (
-    Specimen(
-        name="norm-of-rank",
+SPECIMENS: Mapping[str, Specimen] = {
+    "norm-of-rank": Specimen(
         summary="each rank takes the norm over its own stages, and clips by it",
         origin="pytorch/torchtitan#596; Modalities/modalities#313",
         classes=("tF", "mD"),
@@ -93,8 +92,7 @@ SPECIMENS = (
         plant=on_work(scale=_clipped_by_rank),
         drive=on_steps(told=_norm_of_rank),
     ),
-    Specimen(
-        name="norm-without-stage",
+    "norm-without-stage": Specimen(
         summary="the norm leaves out the middle stage",
         origin="deepspeedai/DeepSpeed#1522: stages that differ in their groups of parameters",
         classes=("tF", "mD", "mI"),
@@ -102,24 +100,21 @@ SPECIMENS = (
         needs=_SEVERAL,
         plant=on_work(squares=_without_middle),
     ),
-    Specimen(
-        name="norm-rounded",
+    "norm-rounded": Specimen(
         summary="sums of squares are added in bf16",
         origin="pytorch/torchtitan#4135",
         classes=("tF",),
         fault=Fault("norm", "grad-norm", alike=("rounded",)),
         plant=on_work(squares=_in_bf16),
     ),
-    Specimen(
-        name="norm-after-clipping",
+    "norm-after-clipping": Specimen(
         summary="the norm that is reported is the one after clipping",
         origin="no report: the class of pytorch/torchtitan#1258, where norm and clipping see different gradients",
         classes=("tF",),
         fault=Fault("norm", "grad-norm", alike=("report",)),
         drive=on_steps(told=_after_clipping),
     ),
-    Specimen(
-        name="clip-last-stage",
+    "clip-last-stage": Specimen(
         summary="gradients are clipped on the last stage alone",
         origin="pytorch/torchtitan#596, NVIDIA-NeMo/Automodel#3816",
         classes=("tF", "mD"),
@@ -127,16 +122,14 @@ SPECIMENS = (
         needs=_SEVERAL,
         plant=on_work(scale=_last_alone),
     ),
-    Specimen(
-        name="clip-never",
+    "clip-never": Specimen(
         summary="the norm uses up the list of parameters, and clipping sees none",
         origin="pytorch/torchtitan#1258",
         classes=("tF",),
         fault=_CLIP,
         plant=on_work(scale=lambda factor, parts: None),
     ),
-    Specimen(
-        name="clip-by-stage",
+    "clip-by-stage": Specimen(
         summary="each stage is clipped by its own norm, though the norm reported is right",
         origin="pytorch/torchtitan#649: one norm for each part of the model",
         classes=("tF", "mD"),
@@ -144,28 +137,25 @@ SPECIMENS = (
         needs=_SEVERAL,
         plant=on_work(scale=_by_stage),
     ),
-    Specimen(
-        name="clip-twice",
+    "clip-twice": Specimen(
         summary="gradients are clipped twice by one factor",
         origin="no report: the class of deepspeedai/DeepSpeed#7847, reductions done twice",
         classes=("mD",),
         fault=_CLIP,
         plant=on_work(scale=_twice),
     ),
-    Specimen(
-        name="update-skipped-on-stage",
+    "update-skipped-on-stage": Specimen(
         summary="one stage decides by itself to skip the update",
         origin="hpcaitech/ColossalAI#80",
         classes=("mD",),
         fault=Fault("update", "updated-parameters", stage=middle),
-        plant=on_gradients(cleared, middle, clipped=True),
+        plant=on_gradients(nn.Module.zero_grad, middle, clipped=True),
     ),
-    Specimen(
-        name="updated-twice",
+    "updated-twice": Specimen(
         summary="the middle stage's parameters are in two groups of the optimizer and are moved twice",
         origin="NVIDIA/Megatron-LM#4641: copies routed to different optimizers",
         classes=("mD",),
         fault=Fault("update", "updated-parameters", stage=middle),
         drive=moved_twice(_of_middle),
     ),
-)
+}

@@ -8,7 +8,7 @@ show wraps a part of it (``validation.observers.wrappers``), as ``on_transport``
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -359,19 +359,19 @@ def gradients_of(module: nn.Module) -> list[Tensor]:
     return list(gradients_by_parameter(module).values())
 
 
+def on_each(change: Callable[[Tensor], object]) -> Change:
+    """Changes every gradient that there is."""
+
+    def changed(module: nn.Module) -> None:
+        for gradient in gradients_of(module):
+            change(gradient)
+
+    return changed
+
+
 def scaled(factor: float) -> Change:
     """Multiplies every gradient."""
-
-    def change(module: nn.Module) -> None:
-        for gradient in gradients_of(module):
-            gradient.mul_(factor)
-
-    return change
-
-
-def cleared(module: nn.Module) -> None:
-    """Forgets every gradient."""
-    module.zero_grad(set_to_none=True)
+    return on_each(lambda gradient: gradient.mul_(factor))
 
 
 def on_one(find: Callable[[nn.Module], nn.Parameter], change: Callable[[Tensor], object]) -> Change:
@@ -385,13 +385,25 @@ def on_one(find: Callable[[nn.Module], nn.Parameter], change: Callable[[Tensor],
     return changed
 
 
+def on_parts(
+    kinds: tuple[type[nn.Module], ...], change: Callable[[Any, int], object], *, most: int | None = None
+) -> Change:
+    """Changes the parts of some kinds that a module has, or the first ``most``; they are counted from 0."""
+
+    def changed(module: nn.Module) -> None:
+        for number, part in enumerate([part for part in module.modules() if isinstance(part, kinds)][:most]):
+            change(part, number)
+
+    return changed
+
+
 def norm_weight(module: nn.Module) -> nn.Parameter:
     """The weight of the module's first norm."""
-    kinds = (nn.LayerNorm, nn.BatchNorm1d)
-    weight: nn.Parameter = next(part for part in module.modules() if isinstance(part, kinds)).weight
+    weight: nn.Parameter = next(part for part in module.modules() if isinstance(part, NORMS)).weight
     return weight
 
 
+NORMS = (nn.LayerNorm, nn.BatchNorm1d)
 NORM = r"norm.*\.weight$"  # matches the name of norm_weight's parameter first
 
 

@@ -1,18 +1,14 @@
 """Specimens of one's own: a Python file that registers them, read wherever they are planted."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
 
 from pipeline.schedule import ScheduleError
 from validation.cases.case import Case, CaseError
 from validation.cases.specimens.specimen import CLASSES, Specimen
 from validation.judging.cause import KINDS
-
-if TYPE_CHECKING:
-    from collections.abc import MutableMapping
 
 _NAME = re.compile(r"[a-z][a-z0-9-]*")
 
@@ -24,7 +20,7 @@ class SpecimenError(ValueError):
 class Plugins:
     """The files that were read, and what they registered among all specimens that are ``known``."""
 
-    def __init__(self, known: "MutableMapping[str, Specimen]", taken: Sequence[str]) -> None:
+    def __init__(self, known: MutableMapping[str, Specimen], taken: Sequence[str]) -> None:
         self._known = known
         self._taken = frozenset(taken)
         self._read: dict[str, list[str]] = {}

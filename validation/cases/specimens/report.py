@@ -1,8 +1,9 @@
 """Faults of reports: what was computed is right, what the step says of it is not."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -11,7 +12,7 @@ from validation.cases.specimens.planting import on_steps, rounded
 from validation.cases.specimens.specimen import Drive, Fault, Needs, Specimen
 
 _Tell = Callable[[StepResult, Parts], StepResult]
-_WRONG_LOSS = Fault("report", "loss")
+_specimen = partial(Specimen, fault=Fault("report", "loss"))
 
 
 def _elsewhere(tell: _Tell) -> Drive:
@@ -42,18 +43,15 @@ def _none(result: StepResult, parts: Parts) -> StepResult:
     return replace(result, loss=math.nan, grad_norm=None) if parts.transport.rank == 0 else result
 
 
-SPECIMENS = (
-    Specimen(
-        name="loss-of-other-ranks",
+SPECIMENS: Mapping[str, Specimen] = {
+    "loss-of-other-ranks": _specimen(
         summary="ranks without the last stage report -1 as the loss",
         origin="pytorch/torchtitan#931, #1232",
         classes=("tJ",),
-        fault=_WRONG_LOSS,
         needs=Needs(ranks=2),
         drive=_elsewhere(_minus_one),
     ),
-    Specimen(
-        name="loss-sent-as-half",
+    "loss-sent-as-half": _specimen(
         summary="other ranks get the loss in fp16",
         origin="deepspeedai/DeepSpeed#4726",
         classes=("tJ", "mF"),
@@ -61,57 +59,46 @@ SPECIMENS = (
         needs=Needs(ranks=2),
         drive=_elsewhere(_half),
     ),
-    Specimen(
-        name="loss-divided-in-place",
+    "loss-divided-in-place": _specimen(
         summary="the losses that are reported share memory with those that the schedule divides",
         origin="AMD-AGI/Primus#1079",
         classes=("mA",),
-        fault=_WRONG_LOSS,
         needs=Needs(microbatches=2),
         drive=on_steps(told=_divided),
     ),
-    Specimen(
-        name="loss-of-last-microbatch",
+    "loss-of-last-microbatch": _specimen(
         summary="the loss that is reported is the last microbatch's",
         origin="deepspeedai/DeepSpeed#3367",
         classes=("tJ",),
-        fault=_WRONG_LOSS,
         needs=Needs(microbatches=2),
         drive=on_steps(told=lambda result, parts: replace(result, loss=result.losses[-1])),
     ),
-    Specimen(
-        name="loss-summed",
+    "loss-summed": _specimen(
         summary="the loss that is reported is the sum where the mean is differentiated",
         origin="deepspeedai/DeepSpeed#7773",
         classes=("tA", "mA"),
-        fault=_WRONG_LOSS,
         needs=Needs(microbatches=2),
         drive=on_steps(told=lambda result, parts: replace(result, loss=math.fsum(result.losses))),
     ),
-    Specimen(
-        name="losses-in-other-order",
+    "losses-in-other-order": _specimen(
         summary="losses are reported in the order of their backwards, last first",
         origin="no report: the class of pytorch/torchtitan#931, losses looked up in the wrong place",
         classes=("tJ",),
-        fault=_WRONG_LOSS,
         needs=Needs(microbatches=2),
         drive=on_steps(told=lambda result, parts: replace(result, losses=result.losses[::-1])),
     ),
-    Specimen(
-        name="evaluation-divided-again",
+    "evaluation-divided-again": _specimen(
         summary="an evaluation's loss is divided by the number of microbatches once more",
         origin="pytorch/torchtitan#2366, #4167",
         classes=("tA",),
-        fault=_WRONG_LOSS,
         needs=Needs(microbatches=2, plan=("eval", "train")),
         drive=on_steps(told=_divided, operation="eval"),
     ),
-    Specimen(
-        name="nothing-reported",
+    "nothing-reported": _specimen(
         summary="rank 0 reports no norm, and a loss that is not a number",
         origin="huggingface/nanotron#405",
         classes=("tJ",),
         fault=Fault("report", "grad-norm", alike=("norm", "not-finite")),
         drive=on_steps(told=_none),
     ),
-)
+}

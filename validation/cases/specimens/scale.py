@@ -1,6 +1,6 @@
 """Faults of scale: the right sum, multiplied wrongly."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
@@ -66,9 +66,8 @@ def _auxiliary(gradients: Gradients, call: Call) -> Gradients:
     return (gradient + 0.02 * output / output.numel(), *rest)
 
 
-SPECIMENS = (
-    Specimen(
-        name="loss-undivided",
+SPECIMENS: Mapping[str, Specimen] = {
+    "loss-undivided": Specimen(
         summary="the reported loss is divided by the number of microbatches, the one differentiated is not",
         origin="huggingface/picotron at 59714b1; pytorch/pytorch#144352; pytorch/torchtitan#2972",
         classes=("tA", "mA"),
@@ -76,8 +75,7 @@ SPECIMENS = (
         needs=Needs(microbatches=2, loss="mean"),
         plant=loss_divided(lambda goal, count: 1.0),
     ),
-    Specimen(
-        name="loss-divided-twice",
+    "loss-divided-twice": Specimen(
         summary="the loss is divided by the number of microbatches twice",
         origin="areal-project/AReaL#1273; verl-project/verl#5867",
         classes=("tA", "mA"),
@@ -85,8 +83,7 @@ SPECIMENS = (
         needs=_MANY,
         plant=loss_divided(lambda goal, count: goal.divisor * count),
     ),
-    Specimen(
-        name="divided-on-every-stage",
+    "divided-on-every-stage": Specimen(
         summary="every stage divides by the number of microbatches what it hands back, so early stages learn nothing",
         origin="deepspeedai/DeepSpeed#8152",
         classes=("mA",),
@@ -94,8 +91,7 @@ SPECIMENS = (
         needs=Needs(microbatches=2, stages=2),
         plant=on_stages(Changes(hands=_divided)),
     ),
-    Specimen(
-        name="sum-rescaled",
+    "sum-rescaled": Specimen(
         summary="each call divides whatever gradients there are, so those of an earlier call are divided again",
         origin="pytorch/torchtitan#1733",
         classes=("tA", "mA"),
@@ -103,8 +99,7 @@ SPECIMENS = (
         needs=Needs(microbatches=2, plan=("accumulate", "train")),
         drive=on_steps(given=_divide_what_is_there, operation=""),
     ),
-    Specimen(
-        name="weight-half-undivided",
+    "weight-half-undivided": Specimen(
         summary="the scale factor reaches the input half of a backward and not the weight half",
         origin="pytorch/pytorch#164777",
         classes=("tA", "tC"),
@@ -112,8 +107,7 @@ SPECIMENS = (
         needs=Needs(microbatches=2, split=True),
         plant=counted(lambda schedule, stage: dict.fromkeys(halved(schedule, stage), float(schedule.microbatches))),
     ),
-    Specimen(
-        name="mean-of-means",
+    "mean-of-means": Specimen(
         summary="losses are averaged over each microbatch's tokens, then over microbatches, whatever their counts",
         origin="pytorch/torchtitan#1842; NVIDIA/Megatron-LM adfa873d",
         classes=("tA", "mA"),
@@ -121,8 +115,7 @@ SPECIMENS = (
         needs=Needs(microbatches=2, loss="tokens", unequal=True),
         plant=loss_divided(_own_count),
     ),
-    Specimen(
-        name="padding-counted",
+    "padding-counted": Specimen(
         summary="the token count that divides the loss includes targets that are ignored",
         origin="NVIDIA/Megatron-LM#2417",
         classes=("mA",),
@@ -130,8 +123,7 @@ SPECIMENS = (
         needs=Needs(models=("gpt", "gpt-tied"), loss="tokens", unequal=True),
         plant=loss_divided(lambda goal, count: float(_targets(goal).numel() * count)),
     ),
-    Specimen(
-        name="count-off-by-one",
+    "count-off-by-one": Specimen(
         summary="the token count that divides the loss is one too many",
         origin="NVIDIA/Megatron-LM#3159 (a count off by a token per sequence: the smallest effect in any report)",
         classes=("mA",),
@@ -139,24 +131,21 @@ SPECIMENS = (
         needs=Needs(loss="tokens"),
         plant=loss_divided(lambda goal, count: goal.divisor + 1.0),
     ),
-    Specimen(
-        name="replicas-summed",
+    "replicas-summed": Specimen(
         summary="one stage's gradients are summed over two replicas where the others' are averaged",
         origin="pytorch/torchtitan#2318",
         classes=("tD", "mB"),
         fault=Fault("scale", "gradient", stage=middle, factor=lambda case: 2.0),
         plant=on_gradients(scaled(2.0), middle),
     ),
-    Specimen(
-        name="layernorm-doubled",
+    "layernorm-doubled": Specimen(
         summary="the gradient of one LayerNorm weight is reduced over ranks that hold the same values: twice too large",
         origin="NVIDIA/Megatron-LM#1528",
         classes=("mB",),
         fault=Fault("scale", "gradient", stage=middle, parameter=NORM, factor=lambda case: 2.0),
         plant=on_gradients(on_one(norm_weight, lambda gradient: gradient.mul_(2.0)), middle),
     ),
-    Specimen(
-        name="auxiliary-loss",
+    "auxiliary-loss": Specimen(
         summary="an auxiliary loss inside the first stage adds its gradient for each microbatch, undivided",
         origin="NVIDIA/Megatron-LM#4070; NVIDIA-NeMo/Automodel#3359",
         classes=("tA", "mA"),
@@ -164,4 +153,4 @@ SPECIMENS = (
         needs=Needs(stages=2),
         plant=on_stages(Changes(given=_auxiliary), first),
     ),
-)
+}

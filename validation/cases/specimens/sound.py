@@ -1,6 +1,7 @@
 """What looks like a fault and is none: a validation must pass with each of these planted."""
 
 import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from random import random
 
@@ -58,55 +59,48 @@ def _evaluate_first(microbatches: Pairs, steps: Steps) -> Pairs:
     return microbatches
 
 
-CONTROLS = (
-    Planted(
-        name="slow-messages",
+CONTROLS: Mapping[str, Planted] = {
+    "slow-messages": Planted(
         summary="messages come late, in random order, into buffers of their own",
         origin="pytorch/PiPPy#1088: only random delays show a race; without one they must show nothing",
         needs=Needs(ranks=2, microbatches=3),
         schedule="1f1b",
         plant=on_arrival(_late),
     ),
-    Planted(
-        name="random-numbers-drawn",
+    "random-numbers-drawn": Planted(
         summary="stages draw from the global generator, on which no keyed mask depends",
         origin="pytorch/pytorch#55036: masks that depend on the order of draws",
         needs=Needs(microbatches=2, models=("dropout",)),
         plant=on_stages(Changes(during=_drawing)),
     ),
-    Planted(
-        name="loss-scaled-and-back",
+    "loss-scaled-and-back": Planted(
         summary="the loss is scaled by 1024 and gradients by its inverse, which changes no bit",
         origin="mixed-precision training everywhere",
         needs=_MANY,
         plant=both(loss_divided(lambda goal, count: goal.divisor / 1024), on_gradients(scaled(1 / 1024))),
     ),
-    Planted(
-        name="shares-added-backwards",
+    "shares-added-backwards": Planted(
         summary="microbatches' shares are added in another order than reported: other roundings, the same sum",
         origin="sail-sg/zero-bubble-pipeline-parallelism b7cf95ce: exactly the same numbers, only if asked for",
         needs=Needs(microbatches=3),
         plant=put_off(lambda call: True, reduced=False),
     ),
-    Planted(
-        name="norm-by-rank",
+    "norm-by-rank": Planted(
         summary="squares are summed by rank and rooted in fp32: the norm's last digits differ",
         origin="pytorch/torchtitan#4312",
         needs=_MANY,
         plant=on_work(squares=_root_of_roots),
     ),
-    Planted(
-        name="flat-gradients",
+    "flat-gradients": Planted(
         summary="gradients are moved into one flat buffer",
         origin="NVIDIA/Megatron-LM: contiguous gradient buffers",
         needs=_MANY,
         plant=on_gradients(_in_one_buffer),
     ),
-    Planted(
-        name="evaluation-before-steps",
+    "evaluation-before-steps": Planted(
         summary="an evaluation goes before each step and must leave nothing behind",
         origin="pytorch/pytorch#162822",
         needs=Needs(models=("batchnorm",), plan=("train", "train")),
         drive=on_steps(given=_evaluate_first),
     ),
-)
+}

@@ -61,11 +61,6 @@ def unchanged(what: T, about: object = None) -> T:
     return what
 
 
-def nothing_more(case: Case) -> str:
-    """Every case will do."""
-    return ""
-
-
 @dataclass(frozen=True)
 class Fault:
     """The cause to be named: its kind, and where it is, from the case; and the law that must fail.
@@ -119,7 +114,7 @@ class Needs:
     unequal: bool = False
     one_size: bool = False
     split: bool = False
-    also: Callable[[Case], str] = nothing_more
+    also: Callable[[Case], str] = lambda case: ""
 
     def missing(self, case: Case) -> str:
         """Why ``case`` cannot show the fault; empty if it can."""
@@ -167,9 +162,9 @@ class Planted:
     ``timeout_s`` bounds the waits of ranks that can never end.
     """
 
-    name: str
     summary: str
     origin: str
+    name: str = ""
     needs: Needs = Needs()
     schedule: str = ""
     plant: Plant = unchanged

@@ -1,7 +1,7 @@
 """Faults of state: what an earlier step, an accumulation or an evaluation leaves behind."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -14,7 +14,6 @@ from validation.cases.specimens.planting import (
     Changes,
     Shares,
     add,
-    cleared,
     copies,
     first,
     middle,
@@ -54,7 +53,7 @@ def _onto_parameters(module: nn.Module) -> None:
 
 def _clear_before(microbatches: Pairs, steps: Steps) -> Pairs:
     for stage in steps.parts.stages:
-        cleared(stage.module)
+        stage.module.zero_grad()
     return microbatches
 
 
@@ -113,9 +112,8 @@ def _hook_stays(parts: Parts) -> Parts:
     return on_stages(Changes(inputs=counted, given=hooked), first)(parts)
 
 
-SPECIMENS = (
-    Specimen(
-        name="gradients-not-cleared",
+SPECIMENS: Mapping[str, Specimen] = {
+    "gradients-not-cleared": Specimen(
         summary="gradients are not cleared after a step, so the next step's are added to them",
         origin="NVIDIA/Megatron-LM#4609",
         classes=("tB", "mE", "mL"),
@@ -123,16 +121,14 @@ SPECIMENS = (
         needs=Needs(plan=("train", "train")),
         plant=_not_cleared,
     ),
-    Specimen(
-        name="gradients-onto-parameters",
+    "gradients-onto-parameters": Specimen(
         summary="gradients are added to a buffer in which parameters were gathered before",
         origin="NVIDIA/Megatron-LM b25a76e0",
         classes=("mE",),
         fault=Fault("extra-term", "gradient"),
         plant=on_gradients(_onto_parameters),
     ),
-    Specimen(
-        name="accumulated-lost",
+    "accumulated-lost": Specimen(
         summary="the gradients of an accumulation's first call are cleared before its second",
         origin="NVIDIA-NeMo/Automodel#3530",
         classes=("tB", "mB"),
@@ -140,8 +136,7 @@ SPECIMENS = (
         needs=Needs(plan=("accumulate", "train")),
         drive=on_steps(given=_clear_before),
     ),
-    Specimen(
-        name="evaluation-mode-stays",
+    "evaluation-mode-stays": Specimen(
         summary="after an evaluation one stage goes on training in evaluation mode",
         origin="pytorch/pytorch#162822 and the class of modes not restored",
         classes=("tH", "mL"),
@@ -149,8 +144,7 @@ SPECIMENS = (
         needs=_AFTER_EVAL,
         drive=on_steps(told=_stay_in_evaluation, operation="eval"),
     ),
-    Specimen(
-        name="evaluation-in-training-mode",
+    "evaluation-in-training-mode": Specimen(
         summary="one stage evaluates in training mode",
         origin="no report: the mirror image of evaluation-mode-stays",
         classes=("tH",),
@@ -158,8 +152,7 @@ SPECIMENS = (
         needs=_AFTER_EVAL,
         plant=on_stages(Changes(during=_always_training), middle),
     ),
-    Specimen(
-        name="evaluation-moves-statistics",
+    "evaluation-moves-statistics": Specimen(
         summary="an evaluation changes running statistics",
         origin="kakaobrain/torchgpipe#35 (suspected there)",
         classes=("tG", "tH"),
@@ -167,8 +160,7 @@ SPECIMENS = (
         needs=Needs(models=("batchnorm",), plan=("eval", "train")),
         drive=on_steps(told=_move_statistics, operation="eval"),
     ),
-    Specimen(
-        name="evaluation-differentiates",
+    "evaluation-differentiates": Specimen(
         summary="the end of a step, with its gradients, runs in evaluation too",
         origin="NVIDIA/Megatron-LM 5f50aed7",
         classes=("mB",),
@@ -176,8 +168,7 @@ SPECIMENS = (
         needs=_AFTER_EVAL,
         drive=_EvaluationDifferentiates,
     ),
-    Specimen(
-        name="statistics-counted-twice",
+    "statistics-counted-twice": Specimen(
         summary="recomputing a forward moves running statistics a second time",
         origin="kakaobrain/torchgpipe#9 (suspected there)",
         classes=("tG", "tH"),
@@ -185,8 +176,7 @@ SPECIMENS = (
         needs=Needs(models=("batchnorm",)),
         plant=on_stages(Changes(given=_recomputed), middle),
     ),
-    Specimen(
-        name="boundary-hook-stays",
+    "boundary-hook-stays": Specimen(
         summary="a hook on a kept boundary buffer is registered again in every step and fires more and more often",
         origin="pytorch/pytorch#185331",
         classes=("tB", "tH"),
@@ -194,4 +184,4 @@ SPECIMENS = (
         needs=Needs(stages=2, plan=("train", "train")),
         plant=_hook_stays,
     ),
-)
+}

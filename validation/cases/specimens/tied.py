@@ -1,5 +1,8 @@
 """Faults with tied parameters: copies that are not summed, summed too often, or that drift apart."""
 
+from collections.abc import Mapping
+from functools import partial
+
 from torch import Tensor, nn
 
 from pipeline.step import Parts
@@ -18,8 +21,6 @@ from validation.cases.specimens.planting import (
     stages_at,
 )
 from validation.cases.specimens.specimen import Fault, Needs, Specimen
-
-_TIED = Needs(models=("gpt-tied",), stages=2)
 
 
 def _twice(parts: Parts) -> None:
@@ -64,86 +65,70 @@ def _updated_with_own(parts: Parts) -> Parts:
     return on_work(reduce=reduce, scale=scale)(parts)
 
 
-SPECIMENS = (
-    Specimen(
-        name="tied-not-reduced",
+_specimen = partial(Specimen, needs=Needs(models=("gpt-tied",), stages=2))
+
+SPECIMENS: Mapping[str, Specimen] = {
+    "tied-not-reduced": _specimen(
         summary="each copy of a tied parameter keeps its own stage's gradient",
         origin="pytorch/PiPPy#32, uw-syfi/piper#13",
         classes=("tE", "mC"),
         fault=Fault("tied-not-summed", "gradient"),
-        needs=_TIED,
         plant=on_work(reduce=lambda parts: None),
     ),
-    Specimen(
-        name="norm-counts-tied-twice",
+    "norm-counts-tied-twice": _specimen(
         summary="the gradient norm counts a tied parameter once per copy",
         origin="pytorch/torchtitan#4486; NVIDIA/Megatron-LM 5c8238c3",
         classes=("tE", "mD"),
         fault=Fault("norm", "grad-norm"),
-        needs=_TIED,
         plant=on_work(squares=_every_copy),
     ),
-    Specimen(
-        name="tied-reduced-twice",
+    "tied-reduced-twice": _specimen(
         summary="the copies of a tied parameter are summed, and the sums are summed again",
         origin="pytorch/torchtitan#3174; uw-syfi/piper#25",
         classes=("tE", "mC"),
         fault=Fault("tied-doubled", "gradient", alike=("scale",)),
-        needs=_TIED,
         plant=on_work(reduce=_twice),
     ),
-    Specimen(
-        name="tied-last-left-out",
+    "tied-last-left-out": _specimen(
         summary="the last stage is not in the group that sums a tied parameter, and keeps its own share",
         origin="NVIDIA-NeMo/Megatron-Bridge#5380",
         classes=("mC",),
         fault=Fault("tied-not-summed", "gradient", stage=last),
-        needs=_TIED,
         plant=on_work(reduce=_last_keeps_its_own),
     ),
-    Specimen(
-        name="tied-share-lost",
+    "tied-share-lost": _specimen(
         summary="the first stage's share of a tied parameter is lost before the copies are summed",
         origin="NVIDIA/Megatron-LM#1012: a share computed after the reduction",
         classes=("mB", "mC"),
         fault=Fault("tied-not-summed", "gradient", alike=("dropped",)),
-        needs=_TIED,
         plant=on_gradients(on_one(_table, Tensor.zero_), first),
     ),
-    Specimen(
-        name="tied-shares-misaligned",
+    "tied-shares-misaligned": _specimen(
         summary="the last stage's share of a tied parameter is added at another offset",
         origin="NVIDIA/Megatron-LM#844",
         classes=("mC",),
         fault=Fault("altered", "gradient", stage=last, alike=("extra-term", "computation")),
-        needs=_TIED,
         plant=on_gradients(on_one(_table, _shift), last),
     ),
-    Specimen(
-        name="tied-reduced-early",
+    "tied-reduced-early": _specimen(
         summary="tied gradients are summed before the last microbatch's weight gradients are there",
         origin="NVIDIA/TransformerEngine#1976, #2142; NVIDIA/Megatron-LM#1012",
         classes=("tC", "mB", "mH"),
         fault=Fault("tied-not-summed", "gradient", microbatches=lambda case: (case.microbatches - 1,)),
-        needs=_TIED,
         plant=put_off(lambda call: call.microbatch == call.schedule.microbatches - 1, reduced=True),
     ),
-    Specimen(
-        name="updated-before-reduced",
+    "updated-before-reduced": _specimen(
         summary="the optimizer's copy of the gradients is taken before tied ones are summed",
         origin="NVIDIA/Megatron-LM 9b558566",
         classes=("mB",),
         fault=Fault("update", "updated-parameters", alike=("tied-not-summed",)),
-        needs=_TIED,
         plant=_updated_with_own,
     ),
-    Specimen(
-        name="tied-copy-other-rate",
+    "tied-copy-other-rate": _specimen(
         summary="one copy of a tied parameter has another learning rate",
         origin="NVIDIA/Megatron-LM#4641",
         classes=("mC", "mD"),
         fault=Fault("update", "tied-copies", stage=last, parameter=r"head\.logits\.weight$"),
-        needs=_TIED,
         drive=moved_twice(lambda parts: [_table(stage.module) for stage in stages_at(parts, last)]),
     ),
-)
+}
