@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from hypothesis import strategies as st
 
 from pipeline.lower import lower
-from validation.cases.case import MODELS, Case
+from validation.cases.case import MODELS, Case, plainest_first
 from validation.cases.fuzz import cases, fuzz, judged
 from validation.cases.specimens.order import broken
 from validation.cases.specimens.specimen import Specimen, unchanged
@@ -61,7 +61,7 @@ def shrink(specimen: Specimen, world: World, *, seed: int = 0, max_ranks: int = 
 def cases_that_show(specimen: Specimen, *, max_ranks: int = 4) -> st.SearchStrategy[Case]:
     """Random cases that have all that ``specimen`` needs, with it planted."""
     needs = specimen.needs
-    models = sorted(needs.models or MODELS, key=lambda model: model != "mlp")  # the plainest first, to shrink to
+    models = plainest_first(needs.models or MODELS)  # to shrink to the first
 
     def planted(case: Case) -> Case:
         return replace(
