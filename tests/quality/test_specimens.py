@@ -200,6 +200,35 @@ def test_what_a_case_lacks_is_said(needs: Needs, why: str) -> None:
     assert needs.missing(case) == why
 
 
+def test_messages_of_one_size_need_microbatches_of_one_length() -> None:
+    needs = Needs(one_size=True)
+    case = Case("1f1b", 2, 1, 2, (1, 1), model="gpt", unequal=True)
+    assert needs.missing(case) == ""  # what counts differs, not how long it is
+    assert needs.missing(replace(case, ragged=True)) == "needs microbatches of one size"
+    assert needs.missing(replace(case, model="mlp")) == "needs microbatches of one size"
+
+
+@pytest.mark.parametrize(
+    ("needs", "schedule", "line"),
+    [
+        (Needs(), "", "naive r1 s1 m1 split=1 model=mlp plan=train seed=0"),
+        (Needs(split=True, microbatches=2), "", "zb-h1 r1 s1 m2 split=1 model=mlp plan=train seed=0"),
+        (Needs(stages=2, layers=2), "", "naive r2 s2 m1 split=2,2 model=mlp plan=train seed=0"),
+        (Needs(ranks=2, stages=4), "looped-bfs", "looped-bfs r2 s4 m1 split=1,1,1,1 model=mlp plan=train seed=0"),
+        (Needs(models=("gpt", "gpt-tied")), "gpipe", "gpipe r1 s1 m1 split=1 model=gpt plan=train seed=0"),
+    ],
+)
+def test_the_smallest_case_follows_from_the_needs(needs: Needs, schedule: str, line: str) -> None:
+    assert str(needs.smallest(schedule)) == line
+
+
+def test_a_late_share_of_an_accumulation_is_late_and_not_lost(world: World) -> None:
+    case = replace(smallest_of(SPECIMENS["tied-reduced-early"]), plan=("accumulate", "train"))
+    verdict = validate(case, world, explain=False)
+    wrong = {mismatch.parameter for mismatch in verdict.mismatches if mismatch.law == "gradient"}
+    assert wrong == {"embed.token.weight", "head.logits.weight"}
+
+
 def test_what_a_step_can_hide_is_caught_by_its_own_law(world: World) -> None:
     """Loss and norm are blind to a stage's sign: the gradient law alone must fail, with the update it causes."""
     verdict = validate(case_of("1f1b", "stage-negated"), world)

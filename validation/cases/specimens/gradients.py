@@ -14,7 +14,6 @@ from validation.cases.specimens.planting import (
     norm_weight,
     on_each,
     on_gradients,
-    on_one,
     on_work,
     rounded,
     scaled,
@@ -75,7 +74,7 @@ SPECIMENS: Mapping[str, Specimen] = {
         origin="NVIDIA/Megatron-LM#1446; DeepSpeed PR 8491",
         classes=("tB", "mB"),
         fault=Fault("zero", "gradient", stage=middle, parameter=NORM),
-        plant=on_gradients(on_one(norm_weight, Tensor.zero_), middle),
+        plant=on_gradients(on_each(Tensor.zero_, of=norm_weight), middle),
     ),
     "gradients-all-zero": Specimen(
         summary="a dead run: every gradient is zero, on every stage",
@@ -89,7 +88,7 @@ SPECIMENS: Mapping[str, Specimen] = {
         origin="NVIDIA/Megatron-LM#844: offsets that differ between ranks",
         classes=("mC", "mE"),
         fault=Fault("altered", "gradient", stage=middle, parameter=NORM, alike=("computation",)),
-        plant=on_gradients(on_one(norm_weight, _roll), middle),
+        plant=on_gradients(on_each(_roll, of=norm_weight), middle),
     ),
     "gradients-rounded": Specimen(
         summary="one stage's gradients are kept in bf16 where fp32 is meant",

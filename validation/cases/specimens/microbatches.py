@@ -4,6 +4,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
+import torch
+from torch import Tensor
+
 from pipeline.action import Kind
 from pipeline.step import Parts
 from reference.data import Batch
@@ -29,8 +32,6 @@ def _kept_together(case: Case) -> str:
 
 
 def _swap_inputs(batches: Sequence[Batch], parts: Parts) -> Sequence[Batch]:
-    if len(batches) < 2 or all(stage.index != 0 for stage in parts.stages):
-        return batches
     one, other, *rest = batches
     return [replace(one, inputs=other.inputs), replace(other, inputs=one.inputs), *rest]
 
@@ -47,26 +48,19 @@ def _cut_to_shortest(batches: Sequence[Batch], parts: Parts) -> Sequence[Batch]:
     """Along the dimension that varies: tokens of text, rows of numbers."""
     dim = 0 if batches[0].target.is_floating_point() else 1
     length = min(batch.target.shape[dim] for batch in batches)
-    return [
-        replace(
-            batch,
-            inputs=tuple(x.narrow(dim, 0, length).contiguous() if x.dim() > dim else x for x in batch.inputs),
-            target=batch.target.narrow(dim, 0, length).contiguous(),
-        )
-        for batch in batches
-    ]
+
+    def cut(x: Tensor) -> Tensor:
+        return x.narrow(dim, 0, length).contiguous() if x.dim() > dim else x
+
+    return [replace(batch, inputs=tuple(map(cut, batch.inputs)), target=cut(batch.target)) for batch in batches]
 
 
 def _cut_across(batches: Sequence[Batch], parts: Parts) -> Sequence[Batch]:
     """Half of every row goes to another microbatch, as if the batch had been cut along tokens and not along rows."""
     tokens = [batch.inputs[0] for batch in batches]
     half = tokens[0].shape[1] // 2
-    mixed = []
-    for m, batch in enumerate(batches):
-        inputs = tokens[m].clone()
-        inputs[:, half:] = tokens[m - 1][:, half:]
-        mixed.append(replace(batch, inputs=(inputs,)))
-    return mixed
+    mixed = [torch.cat([tokens[m][:, :half], tokens[m - 1][:, half:]], dim=1) for m in range(len(batches))]
+    return [replace(batch, inputs=(inputs,)) for batch, inputs in zip(batches, mixed, strict=True)]
 
 
 class _OldTargets(AroundSteps):

@@ -78,10 +78,6 @@ def _twice(factor: float, parts: Parts) -> None:
     parts.gradients.scale(factor)
 
 
-def _of_middle(parts: Parts) -> list[nn.Parameter]:
-    return [parameter for stage in stages_at(parts, middle) for parameter in stage.module.parameters()]
-
-
 SPECIMENS: Mapping[str, Specimen] = {
     "norm-of-rank": Specimen(
         summary="each rank takes the norm over its own stages, and clips by it",
@@ -156,6 +152,6 @@ SPECIMENS: Mapping[str, Specimen] = {
         origin="NVIDIA/Megatron-LM#4641: copies routed to different optimizers",
         classes=("mD",),
         fault=Fault("update", "updated-parameters", stage=middle),
-        drive=moved_twice(_of_middle),
+        drive=moved_twice(middle),
     ),
 }

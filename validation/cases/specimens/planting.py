@@ -5,7 +5,7 @@ instead; or from one that changes a module or its gradients in place. A fault th
 show wraps a part of it (``validation.observers.wrappers``), as ``on_transport`` does.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -317,14 +317,15 @@ def on_steps(
     return Driven
 
 
-def moved_twice(which: Callable[[Parts], Sequence[nn.Parameter]]) -> Drive:
-    """An optimizer without state, or in its first step, moves these parameters of a rank at twice the rate."""
+def moved_twice(place: StageAt, which: Callable[[nn.Module], Iterable[nn.Parameter]] = nn.Module.parameters) -> Drive:
+    """An optimizer without state, or in its first step, moves these parameters of a stage at twice the rate."""
 
     def drive(steps: Steps) -> Steps:
         before = Shares()
 
         def given(microbatches: Pairs, steps: Steps) -> Pairs:
-            before.update({parameter: parameter.detach().clone() for parameter in which(steps.parts)})
+            for stage in stages_at(steps.parts, place):
+                before.update({parameter: parameter.detach().clone() for parameter in which(stage.module)})
             return microbatches
 
         @torch.no_grad()
@@ -359,12 +360,13 @@ def gradients_of(module: nn.Module) -> list[Tensor]:
     return list(gradients_by_parameter(module).values())
 
 
-def on_each(change: Callable[[Tensor], object]) -> Change:
-    """Changes every gradient that there is."""
+def on_each(change: Callable[[Tensor], object], of: Callable[[nn.Module], nn.Parameter] | None = None) -> Change:
+    """Changes every gradient that there is, or the one ``of`` a single parameter."""
 
     def changed(module: nn.Module) -> None:
-        for gradient in gradients_of(module):
-            change(gradient)
+        for parameter in module.parameters() if of is None else [of(module)]:
+            if parameter.grad is not None:
+                change(parameter.grad)
 
     return changed
 
@@ -372,17 +374,6 @@ def on_each(change: Callable[[Tensor], object]) -> Change:
 def scaled(factor: float) -> Change:
     """Multiplies every gradient."""
     return on_each(lambda gradient: gradient.mul_(factor))
-
-
-def on_one(find: Callable[[nn.Module], nn.Parameter], change: Callable[[Tensor], object]) -> Change:
-    """Changes the gradient of one parameter, where it has one."""
-
-    def changed(module: nn.Module) -> None:
-        gradient = find(module).grad
-        if gradient is not None:
-            change(gradient)
-
-    return changed
 
 
 def on_parts(

@@ -16,8 +16,8 @@ from validation.cases.specimens.planting import (
     middle,
     multiplied,
     norm_weight,
+    on_each,
     on_gradients,
-    on_one,
     on_stages,
     on_steps,
     scaled,
@@ -143,7 +143,7 @@ SPECIMENS: Mapping[str, Specimen] = {
         origin="NVIDIA/Megatron-LM#1528",
         classes=("mB",),
         fault=Fault("scale", "gradient", stage=middle, parameter=NORM, factor=lambda case: 2.0),
-        plant=on_gradients(on_one(norm_weight, lambda gradient: gradient.mul_(2.0)), middle),
+        plant=on_gradients(on_each(lambda gradient: gradient.mul_(2.0), of=norm_weight), middle),
     ),
     "auxiliary-loss": Specimen(
         summary="an auxiliary loss inside the first stage adds its gradient for each microbatch, undivided",

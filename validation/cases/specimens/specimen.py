@@ -9,11 +9,11 @@ from typing import TypeVar
 from pipeline.action import Kind
 from pipeline.lower import Program
 from pipeline.schedule import Schedule
-from pipeline.schedules import LOOPED, virtuals
+from pipeline.schedules import virtuals
 from pipeline.step import Parts
 from reference.data import Batch
-from reference.model import build_model
-from validation.cases.case import MODELS, Case
+from validation.cases.case import MODELS, Case, plainest_first
+from validation.cases.data import model_for
 from validation.cases.stages import owners
 from validation.judging.cause import Cause
 from validation.observers.wrappers import Steps
@@ -23,7 +23,6 @@ Feed = Callable[[Sequence[Batch], Parts], Sequence[Batch]]
 Drive = Callable[[Steps], Steps]
 Reorder = Callable[[Program], Program]
 T = TypeVar("T")
-PLAINEST = "mlp"  # the model that a smallest case has, if it will do
 StageAt = Callable[[int], int]  # the stage concerned, from the number of stages
 
 # The classes into which faults reported in public fall, for two families of projects: t for PyTorch's (and PiPPy,
@@ -91,7 +90,7 @@ class Fault:
         )
 
     def _parameter(self, case: Case, stage: int) -> str:
-        model = build_model(case.model, layers=case.layers, seed=case.seed, dtype=case.dtype)
+        model = model_for(case)
         names = (name for name, owner in owners(model, case.split).items() if owner == stage)
         return next(name for name in names if re.search(self.parameter, name))
 
@@ -118,7 +117,6 @@ class Needs:
 
     def missing(self, case: Case) -> str:
         """Why ``case`` cannot show the fault; empty if it can."""
-        several_sizes = case.ragged or (case.unequal and not case.model.startswith("gpt"))
         lacks = (
             (case.microbatches < self.microbatches, f"{self.microbatches} microbatches"),
             (case.ranks < self.ranks, f"{self.ranks} ranks"),
@@ -129,7 +127,7 @@ class Needs:
             (case.loss != (self.loss or case.loss), f"loss={self.loss}"),
             (self.ragged and not case.ragged, "ragged"),
             (self.unequal and not case.unequal, "unequal"),
-            (self.one_size and several_sizes, "microbatches of one size"),
+            (self.one_size and case.sizes_differ, "microbatches of one size"),
             (self.split and not halved(case.built, case.stages // 2), "a backward in two halves on the middle stage"),
         )
         return next((f"needs {what}" for lacking, what in lacks if lacking), "") or self.also(case)
@@ -137,15 +135,19 @@ class Needs:
     def smallest(self, schedule: str = "") -> Case:
         """The smallest case that has all this, on ``schedule`` or a plain one; its model is the plainest that can."""
         schedule = schedule or ("zb-h1" if self.split else "naive")
-        virtual = virtuals(schedule, looped=-(-self.stages // self.ranks) if schedule in LOOPED else 1)
+        virtual = virtuals(schedule, looped=-(-self.stages // self.ranks))
         ranks = max(self.ranks, -(-self.stages // virtual))
+        return self.case(schedule, ranks, virtual, self.microbatches, plainest_first(self.models or MODELS)[0])
+
+    def case(self, schedule: str, ranks: int, virtual: int, microbatches: int, model: str) -> Case:
+        """The case of this shape that has what else is needed."""
         return Case(
             schedule,
             ranks,
             virtual,
-            self.microbatches,
+            microbatches,
             (self.layers,) * (ranks * virtual),
-            model=PLAINEST if PLAINEST in (self.models or MODELS) else self.models[0],
+            model=model,
             loss=self.loss or "mean",
             ragged=self.ragged,
             unequal=self.unequal,
