@@ -43,7 +43,7 @@ def _averaged_with_wrong_rank(parts: Parts) -> None:
     transport, ranks = parts.transport, parts.program.schedule.placement[:2]
     if transport.rank in ranks:
         here = ranks.index(transport.rank)
-        own = next(norm_weight(stage.module) for stage in parts.stages if stage.index == here)
+        own = norm_weight(next(stage.module for stage in parts.stages if stage.index == here))[0]
         assert own.grad is not None, "a norm is trained"
         message = Message("gradient of a replica", ranks[1 - here], _TAG)
         sent = own.grad.detach().clone()

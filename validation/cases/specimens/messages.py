@@ -18,6 +18,7 @@ from validation.observers.wrappers import AroundTransport
 _ACTIVATIONS, _ACTIVATION = To(Kind.RECV_F, 1), To(Kind.RECV_F, 1, (0,))
 _PAIR_FORWARD, _PAIR_BACKWARD = To(Kind.RECV_F, 1, (0, 1)), To(Kind.RECV_B, 0, (0, 1))
 
+_ACTIVATIONS_OR_DATA = ("swapped-activations", "swapped-data")
 _PLAIN = ("gpt", "gpt-tied", "mlp", "twice", "frozen", "batchnorm")  # one fp32 tensor crosses a boundary
 _ACROSS = Needs(ranks=2, models=_PLAIN)
 _TWO_ACROSS = Needs(ranks=2, microbatches=2, one_size=True)
@@ -123,7 +124,7 @@ SPECIMENS: Mapping[str, Specimen] = {
         summary="the second activation sent to the second stage is the first once more: its buffer was used too early",
         origin="NVIDIA/Megatron-LM#4047; pytorch/PiPPy#1055",
         classes=("tI", "mE"),
-        fault=Fault("wrong-message", "loss", stage=second, alike=("swapped-activations", "swapped-data")),
+        fault=Fault("wrong-message", "loss", stage=second, alike=_ACTIVATIONS_OR_DATA),
         needs=_TWO_ACROSS,
         plant=on_arrival(_repeated, _PAIR_FORWARD),
     ),
@@ -140,13 +141,7 @@ SPECIMENS: Mapping[str, Specimen] = {
         origin="NVIDIA/Megatron-LM#1450",
         classes=("tI", "mF"),
         schedule="gpipe",
-        fault=Fault(
-            "wrong-message",
-            "loss",
-            stage=second,
-            microbatches=(0, 1),
-            alike=("swapped-activations", "swapped-data"),
-        ),
+        fault=Fault("wrong-message", "loss", stage=second, microbatches=(0, 1), alike=_ACTIVATIONS_OR_DATA),
         needs=_crossing(Kind.SEND_F, 0),
         plant=_crossed(_PAIR_FORWARD),
     ),

@@ -16,6 +16,7 @@ from validation.cases.specimens.planting import Call, Changes, counted, first, l
 from validation.cases.specimens.specimen import Fault, Needs, Specimen
 from validation.observers.wrappers import AroundSteps, Pairs
 
+_CROSSED = ("swapped-gradients", "wrong-message")
 _MANY, _ALIKE = Needs(microbatches=2), Needs(microbatches=2, one_size=True)
 
 
@@ -168,13 +169,7 @@ SPECIMENS: Mapping[str, Specimen] = {
         origin="pytorch/PiPPy#1052; deepspeedai/DeepSpeed#3900",
         classes=("tB", "mE"),
         schedule="gpipe",
-        fault=Fault(
-            "swapped-activations",
-            "gradient",
-            stage=first,
-            microbatches=(0, 1),
-            alike=("swapped-gradients", "wrong-message"),
-        ),
+        fault=Fault("swapped-activations", "gradient", stage=first, microbatches=(0, 1), alike=_CROSSED),
         needs=Needs(microbatches=2, stages=2, one_size=True, also=_kept_together),
         plant=on_stages(Changes(whose=other_of_two), first),
     ),

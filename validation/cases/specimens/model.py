@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from reference.model import HEADS, Attention, DropoutBlock
 from validation.cases.specimens.planting import NORMS, Change, Changes, middle, on_modules, on_parts, on_stages
-from validation.cases.specimens.specimen import Fault, Needs, Specimen
+from validation.cases.specimens.specimen import Fault, Needs, Plant, Specimen
 from validation.cases.stages import Slice
 
 _DROPOUT = Needs(models=("dropout",))
@@ -39,6 +39,10 @@ def with_value(derived: Tensor, value: Tensor) -> Tensor:
 def _blind_to_order(self: Attention, x_BTC: Tensor) -> Tensor:
     """Every token sees every other one."""
     return attended(self, x_BTC, self.qkv(x_BTC).chunk(3, dim=-1), causal=False)
+
+
+def _on_dropout(change: Callable[[DropoutBlock, int], object]) -> Plant:
+    return on_modules(on_parts((DropoutBlock,), change), middle)
 
 
 def _recomputed(self: DropoutBlock, x_BC: Tensor, key: Tensor) -> Tensor | tuple[Tensor, Tensor]:
@@ -74,7 +78,7 @@ SPECIMENS: Mapping[str, Specimen] = {
         classes=("mK",),
         fault=Fault("randomness", "loss", stage=middle, alike=("computation", "partition")),
         needs=Needs(stages=2, models=("dropout",)),
-        plant=on_modules(on_parts((DropoutBlock,), lambda block, number: setattr(block, "layer", number)), middle),
+        plant=_on_dropout(lambda block, number: setattr(block, "layer", number)),
     ),
     "dropout-other-seed": Specimen(
         summary="one stage draws its dropout masks from another seed",
@@ -82,9 +86,7 @@ SPECIMENS: Mapping[str, Specimen] = {
         classes=("tH", "tJ"),
         fault=Fault("randomness", "loss", stage=middle, alike=("computation",)),
         needs=_DROPOUT,
-        plant=on_modules(
-            on_parts((DropoutBlock,), lambda block, number: setattr(block, "seed", block.seed + 1)), middle
-        ),
+        plant=_on_dropout(lambda block, number: setattr(block, "seed", block.seed + 1)),
     ),
     "recomputed-with-fresh-mask": Specimen(
         summary="a recomputed forward draws a fresh dropout mask: the loss is right, the gradient another function's",

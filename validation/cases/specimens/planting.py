@@ -26,6 +26,10 @@ Change = Callable[[nn.Module], None]
 Shares = dict[nn.Parameter, Tensor]  # gradients, by whose they are
 
 
+_Backward = Callable[[int, Gradients], Gradients]
+_Find = Callable[[nn.Module], Iterable[nn.Parameter]]
+
+
 def first(n_stages: int) -> int:
     """The first stage."""
     return 0
@@ -188,9 +192,7 @@ class _ChangedStage(AroundStage):
         with self._changes.adding(self._calls[microbatch]):
             self.inner.backward_weight(self._changes.whose(microbatch))
 
-    def _differentiated(
-        self, run: Callable[[int, Gradients], Gradients], microbatch: int, gradients: Gradients
-    ) -> Gradients:
+    def _differentiated(self, run: _Backward, microbatch: int, gradients: Gradients) -> Gradients:
         call = self._calls[microbatch]
         handed = run(self._changes.whose(microbatch), self._changes.given(gradients, call))
         return self._changes.hands(handed, call)
@@ -200,7 +202,7 @@ class _ChangedStage(AroundStage):
 def apart(module: nn.Module) -> Iterator[Shares]:
     """What is added to gradients meanwhile is put into the mapping, and they are left as they were."""
     before, shares = {parameter: parameter.grad for parameter in module.parameters()}, Shares()
-    module.zero_grad(set_to_none=True)
+    module.zero_grad()
     yield shares
     shares.update(gradients_by_parameter(module))
     for parameter, gradient in before.items():
@@ -228,10 +230,7 @@ def counted(times: Callable[[Schedule, int], Mapping[int, float]], place: StageA
 
 
 def put_off(late: Callable[[Call], bool], *, reduced: bool) -> Plant:
-    """Add shares that are ``late`` last to first when all is done: when tied gradients are ``reduced``, or just before.
-
-    Each plant keeps its own.
-    """
+    """Add shares that are ``late`` last to first when all is done: when tied gradients are ``reduced``, or before."""
 
     def plant(parts: Parts) -> Parts:
         shares: list[Shares] = []
@@ -317,7 +316,7 @@ def on_steps(
     return Driven
 
 
-def moved_twice(place: StageAt, which: Callable[[nn.Module], Iterable[nn.Parameter]] = nn.Module.parameters) -> Drive:
+def moved_twice(place: StageAt, which: _Find = nn.Module.parameters) -> Drive:
     """An optimizer without state, or in its first step, moves these parameters of a stage at twice the rate."""
 
     def drive(steps: Steps) -> Steps:
@@ -346,8 +345,7 @@ def gradients_by_parameter(module: nn.Module) -> Shares:
 
 def copies(stages: Sequence[Stage]) -> Shares:
     """A copy of every gradient of ``stages``."""
-    shares = [gradients_by_parameter(stage.module) for stage in stages]
-    return {parameter: gradient.clone() for share in shares for parameter, gradient in share.items()}
+    return {p: g.clone() for stage in stages for p, g in gradients_by_parameter(stage.module).items()}
 
 
 def multiplied(gradients: Gradients, factor: float) -> Gradients:
@@ -360,11 +358,11 @@ def gradients_of(module: nn.Module) -> list[Tensor]:
     return list(gradients_by_parameter(module).values())
 
 
-def on_each(change: Callable[[Tensor], object], of: Callable[[nn.Module], nn.Parameter] | None = None) -> Change:
-    """Changes every gradient that there is, or the one ``of`` a single parameter."""
+def on_each(change: Callable[[Tensor], object], of: _Find = nn.Module.parameters) -> Change:
+    """Changes every gradient that there is ``of`` these parameters."""
 
     def changed(module: nn.Module) -> None:
-        for parameter in module.parameters() if of is None else [of(module)]:
+        for parameter in of(module):
             if parameter.grad is not None:
                 change(parameter.grad)
 
@@ -388,10 +386,9 @@ def on_parts(
     return changed
 
 
-def norm_weight(module: nn.Module) -> nn.Parameter:
+def norm_weight(module: nn.Module) -> list[nn.Parameter]:
     """The weight of the module's first norm."""
-    weight: nn.Parameter = next(part for part in module.modules() if isinstance(part, NORMS)).weight
-    return weight
+    return [part.weight for part in module.modules() if isinstance(part, NORMS)][:1]
 
 
 NORMS = (nn.LayerNorm, nn.BatchNorm1d)

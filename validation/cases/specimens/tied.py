@@ -32,10 +32,9 @@ def _every_copy(squares: list[float], parts: Parts) -> list[float]:
     return [square(gradient) for stage in parts.stages for gradient in gradients_of(stage.module)]
 
 
-def _table(module: nn.Module) -> nn.Parameter:
+def _table(module: nn.Module) -> list[nn.Parameter]:
     """The copy of the tied table that a stage holds."""
-    name = next(name for name, _ in module.named_parameters() if name in ("embed.token.weight", "head.logits.weight"))
-    return module.get_parameter(name)
+    return [p for name, p in module.named_parameters() if name in ("embed.token.weight", "head.logits.weight")][:1]
 
 
 def _shift(gradient: Tensor) -> None:
@@ -129,6 +128,6 @@ SPECIMENS: Mapping[str, Specimen] = {
         origin="NVIDIA/Megatron-LM#4641",
         classes=("mC", "mD"),
         fault=Fault("update", "tied-copies", stage=last, parameter=r"head\.logits\.weight$"),
-        drive=moved_twice(last, lambda module: [_table(module)]),
+        drive=moved_twice(last, _table),
     ),
 }
