@@ -134,17 +134,15 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Changes:
-    """What is changed of a stage: ``inputs`` and ``goal`` of a forward, what is there ``during`` it; the gradients that
-    a backward is ``given``, those that it ``hands`` back, what is there while it is ``adding`` to the parameters'; and
-    whose backward it is, where it takes what was kept of another microbatch."""
+    """What is changed of a stage. Functions are told the call, and most are given what passes, too."""
 
-    inputs: Callable[[Tensors, Call], Tensors] = unchanged
-    goal: Callable[[Goal, Call], Goal] = unchanged
-    during: Callable[[Call], AbstractContextManager[object]] = nullcontext
-    given: Callable[[Gradients, Call], Gradients] = unchanged
-    hands: Callable[[Gradients, Call], Gradients] = unchanged
-    adding: Callable[[Call], AbstractContextManager[object]] = nullcontext
-    whose: Callable[[int], int] = unchanged
+    inputs: Callable[[Tensors, Call], Tensors] = unchanged  # of a forward
+    goal: Callable[[Goal, Call], Goal] = unchanged  # of the last stage's forward: its loss
+    during: Callable[[Call], AbstractContextManager[object]] = nullcontext  # what is there while a forward runs
+    given: Callable[[Gradients, Call], Gradients] = unchanged  # what a backward is given for the outputs
+    hands: Callable[[Gradients, Call], Gradients] = unchanged  # what it hands back for the inputs
+    adding: Callable[[Call], AbstractContextManager[object]] = nullcontext  # while it adds to parameters' gradients
+    whose: Callable[[int], int] = unchanged  # of which microbatch a backward takes what was kept
 
 
 def on_stages(changes: Changes, place: StageAt | None = None) -> Plant:
