@@ -10,7 +10,7 @@ from validation.cases.case import Case
 from validation.cases.judgement import diagnose, judge
 from validation.cases.observe import observe
 from validation.cases.specimens import FAMILIES
-from validation.cases.specimens.specimen import unchanged_order
+from validation.cases.specimens.specimen import unchanged
 from validation.cases.trial import case_for
 from validation.judging.verdict import Verdict
 from validation.observers.observed import Observed
@@ -37,8 +37,8 @@ def measure(*, ranks: int, rounds: int) -> list[Row]:
 
 
 def _failures(world: World, schedule: str, ranks: int) -> Iterator[tuple[Case, Observed, Verdict]]:
-    for family in FAMILIES:
-        ordered = [one for one in family.SPECIMENS if one.reorder is unchanged_order]
+    for family in FAMILIES.values():
+        ordered = [one for one in family if one.reorder is unchanged]
         cases = [case_for(one, schedule, ranks=ranks) for one in ordered]
         for case in [case for one, case in zip(ordered, cases, strict=True) if not one.missing(case)][:2]:
             try:

@@ -18,7 +18,7 @@ from validation.cases.case import SCHEDULES, Case
 from validation.cases.observe import observe
 from validation.cases.specimens import CONTROLS, FAMILIES, SPECIMENS, SpecimenError, specimen
 from validation.cases.specimens.order import broken
-from validation.cases.specimens.specimen import CLASSES, Needs, unchanged_order
+from validation.cases.specimens.specimen import CLASSES, Needs, unchanged
 from validation.cases.stages import owners
 from validation.cases.trial import case_for, smallest_of, try_out
 from validation.cases.validator import validate
@@ -147,13 +147,13 @@ STATIC = {"compute-only", "placement", "completeness", "local-order", "acyclic",
 
 
 def test_every_specimen_says_what_it_is() -> None:
-    assert len(SPECIMENS) == sum(len(family.SPECIMENS) for family in FAMILIES) >= 60, "names are unique"
+    assert len(SPECIMENS) == sum(map(len, FAMILIES.values())) >= 60, "names are unique"
     assert set(EXPECTED) <= set(SPECIMENS)
     assert not set(CONTROLS) & set(SPECIMENS)
     for one in SPECIMENS.values():
         assert one.summary, one.name
         assert one.origin, one.name
-        assert one.law in (STATIC if one.reorder is not unchanged_order else {*LAWS, "deadlock"}), one.name
+        assert one.law in (STATIC if one.reorder is not unchanged else {*LAWS, "deadlock"}), one.name
         assert one.classes, one.name
     assert {name for one in SPECIMENS.values() for name in one.classes} == set(CLASSES)
 
@@ -161,7 +161,7 @@ def test_every_specimen_says_what_it_is() -> None:
 def test_static_laws_are_all_shown_broken() -> None:
     """But for the one that no program can break: a schedule with messages in it."""
     assert len(laws.LAWS) + len(program_laws.LAWS) - 1 == len(STATIC), "placement is a law of both"
-    shown = {one.law for one in SPECIMENS.values() if one.reorder is not unchanged_order}
+    shown = {one.law for one in SPECIMENS.values() if one.reorder is not unchanged}
     assert shown == STATIC - {"compute-only"}
 
 
@@ -198,6 +198,35 @@ def test_the_smallest_case_is_all_that_the_fault_needs_and_no_more(name: str) ->
 def test_what_a_case_lacks_is_said(needs: Needs, why: str) -> None:
     case = Case("1f1b", 2, 1, 2, (1, 1), model="pair", plan=("train", "accumulate", "train"))
     assert needs.missing(case) == why
+
+
+def test_messages_of_one_size_need_microbatches_of_one_length() -> None:
+    needs = Needs(one_size=True)
+    case = Case("1f1b", 2, 1, 2, (1, 1), model="gpt", unequal=True)
+    assert needs.missing(case) == ""  # what counts differs, not how long it is
+    assert needs.missing(replace(case, ragged=True)) == "needs microbatches of one size"
+    assert needs.missing(replace(case, model="mlp")) == "needs microbatches of one size"
+
+
+@pytest.mark.parametrize(
+    ("needs", "schedule", "line"),
+    [
+        (Needs(), "", "naive r1 s1 m1 split=1 model=mlp plan=train seed=0"),
+        (Needs(split=True, microbatches=2), "", "zb-h1 r1 s1 m2 split=1 model=mlp plan=train seed=0"),
+        (Needs(stages=2, layers=2), "", "naive r2 s2 m1 split=2,2 model=mlp plan=train seed=0"),
+        (Needs(ranks=2, stages=4), "looped-bfs", "looped-bfs r2 s4 m1 split=1,1,1,1 model=mlp plan=train seed=0"),
+        (Needs(models=("gpt", "gpt-tied")), "gpipe", "gpipe r1 s1 m1 split=1 model=gpt plan=train seed=0"),
+    ],
+)
+def test_the_smallest_case_follows_from_the_needs(needs: Needs, schedule: str, line: str) -> None:
+    assert str(needs.smallest(schedule)) == line
+
+
+def test_a_late_share_of_an_accumulation_is_late_and_not_lost(world: World) -> None:
+    case = replace(smallest_of(SPECIMENS["tied-reduced-early"]), plan=("accumulate", "train"))
+    verdict = validate(case, world, explain=False)
+    wrong = {mismatch.parameter for mismatch in verdict.mismatches if mismatch.law == "gradient"}
+    assert wrong == {"embed.token.weight", "head.logits.weight"}
 
 
 def test_what_a_step_can_hide_is_caught_by_its_own_law(world: World) -> None:

@@ -13,7 +13,7 @@ from validation.cases.judgement import diagnose, judge
 from validation.cases.observe import observe
 from validation.cases.specimens import SPECIMENS
 from validation.cases.specimens.planting import NORM
-from validation.cases.specimens.specimen import Specimen, halved, unchanged_order
+from validation.cases.specimens.specimen import Specimen, halved, unchanged
 from validation.cases.trial import smallest_of
 from validation.cases.validator import crashed, explained, refused
 from validation.commands.catalogue import cases_on
@@ -98,7 +98,7 @@ def truth_of(specimen: Specimen, case: Case) -> Truth:
 
 def _popped_otherwise(truth: Truth, case: Case) -> Truth:
     """One microbatch twice in the place of another."""
-    twice = halved(case, case.stages // 2)[1:2]
+    twice = halved(case.built, case.stages // 2)[1:2]
     return replace(truth, also=(replace(truth, kinds=("doubled",), microbatches=twice, alike=(), factors=(2.0,)),))
 
 
@@ -143,7 +143,7 @@ def wanted(names: Sequence[str], schedules: Sequence[str]) -> Iterator[Case]:
 def tried(case: Case, world: World) -> Iterator[Tried]:
     """What is said of ``case`` with boundary tensors, and from final gradients alone."""
     specimen = SPECIMENS[case.specimen]
-    if specimen.reorder is not unchanged_order:
+    if specimen.reorder is not unchanged:
         if broken := tuple(violations(specimen.reorder(lower(case.built)))):
             yield Tried(case, True, refused(case, broken))
         return

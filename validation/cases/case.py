@@ -5,7 +5,7 @@ A schedule of one's own is named by its file, and what the file holds travels wi
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import Field, dataclass, field, fields
 from functools import cached_property
 from typing import Any
@@ -29,6 +29,11 @@ LOSSES = ("mean", "tokens")
 DTYPES = ("fp32", "bf16", "fp64")
 FUZZED_DTYPES = DTYPES[:2]  # those that people train in
 DEVICES = ("cpu", "cuda")
+
+
+def plainest_first(models: Iterable[str]) -> list[str]:
+    """``mlp`` if it is among them, then the others as they come."""
+    return sorted(models, key=lambda model: model != "mlp")
 
 
 class CaseError(ValueError):
@@ -100,6 +105,11 @@ class Case:
             raise CaseError(f"runtime={self.runtime} cannot run this: {self.reason}")
 
     @property
+    def sizes_differ(self) -> bool:
+        """Whether microbatches differ in shape; text of which less counts does not."""
+        return self.ragged or (self.unequal and not self.model.startswith("gpt"))
+
+    @property
     def reason(self) -> str:
         """Why its runtime cannot run it; empty if it can."""
         return why_not(
@@ -108,7 +118,7 @@ class Case:
             schedule=self.schedule,
             model=self.model,
             shape=(self.ranks, self.stages, self.microbatches, self.replicas),
-            sizes_differ=self.ragged or (self.unequal and not self.model.startswith("gpt")),
+            sizes_differ=self.sizes_differ,
             specimen=self.specimen,
         )
 

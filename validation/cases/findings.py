@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 
 from pipeline.action import GIVES_WEIGHT_GRADIENT, Kind
 from validation.cases.case import Case
-from validation.cases.observe import data_for
+from validation.cases.data import data_for
 from validation.cases.runtimes import OWN, UNUSED
 from validation.cases.validator import validate
 from validation.worlds.rank_report import RankFailed

@@ -13,7 +13,7 @@ from hypothesis.errors import Flaky
 from pipeline.schedule import ScheduleError
 from pipeline.schedules import LOOPED, build, virtuals
 from pipeline.sizes import some
-from validation.cases.case import FUZZED_DTYPES, LOSSES, MODELS, SCHEDULES, Case
+from validation.cases.case import FUZZED_DTYPES, LOSSES, MODELS, SCHEDULES, Case, plainest_first
 from validation.cases.runtimes import OPTIONS, OWN, TORCH, TORCH_CLASSES, TORCH_CSV, why_not
 from validation.cases.validator import validate
 from validation.judging.verdict import Verdict
@@ -30,7 +30,7 @@ def cases(
     draw: st.DrawFn,
     *,
     schedules: Sequence[str] = SCHEDULES,
-    models: Sequence[str] = ("mlp", *(model for model in MODELS if model != "mlp")),
+    models: Sequence[str] = tuple(plainest_first(MODELS)),
     dtypes: Sequence[str] = FUZZED_DTYPES,
     max_ranks: int = MAX_RANKS,
     device: str = "cpu",

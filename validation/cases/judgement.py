@@ -1,9 +1,9 @@
 """A case before the judge, and what a diagnosis of it may ask for: the reference, its data, its stages."""
 
-from reference.model import DTYPES, build_model
+from reference.model import DTYPES
 from reference.step import Recipe, Reference
 from validation.cases.case import Case
-from validation.cases.observe import data_for, max_norm_of, model_for
+from validation.cases.data import data_for, max_norm_of, model_for
 from validation.cases.stages import layers_of, owners
 from validation.diagnosis.diagnose import diagnose as diagnose_run
 from validation.diagnosis.played import Setup
@@ -28,7 +28,7 @@ def diagnose(case: Case, observed: Observed, verdict: Verdict) -> Verdict:
 def requirements_of(case: Case) -> Requirements:
     """``case`` as a subject: its reference, and what its plan leaves out."""
     device = "cpu" if case.device == "cpu" else "cuda:0"
-    model = build_model(case.model, layers=case.layers, seed=case.seed, dtype=case.dtype).to(device)
+    model = model_for(case).to(device)
     owner = owners(model, case.split)
     oracle = LiveOracle(
         Reference(model, owner=owner, recipe=Recipe(loss=case.loss, late=case.late)),

@@ -12,14 +12,14 @@ from pipeline.gradients import GradientWork
 from pipeline.stage import Goal, Stage
 from pipeline.step import Parts, PipelineSchedule
 from pipeline.transport import DistributedTransport
-from reference.data import Batch, Shapes, microbatches
-from reference.model import DTYPES, Model, build_model
+from reference.model import Model
 from reference.step import Recipe, objective
 from validation.cases.case import Case
+from validation.cases.data import data_for, max_norm_of, model_for
 from validation.cases.replicated import as_one
 from validation.cases.runtimes import OWN
 from validation.cases.specimens import PLUGINS, specimen
-from validation.cases.stages import layers_of, on_device, tied_across
+from validation.cases.stages import buffers_of, gradients_of, layers_of, on_device, parameters_of, tied_across
 from validation.observers.observed import Observed, RankOperation
 from validation.observers.recorder import Recorder
 from validation.observers.recording import Site
@@ -30,10 +30,6 @@ from validation.worlds.world import World
 
 # A wait inside a step ends sooner than the world's own bound, so that it is the rank that says what it waited for.
 STEP_TIMEOUT_S = 30.0
-# What a first step is clipped to must be below its norm, or clipping is not seen. Over 13,666 random cases the least
-# norm was 0.062 with "frozen", 0.13 with "twice" and 0.29 with the other models, which the recipe's own bound is for.
-_CLIPPED = {"frozen": 0.01, "twice": 0.03}
-_ROOM = 1e6  # a norm that no step here comes near
 
 
 class WatchedStage(AroundStage):
@@ -74,19 +70,7 @@ class WatchedGradients(AroundGradients):
 
     def reduce_tied(self) -> None:
         self.inner.reduce_tied()
-        self.kept = {
-            site: None if parameter.grad is None else parameter.grad.detach().to("cpu", copy=True)
-            for site, parameter in sites(self.stages)
-        }
-
-
-def sites(stages: Sequence[Stage]) -> list[tuple[Site, nn.Parameter]]:
-    """Every parameter of ``stages``, under each of its names."""
-    return [
-        ((stage.index, name), parameter)
-        for stage in stages
-        for name, parameter in stage.module.named_parameters(remove_duplicate=False)
-    ]
+        self.kept = gradients_of(_modules(self.stages))
 
 
 def observe(case: Case, world: World, *, record: bool = False) -> Observed:
@@ -96,19 +80,6 @@ def observe(case: Case, world: World, *, record: bool = False) -> Observed:
     """
     rows = world.run(_observe_planted, case, record, PLUGINS.files, ranks=case.processes)
     return as_one(case, [tuple(row) for row in rows])
-
-
-def data_for(case: Case, operation: int) -> list[Batch]:
-    """The microbatches of operation ``operation`` of the plan; different ones for each, so that stale ones show."""
-    shapes = Shapes(ragged=case.ragged, unequal=case.unequal)
-    count = case.microbatches * case.replicas
-    batches = microbatches(case.model, count=count, shapes=shapes, seed=case.seed * 1000 + operation)
-    return [batch.cast(DTYPES[case.dtype]) for batch in batches]
-
-
-def model_for(case: Case) -> Model:
-    """The model that ``case`` is about, whole, on the CPU, with the weights that every rank begins with."""
-    return build_model(case.model, layers=case.layers, seed=case.seed, dtype=case.dtype)
 
 
 def _observe_planted(context: RankContext, case: Case, record: bool, plugins: Sequence[str]) -> list[RankOperation]:
@@ -121,20 +92,16 @@ def _observe_planted(context: RankContext, case: Case, record: bool, plugins: Se
 def observe_rank(context: RankContext, case: Case, record: bool = False) -> list[RankOperation]:
     """One rank's part of ``case``; a job for ``World.run``. ``record``: keep every boundary tensor too."""
     if case.runtime != OWN:
-        from validation.cases.torch_runtime import (
-            observe_torch,
-        )
+        from validation.cases.torch_runtime import observe_torch
 
         deterministic(context.device)
-        return observe_torch(
-            context, case, data=lambda number: data_for(case, number), max_norm=lambda number: max_norm_of(case, number)
-        )
+        return observe_torch(context, case)
     model, schedule = assemble(context, case)
     planted = _planted(case, schedule)
     recorder = Recorder() if record else None
     watched = (planted.wrapped(recorder.wrap) if recorder else planted).wrapped(_watch)
     steps = specimen(case.specimen).drive(watched)
-    started = _copies(watched.parts.stages)
+    started = parameters_of(_modules(watched.parts.stages))
     done = []
     for operation in range(len(case.plan)):
         seen = _perform(watched, steps, model, case, operation, device=context.device)
@@ -203,19 +170,14 @@ def _perform(
         loss=result.loss,
         gradients=gradients.kept,
         norm=result.grad_norm,
-        parameters=_copies(gradients.stages),
+        parameters=parameters_of(_modules(gradients.stages)),
         profile=result.profile,
     )
     return _seen(schedule, seen)
 
 
-def _copies(stages: Sequence[Stage]) -> dict[Site, Tensor]:
-    return {site: parameter.detach().to("cpu", copy=True) for site, parameter in sites(stages)}
-
-
-def max_norm_of(case: Case, operation: int) -> float:
-    """What operation ``operation`` of the plan clips to: its first step is clipped, later ones have room to spare."""
-    return _CLIPPED.get(case.model, Recipe().max_norm) if operation == case.plan.index("train") else _ROOM
+def _modules(stages: Sequence[Stage]) -> dict[int, nn.Module]:
+    return {stage.index: stage.module for stage in stages}
 
 
 def _seen(schedule: PipelineSchedule, operation: RankOperation) -> RankOperation:
@@ -225,9 +187,5 @@ def _seen(schedule: PipelineSchedule, operation: RankOperation) -> RankOperation
         operation,
         nonfinite=tuple(action for stage in watched for action in stage.nonfinite),
         called=tuple(call for stage in watched for call in stage.called),
-        buffers={
-            (stage.index, name): buffer.detach().to("cpu", copy=True)
-            for stage in watched
-            for name, buffer in stage.module.named_buffers()
-        },
+        buffers=buffers_of(_modules(watched)),
     )

@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from hypothesis import strategies as st
 
 from pipeline.lower import lower
-from validation.cases.case import MODELS, Case
+from validation.cases.case import MODELS, Case, plainest_first
 from validation.cases.fuzz import cases, fuzz, judged
 from validation.cases.specimens.order import broken
-from validation.cases.specimens.specimen import Specimen, unchanged_order
+from validation.cases.specimens.specimen import Specimen, unchanged
 from validation.judging.verdict import LawResult, Verdict
 from validation.worlds.world import World
 
@@ -61,7 +61,7 @@ def shrink(specimen: Specimen, world: World, *, seed: int = 0, max_ranks: int = 
 def cases_that_show(specimen: Specimen, *, max_ranks: int = 4) -> st.SearchStrategy[Case]:
     """Random cases that have all that ``specimen`` needs, with it planted."""
     needs = specimen.needs
-    models = sorted(needs.models or MODELS, key=lambda model: model != "mlp")  # the plainest first, to shrink to
+    models = plainest_first(needs.models or MODELS)  # to shrink to the first
 
     def planted(case: Case) -> Case:
         return replace(
@@ -90,7 +90,7 @@ def _with_plan(case: Case, plan: tuple[str, ...]) -> Case:
 
 def _judged(specimen: Specimen, case: Case, world: World) -> Verdict:
     """A pass wherever the specimen's own law holds, whatever else fails. What hangs or crashes is raised."""
-    if specimen.reorder is not unchanged_order:
+    if specimen.reorder is not unchanged:
         failed = specimen.law in broken(specimen.reorder(lower(case.built)))
         law = LawResult(specimen.law, "fail" if failed else "pass")
         return Verdict(str(case), "fail" if failed else "pass", "none", (law,))

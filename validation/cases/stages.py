@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from reference.model import Model
 from validation.judging.oracle import copies_apart
+from validation.observers.recording import Site
 
 
 class Slice(nn.Module):
@@ -58,6 +59,33 @@ def owners(model: Model, split: Sequence[int]) -> dict[str, int]:
 def tied_across(model: Model, split: Sequence[int]) -> list[Mapping[int, str]]:
     """The tied parameters whose copies lie in several stages: for each, the name of its copy by stage."""
     return copies_apart(model, owners(model, split))
+
+
+def parameters_of(modules: Mapping[int, nn.Module]) -> dict[Site, Tensor]:
+    """A copy of every parameter of these stages, under each of its names."""
+    return {site: _copy(parameter) for site, parameter in _named(modules)}
+
+
+def gradients_of(modules: Mapping[int, nn.Module]) -> dict[Site, Tensor | None]:
+    """A copy of every parameter's gradient, or None where there is none."""
+    return {site: None if parameter.grad is None else _copy(parameter.grad) for site, parameter in _named(modules)}
+
+
+def buffers_of(modules: Mapping[int, nn.Module]) -> dict[Site, Tensor]:
+    """A copy of every buffer of these stages."""
+    return {(stage, name): _copy(b) for stage, module in modules.items() for name, b in module.named_buffers()}
+
+
+def _named(modules: Mapping[int, nn.Module]) -> list[tuple[Site, nn.Parameter]]:
+    return [
+        ((stage, name), parameter)
+        for stage, module in modules.items()
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+    ]
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
 
 
 def on_device(model: Model, layers: range, device: str) -> Slice:

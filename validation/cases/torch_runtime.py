@@ -16,33 +16,31 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.action import Action
 from reference.data import Batch
-from reference.model import Model, build_model
+from reference.model import Model
 from reference.step import Recipe, objective
 from validation.cases.case import Case
+from validation.cases.data import data_for, max_norm_of, model_for
 from validation.cases.runtimes import SINGLE, TORCH, TORCH_CLASSES, UNUSED
-from validation.cases.stages import layers_of, on_device, tied_across
+from validation.cases.stages import buffers_of, gradients_of, layers_of, on_device, parameters_of, tied_across
 from validation.foreign.torch_pipelining import Recorder, run
 from validation.observers.observed import RankOperation
-from validation.observers.recording import Site
 from validation.worlds.posted_messages import noted_messages
 from validation.worlds.worker import RankContext
 
-_Choose = Callable[[int], float]  # what operation k of the plan clips to
-_Data = Callable[[int], list[Batch]]
 _Plant = Callable[["TorchRank"], None]
 
 
 class TorchRank:
-    """One rank of a pipeline of torch's. ``data`` and ``max_norm`` are asked for the number of an operation."""
+    """One rank of a pipeline of torch's."""
 
-    def __init__(self, context: RankContext, case: Case, *, data: _Data, max_norm: _Choose) -> None:
-        self.case, self.context, self.data, self.max_norm = case, context, data, max_norm
+    def __init__(self, context: RankContext, case: Case) -> None:
+        self.case, self.context = case, context
         self.groups = groups(context.ranks, case.replicas)
         self.replica, self.place = divmod(context.rank, case.ranks)
-        self.model = build_model(case.model, layers=case.layers, seed=case.seed, dtype=case.dtype)
+        self.model = model_for(case)
         self.modules = stage_modules(self.model, case, self.place, context.device)
         self.wrapped = {index: self._replicated(module) for index, module in self.modules.items()}
-        self.loss_fn, _ = objective(self.model, data(0), Recipe(loss=case.loss))
+        self.loss_fn, _ = objective(self.model, data_for(case, 0), Recipe(loss=case.loss))
         self.divisor = 1.0  # of the operation that is under way; torch divides by the number of microbatches after it
         stages = [
             pipelining.PipelineStage(
@@ -68,7 +66,7 @@ class TorchRank:
 
     def perform(self, operation: int) -> RankOperation:
         """Operation ``operation`` of the plan."""
-        name, every = self.case.plan[operation], self.data(operation)
+        name, every = self.case.plan[operation], data_for(self.case, operation)
         batches = [every[number] for number in self.case.share(self.replica)]
         _, divisor = objective(self.model, every, Recipe(loss=self.case.loss))
         self.divisor = divisor / self.case.late
@@ -79,13 +77,13 @@ class TorchRank:
         total = [loss for row in rows for loss in row]
         loss = math.fsum(total) / divisor if all(map(math.isfinite, total)) else sum(total)
         executed, called = tuple(self.recorder.executed), tuple(self.recorder.called)
-        seen: dict[str, Any] = {"called": called, "buffers": self._sites("named_buffers")}
+        seen: dict[str, Any] = {"called": called, "buffers": buffers_of(self.modules)}
         if name != "accumulate":
             seen["loss"] = loss
         if name == "train":
-            seen["gradients"] = self._gradients()
-            seen["norm"] = self._update(self.max_norm(operation))
-            seen["parameters"] = self._sites("named_parameters")
+            seen["gradients"] = gradients_of(self.modules)
+            seen["norm"] = self._update(max_norm_of(self.case, operation))
+            seen["parameters"] = parameters_of(self.modules)
         return RankOperation(name, tuple(losses), executed, **seen)
 
     def _run(self, name: str, batches: list[Batch]) -> list[Tensor]:
@@ -111,13 +109,6 @@ class TorchRank:
         target = torch.cat([batch.target for batch in batches]) if self.case.stages - 1 in self.modules else None
         call(*inputs, target=target, losses=losses, **options)
 
-    def _gradients(self) -> dict[Site, Tensor | None]:
-        return {
-            (index, name): None if p.grad is None else p.grad.detach().to("cpu", copy=True)
-            for index, module in self.modules.items()
-            for name, p in module.named_parameters(remove_duplicate=False)
-        }
-
     def _update(self, max_norm: float) -> float:
         """Clip, step and clear; the norm before clipping, over all ranks."""
         gradients = [p.grad for p in self._parameters().values() if p.grad is not None]
@@ -142,14 +133,6 @@ class TorchRank:
 
     def _parameters(self) -> Mapping[int, nn.Parameter]:
         return {id(p): p for module in self.modules.values() for p in module.parameters()}
-
-    def _sites(self, what: str) -> dict[Site, Tensor]:
-        every = {} if what == "named_buffers" else {"remove_duplicate": False}
-        return {
-            (index, name): tensor.detach().to("cpu", copy=True)
-            for index, module in self.modules.items()
-            for name, tensor in getattr(module, what)(**every)
-        }
 
 
 @dataclass(frozen=True)
@@ -210,11 +193,9 @@ def torch_actions(case: Case) -> dict[int, list[Any]]:
     return {rank: list(map(spelled, row)) for rank, row in enumerate(case.built.ranks)}
 
 
-def observe_torch(
-    context: RankContext, case: Case, data: _Data, max_norm: _Choose, *, plant: _Plant = lambda rank: None
-) -> list[RankOperation]:
+def observe_torch(context: RankContext, case: Case, *, plant: _Plant = lambda rank: None) -> list[RankOperation]:
     """One rank's part of ``case`` on torch's runtime. ``plant``: what is done to the rank before it begins."""
-    rank = TorchRank(context, case, data=data, max_norm=max_norm)
+    rank = TorchRank(context, case)
     plant(rank)
     with noted_messages():
         return [rank.perform(operation) for operation in range(len(case.plan))]

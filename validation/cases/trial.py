@@ -3,17 +3,17 @@
 Nothing here knows how a fault is found: a case with a specimen is judged and diagnosed like any other.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from time import perf_counter
 
 from pipeline.lower import lower
 from pipeline.program_laws import violations
-from pipeline.schedules import LOOPED, virtuals
+from pipeline.schedules import virtuals
 from validation.cases.case import Case
 from validation.cases.judgement import diagnose, judge
 from validation.cases.observe import observe
 from validation.cases.specimens import SPECIMENS
-from validation.cases.specimens.specimen import Specimen, unchanged_order
+from validation.cases.specimens.specimen import Specimen, unchanged
 from validation.cases.validator import crashed, explained, refused
 from validation.judging.cause import Cause
 from validation.judging.verdict import Verdict
@@ -72,21 +72,9 @@ class Trial:
 def case_for(specimen: Specimen, schedule: str, *, ranks: int = 4, microbatches: int = 8) -> Case:
     """The case on ``schedule`` that has what ``specimen`` needs, where a schedule can have it at all."""
     needs = specimen.needs
-    virtual = virtuals(schedule, looped=2 if schedule in LOOPED else 1)
     model = needs.models[0] if needs.models else "gpt"
-    return Case(
-        schedule,
-        ranks,
-        virtual,
-        microbatches,
-        (needs.layers,) * (ranks * virtual),
-        model=model,
-        loss=needs.loss or "mean",
-        ragged=needs.ragged,
-        unequal=needs.unequal,
-        plan=needs.plan,
-        specimen=specimen.name,
-    )
+    case = needs.case(schedule, ranks, virtuals(schedule, looped=2), microbatches, model)
+    return replace(case, specimen=specimen.name)
 
 
 def smallest_of(specimen: Specimen) -> Case:
@@ -127,7 +115,7 @@ _Outcome = tuple[tuple[str, ...], Named | None, Named | None]
 
 def _outcome(specimen: Specimen, case: Case, world: World, *, record: bool) -> _Outcome:
     """The laws that failed, and the diagnoses."""
-    if specimen.reorder is not unchanged_order:
+    if specimen.reorder is not unchanged:
         broken = tuple(violations(specimen.reorder(lower(case.built))))
         laws = tuple(dict.fromkeys(violation.law for violation in broken))
         found = named(specimen, case, refused(case, broken), alike=False, seconds=0.0) if broken else None

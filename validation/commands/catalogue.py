@@ -6,7 +6,7 @@ from dataclasses import asdict
 from validation.cases.case import Case
 from validation.cases.shrinking import Shrunk, shrink
 from validation.cases.specimens import CONTROLS, FAMILIES, PLUGINS, SPECIMENS, SpecimenError
-from validation.cases.specimens.specimen import unchanged_order
+from validation.cases.specimens.specimen import unchanged
 from validation.cases.trial import Named, Trial, case_for, smallest_of, try_out
 from validation.cases.validator import validate
 from validation.commands.campaign import Setting
@@ -55,7 +55,7 @@ def loaded(path: str) -> list[str]:
     names = PLUGINS.load(path)
     for one in (SPECIMENS[name] for name in names):
         laws = (*LAWS, "deadlock")
-        if one.law not in laws and one.reorder is unchanged_order:
+        if one.law not in laws and one.reorder is unchanged:
             known = ", ".join(laws)
             raise SpecimenError(f"{path}: specimen {one.name!r} breaks the law {one.law!r}: known are {known}")
     return names
@@ -149,7 +149,6 @@ def _place(one: Named) -> str:
 
 def listing(names: Collection[str] = SPECIMENS) -> str:
     """One line for each of these specimens: name, family and classes, kind of cause, smallest case, summary, origin."""
-    families = [(one.__name__.rpartition(".")[2], one.SPECIMENS) for one in FAMILIES]
     rows = [
         (
             specimen.name,
@@ -158,7 +157,7 @@ def listing(names: Collection[str] = SPECIMENS) -> str:
             specimen.smallest,
             f"{specimen.summary} ({specimen.origin})",
         )
-        for family, those in [*families, ("own", PLUGINS.own)]
+        for family, those in [*FAMILIES.items(), ("own", PLUGINS.own)]
         for specimen in those
         if specimen.name in names
     ]

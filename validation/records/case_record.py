@@ -11,8 +11,8 @@ from pipeline.action import GIVES_WEIGHT_GRADIENT
 from reference.data import Batch
 from reference.step import Expected, Recipe, Reference, Site
 from validation.cases.case import Case, CaseError
+from validation.cases.data import data_for, max_norm_of, model_for
 from validation.cases.judgement import setup_of
-from validation.cases.observe import data_for, max_norm_of, model_for
 from validation.cases.stages import owners
 from validation.diagnosis.atoms import Update
 from validation.diagnosis.attribution import update_of

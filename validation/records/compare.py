@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from time import perf_counter
 
-from validation.cases.observe import max_norm_of
+from validation.cases.data import max_norm_of
 from validation.diagnosis.diagnose import explained, sought
 from validation.diagnosis.evidence import Evidence, failing
 from validation.judging.comparison import leave_out

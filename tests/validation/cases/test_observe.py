@@ -6,7 +6,8 @@ from torch import nn
 from pipeline.stage import Goal
 from reference.model import build_model
 from validation.cases.case import Case
-from validation.cases.observe import WatchedStage, data_for, observe
+from validation.cases.data import data_for
+from validation.cases.observe import WatchedStage, observe
 from validation.observers.wrappers import AroundStage
 from validation.worlds.world import World
 

@@ -75,10 +75,13 @@ GOOD = OWN.read_text()
         (GOOD.replace(NAME, "clip-twice"), "there is a specimen 'clip-twice' already"),
         (GOOD.replace(NAME, "slow-messages"), "there is a specimen 'slow-messages' already"),
         (GOOD.replace('Fault("scale"', 'Fault("scaled"'), f"specimen '{NAME}' has the fault 'scaled': known are "),
-        (GOOD.replace("classes=()", 'classes=("zz",)'), f"specimen '{NAME}' has the classes zz: known are tA, "),
+        (GOOD.replace("fault=", 'classes=("zz",), fault='), f"specimen '{NAME}' has the classes zz: known are tA, "),
         (GOOD.replace('law="gradient"', 'law="gradeint"'), "breaks the law 'gradeint': known are microbatches, "),
-        (GOOD.replace("gpipe r1", "gpipes r1"), "states the smallest case 'gpipes r1 s1 m2"),
-        (GOOD.replace("m2 split", "m1 split"), "needs 2 microbatches"),
+        (
+            GOOD.replace("fault=", 'schedule="gpipes", fault='),
+            f"no smallest case has what specimen '{NAME}' needs: unk",
+        ),
+        (GOOD.replace("microbatches=2", "also=lambda case: 'needs luck'"), f"what specimen '{NAME}' needs: needs luck"),
         (GOOD.replace("register(", "register(7) or register("), "register was given a int: expected a Specimen"),
     ],
 )

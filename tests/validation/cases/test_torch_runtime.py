@@ -15,7 +15,6 @@ from validation.cases.case import Case, CaseError
 from validation.cases.findings import FINDINGS, Finding, known
 from validation.cases.fuzz import cases, fuzz
 from validation.cases.judgement import judge
-from validation.cases.observe import data_for, max_norm_of
 from validation.cases.replicated import as_one
 from validation.cases.runtimes import TORCH, TORCH_CLASSES
 from validation.cases.torch_runtime import TorchRank, observe_torch
@@ -117,8 +116,7 @@ def _mean_of_mean(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[t
 
 
 def observed_with(context: RankContext, case: Case, plant: Callable[[TorchRank], None]) -> list[RankOperation]:
-    max_norm = functools.partial(max_norm_of, case)
-    return observe_torch(context, case, functools.partial(data_for, case), max_norm, plant=plant)
+    return observe_torch(context, case, plant=plant)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 from validation.cases.case import Case
 from validation.cases.judgement import diagnose, judge, setup_of
 from validation.cases.observe import observe
-from validation.cases.specimens import SPECIMENS, tied
+from validation.cases.specimens import FAMILIES, SPECIMENS
 from validation.cases.trial import located, smallest_of
 from validation.cases.validator import explained, validate
 from validation.diagnosis.evidence import Evidence, of_run, of_stage
@@ -275,7 +275,7 @@ def test_faults_of_a_run_in_bf16_are_named(world: World, name: str) -> None:
     assert located(SPECIMENS[name].cause(smallest_of(SPECIMENS[name])), verdict.cause[0])
 
 
-@pytest.mark.parametrize("name", [one.name for one in tied.SPECIMENS])
+@pytest.mark.parametrize("name", [one.name for one in FAMILIES["tied"]])
 def test_faults_with_tied_parameters_in_bf16_are_named_from_final_gradients(world: World, name: str) -> None:
     """What one rounding is to a sum may be much to a share: copies are told by whole shares, not by looks."""
     case, specimen = replace(smallest_of(SPECIMENS[name]), dtype="bf16"), SPECIMENS[name]

@@ -3,7 +3,8 @@
 A file of one's own calls ``register(Specimen(...))``; what faults are made of is in ``planting``.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 from validation.cases.specimens import (
@@ -26,12 +27,18 @@ from validation.cases.specimens.specimen import Fault, Needs, Planted, Specimen
 
 __all__ = ["CONTROLS", "FAMILIES", "SPECIMENS", "Fault", "Needs", "Specimen", "SpecimenError", "register", "specimen"]
 
-FAMILIES = (scale, microbatches, state, halves, gradients, tied, norm, report, messages, memory, model, order)
-_KNOWN = {specimen.name: specimen for family in FAMILIES for specimen in family.SPECIMENS}
+_MODULES = (scale, microbatches, state, halves, gradients, tied, norm, report, messages, memory, model, order)
+FAMILIES: Mapping[str, Sequence[Specimen]] = MappingProxyType(
+    {
+        module.__name__.rpartition(".")[2]: tuple(replace(one, name=name) for name, one in module.SPECIMENS.items())
+        for module in _MODULES
+    }
+)
+_KNOWN = {one.name: one for family in FAMILIES.values() for one in family}
 SPECIMENS: Mapping[str, Specimen] = MappingProxyType(_KNOWN)
 # Changes without a fault, which must pass.
-CONTROLS: Mapping[str, Planted] = MappingProxyType({control.name: control for control in sound.CONTROLS})
-_NONE = Planted(name="", summary="nothing planted", origin="", smallest="")
+CONTROLS: Mapping[str, Planted] = MappingProxyType({n: replace(one, name=n) for n, one in sound.CONTROLS.items()})
+_NONE = Planted(summary="nothing planted", origin="")
 PLUGINS = Plugins(_KNOWN, taken=tuple(CONTROLS))
 register = PLUGINS.register
 

@@ -1,19 +1,18 @@
 """Faults in the gradients of single stages and parameters: sign, absence, zero, rounding, order of elements."""
 
+from collections.abc import Mapping
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pipeline.step import Parts
 from pipeline.transport import Message
 from validation.cases.specimens.planting import (
     NORM,
-    ONE,
-    TWO_STAGES,
-    Around,
-    gradients_of,
     last,
     middle,
     norm_weight,
+    on_each,
     on_gradients,
     on_work,
     rounded,
@@ -29,21 +28,8 @@ def _lose_first(module: nn.Module) -> None:
     next(parameter for parameter in module.parameters() if parameter.grad is not None).grad = None
 
 
-def _zero_norm(module: nn.Module) -> None:
-    gradient = norm_weight(module).grad
-    if gradient is not None:
-        gradient.zero_()
-
-
-def _roll_norm(module: nn.Module) -> None:
-    gradient = norm_weight(module).grad
-    if gradient is not None:
-        gradient.copy_(gradient.roll(1))
-
-
-def _round(module: nn.Module) -> None:
-    for gradient in gradients_of(module):
-        gradient.copy_(rounded(gradient, torch.bfloat16))
+def _roll(gradient: Tensor) -> None:
+    gradient.copy_(gradient.roll(1))
 
 
 def _give_to_frozen(module: nn.Module) -> None:
@@ -52,110 +38,79 @@ def _give_to_frozen(module: nn.Module) -> None:
             parameter.grad = torch.ones_like(parameter)
 
 
-class _WrongGroup(Around):
+def _averaged_with_wrong_rank(parts: Parts) -> None:
     """The group that averages a stage's gradients over replicas holds another stage in the replica's place."""
-
-    def __init__(self, parts: Parts) -> None:
-        super().__init__(parts)
-        schedule = parts.program.schedule
-        self._transport = parts.transport
-        self._ranks = schedule.placement[0], schedule.placement[1]
-        self._norms = {s.index: norm_weight(s.module) for s in parts.stages if s.index < 2}
-
-    def reduce_tied(self) -> None:
-        own = self._norms.get(0 if self._transport.rank == self._ranks[0] else 1)
-        if self._transport.rank in self._ranks and own is not None and own.grad is not None:
-            peer = self._ranks[self._transport.rank == self._ranks[0]]
-            message = Message("gradient of a replica", peer, _TAG)
-            sent = own.grad.detach().clone()
-            self._transport.send(message, sent.view(torch.uint8))
-            self._transport.post(message, sent.nbytes)
-            own.grad = (own.grad + self._transport.receive(message).view(own.grad.dtype)) / 2
-            self._transport.flush()
-        self.inner.reduce_tied()
+    transport, ranks = parts.transport, parts.program.schedule.placement[:2]
+    if transport.rank in ranks:
+        here = ranks.index(transport.rank)
+        own = norm_weight(next(stage.module for stage in parts.stages if stage.index == here))[0]
+        assert own.grad is not None, "a norm is trained"
+        message = Message("gradient of a replica", ranks[1 - here], _TAG)
+        sent = own.grad.detach().clone()
+        transport.send(message, sent.view(torch.uint8))
+        transport.post(message, sent.nbytes)
+        own.grad = (own.grad + transport.receive(message).view(own.grad.dtype)) / 2
+        transport.flush()
+    parts.gradients.reduce_tied()
 
 
-SPECIMENS = (
-    Specimen(
-        name="stage-negated",
+SPECIMENS: Mapping[str, Specimen] = {
+    "stage-negated": Specimen(
         summary="the gradients of the middle stage have the wrong sign, which no norm can see",
         origin="measured blindness of norm and loss; the class of pytorch/pytorch#164777",
         classes=("tA",),
-        smallest=ONE,
-        law="gradient",
-        fault=Fault("sign", stage=middle, factor=lambda case: -1.0),
+        fault=Fault("sign", "gradient", stage=middle, factor=lambda case: -1.0),
         plant=on_gradients(scaled(-1.0), middle),
     ),
-    Specimen(
-        name="gradient-none",
+    "gradient-none": Specimen(
         summary="a parameter of the last stage gets no gradient at all",
         origin="pytorch/pytorch#138863, pytorch/PiPPy#738",
         classes=("tC", "tH"),
-        smallest=ONE,
-        law="presence",
-        fault=Fault("missing", stage=last, parameter="."),
+        fault=Fault("missing", "presence", stage=last, parameter="."),
         plant=on_gradients(_lose_first, last),
     ),
-    Specimen(
-        name="layernorm-zero",
+    "layernorm-zero": Specimen(
         summary="the loss is right and the gradient of one LayerNorm weight is zero",
         origin="NVIDIA/Megatron-LM#1446; DeepSpeed PR 8491",
         classes=("tB", "mB"),
-        smallest=ONE,
-        law="gradient",
-        fault=Fault("zero", stage=middle, parameter=NORM),
-        plant=on_gradients(_zero_norm, middle),
+        fault=Fault("zero", "gradient", stage=middle, parameter=NORM),
+        plant=on_gradients(on_each(Tensor.zero_, of=norm_weight), middle),
     ),
-    Specimen(
-        name="gradients-all-zero",
+    "gradients-all-zero": Specimen(
         summary="a dead run: every gradient is zero, on every stage",
         origin="NVIDIA-NeMo/Automodel#3701",
         classes=("tJ",),
-        smallest=ONE,
-        law="gradient",
-        fault=Fault("zero"),
+        fault=Fault("zero", "gradient"),
         plant=on_gradients(scaled(0.0)),
     ),
-    Specimen(
-        name="gradient-rolled",
+    "gradient-rolled": Specimen(
         summary="a flat gradient buffer is off by one element for one parameter",
         origin="NVIDIA/Megatron-LM#844: offsets that differ between ranks",
         classes=("mC", "mE"),
-        smallest=ONE,
-        law="gradient",
-        fault=Fault("altered", stage=middle, parameter=NORM, alike=("computation",)),
-        plant=on_gradients(_roll_norm, middle),
+        fault=Fault("altered", "gradient", stage=middle, parameter=NORM, alike=("computation",)),
+        plant=on_gradients(on_each(_roll, of=norm_weight), middle),
     ),
-    Specimen(
-        name="gradients-rounded",
+    "gradients-rounded": Specimen(
         summary="one stage's gradients are kept in bf16 where fp32 is meant",
         origin="the class of hpcaitech/ColossalAI#79: two sides that assume different types",
         classes=("mF",),
-        smallest=ONE,
-        law="gradient",
-        fault=Fault("rounded", stage=middle),
-        plant=on_gradients(_round, middle),
+        fault=Fault("rounded", "gradient", stage=middle),
+        plant=on_gradients(on_each(lambda gradient: gradient.copy_(rounded(gradient, torch.bfloat16))), middle),
     ),
-    Specimen(
-        name="frozen-gets-gradient",
+    "frozen-gets-gradient": Specimen(
         summary="a frozen parameter is given a gradient",
         origin="pytorch/PiPPy#1029: gradients for what has none",
         classes=("tH",),
-        smallest="naive r1 s1 m1 split=1 model=frozen plan=train seed=0",
-        law="presence",
-        fault=Fault("unexpected"),
+        fault=Fault("unexpected", "presence"),
         needs=Needs(models=("frozen",)),
         plant=on_gradients(_give_to_frozen),
     ),
-    Specimen(
-        name="averaged-over-wrong-group",
+    "averaged-over-wrong-group": Specimen(
         summary="the first two stages average one gradient with each other, as if they were replicas",
         origin="NVIDIA/Megatron-LM#7452 (collectives over the wrong group)",
         classes=("tD", "mI"),
-        smallest=TWO_STAGES,
-        law="gradient",
-        fault=Fault("extra-term", stage=second, parameter=NORM, alike=("scale",)),
+        fault=Fault("extra-term", "gradient", stage=second, parameter=NORM, alike=("scale",)),
         needs=Needs(ranks=2, stages=2),
-        plant=on_work(_WrongGroup),
+        plant=on_work(reduce=_averaged_with_wrong_rank),
     ),
-)
+}

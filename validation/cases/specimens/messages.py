@@ -1,6 +1,6 @@
 """Faults of messages between ranks: taken for one another, early, old, rounded, damaged or lost."""
 
-from functools import partial
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -10,302 +10,214 @@ from pipeline.lower import lower
 from pipeline.schedule import Schedule
 from pipeline.transport import Message, Transport
 from validation.cases.case import Case
-from validation.cases.specimens.order import exchanged, hangs
-from validation.cases.specimens.planting import TWO_OF_TWO, TWO_STAGES, Arriving, first, on_transport, rounded, second
+from validation.cases.specimens.order import exchanged, hangs, other_of_two
+from validation.cases.specimens.planting import Arrived, To, first, on_arrival, on_transport, rounded, second
 from validation.cases.specimens.specimen import Fault, Needs, Plant, Specimen
+from validation.observers.wrappers import AroundTransport
 
+_ACTIVATIONS, _ACTIVATION = To(Kind.RECV_F, 1), To(Kind.RECV_F, 1, (0,))
+_PAIR_FORWARD, _PAIR_BACKWARD = To(Kind.RECV_F, 1, (0, 1)), To(Kind.RECV_B, 0, (0, 1))
+
+_ACTIVATIONS_OR_DATA = ("swapped-activations", "swapped-data")
 _PLAIN = ("gpt", "gpt-tied", "mlp", "twice", "frozen", "batchnorm")  # one fp32 tensor crosses a boundary
-_ACROSS = Needs(ranks=2)
-_TWO_ACROSS = Needs(ranks=2, microbatches=2, also=lambda case: _one_size(case))
+_ACROSS = Needs(ranks=2, models=_PLAIN)
+_TWO_ACROSS = Needs(ranks=2, microbatches=2, one_size=True)
 
 
-def _one_size(case: Case) -> str:
-    differ = case.ragged or (case.unequal and not case.model.startswith("gpt"))
-    return "needs messages of one size" if differ else ""
+def _repeated(arrived: Tensor, message: Arrived) -> Tensor:
+    """The second of two holds the first one's bytes: its sender's buffer was not free yet, or was used again."""
+    if 0 in message.kept:
+        return message.kept.pop(0)
+    message.kept[0] = arrived.clone()
+    return arrived
 
 
-class _Repeated(Arriving):
-    """Microbatch 1's message holds microbatch 0's bytes: its sender's buffer was not free yet, or was used again.
-
-    Of the messages of ``kind`` to ``stage``; where microbatch 1 comes first, 0 gets 1's.
-    """
-
-    def __init__(self, inner: Transport, schedule: Schedule, *, stage: int, kind: Kind) -> None:
-        super().__init__(inner, schedule)
-        self._to = stage, kind
-        self._kept: Tensor | None = None
-
-    def change(self, action: Action, arrived: Tensor) -> Tensor:
-        if (action.stage, action.kind) != self._to or action.microbatch > 1:
-            return arrived
-        kept, self._kept = self._kept, arrived.clone() if self._kept is None else None
-        return arrived if kept is None else self.mixed(arrived, kept)
-
-    def mixed(self, arrived: Tensor, kept: Tensor) -> Tensor:
-        """What the later one of the two is given."""
-        return kept
-
-
-class _PartlyOld(_Repeated):
+def _partly_old(arrived: Tensor, message: Arrived) -> Tensor:
     """Only the first half of the message has been waited for; the buffer is one that held another before."""
-
-    def mixed(self, arrived: Tensor, kept: Tensor) -> Tensor:
-        half = len(arrived) // 8 * 4
-        return torch.cat([arrived[:half], kept[half:]])
+    half = len(arrived) // 8 * 4
+    return torch.cat([arrived[:half], _repeated(arrived, message)[half:]])
 
 
-class _Crossed(Arriving):
-    """The messages of microbatches 0 and 1 to ``stage`` arrive as each other."""
-
-    def __init__(self, inner: Transport, schedule: Schedule, *, stage: int, kind: Kind) -> None:
-        super().__init__(inner, schedule)
-        self._to = stage, kind
-
-    def post(self, message: Message, nbytes: int) -> None:
-        self.inner.post(self._as_other(message), nbytes)
-
-    def receive(self, message: Message) -> Tensor:
-        return self.inner.receive(self._as_other(message))
-
-    def _as_other(self, message: Message) -> Message:
-        action = message.name
-        if not isinstance(action, Action) or (action.stage, action.kind) != self._to or action.microbatch > 1:
-            return message
-        step = 1 if action.microbatch == 0 else -1
-        # Tags count links within microbatches, three to a link.
-        return message._replace(
-            name=action._replace(microbatch=action.microbatch + step),
-            tag=message.tag + step * 3 * self.schedule.n_stages,
-        )
-
-
-class _OfOtherStage(Arriving):
-    """The first message to the stage one round further holds the bytes of the first one to the second stage.
-
-    Both go from one rank to one other.
-    """
-
-    def __init__(self, inner: Transport, schedule: Schedule) -> None:
-        super().__init__(inner, schedule)
-        self._kept: Tensor | None = None
-
-    def change(self, action: Action, arrived: Tensor) -> Tensor:
-        if action.kind is Kind.RECV_F and action.microbatch == 0:
-            if action.stage == 1:
-                self._kept = arrived.clone()
-            elif action.stage == 1 + self.schedule.n_ranks and self._kept is not None:
-                return self._kept
+def _of_other_stage(arrived: Tensor, message: Arrived) -> Tensor:
+    """The bytes of the message to the second stage are also those of the next one that comes to its rank."""
+    if message.stage == 1:
+        message.kept[0] = arrived.clone()
         return arrived
+    return message.kept.pop(0, arrived)
 
 
-class _Early(Arriving):
-    """Microbatch 0's message to the second stage is read before it has arrived."""
-
-    def change(self, action: Action, arrived: Tensor) -> Tensor:
-        early = (action.stage, action.kind, action.microbatch) == (1, Kind.RECV_F, 0)
-        return torch.zeros_like(arrived) if early else arrived
+def _of_step_before(arrived: Tensor, message: Arrived) -> Tensor:
+    before = message.kept.get(0, arrived)
+    message.kept[0] = arrived.clone()
+    return before
 
 
-class _OfStepBefore(Arriving):
-    """From the second step on, microbatch 0's message to the second stage holds the bytes of the step before."""
-
-    def __init__(self, inner: Transport, schedule: Schedule) -> None:
-        super().__init__(inner, schedule)
-        self._kept: Tensor | None = None
-
-    def change(self, action: Action, arrived: Tensor) -> Tensor:
-        if (action.stage, action.kind, action.microbatch) != (1, Kind.RECV_F, 0):
-            return arrived
-        kept, self._kept = self._kept, arrived.clone()
-        return arrived if kept is None else kept
+def _in_bf16(arrived: Tensor, message: Arrived) -> Tensor:
+    whole = len(arrived) // 4 * 4  # a gradient is followed by a byte that says whether it is there
+    numbers = rounded(arrived[:whole].view(torch.float32), torch.bfloat16)
+    return torch.cat([numbers.view(torch.uint8), arrived[whole:]])
 
 
-class _Rounded(Arriving):
-    """Messages of ``kind`` to ``stage`` travel in bf16."""
-
-    def __init__(self, inner: Transport, schedule: Schedule, *, stage: int, kind: Kind) -> None:
-        super().__init__(inner, schedule)
-        self._to = stage, kind
-
-    def change(self, action: Action, arrived: Tensor) -> Tensor:
-        if (action.stage, action.kind) != self._to:
-            return arrived
-        whole = len(arrived) // 4 * 4  # a gradient is followed by a byte that says whether it is there
-        numbers = rounded(arrived[:whole].view(torch.float32), torch.bfloat16)
-        return torch.cat([numbers.view(torch.uint8), arrived[whole:]])
+def _damaged(arrived: Tensor, message: Arrived) -> Tensor:
+    """One number has another exponent."""
+    arrived = arrived.clone()
+    arrived[7] ^= 1
+    return arrived
 
 
-class _Damaged(Arriving):
-    """One number of one message to the second stage has another exponent."""
+def _crossed(pair: To) -> Plant:
+    """The two messages arrive as each other."""
 
-    def change(self, action: Action, arrived: Tensor) -> Tensor:
-        if (action.stage, action.kind, action.microbatch) == (1, Kind.RECV_F, 0):
-            arrived = arrived.clone()
-            arrived[7] ^= 1
-        return arrived
+    class Crossed(AroundTransport):
+        def __init__(self, inner: Transport, schedule: Schedule) -> None:
+            super().__init__(inner)
+            self._links = schedule.n_stages
+
+        def post(self, message: Message, nbytes: int) -> None:
+            self.inner.post(self._as_other(message), nbytes)
+
+        def receive(self, message: Message) -> Tensor:
+            return self.inner.receive(self._as_other(message))
+
+        def _as_other(self, message: Message) -> Message:
+            action = message.name
+            if message not in pair or not isinstance(action, Action):
+                return message
+            other = action._replace(microbatch=other_of_two(action.microbatch))
+            # Tags count links within microbatches, three to a link.
+            further = (other.microbatch - action.microbatch) * 3 * self._links
+            return message._replace(name=other, tag=message.tag + further)
+
+    return on_transport(Crossed)
 
 
-class _Lost(Arriving):
+class _Lost(AroundTransport):
     """The last microbatch's message to the second stage is never sent."""
 
+    def __init__(self, inner: Transport, schedule: Schedule) -> None:
+        super().__init__(inner)
+        self._lost = Action(0, Kind.SEND_F, schedule.microbatches - 1)
+
     def send(self, message: Message, buffer: Tensor) -> None:
-        if message.name != Action(0, Kind.SEND_F, self.schedule.microbatches - 1):
+        if message.name != self._lost:
             self.inner.send(message, buffer)
-
-
-def _to(wrap: type[Arriving], stage: int, kind: Kind) -> Plant:
-    return on_transport(partial(wrap, stage=stage, kind=kind))  # type: ignore[call-arg]
 
 
 def _crossing(kind: Kind, stage: int) -> Needs:
     """Ranks must not wait for each other when two messages are exchanged."""
 
     def also(case: Case) -> str:
-        program = lower(case.built)
         one, other = (Action(stage, kind, m) for m in (0, 1))
-        waits = hangs(exchanged(program, one, other))
-        return _one_size(case) or ("needs both messages under way at once" if waits else "")
+        waits = hangs(exchanged(lower(case.built), one, other))
+        return "needs both messages under way at once" if waits else ""
 
-    return Needs(ranks=2, microbatches=2, also=also)
+    return Needs(ranks=2, microbatches=2, one_size=True, also=also)
 
 
 def _round_further(case: Case) -> str:
     looped = case.virtual > 1 and case.built.placement[1 + case.ranks : 2 + case.ranks] == case.built.placement[1:2]
-    return _one_size(case) if looped else "needs two rounds of stages over the ranks"
+    return "" if looped else "needs two rounds of stages over the ranks"
 
 
-SPECIMENS = (
-    Specimen(
-        name="activation-repeated",
+SPECIMENS: Mapping[str, Specimen] = {
+    "activation-repeated": Specimen(
         summary="the second activation sent to the second stage is the first once more: its buffer was used too early",
         origin="NVIDIA/Megatron-LM#4047; pytorch/PiPPy#1055",
         classes=("tI", "mE"),
-        smallest=TWO_OF_TWO,
-        law="loss",
-        fault=Fault("wrong-message", stage=second, alike=("swapped-activations", "swapped-data")),
+        fault=Fault("wrong-message", "loss", stage=second, alike=_ACTIVATIONS_OR_DATA),
         needs=_TWO_ACROSS,
-        plant=_to(_Repeated, 1, Kind.RECV_F),
+        plant=on_arrival(_repeated, _PAIR_FORWARD),
     ),
-    Specimen(
-        name="gradient-repeated",
+    "gradient-repeated": Specimen(
         summary="the second gradient sent to the first stage is the first once more",
         origin="NVIDIA/Megatron-LM#4047; pytorch/PiPPy#1055",
         classes=("tI", "mE"),
-        smallest=TWO_OF_TWO,
-        law="gradient",
-        fault=Fault("wrong-message", stage=first, alike=("swapped-gradients",)),
+        fault=Fault("wrong-message", "gradient", stage=first, alike=("swapped-gradients",)),
         needs=_TWO_ACROSS,
-        plant=_to(_Repeated, 0, Kind.RECV_B),
+        plant=on_arrival(_repeated, _PAIR_BACKWARD),
     ),
-    Specimen(
-        name="activations-crossed",
+    "activations-crossed": Specimen(
         summary="two activations for the second stage arrive as each other",
         origin="NVIDIA/Megatron-LM#1450",
         classes=("tI", "mF"),
-        smallest="gpipe r2 s2 m2 split=1,1 model=mlp plan=train seed=0",
-        law="loss",
-        fault=Fault("wrong-message", stage=second, microbatches=(0, 1), alike=("swapped-activations", "swapped-data")),
+        schedule="gpipe",
+        fault=Fault("wrong-message", "loss", stage=second, microbatches=(0, 1), alike=_ACTIVATIONS_OR_DATA),
         needs=_crossing(Kind.SEND_F, 0),
-        plant=_to(_Crossed, 1, Kind.RECV_F),
+        plant=_crossed(_PAIR_FORWARD),
     ),
-    Specimen(
-        name="gradients-crossed",
+    "gradients-crossed": Specimen(
         summary="two gradients for the first stage arrive as each other",
         origin="NVIDIA/Megatron-LM#1450",
         classes=("tI", "mF"),
-        smallest="gpipe r2 s2 m2 split=1,1 model=mlp plan=train seed=0",
-        law="gradient",
-        fault=Fault("wrong-message", stage=first, microbatches=(0, 1), alike=("swapped-gradients",)),
+        schedule="gpipe",
+        fault=Fault("wrong-message", "gradient", stage=first, microbatches=(0, 1), alike=("swapped-gradients",)),
         needs=_crossing(Kind.SEND_B, 1),
-        plant=_to(_Crossed, 0, Kind.RECV_B),
+        plant=_crossed(_PAIR_BACKWARD),
     ),
-    Specimen(
-        name="activation-of-other-stage",
+    "activation-of-other-stage": Specimen(
         summary="where two stages send to one rank, one's activation arrives as the other's",
         origin="NVIDIA/Megatron-LM#1450: no tags, and one peer on both sides",
         classes=("tI", "mF"),
-        smallest="looped-bfs r2 s4 m1 split=1,1,1,1 model=mlp plan=train seed=0",
-        law="loss",
-        fault=Fault("wrong-message", microbatches=(0,), alike=("swapped-activations",)),
-        needs=Needs(ranks=2, stages=4, models=_PLAIN, also=_round_further),
-        plant=on_transport(_OfOtherStage),
+        schedule="looped-bfs",
+        fault=Fault("wrong-message", "loss", microbatches=(0,), alike=("swapped-activations",)),
+        needs=Needs(ranks=2, stages=4, models=_PLAIN, one_size=True, also=_round_further),
+        plant=on_arrival(_of_other_stage, To(Kind.RECV_F, microbatches=(0,))),
     ),
-    Specimen(
-        name="activation-read-early",
+    "activation-read-early": Specimen(
         summary="the second stage reads its first activation before it has arrived",
         origin="pytorch/PiPPy#585; NVIDIA/Megatron-LM 7ffea978",
         classes=("tI", "mE"),
-        smallest=TWO_STAGES,
-        law="loss",
-        fault=Fault("uninitialised", stage=second, microbatches=(0,), alike=("zero",)),
-        needs=Needs(ranks=2, models=_PLAIN),
-        plant=on_transport(_Early),
+        fault=Fault("uninitialised", "loss", stage=second, microbatches=(0,), alike=("zero",)),
+        needs=_ACROSS,
+        plant=on_arrival(lambda arrived, message: torch.zeros_like(arrived), _ACTIVATION),
     ),
-    Specimen(
-        name="activation-partly-old",
+    "activation-partly-old": Specimen(
         summary="of two transfers only one is waited for, so half of an activation is an earlier one's",
         origin="pytorch/pytorch#132644",
         classes=("tI", "mE"),
-        smallest=TWO_OF_TWO,
-        law="loss",
-        fault=Fault("overwritten", stage=second, alike=("altered",)),
-        needs=Needs(ranks=2, microbatches=2, models=_PLAIN, also=_one_size),
-        plant=_to(_PartlyOld, 1, Kind.RECV_F),
+        fault=Fault("overwritten", "loss", stage=second, alike=("altered",)),
+        needs=Needs(ranks=2, microbatches=2, models=_PLAIN, one_size=True),
+        plant=on_arrival(_partly_old, _PAIR_FORWARD),
     ),
-    Specimen(
-        name="activation-of-step-before",
+    "activation-of-step-before": Specimen(
         summary="from the second step on, the second stage is given the first activation of the step before",
         origin="pytorch/PiPPy#1070 and the class of receive buffers that outlive a step",
         classes=("tB", "mL"),
-        smallest="naive r2 s2 m1 split=1,1 model=mlp plan=train+train seed=0",
-        law="loss",
-        fault=Fault("stale-tensor", stage=second, microbatches=(0,)),
-        needs=Needs(ranks=2, models=_PLAIN, plan=("train", "train"), also=_one_size),
-        plant=on_transport(_OfStepBefore),
+        fault=Fault("stale-tensor", "loss", stage=second, microbatches=(0,)),
+        needs=Needs(ranks=2, models=_PLAIN, plan=("train", "train"), one_size=True),
+        plant=on_arrival(_of_step_before, _ACTIVATION),
     ),
-    Specimen(
-        name="activations-rounded",
+    "activations-rounded": Specimen(
         summary="activations for the second stage travel in bf16",
         origin="NVIDIA/Megatron-LM 52ed5237; hpcaitech/ColossalAI#79",
         classes=("mF",),
-        smallest=TWO_STAGES,
-        law="loss",
-        fault=Fault("rounded", stage=second),
-        needs=Needs(ranks=2, models=_PLAIN),
-        plant=_to(_Rounded, 1, Kind.RECV_F),
+        fault=Fault("rounded", "loss", stage=second),
+        needs=_ACROSS,
+        plant=on_arrival(_in_bf16, _ACTIVATIONS),
     ),
-    Specimen(
-        name="gradients-travel-rounded",
+    "gradients-travel-rounded": Specimen(
         summary="gradients for the first stage travel in bf16",
         origin="pytorch/pytorch#165143: two ends with different types",
         classes=("tI", "mF"),
-        smallest=TWO_STAGES,
-        law="gradient",
-        fault=Fault("rounded", stage=first),
-        needs=Needs(ranks=2, models=_PLAIN),
-        plant=_to(_Rounded, 0, Kind.RECV_B),
+        fault=Fault("rounded", "gradient", stage=first),
+        needs=_ACROSS,
+        plant=on_arrival(_in_bf16, To(Kind.RECV_B, 0)),
     ),
-    Specimen(
-        name="activation-damaged",
+    "activation-damaged": Specimen(
         summary="one number of one activation changes on its way",
         origin="no report: silent corruption, as awslabs' detection for data-parallel training injects it",
         classes=("tI",),
-        smallest=TWO_STAGES,
-        law="loss",
-        fault=Fault("altered", stage=second, microbatches=(0,)),
-        needs=Needs(ranks=2, models=_PLAIN),
-        plant=on_transport(_Damaged),
+        fault=Fault("altered", "loss", stage=second, microbatches=(0,)),
+        needs=_ACROSS,
+        plant=on_arrival(_damaged, _ACTIVATION),
     ),
-    Specimen(
-        name="message-lost",
+    "message-lost": Specimen(
         summary="the last activation for the second stage is never sent",
         origin="pytorch/pytorch#152827: a send that is skipped",
         classes=("tI", "mF"),
-        smallest=TWO_STAGES,
-        law="deadlock",
-        fault=Fault("deadlock", stage=second, microbatches=lambda case: (case.microbatches - 1,)),
-        needs=_ACROSS,
+        fault=Fault("deadlock", "deadlock", stage=second, microbatches=lambda case: (case.microbatches - 1,)),
+        needs=Needs(ranks=2),
         plant=on_transport(_Lost),
         timeout_s=2.0,
     ),
-)
+}

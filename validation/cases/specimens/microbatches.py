@@ -1,49 +1,28 @@
 """Faults of counting: a microbatch lost, counted twice, or put together from two."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
+import torch
+from torch import Tensor
+
 from pipeline.action import Kind
-from pipeline.boundary import Gradients
-from pipeline.schedule import Schedule
-from pipeline.stage import Stage
 from pipeline.step import Parts
 from reference.data import Batch
 from validation.cases.case import Case
-from validation.cases.specimens.planting import ONE_OF_TWO, Times, first, last, middle, on_stages
+from validation.cases.specimens.order import other_of_two
+from validation.cases.specimens.planting import Call, Changes, counted, first, last, middle, on_stages
 from validation.cases.specimens.specimen import Fault, Needs, Specimen
-from validation.observers.wrappers import AroundStage, AroundSteps, Pairs
+from validation.observers.wrappers import AroundSteps, Pairs
 
-_MANY = Needs(microbatches=2)
-
-
-class _ClearsFirst(AroundStage):
-    """Clears the gradients at the start of each microbatch's backward."""
-
-    def backward(self, microbatch: int, gradients: Gradients) -> Gradients:
-        self.module.zero_grad(set_to_none=True)
-        return self.inner.backward(microbatch, gradients)
-
-    def backward_weight(self, microbatch: int) -> None:
-        self.module.zero_grad(set_to_none=True)
-        self.inner.backward_weight(microbatch)
+_CROSSED = ("swapped-gradients", "wrong-message")
+_MANY, _ALIKE = Needs(microbatches=2), Needs(microbatches=2, one_size=True)
 
 
-class _Exchanged(AroundStage):
-    """Takes what was kept of microbatch 1 in microbatch 0's backward, and the other way round."""
-
-    def backward(self, microbatch: int, gradients: Gradients) -> Gradients:
-        return self.inner.backward(_other(microbatch), gradients)
-
-    def backward_input(self, microbatch: int, gradients: Gradients) -> Gradients:
-        return self.inner.backward_input(_other(microbatch), gradients)
-
-    def backward_weight(self, microbatch: int) -> None:
-        self.inner.backward_weight(_other(microbatch))
-
-
-def _other(microbatch: int) -> int:
-    return {0: 1, 1: 0}.get(microbatch, microbatch)
+def _clears_first(call: Call) -> AbstractContextManager[None]:
+    call.stage.module.zero_grad()
+    return nullcontext()
 
 
 def _kept_together(case: Case) -> str:
@@ -53,18 +32,7 @@ def _kept_together(case: Case) -> str:
     return "" if all(forwards) else "needs microbatches 0 and 1 in flight on the first stage at once"
 
 
-def _one_size(case: Case) -> str:
-    differ = case.ragged or (case.unequal and not case.model.startswith("gpt"))
-    return "needs microbatches of one size" if differ else ""
-
-
-def _times(stage: Stage, schedule: Schedule, microbatch: int, count: float) -> Stage:
-    return Times(stage, {microbatch % schedule.microbatches: count})
-
-
 def _swap_inputs(batches: Sequence[Batch], parts: Parts) -> Sequence[Batch]:
-    if len(batches) < 2 or all(stage.index != 0 for stage in parts.stages):
-        return batches
     one, other, *rest = batches
     return [replace(one, inputs=other.inputs), replace(other, inputs=one.inputs), *rest]
 
@@ -81,26 +49,19 @@ def _cut_to_shortest(batches: Sequence[Batch], parts: Parts) -> Sequence[Batch]:
     """Along the dimension that varies: tokens of text, rows of numbers."""
     dim = 0 if batches[0].target.is_floating_point() else 1
     length = min(batch.target.shape[dim] for batch in batches)
-    return [
-        replace(
-            batch,
-            inputs=tuple(x.narrow(dim, 0, length).contiguous() if x.dim() > dim else x for x in batch.inputs),
-            target=batch.target.narrow(dim, 0, length).contiguous(),
-        )
-        for batch in batches
-    ]
+
+    def cut(x: Tensor) -> Tensor:
+        return x.narrow(dim, 0, length).contiguous() if x.dim() > dim else x
+
+    return [replace(batch, inputs=tuple(map(cut, batch.inputs)), target=cut(batch.target)) for batch in batches]
 
 
 def _cut_across(batches: Sequence[Batch], parts: Parts) -> Sequence[Batch]:
     """Half of every row goes to another microbatch, as if the batch had been cut along tokens and not along rows."""
     tokens = [batch.inputs[0] for batch in batches]
     half = tokens[0].shape[1] // 2
-    mixed = []
-    for m, batch in enumerate(batches):
-        inputs = tokens[m].clone()
-        inputs[:, half:] = tokens[m - 1][:, half:]
-        mixed.append(replace(batch, inputs=(inputs,)))
-    return mixed
+    mixed = [torch.cat([tokens[m][:, :half], tokens[m - 1][:, half:]], dim=1) for m in range(len(batches))]
+    return [replace(batch, inputs=(inputs,)) for batch, inputs in zip(batches, mixed, strict=True)]
 
 
 class _OldTargets(AroundSteps):
@@ -114,147 +75,102 @@ class _OldTargets(AroundSteps):
         return [(inputs, target) for (inputs, _), target in zip(microbatches, kept, strict=True)]
 
 
-SPECIMENS = (
-    Specimen(
-        name="microbatch-dropped",
+SPECIMENS: Mapping[str, Specimen] = {
+    "microbatch-dropped": Specimen(
         summary="the first microbatch's backward adds nothing to the parameters' gradients",
         origin="pytorch/torchtitan#3575, NVIDIA-NeMo/Automodel#3530",
         classes=("tB", "mB"),
-        smallest=ONE_OF_TWO,
-        law="gradient",
-        fault=Fault("dropped", microbatches=(0,)),
+        fault=Fault("dropped", "gradient", microbatches=(0,)),
         needs=_MANY,
-        plant=on_stages(lambda stage, schedule: _times(stage, schedule, 0, 0.0)),
+        plant=counted(lambda schedule, stage: {0: 0.0}),
     ),
-    Specimen(
-        name="last-microbatch-dropped",
+    "last-microbatch-dropped": Specimen(
         summary="on one stage the last microbatch is not drained: its gradients are never added",
         origin="NVIDIA/Megatron-LM ea76ecde; pytorch/pytorch#134052",
         classes=("tB", "tC", "mB"),
-        smallest=ONE_OF_TWO,
-        law="gradient",
-        fault=Fault("dropped", stage=middle, microbatches=lambda case: (case.microbatches - 1,)),
+        fault=Fault("dropped", "gradient", stage=middle, microbatches=lambda case: (case.microbatches - 1,)),
         needs=_MANY,
-        plant=on_stages(lambda stage, schedule: _times(stage, schedule, -1, 0.0), middle),
+        plant=counted(lambda schedule, stage: {schedule.microbatches - 1: 0.0}, middle),
     ),
-    Specimen(
-        name="microbatch-doubled",
+    "microbatch-doubled": Specimen(
         summary="the first microbatch's gradients are added twice",
         origin="pytorch/PiPPy#18",
         classes=("tB",),
-        smallest=ONE_OF_TWO,
-        law="gradient",
-        fault=Fault("doubled", microbatches=(0,)),
+        fault=Fault("doubled", "gradient", microbatches=(0,)),
         needs=_MANY,
-        plant=on_stages(lambda stage, schedule: _times(stage, schedule, 0, 2.0)),
+        plant=counted(lambda schedule, stage: {0: 2.0}),
     ),
-    Specimen(
-        name="microbatch-negated",
+    "microbatch-negated": Specimen(
         summary="one stage adds one microbatch's gradients with the wrong sign",
         origin="measured blindness of loss; the class of pytorch/PiPPy#18",
         classes=("tB",),
-        smallest=ONE_OF_TWO,
-        law="gradient",
-        fault=Fault("sign", stage=middle, microbatches=(0,)),
+        fault=Fault("sign", "gradient", stage=middle, microbatches=(0,)),
         needs=_MANY,
-        plant=on_stages(lambda stage, schedule: _times(stage, schedule, 0, -1.0), middle),
+        plant=counted(lambda schedule, stage: {0: -1.0}, middle),
     ),
-    Specimen(
-        name="only-last-microbatch",
+    "only-last-microbatch": Specimen(
         summary="gradients are cleared at the start of each microbatch, so only the last one counts",
         origin="pytorch/torchtitan#3575; NVIDIA/Megatron-LM#7186",
         classes=("tB", "mB"),
-        smallest=ONE_OF_TWO,
-        law="gradient",
-        fault=Fault("dropped"),
+        fault=Fault("dropped", "gradient"),
         needs=_MANY,
-        plant=on_stages(lambda stage, schedule: _ClearsFirst(stage)),
+        plant=on_stages(Changes(adding=_clears_first)),
     ),
-    Specimen(
-        name="microbatches-swapped",
+    "microbatches-swapped": Specimen(
         summary="the first stage reads microbatches 0 and 1 in the other order than the last stage its targets",
         origin="deepspeedai/DeepSpeed#5729 and the class of messages matched by position",
         classes=("tG", "mJ"),
-        smallest=ONE_OF_TWO,
-        law="loss",
-        fault=Fault("swapped-data", microbatches=(0, 1)),
-        needs=Needs(microbatches=2, also=_one_size),
+        fault=Fault("swapped-data", "loss", microbatches=(0, 1)),
+        needs=_ALIKE,
         feed=_swap_inputs,
     ),
-    Specimen(
-        name="targets-shifted",
+    "targets-shifted": Specimen(
         summary="the last stage's loader is one microbatch behind the first stage's",
         origin="deepspeedai/DeepSpeed#3131; HuangLK/transpeeder#35",
         classes=("tG", "mJ"),
-        smallest=ONE_OF_TWO,
-        law="loss",
-        fault=Fault("swapped-data", stage=last, microbatches=lambda case: tuple(range(case.microbatches))),
-        needs=Needs(microbatches=2, also=_one_size),
+        fault=Fault("swapped-data", "loss", stage=last, microbatches=lambda case: tuple(range(case.microbatches))),
+        needs=_ALIKE,
         feed=_shift_targets,
     ),
-    Specimen(
-        name="targets-of-step-before",
+    "targets-of-step-before": Specimen(
         summary="the last stage's loader is one step behind the first stage's",
         origin="deepspeedai/DeepSpeed#5729",
         classes=("tG", "mJ", "mL"),
-        smallest="naive r1 s1 m1 split=1 model=mlp plan=train+train seed=0",
-        law="loss",
-        fault=Fault("swapped-data", stage=last, alike=("stale-tensor",)),
+        fault=Fault("swapped-data", "loss", stage=last, alike=("stale-tensor",)),
         needs=Needs(plan=("train", "train")),
         drive=_OldTargets,
     ),
-    Specimen(
-        name="side-input-of-first",
+    "side-input-of-first": Specimen(
         summary="every microbatch is given the side input of microbatch 0",
         origin="pytorch/torchtitan#1723, pytorch/pytorch#188727",
         classes=("tG", "mJ"),
-        smallest="naive r1 s1 m2 split=1 model=dropout plan=train seed=0",
-        law="loss",
-        fault=Fault("swapped-data", stage=first, alike=("randomness",)),
+        fault=Fault("swapped-data", "loss", stage=first, alike=("randomness",)),
         needs=Needs(microbatches=2, models=("dropout",)),
         feed=_first_side_input,
     ),
-    Specimen(
-        name="microbatches-cut",
+    "microbatches-cut": Specimen(
         summary="every microbatch is cut to the length of the shortest",
         origin="pytorch/pytorch#126600; deepspeedai/DeepSpeed#5696",
         classes=("tG", "mF"),
-        smallest="naive r1 s1 m2 split=1 model=mlp ragged plan=train seed=0",
-        law="loss",
-        fault=Fault("altered", stage=first, alike=("swapped-data",)),
+        fault=Fault("altered", "loss", stage=first, alike=("swapped-data",)),
         needs=Needs(microbatches=2, ragged=True),
         feed=_cut_to_shortest,
     ),
-    Specimen(
-        name="cut-along-tokens",
+    "cut-along-tokens": Specimen(
         summary="the batch is cut along the wrong dimension: rows of a microbatch go on in another's",
         origin="pytorch/tutorials#1459; pytorch/torchtitan#4098",
         classes=("tG",),
-        smallest="naive r1 s1 m2 split=1 model=gpt plan=train seed=0",
-        law="loss",
-        fault=Fault("swapped-data", stage=first, alike=("altered",)),
-        needs=Needs(
-            microbatches=2,
-            models=("gpt", "gpt-tied"),
-            also=lambda case: "needs rows of one length" if case.ragged else "",
-        ),
+        fault=Fault("swapped-data", "loss", stage=first, alike=("altered",)),
+        needs=Needs(microbatches=2, models=("gpt", "gpt-tied"), one_size=True),
         feed=_cut_across,
     ),
-    Specimen(
-        name="backward-of-another",
+    "backward-of-another": Specimen(
         summary="the first stage takes another microbatch's activation in its backward: it counts its own way",
         origin="pytorch/PiPPy#1052; deepspeedai/DeepSpeed#3900",
         classes=("tB", "mE"),
-        smallest="gpipe r2 s2 m2 split=1,1 model=mlp plan=train seed=0",
-        law="gradient",
-        fault=Fault(
-            "swapped-activations", stage=first, microbatches=(0, 1), alike=("swapped-gradients", "wrong-message")
-        ),
-        needs=Needs(
-            microbatches=2,
-            stages=2,
-            also=lambda case: _one_size(case) or _kept_together(case),
-        ),
-        plant=on_stages(lambda stage, schedule: _Exchanged(stage), first),
+        schedule="gpipe",
+        fault=Fault("swapped-activations", "gradient", stage=first, microbatches=(0, 1), alike=_CROSSED),
+        needs=Needs(microbatches=2, stages=2, one_size=True, also=_kept_together),
+        plant=on_stages(Changes(whose=other_of_two), first),
     ),
-)
+}

@@ -1,85 +1,56 @@
 """Faults of the model: a stage computes something else, holds other layers, or draws other random numbers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
 
-from pipeline.boundary import Tensors
-from pipeline.schedule import Schedule
-from pipeline.stage import Goal, Stage
-from reference.model import Attention, DropoutBlock
-from validation.cases.specimens.planting import ONE, middle, on_modules, on_stages
-from validation.cases.specimens.specimen import Fault, Needs, Specimen
+from reference.model import HEADS, Attention, DropoutBlock
+from validation.cases.specimens.planting import NORMS, Change, Changes, middle, on_modules, on_parts, on_stages
+from validation.cases.specimens.specimen import Fault, Needs, Plant, Specimen
 from validation.cases.stages import Slice
-from validation.observers.wrappers import AroundStage
 
-_DROPOUT = "naive r1 s1 m1 split=1 model=dropout plan=train seed=0"
-_TWO_LAYERS = "naive r1 s1 m1 split=2 model=mlp plan=train seed=0"
+_DROPOUT = Needs(models=("dropout",))
 _LAYERS = Needs(layers=2, models=("mlp", "twice", "batchnorm"))
-_Forward = Callable[..., Tensor | tuple[Tensor, Tensor]]
 
 
-def _dropout(module: nn.Module) -> list[DropoutBlock]:
-    return [block for block in module.modules() if isinstance(block, DropoutBlock)]
+def with_forward(kind: type[nn.Module], forward: Callable[..., object], *, most: int | None = None) -> Change:
+    """The blocks of a kind, or the first ``most`` of them, compute ``forward``."""
+    return on_parts((kind,), lambda block, number: setattr(block, "forward", MethodType(forward, block)), most=most)
 
 
-def _count_from_zero(module: nn.Module) -> None:
-    for layer, block in enumerate(_dropout(module)):
-        block.layer = layer
-
-
-def _other_seed(module: nn.Module) -> None:
-    for block in _dropout(module):
-        block.seed += 1
-
-
-class _WithValue(torch.autograd.Function):
-    """The value of one tensor with the derivative of another."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, derived: Tensor, value: Tensor) -> Tensor:
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
-def _recomputed(forward: _Forward) -> _Forward:
-    """The block's forward, whose backward computes it again with a fresh mask."""
-
-    def twice(self: DropoutBlock, x_BC: Tensor, key: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        right, fresh = forward(x_BC, key), forward(x_BC, key + 1)
-        if isinstance(right, Tensor) and isinstance(fresh, Tensor):
-            mixed: Tensor = _WithValue.apply(fresh, right.detach())  # type: ignore[no-untyped-call]
-            return mixed
-        return _WithValue.apply(fresh[0], right[0].detach()), key  # type: ignore[no-untyped-call]
-
-    return twice
-
-
-def _recompute(module: nn.Module) -> None:
-    for block in _dropout(module):
-        block.forward = MethodType(_recomputed(block.forward), block)  # type: ignore[method-assign]
-
-
-def _blind_to_order(self: Attention, x_BTC: Tensor) -> Tensor:
+def attended(self: Attention, x_BTC: Tensor, parts_BTC: Sequence[Tensor], *, causal: bool = True) -> Tensor:
+    """What ``self`` makes of queries, keys and values."""
     b, t, c = x_BTC.shape
-    heads = 4
-    parts_BTC = self.qkv(x_BTC).chunk(3, dim=-1)
-    query, key, value = (part.view(b, t, heads, c // heads).transpose(1, 2) for part in parts_BTC)
-    mixed = nn.functional.scaled_dot_product_attention(query, key, value)  # every token sees every other one
+    query, key, value = (part.view(b, t, HEADS, c // HEADS).transpose(1, 2) for part in parts_BTC)  # (B, H, T, C/H)
+    mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=causal)
     y_BTC: Tensor = self.out(mixed.transpose(1, 2).reshape(b, t, c))
     return y_BTC
 
 
-def _unmask(module: nn.Module) -> None:
-    for block in module.modules():
-        if isinstance(block, Attention):
-            block.forward = MethodType(_blind_to_order, block)  # type: ignore[method-assign]
+def with_value(derived: Tensor, value: Tensor) -> Tensor:
+    """One tensor's derivative with another's value."""
+    mixed = derived.clone()
+    mixed.data.copy_(value)
+    return mixed
+
+
+def _blind_to_order(self: Attention, x_BTC: Tensor) -> Tensor:
+    """Every token sees every other one."""
+    return attended(self, x_BTC, self.qkv(x_BTC).chunk(3, dim=-1), causal=False)
+
+
+def _on_dropout(change: Callable[[DropoutBlock, int], object]) -> Plant:
+    return on_modules(on_parts((DropoutBlock,), change), middle)
+
+
+def _recomputed(self: DropoutBlock, x_BC: Tensor, key: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+    """The block's forward, whose backward computes it again with a fresh mask."""
+    right, fresh = DropoutBlock.forward(self, x_BC, key), DropoutBlock.forward(self, x_BC, key + 1)
+    if isinstance(right, Tensor) and isinstance(fresh, Tensor):
+        return with_value(fresh, right)
+    return with_value(fresh[0], right[0]), key
 
 
 def _reseed(module: nn.Module) -> None:
@@ -90,164 +61,100 @@ def _reseed(module: nn.Module) -> None:
                 parameter.normal_(std=0.1, generator=generator)
 
 
-def _other_epsilon(module: nn.Module) -> None:
-    for part in module.modules():
-        if isinstance(part, nn.LayerNorm | nn.BatchNorm1d):
-            part.eps = 1e-2
+def _on_pieces(change: Callable[[list[str]], object]) -> Change:
+    """Changes the layers that a stage has."""
+
+    def changed(module: nn.Module) -> None:
+        assert isinstance(module, Slice), "stages here are slices of a model"
+        change(module.pieces)
+
+    return changed
 
 
-def _turn(module: nn.Module) -> None:
-    assert isinstance(module, Slice), "stages here are slices of a model"
-    module.pieces.reverse()
-
-
-def _skip_layer(module: nn.Module) -> None:
-    assert isinstance(module, Slice), "stages here are slices of a model"
-    module.pieces.pop()
-
-
-def _repeat_layer(module: nn.Module) -> None:
-    assert isinstance(module, Slice), "stages here are slices of a model"
-    module.pieces.append(module.pieces[-1])
-
-
-class _NoSideInput(AroundStage):
-    """A middle stage that is given no side input, and takes 0 in its place."""
-
-    def forward(self, microbatch: int, inputs: Tensors, goal: Goal | None) -> Tensors:
-        return self.inner.forward(microbatch, (inputs[0], torch.zeros_like(inputs[1])), goal)
-
-
-class _InBF16(AroundStage):
-    """A stage under autocast."""
-
-    def forward(self, microbatch: int, inputs: Tensors, goal: Goal | None) -> Tensors:
-        with torch.autocast("cpu", torch.bfloat16):
-            outputs = self.inner.forward(microbatch, inputs, goal)
-        return outputs
-
-
-def _around(wrap: type[AroundStage]) -> Callable[[Stage, Schedule], Stage]:
-    return lambda stage, schedule: wrap(stage)
-
-
-SPECIMENS = (
-    Specimen(
-        name="layers-counted-from-zero",
+SPECIMENS: Mapping[str, Specimen] = {
+    "layers-counted-from-zero": Specimen(
         summary="a stage numbers its layers from 0, so what depends on a layer's number is wrong",
         origin="NVIDIA/Megatron-LM 0504e973",
         classes=("mK",),
-        smallest="naive r2 s2 m1 split=1,1 model=dropout plan=train seed=0",
-        law="loss",
-        fault=Fault("randomness", stage=middle, alike=("computation", "partition")),
+        fault=Fault("randomness", "loss", stage=middle, alike=("computation", "partition")),
         needs=Needs(stages=2, models=("dropout",)),
-        plant=on_modules(_count_from_zero, middle),
+        plant=_on_dropout(lambda block, number: setattr(block, "layer", number)),
     ),
-    Specimen(
-        name="dropout-other-seed",
+    "dropout-other-seed": Specimen(
         summary="one stage draws its dropout masks from another seed",
         origin="pytorch/pytorch#55036; pytorch/pytorch#139304",
         classes=("tH", "tJ"),
-        smallest=_DROPOUT,
-        law="loss",
-        fault=Fault("randomness", stage=middle, alike=("computation",)),
-        needs=Needs(models=("dropout",)),
-        plant=on_modules(_other_seed, middle),
+        fault=Fault("randomness", "loss", stage=middle, alike=("computation",)),
+        needs=_DROPOUT,
+        plant=_on_dropout(lambda block, number: setattr(block, "seed", block.seed + 1)),
     ),
-    Specimen(
-        name="recomputed-with-fresh-mask",
+    "recomputed-with-fresh-mask": Specimen(
         summary="a recomputed forward draws a fresh dropout mask: the loss is right, the gradient another function's",
         origin="allenai/OLMo-core#828",
         classes=("tH",),
-        smallest=_DROPOUT,
-        law="gradient",
-        fault=Fault("randomness", stage=middle, alike=("computation",)),
-        needs=Needs(models=("dropout",)),
-        plant=on_modules(_recompute, middle),
+        fault=Fault("randomness", "gradient", stage=middle, alike=("computation",)),
+        needs=_DROPOUT,
+        plant=on_modules(with_forward(DropoutBlock, _recomputed), middle),
     ),
-    Specimen(
-        name="weights-of-other-seed",
+    "weights-of-other-seed": Specimen(
         summary="one stage draws its initial weights from a seed of its own",
         origin="pytorch/torchtitan#514; pytorch/pytorch#139304",
         classes=("tJ",),
-        smallest=ONE,
-        law="loss",
-        fault=Fault("randomness", stage=middle, alike=("computation", "partition")),
+        fault=Fault("randomness", "loss", stage=middle, alike=("computation", "partition")),
         plant=on_modules(_reseed, middle),
     ),
-    Specimen(
-        name="side-input-missing",
+    "side-input-missing": Specimen(
         summary="a middle stage is given no side input",
         origin="AMD-AGI/Primus#277; NVIDIA-NeMo/Megatron-Bridge#3926",
         classes=("tG", "mJ"),
-        smallest=_DROPOUT,
-        law="loss",
-        fault=Fault("altered", stage=middle, alike=("randomness", "computation", "zero")),
-        needs=Needs(models=("dropout",)),
-        plant=on_stages(_around(_NoSideInput), middle),
+        fault=Fault("altered", "loss", stage=middle, alike=("randomness", "computation", "zero")),
+        needs=_DROPOUT,
+        plant=on_stages(Changes(inputs=lambda inputs, call: (inputs[0], torch.zeros_like(inputs[1]))), middle),
     ),
-    Specimen(
-        name="mask-missing",
+    "mask-missing": Specimen(
         summary="attention on one stage is not causal",
         origin="pytorch/torchtitan#1723: masks under microbatches",
         classes=("tG",),
-        smallest="naive r1 s1 m1 split=1 model=gpt plan=train seed=0",
-        law="loss",
-        fault=Fault("computation", stage=middle),
+        fault=Fault("computation", "loss", stage=middle),
         needs=Needs(models=("gpt", "gpt-tied")),
-        plant=on_modules(_unmask, middle),
+        plant=on_modules(with_forward(Attention, _blind_to_order), middle),
     ),
-    Specimen(
-        name="other-epsilon",
+    "other-epsilon": Specimen(
         summary="norms on one stage were built with another epsilon",
         origin="the class of options that reach some stages only (NVIDIA/Megatron-LM#4641)",
         classes=("mK",),
-        smallest=ONE,
-        law="loss",
-        fault=Fault("computation", stage=middle),
-        plant=on_modules(_other_epsilon, middle),
+        fault=Fault("computation", "loss", stage=middle),
+        plant=on_modules(on_parts(NORMS, lambda norm, number: setattr(norm, "eps", 1e-2)), middle),
     ),
-    Specimen(
-        name="stage-in-bf16",
+    "stage-in-bf16": Specimen(
         summary="one stage computes under autocast, the others do not",
         origin="pytorch/pytorch#116183",
         classes=("tH",),
-        smallest=ONE,
-        law="loss",
-        fault=Fault("rounded", stage=middle, alike=("computation",)),
-        plant=on_stages(_around(_InBF16), middle),
+        fault=Fault("rounded", "loss", stage=middle, alike=("computation",)),
+        plant=on_stages(Changes(during=lambda call: torch.autocast("cpu", torch.bfloat16)), middle),
     ),
-    Specimen(
-        name="layers-in-other-order",
+    "layers-in-other-order": Specimen(
         summary="the layers of one stage run in the wrong order",
         origin="NVIDIA/Megatron-LM 0504e973 and the class of wrong layer offsets",
         classes=("mK",),
-        smallest=_TWO_LAYERS,
-        law="loss",
-        fault=Fault("partition", stage=middle, alike=("computation",)),
+        fault=Fault("partition", "loss", stage=middle, alike=("computation",)),
         needs=_LAYERS,
-        plant=on_modules(_turn, middle),
+        plant=on_modules(_on_pieces(lambda pieces: pieces.reverse()), middle),
     ),
-    Specimen(
-        name="layer-skipped",
+    "layer-skipped": Specimen(
         summary="the last layer of a stage is nobody's",
         origin="arXiv 2506.09280, its class of wrong stage divisions",
         classes=("mK",),
-        smallest=_TWO_LAYERS,
-        law="presence",
-        fault=Fault("partition", stage=middle, alike=("missing", "computation")),
+        fault=Fault("partition", "presence", stage=middle, alike=("missing", "computation")),
         needs=_LAYERS,
-        plant=on_modules(_skip_layer, middle),
+        plant=on_modules(_on_pieces(lambda pieces: pieces.pop()), middle),
     ),
-    Specimen(
-        name="layer-repeated",
+    "layer-repeated": Specimen(
         summary="the last layer of a stage runs twice",
         origin="arXiv 2506.09280, its class of wrong stage divisions",
         classes=("mK",),
-        smallest=_TWO_LAYERS,
-        law="loss",
-        fault=Fault("partition", stage=middle, alike=("computation",)),
+        fault=Fault("partition", "loss", stage=middle, alike=("computation",)),
         needs=_LAYERS,
-        plant=on_modules(_repeat_layer, middle),
+        plant=on_modules(_on_pieces(lambda pieces: pieces.append(pieces[-1])), middle),
     ),
-)
+}

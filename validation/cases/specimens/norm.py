@@ -1,242 +1,157 @@
 """Faults of the norm, of clipping and of the update."""
 
-import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pipeline.gradients import clip_factor, norm_of
-from pipeline.schedule import Schedule
 from pipeline.step import Parts, StepResult
 from reference.step import Recipe
 from validation.cases.specimens.planting import (
-    ONE,
-    TWO_STAGES,
-    Around,
-    MovedTwice,
     gradients_of,
     last,
     middle,
+    moved_twice,
+    on_gradients,
+    on_steps,
     on_work,
     rounded,
+    scaled,
+    stages_at,
 )
 from validation.cases.specimens.specimen import Fault, Needs, Specimen
-from validation.observers.wrappers import AroundGradients, AroundSteps
 
 _MAX_NORM = Recipe().max_norm
 _SEVERAL = Needs(stages=2)
+_CLIP = Fault("clip", "updated-parameters")
 
 
-def _square(module: nn.Module) -> float:
-    """The sum of squares over a stage; tied copies are not told apart, which is right for stages of untied models."""
-    return math.fsum(torch.linalg.vector_norm(g, dtype=torch.float64).item() ** 2 for g in gradients_of(module))
+def square(gradient: Tensor) -> float:
+    """The sum of squares of one gradient."""
+    return float(torch.linalg.vector_norm(gradient, dtype=torch.float64).item() ** 2)
 
 
-class _Placed(Around):
-    """Gradient work that knows the middle and the last stage."""
-
-    def __init__(self, parts: Parts) -> None:
-        super().__init__(parts)
-        self.schedule: Schedule = parts.program.schedule
-        self.middle, self.last = middle(self.schedule.n_stages), last(self.schedule.n_stages)
+_norms: dict[int, float] = {}  # by rank: what it clipped by
 
 
-class _OnlyLast(_Placed):
-    def scale(self, factor: float) -> None:
-        for stage in self.stages:
-            for gradient in gradients_of(stage.module) if stage.index == self.last else ():
-                gradient.mul_(factor)
+def _clipped_by_rank(factor: float, parts: Parts) -> None:
+    """Each rank clips by its own norm, before it hears of the others'."""
+    norm = _norms[parts.transport.rank] = norm_of(parts.gradients.squares())
+    parts.gradients.scale(clip_factor(norm, _MAX_NORM))
 
 
-class _Never(Around):
-    def scale(self, factor: float) -> None:
-        return None
+def _norm_of_rank(result: StepResult, parts: Parts) -> StepResult:
+    return replace(result, grad_norm=_norms[parts.transport.rank])
 
 
-class _Again(Around):
-    def scale(self, factor: float) -> None:
-        self.inner.scale(factor)
-        self.inner.scale(factor)
+def _without_middle(squares: list[float], parts: Parts) -> list[float]:
+    at = middle(parts.program.schedule.n_stages)
+    before = sum(len(gradients_of(stage.module)) for stage in parts.stages if stage.index < at)
+    missing = sum(len(gradients_of(stage.module)) for stage in stages_at(parts, middle))
+    return squares[:before] + squares[before + missing :]
 
 
-class _ByStage(Around):
-    """Each stage by the factor of its own norm."""
-
-    def scale(self, factor: float) -> None:
-        for stage in self.stages:
-            own = clip_factor(norm_of([_square(stage.module)]), _MAX_NORM)
-            for gradient in gradients_of(stage.module):
-                gradient.mul_(own)
+def _in_bf16(squares: list[float], parts: Parts) -> list[float]:
+    return rounded(torch.tensor(squares, dtype=torch.float64), torch.bfloat16).tolist()
 
 
-class _ByRank(Around):
-    """Each rank by the factor of its own norm, before it hears of the others'."""
-
-    norm = 0.0
-
-    def scale(self, factor: float) -> None:
-        self.norm = norm_of(self.inner.squares())
-        self.inner.scale(clip_factor(self.norm, _MAX_NORM))
+def _after_clipping(result: StepResult, parts: Parts) -> StepResult:
+    return result if result.grad_norm is None else replace(result, grad_norm=min(result.grad_norm, _MAX_NORM))
 
 
-class _OwnNorm(AroundSteps):
-    """Each rank reports the norm that it clipped by."""
-
-    def told(self, operation: str, result: StepResult) -> StepResult:
-        work = self.parts.gradients
-        while isinstance(work, AroundGradients) and not isinstance(work, _ByRank):
-            work = work.inner
-        return replace(result, grad_norm=work.norm) if isinstance(work, _ByRank) and operation == "train" else result
+def _last_alone(factor: float, parts: Parts) -> None:
+    for stage in stages_at(parts, last):
+        scaled(factor)(stage.module)
 
 
-class _WithoutMiddle(_Placed):
-    """The middle stage answers for nothing in the norm."""
-
-    def squares(self) -> list[float]:
-        squares = self.inner.squares()
-        missing = sum(len(gradients_of(stage.module)) for stage in self.stages if stage.index == self.middle)
-        before = sum(len(gradients_of(stage.module)) for stage in self.stages if stage.index < self.middle)
-        return squares[:before] + squares[before + missing :]
+def _by_stage(factor: float, parts: Parts) -> None:
+    """Each stage by the factor of its own norm; tied copies are not told apart."""
+    for stage in parts.stages:
+        own = norm_of([square(gradient) for gradient in gradients_of(stage.module)])
+        scaled(clip_factor(own, _MAX_NORM))(stage.module)
 
 
-class _Rounded(Around):
-    """Sums of squares in bf16."""
-
-    def squares(self) -> list[float]:
-        return rounded(torch.tensor(self.inner.squares(), dtype=torch.float64), torch.bfloat16).tolist()
+def _twice(factor: float, parts: Parts) -> None:
+    parts.gradients.scale(factor)
+    parts.gradients.scale(factor)
 
 
-class _ReportsClipped(AroundSteps):
-    """The norm that is reported is the one after clipping."""
-
-    def told(self, operation: str, result: StepResult) -> StepResult:
-        norm = result.grad_norm
-        return result if norm is None else replace(result, grad_norm=min(norm, _MAX_NORM))
-
-
-class _Skips(_Placed):
-    """One stage finds an infinity of its own, and skips the update that the others make."""
-
-    def scale(self, factor: float) -> None:
-        self.inner.scale(factor)
-        for stage in self.stages:
-            if stage.index == self.middle:
-                stage.module.zero_grad(set_to_none=True)
-
-
-class _UpdatedTwice(MovedTwice):
-    """The optimizer moves the middle stage twice."""
-
-    def moved(self) -> list[nn.Parameter]:
-        place = middle(self.parts.program.schedule.n_stages)
-        return [p for stage in self.parts.stages if stage.index == place for p in stage.module.parameters()]
-
-
-SPECIMENS = (
-    Specimen(
-        name="norm-of-rank",
+SPECIMENS: Mapping[str, Specimen] = {
+    "norm-of-rank": Specimen(
         summary="each rank takes the norm over its own stages, and clips by it",
         origin="pytorch/torchtitan#596; Modalities/modalities#313",
         classes=("tF", "mD"),
-        smallest=TWO_STAGES,
-        law="grad-norm",
-        fault=Fault("norm"),
+        fault=Fault("norm", "grad-norm"),
         needs=Needs(ranks=2),
-        plant=on_work(_ByRank),
-        drive=_OwnNorm,
+        plant=on_work(scale=_clipped_by_rank),
+        drive=on_steps(told=_norm_of_rank),
     ),
-    Specimen(
-        name="norm-without-stage",
+    "norm-without-stage": Specimen(
         summary="the norm leaves out the middle stage",
         origin="deepspeedai/DeepSpeed#1522: stages that differ in their groups of parameters",
         classes=("tF", "mD", "mI"),
-        smallest=TWO_STAGES,
-        law="grad-norm",
-        fault=Fault("norm", stage=middle),
+        fault=Fault("norm", "grad-norm", stage=middle),
         needs=_SEVERAL,
-        plant=on_work(_WithoutMiddle),
+        plant=on_work(squares=_without_middle),
     ),
-    Specimen(
-        name="norm-rounded",
+    "norm-rounded": Specimen(
         summary="sums of squares are added in bf16",
         origin="pytorch/torchtitan#4135",
         classes=("tF",),
-        smallest=ONE,
-        law="grad-norm",
-        fault=Fault("norm", alike=("rounded",)),
-        plant=on_work(_Rounded),
+        fault=Fault("norm", "grad-norm", alike=("rounded",)),
+        plant=on_work(squares=_in_bf16),
     ),
-    Specimen(
-        name="norm-after-clipping",
+    "norm-after-clipping": Specimen(
         summary="the norm that is reported is the one after clipping",
         origin="no report: the class of pytorch/torchtitan#1258, where norm and clipping see different gradients",
         classes=("tF",),
-        smallest=ONE,
-        law="grad-norm",
-        fault=Fault("norm", alike=("report",)),
-        drive=_ReportsClipped,
+        fault=Fault("norm", "grad-norm", alike=("report",)),
+        drive=on_steps(told=_after_clipping),
     ),
-    Specimen(
-        name="clip-last-stage",
+    "clip-last-stage": Specimen(
         summary="gradients are clipped on the last stage alone",
         origin="pytorch/torchtitan#596, NVIDIA-NeMo/Automodel#3816",
         classes=("tF", "mD"),
-        smallest=TWO_STAGES,
-        law="updated-parameters",
-        fault=Fault("clip"),
+        fault=_CLIP,
         needs=_SEVERAL,
-        plant=on_work(_OnlyLast),
+        plant=on_work(scale=_last_alone),
     ),
-    Specimen(
-        name="clip-never",
+    "clip-never": Specimen(
         summary="the norm uses up the list of parameters, and clipping sees none",
         origin="pytorch/torchtitan#1258",
         classes=("tF",),
-        smallest=ONE,
-        law="updated-parameters",
-        fault=Fault("clip"),
-        plant=on_work(_Never),
+        fault=_CLIP,
+        plant=on_work(scale=lambda factor, parts: None),
     ),
-    Specimen(
-        name="clip-by-stage",
+    "clip-by-stage": Specimen(
         summary="each stage is clipped by its own norm, though the norm reported is right",
         origin="pytorch/torchtitan#649: one norm for each part of the model",
         classes=("tF", "mD"),
-        smallest=TWO_STAGES,
-        law="updated-parameters",
-        fault=Fault("clip"),
+        fault=_CLIP,
         needs=_SEVERAL,
-        plant=on_work(_ByStage),
+        plant=on_work(scale=_by_stage),
     ),
-    Specimen(
-        name="clip-twice",
+    "clip-twice": Specimen(
         summary="gradients are clipped twice by one factor",
         origin="no report: the class of deepspeedai/DeepSpeed#7847, reductions done twice",
         classes=("mD",),
-        smallest=ONE,
-        law="updated-parameters",
-        fault=Fault("clip"),
-        plant=on_work(_Again),
+        fault=_CLIP,
+        plant=on_work(scale=_twice),
     ),
-    Specimen(
-        name="update-skipped-on-stage",
+    "update-skipped-on-stage": Specimen(
         summary="one stage decides by itself to skip the update",
         origin="hpcaitech/ColossalAI#80",
         classes=("mD",),
-        smallest=ONE,
-        law="updated-parameters",
-        fault=Fault("update", stage=middle),
-        plant=on_work(_Skips),
+        fault=Fault("update", "updated-parameters", stage=middle),
+        plant=on_gradients(nn.Module.zero_grad, middle, clipped=True),
     ),
-    Specimen(
-        name="updated-twice",
+    "updated-twice": Specimen(
         summary="the middle stage's parameters are in two groups of the optimizer and are moved twice",
         origin="NVIDIA/Megatron-LM#4641: copies routed to different optimizers",
         classes=("mD",),
-        smallest=ONE,
-        law="updated-parameters",
-        fault=Fault("update", stage=middle),
-        drive=_UpdatedTwice,
+        fault=Fault("update", "updated-parameters", stage=middle),
+        drive=moved_twice(middle),
     ),
-)
+}

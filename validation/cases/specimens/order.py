@@ -1,7 +1,8 @@
 """Faults of order: changed programs, which a static law refuses before any rank runs them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from pipeline.action import COMPUTE, GIVES_WEIGHT_GRADIENT, RECEIVES, SENDS, Action, Kind
 from pipeline.columns import Columns
@@ -12,13 +13,12 @@ from validation.cases.case import Case
 from validation.cases.specimens.specimen import Fault, Needs, Reorder, Specimen
 
 _Row = Sequence[Action]
-_Change = Callable[[list[Action]], _Row]
-_BOUND_S = 2.0
+_GIVES_INPUT_GRADIENT = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})
 
 
-def changed(program: Program, change: Callable[[int, list[Action]], _Row]) -> Program:
+def changed(program: Program, change: Callable[[int, _Row], _Row]) -> Program:
     """``program`` with every rank's row changed; its schedule is what the new rows compute."""
-    rows = [tuple(change(rank, list(row))) for rank, row in enumerate(program.ranks)]
+    rows = [tuple(change(rank, row)) for rank, row in enumerate(program.ranks)]
     compute = tuple(tuple(action for action in row if action.kind in COMPUTE) for row in rows)
     return Program(replace(program.schedule, ranks=compute, overlaps=()), Columns.of(rows))
 
@@ -27,6 +27,11 @@ def exchanged(program: Program, one: Action, other: Action) -> Program:
     """``program`` with two actions in each other's places."""
     places = {one: other, other: one}
     return changed(program, lambda rank, row: [places.get(action, action) for action in row])
+
+
+def other_of_two(microbatch: int) -> int:
+    """Microbatch 1 for 0, and 0 for 1."""
+    return {0: 1, 1: 0}.get(microbatch, microbatch)
 
 
 def hangs(program: Program) -> bool:
@@ -39,7 +44,7 @@ def broken(program: Program) -> tuple[str, ...]:
     return tuple(dict.fromkeys(violation.law for violation in violations(program)))
 
 
-def _on(rank: int, change: _Change) -> Reorder:
+def _on(rank: int, change: Callable[[_Row], _Row]) -> Reorder:
     """Change the row of one rank; negative ranks count from the last."""
 
     def reorder(program: Program) -> Program:
@@ -56,48 +61,25 @@ def _last(row: _Row, kinds: frozenset[Kind]) -> int:
     return max(slot for slot, action in enumerate(row) if action.kind in kinds)
 
 
-def _without(slot: int, row: _Row) -> _Row:
+def _without(row: _Row, slot: int) -> _Row:
     return [*row[:slot], *row[slot + 1 :]]
 
 
-def _backward_first(row: list[Action]) -> _Row:
-    """The first backward before everything."""
-    slot = _first(row, frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT}))
-    return [row[slot], *_without(slot, row)]
+def _put(row: _Row, slot: int, to: int) -> _Row:
+    """With the action of ``slot`` in another place."""
+    rest = _without(row, slot)
+    return [*rest[:to], row[slot], *rest[to:]]
 
 
-def _weight_first(row: list[Action]) -> _Row:
-    """The first weight half before its input half."""
+def _weight_first(row: _Row) -> _Row:
     slot = _first(row, frozenset({Kind.BACKWARD_WEIGHT}))
-    half = row[slot]
-    at = row.index(half._replace(kind=Kind.BACKWARD_INPUT))
-    rest = list(_without(slot, row))
-    return [*rest[:at], half, *rest[at:]]
+    return _put(row, slot, row.index(row[slot]._replace(kind=Kind.BACKWARD_INPUT)))
 
 
-def _beyond(row: list[Action]) -> _Row:
+def _beyond(row: _Row) -> _Row:
     """One more forward in warm-up than there are microbatches."""
     slot = _last(row, frozenset({Kind.FORWARD}))
     return [*row[: slot + 1], row[slot]._replace(microbatch=row[slot].microbatch + 1), *row[slot + 1 :]]
-
-
-def _sends_last(row: list[Action]) -> _Row:
-    return [*(a for a in row if a.kind not in SENDS), *(a for a in row if a.kind in SENDS)]
-
-
-def _send_early(row: list[Action]) -> _Row:
-    slot = _first(row, SENDS)
-    return [row[slot], *_without(slot, row)]
-
-
-def _receive_late(row: list[Action]) -> _Row:
-    slot = _first(row, RECEIVES)
-    return [*_without(slot, row), row[slot]]
-
-
-def _twice(row: list[Action]) -> _Row:
-    """The last backward, or the last weight half, once more."""
-    return [*row, row[_last(row, GIVES_WEIGHT_GRADIENT)]]
 
 
 def _cross_sends(program: Program) -> Program:
@@ -105,24 +87,13 @@ def _cross_sends(program: Program) -> Program:
     stage = program.schedule.n_stages - 2
     one, other = (Action(stage, Kind.SEND_F, m) for m in (0, 1))
 
-    def change(rank: int, row: list[Action]) -> _Row:
-        if other not in row:
-            return row
-        kept = [action for action in row if action != one]
-        at = kept.index(other) + 1
-        return [*kept[:at], one, *kept[at:]]
-
-    return changed(program, change)
+    return changed(program, lambda rank, row: _put(row, row.index(one), row.index(other)) if other in row else row)
 
 
 def _counted_otherwise(program: Program) -> Program:
     """On the last rank, microbatch 0 comes where 1 did, and the other way round."""
-    other = {0: 1, 1: 0}
-
-    def change(row: list[Action]) -> _Row:
-        return [action._replace(microbatch=other.get(action.microbatch, action.microbatch)) for action in row]
-
-    return _on(program.schedule.placement[-1], change)(program)
+    rank = program.schedule.placement[-1]
+    return _on(rank, lambda row: [a._replace(microbatch=other_of_two(a.microbatch)) for a in row])(program)
 
 
 def _moved(program: Program) -> Program:
@@ -130,7 +101,7 @@ def _moved(program: Program) -> Program:
     last, home = program.schedule.n_stages - 1, program.schedule.placement[-2]
     own = [action for row in program.ranks for action in row if action.stage == last and action.kind in COMPUTE]
 
-    def change(rank: int, row: list[Action]) -> _Row:
+    def change(rank: int, row: _Row) -> _Row:
         kept = [action for action in row if action not in own]
         return [*kept, *own] if rank == home else kept
 
@@ -151,159 +122,101 @@ def _halves(case: Case) -> str:
     return "" if halves else "needs backwards in two halves on rank 0"
 
 
-_ONE = "naive r1 s1 m1 split=1 model=mlp plan=train seed=0"
-_HALVES = "zb-h1 r1 s1 m1 split=1 model=mlp plan=train seed=0"
-_PAIR = "naive r2 s2 m1 split=1,1 model=mlp plan=train seed=0"
-_TWO = "naive r2 s2 m2 split=1,1 model=mlp plan=train seed=0"
-_ORDER, _DEADLOCK = Fault("order"), Fault("deadlock", alike=("order",))
+_ON_TWO = Needs(ranks=2)
+_specimen = partial(Specimen, timeout_s=2.0)  # ranks that can never end
 
-# Name, summary, origin, classes, smallest case, law, fault, needs, change.
-_TABLE: Sequence[tuple[str, str, str, tuple[str, ...], str, str, Fault, Needs, Reorder]] = (
-    (
-        "backward-before-forward",
-        "rank 0 begins with a backward, whose forward comes later",
-        "pytorch/PiPPy#1088: a boundary of warm-up set one too early",
-        ("tI", "mG"),
-        _ONE,
-        "local-order",
-        _ORDER,
-        Needs(),
-        _on(0, _backward_first),
+SPECIMENS: Mapping[str, Specimen] = {
+    "backward-before-forward": _specimen(
+        summary="rank 0 begins with a backward, whose forward comes later",
+        origin="pytorch/PiPPy#1088: a boundary of warm-up set one too early",
+        classes=("tI", "mG"),
+        fault=Fault("order", "local-order"),
+        reorder=_on(0, lambda row: _put(row, _first(row, _GIVES_INPUT_GRADIENT), 0)),
     ),
-    (
-        "weight-half-first",
-        "a weight half comes before its input half",
-        "sail-sg/zero-bubble-pipeline-parallelism#72: popping an empty queue",
-        ("tC", "mG", "mH"),
-        _HALVES,
-        "local-order",
-        _ORDER,
-        Needs(also=_halves),
-        _on(0, _weight_first),
+    "weight-half-first": _specimen(
+        summary="a weight half comes before its input half",
+        origin="sail-sg/zero-bubble-pipeline-parallelism#72: popping an empty queue",
+        classes=("tC", "mG", "mH"),
+        fault=Fault("order", "local-order"),
+        needs=Needs(also=_halves),
+        schedule="zb-h1",
+        reorder=_on(0, _weight_first),
     ),
-    (
-        "warm-up-beyond",
-        "warm-up goes on beyond the last microbatch: it was not limited to their number",
-        "NVIDIA/Megatron-LM 08ddde0c; pytorch/PiPPy#1081; pytorch/torchtitan#775",
-        ("tI", "mG"),
-        _ONE,
-        "placement",
-        _ORDER,
-        Needs(),
-        _on(0, _beyond),
+    "warm-up-beyond": _specimen(
+        summary="warm-up goes on beyond the last microbatch: it was not limited to their number",
+        origin="NVIDIA/Megatron-LM 08ddde0c; pytorch/PiPPy#1081; pytorch/torchtitan#775",
+        classes=("tI", "mG"),
+        fault=Fault("order", "placement"),
+        reorder=_on(0, _beyond),
     ),
-    (
-        "backward-missing",
-        "the cool-down on rank 0 is one backward short",
-        "hpcaitech/ColossalAI#2156; PaddlePaddle/Paddle#73470",
-        ("mG",),
-        _ONE,
-        "completeness",
-        _ORDER,
-        Needs(),
-        _on(0, lambda row: _without(_last(row, GIVES_WEIGHT_GRADIENT), row)),
+    "backward-missing": _specimen(
+        summary="the cool-down on rank 0 is one backward short",
+        origin="hpcaitech/ColossalAI#2156; PaddlePaddle/Paddle#73470",
+        classes=("mG",),
+        fault=Fault("order", "completeness"),
+        reorder=_on(0, lambda row: _without(row, _last(row, GIVES_WEIGHT_GRADIENT))),
     ),
-    (
-        "backward-repeated",
-        "rank 0 runs its last backward, or weight half, once more",
-        "sail-sg/zero-bubble-pipeline-parallelism 8eb5ae97",
-        ("mG", "mH"),
-        _ONE,
-        "completeness",
-        _ORDER,
-        Needs(),
-        _on(0, _twice),
+    "backward-repeated": _specimen(
+        summary="rank 0 runs its last backward, or weight half, once more",
+        origin="sail-sg/zero-bubble-pipeline-parallelism 8eb5ae97",
+        classes=("mG", "mH"),
+        fault=Fault("order", "completeness"),
+        reorder=_on(0, lambda row: [*row, row[_last(row, GIVES_WEIGHT_GRADIENT)]]),
     ),
-    (
-        "stage-on-other-rank",
-        "the last stage is computed on a rank that does not hold it",
-        "pytorch/torchtitan#568",
-        ("tI", "mK"),
-        _PAIR,
-        "placement",
-        _ORDER,
-        Needs(ranks=2, also=_apart),
-        _moved,
+    "stage-on-other-rank": _specimen(
+        summary="the last stage is computed on a rank that does not hold it",
+        origin="pytorch/torchtitan#568",
+        classes=("tI", "mK"),
+        fault=Fault("order", "placement"),
+        needs=Needs(ranks=2, also=_apart),
+        reorder=_moved,
     ),
-    (
-        "microbatches-counted-otherwise",
-        "the last rank waits for microbatch 1 while the others wait for microbatch 0's gradient",
-        "pytorch/pytorch#127332",
-        ("tI", "mG"),
-        _TWO,
-        "acyclic",
-        _DEADLOCK,
-        Needs(ranks=2, microbatches=2, also=_waits_in_a_circle),
-        _counted_otherwise,
+    "microbatches-counted-otherwise": _specimen(
+        summary="the last rank waits for microbatch 1 while the others wait for microbatch 0's gradient",
+        origin="pytorch/pytorch#127332",
+        classes=("tI", "mG"),
+        fault=Fault("deadlock", "acyclic", alike=("order",)),
+        needs=Needs(ranks=2, microbatches=2, also=_waits_in_a_circle),
+        reorder=_counted_otherwise,
     ),
-    (
-        "sends-last",
-        "rank 0 sends only when everything else is done",
-        "pytorch/pytorch#126419; pytorch/pytorch#172668",
-        ("tI", "mF"),
-        _PAIR,
-        "deadlock",
-        _DEADLOCK,
-        Needs(ranks=2),
-        _on(0, _sends_last),
+    "sends-last": _specimen(
+        summary="rank 0 sends only when everything else is done",
+        origin="pytorch/pytorch#126419; pytorch/pytorch#172668",
+        classes=("tI", "mF"),
+        fault=Fault("deadlock", "deadlock", alike=("order",)),
+        needs=_ON_TWO,
+        reorder=_on(0, lambda row: sorted(row, key=lambda action: action.kind in SENDS)),
     ),
-    (
-        "send-before-made",
-        "rank 0 sends what it has not made yet",
-        "pytorch/PiPPy#1088",
-        ("tI", "mG"),
-        _PAIR,
-        "message-order",
-        _ORDER,
-        Needs(ranks=2),
-        _on(0, _send_early),
+    "send-before-made": _specimen(
+        summary="rank 0 sends what it has not made yet",
+        origin="pytorch/PiPPy#1088",
+        classes=("tI", "mG"),
+        fault=Fault("order", "message-order"),
+        needs=_ON_TWO,
+        reorder=_on(0, lambda row: _put(row, _first(row, SENDS), 0)),
     ),
-    (
-        "receive-after-use",
-        "rank 0 receives something after the action that needs it",
-        "sail-sg/zero-bubble-pipeline-parallelism 6758ebea",
-        ("tI", "mF"),
-        _PAIR,
-        "message-order",
-        _ORDER,
-        Needs(ranks=2),
-        _on(0, _receive_late),
+    "receive-after-use": _specimen(
+        summary="rank 0 receives something after the action that needs it",
+        origin="sail-sg/zero-bubble-pipeline-parallelism 6758ebea",
+        classes=("tI", "mF"),
+        fault=Fault("order", "message-order"),
+        needs=_ON_TWO,
+        reorder=_on(0, lambda row: _put(row, _first(row, RECEIVES), len(row))),
     ),
-    (
-        "receive-missing",
-        "rank 0 never receives its first gradient",
-        "PaddlePaddle/Paddle#73470: a receive lost with an empty steady phase",
-        ("tI", "mF", "mG"),
-        _PAIR,
-        "messages",
-        _ORDER,
-        Needs(ranks=2),
-        _on(0, lambda row: _without(_first(row, RECEIVES), row)),
+    "receive-missing": _specimen(
+        summary="rank 0 never receives its first gradient",
+        origin="PaddlePaddle/Paddle#73470: a receive lost with an empty steady phase",
+        classes=("tI", "mF", "mG"),
+        fault=Fault("order", "messages"),
+        needs=_ON_TWO,
+        reorder=_on(0, lambda row: _without(row, _first(row, RECEIVES))),
     ),
-    (
-        "sends-crossed",
-        "two messages for the last stage leave in another order than they are received in",
-        "NVIDIA/Megatron-LM#1450",
-        ("tI", "mF"),
-        _TWO,
-        "channel-order",
-        _ORDER,
-        Needs(ranks=2, microbatches=2, also=_apart),
-        _cross_sends,
+    "sends-crossed": _specimen(
+        summary="two messages for the last stage leave in another order than they are received in",
+        origin="NVIDIA/Megatron-LM#1450",
+        classes=("tI", "mF"),
+        fault=Fault("order", "channel-order"),
+        needs=Needs(ranks=2, microbatches=2, also=_apart),
+        reorder=_cross_sends,
     ),
-)
-SPECIMENS = tuple(
-    Specimen(
-        name=name,
-        summary=summary,
-        origin=origin,
-        classes=classes,
-        smallest=smallest,
-        law=law,
-        fault=fault,
-        needs=needs,
-        reorder=reorder,
-        timeout_s=_BOUND_S,
-    )
-    for name, summary, origin, classes, smallest, law, fault, needs, reorder in _TABLE
-)
+}

@@ -1,18 +1,14 @@
 """Specimens of one's own: a Python file that registers them, read wherever they are planted."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
 
 from pipeline.schedule import ScheduleError
 from validation.cases.case import Case, CaseError
 from validation.cases.specimens.specimen import CLASSES, Specimen
 from validation.judging.cause import KINDS
-
-if TYPE_CHECKING:
-    from collections.abc import MutableMapping
 
 _NAME = re.compile(r"[a-z][a-z0-9-]*")
 
@@ -24,7 +20,7 @@ class SpecimenError(ValueError):
 class Plugins:
     """The files that were read, and what they registered among all specimens that are ``known``."""
 
-    def __init__(self, known: "MutableMapping[str, Specimen]", taken: Sequence[str]) -> None:
+    def __init__(self, known: MutableMapping[str, Specimen], taken: Sequence[str]) -> None:
         self._known = known
         self._taken = frozenset(taken)
         self._read: dict[str, list[str]] = {}
@@ -105,11 +101,10 @@ class Plugins:
 def _unfit(specimen: Specimen) -> str:
     """Why its smallest case cannot show it; empty if it can."""
     try:
-        case = Case.parse(specimen.smallest)
-        why = specimen.missing(case)
+        why = specimen.missing(Case.parse(specimen.smallest))
     except (CaseError, ScheduleError) as error:
         why = _one_line(error)
-    return f"specimen {specimen.name!r} states the smallest case {specimen.smallest!r}: {why}" if why else ""
+    return f"no smallest case has what specimen {specimen.name!r} needs: {why}" if why else ""
 
 
 def _one_line(error: BaseException) -> str:

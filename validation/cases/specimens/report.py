@@ -1,49 +1,35 @@
 """Faults of reports: what was computed is right, what the step says of it is not."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
 import torch
 
 from pipeline.step import Parts, StepResult
-from validation.cases.specimens.planting import ONE, ONE_OF_TWO, TWO_STAGES, rounded
+from validation.cases.specimens.planting import on_steps, rounded
 from validation.cases.specimens.specimen import Drive, Fault, Needs, Specimen
-from validation.observers.wrappers import AroundSteps, Steps
 
 _Tell = Callable[[StepResult, Parts], StepResult]
+_specimen = partial(Specimen, fault=Fault("report", "loss"))
 
 
-class _Told(AroundSteps):
-    """Reports what ``tell`` makes of the result."""
+def _elsewhere(tell: _Tell) -> Drive:
+    """On ranks without the last stage, which has the losses."""
 
-    def __init__(self, inner: Steps, *, operation: str, tell: _Tell) -> None:
-        super().__init__(inner)
-        self._operation = operation
-        self._tell = tell
+    def told(result: StepResult, parts: Parts) -> StepResult:
+        here = parts.program.schedule.placement[-1] == parts.transport.rank
+        return result if here else tell(result, parts)
 
-    def told(self, operation: str, result: StepResult) -> StepResult:
-        return self._tell(result, self.parts) if operation == self._operation else result
+    return on_steps(told=told)
 
 
-def _telling(tell: _Tell, operation: str = "train") -> Drive:
-    return partial(_Told, operation=operation, tell=tell)
-
-
-def _has_losses(parts: Parts) -> bool:
-    return parts.program.schedule.placement[-1] == parts.transport.rank
-
-
-def _none_elsewhere(result: StepResult, parts: Parts) -> StepResult:
-    if _has_losses(parts):
-        return result
+def _minus_one(result: StepResult, parts: Parts) -> StepResult:
     return replace(result, loss=-1.0, losses=(-1.0,) * len(result.losses))
 
 
-def _half_elsewhere(result: StepResult, parts: Parts) -> StepResult:
-    if _has_losses(parts):
-        return result
+def _half(result: StepResult, parts: Parts) -> StepResult:
     loss, *losses = rounded(torch.tensor([result.loss, *result.losses]), torch.float16).tolist()
     return replace(result, loss=loss, losses=tuple(losses))
 
@@ -53,108 +39,66 @@ def _divided(result: StepResult, parts: Parts) -> StepResult:
     return replace(result, loss=result.loss / count, losses=tuple(loss / count for loss in result.losses))
 
 
-def _of_last(result: StepResult, parts: Parts) -> StepResult:
-    return replace(result, loss=result.losses[-1])
-
-
-def _summed(result: StepResult, parts: Parts) -> StepResult:
-    return replace(result, loss=math.fsum(result.losses))
-
-
-def _turned(result: StepResult, parts: Parts) -> StepResult:
-    return replace(result, losses=result.losses[::-1])
-
-
 def _none(result: StepResult, parts: Parts) -> StepResult:
     return replace(result, loss=math.nan, grad_norm=None) if parts.transport.rank == 0 else result
 
 
-SPECIMENS = (
-    Specimen(
-        name="loss-of-other-ranks",
+SPECIMENS: Mapping[str, Specimen] = {
+    "loss-of-other-ranks": _specimen(
         summary="ranks without the last stage report -1 as the loss",
         origin="pytorch/torchtitan#931, #1232",
         classes=("tJ",),
-        smallest=TWO_STAGES,
-        law="loss",
-        fault=Fault("report"),
         needs=Needs(ranks=2),
-        drive=_telling(_none_elsewhere),
+        drive=_elsewhere(_minus_one),
     ),
-    Specimen(
-        name="loss-sent-as-half",
+    "loss-sent-as-half": _specimen(
         summary="other ranks get the loss in fp16",
         origin="deepspeedai/DeepSpeed#4726",
         classes=("tJ", "mF"),
-        smallest=TWO_STAGES,
-        law="loss",
-        fault=Fault("report", alike=("rounded",)),
+        fault=Fault("report", "loss", alike=("rounded",)),
         needs=Needs(ranks=2),
-        drive=_telling(_half_elsewhere),
+        drive=_elsewhere(_half),
     ),
-    Specimen(
-        name="loss-divided-in-place",
+    "loss-divided-in-place": _specimen(
         summary="the losses that are reported share memory with those that the schedule divides",
         origin="AMD-AGI/Primus#1079",
         classes=("mA",),
-        smallest=ONE_OF_TWO,
-        law="loss",
-        fault=Fault("report"),
         needs=Needs(microbatches=2),
-        drive=_telling(_divided),
+        drive=on_steps(told=_divided),
     ),
-    Specimen(
-        name="loss-of-last-microbatch",
+    "loss-of-last-microbatch": _specimen(
         summary="the loss that is reported is the last microbatch's",
         origin="deepspeedai/DeepSpeed#3367",
         classes=("tJ",),
-        smallest=ONE_OF_TWO,
-        law="loss",
-        fault=Fault("report"),
         needs=Needs(microbatches=2),
-        drive=_telling(_of_last),
+        drive=on_steps(told=lambda result, parts: replace(result, loss=result.losses[-1])),
     ),
-    Specimen(
-        name="loss-summed",
+    "loss-summed": _specimen(
         summary="the loss that is reported is the sum where the mean is differentiated",
         origin="deepspeedai/DeepSpeed#7773",
         classes=("tA", "mA"),
-        smallest=ONE_OF_TWO,
-        law="loss",
-        fault=Fault("report"),
         needs=Needs(microbatches=2),
-        drive=_telling(_summed),
+        drive=on_steps(told=lambda result, parts: replace(result, loss=math.fsum(result.losses))),
     ),
-    Specimen(
-        name="losses-in-other-order",
+    "losses-in-other-order": _specimen(
         summary="losses are reported in the order of their backwards, last first",
         origin="no report: the class of pytorch/torchtitan#931, losses looked up in the wrong place",
         classes=("tJ",),
-        smallest=ONE_OF_TWO,
-        law="loss",
-        fault=Fault("report"),
         needs=Needs(microbatches=2),
-        drive=_telling(_turned),
+        drive=on_steps(told=lambda result, parts: replace(result, losses=result.losses[::-1])),
     ),
-    Specimen(
-        name="evaluation-divided-again",
+    "evaluation-divided-again": _specimen(
         summary="an evaluation's loss is divided by the number of microbatches once more",
         origin="pytorch/torchtitan#2366, #4167",
         classes=("tA",),
-        smallest="naive r1 s1 m2 split=1 model=mlp plan=eval+train seed=0",
-        law="loss",
-        fault=Fault("report"),
         needs=Needs(microbatches=2, plan=("eval", "train")),
-        drive=_telling(_divided, "eval"),
+        drive=on_steps(told=_divided, operation="eval"),
     ),
-    Specimen(
-        name="nothing-reported",
+    "nothing-reported": _specimen(
         summary="rank 0 reports no norm, and a loss that is not a number",
         origin="huggingface/nanotron#405",
         classes=("tJ",),
-        smallest=ONE,
-        law="grad-norm",
-        fault=Fault("report", alike=("norm", "not-finite")),
-        drive=_telling(_none),
+        fault=Fault("report", "grad-norm", alike=("norm", "not-finite")),
+        drive=on_steps(told=_none),
     ),
-)
+}

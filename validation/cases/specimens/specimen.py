@@ -4,13 +4,16 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import TypeVar
 
 from pipeline.action import Kind
 from pipeline.lower import Program
+from pipeline.schedule import Schedule
+from pipeline.schedules import virtuals
 from pipeline.step import Parts
 from reference.data import Batch
-from reference.model import build_model
-from validation.cases.case import Case
+from validation.cases.case import MODELS, Case, plainest_first
+from validation.cases.data import model_for
 from validation.cases.stages import owners
 from validation.judging.cause import Cause
 from validation.observers.wrappers import Steps
@@ -19,6 +22,7 @@ Plant = Callable[[Parts], Parts]
 Feed = Callable[[Sequence[Batch], Parts], Sequence[Batch]]
 Drive = Callable[[Steps], Steps]
 Reorder = Callable[[Program], Program]
+T = TypeVar("T")
 StageAt = Callable[[int], int]  # the stage concerned, from the number of stages
 
 # The classes into which faults reported in public fall, for two families of projects: t for PyTorch's (and PiPPy,
@@ -51,40 +55,22 @@ CLASSES: Mapping[str, str] = MappingProxyType(
 )
 
 
-def unchanged_parts(parts: Parts) -> Parts:
-    """Plants nothing."""
-    return parts
-
-
-def unchanged_data(batches: Sequence[Batch], parts: Parts) -> Sequence[Batch]:
-    """Feeds what the case says."""
-    return batches
-
-
-def unchanged_steps(steps: Steps) -> Steps:
-    """Takes steps as they are."""
-    return steps
-
-
-def unchanged_order(program: Program) -> Program:
-    """Runs the program as it is."""
-    return program
-
-
-def nothing_more(case: Case) -> str:
-    """Every case will do."""
-    return ""
+def unchanged(what: T, about: object = None) -> T:
+    """Plants nothing: what passes is passed on."""
+    return what
 
 
 @dataclass(frozen=True)
 class Fault:
-    """The cause to be named: its kind, and where it is, from the case.
+    """The cause to be named: its kind, and where it is, from the case; and the law that must fail.
 
+    The law is one of the judge's; a static one, where a program is changed; or "deadlock", where ranks never end.
     ``alike`` are kinds that final gradients alone may tell no better. ``parameter`` is a pattern: the first parameter
     of the stage that it is found in. What is left out is not asked for.
     """
 
     kind: str
+    law: str
     stage: StageAt | None = None
     microbatches: tuple[int, ...] | Callable[[Case], tuple[int, ...]] = ()
     parameter: str = ""
@@ -104,7 +90,7 @@ class Fault:
         )
 
     def _parameter(self, case: Case, stage: int) -> str:
-        model = build_model(case.model, layers=case.layers, seed=case.seed, dtype=case.dtype)
+        model = model_for(case)
         names = (name for name, owner in owners(model, case.split).items() if owner == stage)
         return next(name for name in names if re.search(self.parameter, name))
 
@@ -113,7 +99,8 @@ class Fault:
 class Needs:
     """What a case must have to show a fault. ``models`` are those that can; empty for all. ``plan`` must occur in the
     case's in this order. ``layers``: on each stage. ``split``: the kinds of backward that the middle stage needs some
-    of. ``also``: why a case will not do for any other reason, or nothing."""
+    of. ``one_size``: its microbatches are alike in shape. ``also``: why a case will not do for any other reason, or
+    nothing."""
 
     microbatches: int = 1
     ranks: int = 1
@@ -124,52 +111,74 @@ class Needs:
     loss: str = ""
     ragged: bool = False
     unequal: bool = False
+    one_size: bool = False
     split: bool = False
-    also: Callable[[Case], str] = nothing_more
+    also: Callable[[Case], str] = lambda case: ""
 
     def missing(self, case: Case) -> str:
         """Why ``case`` cannot show the fault; empty if it can."""
-        least = (
-            ("microbatches", case.microbatches, self.microbatches),
-            ("ranks", case.ranks, self.ranks),
-            ("stages", case.stages, self.stages),
-            ("layers a stage", min(case.split), self.layers),
+        lacks = (
+            (case.microbatches < self.microbatches, f"{self.microbatches} microbatches"),
+            (case.ranks < self.ranks, f"{self.ranks} ranks"),
+            (case.stages < self.stages, f"{self.stages} stages"),
+            (min(case.split) < self.layers, f"{self.layers} layers a stage"),
+            (case.model not in (self.models or MODELS), f"a model out of {', '.join(self.models)}"),
+            (not _within(self.plan, case.plan), f"a plan with {'+'.join(self.plan)}"),
+            (case.loss != (self.loss or case.loss), f"loss={self.loss}"),
+            (self.ragged and not case.ragged, "ragged"),
+            (self.unequal and not case.unequal, "unequal"),
+            (self.one_size and case.sizes_differ, "microbatches of one size"),
+            (self.split and not halved(case.built, case.stages // 2), "a backward in two halves on the middle stage"),
         )
-        for what, has, needed in least:
-            if has < needed:
-                return f"needs {needed} {what}"
-        if self.models and case.model not in self.models:
-            return f"needs a model out of {', '.join(self.models)}"
-        if not _within(self.plan, case.plan):
-            return f"needs a plan with {'+'.join(self.plan)}"
-        if self.loss and case.loss != self.loss:
-            return f"needs loss={self.loss}"
-        for what in ("ragged", "unequal"):
-            if getattr(self, what) and not getattr(case, what):
-                return f"needs {what}"
-        if self.split and not halved(case, case.stages // 2):
-            return "needs a backward in two halves on the middle stage"
-        return self.also(case)
+        return next((f"needs {what}" for lacking, what in lacks if lacking), "") or self.also(case)
+
+    def smallest(self, schedule: str = "") -> Case:
+        """The smallest case that has all this, on ``schedule`` or a plain one; its model is the plainest that can."""
+        schedule = schedule or ("zb-h1" if self.split else "naive")
+        virtual = virtuals(schedule, looped=-(-self.stages // self.ranks))
+        ranks = max(self.ranks, -(-self.stages // virtual))
+        return self.case(schedule, ranks, virtual, self.microbatches, plainest_first(self.models or MODELS)[0])
+
+    def case(self, schedule: str, ranks: int, virtual: int, microbatches: int, model: str) -> Case:
+        """The case of this shape that has what else is needed."""
+        return Case(
+            schedule,
+            ranks,
+            virtual,
+            microbatches,
+            (self.layers,) * (ranks * virtual),
+            model=model,
+            loss=self.loss or "mean",
+            ragged=self.ragged,
+            unequal=self.unequal,
+            plan=self.plan,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Planted:
-    """A change to a step, where it comes from, and the smallest case that shows what it does.
+    """A change to a step, where it comes from, and what a case needs to show it.
 
-    ``plant`` changes the parts of a rank's step; ``feed`` the microbatches that this rank is given; ``drive`` how steps
-    are taken; ``reorder`` the program. ``timeout_s`` bounds the waits of ranks that can never end.
+    ``schedule`` is that of the smallest case, where no plain one will do. ``plant`` changes the parts of a rank's step;
+    ``feed`` the microbatches that this rank is given; ``drive`` how steps are taken; ``reorder`` the program.
+    ``timeout_s`` bounds the waits of ranks that can never end.
     """
 
-    name: str
     summary: str
     origin: str
-    smallest: str
+    name: str = ""
     needs: Needs = Needs()
-    plant: Plant = unchanged_parts
-    feed: Feed = unchanged_data
-    drive: Drive = unchanged_steps
-    reorder: Reorder = unchanged_order
+    schedule: str = ""
+    plant: Plant = unchanged
+    feed: Feed = unchanged
+    drive: Drive = unchanged
+    reorder: Reorder = unchanged
     timeout_s: float | None = None
+
+    @property
+    def smallest(self) -> str:
+        """The line of the smallest case that shows what it does, without it."""
+        return str(self.needs.smallest(self.schedule))
 
     def missing(self, case: Case) -> str:
         """Why ``case`` cannot show it; empty if it can."""
@@ -178,23 +187,24 @@ class Planted:
 
 @dataclass(frozen=True, kw_only=True)
 class Specimen(Planted):
-    """A fault: the classes of ``CLASSES`` that it stands for, the law that must fail, and the cause to be named.
+    """A fault: the classes of ``CLASSES`` that it stands for, the law that must fail, and the cause to be named."""
 
-    The law is one of the judge's; a static one, where ``reorder`` breaks it; or "deadlock", where ranks never end.
-    """
-
-    classes: tuple[str, ...]
-    law: str
     fault: Fault
+    classes: tuple[str, ...] = ()
+
+    @property
+    def law(self) -> str:
+        """The law that must fail."""
+        return self.fault.law
 
     def cause(self, case: Case) -> Cause:
         """What a diagnosis of ``case`` should name."""
         return self.fault.cause(case)
 
 
-def halved(case: Case, stage: int) -> tuple[int, ...]:
+def halved(schedule: Schedule, stage: int) -> tuple[int, ...]:
     """The microbatches whose backward comes in two halves on ``stage``, in the order of the second."""
-    row = case.built.ranks[case.built.placement[stage]]
+    row = schedule.ranks[schedule.placement[stage]]
     return tuple(m for s, kind, m in row if s == stage and kind is Kind.BACKWARD_WEIGHT)
 
 

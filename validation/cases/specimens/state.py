@@ -1,89 +1,82 @@
 """Faults of state: what an earlier step, an accumulation or an evaluation leaves behind."""
 
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pipeline.boundary import Gradients, Tensors
-from pipeline.stage import Goal, Stage
 from pipeline.step import Parts, StepResult
-from validation.cases.specimens.planting import Around, first, middle, on_stages, on_work
+from validation.cases.specimens.planting import (
+    Call,
+    Changes,
+    Shares,
+    add,
+    copies,
+    first,
+    middle,
+    multiplied,
+    on_gradients,
+    on_stages,
+    on_steps,
+    on_work,
+    stages_at,
+)
 from validation.cases.specimens.specimen import Fault, Needs, Specimen
-from validation.observers.wrappers import AroundStage, AroundSteps, Pairs
+from validation.observers.wrappers import AroundSteps, Pairs, Steps
 
-_TWO_STEPS = "naive r1 s1 m1 split=1 model=mlp plan=train+train seed=0"
-_AFTER_EVAL = "naive r1 s1 m1 split=1 model={model} plan=eval+train seed=0"
+_AFTER_EVAL = Needs(plan=("eval", "train"))
 
 
-class _NotCleared(Around):
+def _not_cleared(parts: Parts) -> Parts:
     """What the optimizer was given is still there in the next step, whose gradients are added to it."""
+    left = Shares()
 
-    def __init__(self, parts: Parts) -> None:
-        super().__init__(parts)
-        self._left: dict[nn.Parameter, Tensor] = {}
+    def reduce(parts: Parts) -> None:
+        parts.gradients.reduce_tied()
+        add(left)
 
-    def reduce_tied(self) -> None:
-        self.inner.reduce_tied()
-        for parameter, gradient in self._left.items():
-            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+    def scale(factor: float, parts: Parts) -> None:
+        parts.gradients.scale(factor)
+        left.update(copies(parts.stages))
 
-    def scale(self, factor: float) -> None:
-        self.inner.scale(factor)
-        parameters = {p for stage in self.stages for p in stage.module.parameters()}
-        self._left = {p: p.grad.clone() for p in parameters if p.grad is not None}
+    return on_work(reduce=reduce, scale=scale)(parts)
 
 
-class _OnParameters(Around):
-    """Gradients are added to a buffer that held parameters and was not cleared."""
-
-    def reduce_tied(self) -> None:
-        for stage in self.stages:
-            for parameter in stage.module.parameters():
-                if parameter.grad is not None:
-                    parameter.grad += 1e-3 * parameter.detach()
-        self.inner.reduce_tied()
+def _onto_parameters(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            parameter.grad += 1e-3 * parameter.detach()
 
 
-class _ClearsBefore(AroundSteps):
-    """A step clears the gradients first, also those of an accumulation that it belongs to."""
-
-    def given(self, operation: str, microbatches: Pairs) -> Pairs:
-        if operation == "train":
-            for stage in self.parts.stages:
-                stage.module.zero_grad(set_to_none=True)
-        return microbatches
+def _clear_before(microbatches: Pairs, steps: Steps) -> Pairs:
+    for stage in steps.parts.stages:
+        stage.module.zero_grad()
+    return microbatches
 
 
-class _StaysInEvaluation(AroundSteps):
-    """After an evaluation the middle stage stays in evaluation mode."""
-
-    def told(self, operation: str, result: StepResult) -> StepResult:
-        for stage in self.parts.stages:
-            if operation == "eval" and stage.index == middle(self.parts.program.schedule.n_stages):
-                stage.module.eval()
-        return result
+def _stay_in_evaluation(result: StepResult, parts: Parts) -> StepResult:
+    for stage in stages_at(parts, middle):
+        stage.module.eval()
+    return result
 
 
-class _TrainsInEvaluation(AroundStage):
-    """A stage that evaluates in training mode."""
-
-    def forward(self, microbatch: int, inputs: Tensors, goal: Goal | None) -> Tensors:
-        if torch.is_grad_enabled():
-            return self.inner.forward(microbatch, inputs, goal)
-        self.module.train()
-        outputs = self.inner.forward(microbatch, inputs, goal)
-        self.module.eval()
-        return outputs
+@contextmanager
+def _always_training(call: Call) -> Iterator[None]:
+    mode = call.stage.module.training
+    call.stage.module.train()
+    yield
+    call.stage.module.train(mode)
 
 
-class _EvaluationTicks(AroundSteps):
-    """An evaluation moves running statistics."""
-
-    def told(self, operation: str, result: StepResult) -> StepResult:
-        for stage in self.parts.stages:
-            for name, buffer in stage.module.named_buffers():
-                if operation == "eval" and name.endswith("running_mean"):
-                    buffer.add_(0.1)
-        return result
+def _move_statistics(result: StepResult, parts: Parts) -> StepResult:
+    for stage in parts.stages:
+        for name, buffer in stage.module.named_buffers():
+            if name.endswith("running_mean"):
+                buffer.add_(0.1)
+    return result
 
 
 class _EvaluationDifferentiates(AroundSteps):
@@ -98,152 +91,97 @@ class _EvaluationDifferentiates(AroundSteps):
         return self.inner.eval_step(microbatches, loss_divisor=loss_divisor)
 
 
-class _Recomputes(AroundStage):
-    """A stage that computes its forward again in its backward, running statistics included."""
-
-    def __init__(self, inner: Stage) -> None:
-        super().__init__(inner)
-        self._inputs: dict[int, Tensors] = {}
-
-    def forward(self, microbatch: int, inputs: Tensors, goal: Goal | None) -> Tensors:
-        self._inputs[microbatch] = inputs
-        return self.inner.forward(microbatch, inputs, goal)
-
-    def backward(self, microbatch: int, gradients: Gradients) -> Gradients:
-        self._again(microbatch)
-        return self.inner.backward(microbatch, gradients)
-
-    def backward_input(self, microbatch: int, gradients: Gradients) -> Gradients:
-        self._again(microbatch)
-        return self.inner.backward_input(microbatch, gradients)
-
-    @torch.no_grad()
-    def _again(self, microbatch: int) -> None:
-        self.module(*self._inputs.pop(microbatch))
+@torch.no_grad()
+def _recomputed(gradients: Gradients, call: Call) -> Gradients:
+    """The forward runs again in the backward, running statistics included."""
+    call.stage.module(*call.inputs)
+    return gradients
 
 
-class _HookStays(AroundStage):
-    """A hook on a boundary buffer, which halves what it is given, is registered once more in every step but the first.
+def _hook_stays(parts: Parts) -> Parts:
+    """Boundary buffers outlive a step, and keep their hooks: one more in each, which halves what it is given."""
+    steps = Counter[int]()  # of each microbatch
 
-    Buffers that live as long as the schedule keep their hooks.
-    """
+    def counted(inputs: Tensors, call: Call) -> Tensors:
+        steps[call.microbatch] += torch.is_grad_enabled()
+        return inputs
 
-    def __init__(self, inner: Stage) -> None:
-        super().__init__(inner)
-        self._steps = 0
+    def hooked(gradients: Gradients, call: Call) -> Gradients:
+        return multiplied(gradients, 0.5 ** (steps[call.microbatch] - 1))
 
-    def begin(self) -> None:
-        self._steps += torch.is_grad_enabled()
-        self.inner.begin()
-
-    def backward(self, microbatch: int, gradients: Gradients) -> Gradients:
-        return self.inner.backward(microbatch, self._hooked(gradients))
-
-    def backward_input(self, microbatch: int, gradients: Gradients) -> Gradients:
-        return self.inner.backward_input(microbatch, self._hooked(gradients))
-
-    def _hooked(self, gradients: Gradients) -> Gradients:
-        factor = 0.5 ** (self._steps - 1)
-        return tuple(None if gradient is None else gradient * factor for gradient in gradients)
+    return on_stages(Changes(inputs=counted, given=hooked), first)(parts)
 
 
-SPECIMENS = (
-    Specimen(
-        name="gradients-not-cleared",
+SPECIMENS: Mapping[str, Specimen] = {
+    "gradients-not-cleared": Specimen(
         summary="gradients are not cleared after a step, so the next step's are added to them",
         origin="NVIDIA/Megatron-LM#4609",
         classes=("tB", "mE", "mL"),
-        smallest=_TWO_STEPS,
-        law="gradient",
-        fault=Fault("stale-gradient"),
+        fault=Fault("stale-gradient", "gradient"),
         needs=Needs(plan=("train", "train")),
-        plant=on_work(_NotCleared),
+        plant=_not_cleared,
     ),
-    Specimen(
-        name="gradients-onto-parameters",
+    "gradients-onto-parameters": Specimen(
         summary="gradients are added to a buffer in which parameters were gathered before",
         origin="NVIDIA/Megatron-LM b25a76e0",
         classes=("mE",),
-        smallest="naive r1 s1 m1 split=1 model=mlp plan=train seed=0",
-        law="gradient",
-        fault=Fault("extra-term"),
-        plant=on_work(_OnParameters),
+        fault=Fault("extra-term", "gradient"),
+        plant=on_gradients(_onto_parameters),
     ),
-    Specimen(
-        name="accumulated-lost",
+    "accumulated-lost": Specimen(
         summary="the gradients of an accumulation's first call are cleared before its second",
         origin="NVIDIA-NeMo/Automodel#3530",
         classes=("tB", "mB"),
-        smallest="naive r1 s1 m1 split=1 model=mlp plan=accumulate+train seed=0",
-        law="gradient",
-        fault=Fault("dropped"),
+        fault=Fault("dropped", "gradient"),
         needs=Needs(plan=("accumulate", "train")),
-        drive=_ClearsBefore,
+        drive=on_steps(given=_clear_before),
     ),
-    Specimen(
-        name="evaluation-mode-stays",
+    "evaluation-mode-stays": Specimen(
         summary="after an evaluation one stage goes on training in evaluation mode",
         origin="pytorch/pytorch#162822 and the class of modes not restored",
         classes=("tH", "mL"),
-        smallest=_AFTER_EVAL.format(model="mlp"),
-        law="microbatches",
-        fault=Fault("mode", stage=middle),
-        needs=Needs(plan=("eval", "train")),
-        drive=_StaysInEvaluation,
+        fault=Fault("mode", "microbatches", stage=middle),
+        needs=_AFTER_EVAL,
+        drive=on_steps(told=_stay_in_evaluation, operation="eval"),
     ),
-    Specimen(
-        name="evaluation-in-training-mode",
+    "evaluation-in-training-mode": Specimen(
         summary="one stage evaluates in training mode",
         origin="no report: the mirror image of evaluation-mode-stays",
         classes=("tH",),
-        smallest=_AFTER_EVAL.format(model="mlp"),
-        law="microbatches",
-        fault=Fault("mode", stage=middle),
-        needs=Needs(plan=("eval", "train")),
-        plant=on_stages(lambda stage, schedule: _TrainsInEvaluation(stage), middle),
+        fault=Fault("mode", "microbatches", stage=middle),
+        needs=_AFTER_EVAL,
+        plant=on_stages(Changes(during=_always_training), middle),
     ),
-    Specimen(
-        name="evaluation-moves-statistics",
+    "evaluation-moves-statistics": Specimen(
         summary="an evaluation changes running statistics",
         origin="kakaobrain/torchgpipe#35 (suspected there)",
         classes=("tG", "tH"),
-        smallest=_AFTER_EVAL.format(model="batchnorm"),
-        law="buffers",
-        fault=Fault("buffers"),
+        fault=Fault("buffers", "buffers"),
         needs=Needs(models=("batchnorm",), plan=("eval", "train")),
-        drive=_EvaluationTicks,
+        drive=on_steps(told=_move_statistics, operation="eval"),
     ),
-    Specimen(
-        name="evaluation-differentiates",
+    "evaluation-differentiates": Specimen(
         summary="the end of a step, with its gradients, runs in evaluation too",
         origin="NVIDIA/Megatron-LM 5f50aed7",
         classes=("mB",),
-        smallest=_AFTER_EVAL.format(model="mlp"),
-        law="gradient",
-        fault=Fault("extra-term", alike=("stale-gradient",)),
-        needs=Needs(plan=("eval", "train")),
+        fault=Fault("extra-term", "gradient", alike=("stale-gradient",)),
+        needs=_AFTER_EVAL,
         drive=_EvaluationDifferentiates,
     ),
-    Specimen(
-        name="statistics-counted-twice",
+    "statistics-counted-twice": Specimen(
         summary="recomputing a forward moves running statistics a second time",
         origin="kakaobrain/torchgpipe#9 (suspected there)",
         classes=("tG", "tH"),
-        smallest="naive r1 s1 m1 split=1 model=batchnorm plan=train seed=0",
-        law="buffers",
-        fault=Fault("buffers", stage=middle),
+        fault=Fault("buffers", "buffers", stage=middle),
         needs=Needs(models=("batchnorm",)),
-        plant=on_stages(lambda stage, schedule: _Recomputes(stage), middle),
+        plant=on_stages(Changes(given=_recomputed), middle),
     ),
-    Specimen(
-        name="boundary-hook-stays",
+    "boundary-hook-stays": Specimen(
         summary="a hook on a kept boundary buffer is registered again in every step and fires more and more often",
         origin="pytorch/pytorch#185331",
         classes=("tB", "tH"),
-        smallest="naive r2 s2 m1 split=1,1 model=mlp plan=train+train seed=0",
-        law="second-step",
-        fault=Fault("scale", stage=first, factor=lambda case: 0.5, alike=("altered",)),
+        fault=Fault("scale", "second-step", stage=first, factor=lambda case: 0.5, alike=("altered",)),
         needs=Needs(stages=2, plan=("train", "train")),
-        plant=on_stages(lambda stage, schedule: _HookStays(stage), first),
+        plant=_hook_stays,
     ),
-)
+}
