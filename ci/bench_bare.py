@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeline import Action, Kind, Schedule
+from pipeproof.pipeline import Action, Kind, Schedule
 
 
 class _Line(NamedTuple):

@@ -10,12 +10,12 @@ import torch.multiprocessing as mp
 from bench_table import Row, Target, ratio
 from hypothesis import HealthCheck, Phase, given, settings
 
-from validation import Case, World
-from validation.cases.fuzz import cases
-from validation.cases.judgement import judge
-from validation.cases.observe import observe, observe_rank
-from validation.cases.validator import validate
-from validation.worlds.worker import RankContext
+from pipeproof import Case, World
+from pipeproof.cases.fuzz import cases
+from pipeproof.cases.judgement import judge
+from pipeproof.cases.observe import observe, observe_rank
+from pipeproof.cases.validator import validate
+from pipeproof.worlds.worker import RankContext
 
 _LEAST = 20.0
 

@@ -6,16 +6,16 @@ from time import perf_counter
 
 from bench_table import Row, Target
 
-from validation.cases.case import Case
-from validation.cases.judgement import diagnose, judge
-from validation.cases.observe import observe
-from validation.cases.specimens import FAMILIES
-from validation.cases.specimens.specimen import unchanged
-from validation.cases.trial import case_for
-from validation.judging.verdict import Verdict
-from validation.observers.observed import Observed
-from validation.worlds.rank_report import RankFailed
-from validation.worlds.world import World
+from pipeproof.cases.case import Case
+from pipeproof.cases.judgement import diagnose, judge
+from pipeproof.cases.observe import observe
+from pipeproof.cases.specimens import FAMILIES
+from pipeproof.cases.specimens.specimen import unchanged
+from pipeproof.cases.trial import case_for
+from pipeproof.judging.verdict import Verdict
+from pipeproof.observers.observed import Observed
+from pipeproof.worlds.rank_report import RankFailed
+from pipeproof.worlds.world import World
 
 SCHEDULES = ("1f1b", "zb-h1")
 _MOST_S = 1.0

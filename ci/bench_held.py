@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input
 from torch.profiler import ProfilerActivity, profile
 
-from pipeline.stage import ModuleStage
+from pipeproof.pipeline.stage import ModuleStage
 
 
 class Block(nn.Module):

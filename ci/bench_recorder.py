@@ -7,11 +7,11 @@ import torch.distributed as dist
 from bench_ranks import Turns, conditions, on_ranks, step_seconds, take_turns
 from bench_table import Row, Target, ratio
 
-from reference.data import Shapes, microbatches
-from validation.cases.case import Case
-from validation.cases.observe import assemble
-from validation.observers.recorder import Recorder
-from validation.worlds.worker import RankContext
+from pipeproof.cases.case import Case
+from pipeproof.cases.observe import assemble
+from pipeproof.observers.recorder import Recorder
+from pipeproof.reference.data import Shapes, microbatches
+from pipeproof.worlds.worker import RankContext
 
 # Microbatches as small as those of a validation, and as long as the model's context admits.
 SUBJECTS = {

@@ -16,8 +16,8 @@ from typing import Any
 
 from bench_table import Row, Target
 
-from pipeline import build, lower, program_laws, simulate
-from pipeline.laws import check
+from pipeproof.pipeline import build, lower, program_laws, simulate
+from pipeproof.pipeline.laws import check
 
 SIZES = (64, 128, 256, 512, 1024)
 SCHEDULES = (("1f1b", 1), ("interleaved", 2))

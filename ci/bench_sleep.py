@@ -13,8 +13,8 @@ from bench_table import Row, Target, ratio
 from bench_variants import Case, clear_gradients, disagreement, pipeline_of, schedule_of, variants
 from torch import nn
 
-from pipeline import Schedule, Times, simulate
-from pipeline.schedules import FAMILIES
+from pipeproof.pipeline import Schedule, Times, simulate
+from pipeproof.pipeline.schedules import FAMILIES
 
 MICROBATCHES = 32
 _LIMIT_S = 400.0

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from pipeline import Kind
-from pipeline.boundary import Gradients, Tensors
-from pipeline.stage import Goal, ModuleStage, Stage
+from pipeproof.pipeline import Kind
+from pipeproof.pipeline.boundary import Gradients, Tensors
+from pipeproof.pipeline.stage import Goal, ModuleStage, Stage
 
 UNIT_S = 5e-3  # what each of F, I and W of a microbatch lasts on a rank; a stage takes its share
 _PROBE_S = UNIT_S / 2

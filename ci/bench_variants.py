@@ -22,8 +22,8 @@ from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
 )
 
-from pipeline import PipelineSchedule, Schedule, build
-from pipeline.schedules import SPLIT
+from pipeproof.pipeline import PipelineSchedule, Schedule, build
+from pipeproof.pipeline.schedules import SPLIT
 
 _TORCH = {
     "gpipe": ScheduleGPipe,

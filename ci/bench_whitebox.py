@@ -10,10 +10,10 @@ import torch.distributed as dist
 from bench_table import Row, Target, ratio
 from torch import Tensor, nn
 
-from validation.foreign import WhiteBox, watch
-from validation.judging.judge import one_thread
-from validation.worlds.worker import RankContext
-from validation.worlds.world import World
+from pipeproof.foreign import WhiteBox, watch
+from pipeproof.judging.judge import one_thread
+from pipeproof.worlds.worker import RankContext
+from pipeproof.worlds.world import World
 
 WIDTH, ROWS, LAYERS, MICROBATCHES = 512, 64, 8, 8
 loss_fn = nn.functional.mse_loss

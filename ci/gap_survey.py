@@ -12,13 +12,13 @@ from gap_page import page
 from gap_picture import gap_picture
 from gaps import Row, measured
 
-from validation.cases.case import DTYPES, MODELS, Case, CaseError
-from validation.commands.ending import ended
-from validation.commands.option_parser import OptionParser
-from validation.commands.selection import dtype_names
-from validation.reports.picture import check_drawable
-from validation.reports.terminal import Terminal
-from validation.worlds.output_file import OutputFile
+from pipeproof.cases.case import DTYPES, MODELS, Case, CaseError
+from pipeproof.commands.ending import ended
+from pipeproof.commands.option_parser import OptionParser
+from pipeproof.commands.selection import dtype_names
+from pipeproof.reports.picture import check_drawable
+from pipeproof.reports.terminal import Terminal
+from pipeproof.worlds.output_file import OutputFile
 
 
 class Survey(NamedTuple):

@@ -8,13 +8,13 @@ import torch
 from least_faults import FAULTS, NARROW, LeastFault, Step, Total
 from torch import Tensor
 
-from reference.data import Batch, Shapes, microbatches
-from reference.model import DTYPES, build_model
-from reference.step import Recipe, Reference, Site
-from validation.cases.stages import owners
-from validation.judging.judge import one_thread
-from validation.judging.oracle import Floors, Pending
-from validation.judging.tolerance import Floor, error, same_bits
+from pipeproof.cases.stages import owners
+from pipeproof.judging.judge import one_thread
+from pipeproof.judging.oracle import Floors, Pending
+from pipeproof.judging.tolerance import Floor, error, same_bits
+from pipeproof.reference.data import Batch, Shapes, microbatches
+from pipeproof.reference.model import DTYPES, build_model
+from pipeproof.reference.step import Recipe, Reference, Site
 
 SPLIT = (1, 1, 1, 1)  # a layer a stage
 _RECIPE = Recipe(loss="tokens")

@@ -10,9 +10,9 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from reference.data import IGNORED, Batch
-from reference.model import LossFn, Model
-from reference.step import Contribution, Recipe, Reference, Site, accumulate, objective
+from pipeproof.reference.data import IGNORED, Batch
+from pipeproof.reference.model import LossFn, Model
+from pipeproof.reference.step import Contribution, Recipe, Reference, Site, accumulate, objective
 
 Total = Mapping[Site, Tensor | None]
 NARROW = torch.bfloat16

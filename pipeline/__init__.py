@@ -6,21 +6,21 @@ The names that need torch are loaded when first used, so that drawing and checki
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from pipeline.action import Action, ActionError, Kind
-from pipeline.files import read_file
-from pipeline.grid import grid
-from pipeline.laws import check
-from pipeline.lower import Program, lower, program_from_csv, read_csv
-from pipeline.schedule import Schedule, ScheduleError, schedule_from_csv
-from pipeline.schedules import build
-from pipeline.simulate import Timeline, Times, simulate
+from pipeproof.pipeline.action import Action, ActionError, Kind
+from pipeproof.pipeline.files import read_file
+from pipeproof.pipeline.grid import grid
+from pipeproof.pipeline.laws import check
+from pipeproof.pipeline.lower import Program, lower, program_from_csv, read_csv
+from pipeproof.pipeline.schedule import Schedule, ScheduleError, schedule_from_csv
+from pipeproof.pipeline.schedules import build
+from pipeproof.pipeline.simulate import Timeline, Times, simulate
 
 if TYPE_CHECKING:
-    from pipeline.profile import Profile as Profile
-    from pipeline.step import PipelineSchedule as PipelineSchedule
-    from pipeline.step import StepResult as StepResult
+    from pipeproof.pipeline.profile import Profile as Profile
+    from pipeproof.pipeline.step import PipelineSchedule as PipelineSchedule
+    from pipeproof.pipeline.step import StepResult as StepResult
 
-_NEEDS_TORCH = {"PipelineSchedule": "pipeline.step", "StepResult": "pipeline.step", "Profile": "pipeline.profile"}
+_NEEDS_TORCH = {"PipelineSchedule": "step", "StepResult": "step", "Profile": "profile"}
 
 __all__ = [
     "Action",
@@ -48,5 +48,5 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _NEEDS_TORCH:
-        return getattr(importlib.import_module(_NEEDS_TORCH[name]), name)
-    raise AttributeError(f"module 'pipeline' has no attribute {name!r}")
+        return getattr(importlib.import_module(f"{__name__}.{_NEEDS_TORCH[name]}"), name)
+    raise AttributeError(f"module 'pipeproof.pipeline' has no attribute {name!r}")

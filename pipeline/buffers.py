@@ -4,11 +4,11 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from pipeline.action import WAITS, Kind
-from pipeline.columns import Columns, Ints
-from pipeline.lower import Program
-from pipeline.memory import Peak
-from pipeline.messages import Messages, consumers
+from pipeproof.pipeline.action import WAITS, Kind
+from pipeproof.pipeline.columns import Columns, Ints
+from pipeproof.pipeline.lower import Program
+from pipeproof.pipeline.memory import Peak
+from pipeproof.pipeline.messages import Messages, consumers
 
 RECEIVED, SENT, WEIGHTS = "receive buffers", "send buffers", "weight-gradient inputs"
 

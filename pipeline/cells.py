@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from pipeline.action import Action, ActionError, Kind, ScheduleError
+from pipeproof.pipeline.action import Action, ActionError, Kind, ScheduleError
 
 _NUMBER = "(?:0|[1-9][0-9]{0,8})"
 _SKIPPED = re.compile(f"{_NUMBER}(UNSHARD|RESHARD|REDUCE_GRAD|WAIT_REDUCE_GRAD)")

@@ -8,10 +8,10 @@ the slice around its start ("s") to the slice around its finish ("f").
 from collections.abc import Iterator, Mapping
 from itertools import chain, count
 
-from pipeline.action import COMPUTE
-from pipeline.dataflow import need_of
-from pipeline.deliveries import deliveries
-from pipeline.trace import Span, Trace
+from pipeproof.pipeline.action import COMPUTE
+from pipeproof.pipeline.dataflow import need_of
+from pipeproof.pipeline.deliveries import deliveries
+from pipeproof.pipeline.trace import Span, Trace
 
 Event = dict[str, object]
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.action import Action, Kind
+from pipeproof.pipeline.action import Action, Kind
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]

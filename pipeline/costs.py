@@ -7,11 +7,11 @@ from itertools import chain
 from statistics import median
 from typing import TypeVar
 
-from pipeline.action import Action, Kind
-from pipeline.deliveries import deliveries
-from pipeline.schedule import Schedule
-from pipeline.simulate import Timeline, simulate
-from pipeline.trace import Span, Trace
+from pipeproof.pipeline.action import Action, Kind
+from pipeproof.pipeline.deliveries import deliveries
+from pipeproof.pipeline.schedule import Schedule
+from pipeproof.pipeline.simulate import Timeline, simulate
+from pipeproof.pipeline.trace import Span, Trace
 
 Key = TypeVar("Key")
 

@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipeline.action import GIVES_INPUT_GRADIENT, Action, Kind
-from pipeline.columns import Columns, Ints, Mask
-from pipeline.graph import Graph
-from pipeline.schedule import ScheduleError
+from pipeproof.pipeline.action import GIVES_INPUT_GRADIENT, Action, Kind
+from pipeproof.pipeline.columns import Columns, Ints, Mask
+from pipeproof.pipeline.graph import Graph
+from pipeproof.pipeline.schedule import ScheduleError
 
 
 class Product(NamedTuple):

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import NamedTuple
 
-from pipeline.action import Action
-from pipeline.dataflow import need_of, product_of
-from pipeline.lower import message_of
-from pipeline.schedule import Schedule
+from pipeproof.pipeline.action import Action
+from pipeproof.pipeline.dataflow import need_of, product_of
+from pipeproof.pipeline.lower import message_of
+from pipeproof.pipeline.schedule import Schedule
 
 
 class Delivery(NamedTuple):

@@ -4,8 +4,8 @@ import io
 import sys
 from pathlib import Path
 
-from pipeline.lower import Program, read_csv
-from pipeline.schedule import Schedule, ScheduleError
+from pipeproof.pipeline.lower import Program, read_csv
+from pipeproof.pipeline.schedule import Schedule, ScheduleError
 
 _MOST_BYTES = 1 << 29  # some forty million actions
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pipeline.transport import Message, Transport
+from pipeproof.pipeline.transport import Message, Transport
 
 # Tags above those of links and of tied gradients: gloo admits up to 2**31 - 1.
 _COUNT_TAG = 2**31 - 2

@@ -8,9 +8,9 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from pipeline.boundary import HEADER_BYTES, TensorSpec, decode_specs, encode_specs, gradients
-from pipeline.stage import Stage
-from pipeline.transport import Message, Transport
+from pipeproof.pipeline.boundary import HEADER_BYTES, TensorSpec, decode_specs, encode_specs, gradients
+from pipeproof.pipeline.stage import Stage
+from pipeproof.pipeline.transport import Message, Transport
 
 # Tags of tied gradients lie above those that links use (see links.py): gloo admits up to 2**31 - 1.
 _TIED_TAGS = 2**30

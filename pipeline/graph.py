@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.columns import Floats, Ints, Mask
+from pipeproof.pipeline.columns import Floats, Ints, Mask
 
 _MOST_STEPS = 2_000_000
 

@@ -2,10 +2,10 @@
 
 from collections.abc import Collection, Sequence
 
-from pipeline.action import Action
-from pipeline.schedule import Schedule, ScheduleError
-from pipeline.simulate import Timeline, simulate
-from pipeline.sizes import MOST_ACTIONS
+from pipeproof.pipeline.action import Action
+from pipeproof.pipeline.schedule import Schedule, ScheduleError
+from pipeproof.pipeline.simulate import Timeline, simulate
+from pipeproof.pipeline.sizes import MOST_ACTIONS
 
 
 def grid(schedule: Schedule) -> str:

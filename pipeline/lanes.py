@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
-from pipeline.waiting import waiting
+from pipeproof.pipeline.waiting import waiting
 
 _MEET_S = 120.0  # for the other ranks to come, the first time that a group is used
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.action import COMPUTE, GIVES_WEIGHT_GRADIENT, Action, Kind
-from pipeline.columns import CODE, Columns, Ints, Mask
-from pipeline.dataflow import NEVER, flow, stuck, suppliers
-from pipeline.grid import marked
-from pipeline.memory import peaks_of
-from pipeline.schedule import Schedule, ScheduleError
+from pipeproof.pipeline.action import COMPUTE, GIVES_WEIGHT_GRADIENT, Action, Kind
+from pipeproof.pipeline.columns import CODE, Columns, Ints, Mask
+from pipeproof.pipeline.dataflow import NEVER, flow, stuck, suppliers
+from pipeproof.pipeline.grid import marked
+from pipeproof.pipeline.memory import peaks_of
+from pipeproof.pipeline.schedule import Schedule, ScheduleError
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def acyclic(schedule: Schedule) -> Iterator[Violation]:
 
 
 def within_memory(limit: float, *, weight_memory: float = 1.0, sizes: Sequence[float] = ()) -> Law:
-    """The law that no rank ever holds more than ``limit`` activations, counted as ``pipeline.memory`` counts them."""
+    """The law that no rank ever holds more than ``limit`` activations, counted as ``memory`` counts them."""
 
     def memory(schedule: Schedule) -> Iterator[Violation]:
         peaks = peaks_of(schedule.columns, weight_memory=weight_memory, sizes=sizes)

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from pipeline.action import Action, Kind
-from pipeline.boundary import (
+from pipeproof.pipeline.action import Action, Kind
+from pipeproof.pipeline.boundary import (
     HEADER_BYTES,
     BoundaryError,
     Gradients,
@@ -23,8 +23,8 @@ from pipeline.boundary import (
     encode_specs,
     gradients,
 )
-from pipeline.mailbox import Mailbox
-from pipeline.transport import Message, Transport
+from pipeproof.pipeline.mailbox import Mailbox
+from pipeproof.pipeline.transport import Message, Transport
 
 Link = int  # the number of the stage before it: link s joins stages s and s + 1
 _Key = tuple[Link, int]  # a link, and a number for the microbatch's signature

@@ -6,12 +6,12 @@ from itertools import chain, pairwise
 
 import numpy as np
 
-from pipeline.action import COMPUTE, GIVES_INPUT_GRADIENT, RECEIVES, SENDS, Action, Kind
-from pipeline.cells import read_cells, write_cells
-from pipeline.columns import CODE, Columns, Ints
-from pipeline.dataflow import product_of, suppliers
-from pipeline.schedule import Schedule, ScheduleError, schedule_from_csv, schedule_of
-from pipeline.simulate import simulate
+from pipeproof.pipeline.action import COMPUTE, GIVES_INPUT_GRADIENT, RECEIVES, SENDS, Action, Kind
+from pipeproof.pipeline.cells import read_cells, write_cells
+from pipeproof.pipeline.columns import CODE, Columns, Ints
+from pipeproof.pipeline.dataflow import product_of, suppliers
+from pipeproof.pipeline.schedule import Schedule, ScheduleError, schedule_from_csv, schedule_of
+from pipeproof.pipeline.simulate import simulate
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def program_from_csv(text: str, *, name: str = "csv") -> Program:
     """Read torch's ``compute_comms`` format, in either dialect; the inverse of ``Program.to_csv``.
 
     The schedule is its compute actions, read as ``schedule_from_csv`` reads them. Laws are not checked here
-    (``pipeline.program_laws``). Raises ``ScheduleError``.
+    (``pipeproof.pipeline.program_laws``). Raises ``ScheduleError``.
     """
     cells = read_cells(text)
     columns = Columns.of(cells.rows)

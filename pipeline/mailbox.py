@@ -4,7 +4,7 @@ from collections import deque
 
 from torch import Tensor
 
-from pipeline.transport import Message, Transport
+from pipeproof.pipeline.transport import Message, Transport
 
 # How much may be posted and not taken yet. Data leave their sender only when the receive is posted, and posting costs
 # a message itself, dearest while others are under way; so small messages are all posted before the first is needed

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipeline.action import Kind
-from pipeline.columns import KINDS, Columns, Floats
+from pipeproof.pipeline.action import Kind
+from pipeproof.pipeline.columns import KINDS, Columns, Floats
 
 
 class Peak(NamedTuple):

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.action import COMPUTE, RECEIVES, SENDS, WAITS, Kind
-from pipeline.columns import Columns, Ints, Mask
-from pipeline.dataflow import NEVER, NONE
-from pipeline.lower import Program
+from pipeproof.pipeline.action import COMPUTE, RECEIVES, SENDS, WAITS, Kind
+from pipeproof.pipeline.columns import Columns, Ints, Mask
+from pipeproof.pipeline.dataflow import NEVER, NONE
+from pipeproof.pipeline.lower import Program
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
-from pipeline.schedule import ScheduleError
-from pipeline.sizes import MOST_LAYERS, counted, some
+from pipeproof.pipeline.schedule import ScheduleError
+from pipeproof.pipeline.sizes import MOST_LAYERS, counted, some
 
 Fits = Callable[[int, int, int], bool]
 Best = tuple[float, float, tuple[int, ...]]

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from pipeline.memory import peaks_of
-from pipeline.partition import balanced, balanced_within, costs_of
-from pipeline.schedule import Schedule, ScheduleError
-from pipeline.schedules import FAMILIES, LOOPED, build, virtuals
-from pipeline.simulate import Times, simulate
-from pipeline.sizes import MOST_MICROBATCHES, MOST_RANKS, counted, measured
+from pipeproof.pipeline.memory import peaks_of
+from pipeproof.pipeline.partition import balanced, balanced_within, costs_of
+from pipeproof.pipeline.schedule import Schedule, ScheduleError
+from pipeproof.pipeline.schedules import FAMILIES, LOOPED, build, virtuals
+from pipeproof.pipeline.simulate import Times, simulate
+from pipeproof.pipeline.sizes import MOST_MICROBATCHES, MOST_RANKS, counted, measured
 
 _SLACK = 1e-9  # what rounding may add to a sum
 

@@ -5,15 +5,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from pipeline.action import COMPUTE, WAITS, Kind
-from pipeline.buffers import buffer_peaks
-from pipeline.columns import Columns, Ints
-from pipeline.dataflow import NONE
-from pipeline.laws import LawBroken, Violation, at, misplaced, report
-from pipeline.laws import violations as of_schedule
-from pipeline.lower import Program
-from pipeline.messages import Messages, consumers, producers
-from pipeline.transports import Transport, deadlocks
+from pipeproof.pipeline.action import COMPUTE, WAITS, Kind
+from pipeproof.pipeline.buffers import buffer_peaks
+from pipeproof.pipeline.columns import Columns, Ints
+from pipeproof.pipeline.dataflow import NONE
+from pipeproof.pipeline.laws import LawBroken, Violation, at, misplaced, report
+from pipeproof.pipeline.laws import violations as of_schedule
+from pipeproof.pipeline.lower import Program
+from pipeproof.pipeline.messages import Messages, consumers, producers
+from pipeproof.pipeline.transports import Transport, deadlocks
 
 ProgramLaw = Callable[[Program], Iterator[Violation]]
 

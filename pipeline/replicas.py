@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pipeline.boundary import Gradients, Tensors
-from pipeline.gradients import GradientWork
-from pipeline.stage import Goal, ModuleStage
+from pipeproof.pipeline.boundary import Gradients, Tensors
+from pipeproof.pipeline.gradients import GradientWork
+from pipeproof.pipeline.stage import Goal, ModuleStage
 
 _NOT_SPLIT = "the hooks of fully_shard reduce gradients in whole backwards only"
 

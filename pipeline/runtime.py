@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from pipeline.action import COMPUTE, Action, Kind
-from pipeline.boundary import Gradients, Tensors, signature
-from pipeline.links import Links
-from pipeline.lower import Program
-from pipeline.stage import Goal, LossFn, Stage
-from pipeline.transport import Transport
+from pipeproof.pipeline.action import COMPUTE, Action, Kind
+from pipeproof.pipeline.boundary import Gradients, Tensors, signature
+from pipeproof.pipeline.links import Links
+from pipeproof.pipeline.lower import Program
+from pipeproof.pipeline.stage import Goal, LossFn, Stage
+from pipeproof.pipeline.transport import Transport
 
 
 class Microbatch(NamedTuple):

@@ -6,16 +6,16 @@ from functools import cached_property
 
 import numpy as np
 
-from pipeline.action import Action
-from pipeline.action import ScheduleError as ScheduleError
-from pipeline.cells import read_cells, write_cells
-from pipeline.columns import Columns, Ints
-from pipeline.sizes import some
+from pipeproof.pipeline.action import Action
+from pipeproof.pipeline.action import ScheduleError as ScheduleError
+from pipeproof.pipeline.cells import read_cells, write_cells
+from pipeproof.pipeline.columns import Columns, Ints
+from pipeproof.pipeline.sizes import some
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What each rank computes, in order; sends and receives are added by ``pipeline.lower``.
+    """What each rank computes, in order; sends and receives are added by ``pipeproof.pipeline.lower``.
 
     ``ranks[r]`` is rank r's list; an action's position in it is its slot. ``placement[s]`` is the rank of stage s.
     ``overlaps`` are the (rank, slot) of forwards that run together with the backward after them, as one action: both
@@ -71,8 +71,8 @@ class Schedule:
 def schedule_from_csv(text: str, *, name: str = "csv") -> Schedule:
     """Read torch's ``compute_only`` format: a row per rank, an action per cell, blank cells for idle slots.
 
-    Stages, microbatches and placement are read off the cells. Laws are not checked here (``pipeline.laws``), except
-    what is needed to name them: every cell an action, something in every row, every stage on one rank, stages 0..S-1
+    Stages, microbatches and placement are read off the cells. Laws are not checked here (``check`` does), except what
+    is needed to name them: every cell an action, something in every row, every stage on one rank, stages 0..S-1
     and microbatches 0..M-1 all present. Empty lines at the end are no rows. Raises ``ScheduleError``.
     """
     cells = read_cells(text)

@@ -12,11 +12,11 @@ from functools import cached_property
 
 import numpy as np
 
-from pipeline.action import Action, Kind
-from pipeline.columns import KINDS, Columns, Floats, Ints
-from pipeline.dataflow import flow, stuck, suppliers
-from pipeline.memory import peaks_of
-from pipeline.schedule import Schedule
+from pipeproof.pipeline.action import Action, Kind
+from pipeproof.pipeline.columns import KINDS, Columns, Floats, Ints
+from pipeproof.pipeline.dataflow import flow, stuck, suppliers
+from pipeproof.pipeline.memory import peaks_of
+from pipeproof.pipeline.schedule import Schedule
 
 
 @dataclass(frozen=True)

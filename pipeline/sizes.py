@@ -1,6 +1,6 @@
 """Bounds of what is asked for: far above any use, and low enough that what is allowed ends and fits in memory."""
 
-from pipeline.action import ScheduleError
+from pipeproof.pipeline.action import ScheduleError
 
 MOST_RANKS = 1 << 12
 MOST_MICROBATCHES = 1 << 16

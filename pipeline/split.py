@@ -27,7 +27,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from pipeline.boundary import Gradients, Tensors
+from pipeproof.pipeline.boundary import Gradients, Tensors
 
 Shares = list[tuple[GradientEdge, Tensor]]  # what is still to be added, and where in the graph it goes on from
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from pipeline.boundary import Gradients, Tensors, as_tensors
-from pipeline.split import NamedUses, SplitBackward
+from pipeproof.pipeline.boundary import Gradients, Tensors, as_tensors
+from pipeproof.pipeline.split import NamedUses, SplitBackward
 
 LossFn = Callable[..., Tensor]  # loss_fn(output of the last stage, target) -> scalar; a tuple where that is one
 

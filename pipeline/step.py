@@ -12,23 +12,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeline import clocks
-from pipeline.action import COMPUTE, Action, Kind
-from pipeline.boundary import as_tensors
-from pipeline.gather import gather
-from pipeline.gradients import GradientWork, StageGradients, Tied, clip_factor, norm_of
-from pipeline.laws import check
-from pipeline.lower import Program, lower
-from pipeline.profile import Profile
-from pipeline.program_laws import check as check_program
-from pipeline.program_laws import runnable
-from pipeline.replicas import stage_of, with_replicas
-from pipeline.runtime import Microbatch, Objective, OwnSpan, Run, Runtime
-from pipeline.schedule import Schedule, ScheduleError
-from pipeline.schedules import build
-from pipeline.stage import LossFn, Stage
-from pipeline.trace import Trace, decode, encode
-from pipeline.transport import Alone, DistributedTransport, Transport
+from pipeproof.pipeline import clocks
+from pipeproof.pipeline.action import COMPUTE, Action, Kind
+from pipeproof.pipeline.boundary import as_tensors
+from pipeproof.pipeline.gather import gather
+from pipeproof.pipeline.gradients import GradientWork, StageGradients, Tied, clip_factor, norm_of
+from pipeproof.pipeline.laws import check
+from pipeproof.pipeline.lower import Program, lower
+from pipeproof.pipeline.profile import Profile
+from pipeproof.pipeline.program_laws import check as check_program
+from pipeproof.pipeline.program_laws import runnable
+from pipeproof.pipeline.replicas import stage_of, with_replicas
+from pipeproof.pipeline.runtime import Microbatch, Objective, OwnSpan, Run, Runtime
+from pipeproof.pipeline.schedule import Schedule, ScheduleError
+from pipeproof.pipeline.schedules import build
+from pipeproof.pipeline.stage import LossFn, Stage
+from pipeproof.pipeline.trace import Trace, decode, encode
+from pipeproof.pipeline.transport import Alone, DistributedTransport, Transport
 
 # How many compute actions ahead of its consumer a receive may be posted, where the transport matches messages by tag:
 # any number, for what bounds it is the bytes that are under way (mailbox.py).

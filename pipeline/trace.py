@@ -6,10 +6,10 @@ from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
 
-from pipeline.action import COMPUTE, Action
-from pipeline.columns import CODE, KINDS
-from pipeline.profile import Profile
-from pipeline.schedule import Schedule
+from pipeproof.pipeline.action import COMPUTE, Action
+from pipeproof.pipeline.columns import CODE, KINDS
+from pipeproof.pipeline.profile import Profile
+from pipeproof.pipeline.schedule import Schedule
 
 
 class Span(NamedTuple):

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.lanes import Lane, second_lane
-from pipeline.waiting import waiting
+from pipeproof.pipeline.lanes import Lane, second_lane
+from pipeproof.pipeline.waiting import waiting
 
 DEFAULT_TIMEOUT_S = 120.0
 

@@ -22,11 +22,11 @@ from enum import StrEnum
 
 import numpy as np
 
-from pipeline.action import COMPUTE, SENDS, WAITS
-from pipeline.columns import Columns, Ints, Mask
-from pipeline.graph import Graph
-from pipeline.lower import Program
-from pipeline.messages import Messages, consumers
+from pipeproof.pipeline.action import COMPUTE, SENDS, WAITS
+from pipeproof.pipeline.columns import Columns, Ints, Mask
+from pipeproof.pipeline.graph import Graph
+from pipeproof.pipeline.lower import Program
+from pipeproof.pipeline.messages import Messages, consumers
 
 
 class Transport(StrEnum):

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from reference.data import Batch
-from reference.model import LossFn, Model
+from pipeproof.reference.data import Batch
+from pipeproof.reference.model import LossFn, Model
 
 Tensors = tuple[Tensor, ...]
 Gradients = tuple[Tensor | None, ...]

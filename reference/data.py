@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reference.model import CONTEXT, WIDTH, ModelError
+from pipeproof.reference.model import CONTEXT, WIDTH, ModelError
 
 IGNORED = -100  # cross entropy's mark for a target that does not count
 

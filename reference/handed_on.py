@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from reference.outputs import Place
-from reference.step import Gradient
+from pipeproof.reference.outputs import Place
+from pipeproof.reference.step import Gradient
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from reference.streams import CarryBlock, FreshBlock, PromptBlock, SometimesBlock, ViewBlock
+from pipeproof.reference.streams import CarryBlock, FreshBlock, PromptBlock, SometimesBlock, ViewBlock
 
 WIDTH = 32
 HEADS = 4

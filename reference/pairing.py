@@ -14,9 +14,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from reference.data import Batch
-from reference.model import Model
-from reference.step import Gradient, Recipe, Stage, objective
+from pipeproof.reference.data import Batch
+from pipeproof.reference.model import Model
+from pipeproof.reference.step import Gradient, Recipe, Stage, objective
 
 Tensors = tuple[Tensor, ...]
 # From a stage's outputs to the gradients in them; None where it does not fit them.

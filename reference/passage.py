@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from reference.outputs import Outputs, Place, outputs_changed
+from pipeproof.reference.outputs import Outputs, Place, outputs_changed
 
 Values = tuple[Tensor | None, ...]
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from reference.copied import copied
-from reference.data import Batch
-from reference.graded import graded
-from reference.model import LossFn, Model
+from pipeproof.reference.copied import copied
+from pipeproof.reference.data import Batch
+from pipeproof.reference.graded import graded
+from pipeproof.reference.model import LossFn, Model
 
 Stage = int
 Site = tuple[Stage, str]  # one stage's copy of a parameter, by its name in the model

@@ -17,13 +17,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from reference.copied import copied
-from reference.data import Batch
-from reference.graded import graded
-from reference.graph import Edge, depths, ends_of, frontier
-from reference.outputs import AGAIN, Place, outputs_noted
-from reference.pairing import Contributed, Flow, Tensors, backward
-from reference.step import Gradient, Loss, Site, Stage
+from pipeproof.reference.copied import copied
+from pipeproof.reference.data import Batch
+from pipeproof.reference.graded import graded
+from pipeproof.reference.graph import Edge, depths, ends_of, frontier
+from pipeproof.reference.outputs import AGAIN, Place, outputs_noted
+from pipeproof.reference.pairing import Contributed, Flow, Tensors, backward
+from pipeproof.reference.step import Gradient, Loss, Site, Stage
 
 _ALIKE = 1e-4  # losses in two precisions that differ by more were not drawn alike
 _THROUGH = 1e-3  # gradients that flow through the ends of stages, and those that flow anyhow

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from pipeproof.worlds.launcher import launch_environment
 from tests.support.warm_start import Ended, WarmStart
-from validation.worlds.launcher import launch_environment
 
 Launch = Callable[..., Ended]
 

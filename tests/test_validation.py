@@ -4,13 +4,11 @@ from types import ModuleType
 
 import pytest
 
-import pipeline
-import reference
-import validation
-from validation import whitebox
+import pipeproof
+from pipeproof import pipeline, reference, whitebox
 
 
-@pytest.mark.parametrize("package", [pipeline, reference, validation, whitebox], ids=lambda package: package.__name__)
+@pytest.mark.parametrize("package", [pipeproof, pipeline, reference, whitebox], ids=lambda package: package.__name__)
 def test_every_name_that_is_offered_can_be_had(package: ModuleType) -> None:
     names = getattr(package, "__all__", ())
     assert all(getattr(package, name) is not None for name in names)

@@ -1,6 +1,7 @@
-"""Validation: schedules on real ranks held against the reference, law by law.
+"""pipeproof: a pipeline schedule must not change the answer.
 
-``Case`` says what to run, ``World`` where, ``validate`` gives the ``Verdict``. ``check_step`` judges a step of a
+``Case`` says what to run, ``World`` where, ``validate`` gives the ``Verdict``. ``PipelineSchedule`` runs any of
+``pipeproof.pipeline``'s schedules on your ranks. ``whitebox.validate`` judges your own step, ``check_step`` a step of a
 running job by a record that ``record_step`` and ``write_record`` made, or by a ``SingleDevice`` beside it. They load
 when first used, so that a command that needs no torch does not wait for it.
 """
@@ -9,18 +10,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import validation.foreign as whitebox
-    from validation.cases.case import Case as Case
-    from validation.cases.validator import validate as validate
-    from validation.judging.verdict import Verdict as Verdict
-    from validation.records.single_device import SingleDevice as SingleDevice
-    from validation.records.step_check import check_step as check_step
-    from validation.records.step_record import record_step as record_step
-    from validation.records.step_record import write_record as write_record
-    from validation.worlds.world import World as World
+    import pipeproof.foreign as whitebox
+    from pipeproof.cases.case import Case as Case
+    from pipeproof.cases.validator import validate as validate
+    from pipeproof.judging.verdict import Verdict as Verdict
+    from pipeproof.pipeline.step import PipelineSchedule as PipelineSchedule
+    from pipeproof.records.single_device import SingleDevice as SingleDevice
+    from pipeproof.records.step_check import check_step as check_step
+    from pipeproof.records.step_record import record_step as record_step
+    from pipeproof.records.step_record import write_record as write_record
+    from pipeproof.worlds.world import World as World
 
 _HOMES = {
     "Case": "cases.case",
+    "PipelineSchedule": "pipeline.step",
     "SingleDevice": "records.single_device",
     "Verdict": "judging.verdict",
     "World": "worlds.world",
@@ -32,6 +35,7 @@ _HOMES = {
 
 __all__ = [
     "Case",
+    "PipelineSchedule",
     "SingleDevice",
     "Verdict",
     "World",
@@ -45,7 +49,9 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "whitebox":
-        return importlib.import_module("validation.foreign")
+        return importlib.import_module("pipeproof.foreign")
+    if name == "__version__":
+        return importlib.import_module("importlib.metadata").version("pipeproof")
     if name in _HOMES:
-        return getattr(importlib.import_module(f"validation.{_HOMES[name]}"), name)
-    raise AttributeError(f"module 'validation' has no attribute {name!r}")
+        return getattr(importlib.import_module(f"pipeproof.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'pipeproof' has no attribute {name!r}")

@@ -1,8 +1,8 @@
-"""``python -m validation`` and ``torchrun -m validation`` are the command ``pipeproof``."""
+"""``python -m pipeproof`` and ``torchrun -m pipeproof`` are the command ``pipeproof``."""
 
 import sys
 
-from validation.cli import main
+from pipeproof.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

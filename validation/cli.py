@@ -10,11 +10,11 @@ import argparse
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from validation.commands.case_commands import add_case_commands
-from validation.commands.ending import ended
-from validation.commands.option_parser import OptionParser
-from validation.commands.schedule_commands import add_schedule_commands
-from validation.commands.selection import STATUSES
+from pipeproof.commands.case_commands import add_case_commands
+from pipeproof.commands.ending import ended
+from pipeproof.commands.option_parser import OptionParser
+from pipeproof.commands.schedule_commands import add_schedule_commands
+from pipeproof.commands.selection import STATUSES
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from validation.worlds.launcher import under_torchrun
-from validation.worlds.rank_report import NeedsMoreRanks
+from pipeproof.worlds.launcher import under_torchrun
+from pipeproof.worlds.rank_report import NeedsMoreRanks
 
 if TYPE_CHECKING:
-    from validation.foreign import WhiteBox
-    from validation.worlds.world import World
+    from pipeproof.foreign import WhiteBox
+    from pipeproof.worlds.world import World
 
 _LEFT_OUT = "pipeproof_ranks"  # a property of a report: how many ranks there were when the test wanted more
 
@@ -40,7 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(LeftOut(), "pipeproof-left-out")
     if under_torchrun():
         _refuse_workers(config)
-        from validation.worlds.pytest_torchrun import RanksTogether  # torch comes with it, so only here
+        from pipeproof.worlds.pytest_torchrun import RanksTogether  # torch comes with it, so only here
 
         config.pluginmanager.register(RanksTogether(config), "pipeproof-torchrun")
 
@@ -56,7 +56,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def world(request: pytest.FixtureRequest) -> Iterator["World"]:
     """Ranks to run jobs on, kept for the whole session: ``world.run(job, ranks=4)``."""
-    from validation.worlds.world import World  # torch comes with it, so only where a test wants ranks
+    from pipeproof.worlds.world import World  # torch comes with it, so only where a test wants ranks
 
     bound_s = min(120.0, request.config.getoption("--rank-timeout"))
     with World(device=request.config.getoption("--pipeproof-device"), timeout_s=bound_s) as world:
@@ -78,7 +78,7 @@ def _fresh_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture
 def whitebox(world: "World") -> "WhiteBox":
     """Judges a training step of one's own: ``whitebox.validate(step, reference=..., microbatches=..., ranks=4)``."""
-    from validation.foreign import WhiteBox
+    from pipeproof.foreign import WhiteBox
 
     return WhiteBox(world)
 

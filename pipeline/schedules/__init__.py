@@ -5,19 +5,19 @@ import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from pipeline.schedule import Schedule, ScheduleError
-from pipeline.schedules.dual_pipe_v import dual_pipe_v
-from pipeline.schedules.gpipe import gpipe
-from pipeline.schedules.interleaved import interleaved
-from pipeline.schedules.looped_bfs import looped_bfs
-from pipeline.schedules.naive import naive
-from pipeline.schedules.one_f_one_b import one_f_one_b
-from pipeline.schedules.v_half import v_half
-from pipeline.schedules.v_min import v_min
-from pipeline.schedules.zb_h1 import zb_h1
-from pipeline.schedules.zb_h2 import zb_h2
-from pipeline.schedules.zb_v import zb_v
-from pipeline.sizes import MOST_ACTIONS, MOST_LAYERS, MOST_MICROBATCHES, MOST_RANKS, counted
+from pipeproof.pipeline.schedule import Schedule, ScheduleError
+from pipeproof.pipeline.schedules.dual_pipe_v import dual_pipe_v
+from pipeproof.pipeline.schedules.gpipe import gpipe
+from pipeproof.pipeline.schedules.interleaved import interleaved
+from pipeproof.pipeline.schedules.looped_bfs import looped_bfs
+from pipeproof.pipeline.schedules.naive import naive
+from pipeproof.pipeline.schedules.one_f_one_b import one_f_one_b
+from pipeproof.pipeline.schedules.v_half import v_half
+from pipeproof.pipeline.schedules.v_min import v_min
+from pipeproof.pipeline.schedules.zb_h1 import zb_h1
+from pipeproof.pipeline.schedules.zb_h2 import zb_h2
+from pipeproof.pipeline.schedules.zb_v import zb_v
+from pipeproof.pipeline.sizes import MOST_ACTIONS, MOST_LAYERS, MOST_MICROBATCHES, MOST_RANKS, counted
 
 Family = Callable[..., Schedule]
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from itertools import accumulate
 
-from pipeline.action import Action, Kind
-from pipeline.schedule import Schedule
-from pipeline.schedules.vee import placement
+from pipeproof.pipeline.action import Action, Kind
+from pipeproof.pipeline.schedule import Schedule
+from pipeproof.pipeline.schedules.vee import placement
 
 PERIOD = 6
 _CHANGE = {Kind.FORWARD: 1, Kind.BACKWARD_INPUT: 0, Kind.BACKWARD_WEIGHT: -1}

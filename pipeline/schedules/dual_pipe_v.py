@@ -13,9 +13,9 @@ both before the norm. At equal times that buys, on as many ranks, a global bubbl
 (DeepSeek's table of DualPipe) at twice the weights; so the library has the schedule here, which needs none of it.
 """
 
-from pipeline.action import Action
-from pipeline.schedule import Schedule, ScheduleError
-from pipeline.schedules.vee import Row, placement
+from pipeproof.pipeline.action import Action
+from pipeproof.pipeline.schedule import Schedule, ScheduleError
+from pipeproof.pipeline.schedules.vee import Row, placement
 
 
 def dual_pipe_v(*, ranks: int, microbatches: int) -> Schedule:

@@ -8,8 +8,8 @@ Drawn for P = 2, V = 2, M = 4 (a forward is one cell, a backward two; rank 0 has
 
 from itertools import pairwise
 
-from pipeline.schedule import Schedule
-from pipeline.schedules.one_f_one_b import Work, warm_up_then_alternate
+from pipeproof.pipeline.schedule import Schedule
+from pipeproof.pipeline.schedules.one_f_one_b import Work, warm_up_then_alternate
 
 
 def interleaved(*, ranks: int, microbatches: int, virtual: int) -> Schedule:

@@ -6,8 +6,8 @@ Drawn for P = 2, V = 2, M = 3 (a forward is one cell, a backward two; rank 0 has
     rank 1 |   . 1F0 1F1 1F2 3F0 3F1 3F2 3B2 3B2 3B1 3B1 3B0 3B0 1B2 1B2 1B1 1B1 1B0 1B0   .   .
 """
 
-from pipeline.action import Action, Kind
-from pipeline.schedule import Schedule
+from pipeproof.pipeline.action import Action, Kind
+from pipeproof.pipeline.schedule import Schedule
 
 
 def looped_bfs(*, ranks: int, microbatches: int, virtual: int) -> Schedule:

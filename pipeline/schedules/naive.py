@@ -7,8 +7,8 @@ Drawn for P = 3, M = 2 (a forward is one cell, a backward two)::
     rank 2 |   .   . 2F0 2B0 2B0   .   .   .   .   .   . 2F1 2B1 2B1   .   .   .   .
 """
 
-from pipeline.action import Action, Kind
-from pipeline.schedule import Schedule
+from pipeproof.pipeline.action import Action, Kind
+from pipeproof.pipeline.schedule import Schedule
 
 
 def naive(*, ranks: int, microbatches: int) -> Schedule:

@@ -9,8 +9,8 @@ Drawn for P = 3, M = 4 (a forward is one cell, a backward two)::
 
 from collections.abc import Sequence
 
-from pipeline.action import Action, Kind
-from pipeline.schedule import Schedule
+from pipeproof.pipeline.action import Action, Kind
+from pipeproof.pipeline.schedule import Schedule
 
 Work = Sequence[tuple[int, int]]  # (stage, microbatch), in order
 

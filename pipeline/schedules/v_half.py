@@ -6,8 +6,8 @@ Drawn for P = 2, M = 4 (F, I and W are one cell each; rank 0 has stages 0 and 3)
     rank 1 |   . 1F0 2F0 1F1 2F1 2I0 2W0 1I0 1W0 1F2 2F2 2I1 2W1 1I1 1W1 1F3 2F3 2I2 1I2 2I3 1I3 2W2 1W2 2W3 1W3
 """
 
-from pipeline.schedule import Schedule
-from pipeline.schedules.building_block import Block, repeated
+from pipeproof.pipeline.schedule import Schedule
+from pipeproof.pipeline.schedules.building_block import Block, repeated
 
 
 def v_half(*, ranks: int, microbatches: int) -> Schedule:

@@ -3,7 +3,7 @@
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 
-from pipeline.action import Action, Kind
+from pipeproof.pipeline.action import Action, Kind
 
 
 def placement(ranks: int) -> tuple[int, ...]:

@@ -7,10 +7,10 @@ Drawn for P = 3, V = 1, M = 4 (F, I and W are one cell each)::
     rank 2 |   .   . 2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3
 """
 
-from pipeline.action import Action, Kind
-from pipeline.schedule import Schedule
-from pipeline.schedules.interleaved import looped_work
-from pipeline.schedules.one_f_one_b import Work
+from pipeproof.pipeline.action import Action, Kind
+from pipeproof.pipeline.schedule import Schedule
+from pipeproof.pipeline.schedules.interleaved import looped_work
+from pipeproof.pipeline.schedules.one_f_one_b import Work
 
 
 def zb_h1(*, ranks: int, microbatches: int, virtual: int) -> Schedule:

@@ -7,8 +7,8 @@ Drawn for P = 3, M = 5 (F, I and W are one cell each)::
     rank 2 |   .   . 2F0 2I0 2F1 2I1 2F2 2I2 2F3 2I3 2F4 2I4 2W0 2W1 2W2 2W3 2W4
 """
 
-from pipeline.schedule import Schedule
-from pipeline.schedules.zb_h1 import put_off_weights
+from pipeproof.pipeline.schedule import Schedule
+from pipeproof.pipeline.schedules.zb_h1 import put_off_weights
 
 
 def zb_h2(*, ranks: int, microbatches: int) -> Schedule:

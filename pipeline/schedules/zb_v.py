@@ -6,9 +6,9 @@ Drawn for P = 2, M = 4 (F, I and W are one cell each; rank 0 has stages 0 and 3)
     rank 1 |   . 1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1F3 1I1 1W1 2F3 2I2 2W2 1I2 2I3 1I3 1W2 2W3 1W3
 """
 
-from pipeline.action import Action
-from pipeline.schedule import Schedule
-from pipeline.schedules.vee import Row, below, placement
+from pipeproof.pipeline.action import Action
+from pipeproof.pipeline.schedule import Schedule
+from pipeproof.pipeline.schedules.vee import Row, below, placement
 
 
 def zb_v(*, ranks: int, microbatches: int) -> Schedule:

@@ -22,9 +22,9 @@ from bench_table import Row, Target
 from bench_variants import schedule_of
 from torch import Tensor, nn
 
-from pipeline import Kind, build
-from pipeline.schedules import FAMILIES
-from pipeline.stage import ModuleStage
+from pipeproof.pipeline import Kind, build
+from pipeproof.pipeline.schedules import FAMILIES
+from pipeproof.pipeline.stage import ModuleStage
 
 PREDICTED = {"a": 1.0, "b": 2.0, "c": 2.0, "d": 3.0}
 

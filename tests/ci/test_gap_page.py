@@ -10,7 +10,7 @@ from gap_page import cell, in_words, page
 from gaps import Gap, Row, measured
 from least_faults import FAULTS
 
-from validation.cases.case import DTYPES, MODELS
+from pipeproof.cases.case import DTYPES, MODELS
 
 KEPT = Path(__file__).parents[2] / "ci" / "TOLERANCE.md"
 

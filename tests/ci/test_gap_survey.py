@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from gap_survey import Survey, main
 
-from validation.cases.case import CaseError
+from pipeproof.cases.case import CaseError
 
 needs_matplotlib = pytest.mark.skipif(not importlib.util.find_spec("matplotlib"), reason="needs the extra 'plot'")
 SMALL = ["--model", "mlp", "--dtype", "fp32", "--microbatches", "2"]

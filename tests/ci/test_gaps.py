@@ -9,9 +9,9 @@ import torch
 from gaps import Gap, Row, measured
 from least_faults import LeastFault, Step, Total
 
-from reference.data import Shapes, microbatches
-from reference.step import Reference
-from validation.judging.tolerance import error
+from pipeproof.judging.tolerance import error
+from pipeproof.reference.data import Shapes, microbatches
+from pipeproof.reference.step import Reference
 
 
 @pytest.fixture(scope="module")

@@ -5,11 +5,11 @@ import torch
 from least_faults import FAULTS, Step, Total
 from torch import Tensor
 
-from reference.data import IGNORED, Shapes, microbatches
-from reference.model import DTYPES, build_model
-from reference.step import Recipe, Reference, Site
-from validation.cases.stages import owners
-from validation.judging.tolerance import error
+from pipeproof.cases.stages import owners
+from pipeproof.judging.tolerance import error
+from pipeproof.reference.data import IGNORED, Shapes, microbatches
+from pipeproof.reference.model import DTYPES, build_model
+from pipeproof.reference.step import Recipe, Reference, Site
 
 COUNT = 3
 ALONE = {fault.name: fault for fault in FAULTS}

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from validation import SingleDevice, check_step, record_step, write_record
+from pipeproof import SingleDevice, check_step, record_step, write_record
 
 M, WIDTH = 4, 8
 Microbatch = tuple[Tensor, Tensor]

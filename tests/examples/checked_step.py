@@ -4,8 +4,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipeline import PipelineSchedule
-from validation import SingleDevice, check_step
+from pipeproof import SingleDevice, check_step
+from pipeproof.pipeline import PipelineSchedule
 
 
 def build() -> nn.Sequential:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from validation import SingleDevice, check_step, record_step, write_record  # pipeproof
+from pipeproof import SingleDevice, check_step, record_step, write_record  # pipeproof
 
 M, WIDTH = 4, 16
 Microbatch = tuple[Tensor, Tensor]

@@ -7,7 +7,7 @@ import torch
 from around_the_pipeline import REPLICAS, WIDTH, build_model, replicated
 from torch import nn
 
-from validation.foreign import validate
+from pipeproof.foreign import validate
 
 if __name__ == "__main__":
     torch.manual_seed(1)

@@ -9,7 +9,7 @@ from hand_written_1f1b import OneFOneB
 from test_my_pipeline import build_model, loss_fn
 from torch import nn
 
-from validation.foreign import validate, watch
+from pipeproof.foreign import validate, watch
 
 
 def my_step(model: nn.Sequential, microbatches: list, fault: str) -> tuple:

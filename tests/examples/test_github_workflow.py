@@ -10,9 +10,9 @@ from xml.etree import ElementTree
 import pytest
 import yaml
 
+from pipeproof import cli
+from pipeproof.commands.option_parser import UsageError
 from tests.support.warm_start import Ended
-from validation import cli
-from validation.commands.option_parser import UsageError
 
 Launch = Callable[..., Ended]
 WORKFLOW = yaml.safe_load((Path(__file__).parents[2] / "ci" / "github-workflow.yml").read_text())
@@ -33,7 +33,7 @@ def commands(*jobs: str) -> Iterator[list[str]]:
 def module(words: list[str]) -> tuple[str, list[str]]:
     """The module that a command runs, and its arguments."""
     if words[0] == "pipeproof":
-        return "validation", words[1:]
+        return "pipeproof", words[1:]
     starts = {"python": ["-m"], "torchrun": ["--nproc-per-node", "4", "-m"]}[words[0]]
     assert words[1 : 1 + len(starts)] == starts
     return words[1 + len(starts)], words[2 + len(starts) :]
@@ -41,10 +41,10 @@ def module(words: list[str]) -> tuple[str, list[str]]:
 
 def test_every_command_exists_and_takes_its_options() -> None:
     found = [module(words) for words in commands()]
-    assert [name for name, _ in found].count("validation") == 3
+    assert [name for name, _ in found].count("pipeproof") == 3
     for name, arguments in found:
         assert importlib.util.find_spec(name) is not None
-        if name == "validation":
+        if name == "pipeproof":
             options = cli._parser().parse_args(arguments)
             assert options.cases >= 50
             assert {options.junit, options.summary, options.artifacts} == {"reports/gate.xml", "summary.md", "reports"}

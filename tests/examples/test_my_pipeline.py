@@ -5,7 +5,7 @@ import torch.distributed as dist
 from hand_written_1f1b import OneFOneB
 from torch import nn
 
-from validation.foreign import WhiteBox, watch
+from pipeproof.foreign import WhiteBox, watch
 
 loss_fn = nn.functional.mse_loss
 

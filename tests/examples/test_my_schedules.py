@@ -2,7 +2,7 @@
 
 import pytest
 
-from validation import Case, World, validate
+from pipeproof import Case, World, validate
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])

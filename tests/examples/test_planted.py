@@ -7,9 +7,9 @@ import pytest
 from planted import FAULTS, Planted
 from test_foreign_runtimes import RANKS, RUNTIMES, build_model, data, loss_fn
 
-from validation.foreign import WhiteBox
-from validation.judging.cause import Cause
-from validation.judging.verdict import Verdict
+from pipeproof.foreign import WhiteBox
+from pipeproof.judging.cause import Cause
+from pipeproof.judging.verdict import Verdict
 
 # At least these shares of all faults: named right and located where stages are watched, named right where they are not.
 LOCATED, NAMED = 0.95, 0.85

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.schedules import FAMILIES
+from pipeproof.pipeline.schedules import FAMILIES
 from tests.support.warm_start import Ended
 
 ROOT = Path(__file__).parents[2]
@@ -46,9 +46,9 @@ def arguments(command: str) -> list[str]:
     """``command`` with this Python in place of installed scripts."""
     words = [word.strip('"') for word in re.findall(r'"[^"]*"|\S+', command)]
     start = {
-        "pipeproof": ["-m", "validation"],
-        "ci/validate": ["-m", "validation", "validate"],
-        "ci/gate": ["-m", "validation", "gate"],
+        "pipeproof": ["-m", "pipeproof"],
+        "ci/validate": ["-m", "pipeproof", "validate"],
+        "ci/gate": ["-m", "pipeproof", "gate"],
         "torchrun": ["-m", "torch.distributed.run"],
         "python": [],
     }
@@ -174,4 +174,4 @@ def test_every_command_is_run_and_has_what_it_reads() -> None:
 
 def test_a_command_as_words() -> None:
     assert written("a --json b.json --svg c.svg d") == {"b.json", "c.svg"}
-    assert arguments('pipeproof replay "a b" -x') == ["-m", "validation", "replay", "a b", "-x"]
+    assert arguments('pipeproof replay "a b" -x') == ["-m", "pipeproof", "replay", "a b", "-x"]

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from validation.foreign import WhiteBox, watch
-from validation.judging.verdict import Verdict
+from pipeproof.foreign import WhiteBox, watch
+from pipeproof.judging.verdict import Verdict
 
 RANKS, WIDTH, COUNT = 3, 8, 5
 loss_fn = nn.functional.mse_loss

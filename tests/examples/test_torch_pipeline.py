@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleavedZeroBubble
 
-from validation.foreign import WhiteBox, torch_pipelining
+from pipeproof.foreign import WhiteBox, torch_pipelining
 
 loss_fn = nn.functional.mse_loss
 

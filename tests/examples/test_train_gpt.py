@@ -9,8 +9,8 @@ from types import ModuleType
 
 import torch
 
-from validation.worlds.worker import RankContext
-from validation.worlds.world import World
+from pipeproof.worlds.worker import RankContext
+from pipeproof.worlds.world import World
 
 SCRIPT = Path(__file__).with_name("train_gpt.py")
 SHAPE = ("--schedule", "interleaved", "--layers", "5", "--split", "1,2,1,1", "--tied", "--microbatches", "5", "--check")

@@ -16,18 +16,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipeline import PipelineSchedule, Schedule, StepResult
-from pipeline.gather import gather
-from pipeline.partition import parse_split
-from pipeline.profile import Profile, profile_table
-from pipeline.schedule import ScheduleError
-from pipeline.schedules import build, canonical_name, virtuals
-from pipeline.transport import Transport
-from reference.data import Batch, Shapes, microbatches
-from reference.model import GPT
-from reference.step import Expected, Recipe, Reference
-from validation.cases.stages import Slice, layers_of, owners, tied_across
-from validation.judging.tolerance import FP32, error, scalar_error
+from pipeproof.cases.stages import Slice, layers_of, owners, tied_across
+from pipeproof.judging.tolerance import FP32, error, scalar_error
+from pipeproof.pipeline import PipelineSchedule, Schedule, StepResult
+from pipeproof.pipeline.gather import gather
+from pipeproof.pipeline.partition import parse_split
+from pipeproof.pipeline.profile import Profile, profile_table
+from pipeproof.pipeline.schedule import ScheduleError
+from pipeproof.pipeline.schedules import build, canonical_name, virtuals
+from pipeproof.pipeline.transport import Transport
+from pipeproof.reference.data import Batch, Shapes, microbatches
+from pipeproof.reference.model import GPT
+from pipeproof.reference.step import Expected, Recipe, Reference
 
 
 def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

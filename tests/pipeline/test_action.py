@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.action import COMPUTE, RECEIVES, SENDS, WAITS, Action, ActionError, Kind
+from pipeproof.pipeline.action import COMPUTE, RECEIVES, SENDS, WAITS, Action, ActionError, Kind
 
 numbers = st.integers(min_value=0, max_value=999_999_999)
 actions = st.builds(Action, numbers, st.sampled_from(Kind), numbers)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pipeline.boundary import (
+from pipeproof.pipeline.boundary import (
     BoundaryError,
     TensorSpec,
     activations,

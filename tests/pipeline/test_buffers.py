@@ -1,8 +1,8 @@
 """How long buffers live."""
 
-from pipeline.buffers import RECEIVED, SENT, WEIGHTS, buffer_peaks
-from pipeline.lower import lower, program_from_csv
-from pipeline.schedules import build
+from pipeproof.pipeline.buffers import RECEIVED, SENT, WEIGHTS, buffer_peaks
+from pipeproof.pipeline.lower import lower, program_from_csv
+from pipeproof.pipeline.schedules import build
 
 TEXT = (
     "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0I0,0RECV_B1,0I1,0W0,0W1\n1RECV_F0,1RECV_F1,1F0,1B0,1SEND_B0,1F1,1B1,1SEND_B1"

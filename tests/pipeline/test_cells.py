@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipeline.action import ScheduleError
-from pipeline.cells import Cells, read_cells, write_cells
-from pipeline.lower import Program, lower, program_from_csv, read_csv
-from pipeline.schedule import Schedule, schedule_from_csv
-from pipeline.schedules import FAMILIES, build, virtuals
+from pipeproof.pipeline.action import ScheduleError
+from pipeproof.pipeline.cells import Cells, read_cells, write_cells
+from pipeproof.pipeline.lower import Program, lower, program_from_csv, read_csv
+from pipeproof.pipeline.schedule import Schedule, schedule_from_csv
+from pipeproof.pipeline.schedules import FAMILIES, build, virtuals
 
 
 def programs() -> Iterator[Program]:

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from pipeline import Kind, build, lower, simulate
-from pipeline.action import SENDS
-from pipeline.chrome_trace import COLOURS, chrome_trace
-from pipeline.costs import Costs, predict, trace_of
-from pipeline.schedules import FAMILIES, virtuals
-from pipeline.trace import Trace
+from pipeproof.pipeline import Kind, build, lower, simulate
+from pipeproof.pipeline.action import SENDS
+from pipeproof.pipeline.chrome_trace import COLOURS, chrome_trace
+from pipeproof.pipeline.costs import Costs, predict, trace_of
+from pipeproof.pipeline.schedules import FAMILIES, virtuals
+from pipeproof.pipeline.trace import Trace
 from tests.pipeline.test_trace import TRACE
 
 Document = dict[str, Any]

@@ -1,6 +1,6 @@
 """Clocks of several machines brought together."""
 
-from pipeline import clocks
+from pipeproof.pipeline import clocks
 
 
 def test_ranks_of_one_machine_share_its_clock() -> None:

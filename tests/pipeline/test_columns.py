@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.action import Action, Kind
-from pipeline.columns import Columns
+from pipeproof.pipeline.action import Action, Kind
+from pipeproof.pipeline.columns import Columns
 
 numbers = st.integers(0, 999_999_999)
 rows_of_actions = st.lists(st.builds(Action, numbers, st.sampled_from(Kind), numbers), max_size=5).map(tuple)

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline import Action, Kind, build, simulate
-from pipeline.action import RECEIVES
-from pipeline.costs import Costs, costs_of, predict, trace_of
-from pipeline.schedules import FAMILIES, virtuals
-from pipeline.trace import Span, Trace
+from pipeproof.pipeline import Action, Kind, build, simulate
+from pipeproof.pipeline.action import RECEIVES
+from pipeproof.pipeline.costs import Costs, costs_of, predict, trace_of
+from pipeproof.pipeline.schedules import FAMILIES, virtuals
+from pipeproof.pipeline.trace import Span, Trace
 from tests.pipeline.test_trace import spans
 
 COSTS = Costs(

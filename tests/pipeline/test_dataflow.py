@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.action import Action, Kind
-from pipeline.columns import Columns
-from pipeline.dataflow import NEVER, NONE, Product, flow, need_of, product_of, stuck, suppliers
-from pipeline.schedule import ScheduleError
-from pipeline.schedules import build
+from pipeproof.pipeline.action import Action, Kind
+from pipeproof.pipeline.columns import Columns
+from pipeproof.pipeline.dataflow import NEVER, NONE, Product, flow, need_of, product_of, stuck, suppliers
+from pipeproof.pipeline.schedule import ScheduleError
+from pipeproof.pipeline.schedules import build
 
 
 def rows(*texts: str) -> list[list[Action]]:

@@ -2,10 +2,10 @@
 
 import pytest
 
-from pipeline import Kind, build, lower
-from pipeline.action import SENDS
-from pipeline.deliveries import deliveries
-from pipeline.schedules import FAMILIES, virtuals
+from pipeproof.pipeline import Kind, build, lower
+from pipeproof.pipeline.action import SENDS
+from pipeproof.pipeline.deliveries import deliveries
+from pipeproof.pipeline.schedules import FAMILIES, virtuals
 
 
 def test_a_message_knows_who_made_it_and_who_uses_it() -> None:

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.action import Action, Kind
-from pipeline.files import is_csv, read_file
-from pipeline.lower import Program, lower, read_csv
-from pipeline.schedule import ScheduleError
-from pipeline.schedules import FAMILIES, build, virtuals
-from validation.cli import main
+from pipeproof.cli import main
+from pipeproof.pipeline.action import Action, Kind
+from pipeproof.pipeline.files import is_csv, read_file
+from pipeproof.pipeline.lower import Program, lower, read_csv
+from pipeproof.pipeline.schedule import ScheduleError
+from pipeproof.pipeline.schedules import FAMILIES, build, virtuals
 
 GOOD = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 PROGRAM = lower(build("1f1b", ranks=2, microbatches=2)).to_csv()

@@ -1,9 +1,9 @@
 """Every rank's numbers on every rank."""
 
-from pipeline.gather import gather
-from pipeline.transport import Alone, DistributedTransport
-from validation.worlds.worker import RankContext
-from validation.worlds.world import World
+from pipeproof.pipeline.gather import gather
+from pipeproof.pipeline.transport import Alone, DistributedTransport
+from pipeproof.worlds.worker import RankContext
+from pipeproof.worlds.world import World
 
 
 def uneven(context: RankContext) -> tuple[list[list[float]], list[list[float]]]:

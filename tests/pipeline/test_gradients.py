@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline import PipelineSchedule
-from pipeline.gradients import StageGradients, TiedError, clip_factor, norm_of
-from pipeline.stage import ModuleStage
-from pipeline.step import Parts
-from pipeline.transport import Alone, DistributedTransport, Message
-from validation.observers.wrappers import AroundGradients
-from validation.worlds.rank_report import RankFailed
-from validation.worlds.worker import RankContext
-from validation.worlds.world import World
+from pipeproof.observers.wrappers import AroundGradients
+from pipeproof.pipeline import PipelineSchedule
+from pipeproof.pipeline.gradients import StageGradients, TiedError, clip_factor, norm_of
+from pipeproof.pipeline.stage import ModuleStage
+from pipeproof.pipeline.step import Parts
+from pipeproof.pipeline.transport import Alone, DistributedTransport, Message
+from pipeproof.worlds.rank_report import RankFailed
+from pipeproof.worlds.worker import RankContext
+from pipeproof.worlds.world import World
 
 TIED = {0: "weight", 1: "weight", 2: "weight"}
 PAIRS = [(torch.ones(2, 4), torch.zeros(2, 4))] * 2
@@ -217,7 +217,7 @@ def test_gradients_are_cleared_where_sharing_the_losses_or_the_optimizer_raises(
     def gone(*_: object) -> Any:
         raise RuntimeError("a peer is gone")
 
-    for target in ("pipeline.step.gather", "torch.optim.SGD.step"):
+    for target in ("pipeproof.pipeline.step.gather", "torch.optim.SGD.step"):
         schedule, module = step_of()
         schedule._optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         with monkeypatch.context() as patch:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.graph import Graph
+from pipeproof.pipeline.graph import Graph
 
 SIZE = 6
 edges = st.lists(st.tuples(st.integers(0, SIZE - 1), st.integers(0, SIZE - 1)), max_size=14)
@@ -49,7 +49,7 @@ def test_a_search_that_would_take_for_ever_ends_with_the_best_cycle_so_far(monke
     ring = [(node, (node + 1) % size) for node in range(size)]
     short = [(size - 2, size - 3)]  # found only from the far end
     assert graph([*ring, *short], size).shortest_cycle(np.ones(size, dtype=bool)) == [size - 3, size - 2]
-    monkeypatch.setattr("pipeline.graph._MOST_STEPS", 1000)
+    monkeypatch.setattr("pipeproof.pipeline.graph._MOST_STEPS", 1000)
     assert graph([*ring, *short], size).shortest_cycle(np.ones(size, dtype=bool)) == list(range(size))
 
 

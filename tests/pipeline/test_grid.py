@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.grid import draw, grid
-from pipeline.schedule import ScheduleError, schedule_from_csv
-from pipeline.schedules import FAMILIES, build, virtuals
-from pipeline.simulate import simulate
+from pipeproof.pipeline.grid import draw, grid
+from pipeproof.pipeline.schedule import ScheduleError, schedule_from_csv
+from pipeproof.pipeline.schedules import FAMILIES, build, virtuals
+from pipeproof.pipeline.simulate import simulate
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipeline.lanes import second_lane
-from pipeline.transport import DistributedTransport, Message
-from validation.worlds.worker import RankContext
-from validation.worlds.world import World
+from pipeproof.pipeline.lanes import second_lane
+from pipeproof.pipeline.transport import DistributedTransport, Message
+from pipeproof.worlds.worker import RankContext
+from pipeproof.worlds.world import World
 
 
 def same_lane_twice(context: RankContext) -> bool:
@@ -53,7 +53,7 @@ END = """
 import sys
 import torch.distributed as dist
 from torch import nn, randn
-from pipeline import PipelineSchedule
+from pipeproof.pipeline import PipelineSchedule
 
 rank, store, destroy = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "destroyed"
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
@@ -83,12 +83,12 @@ def test_a_lane_goes_with_its_group(world: World) -> None:
 
 
 def lanes_left(context: RankContext) -> int:
-    import pipeline.lanes
+    from pipeproof.pipeline import lanes
 
-    before = len(pipeline.lanes._second)
+    before = len(lanes._second)
     group = dist.new_group()
     assert isinstance(group, dist.ProcessGroup)
     second_lane(group)
     dist.destroy_process_group(group)
     del group
-    return len(pipeline.lanes._second) - before
+    return len(lanes._second) - before

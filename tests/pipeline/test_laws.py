@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.action import Action, Kind
-from pipeline.laws import LAWS, ascending, check, report, violations, weights_in_order, within_memory
-from pipeline.schedule import Schedule, ScheduleError, schedule_from_csv
-from pipeline.schedules import build
+from pipeproof.pipeline.action import Action, Kind
+from pipeproof.pipeline.laws import LAWS, ascending, check, report, violations, weights_in_order, within_memory
+from pipeproof.pipeline.schedule import Schedule, ScheduleError, schedule_from_csv
+from pipeproof.pipeline.schedules import build
 
 # Two stages on two ranks, two microbatches: what the specimens below are changes of.
 GOOD = ("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1")

@@ -8,10 +8,10 @@ from itertools import product
 
 import pytest
 
-from pipeline.action import COMPUTE, RECEIVES, SENDS, Action, Kind
-from pipeline.lower import Program, lower, message_of
-from pipeline.schedule import Schedule, ScheduleError, schedule_from_csv
-from pipeline.schedules import FAMILIES, LOOPED, build, virtuals
+from pipeproof.pipeline.action import COMPUTE, RECEIVES, SENDS, Action, Kind
+from pipeproof.pipeline.lower import Program, lower, message_of
+from pipeproof.pipeline.schedule import Schedule, ScheduleError, schedule_from_csv
+from pipeproof.pipeline.schedules import FAMILIES, LOOPED, build, virtuals
 
 Rows = Sequence[Sequence[Action]]
 

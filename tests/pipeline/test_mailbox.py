@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from pipeline.mailbox import Mailbox
-from pipeline.transport import Message
+from pipeproof.pipeline.mailbox import Mailbox
+from pipeproof.pipeline.transport import Message
 
 
 class Notes:

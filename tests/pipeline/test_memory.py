@@ -1,7 +1,7 @@
 """What ranks hold, and when they hold the most."""
 
-from pipeline.memory import held, peaks_of
-from pipeline.schedule import schedule_from_csv
+from pipeproof.pipeline.memory import held, peaks_of
+from pipeproof.pipeline.schedule import schedule_from_csv
 
 SPLIT = schedule_from_csv("0F0,0F1,0I0,0W0,0B1\n1F0,1F1,1I0,1I1,1W0,1W1").columns
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.partition import balanced, by_sizes, costs_of, even, parse_split
-from pipeline.schedule import ScheduleError
+from pipeproof.pipeline.partition import balanced, by_sizes, costs_of, even, parse_split
+from pipeproof.pipeline.schedule import ScheduleError
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.partition import costs_of
-from pipeline.plan import Needs, plan, table, trade
-from pipeline.schedule import ScheduleError
-from pipeline.schedules import FAMILIES, build
-from pipeline.simulate import simulate
+from pipeproof.pipeline.partition import costs_of
+from pipeproof.pipeline.plan import Needs, plan, table, trade
+from pipeproof.pipeline.schedule import ScheduleError
+from pipeproof.pipeline.schedules import FAMILIES, build
+from pipeproof.pipeline.simulate import simulate
 
 
 def test_every_family_is_there_and_the_fastest_comes_first() -> None:

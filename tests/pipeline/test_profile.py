@@ -1,6 +1,6 @@
 """The table of where the time went."""
 
-from pipeline.profile import Profile, beside, profile_table
+from pipeproof.pipeline.profile import Profile, beside, profile_table
 
 
 def test_a_line_per_rank_with_shares() -> None:

@@ -2,11 +2,11 @@
 
 import pytest
 
-from pipeline.lower import lower, program_from_csv
-from pipeline.program_laws import LAWS, check, no_deadlock, violations, within_buffers
-from pipeline.schedule import ScheduleError
-from pipeline.schedules import FAMILIES, LOOPED, VEE, build, virtuals
-from pipeline.transports import Transport
+from pipeproof.pipeline.lower import lower, program_from_csv
+from pipeproof.pipeline.program_laws import LAWS, check, no_deadlock, violations, within_buffers
+from pipeproof.pipeline.schedule import ScheduleError
+from pipeproof.pipeline.schedules import FAMILIES, LOOPED, VEE, build, virtuals
+from pipeproof.pipeline.transports import Transport
 
 # Two stages on two ranks, two microbatches: what the specimens below are changes of.
 GOOD = (

@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from pipeline.step import PipelineSchedule
+from pipeproof.pipeline.step import PipelineSchedule
+from pipeproof.worlds.rank_report import RankFailed
+from pipeproof.worlds.worker import RankContext
+from pipeproof.worlds.world import World
 from tests.support.steps import blocks, pairs
-from validation.worlds.rank_report import RankFailed
-from validation.worlds.worker import RankContext
-from validation.worlds.world import World
 
 MICROBATCHES = 4  # of each of two replicas
 

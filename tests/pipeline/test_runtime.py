@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline import Action, Kind, Schedule, build
-from validation.cases.case import MODELS, Case
-from validation.cases.judgement import judge
-from validation.cases.observe import observe
-from validation.worlds.world import World
+from pipeproof.cases.case import MODELS, Case
+from pipeproof.cases.judgement import judge
+from pipeproof.cases.observe import observe
+from pipeproof.pipeline import Action, Kind, Schedule, build
+from pipeproof.worlds.world import World
 
 
 def split(schedule: Schedule, lag: int) -> Schedule:

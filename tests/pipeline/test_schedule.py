@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.action import Action
-from pipeline.schedule import ScheduleError, schedule_from_csv
-from pipeline.schedules import FAMILIES, LOOPED, build, virtuals
+from pipeproof.pipeline.action import Action
+from pipeproof.pipeline.schedule import ScheduleError, schedule_from_csv
+from pipeproof.pipeline.schedules import FAMILIES, LOOPED, build, virtuals
 
 GPIPE = "0F0,0F1,,,0B1,0B0\n,1F0,1F1,1B1,1B0,\n"
 

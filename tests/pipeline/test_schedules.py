@@ -9,13 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipeline.action import Action, Kind
-from pipeline.grid import grid
-from pipeline.laws import check, violations
-from pipeline.schedule import Schedule, ScheduleError
-from pipeline.schedules import FAMILIES, LOOPED, SPLIT, VEE, build, canonical_name, virtuals
-from pipeline.schedules.one_f_one_b import warm_up_then_alternate
-from pipeline.simulate import simulate
+from pipeproof.pipeline.action import Action, Kind
+from pipeproof.pipeline.grid import grid
+from pipeproof.pipeline.laws import check, violations
+from pipeproof.pipeline.schedule import Schedule, ScheduleError
+from pipeproof.pipeline.schedules import FAMILIES, LOOPED, SPLIT, VEE, build, canonical_name, virtuals
+from pipeproof.pipeline.schedules.one_f_one_b import warm_up_then_alternate
+from pipeproof.pipeline.simulate import simulate
 
 
 def sizes(name: str, *, every: bool = True) -> Iterator[dict[str, int]]:

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.action import Action, Kind
-from pipeline.dataflow import Stuck
-from pipeline.laws import check
-from pipeline.schedule import Schedule, schedule_from_csv
-from pipeline.schedules import FAMILIES, LOOPED, SPLIT, build
-from pipeline.simulate import Durations, Times, simulate
+from pipeproof.pipeline.action import Action, Kind
+from pipeproof.pipeline.dataflow import Stuck
+from pipeproof.pipeline.laws import check
+from pipeproof.pipeline.schedule import Schedule, schedule_from_csv
+from pipeproof.pipeline.schedules import FAMILIES, LOOPED, SPLIT, build
+from pipeproof.pipeline.simulate import Durations, Times, simulate
 
 
 def actions(stage: int, kinds: str, *microbatches: int) -> list[Action]:

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from pipeline.schedule import ScheduleError
-from pipeline.sizes import MOST_ACTIONS, MOST_MICROBATCHES, MOST_RANKS, counted, measured, some
+from pipeproof.pipeline.schedule import ScheduleError
+from pipeproof.pipeline.sizes import MOST_ACTIONS, MOST_MICROBATCHES, MOST_RANKS, counted, measured, some
 
 
 def test_what_is_within_bounds_comes_back() -> None:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from pipeline import Action, PipelineSchedule, Schedule
-from pipeline.split import NamedUses, SplitBackward
+from pipeproof.pipeline import Action, PipelineSchedule, Schedule
+from pipeproof.pipeline.split import NamedUses, SplitBackward
 
 W = 8
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline.stage import Goal, ModuleStage, StageError
+from pipeproof.pipeline.stage import Goal, ModuleStage, StageError
 
 
 def mse(output: Tensor, target: Tensor) -> Tensor:

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline import PipelineSchedule, Schedule, ScheduleError, build
-from pipeline.boundary import BoundaryError
-from pipeline.stage import StageError
-from pipeline.step import MicrobatchError
-from pipeline.transport import DistributedTransport, Message
-from validation.worlds.rank_report import RankFailed
-from validation.worlds.worker import RankContext
-from validation.worlds.world import World
+from pipeproof.pipeline import PipelineSchedule, Schedule, ScheduleError, build
+from pipeproof.pipeline.boundary import BoundaryError
+from pipeproof.pipeline.stage import StageError
+from pipeproof.pipeline.step import MicrobatchError
+from pipeproof.pipeline.transport import DistributedTransport, Message
+from pipeproof.worlds.rank_report import RankFailed
+from pipeproof.worlds.worker import RankContext
+from pipeproof.worlds.world import World
 
 Pair = tuple[Any, Any]
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from pipeline import Action, Schedule
-from pipeline.trace import Span, Trace, decode, encode
+from pipeproof.pipeline import Action, Schedule
+from pipeproof.pipeline.trace import Span, Trace, decode, encode
 
 
 def spans(rank: int, text: str) -> tuple[Span, ...]:

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from pipeline.transport import Alone, DistributedTransport, Message, TransportError, TransportTimeout
-from validation.worlds.rank_report import RankFailed
-from validation.worlds.worker import RankContext
-from validation.worlds.world import World
+from pipeproof.pipeline.transport import Alone, DistributedTransport, Message, TransportError, TransportTimeout
+from pipeproof.worlds.rank_report import RankFailed
+from pipeproof.worlds.worker import RankContext
+from pipeproof.worlds.world import World
 
 
 def transport_of(context: RankContext, timeout_s: float = 10.0) -> DistributedTransport:

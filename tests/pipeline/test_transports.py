@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.action import COMPUTE, SENDS, Action, Kind
-from pipeline.columns import Columns
-from pipeline.lower import Program, lower, program_from_csv
-from pipeline.schedules import FAMILIES, build, virtuals
-from pipeline.transports import Transport, deadlocks
+from pipeproof.pipeline.action import COMPUTE, SENDS, Action, Kind
+from pipeproof.pipeline.columns import Columns
+from pipeproof.pipeline.lower import Program, lower, program_from_csv
+from pipeproof.pipeline.schedules import FAMILIES, build, virtuals
+from pipeproof.pipeline.transports import Transport, deadlocks
 
 End = tuple[int, int]  # (rank, slot)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.waiting import current, waiting
+from pipeproof.pipeline.waiting import current, waiting
 
 
 def test_notes_nest_and_are_gone_after() -> None:

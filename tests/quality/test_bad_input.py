@@ -13,18 +13,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeproof.cases.case import Case
+from pipeproof.cases.judgement import judge
+from pipeproof.cases.observe import observe
+from pipeproof.cases.specimens import SPECIMENS
+from pipeproof.cases.validator import explained
+from pipeproof.cli import main
+from pipeproof.foreign import HandedBack, WhiteBox
+from pipeproof.foreign.reference_run import WhiteBoxError
+from pipeproof.judging.judge import Judge
+from pipeproof.judging.verdict import Verdict
+from pipeproof.worlds.world import World
 from tests.support.steps import loss_fn, pairs
-from validation.cases.case import Case
-from validation.cases.judgement import judge
-from validation.cases.observe import observe
-from validation.cases.specimens import SPECIMENS
-from validation.cases.validator import explained
-from validation.cli import main
-from validation.foreign import HandedBack, WhiteBox
-from validation.foreign.reference_run import WhiteBoxError
-from validation.judging.judge import Judge
-from validation.judging.verdict import Verdict
-from validation.worlds.world import World
 
 WIDTH = 8
 Reference = Callable[[], nn.Module]
@@ -260,7 +260,7 @@ def test_a_verdict_never_depends_on_its_explanation(
     whitebox: WhiteBox, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = judged(whitebox, wrong)
-    monkeypatch.setattr(f"validation.{where}", crash)
+    monkeypatch.setattr(f"pipeproof.{where}", crash)
     verdict = judged(whitebox, wrong)
     assert (verdict.verdict, verdict.exit_status, verdict.cause) == ("fail", 1, ())
     assert (verdict.laws, verdict.mismatches) == (plain.laws, plain.mismatches)
@@ -274,7 +274,7 @@ def test_an_interrupt_is_no_crash(whitebox: WhiteBox, monkeypatch: pytest.Monkey
     def interrupt(*_: object) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("validation.foreign.validator.explained", interrupt)
+    monkeypatch.setattr("pipeproof.foreign.validator.explained", interrupt)
     with pytest.raises(KeyboardInterrupt):
         judged(whitebox, wrong)
 
@@ -291,7 +291,7 @@ def test_what_failed_before_the_judge_crashed_has_failed(
 
 
 def test_a_crash_of_ours_is_no_pass(whitebox: WhiteBox, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("validation.foreign.validator.Assembled", crash)
+    monkeypatch.setattr("pipeproof.foreign.validator.Assembled", crash)
     verdict = judged(whitebox, right)
     assert (verdict.verdict, verdict.laws) == ("unknown", ())
     assert str(verdict).startswith("UNKNOWN not all was compared: ZeroDivisionError: a rule is wrong (test_bad_input")
@@ -308,7 +308,7 @@ def test_a_case_of_ours_fails_without_its_explanation(
     case = replace(Case.parse(planted.smallest), specimen=planted.name)
     observed = observe(case, world)
     plain = judge(case, observed)
-    monkeypatch.setattr(f"validation.{where}", crash)
+    monkeypatch.setattr(f"pipeproof.{where}", crash)
     verdict = explained(case, world, observed, plain)
     assert (verdict.verdict, verdict.exit_status, verdict.cause) == ("fail", 1, ())
     assert (verdict.laws, verdict.mismatches) == (plain.laws, plain.mismatches)
@@ -320,7 +320,7 @@ def test_a_command_ends_as_its_verdict_does_without_an_explanation(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     planted = SPECIMENS["stage-negated"]
-    monkeypatch.setattr("validation.diagnosis.diagnose.of_run", crash)
+    monkeypatch.setattr("pipeproof.diagnosis.diagnose.of_run", crash)
     line = str(replace(Case.parse(planted.smallest), specimen=planted.name))
     assert main(["replay", line, "--json", str(tmp_path / "x")]) == 1
     out = capsys.readouterr()

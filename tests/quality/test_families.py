@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import pytest
 
-from pipeline.action import Action
-from pipeline.schedule import Schedule
-from pipeline.schedules import LOOPED, VEE, build
-from pipeline.simulate import Times, simulate
+from pipeproof.pipeline.action import Action
+from pipeproof.pipeline.schedule import Schedule
+from pipeproof.pipeline.schedules import LOOPED, VEE, build
+from pipeproof.pipeline.simulate import Times, simulate
 
 
 class Known(NamedTuple):

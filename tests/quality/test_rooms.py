@@ -243,8 +243,9 @@ def test_drawing_and_checking_do_not_load_torch() -> None:
     use = (
         "s = p.build('1f1b', ranks=2, microbatches=2); p.check(s); p.lower(s); p.grid(p.schedule_from_csv(s.to_csv()))"
     )
-    more = "import pipeline.plan, pipeline.program_laws, validation.cli; pipeline.plan.plan(pipeline.plan.Needs(2, 4))"
-    assert not loads_torch(f"import pipeline as p, pipeline.partition\n{use}\n{more}")
+    more = "import pipeproof.cli, pipeproof.pipeline.program_laws as _; from pipeproof.pipeline import plan; "
+    more += "plan.plan(plan.Needs(2, 4))"
+    assert not loads_torch(f"import pipeproof, pipeproof.pipeline as p\n{use}\n{more}")
 
 
 def test_loading_torch_would_be_seen(tmp_path: Path) -> None:

@@ -10,22 +10,22 @@ from functools import cache
 
 import pytest
 
-from pipeline import laws, program_laws
-from pipeline.lower import lower
-from pipeline.schedules import SPLIT
-from reference.model import build_model
-from validation.cases.case import SCHEDULES, Case
-from validation.cases.observe import observe
-from validation.cases.specimens import CONTROLS, FAMILIES, SPECIMENS, SpecimenError, specimen
-from validation.cases.specimens.order import broken
-from validation.cases.specimens.specimen import CLASSES, Needs, unchanged
-from validation.cases.stages import owners
-from validation.cases.trial import case_for, smallest_of, try_out
-from validation.cases.validator import validate
-from validation.judging.judge import LAWS
-from validation.judging.verdict import Verdict
-from validation.worlds.rank_report import RankFailed
-from validation.worlds.world import World
+from pipeproof.cases.case import SCHEDULES, Case
+from pipeproof.cases.observe import observe
+from pipeproof.cases.specimens import CONTROLS, FAMILIES, SPECIMENS, SpecimenError, specimen
+from pipeproof.cases.specimens.order import broken
+from pipeproof.cases.specimens.specimen import CLASSES, Needs, unchanged
+from pipeproof.cases.stages import owners
+from pipeproof.cases.trial import case_for, smallest_of, try_out
+from pipeproof.cases.validator import validate
+from pipeproof.judging.judge import LAWS
+from pipeproof.judging.verdict import Verdict
+from pipeproof.pipeline import laws, program_laws
+from pipeproof.pipeline.lower import lower
+from pipeproof.pipeline.schedules import SPLIT
+from pipeproof.reference.model import build_model
+from pipeproof.worlds.rank_report import RankFailed
+from pipeproof.worlds.world import World
 
 
 def case_of(schedule: str, name: str) -> Case:

@@ -12,11 +12,11 @@ from truth_faults import FAULTS, Planted
 from truth_rights import Right, rights
 from truth_specimens import WRONG, tried, truth_of, wanted
 
-from validation.cases.specimens import SPECIMENS
-from validation.foreign import WhiteBox
-from validation.judging.cause import KINDS, Cause, RuledOut
-from validation.judging.verdict import LawResult, Mismatch, Verdict
-from validation.worlds.world import World
+from pipeproof.cases.specimens import SPECIMENS
+from pipeproof.foreign import WhiteBox
+from pipeproof.judging.cause import KINDS, Cause, RuledOut
+from pipeproof.judging.verdict import LawResult, Mismatch, Verdict
+from pipeproof.worlds.world import World
 
 COUNTS = Counts(4, 4, 8)
 DROPPED = Truth(

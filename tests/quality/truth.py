@@ -21,15 +21,15 @@ from truth_mixtures import mixtures
 from truth_rights import rights
 from truth_specimens import counts_of, tried, truth_of, wanted
 
-from pipeline.schedules import FAMILIES, LOOPED, virtuals
-from validation.cases.case import Case
-from validation.cases.judgement import judge
-from validation.cases.observe import observe
-from validation.cases.specimens import CONTROLS, SPECIMENS
-from validation.foreign import WhiteBox
-from validation.judging.verdict import Verdict
-from validation.reports.terminal import Terminal
-from validation.worlds.world import World
+from pipeproof.cases.case import Case
+from pipeproof.cases.judgement import judge
+from pipeproof.cases.observe import observe
+from pipeproof.cases.specimens import CONTROLS, SPECIMENS
+from pipeproof.foreign import WhiteBox
+from pipeproof.judging.verdict import Verdict
+from pipeproof.pipeline.schedules import FAMILIES, LOOPED, virtuals
+from pipeproof.reports.terminal import Terminal
+from pipeproof.worlds.world import World
 
 PARTS = ("faults", "mixtures", "rights", "specimens", "cases")
 _COLUMNS = ("right", "elsewhere", "unknown", "wrong", "silent", "needless", "alarm", "raised")

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
-from validation.judging.cause import Cause, RuledOut
-from validation.judging.verdict import Verdict
+from pipeproof.judging.cause import Cause, RuledOut
+from pipeproof.judging.verdict import Verdict
 
 # What can be wrong in a run. A truth has some of them; a sentence denies some of them.
 THINGS = frozenset(

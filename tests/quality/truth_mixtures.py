@@ -14,8 +14,8 @@ from truth_faults import PAIRED, backward, forward, sums
 from truth_layers import Carry, Joined, Masked, Nested, Unmasked, Unnested, blocks, chain, data_of, of_dtype, seeded
 from truth_models import COUNT, RANKS, Pairs, loss_fn, seen
 
-from validation.foreign import WhiteBox
-from validation.judging.verdict import Verdict
+from pipeproof.foreign import WhiteBox
+from pipeproof.judging.verdict import Verdict
 
 
 class Spoilt(Plain):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from truth_layers import Plainly, Writes, blocks, chain, data_of, of_dtype, seeded
 from truth_models import COUNT, ROWS, WIDTH, Block, Pairs, loss_fn, seen
 
-from validation.foreign import watch
+from pipeproof.foreign import watch
 
 TOKENS = 11
 

@@ -18,8 +18,8 @@ from truth_layers import blocks, chain, data_of, frozen, ragged, seeded, summed
 from truth_models import RANKS, WIDTH, Block, Pairs, build_model, loss_fn, seen
 from truth_oddities import variants
 
-from validation.foreign import HandedBack, WhiteBox, watch
-from validation.judging.verdict import Verdict
+from pipeproof.foreign import HandedBack, WhiteBox, watch
+from pipeproof.judging.verdict import Verdict
 
 Build = Callable[[], nn.Module]
 Step = Callable[..., Any]

@@ -6,20 +6,20 @@ from types import MappingProxyType
 
 from truth_check import Counts, Truth
 
-from pipeline.lower import lower
-from pipeline.program_laws import violations
-from validation.cases.case import Case
-from validation.cases.judgement import diagnose, judge
-from validation.cases.observe import observe
-from validation.cases.specimens import SPECIMENS
-from validation.cases.specimens.planting import NORM
-from validation.cases.specimens.specimen import Specimen, halved, unchanged
-from validation.cases.trial import smallest_of
-from validation.cases.validator import crashed, explained, refused
-from validation.commands.catalogue import cases_on
-from validation.judging.verdict import Verdict
-from validation.worlds.rank_report import RankFailed
-from validation.worlds.world import World
+from pipeproof.cases.case import Case
+from pipeproof.cases.judgement import diagnose, judge
+from pipeproof.cases.observe import observe
+from pipeproof.cases.specimens import SPECIMENS
+from pipeproof.cases.specimens.planting import NORM
+from pipeproof.cases.specimens.specimen import Specimen, halved, unchanged
+from pipeproof.cases.trial import smallest_of
+from pipeproof.cases.validator import crashed, explained, refused
+from pipeproof.commands.catalogue import cases_on
+from pipeproof.judging.verdict import Verdict
+from pipeproof.pipeline.lower import lower
+from pipeproof.pipeline.program_laws import violations
+from pipeproof.worlds.rank_report import RankFailed
+from pipeproof.worlds.world import World
 
 # Which things are wrong in a run that has one of these specimens planted.
 _WRONG: Mapping[str, str] = MappingProxyType(

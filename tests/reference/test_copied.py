@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from reference.copied import copied
+from pipeproof.reference.copied import copied
 
 
 class Settings:

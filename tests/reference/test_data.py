@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from reference.data import IGNORED, Shapes, microbatches, text
-from reference.model import ModelError
+from pipeproof.reference.data import IGNORED, Shapes, microbatches, text
+from pipeproof.reference.model import ModelError
 
 
 def test_the_text_is_real_and_long() -> None:

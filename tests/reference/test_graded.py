@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pipeproof.foreign import WhiteBox
 from tests.support.two_ranks import WIDTH, judged, model_of, named, passes, step, without_second
-from validation.foreign import WhiteBox
 
 
 class _Writes(torch.autograd.Function):

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from reference.handed_on import Cut, Graph
+from pipeproof.reference.handed_on import Cut, Graph
 
 
 def graph_of(**tensors: Tensor) -> Graph:

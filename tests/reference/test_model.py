@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from reference.data import Shapes, microbatches
-from reference.model import GPT, MODELS, ModelError, Stack, build_model
+from pipeproof.reference.data import Shapes, microbatches
+from pipeproof.reference.model import GPT, MODELS, ModelError, Stack, build_model
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from reference.outputs import outputs_noted
+from pipeproof.reference.outputs import outputs_noted
 
 
 def test_each_tensor_is_told_once_by_the_innermost_module() -> None:

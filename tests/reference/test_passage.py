@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from reference.passage import Passage, passing
+from pipeproof.reference.passage import Passage, passing
 
 LAST = {"output 0 of 0", "output 1 of 0"}
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from reference.graph import NONE, depths, ends_of, frontier
+from pipeproof.reference.graph import NONE, depths, ends_of, frontier
 
 FIRST, SECOND = (torch.ones(2, requires_grad=True) for _ in range(2))
 STAGE_OF = {id(FIRST): 0, id(SECOND): 1}

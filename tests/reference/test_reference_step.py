@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from reference.data import Batch, Shapes, microbatches
-from reference.model import MODELS, Model, build_model
-from reference.step import Loss, Recipe, Reference, accumulate, in_double, objective, sgd
-from validation.cases.stages import owners
-from validation.judging.tolerance import FP32, error
+from pipeproof.cases.stages import owners
+from pipeproof.judging.tolerance import FP32, error
+from pipeproof.reference.data import Batch, Shapes, microbatches
+from pipeproof.reference.model import MODELS, Model, build_model
+from pipeproof.reference.step import Loss, Recipe, Reference, accumulate, in_double, objective, sgd
 
 SPLIT = (2, 1)
 COUNT = 3

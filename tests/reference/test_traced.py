@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from reference.data import Batch, Shapes, microbatches
-from reference.model import build_model
-from reference.pairing import Contributed, Pairing
-from reference.step import Loss, Recipe
-from reference.traced import Traced
-from validation.cases.stages import layers_of, owners
+from pipeproof.cases.stages import layers_of, owners
+from pipeproof.reference.data import Batch, Shapes, microbatches
+from pipeproof.reference.model import build_model
+from pipeproof.reference.pairing import Contributed, Pairing
+from pipeproof.reference.step import Loss, Recipe
+from pipeproof.reference.traced import Traced
 
 SPLIT, COUNT = (1, 2, 1), 3
 
@@ -148,7 +148,7 @@ def test_within_one_module_activation_and_output_gradient_are_paired_by_themselv
 
 
 def test_stages_that_are_too_large_for_pairs_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("reference.traced._MOST", 100)
+    monkeypatch.setattr("pipeproof.reference.traced._MOST", 100)
     _, found = both("mlp")
     assert "are too many to try" in found.unpaired
     assert found.within(0, next(iter(found.parameters(0)))) == {}

@@ -9,6 +9,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("pipeline", "reference", "validation")
+# What is installed is one package: pyproject.toml maps the folders into it. Here modules are called by their folders.
+INSTALLED = {"pipeproof.pipeline": "pipeline", "pipeproof.reference": "reference", "pipeproof": "validation"}
 TOP_LEVEL = {*PACKAGES, "tests", "ci", "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md"}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -50,15 +52,24 @@ def imported(source: Source, modules: Collection[str]) -> Iterator[tuple[int, st
     package = source.module if source.path.endswith("__init__.py") else source.module.rpartition(".")[0]
     for node in source.nodes:
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
+            yield from ((node.lineno, in_folder(alias.name)) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
             base = ".".join([*above, *filter(None, [node.module])])
             for alias in node.names:
-                submodule = f"{base}.{alias.name}"
-                yield node.lineno, submodule if submodule in modules else base
+                submodule = in_folder(f"{base}.{alias.name}")
+                yield node.lineno, submodule if submodule in modules else in_folder(base)
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
-            yield from ((node.lineno, str(arg.value)) for arg in node.args[:1] if isinstance(arg, ast.Constant))
+            names = (str(arg.value) for arg in node.args[:1] if isinstance(arg, ast.Constant))
+            yield from ((node.lineno, in_folder(name)) for name in names)
+
+
+def in_folder(name: str) -> str:
+    """What a module that is imported by ``name`` is called here."""
+    for package, folder in INSTALLED.items():
+        if f"{name}.".startswith(f"{package}."):
+            return folder + name.removeprefix(package)
+    return name
 
 
 def without_type_checking(source: Source) -> Source:

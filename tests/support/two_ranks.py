@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeproof.foreign import WhiteBox, watch
+from pipeproof.judging.verdict import Verdict
 from tests.support.steps import WIDTH, loss_fn, pairs
-from validation.foreign import WhiteBox, watch
-from validation.judging.verdict import Verdict
 
 COUNT = 4
 Call = Callable[[nn.Module, int, Tensor], Tensor]

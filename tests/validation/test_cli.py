@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.lower import lower
-from pipeline.schedules import build
+from pipeproof.cli import main
+from pipeproof.pipeline.lower import lower
+from pipeproof.pipeline.schedules import build
 from tests.support.warm_start import Ended
-from validation.cli import main
 
 Launch = Callable[..., Ended]
 ROOT = Path(__file__).parents[2]
@@ -144,7 +144,7 @@ def test_an_option_that_disagrees_with_a_file_is_refused(tmp_path: Path, capsys:
 def test_a_validation_prints_a_line_per_schedule_and_writes_json(python: Launch, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     done = python(
-        tmp_path, "-m", "validation", "validate", "--ranks", "2", "--layers", "4", "--microbatches", "3",
+        tmp_path, "-m", "pipeproof", "validate", "--ranks", "2", "--layers", "4", "--microbatches", "3",
         "--model", "mlp", "--schedule", "naive,1f1b,interleaved", "--dtype", "fp32,bf16",
         "--json", str(path), "--profile",
     )  # fmt: skip
@@ -162,7 +162,7 @@ def test_a_validation_prints_a_line_per_schedule_and_writes_json(python: Launch,
 
 def test_a_wrong_answer_exits_1_with_a_screen_and_a_line_that_replays_it(python: Launch, tmp_path: Path) -> None:
     line = "gpipe r2 s2 m2 split=1,1 model=mlp plan=train seed=4 specimen=layernorm-zero"
-    done = python(tmp_path, "-m", "validation", "replay", line)
+    done = python(tmp_path, "-m", "pipeproof", "replay", line)
     assert done.returncode == 1, done.stdout
     assert "FAIL gradient (1 of 8), grad-norm (2 of 2), updated-parameters (8 of 8)" in done.stdout
     assert "where     rank 1, stage 1, parameter blocks.1.norm.weight" in done.stdout
@@ -170,7 +170,7 @@ def test_a_wrong_answer_exits_1_with_a_screen_and_a_line_that_replays_it(python:
 
 
 def test_fuzz_says_how_many_and_how_fast(python: Launch, tmp_path: Path) -> None:
-    done = python(tmp_path, "-m", "validation", "fuzz", "--cases", "6", "--seed", "5", "--max-ranks", "2")
+    done = python(tmp_path, "-m", "pipeproof", "fuzz", "--cases", "6", "--seed", "5", "--max-ranks", "2")
     assert done.returncode == 0, done.stdout
     assert "seed 5: 6 cases, 6 pass (6 bitwise), 0 not" in done.stdout
     assert "cases/s" in done.stdout
@@ -189,7 +189,7 @@ def test_a_picture_without_the_library_is_refused_and_nothing_is_written(
 
 def test_a_run_is_timed_beside_its_simulation_and_both_are_written(python: Launch, tmp_path: Path) -> None:
     done = python(
-        tmp_path, "-m", "validation", "show", "1f1b", "--ranks", "2", "--microbatches", "4", "--layers", "2", "--run",
+        tmp_path, "-m", "pipeproof", "show", "1f1b", "--ranks", "2", "--microbatches", "4", "--layers", "2", "--run",
         "--steps", "1", "--trace", "x.json",
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
@@ -204,7 +204,7 @@ def test_a_run_is_timed_beside_its_simulation_and_both_are_written(python: Launc
 
 def test_show_draws_without_torch(tmp_path: Path, new_python: Launch) -> None:
     code = (
-        "import sys; from validation.cli import main; status = main(['show', '1f1b', '--ranks', '3', '--microbatches',"
+        "import sys; from pipeproof.cli import main; status = main(['show', '1f1b', '--ranks', '3', '--microbatches',"
         "'4']); assert 'torch' not in sys.modules, 'torch was imported'; sys.exit(status)"
     )
     done = new_python(tmp_path, "-c", code)
@@ -280,7 +280,7 @@ def test_replay_of_a_fault_is_wrong_and_of_a_sound_case_is_not(capsys: pytest.Ca
 
 
 def test_too_few_ranks_under_torchrun_are_said_once_with_the_cure(torchrun: Launch, tmp_path: Path) -> None:
-    done = torchrun(tmp_path, "-m", "validation", "validate", "--ranks", "4", "--model", "mlp", ranks=2)
+    done = torchrun(tmp_path, "-m", "pipeproof", "validate", "--ranks", "4", "--model", "mlp", ranks=2)
     assert done.returncode != 0
     said = [line for line in done.stdout.splitlines() if line.startswith("pipeproof:")]
     assert len(said) == 1, done.stdout
@@ -290,6 +290,6 @@ def test_too_few_ranks_under_torchrun_are_said_once_with_the_cure(torchrun: Laun
 
 def test_the_command_is_installed() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "validation", "--help"], capture_output=True, text=True, cwd=ROOT, check=True
+        [sys.executable, "-m", "pipeproof", "--help"], capture_output=True, text=True, cwd=ROOT, check=True
     )
     assert "validate" in done.stdout

@@ -279,7 +279,7 @@ def test_a_rank_whose_process_ends_is_named(launch: Launch) -> None:
 
 
 WANTING = """
-from validation.worlds.rank_report import NeedsMoreRanks
+from pipeproof.worlds.rank_report import NeedsMoreRanks
 
 def test_it():
     raise NeedsMoreRanks(4, 2)

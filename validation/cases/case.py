@@ -10,14 +10,14 @@ from dataclasses import Field, dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
-from pipeline.files import is_csv
-from pipeline.lower import Program
-from pipeline.partition import by_sizes
-from pipeline.schedule import Schedule
-from pipeline.schedules import FAMILIES, build, canonical_name
-from pipeline.sizes import MOST_LAYERS, MOST_PROCESSES, MOST_SEED, counted
-from validation.cases.own_schedule import own_schedule
-from validation.cases.runtimes import OPTIONS, OWN, RUNTIMES, why_not
+from pipeproof.cases.own_schedule import own_schedule
+from pipeproof.cases.runtimes import OPTIONS, OWN, RUNTIMES, why_not
+from pipeproof.pipeline.files import is_csv
+from pipeproof.pipeline.lower import Program
+from pipeproof.pipeline.partition import by_sizes
+from pipeproof.pipeline.schedule import Schedule
+from pipeproof.pipeline.schedules import FAMILIES, build, canonical_name
+from pipeproof.pipeline.sizes import MOST_LAYERS, MOST_PROCESSES, MOST_SEED, counted
 
 # One step; a second one; an accumulation over two calls; an evaluation between two steps.
 FULL_PLAN = ("train", "train", "accumulate", "train", "eval", "train")

@@ -10,13 +10,13 @@ from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from pipeline.action import GIVES_WEIGHT_GRADIENT, Kind
-from validation.cases.case import Case
-from validation.cases.data import data_for
-from validation.cases.runtimes import OWN, UNUSED
-from validation.cases.validator import validate
-from validation.worlds.rank_report import RankFailed
-from validation.worlds.world import World
+from pipeproof.cases.case import Case
+from pipeproof.cases.data import data_for
+from pipeproof.cases.runtimes import OWN, UNUSED
+from pipeproof.cases.validator import validate
+from pipeproof.pipeline.action import GIVES_WEIGHT_GRADIENT, Kind
+from pipeproof.worlds.rank_report import RankFailed
+from pipeproof.worlds.world import World
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,15 @@ from hypothesis import HealthCheck, Phase, given, reject, seed, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Flaky
 
-from pipeline.schedule import ScheduleError
-from pipeline.schedules import LOOPED, build, virtuals
-from pipeline.sizes import some
-from validation.cases.case import FUZZED_DTYPES, LOSSES, MODELS, SCHEDULES, Case, plainest_first
-from validation.cases.runtimes import OPTIONS, OWN, TORCH, TORCH_CLASSES, TORCH_CSV, why_not
-from validation.cases.validator import validate
-from validation.judging.verdict import Verdict
-from validation.worlds.rank_report import RankFailed
-from validation.worlds.world import World
+from pipeproof.cases.case import FUZZED_DTYPES, LOSSES, MODELS, SCHEDULES, Case, plainest_first
+from pipeproof.cases.runtimes import OPTIONS, OWN, TORCH, TORCH_CLASSES, TORCH_CSV, why_not
+from pipeproof.cases.validator import validate
+from pipeproof.judging.verdict import Verdict
+from pipeproof.pipeline.schedule import ScheduleError
+from pipeproof.pipeline.schedules import LOOPED, build, virtuals
+from pipeproof.pipeline.sizes import some
+from pipeproof.worlds.rank_report import RankFailed
+from pipeproof.worlds.world import World
 
 # From the plainest to the fullest, so that shrinking moves to the plainest that still fails.
 PLANS = (("train",), ("train", "train"), ("accumulate", "train"), ("eval", "train"), ("train", "eval", "train"))

@@ -1,17 +1,17 @@
 """A case before the judge, and what a diagnosis of it may ask for: the reference, its data, its stages."""
 
-from reference.model import DTYPES
-from reference.step import Recipe, Reference
-from validation.cases.case import Case
-from validation.cases.data import data_for, max_norm_of, model_for
-from validation.cases.stages import layers_of, owners
-from validation.diagnosis.diagnose import diagnose as diagnose_run
-from validation.diagnosis.played import Setup
-from validation.judging.judge import LAWS, judged
-from validation.judging.oracle import LiveOracle, Requirements, copies_apart
-from validation.judging.verdict import Verdict
-from validation.observers.observed import Observed
-from validation.worlds.deterministic import deterministic
+from pipeproof.cases.case import Case
+from pipeproof.cases.data import data_for, max_norm_of, model_for
+from pipeproof.cases.stages import layers_of, owners
+from pipeproof.diagnosis.diagnose import diagnose as diagnose_run
+from pipeproof.diagnosis.played import Setup
+from pipeproof.judging.judge import LAWS, judged
+from pipeproof.judging.oracle import LiveOracle, Requirements, copies_apart
+from pipeproof.judging.verdict import Verdict
+from pipeproof.observers.observed import Observed
+from pipeproof.reference.model import DTYPES
+from pipeproof.reference.step import Recipe, Reference
+from pipeproof.worlds.deterministic import deterministic
 
 
 def judge(case: Case, observed: Observed, *, measure: bool = False) -> Verdict:

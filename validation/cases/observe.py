@@ -6,27 +6,27 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from pipeline.action import Action, Kind
-from pipeline.boundary import Tensors
-from pipeline.gradients import GradientWork
-from pipeline.stage import Goal, Stage
-from pipeline.step import Parts, PipelineSchedule
-from pipeline.transport import DistributedTransport
-from reference.model import Model
-from reference.step import Recipe, objective
-from validation.cases.case import Case
-from validation.cases.data import data_for, max_norm_of, model_for
-from validation.cases.replicated import as_one
-from validation.cases.runtimes import OWN
-from validation.cases.specimens import PLUGINS, specimen
-from validation.cases.stages import buffers_of, gradients_of, layers_of, on_device, parameters_of, tied_across
-from validation.observers.observed import Observed, RankOperation
-from validation.observers.recorder import Recorder
-from validation.observers.recording import Site
-from validation.observers.wrappers import AroundGradients, AroundStage, Steps
-from validation.worlds.deterministic import deterministic
-from validation.worlds.worker import RankContext
-from validation.worlds.world import World
+from pipeproof.cases.case import Case
+from pipeproof.cases.data import data_for, max_norm_of, model_for
+from pipeproof.cases.replicated import as_one
+from pipeproof.cases.runtimes import OWN
+from pipeproof.cases.specimens import PLUGINS, specimen
+from pipeproof.cases.stages import buffers_of, gradients_of, layers_of, on_device, parameters_of, tied_across
+from pipeproof.observers.observed import Observed, RankOperation
+from pipeproof.observers.recorder import Recorder
+from pipeproof.observers.recording import Site
+from pipeproof.observers.wrappers import AroundGradients, AroundStage, Steps
+from pipeproof.pipeline.action import Action, Kind
+from pipeproof.pipeline.boundary import Tensors
+from pipeproof.pipeline.gradients import GradientWork
+from pipeproof.pipeline.stage import Goal, Stage
+from pipeproof.pipeline.step import Parts, PipelineSchedule
+from pipeproof.pipeline.transport import DistributedTransport
+from pipeproof.reference.model import Model
+from pipeproof.reference.step import Recipe, objective
+from pipeproof.worlds.deterministic import deterministic
+from pipeproof.worlds.worker import RankContext
+from pipeproof.worlds.world import World
 
 # A wait inside a step ends sooner than the world's own bound, so that it is the rank that says what it waited for.
 STEP_TIMEOUT_S = 30.0
@@ -92,7 +92,7 @@ def _observe_planted(context: RankContext, case: Case, record: bool, plugins: Se
 def observe_rank(context: RankContext, case: Case, record: bool = False) -> list[RankOperation]:
     """One rank's part of ``case``; a job for ``World.run``. ``record``: keep every boundary tensor too."""
     if case.runtime != OWN:
-        from validation.cases.torch_runtime import observe_torch
+        from pipeproof.cases.torch_runtime import observe_torch
 
         deterministic(context.device)
         return observe_torch(context, case)

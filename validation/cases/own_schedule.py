@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from pipeline.files import read_file
-from pipeline.laws import check
-from pipeline.lower import Program
-from pipeline.program_laws import check as check_program
-from pipeline.program_laws import runnable
-from pipeline.schedule import Schedule, ScheduleError
-from validation.worlds.launcher import under_torchrun
+from pipeproof.pipeline.files import read_file
+from pipeproof.pipeline.laws import check
+from pipeproof.pipeline.lower import Program
+from pipeproof.pipeline.program_laws import check as check_program
+from pipeproof.pipeline.program_laws import runnable
+from pipeproof.pipeline.schedule import Schedule, ScheduleError
+from pipeproof.worlds.launcher import under_torchrun
 
 _BOUND_S = 60.0
 
@@ -35,7 +35,7 @@ def _read(path: str | Path) -> Schedule | Program | ScheduleError:
 
 
 def _from_rank_0(path: str | Path) -> Schedule | Program | ScheduleError:
-    from validation.worlds.side_store import side_store  # it loads torch
+    from pipeproof.worlds.side_store import side_store  # it loads torch
 
     side = side_store()
     mine = _read(path) if side.rank == 0 else None

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from pipeline.action import Action
-from validation.cases.case import Case
-from validation.judging.tolerance import error, same_bits
-from validation.observers.observed import Claim, Observed, RankOperation
-from validation.observers.recording import Site
+from pipeproof.cases.case import Case
+from pipeproof.judging.tolerance import error, same_bits
+from pipeproof.observers.observed import Claim, Observed, RankOperation
+from pipeproof.observers.recording import Site
+from pipeproof.pipeline.action import Action
 
 Row = Sequence[RankOperation]
 

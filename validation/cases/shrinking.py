@@ -4,13 +4,13 @@ from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
-from pipeline.lower import lower
-from validation.cases.case import MODELS, Case, plainest_first
-from validation.cases.fuzz import cases, fuzz, judged
-from validation.cases.specimens.order import broken
-from validation.cases.specimens.specimen import Specimen, unchanged
-from validation.judging.verdict import LawResult, Verdict
-from validation.worlds.world import World
+from pipeproof.cases.case import MODELS, Case, plainest_first
+from pipeproof.cases.fuzz import cases, fuzz, judged
+from pipeproof.cases.specimens.order import broken
+from pipeproof.cases.specimens.specimen import Specimen, unchanged
+from pipeproof.judging.verdict import LawResult, Verdict
+from pipeproof.pipeline.lower import lower
+from pipeproof.worlds.world import World
 
 _BUDGET = 100
 

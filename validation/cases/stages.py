@@ -7,9 +7,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from reference.model import Model
-from validation.judging.oracle import copies_apart
-from validation.observers.recording import Site
+from pipeproof.judging.oracle import copies_apart
+from pipeproof.observers.recording import Site
+from pipeproof.reference.model import Model
 
 
 class Slice(nn.Module):

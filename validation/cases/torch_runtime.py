@@ -14,18 +14,18 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import schedules
 from torch.nn.parallel import DistributedDataParallel
 
-from pipeline.action import Action
-from reference.data import Batch
-from reference.model import Model
-from reference.step import Recipe, objective
-from validation.cases.case import Case
-from validation.cases.data import data_for, max_norm_of, model_for
-from validation.cases.runtimes import SINGLE, TORCH, TORCH_CLASSES, UNUSED
-from validation.cases.stages import buffers_of, gradients_of, layers_of, on_device, parameters_of, tied_across
-from validation.foreign.torch_pipelining import Recorder, run
-from validation.observers.observed import RankOperation
-from validation.worlds.posted_messages import noted_messages
-from validation.worlds.worker import RankContext
+from pipeproof.cases.case import Case
+from pipeproof.cases.data import data_for, max_norm_of, model_for
+from pipeproof.cases.runtimes import SINGLE, TORCH, TORCH_CLASSES, UNUSED
+from pipeproof.cases.stages import buffers_of, gradients_of, layers_of, on_device, parameters_of, tied_across
+from pipeproof.foreign.torch_pipelining import Recorder, run
+from pipeproof.observers.observed import RankOperation
+from pipeproof.pipeline.action import Action
+from pipeproof.reference.data import Batch
+from pipeproof.reference.model import Model
+from pipeproof.reference.step import Recipe, objective
+from pipeproof.worlds.posted_messages import noted_messages
+from pipeproof.worlds.worker import RankContext
 
 _Plant = Callable[["TorchRank"], None]
 

@@ -6,20 +6,20 @@ Nothing here knows how a fault is found: a case with a specimen is judged and di
 from dataclasses import asdict, dataclass, replace
 from time import perf_counter
 
-from pipeline.lower import lower
-from pipeline.program_laws import violations
-from pipeline.schedules import virtuals
-from validation.cases.case import Case
-from validation.cases.judgement import diagnose, judge
-from validation.cases.observe import observe
-from validation.cases.specimens import SPECIMENS
-from validation.cases.specimens.specimen import Specimen, unchanged
-from validation.cases.validator import crashed, explained, refused
-from validation.judging.cause import Cause
-from validation.judging.verdict import Verdict
-from validation.observers.observed import Observed
-from validation.worlds.rank_report import RankFailed
-from validation.worlds.world import World
+from pipeproof.cases.case import Case
+from pipeproof.cases.judgement import diagnose, judge
+from pipeproof.cases.observe import observe
+from pipeproof.cases.specimens import SPECIMENS
+from pipeproof.cases.specimens.specimen import Specimen, unchanged
+from pipeproof.cases.validator import crashed, explained, refused
+from pipeproof.judging.cause import Cause
+from pipeproof.judging.verdict import Verdict
+from pipeproof.observers.observed import Observed
+from pipeproof.pipeline.lower import lower
+from pipeproof.pipeline.program_laws import violations
+from pipeproof.pipeline.schedules import virtuals
+from pipeproof.worlds.rank_report import RankFailed
+from pipeproof.worlds.world import World
 
 
 @dataclass(frozen=True)

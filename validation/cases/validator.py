@@ -4,19 +4,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from time import perf_counter
 
-from pipeline.laws import Violation
-from pipeline.lower import Program, lower
-from validation.cases.case import Case
-from validation.cases.judgement import diagnose, judge
-from validation.cases.observe import observe
-from validation.cases.runtimes import OWN
-from validation.diagnosis.diagnose import sought
-from validation.judging.cause import Cause
-from validation.judging.verdict import Verdict
-from validation.observers.observed import Observed
-from validation.worlds.rank_report import Ending, RankFailed, RankReport
-from validation.worlds.stall import lost_message
-from validation.worlds.world import World
+from pipeproof.cases.case import Case
+from pipeproof.cases.judgement import diagnose, judge
+from pipeproof.cases.observe import observe
+from pipeproof.cases.runtimes import OWN
+from pipeproof.diagnosis.diagnose import sought
+from pipeproof.judging.cause import Cause
+from pipeproof.judging.verdict import Verdict
+from pipeproof.observers.observed import Observed
+from pipeproof.pipeline.laws import Violation
+from pipeproof.pipeline.lower import Program, lower
+from pipeproof.worlds.rank_report import Ending, RankFailed, RankReport
+from pipeproof.worlds.stall import lost_message
+from pipeproof.worlds.world import World
 
 
 def validate(case: Case, world: World, *, measure: bool = False, explain: bool = True) -> Verdict:

@@ -9,25 +9,25 @@ from types import MappingProxyType
 import torch
 import torch._dynamo  # the reference's optimizer wants it: better now, while the fork server imports the same
 
-from pipeline.profile import profile_table
-from validation.cases.case import Case
-from validation.cases.findings import FINDINGS, Finding, known
-from validation.cases.fuzz import Found, Tally, cases, fuzz
-from validation.cases.judgement import judge
-from validation.cases.observe import observe
-from validation.cases.runtimes import OWN
-from validation.cases.specimens import specimen
-from validation.cases.validator import crashed, explained, validate
-from validation.commands.ending import NO_VERDICT
-from validation.judging.verdict import SCHEMA, Verdict
-from validation.observers.observed import Observed
-from validation.records.case_record import observed_record
-from validation.records.record_file import write
-from validation.reports.table import HEADER, line, summary
-from validation.reports.terminal import Terminal
-from validation.worlds.output_file import OutputFile
-from validation.worlds.rank_report import NeedsMoreRanks, RankFailed
-from validation.worlds.world import World
+from pipeproof.cases.case import Case
+from pipeproof.cases.findings import FINDINGS, Finding, known
+from pipeproof.cases.fuzz import Found, Tally, cases, fuzz
+from pipeproof.cases.judgement import judge
+from pipeproof.cases.observe import observe
+from pipeproof.cases.runtimes import OWN
+from pipeproof.cases.specimens import specimen
+from pipeproof.cases.validator import crashed, explained, validate
+from pipeproof.commands.ending import NO_VERDICT
+from pipeproof.judging.verdict import SCHEMA, Verdict
+from pipeproof.observers.observed import Observed
+from pipeproof.pipeline.profile import profile_table
+from pipeproof.records.case_record import observed_record
+from pipeproof.records.record_file import write
+from pipeproof.reports.table import HEADER, line, summary
+from pipeproof.reports.terminal import Terminal
+from pipeproof.worlds.output_file import OutputFile
+from pipeproof.worlds.rank_report import NeedsMoreRanks, RankFailed
+from pipeproof.worlds.world import World
 
 NOTHING: Mapping[str, str] = MappingProxyType({})
 

@@ -6,12 +6,10 @@ torch is imported by the one that runs, and meanwhile by the fork server where r
 import argparse
 from typing import Any, TypeAlias
 
-from pipeline.files import is_csv
-from pipeline.sizes import MOST_ACTIONS, MOST_PROCESSES, MOST_SEED, counted
-from validation.cases.case import FUZZED_DTYPES, Case, CaseError
-from validation.cases.runtimes import OWN, TORCH
-from validation.commands.option_parser import seconds
-from validation.commands.selection import (
+from pipeproof.cases.case import FUZZED_DTYPES, Case, CaseError
+from pipeproof.cases.runtimes import OWN, TORCH
+from pipeproof.commands.option_parser import seconds
+from pipeproof.commands.selection import (
     DTYPE_NAMES,
     STATUSES,
     add_recording,
@@ -21,8 +19,10 @@ from validation.commands.selection import (
     schedule_names,
     table_of,
 )
-from validation.reports.terminal import Terminal
-from validation.worlds.launcher import start_fork_server
+from pipeproof.pipeline.files import is_csv
+from pipeproof.pipeline.sizes import MOST_ACTIONS, MOST_PROCESSES, MOST_SEED, counted
+from pipeproof.reports.terminal import Terminal
+from pipeproof.worlds.launcher import start_fork_server
 
 Commands: TypeAlias = "argparse._SubParsersAction[Any]"
 
@@ -92,7 +92,7 @@ def _add_replay(commands: Commands) -> None:
 def _validate(options: argparse.Namespace) -> int:
     cases, left_out = table_of(options)
     start_fork_server()
-    from validation.commands.campaign import Setting, validate_all
+    from pipeproof.commands.campaign import Setting, validate_all
 
     setting = Setting(options.device, options.timeout, options.json, options.profile, record=options.record)
     return validate_all(cases, setting, left_out=left_out)
@@ -101,8 +101,8 @@ def _validate(options: argparse.Namespace) -> int:
 def _gate(options: argparse.Namespace) -> int:
     table, missing = table_of(options)
     start_fork_server()
-    from validation.commands.campaign import Setting
-    from validation.commands.gate import Plan, Reports, gate
+    from pipeproof.commands.campaign import Setting
+    from pipeproof.commands.gate import Plan, Reports, gate
 
     max_ranks = max(case.ranks for case in table) if options.max_ranks is None else options.max_ranks
     counted("--cases", options.cases, least=0, most=MOST_ACTIONS)
@@ -130,7 +130,7 @@ def _fuzz(options: argparse.Namespace) -> int:
     counted("--seed", options.seed, least=0, most=MOST_SEED)
     schedules, dtypes = schedule_names(options.schedule), dtype_names(options.dtype)
     start_fork_server()
-    from validation.commands.campaign import Setting, fuzz_all
+    from pipeproof.commands.campaign import Setting, fuzz_all
 
     return fuzz_all(
         Setting(options.device, options.timeout, options.json),
@@ -146,8 +146,8 @@ def _fuzz(options: argparse.Namespace) -> int:
 def _replay(options: argparse.Namespace) -> int:
     case = Case.parse(options.case)
     start_fork_server()
-    from validation.cases.specimens import PLUGINS
-    from validation.commands.campaign import Setting, validate_all
+    from pipeproof.cases.specimens import PLUGINS
+    from pipeproof.commands.campaign import Setting, validate_all
 
     if options.plugin is not None:
         PLUGINS.load(options.plugin)
@@ -171,13 +171,13 @@ def _add_records(commands: Commands) -> None:
 
 
 def _record(options: argparse.Namespace) -> int:
-    from validation.commands.offline import record_case
+    from pipeproof.commands.offline import record_case
 
     return record_case(Case.parse(" ".join(options.case)), options.out)
 
 
 def _compare(options: argparse.Namespace) -> int:
-    from validation.commands.offline import compare_files
+    from pipeproof.commands.offline import compare_files
 
     return compare_files(options.expected, options.seen, json=options.json, configs=options.configs)
 
@@ -201,8 +201,8 @@ def _add_specimens(commands: Commands) -> None:
 
 
 def _specimens(options: argparse.Namespace) -> int:
-    from validation.commands.campaign import Setting
-    from validation.commands.catalogue import chosen, listing, loaded, shrink_all, try_all
+    from pipeproof.commands.campaign import Setting
+    from pipeproof.commands.catalogue import chosen, listing, loaded, shrink_all, try_all
 
     names = chosen(options.only, otherwise=[] if options.plugin is None else loaded(options.plugin))
     if options.list:

@@ -3,18 +3,18 @@
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 
-from validation.cases.case import Case
-from validation.cases.shrinking import Shrunk, shrink
-from validation.cases.specimens import CONTROLS, FAMILIES, PLUGINS, SPECIMENS, SpecimenError
-from validation.cases.specimens.specimen import unchanged
-from validation.cases.trial import Named, Trial, case_for, smallest_of, try_out
-from validation.cases.validator import validate
-from validation.commands.campaign import Setting
-from validation.judging.judge import LAWS
-from validation.reports.table import matrix, pairs_of, totals
-from validation.reports.terminal import Terminal
-from validation.worlds.output_file import OutputFile
-from validation.worlds.world import World
+from pipeproof.cases.case import Case
+from pipeproof.cases.shrinking import Shrunk, shrink
+from pipeproof.cases.specimens import CONTROLS, FAMILIES, PLUGINS, SPECIMENS, SpecimenError
+from pipeproof.cases.specimens.specimen import unchanged
+from pipeproof.cases.trial import Named, Trial, case_for, smallest_of, try_out
+from pipeproof.cases.validator import validate
+from pipeproof.commands.campaign import Setting
+from pipeproof.judging.judge import LAWS
+from pipeproof.reports.table import matrix, pairs_of, totals
+from pipeproof.reports.terminal import Terminal
+from pipeproof.worlds.output_file import OutputFile
+from pipeproof.worlds.world import World
 
 SCHEMA = "pipeproof/specimens/2"
 _EVIDENCE: Mapping[str, str] = {

@@ -13,9 +13,9 @@ from contextlib import contextmanager, redirect_stdout, suppress
 from types import FrameType, MappingProxyType
 from typing import Any, NoReturn, TextIO
 
-from pipeline.laws import LawBroken
-from validation.worlds.launcher import reports
-from validation.worlds.output_file import OutputError
+from pipeproof.pipeline.laws import LawBroken
+from pipeproof.worlds.launcher import reports
+from pipeproof.worlds.output_file import OutputError
 
 WRONG, BAD_INPUT, NO_VERDICT = 1, 2, 3
 UNREAD = 128 + signal.SIGPIPE  # what a shell sees of any program whose reader stops: no verdict, and no complaint

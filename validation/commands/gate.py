@@ -5,19 +5,19 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
 
-from validation.cases.case import Case, CaseError
-from validation.cases.fuzz import cases, fuzz
-from validation.cases.specimens import specimen
-from validation.commands.campaign import Setting, enough_ranks, validated
-from validation.judging.verdict import SCHEMA, Verdict
-from validation.observers.observed import Observed
-from validation.records.case_record import expected_record, observed_record
-from validation.records.record_file import write
-from validation.reports.gate_reports import CaseResult, GateResult, annotations, junit, markdown
-from validation.reports.table import HEADER, line
-from validation.reports.terminal import Terminal
-from validation.worlds.output_file import OutputError, OutputFile
-from validation.worlds.world import World
+from pipeproof.cases.case import Case, CaseError
+from pipeproof.cases.fuzz import cases, fuzz
+from pipeproof.cases.specimens import specimen
+from pipeproof.commands.campaign import Setting, enough_ranks, validated
+from pipeproof.judging.verdict import SCHEMA, Verdict
+from pipeproof.observers.observed import Observed
+from pipeproof.records.case_record import expected_record, observed_record
+from pipeproof.records.record_file import write
+from pipeproof.reports.gate_reports import CaseResult, GateResult, annotations, junit, markdown
+from pipeproof.reports.table import HEADER, line
+from pipeproof.reports.terminal import Terminal
+from pipeproof.worlds.output_file import OutputError, OutputFile
+from pipeproof.worlds.world import World
 
 PLANTED = "layernorm-zero"  # what the gate plants to see that it can fail: the loss stays right
 _KEPT = 3  # failing cases that leave their records

@@ -4,20 +4,20 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from pipeline.costs import costs_of, predict
-from pipeline.profile import beside
-from pipeline.trace import Trace
-from reference.data import Shapes, microbatches
-from reference.model import DTYPES
-from validation.cases.case import Case, CaseError
-from validation.cases.observe import assemble
-from validation.commands.campaign import enough_ranks
-from validation.commands.ending import NO_VERDICT
-from validation.reports.picture import Drawings, Paths
-from validation.reports.terminal import Terminal
-from validation.worlds.rank_report import RankFailed
-from validation.worlds.worker import RankContext
-from validation.worlds.world import World
+from pipeproof.cases.case import Case, CaseError
+from pipeproof.cases.observe import assemble
+from pipeproof.commands.campaign import enough_ranks
+from pipeproof.commands.ending import NO_VERDICT
+from pipeproof.pipeline.costs import costs_of, predict
+from pipeproof.pipeline.profile import beside
+from pipeproof.pipeline.trace import Trace
+from pipeproof.reference.data import Shapes, microbatches
+from pipeproof.reference.model import DTYPES
+from pipeproof.reports.picture import Drawings, Paths
+from pipeproof.reports.terminal import Terminal
+from pipeproof.worlds.rank_report import RankFailed
+from pipeproof.worlds.worker import RankContext
+from pipeproof.worlds.world import World
 
 # Steps before the timed ones: links learn shapes, allocators warm up.
 _WARM_UP = 2

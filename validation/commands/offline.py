@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 
-from validation.cases.case import Case
-from validation.cases.specimens import specimen
-from validation.records.case_record import expected_record
-from validation.records.compare import compare
-from validation.records.record import Record, RecordError, config_differences
-from validation.records.record_file import read, write
-from validation.reports.terminal import Terminal
-from validation.worlds.output_file import OutputFile
+from pipeproof.cases.case import Case
+from pipeproof.cases.specimens import specimen
+from pipeproof.records.case_record import expected_record
+from pipeproof.records.compare import compare
+from pipeproof.records.record import Record, RecordError, config_differences
+from pipeproof.records.record_file import read, write
+from pipeproof.reports.terminal import Terminal
+from pipeproof.worlds.output_file import OutputFile
 
 
 def record_case(case: Case, path: str) -> int:

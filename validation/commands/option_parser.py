@@ -10,7 +10,7 @@ from argparse import ArgumentTypeError
 from functools import partial
 from typing import Any, NoReturn
 
-from pipeline.sizes import MOST_SECONDS, is_number, number_wanted
+from pipeproof.pipeline.sizes import MOST_SECONDS, is_number, number_wanted
 
 _NEGATIVE = re.compile(r"-(\d|\.\d|inf|nan)", re.IGNORECASE)
 

@@ -4,21 +4,10 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
-from pipeline.costs import trace_of
-from pipeline.files import is_csv, read_file
-from pipeline.grid import draw, marked
-from pipeline.laws import LawBroken, check, report
-from pipeline.lower import Program, lower
-from pipeline.plan import Needs, plan, table, trade
-from pipeline.program_laws import violations
-from pipeline.schedule import Schedule, ScheduleError
-from pipeline.schedules import FAMILIES
-from pipeline.simulate import Timeline, Times, simulate
-from pipeline.transports import deadlocks
-from validation.cases.case import CaseError
-from validation.commands.ending import WRONG
-from validation.commands.option_parser import number, numbers, share, shares, three_numbers
-from validation.commands.selection import (
+from pipeproof.cases.case import CaseError
+from pipeproof.commands.ending import WRONG
+from pipeproof.commands.option_parser import number, numbers, share, shares, three_numbers
+from pipeproof.commands.selection import (
     MICROBATCHES,
     MODEL_NAMES,
     RANKS,
@@ -28,9 +17,20 @@ from validation.commands.selection import (
     case_of,
     schedule_in,
 )
-from validation.reports.picture import Drawings, Paths
-from validation.reports.terminal import Terminal
-from validation.worlds.launcher import start_fork_server
+from pipeproof.pipeline.costs import trace_of
+from pipeproof.pipeline.files import is_csv, read_file
+from pipeproof.pipeline.grid import draw, marked
+from pipeproof.pipeline.laws import LawBroken, check, report
+from pipeproof.pipeline.lower import Program, lower
+from pipeproof.pipeline.plan import Needs, plan, table, trade
+from pipeproof.pipeline.program_laws import violations
+from pipeproof.pipeline.schedule import Schedule, ScheduleError
+from pipeproof.pipeline.schedules import FAMILIES
+from pipeproof.pipeline.simulate import Timeline, Times, simulate
+from pipeproof.pipeline.transports import deadlocks
+from pipeproof.reports.picture import Drawings, Paths
+from pipeproof.reports.terminal import Terminal
+from pipeproof.worlds.launcher import start_fork_server
 
 _UNIT = (1.0, 1.0, 1.0)
 # What --run takes where nothing is said.
@@ -128,7 +128,7 @@ def _show_real(options: argparse.Namespace, found: Schedule | Program, paths: Pa
     if options.times is not None:
         raise ValueError("--times with --run: expected one of the two, for a run measures times")
     start_fork_server()
-    from validation.commands.measure import show_measured
+    from pipeproof.commands.measure import show_measured
 
     name = options.schedule if is_csv(options.schedule) else schedule_in(found).name
     return show_measured(case_of(options, name, found, options.model, "fp32"), paths, steps=options.steps)

@@ -5,15 +5,15 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from pipeline.files import is_csv
-from pipeline.lower import Program
-from pipeline.partition import parse_split
-from pipeline.schedule import Schedule, ScheduleError
-from pipeline.schedules import FAMILIES, LOOPED, build, canonical_name, virtuals
-from pipeline.sizes import MOST_LAYERS, MOST_RANKS, counted
-from validation.cases.case import DTYPES, LOSSES, MODELS, SCHEDULES, Case, CaseError, most_stages
-from validation.cases.own_schedule import own_schedule
-from validation.commands.option_parser import seconds
+from pipeproof.cases.case import DTYPES, LOSSES, MODELS, SCHEDULES, Case, CaseError, most_stages
+from pipeproof.cases.own_schedule import own_schedule
+from pipeproof.commands.option_parser import seconds
+from pipeproof.pipeline.files import is_csv
+from pipeproof.pipeline.lower import Program
+from pipeproof.pipeline.partition import parse_split
+from pipeproof.pipeline.schedule import Schedule, ScheduleError
+from pipeproof.pipeline.schedules import FAMILIES, LOOPED, build, canonical_name, virtuals
+from pipeproof.pipeline.sizes import MOST_LAYERS, MOST_RANKS, counted
 
 RANKS, MICROBATCHES = 4, 8
 Fits = Callable[[int], object]

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from reference.pairing import Contributed, Flow, Pairing, Pairings
-from reference.step import Gradient, Site, Stage
+from pipeproof.reference.pairing import Contributed, Flow, Pairing, Pairings
+from pipeproof.reference.step import Gradient, Site, Stage
 
 
 @dataclass(frozen=True)

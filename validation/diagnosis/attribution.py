@@ -7,15 +7,15 @@ the things that the next may be made of, so a consequence is not taken for a cau
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from reference.pairing import Pairing
-from reference.step import Expected, Gradient, Site, Stage
-from validation.diagnosis.atoms import Term, Update, Wrong
-from validation.diagnosis.explanation import Explainer, Explanation
-from validation.diagnosis.naming import name_causes
-from validation.diagnosis.played import Played, Setup
-from validation.diagnosis.tied import Shares, explain_tied
-from validation.judging.cause import Cause, Cell, Cells, RuledOut
-from validation.judging.oracle import copies_apart
+from pipeproof.diagnosis.atoms import Term, Update, Wrong
+from pipeproof.diagnosis.explanation import Explainer, Explanation
+from pipeproof.diagnosis.naming import name_causes
+from pipeproof.diagnosis.played import Played, Setup
+from pipeproof.diagnosis.tied import Shares, explain_tied
+from pipeproof.judging.cause import Cause, Cell, Cells, RuledOut
+from pipeproof.judging.oracle import copies_apart
+from pipeproof.reference.pairing import Pairing
+from pipeproof.reference.step import Expected, Gradient, Site, Stage
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from reference.step import Stage
-from validation.diagnosis.atoms import Term, Update
-from validation.diagnosis.explanation import Explanation
-from validation.judging.cause import Cause
+from pipeproof.diagnosis.atoms import Term, Update
+from pipeproof.diagnosis.explanation import Explanation
+from pipeproof.judging.cause import Cause
+from pipeproof.reference.step import Stage
 
 _COARSE = 1e-3  # of what is explained: from here on rounding may hide one pair, or make it look like another
 

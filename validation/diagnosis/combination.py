@@ -13,9 +13,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from reference.step import Gradient
-from validation.diagnosis.atoms import Atom, Term
-from validation.judging.tolerance import BF16, FP32, Floor, error, precision_of
+from pipeproof.diagnosis.atoms import Atom, Term
+from pipeproof.judging.tolerance import BF16, FP32, Floor, error, precision_of
+from pipeproof.reference.step import Gradient
 
 _CHANCE = 1e-9  # how likely an explanation may be to fit by chance
 DECIDED = 0.05  # a coefficient known no better than this is undecided

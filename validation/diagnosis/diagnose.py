@@ -10,23 +10,23 @@ Where nothing was recorded, what the final gradients are made of stands for the 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from validation.diagnosis.evidence import Evidence, of_run
-from validation.diagnosis.played import Setup
-from validation.diagnosis.rule import Rule, clears, followed
-from validation.diagnosis.rules.attributed import attributed, unexplained
-from validation.diagnosis.rules.boundaries import boundaries
-from validation.diagnosis.rules.laws import buffers, calls, nameless, other_weights, partition, weights
-from validation.diagnosis.rules.passages import otherwise, passages, sound
-from validation.diagnosis.rules.report import report, unreported
-from validation.diagnosis.rules.shared import apart, on_rank, shared
-from validation.diagnosis.rules.sums import reduction, sums
-from validation.diagnosis.rules.update import clip, norm, update
-from validation.judging.cause import RuledOut
-from validation.judging.judge import one_thread
-from validation.judging.verdict import Crash, Verdict
-from validation.observers.observed import Observed
-from validation.observers.recording import LATE
-from validation.observers.sketch import UNSOUGHT
+from pipeproof.diagnosis.evidence import Evidence, of_run
+from pipeproof.diagnosis.played import Setup
+from pipeproof.diagnosis.rule import Rule, clears, followed
+from pipeproof.diagnosis.rules.attributed import attributed, unexplained
+from pipeproof.diagnosis.rules.boundaries import boundaries
+from pipeproof.diagnosis.rules.laws import buffers, calls, nameless, other_weights, partition, weights
+from pipeproof.diagnosis.rules.passages import otherwise, passages, sound
+from pipeproof.diagnosis.rules.report import report, unreported
+from pipeproof.diagnosis.rules.shared import apart, on_rank, shared
+from pipeproof.diagnosis.rules.sums import reduction, sums
+from pipeproof.diagnosis.rules.update import clip, norm, update
+from pipeproof.judging.cause import RuledOut
+from pipeproof.judging.judge import one_thread
+from pipeproof.judging.verdict import Crash, Verdict
+from pipeproof.observers.observed import Observed
+from pipeproof.observers.recording import LATE
+from pipeproof.observers.sketch import UNSOUGHT
 
 
 def diagnose(setup: Setup, observed: Observed, verdict: Verdict) -> Verdict:

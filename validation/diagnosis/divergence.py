@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from validation.diagnosis.known import Known
-from validation.diagnosis.likeness import agrees, likeness
-from validation.observers.likeness import Label, Likeness
-from validation.observers.recording import (
+from pipeproof.diagnosis.known import Known
+from pipeproof.diagnosis.likeness import agrees, likeness
+from pipeproof.observers.likeness import Label, Likeness
+from pipeproof.observers.recording import (
     BACKWARD_POINTS,
     FLOWED,
     FORWARD_POINTS,

@@ -7,22 +7,22 @@ from typing import Protocol
 
 from torch import Tensor
 
-from reference.passage import Passage
-from reference.step import Contribution, Expected, Gradient
-from validation.diagnosis.atoms import Update
-from validation.diagnosis.attribution import Attribution, attribute, update_of
-from validation.diagnosis.divergence import Divergence, Ground, Positions, divergences
-from validation.diagnosis.interference import Broken, Sources, broken_between
-from validation.diagnosis.members import Members
-from validation.diagnosis.played import Played, Setup, parts_of, play
-from validation.diagnosis.sums import broken_additions
-from validation.diagnosis.what_ifs import Tried
-from validation.judging.oracle import copies_apart
-from validation.judging.tolerance import PRECISIONS
-from validation.judging.verdict import Verdict
-from validation.observers.observed import Observed, Passed
-from validation.observers.recording import Addition, Recording, Site
-from validation.observers.sketch import Sketch
+from pipeproof.diagnosis.atoms import Update
+from pipeproof.diagnosis.attribution import Attribution, attribute, update_of
+from pipeproof.diagnosis.divergence import Divergence, Ground, Positions, divergences
+from pipeproof.diagnosis.interference import Broken, Sources, broken_between
+from pipeproof.diagnosis.members import Members
+from pipeproof.diagnosis.played import Played, Setup, parts_of, play
+from pipeproof.diagnosis.sums import broken_additions
+from pipeproof.diagnosis.what_ifs import Tried
+from pipeproof.judging.oracle import copies_apart
+from pipeproof.judging.tolerance import PRECISIONS
+from pipeproof.judging.verdict import Verdict
+from pipeproof.observers.observed import Observed, Passed
+from pipeproof.observers.recording import Addition, Recording, Site
+from pipeproof.observers.sketch import Sketch
+from pipeproof.reference.passage import Passage
+from pipeproof.reference.step import Contribution, Expected, Gradient
 
 Gradients = Mapping[str, Tensor | None]
 _OF_GRADIENTS = ("gradient", "presence", "tied-copies")

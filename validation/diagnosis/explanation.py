@@ -7,9 +7,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from reference.step import Gradient, Stage
-from validation.diagnosis.atoms import Atom, Atoms, Term, Update, Wrong
-from validation.diagnosis.combination import (
+from pipeproof.diagnosis.atoms import Atom, Atoms, Term, Update, Wrong
+from pipeproof.diagnosis.combination import (
     DECIDED,
     Layout,
     System,
@@ -22,11 +21,12 @@ from validation.diagnosis.combination import (
     simple,
     weights,
 )
-from validation.diagnosis.known import Terms
-from validation.diagnosis.likeness import of_terms, plainly
-from validation.diagnosis.module_pairing import Paired, paired_within
-from validation.judging.tolerance import error, precision_of
-from validation.observers.likeness import Label, Likeness
+from pipeproof.diagnosis.known import Terms
+from pipeproof.diagnosis.likeness import of_terms, plainly
+from pipeproof.diagnosis.module_pairing import Paired, paired_within
+from pipeproof.judging.tolerance import error, precision_of
+from pipeproof.observers.likeness import Label, Likeness
+from pipeproof.reference.step import Gradient, Stage
 
 _ZERO = 1e-3  # a coefficient this small may be none at all: it is left out if nothing but rounding remains without it
 _MORE = 8  # a sparse explanation has at most two atoms for every microbatch, and so many more

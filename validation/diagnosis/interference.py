@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from validation.diagnosis.combination import told_within, whole_within
-from validation.diagnosis.known import Known
-from validation.diagnosis.likeness import likeness, sum_of
-from validation.judging.tolerance import precision_of
-from validation.observers.likeness import GRADIENT, MEAN, PARAMETER, Label, Likeness
-from validation.observers.recording import Addition, Gradients, Site
+from pipeproof.diagnosis.combination import told_within, whole_within
+from pipeproof.diagnosis.known import Known
+from pipeproof.diagnosis.likeness import likeness, sum_of
+from pipeproof.judging.tolerance import precision_of
+from pipeproof.observers.likeness import GRADIENT, MEAN, PARAMETER, Label, Likeness
+from pipeproof.observers.recording import Addition, Gradients, Site
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from validation.diagnosis.atoms import Term
-from validation.judging.tolerance import error
-from validation.observers.likeness import Label
-from validation.observers.sketch import bits
+from pipeproof.diagnosis.atoms import Term
+from pipeproof.judging.tolerance import error
+from pipeproof.observers.likeness import Label
+from pipeproof.observers.sketch import bits
 
 _SAMPLED = 256
 _TELLING = 0.25  # where rounding may have made more of a tensor than that, it is like any other

@@ -14,8 +14,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from validation.diagnosis.atoms import Term
-from validation.diagnosis.combination import (
+from pipeproof.diagnosis.atoms import Term
+from pipeproof.diagnosis.combination import (
     DECIDED,
     choices,
     conclusive,
@@ -25,12 +25,12 @@ from validation.diagnosis.combination import (
     residual_of,
     simple,
 )
-from validation.diagnosis.known import Known, Terms, form, nearest
-from validation.diagnosis.reordering import TELLING, by_chance, reordered
-from validation.diagnosis.rounding import rounded_as
-from validation.judging.tolerance import error, precision_of, same_bits
-from validation.observers.likeness import MEAN, SAME_NUMBER, Label, Likeness, Part
-from validation.observers.recording import Point
+from pipeproof.diagnosis.known import Known, Terms, form, nearest
+from pipeproof.diagnosis.reordering import TELLING, by_chance, reordered
+from pipeproof.diagnosis.rounding import rounded_as
+from pipeproof.judging.tolerance import error, precision_of, same_bits
+from pipeproof.observers.likeness import MEAN, SAME_NUMBER, Label, Likeness, Part
+from pipeproof.observers.recording import Point
 
 Counts = tuple[tuple[int, float], ...]  # how often each microbatch is in a sum
 

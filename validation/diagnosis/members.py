@@ -9,10 +9,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from reference.step import Contribution, Gradient, Site
-from validation.judging.cause import Cause
-from validation.judging.tolerance import error, scalar_error
-from validation.observers.shards import Shard
+from pipeproof.judging.cause import Cause
+from pipeproof.judging.tolerance import error, scalar_error
+from pipeproof.observers.shards import Shard
+from pipeproof.reference.step import Contribution, Gradient, Site
 
 
 class ReplicasError(ValueError):

@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from validation.diagnosis.atoms import Update
-from validation.judging.cause import listed
+from pipeproof.diagnosis.atoms import Update
+from pipeproof.judging.cause import listed
 
 SAME = 1e-3  # factors found at two places that differ by no more, relatively, are one
 ONE = 1e-5  # a coefficient that differs from 1 by no more is 1: where rounding leaves more, it was told to be

@@ -11,18 +11,18 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from reference.step import Gradient, Site, Stage
-from validation.diagnosis.atoms import Term, Update
-from validation.diagnosis.chains import swaps
-from validation.diagnosis.combination import limit_of
-from validation.diagnosis.explanation import Explanation
-from validation.diagnosis.known import Known
-from validation.diagnosis.likeness import summed
-from validation.diagnosis.microbatch_weights import ONE, SAME, Fault, factor_words, faults_in_counts, uniform
-from validation.diagnosis.module_pairing import Paired
-from validation.diagnosis.tied import Shares, of_copies
-from validation.judging.cause import Cause, RuledOut
-from validation.observers.likeness import Label, Likeness
+from pipeproof.diagnosis.atoms import Term, Update
+from pipeproof.diagnosis.chains import swaps
+from pipeproof.diagnosis.combination import limit_of
+from pipeproof.diagnosis.explanation import Explanation
+from pipeproof.diagnosis.known import Known
+from pipeproof.diagnosis.likeness import summed
+from pipeproof.diagnosis.microbatch_weights import ONE, SAME, Fault, factor_words, faults_in_counts, uniform
+from pipeproof.diagnosis.module_pairing import Paired
+from pipeproof.diagnosis.tied import Shares, of_copies
+from pipeproof.judging.cause import Cause, RuledOut
+from pipeproof.observers.likeness import Label, Likeness
+from pipeproof.reference.step import Gradient, Site, Stage
 
 _NOTHING = "no multiple of what the others say"
 _SWAPPED = ("swapped-activations", "swapped-gradients", "swapped-data", "mispaired")

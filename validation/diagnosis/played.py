@@ -7,12 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from reference.boundary import Boundary, boundary
-from reference.data import Batch
-from reference.model import Model
-from reference.step import Expected, Recipe, Reference, objective
-from validation.observers.observed import Observed
-from validation.observers.recording import (
+from pipeproof.observers.observed import Observed
+from pipeproof.observers.recording import (
     FLOWED,
     GIVEN,
     HANDED_ON,
@@ -25,6 +21,10 @@ from validation.observers.recording import (
     USED,
     Point,
 )
+from pipeproof.reference.boundary import Boundary, boundary
+from pipeproof.reference.data import Batch
+from pipeproof.reference.model import Model
+from pipeproof.reference.step import Expected, Recipe, Reference, objective
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from validation.diagnosis.combination import conclusive, orders
-from validation.judging.tolerance import error
+from pipeproof.diagnosis.combination import conclusive, orders
+from pipeproof.judging.tolerance import error
 
 TELLING = 4.0  # times what rounding may leave of it: an element this large shows whether it is right
 _SKETCH = 32

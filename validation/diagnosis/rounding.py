@@ -12,8 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from validation.judging.tolerance import error
-from validation.observers.likeness import NARROWER
+from pipeproof.judging.tolerance import error
+from pipeproof.observers.likeness import NARROWER
 
 _SAMPLE = 256  # elements that a scale must explain
 _LEAST = 16  # elements, with fewer of which any scale would do

@@ -3,8 +3,8 @@
 import math
 from collections.abc import Mapping
 
-from validation.observers.likeness import Label, Likeness
-from validation.observers.sketch import Sketch
+from pipeproof.observers.likeness import Label, Likeness
+from pipeproof.observers.sketch import Sketch
 
 _TOLD = 8.0  # times as far from 1 as two sketches of one tensor may be must a factor lie
 _ROUNDED = 2.0**-7  # more than rounding to bf16 changes

@@ -7,14 +7,14 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from validation.diagnosis.combination import counts_of, told_within, whole_within
-from validation.diagnosis.interference import Broken, Sources, alike, kind_of
-from validation.diagnosis.known import Known
-from validation.diagnosis.likeness import factor_of, likeness, plainly
-from validation.diagnosis.rounding import held_in, rounded_as
-from validation.judging.tolerance import precision_of
-from validation.observers.likeness import NARROWER, Label, Likeness
-from validation.observers.recording import Addition, Gradients, Site
+from pipeproof.diagnosis.combination import counts_of, told_within, whole_within
+from pipeproof.diagnosis.interference import Broken, Sources, alike, kind_of
+from pipeproof.diagnosis.known import Known
+from pipeproof.diagnosis.likeness import factor_of, likeness, plainly
+from pipeproof.diagnosis.rounding import held_in, rounded_as
+from pipeproof.judging.tolerance import precision_of
+from pipeproof.observers.likeness import NARROWER, Label, Likeness
+from pipeproof.observers.recording import Addition, Gradients, Site
 
 Finding = tuple[str, float | None, str]  # a kind of cause, the factor of a multiple, and its words
 _TELLING = 0.25  # of an addition: where rounding may have made more of it, it has no factor

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from reference.step import Gradient, Site, Stage
-from validation.diagnosis.atoms import Term, Update
-from validation.diagnosis.combination import DECIDED, decided, fit, limit_of, residual_of, simple
-from validation.diagnosis.explanation import Explanation
-from validation.diagnosis.microbatch_weights import SAME
-from validation.diagnosis.reordering import reordered
-from validation.judging.cause import Cause
-from validation.judging.tolerance import error, same_bits
+from pipeproof.diagnosis.atoms import Term, Update
+from pipeproof.diagnosis.combination import DECIDED, decided, fit, limit_of, residual_of, simple
+from pipeproof.diagnosis.explanation import Explanation
+from pipeproof.diagnosis.microbatch_weights import SAME
+from pipeproof.diagnosis.reordering import reordered
+from pipeproof.judging.cause import Cause
+from pipeproof.judging.tolerance import error, same_bits
+from pipeproof.reference.step import Gradient, Site, Stage
 
 
 @dataclass(frozen=True)

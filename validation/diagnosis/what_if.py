@@ -11,9 +11,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from reference.boundary import Gradients, Tensors, run_layers
-from reference.data import Batch
-from reference.model import LossFn, Model
+from pipeproof.reference.boundary import Gradients, Tensors, run_layers
+from pipeproof.reference.data import Batch
+from pipeproof.reference.model import LossFn, Model
 
 Change = Callable[[Tensor], Tensor]
 Received = Callable[[Gradients], Gradients]

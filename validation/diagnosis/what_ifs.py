@@ -7,14 +7,14 @@ from itertools import combinations, permutations
 import torch
 from torch import Tensor, nn
 
-from reference.boundary import Gradients, Tensors, run_layers
-from reference.model import DropoutBlock, Model
-from validation.diagnosis.likeness import agrees
-from validation.diagnosis.played import Played, Setup
-from validation.diagnosis.what_if import Change, Compute, Given, Received, WhatIf
-from validation.judging.cause import listed
-from validation.judging.tolerance import FP32, precision_of
-from validation.observers.likeness import NARROWER
+from pipeproof.diagnosis.likeness import agrees
+from pipeproof.diagnosis.played import Played, Setup
+from pipeproof.diagnosis.what_if import Change, Compute, Given, Received, WhatIf
+from pipeproof.judging.cause import listed
+from pipeproof.judging.tolerance import FP32, precision_of
+from pipeproof.observers.likeness import NARROWER
+from pipeproof.reference.boundary import Gradients, Tensors, run_layers
+from pipeproof.reference.model import DropoutBlock, Model
 
 Outputs = Sequence[Tensor | None]
 _FEW = 4  # layers whose every order is tried

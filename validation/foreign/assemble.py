@@ -6,20 +6,20 @@ from functools import cached_property
 
 from torch import Tensor, nn
 
-from pipeline.action import Action
-from pipeline.schedule import Schedule
-from reference.step import Site
-from validation.diagnosis.members import Replicas
-from validation.foreign.call_matching import Cuts
-from validation.foreign.crossings import passed
-from validation.foreign.matching import match, with_copies
-from validation.foreign.rank import Part, RankMade
-from validation.foreign.shared_stages import claims
-from validation.foreign.survey import Both
-from validation.judging.ledger import NOWHERE
-from validation.judging.oracle import copies_apart
-from validation.observers.observed import Claim, Observed, Passed, RankOperation
-from validation.observers.shards import gathered, sized, untiled
+from pipeproof.diagnosis.members import Replicas
+from pipeproof.foreign.call_matching import Cuts
+from pipeproof.foreign.crossings import passed
+from pipeproof.foreign.matching import match, with_copies
+from pipeproof.foreign.rank import Part, RankMade
+from pipeproof.foreign.shared_stages import claims
+from pipeproof.foreign.survey import Both
+from pipeproof.judging.ledger import NOWHERE
+from pipeproof.judging.oracle import copies_apart
+from pipeproof.observers.observed import Claim, Observed, Passed, RankOperation
+from pipeproof.observers.shards import gathered, sized, untiled
+from pipeproof.pipeline.action import Action
+from pipeproof.pipeline.schedule import Schedule
+from pipeproof.reference.step import Site
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from pipeline.action import Kind
-from reference.handed_on import Cut
-from validation.diagnosis.sketches import recognised
-from validation.foreign.survey import REPLICA, Both, Places, handed_on
-from validation.observers.observed import INPUT, UNKNOWN_MICROBATCH
-from validation.observers.recording import GIVEN, HANDED_ON, KEPT, MADE, RECEIVED
-from validation.observers.sketch import Sketch
-from validation.observers.watching import Call
+from pipeproof.diagnosis.sketches import recognised
+from pipeproof.foreign.survey import REPLICA, Both, Places, handed_on
+from pipeproof.observers.observed import INPUT, UNKNOWN_MICROBATCH
+from pipeproof.observers.recording import GIVEN, HANDED_ON, KEPT, MADE, RECEIVED
+from pipeproof.observers.sketch import Sketch
+from pipeproof.observers.watching import Call
+from pipeproof.pipeline.action import Kind
+from pipeproof.reference.handed_on import Cut
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,8 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from pipeline.action import Action, Kind
-from validation.diagnosis.sketches import is_rounded_sketch, nearest_sketch, of_sketches
-from validation.foreign.call_matching import (
+from pipeproof.diagnosis.sketches import is_rounded_sketch, nearest_sketch, of_sketches
+from pipeproof.foreign.call_matching import (
     Column,
     Cuts,
     Order,
@@ -18,12 +17,13 @@ from validation.foreign.call_matching import (
     structured,
     without_trial,
 )
-from validation.foreign.survey import Both, is_part
-from validation.observers.likeness import Label, Likeness
-from validation.observers.observed import UNKNOWN_MICROBATCH, Crossing, Passed
-from validation.observers.recording import FORWARD_POINTS, GIVEN, HANDED_ON, KEPT, MADE, RECEIVED, Point
-from validation.observers.sketch import Sketch
-from validation.observers.watching import Call
+from pipeproof.foreign.survey import Both, is_part
+from pipeproof.observers.likeness import Label, Likeness
+from pipeproof.observers.observed import UNKNOWN_MICROBATCH, Crossing, Passed
+from pipeproof.observers.recording import FORWARD_POINTS, GIVEN, HANDED_ON, KEPT, MADE, RECEIVED, Point
+from pipeproof.observers.sketch import Sketch
+from pipeproof.observers.watching import Call
+from pipeproof.pipeline.action import Action, Kind
 
 _FAINT = 10.0  # times what is taken for rounding: by so much a stage may magnify what is wrong before it
 

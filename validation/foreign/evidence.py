@@ -6,20 +6,20 @@ from functools import cached_property
 
 from torch import Tensor, nn
 
-from reference.copied import copied
-from reference.data import Batch
-from reference.passage import Passage, passing
-from reference.step import Contribution, Expected, Gradient, Loss, Reference, Site
-from reference.traced import Traced
-from validation.diagnosis.atoms import Update
-from validation.diagnosis.evidence import Evidence
-from validation.diagnosis.members import Members
-from validation.foreign.assemble import Assembled
-from validation.foreign.survey import Computed
-from validation.judging.ledger import NOWHERE
-from validation.judging.verdict import Verdict
-from validation.observers.observed import Observed, Passed
-from validation.observers.sketch import Sketch
+from pipeproof.diagnosis.atoms import Update
+from pipeproof.diagnosis.evidence import Evidence
+from pipeproof.diagnosis.members import Members
+from pipeproof.foreign.assemble import Assembled
+from pipeproof.foreign.survey import Computed
+from pipeproof.judging.ledger import NOWHERE
+from pipeproof.judging.verdict import Verdict
+from pipeproof.observers.observed import Observed, Passed
+from pipeproof.observers.sketch import Sketch
+from pipeproof.reference.copied import copied
+from pipeproof.reference.data import Batch
+from pipeproof.reference.passage import Passage, passing
+from pipeproof.reference.step import Contribution, Expected, Gradient, Loss, Reference, Site
+from pipeproof.reference.traced import Traced
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pipeline.action import Action, ActionError
-from pipeline.trace import Trace
+from pipeproof.pipeline.action import Action, ActionError
+from pipeproof.pipeline.trace import Trace
 
 _EXPECTED = "its local modules, or a mapping of parameter names to gradients; then losses; then the gradient norm"
 

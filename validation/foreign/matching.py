@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from validation.judging.tolerance import same_bits
-from validation.judging.verdict import raised
+from pipeproof.judging.tolerance import same_bits
+from pipeproof.judging.verdict import raised
 
 Names = Mapping[str, str] | Callable[..., str]
 Index = tuple[int, int]  # the k-th parameter of the i-th part

@@ -7,18 +7,18 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from pipeline.action import Action
-from reference.step import dense
-from validation.diagnosis.members import Replicas
-from validation.foreign.handed_back import FlatShard, HandBackError, HandedBack, understood
-from validation.foreign.matching import Local, Names, renamed
-from validation.observers.initial_weights import FirstUse
-from validation.observers.shards import Index, InShards, Shard, ShardError, flat_shard, shard_at, shard_of
-from validation.observers.sketch import contents, digest
-from validation.observers.watching import Call, Watcher, watching
-from validation.worlds.deterministic import deterministic
-from validation.worlds.posted_messages import noted_messages
-from validation.worlds.worker import RankContext
+from pipeproof.diagnosis.members import Replicas
+from pipeproof.foreign.handed_back import FlatShard, HandBackError, HandedBack, understood
+from pipeproof.foreign.matching import Local, Names, renamed
+from pipeproof.observers.initial_weights import FirstUse
+from pipeproof.observers.shards import Index, InShards, Shard, ShardError, flat_shard, shard_at, shard_of
+from pipeproof.observers.sketch import contents, digest
+from pipeproof.observers.watching import Call, Watcher, watching
+from pipeproof.pipeline.action import Action
+from pipeproof.reference.step import dense
+from pipeproof.worlds.deterministic import deterministic
+from pipeproof.worlds.posted_messages import noted_messages
+from pipeproof.worlds.worker import RankContext
 
 Step = Callable[[nn.Module, list[Any]], Any]
 

@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from reference.data import Batch
-from reference.graph import ends_of, uses
-from reference.step import Contribution, Loss, LossError, Recipe, Reference, Site
-from validation.diagnosis.members import Replicas
-from validation.foreign.call_matching import Cuts
-from validation.foreign.rank import Step
-from validation.foreign.survey import Both, Survey
-from validation.judging.judge import one_thread
-from validation.judging.tolerance import FP32, scalar_error
-from validation.judging.verdict import raised
-from validation.observers.sketch import contents
+from pipeproof.diagnosis.members import Replicas
+from pipeproof.foreign.call_matching import Cuts
+from pipeproof.foreign.rank import Step
+from pipeproof.foreign.survey import Both, Survey
+from pipeproof.judging.judge import one_thread
+from pipeproof.judging.tolerance import FP32, scalar_error
+from pipeproof.judging.verdict import raised
+from pipeproof.observers.sketch import contents
+from pipeproof.reference.data import Batch
+from pipeproof.reference.graph import ends_of, uses
+from pipeproof.reference.step import Contribution, Loss, LossError, Recipe, Reference, Site
 
 
 class WhiteBoxError(ValueError):

@@ -12,14 +12,14 @@ from types import MappingProxyType
 
 from torch import Tensor
 
-from pipeline.action import Action
-from validation.diagnosis.members import Replicas
-from validation.foreign.rank import Part, RankMade
-from validation.judging.tolerance import error, same_bits
-from validation.observers.observed import Claim
-from validation.observers.recording import Site
-from validation.observers.shards import Shard, flat_shard, gathered, untiled
-from validation.observers.watching import Call
+from pipeproof.diagnosis.members import Replicas
+from pipeproof.foreign.rank import Part, RankMade
+from pipeproof.judging.tolerance import error, same_bits
+from pipeproof.observers.observed import Claim
+from pipeproof.observers.recording import Site
+from pipeproof.observers.shards import Shard, flat_shard, gathered, untiled
+from pipeproof.observers.watching import Call
+from pipeproof.pipeline.action import Action
 
 
 def likeness(part: Part) -> tuple[object, ...]:

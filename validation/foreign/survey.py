@@ -8,12 +8,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from reference.data import Batch
-from reference.handed_on import Cut, Graph
-from reference.outputs import outputs_noted
-from validation.diagnosis.sketches import of_sketches
-from validation.observers.observed import INPUT
-from validation.observers.sketch import Sketch, is_rounded, sketch
+from pipeproof.diagnosis.sketches import of_sketches
+from pipeproof.observers.observed import INPUT
+from pipeproof.observers.sketch import Sketch, is_rounded, sketch
+from pipeproof.reference.data import Batch
+from pipeproof.reference.handed_on import Cut, Graph
+from pipeproof.reference.outputs import outputs_noted
 
 REPLICA = " of a replica"
 _THROUGH = " through stage "

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pipeline.action import Action, Kind
-from validation.foreign.handed_back import HandedBack
-from validation.observers.watching import watch
+from pipeproof.foreign.handed_back import HandedBack
+from pipeproof.observers.watching import watch
+from pipeproof.pipeline.action import Action, Kind
 
 Pairs = Sequence[tuple[Any, Tensor]]  # inputs (a tensor or a tuple of tensors) and target, for each microbatch
 

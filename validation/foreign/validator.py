@@ -13,25 +13,25 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from reference.data import Batch
-from reference.step import Contribution, Reference
-from validation.diagnosis.diagnose import explained, sought
-from validation.diagnosis.members import Replicas
-from validation.foreign.assemble import Assembled
-from validation.foreign.evidence import Beside, evidence_of
-from validation.foreign.handed_back import HandBackError
-from validation.foreign.matching import Names, NamesError
-from validation.foreign.rank import Order, RankMade, Step, digests, run_step
-from validation.foreign.reference_run import ReferenceRaised, ReferenceRun, SecondModel, Task, WhiteBoxError, name_of
-from validation.foreign.shared_stages import joined_parts
-from validation.judging.judge import judged, one_thread
-from validation.judging.oracle import Answer, Floors, Orders, Pending, Requirements, precision_of_reference
-from validation.judging.tolerance import Precision
-from validation.judging.verdict import Crash, Verdict
-from validation.observers.observed import Observed
-from validation.observers.sketch import UNSOUGHT, contents
-from validation.worlds.rank_report import NeedsMoreRanks, RankFailed, WorldError, headline
-from validation.worlds.world import World
+from pipeproof.diagnosis.diagnose import explained, sought
+from pipeproof.diagnosis.members import Replicas
+from pipeproof.foreign.assemble import Assembled
+from pipeproof.foreign.evidence import Beside, evidence_of
+from pipeproof.foreign.handed_back import HandBackError
+from pipeproof.foreign.matching import Names, NamesError
+from pipeproof.foreign.rank import Order, RankMade, Step, digests, run_step
+from pipeproof.foreign.reference_run import ReferenceRaised, ReferenceRun, SecondModel, Task, WhiteBoxError, name_of
+from pipeproof.foreign.shared_stages import joined_parts
+from pipeproof.judging.judge import judged, one_thread
+from pipeproof.judging.oracle import Answer, Floors, Orders, Pending, Requirements, precision_of_reference
+from pipeproof.judging.tolerance import Precision
+from pipeproof.judging.verdict import Crash, Verdict
+from pipeproof.observers.observed import Observed
+from pipeproof.observers.sketch import UNSOUGHT, contents
+from pipeproof.reference.data import Batch
+from pipeproof.reference.step import Contribution, Reference
+from pipeproof.worlds.rank_report import NeedsMoreRanks, RankFailed, WorldError, headline
+from pipeproof.worlds.world import World
 
 _TOLD = (ReferenceRaised, WorldError)  # errors whose text says what is wrong
 LAWS = (

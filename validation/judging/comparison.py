@@ -11,13 +11,13 @@ from typing import Protocol
 
 from torch import Tensor
 
-from pipeline.action import Action, Kind
-from validation.judging.ledger import NOWHERE, Heading, Headings, Ledger
-from validation.judging.oracle import Requirements
-from validation.judging.tolerance import Floor, may_be_rounded, precision_of, same_bits, update_floor
-from validation.judging.verdict import Mismatch, Value, What, names_of
-from validation.observers.observed import UNKNOWN_MICROBATCH, Observed
-from validation.observers.sketch import all_finite, any_nonzero
+from pipeproof.judging.ledger import NOWHERE, Heading, Headings, Ledger
+from pipeproof.judging.oracle import Requirements
+from pipeproof.judging.tolerance import Floor, may_be_rounded, precision_of, same_bits, update_floor
+from pipeproof.judging.verdict import Mismatch, Value, What, names_of
+from pipeproof.observers.observed import UNKNOWN_MICROBATCH, Observed
+from pipeproof.observers.sketch import all_finite, any_nonzero
+from pipeproof.pipeline.action import Action, Kind
 
 _LISTED = 4  # numbers in a sentence
 

@@ -10,14 +10,14 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from reference.step import Expected, Site
-from validation.judging.comparison import Comparison, Due, Execution, leave_out
-from validation.judging.ledger import NOWHERE, Headings, Ledger
-from validation.judging.oracle import Answer, Floors, Requirements
-from validation.judging.tolerance import FP32, Floor, Precision, error, precision_of, same_bits
-from validation.judging.verdict import Crash, Tier, Verdict, overall
-from validation.observers.observed import Observed
-from validation.observers.sketch import any_nonzero
+from pipeproof.judging.comparison import Comparison, Due, Execution, leave_out
+from pipeproof.judging.ledger import NOWHERE, Headings, Ledger
+from pipeproof.judging.oracle import Answer, Floors, Requirements
+from pipeproof.judging.tolerance import FP32, Floor, Precision, error, precision_of, same_bits
+from pipeproof.judging.verdict import Crash, Tier, Verdict, overall
+from pipeproof.observers.observed import Observed
+from pipeproof.observers.sketch import any_nonzero
+from pipeproof.reference.step import Expected, Site
 
 LAWS = (
     "microbatches",  # every stage ran forward and backward once for each microbatch, in the right mode

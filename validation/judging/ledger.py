@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reference.step import Site
-from validation.judging.tolerance import Floor, Precision, error, pieces, same_bits
-from validation.judging.verdict import LawResult, Mismatch, Outcome, Size, Tier, Value, What, names_of
-from validation.observers.sketch import is_rounded
+from pipeproof.judging.tolerance import Floor, Precision, error, pieces, same_bits
+from pipeproof.judging.verdict import LawResult, Mismatch, Outcome, Size, Tier, Value, What, names_of
+from pipeproof.observers.sketch import is_rounded
+from pipeproof.reference.step import Site
 
 
 @dataclass

@@ -8,9 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from reference.data import Batch
-from reference.step import Contribution, Expected, Gradient, Reference, Site, accumulate, in_double, one_place_off
-from validation.judging.tolerance import (
+from pipeproof.judging.tolerance import (
     FP64,
     Floor,
     Precision,
@@ -20,7 +18,18 @@ from validation.judging.tolerance import (
     scalar_error,
     unmeasured,
 )
-from validation.judging.verdict import raised
+from pipeproof.judging.verdict import raised
+from pipeproof.reference.data import Batch
+from pipeproof.reference.step import (
+    Contribution,
+    Expected,
+    Gradient,
+    Reference,
+    Site,
+    accumulate,
+    in_double,
+    one_place_off,
+)
 
 Orders = Mapping[int, Sequence[int]]
 Contributions = Sequence[tuple[Contribution, ...]]  # of each operation, by microbatch

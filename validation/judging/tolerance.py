@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from validation.observers.sketch import bits, in_fp64, is_rounded
+from pipeproof.observers.sketch import bits, in_fp64, is_rounded
 
 _PIECE = 1 << 14  # elements that are compared at once
 

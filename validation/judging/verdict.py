@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from validation.judging.cause import KINDS, Cause, Cells, RuledOut
+from pipeproof.judging.cause import KINDS, Cause, Cells, RuledOut
 
 SCHEMA = "pipeproof/verdict/2"
 Tier = Literal["bitwise", "fp32", "bf16", "fp64", "none"]  # bit for bit, or to the rounding of a dtype

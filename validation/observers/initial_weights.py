@@ -8,8 +8,8 @@ from typing import Any, Self
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from validation.observers.shards import InShards
-from validation.observers.sketch import digest
+from pipeproof.observers.shards import InShards
+from pipeproof.observers.sketch import digest
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Self
 
 import torch
 
-from validation.observers.recording import Point, Site
+from pipeproof.observers.recording import Point, Site
 
 # Types that a tensor may have gone through on its way, by the names that people use.
 NARROWER = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -5,12 +5,12 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from pipeline.action import GIVES_WEIGHT_GRADIENT, Action, Kind
-from pipeline.profile import Profile
-from pipeline.schedule import Schedule
-from validation.observers.likeness import Likeness
-from validation.observers.recording import Recording, Site, merged
-from validation.observers.sketch import Sketch
+from pipeproof.observers.likeness import Likeness
+from pipeproof.observers.recording import Recording, Site, merged
+from pipeproof.observers.sketch import Sketch
+from pipeproof.pipeline.action import GIVES_WEIGHT_GRADIENT, Action, Kind
+from pipeproof.pipeline.profile import Profile
+from pipeproof.pipeline.schedule import Schedule
 
 INPUT = "model input"  # as a place
 UNKNOWN_MICROBATCH = -1  # the microbatch of a call of which nothing tells it

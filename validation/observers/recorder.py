@@ -11,12 +11,7 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.utils.hooks import RemovableHandle
 
-from pipeline.action import Action, Kind
-from pipeline.boundary import Gradients, Tensors
-from pipeline.gradients import GradientWork
-from pipeline.stage import Goal, Stage
-from pipeline.step import Parts
-from validation.observers.recording import (
+from pipeproof.observers.recording import (
     FLOWED,
     GIVEN,
     HANDED_ON,
@@ -33,7 +28,12 @@ from validation.observers.recording import (
     Site,
     merged,
 )
-from validation.observers.wrappers import AroundGradients, AroundStage
+from pipeproof.observers.wrappers import AroundGradients, AroundStage
+from pipeproof.pipeline.action import Action, Kind
+from pipeproof.pipeline.boundary import Gradients, Tensors
+from pipeproof.pipeline.gradients import GradientWork
+from pipeproof.pipeline.stage import Goal, Stage
+from pipeproof.pipeline.step import Parts
 
 Named = Sequence[tuple[str, nn.Parameter]]
 Held = Sequence[Tensor | None]  # the gradients that parameters have, themselves

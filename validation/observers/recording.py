@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from pipeline.action import Action
+from pipeproof.pipeline.action import Action
 
 Site = tuple[int, str]  # one stage's copy of a parameter, by its name in the model
 Gradients = Mapping[str, Tensor | None]  # of one stage's parameters, by name

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from validation.observers.likeness import NARROWER
+from pipeproof.observers.likeness import NARROWER
 
 UNSOUGHT = "the cause was not sought: that is not done in complex parameters; hold real and imaginary parts apart"
 _PART = 1 << 16  # elements that are looked at at once

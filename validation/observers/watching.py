@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from pipeline.split import needs
-from validation.observers.sketch import Sketch, sketch
+from pipeproof.observers.sketch import Sketch, sketch
+from pipeproof.pipeline.split import needs
 
 Note = Callable[[Tensor], Callable[[], None]]  # looks at a gradient; what it returns writes down what was seen
 

@@ -5,11 +5,11 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from pipeline.boundary import Gradients, Tensors
-from pipeline.gradients import GradientWork
-from pipeline.stage import Goal, Stage
-from pipeline.step import Parts, StepResult
-from pipeline.transport import Message, Transport
+from pipeproof.pipeline.boundary import Gradients, Tensors
+from pipeproof.pipeline.gradients import GradientWork
+from pipeproof.pipeline.stage import Goal, Stage
+from pipeproof.pipeline.step import Parts, StepResult
+from pipeproof.pipeline.transport import Message, Transport
 
 
 class AroundStage:

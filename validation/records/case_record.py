@@ -7,23 +7,23 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from pipeline.action import GIVES_WEIGHT_GRADIENT
-from reference.data import Batch
-from reference.step import Expected, Recipe, Reference, Site
-from validation.cases.case import Case, CaseError
-from validation.cases.data import data_for, max_norm_of, model_for
-from validation.cases.judgement import setup_of
-from validation.cases.stages import owners
-from validation.diagnosis.atoms import Update
-from validation.diagnosis.attribution import update_of
-from validation.diagnosis.played import play
-from validation.judging.judge import due_of, one_thread
-from validation.judging.oracle import Floors, Pending
-from validation.judging.tolerance import same_bits
-from validation.observers.observed import Observed, RankOperation
-from validation.records.record import RankStage, Record, RecordedFloors, RecordedOperation, microbatch_digests
-from validation.records.record_evidence import Step
-from validation.worlds.deterministic import deterministic
+from pipeproof.cases.case import Case, CaseError
+from pipeproof.cases.data import data_for, max_norm_of, model_for
+from pipeproof.cases.judgement import setup_of
+from pipeproof.cases.stages import owners
+from pipeproof.diagnosis.atoms import Update
+from pipeproof.diagnosis.attribution import update_of
+from pipeproof.diagnosis.played import play
+from pipeproof.judging.judge import due_of, one_thread
+from pipeproof.judging.oracle import Floors, Pending
+from pipeproof.judging.tolerance import same_bits
+from pipeproof.observers.observed import Observed, RankOperation
+from pipeproof.pipeline.action import GIVES_WEIGHT_GRADIENT
+from pipeproof.records.record import RankStage, Record, RecordedFloors, RecordedOperation, microbatch_digests
+from pipeproof.records.record_evidence import Step
+from pipeproof.reference.data import Batch
+from pipeproof.reference.step import Expected, Recipe, Reference, Site
+from pipeproof.worlds.deterministic import deterministic
 
 Value = TypeVar("Value")
 

@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from functools import partial
 from time import perf_counter
 
-from validation.cases.data import max_norm_of
-from validation.diagnosis.diagnose import explained, sought
-from validation.diagnosis.evidence import Evidence, failing
-from validation.judging.comparison import leave_out
-from validation.judging.judge import Where, concluded
-from validation.judging.ledger import Ledger
-from validation.judging.verdict import Crash, Verdict
-from validation.records.case_record import case_of, remade
-from validation.records.record import (
+from pipeproof.cases.data import max_norm_of
+from pipeproof.diagnosis.diagnose import explained, sought
+from pipeproof.diagnosis.evidence import Evidence, failing
+from pipeproof.judging.comparison import leave_out
+from pipeproof.judging.judge import Where, concluded
+from pipeproof.judging.ledger import Ledger
+from pipeproof.judging.verdict import Crash, Verdict
+from pipeproof.records.case_record import case_of, remade
+from pipeproof.records.record import (
     LAWS,
     Record,
     Recorded,
@@ -26,7 +26,7 @@ from validation.records.record import (
     other_weights,
     upstream,
 )
-from validation.records.record_evidence import Step
+from pipeproof.records.record_evidence import Step
 
 _SHOWN = 4  # differences of configs in a sentence
 

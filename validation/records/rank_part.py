@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from validation.judging.tolerance import same_bits
-from validation.records.record import (
+from pipeproof.judging.tolerance import same_bits
+from pipeproof.records.record import (
     Gradients,
     RankStage,
     RecordedOperation,

@@ -12,11 +12,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from reference.step import Expected
-from validation.judging.comparison import Comparison, Due
-from validation.judging.ledger import Ledger
-from validation.judging.oracle import Floors
-from validation.judging.tolerance import (
+from pipeproof.judging.comparison import Comparison, Due
+from pipeproof.judging.ledger import Ledger
+from pipeproof.judging.oracle import Floors
+from pipeproof.judging.tolerance import (
     Floor,
     Precision,
     error,
@@ -24,7 +23,8 @@ from validation.judging.tolerance import (
     precision_of,
     same_bits,
 )
-from validation.observers.sketch import bits
+from pipeproof.observers.sketch import bits
+from pipeproof.reference.step import Expected
 
 
 class ContentError(ValueError):

@@ -10,17 +10,17 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from reference.data import Batch
-from reference.pairing import Contributed, Flow
-from reference.step import Expected, Gradient, Site, Stage
-from validation.diagnosis.atoms import Update
-from validation.diagnosis.diagnose import explained as explained_evidence
-from validation.diagnosis.diagnose import sought
-from validation.diagnosis.evidence import Evidence, Sums
-from validation.judging.verdict import Verdict
-from validation.records.rank_part import Kept, Notes
-from validation.records.record import RankStage, Record, RecordedOperation
-from validation.worlds.side_store import Exchange, RanksAbsent
+from pipeproof.diagnosis.atoms import Update
+from pipeproof.diagnosis.diagnose import explained as explained_evidence
+from pipeproof.diagnosis.diagnose import sought
+from pipeproof.diagnosis.evidence import Evidence, Sums
+from pipeproof.judging.verdict import Verdict
+from pipeproof.records.rank_part import Kept, Notes
+from pipeproof.records.record import RankStage, Record, RecordedOperation
+from pipeproof.reference.data import Batch
+from pipeproof.reference.pairing import Contributed, Flow
+from pipeproof.reference.step import Expected, Gradient, Site, Stage
+from pipeproof.worlds.side_store import Exchange, RanksAbsent
 
 _UNKNOWN = Batch((), torch.empty(0), 0)  # nobody kept what the microbatches were
 

@@ -16,9 +16,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from validation.judging.tolerance import PRECISIONS, Floor
-from validation.observers.sketch import bits
-from validation.records.record import (
+from pipeproof.judging.tolerance import PRECISIONS, Floor
+from pipeproof.observers.sketch import bits
+from pipeproof.records.record import (
     Gradients,
     RankStage,
     Record,
@@ -27,7 +27,7 @@ from validation.records.record import (
     RecordError,
     digest,
 )
-from validation.worlds.output_file import OutputFile, finite
+from pipeproof.worlds.output_file import OutputFile, finite
 
 FORMAT, VERSION = "pipeproof/record", 1
 _LENGTH = 8  # bytes of the number that every safetensors file begins with: how long its header is

@@ -6,20 +6,20 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from reference.copied import copied
-from reference.data import Batch
-from reference.step import Loss
-from reference.traced import Traced
-from validation.diagnosis.atoms import Update
-from validation.foreign.reference_run import repeated
-from validation.judging.ledger import NOWHERE
-from validation.judging.oracle import copies_apart
-from validation.records.rank_part import Arrival
-from validation.records.record import Record, RecordError
-from validation.records.record_evidence import Step
-from validation.records.record_file import described, restored
-from validation.records.step_record import LossFn, Pairs, record_step
-from validation.worlds.side_store import Exchange
+from pipeproof.diagnosis.atoms import Update
+from pipeproof.foreign.reference_run import repeated
+from pipeproof.judging.ledger import NOWHERE
+from pipeproof.judging.oracle import copies_apart
+from pipeproof.records.rank_part import Arrival
+from pipeproof.records.record import Record, RecordError
+from pipeproof.records.record_evidence import Step
+from pipeproof.records.record_file import described, restored
+from pipeproof.records.step_record import LossFn, Pairs, record_step
+from pipeproof.reference.copied import copied
+from pipeproof.reference.data import Batch
+from pipeproof.reference.step import Loss
+from pipeproof.reference.traced import Traced
+from pipeproof.worlds.side_store import Exchange
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pipeline.step import Parts
-from validation.judging.comparison import Comparison, leave_out
-from validation.judging.judge import Where, concluded
-from validation.judging.ledger import Ledger
-from validation.judging.verdict import Crash, LawResult, Verdict
-from validation.observers.wrappers import AroundGradients
-from validation.records.rank_part import (
+from pipeproof.judging.comparison import Comparison, leave_out
+from pipeproof.judging.judge import Where, concluded
+from pipeproof.judging.ledger import Ledger
+from pipeproof.judging.verdict import Crash, LawResult, Verdict
+from pipeproof.observers.wrappers import AroundGradients
+from pipeproof.pipeline.step import Parts
+from pipeproof.records.rank_part import (
     MOST,
     Arrival,
     Kept,
@@ -36,7 +36,7 @@ from validation.records.rank_part import (
     run_of,
     told,
 )
-from validation.records.record import (
+from pipeproof.records.record import (
     LAWS,
     ContentError,
     Record,
@@ -47,12 +47,12 @@ from validation.records.record import (
     microbatch_digests,
     upstream,
 )
-from validation.records.record_evidence import Step, checked, explained
-from validation.records.record_file import read
-from validation.records.single_device import ReferenceBeside, SingleDevice
-from validation.records.step_record import Pairs
-from validation.worlds.rank_report import Ending, RankReport, describe
-from validation.worlds.side_store import Exchange, RanksAbsent, exchange
+from pipeproof.records.record_evidence import Step, checked, explained
+from pipeproof.records.record_file import read
+from pipeproof.records.single_device import ReferenceBeside, SingleDevice
+from pipeproof.records.step_record import Pairs
+from pipeproof.worlds.rank_report import Ending, RankReport, describe
+from pipeproof.worlds.side_store import Exchange, RanksAbsent, exchange
 
 _LAST_WORDS_S = 10.0  # a rank that raised waits no longer than this for the others before it goes its way
 

@@ -7,14 +7,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from reference.copied import copied
-from reference.data import Batch
-from reference.step import Loss, Recipe, Reference, sgd
-from validation.judging.judge import due_of
-from validation.judging.oracle import Floors, Pending
-from validation.records.record import Record, RecordedFloors, RecordedOperation, RecordError, microbatch_digests
-from validation.records.record_file import write
-from validation.worlds.output_file import OutputFile
+from pipeproof.judging.judge import due_of
+from pipeproof.judging.oracle import Floors, Pending
+from pipeproof.records.record import Record, RecordedFloors, RecordedOperation, RecordError, microbatch_digests
+from pipeproof.records.record_file import write
+from pipeproof.reference.copied import copied
+from pipeproof.reference.data import Batch
+from pipeproof.reference.step import Loss, Recipe, Reference, sgd
+from pipeproof.worlds.output_file import OutputFile
 
 LossFn = Callable[..., Tensor]
 Pairs = Sequence[tuple[object, object]]

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 from xml.etree import ElementTree
 
-from validation.cases.case import Case
-from validation.judging.verdict import Verdict, small
+from pipeproof.cases.case import Case
+from pipeproof.judging.verdict import Verdict, small
 
 Group = Literal["table", "pinned", "fuzz", "planted"]
 _ORDER = {"fail": 0, "unknown": 1, "pass": 2}

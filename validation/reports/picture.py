@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-from pipeline.action import COMPUTE, Kind
-from pipeline.chrome_trace import chrome_trace
-from pipeline.trace import Span, Trace
-from validation.worlds.output_file import OutputError, OutputFile
+from pipeproof.pipeline.action import COMPUTE, Kind
+from pipeproof.pipeline.chrome_trace import chrome_trace
+from pipeproof.pipeline.trace import Span, Trace
+from pipeproof.worlds.output_file import OutputError, OutputFile
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

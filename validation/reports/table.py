@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import median
 
-from validation.cases.case import Case
-from validation.cases.trial import Named, Trial
-from validation.judging.verdict import Verdict, small
+from pipeproof.cases.case import Case
+from pipeproof.cases.trial import Named, Trial
+from pipeproof.judging.verdict import Verdict, small
 
 HEADER = (
     f"{'schedule':<12} {'model':<8} {'dtype':<5} {'P':>2} {'V':>2} {'M':>3}  {'split':<15} "

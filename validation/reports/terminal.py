@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.text import Text
 
-from validation.worlds.launcher import reports
+from pipeproof.worlds.launcher import reports
 
 _STYLES = {"pass": "green", "fail": "bold red", "unknown": "bold yellow"}
 

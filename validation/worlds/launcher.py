@@ -124,7 +124,7 @@ def _preloaded() -> list[str]:
     has one worker, which can as well import it if it makes one.
     """
     pytest = ["pytest"] if "pytest" in sys.modules else []
-    return ["validation.worlds.preload", *pytest, *([] if under_torchrun() else ["torch._dynamo"])]
+    return ["pipeproof.worlds.preload", *pytest, *([] if under_torchrun() else ["torch._dynamo"])]
 
 
 def _ensure_running() -> None:

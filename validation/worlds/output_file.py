@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from validation.worlds.launcher import reports
+from pipeproof.worlds.launcher import reports
 
 
 class OutputError(ValueError):

@@ -3,8 +3,8 @@
 import contextlib
 import importlib
 
-import validation.worlds.worker  # noqa: F401
+import pipeproof.worlds.worker  # noqa: F401
 
 # Most jobs run a pipeline step. Where it cannot be imported, the job that wants it says so better than we could here.
 with contextlib.suppress(Exception):
-    importlib.import_module("pipeline.step")
+    importlib.import_module("pipeproof.pipeline.step")

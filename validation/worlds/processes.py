@@ -12,10 +12,10 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.connection import Connection, wait
 
-from validation.worlds.launcher import CONTEXT, Seat, fork_server, loopback
-from validation.worlds.rank_report import Ending, RankReport
-from validation.worlds.shipping import unpack
-from validation.worlds.worker import serve
+from pipeproof.worlds.launcher import CONTEXT, Seat, fork_server, loopback
+from pipeproof.worlds.rank_report import Ending, RankReport
+from pipeproof.worlds.shipping import unpack
+from pipeproof.worlds.worker import serve
 
 _STALL_BOUND_S = 60  # for one message to move at all
 _EXIT_BOUND_S = 1.0  # for a process whose connection is closed to be seen dead

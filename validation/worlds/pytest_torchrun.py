@@ -16,8 +16,8 @@ import pytest
 from _pytest._code.code import ReprFileLocation, TerminalRepr
 from _pytest._io import TerminalWriter
 
-from validation.worlds.rank_report import Ending, RankReport, culprit_of, describe, of_absent
-from validation.worlds.side_store import RanksAbsent, SideStore, side_store
+from pipeproof.worlds.rank_report import Ending, RankReport, culprit_of, describe, of_absent
+from pipeproof.worlds.side_store import RanksAbsent, SideStore, side_store
 
 _STRICT = "[XPASS(strict)]"  # how pytest's report begins where a test should have failed
 _ENDINGS = {"passed": Ending.FINISHED, "failed": Ending.RAISED, "skipped": Ending.SKIPPED}

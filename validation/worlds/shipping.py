@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_OURS = frozenset({"pipeline", "reference", "validation"})
+_OURS = frozenset({"pipeproof"})
 
 
 def pack(value: object) -> bytes:

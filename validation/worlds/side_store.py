@@ -12,9 +12,9 @@ from safetensors.torch import load, save
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in torch's __all__
 
-from validation.worlds.launcher import under_torchrun
-from validation.worlds.rank_report import WorldError
-from validation.worlds.shipping import pack, unpack
+from pipeproof.worlds.launcher import under_torchrun
+from pipeproof.worlds.rank_report import WorldError
+from pipeproof.worlds.shipping import pack, unpack
 
 _CHUNK = 4 << 20  # bytes; the store drops the connection of whoever sends 8 MiB at once
 _stores = itertools.count()  # every store of a process, and so of every rank, has keys of its own

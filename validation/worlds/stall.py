@@ -4,9 +4,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from pipeline.action import GIVES_INPUT_GRADIENT, Action, Kind
-from pipeline.lower import Program
-from validation.worlds.rank_report import RankReport
+from pipeproof.pipeline.action import GIVES_INPUT_GRADIENT, Action, Kind
+from pipeproof.pipeline.lower import Program
+from pipeproof.worlds.rank_report import RankReport
 
 _WAITED = re.compile(r"(?P<action>\d+RECV_[FB]\d+) with rank (?P<peer>\d+)")
 

@@ -5,10 +5,10 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from validation.worlds.launcher import Seat, loopback
-from validation.worlds.processes import START_BOUND_S, Pool
-from validation.worlds.rank_report import NeedsMoreRanks, RankFailed, RankReport, of_absent
-from validation.worlds.side_store import RanksAbsent, side_store
+from pipeproof.worlds.launcher import Seat, loopback
+from pipeproof.worlds.processes import START_BOUND_S, Pool
+from pipeproof.worlds.rank_report import NeedsMoreRanks, RankFailed, RankReport, of_absent
+from pipeproof.worlds.side_store import RanksAbsent, side_store
 
 _ARRIVAL_BOUND_S = 60.0  # at least this long, as ranks may be busy with other things before they come
 _SLACK_S = 30.0  # beyond the bounds of a run, for ending its workers and telling of it

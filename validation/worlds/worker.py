@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # not in __all__
 
-from pipeline import waiting
-from validation.worlds.launcher import Seat
-from validation.worlds.posted_messages import awaited
-from validation.worlds.rank_report import Ending, RankReport
-from validation.worlds.shipping import pack, unpack
+from pipeproof.pipeline import waiting
+from pipeproof.worlds.launcher import Seat
+from pipeproof.worlds.posted_messages import awaited
+from pipeproof.worlds.rank_report import Ending, RankReport
+from pipeproof.worlds.shipping import pack, unpack
 
 # The group never gives up by itself: whoever started the worker has the bound, and ends it from outside, which is
 # the only thing that ends a wait inside gloo.

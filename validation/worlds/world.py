@@ -6,13 +6,13 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar
 
-from pipeline.sizes import MOST_SECONDS
-from validation.worlds.launcher import under_torchrun
-from validation.worlds.processes import Processes
-from validation.worlds.rank_report import Ending, NeedsMoreRanks, RankFailed, RankReport, WorldError, culprit_of
-from validation.worlds.shipping import pack, unpack
-from validation.worlds.torchrun import Torchrun
-from validation.worlds.worker import RankContext
+from pipeproof.pipeline.sizes import MOST_SECONDS
+from pipeproof.worlds.launcher import under_torchrun
+from pipeproof.worlds.processes import Processes
+from pipeproof.worlds.rank_report import Ending, NeedsMoreRanks, RankFailed, RankReport, WorldError, culprit_of
+from pipeproof.worlds.shipping import pack, unpack
+from pipeproof.worlds.torchrun import Torchrun
+from pipeproof.worlds.worker import RankContext
 
 __all__ = ["NeedsMoreRanks", "RankContext", "RankFailed", "RankReport", "World", "WorldError"]
 

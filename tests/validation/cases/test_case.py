@@ -3,12 +3,12 @@
 import pytest
 from hypothesis import given, settings
 
-from pipeline.schedule import ScheduleError
-from reference.model import DTYPES as REFERENCE_DTYPES
-from reference.model import MODELS as REFERENCE_MODELS
-from validation.cases.case import DTYPES, FULL_PLAN, MODELS, Case, CaseError
-from validation.cases.fuzz import cases
-from validation.judging.tolerance import PRECISIONS
+from pipeproof.cases.case import DTYPES, FULL_PLAN, MODELS, Case, CaseError
+from pipeproof.cases.fuzz import cases
+from pipeproof.judging.tolerance import PRECISIONS
+from pipeproof.pipeline.schedule import ScheduleError
+from pipeproof.reference.model import DTYPES as REFERENCE_DTYPES
+from pipeproof.reference.model import MODELS as REFERENCE_MODELS
 
 
 @given(cases())

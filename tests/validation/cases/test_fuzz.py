@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, find, given, settings
 
-from validation.cases.case import FUZZED_DTYPES, MODELS, SCHEDULES, Case
-from validation.cases.fuzz import PLANS, Tally, cases, fuzz
-from validation.cases.runtimes import TORCH
-from validation.cases.validator import validate
-from validation.judging.verdict import LawResult, Verdict
-from validation.worlds.rank_report import RankFailed
-from validation.worlds.world import World
+from pipeproof.cases.case import FUZZED_DTYPES, MODELS, SCHEDULES, Case
+from pipeproof.cases.fuzz import PLANS, Tally, cases, fuzz
+from pipeproof.cases.runtimes import TORCH
+from pipeproof.cases.validator import validate
+from pipeproof.judging.verdict import LawResult, Verdict
+from pipeproof.worlds.rank_report import RankFailed
+from pipeproof.worlds.world import World
 
 PASS = Verdict("", "pass", "bitwise", (LawResult("loss", "pass", 1, 1),))
 

@@ -3,13 +3,13 @@
 import torch
 from torch import nn
 
-from pipeline.stage import Goal
-from reference.model import build_model
-from validation.cases.case import Case
-from validation.cases.data import data_for
-from validation.cases.observe import WatchedStage, observe
-from validation.observers.wrappers import AroundStage
-from validation.worlds.world import World
+from pipeproof.cases.case import Case
+from pipeproof.cases.data import data_for
+from pipeproof.cases.observe import WatchedStage, observe
+from pipeproof.observers.wrappers import AroundStage
+from pipeproof.pipeline.stage import Goal
+from pipeproof.reference.model import build_model
+from pipeproof.worlds.world import World
 
 
 class Fixed(AroundStage):

@@ -5,18 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.files import read_file
-from pipeline.laws import LawBroken
-from pipeline.lower import Program, lower
-from pipeline.schedules import build
+from pipeproof import World
+from pipeproof.cases.case import Case, CaseError
+from pipeproof.cases.observe import observe
+from pipeproof.cases.own_schedule import own_schedule
+from pipeproof.cases.validator import validate
+from pipeproof.cli import main
+from pipeproof.pipeline.files import read_file
+from pipeproof.pipeline.laws import LawBroken
+from pipeproof.pipeline.lower import Program, lower
+from pipeproof.pipeline.schedules import build
+from pipeproof.worlds.shipping import pack, unpack
 from tests.support.warm_start import Ended
-from validation import World
-from validation.cases.case import Case, CaseError
-from validation.cases.observe import observe
-from validation.cases.own_schedule import own_schedule
-from validation.cases.validator import validate
-from validation.cli import main
-from validation.worlds.shipping import pack, unpack
 
 # Three stages on two ranks, one of them with two; the second microbatch goes first on its way back.
 UNEVEN = "0F0,0F1,2F0,2F1,2B1,2I0,2W0,0B1,0B0\n1F0,1F1,1B1,1B0\n"
@@ -98,7 +98,7 @@ ELSEWHERE = """
 import os, sys
 if os.environ["RANK"] != "0":
     os.chdir("..")
-from validation.cli import main
+from pipeproof.cli import main
 sys.exit(main(["validate", "--schedule", "mine.csv", "--model", "mlp"]))
 """
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from validation.cases.case import Case
-from validation.cases.specimens import PLUGINS, SPECIMENS, Specimen, SpecimenError
-from validation.cases.validator import validate
-from validation.cli import main
-from validation.worlds.world import World
+from pipeproof.cases.case import Case
+from pipeproof.cases.specimens import PLUGINS, SPECIMENS, Specimen, SpecimenError
+from pipeproof.cases.validator import validate
+from pipeproof.cli import main
+from pipeproof.worlds.world import World
 
 OWN = Path(__file__).parents[2] / "examples" / "my_specimens.py"
 NAME = "last-stage-halved"

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.action import Action, Kind
-from validation.cases.case import Case
-from validation.cases.replicated import as_one
-from validation.observers.observed import Claim, RankOperation
+from pipeproof.cases.case import Case
+from pipeproof.cases.replicated import as_one
+from pipeproof.observers.observed import Claim, RankOperation
+from pipeproof.pipeline.action import Action, Kind
 
 CASE = Case.parse("gpipe r1 s1 m2 split=1 model=mlp plan=train options=unscaled replicas=2 runtime=torch")
 SITE = (0, "weight")

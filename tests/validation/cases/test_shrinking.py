@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
-from validation.cases.case import Case
-from validation.cases.shrinking import Shrunk, cases_that_show, shrink
-from validation.cases.specimens import SPECIMENS
-from validation.worlds.world import World
+from pipeproof.cases.case import Case
+from pipeproof.cases.shrinking import Shrunk, cases_that_show, shrink
+from pipeproof.cases.specimens import SPECIMENS
+from pipeproof.worlds.world import World
 
 
 @pytest.mark.parametrize("name", ["stage-negated", "microbatch-dropped", "tied-not-reduced", "backward-missing"])

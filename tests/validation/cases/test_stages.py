@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from reference.data import Shapes, microbatches
-from reference.model import MODELS, build_model
-from validation.cases.stages import Slice, layers_of, owners, tied_across
+from pipeproof.cases.stages import Slice, layers_of, owners, tied_across
+from pipeproof.reference.data import Shapes, microbatches
+from pipeproof.reference.model import MODELS, build_model
 
 
 @pytest.mark.parametrize("split", [(3,), (1, 2), (1, 1, 1)], ids=str)

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from validation.foreign import WhiteBox, watch
-from validation.judging.verdict import Verdict
+from pipeproof.foreign import WhiteBox, watch
+from pipeproof.judging.verdict import Verdict
 
 COUNT, ROWS, WIDTH, RANKS = 4, 6, 5, 3
 Stages = Callable[[Any], list[nn.Module]]

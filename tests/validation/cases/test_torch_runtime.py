@@ -11,19 +11,19 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from validation.cases.case import Case, CaseError
-from validation.cases.findings import FINDINGS, Finding, known
-from validation.cases.fuzz import cases, fuzz
-from validation.cases.judgement import judge
-from validation.cases.replicated import as_one
-from validation.cases.runtimes import TORCH, TORCH_CLASSES
-from validation.cases.torch_runtime import TorchRank, observe_torch
-from validation.cases.validator import validate
-from validation.foreign import torch_pipelining
-from validation.judging.verdict import Verdict
-from validation.observers.observed import RankOperation
-from validation.worlds.worker import RankContext
-from validation.worlds.world import World
+from pipeproof.cases.case import Case, CaseError
+from pipeproof.cases.findings import FINDINGS, Finding, known
+from pipeproof.cases.fuzz import cases, fuzz
+from pipeproof.cases.judgement import judge
+from pipeproof.cases.replicated import as_one
+from pipeproof.cases.runtimes import TORCH, TORCH_CLASSES
+from pipeproof.cases.torch_runtime import TorchRank, observe_torch
+from pipeproof.cases.validator import validate
+from pipeproof.foreign import torch_pipelining
+from pipeproof.judging.verdict import Verdict
+from pipeproof.observers.observed import RankOperation
+from pipeproof.worlds.worker import RankContext
+from pipeproof.worlds.world import World
 
 SPLIT = {1: "1,2", 2: "1,2,1,1"}
 VIRTUAL = {"gpipe": 1, "1f1b": 1}

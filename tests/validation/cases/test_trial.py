@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
-from validation.cases.specimens import SPECIMENS
-from validation.cases.trial import Named, Trial, case_for, located, named, smallest_of, try_out
-from validation.judging.cause import Cause
-from validation.judging.verdict import Verdict
-from validation.worlds.world import World
+from pipeproof.cases.specimens import SPECIMENS
+from pipeproof.cases.trial import Named, Trial, case_for, located, named, smallest_of, try_out
+from pipeproof.judging.cause import Cause
+from pipeproof.judging.verdict import Verdict
+from pipeproof.worlds.world import World
 
 RIGHT = Named("scale", True, True, 0.25)
 TRIAL = Trial("one", "1f1b r2 s2 m2", "gradient", "scale", ("gradient", "grad-norm"), RIGHT, None, 0.5)

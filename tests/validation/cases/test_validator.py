@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.laws import Violation
-from validation.cases.case import MODELS, Case
-from validation.cases.specimens import SPECIMENS
-from validation.cases.validator import crashed, refused, validate
-from validation.judging.verdict import ValidationFailed
-from validation.worlds.rank_report import Ending, RankFailed, RankReport
-from validation.worlds.world import World
+from pipeproof.cases.case import MODELS, Case
+from pipeproof.cases.specimens import SPECIMENS
+from pipeproof.cases.validator import crashed, refused, validate
+from pipeproof.judging.verdict import ValidationFailed
+from pipeproof.pipeline.laws import Violation
+from pipeproof.worlds.rank_report import Ending, RankFailed, RankReport
+from pipeproof.worlds.world import World
 
 SHAPES = {
     "naive": ("naive", 4, 1, (2, 1, 1, 1)),

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from validation.cases.case import Case
-from validation.commands.campaign import Impossible, Setting, exit_status, fuzz_all, validate_all
-from validation.judging.verdict import LawResult, Verdict
-from validation.worlds.rank_report import NeedsMoreRanks
+from pipeproof.cases.case import Case
+from pipeproof.commands.campaign import Impossible, Setting, exit_status, fuzz_all, validate_all
+from pipeproof.judging.verdict import LawResult, Verdict
+from pipeproof.worlds.rank_report import NeedsMoreRanks
 
 SOUND = Case("1f1b", 1, 1, 2, (1,), model="mlp", plan=("train",))
 WRONG = Case("1f1b", 1, 1, 2, (1,), model="mlp", plan=("train",), specimen="stage-negated")
@@ -45,7 +45,7 @@ def test_a_world_that_is_too_small_is_a_sentence(monkeypatch: pytest.MonkeyPatch
     def small(*_: object, **__: object) -> None:
         raise NeedsMoreRanks(4, 2)
 
-    monkeypatch.setattr("validation.worlds.world.World.run", small)
+    monkeypatch.setattr("pipeproof.worlds.world.World.run", small)
     with pytest.raises(Impossible, match=r"4 ranks.*ask for fewer with --ranks or --max-ranks"):
         validate_all([SOUND], Setting("cpu"))
     with pytest.raises(Impossible, match="4 ranks"):

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from pipeproof.cases.case import SCHEDULES, Case
+from pipeproof.cases.specimens import CONTROLS, SPECIMENS, SpecimenError
+from pipeproof.cases.trial import Named, Trial
+from pipeproof.commands import catalogue
+from pipeproof.commands.campaign import Setting
+from pipeproof.commands.catalogue import cases_on, chosen, line, listing, try_all
+from pipeproof.worlds.world import World
 from tests.validation.cases.test_trial import RIGHT, TRIAL
-from validation.cases.case import SCHEDULES, Case
-from validation.cases.specimens import CONTROLS, SPECIMENS, SpecimenError
-from validation.cases.trial import Named, Trial
-from validation.commands import catalogue
-from validation.commands.campaign import Setting
-from validation.commands.catalogue import cases_on, chosen, line, listing, try_all
-from validation.worlds.world import World
 
 
 def test_a_line_says_what_was_caught_named_and_placed() -> None:

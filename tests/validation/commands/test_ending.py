@@ -13,10 +13,10 @@ from typing import Any, NoReturn
 
 import pytest
 
-from pipeline.laws import LawBroken
-from validation.commands import ending
-from validation.commands.ending import UNREAD, ReaderGone, ended, standard_output
-from validation.worlds.output_file import OutputError
+from pipeproof.commands import ending
+from pipeproof.commands.ending import UNREAD, ReaderGone, ended, standard_output
+from pipeproof.pipeline.laws import LawBroken
+from pipeproof.worlds.output_file import OutputError
 
 
 def raising(error: BaseException) -> Callable[[], int]:
@@ -211,7 +211,7 @@ def test_what_fails_elsewhere_is_no_failure_of_it() -> None:
         raise BrokenPipeError
 
 
-SHOW = ("-m", "validation", "show", "1f1b", "--ranks", "40", "--microbatches", "300")
+SHOW = ("-m", "pipeproof", "show", "1f1b", "--ranks", "40", "--microbatches", "300")
 
 
 def piped(redirection: str, *arguments: str, unbuffered: bool = False) -> tuple[int, str]:
@@ -244,8 +244,8 @@ def test_as_a_shell_redirects_it(redirection: str, status: int, said: str, unbuf
 
 
 def test_what_rich_prints_ends_alike() -> None:
-    code = "import sys; from validation.commands.ending import ended as e\n"
-    code += "from validation.reports.terminal import Terminal as T\n"
+    code = "import sys; from pipeproof.commands.ending import ended as e\n"
+    code += "from pipeproof.reports.terminal import Terminal as T\n"
     code += "sys.exit(e(lambda: [T().say('x' * 70000) for _ in range(9)] and 0))"
     assert piped("| head -c 1", "-c", code) == (UNREAD, "")
 

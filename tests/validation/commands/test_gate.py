@@ -9,13 +9,13 @@ from xml.etree import ElementTree
 
 import pytest
 
-from validation.cases.case import Case
-from validation.cases.fuzz import Tally
-from validation.cli import main
-from validation.commands import gate
-from validation.judging.verdict import LawResult, Verdict
-from validation.records.record_file import read
-from validation.worlds.world import World
+from pipeproof.cases.case import Case
+from pipeproof.cases.fuzz import Tally
+from pipeproof.cli import main
+from pipeproof.commands import gate
+from pipeproof.judging.verdict import LawResult, Verdict
+from pipeproof.records.record_file import read
+from pipeproof.worlds.world import World
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 SMALL = ["--schedule", "1f1b", "--ranks", "1", "--microbatches", "2", "--layers", "1", "--model", "mlp"]

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import Kind, lower
-from pipeline.action import COMPUTE, SENDS
-from pipeline.deliveries import deliveries
-from pipeline.trace import Trace
+from pipeproof.cases.case import Case
+from pipeproof.commands.measure import Measured, measure, show_measured
+from pipeproof.pipeline import Kind, lower
+from pipeproof.pipeline.action import COMPUTE, SENDS
+from pipeproof.pipeline.deliveries import deliveries
+from pipeproof.pipeline.trace import Trace
+from pipeproof.reports.picture import Paths
+from pipeproof.worlds.rank_report import Ending, RankFailed, RankReport
+from pipeproof.worlds.world import World
 from tests.pipeline.test_trace import TRACE
-from validation.cases.case import Case
-from validation.commands.measure import Measured, measure, show_measured
-from validation.reports.picture import Paths
-from validation.worlds.rank_report import Ending, RankFailed, RankReport
-from validation.worlds.world import World
 
 CASE = Case("zb-h1", 2, 2, 5, (1, 1, 1, 1))
 
@@ -60,7 +60,7 @@ def test_ranks_that_fail_give_no_verdict_and_no_file(
     def fail(*_: object, **__: object) -> Measured:
         raise RankFailed([RankReport(0, Ending.FINISHED), RankReport(1, Ending.DIED, "ended with status 7")])
 
-    monkeypatch.setattr("validation.commands.measure.measure", fail)
+    monkeypatch.setattr("pipeproof.commands.measure.measure", fail)
     assert show_measured(CASE, Paths(trace=str(tmp_path / "x.json")), steps=1) == 3
     assert "rank 1 of 2 ended with status 7" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from validation.cases.case import Case
-from validation.cli import main
-from validation.records.case_record import expected_record
-from validation.records.record_file import write
-from validation.worlds.output_file import OutputFile
+from pipeproof.cases.case import Case
+from pipeproof.cli import main
+from pipeproof.records.case_record import expected_record
+from pipeproof.records.record_file import write
+from pipeproof.worlds.output_file import OutputFile
 
 ONE = "1f1b r2 s2 m3 split=1,1 model=mlp plan=train seed=0"
 OTHER = "gpipe r1 s1 m3 split=2 model=mlp plan=train seed=0"

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from validation.commands.option_parser import OptionParser, UsageError
+from pipeproof.commands.option_parser import OptionParser, UsageError
 
 
 def parsed(*words: str) -> tuple[dict[str, Any], list[str]]:

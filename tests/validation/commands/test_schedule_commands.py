@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from pipeline import Times, build
-from validation.commands.schedule_commands import show
-from validation.reports.picture import Paths
+from pipeproof.commands.schedule_commands import show
+from pipeproof.pipeline import Times, build
+from pipeproof.reports.picture import Paths
 
 SCHEDULE = build("zb-h1", ranks=4, microbatches=8)
 

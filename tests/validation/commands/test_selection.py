@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.partition import even
-from pipeline.schedule import Schedule, ScheduleError
-from pipeline.schedules import FAMILIES
-from validation.cases.case import CaseError
-from validation.commands.selection import Selection, Shape, selected
+from pipeproof.cases.case import CaseError
+from pipeproof.commands.selection import Selection, Shape, selected
+from pipeproof.pipeline.partition import even
+from pipeproof.pipeline.schedule import Schedule, ScheduleError
+from pipeproof.pipeline.schedules import FAMILIES
 
 
 def select(text: str, *, ranks: int = 4, microbatches: int = 8, layers: int = 8) -> Selection:

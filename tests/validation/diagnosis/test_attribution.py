@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from reference.data import IGNORED, Batch
-from reference.step import Gradient, Loss, Site
-from reference.traced import Traced
-from validation.diagnosis.atoms import Update
-from validation.diagnosis.attribution import Attribution, attribute
-from validation.judging.cause import Cause
+from pipeproof.diagnosis.atoms import Update
+from pipeproof.diagnosis.attribution import Attribution, attribute
+from pipeproof.judging.cause import Cause
+from pipeproof.reference.data import IGNORED, Batch
+from pipeproof.reference.step import Gradient, Loss, Site
+from pipeproof.reference.traced import Traced
 
 COUNT, WIDTH, CLASSES, VOCABULARY = 4, 12, 5, 11
 Rows = list[dict[Site, Tensor]]  # what each microbatch gives

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from validation.diagnosis.combination import fit, select
+from pipeproof.diagnosis.combination import fit, select
 
 COUNT, SIZE, LIMIT = 12, 60, 1e-6
 

@@ -6,21 +6,21 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from validation.cases.case import Case
-from validation.cases.judgement import diagnose, judge, setup_of
-from validation.cases.observe import observe
-from validation.cases.specimens import FAMILIES, SPECIMENS
-from validation.cases.trial import located, smallest_of
-from validation.cases.validator import explained, validate
-from validation.diagnosis.evidence import Evidence, of_run, of_stage
-from validation.diagnosis.rules.boundaries import boundaries
-from validation.diagnosis.rules.laws import weights
-from validation.diagnosis.rules.update import norm
-from validation.judging.cause import Cause
-from validation.judging.verdict import Verdict
-from validation.observers.observed import Observed
-from validation.observers.recording import FLOWED, GIVEN, HANDED_ON, MADE, OUTPUT, Point, Recording, Site
-from validation.worlds.world import World
+from pipeproof.cases.case import Case
+from pipeproof.cases.judgement import diagnose, judge, setup_of
+from pipeproof.cases.observe import observe
+from pipeproof.cases.specimens import FAMILIES, SPECIMENS
+from pipeproof.cases.trial import located, smallest_of
+from pipeproof.cases.validator import explained, validate
+from pipeproof.diagnosis.evidence import Evidence, of_run, of_stage
+from pipeproof.diagnosis.rules.boundaries import boundaries
+from pipeproof.diagnosis.rules.laws import weights
+from pipeproof.diagnosis.rules.update import norm
+from pipeproof.judging.cause import Cause
+from pipeproof.judging.verdict import Verdict
+from pipeproof.observers.observed import Observed
+from pipeproof.observers.recording import FLOWED, GIVEN, HANDED_ON, MADE, OUTPUT, Point, Recording, Site
+from pipeproof.worlds.world import World
 
 CASE = Case("gpipe", 2, 1, 3, (1, 1), model="mlp", plan=("train",))
 

@@ -4,15 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from validation.cases.case import MODELS, Case
-from validation.cases.judgement import judge, setup_of
-from validation.cases.observe import observe
-from validation.cases.specimens import SPECIMENS
-from validation.cases.trial import case_for, try_out
-from validation.diagnosis.evidence import of_run
-from validation.judging.judge import one_thread
-from validation.judging.verdict import Mismatch
-from validation.worlds.world import World
+from pipeproof.cases.case import MODELS, Case
+from pipeproof.cases.judgement import judge, setup_of
+from pipeproof.cases.observe import observe
+from pipeproof.cases.specimens import SPECIMENS
+from pipeproof.cases.trial import case_for, try_out
+from pipeproof.diagnosis.evidence import of_run
+from pipeproof.judging.judge import one_thread
+from pipeproof.judging.verdict import Mismatch
+from pipeproof.worlds.world import World
 
 SEVERAL_STREAMS = ("carry", "fresh", "prompt")
 SHAPES = [(model, *shape) for shape in (("1f1b", 1), ("zb-v", 2)) for model in MODELS]

@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from reference.data import Batch
-from reference.step import Loss, Site
-from reference.traced import Traced
-from validation.diagnosis.atoms import Update
-from validation.diagnosis.attribution import Attribution, attribute
-from validation.diagnosis.likeness import plainly
-from validation.foreign import HandedBack, WhiteBox
-from validation.judging.verdict import Verdict
-from validation.observers.likeness import GRADIENT, Label
-from validation.observers.recording import Point
+from pipeproof.diagnosis.atoms import Update
+from pipeproof.diagnosis.attribution import Attribution, attribute
+from pipeproof.diagnosis.likeness import plainly
+from pipeproof.foreign import HandedBack, WhiteBox
+from pipeproof.judging.verdict import Verdict
+from pipeproof.observers.likeness import GRADIENT, Label
+from pipeproof.observers.recording import Point
+from pipeproof.reference.data import Batch
+from pipeproof.reference.step import Loss, Site
+from pipeproof.reference.traced import Traced
 
 WIDTH, COUNT = 16, 6
 

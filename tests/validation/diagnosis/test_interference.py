@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from validation.diagnosis.interference import Sources, changed
+from pipeproof.diagnosis.interference import Sources, changed
 
 
 def drawn(seed: int, *shape: int) -> Tensor:

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from validation.diagnosis.known import Alike
-from validation.diagnosis.likeness import likeness
-from validation.judging.tolerance import error
-from validation.observers.likeness import Label, Likeness
-from validation.observers.recording import GIVEN, Point
+from pipeproof.diagnosis.known import Alike
+from pipeproof.diagnosis.likeness import likeness
+from pipeproof.judging.tolerance import error
+from pipeproof.observers.likeness import Label, Likeness
+from pipeproof.observers.recording import GIVEN, Point
 
 AT = Label(Point(1, 0, GIVEN))
 

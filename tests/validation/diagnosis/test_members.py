@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from reference.step import Contribution
-from validation.diagnosis.members import Members, Replicas, ReplicasError
-from validation.foreign.assemble import Stage
-from validation.foreign.matching import Local
-from validation.foreign.rank import Part, RankMade
-from validation.foreign.shared_stages import joined_parts
-from validation.observers.shards import Shard
+from pipeproof.diagnosis.members import Members, Replicas, ReplicasError
+from pipeproof.foreign.assemble import Stage
+from pipeproof.foreign.matching import Local
+from pipeproof.foreign.rank import Part, RankMade
+from pipeproof.foreign.shared_stages import joined_parts
+from pipeproof.observers.shards import Shard
+from pipeproof.reference.step import Contribution
 
 REPLICAS = Replicas((0, 1), 4)
 UPPER, LOWER = Shard(((0, 2),)), Shard(((2, 4),))

@@ -4,8 +4,8 @@ import pytest
 import torch
 from test_attribution import COUNT, Change, Rows, attributed, of_stage, only
 
-from reference.step import Gradient, Site
-from validation.judging.cause import Cell
+from pipeproof.judging.cause import Cell
+from pipeproof.reference.step import Gradient, Site
 
 
 def factors(stages: tuple[int, ...], *each: float) -> Change:

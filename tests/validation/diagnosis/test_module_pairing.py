@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from validation.diagnosis.module_pairing import Paired, paired_within
+from pipeproof.diagnosis.module_pairing import Paired, paired_within
 
 COUNT, ROWS, WIDTH, LIMIT = 4, 6, 8, 1e-6
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from validation.foreign import WhiteBox, watch
-from validation.judging.verdict import Verdict
+from pipeproof.foreign import WhiteBox, watch
+from pipeproof.judging.verdict import Verdict
 
 WIDTH, COUNT = 8, 4
 Change = Callable[[nn.Module], None]

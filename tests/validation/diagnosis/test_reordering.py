@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from validation.diagnosis.reordering import reordered
+from pipeproof.diagnosis.reordering import reordered
 
 COARSE, FINE = 2.0**-6, 2.0**-19  # what rounding leaves in bf16 and in fp32
 SHAPE = (48, 32)

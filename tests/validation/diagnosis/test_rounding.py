@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from validation.diagnosis.rounding import held_in, rounded_as
-from validation.observers.likeness import Likeness
+from pipeproof.diagnosis.rounding import held_in, rounded_as
+from pipeproof.observers.likeness import Likeness
 
 WHOLE = torch.randn(40, 16, generator=torch.Generator().manual_seed(0)) * 1e-2
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from validation.diagnosis.sketches import nearest_sketch, of_sketches, recognised
-from validation.observers.sketch import sketch
+from pipeproof.diagnosis.sketches import nearest_sketch, of_sketches, recognised
+from pipeproof.observers.sketch import sketch
 
 
 def drawn(seed: int, *shape: int) -> Tensor:

@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from pipeline.action import Action, Kind
-from validation.diagnosis.interference import Broken
-from validation.diagnosis.sums import broken_additions, counted
-from validation.observers.recording import Addition
+from pipeproof.diagnosis.interference import Broken
+from pipeproof.diagnosis.sums import broken_additions, counted
+from pipeproof.observers.recording import Addition
+from pipeproof.pipeline.action import Action, Kind
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from validation.cases.case import Case
-from validation.cases.judgement import setup_of
-from validation.diagnosis.played import Played, play
-from validation.diagnosis.what_ifs import computed
-from validation.observers.observed import Observed, RankOperation
+from pipeproof.cases.case import Case
+from pipeproof.cases.judgement import setup_of
+from pipeproof.diagnosis.played import Played, play
+from pipeproof.diagnosis.what_ifs import computed
+from pipeproof.observers.observed import Observed, RankOperation
 
 CASE = Case("gpipe", 2, 1, 2, (1, 1), model="carry", plan=("train",))
 

@@ -9,7 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from reference.data import Batch
+from pipeproof.foreign import WhiteBox, watch
+from pipeproof.foreign.crossings import passed
+from pipeproof.foreign.survey import Places, Survey
+from pipeproof.observers.observed import UNKNOWN_MICROBATCH, Passed
+from pipeproof.observers.sketch import Sketch, sketch
+from pipeproof.observers.watching import Call, Watcher
+from pipeproof.reference.data import Batch
 from tests.support.two_ranks import (
     WIDTH,
     all_forward_all_backward,
@@ -21,12 +27,6 @@ from tests.support.two_ranks import (
     plain_block,
     step,
 )
-from validation.foreign import WhiteBox, watch
-from validation.foreign.crossings import passed
-from validation.foreign.survey import Places, Survey
-from validation.observers.observed import UNKNOWN_MICROBATCH, Passed
-from validation.observers.sketch import Sketch, sketch
-from validation.observers.watching import Call, Watcher
 
 MICROBATCHES, STAGES = 4, 2
 

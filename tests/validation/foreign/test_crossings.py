@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor, nn
 
-from reference.data import Batch
+from pipeproof.foreign.crossings import passed
+from pipeproof.foreign.survey import Places, Survey
+from pipeproof.observers.observed import Crossing, Passed
+from pipeproof.observers.sketch import sketch
+from pipeproof.observers.watching import Call, Watcher
+from pipeproof.reference.data import Batch
 from tests.support.steps import loss_fn
-from validation.foreign.crossings import passed
-from validation.foreign.survey import Places, Survey
-from validation.observers.observed import Crossing, Passed
-from validation.observers.sketch import sketch
-from validation.observers.watching import Call, Watcher
 
 MICROBATCHES = 3
 

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeproof.foreign import WhiteBox, watch
+from pipeproof.judging.cause import Cause
+from pipeproof.judging.verdict import Verdict
 from tests.support.steps import blocks, loss_fn, pairs
-from validation.foreign import WhiteBox, watch
-from validation.judging.cause import Cause
-from validation.judging.verdict import Verdict
 
 WIDTH, RANKS, COUNT = 8, 2, 4
 Step = Callable[[Any, list[Any]], Any]

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from pipeproof.foreign import HandedBack, WhiteBox, watch
+from pipeproof.foreign.rank import RankMade, digests
+from pipeproof.foreign.validator import other_data
+from pipeproof.judging.verdict import ValidationFailed, Verdict
 from tests.support.steps import Pairs, loss_fn, pairs
-from validation.foreign import HandedBack, WhiteBox, watch
-from validation.foreign.rank import RankMade, digests
-from validation.foreign.validator import other_data
-from validation.judging.verdict import ValidationFailed, Verdict
 
 WIDTH = 8
 RANKS = 2

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.action import Action
-from pipeline.costs import trace_of
-from pipeline.schedules import build
-from pipeline.simulate import simulate
-from validation.foreign.handed_back import HandBackError, HandedBack, understood
+from pipeproof.foreign.handed_back import HandBackError, HandedBack, understood
+from pipeproof.pipeline.action import Action
+from pipeproof.pipeline.costs import trace_of
+from pipeproof.pipeline.schedules import build
+from pipeproof.pipeline.simulate import simulate
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Which parameter is which: by identity, by name, by a mapping, by content, and when nothing can tell."""
 
-from validation.foreign.matching import Local, match, renamed
+from pipeproof.foreign.matching import Local, match, renamed
 
 # Two blocks of a norm, whose weights are all alike, and a linear layer.
 KNOWN = {

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from reference.step import Recipe, Reference, Site
-from validation.diagnosis.members import Replicas
-from validation.foreign.reference_run import ReferenceRaised, ReferenceRun, SecondModel, Task, WhiteBoxError, name_of
-from validation.observers.sketch import contents
+from pipeproof.diagnosis.members import Replicas
+from pipeproof.foreign.reference_run import ReferenceRaised, ReferenceRun, SecondModel, Task, WhiteBoxError, name_of
+from pipeproof.observers.sketch import contents
+from pipeproof.reference.step import Recipe, Reference, Site
 
 MICROBATCHES = 3
 

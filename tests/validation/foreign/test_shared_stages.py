@@ -9,16 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeline.action import Action
+from pipeproof.diagnosis.members import Replicas
+from pipeproof.foreign import WhiteBox, watch
+from pipeproof.foreign.matching import Local
+from pipeproof.foreign.rank import Part, RankMade
+from pipeproof.foreign.shared_stages import claims, joined_parts
+from pipeproof.judging.verdict import Verdict
+from pipeproof.observers.shards import Shard
+from pipeproof.observers.watching import Call
+from pipeproof.pipeline.action import Action
 from tests.support.steps import blocks, pairs
-from validation.diagnosis.members import Replicas
-from validation.foreign import WhiteBox, watch
-from validation.foreign.matching import Local
-from validation.foreign.rank import Part, RankMade
-from validation.foreign.shared_stages import claims, joined_parts
-from validation.judging.verdict import Verdict
-from validation.observers.shards import Shard
-from validation.observers.watching import Call
 
 TWICE = Replicas((0, 1), 4)
 ALONE = Replicas((0, 0), 4)

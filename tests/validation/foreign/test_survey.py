@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from validation.foreign import WhiteBox, watch
-from validation.foreign.survey import Computed
-from validation.judging.verdict import Verdict
-from validation.observers.sketch import sketch
+from pipeproof.foreign import WhiteBox, watch
+from pipeproof.foreign.survey import Computed
+from pipeproof.judging.verdict import Verdict
+from pipeproof.observers.sketch import sketch
 
 WIDTH, COUNT = 8, 4
 loss_fn = nn.functional.mse_loss

@@ -13,9 +13,9 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import schedules
 from torch.nn.parallel import DistributedDataParallel
 
+from pipeproof.foreign import HandedBack, WhiteBox, torch_pipelining
+from pipeproof.judging.verdict import Verdict
 from tests.support.steps import Pairs, blocks, pairs
-from validation.foreign import HandedBack, WhiteBox, torch_pipelining
-from validation.judging.verdict import Verdict
 
 WIDTH, STAGES, M = 16, 4, 4
 loss_fn = nn.functional.mse_loss

@@ -11,7 +11,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeline import PipelineSchedule
+from pipeproof.cases.case import Case
+from pipeproof.cases.judgement import judge
+from pipeproof.cases.observe import observe
+from pipeproof.foreign import WhiteBox, watch
+from pipeproof.judging.ledger import Heading, Ledger
+from pipeproof.judging.tolerance import Floor, error
+from pipeproof.judging.verdict import Mismatch, Verdict
+from pipeproof.observers.observed import Observed
+from pipeproof.pipeline import PipelineSchedule
+from pipeproof.records.case_record import expected_record
+from pipeproof.records.compare import compare
+from pipeproof.records.record import Record
+from pipeproof.records.single_device import SingleDevice
+from pipeproof.records.step_check import check_step
+from pipeproof.records.step_record import record_step
+from pipeproof.worlds.world import World
 from tests.support.two_ranks import (
     COUNT,
     Call,
@@ -28,21 +43,6 @@ from tests.support.two_ranks import (
     step,
     without_second,
 )
-from validation.cases.case import Case
-from validation.cases.judgement import judge
-from validation.cases.observe import observe
-from validation.foreign import WhiteBox, watch
-from validation.judging.ledger import Heading, Ledger
-from validation.judging.tolerance import Floor, error
-from validation.judging.verdict import Mismatch, Verdict
-from validation.observers.observed import Observed
-from validation.records.case_record import expected_record
-from validation.records.compare import compare
-from validation.records.record import Record
-from validation.records.single_device import SingleDevice
-from validation.records.step_check import check_step
-from validation.records.step_record import record_step
-from validation.worlds.world import World
 
 CASE = Case("1f1b", 2, 1, 2, (1, 1), model="mlp", plan=("train",))
 NOT_FINITE = [math.nan, math.inf, -math.inf]

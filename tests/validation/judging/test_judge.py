@@ -7,16 +7,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from reference.model import DTYPES, Model, build_model
-from reference.step import Recipe
-from validation.cases.case import FULL_PLAN, Case
-from validation.cases.judgement import judge
-from validation.cases.observe import observe
-from validation.judging.judge import LAWS, one_thread, scenarios
-from validation.judging.verdict import Verdict
-from validation.observers.observed import Observed, RankOperation
-from validation.observers.recording import Site
-from validation.worlds.world import World
+from pipeproof.cases.case import FULL_PLAN, Case
+from pipeproof.cases.judgement import judge
+from pipeproof.cases.observe import observe
+from pipeproof.judging.judge import LAWS, one_thread, scenarios
+from pipeproof.judging.verdict import Verdict
+from pipeproof.observers.observed import Observed, RankOperation
+from pipeproof.observers.recording import Site
+from pipeproof.reference.model import DTYPES, Model, build_model
+from pipeproof.reference.step import Recipe
+from pipeproof.worlds.world import World
 
 CASE = Case("1f1b", 1, 1, 3, (2,), model="mlp", ragged=True)
 SLOT = (0, "blocks.1.linear.weight")
@@ -212,7 +212,7 @@ def changed_model(monkeypatch: pytest.MonkeyPatch, change: Callable[[Model], Non
         change(model)
         return model
 
-    monkeypatch.setattr("validation.cases.judgement.build_model", build)
+    monkeypatch.setattr("pipeproof.cases.judgement.build_model", build)
 
 
 def test_nan_in_the_reference_itself_is_unknown(observed: Observed, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,7 +280,7 @@ def _cast(gradients: Mapping[Site, Tensor | None] | None, dtype: torch.dtype) ->
 def test_an_optimizer_that_nobody_could_see_is_unknown(observed: Observed, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that move nothing: parameters agree, and that says nothing."""
     idle = Recipe(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0))
-    monkeypatch.setattr("validation.cases.judgement.Recipe", lambda **given: replace(idle, **given))
+    monkeypatch.setattr("pipeproof.cases.judgement.Recipe", lambda **given: replace(idle, **given))
 
     def still(seen: RankOperation) -> RankOperation:
         start = dict(build_model("mlp", layers=2, seed=0).named_parameters())

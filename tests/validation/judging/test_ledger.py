@@ -2,9 +2,9 @@
 
 import torch
 
-from validation.judging.ledger import Heading, Ledger
-from validation.judging.tolerance import Floor
-from validation.judging.verdict import Mismatch
+from pipeproof.judging.ledger import Heading, Ledger
+from pipeproof.judging.tolerance import Floor
+from pipeproof.judging.verdict import Mismatch
 
 FLOOR = Floor(1e-7, 1e-7, 0.1)
 

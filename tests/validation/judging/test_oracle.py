@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from reference.data import Batch, Shapes, microbatches
-from reference.model import DTYPES, build_model
-from reference.step import Contribution, Expected, Loss, Recipe, Reference, accumulate
-from validation.cases.stages import owners
-from validation.judging.oracle import Floors, Pending
-from validation.judging.tolerance import FP32, PRECISIONS, error, may_be_rounded, update_floor
+from pipeproof.cases.stages import owners
+from pipeproof.judging.oracle import Floors, Pending
+from pipeproof.judging.tolerance import FP32, PRECISIONS, error, may_be_rounded, update_floor
+from pipeproof.reference.data import Batch, Shapes, microbatches
+from pipeproof.reference.model import DTYPES, build_model
+from pipeproof.reference.step import Contribution, Expected, Loss, Recipe, Reference, accumulate
 
 ORDERS = {0: [0, 1, 2, 3], 1: [3, 2, 1, 0]}
 
@@ -68,7 +68,7 @@ def test_a_model_that_draws_otherwise_in_fp64_says_nothing_about_rounding(monkey
             for one in expected.contributions
         )
 
-    monkeypatch.setattr("validation.judging.oracle.in_double", otherwise)
+    monkeypatch.setattr("pipeproof.judging.oracle.in_double", otherwise)
     _, floors = floors_of("mlp")
     assert all(floors.gradient(site).rounding == 0 for site in floors._last.gradients)
     assert floors.loss(0).rounding == 0
@@ -211,7 +211,7 @@ def test_floors_never_raise_what_the_reference_raises(monkeypatch: pytest.Monkey
         raise OSError("out of everything")
 
     for way in ("in_double", "one_place_off"):
-        monkeypatch.setattr(f"validation.judging.oracle.{way}", never)
+        monkeypatch.setattr(f"pipeproof.judging.oracle.{way}", never)
     floors = floors_of_own(nn.Linear)
     assert [floors.gradient(site).nudged for site in floors._last.gradients] == [0.0] * 4
     assert "there the reference raised OSError: out of everything" in floors.obstacle

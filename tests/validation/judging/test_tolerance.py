@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from validation.judging.tolerance import (
+from pipeproof.judging.tolerance import (
     FP32,
     PRECISIONS,
     Floor,

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from validation.judging.verdict import LawResult, Mismatch, Verdict, overall
+from pipeproof.judging.verdict import LawResult, Mismatch, Verdict, overall
 
 PASS, FAIL, UNKNOWN, SKIPPED = (LawResult("x", o) for o in ("pass", "fail", "unknown", "not applicable"))
 

@@ -4,9 +4,9 @@ import math
 
 import torch
 
-from pipeline import Action, build
-from pipeline.profile import Profile
-from validation.observers.observed import Observed, RankOperation
+from pipeproof.observers.observed import Observed, RankOperation
+from pipeproof.pipeline import Action, build
+from pipeproof.pipeline.profile import Profile
 
 
 def rank(losses: tuple[float, ...], executed: str, nonfinite: str = "", **more: object) -> RankOperation:

@@ -6,12 +6,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from pipeline import PipelineSchedule
-from pipeline.boundary import Gradients, Tensors
-from pipeline.stage import Goal
-from pipeline.step import Parts
-from validation.observers.recorder import Mark, Recorder, Snapshot, gradients, parameters
-from validation.observers.recording import (
+from pipeproof.observers.recorder import Mark, Recorder, Snapshot, gradients, parameters
+from pipeproof.observers.recording import (
     FLOWED,
     GIVEN,
     HANDED_ON,
@@ -24,7 +20,11 @@ from validation.observers.recording import (
     Point,
     Recording,
 )
-from validation.observers.wrappers import AroundStage
+from pipeproof.observers.wrappers import AroundStage
+from pipeproof.pipeline import PipelineSchedule
+from pipeproof.pipeline.boundary import Gradients, Tensors
+from pipeproof.pipeline.stage import Goal
+from pipeproof.pipeline.step import Parts
 
 MICROBATCHES = 2
 

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeproof.foreign import FlatShard, HandedBack, WhiteBox, watch
+from pipeproof.judging.verdict import Verdict
+from pipeproof.observers.shards import Shard, ShardError, gathered, shard_at, shard_of, untiled
 from tests.support.steps import pairs
-from validation.foreign import FlatShard, HandedBack, WhiteBox, watch
-from validation.judging.verdict import Verdict
-from validation.observers.shards import Shard, ShardError, gathered, shard_at, shard_of, untiled
 
 
 @dataclass(frozen=True)

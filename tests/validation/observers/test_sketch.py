@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from validation.foreign.validator import WhiteBox
-from validation.judging.ledger import Heading, Ledger
-from validation.judging.tolerance import Floor, error, same_bits
-from validation.judging.verdict import Mismatch, Verdict
-from validation.observers.recorder import Snapshot
-from validation.observers.sketch import (
+from pipeproof.foreign.validator import WhiteBox
+from pipeproof.judging.ledger import Heading, Ledger
+from pipeproof.judging.tolerance import Floor, error, same_bits
+from pipeproof.judging.verdict import Mismatch, Verdict
+from pipeproof.observers.recorder import Snapshot
+from pipeproof.observers.sketch import (
     UNSOUGHT,
     _signs,
     all_finite,
@@ -22,15 +22,15 @@ from validation.observers.sketch import (
     digest,
     sketch,
 )
-from validation.records.record import ContentError, Record, RecordedOperation
-from validation.records.record import digest as recorded_digest
-from validation.records.record_file import read, write
-from validation.records.single_device import SingleDevice
-from validation.records.step_check import check_step
-from validation.records.step_record import record_step
-from validation.worlds.output_file import OutputFile
-from validation.worlds.shipping import pack, unpack
-from validation.worlds.world import World
+from pipeproof.records.record import ContentError, Record, RecordedOperation
+from pipeproof.records.record import digest as recorded_digest
+from pipeproof.records.record_file import read, write
+from pipeproof.records.single_device import SingleDevice
+from pipeproof.records.step_check import check_step
+from pipeproof.records.step_record import record_step
+from pipeproof.worlds.output_file import OutputFile
+from pipeproof.worlds.shipping import pack, unpack
+from pipeproof.worlds.world import World
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),

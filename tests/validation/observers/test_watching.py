@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.utils.checkpoint import checkpoint
 
+from pipeproof.foreign import HandedBack, WhiteBox, torch_pipelining, watch
+from pipeproof.judging.verdict import Verdict
+from pipeproof.observers.sketch import sketch
+from pipeproof.observers.watching import Call, Watcher
 from tests.support.steps import blocks, loss_fn, pairs
 from tests.support.two_ranks import Call as Way
 from tests.support.two_ranks import called, named, passes, plain, step, without_second
 from tests.support.two_ranks import judged as judged_as
-from validation.foreign import HandedBack, WhiteBox, torch_pipelining, watch
-from validation.judging.verdict import Verdict
-from validation.observers.sketch import sketch
-from validation.observers.watching import Call, Watcher
 
 WIDTH, COUNT = 8, 4
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from validation.cases.case import Case
-from validation.cases.observe import observe
-from validation.records.case_record import backwards_of, config_of, expected_record, observed_record
-from validation.records.compare import compare
-from validation.worlds.world import World
+from pipeproof.cases.case import Case
+from pipeproof.cases.observe import observe
+from pipeproof.records.case_record import backwards_of, config_of, expected_record, observed_record
+from pipeproof.records.compare import compare
+from pipeproof.worlds.world import World
 
 PLAN = "plan=train+accumulate+train"
 CASE = Case.parse(f"1f1b r2 s2 m3 split=1,1 model=gpt-tied {PLAN} unequal seed=3")

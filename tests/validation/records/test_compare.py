@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from validation.cases.case import Case
-from validation.records.case_record import expected_record
-from validation.records.compare import compare
-from validation.records.record import Record, RecordedOperation, RecordError
+from pipeproof.cases.case import Case
+from pipeproof.records.case_record import expected_record
+from pipeproof.records.compare import compare
+from pipeproof.records.record import Record, RecordedOperation, RecordError
 
 EXPECTED = expected_record(Case.parse("1f1b r2 s2 m3 split=1,1 model=batchnorm plan=train+train seed=3"))
 REVERSED = expected_record(Case.parse("gpipe r1 s1 m3 split=2 model=batchnorm plan=train+train seed=3"))
@@ -202,10 +202,10 @@ def test_a_crash_of_the_judge_or_of_a_rule_is_no_pass(monkeypatch: pytest.Monkey
 
     wrong = changed(EXPECTED, losses=(9.0, 9.0, 9.0))
     with monkeypatch.context() as patch:
-        patch.setattr("validation.records.compare.explained", crash)
+        patch.setattr("pipeproof.records.compare.explained", crash)
         verdict = compare(EXPECTED, wrong)
         assert (verdict.verdict, verdict.cause) == ("fail", ())
         assert verdict.unsought.startswith("ZeroDivisionError: a rule is wrong (test_compare.py:")
-    monkeypatch.setattr("validation.judging.comparison.Comparison.norm", crash)
+    monkeypatch.setattr("pipeproof.judging.comparison.Comparison.norm", crash)
     assert [compare(EXPECTED, one).verdict for one in (EXPECTED, wrong)] == ["unknown", "fail"]
     assert str(compare(EXPECTED, EXPECTED)).startswith("UNKNOWN not all was compared: ZeroDivisionError")

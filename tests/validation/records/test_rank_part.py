@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from validation.judging.verdict import Verdict
-from validation.records.rank_part import Arrival, Run, disagreement, places_of, run_of, told
-from validation.records.record import Record
-from validation.records.single_device import SingleDevice
-from validation.records.step_check import check_step
-from validation.records.step_record import record_step
+from pipeproof.judging.verdict import Verdict
+from pipeproof.records.rank_part import Arrival, Run, disagreement, places_of, run_of, told
+from pipeproof.records.record import Record
+from pipeproof.records.single_device import SingleDevice
+from pipeproof.records.step_check import check_step
+from pipeproof.records.step_record import record_step
 
 
 def test_ranks_that_run_other_microbatches_are_named() -> None:
@@ -130,7 +130,7 @@ def build() -> nn.Sequential:
 def checked(monkeypatch: pytest.MonkeyPatch, against: Any, **options: Any) -> Verdict:
     """The verdict on a right step in which each rank has a layer; ``options`` is what goes wrong."""
     shared, model, ranks = Shared(), build(), threading.local()
-    monkeypatch.setattr("validation.records.step_check.exchange", lambda: BetweenThreads(ranks.number, shared))
+    monkeypatch.setattr("pipeproof.records.step_check.exchange", lambda: BetweenThreads(ranks.number, shared))
     losses: list[float] = []
     ready, done = threading.Barrier(2), threading.Barrier(2)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from validation.records.record import (
+from pipeproof.records.record import (
     ContentError,
     Record,
     Recorded,

@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import nn
 
+from pipeproof.cases.case import Case
+from pipeproof.judging.cause import Cause
+from pipeproof.judging.verdict import Verdict
+from pipeproof.records.case_record import expected_record
+from pipeproof.records.compare import compare
+from pipeproof.records.record import Record
+from pipeproof.records.single_device import SingleDevice
+from pipeproof.records.step_check import check_step
+from pipeproof.records.step_record import record_step
 from tests.support.steps import pairs
-from validation.cases.case import Case
-from validation.judging.cause import Cause
-from validation.judging.verdict import Verdict
-from validation.records.case_record import expected_record
-from validation.records.compare import compare
-from validation.records.record import Record
-from validation.records.single_device import SingleDevice
-from validation.records.step_check import check_step
-from validation.records.step_record import record_step
 
 M, WIDTH = 4, 8
 Pairs = list[tuple[object, object]]
@@ -247,11 +247,11 @@ def test_a_wrong_update_of_right_gradients_is_clippings_only_where_that_comes_to
 
 
 def test_too_much_to_keep_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("validation.records.step_check.MOST", 1000)
+    monkeypatch.setattr("pipeproof.records.step_check.MOST", 1000)
     verdict = step(BESIDE, divisor=1)
     assert verdict.cause[0].factor == pytest.approx(M)
     assert "more wrong gradients were not looked at, for they are too large to be kept" in verdict.undecided[0]
-    monkeypatch.setattr("validation.records.step_check.MOST", 0)
+    monkeypatch.setattr("pipeproof.records.step_check.MOST", 0)
     verdict = step(BESIDE, divisor=1)
     assert verdict.cause == ()
 

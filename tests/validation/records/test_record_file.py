@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import save, save_file
 from torch import Tensor
 
-from validation.judging.tolerance import Floor, same_bits
-from validation.records.record import Record, RecordedFloors, RecordedOperation, RecordError
-from validation.records.record_file import FORMAT, VERSION, described, read, write
-from validation.worlds.output_file import OutputError, OutputFile
+from pipeproof.judging.tolerance import Floor, same_bits
+from pipeproof.records.record import Record, RecordedFloors, RecordedOperation, RecordError
+from pipeproof.records.record_file import FORMAT, VERSION, described, read, write
+from pipeproof.worlds.output_file import OutputError, OutputFile
 
 FLOOR = Floor(1e-8, 2e-7, 0.25)
 WEIGHT, BIAS = torch.arange(6.0).reshape(2, 3) / 7, torch.tensor([1.0, -0.0])

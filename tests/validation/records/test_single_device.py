@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline import PipelineSchedule
-from validation.foreign.validator import WhiteBox
-from validation.records.single_device import SingleDevice
-from validation.records.step_check import check_step
-from validation.records.step_record import record_step
-from validation.worlds.world import World
+from pipeproof.foreign.validator import WhiteBox
+from pipeproof.pipeline import PipelineSchedule
+from pipeproof.records.single_device import SingleDevice
+from pipeproof.records.step_check import check_step
+from pipeproof.records.step_record import record_step
+from pipeproof.worlds.world import World
 
 DATA: list[tuple[object, object]] = [(torch.full((2, 3), float(k + 1)), torch.ones(2, 3)) for k in range(2)]
 

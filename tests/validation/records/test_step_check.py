@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from pipeline import PipelineSchedule
+from pipeproof.judging.verdict import Verdict
+from pipeproof.pipeline import PipelineSchedule
+from pipeproof.records.record import Record
+from pipeproof.records.single_device import SingleDevice
+from pipeproof.records.step_check import CheckError, check_step
+from pipeproof.records.step_record import record_step, write_record
 from tests.support.steps import pairs
-from validation.judging.verdict import Verdict
-from validation.records.record import Record
-from validation.records.single_device import SingleDevice
-from validation.records.step_check import CheckError, check_step
-from validation.records.step_record import record_step, write_record
 
 Pairs = list[tuple[object, object]]
 loss_fn = nn.functional.mse_loss
@@ -338,12 +338,12 @@ def test_a_crash_of_the_check_ends_no_job(path: Path, monkeypatch: pytest.Monkey
         ("held", lambda model: None, "unknown"),
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(f"validation.judging.comparison.Comparison.{part}", crash)
+            patch.setattr(f"pipeproof.judging.comparison.Comparison.{part}", crash)
             verdict = step(path, fault=fault)
         assert verdict.verdict == outcome, part
         assert verdict.stopped.startswith("ZeroDivisionError: a rule is wrong (test_step_check.py:")
         assert "in crash" in verdict.traceback
-    monkeypatch.setattr("validation.records.step_check.read", crash)
+    monkeypatch.setattr("pipeproof.records.step_check.read", crash)
     verdict = step(path)
     assert verdict.verdict == "unknown"
     assert "rank 0: the check raised ZeroDivisionError: a rule is wrong" in verdict.law("comparable").note

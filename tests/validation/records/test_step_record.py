@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from validation.judging.tolerance import same_bits
-from validation.records.compare import compare
-from validation.records.record import RecordError
-from validation.records.record_file import read
-from validation.records.step_record import record_step, write_record
+from pipeproof.judging.tolerance import same_bits
+from pipeproof.records.compare import compare
+from pipeproof.records.record import RecordError
+from pipeproof.records.record_file import read
+from pipeproof.records.step_record import record_step, write_record
 
 mse = nn.functional.mse_loss
 

@@ -6,9 +6,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from validation.cases.case import Case
-from validation.judging.verdict import LawResult, Mismatch, Verdict
-from validation.reports.gate_reports import CaseResult, GateResult, Group, annotations, junit, markdown
+from pipeproof.cases.case import Case
+from pipeproof.judging.verdict import LawResult, Mismatch, Verdict
+from pipeproof.reports.gate_reports import CaseResult, GateResult, Group, annotations, junit, markdown
 
 LINE = "gpipe r2 s2 m2 split=1,1 model=mlp plan=train seed=0"
 

@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import Action
-from pipeline.costs import trace_of
-from pipeline.schedules import build
-from pipeline.simulate import simulate
-from pipeline.trace import Span, Trace
-from tests.pipeline.test_trace import TRACE
-from validation.reports.picture import (
+from pipeproof.pipeline import Action
+from pipeproof.pipeline.costs import trace_of
+from pipeproof.pipeline.schedules import build
+from pipeproof.pipeline.simulate import simulate
+from pipeproof.pipeline.trace import Span, Trace
+from pipeproof.reports.picture import (
     COLOURS,
     HALF,
     MESSAGE,
@@ -28,7 +27,8 @@ from validation.reports.picture import (
     letters,
     picture,
 )
-from validation.worlds.output_file import OutputError
+from pipeproof.worlds.output_file import OutputError
+from tests.pipeline.test_trace import TRACE
 
 needs_matplotlib = pytest.mark.skipif(not importlib.util.find_spec("matplotlib"), reason="needs the extra 'plot'")
 
@@ -185,7 +185,7 @@ def test_without_the_library_nothing_is_left(tmp_path: Path, monkeypatch: pytest
 
 
 def test_one_bad_path_leaves_none_of_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("validation.reports.picture.check_drawable", lambda actions: None)
+    monkeypatch.setattr("pipeproof.reports.picture.check_drawable", lambda actions: None)
     bad = paths(tmp_path)._replace(trace=str(tmp_path / "no" / "x.json"))
     with pytest.raises(OutputError, match=r"cannot write .*no/x\.json"):
         Drawings(bad, actions=4)
@@ -198,8 +198,8 @@ def test_a_picture_that_cannot_be_made_leaves_none_of_the_others(
     def fail(*_: object, **__: object) -> bytes:
         raise RuntimeError
 
-    monkeypatch.setattr("validation.reports.picture.check_drawable", lambda actions: None)
-    monkeypatch.setattr("validation.reports.picture.picture", fail)
+    monkeypatch.setattr("pipeproof.reports.picture.check_drawable", lambda actions: None)
+    monkeypatch.setattr("pipeproof.reports.picture.picture", fail)
     with pytest.raises(RuntimeError), Drawings(paths(tmp_path), actions=4) as files:
         files.write({"measured": TRACE})
     assert list(tmp_path.iterdir()) == []

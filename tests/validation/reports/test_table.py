@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from pipeproof.cases.case import Case
+from pipeproof.cases.trial import Named
+from pipeproof.judging.cause import Cause, Cell, Cells, RuledOut, alternatives
+from pipeproof.judging.verdict import LawResult, Mismatch, Verdict
+from pipeproof.reports.table import HEADER, counts, line, matrix, pairs_of, summary, totals
 from tests.validation.cases.test_trial import RIGHT, TRIAL
-from validation.cases.case import Case
-from validation.cases.trial import Named
-from validation.judging.cause import Cause, Cell, Cells, RuledOut, alternatives
-from validation.judging.verdict import LawResult, Mismatch, Verdict
-from validation.reports.table import HEADER, counts, line, matrix, pairs_of, summary, totals
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 CASE = Case("interleaved", 4, 2, 8, (1,) * 8, model="gpt-tied", seed=3)

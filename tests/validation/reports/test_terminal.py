@@ -2,7 +2,7 @@
 
 import pytest
 
-from validation.reports.terminal import Terminal
+from pipeproof.reports.terminal import Terminal
 
 
 def test_lines_are_plain_where_nobody_watches(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from validation.worlds.launcher import Seat, reports
+from pipeproof.worlds.launcher import Seat, reports
 
 SEAT = Seat(rank=2, ranks=4, local_rank=0, local_ranks=2, device="cpu", store="file:///x", folder="/y")
 

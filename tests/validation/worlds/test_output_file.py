@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import pytest
 
-from validation.worlds.output_file import OutputError, OutputFile
+from pipeproof.worlds.output_file import OutputError, OutputFile
 
 
 def test_bytes_arrive_as_they_are(tmp_path: Path) -> None:

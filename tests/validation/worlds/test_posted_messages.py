@@ -6,9 +6,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from validation.worlds import posted_messages as posted
-from validation.worlds.worker import RankContext
-from validation.worlds.world import World
+from pipeproof.worlds import posted_messages as posted
+from pipeproof.worlds.worker import RankContext
+from pipeproof.worlds.world import World
 
 AT_A_WAIT = [traceback.FrameSummary("loop.py", 3, "step", line="work.wait()")]
 ELSEWHERE = [traceback.FrameSummary("loop.py", 4, "step", line="x = y @ z")]

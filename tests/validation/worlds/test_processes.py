@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from validation.worlds.processes import Processes
-from validation.worlds.rank_report import Ending, RankReport
-from validation.worlds.shipping import pack, unpack
-from validation.worlds.worker import RankContext
+from pipeproof.worlds.processes import Processes
+from pipeproof.worlds.rank_report import Ending, RankReport
+from pipeproof.worlds.shipping import pack, unpack
+from pipeproof.worlds.worker import RankContext
 
 pytestmark = pytest.mark.ranks
 pytestmark = pytest.mark.ranks  # it starts processes

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from validation.worlds.pytest_torchrun import Collected, Phase, difference, settle
+from pipeproof.worlds.pytest_torchrun import Collected, Phase, difference, settle
 
 
 def test_order_is_no_difference() -> None:

@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from validation.worlds.rank_report import (
+from pipeproof.worlds.rank_report import (
     Ending,
     NeedsMoreRanks,
     RankFailed,

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline.action import Action
-from validation.worlds.shipping import pack, unpack
+from pipeproof.pipeline.action import Action
+from pipeproof.worlds.shipping import pack, unpack
 
 
 @dataclasses.dataclass(frozen=True)

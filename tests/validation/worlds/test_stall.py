@@ -1,10 +1,10 @@
 """Which message was lost, from what ranks waited for."""
 
-from pipeline import build
-from pipeline.action import Action
-from pipeline.lower import lower
-from validation.worlds.rank_report import Ending, RankReport
-from validation.worlds.stall import lost_message
+from pipeproof.pipeline import build
+from pipeproof.pipeline.action import Action
+from pipeproof.pipeline.lower import lower
+from pipeproof.worlds.rank_report import Ending, RankReport
+from pipeproof.worlds.stall import lost_message
 
 PROGRAM = lower(build("1f1b", ranks=2, virtual=1, microbatches=2))
 

@@ -13,10 +13,10 @@ SCRIPT = """
 import json, os, sys, time
 import torch
 import torch.distributed as dist
-from pipeline.waiting import waiting
-from validation.worlds.side_store import RanksAbsent, side_store
-from validation.worlds.world import World
-from validation.worlds.rank_report import NeedsMoreRanks, RankFailed
+from pipeproof.pipeline.waiting import waiting
+from pipeproof.worlds.side_store import RanksAbsent, side_store
+from pipeproof.worlds.world import World
+from pipeproof.worlds.rank_report import NeedsMoreRanks, RankFailed
 
 RANK = int(os.environ["RANK"])
 world = World()

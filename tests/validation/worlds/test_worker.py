@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
+from pipeproof.worlds.launcher import Seat
+from pipeproof.worlds.processes import Processes
+from pipeproof.worlds.rank_report import Ending, RankReport
+from pipeproof.worlds.shipping import pack, unpack
+from pipeproof.worlds.worker import RankContext, _settle
 from tests.support.warm_start import Ended
-from validation.worlds.launcher import Seat
-from validation.worlds.processes import Processes
-from validation.worlds.rank_report import Ending, RankReport
-from validation.worlds.shipping import pack, unpack
-from validation.worlds.worker import RankContext, _settle
 
 ORPHANS = """
 import os, signal, sys, time
-from validation.worlds.world import World
+from pipeproof.worlds.world import World
 
 def hang(context):
     os.write(1, f"{os.getpid()}\\n".encode())  # whole: both ranks write

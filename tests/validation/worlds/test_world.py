@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipeline.waiting import waiting
-from validation.worlds.rank_report import Ending, RankFailed, WorldError
-from validation.worlds.worker import RankContext
-from validation.worlds.world import World
+from pipeproof.pipeline.waiting import waiting
+from pipeproof.worlds.rank_report import Ending, RankFailed, WorldError
+from pipeproof.worlds.worker import RankContext
+from pipeproof.worlds.world import World
 
 BOUND_S = 1.0  # for jobs that hang on purpose
 

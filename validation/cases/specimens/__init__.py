@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
-from validation.cases.specimens import (
+from pipeproof.cases.specimens import (
     gradients,
     halves,
     memory,
@@ -22,8 +22,8 @@ from validation.cases.specimens import (
     state,
     tied,
 )
-from validation.cases.specimens.plugin import Plugins, SpecimenError
-from validation.cases.specimens.specimen import Fault, Needs, Planted, Specimen
+from pipeproof.cases.specimens.plugin import Plugins, SpecimenError
+from pipeproof.cases.specimens.specimen import Fault, Needs, Planted, Specimen
 
 __all__ = ["CONTROLS", "FAMILIES", "SPECIMENS", "Fault", "Needs", "Specimen", "SpecimenError", "register", "specimen"]
 

@@ -5,9 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from pipeline.step import Parts
-from pipeline.transport import Message
-from validation.cases.specimens.planting import (
+from pipeproof.cases.specimens.planting import (
     NORM,
     last,
     middle,
@@ -19,7 +17,9 @@ from validation.cases.specimens.planting import (
     scaled,
     second,
 )
-from validation.cases.specimens.specimen import Fault, Needs, Specimen
+from pipeproof.cases.specimens.specimen import Fault, Needs, Specimen
+from pipeproof.pipeline.step import Parts
+from pipeproof.pipeline.transport import Message
 
 _TAG = 2**30 - 1  # no other message has it
 

@@ -5,13 +5,9 @@ from collections.abc import Mapping
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.boundary import Gradients
-from pipeline.schedule import Schedule
-from pipeline.stage import Stage
-from reference.model import Attention, TwiceBlock
-from validation.cases.case import Case
-from validation.cases.specimens.model import attended, with_forward, with_value
-from validation.cases.specimens.planting import (
+from pipeproof.cases.case import Case
+from pipeproof.cases.specimens.model import attended, with_forward, with_value
+from pipeproof.cases.specimens.planting import (
     Shares,
     add,
     apart,
@@ -21,8 +17,12 @@ from validation.cases.specimens.planting import (
     middle,
     on_modules,
 )
-from validation.cases.specimens.specimen import Fault, Needs, Plant, Specimen, halved
-from validation.observers.wrappers import AroundStage
+from pipeproof.cases.specimens.specimen import Fault, Needs, Plant, Specimen, halved
+from pipeproof.observers.wrappers import AroundStage
+from pipeproof.pipeline.boundary import Gradients
+from pipeproof.pipeline.schedule import Schedule
+from pipeproof.pipeline.stage import Stage
+from pipeproof.reference.model import Attention, TwiceBlock
 
 _HALVES, _TWO_HALVES = Needs(split=True), Needs(microbatches=2, split=True)
 

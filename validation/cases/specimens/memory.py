@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from pipeline.boundary import Gradients, Tensors
-from validation.cases.specimens.planting import Arrived, Call, Changes, middle, on_arrival, on_stages, second
-from validation.cases.specimens.specimen import Fault, Needs, Plant, Specimen
+from pipeproof.cases.specimens.planting import Arrived, Call, Changes, middle, on_arrival, on_stages, second
+from pipeproof.cases.specimens.specimen import Fault, Needs, Plant, Specimen
+from pipeproof.pipeline.boundary import Gradients, Tensors
 
 _KEPT = Needs(stages=2, models=("gpt", "gpt-tied", "mlp", "twice", "frozen", "batchnorm", "dropout"))
 

@@ -5,15 +5,15 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from pipeline.action import Action, Kind
-from pipeline.lower import lower
-from pipeline.schedule import Schedule
-from pipeline.transport import Message, Transport
-from validation.cases.case import Case
-from validation.cases.specimens.order import exchanged, hangs, other_of_two
-from validation.cases.specimens.planting import Arrived, To, first, on_arrival, on_transport, rounded, second
-from validation.cases.specimens.specimen import Fault, Needs, Plant, Specimen
-from validation.observers.wrappers import AroundTransport
+from pipeproof.cases.case import Case
+from pipeproof.cases.specimens.order import exchanged, hangs, other_of_two
+from pipeproof.cases.specimens.planting import Arrived, To, first, on_arrival, on_transport, rounded, second
+from pipeproof.cases.specimens.specimen import Fault, Needs, Plant, Specimen
+from pipeproof.observers.wrappers import AroundTransport
+from pipeproof.pipeline.action import Action, Kind
+from pipeproof.pipeline.lower import lower
+from pipeproof.pipeline.schedule import Schedule
+from pipeproof.pipeline.transport import Message, Transport
 
 _ACTIVATIONS, _ACTIVATION = To(Kind.RECV_F, 1), To(Kind.RECV_F, 1, (0,))
 _PAIR_FORWARD, _PAIR_BACKWARD = To(Kind.RECV_F, 1, (0, 1)), To(Kind.RECV_B, 0, (0, 1))

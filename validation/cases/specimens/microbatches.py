@@ -7,14 +7,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from pipeline.action import Kind
-from pipeline.step import Parts
-from reference.data import Batch
-from validation.cases.case import Case
-from validation.cases.specimens.order import other_of_two
-from validation.cases.specimens.planting import Call, Changes, counted, first, last, middle, on_stages
-from validation.cases.specimens.specimen import Fault, Needs, Specimen
-from validation.observers.wrappers import AroundSteps, Pairs
+from pipeproof.cases.case import Case
+from pipeproof.cases.specimens.order import other_of_two
+from pipeproof.cases.specimens.planting import Call, Changes, counted, first, last, middle, on_stages
+from pipeproof.cases.specimens.specimen import Fault, Needs, Specimen
+from pipeproof.observers.wrappers import AroundSteps, Pairs
+from pipeproof.pipeline.action import Kind
+from pipeproof.pipeline.step import Parts
+from pipeproof.reference.data import Batch
 
 _CROSSED = ("swapped-gradients", "wrong-message")
 _MANY, _ALIKE = Needs(microbatches=2), Needs(microbatches=2, one_size=True)

@@ -6,10 +6,10 @@ from types import MethodType
 import torch
 from torch import Tensor, nn
 
-from reference.model import HEADS, Attention, DropoutBlock
-from validation.cases.specimens.planting import NORMS, Change, Changes, middle, on_modules, on_parts, on_stages
-from validation.cases.specimens.specimen import Fault, Needs, Plant, Specimen
-from validation.cases.stages import Slice
+from pipeproof.cases.specimens.planting import NORMS, Change, Changes, middle, on_modules, on_parts, on_stages
+from pipeproof.cases.specimens.specimen import Fault, Needs, Plant, Specimen
+from pipeproof.cases.stages import Slice
+from pipeproof.reference.model import HEADS, Attention, DropoutBlock
 
 _DROPOUT = Needs(models=("dropout",))
 _LAYERS = Needs(layers=2, models=("mlp", "twice", "batchnorm"))

@@ -6,10 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from pipeline.gradients import clip_factor, norm_of
-from pipeline.step import Parts, StepResult
-from reference.step import Recipe
-from validation.cases.specimens.planting import (
+from pipeproof.cases.specimens.planting import (
     gradients_of,
     last,
     middle,
@@ -21,7 +18,10 @@ from validation.cases.specimens.planting import (
     scaled,
     stages_at,
 )
-from validation.cases.specimens.specimen import Fault, Needs, Specimen
+from pipeproof.cases.specimens.specimen import Fault, Needs, Specimen
+from pipeproof.pipeline.gradients import clip_factor, norm_of
+from pipeproof.pipeline.step import Parts, StepResult
+from pipeproof.reference.step import Recipe
 
 _MAX_NORM = Recipe().max_norm
 _SEVERAL = Needs(stages=2)

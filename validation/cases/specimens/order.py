@@ -4,13 +4,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from pipeline.action import COMPUTE, GIVES_WEIGHT_GRADIENT, RECEIVES, SENDS, Action, Kind
-from pipeline.columns import Columns
-from pipeline.lower import Program, lower
-from pipeline.program_laws import violations
-from pipeline.transports import Transport, deadlocks
-from validation.cases.case import Case
-from validation.cases.specimens.specimen import Fault, Needs, Reorder, Specimen
+from pipeproof.cases.case import Case
+from pipeproof.cases.specimens.specimen import Fault, Needs, Reorder, Specimen
+from pipeproof.pipeline.action import COMPUTE, GIVES_WEIGHT_GRADIENT, RECEIVES, SENDS, Action, Kind
+from pipeproof.pipeline.columns import Columns
+from pipeproof.pipeline.lower import Program, lower
+from pipeproof.pipeline.program_laws import violations
+from pipeproof.pipeline.transports import Transport, deadlocks
 
 _Row = Sequence[Action]
 _GIVES_INPUT_GRADIENT = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})

@@ -2,7 +2,7 @@
 
 A plant is made from a function that is given what passes, and what there is to know of it, and returns what shall pass
 instead; or from one that changes a module or its gradients in place. A fault that needs more of a step than what these
-show wraps a part of it (``validation.observers.wrappers``), as ``on_transport`` does.
+show wraps a part of it (``pipeproof.observers.wrappers``), as ``on_transport`` does.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipeline.action import Action, Kind
-from pipeline.boundary import Gradients, Tensors
-from pipeline.schedule import Schedule
-from pipeline.stage import Goal, Stage
-from pipeline.step import Parts, StepResult
-from pipeline.transport import Message, Transport
-from validation.cases.specimens.specimen import Drive, Plant, StageAt, unchanged
-from validation.observers.wrappers import AroundGradients, AroundStage, AroundSteps, AroundTransport, Pairs, Steps
+from pipeproof.cases.specimens.specimen import Drive, Plant, StageAt, unchanged
+from pipeproof.observers.wrappers import AroundGradients, AroundStage, AroundSteps, AroundTransport, Pairs, Steps
+from pipeproof.pipeline.action import Action, Kind
+from pipeproof.pipeline.boundary import Gradients, Tensors
+from pipeproof.pipeline.schedule import Schedule
+from pipeproof.pipeline.stage import Goal, Stage
+from pipeproof.pipeline.step import Parts, StepResult
+from pipeproof.pipeline.transport import Message, Transport
 
 Change = Callable[[nn.Module], None]
 Shares = dict[nn.Parameter, Tensor]  # gradients, by whose they are

@@ -5,10 +5,10 @@ from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
-from pipeline.schedule import ScheduleError
-from validation.cases.case import Case, CaseError
-from validation.cases.specimens.specimen import CLASSES, Specimen
-from validation.judging.cause import KINDS
+from pipeproof.cases.case import Case, CaseError
+from pipeproof.cases.specimens.specimen import CLASSES, Specimen
+from pipeproof.judging.cause import KINDS
+from pipeproof.pipeline.schedule import ScheduleError
 
 _NAME = re.compile(r"[a-z][a-z0-9-]*")
 

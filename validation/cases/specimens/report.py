@@ -7,9 +7,9 @@ from functools import partial
 
 import torch
 
-from pipeline.step import Parts, StepResult
-from validation.cases.specimens.planting import on_steps, rounded
-from validation.cases.specimens.specimen import Drive, Fault, Needs, Specimen
+from pipeproof.cases.specimens.planting import on_steps, rounded
+from pipeproof.cases.specimens.specimen import Drive, Fault, Needs, Specimen
+from pipeproof.pipeline.step import Parts, StepResult
 
 _Tell = Callable[[StepResult, Parts], StepResult]
 _specimen = partial(Specimen, fault=Fault("report", "loss"))

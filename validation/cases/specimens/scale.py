@@ -4,10 +4,7 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from pipeline.boundary import Gradients
-from pipeline.stage import Goal
-from reference.data import IGNORED
-from validation.cases.specimens.planting import (
+from pipeproof.cases.specimens.planting import (
     NORM,
     Call,
     Changes,
@@ -22,8 +19,11 @@ from validation.cases.specimens.planting import (
     on_steps,
     scaled,
 )
-from validation.cases.specimens.specimen import Fault, Needs, Plant, Specimen, halved
-from validation.observers.wrappers import Pairs, Steps
+from pipeproof.cases.specimens.specimen import Fault, Needs, Plant, Specimen, halved
+from pipeproof.observers.wrappers import Pairs, Steps
+from pipeproof.pipeline.boundary import Gradients
+from pipeproof.pipeline.stage import Goal
+from pipeproof.reference.data import IGNORED
 
 _MANY = Needs(microbatches=2)
 

@@ -8,8 +8,7 @@ from random import random
 import torch
 from torch import Tensor, nn
 
-from pipeline.step import Parts
-from validation.cases.specimens.planting import (
+from pipeproof.cases.specimens.planting import (
     Arrived,
     Call,
     Changes,
@@ -23,9 +22,10 @@ from validation.cases.specimens.planting import (
     put_off,
     scaled,
 )
-from validation.cases.specimens.scale import loss_divided
-from validation.cases.specimens.specimen import Needs, Planted
-from validation.observers.wrappers import Pairs, Steps
+from pipeproof.cases.specimens.scale import loss_divided
+from pipeproof.cases.specimens.specimen import Needs, Planted
+from pipeproof.observers.wrappers import Pairs, Steps
+from pipeproof.pipeline.step import Parts
 
 _MANY = Needs(microbatches=2)
 

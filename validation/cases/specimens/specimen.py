@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TypeVar
 
-from pipeline.action import Kind
-from pipeline.lower import Program
-from pipeline.schedule import Schedule
-from pipeline.schedules import virtuals
-from pipeline.step import Parts
-from reference.data import Batch
-from validation.cases.case import MODELS, Case, plainest_first
-from validation.cases.data import model_for
-from validation.cases.stages import owners
-from validation.judging.cause import Cause
-from validation.observers.wrappers import Steps
+from pipeproof.cases.case import MODELS, Case, plainest_first
+from pipeproof.cases.data import model_for
+from pipeproof.cases.stages import owners
+from pipeproof.judging.cause import Cause
+from pipeproof.observers.wrappers import Steps
+from pipeproof.pipeline.action import Kind
+from pipeproof.pipeline.lower import Program
+from pipeproof.pipeline.schedule import Schedule
+from pipeproof.pipeline.schedules import virtuals
+from pipeproof.pipeline.step import Parts
+from pipeproof.reference.data import Batch
 
 Plant = Callable[[Parts], Parts]
 Feed = Callable[[Sequence[Batch], Parts], Sequence[Batch]]

@@ -7,9 +7,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from pipeline.boundary import Gradients, Tensors
-from pipeline.step import Parts, StepResult
-from validation.cases.specimens.planting import (
+from pipeproof.cases.specimens.planting import (
     Call,
     Changes,
     Shares,
@@ -24,8 +22,10 @@ from validation.cases.specimens.planting import (
     on_work,
     stages_at,
 )
-from validation.cases.specimens.specimen import Fault, Needs, Specimen
-from validation.observers.wrappers import AroundSteps, Pairs, Steps
+from pipeproof.cases.specimens.specimen import Fault, Needs, Specimen
+from pipeproof.observers.wrappers import AroundSteps, Pairs, Steps
+from pipeproof.pipeline.boundary import Gradients, Tensors
+from pipeproof.pipeline.step import Parts, StepResult
 
 _AFTER_EVAL = Needs(plan=("eval", "train"))
 

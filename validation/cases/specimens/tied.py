@@ -5,9 +5,8 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from pipeline.step import Parts
-from validation.cases.specimens.norm import square
-from validation.cases.specimens.planting import (
+from pipeproof.cases.specimens.norm import square
+from pipeproof.cases.specimens.planting import (
     Shares,
     copies,
     first,
@@ -20,7 +19,8 @@ from validation.cases.specimens.planting import (
     put_off,
     stages_at,
 )
-from validation.cases.specimens.specimen import Fault, Needs, Specimen
+from pipeproof.cases.specimens.specimen import Fault, Needs, Specimen
+from pipeproof.pipeline.step import Parts
 
 
 def _twice(parts: Parts) -> None:

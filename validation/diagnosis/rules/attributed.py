@@ -9,17 +9,17 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from reference.step import objective
-from validation.diagnosis.evidence import Evidence
-from validation.diagnosis.rules.passages import unexplained_passage
-from validation.diagnosis.rules.repeated import or_wrong_message
-from validation.diagnosis.rules.replayed import replayed
-from validation.diagnosis.rules.update import near
-from validation.diagnosis.what_if import Line, Made, WhatIf
-from validation.diagnosis.what_ifs import of_backward, of_forward, spoiled
-from validation.judging.cause import Cause
-from validation.judging.tolerance import error
-from validation.observers.recording import Site
+from pipeproof.diagnosis.evidence import Evidence
+from pipeproof.diagnosis.rules.passages import unexplained_passage
+from pipeproof.diagnosis.rules.repeated import or_wrong_message
+from pipeproof.diagnosis.rules.replayed import replayed
+from pipeproof.diagnosis.rules.update import near
+from pipeproof.diagnosis.what_if import Line, Made, WhatIf
+from pipeproof.diagnosis.what_ifs import of_backward, of_forward, spoiled
+from pipeproof.judging.cause import Cause
+from pipeproof.judging.tolerance import error
+from pipeproof.observers.recording import Site
+from pipeproof.reference.step import objective
 
 
 def attributed(evidence: Evidence) -> list[Cause]:

@@ -8,14 +8,14 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from validation.diagnosis.combination import whole_within
-from validation.diagnosis.divergence import Divergence
-from validation.diagnosis.evidence import Evidence
-from validation.diagnosis.likeness import factor_of
-from validation.diagnosis.what_ifs import computed, draws, other_target
-from validation.judging.cause import Cause, listed
-from validation.judging.tolerance import precision_of
-from validation.observers.recording import (
+from pipeproof.diagnosis.combination import whole_within
+from pipeproof.diagnosis.divergence import Divergence
+from pipeproof.diagnosis.evidence import Evidence
+from pipeproof.diagnosis.likeness import factor_of
+from pipeproof.diagnosis.what_ifs import computed, draws, other_target
+from pipeproof.judging.cause import Cause, listed
+from pipeproof.judging.tolerance import precision_of
+from pipeproof.observers.recording import (
     FLOWED,
     GIVEN,
     HANDED_ON,

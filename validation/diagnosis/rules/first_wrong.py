@@ -3,11 +3,11 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from validation.diagnosis.divergence import first_wrong_points
-from validation.diagnosis.evidence import Evidence, ModelBeside
-from validation.observers.likeness import Likeness
-from validation.observers.observed import INPUT, Crossing
-from validation.observers.recording import FLOWED, FORWARD_POINTS, GIVEN, HANDED_ON, KEPT, MADE, RECEIVED, Point
+from pipeproof.diagnosis.divergence import first_wrong_points
+from pipeproof.diagnosis.evidence import Evidence, ModelBeside
+from pipeproof.observers.likeness import Likeness
+from pipeproof.observers.observed import INPUT, Crossing
+from pipeproof.observers.recording import FLOWED, FORWARD_POINTS, GIVEN, HANDED_ON, KEPT, MADE, RECEIVED, Point
 
 # What a tensor is made from, and what is made from it: how many stages further, and where.
 _FROM: Mapping[str, tuple[tuple[int, str], ...]] = {

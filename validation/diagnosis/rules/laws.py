@@ -8,16 +8,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from pipeline.action import GIVES_WEIGHT_GRADIENT, Kind
-from validation.diagnosis.evidence import Due, Evidence
-from validation.diagnosis.interference import became, common_change
-from validation.diagnosis.likeness import agrees
-from validation.diagnosis.rules.repeated import backed_again, rearranged, repeated
-from validation.diagnosis.rules.update import clip_factor, learning_rate
-from validation.judging.cause import Cause, listed
-from validation.judging.tolerance import error, precision_of, same_bits
-from validation.judging.verdict import Mismatch
-from validation.observers.recording import Recording, Site
+from pipeproof.diagnosis.evidence import Due, Evidence
+from pipeproof.diagnosis.interference import became, common_change
+from pipeproof.diagnosis.likeness import agrees
+from pipeproof.diagnosis.rules.repeated import backed_again, rearranged, repeated
+from pipeproof.diagnosis.rules.update import clip_factor, learning_rate
+from pipeproof.judging.cause import Cause, listed
+from pipeproof.judging.tolerance import error, precision_of, same_bits
+from pipeproof.judging.verdict import Mismatch
+from pipeproof.observers.recording import Recording, Site
+from pipeproof.pipeline.action import GIVES_WEIGHT_GRADIENT, Kind
 
 _LARGE = 10.0  # a parameter as small as its update says nothing of what it was before
 _ROOM = 8  # roundings

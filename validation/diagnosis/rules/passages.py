@@ -9,15 +9,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from pipeline.action import Kind
-from validation.diagnosis.divergence import Divergence
-from validation.diagnosis.evidence import Evidence
-from validation.diagnosis.rules.boundaries import causes_of
-from validation.diagnosis.rules.first_wrong import Boundaries, FirstWrong
-from validation.diagnosis.rules.repeated import or_wrong_message, ordered
-from validation.judging.cause import Cause, RuledOut, listed
-from validation.observers.observed import UNKNOWN_MICROBATCH
-from validation.observers.recording import FLOWED, GIVEN, HANDED_ON, MADE, RECEIVED
+from pipeproof.diagnosis.divergence import Divergence
+from pipeproof.diagnosis.evidence import Evidence
+from pipeproof.diagnosis.rules.boundaries import causes_of
+from pipeproof.diagnosis.rules.first_wrong import Boundaries, FirstWrong
+from pipeproof.diagnosis.rules.repeated import or_wrong_message, ordered
+from pipeproof.judging.cause import Cause, RuledOut, listed
+from pipeproof.observers.observed import UNKNOWN_MICROBATCH
+from pipeproof.observers.recording import FLOWED, GIVEN, HANDED_ON, MADE, RECEIVED
+from pipeproof.pipeline.action import Kind
 
 _SAME = 1e-3
 _VAGUE = frozenset({"altered", "computation"})  # that a tensor is another, not what it is

@@ -4,11 +4,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pipeline.action import Kind
-from validation.diagnosis.evidence import Evidence
-from validation.judging.cause import Cause, listed
-from validation.observers.observed import UNKNOWN_MICROBATCH
-from validation.observers.recording import RECEIVED
+from pipeproof.diagnosis.evidence import Evidence
+from pipeproof.judging.cause import Cause, listed
+from pipeproof.observers.observed import UNKNOWN_MICROBATCH
+from pipeproof.observers.recording import RECEIVED
+from pipeproof.pipeline.action import Kind
 
 
 def repeated(evidence: Evidence) -> list[Cause]:

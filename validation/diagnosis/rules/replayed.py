@@ -11,15 +11,15 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from reference.passage import Passage
-from reference.step import Contribution
-from validation.diagnosis.evidence import Evidence, ModelBeside
-from validation.diagnosis.what_if import WhatIf
-from validation.diagnosis.what_ifs import of_sent, of_sent_back, sent_back_in, sent_in
-from validation.judging.cause import Cause
-from validation.judging.tolerance import error, scalar_error
-from validation.observers.likeness import NARROWER
-from validation.observers.recording import Site
+from pipeproof.diagnosis.evidence import Evidence, ModelBeside
+from pipeproof.diagnosis.what_if import WhatIf
+from pipeproof.diagnosis.what_ifs import of_sent, of_sent_back, sent_back_in, sent_in
+from pipeproof.judging.cause import Cause
+from pipeproof.judging.tolerance import error, scalar_error
+from pipeproof.observers.likeness import NARROWER
+from pipeproof.observers.recording import Site
+from pipeproof.reference.passage import Passage
+from pipeproof.reference.step import Contribution
 
 _COARSE = 1e-3  # where rounding explains so much, many a change would fit
 _LEAST = 1e-5  # relative: the same numbers added in other orders differ by less

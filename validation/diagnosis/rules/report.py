@@ -10,11 +10,11 @@ from dataclasses import replace
 
 import torch
 
-from validation.diagnosis.evidence import Evidence
-from validation.judging.cause import Cause
-from validation.judging.tolerance import FP32, scalar_error
-from validation.judging.verdict import Mismatch
-from validation.observers.likeness import NARROWER
+from pipeproof.diagnosis.evidence import Evidence
+from pipeproof.judging.cause import Cause
+from pipeproof.judging.tolerance import FP32, scalar_error
+from pipeproof.judging.verdict import Mismatch
+from pipeproof.observers.likeness import NARROWER
 
 _UNTOLD = "losses are wrong and gradients right: they are reported otherwise than computed, or a part has no gradient"
 

@@ -6,15 +6,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from reference.step import Expected
-from validation.diagnosis.atoms import Term
-from validation.diagnosis.combination import limit_of, residual_of
-from validation.diagnosis.evidence import Evidence
-from validation.diagnosis.known import Terms
-from validation.diagnosis.likeness import counted
-from validation.diagnosis.members import Members, Replicas, Stage
-from validation.judging.cause import Cause
-from validation.judging.tolerance import error, scalar_error
+from pipeproof.diagnosis.atoms import Term
+from pipeproof.diagnosis.combination import limit_of, residual_of
+from pipeproof.diagnosis.evidence import Evidence
+from pipeproof.diagnosis.known import Terms
+from pipeproof.diagnosis.likeness import counted
+from pipeproof.diagnosis.members import Members, Replicas, Stage
+from pipeproof.judging.cause import Cause
+from pipeproof.judging.tolerance import error, scalar_error
+from pipeproof.reference.step import Expected
 
 _ALIKE = 1e-3  # no verdict hangs on it
 

@@ -5,14 +5,14 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from validation.diagnosis.atoms import Term
-from validation.diagnosis.combination import told_within
-from validation.diagnosis.evidence import Evidence, of_stage
-from validation.diagnosis.interference import Broken, Sources, changed
-from validation.diagnosis.tied import cause_of, shares_of
-from validation.diagnosis.what_ifs import draws
-from validation.judging.cause import Cause
-from validation.observers.recording import Site
+from pipeproof.diagnosis.atoms import Term
+from pipeproof.diagnosis.combination import told_within
+from pipeproof.diagnosis.evidence import Evidence, of_stage
+from pipeproof.diagnosis.interference import Broken, Sources, changed
+from pipeproof.diagnosis.tied import cause_of, shares_of
+from pipeproof.diagnosis.what_ifs import draws
+from pipeproof.judging.cause import Cause
+from pipeproof.observers.recording import Site
 
 
 def sums(evidence: Evidence) -> list[Cause]:

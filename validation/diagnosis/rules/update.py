@@ -9,12 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from reference.step import Recipe
-from validation.diagnosis.evidence import Evidence, of_stage
-from validation.judging.cause import Cause
-from validation.judging.tolerance import FP32, precision_of
-from validation.judging.verdict import Mismatch, Size
-from validation.observers.recording import Site
+from pipeproof.diagnosis.evidence import Evidence, of_stage
+from pipeproof.judging.cause import Cause
+from pipeproof.judging.tolerance import FP32, precision_of
+from pipeproof.judging.verdict import Mismatch, Size
+from pipeproof.observers.recording import Site
+from pipeproof.reference.step import Recipe
 
 _ALIKE = 1e-5  # numbers that two ways of forming a norm or a factor may differ by
 _ROOM = 16  # roundings

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from validation.foreign import WhiteBox, watch
-from validation.judging.cause import Cause
-from validation.judging.verdict import Verdict
+from pipeproof.foreign import WhiteBox, watch
+from pipeproof.judging.cause import Cause
+from pipeproof.judging.verdict import Verdict
 
 WIDTH, ROWS, COUNT, RANKS = 8, 4, 4, 3
 EVERY = tuple(range(COUNT))

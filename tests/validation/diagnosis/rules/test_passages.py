@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeproof.foreign import WhiteBox, watch
 from tests.support.two_ranks import (
     COUNT,
     WIDTH,
@@ -22,7 +23,6 @@ from tests.support.two_ranks import (
     plain_block,
     step,
 )
-from validation.foreign import WhiteBox, watch
 
 
 def test_a_late_division_is_no_fault_and_a_gradient_halved_on_its_way_is(whitebox: WhiteBox) -> None:

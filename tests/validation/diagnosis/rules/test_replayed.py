@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeproof.foreign import WhiteBox
 from tests.support.two_ranks import all_forward_all_backward, called, half, judged, named, plain
-from validation.foreign import WhiteBox
 
 Change = Callable[[int, Tensor], Tensor]
 

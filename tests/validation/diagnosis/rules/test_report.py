@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pipeproof.foreign import WhiteBox
+from pipeproof.judging.verdict import Verdict
 from tests.support import two_ranks
 from tests.support.steps import pairs
-from validation.foreign import WhiteBox
-from validation.judging.verdict import Verdict
 
 COUNT = 4
 

@@ -3,9 +3,9 @@
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from pipeline.action import Action, Kind
-from validation.diagnosis.rules.laws import counts, modes
-from validation.judging.verdict import Mismatch
+from pipeproof.diagnosis.rules.laws import counts, modes
+from pipeproof.judging.verdict import Mismatch
+from pipeproof.pipeline.action import Action, Kind
 
 STAGES, COUNT = 4, 3
 

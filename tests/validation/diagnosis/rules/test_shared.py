@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeproof.foreign import WhiteBox
+from pipeproof.judging.verdict import Verdict
 from tests.support.steps import pairs
-from validation.foreign import WhiteBox
-from validation.judging.verdict import Verdict
 
 COUNT = 6
 Names = Callable[[str], bool]

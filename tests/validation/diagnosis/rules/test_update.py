@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from validation.records.step_check import check_step
-from validation.records.step_record import record_step
+from pipeproof.records.step_check import check_step
+from pipeproof.records.step_record import record_step
 
 loss_fn = nn.functional.cross_entropy
 
