@@ -4,8 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipeproof import SingleDevice, check_step
-from pipeproof.pipeline import PipelineSchedule
+from pipeproof import PipelineSchedule, SingleDevice, check_step
 
 
 def build() -> nn.Sequential:

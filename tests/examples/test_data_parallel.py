@@ -5,8 +5,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
+from pipeproof import PipelineSchedule
 from pipeproof.foreign import WhiteBox
-from pipeproof.pipeline import PipelineSchedule
 
 
 def build_model() -> nn.Module:

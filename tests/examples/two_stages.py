@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipeproof.pipeline import PipelineSchedule
+from pipeproof import PipelineSchedule
 
 dist.init_process_group("gloo")
 torch.manual_seed(dist.get_rank())
