@@ -6,12 +6,16 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
 
 from pipeproof.worlds.launcher import launch_environment
 from tests.support.warm_start import Ended, WarmStart
+
+if TYPE_CHECKING:
+    from pipeproof.worlds.world import World
 
 Launch = Callable[..., Ended]
 
@@ -33,22 +37,28 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what starts processes like what uses ranks: ``-m "not ranks"`` is the fast part.
+    """Mark what starts processes like what uses ranks: ``-m "not pipeproof_ranks"`` is the fast part.
 
     What does not share the ranks of a world has nothing to gain from running once on every rank of torchrun.
     """
     for item in items:
         fixtures = set(getattr(item, "fixturenames", ()))
         if _STARTS_PROCESSES & fixtures:
-            item.add_marker("ranks")
+            item.add_marker("pipeproof_ranks")
         if "world" not in fixtures:
-            item.add_marker("one_rank")
+            item.add_marker("pipeproof_one_rank")
+
+
+@pytest.fixture(scope="session")
+def world(pipeproof_world: "World") -> "World":
+    """Ours is the plugin's."""
+    return pipeproof_world
 
 
 @pytest.fixture(autouse=True)
 def no_rank_of_torchrun(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A test that runs on one rank only must not wait for the others, so it is not told that there are others."""
-    if request.node.get_closest_marker("one_rank"):
+    if request.node.get_closest_marker("pipeproof_one_rank"):
         for name in os.environ.keys() - launch_environment().keys():
             monkeypatch.delenv(name)
 

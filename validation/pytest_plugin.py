@@ -1,4 +1,7 @@
-"""pytest's side of a world: the fixture, the marker, and tests that want more ranks than there are."""
+"""pytest's side of a world: fixtures, markers, and tests that want more ranks than there are.
+
+All that a test suite of yours could have a name for begins with ``pipeproof``.
+"""
 
 from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING
@@ -22,7 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--pipeproof-device", choices=("cpu", "cuda"), default="cpu", help="where ranks compute (default: cpu)"
     )
     group.addoption(
-        "--rank-timeout",
+        "--pipeproof-rank-timeout",
         type=float,
         default=300.0,
         metavar="SECONDS",
@@ -33,10 +36,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Make the marker known, count what is left out, and under torchrun make the ranks go together."""
-    config.addinivalue_line("markers", "one_rank: under torchrun run on rank 0 only; the other ranks take its verdict")
-    fresh = "fresh_ranks: runs on ranks that no test used before, and that none uses after it"
+    config.addinivalue_line(
+        "markers", "pipeproof_one_rank: under torchrun run on rank 0 only; the other ranks take its verdict"
+    )
+    fresh = "pipeproof_fresh_ranks: runs on ranks that no test used before, and that none uses after it"
     config.addinivalue_line("markers", fresh)
-    config.addinivalue_line("markers", "ranks: starts ranks; every test that uses the world fixture has it")
+    config.addinivalue_line("markers", "pipeproof_ranks: starts ranks; every test that uses pipeproof_world has it")
     config.pluginmanager.register(LeftOut(), "pipeproof-left-out")
     if under_torchrun():
         _refuse_workers(config)
@@ -47,40 +52,40 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what uses ranks, so that ``-m "not ranks"`` leaves what needs none."""
+    """Mark what uses ranks, so that ``-m "not pipeproof_ranks"`` leaves what needs none."""
     for item in items:
-        if "world" in getattr(item, "fixturenames", ()):
-            item.add_marker("ranks")
+        if "pipeproof_world" in getattr(item, "fixturenames", ()):
+            item.add_marker("pipeproof_ranks")
 
 
 @pytest.fixture(scope="session")
-def world(request: pytest.FixtureRequest) -> Iterator["World"]:
-    """Ranks to run jobs on, kept for the whole session: ``world.run(job, ranks=4)``."""
+def pipeproof_world(request: pytest.FixtureRequest) -> Iterator["World"]:
+    """Ranks to run jobs on, kept for the whole session: ``pipeproof_world.run(job, ranks=4)``."""
     from pipeproof.worlds.world import World  # torch comes with it, so only where a test wants ranks
 
-    bound_s = min(120.0, request.config.getoption("--rank-timeout"))
+    bound_s = min(120.0, request.config.getoption("--pipeproof-rank-timeout"))
     with World(device=request.config.getoption("--pipeproof-device"), timeout_s=bound_s) as world:
         yield world
 
 
 @pytest.fixture(autouse=True)
-def _fresh_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
+def _pipeproof_fresh_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
     """For a test marked so: what a runtime keeps in its globals, such as its groups, is not there, nor stays."""
-    if request.node.get_closest_marker("fresh_ranks") is None:
+    if request.node.get_closest_marker("pipeproof_fresh_ranks") is None:
         yield
         return
-    world: World = request.getfixturevalue("world")
+    world: World = request.getfixturevalue("pipeproof_world")
     world.close()
     yield
     world.close()
 
 
 @pytest.fixture
-def whitebox(world: "World") -> "WhiteBox":
+def whitebox(pipeproof_world: "World") -> "WhiteBox":
     """Judges a training step of one's own: ``whitebox.validate(step, reference=..., microbatches=..., ranks=4)``."""
     from pipeproof.foreign import WhiteBox
 
-    return WhiteBox(world)
+    return WhiteBox(pipeproof_world)
 
 
 class LeftOut:

@@ -64,7 +64,7 @@ if destroy:
 """
 
 
-@pytest.mark.ranks
+@pytest.mark.pipeproof_ranks
 def test_ranks_end_cleanly_whether_or_not_the_group_was_destroyed(tmp_path: Path) -> None:
     script = tmp_path / "end.py"
     script.write_text(END)

@@ -315,7 +315,7 @@ def test_a_case_of_ours_fails_without_its_explanation(
     assert verdict.unsought.startswith("ZeroDivisionError: a rule is wrong (test_bad_input.py:")
 
 
-@pytest.mark.ranks
+@pytest.mark.pipeproof_ranks
 def test_a_command_ends_as_its_verdict_does_without_an_explanation(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

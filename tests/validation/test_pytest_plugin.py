@@ -17,6 +17,10 @@ import pytest
 
 RANK = int(os.environ.get("RANK", 0))
 
+@pytest.fixture(scope="session")
+def world(pipeproof_world):
+    return pipeproof_world
+
 def pytest_collection_modifyitems(items):
     random.Random(RANK).shuffle(items)  # as a plugin does that draws its own seed on every rank
 
@@ -83,11 +87,11 @@ def teardown_fails_on_rank_1():
 def test_teardown(teardown_fails_on_rank_1):
     pass
 
-@pytest.mark.one_rank
+@pytest.mark.pipeproof_one_rank
 def test_one_rank_passes(tmp_path, world_of_one):
     assert RANK == 0
 
-@pytest.mark.one_rank
+@pytest.mark.pipeproof_one_rank
 def test_one_rank_fails():
     assert RANK == 1, "rank 0 does not like it"
 
@@ -263,7 +267,7 @@ def test_stuck():
 
 
 def test_a_rank_that_is_stuck_is_named_and_the_session_ends(launch: Launch) -> None:
-    session = launch(STUCK, "--rank-timeout=6")
+    session = launch(STUCK, "--pipeproof-rank-timeout=6")
     story = "rank 1 of 2 did not come to the end of call of test_it.py::test_stuck within 6 s\n"
     assert story in session.output
     assert story in session.junit()["test_stuck"]

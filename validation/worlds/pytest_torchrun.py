@@ -205,7 +205,7 @@ class RanksTogether:
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
-        self._bound_s: float = config.getoption("--rank-timeout")
+        self._bound_s: float = config.getoption("--pipeproof-rank-timeout")
         self._side = side_store()
         self._rank = self._side.rank
         self._reporter = 0  # the rank that tells the user
@@ -317,7 +317,7 @@ class RanksTogether:
         side_store.cache_clear()  # what was said in this session is no word for the next one in this process
 
     def _is_elsewhere(self, item: pytest.Item) -> bool:
-        return self._rank != 0 and item.get_closest_marker("one_rank") is not None
+        return self._rank != 0 and item.get_closest_marker("pipeproof_one_rank") is not None
 
     def _agree_on_phase(self, item: pytest.Item, report: pytest.TestReport) -> None:
         phase, what = Phase.of(report), f"the end of {report.when} of {item.nodeid}"

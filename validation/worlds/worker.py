@@ -112,7 +112,9 @@ def _obey(order: bytes, context: RankContext) -> object:
     except Exception as error:  # whatever the user's code raises, its own globals may be why
         if kept:
             groups = f"{kept} process group{'s' * (kept > 1)} of earlier jobs still on this rank"
-            error.add_note(f"{groups}: a test marked fresh_ranks, or World.close() before a run, has ranks without")
+            error.add_note(
+                f"{groups}: a test marked pipeproof_fresh_ranks, or World.close() before a run, has ranks without"
+            )
         raise
 
 

@@ -81,7 +81,7 @@ def test_a_lawless_file_is_no_case(tmp_path: Path) -> None:
         Case.parse(f"{path} r1 s1 m1")
 
 
-@pytest.mark.ranks
+@pytest.mark.pipeproof_ranks
 def test_the_command_runs_a_file_and_the_line_that_it_prints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -37,7 +37,7 @@ def test_the_command_lists_them_alone(capsys: pytest.CaptureFixture[str]) -> Non
     assert line.endswith("the last stage's gradients are halved (our own trainer, before 2.1)")
 
 
-@pytest.mark.ranks
+@pytest.mark.pipeproof_ranks
 def test_the_command_plants_catches_and_names_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["specimens", "--plugin", str(OWN)]) == 0
     out = capsys.readouterr().out
@@ -45,7 +45,7 @@ def test_the_command_plants_catches_and_names_them(capsys: pytest.CaptureFixture
     assert "that are no faults" not in out
 
 
-@pytest.mark.ranks
+@pytest.mark.pipeproof_ranks
 def test_a_line_with_one_is_replayed_with_its_file(capsys: pytest.CaptureFixture[str]) -> None:
     line = f"1f1b r2 s2 m2 split=1,1 model=mlp plan=train specimen={NAME}"
     assert main(["replay", line]) == 2

@@ -21,7 +21,7 @@ def run(cases: list[Case], path: Path) -> tuple[int, list[str]]:
     return status, [verdict["verdict"] for verdict in json.loads(path.read_text())["verdicts"]]
 
 
-@pytest.mark.ranks
+@pytest.mark.pipeproof_ranks
 def test_a_crash_is_unknown_and_does_not_stop_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([CRASHES, SOUND], tmp_path / "x.json") == (3, ["unknown", "pass"])
     out = capsys.readouterr().out
@@ -30,7 +30,7 @@ def test_a_crash_is_unknown_and_does_not_stop_the_others(tmp_path: Path, capsys:
     assert "batch_size" in out
 
 
-@pytest.mark.ranks
+@pytest.mark.pipeproof_ranks
 def test_a_wrong_answer_is_not_hidden_by_a_crash(tmp_path: Path) -> None:
     assert run([WRONG, CRASHES], tmp_path / "x.json") == (1, ["fail", "unknown"])
 

@@ -49,7 +49,7 @@ def test_names_are_chosen_or_refused() -> None:
         chosen("clip-twice,gremlin")
 
 
-@pytest.mark.ranks
+@pytest.mark.pipeproof_ranks
 def test_specimens_are_tried_and_written_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names, file = ["stage-negated", "backward-missing"], tmp_path / "x.json"
     assert try_all(names, [], Setting("cpu", json=str(file))) == 0

@@ -94,7 +94,7 @@ def test_a_drawn_case_that_fails_is_shrunk_and_what_was_not_drawn_is_no_pass(
     assert " of 52 cases ran" in out
 
 
-@pytest.mark.ranks
+@pytest.mark.pipeproof_ranks
 def test_a_failing_gate_leaves_the_records_of_its_case(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -89,7 +89,7 @@ def test_bad_input_is_refused_and_nothing_is_written(
     assert sorted(folder.iterdir()) == before
 
 
-@pytest.mark.ranks
+@pytest.mark.pipeproof_ranks
 def test_what_a_run_gave_is_recorded_and_judged(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", ONE, "--record", "seen"]) == 0
     assert main(["replay", f"{ONE} specimen=layernorm-zero", "--record", "faulty"]) == 1

@@ -14,8 +14,8 @@ from pipeproof.worlds.rank_report import Ending, RankReport
 from pipeproof.worlds.shipping import pack, unpack
 from pipeproof.worlds.worker import RankContext
 
-pytestmark = pytest.mark.ranks
-pytestmark = pytest.mark.ranks  # it starts processes
+pytestmark = pytest.mark.pipeproof_ranks
+pytestmark = pytest.mark.pipeproof_ranks  # it starts processes
 BOUND_S = 1.0
 
 

@@ -261,7 +261,7 @@ def test_a_result_that_cannot_be_read_is_told(world: World) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.ranks
+@pytest.mark.pipeproof_ranks
 def test_a_device_that_is_not_here_is_bad_input() -> None:
     with World(device="cuda") as world, pytest.raises(RankFailed, match="this host has no GPU") as caught:
         world.run(total, ranks=1)
@@ -304,11 +304,14 @@ def test_what_earlier_jobs_left_is_said_where_one_fails(world: World) -> None:
         world.run(set_up, ranks=2)
     told = str(caught.value)
     assert "RuntimeError: data parallel group is already initialized" in told
-    assert "still on this rank: a test marked fresh_ranks, or World.close() before a run, has ranks without" in told
+    assert (
+        "still on this rank: a test marked pipeproof_fresh_ranks, or World.close() before a run, has ranks without"
+        in told
+    )
     world.run(leave_a_group, ranks=2)  # for the next test
 
 
-@pytest.mark.fresh_ranks
+@pytest.mark.pipeproof_fresh_ranks
 def test_fresh_ranks_have_nothing_of_earlier_jobs(world: World) -> None:
     assert world.run(set_up, ranks=2) == [0, 1]
     world.run(leave_a_group, ranks=2)
