@@ -54,6 +54,8 @@ class Spoilt(Plain):
                 tree = (leaves[0], leaves[1].bfloat16().float())
             if self.fault == "second stream is the first":
                 tree = (leaves[0], leaves[0] * 1.0)
+            if self.fault == "streams exchanged":
+                tree = (leaves[1], leaves[0])
         if self.place == 2 and not self.sending_forward and len(tree) == 2 and self.two_streams:
             if self.fault == "second stream's gradient lost":
                 tree = [tree[0], torch.zeros_like(tree[1])]
@@ -115,6 +117,7 @@ EVERYWHERE: Mapping[str, Truth] = {
 OF_STREAMS: Mapping[str, Truth] = {
     "second stream in bf16": forward("rounded", 1, 2, alike=("computation",)),
     "second stream is the first": forward(("altered", "misplaced", "wrong-message"), 1, 2, alike=("computation",)),
+    "streams exchanged": forward("wrong-message", 1, 2),
     "second stream's gradient lost": backward(
         ("altered", "uninitialised", "zero", "dropped"), 1, 2, alike=("computation",), affected=(0, 1)
     ),

@@ -41,6 +41,17 @@ def test_what_was_dropped_and_what_was_doubled_hold_together() -> None:
     ]
 
 
+def test_microbatches_that_were_added_more_and_more_often_are_one_cause() -> None:
+    """As where gradients are not cleared after each was added to a sum."""
+    cause = only(attributed(factors((1,), 1.0, 2.0, 3.0, 4.0)))
+    assert (cause.kind, cause.stage, cause.microbatches) == ("doubled", 1, (1, 2, 3))
+    assert cause.detail == "microbatch 1 2 times, microbatch 2 3 times, microbatch 3 4 times"
+
+
+def test_a_cell_has_digits_enough_to_be_the_same_number_in_every_stage() -> None:
+    assert (str(Cell(0.5625001)), str(Cell(0.5624999)), str(Cell(1.125))) == ("0.5625", "0.5625", "1.125")
+
+
 @pytest.mark.parametrize("factor", [1.0001, 1.001, 1.01, 1.1, 0.999])
 def test_a_stage_that_is_off_by_a_little_is_named_like_one_that_is_far_off(factor: float) -> None:
     cause = only(attributed(factors((1,), *[factor] * COUNT)))

@@ -67,7 +67,20 @@ def _computed_otherwise(boundaries: Boundaries, evidence: Evidence) -> list[Caus
     detail = "its input is right, and its output is like nothing that the reference computes"
     action = f"{stage}F{microbatches[0]}"
     place = evidence.placement[stage]
-    return [Cause("computation", place, stage, microbatches=tuple(microbatches), action=action, detail=detail)]
+    cause = Cause("computation", place, stage, microbatches=tuple(microbatches), action=action, detail=detail)
+    return [_of_its_order(cause, stage, evidence)]
+
+
+def _of_its_order(cause: Cause, stage: int, evidence: Evidence) -> Cause:
+    """``cause``, or that the stage took its inputs for each other: they came in another order than they were made."""
+    before = evidence.passed.get(stage - 1)
+    numbers = {} if before is None else {place: number for number, place in before.ends.items()}
+    came = [numbers[place] for _, place in sorted(evidence.passed[stage].begins.items()) if place in numbers]
+    if came == sorted(came):
+        return cause
+    told = f"its inputs are what stage {stage - 1} made, in another order: outputs {listed(came)}"
+    meant = replace(cause, detail="or that order is meant, and it computed something else of them")
+    return replace(cause, kind="wrong-message", detail=told, instead=(meant,))
 
 
 def _of_all_stages(causes: list[Cause], evidence: Evidence) -> list[Cause]:
@@ -123,7 +136,8 @@ def _with_orders(cause: Cause, evidence: Evidence) -> Cause:
     sender, kind = (cause.stage + 1, Kind.BACKWARD) if backward else (cause.stage - 1, Kind.FORWARD)
     ran = {stage: order for stage in (sender, cause.stage) if (order := ordered(evidence, stage, kind))}
     told = ", ".join(f"stage {stage} {listed(order)}" for stage, order in ran.items())
-    words = f"order of {'backwards' if backward else 'forwards'}: {told}" if told else ""
+    apart = len({*map(tuple, ran.values())}) > 1  # of one order nobody learns anything
+    words = f"order of {'backwards' if backward else 'forwards'}: {told}" if apart else ""
     found = replace(cause, detail="; ".join(filter(None, (cause.detail, words))))
     used = _used(evidence, cause.stage, RECEIVED if backward else GIVEN, ran.get(cause.stage, []))
     return found if used and used == ran.get(sender) else or_wrong_message(found)
