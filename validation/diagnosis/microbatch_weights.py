@@ -55,6 +55,9 @@ def faults_in_counts(update: Update, found: Mapping[int, float], within: float) 
         every = tuple(sorted(m for some in again.values() for m in some))
         yield Fault("doubled", every, detail=", ".join(_list(1.0, again)))
     rest = {ratio: some for ratio, some in odd.items() if ratio not in whole}
+    if len(rest) > 1:  # among several factors one that is a whole number is a factor, too
+        rest = {ratio: some for ratio, some in odd.items() if ratio in rest or ratio > 1}
+        whole = {ratio: some for ratio, some in whole.items() if ratio not in rest}
     if abs(base - 1.0) > within:
         yield replace(one := uniform(update, base, within), detail=", but ".join([one.detail, *_list(base, rest)]))
     elif rest:

@@ -228,6 +228,20 @@ def test_of_output_gradients_that_came_one_late_the_first_microbatch_is_dropped(
     ]
 
 
+def test_targets_that_came_one_late_are_told_of_the_same_microbatches_where_a_stage_is_halved() -> None:
+    def change(rows: Rows) -> None:
+        model = build(torch.float32)
+        for m in range(1, COUNT):
+            model.zero_grad()
+            (loss_fn(model(*batches()[m].inputs), batches()[m - 1].target) / COUNT).backward()
+            rows[m] = {site_of(name): p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        for m in range(COUNT):
+            of_stage(2, m, 0.5)(rows)
+
+    found = attributed(change)
+    assert [(one.kind, one.microbatches) for one in found.causes] == [("swapped-data", (1, 2, 3)), ("scale", ())]
+
+
 def test_what_is_not_finite_is_named_at_the_stage_from_which_it_flowed_back() -> None:
     def change(gradients: dict[Site, Gradient]) -> None:
         for site in (max(gradients), *(site for site in gradients if site[0] < 2)):

@@ -48,6 +48,14 @@ def test_microbatches_that_were_added_more_and_more_often_are_one_cause() -> Non
     assert cause.detail == "microbatch 1 2 times, microbatch 2 3 times, microbatch 3 4 times"
 
 
+def test_a_whole_number_among_other_factors_is_one_of_them() -> None:
+    cause = only(attributed(factors((1,), 0.7, 0.8, 1.3, 2.0)))
+    assert (cause.kind, cause.microbatches) == ("scale", (0, 1, 2, 3))
+    assert (
+        cause.detail == "microbatch 0 0.7 times, microbatch 1 0.8 times, microbatch 2 1.3 times, microbatch 3 2 times"
+    )
+
+
 def test_a_cell_has_digits_enough_to_be_the_same_number_in_every_stage() -> None:
     assert (str(Cell(0.5625001)), str(Cell(0.5624999)), str(Cell(1.125))) == ("0.5625", "0.5625", "1.125")
 
