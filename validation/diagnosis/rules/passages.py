@@ -55,7 +55,8 @@ def passages(evidence: Evidence) -> list[Cause]:
         return everywhere
     named = [informed(_named(cause, evidence), evidence) for cause in causes]
     named = [_with_orders(_with_parameter(cause, evidence), evidence) for cause in named]
-    return [*_beyond(named, evidence), *named]
+    further = _beyond(named, evidence)
+    return [*further, *named, *(one for one in _besides(named, evidence) if one not in further)]
 
 
 def _computed_otherwise(boundaries: Boundaries, evidence: Evidence) -> list[Cause]:
@@ -108,6 +109,19 @@ def _beyond(causes: Sequence[Cause], evidence: Evidence) -> list[Cause]:
     if not any(stage > reached for stage in wrong):
         return []
     return [cause for cause in _attributed(evidence) if cause.stage is not None and cause.stage > reached]
+
+
+def _besides(causes: Sequence[Cause], evidence: Evidence) -> list[Cause]:
+    """What final gradients name besides ``causes``, where they explain everything and say the same of these.
+
+    Not of exchanges, of which gradients may show one as several, nor what is like one of ``causes``: it comes of that.
+    """
+    said = complete(evidence)
+    same = [one for one in said if any(_agree(cause, one) for cause in causes)]
+    if not same or any("B" not in (cause.action or "") or cause.kind in _ALIKE[0] for cause in causes):
+        return []
+    alike = [group for group in _ALIKE for cause in causes if cause.kind in group]
+    return [one for one in said if one.stage is not None and one not in same and not any(one.kind in g for g in alike)]
 
 
 def _attributed(evidence: Evidence) -> Sequence[Cause]:
