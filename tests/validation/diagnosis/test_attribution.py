@@ -214,34 +214,6 @@ def test_an_output_gradient_in_place_of_another_is_an_exchange() -> None:
     assert not found.unknown
 
 
-def test_of_output_gradients_that_came_one_late_the_first_microbatch_is_dropped() -> None:
-    """Its activations met none, and the last output gradient is nobody's loss."""
-
-    def change(rows: Rows) -> None:
-        for m, row in enumerate(rows):
-            row |= met(m, m - 1) if m else {site: torch.zeros_like(g) for site, g in row.items() if site[0] == 0}
-
-    found = attributed(change)
-    assert [(one.kind, one.microbatches) for one in found.causes] == [
-        ("swapped-gradients", (1, 2, 3)),
-        ("dropped", (0,)),
-    ]
-
-
-def test_targets_that_came_one_late_are_told_of_the_same_microbatches_where_a_stage_is_halved() -> None:
-    def change(rows: Rows) -> None:
-        model = build(torch.float32)
-        for m in range(1, COUNT):
-            model.zero_grad()
-            (loss_fn(model(*batches()[m].inputs), batches()[m - 1].target) / COUNT).backward()
-            rows[m] = {site_of(name): p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        for m in range(COUNT):
-            of_stage(2, m, 0.5)(rows)
-
-    found = attributed(change)
-    assert [(one.kind, one.microbatches) for one in found.causes] == [("swapped-data", (1, 2, 3)), ("scale", ())]
-
-
 def test_what_is_not_finite_is_named_at_the_stage_from_which_it_flowed_back() -> None:
     def change(gradients: dict[Site, Gradient]) -> None:
         for site in (max(gradients), *(site for site in gradients if site[0] < 2)):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_attribution import COUNT, Change, Rows, attributed, of_stage, only
+from test_attribution import COUNT, Change, Rows, attributed, batches, build, loss_fn, met, of_stage, only, site_of
 
 from reference.step import Gradient, Site
 from validation.judging.cause import Cell
@@ -157,3 +157,31 @@ def test_coefficients_that_are_known_rule_out_what_they_leave_no_room_for() -> N
     assert {"doubled", "swapped-gradients", "stale-gradient", "scale"} <= cleared.keys()
     assert set(cleared.values()) == {3 * COUNT}
     assert not {"dropped", "zero"} & cleared.keys()
+
+
+def test_of_output_gradients_that_came_one_late_the_first_microbatch_is_dropped() -> None:
+    """Its activations met none, and the last output gradient is nobody's loss."""
+
+    def change(rows: Rows) -> None:
+        for m, row in enumerate(rows):
+            row |= met(m, m - 1) if m else {site: torch.zeros_like(g) for site, g in row.items() if site[0] == 0}
+
+    found = attributed(change)
+    assert [(one.kind, one.microbatches) for one in found.causes] == [
+        ("swapped-gradients", (1, 2, 3)),
+        ("dropped", (0,)),
+    ]
+
+
+def test_targets_that_came_one_late_are_told_of_the_same_microbatches_where_a_stage_is_halved() -> None:
+    def change(rows: Rows) -> None:
+        model = build(torch.float32)
+        for m in range(1, COUNT):
+            model.zero_grad()
+            (loss_fn(model(*batches()[m].inputs), batches()[m - 1].target) / COUNT).backward()
+            rows[m] = {site_of(name): p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        for m in range(COUNT):
+            of_stage(2, m, 0.5)(rows)
+
+    found = attributed(change)
+    assert [(one.kind, one.microbatches) for one in found.causes] == [("swapped-data", (1, 2, 3)), ("scale", ())]
