@@ -65,6 +65,8 @@ class Spoilt(Plain):
             tree = [None if one is None else one * 0.25 for one in tree]
         if self.place == 1 and self.sending_forward and self.fault == "sent in bf16":
             tree = tree.bfloat16().to(tree.dtype) if isinstance(tree, Tensor) else tree
+        if self.place == 1 and self.sending_forward and self.fault == "sent in fp32":
+            tree = tree.float().to(tree.dtype) if isinstance(tree, Tensor) else tree
         super().send(tree, peer)
 
     @property
@@ -161,5 +163,6 @@ def mixtures() -> Iterator[Mixture]:
     for setting in ("two streams", "two streams, lifo"):
         for name, truth in OF_STREAMS.items():
             yield Mixture(name, setting, truth)
+    yield Mixture("sent in fp32", "fp64", forward("rounded", 1, 2, alike=("computation",)))
     yield Mixture("sent in bf16", "fp64", forward("rounded", 1, 2, alike=("computation",)))
     yield Mixture("sent in bf16", "scaled loss", forward("rounded", 1, 2, alike=("computation",)))
