@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Case": "cases.case",
-    "PipelineSchedule": "pipeline.step",
+    "PipelineSchedule": "pipeproof.pipeline.step",
     "SingleDevice": "records.single_device",
     "Verdict": "judging.verdict",
     "World": "worlds.world",

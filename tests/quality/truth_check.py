@@ -13,6 +13,8 @@ from pipeproof.judging.verdict import Verdict
 _SAME_GRADIENTS = frozenset({"swapped-activations", "swapped-gradients"})
 # What nobody knows apart who sees no messages, but what stages are given.
 _ARRIVED = frozenset({"mispaired", "wrong-message"})
+_ZEROS = frozenset({"uninitialised", "dropped"})  # came back: they were sent, or what was sent had not come
+_ORDERS = frozenset({"wrong-message", "computation"})  # of inputs: they came so, or so the stage takes them
 
 # How a verdict names what is wrong: what it is, at its place; what it is, at another; nothing; something else.
 # Of a run that is right: silent, or with an alarm.
@@ -169,7 +171,8 @@ def _of_cause(claim: Claim, truth: Truth) -> Iterator[str]:
 
 def _exchangeable(claim: Claim, part: Truth) -> bool:
     """Whether it is told as an alternative of what the fault is, or that as an alternative of it."""
-    alike = frozenset[str]().union(*(kinds for kinds in (_SAME_GRADIENTS, _ARRIVED) if claim.kind in kinds))
+    groups = (_SAME_GRADIENTS, _ARRIVED, _ZEROS, _ORDERS)
+    alike = frozenset[str]().union(*(kinds for kinds in groups if claim.kind in kinds))
     return bool(alike & set(part.kinds) & (claim.instead if claim.role != "or" else alike))
 
 

@@ -163,6 +163,8 @@ TWO_WAY = {
     "bias that does not meet": sums(
         "not-reduced", 2, ranks=(1, 2), wrong="replicas reduction", parameter=r"^4\.linear\.bias$"
     ),
+    "one copy halved after they met": sums("scale", 0, ranks=(3,), wrong="replicas reduction", factors=(0.5,)),
+    "one copy cleared after they met": sums("zero", 1, ranks=(1,), wrong="replicas reduction"),
     "mean of the pair": sums("scale", wrong="reduction scale", factors=(0.5,)),
     "both copies in the norm": other("norm", "norm"),
     "losses of one direction": other("report", "report", 0, 3, somewhere=True),

@@ -54,6 +54,8 @@ class Spoilt(Plain):
                 tree = (leaves[0], leaves[1].bfloat16().float())
             if self.fault == "second stream is the first":
                 tree = (leaves[0], leaves[0] * 1.0)
+            if self.fault == "streams exchanged":
+                tree = (leaves[1], leaves[0])
         if self.place == 2 and not self.sending_forward and len(tree) == 2 and self.two_streams:
             if self.fault == "second stream's gradient lost":
                 tree = [tree[0], torch.zeros_like(tree[1])]
@@ -63,6 +65,8 @@ class Spoilt(Plain):
             tree = [None if one is None else one * 0.25 for one in tree]
         if self.place == 1 and self.sending_forward and self.fault == "sent in bf16":
             tree = tree.bfloat16().to(tree.dtype) if isinstance(tree, Tensor) else tree
+        if self.place == 1 and self.sending_forward and self.fault == "sent in fp32":
+            tree = tree.float().to(tree.dtype) if isinstance(tree, Tensor) else tree
         super().send(tree, peer)
 
     @property
@@ -115,6 +119,7 @@ EVERYWHERE: Mapping[str, Truth] = {
 OF_STREAMS: Mapping[str, Truth] = {
     "second stream in bf16": forward("rounded", 1, 2, alike=("computation",)),
     "second stream is the first": forward(("altered", "misplaced", "wrong-message"), 1, 2, alike=("computation",)),
+    "streams exchanged": forward("wrong-message", 1, 2),
     "second stream's gradient lost": backward(
         ("altered", "uninitialised", "zero", "dropped"), 1, 2, alike=("computation",), affected=(0, 1)
     ),
@@ -158,5 +163,6 @@ def mixtures() -> Iterator[Mixture]:
     for setting in ("two streams", "two streams, lifo"):
         for name, truth in OF_STREAMS.items():
             yield Mixture(name, setting, truth)
+    yield Mixture("sent in fp32", "fp64", forward("rounded", 1, 2, alike=("computation",)))
     yield Mixture("sent in bf16", "fp64", forward("rounded", 1, 2, alike=("computation",)))
     yield Mixture("sent in bf16", "scaled loss", forward("rounded", 1, 2, alike=("computation",)))

@@ -129,10 +129,11 @@ def _by_use(stage: Explanation) -> list[str]:
     """Which of the two was used too often or too seldom; both if that does not say."""
     activations: Counter[int] = Counter()
     gradients: Counter[int] = Counter()
-    for term, c in stage.coefficients.items():
-        if c and term.what in ("pair", "logits"):
-            activations[term.activation] += round(c)
-            gradients[term.gradient] += round(c)
+    used = {term: c for term, c in stage.coefficients.items() if c and term.what in ("pair", "logits")}
+    once = min(map(abs, used.values()))  # what is multiplied as a whole was used no more often
+    for term, c in used.items():
+        activations[term.activation] += round(c / once)
+        gradients[term.gradient] += round(c / once)
     uneven = [
         len(set(uses.values())) > 1 or len(uses) < len(activations | gradients) for uses in (activations, gradients)
     ]

@@ -48,7 +48,16 @@ def faults_in_counts(update: Update, found: Mapping[int, float], within: float) 
             same = next((known for known in odd if abs(known - ratio) <= within * abs(known)), ratio)
             odd.setdefault(same, []).append(microbatch)
     whole = {ratio: some for ratio, some in odd.items() if _counted(update, ratio, within)}
+    again = {ratio: some for ratio, some in odd.items() if ratio > 1 and abs(ratio / round(ratio) - 1) <= within}
+    if len(again) > 1:  # each another number of times: no factor gives that
+        odd = {ratio: some for ratio, some in odd.items() if ratio not in again}
+        whole = {ratio: some for ratio, some in whole.items() if ratio in odd}
+        every = tuple(sorted(m for some in again.values() for m in some))
+        yield Fault("doubled", every, detail=", ".join(_list(1.0, again)))
     rest = {ratio: some for ratio, some in odd.items() if ratio not in whole}
+    if len(rest) > 1:  # among several factors one that is a whole number is a factor, too
+        rest = {ratio: some for ratio, some in odd.items() if ratio in rest or ratio > 1}
+        whole = {ratio: some for ratio, some in whole.items() if ratio not in rest}
     if abs(base - 1.0) > within:
         yield replace(one := uniform(update, base, within), detail=", but ".join([one.detail, *_list(base, rest)]))
     elif rest:

@@ -35,7 +35,9 @@ def name_causes(
     """The causes, the most likely first; what stays unknown; and what was ruled out."""
     swapped = swaps(update, stages)
     shown = [one for one in stages if one.explained and (one.compared or one.odd or not any(one.coefficients.values()))]
-    faults = {one.stage: found for one in shown if (found := _decided_faults(update, one)) is not None}
+    left = {cause.stage for cause in swapped if cause.kind == "swapped-gradients"}
+    each = {one.stage: filled(one, by_activation=one.stage in left) for one in shown}
+    faults = {one.stage: f for one in shown if (f := _decided_faults(update, one, each[one.stage])) is not None}
     sums = mixed(stages, update)
     causes = [*swapped, *_placed(update, faults), *of_parameters(update, stages, sums), *of_copies(update, tied)]
     causes += untrained(update)
@@ -52,12 +54,12 @@ def _follows(cause: Cause, causes: Sequence[Cause]) -> bool:
     return whole and any(stage is not None and stage > (cause.stage or 0) for stage in later)
 
 
-def _decided_faults(update: Update, stage: Explanation) -> tuple[Fault, ...] | None:
+def _decided_faults(update: Update, stage: Explanation, nominal: dict[Term, float]) -> tuple[Fault, ...] | None:
     """A stage's faults but for those that other coefficients would explain away, as where microbatches are equal.
 
     Of a factor that is not simple the others tell what it comes from. None where no other fault is left.
     """
-    faults = faults_of(update, stage, filled(stage))
+    faults = faults_of(update, stage, nominal)
     if not stage.undecided:
         return faults
     others = {microbatch for term in stage.undecided for microbatch in (term.activation, term.gradient)}
@@ -65,14 +67,16 @@ def _decided_faults(update: Update, stage: Explanation) -> tuple[Fault, ...] | N
     return tuple(one for one in told if not others & set(one.microbatches)) or None
 
 
-def filled(stage: Explanation) -> dict[Term, float]:
+def filled(stage: Explanation, *, by_activation: bool = False) -> dict[Term, float]:
     """The nominal coefficients, a wrong pair counted for the microbatch whose output gradient it used up.
 
-    Where that microbatch is there already, it is the one whose activation was used.
+    Where that microbatch is there already, it is the one whose activation was used; ``by_activation``: that one first,
+    as where a backward took another's output gradient.
     """
     found = {term: c for term, c in stage.coefficients.items() if term.nominal}
     for term, c in stage.coefficients.items():
-        for slot in _slots(stage, term):
+        slots = _slots(stage, term)
+        for slot in reversed(slots) if by_activation and term.what == "pair" else slots:
             if found.get(Term("pair", slot, slot)) == 0.0:
                 found[Term("pair", slot, slot)] = c
                 break

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pipeproof.judging.tolerance import error
-from pipeproof.observers.likeness import NARROWER
+from pipeproof.observers.likeness import NARROWER, ROUNDED_TO
 
 _SAMPLE = 256  # elements that a scale must explain
 _LEAST = 16  # elements, with fewer of which any scale would do
@@ -39,7 +39,7 @@ def rounded_as(seen: Tensor, whole: Tensor) -> Rounded | None:
     floating = seen.is_floating_point() and whole.is_floating_point()
     if not floating or seen.shape != whole.shape or torch.equal(seen, whole):
         return None
-    for name, dtype in NARROWER.items():
+    for name, dtype in ROUNDED_TO.items():
         allowed = max(_NARROW, 2 * torch.finfo(dtype).eps)
         if _holds(seen, dtype) and not _narrow(whole) and 0.0 < error(seen, whole) <= allowed:
             return Rounded(name)

@@ -122,6 +122,7 @@ def _nearest(mismatches: Sequence[Mismatch], cause: Cause) -> tuple[Mismatch, ..
     def away(k: int) -> tuple[int, bool, int, int]:
         one = mismatches[k]
         others = (
+            cause.rank is not None and one.rank != cause.rank,
             cause.action is not None and one.action != cause.action,
             bool(cause.microbatches) and one.microbatch not in (None, *cause.microbatches),
             cause.parameter is not None and one.parameter != cause.parameter,

@@ -60,7 +60,11 @@ def explain_tied(update: Update, stages: Sequence[Explanation]) -> tuple[Shares,
             due = update.expected.get((stage, name))
             if due is not None:
                 limit = limit_of(due, wide)
-                copy = shares_of((stage, name), update.observed.get((stage, name)), shares, parts, limit)
+                seen = update.observed.get((stage, name))
+                if seen is not None and error(seen.double().cpu(), due.double().cpu()) <= limit:
+                    copy = Shares(stage, name, dict.fromkeys(shares, 1.0), explained=True)  # whatever else is wrong
+                else:
+                    copy = shares_of((stage, name), seen, shares, parts, limit)
                 found.append(replace(copy, joint=_joint(copies), apart=_apart(update, copies, due, limit)))
     return tuple(found)
 

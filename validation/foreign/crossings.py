@@ -207,13 +207,15 @@ def _really(column: Column, seen: Sketch, expected: Sketch, k: int, context: _Co
         for place, owner in flow.find(seen) if seen.norm else ():
             if owner == microbatch and is_part(place, column.place):
                 return Likeness("different", words=f"a part of its own alone: {place}")
-            return Likeness(kind, words=f"microbatch {owner}'s {of}{place}")
+            whose = "its own" if owner == microbatch else f"microbatch {owner}'s"
+            return Likeness(kind, words=f"{whose} {of}{place}")
     if point is not None:
         return _sent_as(point, what)
-    distance = f"relative error about {seen.distance(expected):.1g}"
+    error = seen.distance(expected)
+    distance = f"relative error about {error:.1g}"
     if nearest_sketch(seen, column.known) == microbatch:
         return Likeness("noisy", words=f"its own with something added: {distance}")
-    return Likeness("different", words=f"no microbatch's{told}: {distance}")
+    return Likeness("different", words=f"no microbatch's{told}: {distance}", error=None if told else error)
 
 
 def _times(what: Likeness | None, late: float | None) -> Likeness | None:

@@ -183,6 +183,7 @@ def _judged(title: str, task: Task, found: Assembled, second: SecondModel, run: 
     if verdict.mismatches and all(one.law in _OF_CALLS for one in verdict.mismatches):
         last = judged(required, found.observed(found.passages(run.places, run.note_handed_on, last=True)))
         verdict = _with_notes(last, {"microbatches": _WARMED_UP}) if last.verdict == "pass" else verdict
+    verdict = _of_first_ranks(verdict)
     if found.watched and found.missed:
         verdict = _with_notes(verdict, dict.fromkeys(_OF_CALLS, found.missed))
     if not verdict.mismatches:
@@ -199,6 +200,19 @@ def _judged(title: str, task: Task, found: Assembled, second: SecondModel, run: 
 
     with one_thread():
         return sought(verdict, told)
+
+
+def _of_first_ranks(verdict: Verdict) -> Verdict:
+    """``verdict``; where replicas differ, gradients that are right on the first ranks do not pass."""
+    if all(one.law != "replicas" for one in verdict.mismatches):
+        return verdict
+    laws = [
+        replace(law, outcome="unknown", note="compared on the first rank of each stage alone, and replicas differ")
+        if (law.name, law.outcome) == ("gradient", "pass")
+        else law
+        for law in verdict.laws
+    ]
+    return replace(verdict, laws=tuple(laws))
 
 
 def _with_notes(verdict: Verdict, notes: Mapping[str, str]) -> Verdict:

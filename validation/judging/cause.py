@@ -14,7 +14,7 @@ KINDS: Mapping[str, str] = MappingProxyType(
         "unequal-weights": "microbatches were weighted alike although their tokens differ, or the other way round",
         # Microbatches, counted or exchanged.
         "dropped": "a microbatch's gradient is missing from the sum",
-        "doubled": "a microbatch's gradient was added twice",
+        "doubled": "a microbatch's gradient was added more than once",
         "swapped-activations": "a backward used the activation of another microbatch",
         "swapped-gradients": "a backward used the output gradient of another microbatch",
         "swapped-data": "a microbatch's inputs and targets are not of the same microbatch",
@@ -23,7 +23,7 @@ KINDS: Mapping[str, str] = MappingProxyType(
         # Single parameters.
         "zero": "a gradient is zero",
         "missing": "a parameter got no gradient at all",
-        "unexpected": "a parameter that is not trained got a gradient",
+        "unexpected": "a parameter got a gradient that should have none",
         "tied-not-summed": "copies of a tied parameter keep their own stage's share",
         "tied-doubled": "a tied parameter's share was counted more than once",
         "extra-term": "something was added to the gradient that is no microbatch's",
@@ -144,7 +144,7 @@ class Cell:
 
 def _short(c: float) -> str:
     """A coefficient in few digits, but never as 1 where it is not."""
-    return text if (text := f"{c:.3g}") != "1" or c == 1.0 else f"{c:.6g}"
+    return text if (text := f"{c:.4g}") != "1" or c == 1.0 else f"{c:.6g}"
 
 
 @dataclass(frozen=True)

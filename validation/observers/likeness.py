@@ -10,6 +10,7 @@ from pipeproof.observers.recording import Point, Site
 
 # Types that a tensor may have gone through on its way, by the names that people use.
 NARROWER = {"bf16": torch.bfloat16, "fp16": torch.float16}
+ROUNDED_TO = {**NARROWER, "fp32": torch.float32}  # what a tensor of a wider type may have been rounded to
 GRADIENT, PARAMETER = "gradient", "parameter"  # places of what belongs to a parameter
 SAME_NUMBER, MEAN = "same number", "mean"  # what can be added to every element of anything
 _FEW = 4  # numbers that are listed one by one

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeproof.observers.likeness import NARROWER
+from pipeproof.observers.likeness import ROUNDED_TO
 
 UNSOUGHT = "the cause was not sought: that is not done in complex parameters; hold real and imaginary parts apart"
 _PART = 1 << 16  # elements that are looked at at once
@@ -166,8 +166,10 @@ def _bits(tensor: Tensor) -> int:
 
 def _narrow(flat: Tensor) -> str:
     """The narrower type that holds ``flat`` as it is; a few elements soon say that there is none."""
-    for name, dtype in NARROWER.items():
-        if all(torch.equal(part.to(dtype).to(part.dtype), part) for part in (flat[:_FEW], flat)):
+    for name, dtype in ROUNDED_TO.items():
+        if dtype != flat.dtype and all(
+            torch.equal(part.to(dtype).to(part.dtype), part) for part in (flat[:_FEW], flat)
+        ):
             return name if flat.any() else ""
     return ""
 

@@ -1,10 +1,13 @@
 """Observers at a module's boundary that change no bit: what came in, what went out, and what flowed back."""
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import count
+from threading import get_ident
 from typing import Any, TypeVar
 
 import torch
@@ -121,8 +124,8 @@ class Watcher:
 
     def __init__(self) -> None:
         self._watched: dict[int, _Watched] = {}
-        self._entering: list[tuple[list[Sketch], list[int]]] = []
-        self._backwards = 0
+        self._entering: dict[int, list[tuple[list[Sketch], list[int]]]] = defaultdict(list)  # by thread
+        self._backwards = count()
 
     def watch(self, module: nn.Module, when: Callable[[], bool] | None = None) -> None:
         """Hook ``module``, once; calls count while ``when`` holds."""
@@ -146,7 +149,7 @@ class Watcher:
     def _entered(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         if self._watched[id(module)].when():
             inputs = _tensors((arguments, named))  # looked at now: the module may change them in place
-            self._entering.append((list(map(sketch, inputs)), [tensor._version for tensor in inputs]))
+            self._entering[get_ident()].append((list(map(sketch, inputs)), [tensor._version for tensor in inputs]))
 
     def _called(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
         watched, mode = self._watched[id(module)], _mode()
@@ -154,7 +157,7 @@ class Watcher:
             return
         inputs, outputs = _tensors((arguments, named)), _tensors(result)
         modes = {part.training for part in module.modules()}
-        taken, versions = self._entering.pop()
+        taken, versions = self._entering[get_ident()].pop()
         giving = [number for number, tensor in enumerate(outputs) if tensor.requires_grad]
         silent, mixed = mode is Mode.SILENT, len(modes) > 1
         call = Call(True in modes, taken, list(map(sketch, outputs)), silent=silent, mixed=mixed)
@@ -213,8 +216,7 @@ class Watcher:
             def write() -> None:
                 into[number] = seen
                 if counts:
-                    call.backwards.append(self._backwards)
-                    self._backwards += 1
+                    call.backwards.append(next(self._backwards))
 
             return write
 

@@ -217,6 +217,8 @@ def test_a_norm_of_ranks_is_no_single_ranks(runs: tuple[Observed, Observed]) -> 
     assert "the ranks' norms were added, not their squares" in cause.detail
     assert "the largest of the ranks' norms" in told_norms(runs[1], [max(own)] * 2).detail
     assert "that of rank 0's gradients alone" in told_norms(runs[1], own).detail
+    twice = told_norms(runs[1], [(2 * own[0] ** 2 + own[1] ** 2) ** 0.5] * 2)
+    assert (twice.stage, twice.detail.partition(": ")[2]) == (0, "stage 0's gradients are counted twice")
 
 
 def test_tensors_that_cross_one_boundary_are_told_from_each_other(world: World) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_attribution import COUNT, Change, Rows, attributed, of_stage, only
+from test_attribution import COUNT, Change, Rows, attributed, batches, build, loss_fn, met, of_stage, only, site_of
 
 from pipeproof.judging.cause import Cell
 from pipeproof.reference.step import Gradient, Site
@@ -39,6 +39,25 @@ def test_what_was_dropped_and_what_was_doubled_hold_together() -> None:
         ("dropped", (1,), ()),
         ("doubled", (3,), ()),
     ]
+
+
+def test_microbatches_that_were_added_more_and_more_often_are_one_cause() -> None:
+    """As where gradients are not cleared after each was added to a sum."""
+    cause = only(attributed(factors((1,), 1.0, 2.0, 3.0, 4.0)))
+    assert (cause.kind, cause.stage, cause.microbatches) == ("doubled", 1, (1, 2, 3))
+    assert cause.detail == "microbatch 1 2 times, microbatch 2 3 times, microbatch 3 4 times"
+
+
+def test_a_whole_number_among_other_factors_is_one_of_them() -> None:
+    cause = only(attributed(factors((1,), 0.7, 0.8, 1.3, 2.0)))
+    assert (cause.kind, cause.microbatches) == ("scale", (0, 1, 2, 3))
+    assert (
+        cause.detail == "microbatch 0 0.7 times, microbatch 1 0.8 times, microbatch 2 1.3 times, microbatch 3 2 times"
+    )
+
+
+def test_a_cell_has_digits_enough_to_be_the_same_number_in_every_stage() -> None:
+    assert (str(Cell(0.5625001)), str(Cell(0.5624999)), str(Cell(1.125))) == ("0.5625", "0.5625", "1.125")
 
 
 @pytest.mark.parametrize("factor", [1.0001, 1.001, 1.01, 1.1, 0.999])
@@ -138,3 +157,31 @@ def test_coefficients_that_are_known_rule_out_what_they_leave_no_room_for() -> N
     assert {"doubled", "swapped-gradients", "stale-gradient", "scale"} <= cleared.keys()
     assert set(cleared.values()) == {3 * COUNT}
     assert not {"dropped", "zero"} & cleared.keys()
+
+
+def test_of_output_gradients_that_came_one_late_the_first_microbatch_is_dropped() -> None:
+    """Its activations met none, and the last output gradient is nobody's loss."""
+
+    def change(rows: Rows) -> None:
+        for m, row in enumerate(rows):
+            row |= met(m, m - 1) if m else {site: torch.zeros_like(g) for site, g in row.items() if site[0] == 0}
+
+    found = attributed(change)
+    assert [(one.kind, one.microbatches) for one in found.causes] == [
+        ("swapped-gradients", (1, 2, 3)),
+        ("dropped", (0,)),
+    ]
+
+
+def test_targets_that_came_one_late_are_told_of_the_same_microbatches_where_a_stage_is_halved() -> None:
+    def change(rows: Rows) -> None:
+        model = build(torch.float32)
+        for m in range(1, COUNT):
+            model.zero_grad()
+            (loss_fn(model(*batches()[m].inputs), batches()[m - 1].target) / COUNT).backward()
+            rows[m] = {site_of(name): p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        for m in range(COUNT):
+            of_stage(2, m, 0.5)(rows)
+
+    found = attributed(change)
+    assert [(one.kind, one.microbatches) for one in found.causes] == [("swapped-data", (1, 2, 3)), ("scale", ())]

@@ -133,3 +133,38 @@ def test_a_gradient_whose_elements_stand_elsewhere_says_so(whitebox: WhiteBox) -
     (cause,) = judged(whitebox, partial(model_of, normed, 2), after=exchanged).cause
     assert (cause.kind, cause.parameter) == ("altered", "1.0.weight")
     assert cause.detail == "its own elements are in another order"
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+        self.norm, self.last.weight = nn.LayerNorm(WIDTH), self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.last(self.norm(self.middle(torch.tanh(self.first(x)))))
+        return made
+
+
+def tied() -> nn.Module:
+    torch.manual_seed(0)
+    return Tied()
+
+
+def test_a_tied_weight_that_is_right_is_not_blamed_for_the_rest_of_its_stage(whitebox: WhiteBox) -> None:
+    def step(model: Any, microbatches: list[Any]) -> Any:
+        last = nn.Linear(WIDTH, WIDTH, bias=False)
+        last.weight.data.copy_(model.last.weight.data)
+        first, second = nn.Sequential(model.first, nn.Tanh(), model.middle), nn.Sequential(model.norm, last)
+        for x, target in microbatches:
+            (loss_fn(second(first(x)), target) / len(microbatches)).backward()
+        one, other = model.first.weight, last.weight
+        assert one.grad is not None
+        assert other.grad is not None
+        one.grad = other.grad = one.grad + other.grad
+        model.middle.weight.grad *= 2
+        return [first, second]
+
+    verdict = whitebox.validate(step, reference=tied, microbatches=data(), ranks=1, loss_fn=loss_fn)
+    (cause,) = verdict.cause
+    assert (cause.kind, cause.stage, cause.factor) == ("scale", 0, 2.0), str(verdict)

@@ -5,7 +5,9 @@ import torch
 from torch import Tensor
 
 from pipeproof.diagnosis.rounding import held_in, rounded_as
+from pipeproof.diagnosis.sketches import is_rounded_sketch
 from pipeproof.observers.likeness import Likeness
+from pipeproof.observers.sketch import sketch
 
 WHOLE = torch.randn(40, 16, generator=torch.Generator().manual_seed(0)) * 1e-2
 
@@ -45,6 +47,15 @@ def test_a_narrower_type_is_told(seen: Tensor, words: str) -> None:
 )
 def test_other_changes_are_no_rounding(seen: Tensor) -> None:
     assert told(seen, WHOLE) is None
+
+
+def test_fp32_is_a_narrower_type_of_fp64_alone() -> None:
+    whole = WHOLE.double() / 3
+    assert told(whole.float().double(), whole) == "fp32-rounded"
+    assert told(whole.float().double() * (1 + 1e-12), whole) is None
+    seen, due = sketch(whole.float().double()), sketch(whole)
+    assert is_rounded_sketch(seen, due)
+    assert not sketch(WHOLE).narrow
 
 
 def test_a_few_elements_prove_no_scale() -> None:

@@ -236,6 +236,44 @@ def test_an_output_of_right_inputs_that_the_reference_never_has_was_computed_wro
     assert cause.detail == "its input is right, and its output is like nothing that the reference computes"
 
 
+class Halved(nn.Module):
+    """What the first stage hands on is two streams, which the next takes for each other, or adds as they are."""
+
+    def __init__(self, layer: nn.Module, *, first: bool) -> None:
+        super().__init__()
+        self.layer, self.first = layer, first
+
+    def forward(self, x: Any, y: Any = None) -> Any:
+        made = self.layer(x)
+        return (torch.tanh(made), torch.sigmoid(made)) if self.first else made * (1 + y)
+
+
+class Chain(nn.Sequential):
+    def forward(self, x: Tensor) -> Any:
+        return self[2](self[1](*self[0](x)))
+
+
+def two_streams() -> nn.Module:
+    torch.manual_seed(0)
+    first, second, last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+    return Chain(Halved(first, first=True), Halved(second, first=False), last)
+
+
+def test_inputs_that_a_stage_takes_for_each_other_are_not_called_right(whitebox: WhiteBox) -> None:
+    def step(model: Any, microbatches: list[Any]) -> Any:
+        first, second, last = (watch(stage) for stage in model)
+        losses = [loss_fn(last(second(*reversed(first(x)))), target) for x, target in microbatches]
+        for loss in losses:
+            (loss / len(losses)).backward()
+        return [first, second, last], [loss.item() for loss in losses]
+
+    verdict = whitebox.validate(step, reference=two_streams, microbatches=data(), ranks=1, loss_fn=loss_fn)
+    cause = only(verdict)
+    assert (cause.kind, cause.stage) == ("wrong-message", 1)
+    assert cause.detail == "its inputs are what stage 0 made, in another order: outputs 1, 0"
+    assert [one.kind for (one,) in verdict.alternatives] == ["computation"]
+
+
 class Doubling(Squaring):
     """Hands on what is right in another form."""
 

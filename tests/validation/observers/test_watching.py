@@ -1,6 +1,7 @@
 """What a watcher notes of a call is that call's own, however long the tensors live that came into it."""
 
 from functools import partial
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -80,6 +81,30 @@ def two_steps(model: nn.Sequential, microbatches: list[Any], *, divides: bool = 
     steps = [torch_pipelining.step(schedule, half) for half in (microbatches[:2], microbatches[2:])]
     losses = [float(loss) * COUNT for one in steps for loss in one.losses or ()]
     return HandedBack(steps[0].modules, losses or None)
+
+
+def test_calls_of_two_threads_keep_their_own_inputs() -> None:
+    """The second call begins after the first, and ends after it."""
+    begun = [Event(), Event()]
+
+    class Slow(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            number = int(x[0, 0])
+            begun[number].set()
+            begun[1].wait(10)
+            made = super().forward(x)
+            return made if number == 0 else (threads[0].join(10), made)[1]
+
+    watcher, stages = Watcher(), [Slow(2, 2), Slow(2, 2)]
+    inputs = [torch.full((1, 2), float(number)) for number in range(2)]
+    threads = [Thread(target=stage, args=(x,)) for stage, x in zip(stages, inputs, strict=True)]
+    for stage, thread, one in zip(stages, threads, begun, strict=True):
+        watcher.watch(stage)
+        thread.start()
+        one.wait(10)
+    threads[1].join(10)
+    seen = [(watcher.calls(stage) or [])[0].inputs[0].digest for stage in stages]
+    assert seen == [sketch(x).digest for x in inputs]
 
 
 def test_two_steps_of_one_schedule_of_torchs_pass(whitebox: WhiteBox) -> None:

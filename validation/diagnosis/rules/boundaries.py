@@ -201,7 +201,7 @@ def _cause(
     elif kind == "scale" and (by_stage := compounded()):
         return Cause("scale", factor=first.what.factor, detail=f"once more at every stage: {by_stage}")
     slot = f", slot {first.slot}" if first.slot is not None else ""
-    return Cause(
+    cause = Cause(
         kind,
         rank=first.rank,
         stage=first.point.stage,
@@ -210,6 +210,10 @@ def _cause(
         factor=first.what.factor,
         detail=f"{detail} ({first.action}{slot})",
     )
+    if kind != "uninitialised" or first.point.where != RECEIVED or any(one.what.kind != "zero" for one, _ in group):
+        return cause
+    cut = "or zeros are what was handed back, as where a graph was cut"
+    return replace(cause, instead=(replace(cause, kind="dropped", detail=cut),))
 
 
 def _told(group: Sequence[tuple[Divergence, str]], *, every: bool) -> str:
@@ -224,6 +228,9 @@ def _told(group: Sequence[tuple[Divergence, str]], *, every: bool) -> str:
         which = f" ({group[0][0].what.which})" if group[0][0].what.which else ""
         return f"{where} of microbatches {own} is that of {', '.join(map(str, owners))}{which}"
     told = [f"{where} of microbatch {one.point.microbatch} is {text}" for one, text in group[:_TOLD]]
+    if all(one.what.kind == "different" and one.what.error is not None for one, _ in group):
+        rest = [one.point.microbatch for one, _ in group[1:]]
+        return f"{told[0]}; that of microbatch{'es' * (len(rest) > 1)} {listed(rest)} is no microbatch's either"
     return "; ".join(told + ([f"and {len(group) - _TOLD} more"] if len(group) > _TOLD else []))
 
 

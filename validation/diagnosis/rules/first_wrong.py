@@ -256,5 +256,4 @@ def _along(point: Point) -> tuple[bool, int, int]:
 
 def _due(point: Point, really: Likeness) -> str:
     """What should be there: not the microbatch, but the place is another where the tensor is of the same one."""
-    own = f"microbatch {point.microbatch}'s"
-    return "what passes there" if really.text.startswith(f"{own} ") else own
+    return "what passes there" if really.text.startswith("its own ") else f"microbatch {point.microbatch}'s"

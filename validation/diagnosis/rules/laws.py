@@ -240,7 +240,7 @@ def counts(evidence: Evidence) -> list[Cause]:
 
 def _ran_otherwise(evidence: Evidence, kind: str, wrong: Sequence[tuple[int, str, int, int]]) -> Cause:
     """Where it happened first along the flow: forwards go up the stages, backwards down."""
-    name, times = wrong[0][1], wrong[0][3]
+    name = wrong[0][1]
     alike: dict[int, tuple[int, ...]] = {}
     for stage, other, microbatch, _ in wrong:
         if other == name:
@@ -248,7 +248,9 @@ def _ran_otherwise(evidence: Evidence, kind: str, wrong: Sequence[tuple[int, str
     first = (min if name == "forward" else max)(alike)
     also = [stage for stage in sorted(alike) if stage != first and alike[stage] == alike[first]]
     whole = len(also) + 1 == evidence.stages > 1
-    detail = f"its {name} ran {times} times"
+    times = sorted({times for stage, other, _, times in wrong if (stage, other) == (first, name)})
+    whose = f"their {name}s" if len(alike[first]) > 1 else f"its {name}"
+    detail = f"{whose} ran {' or '.join(map(str, times))} times{' each' * (len(alike[first]) > 1)}"
     return Cause(
         kind,
         rank=None if whole else evidence.placement[first],

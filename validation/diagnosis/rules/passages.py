@@ -55,7 +55,8 @@ def passages(evidence: Evidence) -> list[Cause]:
         return everywhere
     named = [informed(_named(cause, evidence), evidence) for cause in causes]
     named = [_with_orders(_with_parameter(cause, evidence), evidence) for cause in named]
-    return [*_beyond(named, evidence), *named]
+    further = _beyond(named, evidence)
+    return [*further, *named, *(one for one in _besides(named, evidence) if one not in further)]
 
 
 def _computed_otherwise(boundaries: Boundaries, evidence: Evidence) -> list[Cause]:
@@ -67,7 +68,20 @@ def _computed_otherwise(boundaries: Boundaries, evidence: Evidence) -> list[Caus
     detail = "its input is right, and its output is like nothing that the reference computes"
     action = f"{stage}F{microbatches[0]}"
     place = evidence.placement[stage]
-    return [Cause("computation", place, stage, microbatches=tuple(microbatches), action=action, detail=detail)]
+    cause = Cause("computation", place, stage, microbatches=tuple(microbatches), action=action, detail=detail)
+    return [_of_its_order(cause, stage, evidence)]
+
+
+def _of_its_order(cause: Cause, stage: int, evidence: Evidence) -> Cause:
+    """``cause``, or that the stage took its inputs for each other: they came in another order than they were made."""
+    before = evidence.passed.get(stage - 1)
+    numbers = {} if before is None else {place: number for number, place in before.ends.items()}
+    came = [numbers[place] for _, place in sorted(evidence.passed[stage].begins.items()) if place in numbers]
+    if came == sorted(came):
+        return cause
+    told = f"its inputs are what stage {stage - 1} made, in another order: outputs {listed(came)}"
+    meant = replace(cause, detail="or that order is meant, and it computed something else of them")
+    return replace(cause, kind="wrong-message", detail=told, instead=(meant,))
 
 
 def _of_all_stages(causes: list[Cause], evidence: Evidence) -> list[Cause]:
@@ -97,6 +111,19 @@ def _beyond(causes: Sequence[Cause], evidence: Evidence) -> list[Cause]:
     return [cause for cause in _attributed(evidence) if cause.stage is not None and cause.stage > reached]
 
 
+def _besides(causes: Sequence[Cause], evidence: Evidence) -> list[Cause]:
+    """What final gradients name besides ``causes``, where they explain everything and say the same of these.
+
+    Not of exchanges, of which gradients may show one as several, nor what is like one of ``causes``: it comes of that.
+    """
+    said = complete(evidence)
+    same = [one for one in said if any(_agree(cause, one) for cause in causes)]
+    if not same or any("B" not in (cause.action or "") or cause.kind in _ALIKE[0] for cause in causes):
+        return []
+    alike = [group for group in _ALIKE for cause in causes if cause.kind in group]
+    return [one for one in said if one.stage is not None and one not in same and not any(one.kind in g for g in alike)]
+
+
 def _attributed(evidence: Evidence) -> Sequence[Cause]:
     """The causes that attribution names."""
     return evidence.attribution.causes if evidence.attribution is not None else ()
@@ -123,7 +150,8 @@ def _with_orders(cause: Cause, evidence: Evidence) -> Cause:
     sender, kind = (cause.stage + 1, Kind.BACKWARD) if backward else (cause.stage - 1, Kind.FORWARD)
     ran = {stage: order for stage in (sender, cause.stage) if (order := ordered(evidence, stage, kind))}
     told = ", ".join(f"stage {stage} {listed(order)}" for stage, order in ran.items())
-    words = f"order of {'backwards' if backward else 'forwards'}: {told}" if told else ""
+    apart = len({*map(tuple, ran.values())}) > 1  # of one order nobody learns anything
+    words = f"order of {'backwards' if backward else 'forwards'}: {told}" if apart else ""
     found = replace(cause, detail="; ".join(filter(None, (cause.detail, words))))
     used = _used(evidence, cause.stage, RECEIVED if backward else GIVEN, ran.get(cause.stage, []))
     return found if used and used == ran.get(sender) else or_wrong_message(found)

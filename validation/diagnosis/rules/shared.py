@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from pipeproof.diagnosis.atoms import Term
+from pipeproof.diagnosis.attribution import attribute
 from pipeproof.diagnosis.combination import limit_of, residual_of
 from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.diagnosis.known import Terms
@@ -29,7 +30,43 @@ def shared(evidence: Evidence) -> list[Cause]:
         if one.law in ("replicas", "gradient") and evidence.differs(one.law) and not _of_losses(one.cause, evidence)
     ]
     unmet = [cause for cause in told if cause.kind == told[0].kind == "not-reduced"]  # each stage by itself
-    return unmet or told[:1] or (unreduced(evidence.members, evidence.expected) if evidence.differs("replicas") else [])
+    if unmet or told or not evidence.differs("replicas"):
+        return unmet or told[:1]
+    return unreduced(evidence.members, evidence.expected) or _of_single_ranks(evidence, evidence.members)
+
+
+def _of_single_ranks(evidence: Evidence, members: Members) -> list[Cause]:
+    """What each rank's own gradients are made of, where ranks with one stage differ; none if any of them tells nothing.
+
+    Each turn takes another rank of every stage.
+    """
+    if evidence.due is None or any(part.shards for stage in members.stages for _, part in stage.part.members):
+        return []
+    update, found = evidence.due.update, dict[Cause, list[int]]()
+    turns = max(len(stage.part.members) for stage in members.stages)
+    for turn in range(turns):
+        taken = [stage.part.members[min(turn, len(stage.part.members) - 1)] for stage in members.stages]
+        ranks = tuple(rank for rank, _ in taken)
+        own = {
+            (stage.index, name): part.gradients[k]
+            for stage, (_, part) in zip(members.stages, taken, strict=True)
+            for k, name in stage.names.items()
+        }
+        own |= {site: update.observed[site] for site in update.shared}
+        made = attribute(replace(update, observed=own, placement=ranks))
+        if made.unknown:
+            return []
+        for cause in made.causes:
+            found.setdefault(cause, []).extend(ranks)
+    return [cause if cause.rank is not None else _on(ranks, cause, members) for cause, ranks in found.items()]
+
+
+def _on(ranks: Sequence[int], cause: Cause, members: Members) -> Cause:
+    """``cause``, which is in several stages, with the ranks that it is on where these are not all."""
+    on = sorted({*ranks})
+    if len(on) == len(members.norms):
+        return cause
+    return replace(cause, detail="; ".join(filter(None, (cause.detail, f"on ranks {_listed(on)} alone"))))
 
 
 def apart(evidence: Evidence) -> Sequence[str]:
@@ -40,7 +77,8 @@ def apart(evidence: Evidence) -> Sequence[str]:
 
 def on_rank(cause: Cause, evidence: Evidence) -> Cause:
     """``cause`` on the rank that had what is wrong, where several hold the stage and its place alone was known."""
-    if cause.stage is None or cause.kind in ("not-reduced", "misplaced", "norm", "report"):
+    single = evidence.differs("replicas") and cause.action is None and cause.kind not in ("mode", "order")
+    if cause.stage is None or single or cause.kind in ("not-reduced", "misplaced", "norm", "report"):
         return cause  # told of a rank, not of a stage
     if evidence.members is None or cause.rank != evidence.placement[cause.stage]:
         return cause

@@ -278,8 +278,9 @@ def likely_norms(evidence: Evidence, rank: int) -> Iterator[Likely]:
     whole = evidence.expected.norm or 0.0
     for stage, part in by_stage.items():
         if any(part.values()):
-            left = math.sqrt(max(0.0, whole**2 - _root(part.values()) ** 2))
-            yield f"stage {stage}'s gradients are left out", stage, left
+            own = _root(part.values()) ** 2
+            yield f"stage {stage}'s gradients are left out", stage, math.sqrt(max(0.0, whole**2 - own))
+            yield f"stage {stage}'s gradients are counted twice", stage, math.sqrt(whole**2 + own)
     if len(by_rank) > 1:
         yield "the largest of the ranks' norms", None, max(_root(part.values()) for part in by_rank.values())
     for stage, part in by_stage.items():

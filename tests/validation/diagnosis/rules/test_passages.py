@@ -43,6 +43,17 @@ def test_a_late_division_is_no_fault_and_a_gradient_halved_on_its_way_is(whitebo
         assert "every watched boundary tensor is right" not in str(verdict)
 
 
+def test_what_gradients_show_beside_a_gradient_halved_on_its_way_is_told_too(whitebox: WhiteBox) -> None:
+    def cleared(model: nn.Sequential, microbatches: list[Any], **options: Any) -> Any:
+        stage, losses = step(model, microbatches, passed=lambda m, gradient: gradient / 2, **options)
+        if dist.get_rank() == 0:
+            next(stage.parameters()).grad.zero_()
+        return stage, losses
+
+    verdict = judged(whitebox, cleared, plain)
+    assert [(one.kind, one.rank, one.stage) for one in verdict.cause] == [("scale", 0, 0), ("zero", 0, 0)], str(verdict)
+
+
 # What a watched stage was sent by one that nobody watched, or only in part.
 
 

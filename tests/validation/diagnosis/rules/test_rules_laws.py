@@ -71,6 +71,13 @@ def test_a_forward_that_was_left_out_is_named_at_the_first_stage() -> None:
     )
 
 
+def test_backwards_that_ran_more_often_than_once_are_told_with_all_their_numbers() -> None:
+    again = [Action(2, Kind.BACKWARD, m) for m in (0, 1, 1)]
+    (cause,) = counts(facts(uncounted("backward", 2), *everything(), *again))
+    assert (cause.kind, cause.stage, cause.microbatches) == ("doubled", 2, (0, 1))
+    assert cause.detail == "their backwards ran 2 or 3 times each"
+
+
 def test_what_ran_nowhere_is_at_no_stage() -> None:
     ran = [a for a in everything() if a.kind is Kind.FORWARD]
     (cause,) = counts(facts(uncounted("backward", *range(STAGES)), *ran))

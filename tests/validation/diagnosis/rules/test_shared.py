@@ -81,6 +81,22 @@ def test_replicas_that_differ_in_a_way_that_tells_nothing(whitebox: WhiteBox) ->
     assert (verdict.verdict, verdict.cause) == ("fail", ())
 
 
+def test_what_is_wrong_on_one_replica_alone_is_told_of_its_rank(whitebox: WhiteBox) -> None:
+    def step(model: Any, microbatches: list[Any]) -> Any:
+        for x, target in microbatches:
+            (loss_fn(model(x), target) / len(microbatches)).backward()
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+            p.grad /= 2 * (1 + dist.get_rank())
+        return model
+
+    verdict = whitebox.validate(step, reference=build_model, microbatches=data(), ranks=[0, 1], loss_fn=loss_fn)
+    (cause,) = verdict.cause
+    assert (cause.kind, cause.rank, cause.stage, cause.factor) == ("scale", 1, 0, 0.5)
+    assert verdict.law("gradient").outcome == "unknown", "rank 1's gradients are wrong"
+    assert verdict.mismatches[0].rank == 1
+
+
 def test_a_sum_in_place_of_a_mean_is_told(whitebox: WhiteBox) -> None:
     (cause,) = judged(whitebox, lambda name: True, summed=True).cause
     assert cause.detail.endswith("a sum over 2 replicas where a mean was due")
