@@ -12,7 +12,7 @@ from pipeproof.diagnosis.played import Played, Setup
 from pipeproof.diagnosis.what_if import Change, Compute, Given, Received, WhatIf
 from pipeproof.judging.cause import listed
 from pipeproof.judging.tolerance import FP32, precision_of
-from pipeproof.observers.likeness import NARROWER
+from pipeproof.observers.likeness import NARROWER, ROUNDED_TO, narrower
 from pipeproof.reference.boundary import Gradients, Tensors, run_layers
 from pipeproof.reference.model import DropoutBlock, Model
 
@@ -121,34 +121,38 @@ def other_target(
 
 def sent_in(name: str, stage: int) -> WhatIf:
     """All that a stage is given comes through the narrower type of that name."""
-    return WhatIf("rounded", stage, f"what it is given is {name}-rounded", given=_all_through(NARROWER[name]))
+    return WhatIf("rounded", stage, f"what it is given is {name}-rounded", given=_all_through(ROUNDED_TO[name]))
 
 
 def sent_back_in(name: str, stage: int) -> WhatIf:
     """All output gradients of a stage come through the narrower type of that name."""
-    through = _received(_through(NARROWER[name]))
+    through = _received(_through(ROUNDED_TO[name]))
     return WhatIf("rounded", stage, f"its output gradients are {name}-rounded", received=through)
 
 
-def of_sent(stage: int, inputs: Sequence[int]) -> Iterator[WhatIf]:
+def of_sent(stage: int, inputs: Sequence[int], dtype: torch.dtype) -> Iterator[WhatIf]:
     """What may become of the inputs of a stage on their way to it; of ``inputs`` each can be told by its number."""
-    for name, dtype in NARROWER.items():
+    for name in narrower(dtype):
         yield sent_in(name, stage)
         for k in inputs if len(inputs) > 1 else ():
-            yield WhatIf("rounded", stage, f"its input {k} is {name}-rounded", given=_changed(k, _through(dtype)))
+            given = _changed(k, _through(ROUNDED_TO[name]))
+            yield WhatIf("rounded", stage, f"its input {k} is {name}-rounded", given=given)
     for k, other in permutations(inputs, 2):
         kind = "wrong-message" if stage else "swapped-data"
-        yield WhatIf(kind, stage, f"its input {k} is its input {other}", given=_in_place_of(k, other))
+        yield WhatIf(kind, stage, f"its input {k} is its input {other}", given=_in_place_of({k: other}))
+        if k < other:
+            text = f"its inputs {k} and {other} are exchanged"
+            yield WhatIf(kind, stage, text, given=_in_place_of({k: other, other: k}))
 
 
-def of_sent_back(stage: int, outputs: Sequence[int]) -> Iterator[WhatIf]:
+def of_sent_back(stage: int, outputs: Sequence[int], dtype: torch.dtype) -> Iterator[WhatIf]:
     """What may become of the output gradients of a stage on their way to it; of ``outputs`` each can be told."""
     apart = [(k,) for k in outputs if len(outputs) > 1]
-    for name, dtype in NARROWER.items():
+    for name in narrower(dtype):
         yield sent_back_in(name, stage)
         for one in apart:
             text = f"the gradient of its output {one[0]} is {name}-rounded"
-            yield WhatIf("rounded", stage, text, received=_received(_through(dtype), one))
+            yield WhatIf("rounded", stage, text, received=_received(_through(ROUNDED_TO[name]), one))
     yield WhatIf("uninitialised", stage, "its output gradients are zero", received=_received(torch.zeros_like))
     for one in apart:
         text = f"the gradient of its output {one[0]} is zero"
@@ -158,9 +162,9 @@ def of_sent_back(stage: int, outputs: Sequence[int]) -> Iterator[WhatIf]:
         yield WhatIf("wrong-message", stage, text, received=_exchanged(k, other))
 
 
-def of_backward(stage: int, outputs: Sequence[int]) -> Iterator[WhatIf]:
+def of_backward(stage: int, outputs: Sequence[int], dtype: torch.dtype) -> Iterator[WhatIf]:
     """What may have been wrong with a stage's output gradients, or with what it kept for its backward."""
-    yield from of_sent_back(stage, outputs)
+    yield from of_sent_back(stage, outputs, dtype)
     yield WhatIf("overwritten", stage, "its kept inputs were zero in its backward", kept=torch.zeros_like)
 
 
@@ -200,7 +204,8 @@ def _keyed(layers: Sequence[int], change: Callable[[int, int, int], tuple[int, i
 def _of_inputs(played: Mapping[int, Played], number: int, stage: int) -> Iterator[WhatIf]:
     boundaries = played[number].boundaries
     members = boundaries[0].inputs[stage]
-    yield from of_sent(stage, [k for k, member in enumerate(members) if member.is_floating_point()])
+    floating = [k for k, member in enumerate(members) if member.is_floating_point()]
+    yield from of_sent(stage, floating, played[number].dtype)
     for k, member in enumerate(members):
         what = "input" if len(members) == 1 else f"input {k}"
         kind = "uninitialised" if stage and member.is_floating_point() else "altered"
@@ -236,10 +241,13 @@ def _all_through(dtype: torch.dtype) -> Given:
     return lambda m, inputs: _to_and_back(dtype, inputs)
 
 
-def _in_place_of(k: int, other: int) -> Given:
+def _in_place_of(others: Mapping[int, int]) -> Given:
+    """Inputs, by number, that others stand in place of."""
+
     def given(m: int, inputs: Tensors) -> Tensors | None:
-        one = inputs[other].detach()
-        return (*inputs[:k], one, *inputs[k + 1 :]) if one.shape == inputs[k].shape else None
+        if any(inputs[k].shape != inputs[other].shape for k, other in others.items()):
+            return None
+        return tuple(inputs[others[k]].detach() if k in others else one for k, one in enumerate(inputs))
 
     return given
 

@@ -1,6 +1,6 @@
 """What a tensor is in place of the one that is due, and whose, as values; all that is said of it is said here."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -11,6 +11,13 @@ from pipeproof.observers.recording import Point, Site
 # Types that a tensor may have gone through on its way, by the names that people use.
 NARROWER = {"bf16": torch.bfloat16, "fp16": torch.float16}
 ROUNDED_TO = {**NARROWER, "fp32": torch.float32}  # what a tensor of a wider type may have been rounded to
+
+
+def narrower(dtype: torch.dtype) -> Collection[str]:
+    """The names of types through which a tensor of ``dtype`` may have gone, and lost something."""
+    return (ROUNDED_TO if dtype is torch.float64 else NARROWER).keys()
+
+
 GRADIENT, PARAMETER = "gradient", "parameter"  # places of what belongs to a parameter
 SAME_NUMBER, MEAN = "same number", "mean"  # what can be added to every element of anything
 _FEW = 4  # numbers that are listed one by one

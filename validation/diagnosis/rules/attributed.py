@@ -119,7 +119,8 @@ class _WhatIfs:
             return []
         stage = max(s for s, _ in wrong)
         every = range(len(self._batches))
-        for one in of_backward(stage, range(len(self._played[self._number].boundaries[0].outputs[stage]))):
+        played = self._played[self._number]
+        for one in of_backward(stage, range(len(played.boundaries[0].outputs[stage])), played.dtype):
             alone = [self._alone(one, m) for m in every]
             for concerned in (every, *((m,) for m in every if len(every) > 1)):
                 if self._gives_stage(one.stage, {m: alone[m] for m in concerned}) and self._gives_gradients(

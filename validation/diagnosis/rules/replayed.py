@@ -16,7 +16,7 @@ from pipeproof.diagnosis.what_if import WhatIf
 from pipeproof.diagnosis.what_ifs import of_sent, of_sent_back, sent_back_in, sent_in
 from pipeproof.judging.cause import Cause
 from pipeproof.judging.tolerance import error, scalar_error
-from pipeproof.observers.likeness import NARROWER
+from pipeproof.observers.likeness import narrower
 from pipeproof.observers.recording import Site
 from pipeproof.reference.passage import Passage
 from pipeproof.reference.step import Contribution
@@ -72,8 +72,8 @@ class _Fit:
         ends = [stage for stage in range(self.evidence.stages - 1) if self.beside.ends(stage)]
         if self.evidence.differs("loss") or not self._losses:
             for stage in ends:
-                yield from (_Changes(one.text, stage + 1, (one,)) for one in of_sent(stage + 1, self._apart(stage)))
-                for name in NARROWER:
+                yield from (_Changes(one.text, stage + 1, (one,)) for one in self._sent(stage))
+                for name in narrower(self._dtype):
                     text = f"what it is given and what it hands back are {name}-rounded"
                     yield _Changes(text, stage + 1, (sent_in(name, stage + 1), sent_back_in(name, stage)))
             yield from self._everywhere(ends, there=True, back=False)
@@ -82,12 +82,23 @@ class _Fit:
             wrong = {m.stage for m in self.evidence.verdict.mismatches if m.stage is not None}
             for stage in ends:
                 if stage == max(wrong, default=0):
-                    yield from (_Changes(one.text, stage, (one,)) for one in of_sent_back(stage, self._apart(stage)))
+                    yield from (_Changes(one.text, stage, (one,)) for one in self._sent_back(stage))
             yield from self._everywhere(ends, there=False, back=True)
+
+    def _sent(self, stage: int) -> Iterator[WhatIf]:
+        return of_sent(stage + 1, self._apart(stage), self._dtype)
+
+    def _sent_back(self, stage: int) -> Iterator[WhatIf]:
+        return of_sent_back(stage, self._apart(stage), self._dtype)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """What the reference computes in."""
+        return next(gradient.dtype for gradient in self.evidence.expected.gradients.values() if gradient is not None)
 
     def _everywhere(self, ends: Sequence[int], *, there: bool, back: bool) -> Iterator[_Changes]:
         way = "both ways" if there and back else "forward" if there else "backward"
-        for name in NARROWER if len(ends) > 1 else ():
+        for name in narrower(self._dtype) if len(ends) > 1 else ():
             sent = [sent_in(name, stage + 1) for stage in ends if there]
             sent_back = [sent_back_in(name, stage) for stage in ends if back]
             yield _Changes(f"what passes {way} between stages is {name}-rounded", None, (*sent, *sent_back))
