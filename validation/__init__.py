@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Case": "cases.case",
-    "PipelineSchedule": "pipeproof.pipeline.step",
+    "PipelineSchedule": "pipeline.step",
     "SingleDevice": "records.single_device",
     "Verdict": "judging.verdict",
     "World": "worlds.world",

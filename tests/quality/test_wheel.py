@@ -114,14 +114,14 @@ PROJECTS: Mapping[str, Mapping[str, str]] = {
     "a folder called pipeline": {
         "pipeline/__init__.py": "",
         "pipeline/step.py": STEP,
-        "test_it.py": JUDGED.format(own="pipeproof.pipeline.step"),
+        "test_it.py": JUDGED.format(own="pipeline.step"),
     },
     "a module called validation": {"validation.py": STEP, "test_it.py": JUDGED.format(own="validation")},
     "a folder called reference": {
         "reference/__init__.py": "",
         "reference/model.py": STEP,
         "tests/conftest.py": "import reference.model",
-        "tests/test_it.py": JUDGED.format(own="pipeproof.reference.model"),
+        "tests/test_it.py": JUDGED.format(own="reference.model"),
     },
     "a fixture called world": {
         "conftest.py": CONFTEST,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pipeproof.cases.case import FULL_PLAN, Case
+from pipeproof.cases.data import model_for
 from pipeproof.cases.judgement import judge
 from pipeproof.cases.observe import observe
 from pipeproof.judging.judge import LAWS, one_thread, scenarios
@@ -207,12 +208,12 @@ def test_an_updated_parameter_is_judged_by_how_far_it_moved(observed: Observed) 
 
 
 def changed_model(monkeypatch: pytest.MonkeyPatch, change: Callable[[Model], None]) -> None:
-    def build(name: str, *, layers: int, seed: int, dtype: str) -> Model:
-        model = build_model(name, layers=layers, seed=seed, dtype=dtype)
+    def changed(case: Case) -> Model:
+        model = model_for(case)
         change(model)
         return model
 
-    monkeypatch.setattr("pipeproof.cases.judgement.build_model", build)
+    monkeypatch.setattr("pipeproof.cases.judgement.model_for", changed)
 
 
 def test_nan_in_the_reference_itself_is_unknown(observed: Observed, monkeypatch: pytest.MonkeyPatch) -> None:
