@@ -25,6 +25,7 @@ _COARSE = 1e-3  # where rounding explains so much, many a change would fit
 _LEAST = 1e-5  # relative: the same numbers added in other orders differ by less
 _WHOLE = 0.05  # how far the part of a microbatch may be from 0 or 1
 _SAME_LOSS = 3e-6
+_MOST = 1 << 27  # numbers that the gradients of all microbatches may have: each change is tried with each of them
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,11 @@ class _Fit:
     def possible(self) -> bool:
         """Whether all gradients can be compared so closely that few changes fit, and the reference repeats itself."""
         limits = [m.limit or 0.0 for m in self.evidence.verdict.mismatches if m.law == "gradient"]
-        finite = all(bool(off.isfinite().all()) for off in self._off.values())
-        if max(limits, default=1.0) > _COARSE or not self._sites or not finite:
+        if max(limits, default=1.0) > _COARSE or not self._sites:
+            return False
+        if sum(off.numel() for off in self._off.values()) * self.evidence.microbatches > _MOST:
+            return False
+        if not all(bool(off.isfinite().all()) for off in self._off.values()):
             return False
         again = self.beside.played(0, ())
         return again is not None and _same_loss(again.loss, self.evidence.expected.losses[0])

@@ -79,3 +79,10 @@ def noisy(m: int, tensor: Tensor) -> Tensor:
 def test_what_no_change_gives_is_not_named(whitebox: WhiteBox, changes: dict[str, Change]) -> None:
     verdict = judged(whitebox, partial(unwatched, **changes), plain)
     assert named(verdict) == [], str(verdict)
+
+
+def test_more_numbers_than_are_worth_the_time_are_not_tried(
+    whitebox: WhiteBox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeproof.diagnosis.rules.replayed._MOST", 1)
+    assert named(judged(whitebox, partial(unwatched, there=rounded), plain)) == []
