@@ -33,7 +33,7 @@ from pipeproof.worlds.shipping import pack, unpack
 from pipeproof.worlds.world import World
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
+    pytest.mark.filterwarnings("ignore:(ComplexHalf|BComplex32) support is experimental"),
     pytest.mark.filterwarnings("ignore:.*quantized tensor creation functions"),
 ]
 
