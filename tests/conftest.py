@@ -2,7 +2,6 @@
 
 import gc
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 from hypothesis import settings
 
 from pipeproof.worlds.launcher import launch_environment
-from tests.support.warm_start import Ended, WarmStart
+from tests.support.warm_start import Ended, WarmStart, run_new
 
 if TYPE_CHECKING:
     from pipeproof.worlds.world import World
@@ -113,18 +112,7 @@ def new_python() -> Launch:
     """As ``python``, with nothing imported before."""
 
     def launch(folder: Path, *arguments: str) -> Ended:
-        done = subprocess.run(
-            [sys.executable, *arguments],
-            cwd=folder,
-            env=_environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=_BOUND_S,
-            check=False,
-        )
-        return Ended((done.returncode,), done.stdout)
+        return run_new(sys.executable, folder, arguments, _environment(), bound_s=_BOUND_S)
 
     return launch
 

@@ -12,6 +12,7 @@ import torch
 
 from pipeproof.worlds.launcher import launch_environment
 from tests.support.sources import OURS, ROOT
+from tests.support.warm_start import Ended, run_new
 
 pytestmark = pytest.mark.pipeproof_ranks  # it starts processes
 _BOUND_S = 240
@@ -23,20 +24,10 @@ class Installed:
 
     python: Path
 
-    def run(self, folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    def run(self, folder: Path, *arguments: str) -> Ended:
         """``python ARGUMENTS`` in ``folder``; all output as one text."""
         own = {name: text for name, text in launch_environment().items() if not name.startswith(("PYTEST_", "PYTHON"))}
-        return subprocess.run(
-            [self.python, *arguments],
-            cwd=folder,
-            env=own,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=_BOUND_S,
-            check=False,
-        )
+        return run_new(self.python, folder, arguments, own, bound_s=_BOUND_S)
 
 
 @pytest.fixture(scope="module")

@@ -39,6 +39,24 @@ class Ended:
         return next((status for status in self.statuses if status), 0)
 
 
+def run_new(
+    python: str | Path, folder: Path, arguments: Sequence[str], environment: Environment, *, bound_s: float
+) -> Ended:
+    """``PYTHON ARGUMENTS`` in ``folder``, as a process in which nothing was imported before."""
+    done = subprocess.run(
+        [python, *arguments],
+        cwd=folder,
+        env=dict(environment),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=bound_s,
+        check=False,
+    )
+    return Ended((done.returncode,), done.stdout)
+
+
 _GRACE_S = 5.0  # between asking a program to end and ending it
 
 

@@ -23,6 +23,14 @@ Made = Mapping[str, Tensor | None]  # gradients by name
 End = tuple[Tensors, Tensors]  # what a stage starts from, and what comes out, the last stage's divided loss
 
 
+_SAME_LOSS = 3e-6  # relative: two ways to sum a loss differ by less
+
+
+def same_loss(one: float, other: float) -> bool:
+    """Whether two numbers may be one loss."""
+    return abs(one - other) <= _SAME_LOSS * abs(other)
+
+
 @dataclass(frozen=True)
 class WhatIf:
     """One thing that may have gone wrong at ``stage``: the kind of cause, its words, and what it changes.

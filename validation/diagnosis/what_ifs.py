@@ -130,39 +130,41 @@ def sent_back_in(name: str, stage: int) -> WhatIf:
     return WhatIf("rounded", stage, f"its output gradients are {name}-rounded", received=through)
 
 
-def of_sent(stage: int, inputs: Sequence[int], dtype: torch.dtype) -> Iterator[WhatIf]:
-    """What may become of the inputs of a stage on their way to it; of ``inputs`` each can be told by its number."""
+def of_sent(stage: int, inputs: Mapping[int, str], dtype: torch.dtype) -> Iterator[WhatIf]:
+    """What may become of a stage's inputs on their way to it; ``inputs`` names what can be told apart."""
     for name in narrower(dtype):
         yield sent_in(name, stage)
-        for k in inputs if len(inputs) > 1 else ():
+        for k, one in inputs.items() if len(inputs) > 1 else ():
             given = _changed(k, _through(ROUNDED_TO[name]))
-            yield WhatIf("rounded", stage, f"its input {k} is {name}-rounded", given=given)
+            yield WhatIf("rounded", stage, f"{one} is {name}-rounded", given=given)
     for k, other in permutations(inputs, 2):
         kind = "wrong-message" if stage else "swapped-data"
-        yield WhatIf(kind, stage, f"its input {k} is its input {other}", given=_in_place_of({k: other}))
+        yield WhatIf(
+            kind, stage, f"in place of {inputs[k]} it is given {inputs[other]}", given=_in_place_of({k: other})
+        )
         if k < other:
-            text = f"its inputs {k} and {other} are exchanged"
+            text = f"{inputs[k]} and {inputs[other]} are exchanged"
             yield WhatIf(kind, stage, text, given=_in_place_of({k: other, other: k}))
 
 
-def of_sent_back(stage: int, outputs: Sequence[int], dtype: torch.dtype) -> Iterator[WhatIf]:
-    """What may become of the output gradients of a stage on their way to it; of ``outputs`` each can be told."""
-    apart = [(k,) for k in outputs if len(outputs) > 1]
+def of_sent_back(stage: int, outputs: Mapping[int, str], dtype: torch.dtype) -> Iterator[WhatIf]:
+    """What may become of a stage's output gradients on their way to it; ``outputs`` names what can be told apart."""
+    apart = outputs if len(outputs) > 1 else {}
     for name in narrower(dtype):
         yield sent_back_in(name, stage)
-        for one in apart:
-            text = f"the gradient of its output {one[0]} is {name}-rounded"
-            yield WhatIf("rounded", stage, text, received=_received(_through(ROUNDED_TO[name]), one))
+        for k, one in apart.items():
+            text = f"the gradient of {one} is {name}-rounded"
+            yield WhatIf("rounded", stage, text, received=_received(_through(ROUNDED_TO[name]), k))
     yield WhatIf("uninitialised", stage, "its output gradients are zero", received=_received(torch.zeros_like))
-    for one in apart:
-        text = f"the gradient of its output {one[0]} is zero"
-        yield WhatIf("uninitialised", stage, text, received=_received(torch.zeros_like, one))
+    for k, one in apart.items():
+        text = f"the gradient of {one} is zero"
+        yield WhatIf("uninitialised", stage, text, received=_received(torch.zeros_like, k))
     for k, other in combinations(outputs, 2):
-        text = f"the gradients of its outputs {k} and {other} are exchanged"
+        text = f"the gradients of {outputs[k]} and {outputs[other]} are exchanged"
         yield WhatIf("wrong-message", stage, text, received=_exchanged(k, other))
 
 
-def of_backward(stage: int, outputs: Sequence[int], dtype: torch.dtype) -> Iterator[WhatIf]:
+def of_backward(stage: int, outputs: Mapping[int, str], dtype: torch.dtype) -> Iterator[WhatIf]:
     """What may have been wrong with a stage's output gradients, or with what it kept for its backward."""
     yield from of_sent_back(stage, outputs, dtype)
     yield WhatIf("overwritten", stage, "its kept inputs were zero in its backward", kept=torch.zeros_like)
@@ -204,7 +206,7 @@ def _keyed(layers: Sequence[int], change: Callable[[int, int, int], tuple[int, i
 def _of_inputs(played: Mapping[int, Played], number: int, stage: int) -> Iterator[WhatIf]:
     boundaries = played[number].boundaries
     members = boundaries[0].inputs[stage]
-    floating = [k for k, member in enumerate(members) if member.is_floating_point()]
+    floating = {k: f"its input {k}" for k, member in enumerate(members) if member.is_floating_point()}
     yield from of_sent(stage, floating, played[number].dtype)
     for k, member in enumerate(members):
         what = "input" if len(members) == 1 else f"input {k}"
@@ -252,10 +254,10 @@ def _in_place_of(others: Mapping[int, int]) -> Given:
     return given
 
 
-def _received(change: Change, concerned: Sequence[int] | None = None) -> Received:
-    """``change`` of the gradients of these outputs, or of all."""
+def _received(change: Change, concerned: int | None = None) -> Received:
+    """``change`` of the gradient of this output, or of all."""
     return lambda gradients: tuple(
-        gradient if gradient is None or (concerned is not None and k not in concerned) else change(gradient)
+        gradient if gradient is None or concerned not in (None, k) else change(gradient)
         for k, gradient in enumerate(gradients)
     )
 

@@ -14,7 +14,7 @@ from pipeproof.diagnosis.rules.passages import unexplained_passage
 from pipeproof.diagnosis.rules.repeated import or_wrong_message
 from pipeproof.diagnosis.rules.replayed import replayed
 from pipeproof.diagnosis.rules.update import near
-from pipeproof.diagnosis.what_if import Line, Made, WhatIf
+from pipeproof.diagnosis.what_if import Line, Made, WhatIf, same_loss
 from pipeproof.diagnosis.what_ifs import of_backward, of_forward, spoiled
 from pipeproof.judging.cause import Cause
 from pipeproof.judging.tolerance import error
@@ -68,7 +68,6 @@ def _clipped(evidence: Evidence, cause: Cause) -> Cause:
     return replace(cause, detail="; ".join(filter(None, (cause.detail, text))))
 
 
-_SAME_LOSS = 3e-6  # relative: two ways to sum a loss differ by less
 _NOTHING = WhatIf("", 0, "")
 
 
@@ -103,7 +102,7 @@ class _WhatIfs:
         A loss that the last stage computed right was reported wrongly: no what-if is needed.
         """
         right, seen = self._evidence.expected.losses, self._evidence.observed.losses(self._number)
-        if all(_same_loss(seen[m], right[m]) for m in wrong):
+        if all(same_loss(seen[m], right[m]) for m in wrong):
             return []
         for stage in reversed(range(self._evidence.stages)):
             for one in of_forward(self._played, self._evidence.number, stage, self._layers):
@@ -120,7 +119,8 @@ class _WhatIfs:
         stage = max(s for s, _ in wrong)
         every = range(len(self._batches))
         played = self._played[self._number]
-        for one in of_backward(stage, range(len(played.boundaries[0].outputs[stage])), played.dtype):
+        outputs = {k: f"its output {k}" for k in range(len(played.boundaries[0].outputs[stage]))}
+        for one in of_backward(stage, outputs, played.dtype):
             alone = [self._alone(one, m) for m in every]
             for concerned in (every, *((m,) for m in every if len(every) > 1)):
                 if self._gives_stage(one.stage, {m: alone[m] for m in concerned}) and self._gives_gradients(
@@ -157,7 +157,7 @@ class _WhatIfs:
     def _gives_loss(self, one: WhatIf, m: int) -> bool:
         inputs = self._played[self._evidence.number].boundaries[m].inputs[one.stage]
         loss, seen = self._line.loss(one, m, inputs, self._batches[m]), self._evidence.observed.losses(self._number)[m]
-        return loss is not None and _same_loss(loss, seen)
+        return loss is not None and same_loss(loss, seen)
 
     def _gives_gradients(self, one: WhatIf, microbatches: Sequence[int]) -> bool:
         made = {m: self._line.gradients(one, m, self._batches[m]) for m in microbatches}
@@ -208,10 +208,6 @@ class _WhatIfs:
     def _cause(self, one: WhatIf, microbatches: tuple[int, ...]) -> Cause:
         rank = self._evidence.placement[one.stage]
         return Cause(one.kind, rank=rank, stage=one.stage, microbatches=microbatches, detail=f"as if {one.text}")
-
-
-def _same_loss(one: float, other: float) -> bool:
-    return abs(one - other) <= _SAME_LOSS * abs(other)
 
 
 def _alike(one: Tensor | None, other: Tensor | None, limit: float) -> bool:

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from pipeproof.diagnosis.evidence import Evidence, ModelBeside
-from pipeproof.diagnosis.what_if import WhatIf
+from pipeproof.diagnosis.what_if import WhatIf, same_loss
 from pipeproof.diagnosis.what_ifs import of_sent, of_sent_back, sent_back_in, sent_in
 from pipeproof.judging.cause import Cause
-from pipeproof.judging.tolerance import error, scalar_error
+from pipeproof.judging.tolerance import error
 from pipeproof.observers.likeness import narrower
 from pipeproof.observers.recording import Site
 from pipeproof.reference.passage import Passage
@@ -24,7 +24,6 @@ from pipeproof.reference.step import Contribution
 _COARSE = 1e-3  # where rounding explains so much, many a change would fit
 _LEAST = 1e-5  # relative: the same numbers added in other orders differ by less
 _WHOLE = 0.05  # how far the part of a microbatch may be from 0 or 1
-_SAME_LOSS = 3e-6
 _MOST = 1 << 27  # numbers that the gradients of all microbatches may have: each change is tried with each of them
 
 
@@ -69,7 +68,7 @@ class _Fit:
         if not all(bool(off.isfinite().all()) for off in self._off.values()):
             return False
         again = self.beside.played(0, ())
-        return again is not None and _same_loss(again.loss, self.evidence.expected.losses[0])
+        return again is not None and same_loss(again.loss, self.evidence.expected.losses[0])
 
     def changes(self) -> Iterator[_Changes]:
         """What may have happened. Losses say on which way: a wrong one, that it was there, or both ways."""
@@ -187,16 +186,14 @@ class _Fit:
 
     def _gives_loss(self, microbatch: int, made: Contribution) -> bool:
         """Whether ``made`` has the loss that was seen, if one was."""
-        return not self._losses or _same_loss(self._losses[microbatch], made.loss)
+        return not self._losses or same_loss(self._losses[microbatch], made.loss)
 
-    def _apart(self, stage: int) -> range:
+    def _apart(self, stage: int) -> dict[int, str]:
         """The tensors with which ``stage`` ends, where one module puts them out, so that each can be told."""
-        places = self.beside.ends(stage)
-        return range(len(places)) if len({place.partition(" of ")[2] for place in places}) == 1 else range(0)
-
-
-def _same_loss(one: float, other: float) -> bool:
-    return scalar_error(one, other) <= _SAME_LOSS
+        by_number = {int(place.split()[1]): place for place in self.beside.ends(stage)}
+        one_module = len({place.partition(" of ")[2] for place in by_number.values()}) == 1
+        together = one_module and len(by_number) == len(self.beside.ends(stage))
+        return dict(enumerate(by_number[number] for number in sorted(by_number))) if together else {}
 
 
 def _wide(gradient: Tensor | None, like: Tensor) -> Tensor:
