@@ -1,5 +1,6 @@
 """README's examples: every command runs, and prints what README says it prints."""
 
+import os
 import re
 import socket
 from collections.abc import Callable
@@ -95,8 +96,8 @@ def _close(one: str, other: str) -> bool:
 
 
 def relevant(output: str) -> str:
-    """Standard output without torchrun's own warnings."""
-    lines = (line for line in output.splitlines() if not re.match(r"[WE]\d{4} |\*{5}|Setting OMP_NUM_THREADS", line))
+    """Standard output without torchrun's own warnings, and with files as seen from where they are."""
+    lines = (line for line in output.replace(f"{ROOT}{os.sep}", "").splitlines() if not re.match(r"[WE]\d{4} |\*{5}|Setting OMP_NUM_THREADS", line))
     return "\n".join(lines).strip()
 
 

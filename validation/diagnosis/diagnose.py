@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from pipeproof.diagnosis.evidence import Evidence, of_run
+from pipeproof.diagnosis.own_lines import with_lines
 from pipeproof.diagnosis.played import Setup
 from pipeproof.diagnosis.rule import Rule, clears, followed
 from pipeproof.diagnosis.rules.attributed import attributed, unexplained
@@ -44,7 +45,7 @@ def explained(evidence: Evidence) -> Verdict:
         found = followed(evidence, RULES)
         found = replace(
             found,
-            cause=tuple(on_rank(cause, evidence) for cause in found.cause),
+            cause=tuple(with_lines(on_rank(cause, evidence), evidence) for cause in found.cause),
             alternatives=tuple(tuple(on_rank(cause, evidence) for cause in one) for one in found.alternatives),
         )
         left_out = 0 if evidence.sums is None else evidence.sums.left_out

@@ -117,7 +117,12 @@ def _passed(stage: int, calls: Sequence[Call], seen: Sequence[Column], context: 
     ranks = {number: call.rank for number, call in zip(order.numbers, calls, strict=True)}
     strange = {number: [*_strange(seen, k)] for k, number in enumerate(order.numbers)}
     mixed = any(call.mixed for call in calls)
-    return Passed(*done, *ends, order.left, order.complete, unplaced, uncompared, ranks, strange, mixed)
+    stacks = {
+        Action(stage, kind, number): stack
+        for number, call in zip(order.numbers, calls, strict=True)
+        for kind, stack in call.stacks.items()
+    }
+    return Passed(*done, *ends, order.left, order.complete, unplaced, uncompared, ranks, strange, mixed, stacks)
 
 
 def _strange(seen: Sequence[Column], call: int) -> Iterator[Sketch]:

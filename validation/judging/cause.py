@@ -1,9 +1,11 @@
 """Causes: the fault that explains mismatches, in the words that a verdict uses, and the evidence that it rests on."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from types import MappingProxyType
+
+from pipeproof.worlds.stack import Stack
 
 # Each kind of fault and its sentence. One word per fault: specimens plant these, diagnosis names them.
 KINDS: Mapping[str, str] = MappingProxyType(
@@ -57,13 +59,29 @@ KINDS: Mapping[str, str] = MappingProxyType(
 )
 
 
+_SHOWN = 2  # lines of a stack
+
+
+@dataclass(frozen=True)
+class Ran:
+    """An action, as ``2B0``, and where the user's code called for it, the innermost line first."""
+
+    action: str
+    stack: Stack
+
+    def lines(self) -> list[str]:
+        """For a reader: the line, and the one that it was called from."""
+        return [f"{'from' if k else self.action:<6} {line}" for k, line in enumerate(self.stack[:_SHOWN])]
+
+
 @dataclass(frozen=True)
 class Cause:
     """A fault, where it is and how sure that is.
 
     Fields that do not apply, or that the evidence leaves open, are None; ``microbatches`` are those concerned;
     ``stages`` are those of a fault that is in several, but not in all; ``detail`` is for people: ``microbatch 3's,
-    expected microbatch 2's``. ``instead`` are other causes that would show the very same.
+    expected microbatch 2's``. ``instead`` are other causes that would show the very same. ``ran`` are the actions that
+    it is about, with the user's own lines, where they are known.
     """
 
     kind: str
@@ -76,6 +94,7 @@ class Cause:
     detail: str = ""
     stages: tuple[int, ...] = ()
     instead: tuple["Cause", ...] = ()
+    ran: tuple[Ran, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         assert self.kind in KINDS, f"{self.kind!r} is no kind of cause"

@@ -348,6 +348,7 @@ def _conjunction(label: str, causes: Sequence[Cause]) -> list[str]:
     rows = []
     for cause in causes[:_CAUSES]:
         rows += _labelled(label, [f"{cause.kind}: {KINDS[cause.kind]}", str(cause)])
+        rows += _labelled("ran at", [line for ran in cause.ran for line in ran.lines()])
         label = "and"
     left = len(causes) - _CAUSES
     return rows + (_labelled("and", [f"{left} more"]) if left > 0 else [])

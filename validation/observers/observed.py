@@ -11,6 +11,7 @@ from pipeproof.observers.sketch import Sketch
 from pipeproof.pipeline.action import GIVES_WEIGHT_GRADIENT, Action, Kind
 from pipeproof.pipeline.profile import Profile
 from pipeproof.pipeline.schedule import Schedule
+from pipeproof.worlds.stack import Stack
 
 INPUT = "model input"  # as a place
 UNKNOWN_MICROBATCH = -1  # the microbatch of a call of which nothing tells it
@@ -60,7 +61,7 @@ class Passed:
     ``unplaced`` are tensors of which nothing tells where they should pass: at which of the flow's points, and for which
     microbatch. Whether they are right nobody knows. ``uncompared`` is how many tensors no law could be held against.
     ``ranks``: which rank each microbatch was on, if several hold it. ``strange`` are outputs without a place, by
-    microbatch. ``mixed``: parts of its module alone trained.
+    microbatch. ``mixed``: parts of its module alone trained. ``stacks`` are where the user's code called for an action.
     """
 
     actions: tuple[Action, ...]
@@ -75,6 +76,7 @@ class Passed:
     ranks: Mapping[int, int | None] = field(default_factory=dict)
     strange: Mapping[int, Sequence[Sketch]] = field(default_factory=dict)
     mixed: bool = False
+    stacks: Mapping[Action, Stack] = field(default_factory=dict)
 
     @property
     def untold(self) -> bool:

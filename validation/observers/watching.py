@@ -2,7 +2,7 @@
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -15,7 +15,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from pipeproof.observers.sketch import Sketch, sketch
+from pipeproof.pipeline.action import Kind
 from pipeproof.pipeline.split import needs
+from pipeproof.worlds.posted_messages import received_at
+from pipeproof.worlds.stack import Stack, own_stack
 
 Note = Callable[[Tensor], Callable[[], None]]  # looks at a gradient; what it returns writes down what was seen
 
@@ -79,7 +82,8 @@ class Call:
     ``backwards`` has an entry, a count over all calls of this rank, for each time that gradients came out of the call.
     ``mixed``: parts of the module were in training mode, and others were not.
     A ``silent`` one ran without gradients: it is a forward only if a backward ran it again, and then has what that had.
-    ``rank`` is the one that it was on, where several hold its stage.
+    ``rank`` is the one that it was on, where several hold its stage. ``stacks`` are where the user's code called for
+    its forward, its backward, and the messages that it was given.
     """
 
     training: bool
@@ -92,6 +96,7 @@ class Call:
     rank: int | None = None
     silent: bool = False
     mixed: bool = False
+    stacks: dict[Kind, Stack] = field(default_factory=dict)
 
 
 @dataclass
@@ -115,8 +120,23 @@ class _Watched:
             again.output_gradients, again.input_gradients = found.output_gradients, found.input_gradients
         self.waiting = [call for call in self.waiting if call is not found]
         found.kept.update(enumerate(again.inputs))
-        again.backwards = found.backwards
+        again.backwards, again.stacks = found.backwards, found.stacks
         return found
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """What a module was called with, as it was then, and from where."""
+
+    taken: list[Sketch]
+    versions: list[int]
+    stacks: dict[Kind, Stack]
+
+    @staticmethod
+    def of(inputs: Sequence[Tensor]) -> "_Entry":
+        came = next((stack for tensor in inputs if (stack := received_at(tensor))), None)
+        stacks = {Kind.FORWARD: own_stack()} | ({} if came is None else {Kind.RECV_F: came})
+        return _Entry(list(map(sketch, inputs)), [tensor._version for tensor in inputs], stacks)
 
 
 class Watcher:
@@ -124,7 +144,7 @@ class Watcher:
 
     def __init__(self) -> None:
         self._watched: dict[int, _Watched] = {}
-        self._entering: dict[int, list[tuple[list[Sketch], list[int]]]] = defaultdict(list)  # by thread
+        self._entering: dict[int, list[_Entry]] = defaultdict(list)  # by thread
         self._backwards = count()
 
     def watch(self, module: nn.Module, when: Callable[[], bool] | None = None) -> None:
@@ -149,7 +169,7 @@ class Watcher:
     def _entered(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         if self._watched[id(module)].when():
             inputs = _tensors((arguments, named))  # looked at now: the module may change them in place
-            self._entering[get_ident()].append((list(map(sketch, inputs)), [tensor._version for tensor in inputs]))
+            self._entering[get_ident()].append(_Entry.of(inputs))
 
     def _called(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
         watched, mode = self._watched[id(module)], _mode()
@@ -157,10 +177,11 @@ class Watcher:
             return
         inputs, outputs = _tensors((arguments, named)), _tensors(result)
         modes = {part.training for part in module.modules()}
-        taken, versions = self._entering[get_ident()].pop()
+        entry = self._entering[get_ident()].pop()
         giving = [number for number, tensor in enumerate(outputs) if tensor.requires_grad]
         silent, mixed = mode is Mode.SILENT, len(modes) > 1
-        call = Call(True in modes, taken, list(map(sketch, outputs)), silent=silent, mixed=mixed)
+        made = list(map(sketch, outputs))
+        call = Call(True in modes, entry.taken, made, silent=silent, mixed=mixed, stacks=entry.stacks)
         if mode is Mode.SILENT:
             watched.calls.append(call)
             watched.waiting.append(call)
@@ -170,7 +191,7 @@ class Watcher:
                 return  # of a checkpoint whose forward had gradients: they flow through that
         else:
             watched.calls.append(call)
-            unchanged = [k for k, tensor in enumerate(inputs) if tensor._version == versions[k]]
+            unchanged = [k for k, tensor in enumerate(inputs) if tensor._version == entry.versions[k]]
             self._look_again(call, {k: inputs[k] for k in unchanged}, {k: outputs[k] for k in giving})
         wanting = [number for number, tensor in enumerate(inputs) if tensor.requires_grad]
         self._follow(call, {k: inputs[k] for k in wanting}, {k: outputs[k] for k in giving})
@@ -212,6 +233,10 @@ class Watcher:
     def _noting(self, call: Call, into: dict[int, Sketch], number: int, *, counts: bool) -> Note:
         def note(gradient: Tensor) -> Callable[[], None]:
             seen = sketch(gradient)
+            if Kind.BACKWARD not in call.stacks:
+                call.stacks[Kind.BACKWARD] = own_stack()
+            if into is call.output_gradients and (came := received_at(gradient)):
+                call.stacks.setdefault(Kind.RECV_B, came)
 
             def write() -> None:
                 into[number] = seen

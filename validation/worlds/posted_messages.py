@@ -6,7 +6,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from pipeproof.worlds.stack import Stack, own_stack
 
 # Methods of a process group, through which every message passes; the peer is the second argument.
 _METHODS = {"send": "a send to", "recv": "a message from", "recv_anysource": "a message from any rank"}
@@ -25,6 +30,7 @@ class _Posted:
 
 
 _messages: list[_Posted] = []
+_received: dict[int, tuple[StorageWeakRef, Stack]] = {}  # by the storage that a message was received into
 
 
 @contextmanager
@@ -42,6 +48,7 @@ def noted_messages() -> Iterator[None]:
         for name, method in kept.items():
             setattr(dist.ProcessGroup, name, method)
         _messages.clear()
+        _received.clear()
 
 
 def _noting(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -50,9 +57,23 @@ def _noting(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         peer = dist.get_global_rank(group, arguments[1]) if name != "recv_anysource" else None
         _messages[:] = [one for one in _messages if one.open]
         _messages.append(_Posted(_METHODS[name] + ("" if peer is None else f" rank {peer}"), work, peer))
+        if name != "send":
+            stack = own_stack()
+            for tensor in filter(torch._C._has_storage, arguments[0]):
+                held = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # in torch
+                _received[held.cdata] = held, stack
         return work
 
     return noted
+
+
+def received_at(tensor: Tensor) -> Stack:
+    """Where in the user's code a message was last received into ``tensor``; empty where none was."""
+    if not torch._C._has_storage(tensor):
+        return ()
+    held, stack = _received.get(tensor.untyped_storage()._cdata, (None, ()))
+    gone = held is None or held.expired()  # type: ignore[no-untyped-call]  # in torch
+    return () if gone else stack
 
 
 def awaited(frames: Sequence[traceback.FrameSummary]) -> tuple[str, tuple[int, ...] | None] | None:

@@ -65,6 +65,8 @@ def test_one_leaf_for_all_that_is_received_is_no_fault(whitebox: WhiteBox) -> No
 def test_a_backward_that_runs_twice_is_seen_at_such_a_leaf(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, lambda model, microbatches: one_leaf(model, microbatches, twice=2))
     assert [(c.kind, c.rank, c.stage, c.microbatches) for c in verdict.cause[:1]] == [("doubled", 1, 1, (2,))], verdict
+    assert [(ran.action, ran.stack[0].function) for ran in verdict.cause[0].ran] == [("1B2", "one_leaf")]
+    assert verdict.cause[0].ran[0].stack[0].text.startswith("(loss / COUNT).backward(retain_graph=True)")
 
 
 def two_steps(model: nn.Sequential, microbatches: list[Any], *, divides: bool = True) -> HandedBack:

@@ -1,0 +1,65 @@
+"""Where in the user's own code something was called for: the stack without torch, Python and pipeproof."""
+
+import linecache
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from types import FrameType
+
+_MOST = 3  # lines that are kept of a stack
+_LONGEST = 80  # characters of a line that are shown
+_MACHINERY = sys.stdlib_module_names | {"torch", "pipeproof"}
+_INSTALLED = {"site-packages", "dist-packages"}  # folders of packages that are not the user's own
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of code: its file, its number from 1 on, the function around it, and what it says."""
+
+    file: str
+    number: int
+    function: str
+    text: str
+
+    def __str__(self) -> str:
+        path = Path(self.file)
+        short = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+        text = self.text if len(self.text) <= _LONGEST else f"{self.text[: _LONGEST - 1]}…"
+        return f"{short}:{self.number} {self.function}{': ' * bool(text)}{text}"
+
+
+Stack = tuple[Line, ...]  # the innermost line first
+
+
+def own_stack() -> Stack:
+    """The lines through which this call came; empty where none of them is the user's.
+
+    Of an installed package its innermost line alone is kept, and only where that comes before the user's own.
+    """
+    kept: list[Line] = []
+    for frame in _frames(sys._getframe(1)):
+        if not (kept and _installed(frame.f_code.co_filename)):
+            kept.append(_line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        if len(kept) == _MOST:
+            break
+    return tuple(kept)
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """Outwards, but for those of the machinery."""
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).partition(".")[0] not in _MACHINERY:
+            yield frame
+        frame = frame.f_back
+
+
+@lru_cache(maxsize=4096)
+def _installed(file: str) -> bool:
+    return not _INSTALLED.isdisjoint(Path(file).parts)
+
+
+@lru_cache(maxsize=4096)
+def _line(file: str, number: int, function: str) -> Line:
+    return Line(file, number, function, linecache.getline(file, number).strip())
