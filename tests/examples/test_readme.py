@@ -97,7 +97,8 @@ def _close(one: str, other: str) -> bool:
 
 def relevant(output: str) -> str:
     """Standard output without torchrun's own warnings, and with files as seen from where they are."""
-    lines = (line for line in output.replace(f"{ROOT}{os.sep}", "").splitlines() if not re.match(r"[WE]\d{4} |\*{5}|Setting OMP_NUM_THREADS", line))
+    shown = output.replace(f"{ROOT}{os.sep}", "").splitlines()
+    lines = (line for line in shown if not re.match(r"[WE]\d{4} |\*{5}|Setting OMP_NUM_THREADS", line))
     return "\n".join(lines).strip()
 
 
