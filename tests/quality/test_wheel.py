@@ -3,7 +3,7 @@
 import subprocess
 import sys
 import venv
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from pipeproof.worlds.launcher import launch_environment
+from tests.support.once import once
 from tests.support.sources import OURS, ROOT
-from tests.support.warm_start import Ended, run_new
+from tests.support.warm_start import Ended, WarmStart, run_new
 
 pytestmark = pytest.mark.pipeproof_ranks  # it starts processes
 _BOUND_S = 240
@@ -20,20 +21,38 @@ _BOUND_S = 240
 
 @dataclass(frozen=True)
 class Installed:
-    """A Python that has the wheel, and what we depend on."""
+    """A Python that has the wheel, and what we depend on; ``warm`` has imported torch, and nothing of ours."""
 
     python: Path
+    warm: WarmStart
 
     def run(self, folder: Path, *arguments: str) -> Ended:
         """``python ARGUMENTS`` in ``folder``; all output as one text."""
-        own = {name: text for name, text in launch_environment().items() if not name.startswith(("PYTEST_", "PYTHON"))}
-        return run_new(self.python, folder, arguments, own, bound_s=_BOUND_S)
+        return run_new(self.python, folder, arguments, _environment(), bound_s=_BOUND_S)
+
+    def run_warm(self, folder: Path, *arguments: str) -> Ended:
+        """The same, faster."""
+        return self.warm.run(folder, arguments, [_environment()], bound_s=_BOUND_S)
+
+
+def _environment() -> dict[str, str]:
+    return {name: text for name, text in launch_environment().items() if not name.startswith(("PYTEST_", "PYTHON"))}
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    """Build the wheel, and install it by name from a folder of wheels, as from an index."""
-    folder = tmp_path_factory.mktemp("installed")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
+    """Build the wheel, and install it by name from a folder of wheels, as from an index: once for all workers."""
+
+    def install() -> str:
+        return str(_installed(tmp_path_factory.mktemp("installed")))
+
+    python = Path(once(tmp_path_factory, "installed", install))
+    warm = WarmStart(_environment(), python=python)
+    yield Installed(python, warm)
+    warm.close()
+
+
+def _installed(folder: Path) -> Path:
     pip = [sys.executable, "-m", "pip", "--quiet"]
     subprocess.run([*pip, "wheel", "--no-deps", f"--wheel-dir={folder}/wheels", ROOT], check=True, timeout=_BOUND_S)
     venv.create(folder / "venv", with_pip=False, symlinks=True)
@@ -44,7 +63,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     (site,) = (folder / "venv").glob("lib/python3*/site-packages")
     others = dict.fromkeys(str(Path(module.__file__ or "").parents[1]) for module in (torch, pytest))
     (site / "others.pth").write_text("\n".join(others))
-    return Installed(python)
+    return python
 
 
 STEP = """
@@ -145,34 +164,38 @@ def written(folder: Path, files: Mapping[str, str]) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("project", "launch"),
-    [*((name, "pytest") for name in PROJECTS), ("all of them", "pytest -n 2"), ("all of them", "torchrun")],
-)
-def test_a_project_with_names_like_ours_is_tested(
-    installed: Installed, tmp_path: Path, project: str, launch: str
-) -> None:
-    done = installed.run(written(tmp_path, PROJECTS[project]), *LAUNCHES[launch])
+def number_of_tests(project: str) -> int:
+    return sum(text.count("\ndef test_") for text in PROJECTS[project].values())
+
+
+@pytest.mark.parametrize("project", PROJECTS)
+def test_a_project_with_names_like_ours_is_collected(installed: Installed, tmp_path: Path, project: str) -> None:
+    """Its modules are its own, also while our plugin loads. What they do then, the project that has all names shows."""
+    done = installed.run_warm(written(tmp_path, PROJECTS[project]), *LAUNCHES["pytest"], "--collect-only")
     assert done.returncode == 0, done.stdout
-    tests = sum(text.count("\ndef test_") for text in PROJECTS[project].values())
-    assert f"\n{tests} passed" in done.stdout
+    assert f"\n{number_of_tests(project)} test" in done.stdout
+
+
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_a_project_with_all_names_like_ours_is_tested(installed: Installed, tmp_path: Path, launch: str) -> None:
+    start = installed.run if launch == "torchrun" else installed.run_warm
+    done = start(written(tmp_path, PROJECTS["all of them"]), *LAUNCHES[launch])
+    assert done.returncode == 0, done.stdout
+    assert f"\n{number_of_tests('all of them')} passed" in done.stdout
 
 
 def test_a_project_that_is_wrong_would_be_seen(installed: Installed, tmp_path: Path) -> None:
     files = PROJECTS["a module called validation"]
     wrong = {**files, "validation.py": files["validation.py"].replace("wrong=1", "wrong=3")}
-    done = installed.run(written(tmp_path, wrong), *LAUNCHES["pytest"])
+    done = installed.run_warm(written(tmp_path, wrong), *LAUNCHES["pytest"])
     assert done.returncode == 1, done.stdout
     assert "scale" in done.stdout
 
 
+LOADED = "print({'torch', 'numpy'} & {*sys.modules}, pipeproof.__version__)"
 OWN: Mapping[str, tuple[tuple[str, ...], str]] = {
     "module": (("-m", "pipeproof", "show", "1f1b", "--ranks", "2", "--microbatches", "4"), ""),
-    "root": (
-        ("-c", "import pipeproof, sys; print({'torch', 'numpy'} & {*sys.modules}, pipeproof.__version__)"),
-        "set()",
-    ),
-    "plugin": (("-c", "import pipeproof.pytest_plugin, sys; print({'torch', 'numpy'} & {*sys.modules})"), "set()"),
+    "root and plugin": (("-c", f"import pipeproof, pipeproof.pytest_plugin, sys; {LOADED}"), "set()"),
     "names": (("-c", "from pipeproof import PipelineSchedule, World, Case, check_step, record_step, whitebox"), ""),
 }
 

@@ -63,9 +63,9 @@ _GRACE_S = 5.0  # between asking a program to end and ending it
 class WarmStart:
     """Runs programs, in threads at once if need be."""
 
-    def __init__(self, environment: Environment) -> None:
+    def __init__(self, environment: Environment, *, python: str | Path = sys.executable) -> None:
         self._server = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=dict(environment)
+            [python, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=dict(environment)
         )
         self._folder = TemporaryDirectory()
         self._numbers = count()
