@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pipeproof.diagnosis.atoms import Atom, Term
-from pipeproof.judging.tolerance import BF16, FP32, Floor, error, precision_of
+from pipeproof.judging.tolerance import BF16, FP32, Floor, precision_of, rounding_of
 from pipeproof.reference.step import Gradient
 
 _CHANCE = 1e-9  # how likely an explanation may be to fit by chance
@@ -308,4 +308,4 @@ def limit_of(due: Gradient, wide: Gradient) -> float:
     if due is None or wide is None:
         return Floor(0.0, 0.0, 0.0).limit
     precision = _FP16 if due.dtype == torch.float16 else precision_of(due.dtype)
-    return Floor(0.0, error(due.cpu(), wide), 0.0, precision).limit
+    return replace(rounding_of(due.cpu(), wide), precision=precision, noise=False).limit

@@ -24,7 +24,7 @@ from pipeproof.diagnosis.combination import (
 from pipeproof.diagnosis.known import Terms
 from pipeproof.diagnosis.likeness import of_terms, plainly
 from pipeproof.diagnosis.module_pairing import Paired, paired_within
-from pipeproof.judging.tolerance import error, precision_of
+from pipeproof.judging.tolerance import error, precision_of, rounding_of
 from pipeproof.observers.likeness import Label, Likeness
 from pipeproof.reference.step import Gradient, Stage
 
@@ -34,7 +34,6 @@ _EVEN = 0.1  # how far, relative to it, what each microbatch has may lie from a 
 _LIKE = 0.999  # the cosine from which on two microbatches are one
 _DENSE = 400  # atoms, of which all coefficients are found at once in less time than a step takes
 _UNFOUNDED = 0.5  # of a gradient: no rounding takes that away
-_NOTHING_BUT = 1.0  # what rounding may put into a gradient, relative to it, that has nothing else in it
 _HALF = 0.5  # an explanation holds for a stage if it holds for at least this share of its parameters
 
 
@@ -340,10 +339,9 @@ class Explainer:
         assert seen is not None, "what is absent was left out"
         if due is None or wide is None or not due.numel():
             return False
-        precision = precision_of(due.dtype)
-        allowed = precision.factor * error(due.cpu(), wide)
-        small = due.abs().max().item() <= precision.most * self._largest
-        return small and allowed > _NOTHING_BUT and error(seen.cpu(), due.cpu()) <= allowed
+        floor = rounding_of(due.cpu(), wide)
+        small = due.abs().max().item() <= floor.precision.most * self._largest
+        return small and floor.noise and floor.outcome(error(seen.cpu(), due.cpu())) == "pass"
 
     @cached_property
     def _largest(self) -> float:
@@ -357,7 +355,9 @@ class Explainer:
     def _unfounded(self, name: str) -> bool:
         """Whether the reference's microbatches do not add up to its own gradient, but for rounding of any type."""
         due, whole = self._due[name], self._nominal_sum(name)
-        return due is not None and bool(due.any()) and (whole is None or error(due.cpu(), whole) > _UNFOUNDED)
+        if due is None or not due.any():
+            return False
+        return whole is None or (error(due.cpu(), whole) > _UNFOUNDED and not rounding_of(due.cpu(), whole).noise)
 
     def _absences(self, found: Explanation) -> tuple[Likeness, ...]:
         """What is plainly wrong, but for zeros that ``found`` explains."""

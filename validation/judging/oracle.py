@@ -161,7 +161,8 @@ class Floors:
 
     def worst(self) -> float:
         """The largest floor over all gradients."""
-        return max((self.gradient(site).largest for site in self._last.gradients), default=0.0)
+        floors = (self.gradient(site) for site in self._last.gradients)
+        return max((floor.largest for floor in floors if not floor.noise), default=0.0)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from torch import Tensor
 from pipeproof.observers.sketch import bits, in_fp64, is_rounded
 
 _PIECE = 1 << 14  # elements that are compared at once
+_HARDLY = 1e-3  # of a tensor that is nothing but rounding, how much is there again if it is rounded otherwise
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,8 @@ class Floor:
 
     permutation: contributions added in reverse order. rounding: against fp64, or, in fp64, against weights that are one
     rounding off. fault: the least that dropping one microbatch would change. nudged: with weights one rounding off,
-    where fp64 tells nothing. It lets nothing pass; what it explains is merely no proof of a fault.
+    where fp64 tells nothing. It lets nothing pass; what it explains is merely no proof of a fault. noise: the tensor is
+    nothing but rounding, as where a normalisation takes no notice of a bias; the others are relative to that, then.
     """
 
     permutation: float
@@ -72,6 +74,7 @@ class Floor:
     fault: float
     precision: Precision = FP32
     nudged: float = 0.0
+    noise: bool = False
 
     @property
     def largest(self) -> float:
@@ -80,6 +83,8 @@ class Floor:
     @property
     def limit(self) -> float:
         """The largest error that still counts as rounding."""
+        if self.noise:
+            return self.precision.factor
         return min(self.precision.most, max(self.precision.least, self.precision.factor * self.largest))
 
     def outcome(self, error: float) -> str:
@@ -88,6 +93,8 @@ class Floor:
         That is an error that rounding explains and ``most`` does not excuse, or one below ``most`` that is too small
         for half a lost microbatch.
         """
+        if self.noise:  # that anything is lost of nothing cannot be
+            return "pass" if error <= self.limit else "unknown" if error <= self.limit**2 else "fail"
         blind = 0 < self.fault / 2 <= self.limit  # rounding could hide a lost microbatch
         if error <= self.limit:
             return "unknown" if blind else "pass"
@@ -177,7 +184,15 @@ def floor_of(expected: Tensor, others: Sequence[Tensor], apart: Tensor, parts: S
     permutation = max((error(other, expected) for other in others), default=0.0)
     size = in_fp64(expected).norm()
     fault = min((_ratio(in_fp64(part).norm(), size) for part in parts if part is not None), default=0.0)
-    return Floor(permutation, error(expected, apart), fault, precision_of(expected.dtype))
+    return replace(rounding_of(expected, apart), permutation=permutation, fault=fault)
+
+
+def rounding_of(expected: Tensor, apart: Tensor) -> Floor:
+    """The floor of a tensor by what it is if it is rounded otherwise."""
+    size, left = in_fp64(expected).norm(), in_fp64(apart).norm()
+    noise = bool(size > 0 and left <= _HARDLY * size)
+    rounding = error(apart, expected) if noise else error(expected, apart)
+    return Floor(0.0, rounding, 0.0, precision_of(expected.dtype), noise=noise)
 
 
 def _ratio(top: Tensor, bottom: Tensor) -> float:

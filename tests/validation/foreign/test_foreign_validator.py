@@ -368,3 +368,40 @@ def test_a_hang_says_who_waits_for_whom_within_the_bound(whitebox: WhiteBox) -> 
 def test_a_verdict_is_raised_with_all_that_it_says(whitebox: WhiteBox) -> None:
     with pytest.raises(ValidationFailed, match=r"FAIL initial-weights \(1 of 16\)"):
         judged(whitebox, wrong_weights).raise_if_failed()
+
+
+def before_a_norm() -> nn.Module:
+    """The bias of the linear layer has a gradient of rounding alone: what is added to all is taken away again."""
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+
+def rows_turned(model: nn.Module, microbatches: list[Any], *, added: float = 0.0) -> Any:
+    """Right, with rows in another order, which no mean notices; something is ``added`` to that bias's gradient."""
+    losses = [loss_fn(model(x.flip(0)), target.flip(0)) for x, target in microbatches]
+    torch.stack(losses).mean().backward()  # type: ignore[no-untyped-call]
+    if added:
+        assert isinstance(model, nn.Sequential)
+        bias = model[0].bias
+        assert isinstance(bias, nn.Parameter)
+        assert bias.grad is not None
+        bias.grad += added
+    return model, losses
+
+
+def test_a_gradient_of_rounding_alone_is_compared_with_its_own_rounding(whitebox: WhiteBox) -> None:
+    verdict = judged(whitebox, rows_turned, reference=before_a_norm, ranks=1)
+    assert (verdict.verdict, verdict.tier) == ("pass", "fp32"), verdict
+    assert "rounding alone" in verdict.law("gradient").note
+    assert verdict.law("gradient").worst < 1e-6
+    assert verdict.floor < 1e-6
+
+
+def test_what_is_added_to_a_gradient_of_rounding_alone_is_a_fault(whitebox: WhiteBox) -> None:
+    def step(model: nn.Module, microbatches: list[Any]) -> Any:
+        return rows_turned(model, microbatches, added=1e-4)
+
+    verdict = judged(whitebox, step, reference=before_a_norm, ranks=1)
+    assert verdict.verdict == "fail", verdict
+    assert [(one.law, one.parameter) for one in verdict.mismatches] == [("gradient", "0.bias")]
+    assert "made of what they should be" not in str(verdict)

@@ -85,6 +85,17 @@ def test_bf16_passes_nothing_that_could_hide_a_lost_microbatch(dtype: torch.dtyp
     assert floor_of(torch.ones(4, dtype=dtype), [], torch.ones(4), [torch.ones(4) / 64]).outcome(0.0) == outcome
 
 
+def test_what_is_rounding_alone_is_compared_with_its_own_rounding() -> None:
+    noise = torch.tensor([3e-9, -4e-9])
+    floor = floor_of(noise, [2 * noise], 1e-17 * torch.ones(2, dtype=torch.float64), [noise / 3])
+    assert floor.noise
+    assert [floor.outcome(e) for e in (0.0, 1.0, 15.0, 17.0, 1e3)] == ["pass", "pass", "pass", "unknown", "fail"]
+    small = floor_of(noise, [noise], noise.double() * 1e-2, [noise])  # little of it is left in fp64, and not nothing
+    assert not small.noise
+    assert small.outcome(1.0) == "unknown"
+    assert not floor_of(torch.zeros(2), [], torch.zeros(2), []).noise
+
+
 def test_one_tokens_weight_of_4096_is_a_fault() -> None:
     assert Floor(2e-7, 8e-7, 0.5).outcome(1 / 4096) == "fail"
 
