@@ -14,16 +14,13 @@ import torch
 from torch import Tensor
 
 from pipeproof.diagnosis.atoms import Atom, Term
-from pipeproof.judging.tolerance import BF16, FP32, Floor, precision_of, rounding_of
+from pipeproof.judging.tolerance import FP32, Floor, precision_of, rounding_of
 from pipeproof.reference.step import Gradient
 
 _CHANCE = 1e-9  # how likely an explanation may be to fit by chance
 DECIDED = 0.05  # a coefficient known no better than this is undecided
 # ... or, where rounding itself is coarse, no better than so many times that, and never worse than this.
 _COARSE, _COARSEST = 8.0, 0.2
-# The law judges fp16 as fp32, and so lets nothing pass that it should not. What a gradient is made of shows through the
-# rounding of its own type only.
-_FP16 = replace(BF16, unit=2.0**-11, least=4 * 2.0**-11, most=16 * 2.0**-11)
 _SKETCH = 2048
 _DEPENDENT = 1e-6  # an atom of which no more than this is new
 
@@ -307,5 +304,4 @@ def limit_of(due: Gradient, wide: Gradient) -> float:
     """
     if due is None or wide is None:
         return Floor(0.0, 0.0, 0.0).limit
-    precision = _FP16 if due.dtype == torch.float16 else precision_of(due.dtype)
-    return replace(rounding_of(due.cpu(), wide), precision=precision, noise=False).limit
+    return replace(rounding_of(due.cpu(), wide), noise=False).limit

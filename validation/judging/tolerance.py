@@ -26,7 +26,7 @@ class Precision:
     leaves. most: what no floor, however large, makes a pass.
     """
 
-    name: Literal["fp32", "bf16", "fp64"]
+    name: Literal["fp32", "bf16", "fp16", "fp64"]
     unit: float
     factor: float
     least: float
@@ -37,11 +37,13 @@ FP32 = Precision("fp32", unit=2.0**-24, factor=16.0, least=32 * 2.0**-24, most=1
 # Eight significant bits leave no room to be generous: a lost microbatch is soon as small as 16 floors. Other kernels,
 # other orders and a wide accumulator came to 2.5 floors at most (6 models, 2 to 32 microbatches).
 BF16 = Precision("bf16", unit=2.0**-8, factor=4.0, least=4 * 2.0**-8, most=16 * 2.0**-8)
+FP16 = replace(BF16, name="fp16", unit=2.0**-11, least=4 * 2.0**-11, most=16 * 2.0**-11)
 FP64 = Precision("fp64", unit=2.0**-53, factor=16.0, least=32 * 2.0**-53, most=1e-12)
 PRECISIONS: Mapping[torch.dtype, Precision] = MappingProxyType(
     {
         torch.float32: FP32,
         torch.bfloat16: BF16,
+        torch.float16: FP16,
         torch.float64: FP64,
         torch.complex64: FP32,
         torch.complex128: FP64,

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pipeproof.judging.cause import KINDS, Cause, Cells, RuledOut
 
 SCHEMA = "pipeproof/verdict/2"
-Tier = Literal["bitwise", "fp32", "bf16", "fp64", "none"]  # bit for bit, or to the rounding of a dtype
+Tier = Literal["bitwise", "fp32", "bf16", "fp16", "fp64", "none"]  # bit for bit, or to the rounding of a dtype
 Outcome = Literal["pass", "fail", "unknown", "not seen", "not applicable"]
 
 _SHOWN = 4  # mismatches on a screen; the rest are counted

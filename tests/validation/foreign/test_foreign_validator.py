@@ -13,6 +13,7 @@ from torch import nn
 from pipeproof.foreign import HandedBack, WhiteBox, watch
 from pipeproof.foreign.rank import RankMade, digests
 from pipeproof.foreign.validator import other_data
+from pipeproof.judging.tolerance import FP32
 from pipeproof.judging.verdict import ValidationFailed, Verdict
 from tests.support.steps import Pairs, loss_fn, pairs
 
@@ -405,3 +406,22 @@ def test_what_is_added_to_a_gradient_of_rounding_alone_is_a_fault(whitebox: Whit
     assert verdict.verdict == "fail", verdict
     assert [(one.law, one.parameter) for one in verdict.mismatches] == [("gradient", "0.bias")]
     assert "made of what they should be" not in str(verdict)
+
+
+def in_half() -> nn.Module:
+    return build_model().half()
+
+
+def backwards_first(model: nn.Module, microbatches: list[Any]) -> Any:
+    """Right, with the last microbatch first."""
+    losses = [loss_fn(model(x), target) for x, target in microbatches]
+    for loss in reversed(losses):
+        (loss / len(microbatches)).backward()  # type: ignore[no-untyped-call]
+    return model, losses
+
+
+def test_half_precision_rounds_as_it_does_and_no_finer(whitebox: WhiteBox) -> None:
+    microbatches = [(x.half(), target.half()) for x, target in data()]
+    verdict = judged(whitebox, backwards_first, reference=in_half, microbatches=microbatches, ranks=1)
+    assert (verdict.verdict, verdict.tier) == ("pass", "fp16"), verdict
+    assert verdict.law("gradient").worst > FP32.most
