@@ -13,8 +13,10 @@ from importlib.metadata import version
 from pipeproof.commands.case_commands import add_case_commands
 from pipeproof.commands.ending import ended
 from pipeproof.commands.option_parser import OptionParser
+from pipeproof.commands.outputs import takes_standard_output
 from pipeproof.commands.schedule_commands import add_schedule_commands
 from pipeproof.commands.selection import STATUSES
+from pipeproof.reports.terminal import Manner, speaking
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,7 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str] | None) -> int:
     options = _parser().parse_args(arguments)
-    return int(options.run(options))
+    with speaking(Manner(options.color, options.quiet, options.verbose, takes_standard_output(options))):
+        return int(options.run(options))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -37,4 +40,16 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add_case_commands(commands)
     add_schedule_commands(commands)
+    for command in commands.choices.values():
+        _add_manner(command)
     return parser
+
+
+def _add_manner(parser: argparse.ArgumentParser) -> None:
+    """How any command speaks."""
+    says = parser.add_argument_group("what it says")
+    loudness = says.add_mutually_exclusive_group()
+    loudness.add_argument("-q", "--quiet", action="store_true", help="only what is no pass, and how it ended")
+    loudness.add_argument("-v", "--verbose", action="store_true", help="all of what passes, and what ranks print")
+    colors = ("auto", "always", "never")
+    says.add_argument("--color", choices=colors, default="auto", help="(default auto: on a terminal, without NO_COLOR)")

@@ -9,10 +9,10 @@ from typing import Any, TypeAlias
 from pipeproof.cases.case import FUZZED_DTYPES, Case, CaseError
 from pipeproof.cases.runtimes import OWN, TORCH
 from pipeproof.commands.option_parser import seconds
+from pipeproof.commands.outputs import Outputs, add_file, add_outputs, add_recording
 from pipeproof.commands.selection import (
     DTYPE_NAMES,
     STATUSES,
-    add_recording,
     add_table,
     add_world,
     dtype_names,
@@ -42,8 +42,9 @@ def _add_validate(commands: Commands) -> None:
     )
     add_table(parser)
     parser.add_argument("--profile", action="store_true", help="print where each rank's time went")
-    add_recording(parser)
     add_world(parser)
+    add_recording(parser)
+    add_outputs(parser)
     parser.set_defaults(run=_validate)
 
 
@@ -62,6 +63,7 @@ def _add_fuzz(commands: Commands) -> None:
         help="whose: torch is torch.distributed.pipelining (default %(default)s)",
     )
     add_world(parser)
+    add_outputs(parser)
     parser.set_defaults(run=_fuzz)
 
 
@@ -72,21 +74,22 @@ def _add_gate(commands: Commands) -> None:
     parser.add_argument("--cases", type=int, default=50, metavar="N", help="how many are drawn from the seed")
     parser.add_argument("--case", action="append", default=[], metavar="LINE", help="one more case, as for replay")
     parser.add_argument("--max-ranks", type=int, metavar="P", help="of drawn cases (default: as in the table)")
-    parser.add_argument("--junit", metavar="FILE", help="write a test report there")
-    parser.add_argument("--summary", metavar="FILE", help="write a table in Markdown there")
+    add_file(parser, "--junit", "write a test report there")
+    add_file(parser, "--summary", "write a table in Markdown there")
     parser.add_argument("--artifacts", metavar="DIR", help="leave the records of failing cases there")
     parser.add_argument("--annotations", choices=("github",), help="print what is wrong so that GitHub shows it")
     add_world(parser)
+    add_outputs(parser)
     parser.set_defaults(run=_gate)
 
 
 def _add_replay(commands: Commands) -> None:
     parser = commands.add_parser("replay", help="run one case again", epilog=STATUSES)
     parser.add_argument("case", help='the line that a failure printed, e.g. "1f1b r4 s4 m8 split=2,2,2,2 seed=17"')
-    parser.add_argument("--json", metavar="FILE", help="write the verdict there")
     parser.add_argument("--plugin", metavar="FILE", help="a Python file that registers the specimen of the line")
-    parser.set_defaults(run=_replay)
     add_recording(parser)
+    add_outputs(parser, what="the verdict")
+    parser.set_defaults(run=_replay)
 
 
 def _validate(options: argparse.Namespace) -> int:
@@ -94,7 +97,7 @@ def _validate(options: argparse.Namespace) -> int:
     start_fork_server()
     from pipeproof.commands.campaign import Setting, validate_all
 
-    setting = Setting(options.device, options.timeout, options.json, options.profile, record=options.record)
+    setting = Setting(options.device, options.timeout, Outputs.of(options), options.profile)
     return validate_all(cases, setting, left_out=left_out)
 
 
@@ -121,7 +124,7 @@ def _gate(options: argparse.Namespace) -> int:
         missing,
     )
     reports = Reports(options.junit, options.summary, options.artifacts, options.annotations == "github")
-    return gate(plan, Setting(options.device, options.timeout, options.json), reports)
+    return gate(plan, Setting(options.device, options.timeout, Outputs.of(options)), reports)
 
 
 def _fuzz(options: argparse.Namespace) -> int:
@@ -133,7 +136,7 @@ def _fuzz(options: argparse.Namespace) -> int:
     from pipeproof.commands.campaign import Setting, fuzz_all
 
     return fuzz_all(
-        Setting(options.device, options.timeout, options.json),
+        Setting(options.device, options.timeout, Outputs.of(options)),
         budget=options.cases,
         seed=options.seed,
         schedules=schedules,
@@ -151,13 +154,13 @@ def _replay(options: argparse.Namespace) -> int:
 
     if options.plugin is not None:
         PLUGINS.load(options.plugin)
-    return validate_all([case], Setting(case.device, json=options.json, explain=True, record=options.record))
+    return validate_all([case], Setting(case.device, outputs=Outputs.of(options), explain=True))
 
 
 def _add_records(commands: Commands) -> None:
     recorder = commands.add_parser("record", help="write what the reference expects of a case, on one device")
     recorder.add_argument("case", nargs="+", help="as for replay; quotes may be left out")
-    recorder.add_argument("--out", required=True, metavar="FILE", help="a safetensors file")
+    add_file(recorder, "--out", "a safetensors file", required=True)
     recorder.set_defaults(run=_record)
     comparer = commands.add_parser("compare", help="judge a record of a run by what was expected, from two files")
     comparer.add_argument("expected", help="what `pipeproof record` wrote")
@@ -166,7 +169,7 @@ def _add_records(commands: Commands) -> None:
     differ.add_argument("expected", metavar="one")
     differ.add_argument("seen", metavar="other")
     for parser, configs in ((comparer, False), (differ, True)):
-        parser.add_argument("--json", metavar="FILE", help="write the verdict there")
+        add_outputs(parser, what="the verdict")
         parser.set_defaults(run=_compare, configs=configs)
 
 
@@ -179,7 +182,7 @@ def _record(options: argparse.Namespace) -> int:
 def _compare(options: argparse.Namespace) -> int:
     from pipeproof.commands.offline import compare_files
 
-    return compare_files(options.expected, options.seen, json=options.json, configs=options.configs)
+    return compare_files(options.expected, options.seen, outputs=Outputs.of(options), configs=options.configs)
 
 
 def _add_specimens(commands: Commands) -> None:
@@ -196,7 +199,7 @@ def _add_specimens(commands: Commands) -> None:
     parser.add_argument("--seed", type=int, default=0, help="where --shrink begins")
     parser.add_argument("--final-only", action="store_true", help="from final gradients alone: record no tensors")
     parser.add_argument("--timeout", type=seconds, default=120.0, metavar="SECONDS", help="of one case (default 120)")
-    parser.add_argument("--json", metavar="FILE", help="write results there")
+    add_outputs(parser, what="results")
     parser.set_defaults(run=_specimens)
 
 
@@ -209,7 +212,7 @@ def _specimens(options: argparse.Namespace) -> int:
         Terminal().say(listing(names))
         return 0
     schedules = schedule_names(options.schedule) if options.schedule else []
-    setting = Setting("cpu", options.timeout, options.json)
+    setting = Setting("cpu", options.timeout, Outputs.of(options))
     counted("--seed", options.seed, least=0, most=MOST_SEED)
     if options.shrink:
         if schedules or options.final_only:

@@ -13,10 +13,8 @@ from pipeproof.commands.campaign import Setting
 from pipeproof.judging.judge import LAWS
 from pipeproof.reports.table import matrix, pairs_of, totals
 from pipeproof.reports.terminal import Terminal
-from pipeproof.worlds.output_file import OutputFile
 from pipeproof.worlds.world import World
 
-SCHEMA = "pipeproof/specimens/2"
 _EVIDENCE: Mapping[str, str] = {
     "recorded": "with boundary tensors",
     "final": "from final gradients alone",
@@ -69,7 +67,7 @@ def try_all(names: Sequence[str], schedules: Sequence[str], setting: Setting, *,
     """
     cases, left_out = cases_on(names, schedules) if schedules else ([smallest_of(SPECIMENS[n]) for n in names], {})
     terminal, trials = Terminal(), list[Trial]()
-    with OutputFile(setting.json) as file, World(device="cpu", timeout_s=setting.timeout_s) as world:
+    with setting.outputs.opened("specimens") as files, World(device="cpu", timeout_s=setting.timeout_s) as world:
         terminal.say(HEADER)
         for number, case in enumerate(cases, start=1):
             with terminal.progress(f"{number} of {len(cases)}: {case}"):
@@ -82,21 +80,21 @@ def try_all(names: Sequence[str], schedules: Sequence[str], setting: Setting, *,
         for which, words in _EVIDENCE.items():
             if which == "final" or not final_only:
                 terminal.say(f"\n{words}:\n{matrix(pairs_of(trials, which))}\n{totals(trials, which)}")
-        file.write_json({"schema": SCHEMA, "specimens": [trial.as_dict() for trial in trials]})
-    return 0 if trials and all(_sound(trial) for trial in trials) else 1
+        status = 0 if trials and all(_sound(trial) for trial in trials) else 1
+        return files.finish(status, specimens=[trial.as_dict() for trial in trials])
 
 
 def shrink_all(names: Sequence[str], setting: Setting, *, seed: int) -> int:
     """Shrink a random failing case of each specimen; 1 where one does not end in the case that it states."""
     terminal, found = Terminal(), list[Shrunk]()
-    with OutputFile(setting.json) as file, World(device="cpu", timeout_s=setting.timeout_s) as world:
+    with setting.outputs.opened("specimens") as files, World(device="cpu", timeout_s=setting.timeout_s) as world:
         for number, name in enumerate(names, start=1):
             with terminal.progress(f"{number} of {len(names)}: {name}"):
                 found.append(shrink(SPECIMENS[name], world, seed=seed))
             terminal.say(str(found[-1]))
         terminal.say(f"{sum(one.as_stated for one in found)} of {len(found)} shrink to the case that they state")
-        file.write_json({"schema": SCHEMA, "seed": seed, "shrunk": [asdict(one) for one in found]})
-    return 0 if found and all(one.as_stated for one in found) else 1
+        status = 0 if found and all(one.as_stated for one in found) else 1
+        return files.finish(status, seed=seed, shrunk=[asdict(one) for one in found])
 
 
 def _sound(trial: Trial) -> bool:

@@ -142,17 +142,22 @@ def standard_output() -> Iterator[None]:
 class _Watched:
     """A stream whose failures can be told from those of files and connections."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream  # of text, or of bytes
 
-    def write(self, text: str) -> int:
-        raw = getattr(self._stream, "buffer", None)
+    def write(self, content: Any) -> int:
+        raw = getattr(self._stream, "buffer", self._stream)
         with self._watching():
             if not isinstance(raw, io.RawIOBase):
-                return self._stream.write(text)
+                return int(self._stream.write(content))
             # With PYTHONUNBUFFERED, Python drops what a write leaves over, and a reader that goes is not noticed.
-            _write_all(raw, text.encode(self._stream.encoding, self._stream.errors or "strict"))
-            return len(text)
+            _write_all(raw, content if isinstance(content, bytes) else content.encode(self.encoding, self.errors))
+            return len(content)
+
+    @property
+    def buffer(self) -> "_Watched":
+        """Where bytes go."""
+        return _Watched(self._stream.buffer)
 
     def flush(self) -> None:
         with self._watching():

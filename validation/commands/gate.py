@@ -9,7 +9,8 @@ from pipeproof.cases.case import Case, CaseError
 from pipeproof.cases.fuzz import cases, fuzz
 from pipeproof.cases.specimens import specimen
 from pipeproof.commands.campaign import Setting, enough_ranks, validated
-from pipeproof.judging.verdict import SCHEMA, Verdict
+from pipeproof.commands.outputs import Opened, document
+from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.observed import Observed
 from pipeproof.records.case_record import expected_record, observed_record
 from pipeproof.records.record_file import write
@@ -66,7 +67,7 @@ def gate(plan: Plan, setting: Setting, reports: Reports) -> int:
     with (
         OutputFile(reports.junit) as xml,
         OutputFile(reports.summary) as summary,
-        OutputFile(setting.json) as data,
+        setting.outputs.opened("gate") as files,
         World(device=device, timeout_s=setting.timeout_s) as world,
     ):
         run = _Run(world, device, terminal)
@@ -80,7 +81,7 @@ def gate(plan: Plan, setting: Setting, reports: Reports) -> int:
         terminal.say("\n".join(annotations(result))) if reports.github and result.status else None
         xml.write(junit(result))
         summary.write(markdown(result).encode())
-        data.write_json(_data(result))
+        _write(files, result)
         if folder is not None:
             _keep(folder, result, run.observed)
     return result.status
@@ -167,14 +168,14 @@ def _keep(folder: Path, result: GateResult, observed: Mapping[Case, Observed]) -
         name = str(folder / f"{number}-{one.case.built.name}")
         with OutputFile(f"{name}.txt") as text, OutputFile(f"{name}.json") as data:
             text.write(f"{one.story}\n".encode())
-            data.write_json(one.verdict.as_dict())
+            data.write_json(document("gate", one.verdict.exit_status, [one.verdict]))
         if one.case in observed:
             with OutputFile(f"{name}.expected") as wanted, OutputFile(f"{name}.observed") as seen:
                 write(expected_record(replace(one.case, specimen="")), wanted)
                 write(observed_record(one.case, observed[one.case]), seen)
 
 
-def _data(result: GateResult) -> dict[str, object]:
-    verdicts = [{"group": one.group, "outcome": one.outcome, **one.verdict.as_dict()} for one in result.cases]
-    missing = dict(result.missing)
-    return {"schema": SCHEMA, "seed": result.seed, "due": result.due, "missing": missing, "verdicts": verdicts}
+def _write(files: Opened, result: GateResult) -> None:
+    groups = [{"group": one.group, "outcome": one.outcome} for one in result.cases]
+    verdicts, left_out = [one.verdict for one in result.cases], dict(result.missing)
+    files.finish(result.status, verdicts, groups=groups, seed=result.seed, due=result.due, left_out=left_out)

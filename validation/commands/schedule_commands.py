@@ -7,6 +7,7 @@ from typing import Any
 from pipeproof.cases.case import CaseError
 from pipeproof.commands.ending import WRONG
 from pipeproof.commands.option_parser import number, numbers, share, shares, three_numbers
+from pipeproof.commands.outputs import add_file
 from pipeproof.commands.selection import (
     MICROBATCHES,
     MODEL_NAMES,
@@ -52,9 +53,9 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
     add_shape(parser)
     parser.set_defaults(run=_show)
     parser.add_argument("--times", type=three_numbers, metavar="F,I,W", help="of a stage (default 1,1,1)")
-    parser.add_argument("--svg", metavar="FILE", help="draw the timeline (needs the extra 'plot')")
-    parser.add_argument("--png", metavar="FILE", help="draw the timeline (needs the extra 'plot')")
-    parser.add_argument("--trace", metavar="FILE.json", help="write the timeline for ui.perfetto.dev: Chrome's format")
+    add_file(parser, "--svg", "draw the timeline (needs the extra 'plot')")
+    add_file(parser, "--png", "draw the timeline (needs the extra 'plot')")
+    add_file(parser, "--trace", "write the timeline for ui.perfetto.dev: Chrome's format, .json")
     parser.add_argument("--run", dest="real", action="store_true", help="time it on ranks too, with a small model")
     real = parser.add_argument_group("with --run", argument_default=argparse.SUPPRESS)
     real.add_argument("--steps", type=int, metavar="N", help="how many are timed (default 5)")

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pipeproof.judging.cause import KINDS, Cause, Cells, RuledOut
 
-SCHEMA = "pipeproof/verdict/2"
+SCHEMA = "pipeproof/3"  # of all that is written as JSON: validation/reports/schema.json
 Tier = Literal["bitwise", "fp32", "bf16", "fp64", "none"]  # bit for bit, or to the rounding of a dtype
 Outcome = Literal["pass", "fail", "unknown", "not seen", "not applicable"]
 

@@ -7,6 +7,7 @@ import pytest
 
 from pipeproof.cases.case import Case
 from pipeproof.commands.campaign import Impossible, Setting, exit_status, fuzz_all, validate_all
+from pipeproof.commands.outputs import Outputs
 from pipeproof.judging.verdict import LawResult, Verdict
 from pipeproof.worlds.rank_report import NeedsMoreRanks
 
@@ -17,7 +18,7 @@ CRASHES = Case("1f1b", 1, 1, 3, (1,), model="gpt", ragged=True, plan=("train",),
 
 
 def run(cases: list[Case], path: Path) -> tuple[int, list[str]]:
-    status = validate_all(cases, Setting("cpu", json=str(path)))
+    status = validate_all(cases, Setting("cpu", outputs=Outputs(str(path))))
     return status, [verdict["verdict"] for verdict in json.loads(path.read_text())["verdicts"]]
 
 

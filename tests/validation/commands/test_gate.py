@@ -107,7 +107,7 @@ def test_a_failing_gate_leaves_the_records_of_its_case(
     suite = ElementTree.parse("kept/gate.xml").getroot()[0]
     assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("5", "1", "0")
     assert f"| **fail** | `{WRONG}` |" in Path("kept/gate.md").read_text()
-    assert json.loads(Path("kept/1-naive.json").read_text())["verdict"] == "fail"
+    assert json.loads(Path("kept/1-naive.json").read_text())["verdicts"][0]["verdict"] == "fail"
     assert read("kept/1-naive.observed").kind == "observed"
     assert main(["compare", "kept/1-naive.expected", "kept/1-naive.observed"]) == 1
     assert "2 times expected, cosine 1.000000" in capsys.readouterr().out

@@ -40,7 +40,7 @@ def test_records_of_two_schedules_agree(capsys: pytest.CaptureFixture[str]) -> N
     out = capsys.readouterr().out
     assert out.startswith("PASS 37 comparisons, fp32\n")
     assert out.endswith("replay    pipeproof compare one other\n")
-    assert json.loads(Path("verdict.json").read_text())["verdict"] == "pass"
+    assert json.loads(Path("verdict.json").read_text())["verdicts"][0]["verdict"] == "pass"
 
 
 def test_diff_says_first_how_the_configs_differ(capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,7 +31,7 @@ def test_exit_status(outcome: str, status: int) -> None:
 def test_a_verdict_is_plain_data_with_its_replay_line() -> None:
     verdict = Verdict("1f1b r1 s1 m1", "fail", "none", (FAIL,), (Mismatch("x", 1, "a", "b", rank=3),))
     data = json.loads(json.dumps(verdict.as_dict()))
-    assert data["schema"] == "pipeproof/verdict/2"
+    assert data["schema"] == "pipeproof/3"
     assert data["replay"] == 'pipeproof replay "1f1b r1 s1 m1"'
     assert data["mismatches"][0]["rank"] == 3
     assert {"config", "verdict", "tier", "laws", "mismatches", "cause", "replay"} <= set(data)
