@@ -30,7 +30,7 @@ from pipeproof.observers.observed import Observed
 from pipeproof.observers.sketch import UNSOUGHT, contents
 from pipeproof.reference.data import Batch
 from pipeproof.reference.step import Contribution, Reference
-from pipeproof.worlds.rank_report import NeedsMoreRanks, RankFailed, WorldError, headline
+from pipeproof.worlds.rank_report import NeedsMoreRanks, RankFailed, WorldError
 from pipeproof.worlds.world import World
 
 _TOLD = (ReferenceRaised, WorldError)  # errors whose text says what is wrong
@@ -291,7 +291,7 @@ def _failed(title: str, failure: RankFailed) -> Verdict:
     """The verdict where the ranks brought nothing back: what they did instead."""
     if isinstance(failure.cause, HandBackError | NamesError):
         return _undecided(title, f"rank {failure.culprit}: {failure.cause}")
-    return Verdict(title, "unknown", "none", (), headline=headline(failure.reports), failure=str(failure))
+    return Verdict(title, "unknown", "none", ()).of_failure(failure)
 
 
 def _title(task: Task, replicas: Replicas) -> str:

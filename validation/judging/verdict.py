@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipeproof.judging.cause import KINDS, Cause, Cells, RuledOut
+from pipeproof.worlds.rank_report import RankFailed, details, headline
 
 SCHEMA = "pipeproof/3"  # of all that is written as JSON: validation/reports/schema.json
 Tier = Literal["bitwise", "fp32", "bf16", "fp64", "none"]  # bit for bit, or to the rounding of a dtype
@@ -24,9 +25,28 @@ EXIT_STATUS: Mapping[str, int] = {"pass": 0, "fail": 1, "unknown": 3}
 class ValidationFailed(AssertionError):
     """A verdict that is not a pass; ``verdict`` holds it."""
 
+    __module__ = "pipeproof"  # where users have it from
+
     def __init__(self, verdict: "Verdict") -> None:
         super().__init__(str(verdict))
         self.verdict = verdict
+
+    @property
+    def short(self) -> str:
+        """The reason first, on one line: ``scale x4 everywhere (PipelineMismatch)``."""
+        return f"{self.verdict.reason} ({type(self).__name__})"
+
+
+class PipelineMismatch(ValidationFailed):
+    """The pipeline gives another answer than the reference."""
+
+    __module__ = "pipeproof"
+
+
+class NoVerdict(ValidationFailed):
+    """Nothing was decided: a crash, a hang, or evidence that does not suffice."""
+
+    __module__ = "pipeproof"
 
 
 @dataclass(frozen=True)
@@ -208,9 +228,10 @@ class Verdict:
     each as a whole, the likeliest first. ``ruled_out`` is what was compared on the way and agreed; ``cells`` are the
     coefficients that causes rest on. ``bindings`` are the case's numbers, in words.
     ``floor`` is the largest rounding floor measured over all gradients, 0 where none was measured; ``failure`` is how
-    the ranks failed where there was nothing to judge; ``headline`` says in a sentence what the laws cannot; ``rerun``
-    is what to type where there is no replay line; ``seconds`` is what it took. ``stopped``: what was raised while
-    things were compared, ``unsought``: while the cause was looked for; ``traceback`` has all of it.
+    the ranks failed where there was nothing to judge, ``ended`` whether by a crash ("error") or a hang; ``headline``
+    says in a sentence what the laws cannot; ``rerun`` is what to type where there is no replay line; ``seconds`` is
+    what it took. ``stopped``: what was raised while things were compared, ``unsought``: while the cause was looked for;
+    ``traceback`` has all of it.
     """
 
     config: str
@@ -232,6 +253,20 @@ class Verdict:
     stopped: str = ""
     unsought: str = ""
     traceback: str = field(default="", compare=False)
+    ended: Literal["", "error", "hang"] = ""
+
+    @property
+    def word(self) -> str:
+        """The outcome as a reader meets it: a crash and a hang are no verdict, but are no mere doubt either."""
+        return self.ended or self.verdict
+
+    @property
+    def reason(self) -> str:
+        """What is wrong, in a few words: the causes, or the laws that are broken."""
+        told = " and ".join(cause.short for cause in self.cause[:_ALTERNATIVES])
+        if self.verdict == "fail":
+            return told or self._headline()
+        return f"{self.word.upper()} {self._headline()}"
 
     @property
     def replay(self) -> str:
@@ -257,11 +292,16 @@ class Verdict:
         outcome: Literal["fail", "unknown"] = "fail" if self.verdict == "fail" else "unknown"
         return replace(self, verdict=outcome, tier="none", stopped=crash.said, traceback=crash.traceback)
 
+    def of_failure(self, failure: RankFailed) -> "Verdict":
+        """This verdict, where ranks failed and there is nothing to judge."""
+        ended: Literal["error", "hang"] = "hang" if failure.hang else "error"
+        return replace(self, headline=headline(failure.reports), failure=details(failure.reports), ended=ended)
+
     def raise_if_failed(self) -> None:
-        """Raise ``ValidationFailed``, with the whole screen as its text, unless this is a pass."""
+        """Raise ``PipelineMismatch`` or ``NoVerdict``, with the whole screen as its text, unless this is a pass."""
         __tracebackhide__ = True  # in a test's traceback the test's own line is what matters
         if self.verdict != "pass":
-            raise ValidationFailed(self)
+            raise PipelineMismatch(self) if self.verdict == "fail" else NoVerdict(self)
 
     def law(self, name: str) -> LawResult:
         """The law called ``name``. Raises KeyError if it was not judged."""
@@ -269,7 +309,7 @@ class Verdict:
 
     def __str__(self) -> str:
         """All that a reader needs, on one screen: the cause, where, seen, expected, the bindings, what to type next."""
-        rows = [f"{self.verdict.upper()} {self._headline()}", *self._causes()]
+        rows = [f"{self.word.upper()} {self._headline()}", *self._causes()]
         if self.failure:
             rows.append(self.failure)
         if self.mismatches:
@@ -286,7 +326,8 @@ class Verdict:
         return "\n".join([*rows, *self._laws(), f"  replay    {self.replay}"])
 
     def _causes(self) -> list[str]:
-        rows = _conjunction("cause", self.cause)
+        told = [cause for cause in self.cause if not (self.ended and cause.detail in self._headline())]
+        rows = _conjunction("cause", told)
         for causes in self.alternatives[:_ALTERNATIVES]:
             rows += _conjunction("or", causes)
         if len(self.alternatives) > _ALTERNATIVES:

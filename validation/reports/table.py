@@ -32,13 +32,14 @@ def line(case: Case, verdict: Verdict) -> str:
     return (
         f"{case.built.name:<12} {case.model:<8} {case.dtype:<5} {case.ranks:>2} {case.virtual:>2} "
         f"{case.microbatches:>3}  {split:<15} {n_losses:>6} {n_gradients:>6}  "
-        f"{verdict.tier:<7} {worst:>9} {floor_:>7} {norm_:>8}  {verdict.verdict:<7} {verdict.seconds:>4.1f} s"
+        f"{verdict.tier:<7} {worst:>9} {floor_:>7} {norm_:>8}  {verdict.word:<7} {verdict.seconds:>4.1f} s"
     )
 
 
 def summary(verdicts: Sequence[Verdict], *, left_out: int = 0) -> str:
     """The last line of a table; ``left_out`` schedules were asked for and not run."""
-    counts = {outcome: sum(v.verdict == outcome for v in verdicts) for outcome in ("pass", "fail", "unknown")}
+    words = ("pass", "fail", "unknown", "error", "hang")
+    counts = {word: sum(v.word == word for v in verdicts) for word in words}
     bitwise = sum(v.tier == "bitwise" for v in verdicts)
     said = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count or outcome == "pass")
     missing = f"; {left_out} left out" if left_out else ""

@@ -13,6 +13,7 @@ from rich.text import Text
 from pipeproof.worlds.launcher import reports
 
 _STYLES = {"pass": "green", "fail": "bold red", "unknown": "bold yellow"}
+_STYLES |= {"error": "bold red", "hang": "bold red"}
 
 
 @dataclass(frozen=True)

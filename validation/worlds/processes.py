@@ -61,19 +61,19 @@ class WorkerHandle:
         with contextlib.suppress(OSError):
             self._questions.send_bytes(b"?")
 
-    def testimony(self, deadline_s: float) -> tuple[str, str | None, tuple[int, ...] | None]:
-        """Its stack, what it waits for and from which ranks.
+    def testimony(self, deadline_s: float) -> tuple[str, str | None, tuple[int, ...] | None, str]:
+        """Its stack, what it waits for, from which ranks, and how far it has come.
 
         Told before the deadline (of ``time.monotonic``), or else as can be seen.
         """
         with contextlib.suppress(EOFError, OSError):
             if self._questions.poll(max(0.0, deadline_s - time.monotonic())):
-                stack, waiting, peers = unpack(self._questions.recv_bytes())
-                return stack, waiting, peers
+                stack, waiting, peers, progress = unpack(self._questions.recv_bytes())
+                return stack, waiting, peers, progress
         with contextlib.suppress(OSError):
             os.kill(self.pid, signal.SIGUSR1)  # the handler in C needs no interpreter lock
             time.sleep(_SIGNAL_BOUND_S)
-        return f"busy in native code\n{self._signal_stack()}", None, None
+        return f"busy in native code\n{self._signal_stack()}", None, None, ""
 
     def kill(self) -> None:
         """End the process at once; ``bury`` sees to the rest."""
@@ -244,9 +244,11 @@ def _examine(workers: Sequence[WorkerHandle], complaint: str) -> dict[WorkerHand
     deadline_s = time.monotonic() + _QUESTION_BOUND_S
     answers = {}
     for worker in workers:
-        stack, waiting, peers = worker.testimony(deadline_s)
+        stack, waiting, peers, progress = worker.testimony(deadline_s)
         ending = Ending.STUCK if complaint else Ending.STOPPED
-        answers[worker] = RankReport(worker.seat.rank, ending, complaint, stack, waiting, time.time(), peers)
+        answers[worker] = RankReport(
+            worker.seat.rank, ending, complaint, stack, waiting, time.time(), peers, progress=progress
+        )
     return answers
 
 

@@ -22,7 +22,7 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: i
 
 from pipeproof.pipeline import waiting
 from pipeproof.worlds.launcher import Seat
-from pipeproof.worlds.posted_messages import awaited
+from pipeproof.worlds.posted_messages import awaited, progress
 from pipeproof.worlds.rank_report import Ending, RankReport
 from pipeproof.worlds.shipping import pack, unpack
 
@@ -169,7 +169,7 @@ def _answer_questions(questions: Connection) -> NoReturn:
         while True:
             questions.recv_bytes()
             frames = traceback.extract_stack(sys._current_frames()[main])
-            questions.send_bytes(pack((_stack(frames), *_wait(frames))))
+            questions.send_bytes(pack((_stack(frames), *_wait(frames), progress())))
     except (EOFError, OSError):
         os._exit(1)  # the controller is gone, and the main thread may be where only this can end it
 

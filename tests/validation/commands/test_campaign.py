@@ -26,7 +26,8 @@ def run(cases: list[Case], path: Path) -> tuple[int, list[str]]:
 def test_a_crash_is_unknown_and_does_not_stop_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([CRASHES, SOUND], tmp_path / "x.json") == (3, ["unknown", "pass"])
     out = capsys.readouterr().out
-    assert "UNKNOWN the ranks failed before there was anything to judge" in out
+    assert "ERROR rank 0 raised ValueError: " in out
+    assert "1 pass, 1 error; 1 of 2 bit for bit" in out
     assert f'pipeproof replay "{CRASHES}"' in out
     assert "batch_size" in out
 

@@ -291,7 +291,7 @@ def raises(model: nn.Module, microbatches: list[Any]) -> Any:
 def test_a_step_that_raises_on_one_rank(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, raises)
     assert (verdict.verdict, verdict.exit_status) == ("unknown", 3)
-    assert str(verdict).startswith("UNKNOWN rank 1 raised RuntimeError: boom\n")
+    assert str(verdict).startswith("ERROR rank 1 raised RuntimeError: boom\n")
     assert "in raises" in verdict.failure
     assert "in run_step" not in verdict.failure, "the traceback is the user's, not ours"
 
@@ -359,7 +359,9 @@ def test_a_hang_says_who_waits_for_whom_within_the_bound(whitebox: WhiteBox) -> 
     assert time.monotonic() - began < 10
     assert verdict.verdict == "unknown"
     one, other = "rank 0 for a message from rank 1", "rank 1 for a message from rank 0"
-    assert verdict.headline == f"ranks 0 and 1 wait for each other: {one}, {other}"
+    none = "(it sent 0 and received 0)"
+    assert verdict.headline == f"ranks 0 and 1 wait for each other: {one} {none}, {other} {none}"
+    assert str(verdict).startswith("HANG ranks 0 and 1 ")
     assert "rank 1: did not finish within 2 s, waiting for a message from rank 0" in verdict.failure
     assert verdict.failure.count("in hangs") == 2
     assert judged(whitebox, plain).verdict == "pass", "the next run is sound"
