@@ -1,6 +1,5 @@
 """Several cases in a row: what one that crashes does to the others, the file and the exit status."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ from pipeproof.commands.campaign import Impossible, Setting, exit_status, fuzz_a
 from pipeproof.commands.outputs import Outputs
 from pipeproof.judging.verdict import LawResult, Verdict
 from pipeproof.worlds.rank_report import NeedsMoreRanks
+from tests.support.json_schema import documented
 
 SOUND = Case("1f1b", 1, 1, 2, (1,), model="mlp", plan=("train",))
 WRONG = Case("1f1b", 1, 1, 2, (1,), model="mlp", plan=("train",), specimen="stage-negated")
@@ -19,7 +19,7 @@ CRASHES = Case("1f1b", 1, 1, 3, (1,), model="gpt", ragged=True, plan=("train",),
 
 def run(cases: list[Case], path: Path) -> tuple[int, list[str]]:
     status = validate_all(cases, Setting("cpu", outputs=Outputs(str(path))))
-    return status, [verdict["verdict"] for verdict in json.loads(path.read_text())["verdicts"]]
+    return status, [verdict["verdict"] for verdict in documented(path.read_text())["verdicts"]]
 
 
 @pytest.mark.pipeproof_ranks
