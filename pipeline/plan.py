@@ -232,6 +232,9 @@ def _cells(option: Option) -> tuple[str, ...]:
 def trade(options: Sequence[Option]) -> str:
     """What the best costs, and what the lighter one with the least memory times time saves, in a sentence or two."""
     fitting = [option for option in options if not option.fails]
+    if not fitting and not any(option.makespan for option in options):
+        least = min(options, key=lambda option: option.virtual)
+        return f"No schedule can be: {least.fails}"
     if not fitting:
         return "Nothing fits: allow more memory, or more microbatches."
     best = fitting[0]

@@ -12,7 +12,7 @@ from importlib.metadata import version
 
 from pipeproof.commands.case_commands import add_case_commands
 from pipeproof.commands.ending import ended
-from pipeproof.commands.option_parser import OptionParser
+from pipeproof.commands.option_parser import CommandParser, OptionParser
 from pipeproof.commands.outputs import takes_standard_output
 from pipeproof.commands.schedule_commands import add_schedule_commands
 from pipeproof.commands.selection import STATUSES
@@ -37,7 +37,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=STATUSES,
     )
     parser.add_argument("--version", action="version", version=f"pipeproof {version('pipeproof')}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=CommandParser)
     add_case_commands(commands)
     add_schedule_commands(commands)
     for command in commands.choices.values():

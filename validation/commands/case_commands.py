@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from pipeproof.cases.case import FUZZED_DTYPES, Case, CaseError
 from pipeproof.cases.runtimes import OWN, TORCH
-from pipeproof.commands.option_parser import seconds
+from pipeproof.commands.option_parser import seconds, without_effect
 from pipeproof.commands.outputs import Outputs, add_file, add_outputs, add_recording
 from pipeproof.commands.selection import (
     DTYPE_NAMES,
@@ -24,6 +24,7 @@ from pipeproof.pipeline.sizes import MOST_ACTIONS, MOST_PROCESSES, MOST_SEED, co
 from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.launcher import start_fork_server
 
+_SHRINKS = "with --shrink, which draws its own schedules and names nothing"
 Commands: TypeAlias = "argparse._SubParsersAction[Any]"
 
 
@@ -102,6 +103,7 @@ def _validate(options: argparse.Namespace) -> int:
 
 
 def _gate(options: argparse.Namespace) -> int:
+    without_effect(options, ["--max-ranks"] if not options.cases else (), "with --cases 0")
     table, missing = table_of(options)
     start_fork_server()
     from pipeproof.commands.campaign import Setting
@@ -128,6 +130,7 @@ def _gate(options: argparse.Namespace) -> int:
 
 
 def _fuzz(options: argparse.Namespace) -> int:
+    without_effect(options, ["--dtype"] if options.runtime != OWN else (), "with --runtime torch, which is run in fp32")
     counted("--cases", options.cases, most=MOST_ACTIONS)
     counted("--max-ranks", options.max_ranks, most=MOST_PROCESSES)
     counted("--seed", options.seed, least=0, most=MOST_SEED)
@@ -148,6 +151,7 @@ def _fuzz(options: argparse.Namespace) -> int:
 
 def _replay(options: argparse.Namespace) -> int:
     case = Case.parse(options.case)
+    without_effect(options, ["--plugin"] if not case.specimen else (), "on a line without specimen=")
     start_fork_server()
     from pipeproof.cases.specimens import PLUGINS
     from pipeproof.commands.campaign import Setting, validate_all
@@ -162,12 +166,22 @@ def _add_records(commands: Commands) -> None:
     recorder.add_argument("case", nargs="+", help="as for replay; quotes may be left out")
     add_file(recorder, "--out", "a safetensors file", required=True)
     recorder.set_defaults(run=_record)
-    comparer = commands.add_parser("compare", help="judge a record of a run by what was expected, from two files")
+    comparer = commands.add_parser(
+        "compare",
+        help="is a run right? its record is judged by what was expected",
+        description="Is a run right? Its record is judged by what was expected, under any schedule, as a live run is. "
+        "Of two runs that both may be wrong, `pipeproof diff` says what is different.",
+    )
     comparer.add_argument("expected", help="what `pipeproof record` wrote")
     comparer.add_argument("seen", help="what --record wrote; schedule, P and V may be others")
-    differ = commands.add_parser("diff", help="what two recorded runs did differently: configs first, then numbers")
-    differ.add_argument("expected", metavar="one")
-    differ.add_argument("seen", metavar="other")
+    differ = commands.add_parser(
+        "diff",
+        help="what did two runs do differently? their configs first, then numbers",
+        description="What did two runs do differently? Their configs are compared first, then their numbers. Neither "
+        "is known to be right: `pipeproof compare` judges one by what was expected.",
+    )
+    differ.add_argument("expected", metavar="one", help="what --record wrote in one run")
+    differ.add_argument("seen", metavar="other", help="what --record wrote in another")
     for parser, configs in ((comparer, False), (differ, True)):
         add_outputs(parser, what="the verdict")
         parser.set_defaults(run=_compare, configs=configs)
@@ -207,6 +221,10 @@ def _specimens(options: argparse.Namespace) -> int:
     from pipeproof.commands.campaign import Setting
     from pipeproof.commands.catalogue import chosen, listing, loaded, shrink_all, try_all
 
+    lists = ("--schedule", "--shrink", "--seed", "--final-only", "--timeout", "--json")
+    without_effect(options, lists if options.list else (), "with --list, which runs nothing")
+    without_effect(options, ["--seed"] if not options.shrink else (), "without --shrink")
+    without_effect(options, ["--schedule", "--final-only"] if options.shrink else (), _SHRINKS)
     names = chosen(options.only, otherwise=[] if options.plugin is None else loaded(options.plugin))
     if options.list:
         Terminal().say(listing(names))
@@ -215,7 +233,5 @@ def _specimens(options: argparse.Namespace) -> int:
     setting = Setting("cpu", options.timeout, Outputs.of(options))
     counted("--seed", options.seed, least=0, most=MOST_SEED)
     if options.shrink:
-        if schedules or options.final_only:
-            raise CaseError("--shrink draws its own schedules and names nothing: leave out --schedule and --final-only")
         return shrink_all(names, setting, seed=options.seed)
     return try_all(names, schedules, setting, final_only=options.final_only)

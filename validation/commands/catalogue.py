@@ -5,7 +5,7 @@ from dataclasses import asdict
 
 from pipeproof.cases.case import Case
 from pipeproof.cases.shrinking import Shrunk, shrink
-from pipeproof.cases.specimens import CONTROLS, FAMILIES, PLUGINS, SPECIMENS, SpecimenError
+from pipeproof.cases.specimens import CONTROLS, FAMILIES, PLUGINS, SPECIMENS, SpecimenError, unknown
 from pipeproof.cases.specimens.specimen import unchanged
 from pipeproof.cases.trial import Named, Trial, case_for, smallest_of, try_out
 from pipeproof.cases.validator import validate
@@ -44,7 +44,7 @@ def chosen(text: str, *, otherwise: Sequence[str] = ()) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()] or list(otherwise) or list(SPECIMENS)
     for name in names:
         if name not in SPECIMENS:
-            raise SpecimenError(f"unknown specimen {name!r}: pipeproof specimens --list prints all")
+            raise unknown(name)
     return names
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from pipeproof.cases.case import CaseError
 from pipeproof.commands.ending import WRONG
-from pipeproof.commands.option_parser import number, numbers, share, shares, three_numbers
+from pipeproof.commands.option_parser import number, numbers, share, shares, three_numbers, without_effect
 from pipeproof.commands.outputs import Outputs, add_file, add_outputs
 from pipeproof.commands.selection import (
     MICROBATCHES,
@@ -38,8 +38,6 @@ from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.launcher import start_fork_server
 
 _UNIT = (1.0, 1.0, 1.0)
-# What --run takes where nothing is said.
-_REAL = {"steps": 5, "model": "gpt", "layers": 8, "split": "even", "loss": "mean", "seed": 0}
 
 
 def add_schedule_commands(commands: "argparse._SubParsersAction[Any]") -> None:
@@ -63,11 +61,12 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
     add_file(parser, "--trace", "write the timeline for ui.perfetto.dev: Chrome's format, .json")
     add_outputs(parser, what="the timeline")
     parser.add_argument("--run", dest="real", action="store_true", help="time it on ranks too, with a small model")
-    real = parser.add_argument_group("with --run", argument_default=argparse.SUPPRESS)
-    real.add_argument("--steps", type=int, metavar="N", help="how many are timed (default 5)")
-    real.add_argument("--model", metavar="NAME", help=f"{MODEL_NAMES} (default gpt)")
-    real.add_argument("--layers", type=int, metavar="L", help="layers of the model (default 8)")
-    real.add_argument("--split", help="layers per stage: even, or sizes such as 3,1,2,2")
+    real = parser.add_argument_group("with --run")
+    real.add_argument("--steps", type=int, default=5, metavar="N", help="how many are timed (default 5)")
+    real.add_argument("--model", default="gpt", metavar="NAME", help=f"{MODEL_NAMES} (default gpt)")
+    real.add_argument("--layers", type=int, default=8, metavar="L", help="layers of the model (default 8)")
+    real.add_argument("--split", default="even", help="layers per stage: even, or sizes such as 3,1,2,2")
+    parser.set_defaults(loss="mean", seed=0)
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
@@ -122,9 +121,8 @@ def _show(options: argparse.Namespace) -> int:
         shape.agree(options.schedule, schedule)
     paths = Paths(options.svg, options.png, options.trace)
     if options.real:
-        return _show_real(argparse.Namespace(**(_REAL | vars(options))), found, paths)
-    for name in _REAL.keys() & vars(options).keys():
-        raise ValueError(f"--{name} says how ranks run: it needs --run")
+        return _show_real(options, found, paths)
+    without_effect(options, ("--steps", "--model", "--layers", "--split"), "without --run")
     with Outputs.of(options).opened("show") as files:
         with Terminal().progress(f"show {options.schedule}"):
             text, timeline = show(schedule, Times(*(options.times or _UNIT)), paths)
@@ -134,8 +132,7 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _show_real(options: argparse.Namespace, found: Schedule | Program, paths: Paths) -> int:
-    if options.times is not None:
-        raise ValueError("--times with --run: expected one of the two, for a run measures times")
+    without_effect(options, ["--times"], "with --run, which measures times")
     start_fork_server()
     from pipeproof.commands.measure import show_measured
 
