@@ -1,17 +1,18 @@
 """The command ``pipeproof``.
 
 Exit status: 0 pass; 1 a wrong answer, or a broken law; 2 bad usage, invalid input, or no room for output; 3 no verdict
-(a hang, a dead rank, something unknown, nothing exercised, interrupted); 141 where the reader of standard output has
-stopped. What needs torch is imported by the commands that need it: ``show``, ``check`` and ``plan`` start at once.
-Where ranks will run, the fork server imports its own torch meanwhile.
+(a hang, a dead rank, something unknown, nothing exercised); 130 interrupted, by the signal; 141 where the reader of
+standard output has stopped. What needs torch is imported by the commands that need it: ``show``, ``check`` and ``plan``
+start at once. Where ranks will run, the fork server imports its own torch meanwhile.
 """
 
 import argparse
 from collections.abc import Sequence
 from importlib.metadata import version
+from typing import NoReturn
 
 from pipeproof.commands.case_commands import add_case_commands
-from pipeproof.commands.ending import ended
+from pipeproof.commands.ending import ended, leave
 from pipeproof.commands.option_parser import CommandParser, OptionParser
 from pipeproof.commands.outputs import takes_standard_output
 from pipeproof.commands.schedule_commands import add_schedule_commands
@@ -22,6 +23,11 @@ from pipeproof.reports.terminal import Manner, speaking
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     return ended(lambda: _run(arguments))
+
+
+def command() -> NoReturn:
+    """The process that a shell starts."""
+    leave(main())
 
 
 def _run(arguments: Sequence[str] | None) -> int:

@@ -76,22 +76,30 @@ def validate_all(wanted: Sequence[Case], setting: Setting, *, left_out: Mapping[
         World(device=device, timeout_s=setting.timeout_s) as world,
     ):
         for name, reason in left_out.items():
-            terminal.say(f"{name} is left out: {reason}")
-        for number, case in enumerate(wanted, start=1):
-            with terminal.progress(f"{number} of {len(wanted)}: {case}"):
-                verdict, observed = validated(replace(case, device=device), world)
-            if not verdicts:
-                terminal.say(HEADER)
-            verdicts.append(verdict)
-            terminal.say(line(case, verdict), verdict.verdict)
-            if observed is not None and setting.outputs.record is not None:
-                write(observed_record(replace(case, device=device), observed), files.record)
-            if observed is not None and setting.profile:
-                terminal.say(profile_table(observed.profiles))
-            if setting.explain or verdict.verdict != "pass":
-                terminal.say(str(verdict), verdict.verdict)
-        terminal.say(summary(verdicts, left_out=len(left_out)))
+            terminal.detail(f"{name} is left out: {reason}")
+        with files.asked:
+            for number, case in enumerate(wanted, start=1):
+                with terminal.progress(f"{number} of {len(wanted)}: {case}"):
+                    verdict, observed = validated(replace(case, device=device), world)
+                if not verdicts:
+                    terminal.detail(HEADER)
+                verdicts.append(verdict)
+                _tell(terminal, case, verdict, setting)
+                if observed is not None and setting.outputs.record is not None:
+                    write(observed_record(replace(case, device=device), observed), files.record)
+                if observed is not None and setting.profile:
+                    terminal.say(profile_table(observed.profiles))
+        not_run = len(wanted) - len(verdicts)
+        terminal.say(summary(verdicts, left_out=len(left_out)) + (f"; {not_run} did not run" if not_run else ""))
         return files.finish(exit_status(verdicts), verdicts, left_out=dict(left_out))
+
+
+def _tell(terminal: Terminal, case: Case, verdict: Verdict, setting: Setting) -> None:
+    """A line, and a screen where there is more to say or somebody asked."""
+    passed = verdict.verdict == "pass"
+    (terminal.detail if passed else terminal.say)(line(case, verdict), verdict.word)
+    if setting.explain or not passed or terminal.manner.verbose:
+        (terminal.detail if passed else terminal.say)(str(verdict), verdict.word)
 
 
 def fuzz_all(
@@ -110,28 +118,28 @@ def fuzz_all(
     """
     terminal, device = Terminal(), setting.chosen_device
     with setting.outputs.opened("fuzz") as files, World(device=device, timeout_s=setting.timeout_s) as world:
-        there = _findings(world, terminal) if runtime != OWN else []
+        there, found, tally = list[Finding](), None, Tally(budget)
         drawn = cases(schedules=schedules, dtypes=dtypes, max_ranks=max_ranks, device=device, runtime=runtime)
-        with terminal.progress("starting ranks") as show, enough_ranks():
-            tally, found = fuzz(
+        with files.asked, terminal.progress("starting ranks") as show, enough_ranks():
+            there += _findings(world, terminal) if runtime != OWN else []
+            found = fuzz(
                 world,
-                budget=budget,
+                tally,
                 seed_=seed,
                 strategy=drawn.filter(lambda case: not known(case, there)),
-                progress=lambda tally: show(f"{tally.cases} of {tally.budget}: {tally}"),
+                progress=lambda: show(f"{tally.cases} of {tally.budget}: {tally}"),
             )
             found = _explained(found, world)
+        found = found or tally.smallest
         terminal.say(f"seed {seed}: {tally}\n{tally.by_schedule}{tally.by_replicas}")
         verdicts = [found.verdict or crashed(found.case, found.failure)] if found else []
+        if found is not None:
+            terminal.say("a case that is no pass, as small as shrinking made it:")
+            if not found.repeated:
+                terminal.say("it did not fail again when run a second time: a race, or something else without a seed")
+            terminal.say(str(verdicts[0]), verdicts[0].word)
         status, findings = verdicts[0].exit_status if verdicts else 0, [finding.name for finding in there]
-        files.finish(status, verdicts, seed=seed, findings=findings, tally=_data(tally))
-        if found is None:
-            return status
-        terminal.say("a case that is no pass, as small as shrinking made it:")
-        if not found.repeated:
-            terminal.say("it did not fail again when run a second time: a race, or something else that is not seeded")
-        terminal.say(str(verdicts[0]), verdicts[0].verdict)
-        return status
+        return files.finish(status, verdicts, seed=seed, findings=findings, tally=_data(tally))
 
 
 def _explained(found: Found | None, world: World) -> Found | None:

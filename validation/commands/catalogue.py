@@ -68,15 +68,16 @@ def try_all(names: Sequence[str], schedules: Sequence[str], setting: Setting, *,
     cases, left_out = cases_on(names, schedules) if schedules else ([smallest_of(SPECIMENS[n]) for n in names], {})
     terminal, trials = Terminal(), list[Trial]()
     with setting.outputs.opened("specimens") as files, World(device="cpu", timeout_s=setting.timeout_s) as world:
-        terminal.say(HEADER)
-        for number, case in enumerate(cases, start=1):
-            with terminal.progress(f"{number} of {len(cases)}: {case}"):
-                trials.append(try_out(case, world, record=not final_only))
-            terminal.say(line(trials[-1]))
-        if not schedules and len(names) == len(SPECIMENS):
-            terminal.say(_controls(world))
+        terminal.detail(HEADER)
+        with files.asked:
+            for number, case in enumerate(cases, start=1):
+                with terminal.progress(f"{number} of {len(cases)}: {case}"):
+                    trials.append(try_out(case, world, record=not final_only))
+                (terminal.detail if _sound(trials[-1]) else terminal.say)(line(trials[-1]))
+            if not schedules and len(names) == len(SPECIMENS):
+                terminal.say(_controls(world))
         for why, those in _grouped(left_out).items():
-            terminal.say(f"left out, {why}: {', '.join(those)}")
+            terminal.detail(f"left out, {why}: {', '.join(those)}")
         for which, words in _EVIDENCE.items():
             if which == "final" or not final_only:
                 terminal.say(f"\n{words}:\n{matrix(pairs_of(trials, which))}\n{totals(trials, which)}")
@@ -88,10 +89,11 @@ def shrink_all(names: Sequence[str], setting: Setting, *, seed: int) -> int:
     """Shrink a random failing case of each specimen; 1 where one does not end in the case that it states."""
     terminal, found = Terminal(), list[Shrunk]()
     with setting.outputs.opened("specimens") as files, World(device="cpu", timeout_s=setting.timeout_s) as world:
-        for number, name in enumerate(names, start=1):
-            with terminal.progress(f"{number} of {len(names)}: {name}"):
-                found.append(shrink(SPECIMENS[name], world, seed=seed))
-            terminal.say(str(found[-1]))
+        with files.asked:
+            for number, name in enumerate(names, start=1):
+                with terminal.progress(f"{number} of {len(names)}: {name}"):
+                    found.append(shrink(SPECIMENS[name], world, seed=seed))
+                (terminal.detail if found[-1].as_stated else terminal.say)(str(found[-1]))
         terminal.say(f"{sum(one.as_stated for one in found)} of {len(found)} shrink to the case that they state")
         status = 0 if found and all(one.as_stated for one in found) else 1
         return files.finish(status, seed=seed, shrunk=[asdict(one) for one in found])

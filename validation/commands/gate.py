@@ -6,7 +6,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from pipeproof.cases.case import Case, CaseError
-from pipeproof.cases.fuzz import cases, fuzz
+from pipeproof.cases.fuzz import Tally, cases, fuzz
 from pipeproof.cases.specimens import specimen
 from pipeproof.commands.campaign import Setting, enough_ranks, validated
 from pipeproof.commands.outputs import Opened, document
@@ -71,9 +71,10 @@ def gate(plan: Plan, setting: Setting, reports: Reports) -> int:
         World(device=device, timeout_s=setting.timeout_s) as world,
     ):
         run = _Run(world, device, terminal)
-        run.table(plan)
-        run.fuzz(plan)
-        run.planted()
+        with files.asked:
+            run.table(plan)
+            run.fuzz(plan)
+            run.planted()
         result = GateResult(run.results, plan.due, plan.seed, dict(plan.missing))
         for one in result.not_passed[:_KEPT]:
             terminal.say(one.story, one.verdict.verdict)
@@ -81,10 +82,9 @@ def gate(plan: Plan, setting: Setting, reports: Reports) -> int:
         terminal.say("\n".join(annotations(result))) if reports.github and result.status else None
         xml.write(junit(result))
         summary.write(markdown(result).encode())
-        _write(files, result)
         if folder is not None:
             _keep(folder, result, run.observed)
-    return result.status
+        return _write(files, result)
 
 
 class _Run:
@@ -107,8 +107,9 @@ class _Run:
             with self._terminal.progress(f"{number} of {plan.due}: {case}"):
                 verdict = self._judged(case, self._world, measure=True)
             if number == 1:
-                self._terminal.say(HEADER)
-            self._terminal.say(line(case, verdict), verdict.verdict)
+                self._terminal.detail(HEADER)
+            told = self._terminal.detail if verdict.verdict == "pass" else self._terminal.say
+            told(line(case, verdict), verdict.word)
             self.results.append(CaseResult("table" if group == "table" else "pinned", case, verdict))
 
     def fuzz(self, plan: Plan) -> None:
@@ -124,12 +125,13 @@ class _Run:
 
         with self._terminal.progress("fuzzing") as show, enough_ranks():
             strategy = cases(schedules=plan.schedules, max_ranks=plan.max_ranks, device=self._device)
-            tally, found = fuzz(
+            tally = Tally(plan.budget)
+            found = fuzz(
                 self._world,
-                budget=plan.budget,
+                tally,
                 seed_=plan.seed,
                 strategy=strategy,
-                progress=lambda tally: show(f"{tally.cases} of {tally.budget}: {tally}"),
+                progress=lambda: show(f"{tally.cases} of {tally.budget}: {tally}"),
                 run=run,
             )
         self._terminal.say(f"seed {plan.seed}: {tally}")
@@ -175,7 +177,7 @@ def _keep(folder: Path, result: GateResult, observed: Mapping[Case, Observed]) -
                 write(observed_record(one.case, observed[one.case]), seen)
 
 
-def _write(files: Opened, result: GateResult) -> None:
+def _write(files: Opened, result: GateResult) -> int:
     groups = [{"group": one.group, "outcome": one.outcome} for one in result.cases]
     verdicts, left_out = [one.verdict for one in result.cases], dict(result.missing)
-    files.finish(result.status, verdicts, groups=groups, seed=result.seed, due=result.due, left_out=left_out)
+    return files.finish(result.status, verdicts, groups=groups, seed=result.seed, due=result.due, left_out=left_out)

@@ -7,9 +7,10 @@ A new form of output (a page, say) is a line of ``add_outputs``, a field of ``Ou
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TypeAlias
 
+from pipeproof.commands.ending import Asked
 from pipeproof.judging.verdict import SCHEMA, Verdict
 from pipeproof.worlds.output_file import OutputError, OutputFile
 
@@ -53,13 +54,15 @@ class Outputs:
     @classmethod
     def of(cls, options: argparse.Namespace) -> "Outputs":
         """Those that a command line asks for."""
-        return cls(**{field.name: getattr(options, field.name, None) for field in fields(cls)})
+        return cls(**{one.name: getattr(options, one.name, None) for one in fields(cls)})
 
     @contextmanager
     def opened(self, command: str) -> Iterator["Opened"]:
         """The files, opened before the work: a path that cannot be written costs nothing."""
         with ExitStack() as files:
-            yield Opened(command, *(files.enter_context(OutputFile(getattr(self, one.name))) for one in fields(self)))
+            yield Opened(
+                command, **{one.name: files.enter_context(OutputFile(getattr(self, one.name))) for one in fields(self)}
+            )
 
 
 @dataclass(frozen=True)
@@ -69,12 +72,21 @@ class Opened:
     command: str
     json: OutputFile
     record: OutputFile
+    asked: Asked = field(default_factory=Asked, init=False)
 
     def finish(
         self, status: int, verdicts: Sequence[Verdict] = (), *, groups: Sequence[Group] = (), **more: object
     ) -> int:
-        """Write what was found; returns the exit status. The rest is as for ``document``."""
+        """Write what was found; returns the exit status. The rest is as for ``document``.
+
+        Where the work was to be ended, what was found before is written, and the request raised again.
+        """
+        request = self.asked.request
+        if request is not None:
+            status, more = request.status, more | {"interrupted": True}
         self.json.write_json(document(self.command, status, verdicts, groups=groups, **more))
+        if request is not None:
+            raise request
         return status
 
 

@@ -130,7 +130,7 @@ MODEL_NAMES = f"out of {', '.join(MODELS)}"
 DTYPE_NAMES = f"out of {', '.join(DTYPES)}"
 STATUSES = (
     "Exit status: 0 pass; 1 a wrong answer, or a broken law; 2 bad usage, invalid input, or no room for output; "
-    "3 no verdict: a hang, a dead rank, something unknown, an interruption."
+    "3 no verdict: a hang, a dead rank, something unknown; 130 interrupted: what was found until then is told."
 )
 
 
