@@ -1,9 +1,12 @@
 """What a user gets: a wheel, installed where nothing of this clone is, beside projects with folders named like ours."""
 
+import os
+import pty
 import subprocess
 import sys
 import venv
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -183,6 +186,40 @@ def test_the_root_is_the_front_door(installed: Installed, tmp_path: Path, what: 
     done = installed.run(tmp_path, *arguments)
     assert done.returncode == 0, done.stdout
     assert output in done.stdout
+
+
+LOOKED_INTO = """
+from validation import build, data, step
+import torch
+
+def looked_into(model, microbatches):
+    answer = 6 * 7
+    breakpoint()
+    return step(model, microbatches)
+
+def test_it(whitebox):
+    loss_fn = torch.nn.functional.mse_loss
+    options = dict(reference=build, microbatches=data(), loss_fn=loss_fn, timeout_s=5.0)
+    whitebox.validate(looked_into, ranks=1, **options).raise_if_failed()
+"""
+
+
+def test_a_breakpoint_in_a_step_reaches_the_terminal(installed: Installed, tmp_path: Path) -> None:
+    written(tmp_path, {"validation.py": STEP, "test_it.py": LOOKED_INTO})
+    pid, terminal = pty.fork()  # the child has a terminal of its own
+    if not pid:
+        os.chdir(tmp_path)
+        os.execv(installed.python, [str(installed.python), "-m", "pytest", "-q", "test_it.py"])
+    said, answers = "", [b"p f'it is {answer}'\n", b"c\n"]
+    with suppress(OSError):  # the terminal ends with the child
+        while piece := os.read(terminal, 4096):
+            said += piece.decode()
+            if said.endswith("(Pdb rank 0) "):
+                os.write(terminal, answers.pop(0))
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, said
+    assert "it is 42" in said
+    assert answers == []
 
 
 def test_every_module_is_in_the_wheel_and_nothing_else_is(installed: Installed) -> None:

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.connection import Connection, wait
 
+from pipeproof.worlds.at_terminal import debugging
 from pipeproof.worlds.launcher import CONTEXT, Seat, fork_server, loopback
 from pipeproof.worlds.rank_report import Ending, RankReport
 from pipeproof.worlds.shipping import unpack
@@ -171,6 +172,7 @@ class Pool:
         # A finalizer also runs when the interpreter ends, before multiprocessing's own end, which has no bound.
         self._end = weakref.finalize(self, _end, self._workers, seats[0].folder)
         self._ready = False
+        self._debugging = debugging(seats[0].folder)
         for seat in seats:
             self._workers.append(WorkerHandle(seat))
 
@@ -200,6 +202,7 @@ class Pool:
             answers = [] if self._ready else self._collect("join its group", START_BOUND_S, cancelled)
             self._ready = True
             if not any(answer.failed for answer in answers):
+                self._debugging.unlink(missing_ok=True)
                 for worker in self._workers:
                     worker.order(order)
                 answers = self._collect("finish", timeout_s, cancelled, meanwhile)
@@ -221,7 +224,9 @@ class Pool:
             left_s = max(0.0, deadline_s - time.monotonic())
             patience_s = 0.0 if busy else left_s if cancelled is None else min(left_s, _LOOK_S)
             ready = wait([handle for worker in pending for handle in worker.handles], patience_s)
-            if not ready and not left_s:
+            if not ready and not left_s and not failing and self._debugging.exists():
+                deadline_s = time.monotonic() + bound_s  # somebody looks into a rank, and needs no bound
+            elif not ready and not left_s:
                 break  # no sooner: what came while this process was busy with its own came in time
             graces_s = [GRACE_S] if cancelled is not None and not failing and cancelled() else []
             for worker in [worker for worker in pending if not worker.handles.isdisjoint(ready)]:

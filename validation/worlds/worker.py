@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # not in __all__
 
 from pipeproof.pipeline import waiting
+from pipeproof.worlds import at_terminal
 from pipeproof.worlds.launcher import Seat
 from pipeproof.worlds.posted_messages import awaited, progress
 from pipeproof.worlds.rank_report import Ending, RankReport
@@ -71,6 +72,7 @@ def _settle(seat: Seat) -> None:
     faulthandler.enable(stacks, all_threads=False)
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=False)
     torch.set_num_threads(1)
+    at_terminal.settle(seat.rank, seat.folder)
 
 
 def _join(seat: Seat) -> RankContext:
@@ -129,6 +131,8 @@ def _attempt(rank: int, work: Callable[[], object]) -> RankReport:
         result = work()
     except BaseException as error:  # also SystemExit and pytest's outcomes: the controller is the judge of all of them
         return _failure(rank, error)
+    finally:
+        at_terminal.finish_lines()
     try:
         return RankReport(rank, Ending.FINISHED, at_s=time.time(), payload=pack(result))
     except Exception as error:  # no one type: an object that cannot be pickled raises what it likes

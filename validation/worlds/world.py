@@ -10,7 +10,7 @@ from pipeproof.pipeline.sizes import MOST_SECONDS
 from pipeproof.worlds.launcher import under_torchrun
 from pipeproof.worlds.processes import Processes
 from pipeproof.worlds.rank_report import Ending, NeedsMoreRanks, RankFailed, RankReport, WorldError, culprit_of
-from pipeproof.worlds.shipping import pack, unpack
+from pipeproof.worlds.shipping import pack, unpack, unshippable
 from pipeproof.worlds.torchrun import Torchrun
 from pipeproof.worlds.worker import RankContext
 
@@ -82,7 +82,8 @@ def _order(job: Callable[..., object], arguments: tuple[object, ...]) -> bytes:
     try:
         return pack((sys.path, pack((job, arguments))))
     except Exception as error:  # no one type: every object has its own way to refuse
-        raise WorldError(f"the job cannot be sent to the ranks: {type(error).__name__}: {error}") from error
+        told = f"the job cannot be sent to the ranks: {type(error).__name__}: {error}"
+        raise WorldError(told + unshippable((job, *arguments))) from error
 
 
 def _bound(timeout_s: float) -> float:
