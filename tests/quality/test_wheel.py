@@ -2,19 +2,22 @@
 
 import os
 import pty
+import shutil
 import subprocess
 import sys
+import tarfile
 import venv
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 import torch
 
 from pipeproof.worlds.launcher import launch_environment
-from tests.support.sources import OURS, ROOT
+from tests.support.sources import OURS, PACKAGES, ROOT
 from tests.support.warm_start import Ended, run_new
 
 pytestmark = pytest.mark.pipeproof_ranks  # it starts processes
@@ -26,6 +29,7 @@ class Installed:
     """A Python that has the wheel, and what we depend on."""
 
     python: Path
+    wheel: Path
 
     def run(self, folder: Path, *arguments: str) -> Ended:
         """``python ARGUMENTS`` in ``folder``; all output as one text."""
@@ -47,7 +51,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     (site,) = (folder / "venv").glob("lib/python3*/site-packages")
     others = dict.fromkeys(str(Path(module.__file__ or "").parents[1]) for module in (torch, pytest))
     (site / "others.pth").write_text("\n".join(others))
-    return Installed(python)
+    (wheel,) = (folder / "wheels").glob("*.whl")
+    return Installed(python, wheel)
 
 
 STEP = """
@@ -220,6 +225,40 @@ def test_a_breakpoint_in_a_step_reaches_the_terminal(installed: Installed, tmp_p
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, said
     assert "it is 42" in said
     assert answers == []
+
+
+BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
+
+
+def test_the_source_distribution_makes_the_same_wheel(installed: Installed, tmp_path: Path) -> None:
+    pytest.importorskip("setuptools")
+    clone = tmp_path / "clone"  # a copy, as building leaves files beside the sources
+    for name in PACKAGES:
+        shutil.copytree(ROOT / name, clone / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, clone)
+    build(clone, "build_sdist", tmp_path)
+    (made,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(made) as archive:
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+    build(unpacked, "build_wheel", tmp_path)
+    (again,) = tmp_path.glob("*.whl")
+    assert contents(again) == contents(installed.wheel)
+    assert any(name == "pipeproof/reports/schema.json" for name, _ in contents(again))
+
+
+def build(folder: Path, what: str, out: Path) -> None:
+    """Call a hook of the build in ``folder``, as pip does."""
+    done = run_new(sys.executable, folder, ["-c", BUILD, what, str(out)], os.environ, bound_s=_BOUND_S)
+    assert done.returncode == 0, done.stdout
+
+
+def contents(wheel: Path) -> set[tuple[str, int]]:
+    """The files in a wheel, each with its checksum, but for what says who made it and how."""
+    made = ("/RECORD", "/WHEEL", "/METADATA")
+    with ZipFile(wheel) as file:
+        return {(one.filename, one.CRC) for one in file.infolist() if not one.filename.endswith(made)}
 
 
 def test_every_module_is_in_the_wheel_and_nothing_else_is(installed: Installed) -> None:

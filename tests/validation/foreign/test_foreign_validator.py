@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -355,7 +354,7 @@ def hangs(model: nn.Module, microbatches: list[Any]) -> Any:
 def test_a_hang_says_who_waits_for_whom_within_the_bound(whitebox: WhiteBox) -> None:
     judged(whitebox, plain)  # ranks are there
     began = time.monotonic()
-    verdict = judged(replace(whitebox, timeout_s=2.0), hangs)
+    verdict = judged(whitebox, hangs, timeout_s=2.0)
     assert time.monotonic() - began < 10
     assert verdict.verdict == "unknown"
     one, other = "rank 0 for a message from rank 1", "rank 1 for a message from rank 0"
