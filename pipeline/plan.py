@@ -195,23 +195,11 @@ def _simulated(schedule: Schedule, virtual: int, split: tuple[int, ...], needs: 
     )
 
 
-def table(options: Sequence[Option]) -> str:
-    """One line per option: time, bubbles, memory, messages, split, and the constraint that it fails."""
-    head = ("schedule", "time", "bubble", "%", "local", "memory", "per rank", "messages", "split", "")
-    lines = [head, *map(_cells, options)]
-    widths = [max(len(line[k]) for line in lines) for k in range(len(head))]
-    left = {0, 6, 8, 9}
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if k in left else cell.rjust(width)
-            for k, (cell, width) in enumerate(zip(line, widths, strict=True))
-            if width
-        ).rstrip()
-        for line in lines
-    )
+COLUMNS = ("schedule", "time", "bubble", "%", "local", "memory", "per rank", "messages", "split", "")
 
 
-def _cells(option: Option) -> tuple[str, ...]:
+def row(option: Option) -> tuple[str, ...]:
+    """An option as text, a cell for each of ``COLUMNS``: the last is the constraint that it fails."""
     if not option.makespan:
         return (option.label, *["-"] * 7, "", f"fails: {option.fails}")
     low, high = min(option.peaks), max(option.peaks)

@@ -24,7 +24,8 @@ from pipeproof.observers.observed import Observed
 from pipeproof.pipeline.profile import profile_table
 from pipeproof.records.case_record import observed_record
 from pipeproof.records.record_file import write
-from pipeproof.reports.table import HEADER, line, summary
+from pipeproof.reports.columns import Layout, cut
+from pipeproof.reports.table import COLUMNS, line, summary
 from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.rank_report import NeedsMoreRanks, RankFailed
 from pipeproof.worlds.world import World
@@ -82,13 +83,13 @@ def validate_all(wanted: Sequence[Case], setting: Setting, *, left_out: Mapping[
                 with terminal.progress(f"{number} of {len(wanted)}: {case}"):
                     verdict, observed = validated(replace(case, device=device), world)
                 if not verdicts:
-                    terminal.detail(HEADER)
+                    terminal.detail(Layout.of(COLUMNS, terminal.width).header)
                 verdicts.append(verdict)
                 _tell(terminal, case, verdict, setting)
                 if observed is not None and setting.outputs.record is not None:
                     write(observed_record(replace(case, device=device), observed), files.record)
                 if observed is not None and setting.profile:
-                    terminal.say(profile_table(observed.profiles))
+                    terminal.say(cut(profile_table(observed.profiles), terminal.width))
         not_run = len(wanted) - len(verdicts)
         terminal.say(summary(verdicts, left_out=len(left_out)) + (f"; {not_run} did not run" if not_run else ""))
         return files.finish(exit_status(verdicts), verdicts, left_out=dict(left_out))
@@ -97,7 +98,7 @@ def validate_all(wanted: Sequence[Case], setting: Setting, *, left_out: Mapping[
 def _tell(terminal: Terminal, case: Case, verdict: Verdict, setting: Setting) -> None:
     """A line, and a screen where there is more to say or somebody asked."""
     passed = verdict.verdict == "pass"
-    (terminal.detail if passed else terminal.say)(line(case, verdict), verdict.word)
+    (terminal.detail if passed else terminal.say)(line(case, verdict, terminal.width), verdict.word)
     if setting.explain or not passed or terminal.manner.verbose:
         (terminal.detail if passed else terminal.say)(str(verdict), verdict.word)
 

@@ -11,6 +11,7 @@ from pipeproof.cases.trial import Named, Trial, case_for, smallest_of, try_out
 from pipeproof.cases.validator import validate
 from pipeproof.commands.campaign import Setting
 from pipeproof.judging.judge import LAWS
+from pipeproof.reports.columns import Column, Layout, cut
 from pipeproof.reports.table import matrix, pairs_of, totals
 from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.world import World
@@ -68,19 +69,20 @@ def try_all(names: Sequence[str], schedules: Sequence[str], setting: Setting, *,
     cases, left_out = cases_on(names, schedules) if schedules else ([smallest_of(SPECIMENS[n]) for n in names], {})
     terminal, trials = Terminal(), list[Trial]()
     with setting.outputs.opened("specimens") as files, World(device="cpu", timeout_s=setting.timeout_s) as world:
-        terminal.detail(HEADER)
+        terminal.detail(Layout.of(COLUMNS, terminal.width).header)
         with files.asked:
             for number, case in enumerate(cases, start=1):
                 with terminal.progress(f"{number} of {len(cases)}: {case}"):
                     trials.append(try_out(case, world, record=not final_only))
-                (terminal.detail if _sound(trials[-1]) else terminal.say)(line(trials[-1]))
+                (terminal.detail if _sound(trials[-1]) else terminal.say)(line(trials[-1], terminal.width))
             if not schedules and len(names) == len(SPECIMENS):
                 terminal.say(_controls(world))
         for why, those in _grouped(left_out).items():
             terminal.detail(f"left out, {why}: {', '.join(those)}")
         for which, words in _EVIDENCE.items():
             if which == "final" or not final_only:
-                terminal.say(f"\n{words}:\n{matrix(pairs_of(trials, which))}\n{totals(trials, which)}")
+                drawn = cut(matrix(pairs_of(trials, which)), terminal.width)
+                terminal.say(f"\n{words}:\n{drawn}\n{totals(trials, which)}")
         status = 0 if trials and all(_sound(trial) for trial in trials) else 1
         return files.finish(status, specimens=[trial.as_dict() for trial in trials])
 
@@ -120,21 +122,24 @@ def _grouped(left_out: Mapping[tuple[str, str], str]) -> dict[str, list[str]]:
     return {why: [f"{n} on {' '.join(where)}" for n, where in those.items()] for why, those in by_reason.items()}
 
 
-HEADER = (
-    f"{'specimen':<28} {'schedule':<12} {'planted':<20} {'caught by':<18} {'named':<20} {'place':<5} "
-    f"{'from gradients':<20} {'time':>7}"
+COLUMNS = (
+    Column("specimen", 28, least=10, gap=0),
+    Column("schedule", 12, drop=3),
+    Column("planted", 20, drop=2, least=10),
+    Column("caught by", 18, drop=4, least=10),
+    Column("named", 20, least=9),
+    Column("place", 5, drop=5),
+    Column("from gradients", 20, drop=6),
+    Column("time", 7, right=True, drop=7),
 )
 
 
-def line(trial: Trial) -> str:
-    """One line of the table under ``HEADER``."""
+def line(trial: Trial, width: int | None = None) -> str:
+    """One line of the table of ``COLUMNS``."""
     caught = trial.law if trial.caught else f"NOT: {', '.join(trial.laws) or 'nothing'}"
     place = "-" if trial.recorded is None or trial.recorded.kind is None else _place(trial.recorded)
-    schedule = trial.case.partition(" ")[0]
-    return (
-        f"{trial.specimen:<28} {schedule:<12} {trial.planted:<20} {caught:<18} {_kind(trial.recorded):<20} {place:<5} "
-        f"{_kind(trial.final):<20} {trial.seconds:>5.1f} s"
-    )
+    cells = [trial.specimen, trial.case.partition(" ")[0], trial.planted, caught, _kind(trial.recorded), place]
+    return Layout.of(COLUMNS, width).row([*cells, _kind(trial.final), f"{trial.seconds:.1f} s"])
 
 
 def _kind(one: Named | None) -> str:

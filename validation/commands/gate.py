@@ -14,8 +14,9 @@ from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.observed import Observed
 from pipeproof.records.case_record import expected_record, observed_record
 from pipeproof.records.record_file import write
+from pipeproof.reports.columns import Layout
 from pipeproof.reports.gate_reports import CaseResult, GateResult, annotations, junit, markdown
-from pipeproof.reports.table import HEADER, line
+from pipeproof.reports.table import COLUMNS, line
 from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.output_file import OutputError, OutputFile
 from pipeproof.worlds.world import World
@@ -107,9 +108,9 @@ class _Run:
             with self._terminal.progress(f"{number} of {plan.due}: {case}"):
                 verdict = self._judged(case, self._world, measure=True)
             if number == 1:
-                self._terminal.detail(HEADER)
+                self._terminal.detail(Layout.of(COLUMNS, self._terminal.width).header)
             told = self._terminal.detail if verdict.verdict == "pass" else self._terminal.say
-            told(line(case, verdict), verdict.word)
+            told(line(case, verdict, self._terminal.width), verdict.word)
             self.results.append(CaseResult("table" if group == "table" else "pinned", case, verdict))
 
     def fuzz(self, plan: Plan) -> None:

@@ -27,12 +27,13 @@ from pipeproof.pipeline.grid import draw, marked
 from pipeproof.pipeline.laws import Violation, check, report
 from pipeproof.pipeline.laws import violations as of_schedule
 from pipeproof.pipeline.lower import Program, lower
-from pipeproof.pipeline.plan import Needs, plan, table, trade
+from pipeproof.pipeline.plan import COLUMNS, Needs, plan, row, trade
 from pipeproof.pipeline.program_laws import violations
 from pipeproof.pipeline.schedule import Schedule, ScheduleError
 from pipeproof.pipeline.schedules import FAMILIES
 from pipeproof.pipeline.simulate import Timeline, Times, simulate
 from pipeproof.pipeline.transports import Deadlock, Transport, deadlocks
+from pipeproof.reports.columns import Column, in_pieces, table
 from pipeproof.reports.picture import Drawings, Paths
 from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.launcher import start_fork_server
@@ -125,7 +126,7 @@ def _show(options: argparse.Namespace) -> int:
     without_effect(options, ("--steps", "--model", "--layers", "--split"), "without --run")
     with Outputs.of(options).opened("show") as files:
         with Terminal().progress(f"show {options.schedule}"):
-            text, timeline = show(schedule, Times(*(options.times or _UNIT)), paths)
+            text, timeline = show(schedule, Times(*(options.times or _UNIT)), paths, width=Terminal().width)
         Terminal().say(f"{schedule.name}: {schedule.sizes}")
         Terminal().say(text)
         return files.finish(0, schedule=_data(schedule), timeline=_times(timeline))
@@ -169,10 +170,20 @@ def _plan(options: argparse.Namespace) -> int:
     with Outputs.of(options).opened("plan") as files:
         with Terminal().progress("plan") as show_progress:
             found = plan(needs, progress=lambda name: show_progress(f"plan: {name}"))
-        Terminal().say(table(found))
+        Terminal().say(table(_planned(), list(map(row, found)), Terminal().width))
         Terminal().say(trade(found))
         status = 0 if any(not option.fails for option in found) else WRONG
         return files.finish(status, options=[asdict(option) for option in found], advice=trade(found))
+
+
+def _planned() -> list[Column]:
+    """The columns of a plan, and which of them is left out first."""
+    drops = dict(zip(COLUMNS, (0, 0, 3, 2, 7, 1, 6, 8, 5, 4), strict=True))
+    left = ("schedule", "per rank", "split", "")
+    return [
+        Column(name, len(name), right=name not in left, drop=drop, least=0 if name else 12, gap=2 if k else 0)
+        for k, (name, drop) in enumerate(drops.items())
+    ]
 
 
 def _data(schedule: Schedule) -> dict[str, object]:
@@ -186,22 +197,22 @@ def _times(timeline: Timeline) -> dict[str, object]:
     return {name: getattr(timeline, name) for name in names}
 
 
-def show(schedule: Schedule, times: Times, paths: Paths) -> tuple[str, Timeline]:
+def show(schedule: Schedule, times: Times, paths: Paths, *, width: int | None = None) -> tuple[str, Timeline]:
     """``schedule`` simulated with ``times``, as text and as it is, after the files at ``paths`` are written."""
     with Drawings(paths, actions=sum(map(len, schedule.ranks))) as drawings:
         timeline = simulate(schedule, times)
-        text = described(timeline, times)
+        text = described(timeline, times, width)
         drawings.write({f"{schedule.name}, simulated": trace_of(timeline)})
     return text, timeline
 
 
-def described(timeline: Timeline, times: Times) -> str:
+def described(timeline: Timeline, times: Times, width: int | None = None) -> str:
     """The grid, and what it comes to."""
     f, i, w = times.forward, times.backward_input, times.backward_weight
     equal = f"T_F = T_I = T_W = {f:g} per stage" if f == i == w else f"T_F = {f:g}, T_I = {i:g}, T_W = {w:g} per stage"
     return "\n".join(
         [
-            _grid(timeline),
+            in_pieces(_grid(timeline), width),
             f"makespan {timeline.makespan:g} ({equal}, T_B = T_I + T_W = {i + w:g}, no latency)",
             f"bubble   global {timeline.global_bubble:g} ({timeline.bubble_fraction:.1%}), "
             f"local {timeline.local_bubble:g}",
