@@ -42,13 +42,12 @@ class OptionParser(argparse.ArgumentParser):
 class CommandParser(OptionParser):
     """The parser of one command: it knows what was said of it, and what it does not know it refuses itself."""
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+    def parse_known_args(self, *arguments: Any, **more: Any) -> tuple[Any, list[str]]:
         """As argparse's, with ``given``: the options that the command line names. Raises ``UsageError``."""
-        words = list(args or ())
-        options, rest = super().parse_known_args(words, namespace)
+        options, rest = super().parse_known_args(*arguments, **more)
         if rest:
             self.error(self._unknown(rest[0]))
-        options.given = frozenset(word.partition("=")[0] for word in words if word.startswith("--"))
+        options.given = frozenset(word.partition("=")[0] for word in arguments[0] if word.startswith("--"))
         return options, rest
 
     def _unknown(self, word: str) -> str:

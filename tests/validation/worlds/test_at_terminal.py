@@ -15,8 +15,8 @@ from pipeproof.worlds.world import RankFailed, World
 def test_each_line_carries_the_rank_and_goes_whole() -> None:
     behind = io.StringIO()
     stream = RankStream(behind, "[rank 1] ")
-    print("one", "two", file=stream)
-    print("three\nfour", end="", file=stream)
+    for piece in ("one ", "two", "\n", "three\nfour"):
+        stream.write(piece)
     assert behind.getvalue() == "[rank 1] one two\n[rank 1] three\n"
     stream.finish()
     stream.finish()
