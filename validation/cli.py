@@ -7,8 +7,10 @@ start at once. Where ranks will run, the fork server imports its own torch meanw
 """
 
 import argparse
+import os
 from collections.abc import Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import NoReturn
 
 from pipeproof.commands.case_commands import add_case_commands
@@ -17,6 +19,7 @@ from pipeproof.commands.option_parser import CommandParser, OptionParser
 from pipeproof.commands.outputs import takes_standard_output
 from pipeproof.commands.schedule_commands import add_schedule_commands
 from pipeproof.commands.selection import STATUSES
+from pipeproof.commands.team_defaults import set_defaults
 from pipeproof.reports.terminal import Manner, speaking
 
 
@@ -31,7 +34,12 @@ def command() -> NoReturn:
 
 
 def _run(arguments: Sequence[str] | None) -> int:
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    if "_ARGCOMPLETE" in os.environ:  # the shell asks what could come next
+        import argcomplete  # the extra "completion"
+
+        argcomplete.autocomplete(parser)
+    options = parser.parse_args(arguments)
     with speaking(Manner(options.color, options.quiet, options.verbose, takes_standard_output(options))):
         return int(options.run(options))
 
@@ -40,7 +48,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = OptionParser(
         prog="pipeproof",
         description="Runs pipeline schedules on real ranks beside a single-device reference.",
-        epilog=STATUSES,
+        epilog=f"{STATUSES} Defaults: the table [tool.pipeproof] of pyproject.toml. Completion: "
+        "pip install 'pipeproof[completion]', then eval \"$(register-python-argcomplete pipeproof)\" in your shell.",
     )
     parser.add_argument("--version", action="version", version=f"pipeproof {version('pipeproof')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=CommandParser)
@@ -48,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     add_schedule_commands(commands)
     for command in commands.choices.values():
         _add_manner(command)
+    set_defaults(commands.choices, Path.cwd())
     return parser
 
 

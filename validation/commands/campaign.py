@@ -50,6 +50,11 @@ class Setting:
     profile: bool = False
     explain: bool = False
 
+    def world(self) -> World:
+        """The ranks. What they print is for who asks for more, or runs one case to look into it."""
+        silent = not (self.explain or Terminal().manner.verbose)
+        return World(device=self.chosen_device, timeout_s=self.timeout_s, silent=silent)
+
     @property
     def chosen_device(self) -> str:
         """Either cpu or cuda. Raises ``Impossible`` for CUDA where there is none."""
@@ -74,7 +79,7 @@ def validate_all(wanted: Sequence[Case], setting: Setting, *, left_out: Mapping[
     verdicts: list[Verdict] = []
     with (
         setting.outputs.opened("replay" if setting.explain else "validate") as files,
-        World(device=device, timeout_s=setting.timeout_s) as world,
+        setting.world() as world,
     ):
         for name, reason in left_out.items():
             terminal.detail(f"{name} is left out: {reason}")
@@ -118,7 +123,7 @@ def fuzz_all(
     On a runtime that is not ours, findings that are known and still there are said first, and not drawn.
     """
     terminal, device = Terminal(), setting.chosen_device
-    with setting.outputs.opened("fuzz") as files, World(device=device, timeout_s=setting.timeout_s) as world:
+    with setting.outputs.opened("fuzz") as files, setting.world() as world:
         there, found, tally = list[Finding](), None, Tally(budget)
         drawn = cases(schedules=schedules, dtypes=dtypes, max_ranks=max_ranks, device=device, runtime=runtime)
         with files.asked, terminal.progress("starting ranks") as show, enough_ranks():

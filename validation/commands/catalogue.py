@@ -68,7 +68,7 @@ def try_all(names: Sequence[str], schedules: Sequence[str], setting: Setting, *,
     """
     cases, left_out = cases_on(names, schedules) if schedules else ([smallest_of(SPECIMENS[n]) for n in names], {})
     terminal, trials = Terminal(), list[Trial]()
-    with setting.outputs.opened("specimens") as files, World(device="cpu", timeout_s=setting.timeout_s) as world:
+    with setting.outputs.opened("specimens") as files, setting.world() as world:
         terminal.detail(Layout.of(COLUMNS, terminal.width).header)
         with files.asked:
             for number, case in enumerate(cases, start=1):
@@ -90,7 +90,7 @@ def try_all(names: Sequence[str], schedules: Sequence[str], setting: Setting, *,
 def shrink_all(names: Sequence[str], setting: Setting, *, seed: int) -> int:
     """Shrink a random failing case of each specimen; 1 where one does not end in the case that it states."""
     terminal, found = Terminal(), list[Shrunk]()
-    with setting.outputs.opened("specimens") as files, World(device="cpu", timeout_s=setting.timeout_s) as world:
+    with setting.outputs.opened("specimens") as files, setting.world() as world:
         with files.asked:
             for number, name in enumerate(names, start=1):
                 with terminal.progress(f"{number} of {len(names)}: {name}"):

@@ -69,7 +69,7 @@ def gate(plan: Plan, setting: Setting, reports: Reports) -> int:
         OutputFile(reports.junit) as xml,
         OutputFile(reports.summary) as summary,
         setting.outputs.opened("gate") as files,
-        World(device=device, timeout_s=setting.timeout_s) as world,
+        setting.world() as world,
     ):
         run = _Run(world, device, terminal)
         with files.asked:

@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 
 from pipeproof.worlds.at_terminal import debugging
 from pipeproof.worlds.launcher import CONTEXT, Seat, fork_server, loopback
@@ -20,6 +21,7 @@ from pipeproof.worlds.worker import serve
 
 _STALL_BOUND_S = 60  # for one message to move at all
 _EXIT_BOUND_S = 1.0  # for a process whose connection is closed to be seen dead
+_LAST_LINES = 20
 _SIGNAL_BOUND_S = 0.3  # for a signal handler to write a stack
 
 
@@ -55,7 +57,8 @@ class WorkerHandle:
                 assert isinstance(answer, RankReport), f"a worker sends reports, not {type(answer)}"
                 return answer
         self._process.join(_EXIT_BOUND_S)
-        return RankReport(self.seat.rank, Ending.DIED, self._death(), self._signal_stack(), at_s=time.time())
+        last = f"{self._last_words()}{self._signal_stack()}"
+        return RankReport(self.seat.rank, Ending.DIED, self._death(), last, at_s=time.time())
 
     def ask(self) -> None:
         """Ask where it is and what it waits for; ``testimony`` has the reply."""
@@ -95,10 +98,18 @@ class WorkerHandle:
         return f"exited with status {status}" if status >= 0 else f"was killed by {signal.Signals(-status).name}"
 
     def _signal_stack(self) -> str:
-        try:
-            return self.seat.stacks.read_text(errors="replace")
-        except FileNotFoundError:  # it ended before it had settled
-            return ""
+        return _text(self.seat.stacks)
+
+    def _last_words(self) -> str:
+        """What a silent rank printed last."""
+        return "".join(_text(self.seat.output).splitlines(keepends=True)[-_LAST_LINES:])
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except FileNotFoundError:  # it ended before it had settled, or is not silent
+        return ""
 
 
 def _channel() -> tuple[Connection, Connection]:
@@ -114,8 +125,9 @@ def _channel() -> tuple[Connection, Connection]:
 class Processes:
     """A place for ranks: processes started for them, kept, and used again until one fails."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, *, silent: bool = False) -> None:
         self._device = device
+        self._silent = silent
         self._pools: dict[int, Pool] = {}
 
     def run(
@@ -147,6 +159,7 @@ class Processes:
                 store=f"file://{folder}/store",
                 folder=folder,
                 environment=loopback(),
+                silent=self._silent,
             )
             for rank in range(ranks)
         ]

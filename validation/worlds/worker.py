@@ -69,6 +69,10 @@ def _settle(seat: Seat) -> None:
         stacks = seat.stacks.open("w")
     except FileNotFoundError:
         os._exit(0)  # whoever started it has ended meanwhile, and taken the folder along
+    if seat.silent:
+        with seat.output.open("w") as output:
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
     faulthandler.enable(stacks, all_threads=False)
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=False)
     torch.set_num_threads(1)
