@@ -9,6 +9,7 @@ start at once. Where ranks will run, the fork server imports its own torch meanw
 import argparse
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
@@ -57,7 +58,8 @@ def _parser() -> argparse.ArgumentParser:
     add_schedule_commands(commands)
     for command in commands.choices.values():
         _add_manner(command)
-    set_defaults(commands.choices, Path.cwd())
+    with suppress(FileNotFoundError):  # a folder that was removed meanwhile
+        set_defaults(commands.choices, Path.cwd())
     return parser
 
 

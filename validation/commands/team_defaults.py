@@ -69,7 +69,7 @@ def _converted(action: argparse.Action, value: Any, told: str) -> Any:
     try:
         found = convert(text)
     except (ValueError, argparse.ArgumentTypeError) as error:
-        raise UsageError(f"{told}: {error}") from None
+        raise UsageError(f"{told}: {'expected a whole number' if convert is int else error}") from None
     if action.choices is not None and found not in action.choices:
         known = list(map(str, action.choices))
         raise UsageError(f"{told}: {nearest(text, known)}known are {', '.join(known)}")
