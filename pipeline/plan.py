@@ -195,23 +195,11 @@ def _simulated(schedule: Schedule, virtual: int, split: tuple[int, ...], needs: 
     )
 
 
-def table(options: Sequence[Option]) -> str:
-    """One line per option: time, bubbles, memory, messages, split, and the constraint that it fails."""
-    head = ("schedule", "time", "bubble", "%", "local", "memory", "per rank", "messages", "split", "")
-    lines = [head, *map(_cells, options)]
-    widths = [max(len(line[k]) for line in lines) for k in range(len(head))]
-    left = {0, 6, 8, 9}
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if k in left else cell.rjust(width)
-            for k, (cell, width) in enumerate(zip(line, widths, strict=True))
-            if width
-        ).rstrip()
-        for line in lines
-    )
+COLUMNS = ("schedule", "time", "bubble", "%", "local", "memory", "per rank", "messages", "split", "")
 
 
-def _cells(option: Option) -> tuple[str, ...]:
+def row(option: Option) -> tuple[str, ...]:
+    """An option as text, a cell for each of ``COLUMNS``: the last is the constraint that it fails."""
     if not option.makespan:
         return (option.label, *["-"] * 7, "", f"fails: {option.fails}")
     low, high = min(option.peaks), max(option.peaks)
@@ -232,6 +220,9 @@ def _cells(option: Option) -> tuple[str, ...]:
 def trade(options: Sequence[Option]) -> str:
     """What the best costs, and what the lighter one with the least memory times time saves, in a sentence or two."""
     fitting = [option for option in options if not option.fails]
+    if not fitting and not any(option.makespan for option in options):
+        least = min(options, key=lambda option: option.virtual)
+        return f"No schedule can be: {least.fails}"
     if not fitting:
         return "Nothing fits: allow more memory, or more microbatches."
     best = fitting[0]

@@ -15,3 +15,9 @@ def test_every_name_that_is_offered_can_be_had(package: ModuleType) -> None:
     assert names or package is reference
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = package.no_such_name
+
+
+def test_errors_that_a_user_catches_have_short_names() -> None:
+    for name in ("PipelineMismatch", "NoVerdict", "ValidationFailed"):
+        error = getattr(pipeproof, name)
+        assert f"{error.__module__}.{error.__qualname__}" == f"pipeproof.{name}"

@@ -12,20 +12,38 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import pipeproof.foreign as whitebox
     from pipeproof.cases.case import Case as Case
+    from pipeproof.cases.case import CaseError as CaseError
     from pipeproof.cases.validator import validate as validate
+    from pipeproof.foreign.reference_run import WhiteBoxError as WhiteBoxError
+    from pipeproof.judging.verdict import NoVerdict as NoVerdict
+    from pipeproof.judging.verdict import PipelineMismatch as PipelineMismatch
+    from pipeproof.judging.verdict import ValidationFailed as ValidationFailed
     from pipeproof.judging.verdict import Verdict as Verdict
+    from pipeproof.pipeline.action import ScheduleError as ScheduleError
     from pipeproof.pipeline.step import PipelineSchedule as PipelineSchedule
+    from pipeproof.records.record import RecordError as RecordError
     from pipeproof.records.single_device import SingleDevice as SingleDevice
     from pipeproof.records.step_check import check_step as check_step
     from pipeproof.records.step_record import record_step as record_step
     from pipeproof.records.step_record import write_record as write_record
+    from pipeproof.worlds.rank_report import NeedsMoreRanks as NeedsMoreRanks
+    from pipeproof.worlds.rank_report import RankFailed as RankFailed
     from pipeproof.worlds.world import World as World
 
 _HOMES = {
     "Case": "cases.case",
+    "CaseError": "cases.case",
+    "NeedsMoreRanks": "worlds.rank_report",
+    "NoVerdict": "judging.verdict",
+    "PipelineMismatch": "judging.verdict",
     "PipelineSchedule": "pipeline.step",
+    "RankFailed": "worlds.rank_report",
+    "RecordError": "records.record",
+    "ScheduleError": "pipeline.action",
     "SingleDevice": "records.single_device",
+    "ValidationFailed": "judging.verdict",
     "Verdict": "judging.verdict",
+    "WhiteBoxError": "foreign.reference_run",
     "World": "worlds.world",
     "check_step": "records.step_check",
     "record_step": "records.step_record",
@@ -35,9 +53,18 @@ _HOMES = {
 
 __all__ = [
     "Case",
+    "CaseError",
+    "NeedsMoreRanks",
+    "NoVerdict",
+    "PipelineMismatch",
     "PipelineSchedule",
+    "RankFailed",
+    "RecordError",
+    "ScheduleError",
     "SingleDevice",
+    "ValidationFailed",
     "Verdict",
+    "WhiteBoxError",
     "World",
     "check_step",
     "record_step",

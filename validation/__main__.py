@@ -1,8 +1,6 @@
 """``python -m pipeproof`` and ``torchrun -m pipeproof`` are the command ``pipeproof``."""
 
-import sys
-
-from pipeproof.cli import main
+from pipeproof.cli import command
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

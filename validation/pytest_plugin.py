@@ -7,6 +7,7 @@ from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+from _pytest._code.code import ExceptionRepr
 
 from pipeproof.worlds.launcher import under_torchrun
 from pipeproof.worlds.rank_report import NeedsMoreRanks
@@ -102,6 +103,9 @@ class LeftOut:
         """Report a want of ranks as a skip."""
         report = yield
         error = call.excinfo.value if call.excinfo is not None else None
+        if isinstance(short := getattr(error, "short", None), str) and isinstance(report.longrepr, ExceptionRepr):
+            if report.longrepr.reprcrash is not None:  # pytest's summary begins with the type's whole name
+                report.longrepr.reprcrash.message = short
         if isinstance(error, NeedsMoreRanks):
             report.outcome = "skipped"
             report.longrepr = (str(item.path), (item.location[1] or 0) + 1, f"Skipped: {error}")

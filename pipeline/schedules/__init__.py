@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 
 from pipeproof.pipeline.schedule import Schedule, ScheduleError
@@ -58,6 +58,13 @@ _ALIASES = MappingProxyType(
 )
 
 
+def nearest(text: str, known: Iterable[str]) -> str:
+    """``did you mean 'x'? `` of the name that ``text`` is most like, or what a mapping calls it; or nothing."""
+    near = difflib.get_close_matches(text, list(known), n=1, cutoff=0.6)
+    names = [known[name] if isinstance(known, Mapping) else name for name in near]
+    return f"did you mean {names[0]!r}? " if names else ""
+
+
 def canonical_name(text: str) -> str:
     """The registry's spelling of ``text``; case and punctuation are forgiven, an unknown name suggests the nearest."""
     plain = re.sub(r"[^a-z0-9]", "", text.lower())
@@ -69,9 +76,7 @@ def canonical_name(text: str) -> str:
             f"{text!r} holds every stage on two ranks, which a schedule cannot say: use 'dualpipev', which is "
             "DualPipe folded at the middle"
         )
-    near = difflib.get_close_matches(plain, known, n=1, cutoff=0.6)
-    hint = f"did you mean {known[near[0]]!r}? " if near else ""
-    raise ScheduleError(f"unknown schedule {text!r}: {hint}known are {', '.join(FAMILIES)}")
+    raise ScheduleError(f"unknown schedule {text!r}: {nearest(plain, known)}known are {', '.join(FAMILIES)}")
 
 
 def virtuals(family: str, *, looped: int = 1) -> int:

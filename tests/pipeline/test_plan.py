@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeproof.pipeline.partition import costs_of
-from pipeproof.pipeline.plan import Needs, plan, table, trade
+from pipeproof.pipeline.plan import Needs, plan, row, trade
 from pipeproof.pipeline.schedule import ScheduleError
 from pipeproof.pipeline.schedules import FAMILIES, build
 from pipeproof.pipeline.simulate import simulate
@@ -39,7 +39,7 @@ def test_what_does_not_fit_comes_last_and_says_why() -> None:
     assert fails["dualpipev"] == "microbatches is 12: dualpipev on 8 ranks needs at least 16 (twice the ranks)"
     assert [bool(option.fails) for option in options] == sorted(bool(option.fails) for option in options)
     assert {option.label for option in options if not option.fails} == {"v-min", "naive"}
-    assert "fails: a rank holds 12, more than 4" in table(options)
+    assert "fails: a rank holds 12, more than 4" in [row(option)[-1] for option in options]
 
 
 def test_the_trade_is_named() -> None:
@@ -57,7 +57,7 @@ def test_layers_are_balanced_over_the_stages_and_their_times_used() -> None:
     assert options["zb-v"].split == (1, 2, 2, 1)
     assert options["1f1b"].makespan == simulate(build("1f1b", ranks=2, microbatches=4)).makespan
     assert options["interleaved V=4"].fails.startswith("6 layers cannot fill 8 stages")
-    assert "1,2,2,1" in table(list(options.values()))
+    assert "1,2,2,1" in {row(option)[-2] for option in options.values()}
 
 
 def test_an_uneven_model_costs_time() -> None:

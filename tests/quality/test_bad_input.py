@@ -136,6 +136,15 @@ def test_a_step_that_cannot_travel_is_said(whitebox: WhiteBox) -> None:
     assert str(verdict).startswith(
         "UNKNOWN the job cannot be sent to the ranks: TypeError: cannot pickle '_thread.lock'"
     )
+    assert "; <lambda> uses lock, a lock, which is of this process alone: make it in there" in str(verdict)
+
+
+def test_a_loss_that_was_forgotten_is_said_with_the_cure(whitebox: WhiteBox) -> None:
+    verdict = judged(whitebox, right, loss_fn=None)
+    assert "no loss_fn was given, so it was called with all of a microbatch, inputs and target" in verdict.headline
+    assert "give loss_fn=" in verdict.headline
+    with pytest.raises(TypeError, match=r"validate\(\) has no lossfn: it has loss_fn, loss_divisor, names"):
+        whitebox.validate(right, reference=build, microbatches=[], ranks=1, lossfn=None)  # type: ignore[call-arg]
 
 
 def by_name(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:

@@ -47,7 +47,8 @@ def layer(module: str) -> str | None:
 def declared() -> set[str]:
     """What the distributions that pyproject.toml declares are imported as."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    names = [*project["dependencies"], *project["optional-dependencies"]["plot"]]
+    extras = (names for extra, names in project["optional-dependencies"].items() if extra != "dev")
+    names = [*project["dependencies"], *(name for names in extras for name in names)]
     return {re.split(r"[^\w-]", name)[0] for name in names} | {"_pytest", "xdist"}
 
 

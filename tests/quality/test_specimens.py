@@ -249,5 +249,8 @@ def test_nan_says_where_it_first_appeared(world: World) -> None:
 
 
 def test_an_unknown_specimen_is_refused() -> None:
-    with pytest.raises(SpecimenError, match="unknown specimen 'gremlin': known are loss-undivided"):
+    with pytest.raises(
+        SpecimenError,
+        match="unknown specimen 'gremlin': pipeproof specimens --list prints all",
+    ):
         specimen("gremlin")

@@ -1,18 +1,24 @@
 """What a user gets: a wheel, installed where nothing of this clone is, beside projects with folders named like ours."""
 
+import os
+import pty
+import shutil
 import subprocess
 import sys
+import tarfile
 import venv
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 import torch
 
 from pipeproof.worlds.launcher import launch_environment
 from tests.support.once import once
-from tests.support.sources import OURS, ROOT
+from tests.support.sources import OURS, PACKAGES, ROOT
 from tests.support.warm_start import Ended, WarmStart, run_new
 
 pytestmark = pytest.mark.pipeproof_ranks  # it starts processes
@@ -24,6 +30,7 @@ class Installed:
     """A Python that has the wheel, and what we depend on; ``warm`` has imported torch, and nothing of ours."""
 
     python: Path
+    wheel: Path
     warm: WarmStart
 
     def run(self, folder: Path, *arguments: str) -> Ended:
@@ -43,16 +50,16 @@ def _environment() -> dict[str, str]:
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
     """Build the wheel, and install it by name from a folder of wheels, as from an index: once for all workers."""
 
-    def install() -> str:
-        return str(_installed(tmp_path_factory.mktemp("installed")))
+    def install() -> list[str]:
+        return [*map(str, _installed(tmp_path_factory.mktemp("installed")))]
 
-    python = Path(once(tmp_path_factory, "installed", install))
+    python, wheel = map(Path, once(tmp_path_factory, "installed", install))
     warm = WarmStart(_environment(), python=python)
-    yield Installed(python, warm)
+    yield Installed(python, wheel, warm)
     warm.close()
 
 
-def _installed(folder: Path) -> Path:
+def _installed(folder: Path) -> tuple[Path, Path]:
     pip = [sys.executable, "-m", "pip", "--quiet"]
     subprocess.run([*pip, "wheel", "--no-deps", f"--wheel-dir={folder}/wheels", ROOT], check=True, timeout=_BOUND_S)
     venv.create(folder / "venv", with_pip=False, symlinks=True)
@@ -63,7 +70,8 @@ def _installed(folder: Path) -> Path:
     (site,) = (folder / "venv").glob("lib/python3*/site-packages")
     others = dict.fromkeys(str(Path(module.__file__ or "").parents[1]) for module in (torch, pytest))
     (site / "others.pth").write_text("\n".join(others))
-    return python
+    (wheel,) = (folder / "wheels").glob("*.whl")
+    return python, wheel
 
 
 STEP = """
@@ -206,6 +214,74 @@ def test_the_root_is_the_front_door(installed: Installed, tmp_path: Path, what: 
     done = installed.run(tmp_path, *arguments)
     assert done.returncode == 0, done.stdout
     assert output in done.stdout
+
+
+LOOKED_INTO = """
+from validation import build, data, step
+import torch
+
+def looked_into(model, microbatches):
+    answer = 6 * 7
+    breakpoint()
+    return step(model, microbatches)
+
+def test_it(whitebox):
+    loss_fn = torch.nn.functional.mse_loss
+    options = dict(reference=build, microbatches=data(), loss_fn=loss_fn, timeout_s=5.0)
+    whitebox.validate(looked_into, ranks=1, **options).raise_if_failed()
+"""
+
+
+def test_a_breakpoint_in_a_step_reaches_the_terminal(installed: Installed, tmp_path: Path) -> None:
+    written(tmp_path, {"validation.py": STEP, "test_it.py": LOOKED_INTO})
+    pid, terminal = pty.fork()  # the child has a terminal of its own
+    if not pid:
+        os.chdir(tmp_path)
+        os.execv(installed.python, [str(installed.python), "-m", "pytest", "-q", "test_it.py"])
+    said, answers = "", [b"p f'it is {answer}'\n", b"c\n"]
+    with suppress(OSError):  # the terminal ends with the child
+        while piece := os.read(terminal, 4096):
+            said += piece.decode()
+            if said.endswith("(Pdb rank 0) "):
+                os.write(terminal, answers.pop(0))
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, said
+    assert "it is 42" in said
+    assert answers == []
+
+
+BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
+
+
+def test_the_source_distribution_makes_the_same_wheel(installed: Installed, tmp_path: Path) -> None:
+    pytest.importorskip("setuptools")
+    clone = tmp_path / "clone"  # a copy, as building leaves files beside the sources
+    for name in PACKAGES:
+        shutil.copytree(ROOT / name, clone / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, clone)
+    build(clone, "build_sdist", tmp_path)
+    (made,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(made) as archive:
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+    build(unpacked, "build_wheel", tmp_path)
+    (again,) = tmp_path.glob("*.whl")
+    assert contents(again) == contents(installed.wheel)
+    assert any(name == "pipeproof/reports/schema.json" for name, _ in contents(again))
+
+
+def build(folder: Path, what: str, out: Path) -> None:
+    """Call a hook of the build in ``folder``, as pip does."""
+    done = run_new(sys.executable, folder, ["-c", BUILD, what, str(out)], os.environ, bound_s=_BOUND_S)
+    assert done.returncode == 0, done.stdout
+
+
+def contents(wheel: Path) -> set[tuple[str, int]]:
+    """The files in a wheel, each with its checksum, but for what says who made it and how."""
+    made = ("/RECORD", "/WHEEL", "/METADATA")
+    with ZipFile(wheel) as file:
+        return {(one.filename, one.CRC) for one in file.infolist() if not one.filename.endswith(made)}
 
 
 def test_every_module_is_in_the_wheel_and_nothing_else_is(installed: Installed) -> None:

@@ -68,14 +68,31 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["show", "1f1b", "--times", "1,2"], "argument --times: '1,2' has 2 numbers: expected three"),
         (["show", "1f1b", "--svg", "x.pdf"], "--svg x.pdf: expected a file that ends in .svg"),
         (["show", "1f1b", "--trace", "/no/such/folder/x.json"], "cannot write /no/such/folder/x.json"),
-        (["show", "1f1b", "--layers", "4"], "--layers says how ranks run: it needs --run"),
-        (["show", "1f1b", "--run", "--times", "1,1,1"], "--times with --run: expected one of the two"),
+        (["show", "1f1b", "--layers", "4"], "--layers has no effect without --run: leave it out"),
+        (
+            ["show", "1f1b", "--run", "--times", "1,1,1"],
+            "--times has no effect with --run, which measures times",
+        ),
         (["show", "1f1b", "--run", "--steps", "0"], "--steps is 0: expected at least 1"),
         (["show", "1f1b", "--run", "--model", "lstm"], "unknown model 'lstm'"),
         (["show", "1f1b", "--run", "--layers", "3"], "3 layers cannot fill 4 stages"),
         (["specimens", "--only", "gremlin"], "unknown specimen 'gremlin': pipeproof specimens --list prints all"),
+        (["specimens", "--only", "layernorm-zer"], "unknown specimen 'layernorm-zer': did you mean 'layernorm-zero'? "),
+        (["specimens", "--seed", "1"], "--seed has no effect without --shrink: leave it out"),
+        (["specimens", "--list", "--json", "x"], "--json has no effect with --list, which runs nothing: leave it out"),
+        (["fuzz", "--runtime", "torch", "--dtype=fp32"], "--dtype has no effect with --runtime torch"),
+        (["replay", "1f1b r1 s1 m1", "--plugin", "x.py"], "--plugin has no effect on a line without specimen="),
+        (["gate", "--cases", "0", "--max-ranks", "2"], "--max-ranks has no effect with --cases 0: leave it out"),
+        (["validat"], "invalid choice: 'validat': did you mean 'validate'? known are validate, fuzz"),
+        (["show", "1f1b", "--rank", "3"], "unknown option --rank: did you mean '--ranks'?; see pipeproof show --help"),
+        (["show", "1f1b", "--zzz=3"], "unknown option --zzz; see pipeproof show --help"),
+        (["show", "1f1b", "gpipe"], "unexpected argument 'gpipe'; see pipeproof show --help"),
+        (["fuzz", "--runtime", "toch"], "invalid choice: 'toch': did you mean 'torch'? known are pipeproof, torch"),
         (["specimens", "--schedule", "1f2b"], "unknown schedule '1f2b'"),
-        (["specimens", "--shrink", "--schedule", "1f1b"], "--shrink draws its own schedules and names nothing"),
+        (
+            ["specimens", "--shrink", "--schedule", "1f1b"],
+            "--schedule has no effect with --shrink, which draws",
+        ),
         (["specimens", "--shrink", "--seed", "-1"], "--seed"),
         (["plan", "--ranks", "0"], "ranks is 0"),
         (["plan", "--times", "1,2"], "argument --times: '1,2' has 2 numbers: expected three"),
@@ -263,6 +280,8 @@ def test_plan_lists_what_fits_and_names_the_trade(capsys: pytest.CaptureFixture[
     assert "1,2,2,1" in capsys.readouterr().out
     assert main(["plan", "--memory", "0.5"]) == 1
     assert "Nothing fits" in capsys.readouterr().out
+    assert main(["plan", "--layers", "1,1,1"]) == 1
+    assert "No schedule can be: 3 layers cannot fill 4 stages" in capsys.readouterr().out
 
 
 def test_check_names_row_and_column_of_a_wrong_cell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -103,6 +103,16 @@ class Tally:
     schedules: Counter[str] = field(default_factory=Counter)
     replicas: Counter[int] = field(default_factory=Counter)
     dtypes: Counter[str] = field(default_factory=Counter)
+    failures: list["Found"] = field(default_factory=list)
+
+    @property
+    def smallest(self) -> "Found | None":
+        """Of failures so far: the smallest that did repeat, or else the smallest; None where nothing failed."""
+        if not self.failures:
+            return None
+        times = Counter(found.case for found in self.failures)
+        again = [found for found in self.failures if times[found.case] > 1]
+        return min(again or self.failures, key=lambda one: (one.case.stages, one.case.microbatches, one.case.layers))
 
     @property
     def cases(self) -> int:
@@ -157,23 +167,22 @@ class _NotAPass(Exception):
 
 def fuzz(
     world: World,
+    tally: Tally,
     *,
-    budget: int,
     seed_: int = 0,
     strategy: st.SearchStrategy[Case] | None = None,
-    progress: Callable[[Tally], None] = lambda tally: None,
+    progress: Callable[[], None] = lambda: None,
     run: Callable[[Case, World], Verdict] = judged,
-) -> tuple[Tally, Found | None]:
-    """Run ``budget`` cases drawn from ``seed_``; the same seed and budget give the same cases.
+) -> Found | None:
+    """Run as many cases as ``tally`` has a budget for, drawn from ``seed_``, and count them there.
 
-    Stops at the first case that is not a pass and shrinks it. ``progress`` is called after every case.
+    The same seed and budget give the same cases. Stops at the first that is not a pass and shrinks it. ``progress`` is
+    called after every case.
     """
-    tally = Tally(budget)
-    failures: list[Found] = []
 
     @seed(seed_)
     @settings(
-        max_examples=budget,
+        max_examples=tally.budget,
         database=None,
         deadline=None,
         phases=(Phase.generate, Phase.shrink),
@@ -193,25 +202,18 @@ def fuzz(
         tally.schedules[case.schedule] += 1
         tally.replicas[case.replicas] += 1
         tally.dtypes[case.dtype] += 1
-        progress(tally)
+        progress()
         if outcome != "pass":
-            failures.append(Found(case, verdict, failure))
+            tally.failures.append(Found(case, verdict, failure))
             raise _NotAPass
 
     try:
         campaign()
     except _NotAPass:
-        return tally, failures[-1]  # Hypothesis runs the smallest once more at the end
+        return tally.failures[-1]  # Hypothesis runs the smallest once more at the end
     except Flaky:
-        if not failures:
+        if tally.smallest is None:
             raise
-        return tally, _smallest(failures)
-    return tally, None
-
-
-def _smallest(failures: Sequence[Found]) -> Found:
-    """Of failures among which some did not repeat: the smallest that did, or else the smallest."""
-    times = Counter(found.case for found in failures)
-    again = [found for found in failures if times[found.case] > 1]
-    least = min(again or failures, key=lambda found: (found.case.stages, found.case.microbatches, found.case.layers))
-    return replace(least, repeated=bool(again))
+        cases_ = [found.case for found in tally.failures]
+        return replace(tally.smallest, repeated=len(set(cases_)) < len(cases_))
+    return None

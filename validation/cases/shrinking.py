@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from hypothesis import strategies as st
 
 from pipeproof.cases.case import MODELS, Case, plainest_first
-from pipeproof.cases.fuzz import cases, fuzz, judged
+from pipeproof.cases.fuzz import Tally, cases, fuzz, judged
 from pipeproof.cases.specimens.order import broken
 from pipeproof.cases.specimens.specimen import Specimen, unchanged
 from pipeproof.judging.verdict import LawResult, Verdict
@@ -52,7 +52,8 @@ def shrink(specimen: Specimen, world: World, *, seed: int = 0, max_ranks: int = 
     simplest: set[str] = set()
     drawn = st.tuples(cases_that_show(specimen, max_ranks=max_ranks), st.integers(0, 2**16))
     strategy = drawn.map(lambda pair: _noted(*pair, simplest))
-    tally, found = fuzz(world, budget=_BUDGET, seed_=seed, strategy=strategy, run=run)
+    tally = Tally(_BUDGET)
+    found = fuzz(world, tally, seed_=seed, strategy=strategy, run=run)
     ended = "" if found is None else _plain(found.case)
     start = _plain(began[0]) if began else ended
     return Shrunk(specimen.name, specimen.smallest, start, ended, tally.cases)

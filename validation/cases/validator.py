@@ -15,7 +15,7 @@ from pipeproof.observers.observed import Observed
 from pipeproof.pipeline.laws import Violation
 from pipeproof.pipeline.lower import Program, lower
 from pipeproof.worlds.rank_report import Ending, RankFailed, RankReport
-from pipeproof.worlds.stall import lost_message
+from pipeproof.worlds.stall import lost_message, with_progress
 from pipeproof.worlds.world import World
 
 
@@ -58,15 +58,17 @@ def _explained(case: Case, world: World, observed: Observed, verdict: Verdict) -
 
 def crashed(case: Case, failure: RankFailed | None) -> Verdict:
     """The verdict where ranks raised, died or hung: unknown, for a wrong answer was not seen."""
-    verdict = Verdict(str(case), "unknown", "none", (), failure=str(failure), bindings=case.bindings)
+    blank = Verdict(str(case), "unknown", "none", (), bindings=case.bindings)
     if failure is None:
-        return verdict
+        return blank
+    run = case.run
+    program = run if isinstance(run, Program) else lower(run)
+    failure = RankFailed(with_progress(program, failure.reports), failure.cause)
     culprit = failure.reports[failure.culprit]
     stuck = culprit.ending in (Ending.STUCK, Ending.ABSENT) and culprit.waiting is not None
-    timeout = "Timeout" in culprit.message.partition(":")[0]
-    if not (stuck or timeout):
-        return replace(verdict, cause=(Cause("crash", rank=culprit.rank, detail=_first_line(culprit)),))
-    return replace(verdict, cause=(_stalled(case, failure),))
+    late = "Timeout" in culprit.message.partition(":")[0]
+    crash = Cause("crash", rank=culprit.rank, detail=_first_line(culprit))
+    return replace(blank.of_failure(failure), cause=(_stalled(program, failure) if stuck or late else crash,))
 
 
 def refused(case: Case, violations: Sequence[Violation]) -> Verdict:
@@ -82,10 +84,9 @@ def refused(case: Case, violations: Sequence[Violation]) -> Verdict:
     return Verdict(str(case), "unknown", "none", (), failure=failure, cause=(cause,), bindings=case.bindings)
 
 
-def _stalled(case: Case, failure: RankFailed) -> Cause:
+def _stalled(program: Program, failure: RankFailed) -> Cause:
     culprit = failure.reports[failure.culprit]
-    run = case.run
-    lost = lost_message(run if isinstance(run, Program) else lower(run), failure.reports)
+    lost = lost_message(program, failure.reports)
     if lost is None:
         return Cause("deadlock", rank=culprit.rank, detail=_first_line(culprit))
     return Cause(

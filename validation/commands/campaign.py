@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from types import MappingProxyType
 
@@ -18,14 +18,15 @@ from pipeproof.cases.runtimes import OWN
 from pipeproof.cases.specimens import specimen
 from pipeproof.cases.validator import crashed, explained, validate
 from pipeproof.commands.ending import NO_VERDICT
-from pipeproof.judging.verdict import SCHEMA, Verdict
+from pipeproof.commands.outputs import Outputs
+from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.observed import Observed
 from pipeproof.pipeline.profile import profile_table
 from pipeproof.records.case_record import observed_record
 from pipeproof.records.record_file import write
-from pipeproof.reports.table import HEADER, line, summary
+from pipeproof.reports.columns import Layout, cut
+from pipeproof.reports.table import COLUMNS, line, summary
 from pipeproof.reports.terminal import Terminal
-from pipeproof.worlds.output_file import OutputFile
 from pipeproof.worlds.rank_report import NeedsMoreRanks, RankFailed
 from pipeproof.worlds.world import World
 
@@ -40,15 +41,19 @@ class Impossible(ValueError):
 class Setting:
     """Where cases run, and what is said about them. ``device``: "auto", "cpu" or "cuda".
 
-    ``json`` and ``record`` are files for the verdicts, and for what the ranks of the one case gave.
+    ``outputs`` are files for the verdicts, and for what the ranks of the one case gave.
     """
 
     device: str = "auto"
     timeout_s: float = 120.0
-    json: str | None = None
+    outputs: Outputs = field(default_factory=Outputs)
     profile: bool = False
     explain: bool = False
-    record: str | None = None
+
+    def world(self) -> World:
+        """The ranks. What they print is for who asks for more, or runs one case to look into it."""
+        silent = not (self.explain or Terminal().manner.verbose)
+        return World(device=self.chosen_device, timeout_s=self.timeout_s, silent=silent)
 
     @property
     def chosen_device(self) -> str:
@@ -66,36 +71,41 @@ def validate_all(wanted: Sequence[Case], setting: Setting, *, left_out: Mapping[
     """
     for case in wanted:
         specimen(case.specimen)  # an unknown one is refused before anything starts
-    if setting.record is not None and len(wanted) != 1:
+    if setting.outputs.record is not None and len(wanted) != 1:
         raise Impossible(f"--record takes one case, and these are {len(wanted)}: choose one --schedule and one --model")
-    if setting.record is not None and wanted[0].replicas > 1:
+    if setting.outputs.record is not None and wanted[0].replicas > 1:
         raise Impossible(f"--record takes one pipeline, and {wanted[0]} has {wanted[0].replicas} replicas")
     terminal, device = Terminal(), setting.chosen_device
     verdicts: list[Verdict] = []
     with (
-        OutputFile(setting.json) as file,
-        OutputFile(setting.record) as recorded,
-        World(device=device, timeout_s=setting.timeout_s) as world,
+        setting.outputs.opened("replay" if setting.explain else "validate") as files,
+        setting.world() as world,
     ):
         for name, reason in left_out.items():
-            terminal.say(f"{name} is left out: {reason}")
-        for number, case in enumerate(wanted, start=1):
-            with terminal.progress(f"{number} of {len(wanted)}: {case}"):
-                verdict, observed = validated(replace(case, device=device), world)
-            if not verdicts:
-                terminal.say(HEADER)
-            verdicts.append(verdict)
-            terminal.say(line(case, verdict), verdict.verdict)
-            if observed is not None and setting.record is not None:
-                write(observed_record(replace(case, device=device), observed), recorded)
-            if observed is not None and setting.profile:
-                terminal.say(profile_table(observed.profiles))
-            if setting.explain or verdict.verdict != "pass":
-                terminal.say(str(verdict), verdict.verdict)
-        terminal.say(summary(verdicts, left_out=len(left_out)))
-        data = {"verdicts": [verdict.as_dict() for verdict in verdicts], "left_out": dict(left_out)}
-        file.write_json({"schema": SCHEMA, **data})
-    return exit_status(verdicts)
+            terminal.detail(f"{name} is left out: {reason}")
+        with files.asked:
+            for number, case in enumerate(wanted, start=1):
+                with terminal.progress(f"{number} of {len(wanted)}: {case}"):
+                    verdict, observed = validated(replace(case, device=device), world)
+                if not verdicts:
+                    terminal.detail(Layout.of(COLUMNS, terminal.width).header)
+                verdicts.append(verdict)
+                _tell(terminal, case, verdict, setting)
+                if observed is not None and setting.outputs.record is not None:
+                    write(observed_record(replace(case, device=device), observed), files.record)
+                if observed is not None and setting.profile:
+                    terminal.say(cut(profile_table(observed.profiles), terminal.width))
+        not_run = len(wanted) - len(verdicts)
+        terminal.say(summary(verdicts, left_out=len(left_out)) + (f"; {not_run} did not run" if not_run else ""))
+        return files.finish(exit_status(verdicts), verdicts, left_out=dict(left_out))
+
+
+def _tell(terminal: Terminal, case: Case, verdict: Verdict, setting: Setting) -> None:
+    """A line, and a screen where there is more to say or somebody asked."""
+    passed = verdict.verdict == "pass"
+    (terminal.detail if passed else terminal.say)(line(case, verdict, terminal.width), verdict.word)
+    if setting.explain or not passed or terminal.manner.verbose:
+        (terminal.detail if passed else terminal.say)(str(verdict), verdict.word)
 
 
 def fuzz_all(
@@ -113,29 +123,29 @@ def fuzz_all(
     On a runtime that is not ours, findings that are known and still there are said first, and not drawn.
     """
     terminal, device = Terminal(), setting.chosen_device
-    with OutputFile(setting.json) as file, World(device=device, timeout_s=setting.timeout_s) as world:
-        there = _findings(world, terminal) if runtime != OWN else []
+    with setting.outputs.opened("fuzz") as files, setting.world() as world:
+        there, found, tally = list[Finding](), None, Tally(budget)
         drawn = cases(schedules=schedules, dtypes=dtypes, max_ranks=max_ranks, device=device, runtime=runtime)
-        with terminal.progress("starting ranks") as show, enough_ranks():
-            tally, found = fuzz(
+        with files.asked, terminal.progress("starting ranks") as show, enough_ranks():
+            there += _findings(world, terminal) if runtime != OWN else []
+            found = fuzz(
                 world,
-                budget=budget,
+                tally,
                 seed_=seed,
                 strategy=drawn.filter(lambda case: not known(case, there)),
-                progress=lambda tally: show(f"{tally.cases} of {tally.budget}: {tally}"),
+                progress=lambda: show(f"{tally.cases} of {tally.budget}: {tally}"),
             )
             found = _explained(found, world)
+        found = found or tally.smallest
         terminal.say(f"seed {seed}: {tally}\n{tally.by_schedule}{tally.by_replicas}")
-        findings = {"findings": [finding.name for finding in there]} if there else {}
-        file.write_json({"schema": SCHEMA, "seed": seed, **findings, **_data(tally, found)})
-        if found is None:
-            return 0
-        terminal.say("a case that is no pass, as small as shrinking made it:")
-        if not found.repeated:
-            terminal.say("it did not fail again when run a second time: a race, or something else that is not seeded")
-        verdict = found.verdict or crashed(found.case, found.failure)
-        terminal.say(str(verdict), verdict.verdict)
-        return verdict.exit_status
+        verdicts = [found.verdict or crashed(found.case, found.failure)] if found else []
+        if found is not None:
+            terminal.say("a case that is no pass, as small as shrinking made it:")
+            if not found.repeated:
+                terminal.say("it did not fail again when run a second time: a race, or something else without a seed")
+            terminal.say(str(verdicts[0]), verdicts[0].word)
+        status, findings = verdicts[0].exit_status if verdicts else 0, [finding.name for finding in there]
+        return files.finish(status, verdicts, seed=seed, findings=findings, tally=_data(tally))
 
 
 def _explained(found: Found | None, world: World) -> Found | None:
@@ -193,14 +203,11 @@ def enough_ranks() -> Iterator[None]:
         raise Impossible(f"{error}; start more ranks, or ask for fewer with --ranks or --max-ranks") from error
 
 
-def _data(tally: Tally, found: Found | None) -> dict[str, object]:
-    data: dict[str, object] = {
+def _data(tally: Tally) -> dict[str, object]:
+    return {
         "cases": tally.cases,
-        "verdicts": dict(tally.verdicts),
+        "outcomes": dict(tally.verdicts),
         "tiers": dict(tally.tiers),
         "schedules": dict(tally.schedules),
         "dtypes": dict(tally.dtypes),
     }
-    if found is not None:
-        data["found"] = found.verdict.as_dict() if found.verdict else {"config": str(found.case)}
-    return data

@@ -8,11 +8,11 @@ from typing import Any, TypeAlias
 
 from pipeproof.cases.case import FUZZED_DTYPES, Case, CaseError
 from pipeproof.cases.runtimes import OWN, TORCH
-from pipeproof.commands.option_parser import seconds
+from pipeproof.commands.option_parser import seconds, without_effect
+from pipeproof.commands.outputs import Outputs, add_file, add_outputs, add_recording
 from pipeproof.commands.selection import (
     DTYPE_NAMES,
     STATUSES,
-    add_recording,
     add_table,
     add_world,
     dtype_names,
@@ -24,6 +24,7 @@ from pipeproof.pipeline.sizes import MOST_ACTIONS, MOST_PROCESSES, MOST_SEED, co
 from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.launcher import start_fork_server
 
+_SHRINKS = "with --shrink, which draws its own schedules and names nothing"
 Commands: TypeAlias = "argparse._SubParsersAction[Any]"
 
 
@@ -42,8 +43,9 @@ def _add_validate(commands: Commands) -> None:
     )
     add_table(parser)
     parser.add_argument("--profile", action="store_true", help="print where each rank's time went")
-    add_recording(parser)
     add_world(parser)
+    add_recording(parser)
+    add_outputs(parser)
     parser.set_defaults(run=_validate)
 
 
@@ -62,6 +64,7 @@ def _add_fuzz(commands: Commands) -> None:
         help="whose: torch is torch.distributed.pipelining (default %(default)s)",
     )
     add_world(parser)
+    add_outputs(parser)
     parser.set_defaults(run=_fuzz)
 
 
@@ -72,21 +75,22 @@ def _add_gate(commands: Commands) -> None:
     parser.add_argument("--cases", type=int, default=50, metavar="N", help="how many are drawn from the seed")
     parser.add_argument("--case", action="append", default=[], metavar="LINE", help="one more case, as for replay")
     parser.add_argument("--max-ranks", type=int, metavar="P", help="of drawn cases (default: as in the table)")
-    parser.add_argument("--junit", metavar="FILE", help="write a test report there")
-    parser.add_argument("--summary", metavar="FILE", help="write a table in Markdown there")
+    add_file(parser, "--junit", "write a test report there")
+    add_file(parser, "--summary", "write a table in Markdown there")
     parser.add_argument("--artifacts", metavar="DIR", help="leave the records of failing cases there")
     parser.add_argument("--annotations", choices=("github",), help="print what is wrong so that GitHub shows it")
     add_world(parser)
+    add_outputs(parser)
     parser.set_defaults(run=_gate)
 
 
 def _add_replay(commands: Commands) -> None:
     parser = commands.add_parser("replay", help="run one case again", epilog=STATUSES)
     parser.add_argument("case", help='the line that a failure printed, e.g. "1f1b r4 s4 m8 split=2,2,2,2 seed=17"')
-    parser.add_argument("--json", metavar="FILE", help="write the verdict there")
     parser.add_argument("--plugin", metavar="FILE", help="a Python file that registers the specimen of the line")
-    parser.set_defaults(run=_replay)
     add_recording(parser)
+    add_outputs(parser, what="the verdict")
+    parser.set_defaults(run=_replay)
 
 
 def _validate(options: argparse.Namespace) -> int:
@@ -94,11 +98,12 @@ def _validate(options: argparse.Namespace) -> int:
     start_fork_server()
     from pipeproof.commands.campaign import Setting, validate_all
 
-    setting = Setting(options.device, options.timeout, options.json, options.profile, record=options.record)
+    setting = Setting(options.device, options.timeout, Outputs.of(options), options.profile)
     return validate_all(cases, setting, left_out=left_out)
 
 
 def _gate(options: argparse.Namespace) -> int:
+    without_effect(options, ["--max-ranks"] if not options.cases else (), "with --cases 0")
     table, missing = table_of(options)
     start_fork_server()
     from pipeproof.commands.campaign import Setting
@@ -121,10 +126,11 @@ def _gate(options: argparse.Namespace) -> int:
         missing,
     )
     reports = Reports(options.junit, options.summary, options.artifacts, options.annotations == "github")
-    return gate(plan, Setting(options.device, options.timeout, options.json), reports)
+    return gate(plan, Setting(options.device, options.timeout, Outputs.of(options)), reports)
 
 
 def _fuzz(options: argparse.Namespace) -> int:
+    without_effect(options, ["--dtype"] if options.runtime != OWN else (), "with --runtime torch, which is run in fp32")
     counted("--cases", options.cases, most=MOST_ACTIONS)
     counted("--max-ranks", options.max_ranks, most=MOST_PROCESSES)
     counted("--seed", options.seed, least=0, most=MOST_SEED)
@@ -133,7 +139,7 @@ def _fuzz(options: argparse.Namespace) -> int:
     from pipeproof.commands.campaign import Setting, fuzz_all
 
     return fuzz_all(
-        Setting(options.device, options.timeout, options.json),
+        Setting(options.device, options.timeout, Outputs.of(options)),
         budget=options.cases,
         seed=options.seed,
         schedules=schedules,
@@ -145,28 +151,39 @@ def _fuzz(options: argparse.Namespace) -> int:
 
 def _replay(options: argparse.Namespace) -> int:
     case = Case.parse(options.case)
+    without_effect(options, ["--plugin"] if not case.specimen else (), "on a line without specimen=")
     start_fork_server()
     from pipeproof.cases.specimens import PLUGINS
     from pipeproof.commands.campaign import Setting, validate_all
 
     if options.plugin is not None:
         PLUGINS.load(options.plugin)
-    return validate_all([case], Setting(case.device, json=options.json, explain=True, record=options.record))
+    return validate_all([case], Setting(case.device, outputs=Outputs.of(options), explain=True))
 
 
 def _add_records(commands: Commands) -> None:
     recorder = commands.add_parser("record", help="write what the reference expects of a case, on one device")
     recorder.add_argument("case", nargs="+", help="as for replay; quotes may be left out")
-    recorder.add_argument("--out", required=True, metavar="FILE", help="a safetensors file")
+    add_file(recorder, "--out", "a safetensors file", required=True)
     recorder.set_defaults(run=_record)
-    comparer = commands.add_parser("compare", help="judge a record of a run by what was expected, from two files")
+    comparer = commands.add_parser(
+        "compare",
+        help="is a run right? its record is judged by what was expected",
+        description="Is a run right? Its record is judged by what was expected, under any schedule, as a live run is. "
+        "Of two runs that both may be wrong, `pipeproof diff` says what is different.",
+    )
     comparer.add_argument("expected", help="what `pipeproof record` wrote")
     comparer.add_argument("seen", help="what --record wrote; schedule, P and V may be others")
-    differ = commands.add_parser("diff", help="what two recorded runs did differently: configs first, then numbers")
-    differ.add_argument("expected", metavar="one")
-    differ.add_argument("seen", metavar="other")
+    differ = commands.add_parser(
+        "diff",
+        help="what did two runs do differently? their configs first, then numbers",
+        description="What did two runs do differently? Their configs are compared first, then their numbers. Neither "
+        "is known to be right: `pipeproof compare` judges one by what was expected.",
+    )
+    differ.add_argument("expected", metavar="one", help="what --record wrote in one run")
+    differ.add_argument("seen", metavar="other", help="what --record wrote in another")
     for parser, configs in ((comparer, False), (differ, True)):
-        parser.add_argument("--json", metavar="FILE", help="write the verdict there")
+        add_outputs(parser, what="the verdict")
         parser.set_defaults(run=_compare, configs=configs)
 
 
@@ -179,7 +196,7 @@ def _record(options: argparse.Namespace) -> int:
 def _compare(options: argparse.Namespace) -> int:
     from pipeproof.commands.offline import compare_files
 
-    return compare_files(options.expected, options.seen, json=options.json, configs=options.configs)
+    return compare_files(options.expected, options.seen, outputs=Outputs.of(options), configs=options.configs)
 
 
 def _add_specimens(commands: Commands) -> None:
@@ -196,7 +213,7 @@ def _add_specimens(commands: Commands) -> None:
     parser.add_argument("--seed", type=int, default=0, help="where --shrink begins")
     parser.add_argument("--final-only", action="store_true", help="from final gradients alone: record no tensors")
     parser.add_argument("--timeout", type=seconds, default=120.0, metavar="SECONDS", help="of one case (default 120)")
-    parser.add_argument("--json", metavar="FILE", help="write results there")
+    add_outputs(parser, what="results")
     parser.set_defaults(run=_specimens)
 
 
@@ -204,15 +221,17 @@ def _specimens(options: argparse.Namespace) -> int:
     from pipeproof.commands.campaign import Setting
     from pipeproof.commands.catalogue import chosen, listing, loaded, shrink_all, try_all
 
+    lists = ("--schedule", "--shrink", "--seed", "--final-only", "--timeout", "--json")
+    without_effect(options, lists if options.list else (), "with --list, which runs nothing")
+    without_effect(options, ["--seed"] if not options.shrink else (), "without --shrink")
+    without_effect(options, ["--schedule", "--final-only"] if options.shrink else (), _SHRINKS)
     names = chosen(options.only, otherwise=[] if options.plugin is None else loaded(options.plugin))
     if options.list:
         Terminal().say(listing(names))
         return 0
     schedules = schedule_names(options.schedule) if options.schedule else []
-    setting = Setting("cpu", options.timeout, options.json)
+    setting = Setting("cpu", options.timeout, Outputs.of(options))
     counted("--seed", options.seed, least=0, most=MOST_SEED)
     if options.shrink:
-        if schedules or options.final_only:
-            raise CaseError("--shrink draws its own schedules and names nothing: leave out --schedule and --final-only")
         return shrink_all(names, setting, seed=options.seed)
     return try_all(names, schedules, setting, final_only=options.final_only)

@@ -5,18 +5,17 @@ from dataclasses import asdict
 
 from pipeproof.cases.case import Case
 from pipeproof.cases.shrinking import Shrunk, shrink
-from pipeproof.cases.specimens import CONTROLS, FAMILIES, PLUGINS, SPECIMENS, SpecimenError
+from pipeproof.cases.specimens import CONTROLS, FAMILIES, PLUGINS, SPECIMENS, SpecimenError, unknown
 from pipeproof.cases.specimens.specimen import unchanged
 from pipeproof.cases.trial import Named, Trial, case_for, smallest_of, try_out
 from pipeproof.cases.validator import validate
 from pipeproof.commands.campaign import Setting
 from pipeproof.judging.judge import LAWS
+from pipeproof.reports.columns import Column, Layout, cut
 from pipeproof.reports.table import matrix, pairs_of, totals
 from pipeproof.reports.terminal import Terminal
-from pipeproof.worlds.output_file import OutputFile
 from pipeproof.worlds.world import World
 
-SCHEMA = "pipeproof/specimens/2"
 _EVIDENCE: Mapping[str, str] = {
     "recorded": "with boundary tensors",
     "final": "from final gradients alone",
@@ -46,7 +45,7 @@ def chosen(text: str, *, otherwise: Sequence[str] = ()) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()] or list(otherwise) or list(SPECIMENS)
     for name in names:
         if name not in SPECIMENS:
-            raise SpecimenError(f"unknown specimen {name!r}: pipeproof specimens --list prints all")
+            raise unknown(name)
     return names
 
 
@@ -69,34 +68,37 @@ def try_all(names: Sequence[str], schedules: Sequence[str], setting: Setting, *,
     """
     cases, left_out = cases_on(names, schedules) if schedules else ([smallest_of(SPECIMENS[n]) for n in names], {})
     terminal, trials = Terminal(), list[Trial]()
-    with OutputFile(setting.json) as file, World(device="cpu", timeout_s=setting.timeout_s) as world:
-        terminal.say(HEADER)
-        for number, case in enumerate(cases, start=1):
-            with terminal.progress(f"{number} of {len(cases)}: {case}"):
-                trials.append(try_out(case, world, record=not final_only))
-            terminal.say(line(trials[-1]))
-        if not schedules and len(names) == len(SPECIMENS):
-            terminal.say(_controls(world))
+    with setting.outputs.opened("specimens") as files, setting.world() as world:
+        terminal.detail(Layout.of(COLUMNS, terminal.width).header)
+        with files.asked:
+            for number, case in enumerate(cases, start=1):
+                with terminal.progress(f"{number} of {len(cases)}: {case}"):
+                    trials.append(try_out(case, world, record=not final_only))
+                (terminal.detail if _sound(trials[-1]) else terminal.say)(line(trials[-1], terminal.width))
+            if not schedules and len(names) == len(SPECIMENS):
+                terminal.say(_controls(world))
         for why, those in _grouped(left_out).items():
-            terminal.say(f"left out, {why}: {', '.join(those)}")
+            terminal.detail(f"left out, {why}: {', '.join(those)}")
         for which, words in _EVIDENCE.items():
             if which == "final" or not final_only:
-                terminal.say(f"\n{words}:\n{matrix(pairs_of(trials, which))}\n{totals(trials, which)}")
-        file.write_json({"schema": SCHEMA, "specimens": [trial.as_dict() for trial in trials]})
-    return 0 if trials and all(_sound(trial) for trial in trials) else 1
+                drawn = cut(matrix(pairs_of(trials, which)), terminal.width)
+                terminal.say(f"\n{words}:\n{drawn}\n{totals(trials, which)}")
+        status = 0 if trials and all(_sound(trial) for trial in trials) else 1
+        return files.finish(status, specimens=[trial.as_dict() for trial in trials])
 
 
 def shrink_all(names: Sequence[str], setting: Setting, *, seed: int) -> int:
     """Shrink a random failing case of each specimen; 1 where one does not end in the case that it states."""
     terminal, found = Terminal(), list[Shrunk]()
-    with OutputFile(setting.json) as file, World(device="cpu", timeout_s=setting.timeout_s) as world:
-        for number, name in enumerate(names, start=1):
-            with terminal.progress(f"{number} of {len(names)}: {name}"):
-                found.append(shrink(SPECIMENS[name], world, seed=seed))
-            terminal.say(str(found[-1]))
+    with setting.outputs.opened("specimens") as files, setting.world() as world:
+        with files.asked:
+            for number, name in enumerate(names, start=1):
+                with terminal.progress(f"{number} of {len(names)}: {name}"):
+                    found.append(shrink(SPECIMENS[name], world, seed=seed))
+                (terminal.detail if found[-1].as_stated else terminal.say)(str(found[-1]))
         terminal.say(f"{sum(one.as_stated for one in found)} of {len(found)} shrink to the case that they state")
-        file.write_json({"schema": SCHEMA, "seed": seed, "shrunk": [asdict(one) for one in found]})
-    return 0 if found and all(one.as_stated for one in found) else 1
+        status = 0 if found and all(one.as_stated for one in found) else 1
+        return files.finish(status, seed=seed, shrunk=[asdict(one) for one in found])
 
 
 def _sound(trial: Trial) -> bool:
@@ -120,21 +122,24 @@ def _grouped(left_out: Mapping[tuple[str, str], str]) -> dict[str, list[str]]:
     return {why: [f"{n} on {' '.join(where)}" for n, where in those.items()] for why, those in by_reason.items()}
 
 
-HEADER = (
-    f"{'specimen':<28} {'schedule':<12} {'planted':<20} {'caught by':<18} {'named':<20} {'place':<5} "
-    f"{'from gradients':<20} {'time':>7}"
+COLUMNS = (
+    Column("specimen", 28, least=10, gap=0),
+    Column("schedule", 12, drop=3),
+    Column("planted", 20, drop=2, least=10),
+    Column("caught by", 18, drop=4, least=10),
+    Column("named", 20, least=9),
+    Column("place", 5, drop=5),
+    Column("from gradients", 20, drop=6),
+    Column("time", 7, right=True, drop=7),
 )
 
 
-def line(trial: Trial) -> str:
-    """One line of the table under ``HEADER``."""
+def line(trial: Trial, width: int | None = None) -> str:
+    """One line of the table of ``COLUMNS``."""
     caught = trial.law if trial.caught else f"NOT: {', '.join(trial.laws) or 'nothing'}"
     place = "-" if trial.recorded is None or trial.recorded.kind is None else _place(trial.recorded)
-    schedule = trial.case.partition(" ")[0]
-    return (
-        f"{trial.specimen:<28} {schedule:<12} {trial.planted:<20} {caught:<18} {_kind(trial.recorded):<20} {place:<5} "
-        f"{_kind(trial.final):<20} {trial.seconds:>5.1f} s"
-    )
+    cells = [trial.specimen, trial.case.partition(" ")[0], trial.planted, caught, _kind(trial.recorded), place]
+    return Layout.of(COLUMNS, width).row([*cells, _kind(trial.final), f"{trial.seconds:.1f} s"])
 
 
 def _kind(one: Named | None) -> str:

@@ -1,5 +1,6 @@
 """How a command ends: its exit status, and on standard error the one sentence that says why there is no result."""
 
+import atexit
 import errno
 import io
 import os
@@ -11,7 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout, suppress
 from types import FrameType, MappingProxyType
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn, Self, TextIO
 
 from pipeproof.pipeline.laws import LawBroken
 from pipeproof.worlds.launcher import reports
@@ -38,6 +39,38 @@ class AskedToEnd(BaseException):
         super().__init__(_REQUESTS[number])
         self.number = number
 
+    @property
+    def status(self) -> int:
+        """What a shell sees of a process that such a signal ended."""
+        return 128 + self.number
+
+
+class Asked:
+    """A block that a request to end does end, but nothing more: what was found in it can still be told.
+
+    ``request`` is then what asked; who has told all raises it.
+    """
+
+    def __init__(self) -> None:
+        self.request: AskedToEnd | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if isinstance(error, AskedToEnd):
+            self.request = error
+        return self.request is not None
+
+
+def leave(status: int) -> NoReturn:
+    """End the process with ``status``; by the signal itself where one asked, so that a shell's loop ends as well."""
+    if status - 128 in _REQUESTS:
+        atexit._run_exitfuncs()  # which a signal would leave out
+        signal.signal(status - 128, signal.SIG_DFL)
+        os.kill(os.getpid(), status - 128)
+    sys.exit(status)
+
 
 def ended(command: Callable[[], int]) -> int:
     """Run ``command``; its exit status, or that of what ended it, which is said."""
@@ -57,9 +90,9 @@ def _status(command: Callable[[], int]) -> int:
     except ValueError as error:  # every error of ours about input or output is one
         return _say(str(error), BAD_INPUT)
     except AskedToEnd as request:
-        return _say(str(request), NO_VERDICT)
+        return _say(str(request), request.status)
     except KeyboardInterrupt:
-        return _say("interrupted", NO_VERDICT)
+        return _say("interrupted", 128 + signal.SIGINT)
     except Exception as error:  # ours to mend, and never to be taken for a wrong answer
         return _say(
             f"{traceback.format_exc()}pipeproof: a fault in pipeproof itself: {error!r}; please report it", NO_VERDICT
@@ -142,17 +175,22 @@ def standard_output() -> Iterator[None]:
 class _Watched:
     """A stream whose failures can be told from those of files and connections."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream  # of text, or of bytes
 
-    def write(self, text: str) -> int:
-        raw = getattr(self._stream, "buffer", None)
+    def write(self, content: Any) -> int:
+        raw = getattr(self._stream, "buffer", self._stream)
         with self._watching():
             if not isinstance(raw, io.RawIOBase):
-                return self._stream.write(text)
+                return int(self._stream.write(content))
             # With PYTHONUNBUFFERED, Python drops what a write leaves over, and a reader that goes is not noticed.
-            _write_all(raw, text.encode(self._stream.encoding, self._stream.errors or "strict"))
-            return len(text)
+            _write_all(raw, content if isinstance(content, bytes) else content.encode(self.encoding, self.errors))
+            return len(content)
+
+    @property
+    def buffer(self) -> "_Watched":
+        """Where bytes go."""
+        return _Watched(self._stream.buffer)
 
     def flush(self) -> None:
         with self._watching():

@@ -6,15 +6,17 @@ from itertools import takewhile
 from pathlib import Path
 
 from pipeproof.cases.case import Case, CaseError
-from pipeproof.cases.fuzz import cases, fuzz
+from pipeproof.cases.fuzz import Tally, cases, fuzz
 from pipeproof.cases.specimens import specimen
 from pipeproof.commands.campaign import Setting, enough_ranks, validated
-from pipeproof.judging.verdict import SCHEMA, Verdict
+from pipeproof.commands.outputs import Opened, document
+from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.observed import Observed
 from pipeproof.records.case_record import expected_record, observed_record
 from pipeproof.records.record_file import write
+from pipeproof.reports.columns import Layout
 from pipeproof.reports.gate_reports import CaseResult, GateResult, annotations, junit, markdown
-from pipeproof.reports.table import HEADER, line
+from pipeproof.reports.table import COLUMNS, line
 from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.output_file import OutputError, OutputFile
 from pipeproof.worlds.world import World
@@ -66,13 +68,14 @@ def gate(plan: Plan, setting: Setting, reports: Reports) -> int:
     with (
         OutputFile(reports.junit) as xml,
         OutputFile(reports.summary) as summary,
-        OutputFile(setting.json) as data,
-        World(device=device, timeout_s=setting.timeout_s) as world,
+        setting.outputs.opened("gate") as files,
+        setting.world() as world,
     ):
         run = _Run(world, device, terminal)
-        run.table(plan)
-        run.fuzz(plan)
-        run.planted()
+        with files.asked:
+            run.table(plan)
+            run.fuzz(plan)
+            run.planted()
         result = GateResult(run.results, plan.due, plan.seed, dict(plan.missing))
         for one in result.not_passed[:_KEPT]:
             terminal.say(one.story, one.verdict.verdict)
@@ -80,10 +83,9 @@ def gate(plan: Plan, setting: Setting, reports: Reports) -> int:
         terminal.say("\n".join(annotations(result))) if reports.github and result.status else None
         xml.write(junit(result))
         summary.write(markdown(result).encode())
-        data.write_json(_data(result))
         if folder is not None:
             _keep(folder, result, run.observed)
-    return result.status
+        return _write(files, result)
 
 
 class _Run:
@@ -106,8 +108,9 @@ class _Run:
             with self._terminal.progress(f"{number} of {plan.due}: {case}"):
                 verdict = self._judged(case, self._world, measure=True)
             if number == 1:
-                self._terminal.say(HEADER)
-            self._terminal.say(line(case, verdict), verdict.verdict)
+                self._terminal.detail(Layout.of(COLUMNS, self._terminal.width).header)
+            told = self._terminal.detail if verdict.verdict == "pass" else self._terminal.say
+            told(line(case, verdict, self._terminal.width), verdict.word)
             self.results.append(CaseResult("table" if group == "table" else "pinned", case, verdict))
 
     def fuzz(self, plan: Plan) -> None:
@@ -123,12 +126,13 @@ class _Run:
 
         with self._terminal.progress("fuzzing") as show, enough_ranks():
             strategy = cases(schedules=plan.schedules, max_ranks=plan.max_ranks, device=self._device)
-            tally, found = fuzz(
+            tally = Tally(plan.budget)
+            found = fuzz(
                 self._world,
-                budget=plan.budget,
+                tally,
                 seed_=plan.seed,
                 strategy=strategy,
-                progress=lambda tally: show(f"{tally.cases} of {tally.budget}: {tally}"),
+                progress=lambda: show(f"{tally.cases} of {tally.budget}: {tally}"),
                 run=run,
             )
         self._terminal.say(f"seed {plan.seed}: {tally}")
@@ -167,14 +171,14 @@ def _keep(folder: Path, result: GateResult, observed: Mapping[Case, Observed]) -
         name = str(folder / f"{number}-{one.case.built.name}")
         with OutputFile(f"{name}.txt") as text, OutputFile(f"{name}.json") as data:
             text.write(f"{one.story}\n".encode())
-            data.write_json(one.verdict.as_dict())
+            data.write_json(document("gate", one.verdict.exit_status, [one.verdict]))
         if one.case in observed:
             with OutputFile(f"{name}.expected") as wanted, OutputFile(f"{name}.observed") as seen:
                 write(expected_record(replace(one.case, specimen="")), wanted)
                 write(observed_record(one.case, observed[one.case]), seen)
 
 
-def _data(result: GateResult) -> dict[str, object]:
-    verdicts = [{"group": one.group, "outcome": one.outcome, **one.verdict.as_dict()} for one in result.cases]
-    missing = dict(result.missing)
-    return {"schema": SCHEMA, "seed": result.seed, "due": result.due, "missing": missing, "verdicts": verdicts}
+def _write(files: Opened, result: GateResult) -> int:
+    groups = [{"group": one.group, "outcome": one.outcome} for one in result.cases]
+    verdicts, left_out = [one.verdict for one in result.cases], dict(result.missing)
+    return files.finish(result.status, verdicts, groups=groups, seed=result.seed, due=result.due, left_out=left_out)

@@ -8,6 +8,7 @@ from pipeproof.cases.case import Case, CaseError
 from pipeproof.cases.observe import assemble
 from pipeproof.commands.campaign import enough_ranks
 from pipeproof.commands.ending import NO_VERDICT
+from pipeproof.commands.outputs import Outputs
 from pipeproof.pipeline.costs import costs_of, predict
 from pipeproof.pipeline.profile import beside
 from pipeproof.pipeline.trace import Trace
@@ -53,24 +54,26 @@ class Measured:
         return "\n".join(lines)
 
 
-def show_measured(case: Case, paths: Paths, *, steps: int) -> int:
+def show_measured(case: Case, paths: Paths, outputs: Outputs, *, steps: int) -> int:
     """Time ``case``, say how it went beside the simulation, and draw both; returns the exit status."""
     if steps < 1:
         raise CaseError(f"--steps is {steps}: expected at least 1")
     case, terminal = replace(case, ragged=False, unequal=False), Terminal()
     # Messages are drawn too: two ends for each, of which there are at most as many as of actions.
-    with Drawings(paths, actions=2 * sum(map(len, case.built.ranks))) as drawings, World() as world:
+    drawn = Drawings(paths, actions=2 * sum(map(len, case.built.ranks)))
+    with outputs.opened("show") as files, drawn as drawings, World() as world:
         try:
             with terminal.progress(f"{steps} steps of {case}"), enough_ranks():
                 measured = measure(case, world, steps=steps)
         except RankFailed as failure:
             terminal.say(str(failure))
-            return NO_VERDICT
+            return files.finish(NO_VERDICT)
         name = case.built.name
         drawings.write({f"{name}, simulated with the measured times": measured.predicted,
                         f"{name}, measured": measured.typical})  # fmt: skip
-    terminal.say(f"{case}\n{measured}")
-    return 0
+        terminal.say(f"{case}\n{measured}")
+        spans = {"makespan": measured.typical.makespan, "simulated": measured.predicted.makespan}
+        return files.finish(0, measured=spans)
 
 
 def measure(case: Case, world: World, *, steps: int) -> Measured:

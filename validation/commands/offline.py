@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from pipeproof.cases.case import Case
 from pipeproof.cases.specimens import specimen
+from pipeproof.commands.outputs import Outputs
 from pipeproof.records.case_record import expected_record
 from pipeproof.records.compare import compare
 from pipeproof.records.record import Record, RecordError, config_differences
@@ -27,21 +28,20 @@ def record_case(case: Case, path: str) -> int:
     return 0
 
 
-def compare_files(expected: str, seen: str, *, json: str | None, configs: bool = False) -> int:
+def compare_files(expected: str, seen: str, *, outputs: Outputs, configs: bool = False) -> int:
     """Judge the record in one file by that in another; returns the exit status.
 
     ``configs``: of two runs, say first what is different in their configs.
     """
     first, second = read(expected), read(seen)
     command, differences = "diff" if configs else "compare", list(config_differences(first, second))
-    with OutputFile(json) as file:
+    with outputs.opened(command) as files:
         if configs:
             Terminal().say(_table(differences) or "the configs are the same")
         verdict = compare(first, second, rerun=f"pipeproof {command} {expected} {seen}")
-        more = {"config_differences": {name: values for name, *values in differences}} if configs else {}
-        file.write_json({**verdict.as_dict(), **more})
-    Terminal().say(str(verdict), verdict.verdict)
-    return verdict.exit_status
+        Terminal().say(str(verdict), verdict.verdict)
+        found = {name: values for name, *values in differences}
+        return files.finish(verdict.exit_status, [verdict], config_differences=found)
 
 
 def _table(differences: Sequence[tuple[str, object, object]]) -> str:

@@ -7,9 +7,11 @@ import argparse
 import math
 import re
 from argparse import ArgumentTypeError
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, NoReturn
 
+from pipeproof.pipeline.schedules import nearest
 from pipeproof.pipeline.sizes import MOST_SECONDS, is_number, number_wanted
 
 _NEGATIVE = re.compile(r"-(\d|\.\d|inf|nan)", re.IGNORECASE)
@@ -29,6 +31,38 @@ class OptionParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Say where help is."""
         raise UsageError(f"{message}; see {self.prog} --help")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            known = list(map(str, action.choices))
+            hint = nearest(str(value), known)
+            raise argparse.ArgumentError(action, f"invalid choice: {value!r}: {hint}known are {', '.join(known)}")
+
+
+class CommandParser(OptionParser):
+    """The parser of one command: it knows what was said of it, and what it does not know it refuses itself."""
+
+    def parse_known_args(self, *arguments: Any, **more: Any) -> tuple[Any, list[str]]:
+        """As argparse's, with ``given``: the options that the command line names. Raises ``UsageError``."""
+        options, rest = super().parse_known_args(*arguments, **more)
+        if rest:
+            self.error(self._unknown(rest[0]))
+        options.given = frozenset(word.partition("=")[0] for word in arguments[0] if word.startswith("--"))
+        return options, rest
+
+    def _unknown(self, word: str) -> str:
+        option = word.partition("=")[0]
+        if not option.startswith("-"):
+            return f"unexpected argument {word!r}"
+        hint = nearest(option, list(self._option_string_actions))
+        return f"unknown option {option}{': ' * bool(hint)}{hint.rstrip(' ')}"
+
+
+def without_effect(options: argparse.Namespace, names: Iterable[str], why: str) -> None:
+    """Raise ``UsageError`` where the command line names one of these options, which do nothing here."""
+    for name in names:
+        if name in options.given:
+            raise UsageError(f"{name} has no effect {why}: leave it out")
 
 
 def number(word: str, *, zero: bool = False, text: str = "") -> float:

@@ -1,12 +1,14 @@
 """The commands about schedules themselves, as options: ``show``, ``check`` and ``plan``. They start without torch."""
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from pipeproof.cases.case import CaseError
 from pipeproof.commands.ending import WRONG
-from pipeproof.commands.option_parser import number, numbers, share, shares, three_numbers
+from pipeproof.commands.option_parser import number, numbers, share, shares, three_numbers, without_effect
+from pipeproof.commands.outputs import Outputs, add_file, add_outputs
 from pipeproof.commands.selection import (
     MICROBATCHES,
     MODEL_NAMES,
@@ -17,24 +19,26 @@ from pipeproof.commands.selection import (
     case_of,
     schedule_in,
 )
+from pipeproof.pipeline.action import Action
+from pipeproof.pipeline.columns import Columns
 from pipeproof.pipeline.costs import trace_of
 from pipeproof.pipeline.files import is_csv, read_file
 from pipeproof.pipeline.grid import draw, marked
-from pipeproof.pipeline.laws import LawBroken, check, report
+from pipeproof.pipeline.laws import Violation, check, report
+from pipeproof.pipeline.laws import violations as of_schedule
 from pipeproof.pipeline.lower import Program, lower
-from pipeproof.pipeline.plan import Needs, plan, table, trade
+from pipeproof.pipeline.plan import COLUMNS, Needs, plan, row, trade
 from pipeproof.pipeline.program_laws import violations
 from pipeproof.pipeline.schedule import Schedule, ScheduleError
 from pipeproof.pipeline.schedules import FAMILIES
 from pipeproof.pipeline.simulate import Timeline, Times, simulate
-from pipeproof.pipeline.transports import deadlocks
+from pipeproof.pipeline.transports import Deadlock, Transport, deadlocks
+from pipeproof.reports.columns import Column, in_pieces, table
 from pipeproof.reports.picture import Drawings, Paths
 from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.launcher import start_fork_server
 
 _UNIT = (1.0, 1.0, 1.0)
-# What --run takes where nothing is said.
-_REAL = {"steps": 5, "model": "gpt", "layers": 8, "split": "even", "loss": "mean", "seed": 0}
 
 
 def add_schedule_commands(commands: "argparse._SubParsersAction[Any]") -> None:
@@ -43,6 +47,7 @@ def add_schedule_commands(commands: "argparse._SubParsersAction[Any]") -> None:
     about = "check a schedule or a program in torch's CSV format against every law"
     checker = commands.add_parser("check", help=about, epilog=STATUSES)
     checker.add_argument("file", help="a FILE.csv, or - for standard input")
+    add_outputs(checker, what="what was found")
     checker.set_defaults(run=_check)
     _add_plan(commands.add_parser("plan", help="which schedule: time, bubble, memory and messages of all, best first"))
 
@@ -52,15 +57,17 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
     add_shape(parser)
     parser.set_defaults(run=_show)
     parser.add_argument("--times", type=three_numbers, metavar="F,I,W", help="of a stage (default 1,1,1)")
-    parser.add_argument("--svg", metavar="FILE", help="draw the timeline (needs the extra 'plot')")
-    parser.add_argument("--png", metavar="FILE", help="draw the timeline (needs the extra 'plot')")
-    parser.add_argument("--trace", metavar="FILE.json", help="write the timeline for ui.perfetto.dev: Chrome's format")
+    add_file(parser, "--svg", "draw the timeline (needs the extra 'plot')")
+    add_file(parser, "--png", "draw the timeline (needs the extra 'plot')")
+    add_file(parser, "--trace", "write the timeline for ui.perfetto.dev: Chrome's format, .json")
+    add_outputs(parser, what="the timeline")
     parser.add_argument("--run", dest="real", action="store_true", help="time it on ranks too, with a small model")
-    real = parser.add_argument_group("with --run", argument_default=argparse.SUPPRESS)
-    real.add_argument("--steps", type=int, metavar="N", help="how many are timed (default 5)")
-    real.add_argument("--model", metavar="NAME", help=f"{MODEL_NAMES} (default gpt)")
-    real.add_argument("--layers", type=int, metavar="L", help="layers of the model (default 8)")
-    real.add_argument("--split", help="layers per stage: even, or sizes such as 3,1,2,2")
+    real = parser.add_argument_group("with --run")
+    real.add_argument("--steps", type=int, default=5, metavar="N", help="how many are timed (default 5)")
+    real.add_argument("--model", default="gpt", metavar="NAME", help=f"{MODEL_NAMES} (default gpt)")
+    real.add_argument("--layers", type=int, default=8, metavar="L", help="layers of the model (default 8)")
+    real.add_argument("--split", default="even", help="layers per stage: even, or sizes such as 3,1,2,2")
+    parser.set_defaults(loss="mean", seed=0)
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
@@ -102,6 +109,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="of an activation, held from I to W (default 1)",
     )
+    add_outputs(parser, what="the table")
     parser.set_defaults(run=_plan)
 
 
@@ -114,31 +122,36 @@ def _show(options: argparse.Namespace) -> int:
         shape.agree(options.schedule, schedule)
     paths = Paths(options.svg, options.png, options.trace)
     if options.real:
-        return _show_real(argparse.Namespace(**(_REAL | vars(options))), found, paths)
-    for name in _REAL.keys() & vars(options).keys():
-        raise ValueError(f"--{name} says how ranks run: it needs --run")
-    with Terminal().progress(f"show {options.schedule}"):
-        text = show(schedule, Times(*(options.times or _UNIT)), paths)
-    Terminal().say(f"{schedule.name}: {schedule.sizes}")
-    Terminal().say(text)
-    return 0
+        return _show_real(options, found, paths)
+    without_effect(options, ("--steps", "--model", "--layers", "--split"), "without --run")
+    with Outputs.of(options).opened("show") as files:
+        with Terminal().progress(f"show {options.schedule}"):
+            text, timeline = show(schedule, Times(*(options.times or _UNIT)), paths, width=Terminal().width)
+        Terminal().say(f"{schedule.name}: {schedule.sizes}")
+        Terminal().say(text)
+        return files.finish(0, schedule=_data(schedule), timeline=_times(timeline))
 
 
 def _show_real(options: argparse.Namespace, found: Schedule | Program, paths: Paths) -> int:
-    if options.times is not None:
-        raise ValueError("--times with --run: expected one of the two, for a run measures times")
+    without_effect(options, ["--times"], "with --run, which measures times")
     start_fork_server()
     from pipeproof.commands.measure import show_measured
 
     name = options.schedule if is_csv(options.schedule) else schedule_in(found).name
-    return show_measured(case_of(options, name, found, options.model, "fp32"), paths, steps=options.steps)
+    case = case_of(options, name, found, options.model, "fp32")
+    return show_measured(case, paths, Outputs.of(options), steps=options.steps)
 
 
 def _check(options: argparse.Namespace) -> int:
-    with Terminal().progress(f"check {options.file}"):
-        text, free = checked(read_file(options.file))
-    Terminal().say(text)
-    return 0 if free else WRONG
+    with Outputs.of(options).opened("check") as files:
+        with Terminal().progress(f"check {options.file}"):
+            found = checked(read_file(options.file))
+        Terminal().say(str(found))
+        transports = {transport.value: deadlock and deadlock.text for transport, deadlock in found.deadlocks.items()}
+        broken = [asdict(violation) for violation in found.violations]
+        return files.finish(
+            WRONG if broken else 0, schedule=_data(found.schedule), violations=broken, transports=transports
+        )
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -154,29 +167,52 @@ def _plan(options: argparse.Namespace) -> int:
         options.activations,
         options.weights,
     )
-    with Terminal().progress("plan") as show_progress:
-        found = plan(needs, progress=lambda name: show_progress(f"plan: {name}"))
-    Terminal().say(table(found))
-    Terminal().say(trade(found))
-    return 0 if any(not option.fails for option in found) else 1
+    with Outputs.of(options).opened("plan") as files:
+        with Terminal().progress("plan") as show_progress:
+            found = plan(needs, progress=lambda name: show_progress(f"plan: {name}"))
+        Terminal().say(table(_planned(), list(map(row, found)), Terminal().width))
+        Terminal().say(trade(found))
+        status = 0 if any(not option.fails for option in found) else WRONG
+        return files.finish(status, options=[asdict(option) for option in found], advice=trade(found))
 
 
-def show(schedule: Schedule, times: Times, paths: Paths) -> str:
-    """``schedule`` simulated with ``times``, as text, after the files at ``paths`` are written."""
+def _planned() -> list[Column]:
+    """The columns of a plan, and which of them is left out first."""
+    drops = dict(zip(COLUMNS, (0, 0, 3, 2, 7, 1, 6, 8, 5, 4), strict=True))
+    left = ("schedule", "per rank", "split", "")
+    return [
+        Column(name, len(name), right=name not in left, drop=drop, least=0 if name else 12, gap=2 if k else 0)
+        for k, (name, drop) in enumerate(drops.items())
+    ]
+
+
+def _data(schedule: Schedule) -> dict[str, object]:
+    ranks = [list(map(str, row)) for row in schedule.ranks]
+    sizes = {"stages": schedule.n_stages, "microbatches": schedule.microbatches}
+    return {"name": schedule.name, "ranks": ranks, **sizes}
+
+
+def _times(timeline: Timeline) -> dict[str, object]:
+    names = ("makespan", "global_bubble", "local_bubble", "peaks", "messages", "starts", "ends")
+    return {name: getattr(timeline, name) for name in names}
+
+
+def show(schedule: Schedule, times: Times, paths: Paths, *, width: int | None = None) -> tuple[str, Timeline]:
+    """``schedule`` simulated with ``times``, as text and as it is, after the files at ``paths`` are written."""
     with Drawings(paths, actions=sum(map(len, schedule.ranks))) as drawings:
         timeline = simulate(schedule, times)
-        text = described(timeline, times)
+        text = described(timeline, times, width)
         drawings.write({f"{schedule.name}, simulated": trace_of(timeline)})
-    return text
+    return text, timeline
 
 
-def described(timeline: Timeline, times: Times) -> str:
+def described(timeline: Timeline, times: Times, width: int | None = None) -> str:
     """The grid, and what it comes to."""
     f, i, w = times.forward, times.backward_input, times.backward_weight
     equal = f"T_F = T_I = T_W = {f:g} per stage" if f == i == w else f"T_F = {f:g}, T_I = {i:g}, T_W = {w:g} per stage"
     return "\n".join(
         [
-            _grid(timeline),
+            in_pieces(_grid(timeline), width),
             f"makespan {timeline.makespan:g} ({equal}, T_B = T_I + T_W = {i + w:g}, no latency)",
             f"bubble   global {timeline.global_bubble:g} ({timeline.bubble_fraction:.1%}), "
             f"local {timeline.local_bubble:g}",
@@ -194,25 +230,43 @@ def _grid(timeline: Timeline) -> str:
         return f"({error}; --svg or --png draws it)"
 
 
-def checked(found: Schedule | Program) -> tuple[str, bool]:
-    """A line per transport and one in the end, and whether it is free of deadlock under all of them.
+@dataclass(frozen=True)
+class Checked:
+    """What is wrong with a schedule or a program, and under which transports it deadlocks.
 
-    Raises ``LawBroken``, with every violation, where a law other than that is broken.
+    Under none where a law is broken that comes before deadlocks.
     """
-    program = found if isinstance(found, Program) else lower(check(found))
+
+    schedule: Schedule
+    rows: Sequence[Sequence[Action]]
+    violations: Sequence[Violation]
+    deadlocks: Mapping[Transport, Deadlock | None]
+    columns: Columns
+
+    def __str__(self) -> str:
+        if self.violations and not self.deadlocks:
+            return report(self.schedule.name, self.violations, self.rows)
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        """A line per transport, and one in the end."""
+        cells = set[tuple[int, int]]()
+        for transport, deadlock in self.deadlocks.items():
+            told = "no deadlock" if deadlock is None else f"DEADLOCK: {deadlock.text}"
+            yield f"transport {transport.value:9}  {told}"
+            cells |= set(map(self.columns.cell, deadlock.entries)) if deadlock else set()
+        yield from marked(self.rows, cells)
+        if not cells:
+            timeline = simulate(self.schedule)
+            bubble = f"global bubble {timeline.global_bubble:g} of {timeline.makespan:g}"
+            yield f"{self.schedule.name} keeps every law: {self.schedule.sizes}; {bubble}"
+
+
+def checked(found: Schedule | Program) -> Checked:
+    """Every law of ``found``; of a schedule first its own, as messages can be made for a sound one only."""
+    if isinstance(found, Schedule) and (broken := of_schedule(found)):
+        return Checked(found, found.ranks, broken, {}, found.columns)
+    program = found if isinstance(found, Program) else lower(found)
     broken = violations(program)
-    if any(violation.law != "deadlock" for violation in broken):
-        raise LawBroken(report(program.schedule.name, broken, program.ranks))
-    return "\n".join(_lines(program)), not broken
-
-
-def _lines(program: Program) -> Iterator[str]:
-    schedule, cells = program.schedule, set[tuple[int, int]]()
-    for transport, deadlock in deadlocks(program).items():
-        yield f"transport {transport.value:9}  {'no deadlock' if deadlock is None else f'DEADLOCK: {deadlock.text}'}"
-        cells |= set(map(program.columns.cell, deadlock.entries)) if deadlock else set()
-    yield from marked(program.ranks, cells)
-    if not cells:
-        timeline = simulate(schedule)
-        bubble = f"global bubble {timeline.global_bubble:g} of {timeline.makespan:g}"
-        yield f"{schedule.name} keeps every law: {schedule.sizes}; {bubble}"
+    waits = {} if any(violation.law != "deadlock" for violation in broken) else deadlocks(program)
+    return Checked(program.schedule, program.ranks, broken, waits, program.columns)

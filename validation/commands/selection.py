@@ -130,7 +130,7 @@ MODEL_NAMES = f"out of {', '.join(MODELS)}"
 DTYPE_NAMES = f"out of {', '.join(DTYPES)}"
 STATUSES = (
     "Exit status: 0 pass; 1 a wrong answer, or a broken law; 2 bad usage, invalid input, or no room for output; "
-    "3 no verdict: a hang, a dead rank, something unknown, an interruption."
+    "3 no verdict: a hang, a dead rank, something unknown; 130 interrupted: what was found until then is told."
 )
 
 
@@ -162,16 +162,10 @@ def add_table(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="(default %(default)s)")
 
 
-def add_recording(parser: argparse.ArgumentParser) -> None:
-    """Where what the ranks gave is kept."""
-    parser.add_argument("--record", metavar="FILE", help="write there what the ranks gave, for compare and diff")
-
-
 def add_world(parser: argparse.ArgumentParser) -> None:
-    """Where ranks run, how long, and where verdicts go."""
+    """Where ranks run, and how long."""
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--timeout", type=seconds, default=120.0, metavar="SECONDS", help="of one case (default 120)")
-    parser.add_argument("--json", metavar="FILE", help="write verdicts there")
 
 
 def table_of(options: argparse.Namespace) -> tuple[list[Case], Mapping[str, str]]:

@@ -37,8 +37,8 @@ class Task:
     step: Step
     reference: Callable[[], nn.Module]
     microbatches: tuple[Any, ...]
-    loss_fn: Callable[[Any, Tensor], Tensor] | None
-    loss_divisor: float | None
+    loss_fn: Callable[[Any, Tensor], Tensor] | None = None
+    loss_divisor: float | None = None
 
     def check(self, ranks: int) -> None:
         """Raise ``WhiteBoxError`` for what cannot be."""
@@ -64,6 +64,12 @@ class Task:
         """The loss of a microbatch, and what it is divided by."""
         function = self.loss_fn or (lambda output, target: output)
         return Loss(function, float(self.loss_divisor or len(self.microbatches)))
+
+    @property
+    def hint(self) -> str:
+        """What a reference that cannot be run may lack."""
+        called = "it was called with all of a microbatch, inputs and target, and has to give the loss"
+        return "" if self.loss_fn else f"; no loss_fn was given, so {called}: give loss_fn=, if it gives the output"
 
     def title(self, ranks: int) -> str:
         """The subject in words."""
@@ -239,7 +245,7 @@ class ReferenceRun:
             known = isinstance(failure, LossError)
             why = f"cannot be differentiated: {failure}" if known else f"raised {raised(failure)}"
             where = f"on microbatch {len(self._made)} the reference {self._task.name}"
-            raise ReferenceRaised(f"{where} {why}") from failure
+            raise ReferenceRaised(f"{where} {why}{self._task.hint}") from failure
         return tuple(one.under(owner) for one in self._made)
 
     @property

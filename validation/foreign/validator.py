@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, zip_longest
 from time import perf_counter
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from torch import Tensor, nn
 
@@ -30,7 +30,7 @@ from pipeproof.observers.observed import Observed
 from pipeproof.observers.sketch import UNSOUGHT, contents
 from pipeproof.reference.data import Batch
 from pipeproof.reference.step import Contribution, Reference
-from pipeproof.worlds.rank_report import NeedsMoreRanks, RankFailed, WorldError, headline
+from pipeproof.worlds.rank_report import NeedsMoreRanks, RankFailed, WorldError
 from pipeproof.worlds.world import World
 
 _TOLD = (ReferenceRaised, WorldError)  # errors whose text says what is wrong
@@ -51,6 +51,14 @@ _OF_CALLS = ("microbatches", "boundaries")  # the laws that only calls of watche
 _WARMED_UP = "each microbatch's last call counts: those before it left nothing in the gradients, which are right"
 
 
+class Options(TypedDict, total=False):
+    """What a validation may be told besides; ``WhiteBox.validate`` says what it means."""
+
+    loss_fn: Callable[[Any, Tensor], Tensor] | None
+    loss_divisor: float | None
+    names: Names | None
+
+
 @dataclass(frozen=True)
 class WhiteBox:
     """Validates steps on the ranks of ``world``; ``timeout_s`` bounds each, in seconds (None: the world's bound)."""
@@ -65,9 +73,8 @@ class WhiteBox:
         reference: Callable[[], nn.Module],
         microbatches: Sequence[Any],
         ranks: int | Sequence[int],
-        loss_fn: Callable[[Any, Tensor], Tensor] | None = None,
-        loss_divisor: float | None = None,
-        names: Names | None = None,
+        timeout_s: float | None = None,
+        **options: Unpack[Options],
     ) -> Verdict:
         """The verdict on ``step(model, microbatches)``, called on each of so many ranks, beside the reference.
 
@@ -80,16 +87,22 @@ class WhiteBox:
         tell: prefixes and what to put in their place, or a function. ``ranks`` is how many, or where they work on
         replicas of the model, the number of each one's: of n, replica r is given the microbatches r, r + n, ..., and
         reports the losses of these; the reference sees all. What several ranks hold of a stage, replicas or shards, is
-        put together. Raises ``WhiteBoxError``, ``ReplicasError``, and ``NeedsMoreRanks`` where a launcher started
-        fewer; all else that goes wrong is in the verdict.
+        put together. ``timeout_s`` bounds the step, in seconds; a hang ends there.
+        Raises ``WhiteBoxError``, ``ReplicasError``, and ``NeedsMoreRanks`` where a launcher started fewer; all else
+        that goes wrong is in the verdict.
         """
         began = perf_counter()
-        task = Task(step, reference, tuple(microbatches), loss_fn, loss_divisor)
+        if other := options.keys() - Options.__annotations__.keys():
+            raise TypeError(
+                f"validate() has no {', '.join(sorted(other))}: it has {', '.join(Options.__annotations__)}"
+            )
+        task = Task(step, reference, tuple(microbatches), options.get("loss_fn"), options.get("loss_divisor"))
         task.check(ranks if isinstance(ranks, int) else len(ranks))
         replicas = Replicas((0,) * ranks if isinstance(ranks, int) else tuple(ranks), len(task.microbatches))
         replicas.check()
         try:
-            verdict = self._validated(task, replicas, names)
+            bounded = self if timeout_s is None else replace(self, timeout_s=timeout_s)
+            verdict = bounded._validated(task, replicas, options.get("names"))
         except (WhiteBoxError, NeedsMoreRanks):
             raise
         except Exception as error:  # of the reference, of what the ranks handed back, or ours: never a pass
@@ -132,9 +145,8 @@ def validate(
     reference: Callable[[], nn.Module],
     microbatches: Sequence[Any],
     ranks: int | Sequence[int],
-    loss_fn: Callable[[Any, Tensor], Tensor] | None = None,
-    loss_divisor: float | None = None,
-    names: Names | None = None,
+    timeout_s: float | None = None,
+    **options: Unpack[Options],
 ) -> Verdict:
     """As ``WhiteBox.validate``, on a world that lasts as long as this call."""
     with World() as world:
@@ -143,9 +155,8 @@ def validate(
             reference=reference,
             microbatches=microbatches,
             ranks=ranks,
-            loss_fn=loss_fn,
-            loss_divisor=loss_divisor,
-            names=names,
+            timeout_s=timeout_s,
+            **options,
         )
 
 
@@ -291,7 +302,7 @@ def _failed(title: str, failure: RankFailed) -> Verdict:
     """The verdict where the ranks brought nothing back: what they did instead."""
     if isinstance(failure.cause, HandBackError | NamesError):
         return _undecided(title, f"rank {failure.culprit}: {failure.cause}")
-    return Verdict(title, "unknown", "none", (), headline=headline(failure.reports), failure=str(failure))
+    return Verdict(title, "unknown", "none", ()).of_failure(failure)
 
 
 def _title(task: Task, replicas: Replicas) -> str:

@@ -112,6 +112,11 @@ class Cause:
         ]
         return ", ".join(f"{name} {value}" for name, value in parts if value is not None) or "everywhere"
 
+    @property
+    def short(self) -> str:
+        """Kind and place in a few words, as ``scale x4 everywhere``."""
+        return f"{self.kind}{'' if self.factor is None else f' x{_short(self.factor)}'} {self.place}"
+
     def __str__(self) -> str:
         return f"{self.place}: {self.detail}" if self.detail else self.place
 

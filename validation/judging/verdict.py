@@ -1,15 +1,20 @@
 """The verdict as data: what was compared, what broke, and what to type next."""
 
-import math
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pipeproof.judging.cause import KINDS, Cause, Cells, RuledOut
+from pipeproof.judging.mismatch import Mismatch as Mismatch
+from pipeproof.judging.mismatch import Size as Size
+from pipeproof.judging.mismatch import Value as Value
+from pipeproof.judging.mismatch import What as What
+from pipeproof.judging.mismatch import small as small
+from pipeproof.worlds.rank_report import RankFailed, details, headline
 
-SCHEMA = "pipeproof/verdict/2"
+SCHEMA = "pipeproof/3"  # of all that is written as JSON: validation/reports/schema.json
 Tier = Literal["bitwise", "fp32", "bf16", "fp16", "fp64", "none"]  # bit for bit, or to the rounding of a dtype
 Outcome = Literal["pass", "fail", "unknown", "not seen", "not applicable"]
 
@@ -24,141 +29,28 @@ EXIT_STATUS: Mapping[str, int] = {"pass": 0, "fail": 1, "unknown": 3}
 class ValidationFailed(AssertionError):
     """A verdict that is not a pass; ``verdict`` holds it."""
 
+    __module__ = "pipeproof"  # where users have it from
+
     def __init__(self, verdict: "Verdict") -> None:
         super().__init__(str(verdict))
         self.verdict = verdict
 
-
-@dataclass(frozen=True)
-class Size:
-    """A tensor in numbers: its shape and norm, and of one that was seen, how much of it is the expected one.
-
-    ``began``: it is a parameter's movement, from what was of this norm. ``factor`` times the expected one is its part
-    along that; None where one of the two is zero, or of another shape.
-    """
-
-    shape: tuple[int, ...]
-    norm: float | None = None
-    began: float | None = None
-    factor: float | None = None
-    cosine: float | None = None
-
-    def __str__(self) -> str:
-        if self.norm is None:
-            return f"shape {list(self.shape)}"
-        alike = "" if self.factor is None else f", {self.factor:.6g} times expected, cosine {self.cosine:.6f}"
-        return f"{'' if self.began is None else 'update of '}norm {self.norm:.6g}{alike}"
-
-
-# What was compared, which says how its values read. "text": of what has no value but words.
-What = Literal[
-    "text", "number", "tensor", "gradient", "buffer", "held", "losses", "mode", "forward", "backward", "calls",
-    "not-finite",
-]  # fmt: skip
-Value = str | float | bool | Size | tuple[int | None, ...]
-
-_READS: Mapping[What, Callable[[Any], str]] = {
-    "number": lambda value: f"{value:.9g}",
-    "gradient": lambda there: "a gradient" if there else "None",
-    "buffer": lambda there: "a buffer" if there else "no such buffer",
-    "held": lambda count: f"held {count} times",
-    "losses": lambda count: f"{count} losses",
-    "mode": lambda training: f"{'training' if training else 'evaluation'} mode",
-    "forward": lambda order: f"forward of {_order(order)}",
-    "backward": lambda order: f"backward of {_order(order)}",
-    "calls": lambda order: f"its module ran for {_order(order)}",
-    "not-finite": lambda value: f"loss {value:.9g}",
-}
-_DUE: Mapping[What, Callable[[Any], str]] = {
-    "forward": lambda every: f"forward of each of {_order(every)} once",
-    "backward": lambda every: f"backward of each of {_order(every)} once",
-    "calls": lambda every: f"once for each of {_order(every)}",
-}
-
-
-@dataclass(frozen=True, eq=False)
-class Mismatch:
-    """One thing that differs: where, what was found, what was due, and by how much it may differ.
-
-    ``operation`` counts from 1 over the plan. ``what`` was compared says what ``found`` and ``due`` are: numbers, sizes
-    of tensors, whether something is there, how often, which microbatches in which order (None: nobody knows). ``told``
-    is what was found in words, where its value alone does not say it. Fields that do not apply are None.
-    """
-
-    law: str
-    operation: int
-    found: Value = ""
-    due: Value = ""
-    what: What = "text"
-    rank: int | None = None
-    stage: int | None = None
-    microbatch: int | None = None
-    action: str | None = None
-    parameter: str | None = None
-    error: float | None = None
-    limit: float | None = None
-    told: str = ""
-
     @property
-    def seen(self) -> str:
-        """What was found, in words."""
-        return self.told or _READS.get(self.what, str)(self.found)
-
-    @property
-    def expected(self) -> str:
-        """What was due, in words."""
-        return _DUE.get(self.what, _READS.get(self.what, str))(self.due)
-
-    @property
-    def ratio(self) -> float | None:
-        """How many times the due number the found one is; None where they are no such numbers."""
-        if self.what != "number" or not isinstance(self.found, float) or not isinstance(self.due, float):
-            return None
-        return self.found / self.due if self.due and math.isfinite(self.found) else None
-
-    @property
-    def where(self) -> str:
-        """Rank, stage, microbatch, action and parameter, as far as they are known."""
-        return ", ".join(f"{name} {value}" for name, value in self._place if value is not None) or "every rank"
-
-    @property
-    def allowance(self) -> str:
-        """How large the error is, and how large it might be; empty where that was no question of size."""
-        if self.error is None or self.limit is None:
-            return ""
-        return f"; relative error {small(self.error)}, rounding allows {small(self.limit)}"
-
-    @property
-    def _place(self) -> tuple[tuple[str, object], ...]:
-        return (
-            ("rank", self.rank),
-            ("stage", self.stage),
-            ("microbatch", self.microbatch),
-            ("action", self.action),
-            ("parameter", self.parameter),
-        )
-
-    def __str__(self) -> str:
-        return f"{self.law}: {self.where}: {self.seen} (expected {self.expected})"
-
-    def __eq__(self, other: object) -> bool:
-        """As they read: a NaN is no other than another."""
-        return isinstance(other, Mismatch) and self._reads == other._reads
-
-    def __hash__(self) -> int:
-        return hash(self._reads)
-
-    @property
-    def _reads(self) -> tuple[object, ...]:
-        return self.law, self.operation, self._place, self.seen, self.expected, self.error, self.limit
-
-    def as_dict(self) -> dict[str, object]:
-        """Plain data for JSON: the values, and how they read."""
-        return {**asdict(self), "seen": self.seen, "expected": self.expected}
+    def short(self) -> str:
+        """The reason first, on one line: ``scale x4 everywhere (PipelineMismatch)``."""
+        return f"{self.verdict.reason} ({type(self).__name__})"
 
 
-def _order(microbatches: Sequence[int | None]) -> str:
-    return f"[{', '.join('?' if one is None else str(one) for one in microbatches)}]"
+class PipelineMismatch(ValidationFailed):
+    """The pipeline gives another answer than the reference."""
+
+    __module__ = "pipeproof"
+
+
+class NoVerdict(ValidationFailed):
+    """Nothing was decided: a crash, a hang, or evidence that does not suffice."""
+
+    __module__ = "pipeproof"
 
 
 @dataclass(frozen=True)
@@ -208,9 +100,10 @@ class Verdict:
     each as a whole, the likeliest first. ``ruled_out`` is what was compared on the way and agreed; ``cells`` are the
     coefficients that causes rest on. ``bindings`` are the case's numbers, in words.
     ``floor`` is the largest rounding floor measured over all gradients, 0 where none was measured; ``failure`` is how
-    the ranks failed where there was nothing to judge; ``headline`` says in a sentence what the laws cannot; ``rerun``
-    is what to type where there is no replay line; ``seconds`` is what it took. ``stopped``: what was raised while
-    things were compared, ``unsought``: while the cause was looked for; ``traceback`` has all of it.
+    the ranks failed where there was nothing to judge, ``ended`` whether by a crash ("error") or a hang; ``headline``
+    says in a sentence what the laws cannot; ``rerun`` is what to type where there is no replay line; ``seconds`` is
+    what it took. ``stopped``: what was raised while things were compared, ``unsought``: while the cause was looked for;
+    ``traceback`` has all of it.
     """
 
     config: str
@@ -232,6 +125,20 @@ class Verdict:
     stopped: str = ""
     unsought: str = ""
     traceback: str = field(default="", compare=False)
+    ended: Literal["", "error", "hang"] = ""
+
+    @property
+    def word(self) -> str:
+        """The outcome as a reader meets it: a crash and a hang are no verdict, but are no mere doubt either."""
+        return self.ended or self.verdict
+
+    @property
+    def reason(self) -> str:
+        """What is wrong, in a few words: the causes, or the laws that are broken."""
+        told = " and ".join(cause.short for cause in self.cause[:_ALTERNATIVES])
+        if self.verdict == "fail":
+            return told or self._headline()
+        return f"{self.word.upper()} {self._headline()}"
 
     @property
     def replay(self) -> str:
@@ -257,11 +164,16 @@ class Verdict:
         outcome: Literal["fail", "unknown"] = "fail" if self.verdict == "fail" else "unknown"
         return replace(self, verdict=outcome, tier="none", stopped=crash.said, traceback=crash.traceback)
 
+    def of_failure(self, failure: RankFailed) -> "Verdict":
+        """This verdict, where ranks failed and there is nothing to judge."""
+        ended: Literal["error", "hang"] = "hang" if failure.hang else "error"
+        return replace(self, headline=headline(failure.reports), failure=details(failure.reports), ended=ended)
+
     def raise_if_failed(self) -> None:
-        """Raise ``ValidationFailed``, with the whole screen as its text, unless this is a pass."""
+        """Raise ``PipelineMismatch`` or ``NoVerdict``, with the whole screen as its text, unless this is a pass."""
         __tracebackhide__ = True  # in a test's traceback the test's own line is what matters
         if self.verdict != "pass":
-            raise ValidationFailed(self)
+            raise PipelineMismatch(self) if self.verdict == "fail" else NoVerdict(self)
 
     def law(self, name: str) -> LawResult:
         """The law called ``name``. Raises KeyError if it was not judged."""
@@ -269,7 +181,7 @@ class Verdict:
 
     def __str__(self) -> str:
         """All that a reader needs, on one screen: the cause, where, seen, expected, the bindings, what to type next."""
-        rows = [f"{self.verdict.upper()} {self._headline()}", *self._causes()]
+        rows = [f"{self.word.upper()} {self._headline()}", *self._causes()]
         if self.failure:
             rows.append(self.failure)
         if self.mismatches:
@@ -286,7 +198,8 @@ class Verdict:
         return "\n".join([*rows, *self._laws(), f"  replay    {self.replay}"])
 
     def _causes(self) -> list[str]:
-        rows = _conjunction("cause", self.cause)
+        told = [cause for cause in self.cause if not (self.ended and cause.detail in self._headline())]
+        rows = _conjunction("cause", told)
         for causes in self.alternatives[:_ALTERNATIVES]:
             rows += _conjunction("or", causes)
         if len(self.alternatives) > _ALTERNATIVES:
@@ -378,11 +291,6 @@ def overall(laws: Sequence[LawResult]) -> Literal["pass", "fail", "unknown"]:
     if "fail" in outcomes:
         return "fail"
     return "unknown" if "unknown" in outcomes or "pass" not in outcomes else "pass"
-
-
-def small(value: float) -> str:
-    """A relative error in two digits; 0 only for exactly nothing."""
-    return "0" if value == 0 else f"{value:.1e}"
 
 
 def names_of(names: Sequence[str]) -> str:

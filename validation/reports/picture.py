@@ -280,7 +280,7 @@ class Drawings:
 
     def __init__(self, paths: Paths, *, actions: int) -> None:
         for option, path, ending in zip(Paths._fields, paths, _ENDINGS, strict=True):
-            if path is not None and not path.lower().endswith(str(ending)):
+            if path not in (None, "-") and not str(path).lower().endswith(str(ending)):
                 raise OutputError(f"--{option} {path}: expected a file that ends in {ending}")
         if paths.svg or paths.png:
             check_drawable(actions)

@@ -7,16 +7,30 @@ from statistics import median
 from pipeproof.cases.case import Case
 from pipeproof.cases.trial import Named, Trial
 from pipeproof.judging.verdict import Verdict, small
+from pipeproof.reports.columns import Column, Layout
 
-HEADER = (
-    f"{'schedule':<12} {'model':<8} {'dtype':<5} {'P':>2} {'V':>2} {'M':>3}  {'split':<15} "
-    f"{'losses':>6} {'params':>6}  {'tier':<7} {'worst err':>9} {'floor':>7} {'norm err':>8}  "
-    f"{'verdict':<7} {'time':>6}"
+COLUMNS = (
+    Column("schedule", 12, least=8, gap=0),
+    Column("model", 8, drop=3),
+    Column("dtype", 5, drop=10),
+    Column("P", 2, right=True, drop=4),
+    Column("V", 2, right=True, drop=8),
+    Column("M", 3, right=True, drop=5),
+    Column("split", 15, drop=9, gap=2),
+    Column("losses", 6, right=True, drop=7),
+    Column("params", 6, right=True, drop=6),
+    Column("tier", 7, drop=2, gap=2),
+    Column("worst err", 9, right=True, drop=1),
+    Column("floor", 7, right=True, drop=12),
+    Column("norm err", 8, right=True, drop=13),
+    Column("verdict", 7, gap=2),
+    Column("time", 6, right=True, drop=11),
 )
+HEADER = Layout.of(COLUMNS, None).header
 
 
-def line(case: Case, verdict: Verdict) -> str:
-    """One line of the table under ``HEADER``.
+def line(case: Case, verdict: Verdict, width: int | None = None) -> str:
+    """One line of the table of ``COLUMNS``, fit for so many columns of a terminal.
 
     losses and params are how many were compared over the whole plan; worst err and norm err are relative, 0 where
     every bit agreed; floor is what rounding alone does to the worst gradient, or, where all bits agree, to any.
@@ -27,18 +41,16 @@ def line(case: Case, verdict: Verdict) -> str:
         floor = gradients.floor if gradients.worst else verdict.floor
         numbers = [str(losses.checked), str(gradients.checked), *map(small, (gradients.worst, floor, norm.worst))]
     n_losses, n_gradients, worst, floor_, norm_ = numbers
-    split = ",".join(map(str, case.split))
-    split = split if len(split) <= 15 else f"{split[:14]}…"
-    return (
-        f"{case.built.name:<12} {case.model:<8} {case.dtype:<5} {case.ranks:>2} {case.virtual:>2} "
-        f"{case.microbatches:>3}  {split:<15} {n_losses:>6} {n_gradients:>6}  "
-        f"{verdict.tier:<7} {worst:>9} {floor_:>7} {norm_:>8}  {verdict.verdict:<7} {verdict.seconds:>4.1f} s"
-    )
+    sizes = (case.ranks, case.virtual, case.microbatches)
+    cells = [case.built.name, case.model, case.dtype, *map(str, sizes), ",".join(map(str, case.split)), n_losses]
+    cells += [n_gradients, verdict.tier, worst, floor_, norm_, verdict.word, f"{verdict.seconds:.1f} s"]
+    return Layout.of(COLUMNS, width).row(cells)
 
 
 def summary(verdicts: Sequence[Verdict], *, left_out: int = 0) -> str:
     """The last line of a table; ``left_out`` schedules were asked for and not run."""
-    counts = {outcome: sum(v.verdict == outcome for v in verdicts) for outcome in ("pass", "fail", "unknown")}
+    words = ("pass", "fail", "unknown", "error", "hang")
+    counts = {word: sum(v.word == word for v in verdicts) for word in words}
     bitwise = sum(v.tier == "bitwise" for v in verdicts)
     said = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count or outcome == "pass")
     missing = f"; {left_out} left out" if left_out else ""

@@ -1,7 +1,11 @@
 """What a person sees while commands run: lines and progress. Only rank 0 of a launcher speaks."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Literal
 
 from rich.console import Console
 from rich.text import Text
@@ -9,15 +13,63 @@ from rich.text import Text
 from pipeproof.worlds.launcher import reports
 
 _STYLES = {"pass": "green", "fail": "bold red", "unknown": "bold yellow"}
+_STYLES |= {"error": "bold red", "hang": "bold red"}
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How a command speaks. ``quiet``: no details and no progress; ``verbose``: what else there is to say.
+
+    ``aside``: on standard error, as a file that it writes has standard output.
+    """
+
+    color: Literal["auto", "always", "never"] = "auto"
+    quiet: bool = False
+    verbose: bool = False
+    aside: bool = False
+
+    def console(self, *, stderr: bool) -> Console:
+        """A console of rich in this manner."""
+        plain = self.color == "never" or (self.color == "auto" and bool(os.environ.get("NO_COLOR")))
+        system: Literal["auto"] | None = None if plain else "auto"
+        forced = True if self.color == "always" else None
+        return Console(
+            stderr=stderr,
+            quiet=not reports(),
+            soft_wrap=True,
+            highlight=False,
+            color_system=system,
+            force_terminal=forced,
+            no_color=False if forced else None,
+        )
+
+
+_PLAIN = Manner()
+_manner: ContextVar[Manner] = ContextVar("_manner", default=_PLAIN)
+
+
+@contextmanager
+def speaking(manner: Manner) -> Iterator[None]:
+    """Every ``Terminal`` made in the block is of this manner."""
+    token = _manner.set(manner)
+    try:
+        yield
+    finally:
+        _manner.reset(token)
 
 
 class Terminal:
     """Standard output for results, standard error for progress, which shows only where somebody watches."""
 
     def __init__(self) -> None:
-        self._quiet = not reports()
-        self._out = Console(quiet=self._quiet, soft_wrap=True, highlight=False)
-        self._err = Console(stderr=True, quiet=self._quiet)
+        self.manner = _manner.get()
+        self._out = self.manner.console(stderr=self.manner.aside)
+        self._err = self.manner.console(stderr=True)
+
+    @property
+    def width(self) -> int | None:
+        """How many columns there are; None where no terminal shows them, so that all is written."""
+        return self._out.width if self._out.file.isatty() else None
 
     def say(self, text: str, outcome: str = "") -> None:
         """One or more lines; the word ``outcome`` is coloured where it stands."""
@@ -26,10 +78,16 @@ class Terminal:
             line.highlight_regex(rf"\b({outcome}|{outcome.upper()})\b", _STYLES[outcome])
         self._out.print(line)
 
+    def detail(self, text: str, outcome: str = "") -> None:
+        """As ``say``, of what nobody misses who wants to see only what is wrong, and how it ended."""
+        if not self.manner.quiet:
+            self.say(text, outcome)
+
     @contextmanager
     def progress(self, text: str) -> Iterator[Callable[[str], None]]:
         """A line that is gone after the block; call what it yields to replace it meanwhile."""
-        if not self._err.is_terminal:  # rich would write there all the same: nothing, which fails on a full disk
+        # Where nobody watches rich would write there all the same: nothing, which fails on a full disk.
+        if self.manner.quiet or not self._err.file.isatty():
             yield lambda text: None
             return
         with self._err.status(text) as status:

@@ -56,7 +56,8 @@ class Seat:
     """One rank's place in a world.
 
     ``device`` is ``cpu`` or ``cuda``; ``store`` is ``file:///path`` or ``tcp://host:port/prefix``; ``folder`` receives
-    the stacks that only a signal handler can write; ``environment`` is added to that of the caller.
+    the stacks that only a signal handler can write, and with ``silent`` what the rank prints; ``environment`` is added
+    to that of the caller.
     """
 
     rank: int
@@ -67,6 +68,12 @@ class Seat:
     store: str
     folder: str
     environment: Mapping[str, str] = field(default_factory=dict)
+    silent: bool = False
+
+    @property
+    def output(self) -> Path:
+        """The file for what a silent rank prints."""
+        return Path(self.folder, f"rank-{self.rank}.output")
 
     @property
     def stacks(self) -> Path:

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,7 +21,8 @@ class OutputError(ValueError):
 class OutputFile:
     """Where one result goes; None is nowhere. Only rank 0 of a launcher writes.
 
-    A symbolic link stays one: its target is written. A pipe or a device is written as it stands.
+    A symbolic link stays one: its target is written. A pipe or a device is written as it stands; ``-`` is standard
+    output.
     """
 
     def __init__(self, path: str | None) -> None:
@@ -29,7 +31,7 @@ class OutputFile:
         self._given = path
         self._path = Path(path) if path is not None and reports() else None
         self._partial: Path | None = None  # what will take the place of a regular file
-        if self._path is None:
+        if self._path is None or path == "-":
             return
         with self._refusing():
             if self._path.is_dir():
@@ -49,6 +51,11 @@ class OutputFile:
     def write(self, content: bytes) -> None:
         """Put ``content`` where the file belongs."""
         if self._path is None:
+            return
+        if self._given == "-":
+            sys.stdout.flush()
+            sys.stdout.buffer.write(content)
+            sys.stdout.flush()
             return
         with self._refusing():
             if self._partial is None:

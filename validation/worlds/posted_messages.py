@@ -1,6 +1,7 @@
 """Messages that code which is not ours has posted, so that a hang in it can say who waits for whom."""
 
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,13 +17,18 @@ from pipeproof.worlds.stack import Stack, own_stack
 # Methods of a process group, through which every message passes; the peer is the second argument.
 _METHODS = {"send": "a send to", "recv": "a message from", "recv_anysource": "a message from any rank"}
 _SHOWN = 4  # messages in a sentence
+_posted: Counter[str] = Counter()  # how many messages, by method
 
 
 @dataclass(frozen=True)
 class _Posted:
-    text: str
+    name: str
     work: Any
     peer: int | None
+
+    @property
+    def text(self) -> str:
+        return _METHODS[self.name] + ("" if self.peer is None else f" rank {self.peer}")
 
     @property
     def open(self) -> bool:
@@ -49,6 +55,14 @@ def noted_messages() -> Iterator[None]:
             setattr(dist.ProcessGroup, name, method)
         _messages.clear()
         _received.clear()
+        _posted.clear()
+
+
+def progress() -> str:
+    """How many messages this rank has sent and received, in words; empty if it has posted none."""
+    met = _posted - Counter(one.name for one in list(_messages) if one.open)
+    received = met["recv"] + met["recv_anysource"]
+    return f"sent {met['send']} and received {received}" if _posted else ""
 
 
 def _noting(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -56,7 +70,8 @@ def _noting(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         work = method(group, *arguments)
         peer = dist.get_global_rank(group, arguments[1]) if name != "recv_anysource" else None
         _messages[:] = [one for one in _messages if one.open]
-        _messages.append(_Posted(_METHODS[name] + ("" if peer is None else f" rank {peer}"), work, peer))
+        _messages.append(_Posted(name, work, peer))
+        _posted[name] += 1
         if name != "send":
             stack = own_stack()
             for tensor in filter(torch._C._has_storage, arguments[0]):

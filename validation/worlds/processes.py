@@ -11,7 +11,9 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 
+from pipeproof.worlds.at_terminal import debugging
 from pipeproof.worlds.launcher import CONTEXT, Seat, fork_server, loopback
 from pipeproof.worlds.rank_report import Ending, RankReport
 from pipeproof.worlds.shipping import unpack
@@ -19,6 +21,7 @@ from pipeproof.worlds.worker import serve
 
 _STALL_BOUND_S = 60  # for one message to move at all
 _EXIT_BOUND_S = 1.0  # for a process whose connection is closed to be seen dead
+_LAST_LINES = 20
 _SIGNAL_BOUND_S = 0.3  # for a signal handler to write a stack
 
 
@@ -54,26 +57,27 @@ class WorkerHandle:
                 assert isinstance(answer, RankReport), f"a worker sends reports, not {type(answer)}"
                 return answer
         self._process.join(_EXIT_BOUND_S)
-        return RankReport(self.seat.rank, Ending.DIED, self._death(), self._signal_stack(), at_s=time.time())
+        last = f"{self._last_words()}{self._signal_stack()}"
+        return RankReport(self.seat.rank, Ending.DIED, self._death(), last, at_s=time.time())
 
     def ask(self) -> None:
         """Ask where it is and what it waits for; ``testimony`` has the reply."""
         with contextlib.suppress(OSError):
             self._questions.send_bytes(b"?")
 
-    def testimony(self, deadline_s: float) -> tuple[str, str | None, tuple[int, ...] | None]:
-        """Its stack, what it waits for and from which ranks.
+    def testimony(self, deadline_s: float) -> tuple[str, str | None, tuple[int, ...] | None, str]:
+        """Its stack, what it waits for, from which ranks, and how far it has come.
 
         Told before the deadline (of ``time.monotonic``), or else as can be seen.
         """
         with contextlib.suppress(EOFError, OSError):
             if self._questions.poll(max(0.0, deadline_s - time.monotonic())):
-                stack, waiting, peers = unpack(self._questions.recv_bytes())
-                return stack, waiting, peers
+                stack, waiting, peers, progress = unpack(self._questions.recv_bytes())
+                return stack, waiting, peers, progress
         with contextlib.suppress(OSError):
             os.kill(self.pid, signal.SIGUSR1)  # the handler in C needs no interpreter lock
             time.sleep(_SIGNAL_BOUND_S)
-        return f"busy in native code\n{self._signal_stack()}", None, None
+        return f"busy in native code\n{self._signal_stack()}", None, None, ""
 
     def kill(self) -> None:
         """End the process at once; ``bury`` sees to the rest."""
@@ -94,10 +98,18 @@ class WorkerHandle:
         return f"exited with status {status}" if status >= 0 else f"was killed by {signal.Signals(-status).name}"
 
     def _signal_stack(self) -> str:
-        try:
-            return self.seat.stacks.read_text(errors="replace")
-        except FileNotFoundError:  # it ended before it had settled
-            return ""
+        return _text(self.seat.stacks)
+
+    def _last_words(self) -> str:
+        """What a silent rank printed last."""
+        return "".join(_text(self.seat.output).splitlines(keepends=True)[-_LAST_LINES:])
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except FileNotFoundError:  # it ended before it had settled, or is not silent
+        return ""
 
 
 def _channel() -> tuple[Connection, Connection]:
@@ -113,8 +125,9 @@ def _channel() -> tuple[Connection, Connection]:
 class Processes:
     """A place for ranks: processes started for them, kept, and used again until one fails."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, *, silent: bool = False) -> None:
         self._device = device
+        self._silent = silent
         self._pools: dict[int, Pool] = {}
 
     def run(
@@ -146,6 +159,7 @@ class Processes:
                 store=f"file://{folder}/store",
                 folder=folder,
                 environment=loopback(),
+                silent=self._silent,
             )
             for rank in range(ranks)
         ]
@@ -171,6 +185,7 @@ class Pool:
         # A finalizer also runs when the interpreter ends, before multiprocessing's own end, which has no bound.
         self._end = weakref.finalize(self, _end, self._workers, seats[0].folder)
         self._ready = False
+        self._debugging = debugging(seats[0].folder)
         for seat in seats:
             self._workers.append(WorkerHandle(seat))
 
@@ -200,6 +215,7 @@ class Pool:
             answers = [] if self._ready else self._collect("join its group", START_BOUND_S, cancelled)
             self._ready = True
             if not any(answer.failed for answer in answers):
+                self._debugging.unlink(missing_ok=True)
                 for worker in self._workers:
                     worker.order(order)
                 answers = self._collect("finish", timeout_s, cancelled, meanwhile)
@@ -221,7 +237,9 @@ class Pool:
             left_s = max(0.0, deadline_s - time.monotonic())
             patience_s = 0.0 if busy else left_s if cancelled is None else min(left_s, _LOOK_S)
             ready = wait([handle for worker in pending for handle in worker.handles], patience_s)
-            if not ready and not left_s:
+            if not ready and not left_s and not failing and self._debugging.exists():
+                deadline_s = time.monotonic() + bound_s  # somebody looks into a rank, and needs no bound
+            elif not ready and not left_s:
                 break  # no sooner: what came while this process was busy with its own came in time
             graces_s = [GRACE_S] if cancelled is not None and not failing and cancelled() else []
             for worker in [worker for worker in pending if not worker.handles.isdisjoint(ready)]:
@@ -244,9 +262,11 @@ def _examine(workers: Sequence[WorkerHandle], complaint: str) -> dict[WorkerHand
     deadline_s = time.monotonic() + _QUESTION_BOUND_S
     answers = {}
     for worker in workers:
-        stack, waiting, peers = worker.testimony(deadline_s)
+        stack, waiting, peers, progress = worker.testimony(deadline_s)
         ending = Ending.STUCK if complaint else Ending.STOPPED
-        answers[worker] = RankReport(worker.seat.rank, ending, complaint, stack, waiting, time.time(), peers)
+        answers[worker] = RankReport(
+            worker.seat.rank, ending, complaint, stack, waiting, time.time(), peers, progress=progress
+        )
     return answers
 
 

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from textwrap import indent
 
@@ -58,7 +58,8 @@ class RankReport:
     ``message`` is the exception as text, the reason of a skip, or a phrase such as ``exited with status 3``;
     ``traceback`` the traceback of the exception, or the stack of a rank that had to be ended; ``waiting`` what such a
     rank said it was waiting for; ``peers`` are the ranks that this may be, none where it is every rank that does not
-    wait for the same, and None where that is not known; ``at_s`` the wall clock at the end, in seconds since the epoch.
+    wait for the same, and None where that is not known; ``progress`` is how far it had come, as ``sent 2 of 4``;
+    ``at_s`` is the wall clock at the end, in seconds since the epoch.
     ``payload`` is, as bytes, the result of a rank that finished, or the ValueError that ended it.
     """
 
@@ -70,6 +71,7 @@ class RankReport:
     at_s: float = 0.0
     peers: tuple[int, ...] | None = None
     payload: bytes = b""
+    progress: str = ""
 
     @property
     def failed(self) -> bool:
@@ -97,9 +99,14 @@ class RankReport:
             case Ending.SKIPPED:
                 return f"skipped alone: {self.message}"
             case Ending.STOPPED:
-                return f"was waiting for {self.waiting}, stopped" if self.waiting else "had not finished, stopped"
+                return f"was waiting for {self.awaited}, stopped" if self.waiting else "had not finished, stopped"
             case _:
-                return f"{self.message}, waiting for {self.waiting}" if self.waiting else self.message
+                return f"{self.message}, waiting for {self.awaited}" if self.waiting else self.message
+
+    @property
+    def awaited(self) -> str:
+        """What it was waiting for, and how far it had come."""
+        return f"{self.waiting} (it {self.progress})" if self.progress else f"{self.waiting}"
 
     def line(self) -> str:
         """One line about a rank that is not the culprit."""
@@ -163,32 +170,43 @@ def headline(reports: Sequence[RankReport]) -> str:
         return f"rank {culprit.rank} {culprit.sentence().partition(chr(10))[0]}"
     by_rank = {report.rank: report for report in reports}
     if len(blocking) > 1:
-        told = ", ".join(f"rank {rank} for {by_rank[rank].waiting}" for rank in blocking[:_SHOWN])
+        told = ", ".join(f"rank {rank} for {by_rank[rank].awaited}" for rank in blocking[:_SHOWN])
         more = f", and {len(blocking) - _SHOWN} more" if len(blocking) > _SHOWN else ""
         *some, last = map(str, blocking)
         return f"ranks {', '.join(some)} and {last} wait for each other: {told}{more}"
     (ended,) = blocking
     waiting = [one for one in reports if one.ending is Ending.STUCK and ended in _peers(one, reports)]
-    told = "; ".join(f"rank {one.rank} waits for {one.waiting}" for one in waiting[:_SHOWN])
+    told = "; ".join(f"rank {one.rank} waits for {one.awaited}" for one in waiting[:_SHOWN])
     more = f"; and {len(waiting) - _SHOWN} more" if len(waiting) > _SHOWN else ""
     return f"rank {ended} has returned while others wait for it: {told}{more}"
 
 
 def describe(reports: Sequence[RankReport]) -> str:
     """The whole story: the culprit with its traceback, then a line for each other rank, echoes last."""
+    return "\n".join(_paragraph(heading, body) for heading, body in _story(reports))
+
+
+def details(reports: Sequence[RankReport]) -> str:
+    """What ``headline`` leaves out of the story: tracebacks, and the other ranks."""
+    (_, body), *others = _story(reports)
+    return "\n".join([*([body.rstrip()] if body.strip() else []), *(_paragraph(*one) for one in others)])
+
+
+def _story(reports: Sequence[RankReport]) -> Sequence[tuple[str, str]]:
+    """Sentences, each with the traceback or the stack that belongs to it."""
     if blocking := _blocking(reports):
         first = sorted(reports, key=lambda report: (report.rank not in blocking, report.rank))
-        return "\n".join([headline(reports), *(_paragraph(report.line(), report.traceback) for report in first)])
+        return [(headline(reports), ""), *((replace(report, progress="").line(), report.traceback) for report in first)]
     culprit = next(report for report in reports if report.rank == culprit_of(reports))
     alike = len({(report.ending, report.message) for report in reports}) == 1
     if alike and len(reports) > 1 and culprit.ending is not Ending.STUCK:  # each is stuck in a place of its own
-        return _paragraph(f"all {len(reports)} ranks {culprit.sentence()}", culprit.traceback)
-    lines = [_paragraph(f"rank {culprit.rank} of {len(reports)} {culprit.sentence()}", culprit.traceback)]
+        return [(f"all {len(reports)} ranks {culprit.sentence()}", culprit.traceback)]
+    lines = [(f"rank {culprit.rank} of {len(reports)} {culprit.sentence()}", culprit.traceback)]
     others = [report for report in reports if report is not culprit]
     for report in sorted(others, key=lambda report: (report.secondary, report.rank)):
         stack = report.traceback if report.ending in (Ending.STUCK, Ending.ABSENT) else ""
-        lines.append(_paragraph(report.line(), stack))
-    return "\n".join(lines)
+        lines.append((report.line(), stack))
+    return lines
 
 
 def _paragraph(heading: str, body: str) -> str:
@@ -233,6 +251,13 @@ class RankFailed(WorldError):
         self.reports = tuple(reports)
         self.culprit = culprit_of(reports)
         self.cause = cause
+
+    @property
+    def hang(self) -> bool:
+        """Whether ranks waited until a bound was reached, rather than raised or died."""
+        culprit = self.reports[self.culprit]
+        late = culprit.ending is Ending.RAISED and "Timeout" in culprit.message.partition(":")[0]
+        return late or culprit.ending in (Ending.STUCK, Ending.FINISHED)  # one that has returned is waited for
 
     def __str__(self) -> str:
         return describe(self.reports)

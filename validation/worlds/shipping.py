@@ -2,11 +2,13 @@
 
 import functools
 import importlib
+import inspect
 import io
 import pickle
 import sys
-from collections.abc import Callable
-from types import FunctionType, ModuleType
+from collections.abc import Callable, Iterator
+from dataclasses import is_dataclass
+from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 import cloudpickle
@@ -30,6 +32,40 @@ def pack(value: object) -> bytes:
 def unpack(data: bytes) -> Any:
     """The value that ``pack`` was given. Only for bytes of a rank of one's own: unpickling runs code."""
     return pickle.loads(data)
+
+
+def unshippable(value: object) -> str:
+    """Which variable of a function in ``value`` cannot be packed, and the cure; empty where none is found."""
+    for function in _functions(value):
+        used = inspect.getclosurevars(function)
+        for name, one in {**used.globals, **used.nonlocals}.items():
+            if not isinstance(one, FunctionType) and not _packs(one):
+                kind = type(one).__qualname__
+                return f"; {function.__name__} uses {name}, a {kind}, which is of this process alone: make it in there"
+    return ""
+
+
+def _functions(value: object, depth: int = 4) -> Iterator[FunctionType]:
+    """The functions in ``value``: itself, what it holds, and what those use."""
+    if isinstance(value, FunctionType):
+        yield value
+    parts: list[object] = list(value) if isinstance(value, tuple) else []
+    if isinstance(value, FunctionType):
+        parts += [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
+    elif isinstance(value, functools.partial):
+        parts += [value.func, *value.args, *value.keywords.values()]
+    elif is_dataclass(value):
+        parts += vars(value).values()
+    for part in parts if depth else ():
+        yield from _functions(part, depth - 1)
+
+
+def _packs(value: object) -> bool:
+    try:
+        pack(value)
+    except Exception:  # no one type: every object has its own way to refuse
+        return False
+    return True
 
 
 class _Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipeproof.pipeline.action import GIVES_INPUT_GRADIENT, Action, Kind
 from pipeproof.pipeline.lower import Program
@@ -31,6 +31,18 @@ def lost_message(program: Program, reports: Sequence[RankReport]) -> Lost | None
     """The first message, along the flow of data, that was lost; None where what ranks waited for does not show one."""
     waits = {report.rank: wait for report in reports if (wait := _wait(report)) is not None}
     return min(_lost(program, waits), default=None, key=lambda one: _along(one.receive))
+
+
+def with_progress(program: Program, reports: Sequence[RankReport]) -> list[RankReport]:
+    """``reports``, with how many of its messages each rank that waited had sent."""
+    return [replace(report, progress=_sent(program, report)) for report in reports]
+
+
+def _sent(program: Program, report: RankReport) -> str:
+    wait, row = _wait(report), list(program.ranks[report.rank])
+    stopped = None if wait is None else _consumer(wait[0], row)
+    sends = [slot for slot, action in enumerate(row) if action.kind in (Kind.SEND_F, Kind.SEND_B)]
+    return "" if stopped is None else f"sent {sum(slot < stopped for slot in sends)} of {len(sends)}"
 
 
 def _wait(report: RankReport) -> tuple[Action, int] | None:

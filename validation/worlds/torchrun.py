@@ -30,8 +30,9 @@ class Torchrun:
 
     _newest_group = 0  # of all places in this process, as a group's number is never used again
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, *, silent: bool = False) -> None:
         self._device = device
+        self._silent = silent
         self._side = side_store()
         self._pools: dict[int, tuple[int, Pool]] = {}  # by world size: the group's number and this rank's one worker
 
@@ -99,4 +100,5 @@ class Torchrun:
             store=f"{self._side.address}/group-{group}",
             folder=tempfile.mkdtemp(prefix="pipeproof-"),
             environment=loopback() if local_ranks == self._side.ranks else {},
+            silent=self._silent,
         )

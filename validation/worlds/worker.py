@@ -21,8 +21,9 @@ import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # not in __all__
 
 from pipeproof.pipeline import waiting
+from pipeproof.worlds import at_terminal
 from pipeproof.worlds.launcher import Seat
-from pipeproof.worlds.posted_messages import awaited
+from pipeproof.worlds.posted_messages import awaited, progress
 from pipeproof.worlds.rank_report import Ending, RankReport
 from pipeproof.worlds.shipping import pack, unpack
 
@@ -68,9 +69,14 @@ def _settle(seat: Seat) -> None:
         stacks = seat.stacks.open("w")
     except FileNotFoundError:
         os._exit(0)  # whoever started it has ended meanwhile, and taken the folder along
+    if seat.silent:
+        with seat.output.open("w") as output:
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
     faulthandler.enable(stacks, all_threads=False)
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=False)
     torch.set_num_threads(1)
+    at_terminal.settle(seat.rank, seat.folder)
 
 
 def _join(seat: Seat) -> RankContext:
@@ -129,6 +135,8 @@ def _attempt(rank: int, work: Callable[[], object]) -> RankReport:
         result = work()
     except BaseException as error:  # also SystemExit and pytest's outcomes: the controller is the judge of all of them
         return _failure(rank, error)
+    finally:
+        at_terminal.finish_lines()
     try:
         return RankReport(rank, Ending.FINISHED, at_s=time.time(), payload=pack(result))
     except Exception as error:  # no one type: an object that cannot be pickled raises what it likes
@@ -169,7 +177,7 @@ def _answer_questions(questions: Connection) -> NoReturn:
         while True:
             questions.recv_bytes()
             frames = traceback.extract_stack(sys._current_frames()[main])
-            questions.send_bytes(pack((_stack(frames), *_wait(frames))))
+            questions.send_bytes(pack((_stack(frames), *_wait(frames), progress())))
     except (EOFError, OSError):
         os._exit(1)  # the controller is gone, and the main thread may be where only this can end it
 

@@ -10,7 +10,7 @@ from pipeproof.pipeline.sizes import MOST_SECONDS
 from pipeproof.worlds.launcher import under_torchrun
 from pipeproof.worlds.processes import Processes
 from pipeproof.worlds.rank_report import Ending, NeedsMoreRanks, RankFailed, RankReport, WorldError, culprit_of
-from pipeproof.worlds.shipping import pack, unpack
+from pipeproof.worlds.shipping import pack, unpack, unshippable
 from pipeproof.worlds.torchrun import Torchrun
 from pipeproof.worlds.worker import RankContext
 
@@ -26,12 +26,16 @@ class World:
     are processes of this machine, started when first needed and used again. A world is not for several threads.
     """
 
-    def __init__(self, *, device: str = "cpu", timeout_s: float = 120.0) -> None:
-        """``device`` is ``cpu`` or ``cuda``; ``timeout_s`` bounds each run, in seconds. Others raise ValueError."""
+    def __init__(self, *, device: str = "cpu", timeout_s: float = 120.0, silent: bool = False) -> None:
+        """``device`` is ``cpu`` or ``cuda``; ``timeout_s`` bounds each run, in seconds. Others raise ValueError.
+
+        ``silent``: what ranks print is not shown, but for the last lines of one that dies.
+        """
         if device not in ("cpu", "cuda"):
             raise ValueError(f"a world's device is cpu or cuda, not {device!r}")
         self.device = device
         self.timeout_s = _bound(timeout_s)
+        self._silent = silent
         self._source: Processes | Torchrun | None = None
 
     def run(
@@ -58,7 +62,8 @@ class World:
         bound_s = self.timeout_s if timeout_s is None else _bound(timeout_s)
         order = _order(job, args)
         if self._source is None:
-            self._source = Torchrun(self.device) if under_torchrun() else Processes(self.device)
+            source = Torchrun if under_torchrun() else Processes
+            self._source = source(self.device, silent=self._silent)
         label = _label(job)
         return _results(self._source.run(order, label=label, ranks=ranks, timeout_s=bound_s, meanwhile=meanwhile))
 
@@ -82,7 +87,8 @@ def _order(job: Callable[..., object], arguments: tuple[object, ...]) -> bytes:
     try:
         return pack((sys.path, pack((job, arguments))))
     except Exception as error:  # no one type: every object has its own way to refuse
-        raise WorldError(f"the job cannot be sent to the ranks: {type(error).__name__}: {error}") from error
+        told = f"the job cannot be sent to the ranks: {type(error).__name__}: {error}"
+        raise WorldError(told + unshippable((job, *arguments))) from error
 
 
 def _bound(timeout_s: float) -> float:

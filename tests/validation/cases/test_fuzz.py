@@ -25,8 +25,9 @@ def campaign(budget: int, seed: int, run: Callable[[Case, World], Verdict] | Non
         ran.append(case)
         return run(case, world) if run else PASS
 
+    tally = Tally(budget)
     with World() as world:
-        return ran, fuzz(world, budget=budget, seed_=seed, run=record)
+        return ran, (tally, fuzz(world, tally, seed_=seed, run=record))
 
 
 def test_a_campaign_is_its_seed_and_its_budget() -> None:
@@ -120,8 +121,8 @@ def test_a_tally_counts_and_reads_well() -> None:
 
 
 def test_real_ranks_agree_on_a_short_campaign(world: World) -> None:
-    tally, found = fuzz(world, budget=15, seed_=11)
-    assert found is None
+    tally = Tally(15)
+    assert fuzz(world, tally, seed_=11) is None
     assert tally.tiers == {"bitwise": 15}
 
 
@@ -129,7 +130,7 @@ def test_a_planted_fault_is_found_and_shrunk_to_its_smallest_case(world: World) 
     planted = cases(schedules=("1f1b", "gpipe"), models=("mlp",), max_ranks=2).map(
         lambda case: replace(case, specimen="microbatch-dropped", plan=("train",))
     )
-    _, found = fuzz(world, budget=20, seed_=0, strategy=planted)
+    found = fuzz(world, Tally(20), seed_=0, strategy=planted)
     assert found is not None
     smallest = found.case
     assert (smallest.ranks, smallest.microbatches, set(smallest.split)) == (1, 1, {1})
@@ -143,7 +144,8 @@ def test_a_rank_that_dies_is_a_finding(world: World) -> None:
         world.run(die, ranks=1)
         return PASS
 
-    tally, found = fuzz(world, budget=1, run=run)
+    tally = Tally(1)
+    found = fuzz(world, tally, run=run)
     assert found is not None
     assert isinstance(found.failure, RankFailed)
     assert tally.verdicts["hang or crash"] >= 1

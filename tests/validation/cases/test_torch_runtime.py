@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipeproof.cases.case import Case, CaseError
 from pipeproof.cases.findings import FINDINGS, Finding, known
-from pipeproof.cases.fuzz import cases, fuzz
+from pipeproof.cases.fuzz import Tally, cases, fuzz
 from pipeproof.cases.judgement import judge
 from pipeproof.cases.replicated import as_one
 from pipeproof.cases.runtimes import TORCH, TORCH_CLASSES
@@ -74,7 +74,8 @@ def test_a_finding_shows_in_its_own_line_and_not_in_a_plain_case() -> None:
 
 def test_a_short_campaign_on_torch_finds_nothing_new(world: World) -> None:
     drawn = cases(runtime=TORCH, max_ranks=2).filter(lambda case: not known(case, FINDINGS))
-    tally, found = fuzz(world, budget=6, seed_=5, strategy=drawn)
+    tally = Tally(6)
+    found = fuzz(world, tally, seed_=5, strategy=drawn)
     assert found is None, found
     assert tally.cases == 6
 
@@ -131,7 +132,7 @@ def test_a_fault_of_ddp_is_caught_in_a_campaign_and_shrunk(
 
     drawn = cases(runtime=TORCH, schedules=("gpipe",), models=("mlp",), max_ranks=2)
     strategy = drawn.filter(lambda case: not known(case, FINDINGS))
-    _, found = fuzz(world, budget=40, seed_=1, strategy=strategy, run=run)
+    found = fuzz(world, Tally(40), seed_=1, strategy=strategy, run=run)
     assert found is not None
     assert found.verdict is not None, found.failure
     assert {law.name for law in found.verdict.laws if law.outcome == "fail"} >= laws

@@ -93,5 +93,10 @@ def test_a_rank_that_raised_is_a_crash_and_ranks_that_wait_are_a_deadlock() -> N
     case = case_of("1f1b", "mlp", plan=("train",))
     raised = RankFailed([RankReport(0, Ending.RAISED, "ValueError: bad"), RankReport(1, Ending.STOPPED)])
     assert [(c.kind, c.rank, c.detail) for c in crashed(case, raised).cause] == [("crash", 0, "raised ValueError: bad")]
+    text = str(crashed(case, raised))
+    assert text.startswith("ERROR rank 0 raised ValueError: bad\nrank 1: had not finished, stopped\n")
+    assert text.count("raised ValueError: bad") == 1
     stuck = RankFailed([RankReport(0, Ending.STUCK, "stuck", waiting="0RECV_B0 with rank 1")])
+    assert str(crashed(case, stuck)).startswith("HANG rank 0 stuck, waiting for 0RECV_B0 with rank 1 (it sent ")
+    assert crashed(case, stuck).exit_status == crashed(case, raised).exit_status == 3
     assert [(c.kind, c.rank, c.stage) for c in crashed(case, stuck).cause] == [("deadlock", 0, None)]

@@ -1,14 +1,22 @@
 """Several cases in a row: what one that crashes does to the others, the file and the exit status."""
 
-import json
+import signal
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pipeproof.cases.case import Case
+from pipeproof.cases.fuzz import Found, Tally
+from pipeproof.commands import campaign
 from pipeproof.commands.campaign import Impossible, Setting, exit_status, fuzz_all, validate_all
+from pipeproof.commands.ending import AskedToEnd
+from pipeproof.commands.outputs import Outputs
 from pipeproof.judging.verdict import LawResult, Verdict
 from pipeproof.worlds.rank_report import NeedsMoreRanks
+from pipeproof.worlds.world import World
+from tests.support.json_schema import documented
 
 SOUND = Case("1f1b", 1, 1, 2, (1,), model="mlp", plan=("train",))
 WRONG = Case("1f1b", 1, 1, 2, (1,), model="mlp", plan=("train",), specimen="stage-negated")
@@ -17,15 +25,16 @@ CRASHES = Case("1f1b", 1, 1, 3, (1,), model="gpt", ragged=True, plan=("train",),
 
 
 def run(cases: list[Case], path: Path) -> tuple[int, list[str]]:
-    status = validate_all(cases, Setting("cpu", json=str(path)))
-    return status, [verdict["verdict"] for verdict in json.loads(path.read_text())["verdicts"]]
+    status = validate_all(cases, Setting("cpu", outputs=Outputs(str(path))))
+    return status, [verdict["verdict"] for verdict in documented(path.read_text())["verdicts"]]
 
 
 @pytest.mark.pipeproof_ranks
 def test_a_crash_is_unknown_and_does_not_stop_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([CRASHES, SOUND], tmp_path / "x.json") == (3, ["unknown", "pass"])
     out = capsys.readouterr().out
-    assert "UNKNOWN the ranks failed before there was anything to judge" in out
+    assert "ERROR rank 0 raised ValueError: " in out
+    assert "1 pass, 1 error; 1 of 2 bit for bit" in out
     assert f'pipeproof replay "{CRASHES}"' in out
     assert "batch_size" in out
 
@@ -50,3 +59,48 @@ def test_a_world_that_is_too_small_is_a_sentence(monkeypatch: pytest.MonkeyPatch
         validate_all([SOUND], Setting("cpu"))
     with pytest.raises(Impossible, match="4 ranks"):
         fuzz_all(Setting("cpu"), budget=1, seed=0, schedules=("1f1b",), dtypes=("fp32",), max_ranks=4)
+
+
+def asked_at(number: int, *, answers: list[Verdict]) -> Callable[..., tuple[Verdict, None]]:
+    """In the place of ``validated``: these answers, and at the one of that number a request to end."""
+
+    def validated(case: Case, world: World, **_: object) -> tuple[Verdict, None]:
+        if len(answers) == number:
+            raise AskedToEnd(signal.SIGINT)
+        answers.append(PASSED)
+        return PASSED, None
+
+    return validated
+
+
+LAWS = tuple(LawResult(name, "pass", 1, 1) for name in ("loss", "gradient", "grad-norm"))
+PASSED = Verdict("c", "pass", "bitwise", LAWS)
+
+
+def test_what_was_found_before_an_interruption_is_told_and_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x.json"
+    monkeypatch.setattr(campaign, "validated", asked_at(2, answers=[]))
+    with pytest.raises(AskedToEnd):
+        validate_all([SOUND] * 5, Setting("cpu", outputs=Outputs(str(path))))
+    assert capsys.readouterr().out.endswith("\n2 pass; 2 of 2 bit for bit; 3 did not run\n")
+    data = documented(path.read_text())
+    assert (len(data["verdicts"]), data["interrupted"], data["status"]) == (2, True, 130)
+
+
+def test_a_failure_that_was_still_being_shrunk_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fuzz(world: World, tally: Tally, **_: object) -> None:
+        tally.failures += [Found(replace(SOUND, microbatches=m), replace(PASSED, verdict="fail"), None) for m in (9, 3)]
+        raise AskedToEnd(signal.SIGINT)
+
+    path = tmp_path / "x.json"
+    monkeypatch.setattr(campaign, "fuzz", fuzz)
+    setting = Setting("cpu", outputs=Outputs(str(path)))
+    with pytest.raises(AskedToEnd):
+        fuzz_all(setting, budget=9, seed=0, schedules=("1f1b",), dtypes=("fp32",), max_ranks=4)
+    assert "as small as shrinking made it:\nFAIL " in capsys.readouterr().out
+    data = documented(path.read_text())
+    assert (len(data["verdicts"]), data["status"]) == (1, 130)

@@ -1,6 +1,5 @@
 """The catalogue at work: what is run where, and what a reader sees of it."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +11,9 @@ from pipeproof.cases.trial import Named, Trial
 from pipeproof.commands import catalogue
 from pipeproof.commands.campaign import Setting
 from pipeproof.commands.catalogue import cases_on, chosen, line, listing, try_all
+from pipeproof.commands.outputs import Outputs
 from pipeproof.worlds.world import World
+from tests.support.json_schema import documented
 from tests.validation.cases.test_trial import RIGHT, TRIAL
 
 
@@ -52,12 +53,11 @@ def test_names_are_chosen_or_refused() -> None:
 @pytest.mark.pipeproof_ranks
 def test_specimens_are_tried_and_written_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names, file = ["stage-negated", "backward-missing"], tmp_path / "x.json"
-    assert try_all(names, [], Setting("cpu", json=str(file))) == 0
+    assert try_all(names, [], Setting("cpu", outputs=Outputs(str(file)))) == 0
     out = capsys.readouterr().out
     assert "2 tried: 2 caught; of 2 diagnosed 2 named right (100.0 %), 2 located too (100.0 %)" in out
     assert "2 tried: 2 caught; of 1 diagnosed 1 named right" in out, "nothing ran of what a static law refused"
-    written = json.loads(file.read_text())
-    assert written["schema"] == "pipeproof/specimens/2"
+    written = documented(file.read_text())
     assert [one["specimen"] for one in written["specimens"]] == names
     assert [one["recorded"]["kind"] for one in written["specimens"]] == ["sign", "order"]
 

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import pytest
 
 from pipeproof.commands import ending
-from pipeproof.commands.ending import UNREAD, ReaderGone, ended, standard_output
+from pipeproof.commands.ending import UNREAD, Asked, AskedToEnd, ReaderGone, ended, standard_output
 from pipeproof.pipeline.laws import LawBroken
 from pipeproof.worlds.output_file import OutputError
 
@@ -31,7 +31,7 @@ def raising(error: BaseException) -> Callable[[], int]:
     [
         (LawBroken("no"), 1, "no\n", ""),
         (ValueError("no"), 2, "", "pipeproof: no\n"),
-        (KeyboardInterrupt(), 3, "", "pipeproof: interrupted\n"),
+        (KeyboardInterrupt(), 130, "", "pipeproof: interrupted\n"),
     ],
 )
 def test_each_end_is_said_once(
@@ -71,7 +71,7 @@ def test_a_request_to_end_is_met_in_order(
 
     before = signal.signal(number, handler)
     try:
-        assert ended(command) == 3
+        assert ended(command) == 128 + number
         assert signal.getsignal(number) is handler
     finally:
         signal.signal(number, before)
@@ -95,7 +95,7 @@ def test_a_request_that_falls_where_nothing_can_be_raised_is_repeated(capsys: py
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     try:
-        assert ended(command) == 3
+        assert ended(command) == 130
     finally:
         signal.signal(signal.SIGINT, before)
     assert capsys.readouterr().err == "pipeproof: interrupted\n"
@@ -253,3 +253,21 @@ def test_what_rich_prints_ends_alike() -> None:
 @pytest.mark.parametrize("unbuffered", [False, True])
 def test_where_even_the_complaint_cannot_be_written_the_status_stays(unbuffered: bool) -> None:
     assert piped("2>/dev/full", *SHOW, "--virtual", "2", unbuffered=unbuffered) == (2, "")
+
+
+def test_a_loop_in_a_shell_stops() -> None:
+    """A shell goes on after a program that exits with 130, and stops after one that the signal ended."""
+    code = "import os, signal\nfrom pipeproof.commands.ending import ended, leave\n"
+    code += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    code += "leave(ended(lambda: os.kill(os.getpid(), signal.SIGINT)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "pipeproof: interrupted\n")
+
+
+def test_a_block_that_is_asked_to_end_ends_alone() -> None:
+    with Asked() as asked:
+        raise AskedToEnd(signal.SIGINT)
+    assert asked.request is not None
+    assert asked.request.status == 130
+    with pytest.raises(OSError, match="x"), Asked():
+        raise OSError("x")

@@ -1,6 +1,5 @@
 """The gate as a user runs it: passing, failing and short, and what it leaves behind."""
 
-import json
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,12 +9,12 @@ from xml.etree import ElementTree
 import pytest
 
 from pipeproof.cases.case import Case
-from pipeproof.cases.fuzz import Tally
 from pipeproof.cli import main
 from pipeproof.commands import gate
 from pipeproof.judging.verdict import LawResult, Verdict
 from pipeproof.records.record_file import read
 from pipeproof.worlds.world import World
+from tests.support.json_schema import documented
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 SMALL = ["--schedule", "1f1b", "--ranks", "1", "--microbatches", "2", "--layers", "1", "--model", "mlp"]
@@ -44,7 +43,7 @@ def test_the_table_the_pinned_lines_the_drawn_cases_and_the_planted_one_are_all_
     out = capsys.readouterr().out
     assert "the planted fault layernorm-zero is caught" in out
     assert out.endswith("gate PASS: 23 pass of 23 cases; seed 3\n")
-    groups = [one["group"] for one in json.loads(path.read_text())["verdicts"]]
+    groups = [one["group"] for one in documented(path.read_text())["verdicts"]]
     assert groups == ["table", "pinned", *["fuzz"] * 20, "planted"]
 
 
@@ -61,7 +60,7 @@ def test_a_family_that_cannot_run_makes_the_gate_short(capsys: pytest.CaptureFix
 def test_fuzzing_that_ends_early_makes_the_gate_short(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(gate, "fuzz", lambda *_, **__: (Tally(5), None))
+    monkeypatch.setattr(gate, "fuzz", lambda *_, **__: None)
     assert main(["gate", *SMALL, "--cases", "5"]) == 3
     assert "2 of 7 cases ran" in capsys.readouterr().out
 
@@ -107,7 +106,7 @@ def test_a_failing_gate_leaves_the_records_of_its_case(
     suite = ElementTree.parse("kept/gate.xml").getroot()[0]
     assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("5", "1", "0")
     assert f"| **fail** | `{WRONG}` |" in Path("kept/gate.md").read_text()
-    assert json.loads(Path("kept/1-naive.json").read_text())["verdict"] == "fail"
+    assert documented(Path("kept/1-naive.json").read_text())["verdicts"][0]["verdict"] == "fail"
     assert read("kept/1-naive.observed").kind == "observed"
     assert main(["compare", "kept/1-naive.expected", "kept/1-naive.observed"]) == 1
     assert "2 times expected, cosine 1.000000" in capsys.readouterr().out

@@ -8,6 +8,7 @@ import pytest
 
 from pipeproof.cases.case import Case
 from pipeproof.commands.measure import Measured, measure, show_measured
+from pipeproof.commands.outputs import Outputs
 from pipeproof.pipeline import Kind, lower
 from pipeproof.pipeline.action import COMPUTE, SENDS
 from pipeproof.pipeline.deliveries import deliveries
@@ -51,7 +52,7 @@ def test_a_step_of_middling_length_is_shown_with_the_simulation_under_it() -> No
 
 def test_no_steps_are_refused() -> None:
     with pytest.raises(ValueError, match="--steps is 0: expected at least 1"):
-        show_measured(CASE, Paths(), steps=0)
+        show_measured(CASE, Paths(), Outputs(), steps=0)
 
 
 def test_ranks_that_fail_give_no_verdict_and_no_file(
@@ -61,6 +62,6 @@ def test_ranks_that_fail_give_no_verdict_and_no_file(
         raise RankFailed([RankReport(0, Ending.FINISHED), RankReport(1, Ending.DIED, "ended with status 7")])
 
     monkeypatch.setattr("pipeproof.commands.measure.measure", fail)
-    assert show_measured(CASE, Paths(trace=str(tmp_path / "x.json")), steps=1) == 3
+    assert show_measured(CASE, Paths(trace=str(tmp_path / "x.json")), Outputs(), steps=1) == 3
     assert "rank 1 of 2 ended with status 7" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []

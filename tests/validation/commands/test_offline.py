@@ -1,6 +1,5 @@
 """The commands record, compare and diff as a user types them: what they print, and their exit statuses."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ from pipeproof.cli import main
 from pipeproof.records.case_record import expected_record
 from pipeproof.records.record_file import write
 from pipeproof.worlds.output_file import OutputFile
+from tests.support.json_schema import documented
 
 ONE = "1f1b r2 s2 m3 split=1,1 model=mlp plan=train seed=0"
 OTHER = "gpipe r1 s1 m3 split=2 model=mlp plan=train seed=0"
@@ -40,7 +40,7 @@ def test_records_of_two_schedules_agree(capsys: pytest.CaptureFixture[str]) -> N
     out = capsys.readouterr().out
     assert out.startswith("PASS 37 comparisons, fp32\n")
     assert out.endswith("replay    pipeproof compare one other\n")
-    assert json.loads(Path("verdict.json").read_text())["verdict"] == "pass"
+    assert documented(Path("verdict.json").read_text())["verdicts"][0]["verdict"] == "pass"
 
 
 def test_diff_says_first_how_the_configs_differ(capsys: pytest.CaptureFixture[str]) -> None:

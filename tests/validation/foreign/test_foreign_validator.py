@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from torch import nn
 from pipeproof.foreign import HandedBack, WhiteBox, watch
 from pipeproof.foreign.rank import RankMade, digests
 from pipeproof.foreign.validator import other_data
-from pipeproof.judging.tolerance import FP32
 from pipeproof.judging.verdict import ValidationFailed, Verdict
 from tests.support.steps import Pairs, loss_fn, pairs
 
@@ -292,7 +290,7 @@ def raises(model: nn.Module, microbatches: list[Any]) -> Any:
 def test_a_step_that_raises_on_one_rank(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, raises)
     assert (verdict.verdict, verdict.exit_status) == ("unknown", 3)
-    assert str(verdict).startswith("UNKNOWN rank 1 raised RuntimeError: boom\n")
+    assert str(verdict).startswith("ERROR rank 1 raised RuntimeError: boom\n")
     assert "in raises" in verdict.failure
     assert "in run_step" not in verdict.failure, "the traceback is the user's, not ours"
 
@@ -356,11 +354,13 @@ def hangs(model: nn.Module, microbatches: list[Any]) -> Any:
 def test_a_hang_says_who_waits_for_whom_within_the_bound(whitebox: WhiteBox) -> None:
     judged(whitebox, plain)  # ranks are there
     began = time.monotonic()
-    verdict = judged(replace(whitebox, timeout_s=2.0), hangs)
+    verdict = judged(whitebox, hangs, timeout_s=2.0)
     assert time.monotonic() - began < 10
     assert verdict.verdict == "unknown"
     one, other = "rank 0 for a message from rank 1", "rank 1 for a message from rank 0"
-    assert verdict.headline == f"ranks 0 and 1 wait for each other: {one}, {other}"
+    none = "(it sent 0 and received 0)"
+    assert verdict.headline == f"ranks 0 and 1 wait for each other: {one} {none}, {other} {none}"
+    assert str(verdict).startswith("HANG ranks 0 and 1 ")
     assert "rank 1: did not finish within 2 s, waiting for a message from rank 0" in verdict.failure
     assert verdict.failure.count("in hangs") == 2
     assert judged(whitebox, plain).verdict == "pass", "the next run is sound"
@@ -369,59 +369,3 @@ def test_a_hang_says_who_waits_for_whom_within_the_bound(whitebox: WhiteBox) -> 
 def test_a_verdict_is_raised_with_all_that_it_says(whitebox: WhiteBox) -> None:
     with pytest.raises(ValidationFailed, match=r"FAIL initial-weights \(1 of 16\)"):
         judged(whitebox, wrong_weights).raise_if_failed()
-
-
-def before_a_norm() -> nn.Module:
-    """The bias of the linear layer has a gradient of rounding alone: what is added to all is taken away again."""
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
-
-
-def rows_turned(model: nn.Module, microbatches: list[Any], *, added: float = 0.0) -> Any:
-    """Right, with rows in another order, which no mean notices; something is ``added`` to that bias's gradient."""
-    losses = [loss_fn(model(x.flip(0)), target.flip(0)) for x, target in microbatches]
-    torch.stack(losses).mean().backward()  # type: ignore[no-untyped-call]
-    if added:
-        assert isinstance(model, nn.Sequential)
-        bias = model[0].bias
-        assert isinstance(bias, nn.Parameter)
-        assert bias.grad is not None
-        bias.grad += added
-    return model, losses
-
-
-def test_a_gradient_of_rounding_alone_is_compared_with_its_own_rounding(whitebox: WhiteBox) -> None:
-    verdict = judged(whitebox, rows_turned, reference=before_a_norm, ranks=1)
-    assert (verdict.verdict, verdict.tier) == ("pass", "fp32"), verdict
-    assert "rounding alone" in verdict.law("gradient").note
-    assert verdict.law("gradient").worst < 1e-6
-    assert verdict.floor < 1e-6
-
-
-def test_what_is_added_to_a_gradient_of_rounding_alone_is_a_fault(whitebox: WhiteBox) -> None:
-    def step(model: nn.Module, microbatches: list[Any]) -> Any:
-        return rows_turned(model, microbatches, added=1e-4)
-
-    verdict = judged(whitebox, step, reference=before_a_norm, ranks=1)
-    assert verdict.verdict == "fail", verdict
-    assert [(one.law, one.parameter) for one in verdict.mismatches] == [("gradient", "0.bias")]
-    assert "made of what they should be" not in str(verdict)
-
-
-def in_half() -> nn.Module:
-    return build_model().half()
-
-
-def backwards_first(model: nn.Module, microbatches: list[Any]) -> Any:
-    """Right, with the last microbatch first."""
-    losses = [loss_fn(model(x), target) for x, target in microbatches]
-    for loss in reversed(losses):
-        (loss / len(microbatches)).backward()  # type: ignore[no-untyped-call]
-    return model, losses
-
-
-def test_half_precision_rounds_as_it_does_and_no_finer(whitebox: WhiteBox) -> None:
-    microbatches = [(x.half(), target.half()) for x, target in data()]
-    verdict = judged(whitebox, backwards_first, reference=in_half, microbatches=microbatches, ranks=1)
-    assert (verdict.verdict, verdict.tier) == ("pass", "fp16"), verdict
-    assert verdict.law("gradient").worst > FP32.most

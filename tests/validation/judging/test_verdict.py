@@ -1,10 +1,12 @@
 """The verdict as data."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from pipeproof.judging.verdict import LawResult, Mismatch, Verdict, overall
+from pipeproof.judging.cause import Cause
+from pipeproof.judging.verdict import LawResult, Mismatch, NoVerdict, PipelineMismatch, Verdict, overall
 
 PASS, FAIL, UNKNOWN, SKIPPED = (LawResult("x", o) for o in ("pass", "fail", "unknown", "not applicable"))
 
@@ -31,7 +33,7 @@ def test_exit_status(outcome: str, status: int) -> None:
 def test_a_verdict_is_plain_data_with_its_replay_line() -> None:
     verdict = Verdict("1f1b r1 s1 m1", "fail", "none", (FAIL,), (Mismatch("x", 1, "a", "b", rank=3),))
     data = json.loads(json.dumps(verdict.as_dict()))
-    assert data["schema"] == "pipeproof/verdict/2"
+    assert data["schema"] == "pipeproof/3"
     assert data["replay"] == 'pipeproof replay "1f1b r1 s1 m1"'
     assert data["mismatches"][0]["rank"] == 3
     assert {"config", "verdict", "tier", "laws", "mismatches", "cause", "replay"} <= set(data)
@@ -45,3 +47,17 @@ def test_where_names_what_is_known() -> None:
 
 def test_a_law_is_found_by_name() -> None:
     assert Verdict("c", "pass", "bitwise", (PASS,)).law("x") is PASS
+
+
+def test_what_is_raised_tells_a_wrong_answer_from_none_and_has_a_short_text() -> None:
+    wrong = Verdict("c", "fail", "none", (FAIL,), cause=(Cause("scale", factor=4.0), Cause("dropped", stage=1)))
+    with pytest.raises(PipelineMismatch) as caught:
+        wrong.raise_if_failed()
+    assert caught.value.short == "scale x4 everywhere and dropped stage 1 (PipelineMismatch)"
+    nameless = PipelineMismatch(replace(wrong, cause=()))
+    assert nameless.short == "x (0 of 0) (PipelineMismatch)"
+    hung = Verdict("c", "unknown", "none", (), headline="rank 0 is stuck", ended="hang")
+    with pytest.raises(NoVerdict) as none:
+        hung.raise_if_failed()
+    assert none.value.short == "HANG rank 0 is stuck (NoVerdict)"
+    assert str(none.value).startswith("HANG rank 0 is stuck\n")

@@ -22,7 +22,7 @@ def messages(context: RankContext) -> list[Any]:
             works = [dist.irecv(tensors[0], 1), dist.irecv(tensors[1], 2)]
             said = [posted.awaited(AT_A_WAIT), posted.awaited(ELSEWHERE)]
             works[0].wait()
-            said.append(posted.awaited(AT_A_WAIT))
+            said += [posted.awaited(AT_A_WAIT), posted.progress()]
             works[1].wait()
             said.append(posted.awaited(AT_A_WAIT))
         else:
@@ -31,10 +31,11 @@ def messages(context: RankContext) -> list[Any]:
 
 
 def test_open_messages_are_what_is_waited_for(world: World) -> None:
-    both, elsewhere, one, none = world.run(messages, ranks=3)[0]
+    both, elsewhere, one, progress, none = world.run(messages, ranks=3)[0]
     assert both == ("a message from rank 1 or a message from rank 2", (1, 2))
     assert elsewhere is None
     assert one == ("a message from rank 2", (2,))
+    assert progress == "sent 0 and received 1"
     assert none is None
 
 

@@ -1,6 +1,7 @@
 """The culprit is the earliest failure that is no echo of another rank's, and the story starts with it."""
 
 import pickle
+from dataclasses import replace
 
 import pytest
 
@@ -11,6 +12,7 @@ from pipeproof.worlds.rank_report import (
     RankReport,
     culprit_of,
     describe,
+    details,
     headline,
     unfreed,
 )
@@ -154,3 +156,26 @@ def test_whichever_message_it_is() -> None:
 
 def test_several_circles() -> None:
     assert unfreed({0: [1], 1: [0], 2: [3], 3: [2]}) == [(0, 1), (2, 3)]
+
+
+def test_a_hang_says_once_how_far_each_rank_had_come() -> None:
+    first, second = stuck(0, "a message from rank 1", 1), stuck(1, "a message from rank 0", 0)
+    reports = [replace(first, progress="sent 2 of 4"), replace(second, progress="sent 1 of 4")]
+    assert headline(reports) == (
+        "ranks 0 and 1 wait for each other: rank 0 for a message from rank 1 (it sent 2 of 4), "
+        "rank 1 for a message from rank 0 (it sent 1 of 4)"
+    )
+    assert describe(reports) == f"{headline(reports)}\n{details(reports)}"
+    assert "sent" not in details(reports)
+
+
+def test_what_the_headline_says_is_not_among_the_details() -> None:
+    assert details([FINISHED, raised(1)]) == "Traceback of rank 1\nrank 0: finished"
+    assert details([raised(0), raised(1)]) == "Traceback of rank 0"
+
+
+def test_a_hang_is_told_from_a_crash() -> None:
+    late = raised(0, "TransportTimeout: rank 0 waited 2 s at 0RECV_B0 with rank 1, which did not come")
+    left = [stuck(0, "a message from rank 1", 1), RankReport(1, Ending.FINISHED)]
+    failures = map(RankFailed, ([RankReport(0, Ending.STUCK)], left, [late], [raised(0)]))
+    assert [failure.hang for failure in failures] == [True, True, True, False]

@@ -4,7 +4,7 @@ from pipeproof.pipeline import build
 from pipeproof.pipeline.action import Action
 from pipeproof.pipeline.lower import lower
 from pipeproof.worlds.rank_report import Ending, RankReport
-from pipeproof.worlds.stall import lost_message
+from pipeproof.worlds.stall import lost_message, with_progress
 
 PROGRAM = lower(build("1f1b", ranks=2, virtual=1, microbatches=2))
 
@@ -32,3 +32,8 @@ def test_what_a_stopped_rank_said_counts_too() -> None:
     found = lost_message(PROGRAM, [stopped, waited(1, "1RECV_F1", 0)])
     assert found is not None
     assert found.send == Action.parse("0SEND_F1")
+
+
+def test_a_rank_that_waits_has_sent_what_comes_before() -> None:
+    reports = [waited(0, "0RECV_B0", 1), waited(1, "1RECV_F1", 0), RankReport(0, Ending.FINISHED)]
+    assert [one.progress for one in with_progress(PROGRAM, reports)] == ["sent 2 of 2", "sent 1 of 2", ""]

@@ -319,3 +319,14 @@ def test_fresh_ranks_have_nothing_of_earlier_jobs(world: World) -> None:
 
 def test_what_fresh_ranks_were_left_with_is_gone_after_them(world: World) -> None:
     assert world.run(set_up, ranks=2) == [0, 1]
+
+
+def dies_loudly(context: RankContext) -> None:
+    os.write(2, b"noise\n")
+    os._exit(7)
+
+
+def test_what_a_silent_rank_printed_shows_once_it_dies(capfd: pytest.CaptureFixture[str]) -> None:
+    with World(silent=True) as world, pytest.raises(RankFailed, match=r"exited with status 7\n +noise"):
+        world.run(dies_loudly, ranks=1)
+    assert "noise" not in capfd.readouterr().err

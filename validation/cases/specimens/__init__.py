@@ -24,6 +24,7 @@ from pipeproof.cases.specimens import (
 )
 from pipeproof.cases.specimens.plugin import Plugins, SpecimenError
 from pipeproof.cases.specimens.specimen import Fault, Needs, Planted, Specimen
+from pipeproof.pipeline.schedules import nearest
 
 __all__ = ["CONTROLS", "FAMILIES", "SPECIMENS", "Fault", "Needs", "Specimen", "SpecimenError", "register", "specimen"]
 
@@ -49,6 +50,11 @@ def specimen(name: str) -> Planted:
         return _NONE
     found = SPECIMENS.get(name) or CONTROLS.get(name)
     if found is None:
-        known = ", ".join(SPECIMENS)
-        raise SpecimenError(f"unknown specimen {name!r}: known are {known}; one of your own needs --plugin FILE")
+        raise unknown(name)
     return found
+
+
+def unknown(name: str) -> SpecimenError:
+    """The error that says which is nearest."""
+    others = "pipeproof specimens --list prints all; one of your own needs --plugin FILE"
+    return SpecimenError(f"unknown specimen {name!r}: {nearest(name, list(SPECIMENS))}{others}")

@@ -1,0 +1,93 @@
+"""Files that commands write: ``-`` is standard output for every one, and what else is said then goes aside."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipeproof.cli import main
+from pipeproof.commands.outputs import Outputs, document
+from pipeproof.judging.cause import Cause, Cell, Cells, RuledOut
+from pipeproof.judging.verdict import LawResult, Mismatch, Size, Verdict
+from pipeproof.worlds.output_file import finite
+from tests.support.json_schema import OURS, complaints, documented
+
+PASSED = Verdict("c", "pass", "bitwise", (LawResult("loss", "pass", 1, 1),))
+SHOW = ["show", "1f1b", "--ranks", "2", "--microbatches", "2"]
+
+
+def test_a_document_has_the_verdicts_as_a_list_and_says_how_it_ended() -> None:
+    made = document("gate", 0, [PASSED, PASSED], groups=[{"group": "table"}, {"group": "fuzz"}], seed=3)
+    assert (made["schema"], made["command"], made["status"], made["seed"]) == ("pipeproof/3", "gate", 0, 3)
+    assert [one["group"] for one in made["verdicts"]] == ["table", "fuzz"]  # type: ignore[attr-defined]
+
+
+def test_a_file_that_cannot_be_written_costs_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cannot write"), Outputs(str(tmp_path / "no" / "x.json")).opened("validate"):
+        pytest.fail("the work began")
+
+
+def test_standard_output_is_the_files_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SHOW, "--trace", "-"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["traceEvents"]
+    assert "rank 0 | 0F0 0F1" in err
+
+
+def test_two_files_cannot_both_be_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SHOW, "--trace", "-", "--svg", "-"]) == 2
+    assert capsys.readouterr().err == "pipeproof: --svg and --trace are both -: standard output takes one file\n"
+
+
+FAILED = Verdict(
+    "c",
+    "fail",
+    "none",
+    (LawResult("gradient", "fail", 2, 1, 1, worst=float("inf"), left_out=("w",)),),
+    (Mismatch("gradient", 1, Size((2,), 1.0), (0, None), rank=1, error=2.0),),
+    (Cause("scale", factor=4.0, instead=(Cause("sign", rank=0),)),),
+    ((Cause("zero"),),),
+    (RuledOut(("dropped",), "every microbatch is there", 3),),
+    cells=Cells(((Cell(None), Cell(1.0, ((1, 2.0),))),)),
+)
+
+
+def test_a_verdict_is_as_the_schema_says() -> None:
+    text = json.dumps(finite(document("fuzz", 1, [FAILED, PASSED], seed=1)))
+    assert documented(text)["verdicts"][0]["laws"][0]["worst"] == "inf"
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "has"),
+    [
+        (SHOW, 0, {"schedule", "timeline"}),
+        (["plan", "--ranks", "2", "--microbatches", "4"], 0, {"options", "advice"}),
+        (["plan", "--memory", "0.5"], 1, {"options", "advice"}),
+        (["check", "good.csv"], 0, {"schedule", "transports", "violations"}),
+        (["check", "bad.csv"], 1, {"schedule", "transports", "violations"}),
+    ],
+)
+def test_commands_about_schedules_write_the_same_kind_of_document(
+    command: list[str],
+    status: int,
+    has: set[str],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("good.csv").write_text("0F0,0B0\n1F0,1B0\n")
+    Path("bad.csv").write_text("0F0,0B0,0B0\n1B0,1F0\n")
+    assert main([*command, "--json", "-"]) == status
+    out, err = capsys.readouterr()
+    data = documented(out)
+    assert (data["command"], data["status"]) == (command[0], status)
+    assert data.keys() - {"schema", "command", "status", "verdicts"} == has
+    assert err, "what people read is said aside"
+
+
+def test_what_the_schema_does_not_know_is_seen() -> None:
+    data = document("show", 0, colour="red")
+    assert list(complaints(data, OURS, root=OURS)) == ["$ has colour, which the schema does not know"]
+    wrong = {**document("show", 0), "seed": "x"}
+    assert list(complaints(wrong, OURS, root=OURS)) == ["$.seed is 'x', no integer"]

@@ -1,0 +1,77 @@
+"""Defaults that a team shares: what they do, and what is refused in a sentence."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from pipeproof import cli
+from pipeproof.cli import main
+from pipeproof.commands.option_parser import UsageError
+
+SHARED = """
+[tool.pipeproof]
+ranks = 2
+quiet = false
+dtype = ["fp32", "bf16"]
+
+[tool.pipeproof.show]
+microbatches = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "inner").mkdir()
+    monkeypatch.chdir(tmp_path / "inner")
+
+
+def test_the_nearest_file_gives_defaults_and_the_command_line_wins(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("../pyproject.toml").write_text(SHARED)
+    assert main(["show", "1f1b"]) == 0
+    assert "1f1b: 2 ranks, 2 stages, 3 microbatches" in capsys.readouterr().out
+    assert main(["show", "1f1b", "--ranks", "3"]) == 0
+    assert "1f1b: 3 ranks, 3 stages, 3 microbatches" in capsys.readouterr().out
+    assert vars(cli._parser().parse_args(["fuzz"]))["dtype"] == "fp32,bf16"
+    assert vars(cli._parser().parse_args(["validate"]))["microbatches"] is None, "that was for show"
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ("timout = 3", "[tool.pipeproof] has 'timout', which is no option: did you mean 'timeout'? known are "),
+        ("[tool.pipeproof.show]\ncases = 3", "[tool.pipeproof.show] has 'cases', which is no option: "),
+        ("help = true", "has 'help', which is no option"),
+        ("ranks = 'four'", "[tool.pipeproof] ranks = 'four': expected a whole number"),
+        ("timeout = -1", "[tool.pipeproof] timeout = -1: '-1': expected a number above 0"),
+        ("device = 'gpu'", "[tool.pipeproof] device = 'gpu': did you mean 'cpu'? known are auto, cpu, cuda"),
+        ("profile = 'yes'", "[tool.pipeproof] profile = 'yes': expected true or false"),
+        ("x = [", "cannot read "),
+    ],
+)
+def test_what_cannot_be_is_a_sentence(table: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("pyproject.toml").write_text(f"[tool.pipeproof]\n{table}\n")
+    assert main(["show", "1f1b"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert words in err
+    assert "pyproject.toml" in err
+
+
+def test_a_file_without_our_table_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("pyproject.toml").write_text("[project]\nname = 'x'\n")
+    assert main(["show", "1f1b"]) == 0
+    Path("pyproject.toml").write_text("[tool]\npipeproof = 3\n")
+    assert main(["show", "1f1b"]) == 2
+    assert "tool.pipeproof is 3: expected a table" in capsys.readouterr().err
+
+
+def test_a_shell_that_asks_what_comes_next_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    def autocomplete(parser: object) -> None:
+        raise UsageError(f"asked for {parser.prog}")  # type: ignore[attr-defined]
+
+    monkeypatch.setenv("_ARGCOMPLETE", "1")
+    monkeypatch.setitem(sys.modules, "argcomplete", SimpleNamespace(autocomplete=autocomplete))  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="asked for pipeproof"):
+        cli._run(["show", "1f1b"])

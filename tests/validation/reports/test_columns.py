@@ -1,0 +1,60 @@
+"""Tables and grids fit: what matters least goes first, and no line is longer than the terminal is wide."""
+
+import pytest
+
+from pipeproof.pipeline import build
+from pipeproof.pipeline.grid import grid
+from pipeproof.reports.columns import Column, Layout, cut, in_pieces, shortened, table
+from pipeproof.reports.table import COLUMNS, HEADER
+
+NAMED = (Column("name", 8, least=4, gap=0), Column("why", 9, drop=1), Column("n", 3, right=True, drop=2))
+
+
+def test_the_least_important_column_goes_first() -> None:
+    assert Layout.of(NAMED, None).header == "name     why         n"
+    assert Layout.of(NAMED, 22).row(["one", "because", "7"]) == "one      because     7"
+    assert Layout.of(NAMED, 19).row(["one", "because", "7"]) == "one   because     7", "it is narrower first"
+    assert Layout.of(NAMED, 17).row(["one", "because", "7"]) == "one     because"
+    assert Layout.of(NAMED, 6).row(["sixteen", "because", "7"]) == "sixte…"
+
+
+@pytest.mark.parametrize("width", range(17, 140))
+def test_a_line_is_never_longer_than_the_terminal(width: int) -> None:
+    header = Layout.of(COLUMNS, width).header
+    assert len(header) <= width
+    assert "verdict" in header
+    assert header.startswith("schedule")
+    assert width < len(HEADER) or header == HEADER
+
+
+def test_of_twenty_columns_the_outcome_has_its_own() -> None:
+    cells = ["interleaved", *["x"] * 12, "unknown", "1.0 s"]
+    assert Layout.of(COLUMNS, 20).row(cells) == "interleaved  unknown"
+
+
+def test_a_table_is_as_wide_as_what_is_in_it_and_empty_columns_are_none() -> None:
+    columns = [Column("a", 1, gap=0), Column("", 0, gap=2, least=3, drop=1), Column("c", 1, right=True, gap=2)]
+    assert table(columns, [["x", "", "12"]]) == "a   c\nx  12"
+    rows = [["x", "too long", "12"]]
+    assert table(columns, rows).splitlines()[1] == "x  too long  12"
+    assert table(columns, rows, 12).splitlines()[1] == "x  too …  12"
+    assert table(columns, rows, 6).splitlines()[1] == "x  12"
+
+
+def test_what_is_cut_says_so() -> None:
+    assert (shortened("four", 4), shortened("fives", 4), shortened("x", None)) == ("four", "fiv…", "x")
+    assert cut("a long line\nshort", 6) == "a lon…\nshort"
+
+
+def test_a_long_grid_is_in_pieces_that_say_where_they_begin() -> None:
+    whole = grid(build("1f1b", ranks=2, microbatches=4))
+    assert in_pieces(whole, None) == in_pieces(whole, 200) == whole
+    pieces = in_pieces(whole, 30).splitlines()
+    assert all(len(line) <= 30 for line in pieces)
+    assert pieces[:3] == ["time 0", "rank 0 | 0F0 0F1   .   . 0B0", "rank 1 |   . 1F0 1B0 1B0 1F1"]
+    rows = ["".join(line.partition(" | ")[2] + " " for line in pieces[k::3]).split() for k in (1, 2)]
+    assert rows == [line.partition(" | ")[2].split() for line in whole.splitlines()], "nothing is lost"
+
+
+def test_a_sentence_in_the_place_of_a_grid_stays() -> None:
+    assert in_pieces("(cannot draw: 1.5 is no whole unit of time)", 20) == "(cannot draw: 1.5 is no whole unit of time)"

@@ -1,0 +1,48 @@
+"""What ranks print carries their number; their debugger needs a terminal, and no run ends while it is used."""
+
+import io
+import sys
+import time
+
+import pytest
+
+from pipeproof.worlds import at_terminal
+from pipeproof.worlds.at_terminal import RankStream
+from pipeproof.worlds.worker import RankContext
+from pipeproof.worlds.world import RankFailed, World
+
+
+def test_each_line_carries_the_rank_and_goes_whole() -> None:
+    behind = io.StringIO()
+    stream = RankStream(behind, "[rank 1] ")
+    for piece in ("one ", "two", "\n", "three\nfour"):
+        stream.write(piece)
+    assert behind.getvalue() == "[rank 1] one two\n[rank 1] three\n"
+    stream.finish()
+    stream.finish()
+    assert behind.getvalue().endswith("[rank 1] four\n")
+
+
+def test_without_a_terminal_a_breakpoint_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("stdout", "stderr", "breakpointhook"):
+        monkeypatch.setattr(sys, name, getattr(sys, name))
+    monkeypatch.setattr(at_terminal, "_TERMINAL", "/no/such/terminal")
+    monkeypatch.delenv("PYTHONBREAKPOINT", raising=False)
+    at_terminal.settle(2, "folder")
+    with pytest.raises(RuntimeError, match=r"breakpoint\(\) on rank 2, and no terminal here to ask at: run this test"):
+        sys.breakpointhook()
+
+
+def pauses(context: RankContext, debugged: bool) -> int:
+    """A job that takes longer than its bound, and may be looked into meanwhile."""
+    if debugged:
+        folder = sys.breakpointhook.__closure__[0].cell_contents  # type: ignore[attr-defined]
+        at_terminal.debugging(folder).touch()
+    time.sleep(1.5)
+    return context.rank
+
+
+def test_a_run_that_somebody_looks_into_has_no_bound(world: World) -> None:
+    assert world.run(pauses, True, ranks=1, timeout_s=1.0) == [0]
+    with pytest.raises(RankFailed, match="did not finish within 1 s"):
+        world.run(pauses, False, ranks=1, timeout_s=1.0)

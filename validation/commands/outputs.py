@@ -1,0 +1,108 @@
+"""Where a command's results go besides the terminal: options that commands share, and the document that they write.
+
+A new form of output (a page, say) is a line of ``add_outputs``, a field of ``Outputs`` and of ``Opened``, and a line of
+``Opened.finish``. ``validation/reports/schema.json`` says what the document is.
+"""
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, fields
+from typing import TypeAlias
+
+from pipeproof.commands.ending import Asked
+from pipeproof.judging.verdict import SCHEMA, Verdict
+from pipeproof.worlds.output_file import OutputError, OutputFile
+
+Group: TypeAlias = Mapping[str, object]
+
+
+class OutPath(str):
+    """The name of a file to write, as an option has it; ``-`` is standard output."""
+
+
+def add_file(parser: argparse.ArgumentParser, option: str, says: str, *, required: bool = False) -> None:
+    """An option that names a file to write."""
+    parser.add_argument(option, type=OutPath, metavar="FILE", help=says, required=required)
+
+
+def add_outputs(parser: argparse.ArgumentParser, *, what: str = "verdicts") -> None:
+    """The files that a command writes besides what it prints."""
+    add_file(parser, "--json", f"write {what} there; - is standard output, as for every FILE that is written")
+
+
+def add_recording(parser: argparse.ArgumentParser) -> None:
+    """Where what the ranks gave is kept."""
+    add_file(parser, "--record", "write there what the ranks gave, for compare and diff")
+
+
+def takes_standard_output(options: argparse.Namespace) -> bool:
+    """Whether a file is to be standard output. Raises ``OutputError`` where two are."""
+    found = [f"--{name}" for name, value in vars(options).items() if isinstance(value, OutPath) and value == "-"]
+    if len(found) > 1:
+        raise OutputError(f"{' and '.join(found)} are both -: standard output takes one file")
+    return bool(found)
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """The files that are wanted."""
+
+    json: str | None = None
+    record: str | None = None
+
+    @classmethod
+    def of(cls, options: argparse.Namespace) -> "Outputs":
+        """Those that a command line asks for."""
+        return cls(**{one.name: getattr(options, one.name, None) for one in fields(cls)})
+
+    @contextmanager
+    def opened(self, command: str) -> Iterator["Opened"]:
+        """The files, opened before the work: a path that cannot be written costs nothing."""
+        with ExitStack() as files:
+            yield Opened(
+                command, **{one.name: files.enter_context(OutputFile(getattr(self, one.name))) for one in fields(self)}
+            )
+
+
+@dataclass(frozen=True)
+class Opened:
+    """Files that are open until the command ends; each is written once, and whole."""
+
+    command: str
+    json: OutputFile
+    record: OutputFile
+    asked: Asked = field(default_factory=Asked, init=False)
+
+    def finish(
+        self, status: int, verdicts: Sequence[Verdict] = (), *, groups: Sequence[Group] = (), **more: object
+    ) -> int:
+        """Write what was found; returns the exit status. The rest is as for ``document``.
+
+        Where the work was to be ended, what was found before is written, and the request raised again.
+        """
+        request = self.asked.request
+        if request is not None:
+            status, more = request.status, more | {"interrupted": True}
+        self.json.write_json(document(self.command, status, verdicts, groups=groups, **more))
+        if request is not None:
+            raise request
+        return status
+
+
+def document(
+    command: str,
+    status: int,
+    verdicts: Sequence[Verdict] = (),
+    *,
+    groups: Sequence[Group] = (),
+    **more: object,
+) -> dict[str, object]:
+    """What every command writes as JSON.
+
+    ``groups`` say more of the verdicts, one of each; ``more`` is what this command has besides verdicts.
+    """
+    data = [verdict.as_dict() for verdict in verdicts]
+    for verdict, group in zip(data, groups, strict=False):
+        verdict |= group
+    return {"schema": SCHEMA, "command": command, "status": int(status), "verdicts": data, **more}

@@ -1,0 +1,76 @@
+"""Defaults that a team shares: the table ``[tool.pipeproof]`` of the nearest pyproject.toml.
+
+A key is an option of any command, ``timeout = 60``; in ``[tool.pipeproof.fuzz]`` it is for that command alone.
+"""
+
+import argparse
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pipeproof.commands.option_parser import UsageError
+from pipeproof.pipeline.schedules import nearest
+
+_FILE = "pyproject.toml"
+
+
+def set_defaults(commands: Mapping[str, argparse.ArgumentParser], folder: Path) -> None:
+    """Give ``commands`` the defaults that the file in ``folder``, or the next one above, has. Raises ``UsageError``."""
+    path = next((one / _FILE for one in (folder, *folder.parents) if (one / _FILE).is_file()), None)
+    if path is None:
+        return
+    table = _table(path)
+    own = {name: table.pop(name) for name in list(table) if name in commands and isinstance(table[name], dict)}
+    _apply(table, commands, f"{path}: [tool.pipeproof]")
+    for name, keys in own.items():
+        _apply(keys, {name: commands[name]}, f"{path}: [tool.pipeproof.{name}]")
+
+
+def _table(path: Path) -> dict[str, Any]:
+    try:
+        found = tomllib.loads(path.read_text()).get("tool", {}).get("pipeproof", {})
+    except (OSError, ValueError) as error:  # also what is no TOML, or no UTF-8
+        raise UsageError(f"cannot read {path}: {error}") from None
+    if not isinstance(found, dict):
+        raise UsageError(f"{path}: tool.pipeproof is {found!r}: expected a table")
+    return dict(found)
+
+
+def _apply(table: Mapping[str, Any], commands: Mapping[str, argparse.ArgumentParser], where: str) -> None:
+    for key, value in table.items():
+        actions = [(command, action) for command in commands.values() for action in _options(command, key)]
+        if not actions:
+            names = sorted({name for command in commands.values() for name in _names(command)})
+            raise UsageError(
+                f"{where} has {key!r}, which is no option: {nearest(key, names)}known are {', '.join(names)}"
+            )
+        for command, action in actions:
+            command.set_defaults(**{action.dest: _converted(action, value, f"{where} {key} = {value!r}")})
+
+
+def _options(command: argparse.ArgumentParser, key: str) -> Iterator[argparse.Action]:
+    yield from (action for action in command._actions if f"--{key}" in action.option_strings and key != "help")
+
+
+def _names(command: argparse.ArgumentParser) -> Iterator[str]:
+    options = (option for action in command._actions for option in action.option_strings)
+    yield from (option[2:] for option in options if option.startswith("--") and option != "--help")
+
+
+def _converted(action: argparse.Action, value: Any, told: str) -> Any:
+    """``value`` as the option would have it."""
+    if action.nargs == 0:
+        if not isinstance(value, bool):
+            raise UsageError(f"{told}: expected true or false")
+        return value
+    text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    convert = action.type if callable(action.type) else str
+    try:
+        found = convert(text)
+    except (ValueError, argparse.ArgumentTypeError) as error:
+        raise UsageError(f"{told}: {'expected a whole number' if convert is int else error}") from None
+    if action.choices is not None and found not in action.choices:
+        known = list(map(str, action.choices))
+        raise UsageError(f"{told}: {nearest(text, known)}known are {', '.join(known)}")
+    return [found] if isinstance(action, argparse._AppendAction) else found

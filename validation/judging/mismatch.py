@@ -1,0 +1,143 @@
+"""One thing that differs, as data: where, what was found, what was due, and how both read."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Size:
+    """A tensor in numbers: its shape and norm, and of one that was seen, how much of it is the expected one.
+
+    ``began``: it is a parameter's movement, from what was of this norm. ``factor`` times the expected one is its part
+    along that; None where one of the two is zero, or of another shape.
+    """
+
+    shape: tuple[int, ...]
+    norm: float | None = None
+    began: float | None = None
+    factor: float | None = None
+    cosine: float | None = None
+
+    def __str__(self) -> str:
+        if self.norm is None:
+            return f"shape {list(self.shape)}"
+        alike = "" if self.factor is None else f", {self.factor:.6g} times expected, cosine {self.cosine:.6f}"
+        return f"{'' if self.began is None else 'update of '}norm {self.norm:.6g}{alike}"
+
+
+# What was compared, which says how its values read. "text": of what has no value but words.
+What = Literal[
+    "text", "number", "tensor", "gradient", "buffer", "held", "losses", "mode", "forward", "backward", "calls",
+    "not-finite",
+]  # fmt: skip
+Value = str | float | bool | Size | tuple[int | None, ...]
+
+_READS: Mapping[What, Callable[[Any], str]] = {
+    "number": lambda value: f"{value:.9g}",
+    "gradient": lambda there: "a gradient" if there else "None",
+    "buffer": lambda there: "a buffer" if there else "no such buffer",
+    "held": lambda count: f"held {count} times",
+    "losses": lambda count: f"{count} losses",
+    "mode": lambda training: f"{'training' if training else 'evaluation'} mode",
+    "forward": lambda order: f"forward of {_order(order)}",
+    "backward": lambda order: f"backward of {_order(order)}",
+    "calls": lambda order: f"its module ran for {_order(order)}",
+    "not-finite": lambda value: f"loss {value:.9g}",
+}
+_DUE: Mapping[What, Callable[[Any], str]] = {
+    "forward": lambda every: f"forward of each of {_order(every)} once",
+    "backward": lambda every: f"backward of each of {_order(every)} once",
+    "calls": lambda every: f"once for each of {_order(every)}",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Mismatch:
+    """One thing that differs: where, what was found, what was due, and by how much it may differ.
+
+    ``operation`` counts from 1 over the plan. ``what`` was compared says what ``found`` and ``due`` are: numbers, sizes
+    of tensors, whether something is there, how often, which microbatches in which order (None: nobody knows). ``told``
+    is what was found in words, where its value alone does not say it. Fields that do not apply are None.
+    """
+
+    law: str
+    operation: int
+    found: Value = ""
+    due: Value = ""
+    what: What = "text"
+    rank: int | None = None
+    stage: int | None = None
+    microbatch: int | None = None
+    action: str | None = None
+    parameter: str | None = None
+    error: float | None = None
+    limit: float | None = None
+    told: str = ""
+
+    @property
+    def seen(self) -> str:
+        """What was found, in words."""
+        return self.told or _READS.get(self.what, str)(self.found)
+
+    @property
+    def expected(self) -> str:
+        """What was due, in words."""
+        return _DUE.get(self.what, _READS.get(self.what, str))(self.due)
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times the due number the found one is; None where they are no such numbers."""
+        if self.what != "number" or not isinstance(self.found, float) or not isinstance(self.due, float):
+            return None
+        return self.found / self.due if self.due and math.isfinite(self.found) else None
+
+    @property
+    def where(self) -> str:
+        """Rank, stage, microbatch, action and parameter, as far as they are known."""
+        return ", ".join(f"{name} {value}" for name, value in self._place if value is not None) or "every rank"
+
+    @property
+    def allowance(self) -> str:
+        """How large the error is, and how large it might be; empty where that was no question of size."""
+        if self.error is None or self.limit is None:
+            return ""
+        return f"; relative error {small(self.error)}, rounding allows {small(self.limit)}"
+
+    @property
+    def _place(self) -> tuple[tuple[str, object], ...]:
+        return (
+            ("rank", self.rank),
+            ("stage", self.stage),
+            ("microbatch", self.microbatch),
+            ("action", self.action),
+            ("parameter", self.parameter),
+        )
+
+    def __str__(self) -> str:
+        return f"{self.law}: {self.where}: {self.seen} (expected {self.expected})"
+
+    def __eq__(self, other: object) -> bool:
+        """As they read: a NaN is no other than another."""
+        return isinstance(other, Mismatch) and self._reads == other._reads
+
+    def __hash__(self) -> int:
+        return hash(self._reads)
+
+    @property
+    def _reads(self) -> tuple[object, ...]:
+        return self.law, self.operation, self._place, self.seen, self.expected, self.error, self.limit
+
+    def as_dict(self) -> dict[str, object]:
+        """Plain data for JSON: the values, and how they read."""
+        return {**asdict(self), "seen": self.seen, "expected": self.expected}
+
+
+def _order(microbatches: Sequence[int | None]) -> str:
+    return f"[{', '.join('?' if one is None else str(one) for one in microbatches)}]"
+
+
+def small(value: float) -> str:
+    """A relative error in two digits; 0 only for exactly nothing."""
+    return "0" if value == 0 else f"{value:.1e}"

@@ -1,0 +1,111 @@
+"""Tables and grids as wide as a terminal: what matters least is left out or shortened, and no line is wrapped.
+
+A width of None is that of a file or a pipe, where all is written.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column: its name, how wide it is, and how wide at least (0: as wide as it is).
+
+    ``drop``: columns are left out by this number, the largest first; those of 0 stay. ``gap`` is what stands before it.
+    """
+
+    name: str
+    width: int
+    right: bool = False
+    drop: int = 0
+    least: int = 0
+    gap: int = 1
+
+    @property
+    def needed(self) -> int:
+        """What it takes at least, with its gap."""
+        return (self.least or self.width) + self.gap
+
+    def cell(self, text: str) -> str:
+        """``text`` in this column."""
+        text = shortened(text, self.width)
+        return " " * self.gap + (text.rjust(self.width) if self.right else text.ljust(self.width))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The columns of a table that fit, and which of all they are."""
+
+    columns: tuple[Column, ...]
+    kept: tuple[int, ...]
+
+    @classmethod
+    def of(cls, columns: Sequence[Column], width: int | None) -> "Layout":
+        """As many of ``columns`` as there is room for, some of them narrower."""
+        kept = list(range(len(columns)))
+        if width is None:
+            return cls(tuple(columns), tuple(kept))
+        for k in sorted(kept, key=lambda k: -columns[k].drop):
+            if columns[k].drop and sum(columns[k].needed for k in kept) > width:
+                kept.remove(k)
+        chosen = [columns[k] for k in kept]
+        over = sum(column.width + column.gap for column in chosen) - width
+        for k in reversed(range(len(chosen))):
+            least = chosen[k].least or chosen[k].width
+            cut = min(max(over, 0), chosen[k].width - least)
+            chosen[k], over = replace(chosen[k], width=chosen[k].width - cut), over - cut
+        return cls(tuple(chosen), tuple(kept))
+
+    @property
+    def header(self) -> str:
+        """The names."""
+        return self._line([column.name for column in self.columns])
+
+    def row(self, cells: Sequence[str]) -> str:
+        """A line; ``cells`` are those of all columns."""
+        return self._line([cells[k] for k in self.kept])
+
+    def _line(self, cells: Sequence[str]) -> str:
+        line = "".join(column.cell(cell) for column, cell in zip(self.columns, cells, strict=True))
+        return line.rstrip()
+
+
+def table(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None = None) -> str:
+    """A table whose columns are as wide as what is in them."""
+    cells = [[column.name for column in columns], *rows]
+    used = [
+        replace(column, width=widest, least=min(column.least, widest))
+        for k, column in enumerate(columns)
+        if (widest := max(len(row[k]) for row in cells)) or k == 0
+    ]
+    there = [k for k in range(len(columns)) if k == 0 or any(row[k] for row in cells)]
+    layout = Layout.of(used, width)
+    return "\n".join([layout.header, *(layout.row([row[k] for k in there]) for row in rows)])
+
+
+def shortened(text: str, width: int | None) -> str:
+    """``text``, cut where it is too long."""
+    return text if width is None or len(text) <= width else f"{text[: max(0, width - 1)]}…"[:width]
+
+
+def cut(text: str, width: int | None) -> str:
+    """Every line of ``text``, cut where it is too long."""
+    return "\n".join(shortened(line, width) for line in text.splitlines())
+
+
+def in_pieces(grid: str, width: int | None) -> str:
+    """A grid of rows ``rank 0 | cells``, all cells of one width, in pieces one below the other; each says its start."""
+    rows = [line.partition(" | ") for line in grid.splitlines()]
+    if width is None or not all(bar for _, bar, _ in rows) or max(map(len, grid.splitlines()), default=0) <= width:
+        return grid
+    step = len(max(rows[0][2].split(), key=len)) + 1
+    step = max([step, *(len(cell) + 1 for _, _, cells in rows for cell in cells.split())])
+    many = max(1, (width - len(rows[0][0]) - 2) // step)
+    pieces: list[str] = []
+    for first in count(0, many):
+        cells = [(name, row[first * step : (first + many) * step].rstrip()) for name, _, row in rows]
+        if not any(text for _, text in cells):
+            return cut("\n".join(pieces), width)
+        pieces += [f"time {first}", *(f"{name} | {text}" for name, text in cells)]
+    raise AssertionError("a grid ends")
