@@ -294,7 +294,7 @@ def test_check_names_row_and_column_of_a_wrong_cell(tmp_path: Path, capsys: pyte
 
 @pytest.mark.pipeproof_ranks
 def test_replay_of_a_fault_is_wrong_and_of_a_sound_case_is_not(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["replay", "naive r1 s1 m2 split=1 model=mlp plan=train seed=0"]) == 0
+    assert main(["replay", *"naive r1 s1 m2 split=1 model=mlp plan=train seed=0".split()]) == 0
     assert "PASS" in capsys.readouterr().out
 
 

@@ -15,7 +15,7 @@ from pipeproof.observers.observed import Observed
 from pipeproof.pipeline.laws import Violation
 from pipeproof.pipeline.lower import Program, lower
 from pipeproof.worlds.rank_report import Ending, RankFailed, RankReport
-from pipeproof.worlds.stall import lost_message, with_progress
+from pipeproof.worlds.stall import lost_message, waiting_in
 from pipeproof.worlds.world import World
 
 
@@ -61,14 +61,15 @@ def crashed(case: Case, failure: RankFailed | None) -> Verdict:
     blank = Verdict(str(case), "unknown", "none", (), bindings=case.bindings)
     if failure is None:
         return blank
-    run = case.run
-    program = run if isinstance(run, Program) else lower(run)
-    failure = RankFailed(with_progress(program, failure.reports), failure.cause)
     culprit = failure.reports[failure.culprit]
     stuck = culprit.ending in (Ending.STUCK, Ending.ABSENT) and culprit.waiting is not None
-    late = "Timeout" in culprit.message.partition(":")[0]
-    crash = Cause("crash", rank=culprit.rank, detail=_first_line(culprit))
-    return replace(blank.of_failure(failure), cause=(_stalled(program, failure) if stuck or late else crash,))
+    if not (stuck or "Timeout" in culprit.message.partition(":")[0]):
+        crash = Cause("crash", rank=culprit.rank, detail=_first_line(culprit))
+        return replace(blank.of_failure(failure), cause=(crash,))
+    run = case.run
+    program = run if isinstance(run, Program) else lower(run)
+    told = RankFailed(waiting_in(program, failure.reports))
+    return replace(blank.of_failure(told), cause=(_stalled(program, failure),))
 
 
 def refused(case: Case, violations: Sequence[Violation]) -> Verdict:

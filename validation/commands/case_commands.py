@@ -86,7 +86,8 @@ def _add_gate(commands: Commands) -> None:
 
 def _add_replay(commands: Commands) -> None:
     parser = commands.add_parser("replay", help="run one case again", epilog=STATUSES)
-    parser.add_argument("case", help='the line that a failure printed, e.g. "1f1b r4 s4 m8 split=2,2,2,2 seed=17"')
+    line = "the line that a failure printed, e.g. 1f1b r4 s4 m8 split=2,2,2,2 seed=17; quotes may be left out"
+    parser.add_argument("case", nargs="+", help=line)
     parser.add_argument("--plugin", metavar="FILE", help="a Python file that registers the specimen of the line")
     add_recording(parser)
     add_outputs(parser, what="the verdict")
@@ -150,7 +151,7 @@ def _fuzz(options: argparse.Namespace) -> int:
 
 
 def _replay(options: argparse.Namespace) -> int:
-    case = Case.parse(options.case)
+    case = Case.parse(" ".join(options.case))
     without_effect(options, ["--plugin"] if not case.specimen else (), "on a line without specimen=")
     start_fork_server()
     from pipeproof.cases.specimens import PLUGINS

@@ -58,6 +58,11 @@ class CommandParser(OptionParser):
         return f"unknown option {option}{': ' * bool(hint)}{hint.rstrip(' ')}"
 
 
+def offers(action: argparse.Action, names: Iterable[str]) -> None:
+    """Let a shell that completes this argument offer ``names``."""
+    vars(action)["completer"] = lambda **_: list(names)
+
+
 def without_effect(options: argparse.Namespace, names: Iterable[str], why: str) -> None:
     """Raise ``UsageError`` where the command line names one of these options, which do nothing here."""
     for name in names:

@@ -7,7 +7,7 @@ from typing import Any
 
 from pipeproof.cases.case import CaseError
 from pipeproof.commands.ending import WRONG
-from pipeproof.commands.option_parser import number, numbers, share, shares, three_numbers, without_effect
+from pipeproof.commands.option_parser import number, numbers, offers, share, shares, three_numbers, without_effect
 from pipeproof.commands.outputs import Outputs, add_file, add_outputs
 from pipeproof.commands.selection import (
     MICROBATCHES,
@@ -53,7 +53,7 @@ def add_schedule_commands(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def _add_show(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("schedule", help=f"one of {', '.join(FAMILIES)}, or a FILE.csv")
+    offers(parser.add_argument("schedule", help=f"one of {', '.join(FAMILIES)}, or a FILE.csv"), FAMILIES)
     add_shape(parser)
     parser.set_defaults(run=_show)
     parser.add_argument("--times", type=three_numbers, metavar="F,I,W", help="of a stage (default 1,1,1)")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pipeproof.cases.case import DTYPES, LOSSES, MODELS, SCHEDULES, Case, CaseError, most_stages
 from pipeproof.cases.own_schedule import own_schedule
-from pipeproof.commands.option_parser import seconds
+from pipeproof.commands.option_parser import offers, seconds
 from pipeproof.pipeline.files import is_csv
 from pipeproof.pipeline.lower import Program
 from pipeproof.pipeline.partition import parse_split
@@ -145,12 +145,8 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
 
 def add_table(parser: argparse.ArgumentParser) -> None:
     """Which cases: schedules, models and dtypes, each with each."""
-    parser.add_argument(
-        "--schedule",
-        default="all",
-        metavar="NAME,...",
-        help=f"all, or out of {', '.join(SCHEDULES)}, or a FILE.csv, whose ranks, stages and microbatches are its own",
-    )
+    known = f"all, or out of {', '.join(SCHEDULES)}, or a FILE.csv, whose ranks, stages and microbatches are its own"
+    offers(parser.add_argument("--schedule", default="all", metavar="NAME,...", help=known), ("all", *SCHEDULES))
     add_shape(parser)
     parser.add_argument("--layers", type=int, default=8, metavar="L", help="layers of the model (default 8)")
     parser.add_argument("--split", default="even", help="layers per stage: even, or sizes such as 3,1,2,2")

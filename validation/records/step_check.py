@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -296,13 +296,14 @@ class StepCheck:
         took = perf_counter() - self._began
         rerun = f"torchrun --nproc-per-node {self._exchange.ranks} {shlex.join(sys.argv)}"
         reports = [part.report for part in parts]
-        if any(report.ending is not Ending.FINISHED for report in reports):
+        ended: Literal["", "error"] = "error" if any(one.ending is not Ending.FINISHED for one in reports) else ""
+        if ended:
             self._failure = self._failure or describe(reports)
         self._obstacle = self._obstacle or told({part.report.rank: part.problem for part in parts})
         if self._failure or self._obstacle or self._expected is None or self._record is None:
             laws = (LawResult("comparable", "unknown", note=self._obstacle),) if self._obstacle else ()
-            config = "a step of this job"
-            return Verdict(config, "unknown", "none", laws, failure=self._failure, seconds=took, rerun=rerun)
+            blank = Verdict("a step of this job", "unknown", "none", laws, seconds=took, rerun=rerun)
+            return replace(blank, failure=self._failure, ended=ended)
         ledger = Ledger(LAWS)
         for part in reversed(parts):  # as gradients flow
             ledger.join(part.ledger)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from pipeproof.pipeline.action import GIVES_INPUT_GRADIENT, Action, Kind
 from pipeproof.pipeline.lower import Program
-from pipeproof.worlds.rank_report import RankReport
+from pipeproof.worlds.rank_report import Ending, RankReport
 
 _WAITED = re.compile(r"(?P<action>\d+RECV_[FB]\d+) with rank (?P<peer>\d+)")
 
@@ -33,16 +33,22 @@ def lost_message(program: Program, reports: Sequence[RankReport]) -> Lost | None
     return min(_lost(program, waits), default=None, key=lambda one: _along(one.receive))
 
 
-def with_progress(program: Program, reports: Sequence[RankReport]) -> list[RankReport]:
-    """``reports``, with how many of its messages each rank that waited had sent."""
-    return [replace(report, progress=_sent(program, report)) for report in reports]
+def waiting_in(program: Program, reports: Sequence[RankReport]) -> list[RankReport]:
+    """``reports`` as one who reads of a hang wants them: who waits for which message, and how many it had sent."""
+    return [_waiting(program, report) for report in reports]
 
 
-def _sent(program: Program, report: RankReport) -> str:
-    wait, row = _wait(report), list(program.ranks[report.rank])
-    stopped = None if wait is None else _consumer(wait[0], row)
-    sends = [slot for slot, action in enumerate(row) if action.kind in (Kind.SEND_F, Kind.SEND_B)]
-    return "" if stopped is None else f"sent {sum(slot < stopped for slot in sends)} of {len(sends)}"
+def _waiting(program: Program, report: RankReport) -> RankReport:
+    wait = _wait(report)
+    if wait is None or report.rank >= len(program.ranks):
+        return report
+    (receive, peer), row = wait, list(program.ranks[report.rank])
+    stopped, sends = _consumer(receive, row), [k for k, one in enumerate(row) if one.kind in (Kind.SEND_F, Kind.SEND_B)]
+    sent = "" if stopped is None else f"sent {sum(slot < stopped for slot in sends)} of {len(sends)}"
+    if report.ending is Ending.RAISED:  # a transport gave up: what it says of itself is no news
+        told, ending = f"{receive} with rank {peer}", Ending.STUCK
+        report = replace(report, ending=ending, message="gave up", traceback="", waiting=told, peers=(peer,))
+    return replace(report, progress=sent)
 
 
 def _wait(report: RankReport) -> tuple[Action, int] | None:

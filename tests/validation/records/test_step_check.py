@@ -256,6 +256,7 @@ def test_a_step_that_raises_keeps_its_own_error(path: Path) -> None:
         build()(torch.zeros(2, 3))
     assert check.verdict.verdict == "unknown"
     assert re.search(r"raised RuntimeError: .*mat1 and mat2 shapes cannot", check.verdict.failure)
+    assert str(check.verdict).startswith("ERROR the ranks failed before there was anything to judge\n")
 
 
 def test_a_verdict_before_the_end_is_refused(path: Path) -> None:

@@ -3,8 +3,8 @@
 from pipeproof.pipeline import build
 from pipeproof.pipeline.action import Action
 from pipeproof.pipeline.lower import lower
-from pipeproof.worlds.rank_report import Ending, RankReport
-from pipeproof.worlds.stall import lost_message, with_progress
+from pipeproof.worlds.rank_report import Ending, RankReport, headline
+from pipeproof.worlds.stall import lost_message, waiting_in
 
 PROGRAM = lower(build("1f1b", ranks=2, virtual=1, microbatches=2))
 
@@ -35,5 +35,11 @@ def test_what_a_stopped_rank_said_counts_too() -> None:
 
 
 def test_a_rank_that_waits_has_sent_what_comes_before() -> None:
-    reports = [waited(0, "0RECV_B0", 1), waited(1, "1RECV_F1", 0), RankReport(0, Ending.FINISHED)]
-    assert [one.progress for one in with_progress(PROGRAM, reports)] == ["sent 2 of 2", "sent 1 of 2", ""]
+    reports = [waited(0, "0RECV_B0", 1), waited(1, "1RECV_F1", 0), RankReport(2, Ending.FINISHED)]
+    told = waiting_in(PROGRAM, reports)
+    assert [one.progress for one in told] == ["sent 2 of 2", "sent 1 of 2", ""]
+    assert headline(told[:2]) == (
+        "ranks 0 and 1 wait for each other: rank 0 for 0RECV_B0 with rank 1 (it sent 2 of 2), "
+        "rank 1 for 1RECV_F1 with rank 0 (it sent 1 of 2)"
+    )
+    assert waiting_in(PROGRAM, reports[2:]) == reports[2:], "a rank of another replica"
