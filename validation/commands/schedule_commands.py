@@ -28,7 +28,7 @@ from pipeproof.pipeline.schedule import Schedule, ScheduleError
 from pipeproof.pipeline.schedules import FAMILIES
 from pipeproof.pipeline.simulate import Timeline, Times, simulate
 from pipeproof.pipeline.transports import deadlocks
-from pipeproof.reports.picture import Drawings, Paths
+from pipeproof.reports.drawings import Drawings, Paths
 from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.launcher import start_fork_server
 
@@ -166,7 +166,7 @@ def show(schedule: Schedule, times: Times, paths: Paths) -> str:
     with Drawings(paths, actions=sum(map(len, schedule.ranks))) as drawings:
         timeline = simulate(schedule, times)
         text = described(timeline, times)
-        drawings.write({f"{schedule.name}, simulated": trace_of(timeline)})
+        drawings.write({schedule.name: trace_of(timeline)})
     return text
 
 

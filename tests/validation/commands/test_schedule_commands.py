@@ -4,7 +4,7 @@ from pathlib import Path
 
 from pipeproof.commands.schedule_commands import show
 from pipeproof.pipeline import Times, build
-from pipeproof.reports.picture import Paths
+from pipeproof.reports.drawings import Paths
 
 SCHEDULE = build("zb-h1", ranks=4, microbatches=8)
 
