@@ -165,7 +165,7 @@ def _corners(box: Box) -> Iterator[tuple[float, float]]:
     yield from ((box.left, box.top), (right, box.top), (right, bottom), (box.left, bottom))
 
 
-def wrapped(parts: Iterable[str], *, width: float, size: float, between: str = "   ") -> list[str]:
+def wrapped(parts: Iterable[str], *, width: float, size: float, between: str) -> list[str]:
     """``parts`` in as few lines of at most ``width`` as they fit in; a part is never broken."""
     lines: list[str] = []
     for part in parts:

@@ -47,10 +47,13 @@ class Drawings:
             self._opened = opened.pop_all()
         self._paths = paths
 
-    def write(self, timelines: Mapping[str, Trace]) -> None:
-        """``timelines``, by name, from the top down: first all are made, and then all are written."""
+    def write(self, timelines: Mapping[str, Trace], *, unit: str = "") -> None:
+        """``timelines``, by name, from the top down: first all are made, and then all are written.
+
+        ``unit`` says what their times are counted in, where they are not seconds and not those of a stage.
+        """
         trace = (json.dumps(chrome_trace(timelines)) + "\n").encode() if self._paths.trace else b""
-        self._write([timed(name, timeline) for name, timeline in timelines.items()], trace)
+        self._write([timed(name, timeline, unit=unit) for name, timeline in timelines.items()], trace)
 
     def write_panel(self, panel: Panel) -> None:
         """One panel of what has no times, so that it is no trace."""

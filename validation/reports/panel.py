@@ -67,8 +67,8 @@ class Panel:
         return 1 + max(self.places.values(), default=0)
 
 
-def timed(name: str, trace: Trace) -> Panel:
-    """``trace`` over time."""
+def timed(name: str, trace: Trace, *, unit: str = "") -> Panel:
+    """``trace`` over time, which is counted in ``unit`` where it is not in seconds."""
     schedule = trace.schedule
     cells = {span.action: _in_time(span, trace) for span in chain.from_iterable(trace.spans) if span.worked > 0}
     pairs = []
@@ -82,7 +82,7 @@ def timed(name: str, trace: Trace) -> Panel:
         tuple(_facts(trace)),
         schedule,
         tuple(cells.values()),
-        "time in milliseconds" if trace.in_seconds else "time in units of T_F, T_I and T_W",
+        "time in milliseconds" if trace.in_seconds else f"time in units of {unit or 'T_F, T_I and T_W'}",
         tuple(pairs),
         1e3 if trace.in_seconds else 1.0,
     )

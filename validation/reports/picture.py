@@ -24,6 +24,7 @@ _COVERED, _BAR = 0.84, 0.2  # of a row; and of a cell, the edge that I and W hav
 _TITLE, _SMALL, _NAME = 9.5, 8.0, 7.5  # sizes of letters
 _LINE = 1.45  # from one line of letters to the next, as a part of their size
 _PAD = 1.5  # on either side of a name
+_SEEN = 10.0  # what is wrong and narrower than this has a frame, too
 _FOLLOWED = 8  # microbatches that stand out where none is named
 _FADED = 0.6
 _GREY = "#555555"
@@ -76,7 +77,7 @@ class _Placed:
         for one, other in panel.pairs:
             yield self._box(one.rank, one.left, other.right)._replace(edge=BLACK, edge_width=frame)
         for cell in panel.cells:
-            if cell.wrong:
+            if cell.wrong and self._width(cell) < _SEEN:
                 yield self._box(cell.rank, cell.left, cell.right)._replace(edge=WRONG, edge_width=2.5)
 
     def texts(self) -> Iterator[Text]:
@@ -97,6 +98,7 @@ class _Placed:
         least = shown * 44 / self._room
         power = 10.0 ** floor(log10(least)) if least > 0 else 1.0
         step = next((power * part for part in (1, 2, 5) if power * part >= least), power * 10)
+        step = max(step, 1.0) if self.panel.wrong else step  # slots are whole
         for k in range(floor(shown / step * (1 + 1e-9)) + 1):
             at = self._x(k * step / self.panel.per_tick)
             yield Text(f"{k * step:g}", at, self.bottom + 6, _NAME, "middle", _GREY)
@@ -174,7 +176,7 @@ def picture(panels: Sequence[Panel]) -> Drawing:
         texts += [*each.texts(), *each.ticks()]
         top = each.bottom + 24
     texts.append(Text(panels[0].axis, _LEFT + room / 2, top - 4, _SMALL, "middle", _GREY))
-    says = ". ".join(" ".join((panel.title, *panel.facts)) for panel in panels)
+    says = ". ".join(": ".join((panel.title, ", ".join(panel.facts))) for panel in panels)
     return Drawing(_LEFT + room + _RIGHT, top + _BOTTOM, tuple(boxes), tuple(texts), says)
 
 
@@ -197,8 +199,7 @@ def _room(panel: Panel, end: float) -> float:
 def _heading(panel: Panel, room: float) -> Iterator[tuple[str, float, bool]]:
     """The lines above a panel: text, size, and whether it is bold."""
     yield from ((line, _TITLE, True) for line in wrapped(panel.title.split(" "), width=room, size=_TITLE, between=" "))
-    facts = [" ".join(line) for line in (fact.split("\n") for fact in panel.facts)]
-    yield from ((line, _SMALL, False) for line in wrapped(facts, width=room, size=_SMALL))
+    yield from ((line, _SMALL, False) for line in wrapped(panel.facts, width=room, size=_SMALL, between=" · "))
 
 
 def _legend(placed: Sequence[_Placed], room: float) -> tuple[list[Box], list[Text], float]:
@@ -214,7 +215,7 @@ def _legend(placed: Sequence[_Placed], room: float) -> tuple[list[Box], list[Tex
         texts.append(Text(words, left + 28, top + 6, _SMALL))
         left += width + 14
     top += 20
-    for line in wrapped(_notes(placed), width=room, size=_SMALL, between="; "):
+    for line in wrapped(_notes(placed), width=room, size=_SMALL, between=" · "):
         texts.append(Text(line, _LEFT, top + 4, _SMALL, "start", _GREY))
         top += _SMALL * _LINE
     return boxes, texts, top + 8
@@ -242,7 +243,8 @@ def _samples(panels: Sequence[Panel]) -> Iterator[tuple[list[Box], str]]:
         yield [_SAMPLE._replace(fill=MESSAGE)], "messages"
     if any(panel.wrong for panel in panels):
         yield [_SAMPLE._replace(fill=WRONG)], "breaks a law"
-    yield [_SAMPLE._replace(fill=IDLE)], "idle"
+    else:
+        yield [_SAMPLE._replace(fill=IDLE)], "idle"
 
 
 def _notes(placed: Sequence[_Placed]) -> Iterator[str]:

@@ -76,6 +76,6 @@ def test_no_text_is_wider_than_is_thought_or_leaves_the_picture(name: str) -> No
 
 def test_lines_are_as_few_as_fit() -> None:
     parts = ["aaaa", "bbbb", "cccc"]
-    assert wrapped(parts, width=1e3, size=8) == ["aaaa   bbbb   cccc"]
-    assert wrapped(parts, width=text_width("aaaa   bbbb", 8), size=8) == ["aaaa   bbbb", "cccc"]
-    assert wrapped(parts, width=1, size=8) == parts
+    assert wrapped(parts, width=1e3, size=8, between=" · ") == ["aaaa · bbbb · cccc"]
+    assert wrapped(parts, width=text_width("aaaa · bbbb", 8), size=8, between=" · ") == ["aaaa · bbbb", "cccc"]
+    assert wrapped(parts, width=1, size=8, between=" · ") == parts

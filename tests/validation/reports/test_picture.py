@@ -138,6 +138,9 @@ def test_what_breaks_a_law_is_red_and_all_else_pale() -> None:
     assert all(contrast(box.fill, "#ffffff") < 2 for box in boxes if box.fill != WRONG)
     assert "breaks a law" in words(drawing)
     assert "local-order: rank 1: 1B0 comes before 1F0" in " ".join(words(drawing))
+    assert "idle" not in words(drawing)
+    assert {text.text for text in drawing.texts if text.colour == "#555555"} > {"0", "1", "2", "3", "4"}
+    assert "0.5" not in words(drawing)
     (text,) = (text for text in drawing.texts if text.text == "rank 1")
     assert (text.colour, text.bold) == (WRONG, True)
 
@@ -167,7 +170,8 @@ def test_panels_in_different_units_are_no_picture() -> None:
 
 
 def test_who_cannot_see_it_is_told_what_it_shows() -> None:
-    assert drawn("1f1b").says.startswith("1f1b: P = 4 ranks, V = 1 stage per rank, M = 8 microbatches makespan 33")
+    sizes = "P = 4 ranks, V = 1 stage per rank, M = 8 microbatches"
+    assert drawn("1f1b").says.startswith(f"1f1b: {sizes}: makespan 33, global bubble 9")
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 1), (4, 8), (64, 64), (400, 2)])
