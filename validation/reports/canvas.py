@@ -95,7 +95,8 @@ def _svg_box(box: Box) -> str:
     edge = f' stroke="{box.edge}" stroke-width="{box.edge_width:g}"' if box.edge else ""
     # A box without a fill lets the pointer through to what it surrounds.
     fill = f'fill="{box.fill}"' if box.fill else 'fill="none" pointer-events="none"'
-    place = f'x="{box.left:.6g}" y="{box.top:.6g}" width="{box.width:.6g}" height="{box.height:.6g}"'
+    left, top, width, height = (f"{round(length, 2):g}" for length in box[:4])
+    place = f'x="{left}" y="{top}" width="{width}" height="{height}"'
     inner = f"><title>{escape(box.says)}</title></rect>" if box.says else "/>"
     return f"<rect {place} {fill}{edge}{inner}"
 
@@ -103,7 +104,8 @@ def _svg_box(box: Box) -> str:
 def _svg_text(text: Text) -> str:
     weight = ' font-weight="bold"' if text.bold else ""
     anchor = f' text-anchor="{text.anchor}"' if text.anchor != "start" else ""
-    place = f'x="{text.left:.6g}" y="{text.middle + _FALL * text.size:.6g}" font-size="{text.size:g}"'
+    left, line = round(text.left, 2), round(text.middle + _FALL * text.size, 2)
+    place = f'x="{left:g}" y="{line:g}" font-size="{text.size:g}"'
     return f'<text {place}{anchor}{weight} fill="{text.colour}">{escape(text.text)}</text>'
 
 

@@ -5,7 +5,6 @@ from xml.etree import ElementTree
 
 import pytest
 
-from pipeproof.pipeline.schedules import FAMILIES
 from pipeproof.reports.canvas import (
     Box,
     Drawing,
@@ -18,7 +17,7 @@ from pipeproof.reports.canvas import (
     text_width,
     wrapped,
 )
-from tests.validation.reports.test_picture import drawn
+from tests.validation.reports.test_picture import SOME, drawn
 
 needs_matplotlib = pytest.mark.skipif(not importlib.util.find_spec("matplotlib"), reason="needs the extra 'plot'")
 SVG = "{http://www.w3.org/2000/svg}"
@@ -56,7 +55,7 @@ def test_equal_drawings_give_equal_files() -> None:
 
 
 @needs_matplotlib
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", SOME)
 def test_no_text_is_wider_than_is_thought_or_leaves_the_picture(name: str) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
