@@ -1,10 +1,11 @@
 """The commands about schedules themselves, as options: ``show``, ``check`` and ``plan``. They start without torch."""
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from pipeproof.cases.case import CaseError
+from pipeproof.commands.drawn import against, lawful, named
 from pipeproof.commands.ending import WRONG
 from pipeproof.commands.option_parser import number, numbers, share, shares, three_numbers
 from pipeproof.commands.selection import (
@@ -21,18 +22,14 @@ from pipeproof.pipeline.costs import trace_of
 from pipeproof.pipeline.files import is_csv, read_file
 from pipeproof.pipeline.grid import draw, marked
 from pipeproof.pipeline.laws import LawBroken, check, report
-from pipeproof.pipeline.laws import violations as of_schedule
 from pipeproof.pipeline.lower import Program, lower
 from pipeproof.pipeline.plan import Needs, plan, table, trade
-from pipeproof.pipeline.program_laws import ANYWHERE
-from pipeproof.pipeline.program_laws import violations as of_program
+from pipeproof.pipeline.program_laws import violations
 from pipeproof.pipeline.schedule import Schedule, ScheduleError
-from pipeproof.pipeline.schedules import FAMILIES, LOOPED, canonical_name
+from pipeproof.pipeline.schedules import FAMILIES
 from pipeproof.pipeline.simulate import Timeline, Times, simulate
 from pipeproof.pipeline.transports import deadlocks
 from pipeproof.reports.drawings import Drawings, Paths
-from pipeproof.reports.panel import in_slots
-from pipeproof.reports.side_by_side import SideBySide
 from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.launcher import start_fork_server
 
@@ -112,16 +109,16 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 
 def _show(options: argparse.Namespace) -> int:
     paths = Paths(options.svg, options.png, options.trace)
+    if not options.real:
+        for name in _REAL.keys() & vars(options).keys():
+            raise ValueError(f"--{name} says how ranks run: it needs --run")
     if options.against is not None:
         return _show_against(options, paths)
-    shape = Shape(options.ranks, options.microbatches, options.virtual)
     with Terminal().progress(f"show {options.schedule}"):
-        found = _found(options.schedule, shape)
+        found = named(options.schedule, Shape(options.ranks, options.microbatches, options.virtual))
         schedule = lawful(found, paths)
     if options.real:
         return _show_real(argparse.Namespace(**(_REAL | vars(options))), found, paths)
-    for name in _REAL.keys() & vars(options).keys():
-        raise ValueError(f"--{name} says how ranks run: it needs --run")
     with Terminal().progress(f"show {options.schedule}"):
         text = show(schedule, Times(*(options.times or _UNIT)), paths)
     Terminal().say(f"{schedule.name}: {schedule.sizes}")
@@ -129,60 +126,15 @@ def _show(options: argparse.Namespace) -> int:
     return 0
 
 
-def _found(name: str, shape: Shape) -> Schedule | Program:
-    """The family or the file of this name."""
-    if not is_csv(name):
-        return shape.family(name)
-    found = read_file(name)
-    shape.agree(name, schedule_in(found))
-    return found
-
-
 def _show_against(options: argparse.Namespace, paths: Paths) -> int:
     if options.real:
         raise ValueError("--against with --run: expected one of the two, for a run is of one schedule")
-    names = (options.schedule, options.against)
-    with Terminal().progress(f"show {' --against '.join(names)}"):
-        both = SideBySide.of(
-            [lawful(_found(name, shape), paths) for name, shape in zip(names, _shapes(names, options), strict=True)],
-            Times(*(options.times or _UNIT)),
-        )
-        with Drawings(
-            paths, actions=sum(sum(map(len, one.schedule.ranks)) for one in both.timelines.values())
-        ) as files:
-            files.write(both.traces, unit=both.unit)
+    with Terminal().progress(f"show {options.schedule} --against {options.against}"):
+        both = against(options, Times(*(options.times or _UNIT)), paths)
     for name, timeline in both.timelines.items():
         Terminal().say(f"{name}: {timeline.schedule.sizes}\n{_grid(timeline)}\n")
     Terminal().say(str(both))
     return 0
-
-
-def _shapes(names: Sequence[str], options: argparse.Namespace) -> Iterator[Shape]:
-    """What each of two is built for: a family is as large as the file beside it, where nothing else is said.
-
-    V is for those that can have it; where neither can, both are told so.
-    """
-    read = [schedule_in(read_file(name)) for name in names if is_csv(name)]
-    ranks = read[0].n_ranks if read and options.ranks is None else options.ranks
-    microbatches = read[0].microbatches if read and options.microbatches is None else options.microbatches
-    looped = [not is_csv(name) and canonical_name(name) in LOOPED for name in names]
-    for name, loops in zip(names, looped, strict=True):
-        if is_csv(name):
-            yield Shape(options.ranks, options.microbatches)
-        else:
-            yield Shape(ranks, microbatches, options.virtual if loops or not any(looped) else None)
-
-
-def lawful(found: Schedule | Program, paths: Paths) -> Schedule:
-    """The schedule of ``found``. One that breaks a law is drawn, what is to blame in red, and then refused."""
-    schedule = schedule_in(found)
-    broken = of_program(found, laws=ANYWHERE) if isinstance(found, Program) else of_schedule(found)
-    if not broken:
-        return schedule
-    with Drawings(paths, actions=sum(map(len, found.ranks))) as files:
-        files.write_panel(in_slots(schedule.name, schedule, found.ranks, broken))
-    no_trace = "\nno trace is written, for what breaks a law has no times" if paths.trace else ""
-    raise LawBroken(report(schedule.name, broken, found.ranks) + no_trace)
 
 
 def _show_real(options: argparse.Namespace, found: Schedule | Program, paths: Paths) -> int:
@@ -261,7 +213,7 @@ def checked(found: Schedule | Program) -> tuple[str, bool]:
     Raises ``LawBroken``, with every violation, where a law other than that is broken.
     """
     program = found if isinstance(found, Program) else lower(check(found))
-    broken = of_program(program)
+    broken = violations(program)
     if any(violation.law != "deadlock" for violation in broken):
         raise LawBroken(report(program.schedule.name, broken, program.ranks))
     return "\n".join(_lines(program)), not broken

@@ -61,7 +61,7 @@ _KINDS: Mapping[Kind, tuple[float, float, float]] = {
 _DARKEST, _PALEST, _ALONE, _STRESSED = 0.58, 0.82, 0.70, 0.38
 
 
-def colour_of(kind: Kind, place: int = 0, places: int = 1, *, stressed: bool = False) -> str:
+def colour_of(kind: Kind, place: int = 0, *, places: int = 1, stressed: bool = False) -> str:
     """An action of ``kind`` on the ``place``-th of a rank's ``places`` stages: the first is darkest.
 
     ``stressed`` is darker than any that is not.

@@ -122,7 +122,7 @@ class _Placed:
         if cell.wrong:
             return WRONG
         stressed = self.every > 0 and microbatch % self.every == 0
-        colour = colour_of(kind, self.panel.places.get(stage, 0), self.panel.most, stressed=stressed)
+        colour = colour_of(kind, self.panel.places.get(stage, 0), places=self.panel.most, stressed=stressed)
         return faded(colour, _FADED) if self.panel.wrong else colour
 
     def _fits(self, cell: Cell) -> bool:
@@ -231,7 +231,7 @@ def _samples(panels: Sequence[Panel]) -> Iterator[tuple[list[Box], str]]:
     for kind, words in WORDS.items():
         if kind in kinds:
             shades = (
-                painted(kind, colour_of(kind, k, most), _SAMPLE._replace(left=k * part, width=part))
+                painted(kind, colour_of(kind, k, places=most), _SAMPLE._replace(left=k * part, width=part))
                 for k in range(most)
             )
             yield list(chain.from_iterable(shades)), f"{kind} {words}"

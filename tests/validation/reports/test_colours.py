@@ -35,32 +35,32 @@ def distance(one: str, other: str, eyes: str = "all cones") -> float:
 @pytest.mark.parametrize("eyes", EYES)
 @pytest.mark.parametrize("places", [1, 2])
 def test_kinds_and_a_ranks_two_stages_differ_for_all_eyes(places: int, eyes: str) -> None:
-    shades = [colour_of(kind, place, places) for kind in KINDS for place in range(places)]
+    shades = [colour_of(kind, place, places=places) for kind in KINDS for place in range(places)]
     assert min(distance(*pair, eyes) for pair in combinations(shades, 2)) > (0.15 if eyes == "all cones" else 0.07)
 
 
 @pytest.mark.parametrize("places", [2, 3, 4, 8])
 @pytest.mark.parametrize("kind", KINDS)
 def test_neighbouring_stages_of_a_rank_differ_and_grow_paler(kind: Kind, places: int) -> None:
-    shades = [colour_of(kind, place, places) for place in range(places)]
+    shades = [colour_of(kind, place, places=places) for place in range(places)]
     assert min(distance(*pair) for pair in pairwise(shades)) > 0.03
     assert shades == sorted(shades, key=lambda colour: contrast(BLACK, colour))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_stressed_is_darker_than_anything_else(kind: Kind) -> None:
-    darkest = min((colour_of(kind, place, 8) for place in range(8)), key=lambda colour: contrast(BLACK, colour))
+    darkest = min((colour_of(kind, place, places=8) for place in range(8)), key=lambda colour: contrast(BLACK, colour))
     assert distance(colour_of(kind, stressed=True), darkest) > 0.1
 
 
 def test_red_is_nothing_elses_colour() -> None:
-    others = [faded(colour_of(kind, place, 2), 0.6) for kind in KINDS for place in (0, 1)]
+    others = [faded(colour_of(kind, place, places=2), 0.6) for kind in KINDS for place in (0, 1)]
     assert min(distance(WRONG, other) for other in [*others, MESSAGE, IDLE, WHITE]) > 0.25
 
 
 @pytest.mark.parametrize("places", [1, 2, 3, 4, 8])
 def test_names_can_be_read_on_every_colour(places: int) -> None:
-    shades = [colour_of(kind, place, places) for kind in KINDS for place in range(places)]
+    shades = [colour_of(kind, place, places=places) for kind in KINDS for place in range(places)]
     assert all(contrast(letters_on(colour), colour) >= 4.5 for colour in [*shades, WRONG])
 
 
