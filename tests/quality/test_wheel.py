@@ -174,6 +174,7 @@ OWN: Mapping[str, tuple[tuple[str, ...], str]] = {
     ),
     "plugin": (("-c", "import pipeproof.pytest_plugin, sys; print({'torch', 'numpy'} & {*sys.modules})"), "set()"),
     "names": (("-c", "from pipeproof import PipelineSchedule, World, Case, check_step, record_step, whitebox"), ""),
+    "starters": (("-m", "pipeproof", "init", "torch"), "It runs as it is:  pytest test_my_pipeline.py"),
 }
 
 

@@ -52,7 +52,7 @@ def my_step(model: nn.Sequential, microbatches: list[tuple[Tensor, Tensor]]) -> 
             dist.recv(gradient, rank + 1)
         y.backward(gradient)
         if rank > 0:
-            assert x.grad is not None
+            assert x.grad is not None, "the backward came as far as the input"
             dist.send(x.grad, rank - 1)
     return stage, losses
 
