@@ -168,12 +168,14 @@ def _corners(box: Box) -> Iterator[tuple[float, float]]:
 
 
 def wrapped(parts: Iterable[str], *, width: float, size: float, between: str) -> list[str]:
-    """``parts`` in as few lines of at most ``width`` as they fit in; a part is never broken."""
+    """``parts`` in as few lines of at most ``width`` as they fit in; what is longer than a line is broken at spaces."""
     lines: list[str] = []
     for part in parts:
         longer = f"{lines[-1]}{between}{part}" if lines else part
         if lines and text_width(longer, size) <= width:
             lines[-1] = longer
+        elif text_width(part, size) > width and " " in part:
+            lines += wrapped(part.split(" "), width=width, size=size, between=" ")
         else:
             lines.append(part)
     return lines

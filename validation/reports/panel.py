@@ -19,7 +19,7 @@ WORDS: Mapping[Kind, str] = {
     Kind.BACKWARD_INPUT: "input gradient",
     Kind.BACKWARD_WEIGHT: "weight gradients",
 }
-_MOST_SAID = 6  # violations over a picture
+_MOST_SAID, _LONGEST = 6, 300  # violations over a picture, and letters of one
 
 
 class Cell(NamedTuple):
@@ -126,7 +126,8 @@ def _facts(trace: Trace) -> Iterator[str]:
     yield f"makespan {_time(whole, trace)}"
     yield f"global bubble {_time(bubble, trace)} ({bubble / whole if whole else 0:.1%})"
     yield f"local bubble {_time(local, trace)}"
-    yield f"memory: at most {max(peaks):g} microbatches of one stage, on rank {peaks.index(max(peaks))}"
+    most = max(peaks)
+    yield f"memory: at most {some(round(most), 'microbatch')} of one stage, on rank {peaks.index(most)}"
 
 
 def in_slots(name: str, schedule: Schedule, rows: Sequence[Sequence[Action]], broken: Sequence[Violation]) -> Panel:
@@ -138,10 +139,14 @@ def in_slots(name: str, schedule: Schedule, rows: Sequence[Sequence[Action]], br
         for slot, action in enumerate(row)
     )
     more = [f"and {len(broken) - _MOST_SAID} more"] if len(broken) > _MOST_SAID else []
-    facts = (*map(str, broken[:_MOST_SAID]), *more)
+    facts = (*(_cut(str(violation)) for violation in broken[:_MOST_SAID]), *more)
     laws = some(len({violation.law for violation in broken}), "law")
     title = f"{name} breaks {laws}: {shape(schedule)}"
     return Panel(title, facts, schedule, tuple(cells), "slots, in the order of each rank: no times")
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
 
 
 def _in_slot(action: Action, violation: Violation | None) -> str:

@@ -17,8 +17,8 @@ from pipeproof.reports.canvas import Box, Drawing, Text, text_width, wrapped
 from pipeproof.reports.colours import BLACK, IDLE, MESSAGE, WRONG, colour_of, faded, letters_on, mixed
 from pipeproof.reports.panel import WORDS, Cell, Panel
 
-_LEFT, _RIGHT, _TOP, _BOTTOM = 54.0, 18.0, 12.0, 12.0
-_CELL, _ROOMS = 24.0, (580.0, 1660.0)  # one of the shorter actions, and all of them at least and at most
+_LEFT, _RIGHT, _TOP, _BOTTOM = 58.0, 18.0, 12.0, 12.0
+_CELL, _ROOMS = 24.0, (580.0, 1652.0)  # one of the shorter actions, and all of them at least and at most
 _ROW, _ROWS = 26.0, 8640.0  # a rank, and all of them at most
 _COVERED, _BAR = 0.84, 0.2  # of a row; and of a cell, the edge that I and W have
 _TITLE, _SMALL, _NAME = 9.5, 8.0, 7.5  # sizes of letters

@@ -78,3 +78,13 @@ def test_lines_are_as_few_as_fit() -> None:
     assert wrapped(parts, width=1e3, size=8, between=" · ") == ["aaaa · bbbb · cccc"]
     assert wrapped(parts, width=text_width("aaaa · bbbb", 8), size=8, between=" · ") == ["aaaa · bbbb", "cccc"]
     assert wrapped(parts, width=1, size=8, between=" · ") == parts
+
+
+def test_what_is_too_long_for_a_line_is_broken_at_spaces() -> None:
+    width = text_width("one two", 8)
+    assert wrapped(["x", "one two three", "four"], width=width, size=8, between=" · ") == [
+        "x",
+        "one two",
+        "three",
+        "four",
+    ]

@@ -4,7 +4,7 @@ import pytest
 
 from pipeproof.pipeline import Action, build
 from pipeproof.pipeline.costs import trace_of
-from pipeproof.pipeline.laws import violations
+from pipeproof.pipeline.laws import Violation, violations
 from pipeproof.pipeline.lower import read_csv
 from pipeproof.pipeline.program_laws import ANYWHERE
 from pipeproof.pipeline.program_laws import violations as of_program
@@ -40,7 +40,7 @@ def test_a_heading_names_sizes_bubbles_and_memory_as_the_simulation_counts_them(
         f"makespan {timeline.makespan:g}",
         f"global bubble {timeline.global_bubble:g} ({timeline.bubble_fraction:.1%})",
         f"local bubble {timeline.local_bubble:g}",
-        f"memory: at most {most:g} microbatches of one stage, on rank {timeline.peaks.index(most)}",
+        f"memory: at most {most:g} microbatch{'es' * (most > 1)} of one stage, on rank {timeline.peaks.index(most)}",
     )
 
 
@@ -99,7 +99,9 @@ def test_a_program_is_marked_at_its_messages() -> None:
     assert [str(each.action) for each in panel.cells if each.wrong] == ["0SEND_F0", "0SEND_F0"]
 
 
-def test_many_violations_are_cut() -> None:
+def test_many_and_long_violations_are_cut() -> None:
     panel = broken()
+    long = Violation("acyclic", "round and round " * 99)
+    assert len(in_slots("x", panel.schedule, panel.schedule.ranks, [long]).facts[0]) < 310
     found = violations(panel.schedule) * 5
     assert in_slots("x", panel.schedule, panel.schedule.ranks, found).facts[-1] == f"and {len(found) - 6} more"
