@@ -12,7 +12,7 @@ from pipeproof.reports.panel import Panel, timed
 from pipeproof.reports.picture import picture
 from pipeproof.worlds.output_file import OutputError, OutputFile
 
-MOST = 20_000  # actions; a picture of more has no pixels for each of them
+MOST = 50_000  # actions: two of 32 ranks, 128 microbatches and split backwards; more have no pixels
 
 
 class Paths(NamedTuple):

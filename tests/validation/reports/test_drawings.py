@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeproof.pipeline import build
 from pipeproof.reports.canvas import PictureError
 from pipeproof.reports.drawings import MOST, Drawings, Paths
 from pipeproof.worlds.output_file import OutputError
@@ -45,6 +46,10 @@ def test_more_actions_than_pixels_are_refused_for_pictures_alone(tmp_path: Path)
         Drawings(Paths(svg=str(tmp_path / "x.svg")), actions=MOST + 1)
     Drawings(Paths(trace=str(tmp_path / "x.json")), actions=10**9).__exit__()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_two_schedules_of_32_ranks_and_128_microbatches_can_be_drawn() -> None:
+    assert 2 * len(build("zb-v", ranks=32, microbatches=128).columns) <= MOST
 
 
 @pytest.mark.parametrize(
