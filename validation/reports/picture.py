@@ -24,6 +24,7 @@ _COVERED, _BAR = 0.84, 0.2  # of a row; and of a cell, the edge that I and W hav
 _TITLE, _SMALL, _NAME = 9.5, 8.0, 7.5  # sizes of letters
 _LINE = 1.45  # from one line of letters to the next, as a part of their size
 _PAD = 1.5  # on either side of a name
+_GAP = 0.12  # of a cell at most: the white between it and the next
 _SEEN = 10.0  # what is wrong and narrower than this has a frame, too
 _FOLLOWED = 8  # microbatches that stand out where none is named
 _FADED = 0.6
@@ -71,7 +72,7 @@ class _Placed:
         as_one = set(chain.from_iterable(panel.pairs))
         widths = sorted(self._width(cell) for cell in self._computing)
         thin = widths[len(widths) // 4] if widths else 0.0
-        gap, frame = min(0.9, 0.12 * thin), min(1.1, 0.15 * thin)
+        gap, frame = min(0.9, _GAP * thin), min(1.1, 0.15 * thin)
         for cell in panel.cells:
             yield from self._painted(cell, 0.0 if cell in as_one else gap)
         for one, other in panel.pairs:
@@ -111,8 +112,7 @@ class _Placed:
 
     def _painted(self, cell: Cell, gap: float) -> Iterator[Box]:
         fill, area = self._fill(cell), self._box(cell.rank, cell.left, cell.right)
-        if cell.action.kind not in COMPUTE:  # it may be thinner than a gap
-            gap = 0.0
+        gap = min(gap, _GAP * area.width) if cell.action.kind in COMPUTE else 0.0
         yield from painted(
             cell.action.kind, fill, area._replace(left=area.left + gap / 2, width=area.width - gap, says=cell.says)
         )

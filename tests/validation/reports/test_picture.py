@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 
@@ -158,6 +159,21 @@ def test_measured_time_is_in_milliseconds_and_messages_are_dark_without_a_name()
     assert {"time in milliseconds", "messages", "4000"} <= set(words(drawing))
     assert cells(drawing)["0SEND_F0"].fill == MESSAGE
     assert sorted(text.text for text in names(drawing)) == ["0F0", "1F0"]
+
+
+def test_a_cell_that_is_much_shorter_than_others_is_still_there() -> None:
+    trace = trace_of(simulate(build("1f1b", ranks=4, microbatches=8)))
+    *rows, (*spans, last) = trace.spans
+    shorter = (*rows, (*spans, last._replace(began=last.ended - 0.02)))
+    boxes = cells(picture([timed("1f1b", replace(trace, spans=shorter))]))
+    assert 0 < boxes["3B7"].width < 1
+    assert boxes["3B7"].width < boxes["3B6"].width / 50
+
+
+def test_what_takes_no_time_leaves_an_empty_picture() -> None:
+    drawing = drawn("1f1b", times=Times(0, 0, 0))
+    assert cells(drawing) == {}
+    assert {"0", "rank 3"} <= set(words(drawing))
 
 
 def test_panels_in_different_units_are_no_picture() -> None:
