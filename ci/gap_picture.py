@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from gaps import Row
 from least_faults import FAULTS
 
-from pipeproof.reports.picture import rendered
+from pipeproof.reports.canvas import rendered
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

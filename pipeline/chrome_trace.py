@@ -15,7 +15,7 @@ from pipeproof.pipeline.trace import Span, Trace
 
 Event = dict[str, object]
 
-# Names from the format's fixed palette, one per microbatch and then again.
+# Names from the format's fixed palette, one per microbatch and then again: chrome://tracing heeds them.
 COLOURS = (
     "rail_response",
     "thread_state_iowait",
@@ -28,6 +28,10 @@ COLOURS = (
     "light_memory_dump",
     "bad",
 )
+# Perfetto does not (github.com/google/perfetto/issues/208 and 624). It makes a colour of a slice's name without its
+# digits and the spaces before them (getColorForSlice in ui/src/components/colorizer.ts; hash in ui/src/base/hash.ts).
+# So a letter goes with the name; with these ten, in this order, kinds and neighbouring microbatches get hues apart.
+LETTERS = "ojxliytqaz"
 _WAIT, _MESSAGE = "white", "grey"
 # Viewers turn microseconds into whole nanoseconds. Eighths of one are whole in both, so no slice grows into the next.
 _PER_US = 8
@@ -89,13 +93,15 @@ class _Process:
 
     def _work(self, span: Span) -> Iterator[Event]:
         stage, kind, microbatch = span.action
+        name = str(span.action)
         if kind in COMPUTE:
+            name += f" [{LETTERS[microbatch % len(LETTERS)]}]"
             what: Event = {"cat": "compute", "cname": COLOURS[microbatch % len(COLOURS)]}
         else:
             what = {"cat": "communication", "cname": _MESSAGE}
         if self._lasts(span):
             args = {"stage": stage, "kind": kind.value, "microbatch": microbatch}
-            lasting: Event = {"dur": self._lasts(span), "name": str(span.action), "args": args}
+            lasting: Event = {"dur": self._lasts(span), "name": name, "args": args}
             yield {**self._event("X", span, span.worked_from), **lasting, **what}
 
     def _event(self, phase: str, span: Span, time: float) -> Event:

@@ -2,8 +2,8 @@
 
 Exit status: 0 pass; 1 a wrong answer, or a broken law; 2 bad usage, invalid input, or no room for output; 3 no verdict
 (a hang, a dead rank, something unknown, nothing exercised); 130 interrupted, by the signal; 141 where the reader of
-standard output has stopped. What needs torch is imported by the commands that need it: ``show``, ``check`` and ``plan``
-start at once. Where ranks will run, the fork server imports its own torch meanwhile.
+standard output has stopped. What needs torch is imported by the commands that need it: ``show``, ``check``, ``plan``
+and ``init`` start at once. Where ranks will run, the fork server imports its own torch meanwhile.
 """
 
 import argparse
@@ -16,6 +16,7 @@ from typing import NoReturn
 
 from pipeproof.commands.case_commands import add_case_commands
 from pipeproof.commands.ending import ended, leave
+from pipeproof.commands.init import add_init_command
 from pipeproof.commands.option_parser import CommandParser, OptionParser
 from pipeproof.commands.outputs import takes_standard_output
 from pipeproof.commands.schedule_commands import add_schedule_commands
@@ -56,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=CommandParser)
     add_case_commands(commands)
     add_schedule_commands(commands)
+    add_init_command(commands)
     for command in commands.choices.values():
         _add_manner(command)
     with suppress(FileNotFoundError):  # a folder that was removed meanwhile

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from collections.abc import Callable, Iterator
 from itertools import groupby, pairwise
 from typing import Any
@@ -96,13 +97,55 @@ def test_ranks_are_threads_and_microbatches_colours() -> None:
             assert event["cname"] == COLOURS[event["args"]["microbatch"]]
 
 
+def perfetto(name: str) -> tuple[int, int]:
+    """The hue, in degrees, and the lightness, in percent, that Perfetto gives a slice of this name."""
+    seed = re.sub(r" ?\d+", "", name)
+    return fnv(seed, 360), fnv(f"{seed}x", 40) + 40
+
+
+def fnv(text: str, most: int) -> int:
+    """JavaScript's arithmetic: a product is a float, and what is kept of it a signed 32-bit number."""
+    found = 0x811C9DC5 & 0xFFFFFFF
+    for letter in text:
+        found = signed(int(float(signed(found ^ ord(letter))) * 16777619.0))
+    return abs(found) % most
+
+
+def signed(number: int) -> int:
+    return (number + (1 << 31)) % (1 << 32) - (1 << 31)
+
+
+def apart(one: str, other: str) -> float:
+    """How far two names' colours are apart: degrees of hue, and over half of the difference of lightness."""
+    (hue, light), (hue_2, light_2) = perfetto(one), perfetto(other)
+    turn = abs(hue - hue_2)
+    return min(turn, 360 - turn) + 0.6 * abs(light - light_2)
+
+
+def test_perfetto_gives_kinds_and_microbatches_colours_of_their_own() -> None:
+    traces = {name: built(name)["on paper"] for name in ("zb-h1", "1f1b")}
+    events: list[Document] = chrome_trace(traces)["traceEvents"]  # type: ignore[assignment]
+    names: dict[tuple[str, int], set[str]] = {}
+    for event in events:
+        if event.get("cat") == "compute":
+            names.setdefault((event["args"]["kind"], event["args"]["microbatch"]), set()).add(event["name"])
+    assert len(names) == 4 * 8
+    for (kind, microbatch), same in names.items():
+        assert len(set(map(perfetto, same))) == 1, "stages do not matter"
+        name = min(same)
+        for (other_kind, other), others in names.items():
+            if (kind, microbatch) != (other_kind, other) and (other == microbatch or other_kind == kind):
+                least = 30 if abs(other - microbatch) == 1 else 15
+                assert apart(name, min(others)) >= least, (name, min(others))
+
+
 def test_a_wait_is_a_slice_of_its_own_and_the_arrow_goes_to_the_work() -> None:
     events: list[Document] = chrome_trace({"measured": TRACE})["traceEvents"]  # type: ignore[assignment]
     seen = [(e["ph"], e["name"], e["ts"], e.get("dur")) for e in events if e["ph"] != "M" and e["tid"] == 1]
     assert seen == [
         ("X", "1RECV_F0", 5.5e6, 0.5e6),
         ("X", "wait for stage 0's output of microbatch 0", 6e6, 2e6),
-        ("X", "1F0", 8e6, 3e6),
+        ("X", "1F0 [o]", 8e6, 3e6),
         ("f", "0SEND_F0", 8e6, None),
     ]
 

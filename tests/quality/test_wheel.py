@@ -205,6 +205,7 @@ OWN: Mapping[str, tuple[tuple[str, ...], str]] = {
     "module": (("-m", "pipeproof", "show", "1f1b", "--ranks", "2", "--microbatches", "4"), ""),
     "root and plugin": (("-c", f"import pipeproof, pipeproof.pytest_plugin, sys; {LOADED}"), "set()"),
     "names": (("-c", "from pipeproof import PipelineSchedule, World, Case, check_step, record_step, whitebox"), ""),
+    "starters": (("-m", "pipeproof", "init", "torch"), "It runs as it is:  pytest test_my_pipeline.py"),
 }
 
 

@@ -14,7 +14,7 @@ from pipeproof.pipeline.profile import beside
 from pipeproof.pipeline.trace import Trace
 from pipeproof.reference.data import Shapes, microbatches
 from pipeproof.reference.model import DTYPES
-from pipeproof.reports.picture import Drawings, Paths
+from pipeproof.reports.drawings import Drawings, Paths
 from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.rank_report import RankFailed
 from pipeproof.worlds.worker import RankContext

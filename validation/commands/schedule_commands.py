@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from pipeproof.cases.case import CaseError
+from pipeproof.commands.drawn import against, lawful, named
 from pipeproof.commands.ending import WRONG
 from pipeproof.commands.option_parser import number, numbers, offers, share, shares, three_numbers, without_effect
 from pipeproof.commands.outputs import Outputs, add_file, add_outputs
@@ -24,7 +25,7 @@ from pipeproof.pipeline.columns import Columns
 from pipeproof.pipeline.costs import trace_of
 from pipeproof.pipeline.files import is_csv, read_file
 from pipeproof.pipeline.grid import draw, marked
-from pipeproof.pipeline.laws import Violation, check, report
+from pipeproof.pipeline.laws import Violation, report
 from pipeproof.pipeline.laws import violations as of_schedule
 from pipeproof.pipeline.lower import Program, lower
 from pipeproof.pipeline.plan import COLUMNS, Needs, plan, row, trade
@@ -34,7 +35,7 @@ from pipeproof.pipeline.schedules import FAMILIES
 from pipeproof.pipeline.simulate import Timeline, Times, simulate
 from pipeproof.pipeline.transports import Deadlock, Transport, deadlocks
 from pipeproof.reports.columns import Column, in_pieces, table
-from pipeproof.reports.picture import Drawings, Paths
+from pipeproof.reports.drawings import Drawings, Paths
 from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.launcher import start_fork_server
 
@@ -57,7 +58,8 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
     add_shape(parser)
     parser.set_defaults(run=_show)
     parser.add_argument("--times", type=three_numbers, metavar="F,I,W", help="of a stage (default 1,1,1)")
-    add_file(parser, "--svg", "draw the timeline (needs the extra 'plot')")
+    parser.add_argument("--against", metavar="NAME", help="another schedule: both on one axis, numbers side by side")
+    add_file(parser, "--svg", "draw the timeline")
     add_file(parser, "--png", "draw the timeline (needs the extra 'plot')")
     add_file(parser, "--trace", "write the timeline for ui.perfetto.dev: Chrome's format, .json")
     add_outputs(parser, what="the timeline")
@@ -114,22 +116,34 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 
 
 def _show(options: argparse.Namespace) -> int:
-    shape = Shape(options.ranks, options.microbatches, options.virtual)
-    with Terminal().progress(f"show {options.schedule}"):
-        found = read_file(options.schedule) if is_csv(options.schedule) else shape.family(options.schedule)
-        schedule = check(schedule_in(found))
-    if is_csv(options.schedule):
-        shape.agree(options.schedule, schedule)
     paths = Paths(options.svg, options.png, options.trace)
+    if not options.real:
+        without_effect(options, ("--steps", "--model", "--layers", "--split"), "without --run")
+    if options.against is not None:
+        return _show_against(options, paths)
+    with Terminal().progress(f"show {options.schedule}"):
+        found = named(options.schedule, Shape(options.ranks, options.microbatches, options.virtual))
+        schedule = lawful(found, paths)
     if options.real:
         return _show_real(options, found, paths)
-    without_effect(options, ("--steps", "--model", "--layers", "--split"), "without --run")
     with Outputs.of(options).opened("show") as files:
         with Terminal().progress(f"show {options.schedule}"):
             text, timeline = show(schedule, Times(*(options.times or _UNIT)), paths, width=Terminal().width)
         Terminal().say(f"{schedule.name}: {schedule.sizes}")
         Terminal().say(text)
         return files.finish(0, schedule=_data(schedule), timeline=_times(timeline))
+
+
+def _show_against(options: argparse.Namespace, paths: Paths) -> int:
+    if options.real:
+        raise ValueError("--against with --run: expected one of the two, for a run is of one schedule")
+    without_effect(options, ["--json"], "with --against")
+    with Terminal().progress(f"show {options.schedule} --against {options.against}"):
+        both = against(options, Times(*(options.times or _UNIT)), paths)
+    for name, timeline in both.timelines.items():
+        Terminal().say(f"{name}: {timeline.schedule.sizes}\n{in_pieces(_grid(timeline), Terminal().width)}\n")
+    Terminal().say(str(both))
+    return 0
 
 
 def _show_real(options: argparse.Namespace, found: Schedule | Program, paths: Paths) -> int:
@@ -202,7 +216,7 @@ def show(schedule: Schedule, times: Times, paths: Paths, *, width: int | None = 
     with Drawings(paths, actions=sum(map(len, schedule.ranks))) as drawings:
         timeline = simulate(schedule, times)
         text = described(timeline, times, width)
-        drawings.write({f"{schedule.name}, simulated": trace_of(timeline)})
+        drawings.write({schedule.name: trace_of(timeline)})
     return text, timeline
 
 

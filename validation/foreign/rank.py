@@ -20,7 +20,7 @@ from pipeproof.worlds.deterministic import deterministic
 from pipeproof.worlds.posted_messages import noted_messages
 from pipeproof.worlds.worker import RankContext
 
-Step = Callable[[nn.Module, list[Any]], Any]
+Step = Callable[[Any, list[Any]], Any]  # of the model, of whatever class, and the microbatches
 
 
 @dataclass(frozen=True)

@@ -1,307 +1,259 @@
-"""Timelines as files: pictures, and a Chrome trace. All are refused before anything runs, or written.
+"""Timelines as pictures: ranks from top to bottom, time from left to right, one panel above the other on one axis.
 
-In a picture ranks go from top to bottom, time from left to right, one panel above the other. A microbatch has a colour,
-and a kind of action its way of wearing it: a forward is pale, a backward full, and of its two halves the input's has a
-full upper edge and the weights' a full lower one. Sends and receives are dark. What is not covered is idle.
+A kind of action has a hue, and the stages of one rank are shades of it. I wears a bar at its upper edge and W at its
+lower one, for eyes and printers that tell no hues. What runs as one has one frame. Sends and receives are dark, and
+what is not covered is idle. Of a schedule that breaks a law the slots are drawn, and what is to blame is red.
 
-They are drawn by matplotlib, which is the extra ``plot``: it is imported here alone, when something is drawn.
+A cell is named where its name fits, and all cells of a panel in one way. Where most are too narrow every n-th
+microbatch is dark, so that the eye can follow it from rank to rank.
 """
 
-import importlib.util
-import io
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from typing import TYPE_CHECKING, NamedTuple, Self
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from math import ceil, floor, log2, log10
 
-from pipeproof.pipeline.action import COMPUTE, Kind
-from pipeproof.pipeline.chrome_trace import chrome_trace
-from pipeproof.pipeline.trace import Span, Trace
-from pipeproof.worlds.output_file import OutputError, OutputFile
+from pipeproof.pipeline.action import COMPUTE, Action, Kind
+from pipeproof.reports.canvas import Box, Drawing, Text, text_width, wrapped
+from pipeproof.reports.colours import BLACK, IDLE, MESSAGE, WRONG, colour_of, faded, letters_on, mixed
+from pipeproof.reports.panel import WORDS, Cell, Panel
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-
-COLOURS = ("#2f6fbf", "#dd7a1a", "#2c9a4b", "#c23b3b", "#7d55b5", "#8f5d33", "#d052a2", "#5d6a78", "#92921a", "#159cae")
-MESSAGE, IDLE, SAMPLE = "#23282e", "#ececec", "#6b6b6b"
-HALF = 0.42  # half of a box's height, where ranks are 1 apart
-_PALE = 0.62  # how much white is in a pale colour
-_EDGE = 0.36  # the part of its height that half a backward has in full colour
-_DARK_LETTERS, _LIGHT_LETTERS = "#1b1b1b", "#ffffff"
+_LEFT, _RIGHT, _TOP, _BOTTOM = 58.0, 18.0, 12.0, 12.0
+_CELL, _ROOMS = 24.0, (580.0, 1652.0)  # one of the shorter actions, and all of them at least and at most
+_ROW, _ROWS = 26.0, 8640.0  # a rank, and all of them at most
+_COVERED, _BAR = 0.84, 0.2  # of a row; and of a cell, the edge that I and W have
+_TITLE, _SMALL, _NAME = 9.5, 8.0, 7.5  # sizes of letters
+_LINE = 1.45  # from one line of letters to the next, as a part of their size
+_PAD = 1.5  # on either side of a name
+_GAP = 0.12  # of a cell at most: the white between it and the next
+_SEEN = 10.0  # what is wrong and narrower than this has a frame, too
+_FOLLOWED = 8  # microbatches that stand out where none is named
+_FADED = 0.6
+_GREY = "#555555"
 
 
-class Style(NamedTuple):
-    """How a kind wears a colour: from where to where of its height in full, where its letters are, and their colour.
-
-    Heights are from 0, the upper edge, to 1.
-    """
-
-    name: str
-    full: tuple[float, float]
-    middle: float
-    letters: str
+_Naming = Callable[[Action], str]
 
 
-STYLES: Mapping[Kind, Style] = {
-    Kind.FORWARD: Style("F  forward", (0, 0), 0.5, _DARK_LETTERS),
-    Kind.BACKWARD: Style("B  backward", (0, 1), 0.5, _LIGHT_LETTERS),
-    Kind.BACKWARD_INPUT: Style("I  input gradient", (0, _EDGE), (1 + _EDGE) / 2, _DARK_LETTERS),
-    Kind.BACKWARD_WEIGHT: Style("W  weight gradients", (1 - _EDGE, 1), (1 - _EDGE) / 2, _DARK_LETTERS),
-}
+def _number(action: Action) -> str:
+    return str(action.microbatch)
 
 
-class Box(NamedTuple):
-    """A rectangle: time from ``left`` to ``right``, ranks from ``top`` down to ``bottom``."""
-
-    left: float
-    right: float
-    top: float
-    bottom: float
-    colour: str
+# Ways to name a cell, and the share of the cells that must have room for it.
+_NAMINGS: tuple[tuple[_Naming, float], ...] = ((str, 0.9), (_number, 0.5))
 
 
-class Letters(NamedTuple):
-    """Text around the point (time ``x``, rank ``y``)."""
+class _Placed:
+    """A panel whose rows begin at ``top``, each ``row`` high; ``room`` is the width of 0 to ``end`` on the axis."""
 
-    text: str
-    x: float
-    y: float
-    colour: str
+    def __init__(self, panel: Panel, *, room: float, row: float, end: float) -> None:
+        self.panel = panel
+        self.top = 0.0
+        self._room, self._row, self._end = room, row, end
+        self._computing = [cell for cell in panel.cells if cell.action.kind in COMPUTE]
+        self.naming: _Naming | None = None
+        self._needs: dict[Kind, float] = {}
+        for way, share in _NAMINGS if _COVERED * (1 - 2 * _BAR) * row >= _NAME * 1.1 else ():
+            self._needs = _needs(self._computing, way)
+            if sum(map(self._fits, self._computing)) >= share * len(self._computing):
+                self.naming = way
+                break
+        count = panel.schedule.microbatches
+        self.every = 0 if self.naming or count <= 2 else 2 ** max(1, ceil(log2(count / _FOLLOWED)))
+
+    @property
+    def bottom(self) -> float:
+        return self.top + self.panel.schedule.n_ranks * self._row
+
+    def boxes(self) -> Iterator[Box]:
+        """Idle rows, the cells upon them, and frames around what runs as one."""
+        panel = self.panel
+        for rank in range(panel.schedule.n_ranks):
+            yield self._box(rank, 0, panel.end)._replace(fill=IDLE)
+        as_one = set(chain.from_iterable(panel.pairs))
+        widths = sorted(self._width(cell) for cell in self._computing)
+        thin = widths[len(widths) // 4] if widths else 0.0
+        gap, frame = min(0.9, _GAP * thin), min(1.1, 0.15 * thin)
+        for cell in panel.cells:
+            yield from self._painted(cell, 0.0 if cell in as_one else gap)
+        for one, other in panel.pairs:
+            yield self._box(one.rank, one.left, other.right)._replace(edge=BLACK, edge_width=frame)
+        for cell in panel.cells:
+            if cell.wrong and self._width(cell) < _SEEN:
+                yield self._box(cell.rank, cell.left, cell.right)._replace(edge=WRONG, edge_width=2.5)
+
+    def texts(self) -> Iterator[Text]:
+        """The rows' names, and the cells' where they fit."""
+        wrong = {cell.rank for cell in self.panel.cells if cell.wrong}
+        step = max(1, ceil(_SMALL * 1.2 / self._row))
+        for rank in range(self.panel.schedule.n_ranks):
+            if rank % step == 0 or rank in wrong:
+                colour, middle = (WRONG if rank in wrong else BLACK), self.top + (rank + 0.5) * self._row
+                yield Text(f"rank {rank}", _LEFT - 6, middle, min(_SMALL, self._row), "end", colour, rank in wrong)
+        for cell in self._computing if self.naming else ():
+            if self._fits(cell):
+                yield self._name(cell)
+
+    def ticks(self) -> Iterator[Text]:
+        """Numbers under the axis, at steps of 1, 2 or 5 times a power of ten."""
+        shown = self._end * self.panel.per_tick
+        least = shown * 44 / self._room
+        power = 10.0 ** floor(log10(least)) if least > 0 else 1.0
+        step = next((power * part for part in (1, 2, 5) if power * part >= least), power * 10)
+        step = max(step, 1.0) if self.panel.wrong else step  # slots are whole
+        for k in range(floor(shown / step * (1 + 1e-9)) + 1):
+            at = self._x(k * step / self.panel.per_tick)
+            yield Text(f"{k * step:g}", at, self.bottom + 6, _NAME, "middle", _GREY)
+
+    def _name(self, cell: Cell) -> Text:
+        assert self.naming is not None, "only named cells are asked"
+        box = self._box(cell.rank, cell.left, cell.right)
+        left, middle = box.left + box.width / 2, box.top + box.height / 2
+        return Text(self.naming(cell.action), left, middle, _NAME, "middle", letters_on(self._fill(cell)))
+
+    def _painted(self, cell: Cell, gap: float) -> Iterator[Box]:
+        fill, area = self._fill(cell), self._box(cell.rank, cell.left, cell.right)
+        gap = min(gap, _GAP * area.width) if cell.action.kind in COMPUTE else 0.0
+        yield from painted(
+            cell.action.kind, fill, area._replace(left=area.left + gap / 2, width=area.width - gap, says=cell.says)
+        )
+
+    def _fill(self, cell: Cell) -> str:
+        stage, kind, microbatch = cell.action
+        if cell.wrong:
+            return WRONG
+        stressed = self.every > 0 and microbatch % self.every == 0
+        colour = colour_of(kind, self.panel.places.get(stage, 0), places=self.panel.most, stressed=stressed)
+        return faded(colour, _FADED) if self.panel.wrong else colour
+
+    def _fits(self, cell: Cell) -> bool:
+        return self._width(cell) >= self._needs[cell.action.kind]
+
+    def _width(self, cell: Cell) -> float:
+        return self._x(cell.right) - self._x(cell.left) + 1e-6
+
+    def _x(self, at: float) -> float:
+        return _LEFT + (at / self._end * self._room if self._end else 0.0)
+
+    def _box(self, rank: int, left: float, right: float) -> Box:
+        """The part of a rank's row between two places on the axis."""
+        top = self.top + (rank + (1 - _COVERED) / 2) * self._row
+        return Box(self._x(left), top, self._x(right) - self._x(left), _COVERED * self._row, "")
 
 
-def boxes(span: Span) -> Iterator[Box]:
-    """The boxes of a span's work, from the ground up; its wait is left idle."""
-    if span.worked > 0:
-        colour = COLOURS[span.action.microbatch % len(COLOURS)]
-        yield from painted(span.action.kind, colour, Box(span.worked_from, span.ended, *_rows(span), ""))
+def _needs(cells: Sequence[Cell], way: _Naming) -> dict[Kind, float]:
+    """How wide a cell of each kind must be for the longest of its names."""
+    longest: dict[Kind, float] = {}
+    for cell in cells:
+        width = text_width(way(cell.action), _NAME) + 2 * _PAD
+        longest[cell.action.kind] = max(longest.get(cell.action.kind, 0.0), width)
+    return longest
 
 
 def painted(kind: Kind, colour: str, area: Box) -> Iterator[Box]:
-    """``area`` as an action of ``kind`` in ``colour``."""
-    style = STYLES.get(kind)
-    if style is None:
-        yield area._replace(colour=MESSAGE)
-        return
-    yield area._replace(colour=_pale(colour))
-    start, end = style.full
-    if end > start:
-        height = area.bottom - area.top
-        yield area._replace(top=area.top + start * height, bottom=area.top + end * height, colour=colour)
+    """``area`` as an action of ``kind`` in ``colour``: I has a dark bar at its upper edge, W at its lower."""
+    yield area._replace(fill=colour)
+    bar = area._replace(height=_BAR * area.height, fill=mixed(colour, BLACK, 0.45), says="")
+    if kind is Kind.BACKWARD_INPUT:
+        yield bar
+    elif kind is Kind.BACKWARD_WEIGHT:
+        yield bar._replace(top=area.top + (1 - _BAR) * area.height)
 
 
-def letters(span: Span, *, width: float) -> Letters | None:
-    """The most of the action's name that fits, if a letter takes ``width`` of time: ``2F0``, ``F0``, ``0`` or None."""
-    style = STYLES.get(span.action.kind)
-    if style is None:
-        return None
-    stage, kind, microbatch = span.action
-    fitting = (name for name in (f"{stage}{kind}{microbatch}", f"{kind}{microbatch}", f"{microbatch}")
-               if len(name) * width <= span.worked)  # fmt: skip
-    text = next(fitting, None)
-    if text is None:
-        return None
-    top, bottom = _rows(span)
-    return Letters(text, (span.worked_from + span.ended) / 2, top + style.middle * (bottom - top), style.letters)
+def picture(panels: Sequence[Panel]) -> Drawing:
+    """``panels`` from the top down, on one axis."""
+    assert len({panel.axis for panel in panels}) == 1, "panels that share an axis share a unit"
+    end = max(panel.end for panel in panels)
+    room = max(_room(panel, end) for panel in panels)
+    row = min(_ROW, _ROWS / sum(panel.schedule.n_ranks for panel in panels))
+    placed = [_Placed(panel, room=room, row=row, end=end) for panel in panels]
+    boxes, texts, top = _legend(placed, room)
+    for each in placed:
+        for line, size, bold in _heading(each.panel, room):
+            texts.append(Text(line, _LEFT, top + size * _LINE / 2, size, "start", BLACK, bold))
+            top += size * _LINE
+        each.top = top + 2
+        boxes += each.boxes()
+        texts += [*each.texts(), *each.ticks()]
+        top = each.bottom + 24
+    texts.append(Text(panels[0].axis, _LEFT + room / 2, top - 4, _SMALL, "middle", _GREY))
+    says = ". ".join(": ".join((panel.title, ", ".join(panel.facts))) for panel in panels)
+    return Drawing(_LEFT + room + _RIGHT, top + _BOTTOM, tuple(boxes), tuple(texts), says)
 
 
-def _rows(span: Span) -> tuple[float, float]:
-    return span.rank - HALF, span.rank + HALF
+def _room(panel: Panel, end: float) -> float:
+    """The width of the axis at which nearly every cell has room for its name, within reason."""
+    cells = [cell for cell in panel.cells if cell.action.kind in COMPUTE]
+    lasts: dict[Kind, list[float]] = {}
+    for cell in cells:
+        lasts.setdefault(cell.action.kind, []).append(cell.right - cell.left)
+    for way, _ in _NAMINGS:
+        needs = _needs(cells, way)
+        # A quarter of a kind's cells may be shorter than what its names have room in.
+        widest = (end * max(need, _CELL) / sorted(lasts[kind])[len(lasts[kind]) // 4] for kind, need in needs.items())
+        room = max((_ROOMS[0], *widest))
+        if room <= _ROOMS[1]:
+            return room
+    return _ROOMS[1]
 
 
-def _pale(colour: str) -> str:
-    parts = (int(colour[k : k + 2], 16) for k in (1, 3, 5))
-    return "#" + "".join(f"{round(part + (255 - part) * _PALE):02x}" for part in parts)
+def _heading(panel: Panel, room: float) -> Iterator[tuple[str, float, bool]]:
+    """The lines above a panel: text, size, and whether it is bold."""
+    yield from ((line, _TITLE, True) for line in wrapped(panel.title.split(" "), width=room, size=_TITLE, between=" "))
+    yield from ((line, _SMALL, False) for line in wrapped(panel.facts, width=room, size=_SMALL, between=" · "))
 
 
-MOST = 20_000  # actions; a picture of more has no pixels for each of them
-
-_LETTER_PT, _LETTER_WIDTH = 7.5, 0.64  # a letter's height, and its width as a part of that
-_CELL_IN, _WIDTHS_IN = 0.33, (8.0, 24.0)  # one of the shorter actions, and all of them at least and at most
-_ROW_IN, _ROWS_IN = 0.36, 120.0  # a rank, and all of them at most
-_LEFT_IN, _RIGHT_IN, _TOP_IN, _BETWEEN_IN, _BOTTOM_IN = 0.7, 0.25, 0.75, 0.5, 0.5
-
-
-class PictureError(ValueError):
-    """A picture that cannot be drawn."""
-
-
-class Layout(NamedTuple):
-    """Sizes in inches. ``room`` is the width of a panel, which shows the time from 0 to ``end``."""
-
-    width: float
-    height: float
-    room: float
-    row: float
-    end: float
-
-    @classmethod
-    def of(cls, traces: Sequence[Trace]) -> "Layout":
-        """Room for every action's name, within reason."""
-        cells = max((trace.makespan / _shorter(trace) for trace in traces if _shorter(trace)), default=0.0)
-        width = min(max(cells * _CELL_IN, _WIDTHS_IN[0]), _WIDTHS_IN[1])
-        rows = sum(len(trace.spans) for trace in traces)
-        row = min(_ROW_IN, _ROWS_IN / rows)
-        height = _TOP_IN + rows * row + _BETWEEN_IN * (len(traces) - 1) + _BOTTOM_IN
-        return cls(width, height, width - _LEFT_IN - _RIGHT_IN, row, max(trace.makespan for trace in traces))
-
-    def frame(self, top: float, height: float) -> tuple[float, float, float, float]:
-        """Left, bottom, width and height of a strip ``top`` inches below the upper edge, as parts of the figure."""
-        bottom = self.height - top - height
-        return _LEFT_IN / self.width, bottom / self.height, self.room / self.width, height / self.height
-
-    @property
-    def letter(self) -> float:
-        """The time that a letter's width stands for."""
-        return _LETTER_PT / 72 * _LETTER_WIDTH * self.end / self.room
+def _legend(placed: Sequence[_Placed], room: float) -> tuple[list[Box], list[Text], float]:
+    """Samples with their names, in as many lines as they need; and where they end."""
+    boxes: list[Box] = []
+    texts: list[Text] = []
+    left, top = _LEFT, _TOP
+    for sample, words in _samples([each.panel for each in placed]):
+        width = 30 + text_width(words, _SMALL)
+        if left > _LEFT and left + width > _LEFT + room:
+            left, top = _LEFT, top + 18
+        boxes += [box._replace(left=box.left + left, top=box.top + top) for box in sample]
+        texts.append(Text(words, left + 28, top + 6, _SMALL))
+        left += width + 14
+    top += 20
+    for line in wrapped(_notes(placed), width=room, size=_SMALL, between=" · "):
+        texts.append(Text(line, _LEFT, top + 4, _SMALL, "start", _GREY))
+        top += _SMALL * _LINE
+    return boxes, texts, top + 8
 
 
-def check_drawable(actions: int) -> None:
-    """Raise ``PictureError`` unless so many actions can be drawn, and there is something to draw them with."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise PictureError("a picture needs matplotlib, which the extra 'plot' brings: pip install 'pipeproof[plot]'")
-    if actions > MOST:
-        raise PictureError(f"a picture of {actions} actions: expected at most {MOST}; --trace FILE takes any number")
+_SAMPLE = Box(0, 0, 22, 12, "")
 
 
-def picture(panels: Mapping[str, Trace], *, file_format: str) -> bytes:
-    """``panels``, by their titles and all in one unit of time, as a file: "svg" or "png". Equal panels, equal bytes."""
-    return rendered(lambda: _figure(panels), file_format=file_format)
-
-
-def rendered(draw: Callable[[], "Figure"], *, file_format: str) -> bytes:
-    """What ``draw`` makes, as a file: "svg" or "png". Equal figures, equal bytes."""
-    from matplotlib import rc_context
-
-    file = io.BytesIO()
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "pipeproof", "font.family": "sans-serif"}):
-        metadata = {"Date": None} if file_format == "svg" else None
-        draw().savefig(file, format=file_format, dpi=160, metadata=metadata)
-    return file.getvalue()
-
-
-def _figure(panels: Mapping[str, Trace]) -> "Figure":
-    from matplotlib.figure import Figure
-
-    traces = list(panels.values())
-    layout = Layout.of(traces)
-    figure = Figure(figsize=(layout.width, layout.height), facecolor="white")
-    _legend(figure.add_axes(layout.frame(0.14, 0.24)), traces, layout.room)
-    top = _TOP_IN
-    for title, trace in panels.items():
-        height = len(trace.spans) * layout.row
-        axes = figure.add_axes(layout.frame(top, height))
-        _panel(axes, title, trace, layout)
-        top += height + _BETWEEN_IN
-    axes.set_xlabel(f"time in {_unit(traces)}", fontsize=8)
-    return figure
-
-
-def _unit(traces: Iterable[Trace]) -> str:
-    units = {"milliseconds" if trace.in_seconds else "units of T_F, T_I and T_W" for trace in traces}
-    assert len(units) == 1, "panels that share an axis share a unit of time"
-    return units.pop()
-
-
-def _shorter(trace: Trace) -> float:
-    """A time that three quarters of the computations take at least."""
-    worked = sorted(span.worked for span in _spans([trace]) if span.action.kind in COMPUTE)
-    return worked[len(worked) // 4] if worked else 0.0
-
-
-def _spans(traces: Iterable[Trace]) -> Iterable[Span]:
-    return (span for trace in traces for row in trace.spans for span in row)
-
-
-def _panel(axes: "Axes", title: str, trace: Trace, layout: Layout) -> None:
-    count = len(trace.spans)
-    axes.set_title(title, loc="left", fontsize=9.5, pad=5)
-    axes.spines[:].set_visible(False)
-    axes.set_xlim(0, layout.end)
-    axes.tick_params(axis="x", length=2, labelsize=7.5)
-    if trace.in_seconds:
-        axes.xaxis.set_major_formatter(lambda x, _: f"{x * 1e3:g}")
-    axes.set_ylim(count - 0.5, -0.5)
-    axes.tick_params(axis="y", length=0, labelsize=8)
-    named = range(0, count, max(1, round(_ROW_IN / layout.row / 2)))
-    axes.set_yticks(named, [f"rank {rank}" for rank in named])
-    axes.axvline(trace.makespan, color="#555555", linewidth=0.8, linestyle="dashed")
-    ground = [Box(0, trace.makespan, rank - HALF, rank + HALF, IDLE) for rank in range(count)]
-    _paint(axes, [*ground, *(box for span in _spans([trace]) for box in boxes(span))])
-    if layout.row == _ROW_IN:
-        for text, x, y, colour in filter(None, (letters(span, width=layout.letter) for span in _spans([trace]))):
-            axes.text(x, y, text, color=colour, fontsize=_LETTER_PT, ha="center", va="center_baseline")
-
-
-def _paint(axes: "Axes", areas: Sequence[Box]) -> None:
-    from matplotlib.collections import PolyCollection
-
-    corners = [[(left, top), (right, top), (right, bottom), (left, bottom)] for left, right, top, bottom, _ in areas]
-    fills = [box.colour for box in areas]
-    # A message may be thinner than a line.
-    edges = ["none" if fill in (MESSAGE, IDLE) else "white" for fill in fills]
-    axes.add_collection(PolyCollection(corners, facecolors=fills, edgecolors=edges, linewidths=0.5))
-
-
-def _legend(axes: "Axes", traces: Iterable[Trace], width: float) -> None:
-    """A line with a sample of every kind in ``traces``, without a microbatch's colour; ``width`` in inches."""
-    axes.set_axis_off()
-    axes.set_xlim(0, width)
-    axes.set_ylim(1, 0)
-    kinds = {span.action.kind for span in _spans(traces)}
-    area = Box(0, 0.26, 0.1, 0.9, IDLE)
-    samples = [(style.name, list(painted(kind, SAMPLE, area))) for kind, style in STYLES.items() if kind in kinds]
+def _samples(panels: Sequence[Panel]) -> Iterator[tuple[list[Box], str]]:
+    kinds = {cell.action.kind for panel in panels for cell in panel.cells}
+    most = max(panel.most for panel in panels)
+    part = _SAMPLE.width / most
+    for kind, words in WORDS.items():
+        if kind in kinds:
+            shades = (
+                painted(kind, colour_of(kind, k, places=most), _SAMPLE._replace(left=k * part, width=part))
+                for k in range(most)
+            )
+            yield list(chain.from_iterable(shades)), f"{kind} {words}"
+    if any(panel.pairs for panel in panels):
+        halves = [_SAMPLE._replace(width=8, fill=colour_of(Kind.FORWARD)),
+                  _SAMPLE._replace(left=8, width=14, fill=colour_of(Kind.BACKWARD))]  # fmt: skip
+        yield [*halves, _SAMPLE._replace(edge=BLACK, edge_width=1.1)], "run as one"
     if kinds - COMPUTE:
-        samples.append(("messages", list(painted(Kind.SEND_F, SAMPLE, area))))
-    left = 0.0
-    for name, areas in [*samples, ("idle", [area])]:
-        _paint(axes, [box._replace(left=box.left + left, right=box.right + left) for box in areas])
-        axes.text(left + 0.34, 0.5, name, fontsize=8, va="center")
-        left += 0.59 + 0.075 * len(name)
+        yield [_SAMPLE._replace(fill=MESSAGE)], "messages"
+    if any(panel.wrong for panel in panels):
+        yield [_SAMPLE._replace(fill=WRONG)], "breaks a law"
+    else:
+        yield [_SAMPLE._replace(fill=IDLE)], "idle"
 
 
-class Paths(NamedTuple):
-    """Where an SVG picture, a PNG picture and a Chrome trace go; None is nowhere."""
-
-    svg: str | None = None
-    png: str | None = None
-    trace: str | None = None
-
-
-_ENDINGS = Paths(".svg", ".png", ".json")
-
-
-class Drawings:
-    """The files at ``paths``, for timelines of ``actions`` actions in all.
-
-    Raises ``OutputError`` or ``PictureError`` for what cannot be written or drawn.
-    """
-
-    def __init__(self, paths: Paths, *, actions: int) -> None:
-        for option, path, ending in zip(Paths._fields, paths, _ENDINGS, strict=True):
-            if path not in (None, "-") and not str(path).lower().endswith(str(ending)):
-                raise OutputError(f"--{option} {path}: expected a file that ends in {ending}")
-        if paths.svg or paths.png:
-            check_drawable(actions)
-        with ExitStack() as opened:
-            self._files = [opened.enter_context(OutputFile(path)) for path in paths]
-            self._opened = opened.pop_all()
-        self._paths = paths
-
-    def write(self, timelines: Mapping[str, Trace]) -> None:
-        """``timelines``, by name, from the top down: first all are made, and then all are written."""
-        svg, png, trace = self._paths
-        contents = [
-            picture(timelines, file_format="svg") if svg else b"",
-            picture(timelines, file_format="png") if png else b"",
-            (json.dumps(chrome_trace(timelines)) + "\n").encode() if trace else b"",
-        ]
-        for file, content in zip(self._files, contents, strict=True):
-            file.write(content)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._opened.close()
+def _notes(placed: Sequence[_Placed]) -> Iterator[str]:
+    if any(each.panel.most > 1 for each in placed):
+        yield "dark to pale: the first to the last stage of a rank"
+    ways = {each.naming for each in placed}
+    if str in ways:
+        yield "2F0: stage 2, forward, microbatch 0"
+    if _number in ways:
+        yield "a number: the microbatch"
+    for every in sorted({each.every for each in placed} - {0}):
+        yield f"darkest: microbatches 0, {every}, {2 * every} and so on"

@@ -13,7 +13,7 @@ from pipeproof.pipeline import Kind, lower
 from pipeproof.pipeline.action import COMPUTE, SENDS
 from pipeproof.pipeline.deliveries import deliveries
 from pipeproof.pipeline.trace import Trace
-from pipeproof.reports.picture import Paths
+from pipeproof.reports.drawings import Paths
 from pipeproof.worlds.rank_report import Ending, RankFailed, RankReport
 from pipeproof.worlds.world import World
 from tests.pipeline.test_trace import TRACE

@@ -1,205 +1,193 @@
-"""Pictures as files: what must be in them, and what is refused."""
+"""What is on a picture: names that fit, colours that differ, frames, marks and headings."""
 
-import importlib.util
-import json
-import re
-from pathlib import Path
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 
-from pipeproof.pipeline import Action
+from pipeproof.pipeline import Action, Kind, build
 from pipeproof.pipeline.costs import trace_of
-from pipeproof.pipeline.schedules import build
-from pipeproof.pipeline.simulate import simulate
-from pipeproof.pipeline.trace import Span, Trace
-from pipeproof.reports.picture import (
-    COLOURS,
-    HALF,
-    MESSAGE,
-    MOST,
-    Box,
-    Drawings,
-    Layout,
-    Paths,
-    PictureError,
-    boxes,
-    check_drawable,
-    letters,
-    picture,
-)
-from pipeproof.worlds.output_file import OutputError
+from pipeproof.pipeline.schedules import FAMILIES, virtuals
+from pipeproof.pipeline.simulate import Times, simulate
+from pipeproof.reports.canvas import Box, Drawing, Text, text_width
+from pipeproof.reports.colours import BLACK, IDLE, MESSAGE, WRONG, colour_of, contrast
+from pipeproof.reports.panel import Panel, timed
+from pipeproof.reports.picture import painted, picture
 from tests.pipeline.test_trace import TRACE
+from tests.validation.reports.test_panel import broken
 
-needs_matplotlib = pytest.mark.skipif(not importlib.util.find_spec("matplotlib"), reason="needs the extra 'plot'")
-
-
-def simulated(name: str, **shape: int) -> Trace:
-    return trace_of(simulate(build(name, **({"ranks": 4, "microbatches": 8} | shape))))
+AREA = Box(10, 20, 30, 40, "", says="1B2")
 
 
-def texts(svg: bytes) -> list[str]:
-    return re.findall(r"<text[^>]*>([^<]*)</text>", svg.decode())
+def panel(name: str, *, ranks: int = 4, microbatches: int = 8, times: Times | None = None) -> Panel:
+    schedule = build(name, ranks=ranks, microbatches=microbatches, virtual=virtuals(name, looped=2))
+    return timed(name, trace_of(simulate(schedule, times or Times())))
 
 
-@needs_matplotlib
-def test_an_svg_names_ranks_actions_kinds_and_both_panels() -> None:
-    found = texts(picture({"upper": simulated("zb-v", virtual=2), "lower": simulated("1f1b")}, file_format="svg"))
-    assert found.count("rank 3") == 2
-    assert {"upper", "lower", "7I4", "0W7", "3B7", "F  forward", "W  weight gradients", "idle"} <= set(found)
-    assert found.index("upper") < found.index("lower")
-    assert "messages" not in found
+def drawn(name: str, *, ranks: int = 4, microbatches: int = 8, times: Times | None = None) -> Drawing:
+    return picture([panel(name, ranks=ranks, microbatches=microbatches, times=times)])
 
 
-@needs_matplotlib
-def test_both_panels_have_the_same_axis() -> None:
-    short, long = simulated("1f1b", microbatches=4), simulated("1f1b", microbatches=12)
-    found = texts(picture({"short": short, "long": long}, file_format="svg"))
-    ticks = [text for text in found if text.isdigit()]
+def cells(drawing: Drawing) -> dict[str, Box]:
+    return {box.says.split(":")[0]: box for box in drawing.boxes if box.says}
+
+
+def names(drawing: Drawing) -> list[Text]:
+    return [text for text in drawing.texts if text.size == 7.5 and text.colour in (BLACK, "#ffffff")]
+
+
+def words(drawing: Drawing) -> list[str]:
+    return [text.text for text in drawing.texts]
+
+
+SOME = ("1f1b", "interleaved", "zb-h1", "dualpipev")
+SIZES = [*((name, 12) for name in FAMILIES), *((name, 40) for name in SOME), ("1f1b", 128)]
+
+
+@pytest.mark.parametrize(("name", "microbatches"), SIZES)
+def test_every_name_lies_in_its_own_cell_and_a_kind_is_named_in_one_way_or_not_at_all(
+    name: str, microbatches: int
+) -> None:
+    shown = panel(name, microbatches=microbatches)
+    drawing = picture([shown])
+    boxes = cells(drawing)
+    rows: dict[float, list[Box]] = {}
+    for box in boxes.values():
+        rows.setdefault(box.top, []).append(box)
+    for text in names(drawing):
+        top = max(top for top in rows if top < text.middle)
+        (box,) = (box for box in rows[top] if box.left <= text.left <= box.left + box.width)
+        action = Action.parse(box.says.split(":")[0])
+        assert text.text in (str(action), str(action.microbatch))
+        assert text_width(text.text, text.size) <= box.width
+        assert text.middle + text.size / 2 <= box.top + box.height
+    found = [text.text for text in names(drawing)]
+    assert len({any(letter in "FBIW" for letter in text) for text in found}) <= 1
+    kinds = Counter(cell.action.kind for cell in shown.cells)
+    assert len(found) in {sum(kinds[kind] for kind in some) for some in subsets(kinds)}
+
+
+def subsets(kinds: Iterable[Kind]) -> list[list[Kind]]:
+    found: list[list[Kind]] = [[]]
+    for kind in kinds:
+        found += [[*some, kind] for some in found]
+    return found
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_small_pictures_name_every_cell(name: str) -> None:
+    drawing = drawn(name)
+    assert sorted(text.text for text in names(drawing)) == sorted(cells(drawing))
+
+
+def test_where_nothing_fits_some_microbatches_are_dark_and_that_is_said() -> None:
+    drawing = drawn("1f1b", ranks=32, microbatches=128)
+    assert names(drawing) == []
+    assert "darkest: microbatches 0, 16, 32 and so on" in words(drawing)
+    boxes = cells(drawing)
+    assert boxes["7F32"].fill == boxes["8F48"].fill == colour_of(Kind.FORWARD, stressed=True)
+    assert boxes["7F33"].fill == colour_of(Kind.FORWARD)
+    assert not [text for text in words(drawn("1f1b")) if "darkest" in text]
+
+
+def test_colours_stand_for_kinds_and_places_alone_and_never_come_again() -> None:
+    boxes = cells(drawn("zb-v", microbatches=20))
+    looks: dict[str, set[tuple[Kind, bool]]] = {}
+    for name, box in boxes.items():
+        stage, kind, _ = Action.parse(name)
+        looks.setdefault(box.fill, set()).add((kind, stage >= 4))
+    assert len(looks) == 6
+    assert all(len(meant) == 1 for meant in looks.values())
+
+
+def test_halves_of_a_backward_wear_bars_on_opposite_edges() -> None:
+    (_, upper), (_, lower) = (
+        list(painted(kind, "#808080", AREA)) for kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+    )
+    assert upper.top == AREA.top
+    assert lower.top + lower.height == AREA.top + AREA.height
+    assert upper.height == lower.height < AREA.height / 4
+    assert contrast(upper.fill, "#808080") > 2
+    assert [len(list(painted(kind, "#808080", AREA))) for kind in (Kind.FORWARD, Kind.BACKWARD)] == [1, 1]
+
+
+def test_what_runs_as_one_has_one_frame_and_no_gap_within() -> None:
+    shown = panel("dualpipev")
+    drawing = picture([shown])
+    boxes = cells(drawing)
+    frames = [box for box in drawing.boxes if box.edge == BLACK][1:]  # the first is the legend's
+    assert len(frames) == len(shown.pairs)
+    for frame, (one, other) in zip(frames, shown.pairs, strict=True):
+        left, right = boxes[str(one.action)], boxes[str(other.action)]
+        assert frame.left == left.left
+        assert left.left + left.width == pytest.approx(right.left)
+        assert frame.left + frame.width == pytest.approx(right.left + right.width)
+    assert "run as one" in words(drawing)
+    assert "run as one" not in words(drawn("zb-v"))
+
+
+def test_what_breaks_a_law_is_red_and_all_else_pale() -> None:
+    drawing = picture([broken()])
+    boxes = [box for box in drawing.boxes if box.says]
+    red = {box.says.split(":")[0] for box in boxes if box.fill == WRONG}
+    assert red == {"1F1", "1B0", "1F0"}
+    assert all(contrast(box.fill, "#ffffff") < 2 for box in boxes if box.fill != WRONG)
+    assert "breaks a law" in words(drawing)
+    assert "local-order: rank 1: 1B0 comes before 1F0" in " ".join(words(drawing))
+    assert "idle" not in words(drawing)
+    assert {text.text for text in drawing.texts if text.colour == "#555555"} > {"0", "1", "2", "3", "4"}
+    assert "0.5" not in words(drawing)
+    (text,) = (text for text in drawing.texts if text.text == "rank 1")
+    assert (text.colour, text.bold) == (WRONG, True)
+
+
+def test_panels_share_one_axis_and_keep_their_order() -> None:
+    short, long = panel("1f1b", microbatches=4), panel("gpipe", microbatches=12)
+    drawing = picture([short, long])
+    found = words(drawing)
+    ticks = [text.text for text in drawing.texts if text.text.isdigit() and text.colour == "#555555"]
     assert ticks == [*ticks[: len(ticks) // 2]] * 2
-    assert max(map(int, ticks)) > short.makespan
+    assert max(map(int, ticks)) > short.end
+    assert found.index(short.title) < found.index(long.title)
+    idle = [box for box in drawing.boxes if box.fill == IDLE and box.width > 100]
+    assert idle[0].width / idle[-1].width == pytest.approx(short.end / long.end)
 
 
-@needs_matplotlib
-def test_measured_time_is_in_milliseconds_and_messages_are_explained() -> None:
-    found = texts(picture({"measured": TRACE}, file_format="svg"))
-    assert {"time in milliseconds", "messages", "4000"} <= set(found)
+def test_measured_time_is_in_milliseconds_and_messages_are_dark_without_a_name() -> None:
+    drawing = picture([timed("measured", TRACE.from_zero())])
+    assert {"time in milliseconds", "messages", "4000"} <= set(words(drawing))
+    assert cells(drawing)["0SEND_F0"].fill == MESSAGE
+    assert sorted(text.text for text in names(drawing)) == ["0F0", "1F0"]
 
 
-@needs_matplotlib
-@pytest.mark.parametrize("file_format", ["svg", "png"])
-def test_equal_panels_give_equal_files(file_format: str) -> None:
-    one, two = (picture({"1f1b": simulated("1f1b")}, file_format=file_format) for _ in range(2))
-    assert one == two
-    assert one.startswith(b"\x89PNG" if file_format == "png" else b"<?xml")
-    assert picture({"1f1b": simulated("gpipe")}, file_format=file_format) != one
+def test_a_cell_that_is_much_shorter_than_others_is_still_there() -> None:
+    trace = trace_of(simulate(build("1f1b", ranks=4, microbatches=8)))
+    *rows, (*spans, last) = trace.spans
+    shorter = (*rows, (*spans, last._replace(began=last.ended - 0.02)))
+    boxes = cells(picture([timed("1f1b", replace(trace, spans=shorter))]))
+    assert 0 < boxes["3B7"].width < 1
+    assert boxes["3B7"].width < boxes["3B6"].width / 50
 
 
-@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 1), (4, 8), (64, 64), (1024, 8)])
-def test_a_picture_has_a_size_that_can_be_shown(ranks: int, microbatches: int) -> None:
-    layout = Layout.of([simulated("gpipe", ranks=ranks, microbatches=microbatches)] * 2)
-    assert 8 <= layout.width <= 24
-    assert layout.height <= 125
+def test_what_takes_no_time_leaves_an_empty_picture() -> None:
+    drawing = drawn("1f1b", times=Times(0, 0, 0))
+    assert cells(drawing) == {}
+    assert {"0", "rank 3"} <= set(words(drawing))
 
 
 def test_panels_in_different_units_are_no_picture() -> None:
-    pytest.importorskip("matplotlib")
     with pytest.raises(AssertionError, match="share a unit"):
-        picture({"measured": TRACE, "on paper": simulated("1f1b")}, file_format="svg")
+        picture([timed("measured", TRACE), panel("1f1b")])
 
 
-def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(PictureError, match=r"the extra 'plot' brings: pip install 'pipeproof\[plot\]'"):
-        check_drawable(1)
+def test_who_cannot_see_it_is_told_what_it_shows() -> None:
+    sizes = "P = 4 ranks, V = 1 stage per rank, M = 8 microbatches"
+    assert drawn("1f1b").says.startswith(f"1f1b: {sizes}: makespan 33, global bubble 9")
 
 
-def test_more_actions_than_pixels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: Path(name))
-    check_drawable(MOST)
-    with pytest.raises(PictureError, match=f"a picture of {MOST + 1} actions: expected at most {MOST}"):
-        check_drawable(MOST + 1)
-
-
-def span(name: str, began: float = 2.0, ended: float = 6.0, waited: float = 0.0) -> Span:
-    return Span(3, Action.parse(name), began, ended, waited)
-
-
-def test_every_kind_looks_its_own_way() -> None:
-    looks = {kind: [(box.top, box.bottom, box.colour) for box in boxes(span(f"0{kind}0"))] for kind in "FBIW"}
-    assert len({str(look) for look in looks.values()}) == 4
-    full = {kind: sum(low - high for high, low, colour in look if colour == COLOURS[0]) for kind, look in looks.items()}
-    assert full["I"] == pytest.approx(full["W"])
-    assert full["B"] == pytest.approx(2 * HALF)
-    assert full["F"] == 0 < full["I"] < full["B"] / 2
-
-
-def test_microbatches_have_colours_that_come_again() -> None:
-    colours = [list(boxes(span(f"0B{m}")))[-1].colour for m in range(len(COLOURS) + 1)]
-    assert len(set(colours)) == len(COLOURS)
-    assert colours[0] == colours[-1]
-
-
-def test_a_wait_is_left_open_and_nothing_is_drawn_for_no_time() -> None:
-    assert {(box.left, box.right) for box in boxes(span("0F0", waited=1.5))} == {(3.5, 6.0)}
-    assert list(boxes(span("0F0", waited=4.0))) == []
-
-
-def test_messages_are_dark_whatever_they_carry() -> None:
-    assert list(boxes(span("0SEND_F4"))) == [Box(2, 6, 3 - HALF, 3 + HALF, MESSAGE)]
-    assert letters(span("0SEND_F4"), width=0.1) is None
-
-
-@pytest.mark.parametrize(("width", "text"), [(0.5, "12F34"), (0.8, "12F34"), (1, "F34"), (1.5, "34"), (2.5, None)])
-def test_a_name_is_as_long_as_fits(width: float, text: str | None) -> None:
-    found = letters(span("12F34"), width=width)
-    assert (found and found.text) == text
-
-
-def test_letters_stand_within_their_box() -> None:
-    for row in trace_of(simulate(build("zb-v", ranks=4, virtual=2, microbatches=8))).spans:
-        for each in row:
-            found = letters(each, width=0.1)
-            assert found is not None
-            assert each.began < found.x < each.ended
-            assert abs(found.y - each.rank) < HALF
-
-
-def paths(folder: Path) -> Paths:
-    return Paths(*(str(folder / f"x{ending}") for ending in (".svg", ".PNG", ".json")))
-
-
-def test_every_file_is_written(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    with Drawings(paths(tmp_path), actions=4) as files:
-        files.write({"measured": TRACE})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.PNG", "x.json", "x.svg"]
-    assert (tmp_path / "x.PNG").read_bytes().startswith(b"\x89PNG")
-    assert json.loads((tmp_path / "x.json").read_text())["traceEvents"]
-
-
-def test_a_chrome_trace_needs_no_plotting_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with Drawings(Paths(trace=str(tmp_path / "x.json")), actions=10**9) as files:
-        files.write({"measured": TRACE})
-    assert (tmp_path / "x.json").exists()
-
-
-@pytest.mark.parametrize(
-    ("wanted", "words"),
-    [
-        (Paths(svg="x.png"), "--svg x.png: expected a file that ends in .svg"),
-        (Paths(png="x"), "--png x: expected a file that ends in .png"),
-        (Paths(trace="x.perfetto"), "--trace x.perfetto: expected a file that ends in .json"),
-    ],
-)
-def test_an_ending_that_says_something_else_is_refused(wanted: Paths, words: str) -> None:
-    with pytest.raises(OutputError, match=words):
-        Drawings(wanted, actions=1)
-
-
-def test_without_the_library_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(PictureError, match="extra 'plot'"):
-        Drawings(paths(tmp_path), actions=4)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_one_bad_path_leaves_none_of_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeproof.reports.picture.check_drawable", lambda actions: None)
-    bad = paths(tmp_path)._replace(trace=str(tmp_path / "no" / "x.json"))
-    with pytest.raises(OutputError, match=r"cannot write .*no/x\.json"):
-        Drawings(bad, actions=4)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_picture_that_cannot_be_made_leaves_none_of_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object, **__: object) -> bytes:
-        raise RuntimeError
-
-    monkeypatch.setattr("pipeproof.reports.picture.check_drawable", lambda actions: None)
-    monkeypatch.setattr("pipeproof.reports.picture.picture", fail)
-    with pytest.raises(RuntimeError), Drawings(paths(tmp_path), actions=4) as files:
-        files.write({"measured": TRACE})
-    assert list(tmp_path.iterdir()) == []
+@pytest.mark.parametrize(("ranks", "microbatches"), [(1, 1), (4, 8), (64, 64), (400, 2)])
+def test_a_picture_has_a_size_that_can_be_shown(ranks: int, microbatches: int) -> None:
+    drawing = picture([panel("gpipe", ranks=ranks, microbatches=microbatches)] * 2)
+    assert 8 <= drawing.width / 72 <= 24
+    assert drawing.height / 72 <= 125

@@ -1,0 +1,80 @@
+"""Colours can be told apart, by numbers: distances in OKLab, of which eyes see some 0.02.
+
+Eyes that lack a kind of cone see as G. M. Machado et al. (2009) compute.
+"""
+
+from itertools import combinations, pairwise
+
+import numpy as np
+import pytest
+
+from pipeproof.pipeline import Kind
+from pipeproof.reports.colours import BLACK, IDLE, MESSAGE, WHITE, WRONG, Shade, colour_of, contrast, faded, letters_on
+
+KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+EYES = {
+    "all cones": np.eye(3),
+    "no long": np.array([[0.1523, 1.0526, -0.2049], [0.1145, 0.7863, 0.0992], [-0.0039, -0.0481, 1.0520]]),
+    "no middle": np.array([[0.3673, 0.8606, -0.2280], [0.2801, 0.6725, 0.0474], [-0.0118, 0.0429, 0.9689]]),
+    "no short": np.array([[1.2555, -0.0767, -0.1788], [-0.0784, 0.9308, 0.1476], [0.0047, 0.6914, 0.3039]]),
+}
+_CONES = np.array([[0.4122, 0.5363, 0.0514], [0.2119, 0.6807, 0.1074], [0.0883, 0.2817, 0.6300]])
+_OKLAB = np.array([[0.2105, 0.7936, -0.0041], [1.9780, -2.4286, 0.4506], [0.0259, 0.7828, -0.8087]])
+
+
+def seen(colour: str, eyes: str) -> np.ndarray:
+    parts = np.array([int(colour[k : k + 2], 16) / 255 for k in (1, 3, 5)])
+    linear = np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
+    return np.asarray(_OKLAB @ np.cbrt(_CONES @ np.clip(EYES[eyes] @ linear, 0, 1)))
+
+
+def distance(one: str, other: str, eyes: str = "all cones") -> float:
+    return float(np.linalg.norm(seen(one, eyes) - seen(other, eyes)))
+
+
+@pytest.mark.parametrize("eyes", EYES)
+@pytest.mark.parametrize("places", [1, 2])
+def test_kinds_and_a_ranks_two_stages_differ_for_all_eyes(places: int, eyes: str) -> None:
+    shades = [colour_of(kind, place, places=places) for kind in KINDS for place in range(places)]
+    assert min(distance(*pair, eyes) for pair in combinations(shades, 2)) > (0.15 if eyes == "all cones" else 0.07)
+
+
+@pytest.mark.parametrize("places", [2, 3, 4, 8])
+@pytest.mark.parametrize("kind", KINDS)
+def test_neighbouring_stages_of_a_rank_differ_and_grow_paler(kind: Kind, places: int) -> None:
+    shades = [colour_of(kind, place, places=places) for place in range(places)]
+    assert min(distance(*pair) for pair in pairwise(shades)) > 0.03
+    assert shades == sorted(shades, key=lambda colour: contrast(BLACK, colour))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_stressed_is_darker_than_anything_else(kind: Kind) -> None:
+    darkest = min((colour_of(kind, place, places=8) for place in range(8)), key=lambda colour: contrast(BLACK, colour))
+    assert distance(colour_of(kind, stressed=True), darkest) > 0.1
+
+
+def test_red_is_nothing_elses_colour() -> None:
+    others = [faded(colour_of(kind, place, places=2), 0.6) for kind in KINDS for place in (0, 1)]
+    assert min(distance(WRONG, other) for other in [*others, MESSAGE, IDLE, WHITE]) > 0.25
+
+
+@pytest.mark.parametrize("places", [1, 2, 3, 4, 8])
+def test_names_can_be_read_on_every_colour(places: int) -> None:
+    shades = [colour_of(kind, place, places=places) for kind in KINDS for place in range(places)]
+    assert all(contrast(letters_on(colour), colour) >= 4.5 for colour in [*shades, WRONG])
+
+
+def test_black_on_white_has_the_greatest_contrast() -> None:
+    assert contrast("#000000", "#ffffff") == pytest.approx(21)
+    assert contrast("#777777", "#777777") == 1
+
+
+def test_colours_are_made_as_their_space_says() -> None:
+    assert Shade(1, 0, 0).hex == "#ffffff"
+    assert Shade(0, 0, 0).hex == "#000000"
+    assert distance(Shade(0.628, 0.2577, 29.23).hex, "#ff0000") < 0.02
+    # No screen shows this one: it keeps its hue and loses chroma.
+    red, green, blue = Shade(0.7, 0.4, 150).rgb
+    assert green > red
+    assert green > blue
+    assert all(0 <= part <= 1 for part in (red, green, blue))

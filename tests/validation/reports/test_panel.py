@@ -1,0 +1,107 @@
+"""What a panel says: titles with sizes, bubbles and memory, cells with their whole truth, and what breaks a law."""
+
+import pytest
+
+from pipeproof.pipeline import Action, build
+from pipeproof.pipeline.costs import trace_of
+from pipeproof.pipeline.laws import Violation, violations
+from pipeproof.pipeline.lower import read_csv
+from pipeproof.pipeline.program_laws import ANYWHERE
+from pipeproof.pipeline.program_laws import violations as of_program
+from pipeproof.pipeline.schedule import Schedule
+from pipeproof.pipeline.schedules import FAMILIES, virtuals
+from pipeproof.pipeline.simulate import Times, simulate
+from pipeproof.reports.panel import Cell, Panel, in_slots, timed
+from tests.pipeline.test_trace import TRACE
+
+# Two things are wrong on rank 1: 1B0 comes before 1F0, and 1F1 is there twice.
+BROKEN = "0F0,0F1,0B0,0B1\n1F1,1B0,1F0,1F1,1B1\n"
+
+
+def cell(panel: Panel, name: str) -> Cell:
+    return next(each for each in panel.cells if each.action == Action.parse(name))
+
+
+def broken() -> Panel:
+    schedule = read_csv(BROKEN, name="mine.csv")
+    assert isinstance(schedule, Schedule)
+    return in_slots(schedule.name, schedule, schedule.ranks, violations(schedule))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_heading_names_sizes_bubbles_and_memory_as_the_simulation_counts_them(name: str) -> None:
+    schedule = build(name, ranks=4, microbatches=8, virtual=virtuals(name, looped=2))
+    timeline = simulate(schedule, Times(1, 1.5, 0.5))
+    panel = timed(name, trace_of(timeline))
+    virtual = "2 stages" if schedule.n_stages == 8 else "1 stage"
+    assert panel.title == f"{name}: P = 4 ranks, V = {virtual} per rank, M = 8 microbatches"
+    most = max(timeline.peaks)
+    assert panel.facts == (
+        f"makespan {timeline.makespan:g}",
+        f"global bubble {timeline.global_bubble:g} ({timeline.bubble_fraction:.1%})",
+        f"local bubble {timeline.local_bubble:g}",
+        f"memory: at most {most:g} microbatch{'es' * (most > 1)} of one stage, on rank {timeline.peaks.index(most)}",
+    )
+
+
+def test_measured_time_is_said_in_milliseconds() -> None:
+    panel = timed("measured", TRACE.from_zero())
+    assert panel.facts[:2] == ("makespan 6000 ms", "global bubble 3000 ms (50.0%)")
+    assert panel.axis == "time in milliseconds"
+    assert cell(panel, "1F0").says == "1F0: stage 1, forward of microbatch 0, on rank 1, 3000 ms to 6000 ms"
+
+
+def test_a_wait_is_left_open_and_nothing_is_drawn_for_no_time() -> None:
+    panel = timed("measured", TRACE.from_zero())
+    assert (cell(panel, "1F0").left, cell(panel, "1F0").right) == (3, 6)
+    row = TRACE.spans[1]
+    nothing = TRACE.__class__(TRACE.schedule, (TRACE.spans[0], (row[0], row[1]._replace(waited=5))))
+    assert len(timed("nothing", nothing).cells) == len(panel.cells) - 1
+
+
+def test_fused_actions_are_pairs_that_name_each_other() -> None:
+    schedule = build("dualpipev", ranks=4, microbatches=8)
+    panel = timed("dualpipev", trace_of(simulate(schedule)))
+    assert len(panel.pairs) == len(schedule.overlaps) > 0
+    for one, other in panel.pairs:
+        assert one.rank == other.rank
+        assert one.right == other.left
+        assert one.says.endswith(f"as one with {other.action}")
+        assert other.says.endswith(f"as one with {one.action}")
+        assert {one, other} <= set(panel.cells)
+
+
+def test_stages_of_a_rank_have_places() -> None:
+    panel = timed("zb-v", trace_of(simulate(build("zb-v", ranks=2, microbatches=2))))
+    assert panel.places == {0: 0, 1: 0, 2: 1, 3: 1}
+    assert panel.most == 2
+
+
+def test_what_breaks_a_law_is_marked_in_its_slot() -> None:
+    panel = broken()
+    assert {(each.rank, each.left, str(each.action)) for each in panel.cells if each.wrong} == {
+        (1, 0, "1F1"),
+        (1, 1, "1B0"),
+        (1, 2, "1F0"),
+        (1, 3, "1F1"),
+    }
+    assert panel.wrong
+    assert panel.title == "mine.csv breaks 2 laws: P = 2 ranks, V = 1 stage per rank, M = 2 microbatches"
+    assert "local-order: rank 1: 1B0 comes before 1F0" in panel.facts
+    assert cell(panel, "1B0").says.endswith("backward of microbatch 0. local-order: rank 1: 1B0 comes before 1F0")
+    assert "no times" in panel.axis
+
+
+def test_a_program_is_marked_at_its_messages() -> None:
+    program = read_csv("0F0,0SEND_F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n")
+    assert not isinstance(program, Schedule)
+    panel = in_slots("csv", program.schedule, program.ranks, of_program(program, laws=ANYWHERE))
+    assert [str(each.action) for each in panel.cells if each.wrong] == ["0SEND_F0", "0SEND_F0"]
+
+
+def test_many_and_long_violations_are_cut() -> None:
+    panel = broken()
+    long = Violation("acyclic", "round and round " * 99)
+    assert len(in_slots("x", panel.schedule, panel.schedule.ranks, [long]).facts[0]) < 310
+    found = violations(panel.schedule) * 5
+    assert in_slots("x", panel.schedule, panel.schedule.ranks, found).facts[-1] == f"and {len(found) - 6} more"

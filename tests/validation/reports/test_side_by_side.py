@@ -1,0 +1,43 @@
+"""Two schedules compare as the same work, whatever their numbers of stages are."""
+
+import pytest
+
+from pipeproof.pipeline import Times, build
+from pipeproof.reports.side_by_side import SideBySide
+
+
+def beside(one: str, other: str, **shape: int) -> SideBySide:
+    built = (build(name, **{"ranks": 4, "microbatches": 8}, virtual=shape.get(name)) for name in (one, other))
+    return SideBySide.of(list(built), Times())
+
+
+def test_stages_of_another_size_take_their_share() -> None:
+    both = beside("1f1b", "interleaved", interleaved=3)
+    assert both.parts == 12
+    busy = [timeline.busy[0] for timeline in both.timelines.values()]
+    assert busy == [8 * 9, 8 * 9]
+    assert "a stage of 1f1b is 3 and a stage of interleaved is 1" in str(both)
+    assert both.unit.endswith("of 1/12 of the model")
+
+
+def test_numbers_stand_side_by_side_with_their_difference() -> None:
+    lines = str(beside("1f1b", "gpipe")).splitlines()
+    assert [line.split() for line in lines[:1]] == [["1f1b", "gpipe", "difference"]]
+    assert [line.split()[-4:] for line in lines[1:2]] == [["makespan", "33", "33", "0"]]
+    assert lines[4].split() == ["memory", "4", "8", "+4", "(+100.0%)"]
+    assert lines[-1] == "memory: the most that a rank holds, in microbatches of one stage"
+    assert len(set(map(len, lines[:1] + lines[2:3]))) == 1
+
+
+def test_a_schedule_beside_itself_differs_in_nothing() -> None:
+    both = beside("zb-v", "zb-v")
+    assert list(both.timelines) == ["zb-v", "zb-v again"]
+    assert [line.split()[-1] for line in str(both).splitlines()[1:-1]] == ["0"] * 5
+    assert list(both.traces) == list(both.timelines)
+
+
+@pytest.mark.parametrize("other", ["zb-v", "v-min", "dualpipev", "looped-bfs"])
+def test_the_work_is_the_same_on_every_rank(other: str) -> None:
+    both = beside("zb-h1", other)
+    first, second = (set(timeline.busy) for timeline in both.timelines.values())
+    assert first == second

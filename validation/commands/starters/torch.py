@@ -1,0 +1,44 @@
+"""A schedule of torch.distributed.pipelining, beside the whole model on one device.
+
+It runs as it is: a toy model, and 1F1B on two ranks. Change what is marked CHANGE; the rest may stay.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+from pipeproof.foreign import WhiteBox, torch_pipelining
+
+RANKS = 2
+loss_fn = nn.functional.mse_loss
+
+
+def build_model() -> nn.Sequential:
+    """CHANGE 1: the whole model. Two calls must give the same weights."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)))
+
+
+def microbatches() -> list[tuple[Tensor, Tensor]]:
+    """CHANGE 2: the data, as (inputs, target) of each microbatch."""
+    torch.manual_seed(1)
+    return [(torch.randn(8, 16), torch.randn(8, 16)) for _ in range(6)]
+
+
+def my_step(model: nn.Sequential, microbatches: list[tuple[Tensor, Tensor]]) -> Any:
+    """CHANGE 3: your stages and your schedule. This runs on every rank."""
+    rank = dist.get_rank()
+    stage = PipelineStage(model[2 * rank : 2 * rank + 2], rank, dist.get_world_size(), torch.device("cpu"))
+    schedule = Schedule1F1B(stage, len(microbatches), loss_fn)
+    return torch_pipelining.step(schedule, microbatches)  # in place of schedule.step(...)
+
+
+def test_my_pipeline(whitebox: WhiteBox) -> None:
+    """Fails, with the cause, where a loss or a gradient is not the whole model's."""
+    verdict = whitebox.validate(
+        my_step, reference=build_model, microbatches=microbatches(), ranks=RANKS, loss_fn=loss_fn
+    )
+    verdict.raise_if_failed()

@@ -1,0 +1,77 @@
+"""Timelines as files: pictures, and a Chrome trace. All are refused before anything runs, or written."""
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import NamedTuple, Self
+
+from pipeproof.pipeline.chrome_trace import chrome_trace
+from pipeproof.pipeline.trace import Trace
+from pipeproof.reports.canvas import PictureError, check_drawable, png, svg
+from pipeproof.reports.panel import Panel, timed
+from pipeproof.reports.picture import picture
+from pipeproof.worlds.output_file import OutputError, OutputFile
+
+MOST = 50_000  # actions: two of 32 ranks, 128 microbatches and split backwards; more have no pixels
+
+
+class Paths(NamedTuple):
+    """Where an SVG picture, a PNG picture and a Chrome trace go; None is nowhere."""
+
+    svg: str | None = None
+    png: str | None = None
+    trace: str | None = None
+
+
+_ENDINGS = Paths(".svg", ".png", ".json")
+
+
+class Drawings:
+    """The files at ``paths``, for timelines of ``actions`` actions in all.
+
+    Raises ``OutputError`` or ``PictureError`` for what cannot be written or drawn.
+    """
+
+    def __init__(self, paths: Paths, *, actions: int) -> None:
+        for option, path, ending in zip(Paths._fields, paths, _ENDINGS, strict=True):
+            if path not in (None, "-") and not str(path).lower().endswith(str(ending)):
+                raise OutputError(f"--{option} {path}: expected a file that ends in {ending}")
+        if paths.png:
+            check_drawable()
+        if (paths.svg or paths.png) and actions > MOST:
+            raise PictureError(
+                f"a picture of {actions} actions: expected at most {MOST}; --trace FILE takes any number"
+            )
+        with ExitStack() as opened:
+            self._files = [opened.enter_context(OutputFile(path)) for path in paths]
+            self._opened = opened.pop_all()
+        self._paths = paths
+
+    def write(self, timelines: Mapping[str, Trace], *, unit: str = "") -> None:
+        """``timelines``, by name, from the top down: first all are made, and then all are written.
+
+        ``unit`` says what their times are counted in, where they are not seconds and not those of a stage.
+        """
+        trace = (json.dumps(chrome_trace(timelines)) + "\n").encode() if self._paths.trace else b""
+        self._write([timed(name, timeline, unit=unit) for name, timeline in timelines.items()], trace)
+
+    def write_panel(self, panel: Panel) -> None:
+        """One panel of what has no times, so that it is no trace."""
+        self._write([panel])
+
+    def _write(self, panels: Sequence[Panel], trace: bytes | None = None) -> None:
+        drawing = picture(panels) if self._paths.svg or self._paths.png else None
+        contents = [
+            svg(drawing) if drawing and self._paths.svg else b"",
+            png(drawing) if drawing and self._paths.png else b"",
+            trace,
+        ]
+        for file, content in zip(self._files, contents, strict=True):
+            if content is not None:
+                file.write(content)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()

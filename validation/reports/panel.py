@@ -1,0 +1,153 @@
+"""What one panel of a picture shows: the cells of a timeline, or, of a schedule that breaks a law, its slots."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from typing import NamedTuple
+
+from pipeproof.pipeline.action import COMPUTE, Action, Kind
+from pipeproof.pipeline.laws import Violation
+from pipeproof.pipeline.memory import peaks_of
+from pipeproof.pipeline.schedule import Schedule
+from pipeproof.pipeline.sizes import some
+from pipeproof.pipeline.trace import Span, Trace
+
+WORDS: Mapping[Kind, str] = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.BACKWARD_INPUT: "input gradient",
+    Kind.BACKWARD_WEIGHT: "weight gradients",
+}
+_MOST_SAID, _LONGEST = 6, 300  # violations over a picture, and letters of one
+
+
+class Cell(NamedTuple):
+    """``action`` on the row of ``rank``, from ``left`` to ``right`` on the axis; ``says`` is the whole truth of it."""
+
+    rank: int
+    left: float
+    right: float
+    action: Action
+    says: str
+    wrong: bool = False
+
+
+@dataclass(frozen=True)
+class Panel:
+    """``pairs`` are cells that run as one. A tick at x is named ``per_tick`` times x."""
+
+    title: str
+    facts: tuple[str, ...]
+    schedule: Schedule
+    cells: tuple[Cell, ...]
+    axis: str
+    pairs: tuple[tuple[Cell, Cell], ...] = ()
+    per_tick: float = 1.0
+
+    @cached_property
+    def wrong(self) -> bool:
+        """Whether anything in it breaks a law."""
+        return any(cell.wrong for cell in self.cells)
+
+    @cached_property
+    def end(self) -> float:
+        """Where the last cell ends."""
+        return max((cell.right for cell in self.cells), default=0.0)
+
+    @cached_property
+    def places(self) -> dict[int, int]:
+        """Which of its rank's stages each stage is, counted from 0."""
+        held = (self.schedule.stages_of(rank) for rank in range(self.schedule.n_ranks))
+        return {stage: place for stages in held for place, stage in enumerate(stages)}
+
+    @cached_property
+    def most(self) -> int:
+        """The most stages that a rank holds: V."""
+        return 1 + max(self.places.values(), default=0)
+
+
+def timed(name: str, trace: Trace, *, unit: str = "") -> Panel:
+    """``trace`` over time, which is counted in ``unit`` where it is not in seconds."""
+    schedule = trace.schedule
+    cells = {span.action: _in_time(span, trace) for span in chain.from_iterable(trace.spans) if span.worked > 0}
+    pairs = []
+    for rank, slot in schedule.overlaps:
+        one, other = (cells.get(action) for action in schedule.ranks[rank][slot : slot + 2])
+        if one and other:
+            pairs.append((_with(one, other), _with(other, one)))
+    cells |= {cell.action: cell for cell in chain.from_iterable(pairs)}
+    return Panel(
+        f"{name}: {shape(schedule)}",
+        tuple(_facts(trace)),
+        schedule,
+        tuple(cells.values()),
+        "time in milliseconds" if trace.in_seconds else f"time in units of {unit or 'T_F, T_I and T_W'}",
+        tuple(pairs),
+        1e3 if trace.in_seconds else 1.0,
+    )
+
+
+def _in_time(span: Span, trace: Trace) -> Cell:
+    times = f"{_time(span.worked_from, trace)} to {_time(span.ended, trace)}"
+    return Cell(
+        span.rank, span.worked_from, span.ended, span.action, f"{_named(span.action)}, on rank {span.rank}, {times}"
+    )
+
+
+def _with(cell: Cell, other: Cell) -> Cell:
+    return cell._replace(says=f"{cell.says}, as one with {other.action}")
+
+
+def _named(action: Action) -> str:
+    what = WORDS.get(action.kind, action.kind.lower().replace("_", " "))
+    return f"{action}: stage {action.stage}, {what} of microbatch {action.microbatch}"
+
+
+def _time(time: float, trace: Trace) -> str:
+    return f"{time * 1e3:.4g} ms" if trace.in_seconds else f"{time:g}"
+
+
+def shape(schedule: Schedule) -> str:
+    """P, V and M in words."""
+    most = max(len(schedule.stages_of(rank)) for rank in range(schedule.n_ranks))
+    ranks, stages = some(schedule.n_ranks, "rank"), some(most, "stage")
+    return f"P = {ranks}, V = {stages} per rank, M = {some(schedule.microbatches, 'microbatch')}"
+
+
+def _facts(trace: Trace) -> Iterator[str]:
+    """Makespan, bubbles and memory, counted as a simulation's ``Timeline`` counts them."""
+    rows = [[span for span in spans if span.action.kind in COMPUTE] for spans in trace.spans]
+    busy = [sum(span.worked for span in row) for row in rows]
+    lasts = [row[-1].ended - row[0].worked_from if row else 0.0 for row in rows]
+    bubble, whole = trace.makespan - max(busy), trace.makespan
+    local = max(last - work for last, work in zip(lasts, busy, strict=True))
+    peaks = [peak.value for peak in peaks_of(trace.schedule.columns)]
+    yield f"makespan {_time(whole, trace)}"
+    yield f"global bubble {_time(bubble, trace)} ({bubble / whole if whole else 0:.1%})"
+    yield f"local bubble {_time(local, trace)}"
+    most = max(peaks)
+    yield f"memory: at most {some(round(most), 'microbatch')} of one stage, on rank {peaks.index(most)}"
+
+
+def in_slots(name: str, schedule: Schedule, rows: Sequence[Sequence[Action]], broken: Sequence[Violation]) -> Panel:
+    """``rows`` in their order, with the cells of ``broken`` marked: who contradicts a law has no times."""
+    wrong = {cell: violation for violation in reversed(broken) for cell in violation.cells}
+    cells = (
+        Cell(rank, slot, slot + 1, action, _in_slot(action, wrong.get((rank, slot))), (rank, slot) in wrong)
+        for rank, row in enumerate(rows)
+        for slot, action in enumerate(row)
+    )
+    more = [f"and {len(broken) - _MOST_SAID} more"] if len(broken) > _MOST_SAID else []
+    facts = (*(_cut(str(violation)) for violation in broken[:_MOST_SAID]), *more)
+    laws = some(len({violation.law for violation in broken}), "law")
+    title = f"{name} breaks {laws}: {shape(schedule)}"
+    return Panel(title, facts, schedule, tuple(cells), "slots, in the order of each rank: no times")
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
+
+
+def _in_slot(action: Action, violation: Violation | None) -> str:
+    return f"{_named(action)}{f'. {violation}' if violation else ''}"

@@ -1,0 +1,83 @@
+"""Two schedules that do the same work: their timelines in one unit, and their numbers side by side."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import lcm
+
+from pipeproof.pipeline.costs import trace_of
+from pipeproof.pipeline.schedule import Schedule
+from pipeproof.pipeline.simulate import Timeline, Times, simulate
+from pipeproof.pipeline.trace import Trace
+
+
+@dataclass(frozen=True)
+class SideBySide:
+    """Two simulations of one model, by name: a stage of S takes ``parts`` / S units, and leaves as much memory."""
+
+    parts: int
+    timelines: dict[str, Timeline]
+
+    @classmethod
+    def of(cls, schedules: Sequence[Schedule], times: Times) -> "SideBySide":
+        """Simulate each of two ``schedules``; ``times`` are those of the smaller stages' common part."""
+        parts = lcm(*(schedule.n_stages for schedule in schedules))
+        timelines: dict[str, Timeline] = {}
+        for schedule in schedules:
+            size = parts / schedule.n_stages
+            own = (times.forward * size, times.backward_input * size, times.backward_weight * size)
+            name = f"{schedule.name} again" if schedule.name in timelines else schedule.name
+            timelines[name] = simulate(schedule, Times(*own))
+        return cls(parts, timelines)
+
+    @property
+    def traces(self) -> dict[str, Trace]:
+        """The timelines to be drawn."""
+        return {name: trace_of(timeline) for name, timeline in self.timelines.items()}
+
+    def __str__(self) -> str:
+        rows = [("", *self.timelines, "difference")]
+        for what, *pair in zip(_ROWS, *map(self._column, self.timelines.values()), strict=True):
+            (one, _), (other, _) = pair
+            rows.append((what, *(_number(*number) for number in pair), _difference(one, other)))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = (
+            "  ".join([cells[0].ljust(widths[0]), *map(str.rjust, cells[1:], widths[1:])]).rstrip() for cells in rows
+        )
+        return "\n".join([*lines, self._explained])
+
+    def _column(self, timeline: Timeline) -> list[tuple[float, float | None]]:
+        """Every row's number, and the share of the makespan that it is where that tells something."""
+        size = self.parts / timeline.schedule.n_stages
+        return [
+            (timeline.makespan, None),
+            (timeline.global_bubble, timeline.bubble_fraction),
+            (timeline.local_bubble, None),
+            (max(timeline.peaks) * size, None),
+            (timeline.messages, None),
+        ]
+
+    @property
+    def unit(self) -> str:
+        """What time is counted in."""
+        alike = len({timeline.schedule.n_stages for timeline in self.timelines.values()}) == 1
+        return "" if alike else f"T_F, T_I and T_W of 1/{self.parts} of the model"
+
+    @property
+    def _explained(self) -> str:
+        if not self.unit:
+            return "memory: the most that a rank holds, in microbatches of one stage"
+        sizes = {name: self.parts // timeline.schedule.n_stages for name, timeline in self.timelines.items()}
+        stages = " and ".join(f"a stage of {name} is {size}" for name, size in sizes.items())
+        return f"one unit of time and of memory is 1/{self.parts} of the model with one microbatch: {stages}"
+
+
+_ROWS = ("makespan", "global bubble", "local bubble", "memory", "messages")
+
+
+def _number(value: float, share: float | None) -> str:
+    return f"{value:g}" if share is None else f"{value:g} ({share:.1%})"
+
+
+def _difference(one: float, other: float) -> str:
+    change = f" ({(other - one) / one:+.1%})" if one else ""
+    return f"{other - one:+g}{change}" if other != one else "0"
