@@ -22,7 +22,7 @@ from pipeproof.reference.data import Batch
 from pipeproof.reference.graded import graded
 from pipeproof.reference.graph import Edge, depths, ends_of, frontier
 from pipeproof.reference.handed_on import flows
-from pipeproof.reference.outputs import AGAIN, Place, outputs_noted
+from pipeproof.reference.outputs import AGAIN, Place, module_of, outputs_noted
 from pipeproof.reference.pairing import Contributed, Flow, Tensors, backward
 from pipeproof.reference.step import Gradient, Loss, Site, Stage
 
@@ -238,18 +238,22 @@ class Traced:
                 return [tensors for tensors in found if tensors is not None]
         return None
 
+    def later(self, stage: Stage) -> frozenset[str]:
+        """The modules that have parameters, all of which later stages hold."""
+        found: dict[str, bool] = {}
+        for owner, name in self._held:
+            parts = name.split(".")[:-1]
+            for module in (".".join(parts[: k + 1]) for k in range(len(parts))):
+                found[module] = found.get(module, True) and owner > stage
+        return frozenset(module for module, is_later in found.items() if is_later)
+
     def _put_out_until(self, stage: Stage) -> frozenset[Place]:
         """The places that are no outputs of modules of later stages: such a one may begin with what is no stage's own.
 
         A residual stream that is added up first, say.
         """
-        later: dict[str, bool] = {}  # whether all parameters of a module are
-        for owner, name in self._held:
-            parts = name.split(".")[:-1]
-            for module in (".".join(parts[: k + 1]) for k in range(len(parts))):
-                later[module] = later.get(module, True) and owner > stage
-        places = {place for run in self._runs for place, _ in run.noted}
-        return frozenset(place for place in places if not later.get(_module_of(place), False))
+        places, later = {place for run in self._runs for place, _ in run.noted}, self.later(stage)
+        return frozenset(place for place in places if module_of(place) not in later)
 
     def _last(
         self, stage: Stage, run: Run, deep: Mapping[Any, int], allowed: Collection[Place] | None
@@ -298,10 +302,6 @@ class Traced:
         gradients = self._output_gradients(stage, j)
         made = backward(self.parameters(stage), leaves, outputs, lambda _: gradients)
         return made is not None and all(map(_near, made.gradients.values(), self._direct[j][stage].values()))
-
-
-def _module_of(place: Place) -> str:
-    return place.partition(" of ")[2].partition(AGAIN)[0]
 
 
 def _near(one: Gradient, other: Gradient) -> bool:
