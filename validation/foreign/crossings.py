@@ -6,17 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pipeproof.diagnosis.sketches import is_rounded_sketch, nearest_sketch, of_sketches
-from pipeproof.foreign.call_matching import (
-    Column,
-    Cuts,
-    Order,
-    at_once,
-    columns,
-    last_pass,
-    orders,
-    structured,
-    without_trial,
-)
+from pipeproof.foreign.boundary_places import Cuts, structured
+from pipeproof.foreign.call_matching import Column, Order, at_once, columns, last_pass, orders, without_trial
 from pipeproof.foreign.survey import Both, is_part
 from pipeproof.observers.likeness import Label, Likeness
 from pipeproof.observers.observed import UNKNOWN_MICROBATCH, Crossing, Passed

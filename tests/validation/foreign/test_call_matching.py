@@ -230,3 +230,53 @@ def test_what_warmed_stages_up_and_was_cleared_is_no_part_of_the_step(whitebox: 
     kept = judged(whitebox, partial(twice, cleared=False), build)
     assert (kept.verdict, kept.law("microbatches").outcome, kept.law("gradient").outcome) == ("fail", "fail", "fail")
     assert "stale-gradient" not in {kind for one in kept.ruled_out for kind in one.kinds}  # that is what it is
+
+
+class Begun(nn.Module):
+    """Two streams of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.linear(x), torch.tanh(x)
+
+
+class Passing(Begun):
+    """The second stream is read, and goes on as it is."""
+
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Any:
+        return self.linear(x) * gate, gate
+
+
+class Streams(nn.Module):
+    """Three stages of two streams; ``gate``: what stage 1 is given for the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stages = nn.ModuleList([Begun(), Passing(), Passing()])
+
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        x, own = self.stages[0](x)
+        x, gate = self.stages[1](x, own if gate is None else gate)
+        made: Tensor = self.stages[2](x, gate)[0]
+        return made
+
+
+def test_a_call_with_a_stream_of_another_microbatch_is_the_one_that_leaves_none_twice() -> None:
+    whole, given = Streams(), batches()
+    survey = Survey(whole)
+    for number, batch in enumerate(given):
+        survey.watch(number, batch, partial(whole, *batch.inputs))
+    watcher = Watcher()
+    for stage in whole.stages:
+        watcher.watch(stage)
+    for number, batch in enumerate(given):
+        whole(*batch.inputs, torch.tanh(*given[max(number - 1, 0)].inputs))
+    seen = {stage: watcher.calls(module) or [] for stage, module in enumerate(whole.stages)}
+    flows = passed(seen, MICROBATCHES, survey.places)
+    assert [forwards(flow) for flow in flows.values()] == [[0, 1, 2, 3]] * 3
+    wrong = [(one.at, one.seen) for one in flows[1].crossings if one.what == "input 1" and not one.same]
+    assert wrong == [(f"1F{m}", f"microbatch {m - 1}'s") for m in (1, 2, 3)]

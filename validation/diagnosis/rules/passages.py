@@ -159,15 +159,17 @@ def _with_orders(cause: Cause, evidence: Evidence) -> Cause:
 
 def _used(evidence: Evidence, stage: int, where: str, order: Sequence[int]) -> list[int]:
     """Whose tensors came in at a stage, in the order in which it used them; empty where that is not known of all."""
-    found: dict[int, int] = {}
+    found: dict[int, set[int]] = {}
     for one in evidence.observed.crossings(evidence.number):
         if one.action.stage == stage and one.where == where:
             label = None if one.really is None else one.really.label
             here = label is not None and label.point[::2] == (stage, where)
-            found[one.action.microbatch] = label.point.microbatch if label and here else one.action.microbatch
+            owner = label.point.microbatch if label and here else one.action.microbatch
+            found.setdefault(one.action.microbatch, set()).add(owner)
             if not one.same and not here:
                 return []
-    return [found[m] for m in order] if found.keys() >= set(order) else []
+    whole = found.keys() >= set(order) and all(len(owners) == 1 for owners in found.values())
+    return [owner for m in order for owner in found[m]] if whole else []
 
 
 def _named(cause: Cause, evidence: Evidence) -> Cause:
