@@ -150,7 +150,7 @@ def orders(stages: Mapping[int, tuple[Sequence[Call], Sequence[Column]]], microb
         stage: Order(
             tuple(UNKNOWN_MICROBATCH if number is None else number for number in numbers),
             tuple(number for number in range(microbatches) if number not in numbers),
-            inferred[stage],
+            {k: why for k, why in inferred[stage].items() if _candidates(stages[stage][1], k) != {numbers[k]}},
         )
         for stage, numbers in found.items()
     }

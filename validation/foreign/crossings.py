@@ -43,7 +43,13 @@ def passed(
     stages = {stage: (calls, columns_of[stage]) for stage, calls in own.items()}
     found = orders(stages, microbatches)
     sent, late = _sent(stages, found), _late(stages, found)
-    return {stage: _passed(stage, *there, _Context(stage, found[stage], sent, late)) for stage, there in stages.items()}
+    return {
+        stage: replace(
+            _passed(stage, *there, _Context(stage, found[stage], sent, late)),
+            detached=_detached(own.get(stage - 1, ()), own[stage], found[stage]),
+        )
+        for stage, there in stages.items()
+    }
 
 
 def _late(stages: Mapping[int, tuple[Sequence[Call], Sequence[Column]]], orders: Mapping[int, Order]) -> float | None:
@@ -67,6 +73,16 @@ def _late(stages: Mapping[int, tuple[Sequence[Call], Sequence[Column]]], orders:
     ]
     common = statistics.median_low(factors) if factors else None
     return common if sum(_near(factor, common) for factor in factors) * 2 > len(factors) else None
+
+
+def _detached(before: Sequence[Call], calls: Sequence[Call], order: Order) -> Mapping[int, frozenset[int]]:
+    """By microbatch, the inputs of ``calls`` that lost on their way that a gradient flows to them."""
+    made = {call.outputs[number].digest for call in before for number in call.giving}
+    cut = {
+        number: frozenset(k for k, one in enumerate(call.inputs) if k not in call.needing and one.digest in made)
+        for call, number in zip(calls, order.numbers, strict=True)
+    }
+    return {number: inputs for number, inputs in cut.items() if inputs and number != UNKNOWN_MICROBATCH}
 
 
 def _near(one: float | None, other: float | None) -> bool:

@@ -60,7 +60,8 @@ class Passed:
     ``unplaced`` are tensors of which nothing tells where they should pass: at which of the flow's points, and for which
     microbatch. Whether they are right nobody knows. ``uncompared`` is how many tensors no law could be held against.
     ``ranks``: which rank each microbatch was on, if several hold it. ``strange`` are outputs without a place, by
-    microbatch. ``mixed``: parts of its module alone trained.
+    microbatch. ``mixed``: parts of its module alone trained. ``detached`` are the inputs, by microbatch, that want no
+    gradient although the stage before made them so that they do.
     """
 
     actions: tuple[Action, ...]
@@ -75,6 +76,7 @@ class Passed:
     ranks: Mapping[int, int | None] = field(default_factory=dict)
     strange: Mapping[int, Sequence[Sketch]] = field(default_factory=dict)
     mixed: bool = False
+    detached: Mapping[int, frozenset[int]] = field(default_factory=dict)
 
     @property
     def untold(self) -> bool:
