@@ -94,15 +94,19 @@ Sent = Mapping[bytes, tuple[Point, str]]  # what stages put out, by its digest: 
 
 
 def _sent(stages: Mapping[int, tuple[Sequence[Call], Sequence[Column]]], orders: Mapping[int, Order]) -> Sent:
-    """What every stage handed on, right or wrong: where that comes in as something else, it was exchanged."""
-    return {
-        seen.digest: (Point(stage, number, column.where), column.what)
-        for stage, (_, seen_there) in stages.items()
-        for column in seen_there
-        if column.where in (MADE, HANDED_ON)
-        for seen, number in zip(column.seen, orders[stage].numbers, strict=True)
-        if seen is not None and seen.norm and number != UNKNOWN_MICROBATCH
-    }
+    """What every stage handed on, right or wrong: where that comes in as something else, it was exchanged.
+
+    Not what a stage only passed on, nor what is one in several microbatches: that says of none where it came from.
+    """
+    found: dict[bytes, dict[int, tuple[Point, str]]] = {}
+    for stage, (calls, seen_there) in stages.items():
+        for column in (one for one in seen_there if one.where in (MADE, HANDED_ON)):
+            for call, seen, number in zip(calls, column.seen, orders[stage].numbers, strict=True):
+                came = call.inputs if column.where == MADE else call.output_gradients.values()
+                own = seen is not None and seen.norm and seen.digest not in {one.digest for one in came}
+                if seen is not None and own and number != UNKNOWN_MICROBATCH:
+                    found.setdefault(seen.digest, {})[number] = Point(stage, number, column.where), column.what
+    return {digest: next(iter(those.values())) for digest, those in found.items() if len(those) == 1}
 
 
 def _passed(stage: int, calls: Sequence[Call], seen: Sequence[Column], context: "_Context") -> Passed:

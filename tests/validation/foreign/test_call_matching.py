@@ -265,18 +265,31 @@ class Streams(nn.Module):
         return made
 
 
-def test_a_call_with_a_stream_of_another_microbatch_is_the_one_that_leaves_none_twice() -> None:
-    whole, given = Streams(), batches()
+def streamed(gates: list[Tensor]) -> dict[int, Passed]:
+    """What passed where stage 1 is given these for the second stream."""
+    whole, given, watcher = Streams(), batches(), Watcher()
     survey = Survey(whole)
     for number, batch in enumerate(given):
         survey.watch(number, batch, partial(whole, *batch.inputs))
-    watcher = Watcher()
     for stage in whole.stages:
         watcher.watch(stage)
-    for number, batch in enumerate(given):
-        whole(*batch.inputs, torch.tanh(*given[max(number - 1, 0)].inputs))
+    for batch, gate in zip(given, gates, strict=True):
+        whole(*batch.inputs, gate)
     seen = {stage: watcher.calls(module) or [] for stage, module in enumerate(whole.stages)}
-    flows = passed(seen, MICROBATCHES, survey.places)
+    return passed(seen, MICROBATCHES, survey.places)
+
+
+def wrong_inputs(flow: Passed) -> list[tuple[str, str]]:
+    return [(one.at, one.seen) for one in flow.crossings if one.what == "input 1" and not one.same]
+
+
+def test_a_call_with_a_stream_of_another_microbatch_is_the_one_that_leaves_none_twice() -> None:
+    flows = streamed([torch.tanh(*batches()[max(m - 1, 0)].inputs) for m in range(MICROBATCHES)])
     assert [forwards(flow) for flow in flows.values()] == [[0, 1, 2, 3]] * 3
-    wrong = [(one.at, one.seen) for one in flows[1].crossings if one.what == "input 1" and not one.same]
-    assert wrong == [(f"1F{m}", f"microbatch {m - 1}'s") for m in (1, 2, 3)]
+    assert wrong_inputs(flows[1]) == [(f"1F{m}", f"microbatch {m - 1}'s") for m in (1, 2, 3)]
+
+
+def test_what_a_stage_passed_on_as_it_came_is_not_where_it_came_from() -> None:
+    seen = wrong_inputs(streamed([torch.ones(4, 8)] * MICROBATCHES)[1])
+    assert [at for at, _ in seen] == ["1F0", "1F1", "1F2", "1F3"]
+    assert all("no microbatch's" in what for _, what in seen), seen
