@@ -194,10 +194,8 @@ def _really(column: Column, seen: Sketch, expected: Sketch, k: int, context: _Co
     forward = column.where in (*FORWARD_POINTS, KEPT)
     told = f" (taken for microbatch {microbatch}: {inferred})" if inferred else ""
     late = context.late if column.where in (RECEIVED, HANDED_ON) else None
-    owners, made = (
-        sorted(column.owners(seen) - {microbatch}),
-        _empty(seen, told) or _times(of_sketches(seen, expected), late),
-    )
+    owners = sorted(column.owners(seen) - {microbatch})
+    made = _empty(seen, told) or _rounded(seen, expected, late) or _times(of_sketches(seen, expected), late)
     if owners and not is_rounded_sketch(seen, expected):
         return Likeness(
             "other", label=Label(Point(context.stage, owners[0], column.where)), words=f"microbatch {owners[0]}'s"
@@ -227,6 +225,12 @@ def _really(column: Column, seen: Sketch, expected: Sketch, k: int, context: _Co
     if nearest_sketch(seen, column.known) == microbatch:
         return Likeness("noisy", words=f"its own with something added: {distance}")
     return Likeness("different", words=f"no microbatch's{told}: {distance}", error=None if told else error)
+
+
+def _rounded(seen: Sketch, expected: Sketch, late: float | None) -> Likeness | None:
+    """Whether it went through a narrower type, beside what may still be divided."""
+    found = None if late is None else of_sketches(seen, expected.times(late))
+    return found if found is not None and found.kind == "rounded" else None
 
 
 def _times(what: Likeness | None, late: float | None) -> Likeness | None:

@@ -101,14 +101,19 @@ def _of_all_stages(causes: list[Cause], evidence: Evidence) -> list[Cause]:
 
 
 def _beyond(causes: Sequence[Cause], evidence: Evidence) -> list[Cause]:
-    """The causes at stages nearer to the loss than any of ``causes``, all of which are in backwards and reach none."""
+    """What is everywhere, or at stages nearer to the loss than any of ``causes``, all of which are in backwards."""
     if not all(cause.action and "B" in cause.action and cause.stage is not None for cause in causes):
         return []
     reached = max(cause.stage or 0 for cause in causes)
     wrong = {m.stage for m in evidence.verdict.mismatches if m.law in ("gradient", "presence") and m.stage is not None}
     if not any(stage > reached for stage in wrong):
         return []
-    return [cause for cause in _attributed(evidence) if cause.stage is not None and cause.stage > reached]
+    return [one for one in _attributed(evidence) if max(one.stages, default=one.stage or 0) > reached or _whole(one)]
+
+
+def _whole(cause: Cause) -> bool:
+    """Whether it is the step's own, and at no stage or parameter alone."""
+    return cause.stage is None and not cause.stages and cause.rank is None and cause.parameter is None
 
 
 def _besides(causes: Sequence[Cause], evidence: Evidence) -> list[Cause]:
