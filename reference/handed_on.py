@@ -24,6 +24,25 @@ class Cut:
     ends: frozenset[Place]
 
 
+def flows(
+    outputs: Sequence[Tensor], gradients: Sequence[Tensor], at: Sequence[Tensor], also: Sequence[Tensor] = ()
+) -> tuple[list[Gradient], list[Gradient]]:
+    """What flows from ``outputs`` to each of the tensors ``at``, past none of them, and then what flows to ``also``."""
+    found: dict[int, Tensor] = {}
+
+    def stop(number: int, gradient: Tensor) -> Tensor:
+        found[number] = gradient
+        return torch.zeros_like(gradient)
+
+    hooks = [tensor.register_hook(partial(stop, number)) for number, tensor in enumerate(at)]  # type: ignore[no-untyped-call]  # in torch
+    try:
+        made = torch.autograd.grad(outputs, [*at, *also], gradients, allow_unused=True, retain_graph=True)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [found.get(number) for number in range(len(at))], list(made[len(at) :])
+
+
 class Graph:
     """Autograd's graph of one forward, with the places of tensors in it. What flows to a place can be stopped there."""
 

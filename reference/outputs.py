@@ -14,6 +14,11 @@ Note = Callable[[Place, Tensor], None]
 Outputs = Mapping[Place, Tensor]
 
 
+def module_of(place: Place) -> str:
+    """The name of the module that puts out what is at ``place``."""
+    return place.partition(" of ")[2].partition(AGAIN)[0]
+
+
 def outputs_noted(model: nn.Module, note: Note) -> AbstractContextManager[None]:
     """While this is open, tell ``note`` of each tensor that a module of ``model`` puts out, and where.
 

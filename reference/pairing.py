@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pipeproof.reference.data import Batch
+from pipeproof.reference.handed_on import flows
 from pipeproof.reference.model import Model
 from pipeproof.reference.step import Gradient, Recipe, Stage, objective
 
@@ -201,7 +202,6 @@ class Pairing:
 
 def backward(parameters: Mapping[str, Tensor], leaves: Tensors, outputs: Tensors, flow: Flow) -> Contributed | None:
     """What ``flow`` into ``outputs`` gives in ``parameters`` and ``leaves``; None where it does not fit."""
-    wanted = [*parameters.values(), *(x for x in leaves if x.requires_grad)]
     gradients = flow(outputs)
     if gradients is None or len(gradients) != len(outputs):
         return None
@@ -210,9 +210,9 @@ def backward(parameters: Mapping[str, Tensor], leaves: Tensors, outputs: Tensors
         return None
     if not seeds:
         return Contributed(dict.fromkeys(parameters), (None,) * len(leaves))
-    found = torch.autograd.grad(
-        [y for y, _ in seeds], wanted, [d for _, d in seeds], allow_unused=True, retain_graph=True
-    )
-    rest = iter(found[len(parameters) :])
+    outputs, gradients = zip(*seeds, strict=True)
+    wanted = [x for x in leaves if x.requires_grad]
+    handed_on, found = flows(outputs, gradients, wanted, list(parameters.values()))
+    rest = iter(handed_on)
     inputs = tuple(next(rest) if x.requires_grad else None for x in leaves)
-    return Contributed(dict(zip(parameters, found, strict=False)), inputs)
+    return Contributed(dict(zip(parameters, found, strict=True)), inputs)

@@ -1,13 +1,14 @@
 """A microbatch once more, with something changed in what passes from one module of the model to the next."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from pipeproof.reference.outputs import Outputs, Place, outputs_changed
 
@@ -22,29 +23,77 @@ def _as_it_is(values: Any) -> Any:
 class Passage:
     """What passes at ``places``: on its way ``there`` becomes of the tensors, ``back`` of their gradients.
 
-    Both are given, in the order of the outputs, those that one module puts out.
+    Both are given, in this order, those that one module puts out; or where the modules are named that it passes
+    ``into``, all at once, as these are given them. What other modules read is then as it was.
     """
 
-    places: Collection[Place]
+    places: Sequence[Place]
     there: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]] = _as_it_is
     back: Callable[[Values], Values] = _as_it_is
+    into: Collection[str] = ()
 
 
 @contextmanager
 def passing(model: nn.Module, passages: Sequence[Passage]) -> Iterator[None]:
-    """While this is open, all of ``passages`` are in the forwards of ``model``, and in their backwards."""
+    """While this is open, all of ``passages`` are in the forwards of ``model``, and in their backwards.
+
+    Of those that are named the modules they pass into, one behind the other in the order of these.
+    """
+    now: dict[Place, Tensor] = {}
     with ExitStack() as stack:
         for one in passages:
-            stack.enter_context(outputs_changed(model, partial(_changed, one)))
+            entering = _Entering(one, now) if one.into else None
+            stack.enter_context(outputs_changed(model, entering or partial(_changed, one)))
+            stack.enter_context(_entered(model, entering) if entering else nullcontext())
         yield
 
 
 def _changed(passage: Passage, outputs: Outputs) -> Outputs:
-    places = [place for place in outputs if place in passage.places and outputs[place].requires_grad]
+    places = [place for place in passage.places if place in outputs and outputs[place].requires_grad]
     if not places:
         return {}
     made = _Changed.apply(passage, *(outputs[place] for place in places))  # type: ignore[no-untyped-call]  # in torch
     return dict(zip(places, made, strict=True))
+
+
+class _Entering:
+    """What was put out at the places of ``passage``, and what it becomes for those that it passes into.
+
+    ``now`` is what is at a place after all passages so far.
+    """
+
+    def __init__(self, passage: Passage, now: dict[Place, Tensor]) -> None:
+        self.passage, self._now = passage, now
+        self._made: dict[int, tuple[Tensor, Tensor]] = {}  # by id, which is its own as long as this has it
+
+    def __call__(self, outputs: Outputs) -> Outputs:
+        came = {place: tensor for place, tensor in outputs.items() if place in self.passage.places}
+        if came:
+            self._made = {}
+        self._now |= came
+        return {}
+
+    def entered(self, module: nn.Module, arguments: Any, named: Any) -> Any:
+        """What ``module`` is given, a hook before its forward."""
+        if not self._made and self._now.keys() >= set(self.passage.places):
+            changed = _changed(self.passage, self._now)
+            self._made = {id(self._now[place]): (self._now[place], made) for place, made in changed.items()}
+            self._now |= changed
+        return tree_map_only(Tensor, self._instead, (arguments, named))
+
+    def _instead(self, tensor: Tensor) -> Tensor:
+        return self._made.get(id(tensor), (tensor, tensor))[1]
+
+
+@contextmanager
+def _entered(model: nn.Module, entering: _Entering) -> Iterator[None]:
+    into = [module for name, module in model.named_modules() if name in entering.passage.into]
+    hooks = [module.register_forward_pre_hook(entering.entered, with_kwargs=True) for module in into]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 class _Changed(torch.autograd.Function):

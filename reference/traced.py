@@ -21,7 +21,8 @@ from pipeproof.reference.copied import copied
 from pipeproof.reference.data import Batch
 from pipeproof.reference.graded import graded
 from pipeproof.reference.graph import Edge, depths, ends_of, frontier
-from pipeproof.reference.outputs import AGAIN, Place, outputs_noted
+from pipeproof.reference.handed_on import flows
+from pipeproof.reference.outputs import AGAIN, Place, module_of, outputs_noted
 from pipeproof.reference.pairing import Contributed, Flow, Tensors, backward
 from pipeproof.reference.step import Gradient, Loss, Site, Stage
 
@@ -230,11 +231,29 @@ class Traced:
         return [self._cut(stage, deep) for stage in range(self.stages - 1)]
 
     def _cut(self, stage: Stage, deep: Sequence[Mapping[Any, int]]) -> list[Tensors] | None:
-        for allowed in (self._ends.get(stage), None):
+        given, own = self._ends.get(stage), self._put_out_until(stage)
+        for allowed in (own if given is None else given, own, None):
             found = [self._last(stage, run, known, allowed) for run, known in zip(self._runs, deep, strict=True)]
             if None not in found:
                 return [tensors for tensors in found if tensors is not None]
         return None
+
+    def later(self, stage: Stage) -> frozenset[str]:
+        """The modules that have parameters, all of which later stages hold."""
+        found: dict[str, bool] = {}
+        for owner, name in self._held:
+            parts = name.split(".")[:-1]
+            for module in (".".join(parts[: k + 1]) for k in range(len(parts))):
+                found[module] = found.get(module, True) and owner > stage
+        return frozenset(module for module, is_later in found.items() if is_later)
+
+    def _put_out_until(self, stage: Stage) -> frozenset[Place]:
+        """The places that are no outputs of modules of later stages: such a one may begin with what is no stage's own.
+
+        A residual stream that is added up first, say.
+        """
+        places, later = {place for run in self._runs for place, _ in run.noted}, self.later(stage)
+        return frozenset(place for place in places if module_of(place) not in later)
 
     def _last(
         self, stage: Stage, run: Run, deep: Mapping[Any, int], allowed: Collection[Place] | None
@@ -255,8 +274,9 @@ class Traced:
     def _output_gradients(self, stage: Stage, j: int) -> tuple[Gradient, ...]:
         if (stage, j) not in self._flowing:
             _, outputs = self._between(stage, j)
-            made = torch.autograd.grad(self._runs[j].objective, outputs, allow_unused=True, retain_graph=True)
-            self._flowing[stage, j] = made
+            objective = self._runs[j].objective
+            made, _ = flows([objective], [torch.ones_like(objective)], outputs)
+            self._flowing[stage, j] = tuple(made)
         return self._flowing[stage, j]
 
     def _target(self, j: int) -> Flow:

@@ -88,6 +88,49 @@ def test_what_passes_by_a_stage_outside_of_modules_is_followed() -> None:
     assert alike(made, found.contribution(0, 0))
 
 
+class Added(nn.Module):
+    """Adds what it is given up, in its own sum, before anything else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, given: Any) -> Any:
+        made, total = given if isinstance(given, tuple) else (given, torch.tanh(given))
+        total = total + made
+        return self.linear(torch.tanh(total)), total
+
+
+class Streams(nn.Module):
+    """A residual stream; ``skip``: what the first block makes goes on to the last as it is."""
+
+    def __init__(self, *, skip: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Added() for _ in range(4))
+        self.skip = skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = first = self.blocks[0](x)
+        for block in list(self.blocks)[1:]:
+            given = block(given)
+        made: Tensor = given[0] * first[0] if self.skip else given[0]
+        return made
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_what_one_of_several_streams_is_made_of_may_be_another_of_them(skip: bool) -> None:
+    torch.manual_seed(0)
+    model = Streams(skip=skip)
+    owner = {name: int(name.split(".")[1]) // 2 for name, _ in model.named_parameters()}
+    found = traced(model, own_batches(), owner, Loss(nn.functional.mse_loss, COUNT))
+    assert found.unpaired == ""
+    ends = {"output 0 of blocks.1.linear", "output 1 of blocks.1"}
+    assert found.end(0) == ends | ({"output 0 of blocks.0.linear"} if skip else set())
+    for stage in range(2):
+        (made,) = found.paired(stage, 1, [found.seed(stage, 1)])
+        assert alike(made, found.contribution(stage, 1))
+
+
 class Headless(Bypass):
     """The first parameters are used at the end as well, so that no tensor separates the stages."""
 

@@ -292,6 +292,13 @@ def weights(terms: Mapping[Term, float], atoms: Sequence[Atom]) -> list[float]:
     return [terms.get(atom.term, 0.0) for atom in atoms]
 
 
+def of_noise(terms: Mapping[Term, float], bounds: Mapping[Term, float]) -> bool:
+    """Whether rounding, within ``bounds``, may have put there what should not be, or made all more or less than due."""
+    off = {term: abs(c - term.nominal) for term, c in terms.items() if c != term.nominal}
+    within = {term: gap <= bounds.get(term, 0.0) < float("inf") for term, gap in off.items()}
+    return bool(within) and (all(within.values()) or any(one for term, one in within.items() if not term.nominal))
+
+
 def size_of(gradient: Gradient) -> float:
     """The norm of a gradient; 1 where it is zero or None."""
     return (0.0 if gradient is None else gradient.double().norm().item()) or 1.0

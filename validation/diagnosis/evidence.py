@@ -44,15 +44,18 @@ class Due(Protocol):
 class ModelBeside(Protocol):
     """The reference of a step that is not ours. ``divisor`` is that of a loss.
 
-    ``ends`` are the places where a stage ends; none where that is not known. ``lacks``: whether it is known that a
-    tensor of this form is no step of what a microbatch is computed by. ``played``: what a microbatch would give if
-    something else passed, tied copies summed; None where it does not run so.
+    ``ends`` are the places where a stage ends; none where that is not known. ``later`` are the modules that only stages
+    after it hold. ``lacks``: whether it is known that a tensor of this form is no step of what a microbatch is computed
+    by. ``played``: what a microbatch would give if something else passed, tied copies summed; None where it does not
+    run so.
     """
 
     @property
     def divisor(self) -> float: ...
 
     def ends(self, stage: int) -> Collection[str]: ...
+
+    def later(self, stage: int) -> Collection[str]: ...
 
     def lacks(self, microbatch: int, seen: Sketch) -> bool: ...
 

@@ -17,6 +17,7 @@ from pipeproof.diagnosis.combination import (
     fit,
     level,
     limit_of,
+    of_noise,
     select,
     simple,
     weights,
@@ -286,7 +287,7 @@ class Explainer:
         }
         tidy = self._tidy(system, atoms, terms, bounds)
         undecided = tuple(term for term in tidy.coefficients if bounds.get(term, 0.0) > decided(limit))
-        explained = tidy.explained and system.conclusive(len(chosen), limit)
+        explained = tidy.explained and system.conclusive(len(chosen), limit) and not of_noise(tidy.coefficients, bounds)
         return replace(tidy, explained=explained, undecided=undecided)
 
     def _tidy(

@@ -159,9 +159,10 @@ def _placed(update: Update, faults: dict[Stage, tuple[Fault, ...]]) -> Iterator[
 
 def _in_stages(update: Update, fault: Fault, stages: list[Stage], known: list[Stage]) -> Iterator[Cause]:
     cause = Cause(fault.kind, microbatches=fault.microbatches, factor=fault.factor, detail=fault.detail)
-    if stages == sorted(known) and len(known) > 1:
+    last = stages[-1]
+    if stages == sorted(known) and len(known) > 1 and last == update.now.stages - 1:
         yield cause
-    elif len(stages) > 1 and stages == list(range(len(stages))):
+    elif len(stages) > 1 and stages == list(range(len(stages))) and last + 1 in known:
         below = f"stage {stages[-1]}'s output gradient already was so: all stages before it show the same"
         yield replace(cause, stage=stages[-1], detail="; ".join(filter(None, (fault.detail, below))))
     elif len(stages) > 1:

@@ -147,21 +147,32 @@ def of_sent(stage: int, inputs: Mapping[int, str], dtype: torch.dtype) -> Iterat
             yield WhatIf(kind, stage, text, given=_in_place_of({k: other, other: k}))
 
 
+def unfilled(stage: int, inputs: Mapping[int, str]) -> Iterator[WhatIf]:
+    """That a stage was given zeros."""
+    every: Given = lambda m, tensors: tuple(map(torch.zeros_like, tensors))  # noqa: E731
+    yield WhatIf("uninitialised", stage, "what it is given is zero", given=every)
+    for k, one in inputs.items() if len(inputs) > 1 else ():
+        yield WhatIf("uninitialised", stage, f"{one} is zero", given=_changed(k, torch.zeros_like))
+
+
 def of_sent_back(stage: int, outputs: Mapping[int, str], dtype: torch.dtype) -> Iterator[WhatIf]:
     """What may become of a stage's output gradients on their way to it; ``outputs`` names what can be told apart."""
-    apart = outputs if len(outputs) > 1 else {}
     for name in narrower(dtype):
         yield sent_back_in(name, stage)
-        for k, one in apart.items():
-            text = f"the gradient of {one} is {name}-rounded"
-            yield WhatIf("rounded", stage, text, received=_received(_through(ROUNDED_TO[name]), k))
     yield WhatIf("uninitialised", stage, "its output gradients are zero", received=_received(torch.zeros_like))
-    for k, one in apart.items():
-        text = f"the gradient of {one} is zero"
-        yield WhatIf("uninitialised", stage, text, received=_received(torch.zeros_like, k))
+    for k, one in outputs.items() if len(outputs) > 1 else ():
+        yield from of_stream_back(stage, k, one, dtype)
     for k, other in combinations(outputs, 2):
         text = f"the gradients of {outputs[k]} and {outputs[other]} are exchanged"
         yield WhatIf("wrong-message", stage, text, received=_exchanged(k, other))
+
+
+def of_stream_back(stage: int, k: int, one: str, dtype: torch.dtype) -> Iterator[WhatIf]:
+    """What may become of the gradient of a stage's output ``k`` alone, which is called ``one``."""
+    for name in narrower(dtype):
+        received = _received(_through(ROUNDED_TO[name]), k)
+        yield WhatIf("rounded", stage, f"the gradient of {one} is {name}-rounded", received=received)
+    yield WhatIf("uninitialised", stage, f"the gradient of {one} is zero", received=_received(torch.zeros_like, k))
 
 
 def of_backward(stage: int, outputs: Mapping[int, str], dtype: torch.dtype) -> Iterator[WhatIf]:

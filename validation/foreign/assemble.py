@@ -7,7 +7,7 @@ from functools import cached_property
 from torch import Tensor, nn
 
 from pipeproof.diagnosis.members import Replicas
-from pipeproof.foreign.call_matching import Cuts
+from pipeproof.foreign.boundary_places import Cuts
 from pipeproof.foreign.crossings import passed
 from pipeproof.foreign.matching import match, with_copies
 from pipeproof.foreign.rank import Part, RankMade

@@ -3,16 +3,16 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from functools import partial
+from itertools import chain, pairwise
 
 from pipeproof.diagnosis.sketches import recognised
-from pipeproof.foreign.survey import REPLICA, Both, Places, handed_on
-from pipeproof.observers.observed import INPUT, UNKNOWN_MICROBATCH
+from pipeproof.foreign.survey import Both, Places
+from pipeproof.observers.observed import UNKNOWN_MICROBATCH
 from pipeproof.observers.recording import GIVEN, HANDED_ON, KEPT, MADE, RECEIVED
 from pipeproof.observers.sketch import Sketch
 from pipeproof.observers.watching import Call
 from pipeproof.pipeline.action import Kind
-from pipeproof.reference.handed_on import Cut
 
 
 @dataclass(frozen=True)
@@ -134,34 +134,81 @@ def last_pass(calls: Sequence[Call], microbatches: int) -> Sequence[Call]:
 
 
 def orders(stages: Mapping[int, tuple[Sequence[Call], Sequence[Column]]], microbatches: int) -> dict[int, Order]:
-    """The order of every stage: first by content, then by what one stage handed another, then by what is left."""
-    found = {stage: by_content(seen, len(calls)) for stage, (calls, seen) in stages.items()}
+    """The order of every stage: by content that is a microbatch's own, by what one stage handed another, then by what
+    only looks like a microbatch's, then by what is left."""
+    found: dict[int, list[int | None]] = {stage: [None] * len(calls) for stage, (calls, _) in stages.items()}
     inferred: dict[int, dict[int, str]] = {stage: {} for stage in stages}
     passed = {pair: _handed(*(stages[stage][0] for stage in pair)) for pair in pairwise(sorted(stages)) if _next(pair)}
+    for fill in _FILLS:
+        for stage, (_, seen) in stages.items():
+            fill(found[stage], seen)
+        while _link(found, passed, inferred):
+            pass
     while _link(found, passed, inferred) or _eliminate(found, microbatches, inferred):
         pass
     return {
         stage: Order(
             tuple(UNKNOWN_MICROBATCH if number is None else number for number in numbers),
             tuple(number for number in range(microbatches) if number not in numbers),
-            inferred[stage],
+            {k: why for k, why in inferred[stage].items() if _candidates(stages[stage][1], k) != {numbers[k]}},
         )
         for stage, numbers in found.items()
     }
 
 
 def by_content(seen: Sequence[Column], calls: int) -> list[int | None]:
-    """The microbatch of each call whose own tensors tell it.
+    """The microbatch of each call whose own tensors tell it."""
+    found: list[int | None] = [None] * calls
+    for fill in _FILLS:
+        fill(found, seen)
+    return found
+
+
+def _own(found: list[int | None], seen: Sequence[Column]) -> None:
+    """Give calls the microbatch of which all is that came in."""
+    for call in _open(found):
+        sets = _owners(seen, call)
+        common = set.intersection(*sets) if sets and all(sets) else set()
+        found[call] = next(iter(common)) if len(common) == 1 else None
+
+
+def _most(found: list[int | None], seen: Sequence[Column], *, whole: bool) -> None:
+    """Give calls into which tensors of several microbatches came one of those that most of these are of.
+
+    ``whole``: only where it is known of all that came in.
+    """
+    for call in _open(found):
+        sets = [owners for owners in _owners(seen, call) if owners or whole]
+        if all(sets) and sets and not set.intersection(*sets):
+            said = Counter(chain.from_iterable(sets))
+            found[call] = _chosen(call, {number for number in said if said[number] == max(said.values())}, found)
+
+
+def _shown(found: list[int | None], seen: Sequence[Column]) -> None:
+    """Give calls the microbatch that anything of theirs shows.
 
     Equal microbatches nobody can tell apart: a call that may be any of several takes its own number if it can.
     """
-    candidates = [_candidates(seen, call) for call in range(calls)]
-    found = [next(iter(those)) if len(those) == 1 else None for those in candidates]
-    for call, those in enumerate(candidates):
+    candidates = {call: _candidates(seen, call) for call in _open(found)}
+    for call, those in candidates.items():
+        found[call] = next(iter(those)) if len(those) == 1 else None
+    for call, those in candidates.items():
         if len(those) > 1:
-            free = sorted(those - set(found)) or sorted(those)
-            found[call] = call if call in free else free[0]
-    return found
+            found[call] = _chosen(call, those, found)
+
+
+def _open(found: Sequence[int | None]) -> list[int]:
+    return [call for call, number in enumerate(found) if number is None]
+
+
+def _chosen(call: int, those: set[int], found: Sequence[int | None]) -> int:
+    free = sorted(those - set(found)) or sorted(those)
+    return call if call in free else free[0]
+
+
+def _owners(seen: Sequence[Column], call: int) -> list[set[int]]:
+    """The microbatches of each tensor that came in."""
+    return [column.owners(column.seen[call]) for column in seen if column.where == GIVEN]
 
 
 def _candidates(seen: Sequence[Column], call: int) -> set[int]:
@@ -186,17 +233,30 @@ def _candidates(seen: Sequence[Column], call: int) -> set[int]:
     return found
 
 
+_FILLS: Sequence[Callable[[list[int | None], Sequence[Column]], None]] = (
+    _own,
+    partial(_most, whole=True),
+    partial(_most, whole=False),
+    _shown,
+)
+
+
 def _next(pair: tuple[int, int]) -> bool:
     return pair[1] == pair[0] + 1
 
 
 def _handed(before: Sequence[Call], after: Sequence[Call]) -> list[tuple[int, int]]:
-    """Calls of a stage and of the one after it between which a tensor passed that no others have, bit for bit."""
+    """Calls of a stage and of the one after it between which a tensor passed that no others have, bit for bit.
+
+    Not those that had tensors of several.
+    """
     down = [_tensors(call.outputs, call.output_gradients) for call in before]
     up = [_tensors(call.inputs, call.input_gradients) for call in after]
     times = [Counter(one for call in calls for one in call) for calls in (down, up)]
     single = {one for one, count in times[0].items() if count == 1 == times[1][one]}
-    return [(k, j) for k, one in enumerate(down) for j, other in enumerate(up) if one & other & single]
+    pairs = [(k, j) for k, one in enumerate(down) for j, other in enumerate(up) if one & other & single]
+    several = [{end for end, count in Counter(ends).items() if count > 1} for ends in zip(*pairs, strict=True)]
+    return [(k, j) for k, j in pairs if k not in several[0] and j not in several[1]]
 
 
 def _tensors(forward: Sequence[Sketch], backward: Mapping[int, Sketch]) -> set[tuple[Kind, bytes]]:
@@ -233,142 +293,3 @@ def _eliminate(
             inferred[stage][call] = "no other call was about that"
             return True
     return False
-
-
-_FLOWING = {RECEIVED: MADE, HANDED_ON: GIVEN}  # the tensor that a gradient is of
-_FLOWS = {MADE: (RECEIVED, "output gradient"), GIVEN: (HANDED_ON, "input gradient")}
-Stages = Mapping[int, Sequence[Column]]
-Cuts = Mapping[int, Cut]
-
-
-def structured(stages: Stages, places: Both, note: Callable[[Cuts], None]) -> dict[int, list[Column]]:
-    """The columns of every stage, with places by structure for what has none of its own: for a diagnosis alone.
-
-    A gradient is at its tensor's place even where it is like that of another, and is missed where it never came. Of
-    some a stage has a part: ``note`` notes those parts among the places of gradients.
-    """
-    tensors = {stage: [_settled(one, stage, stages) for one in columns] for stage, columns in stages.items()}
-    cuts, divided = _cuts(tensors, places)
-    note(cuts)
-    for stage, columns in tensors.items():
-        flow = _Flow(stage, columns, places, divided[stage])
-        settled = [flow.settled(one) for one in columns]
-        tensors[stage] = [*settled, *flow.missed(settled)]
-    return tensors
-
-
-def _settled(column: Column, stage: int, stages: Stages) -> Column:
-    """``column`` of tensors at the place that its neighbours tell, where its own content tells none.
-
-    Nor does it where it is what comes in beside it, and the stage before hands on two.
-    """
-    beside = [one for one in stages[stage] if (one.where, one.number) < (column.where, column.number)]
-    before = [one for one in stages.get(stage - 1, ()) if (one.where, one.number) == (MADE, column.number)]
-    if column.where == GIVEN and any(one.where == GIVEN and one.own and one.own == column.own for one in beside):
-        for one in before:
-            if one.own and not set(one.own) & set(column.own) and _fits(column, one.place):
-                return replace(column, own=(), place=one.place, judged=False)
-    if column.place or column.where not in (GIVEN, MADE, KEPT):
-        return column
-    fitting = (place for place in _neighbours(column, stage, stages) if _fits(column, place))
-    return replace(column, place=next(fitting, ""))
-
-
-def _neighbours(column: Column, stage: int, stages: Stages) -> Iterator[str]:
-    """What is made from a tensor, what it is made from, and where other stages have theirs of the same number."""
-    number = column.number
-    if column.where == MADE:
-        yield from _at(stages, stage + 1, GIVEN, number)
-        return
-    if column.where == KEPT:
-        yield from _at(stages, stage, GIVEN, number)
-    if stage:
-        yield from _at(stages, stage - 1, MADE, number)
-        for other in filter(None, stages):  # what comes into a later stage beside what flows is data of the model's
-            yield from (place for place in _at(stages, other, GIVEN, number) if place.startswith(INPUT))
-    else:
-        yield f"{INPUT} {number}"
-
-
-def _at(stages: Stages, stage: int, where: str, number: int) -> Iterator[str]:
-    yield from (one.place for one in stages.get(stage, ()) if (one.where, one.number) == (where, number) and one.place)
-
-
-def _fits(column: Column, place: str) -> bool:
-    known = column.places.by_place.get(place, {})
-    forms = {(one.shape, one.dtype) for one in known.values()}
-    return bool(known) and all(one is None or (one.shape, one.dtype) in forms for one in column.seen)
-
-
-def _cuts(stages: Stages, places: Both) -> tuple[Cuts, Mapping[int, frozenset[str]]]:
-    """The places of tensors of whose gradient each stage may hand on a part alone, and the stages where it is known.
-
-    Such a tensor comes into several stages, or beside another one, which may be made of it.
-    """
-    _, backward = places
-    at = {
-        (stage, where): [one.place for one in columns if one.where == where]
-        for stage, columns in stages.items()
-        for where in (GIVEN, MADE)
-    }
-    flowing = {stage: [place for place in at[stage, GIVEN] if place in backward.by_place] for stage in stages}
-    times = Counter(place for given in flowing.values() for place in given)
-    divided = {
-        stage: frozenset(given if len(given) > 1 else (place for place in given if times[place] > 1))
-        for stage, given in flowing.items()
-    }
-    cuts = {
-        stage: Cut(frozenset(given), frozenset(at[stage, MADE]))
-        for stage, given in flowing.items()
-        if divided[stage] and all(at[stage, MADE]) and len(set(given)) == len(given)
-    }
-    return cuts, divided
-
-
-@dataclass(frozen=True)
-class _Flow:
-    """The gradients of a stage, whose tensors are settled; of ``divided`` places it may have a part alone."""
-
-    stage: int
-    columns: Sequence[Column]
-    places: Both
-    divided: frozenset[str]
-
-    def settled(self, column: Column) -> Column:
-        """``column`` of gradients at the place of the tensors that they are of."""
-        tensor = self._of.get((_FLOWING.get(column.where, ""), column.number))
-        if tensor is None or not tensor.place:
-            return column
-        places = self._places(tensor)
-        here = {place + of_replica for place in places for of_replica in ("", REPLICA)}
-        own = [place for place in column.places.usual(column.seen) if place in here]
-        if not own and not (places and places[0] in column.places.by_place):
-            return column
-        return replace(column, own=tuple(own) or column.own, place=[*own, *places][0], judged=bool(own))
-
-    def missed(self, came: Sequence[Column]) -> Iterator[Column]:
-        """A column of nothing for each gradient that the reference has and that no call was seen to have."""
-        forward, backward = self.places
-        there = {(one.where, one.number) for one in came}
-        for tensor in self._of.values():
-            where, what = _FLOWS.get(tensor.where, ("", ""))
-            place = next(iter(self._places(tensor)), "")
-            if where and (where, tensor.number) not in there and place in backward.by_place:
-                name = f"{what} {tensor.number}" if tensor.number else what
-                nothing = (None,) * len(tensor.seen)
-                yield Column(
-                    Kind.BACKWARD, where, name, tensor.number, nothing, backward, forward, (), place, judged=False
-                )
-
-    def _places(self, tensor: Column) -> Sequence[str]:
-        """Where the gradient of ``tensor`` passes; nowhere if a part of it passes here, and nobody knows which."""
-        _, backward = self.places
-        if tensor.place not in self.divided:
-            return tensor.place, *tensor.own
-        part = handed_on(tensor.place, self.stage)
-        return (part,) if part in backward.by_place else ()
-
-    @property
-    def _of(self) -> Mapping[tuple[str, int], Column]:
-        """The tensors."""
-        return {(one.where, one.number): one for one in self.columns if one.kind is Kind.FORWARD}

@@ -6,17 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pipeproof.diagnosis.sketches import is_rounded_sketch, nearest_sketch, of_sketches
-from pipeproof.foreign.call_matching import (
-    Column,
-    Cuts,
-    Order,
-    at_once,
-    columns,
-    last_pass,
-    orders,
-    structured,
-    without_trial,
-)
+from pipeproof.foreign.boundary_places import Cuts, structured
+from pipeproof.foreign.call_matching import Column, Order, at_once, columns, last_pass, orders, without_trial
 from pipeproof.foreign.survey import Both, is_part
 from pipeproof.observers.likeness import Label, Likeness
 from pipeproof.observers.observed import UNKNOWN_MICROBATCH, Crossing, Passed
@@ -52,7 +43,13 @@ def passed(
     stages = {stage: (calls, columns_of[stage]) for stage, calls in own.items()}
     found = orders(stages, microbatches)
     sent, late = _sent(stages, found), _late(stages, found)
-    return {stage: _passed(stage, *there, _Context(stage, found[stage], sent, late)) for stage, there in stages.items()}
+    return {
+        stage: replace(
+            _passed(stage, *there, _Context(stage, found[stage], sent, late)),
+            detached=_detached(own.get(stage - 1, ()), own[stage], found[stage]),
+        )
+        for stage, there in stages.items()
+    }
 
 
 def _late(stages: Mapping[int, tuple[Sequence[Call], Sequence[Column]]], orders: Mapping[int, Order]) -> float | None:
@@ -78,6 +75,16 @@ def _late(stages: Mapping[int, tuple[Sequence[Call], Sequence[Column]]], orders:
     return common if sum(_near(factor, common) for factor in factors) * 2 > len(factors) else None
 
 
+def _detached(before: Sequence[Call], calls: Sequence[Call], order: Order) -> Mapping[int, frozenset[int]]:
+    """By microbatch, the inputs of ``calls`` that lost on their way that a gradient flows to them."""
+    made = {call.outputs[number].digest for call in before for number in call.giving}
+    cut = {
+        number: frozenset(k for k, one in enumerate(call.inputs) if k not in call.needing and one.digest in made)
+        for call, number in zip(calls, order.numbers, strict=True)
+    }
+    return {number: inputs for number, inputs in cut.items() if inputs and number != UNKNOWN_MICROBATCH}
+
+
 def _near(one: float | None, other: float | None) -> bool:
     return one is not None and other is not None and abs(one - other) <= _ONE_FACTOR * abs(other)
 
@@ -87,15 +94,19 @@ Sent = Mapping[bytes, tuple[Point, str]]  # what stages put out, by its digest: 
 
 
 def _sent(stages: Mapping[int, tuple[Sequence[Call], Sequence[Column]]], orders: Mapping[int, Order]) -> Sent:
-    """What every stage handed on, right or wrong: where that comes in as something else, it was exchanged."""
-    return {
-        seen.digest: (Point(stage, number, column.where), column.what)
-        for stage, (_, seen_there) in stages.items()
-        for column in seen_there
-        if column.where in (MADE, HANDED_ON)
-        for seen, number in zip(column.seen, orders[stage].numbers, strict=True)
-        if seen is not None and seen.norm and number != UNKNOWN_MICROBATCH
-    }
+    """What every stage handed on, right or wrong: where that comes in as something else, it was exchanged.
+
+    Not what a stage only passed on, nor what is one in several microbatches: that says of none where it came from.
+    """
+    found: dict[bytes, dict[int, tuple[Point, str]]] = {}
+    for stage, (calls, seen_there) in stages.items():
+        for column in (one for one in seen_there if one.where in (MADE, HANDED_ON)):
+            for call, seen, number in zip(calls, column.seen, orders[stage].numbers, strict=True):
+                came = call.inputs if column.where == MADE else call.output_gradients.values()
+                own = seen is not None and seen.norm and seen.digest not in {one.digest for one in came}
+                if seen is not None and own and number != UNKNOWN_MICROBATCH:
+                    found.setdefault(seen.digest, {})[number] = Point(stage, number, column.where), column.what
+    return {digest: next(iter(those.values())) for digest, those in found.items() if len(those) == 1}
 
 
 def _passed(stage: int, calls: Sequence[Call], seen: Sequence[Column], context: "_Context") -> Passed:
@@ -188,10 +199,8 @@ def _really(column: Column, seen: Sketch, expected: Sketch, k: int, context: _Co
     forward = column.where in (*FORWARD_POINTS, KEPT)
     told = f" (taken for microbatch {microbatch}: {inferred})" if inferred else ""
     late = context.late if column.where in (RECEIVED, HANDED_ON) else None
-    owners, made = (
-        sorted(column.owners(seen) - {microbatch}),
-        _empty(seen, told) or _times(of_sketches(seen, expected), late),
-    )
+    owners = sorted(column.owners(seen) - {microbatch})
+    made = _empty(seen, told) or _rounded(seen, expected, late) or _times(of_sketches(seen, expected), late)
     if owners and not is_rounded_sketch(seen, expected):
         return Likeness(
             "other", label=Label(Point(context.stage, owners[0], column.where)), words=f"microbatch {owners[0]}'s"
@@ -221,6 +230,12 @@ def _really(column: Column, seen: Sketch, expected: Sketch, k: int, context: _Co
     if nearest_sketch(seen, column.known) == microbatch:
         return Likeness("noisy", words=f"its own with something added: {distance}")
     return Likeness("different", words=f"no microbatch's{told}: {distance}", error=None if told else error)
+
+
+def _rounded(seen: Sketch, expected: Sketch, late: float | None) -> Likeness | None:
+    """Whether it went through a narrower type, beside what may still be divided."""
+    found = None if late is None else of_sketches(seen, expected.times(late))
+    return found if found is not None and found.kind == "rounded" else None
 
 
 def _times(what: Likeness | None, late: float | None) -> Likeness | None:

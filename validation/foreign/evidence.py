@@ -103,6 +103,10 @@ class _Due:
         """The places in the reference where ``stage`` ends."""
         return self._traced.end(stage)
 
+    def later(self, stage: int) -> Collection[str]:
+        """The modules of the reference that only stages after ``stage`` hold."""
+        return self._traced.later(stage)
+
     def played(self, microbatch: int, passages: Sequence[Passage]) -> Contribution | None:
         """What a microbatch gives if this becomes of what passes; gradients of tied copies are summed."""
         try:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof.diagnosis.members import Replicas
-from pipeproof.foreign.call_matching import Cuts
+from pipeproof.foreign.boundary_places import Cuts
 from pipeproof.foreign.rank import Step
 from pipeproof.foreign.survey import Both, Survey
 from pipeproof.judging.judge import one_thread

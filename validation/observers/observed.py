@@ -62,6 +62,8 @@ class Passed:
     microbatch. Whether they are right nobody knows. ``uncompared`` is how many tensors no law could be held against.
     ``ranks``: which rank each microbatch was on, if several hold it. ``strange`` are outputs without a place, by
     microbatch. ``mixed``: parts of its module alone trained. ``stacks`` are where the user's code called for an action.
+    ``detached`` are the inputs, by microbatch, that want no gradient although the stage before made them so that they
+    do.
     """
 
     actions: tuple[Action, ...]
@@ -77,6 +79,7 @@ class Passed:
     strange: Mapping[int, Sequence[Sketch]] = field(default_factory=dict)
     mixed: bool = False
     stacks: Mapping[Action, Stack] = field(default_factory=dict)
+    detached: Mapping[int, frozenset[int]] = field(default_factory=dict)
 
     @property
     def untold(self) -> bool:

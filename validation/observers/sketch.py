@@ -4,7 +4,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -109,6 +109,11 @@ class Sketch:
     projections: tuple[float, ...]
     narrow: str = ""
     bits: int = 0
+
+    def times(self, factor: float) -> "Sketch":
+        """That of the tensor multiplied by ``factor``, but for its digest and bits."""
+        projections = tuple(factor * one for one in self.projections)
+        return replace(self, digest=b"", norm=abs(factor) * self.norm, projections=projections, bits=0)
 
     def distance(self, other: "Sketch") -> float:
         """About the relative Frobenius error of this against ``other``; infinite where they cannot be compared."""

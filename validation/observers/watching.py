@@ -80,7 +80,8 @@ class Call:
     """One call of a watched module. Gradients are by the number of the tensor that they belong to.
 
     ``backwards`` has an entry, a count over all calls of this rank, for each time that gradients came out of the call.
-    ``mixed``: parts of the module were in training mode, and others were not.
+    ``mixed``: parts of the module were in training mode, and others were not. ``needing`` are the inputs that want a
+    gradient, ``giving`` the outputs that bring one.
     A ``silent`` one ran without gradients: it is a forward only if a backward ran it again, and then has what that had.
     ``rank`` is the one that it was on, where several hold its stage. ``stacks`` are where the user's code called for
     its forward, its backward, and the messages that it was given.
@@ -97,6 +98,8 @@ class Call:
     silent: bool = False
     mixed: bool = False
     stacks: dict[Kind, Stack] = field(default_factory=dict)
+    needing: frozenset[int] = frozenset()
+    giving: frozenset[int] = frozenset()
 
 
 @dataclass
@@ -121,6 +124,7 @@ class _Watched:
         self.waiting = [call for call in self.waiting if call is not found]
         found.kept.update(enumerate(again.inputs))
         again.backwards, again.stacks = found.backwards, found.stacks
+        found.needing, found.giving = again.needing, again.giving
         return found
 
 
@@ -178,10 +182,11 @@ class Watcher:
         inputs, outputs = _tensors((arguments, named)), _tensors(result)
         modes = {part.training for part in module.modules()}
         entry = self._entering[get_ident()].pop()
-        giving = [number for number, tensor in enumerate(outputs) if tensor.requires_grad]
+        needing, giving = map(_differentiable, (inputs, outputs))
         silent, mixed = mode is Mode.SILENT, len(modes) > 1
         made = list(map(sketch, outputs))
         call = Call(True in modes, entry.taken, made, silent=silent, mixed=mixed, stacks=entry.stacks)
+        call.needing, call.giving = frozenset(needing), frozenset(giving)
         if mode is Mode.SILENT:
             watched.calls.append(call)
             watched.waiting.append(call)
@@ -192,9 +197,8 @@ class Watcher:
         else:
             watched.calls.append(call)
             unchanged = [k for k, tensor in enumerate(inputs) if tensor._version == entry.versions[k]]
-            self._look_again(call, {k: inputs[k] for k in unchanged}, {k: outputs[k] for k in giving})
-        wanting = [number for number, tensor in enumerate(inputs) if tensor.requires_grad]
-        self._follow(call, {k: inputs[k] for k in wanting}, {k: outputs[k] for k in giving})
+            self._look_again(call, {k: inputs[k] for k in unchanged}, giving)
+        self._follow(call, needing, giving)
 
     def _look_again(self, call: Call, inputs: Mapping[int, Tensor], outputs: Mapping[int, Tensor]) -> None:
         """Note the inputs that the backward needs once more when it begins; no others can be overwritten."""
@@ -275,6 +279,10 @@ def watch(module: Module, *, when: Callable[[], bool] | None = None) -> Module:
 
 def _tensors(values: object) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and not leaf.is_meta]
+
+
+def _differentiable(tensors: list[Tensor]) -> dict[int, Tensor]:
+    return {number: tensor for number, tensor in enumerate(tensors) if tensor.requires_grad}
 
 
 def _mode() -> Mode:

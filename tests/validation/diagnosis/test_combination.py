@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from pipeproof.diagnosis.combination import fit, select
+from pipeproof.diagnosis.atoms import Term
+from pipeproof.diagnosis.combination import fit, of_noise, select
 
 COUNT, SIZE, LIMIT = 12, 60, 1e-6
 
@@ -63,3 +64,14 @@ def test_of_no_atoms_at_all_what_is_there_is_left() -> None:
     nothing, some = torch.zeros(SIZE, dtype=torch.float64), torch.ones(SIZE, dtype=torch.float64)
     assert not fit(nothing, atoms()[:0], LIMIT, size=1.0).hopeless(LIMIT)
     assert fit(some, atoms()[:0], LIMIT, size=1.0).hopeless(LIMIT)
+
+
+def test_coefficients_that_rounding_may_have_made_are_noise() -> None:
+    own, other, wrong = Term("pair", 0, 0), Term("pair", 1, 1), Term("pair", 0, 1)
+    bounds = dict.fromkeys((own, other, wrong), 0.04)
+    assert not of_noise({own: 1.0, other: 1.0, wrong: 0.0}, bounds)
+    assert of_noise({own: 1.036, other: 0.986}, bounds)
+    assert not of_noise({own: 1.036, other: 0.74}, bounds)  # something is less: the other may be more
+    assert of_noise({own: 0.5, other: 1.0, wrong: -0.03}, bounds)
+    assert not of_noise({own: 0.5, other: 1.0, wrong: 0.5}, bounds)
+    assert not of_noise({own: 1.0, wrong: 0.02}, {wrong: float("inf")})  # undecided: that is said

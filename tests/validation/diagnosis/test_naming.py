@@ -135,6 +135,19 @@ def test_a_gradient_whose_elements_stand_elsewhere_says_so(whitebox: WhiteBox) -
     assert cause.detail == "its own elements are in another order"
 
 
+def test_what_some_stages_show_is_not_everywhere_where_nobody_knows_of_the_last(whitebox: WhiteBox) -> None:
+    def spoilt(model: Any) -> None:
+        draw = torch.Generator().manual_seed(2)
+        for number, stage in enumerate(model):
+            for one in stage.parameters():
+                one.grad = one.grad * 3 if number < 2 else torch.randn(one.shape, generator=draw)
+
+    build = partial(model_of, lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), 4)
+    (cause,) = judged(whitebox, build, after=spoilt).cause
+    assert (cause.kind, cause.factor, cause.stage, cause.stages) == ("scale", 3.0, None, (0, 1))
+    assert "already was so" not in cause.detail
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -230,3 +230,66 @@ def test_what_warmed_stages_up_and_was_cleared_is_no_part_of_the_step(whitebox: 
     kept = judged(whitebox, partial(twice, cleared=False), build)
     assert (kept.verdict, kept.law("microbatches").outcome, kept.law("gradient").outcome) == ("fail", "fail", "fail")
     assert "stale-gradient" not in {kind for one in kept.ruled_out for kind in one.kinds}  # that is what it is
+
+
+class Begun(nn.Module):
+    """Two streams of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.linear(x), torch.tanh(x)
+
+
+class Passing(Begun):
+    """The second stream is read, and goes on as it is."""
+
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Any:
+        return self.linear(x) * gate, gate
+
+
+class Streams(nn.Module):
+    """Three stages of two streams; ``gate``: what stage 1 is given for the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stages = nn.ModuleList([Begun(), Passing(), Passing()])
+
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        x, own = self.stages[0](x)
+        x, gate = self.stages[1](x, own if gate is None else gate)
+        made: Tensor = self.stages[2](x, gate)[0]
+        return made
+
+
+def streamed(gates: list[Tensor]) -> dict[int, Passed]:
+    """What passed where stage 1 is given these for the second stream."""
+    whole, given, watcher = Streams(), batches(), Watcher()
+    survey = Survey(whole)
+    for number, batch in enumerate(given):
+        survey.watch(number, batch, partial(whole, *batch.inputs))
+    for stage in whole.stages:
+        watcher.watch(stage)
+    for batch, gate in zip(given, gates, strict=True):
+        whole(*batch.inputs, gate)
+    seen = {stage: watcher.calls(module) or [] for stage, module in enumerate(whole.stages)}
+    return passed(seen, MICROBATCHES, survey.places)
+
+
+def wrong_inputs(flow: Passed) -> list[tuple[str, str]]:
+    return [(one.at, one.seen) for one in flow.crossings if one.what == "input 1" and not one.same]
+
+
+def test_a_call_with_a_stream_of_another_microbatch_is_the_one_that_leaves_none_twice() -> None:
+    flows = streamed([torch.tanh(*batches()[max(m - 1, 0)].inputs) for m in range(MICROBATCHES)])
+    assert [forwards(flow) for flow in flows.values()] == [[0, 1, 2, 3]] * 3
+    assert wrong_inputs(flows[1]) == [(f"1F{m}", f"microbatch {m - 1}'s") for m in (1, 2, 3)]
+
+
+def test_what_a_stage_passed_on_as_it_came_is_not_where_it_came_from() -> None:
+    seen = wrong_inputs(streamed([torch.ones(4, 8)] * MICROBATCHES)[1])
+    assert [at for at, _ in seen] == ["1F0", "1F1", "1F2", "1F3"]
+    assert all("no microbatch's" in what for _, what in seen), seen

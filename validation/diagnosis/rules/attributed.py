@@ -27,7 +27,9 @@ def attributed(evidence: Evidence) -> list[Cause]:
     found = evidence.attribution
     if found is None or found.right or (evidence.sums is not None and evidence.sums.alike):
         return []
-    causes = list(found.causes) or (replayed if evidence.playable is None else played_through)(evidence)
+    causes = list(found.causes)
+    if found.unknown or not causes:  # one thing that gives everything says more than what gives a part
+        causes = (replayed if evidence.playable is None else played_through)(evidence) or causes
     if evidence.sums is not None:
         return [_clipped(evidence, cause) for cause in causes]
     return causes if evidence.playable is not None else [_seen_more(cause, evidence) for cause in causes]

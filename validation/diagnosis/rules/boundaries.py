@@ -12,6 +12,7 @@ from pipeproof.diagnosis.combination import whole_within
 from pipeproof.diagnosis.divergence import Divergence
 from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.diagnosis.likeness import factor_of
+from pipeproof.diagnosis.rules.repeated import or_dropped
 from pipeproof.diagnosis.what_ifs import computed, draws, other_target
 from pipeproof.judging.cause import Cause, listed
 from pipeproof.judging.tolerance import precision_of
@@ -212,8 +213,7 @@ def _cause(
     )
     if kind != "uninitialised" or first.point.where != RECEIVED or any(one.what.kind != "zero" for one, _ in group):
         return cause
-    cut = "or zeros are what was handed back, as where a graph was cut"
-    return replace(cause, instead=(replace(cause, kind="dropped", detail=cut),))
+    return or_dropped(cause)
 
 
 def _told(group: Sequence[tuple[Divergence, str]], *, every: bool) -> str:

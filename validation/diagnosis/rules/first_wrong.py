@@ -75,7 +75,21 @@ class Boundaries:
             if not blurred and not self._behind_the_unknown(point):
                 crossing = next(one for one in self._at[point] if not one.same)
                 what = self._what(point, crossing)
-                yield FirstWrong(point, crossing, what, self._telling(point, crossing, what))
+                found_here = FirstWrong(point, crossing, what, self._telling(point, crossing, what))
+                yield self._where_cut(found_here) or found_here
+
+    def _where_cut(self, found: FirstWrong) -> FirstWrong | None:
+        """Where an input came without ``requires_grad``, of which a stage then hands no gradient on; None: nowhere."""
+        microbatch, last = found.point.microbatch, found.point.stage
+        for stage, flow in sorted(self._evidence.passed.items()):
+            point, cut = Point(stage, microbatch, GIVEN), flow.detached.get(microbatch, frozenset[int]())
+            names = {f"input {number}" if number else "input" for number in cut}
+            crossing = next((one for one in self._at.get(point, ()) if one.what in names), None)
+            if found.what.kind == "missing" and found.point.where == HANDED_ON and stage <= last and crossing:
+                words = f"without requires_grad, with which stage {stage - 1} made it"
+                words += f" ({crossing.what})" if crossing.what[-1].isdigit() else ""
+                return FirstWrong(point, crossing, replace(found.what, words=words), True)
+        return None
 
     def first_inexact(self) -> Crossing | None:
         """The first tensor that is not the reference's bit for bit; None unless all that it was made from is."""
@@ -221,6 +235,8 @@ class Boundaries:
     def refined(self, found: FirstWrong) -> tuple[str, str] | None:
         """The kind of fault and its words, where the place says more than that a tensor is wrong."""
         point, what = found.point, found.what
+        if what.kind == "missing" and point.where == GIVEN:
+            return "dropped", what.text
         made = what.label.point if what.label is not None else None
         moved = made is not None and made.where == MADE and self._meant_for(made) != self._rank(point.stage)
         if made is not None and moved and point.where == GIVEN and made.microbatch == point.microbatch:

@@ -101,14 +101,19 @@ def _of_all_stages(causes: list[Cause], evidence: Evidence) -> list[Cause]:
 
 
 def _beyond(causes: Sequence[Cause], evidence: Evidence) -> list[Cause]:
-    """The causes at stages nearer to the loss than any of ``causes``, all of which are in backwards and reach none."""
+    """What is everywhere, or at stages nearer to the loss than any of ``causes``, all of which are in backwards."""
     if not all(cause.action and "B" in cause.action and cause.stage is not None for cause in causes):
         return []
     reached = max(cause.stage or 0 for cause in causes)
     wrong = {m.stage for m in evidence.verdict.mismatches if m.law in ("gradient", "presence") and m.stage is not None}
     if not any(stage > reached for stage in wrong):
         return []
-    return [cause for cause in _attributed(evidence) if cause.stage is not None and cause.stage > reached]
+    return [one for one in _attributed(evidence) if max(one.stages, default=one.stage or 0) > reached or _whole(one)]
+
+
+def _whole(cause: Cause) -> bool:
+    """Whether it is the step's own, and at no stage or parameter alone."""
+    return cause.stage is None and not cause.stages and cause.rank is None and cause.parameter is None
 
 
 def _besides(causes: Sequence[Cause], evidence: Evidence) -> list[Cause]:
@@ -159,15 +164,17 @@ def _with_orders(cause: Cause, evidence: Evidence) -> Cause:
 
 def _used(evidence: Evidence, stage: int, where: str, order: Sequence[int]) -> list[int]:
     """Whose tensors came in at a stage, in the order in which it used them; empty where that is not known of all."""
-    found: dict[int, int] = {}
+    found: dict[int, set[int]] = {}
     for one in evidence.observed.crossings(evidence.number):
         if one.action.stage == stage and one.where == where:
             label = None if one.really is None else one.really.label
             here = label is not None and label.point[::2] == (stage, where)
-            found[one.action.microbatch] = label.point.microbatch if label and here else one.action.microbatch
+            owner = label.point.microbatch if label and here else one.action.microbatch
+            found.setdefault(one.action.microbatch, set()).add(owner)
             if not one.same and not here:
                 return []
-    return [found[m] for m in order] if found.keys() >= set(order) else []
+    whole = found.keys() >= set(order) and all(len(owners) == 1 for owners in found.values())
+    return [owner for m in order for owner in found[m]] if whole else []
 
 
 def _named(cause: Cause, evidence: Evidence) -> Cause:

@@ -122,5 +122,11 @@ def or_wrong_message(cause: Cause) -> Cause:
     return replace(cause, instead=(replace(cause, kind="wrong-message", detail="or that is how they arrived"),))
 
 
+def or_dropped(cause: Cause) -> Cause:
+    """``cause`` of gradients that are zero, or that they were so when they were handed back."""
+    cut = "or zeros are what was handed back, as where a graph was cut"
+    return replace(cause, instead=(replace(cause, kind="dropped", detail=cut),))
+
+
 def _called(evidence: Evidence, stage: int) -> list[int]:
     return [action.microbatch for action, _ in evidence.observed.called(evidence.number) if action.stage == stage]

@@ -4,20 +4,22 @@ Between stages the reference changes what passes, on its way there or back. Whic
 solved for: each adds what it changes, once or not at all.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipeproof.diagnosis.evidence import Evidence, ModelBeside
-from pipeproof.diagnosis.what_if import WhatIf, same_loss
-from pipeproof.diagnosis.what_ifs import of_sent, of_sent_back, sent_back_in, sent_in
-from pipeproof.judging.cause import Cause
-from pipeproof.judging.tolerance import error
+from pipeproof.diagnosis.rules.repeated import or_dropped
+from pipeproof.diagnosis.what_if import Given, WhatIf, same_loss
+from pipeproof.diagnosis.what_ifs import of_sent, of_sent_back, of_stream_back, sent_back_in, sent_in, unfilled
+from pipeproof.judging.cause import Cause, listed
 from pipeproof.observers.likeness import narrower
 from pipeproof.observers.recording import Site
+from pipeproof.reference.outputs import module_of
 from pipeproof.reference.passage import Passage
 from pipeproof.reference.step import Contribution
 
@@ -25,6 +27,8 @@ _COARSE = 1e-3  # where rounding explains so much, many a change would fit
 _LEAST = 1e-5  # relative: the same numbers added in other orders differ by less
 _WHOLE = 0.05  # how far the part of a microbatch may be from 0 or 1
 _MOST = 1 << 27  # numbers that the gradients of all microbatches may have: each change is tried with each of them
+
+Way = Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
@@ -42,12 +46,22 @@ def replayed(evidence: Evidence) -> list[Cause]:
     if fit is None or not fit.possible:
         return []
     found = [(changes, microbatches) for changes in fit.changes() if (microbatches := fit.microbatches(changes))]
-    if len(found) != 1:
+    if len({(changes.text, microbatches) for changes, microbatches in found}) != 1:
         return []
-    changes, microbatches = found[0]
-    stage, some = changes.stage, () if len(microbatches) == evidence.microbatches else microbatches
+    stages, (changes, microbatches) = [changes.stage for changes, _ in found], found[0]
+    some = () if len(microbatches) == evidence.microbatches else microbatches
+    return [_cause(evidence, changes, [stage for stage in stages if stage is not None], some)]
+
+
+def _cause(evidence: Evidence, changes: _Changes, stages: Sequence[int], microbatches: tuple[int, ...]) -> Cause:
+    """The cause: of several stages that would show the same the last that it came to, as the others hand it on."""
+    first = changes.what_ifs[0]
+    stage = None if not stages else max(stages) if first.forward else min(stages)
+    others = listed(sorted({*stages} - {stage}))
+    detail = f"as if {changes.text}" + (f", here or on its way through stage {others}" if others else "")
     rank = None if stage is None else evidence.placement[stage]
-    return [Cause(changes.what_ifs[0].kind, rank=rank, stage=stage, microbatches=some, detail=f"as if {changes.text}")]
+    cause = Cause(first.kind, rank=rank, stage=stage, microbatches=microbatches, detail=detail)
+    return or_dropped(cause) if first.kind == "uninitialised" and not first.forward else cause
 
 
 @dataclass(frozen=True)
@@ -84,15 +98,20 @@ class _Fit:
         if not self.evidence.differs("loss"):
             wrong = {m.stage for m in self.evidence.verdict.mismatches if m.stage is not None}
             for stage in ends:
-                if stage == max(wrong, default=0):
-                    yield from (_Changes(one.text, stage, (one,)) for one in self._sent_back(stage))
+                yield from (_Changes(one.text, stage, (one,)) for one in self._sent_back(stage, max(wrong, default=0)))
             yield from self._everywhere(ends, there=False, back=True)
 
     def _sent(self, stage: int) -> Iterator[WhatIf]:
-        return of_sent(stage + 1, self._apart(stage), self._dtype)
+        yield from of_sent(stage + 1, self._apart(stage), self._dtype)
+        yield from unfilled(stage + 1, self._apart(stage))
 
-    def _sent_back(self, stage: int) -> Iterator[WhatIf]:
-        return of_sent_back(stage, self._apart(stage), self._dtype)
+    def _sent_back(self, stage: int, wrong: int) -> Iterator[WhatIf]:
+        """Where it shows first at stage ``wrong``: of a later stage, what only passes through to that."""
+        if stage == wrong:
+            yield from of_sent_back(stage, self._apart(stage), self._dtype)
+        through = set(self._places(wrong)) if stage > wrong else set[str]()
+        for k, place in self._apart(stage).items():
+            yield from of_stream_back(stage, k, place, self._dtype) if place in through else ()
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -132,9 +151,11 @@ class _Fit:
         return concerned if losses and all(self._follows(site, made, whole) for site in self._sites) else ()
 
     def _follows(self, site: Site, made: Sequence[Contribution], parts: Tensor) -> bool:
-        given = self._due(site) + (parts @ self._moved(site, made)).view_as(self._off[site])
+        left = self._off[site].flatten() - parts @ self._moved(site, made)
+        sizes = self._due(site).flatten(), (self._due(site) + self._off[site]).flatten()
         limits = [m.limit or 0.0 for m in self.evidence.verdict.mismatches if (m.stage, m.parameter) == site]
-        return error(self._due(site) + self._off[site], given) <= max(_LEAST, *limits, 0.0)
+        most = max(_LEAST, *limits, 0.0)
+        return all(left.norm(p=p) <= most * max(one.norm(p=p) for one in sizes) for p in (2.0, torch.inf))
 
     def _moved(self, site: Site, made: Sequence[Contribution]) -> Tensor:
         """By microbatch, what the change adds to a gradient."""
@@ -143,18 +164,21 @@ class _Fit:
         return torch.stack([row.flatten() for row in rows])
 
     def _made(self, microbatch: int, changes: _Changes) -> Contribution | None:
-        return self.beside.played(
-            microbatch, [one for change in changes.what_ifs for one in self._passages(microbatch, change)]
-        )
+        return self.beside.played(microbatch, list(self._passages(microbatch, changes.what_ifs)))
 
-    def _passages(self, microbatch: int, change: WhatIf) -> Iterator[Passage]:
-        if change.given is not None:
-            given = change.given
-            yield Passage(
-                self.beside.ends(change.stage - 1), there=lambda tensors: given(microbatch, tensors) or tensors
-            )
-        if change.received is not None:
-            yield Passage(self.beside.ends(change.stage), back=change.received)
+    def _passages(self, microbatch: int, what_ifs: Sequence[WhatIf]) -> Iterator[Passage]:
+        """What happens where each stage ends, both ways."""
+        for stage in sorted({one.stage - 1 if one.forward else one.stage for one in what_ifs}):
+            there = next((one.given for one in what_ifs if one.forward and one.stage - 1 == stage), None)
+            back = next((one.received for one in what_ifs if not one.forward and one.stage == stage), None)
+            yield self._passage(stage, _there(there, microbatch), back)
+
+    def _passage(self, stage: int, there: Way | None, back: Way | None) -> Passage:
+        """What passes where ``stage`` ends: where several modules put it out, all at once into what comes after."""
+        places = self._places(stage)
+        several = len({module_of(place) for place in places}) > 1
+        into = self.beside.later(stage) if several else ()
+        return Passage(places, there or _as_it_is, back or _as_it_is, into)
 
     @cached_property
     def _sites(self) -> list[Site]:
@@ -189,11 +213,20 @@ class _Fit:
         return not self._losses or same_loss(self._losses[microbatch], made.loss)
 
     def _apart(self, stage: int) -> dict[int, str]:
-        """The tensors with which ``stage`` ends, where one module puts them out, so that each can be told."""
-        by_number = {int(place.split()[1]): place for place in self.beside.ends(stage)}
-        one_module = len({place.partition(" of ")[2] for place in by_number.values()}) == 1
-        together = one_module and len(by_number) == len(self.beside.ends(stage))
-        return dict(enumerate(by_number[number] for number in sorted(by_number))) if together else {}
+        """The tensors with which ``stage`` ends, by their numbers among them."""
+        return dict(enumerate(self._places(stage)))
+
+    def _places(self, stage: int) -> Sequence[str]:
+        """Where ``stage`` ends, in the order of a module's outputs."""
+        return sorted(self.beside.ends(stage), key=lambda place: (module_of(place), int(place.split()[1])))
+
+
+def _there(given: Given | None, microbatch: int) -> Way | None:
+    return None if given is None else lambda tensors: given(microbatch, tensors) or tensors
+
+
+def _as_it_is(values: Any) -> Any:
+    return values
 
 
 def _wide(gradient: Tensor | None, like: Tensor) -> Tensor:

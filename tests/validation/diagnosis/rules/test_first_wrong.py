@@ -81,6 +81,7 @@ class Faults:
     model: Callable[[Chain], None] = lambda model: None
     after: Callable[[int, int, nn.Module], None] = lambda rank, m, stage: None
     loss: Callable[[Tensor, Tensor], Tensor] = loss_fn
+    cut: tuple[int, int] | None = None  # the rank, and the number of its input that wants no gradient
 
 
 def run(model: Chain, microbatches: list[Any], *, faults: Faults) -> Any:
@@ -93,7 +94,9 @@ def run(model: Chain, microbatches: list[Any], *, faults: Faults) -> Any:
         if rank:
             inputs[:2] = [_received(rank - 1).requires_grad_() for _ in range(2)]
             with torch.no_grad():
-                inputs = [t.clone().requires_grad_(k < 2) for k, t in enumerate(faults.received(rank, m, inputs))]
+                inputs = [t.clone() for t in faults.received(rank, m, inputs)]
+            for k in range(2):
+                inputs[k].requires_grad_((rank, k) != faults.cut)
         outputs = stage(*inputs)
         if rank < RANKS - 1:
             for tensor in outputs:
@@ -252,6 +255,12 @@ def test_a_backward_that_loses_a_path_with_right_tensors_around_it(whitebox: Whi
 
     cause = first(judged(whitebox, model=cut))
     assert (cause.kind, cause.stage, cause.microbatches) == ("computation", 1, EVERY)
+
+
+def test_an_input_that_came_without_its_graph_was_cut_off_on_its_way(whitebox: WhiteBox) -> None:
+    cause = first(judged(whitebox, cut=(1, 1)))
+    assert (cause.kind, cause.stage, cause.microbatches, cause.action) == ("dropped", 1, EVERY, "1F0")
+    assert "is without requires_grad, with which stage 0 made it (input 1)" in cause.detail
 
 
 @pytest.mark.parametrize(("more", "outcome"), [(4e-4, "pass"), (8e-4, "fail")])

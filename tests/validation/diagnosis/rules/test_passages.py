@@ -54,6 +54,14 @@ def test_what_gradients_show_beside_a_gradient_halved_on_its_way_is_told_too(whi
     assert [(one.kind, one.rank, one.stage) for one in verdict.cause] == [("scale", 0, 0), ("zero", 0, 0)], str(verdict)
 
 
+def test_a_loss_that_is_divided_twice_is_told_beside_what_was_rounded_on_its_way(whitebox: WhiteBox) -> None:
+    def rounded(m: int, gradient: Tensor) -> Tensor:
+        return gradient.bfloat16().float()
+
+    verdict = judged(whitebox, partial(step, passed=rounded, divisor=3.0 * COUNT), plain)
+    assert named(verdict) == [("scale", 1, 1, ()), ("rounded", 0, 0, tuple(range(COUNT)))], str(verdict)
+
+
 # What a watched stage was sent by one that nobody watched, or only in part.
 
 

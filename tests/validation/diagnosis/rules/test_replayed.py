@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from pipeproof.diagnosis.what_ifs import of_sent, of_sent_back
 from pipeproof.foreign import WhiteBox
-from tests.support.two_ranks import all_forward_all_backward, called, half, judged, named, plain
+from tests.support.steps import WIDTH, loss_fn
+from tests.support.two_ranks import COUNT, all_forward_all_backward, called, half, judged, named, plain
 
 Change = Callable[[int, Tensor], Tensor]
 
@@ -67,6 +68,95 @@ def test_what_was_rounded_between_stages_is_named_with_its_microbatches(whitebox
     changes, causes, detail = CAUSES[title]
     verdict = judged(whitebox, partial(unwatched, **changes), plain)
     assert named(verdict) == causes, str(verdict)
+    assert verdict.cause[0].detail == detail
+
+
+class Added(nn.Module):
+    """Adds up what it is given before anything else, so that one stream is made of the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, given: Any) -> Any:
+        made, total = given if isinstance(given, tuple) else (given, torch.tanh(given))
+        total = total + made * 2
+        return self.linear(torch.tanh(total)), total
+
+
+class Streams(nn.Sequential):
+    """Two streams, and only the first is left in the end."""
+
+    def forward(self, x: Any) -> Any:
+        made = super().forward(x)
+        return made[0] if len(self) == 4 else made
+
+
+def two_streams() -> nn.Module:
+    torch.manual_seed(0)
+    return Streams(*(Added() for _ in range(4)))
+
+
+Both = Callable[[list[Tensor]], list[Tensor]]
+
+
+def both_ways(model: Streams, microbatches: list[Any], *, there: Both = list, back: Both = list) -> Any:
+    """``there``: what becomes of both streams on their way to rank 1, ``back`` of their gradients."""
+    stage, losses = half(model), []
+    for x, target in microbatches:
+        if dist.get_rank() == 0:
+            streams, gradients = stage(x), [torch.empty_like(x), torch.empty_like(x)]
+            for tensor in there([one.detach() for one in streams]):
+                dist.send(tensor, 1)
+            for gradient in gradients:
+                dist.recv(gradient, 1)
+            torch.autograd.backward(streams, back(gradients))
+            continue
+        given = [torch.empty_like(x).requires_grad_(), torch.empty_like(x).requires_grad_()]
+        for tensor in given:
+            dist.recv(tensor.detach(), 0)
+        loss = loss_fn(stage(tuple(given))[0], target)
+        losses.append(loss.item())
+        (loss / COUNT).backward()
+        for tensor in given:
+            dist.send(tensor.grad, 0)
+    return stage, losses or None
+
+
+STREAMS: dict[str, tuple[dict[str, Both], tuple[str, int], str]] = {
+    "rounded": (
+        {"there": lambda two: [two[0], rounded(0, two[1])]},
+        ("rounded", 1),
+        "as if output 1 of 1 is bf16-rounded",
+    ),
+    "not filled": (
+        {"there": lambda two: [two[0] * 0, two[1]]},
+        ("uninitialised", 1),
+        "as if output 0 of 1.linear is zero",
+    ),
+    "exchanged": (
+        {"there": lambda two: two[::-1]},
+        ("wrong-message", 1),
+        "as if output 1 of 1 and output 0 of 1.linear are exchanged",
+    ),
+    "lost": (
+        {"back": lambda two: [two[0], two[1] * 0]},
+        ("uninitialised", 0),
+        "as if the gradient of output 1 of 1 is zero",
+    ),
+    "both": (
+        {"there": lambda two: [rounded(0, one) for one in two], "back": lambda two: [rounded(0, one) for one in two]},
+        ("rounded", 1),
+        "as if what it is given and what it hands back are bf16-rounded",
+    ),
+}
+
+
+@pytest.mark.parametrize("title", STREAMS)
+def test_one_of_two_streams_of_which_one_is_made_of_the_other(whitebox: WhiteBox, title: str) -> None:
+    changes, (kind, stage), detail = STREAMS[title]
+    verdict = judged(whitebox, partial(both_ways, **changes), two_streams)
+    assert named(verdict) == [(kind, stage, stage, ())], str(verdict)
     assert verdict.cause[0].detail == detail
 
 
