@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from pipeproof.worlds.launcher import launch_environment
+from tests.support.guides import GUIDES
 from tests.support.sources import OURS, ROOT
 from tests.support.warm_start import Ended, run_new
 
@@ -190,3 +191,5 @@ def test_every_module_is_in_the_wheel_and_nothing_else_is(installed: Installed) 
     found = {str(path.relative_to(site)) for path in site.rglob("*.py")}
     ours = {f"pipeproof/{source.path}".replace("pipeproof/validation/", "pipeproof/") for source in OURS}
     assert found == ours
+    guides = {path.name for path in (site / "pipeproof" / "guides").iterdir()}
+    assert guides == {path.name for path in GUIDES.iterdir()} >= {"own_runtime.md"}
