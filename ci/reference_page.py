@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from textwrap import fill
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "validation" / "guides" / "reference.md"
@@ -98,16 +99,21 @@ def found(body: Sequence[ast.stmt], name: str) -> Node:
 
 def signature(node: Node, name: str) -> str:
     """How ``node`` is called, one argument a line where that is long. A dataclass is called with its fields."""
-    if isinstance(node, ast.ClassDef):
-        made = [one for one in node.body if isinstance(one, ast.FunctionDef) and one.name == "__init__"]
-        given = arguments(made[0]) if made else fields(node)
-        returns = ""
-    else:
-        given, returns = arguments(node), f" -> {ast.unparse(node.returns)}" if node.returns else ""
+    given, returns = parameters(node), ""
+    if isinstance(node, ast.FunctionDef):
+        returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
         if any(ast.unparse(one) in ("property", "cached_property") for one in node.decorator_list):
             return f"{name}{returns.replace(' ->', ':')}"
     line = f"{name}({', '.join(given)}){returns}"
     return line if len(line) <= 100 else f"{name}(\n" + "".join(f"    {one},\n" for one in given) + f"){returns}"
+
+
+def parameters(node: Node) -> list[str]:
+    """What ``node`` is called with; a dataclass with its fields."""
+    if isinstance(node, ast.FunctionDef):
+        return arguments(node)
+    made = [one for one in node.body if isinstance(one, ast.FunctionDef) and one.name == "__init__"]
+    return arguments(made[0]) if made else fields(node)
 
 
 def arguments(node: ast.FunctionDef) -> list[str]:
@@ -120,7 +126,7 @@ def arguments(node: ast.FunctionDef) -> list[str]:
 def fields(node: ast.ClassDef) -> list[str]:
     """The fields of a dataclass or a named tuple."""
     rows = [one for one in node.body if isinstance(one, ast.AnnAssign)]
-    return [ast.unparse(row).replace("field(default_factory=dict)", "{}") for row in rows if row.simple]
+    return [re.sub(r"field\(default=(.+?), \w+=\w+\)", r"\1", ast.unparse(row)) for row in rows if row.simple]
 
 
 def told(node: Node) -> str:
@@ -129,7 +135,19 @@ def told(node: Node) -> str:
     if isinstance(node, ast.ClassDef):
         made = [one for one in node.body if isinstance(one, ast.FunctionDef) and one.name == "__init__"]
         own = "\n\n".join(filter(None, [own, *(ast.get_docstring(one) or "" for one in made)]))
-    return inspect.cleandoc(own).replace("``", "`")
+    return listed(inspect.cleandoc(own).replace("``", "`"), [part.split(":")[0] for part in parameters(node)])
+
+
+def listed(text: str, names: Sequence[str]) -> str:
+    """``text`` with an item of a list for each of ``names`` that it explains: ``name: what it is.``"""
+    explained = rf"(?:^|(?<=\. ))({'|'.join(map(re.escape, names)) or '$'}): "
+    paragraphs = []
+    for paragraph in text.split("\n\n"):
+        before, *items = re.split(explained, " ".join(paragraph.split()))
+        rows = [f"- `{name}`: {what.strip()}" for name, what in zip(items[::2], items[1::2], strict=True)]
+        listing = "\n".join(fill(row, 120, subsequent_indent="  ", break_on_hyphens=False) for row in rows)
+        paragraphs += filter(None, [fill(before.strip(), 120, break_on_hyphens=False), listing])
+    return "\n\n".join(paragraphs)
 
 
 def entry(one: Name) -> Iterator[str]:

@@ -2,13 +2,14 @@
 
 import ast
 import importlib
+import re
 
 import pytest
-from reference_page import PAGE, PARTS, Name, Node, found, signature, with_names
+from reference_page import PAGE, PARTS, Name, Node, found, listed, signature, with_names
 
 import pipeproof
 import pipeproof.foreign
-from tests.support.sources import ROOT
+from tests.support.sources import OURS, ROOT
 
 
 def node(text: str) -> Node:
@@ -48,3 +49,17 @@ def test_signatures() -> None:
     assert signature(node("@property\ndef p(self) -> int: ..."), "p") == "p: int"
     long = ", ".join(f"argument_{number}: dict[str, int]" for number in range(5))
     assert signature(node(f"def f({long}) -> None: ..."), "f").splitlines()[1] == "    argument_0: dict[str, int],"
+
+
+def test_arguments_that_a_docstring_explains_are_a_list() -> None:
+    text = "What it does.\n\na: the first\nof two. b: None: there is none.\n\nRaises x: never."
+    shown = "What it does.\n\n- `a`: the first of two.\n- `b`: None: there is none.\n\nRaises x: never."
+    assert listed(text, ["a", "b"]) == shown
+
+
+def test_what_is_raised_is_there() -> None:
+    classes = {node.name for source in OURS for node in source.nodes if isinstance(node, ast.ClassDef)}
+    table = PAGE.read_text().partition("## What is raised")[2]
+    errors = {name for row in table.splitlines()[4:] for name in re.findall(r"`([A-Z]\w+)`", row.split("|")[1])}
+    assert len(errors) >= 10
+    assert errors - {"AssertionError", "ValueError"} <= classes

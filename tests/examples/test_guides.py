@@ -31,7 +31,7 @@ EXAMPLES = ROOT / "tests" / "examples"
 README = PAGES["README.md"]
 REWRITE = os.environ.get("GUIDES") == "rewrite"
 # Not run here: what runs this, what test_wheel does, and examples that this session collects anyway.
-ELSEWHERE = ("ci/test", "pip install .", "pytest test_")
+ELSEWHERE = ("ci/test", "pip install .", "torchrun --nproc-per-node 2 -m pytest test_my_schedules.py", "pytest test_")
 
 LANGUAGES = {"python", "py", "console", "text", "csv"}  # py: of the reference, which is made from the code
 

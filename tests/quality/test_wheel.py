@@ -129,6 +129,7 @@ PROJECTS: Mapping[str, Mapping[str, str]] = {
         "pytest.ini": "[pytest]\nmarkers =\n    ranks: mine\n    one_rank: mine\n",
         "test_it.py": JUDGED.format(own="validation"),
         "test_marks.py": MARKED,
+        "test_my_schedules.py": (ROOT / "tests" / "examples" / "test_my_schedules.py").read_text(),
     },
 }
 LAUNCHES: Mapping[str, tuple[str, ...]] = {
