@@ -23,7 +23,7 @@ from pipeproof.cli import main
 from pipeproof.foreign import WhiteBox
 from pipeproof.judging.verdict import ValidationFailed
 from pipeproof.worlds.world import World
-from tests.support.guides import GUIDES, PAGES, ROOT, Block, blocks, same, shown
+from tests.support.guides import GUIDES, PAGES, ROOT, Block, blocks, same
 from tests.support.warm_start import Ended
 
 Launch = Callable[..., Ended]
@@ -149,15 +149,28 @@ def agree_or_rewrite(page: str, seen: str, output: str, *, after: str) -> None:
     assert same(seen, output), f"now it prints:\n{seen}"
 
 
-def test_the_fault_in_readme_is_told_as_it_shows(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = folder / "my_pipeline.py"
-    right, wrong = re.findall(r"`(self\.live\.pop\(\d?\))`", README)[::-1]
-    assert own.read_text().count(right) == 1
+# What a page says to write for what, in one of its files, and the verdict that it shows.
+FAULT = r"(?s)write\s`([^`]+)`\sfor\s`([^`]+)`\.(?:(?!```).)*```text\n(.*?)```"
+FAULTS = [(page, *found) for page, text in PAGES.items() for found in re.findall(FAULT, text)]
+
+
+@pytest.mark.pipeproof_ranks
+@pytest.mark.parametrize(("page", "wrong", "right", "verdict"), FAULTS, ids=[fault[0] for fault in FAULTS])
+def test_a_fault_is_told_as_a_page_shows(
+    page: str, wrong: str, right: str, verdict: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (own,) = [file for file in folder.glob("*.py") if right in file.read_text()]
     own.write_text(own.read_text().replace(right, wrong))
-    monkeypatch.setenv("PYTEST_CURRENT_TEST", "test_my_pipeline.py::test_my_pipeline (call)")
+    (test,) = [block for block in blocks("python") if block.page == page and block.file.startswith("test_")]
+    (name,) = re.findall(r"def (test_\w+)", test.text)
+    monkeypatch.setenv("PYTEST_CURRENT_TEST", f"{test.file}::{name} (call)")
     with as_in(folder), World() as world, pytest.raises(ValidationFailed) as failed:
-        import_module("test_my_pipeline").test_my_pipeline(WhiteBox(world))
-    agree_or_rewrite("README.md", str(failed.value), shown("my_pipeline.py:"), after="```text\n")
+        getattr(import_module(Path(test.file).stem), name)(WhiteBox(world))
+    agree_or_rewrite(page, str(failed.value), verdict.strip(), after="```text\n")
+
+
+def test_there_are_faults_to_tell() -> None:
+    assert len(FAULTS) == 2
 
 
 def test_from_install_to_a_verdict_takes_few_commands_and_lines() -> None:
