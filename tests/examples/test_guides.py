@@ -19,6 +19,7 @@ from unittest import mock
 
 import pytest
 
+from pipeproof.cases.specimens import PLUGINS
 from pipeproof.cli import main
 from pipeproof.foreign import WhiteBox
 from pipeproof.judging.verdict import ValidationFailed
@@ -49,14 +50,15 @@ FOLLOWED = [page for page in PAGES if COMMANDS[page]]
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty folder with the files that the pages show, and our tests beside them."""
     for block in blocks("python", "csv"):
         whole = EXAMPLES / block.file
         (tmp_path / block.file).write_text(whole.read_text() if whole.exists() else block.text)
     (tmp_path / "tests").symlink_to(ROOT / "tests")
     monkeypatch.chdir(tmp_path)
-    return tmp_path
+    yield tmp_path
+    PLUGINS.unload(tmp_path / "my_specimens.py")
 
 
 @pytest.fixture
