@@ -71,7 +71,8 @@ def run(
         first, *words = shlex.split(command)
         if first in ("pipeproof", "ci/validate", "ci/gate"):
             status = main([first.removeprefix("ci/"), *words] if first.startswith("ci/") else words)
-            return status, capsys.readouterr().out
+            printed = capsys.readouterr()
+            return status, printed.out or printed.err
         if "--nnodes" in words:
             ended = on_two_machines(python, folder, words)
         elif first == "torchrun":
@@ -86,11 +87,16 @@ def run(
 
 @contextmanager
 def as_in(folder: Path) -> Iterator[None]:
-    """Modules of ``folder`` are imported from there, and forgotten afterwards."""
+    """Modules of ``folder`` are imported from there, and forgotten afterwards; all others stay."""
     own = {path.stem for path in folder.glob("*.py")}
-    others = {name: module for name, module in sys.modules.items() if name not in own}
-    with mock.patch.object(sys, "path", [str(folder), *sys.path]), mock.patch.dict(sys.modules, others, clear=True):
-        yield
+    before = {name: sys.modules.pop(name) for name in own & sys.modules.keys()}
+    with mock.patch.object(sys, "path", [str(folder), *sys.path]):
+        try:
+            yield
+        finally:
+            for name in own:
+                sys.modules.pop(name, None)
+            sys.modules.update(before)
 
 
 def by_itself(folder: Path, *words: str) -> int:
@@ -242,6 +248,15 @@ def test_the_comparison_can_fail() -> None:
     assert not same("20 pass\n1f1b 6, zb-v 14", "20 pass")
     assert same("rank step\n0 3.1 ms 20.0%", "rank step\n0 4.1 ms 29.1%")
     assert not same("bubble 20.0%", "bubble 29.1%")
+
+
+def test_only_what_a_page_brings_is_imported_anew_and_forgotten(tmp_path: Path) -> None:
+    (tmp_path / "my_pipeline.py").write_text("import wave")
+    before = sys.modules.get("my_pipeline")
+    with as_in(tmp_path):
+        assert import_module("my_pipeline") is not before
+    assert sys.modules.get("my_pipeline") is before
+    assert "wave" in sys.modules, "or classes that are already in use would be made twice"
 
 
 def test_what_is_read_of_a_page() -> None:
