@@ -67,16 +67,16 @@ class StepResult:
 class PipelineSchedule:
     """One rank's end of a pipeline.
 
-    kind: a schedule's name ("1F1B", "gpipe", ...), or a ``Schedule`` or ``Program`` of one's own; a program's messages
-    are posted where it says, and its waits for sends are met when the step ends. n_microbatches: M. stages: this rank's
-    modules, in order of their stage numbers; how many there are on each rank is V. A stage takes and returns a tensor
-    or a tuple of tensors. In DDP, or given to ``fully_shard``, over the ranks that hold its replicas, a stage's
-    gradients are reduced once a step; each replica trains on microbatches of its own. loss_fn(output, target) gives a
-    microbatch's scalar loss; output is what the last stage returns, also where that is a tuple. optimizer: over this
-    rank's parameters; without one, gradients are left as they are after clipping. pp_group: the pipeline's process
-    group (default: the world, or no group at all in a single process), or a ``Transport``, such as
-    ``DistributedTransport(group, timeout_s=600)`` where a message may take long. tied: parameters with copies in
-    several stages, e.g. ``[{0: "embed.weight", 3: "head.weight"}]``.
+    kind: a schedule's name ("1F1B", "gpipe", ...), or a ``Schedule`` or ``Program`` of your own. A program's messages
+    are posted where it says; its waits for sends are met when the step ends. n_microbatches: M. stages: this rank's
+    modules, in order of their stage numbers. V is how many there are on each rank. A stage takes and returns a tensor
+    or a tuple of tensors. It may be in DDP, or given to ``fully_shard``, over the ranks that hold its replicas. Then
+    its gradients are reduced once a step, and each replica trains on microbatches of its own. loss_fn: of output and
+    target, a microbatch's scalar loss. Output is what the last stage returns, also a tuple. optimizer: over this
+    rank's parameters. Without one, gradients are left as they are after clipping. pp_group: the pipeline's process
+    group (default: the world, or no group at all in a single process). A ``Transport`` may take its place, such as
+    ``DistributedTransport(group, timeout_s=600)`` if a message may take long. tied: parameters with copies in several
+    stages, e.g. ``[{0: "embed.weight", 3: "head.weight"}]``.
 
     Raises ``ScheduleError`` (a ValueError) for a schedule that cannot be, or stages that do not fit it.
     """

@@ -81,8 +81,7 @@ def warm_start() -> Iterator[WarmStart]:
 def torchrun(warm_start: WarmStart) -> Launch:
     """Run as many ranks in a folder as ``torchrun --nproc-per-node`` would; their status and all output as one text.
 
-    They have its environment, and a store that outlives them, as torchrun's own does. Those of README's commands that
-    begin with torchrun start it itself.
+    They have its environment, and a store that outlives them, as torchrun's own does.
     """
 
     def launch(folder: Path, *arguments: str, ranks: int) -> Ended:

@@ -1,6 +1,6 @@
 """A training script under torchrun, one step of which is checked: right, wrong, and what cannot be judged.
 
-README shows one of them as a user starts it. Here each number of ranks is started once, and runs all scripts in turn.
+A guide shows one of them. Here each number of ranks is started once, and runs all scripts in turn.
 """
 
 import json
@@ -12,13 +12,13 @@ from typing import NamedTuple
 import pytest
 
 from tests.support import in_turn
+from tests.support.guides import shown
 from tests.support.once import once
 from tests.support.warm_start import Ended
 
 Launch = Callable[..., Ended]
 SCRIPT = str(Path(__file__).with_name("checked_training.py"))
 REPLICAS = str(Path(__file__).with_name("checked_replicas.py"))
-README = (Path(__file__).parents[2] / "README.md").read_text()
 
 RECORD, LATER = ("--record", "x"), ("--fault", "dropped", "--fault-from", "2")
 TRAINING = {  # on two ranks
@@ -96,8 +96,7 @@ def test_beside_the_model_a_right_step_passes_and_a_wrong_one_is_named(training:
     assert re.search(r"loss +pass +4 compared", right)
     assert re.search(r"grad-norm +pass +2 compared", right), "one of each rank"
     assert wrong.startswith("FAIL gradient (8 of 16), grad-norm (2 of 2)\n")
-    shown = re.findall(r"(?s)```text\n(FAIL gradient.*?)\n```", README)
-    assert ["\n".join(map(str.rstrip, wrong.splitlines()))[: len(one)] for one in shown] == shown != []
+    assert "\n".join(map(str.rstrip, wrong.splitlines())).startswith(shown("dropped: a microbatch"))
     assert f"replay    torchrun --nproc-per-node 2 {SCRIPT} --check-at 1 2 --fault dropped" in wrong
 
 

@@ -1,4 +1,4 @@
-"""README's example of a pipeline whose stages are in DDP."""
+"""An example of a pipeline whose stages are in DDP."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""The training example: it learns, and equals the single device at every step (README runs it with 1F1B)."""
+"""The training example: it learns, and equals the single device at every step (a guide runs it with 1F1B)."""
 
 import contextlib
 import importlib.util

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.sources import MODULES, OURS, ROOT, TOP_LEVEL, Source, imported, without_type_checking
 
-# Folders of tests that mirror no package: what holds for all of it, what README shows, and what ci computes.
+# Folders of tests that mirror no package: what holds for all of it, what guides show, and what ci computes.
 MIRROR_NOTHING = ("quality", "examples", "ci", "support", "golden")
 
 PLAN = set(

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from pipeproof.worlds.launcher import launch_environment
+from tests.support.guides import GUIDES
 from tests.support.once import once
 from tests.support.sources import OURS, PACKAGES, ROOT
 from tests.support.warm_start import Ended, WarmStart, run_new
@@ -155,6 +156,7 @@ PROJECTS: Mapping[str, Mapping[str, str]] = {
         "pytest.ini": "[pytest]\nmarkers =\n    ranks: mine\n    one_rank: mine\n",
         "test_it.py": JUDGED.format(own="validation"),
         "test_marks.py": MARKED,
+        "test_my_schedules.py": (ROOT / "tests" / "examples" / "test_my_schedules.py").read_text(),
     },
 }
 LAUNCHES: Mapping[str, tuple[str, ...]] = {
@@ -290,3 +292,5 @@ def test_every_module_is_in_the_wheel_and_nothing_else_is(installed: Installed) 
     found = {str(path.relative_to(site)) for path in site.rglob("*.py")}
     ours = {f"pipeproof/{source.path}".replace("pipeproof/validation/", "pipeproof/") for source in OURS}
     assert found == ours
+    guides = {path.name for path in (site / "pipeproof" / "guides").iterdir()}
+    assert guides == {path.name for path in GUIDES.iterdir()} >= {"own_runtime.md"}

@@ -48,9 +48,8 @@ class Case:
     stage. dtype: of weights, activations and gradients. plan: the operations that are run and compared, in order; the
     last must be "train". loss: "mean" over microbatches, or "tokens", a sum divided by the global count. ragged:
     microbatches differ in length. unequal: they differ in how many targets count. specimen: a planted fault's name.
-    runtime: whose runtime carries it out, and options: what that runtime is told. replicas: pipelines of so many ranks
-    each, side by side, with DDP around their stages; each has ``microbatches`` of its own, so there are as many times
-    more.
+    runtime: whose runtime carries it out. options: what that runtime is told. replicas: how many pipelines run side by
+    side, with DDP around their stages. Each has so many ranks, and so many microbatches of its own.
     """
 
     schedule: str

@@ -20,7 +20,7 @@ class HandBackError(ValueError):
 
 @dataclass(frozen=True)
 class FlatShard:
-    """A part of a gradient: elements of the flattened whole, the first of them its number ``start``; None: nothing."""
+    """A part of a gradient: elements of the flattened whole, from number ``start`` on. None: this rank has nothing."""
 
     part: Tensor | None
     start: int = 0
@@ -28,16 +28,15 @@ class FlatShard:
 
 @dataclass(frozen=True)
 class HandedBack:
-    """What a step made on one rank; a tuple of the first four, in this order, is as good.
+    """What a step made on one rank. A tuple of the first four, in this order, is as good.
 
-    ``modules``: one or a list of them; none on a rank that holds nothing. A mapping of parameter names to gradients may
-    be in their place.
-    ``losses``: one for each microbatch, undivided, or one number, the whole step's; None where another
-    rank knows. ``grad_norm``: before clipping, if the step computes it. ``trace``: what the rank did in which order, if
-    the runtime knows: a ``Trace``, actions, or their names (``0F1``).
-    ``gradients``: those of the modules, where they are not in ``.grad``: a mapping of names in the module, or of the
-    parameters themselves. What is not in it has no gradient; on a rank with a ``FlatShard``, no part of it is there. A
-    gradient may be a DTensor, a part and its index in the whole, ``(part, slice(0, 4))``, or a ``FlatShard``.
+    modules: one, or a list; empty on a rank that holds nothing. A mapping of parameter names to gradients may take
+    their place. losses: one for each microbatch, undivided; or one number, the whole step's; None if another rank
+    knows. grad_norm: before clipping, if the step computes it. trace: the order in which this rank worked, if the
+    runtime knows: a ``Trace``, actions, or their names (``0F1``). gradients: those of the modules, if they are not in
+    ``.grad``. The keys are names in the module, or the parameters themselves. What is not in it has no gradient. On a
+    rank with a ``FlatShard``, no part of it is there. A gradient may be a DTensor, a part and its index in the whole,
+    ``(part, slice(0, 4))``, or a ``FlatShard``.
     """
 
     modules: Any = ()

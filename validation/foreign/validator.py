@@ -76,19 +76,20 @@ class WhiteBox:
         timeout_s: float | None = None,
         **options: Unpack[Options],
     ) -> Verdict:
-        """The verdict on ``step(model, microbatches)``, called on each of so many ranks, beside the reference.
+        """The verdict on ``step(model, microbatches)``, called on every rank, beside the reference.
 
-        ``model`` is ``reference()`` in training mode, for the step to cut into stages or to ignore, ``microbatches``
-        are those given here: pairs of inputs (a tensor or a tuple of tensors) and target. ``loss_fn(output, target)``
-        is a microbatch's loss; None: the model gives the loss, when called with all of a microbatch. It is divided by
-        ``loss_divisor`` before the backward (None: by the number of microbatches).
-        The step hands back its modules, losses and norm as ``HandedBack`` has them, before gradients are clipped or
-        cleared. ``names`` tells its parameters' names in the reference, where those are others and their weights do not
-        tell: prefixes and what to put in their place, or a function. ``ranks`` is how many, or where they work on
-        replicas of the model, the number of each one's: of n, replica r is given the microbatches r, r + n, ..., and
-        reports the losses of these; the reference sees all. What several ranks hold of a stage, replicas or shards, is
-        put together. ``timeout_s`` bounds the step, in seconds; a hang ends there.
-        Raises ``WhiteBoxError``, ``ReplicasError``, and ``NeedsMoreRanks`` where a launcher started fewer; all else
+        ``model`` is ``reference()`` in training mode: the step cuts it into stages, or ignores it. It hands back its
+        modules, losses and norm, as ``HandedBack`` has them, before gradients are clipped or cleared.
+
+        reference: builds the whole model. microbatches: pairs of inputs (a tensor or a tuple of tensors) and target.
+        ranks: how many; or a list, the replica of each rank. Of n replicas, replica r is given the microbatches r,
+        r + n, ..., and reports their losses. The reference sees all. loss_fn: of output and target, a microbatch's
+        loss. Without it the model is called with all of a microbatch, and gives the loss. loss_divisor: the loss is
+        divided by this before its backward. The default is the number of microbatches. names: what the step's
+        parameters are called in the reference: prefixes and what replaces them, or a function. timeout_s: how long the
+        step may take, in seconds; a hang ends there.
+
+        Raises ``WhiteBoxError`` and ``ReplicasError``, and ``NeedsMoreRanks`` where a launcher started fewer. All else
         that goes wrong is in the verdict.
         """
         began = perf_counter()

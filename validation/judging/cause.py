@@ -78,10 +78,11 @@ class Ran:
 class Cause:
     """A fault, where it is and how sure that is.
 
-    Fields that do not apply, or that the evidence leaves open, are None; ``microbatches`` are those concerned;
-    ``stages`` are those of a fault that is in several, but not in all; ``detail`` is for people: ``microbatch 3's,
-    expected microbatch 2's``. ``instead`` are other causes that would show the very same. ``ran`` are the actions that
-    it is about, with the user's own lines, where they are known.
+    Fields that do not apply, or that the evidence leaves open, are None.
+
+    microbatches: those concerned. stages: those of a fault that is in several, but not in all. detail: for people, such
+    as ``microbatch 3's, expected microbatch 2's``. instead: other causes that would show the very same. ran: the
+    actions that it is about, with the user's own lines, if they are known.
     """
 
     kind: str

@@ -57,8 +57,8 @@ class NoVerdict(ValidationFailed):
 class LawResult:
     """A property that must hold, and how it fared.
 
-    ``checked`` things were compared, ``exact`` of them agreed bit for bit, ``wrong`` of them did not agree;
-    ``left_out`` are the names of those that should have been compared and were not.
+    checked: how many things were compared. exact: how many of them agreed bit for bit. wrong: how many did not agree.
+    left_out: the names of those that should have been compared and were not.
     """
 
     name: str
@@ -93,17 +93,16 @@ class Crash:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a validation found. ``tier`` is "bitwise", a dtype's name, or "none" where not everything agreed.
+    """What a validation found.
 
-    ``cause`` is what explains it, all of it together: none where the evidence does not decide, and ``undecided`` then
-    says why; both are empty where nobody asked. ``alternatives`` are explanations that the evidence allows as well,
-    each as a whole, the likeliest first. ``ruled_out`` is what was compared on the way and agreed; ``cells`` are the
-    coefficients that causes rest on. ``bindings`` are the case's numbers, in words.
-    ``floor`` is the largest rounding floor measured over all gradients, 0 where none was measured; ``failure`` is how
-    the ranks failed where there was nothing to judge, ``ended`` whether by a crash ("error") or a hang; ``headline``
-    says in a sentence what the laws cannot; ``rerun`` is what to type where there is no replay line; ``seconds`` is
-    what it took. ``stopped``: what was raised while things were compared, ``unsought``: while the cause was looked for;
-    ``traceback`` has all of it.
+    tier: "bitwise", a dtype's name, or "none" if not everything agreed. cause: what explains it, all of it together. It
+    is empty if the evidence does not decide; then ``undecided`` says why. Both are empty if nobody asked. alternatives:
+    explanations that the evidence allows as well, each as a whole, the likeliest first. ruled_out: what was compared on
+    the way and agreed. cells: the coefficients that causes rest on. bindings: the case's numbers, in words. floor: the
+    largest rounding floor over all gradients; 0 if none was measured. failure: how the ranks failed, if there was
+    nothing to judge. ended: "error" for a crash, "hang" for a hang. headline: a sentence for what the laws cannot say.
+    rerun: what to type if there is no replay line. seconds: what it took. stopped: what was raised while things were
+    compared. unsought: what was raised while the cause was looked for. traceback: of either.
     """
 
     config: str

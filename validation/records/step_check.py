@@ -82,9 +82,9 @@ class _Part:
 
 
 class StepCheck:
-    """A context manager around one step of a job; every rank enters it.
+    """A context manager around one step of a job. Every rank enters it.
 
-    ``gradients`` is called between backward and clipping, ``report`` anywhere; then there is a ``verdict``.
+    Call ``gradients`` between backward and clipping, and ``report`` anywhere. After the block there is a ``verdict``.
     """
 
     def __init__(
@@ -97,12 +97,12 @@ class StepCheck:
         operation: int = 0,
         timeout_s: float = 300.0,
     ) -> None:
-        """``modules``: this rank's stages by number; a single module is the stage of this rank's number.
+        """modules: this rank's stages by number. A single module is the stage of this rank's number.
 
-        microbatches: pairs of inputs and target, or None on a rank that does not have them; for a ``SingleDevice``
-        rank 0 must. against: a record, its file, or the model beside the job. rename: from a stage's number and a name
-        in it to the record's name. operation: which one of the record's. timeout_s bounds each wait for the other
-        ranks, and so for the reference.
+        microbatches: pairs of inputs and target. None on a rank that does not have them; for a ``SingleDevice``, rank 0
+        must. against: a record, its file, or the model beside the job. rename: from a stage's number and a name in it
+        to the record's name. operation: which one of the record's. timeout_s: bounds each wait for the other ranks,
+        and so for the reference.
         """
         self._modules, self._rename = modules, rename
         self._given = microbatches

@@ -32,11 +32,12 @@ def record_step(
 ) -> Record:
     """What a correct training step gives: losses, gradients, their norm, and the parameters after it.
 
-    The step is made on a copy: ``model`` and ``optimizer``, whose state counts, stay as they are. Microbatches are
-    pairs (inputs, target); ``loss_fn(output, target)`` is a microbatch's scalar loss, and each is divided by
-    ``loss_divisor`` before its backward: the number of microbatches unless told otherwise. ``max_norm`` clips. Without
-    an optimizer there are no parameters after. ``floors``: measure what rounding does, by two more passes of which one
-    is in fp64; without them what is a little off is judged "unknown".
+    The step is made on a copy: ``model`` and ``optimizer`` stay as they are. The optimizer's state counts.
+
+    microbatches: pairs of inputs and target. loss_fn: of output and target, a microbatch's scalar loss. loss_divisor:
+    each loss is divided by this before its backward. The default is the number of microbatches. optimizer: without
+    one there are no parameters after the step. max_norm: clips. floors: measure what rounding does, by two more passes,
+    one of them in fp64. Without floors, what is a little off is "unknown".
 
     Raises ``RecordError`` for a model that does not give the same loss twice or has nothing to train, and ``LossError``
     for a loss that cannot be differentiated.

@@ -48,13 +48,16 @@ class World:
     ) -> list[Result]:
         """Call ``job(context, *args)`` on each of ``ranks`` ranks: the results in rank order, the same list everywhere.
 
-        Job, arguments and results travel as bytes, so closures are welcome. What a job changes stays on its rank, also
-        for later jobs there: a default dtype, say. Let results be on the CPU. ``meanwhile`` is work of the caller's
-        own, step by step: some of it, none or all is done while ranks that leave room for it are busy. Between two
-        steps they are looked after, so let steps be short; what one raises ends the run.
-        Raises WorldError for a job that cannot travel.
-        Raises RankFailed, culprit first, where a rank raises, dies, or has not finished after the bound in seconds;
-        NeedsMoreRanks where a launcher started fewer; the skip, where every rank skips for one reason.
+        Job, arguments and results travel as bytes, so closures are welcome. Let results be on the CPU. What a job
+        changes stays on its rank, also for later jobs there: a default dtype, say.
+
+        timeout_s: bounds this run. meanwhile: work of the caller's own, step by step, for which busy ranks may leave
+        room. Some of it is done, none, or all. Keep steps short: ranks are looked after between two of them. What a
+        step raises ends the run.
+
+        Raises ``WorldError`` for a job that cannot travel, and ``NeedsMoreRanks`` where a launcher started fewer.
+        Raises ``RankFailed``, culprit first, if a rank raises, dies, or has not finished when the bound is reached.
+        Raises the skip if every rank skips for one reason.
         """
         __tracebackhide__ = True  # in a test's traceback the test's own line is what matters
         if ranks < 1:

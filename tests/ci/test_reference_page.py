@@ -1,0 +1,68 @@
+"""The guide to the public API says what the code says, and names all that is public."""
+
+import ast
+import importlib
+import re
+
+import pytest
+from reference_page import PAGE, PARTS, Name, Node, found, listed, signature, with_names
+
+import pipeproof
+import pipeproof.foreign
+from tests.support.sources import OURS, ROOT
+
+
+def node(text: str) -> Node:
+    (one,) = ast.parse(text).body
+    assert isinstance(one, Node)
+    return one
+
+
+NAMES = [one for names in PARTS.values() for one in names]
+
+
+def test_the_page_that_is_kept_is_what_the_code_says() -> None:
+    assert with_names(PAGE.read_text()) == PAGE.read_text(), "run ci/reference"
+
+
+def test_every_public_name_is_on_it() -> None:
+    listed = {(one.package, one.name) for one in NAMES}
+    listed |= {
+        ("pipeproof", name) for name in re.findall(r"`(\w+)`", PAGE.read_text().partition("## What is raised")[2])
+    }
+    root = {("pipeproof", name) for name in pipeproof.__all__ if name != "whitebox"}  # a module, listed below
+    assert listed >= root | {("pipeproof.foreign", name) for name in pipeproof.foreign.__all__}
+
+
+@pytest.mark.parametrize("one", NAMES, ids=lambda one: f"{one.package}.{one.name}")
+def test_a_name_is_where_the_page_says(one: Name) -> None:
+    there = getattr(importlib.import_module(one.package), one.name)
+    assert there.__name__ == (one.own or one.name)
+    assert found(ast.parse((ROOT / one.file).read_text()).body, there.__name__).name == there.__name__
+    for method in one.methods:
+        assert hasattr(there, method)
+
+
+def test_signatures() -> None:
+    assert signature(node("def f(self, a: int, /, b: str='x', *, c: tuple[int, ...]=(1, 2)) -> None: ..."), "f") == (
+        "f(a: int, /, b: str = 'x', *, c: tuple[int, ...] = (1, 2)) -> None"
+    )
+    assert signature(node("class C:\n  a: int\n  b: str = ''\n  def m(self): ..."), "C") == "C(a: int, b: str = '')"
+    assert signature(node("class C:\n  x: int\n  def __init__(self, *, y: int=0): ..."), "C") == "C(*, y: int = 0)"
+    assert signature(node("@property\ndef p(self) -> int: ..."), "p") == "p: int"
+    long = ", ".join(f"argument_{number}: dict[str, int]" for number in range(5))
+    assert signature(node(f"def f({long}) -> None: ..."), "f").splitlines()[1] == "    argument_0: dict[str, int],"
+
+
+def test_arguments_that_a_docstring_explains_are_a_list() -> None:
+    text = "What it does.\n\na: the first\nof two. b: None: there is none.\n\nRaises x: never."
+    shown = "What it does.\n\n- `a`: the first of two.\n- `b`: None: there is none.\n\nRaises x: never."
+    assert listed(text, ["a", "b"]) == shown
+
+
+def test_what_is_raised_is_there() -> None:
+    classes = {node.name for source in OURS for node in source.nodes if isinstance(node, ast.ClassDef)}
+    table = PAGE.read_text().partition("## What is raised")[2]
+    errors = {name for row in table.splitlines()[4:] for name in re.findall(r"`([A-Z]\w+)`", row.split("|")[1])}
+    assert len(errors) >= 10
+    assert errors - {"AssertionError", "ValueError"} <= classes

@@ -1,0 +1,266 @@
+"""README and the guides, followed from top to bottom: every command runs, and prints what its page shows.
+
+A page's files are written into an empty folder, as a reader would. After a change of what commands print, run this with
+``GUIDES=rewrite``: pages then show what is printed now.
+"""
+
+import os
+import re
+import runpy
+import shlex
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from pipeproof.cases.specimens import PLUGINS
+from pipeproof.cli import main
+from pipeproof.foreign import WhiteBox
+from pipeproof.judging.verdict import ValidationFailed
+from pipeproof.worlds.world import World
+from tests.support.guides import GUIDES, PAGES, ROOT, Block, blocks, same
+from tests.support.warm_start import Ended
+
+Launch = Callable[..., Ended]
+EXAMPLES = ROOT / "tests" / "examples"
+README = PAGES["README.md"]
+REWRITE = os.environ.get("GUIDES") == "rewrite"
+# Not run here: what runs this, what test_wheel does, and examples that this session collects anyway.
+ELSEWHERE = ("ci/test", "pip install .", "torchrun --nproc-per-node 2 -m pytest test_my_schedules.py", "pytest test_")
+
+LANGUAGES = {"python", "py", "console", "text", "csv"}  # py: of the reference, which is made from the code
+
+COMMANDS = {
+    page: [
+        (command, output)
+        for block in blocks("console")
+        if block.page == page
+        for command, output in block.commands
+        if not command.startswith(ELSEWHERE)
+    ]
+    for page in PAGES
+}
+FOLLOWED = [page for page in PAGES if COMMANDS[page]]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder with the files that the pages show, and our tests beside them."""
+    for block in blocks("python", "csv"):
+        whole = EXAMPLES / block.file
+        (tmp_path / block.file).write_text(whole.read_text() if whole.exists() else block.text)
+    (tmp_path / "tests").symlink_to(ROOT / "tests")
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    PLUGINS.unload(tmp_path / "my_specimens.py")
+
+
+@pytest.fixture
+def run(
+    folder: Path, python: Launch, torchrun: Launch, capsys: pytest.CaptureFixture[str]
+) -> Callable[[str], tuple[int, str]]:
+    """Run a command of a page: our own in this process, which has ranks at hand; its status, and what it printed."""
+
+    def launch(command: str) -> tuple[int, str]:
+        first, *words = shlex.split(command)
+        if first in ("pipeproof", "ci/validate", "ci/gate"):
+            status = main([first.removeprefix("ci/"), *words] if first.startswith("ci/") else words)
+            printed = capsys.readouterr()
+            return status, printed.out or printed.err
+        if "--nnodes" in words:
+            ended = on_two_machines(python, folder, words)
+        elif first == "torchrun":
+            ended = torchrun(folder, *words[2:], ranks=int(words[1]))
+        else:
+            assert first == "python", command
+            return by_itself(folder, *words), relevant(capsys.readouterr().out, folder)
+        return ended.returncode, relevant(ended.stdout, folder)
+
+    return launch
+
+
+@contextmanager
+def as_in(folder: Path) -> Iterator[None]:
+    """Modules of ``folder`` are imported from there, and forgotten afterwards; all others stay."""
+    own = {path.stem for path in folder.glob("*.py")}
+    before = {name: sys.modules.pop(name) for name in own & sys.modules.keys()}
+    with mock.patch.object(sys, "path", [str(folder), *sys.path]):
+        try:
+            yield
+        finally:
+            for name in own:
+                sys.modules.pop(name, None)
+            sys.modules.update(before)
+
+
+def by_itself(folder: Path, *words: str) -> int:
+    """The status of ``python WORDS``, run in this process as far as it can be: its ranks are its own."""
+    with as_in(folder), mock.patch.object(sys, "argv", list(words)), mock.patch.dict(os.environ):
+        del os.environ["PYTEST_CURRENT_TEST"]
+        try:
+            runpy.run_path(words[0], run_name="__main__")
+        except SystemExit as end:
+            return int(end.code or 0)
+    return 0
+
+
+def on_two_machines(python: Launch, folder: Path, words: list[str]) -> Ended:
+    """torchrun itself, once for each machine: here they are both this one."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    node = words.index("--node-rank") + 1
+
+    def machine(rank: int) -> Ended:
+        own = [*words[:node], str(rank), *words[node + 1 :]]
+        return python(folder, "-m", "torch.distributed.run", *(port if word == "29500" else word for word in own))
+
+    with ThreadPoolExecutor() as machines:
+        ended, other = machines.map(machine, range(2))
+    assert other.returncode == 0, other.stdout
+    return ended
+
+
+def relevant(output: str, folder: Path) -> str:
+    """``output`` without torchrun's own warnings, and with files as seen from ``folder``."""
+    lines = output.replace(f"{folder}{os.sep}", "").replace(f"{ROOT}{os.sep}", "").splitlines()
+    return "\n".join(line for line in lines if not re.match(r"[WE]\d{4} |\*{5}|Setting OMP_NUM_THREADS", line)).strip()
+
+
+@pytest.mark.pipeproof_ranks
+@pytest.mark.parametrize("page", FOLLOWED)
+def test_a_page_can_be_followed(page: str, run: Callable[[str], tuple[int, str]]) -> None:
+    for command, output in COMMANDS[page]:
+        if "--svg" in command or "--png" in command:
+            pytest.importorskip("matplotlib")  # the extra "plot"
+        status, printed = run(command)
+        seen = printed.strip()
+        assert status == int(bool(re.search(r"(?m)^FAIL|breaks \d+ law", seen))), seen
+        if output:
+            agree_or_rewrite(page, seen, output, after=f"$ {command}\n")
+        losses = [float(loss) for loss in re.findall(r"(?m)^step.* loss (\S+)", seen)]
+        assert losses[-1:] <= losses[:1], "training lowers the loss"
+
+
+def agree_or_rewrite(page: str, seen: str, output: str, *, after: str) -> None:
+    """Compare what was printed with what ``page`` shows, behind ``after``."""
+    if REWRITE:
+        path = ROOT / page
+        path.write_text(path.read_text().replace(f"{after}{output}\n", f"{after}{seen}\n"))
+        return
+    assert same(seen, output), f"now it prints:\n{seen}"
+
+
+# What a page says to write for what, in one of its files, and the verdict that it shows.
+FAULT = r"(?s)write\s`([^`]+)`\sfor\s`([^`]+)`\.(?:(?!```).)*```text\n(.*?)```"
+FAULTS = [(page, *found) for page, text in PAGES.items() for found in re.findall(FAULT, text)]
+
+
+@pytest.mark.pipeproof_ranks
+@pytest.mark.parametrize(("page", "wrong", "right", "verdict"), FAULTS, ids=[fault[0] for fault in FAULTS])
+def test_a_fault_is_told_as_a_page_shows(
+    page: str, wrong: str, right: str, verdict: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (own,) = [file for file in folder.glob("*.py") if right in file.read_text()]
+    own.write_text(own.read_text().replace(right, wrong))
+    (test,) = [block for block in blocks("python") if block.page == page and block.file.startswith("test_")]
+    (name,) = re.findall(r"def (test_\w+)", test.text)
+    monkeypatch.setenv("PYTEST_CURRENT_TEST", f"{test.file}::{name} (call)")
+    with as_in(folder), World() as world, pytest.raises(ValidationFailed) as failed:
+        getattr(import_module(Path(test.file).stem), name)(WhiteBox(world))
+    agree_or_rewrite(page, str(failed.value), verdict.strip(), after="```text\n")
+
+
+def test_there_are_faults_to_tell() -> None:
+    assert len(FAULTS) == 2
+
+
+def test_from_install_to_a_verdict_takes_few_commands_and_lines() -> None:
+    own = README.partition("\n## Check the built-in")[0]
+    (program,) = [block for block in blocks("python") if block.page == "README.md"]
+    assert len([line for line in program.text.splitlines() if line.strip()]) <= 10
+    assert 1 <= own.count("\n$ ") <= 3
+    assert len(README.splitlines()) <= 150
+
+
+def statements(text: str) -> str:
+    """A program without what its docstring says."""
+    return re.sub(r'\A"""[^"]*"""\n+', "", text)
+
+
+@pytest.mark.parametrize("block", [*blocks("python")], ids=lambda block: f"{block.page}: {block.file}")
+def test_every_program_is_an_example_that_runs(block: Block) -> None:
+    assert statements((EXAMPLES / block.file).read_text()) == block.text
+
+
+def test_every_example_that_runs_elsewhere_is_collected() -> None:
+    for block in blocks("console"):
+        for command, _ in block.commands:
+            if command.startswith("pytest test_"):
+                assert (EXAMPLES / command.split()[1]).is_file(), command
+
+
+def links(page: str) -> list[tuple[Path, str]]:
+    """The files of this repository that ``page`` links to, with the heading in them, if one is named."""
+    found = re.findall(r"\]\(([^)#\s]+)#?([^)]*)\)", PAGES[page])
+    return [(((ROOT / page).parent / path).resolve(), heading) for path, heading in found if "://" not in path]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    for path, heading in links(page):
+        assert path.exists(), path
+        if heading:
+            titles = re.findall(r"(?m)^#+ (.*)$", path.read_text())
+            assert heading in [title.lower().replace(" ", "-") for title in titles]
+
+
+def test_readme_leads_to_every_guide() -> None:
+    assert {path for path, _ in links("README.md") if path.parent == GUIDES} >= {*GUIDES.glob("*.md")}
+
+
+def test_the_scripts_that_readme_names_are_there_and_ci_runs_the_tests() -> None:
+    pages = "\n".join(PAGES.values())
+    assert "ci/test" in README
+    assert "ci/validate" in README
+    for name in set(re.findall(r"\bci/[\w.-]+\b", pages)):
+        assert (ROOT / name).exists(), name
+    for name in ("ci/setup", "ci/validate", "ci/test", "ci/gate"):
+        assert (ROOT / name).stat().st_mode & 0o111
+        assert name in pages
+    assert "ci/test" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_the_comparison_can_fail() -> None:
+    assert same("loss 1.2345 in 3.1 s", "loss 1.2344 in 0.2 s")
+    assert not same("loss 1.2345", "loss 9.8765")
+    assert same("worst 1.4e-07", "worst 2.2e-07")
+    assert not same("worst 1.4e-07", "worst 1.4e-03")
+    assert not same("8 pass; 8 of 8", "7 pass; 8 of 8")
+    assert not same("8 pass", "8 pass more")
+    assert same("20 pass\n1f1b 6, zb-v 14", "20 pass\ngpipe 20")
+    assert not same("20 pass\n1f1b 6, zb-v 14", "20 pass")
+    assert same("rank step\n0 3.1 ms 20.0%", "rank step\n0 4.1 ms 29.1%")
+    assert not same("bubble 20.0%", "bubble 29.1%")
+
+
+def test_only_what_a_page_brings_is_imported_anew_and_forgotten(tmp_path: Path) -> None:
+    (tmp_path / "my_pipeline.py").write_text("import wave")
+    before = sys.modules.get("my_pipeline")
+    with as_in(tmp_path):
+        assert import_module("my_pipeline") is not before
+    assert sys.modules.get("my_pipeline") is before
+    assert "wave" in sys.modules, "or classes that are already in use would be made twice"
+
+
+def test_what_is_read_of_a_page() -> None:
+    block = Block("x.md", "`a.py` and then `b.py`:", "console", "$ one --two\nsaid\n$ three\n")
+    assert block.file == "b.py"
+    assert block.commands == [("one --two", "said"), ("three", "")]
+    assert {block.language for block in blocks("python", "console", "text", "csv", "py")} == LANGUAGES
