@@ -8,12 +8,13 @@ from typing import Any, TypeAlias
 
 from pipeproof.cases.case import FUZZED_DTYPES, Case, CaseError
 from pipeproof.cases.runtimes import OWN, TORCH
-from pipeproof.commands.option_parser import seconds, without_effect
+from pipeproof.commands.option_parser import without_effect
 from pipeproof.commands.outputs import Outputs, add_file, add_outputs, add_recording
 from pipeproof.commands.selection import (
     DTYPE_NAMES,
     STATUSES,
     add_table,
+    add_timeout,
     add_world,
     dtype_names,
     schedule_names,
@@ -89,6 +90,7 @@ def _add_replay(commands: Commands) -> None:
     line = "the line that a failure printed, e.g. 1f1b r4 s4 m8 split=2,2,2,2 seed=17; quotes may be left out"
     parser.add_argument("case", nargs="+", help=line)
     parser.add_argument("--plugin", metavar="FILE", help="a Python file that registers the specimen of the line")
+    add_timeout(parser)
     add_recording(parser)
     add_outputs(parser, what="the verdict")
     parser.set_defaults(run=_replay)
@@ -159,7 +161,7 @@ def _replay(options: argparse.Namespace) -> int:
 
     if options.plugin is not None:
         PLUGINS.load(options.plugin)
-    return validate_all([case], Setting(case.device, outputs=Outputs.of(options), explain=True))
+    return validate_all([case], Setting(case.device, options.timeout, Outputs.of(options), explain=True))
 
 
 def _add_records(commands: Commands) -> None:
@@ -213,7 +215,7 @@ def _add_specimens(commands: Commands) -> None:
     parser.add_argument("--shrink", action="store_true", help="shrink a random failing case of each to its smallest")
     parser.add_argument("--seed", type=int, default=0, help="where --shrink begins")
     parser.add_argument("--final-only", action="store_true", help="from final gradients alone: record no tensors")
-    parser.add_argument("--timeout", type=seconds, default=120.0, metavar="SECONDS", help="of one case (default 120)")
+    add_timeout(parser)
     add_outputs(parser, what="results")
     parser.set_defaults(run=_specimens)
 

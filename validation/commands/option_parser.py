@@ -43,10 +43,11 @@ class CommandParser(OptionParser):
     """The parser of one command: it knows what was said of it, and what it does not know it refuses itself."""
 
     def parse_known_args(self, *arguments: Any, **more: Any) -> tuple[Any, list[str]]:
-        """As argparse's, with ``given``: the options that the command line names. Raises ``UsageError``."""
+        """As argparse's, with ``prog``, and ``given``: the options that are named. Raises ``UsageError``."""
         options, rest = super().parse_known_args(*arguments, **more)
         if rest:
             self.error(self._unknown(rest[0]))
+        options.prog = self.prog
         options.given = frozenset(word.partition("=")[0] for word in arguments[0] if word.startswith("--"))
         return options, rest
 
@@ -67,7 +68,7 @@ def without_effect(options: argparse.Namespace, names: Iterable[str], why: str) 
     """Raise ``UsageError`` where the command line names one of these options, which do nothing here."""
     for name in names:
         if name in options.given:
-            raise UsageError(f"{name} has no effect {why}: leave it out")
+            raise UsageError(f"{name} has no effect {why}: leave it out; see {options.prog} --help")
 
 
 def number(word: str, *, zero: bool = False, text: str = "") -> float:

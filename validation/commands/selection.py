@@ -158,10 +158,15 @@ def add_table(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="(default %(default)s)")
 
 
+def add_timeout(parser: argparse.ArgumentParser) -> None:
+    """How long one case may take."""
+    parser.add_argument("--timeout", type=seconds, default=120.0, metavar="SECONDS", help="of one case (default 120)")
+
+
 def add_world(parser: argparse.ArgumentParser) -> None:
     """Where ranks run, and how long."""
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--timeout", type=seconds, default=120.0, metavar="SECONDS", help="of one case (default 120)")
+    add_timeout(parser)
 
 
 def table_of(options: argparse.Namespace) -> tuple[list[Case], Mapping[str, str]]:
