@@ -28,6 +28,7 @@ _HOMES = {
     "Verdict": "judging.verdict",
     "World": "worlds.world",
     "check_step": "records.step_check",
+    "page": "reports.page.page",
     "record_step": "records.step_record",
     "validate": "cases.validator",
     "write_record": "records.step_record",

@@ -12,7 +12,8 @@ from hypothesis.errors import Flaky
 
 from pipeproof.cases.case import FUZZED_DTYPES, LOSSES, MODELS, SCHEDULES, Case, plainest_first
 from pipeproof.cases.runtimes import OPTIONS, OWN, TORCH, TORCH_CLASSES, TORCH_CSV, why_not
-from pipeproof.cases.validator import validate
+from pipeproof.cases.validator import crashed, validate
+from pipeproof.judging.measured import Measured
 from pipeproof.judging.verdict import Verdict
 from pipeproof.pipeline.schedule import ScheduleError
 from pipeproof.pipeline.schedules import LOOPED, build, virtuals
@@ -103,6 +104,7 @@ class Tally:
     schedules: Counter[str] = field(default_factory=Counter)
     replicas: Counter[int] = field(default_factory=Counter)
     dtypes: Counter[str] = field(default_factory=Counter)
+    each: list[Verdict] = field(default_factory=list)  # without the numbers that only a page of its own shows
 
     @property
     def cases(self) -> int:
@@ -193,6 +195,7 @@ def fuzz(
         tally.schedules[case.schedule] += 1
         tally.replicas[case.replicas] += 1
         tally.dtypes[case.dtype] += 1
+        tally.each.append(replace(verdict or crashed(case, failure), measured=Measured()))
         progress(tally)
         if outcome != "pass":
             failures.append(Found(case, verdict, failure))

@@ -4,10 +4,12 @@ import math
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
 from pipeproof.judging.cause import KINDS, Cause, Cells, RuledOut
+from pipeproof.judging.measured import Measured, versions
 
 SCHEMA = "pipeproof/verdict/2"
 Tier = Literal["bitwise", "fp32", "bf16", "fp64", "none"]  # bit for bit, or to the rounding of a dtype
@@ -210,7 +212,7 @@ class Verdict:
     ``floor`` is the largest rounding floor measured over all gradients, 0 where none was measured; ``failure`` is how
     the ranks failed where there was nothing to judge; ``headline`` says in a sentence what the laws cannot; ``rerun``
     is what to type where there is no replay line; ``seconds`` is what it took. ``stopped``: what was raised while
-    things were compared, ``unsought``: while the cause was looked for; ``traceback`` has all of it.
+    things were compared, ``unsought``: while the cause was looked for; ``traceback`` has all. ``measured``: numbers.
     """
 
     config: str
@@ -232,6 +234,7 @@ class Verdict:
     stopped: str = ""
     unsought: str = ""
     traceback: str = field(default="", compare=False)
+    measured: Measured = field(default=Measured(), compare=False, repr=False)
 
     @property
     def replay(self) -> str:
@@ -330,8 +333,15 @@ class Verdict:
 
     def as_dict(self) -> dict[str, object]:
         """Plain data for JSON."""
-        data = asdict(self) | {"mismatches": [mismatch.as_dict() for mismatch in self.mismatches]}
+        data = asdict(replace(self, measured=Measured()))
+        data |= {"mismatches": [mismatch.as_dict() for mismatch in self.mismatches]}
+        data |= {"measured": self.measured.as_dict(), "versions": dict(versions())}
         return {"schema": SCHEMA, **data, "replay": self.replay}
+
+    def to_html(self) -> str:
+        """The verdict as a page: one file of HTML that needs no network."""
+        html: str = import_module(__name__.partition(".")[0]).page(self)  # the front door leads to rooms after this one
+        return html
 
 
 def _not_seen(laws: Sequence[LawResult]) -> list[str]:

@@ -24,7 +24,7 @@ class Crossing:
     ``where`` is its place in the flow, as recordings call it. What is not ``judged`` is a matter of diagnosis alone.
     ``call`` is the number of the call from 1 on, by which an action is located whose microbatch is not known. ``place``
     is where in the model an input should pass. ``rank`` is where it was, if several hold the stage. ``faint``: it is
-    wrong by little more than what rounding may do.
+    wrong by little more than what rounding may do. ``error`` is about its relative error, ``limit`` what is rounding.
     """
 
     action: Action
@@ -38,6 +38,8 @@ class Crossing:
     place: str = ""
     rank: int | None = None
     faint: bool = False
+    error: float | None = None
+    limit: float | None = None
 
     @property
     def at(self) -> str:
@@ -60,7 +62,8 @@ class Passed:
     ``unplaced`` are tensors of which nothing tells where they should pass: at which of the flow's points, and for which
     microbatch. Whether they are right nobody knows. ``uncompared`` is how many tensors no law could be held against.
     ``ranks``: which rank each microbatch was on, if several hold it. ``strange`` are outputs without a place, by
-    microbatch. ``mixed``: parts of its module alone trained.
+    microbatch. ``mixed``: parts of its module alone trained. ``times`` of actions, by their rank's count; empty where
+    nobody knows.
     """
 
     actions: tuple[Action, ...]
@@ -75,6 +78,7 @@ class Passed:
     ranks: Mapping[int, int | None] = field(default_factory=dict)
     strange: Mapping[int, Sequence[Sketch]] = field(default_factory=dict)
     mixed: bool = False
+    times: tuple[int, ...] = ()
 
     @property
     def untold(self) -> bool:

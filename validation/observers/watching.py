@@ -4,7 +4,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import count
 from threading import get_ident
@@ -76,10 +76,10 @@ class Mode(Enum):
 class Call:
     """One call of a watched module. Gradients are by the number of the tensor that they belong to.
 
-    ``backwards`` has an entry, a count over all calls of this rank, for each time that gradients came out of the call.
+    ``backwards`` has an entry, a count over all that this rank's calls do, for each time that gradients came out of it.
     ``mixed``: parts of the module were in training mode, and others were not.
     A ``silent`` one ran without gradients: it is a forward only if a backward ran it again, and then has what that had.
-    ``rank`` is the one that it was on, where several hold its stage.
+    ``rank`` is the one that it was on, where several hold its stage. ``began``: when, by the count of ``backwards``.
     """
 
     training: bool
@@ -92,6 +92,12 @@ class Call:
     rank: int | None = None
     silent: bool = False
     mixed: bool = False
+    began: int | None = None
+
+    def later(self, time: int, *, rank: int) -> "Call":
+        """The same on ``rank``, by so much later."""
+        began = None if self.began is None else self.began + time
+        return replace(self, backwards=[time + end for end in self.backwards], began=began, rank=rank)
 
 
 @dataclass
@@ -125,7 +131,7 @@ class Watcher:
     def __init__(self) -> None:
         self._watched: dict[int, _Watched] = {}
         self._entering: dict[int, list[tuple[list[Sketch], list[int]]]] = defaultdict(list)  # by thread
-        self._backwards = count()
+        self._times = count()
 
     def watch(self, module: nn.Module, when: Callable[[], bool] | None = None) -> None:
         """Hook ``module``, once; calls count while ``when`` holds."""
@@ -160,7 +166,8 @@ class Watcher:
         taken, versions = self._entering[get_ident()].pop()
         giving = [number for number, tensor in enumerate(outputs) if tensor.requires_grad]
         silent, mixed = mode is Mode.SILENT, len(modes) > 1
-        call = Call(True in modes, taken, list(map(sketch, outputs)), silent=silent, mixed=mixed)
+        began = next(self._times)
+        call = Call(True in modes, taken, list(map(sketch, outputs)), silent=silent, mixed=mixed, began=began)
         if mode is Mode.SILENT:
             watched.calls.append(call)
             watched.waiting.append(call)
@@ -216,7 +223,7 @@ class Watcher:
             def write() -> None:
                 into[number] = seen
                 if counts:
-                    call.backwards.append(next(self._backwards))
+                    call.backwards.append(next(self._times))
 
             return write
 

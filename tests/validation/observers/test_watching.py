@@ -142,7 +142,7 @@ def test_a_leaf_that_is_handed_on_as_it_is_has_each_calls_own_gradients() -> Non
     found: list[Call] | None = watcher.calls(stage)
     assert found is not None
     assert [call.output_gradients[0] for call in found] == [first for first, _ in due]
-    assert [call.backwards for call in found] == [[0], [1], [2], [3]]
+    assert [(call.began, call.backwards) for call in found] == [(0, [1]), (2, [3]), (4, [5]), (6, [7])]
     assert len({call.input_gradients[0].digest for call in found}) == COUNT
 
 

@@ -1,0 +1,208 @@
+"""The schedule as a grid, rank x time: where each action stands, what it made, and which message was wrong."""
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from pipeproof.diagnosis.rule import OF_MICROBATCHES
+from pipeproof.judging.cause import Cause
+from pipeproof.judging.measured import Compared, Done, Ran, Sight
+from pipeproof.judging.verdict import Verdict
+from pipeproof.pipeline.action import COMPUTE, GIVES_WEIGHT_GRADIENT, Kind
+
+State = Literal["right", "through", "wrong", "culprit", "not compared", "not recorded"]
+_BACK = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+STEPS = 4  # powers of ten on each side of what rounding allows that have a colour of their own
+
+
+@dataclass(frozen=True)
+class Arrow:
+    """The way of a tensor that an action took: from the action that made it. ``due``: not this one came, but should."""
+
+    start: tuple[int, int]  # rank and column
+    end: tuple[int, int]
+    due: bool
+
+
+@dataclass(frozen=True)
+class Placed:
+    """An action in the grid. ``through``: what it went into that was compared, or what else its tensors do not say."""
+
+    done: Done
+    rank: int
+    column: int
+    state: State
+    step: str = ""
+    through: str = ""
+
+
+def step_of(error: float | None, limit: float | None) -> str:
+    """An error's colour: ``x`` bit for bit, ``a0`` to ``a3`` within what rounding allows, ``w0`` to ``w4`` above."""
+    if error == 0:
+        return "x"
+    if error is None or limit is None:
+        return ""
+    if error <= limit:
+        return f"a{min(3, int(-math.log10(error / limit)))}"
+    ratio = error / limit if limit else math.inf
+    return f"w{min(STEPS, int(math.log10(ratio)))}" if ratio < math.inf else f"w{STEPS}"
+
+
+@dataclass(frozen=True)
+class Grid:
+    """``verdict``'s run, placed. A column is one action: that says what waits for what, and not how long it took."""
+
+    verdict: Verdict
+    ran: Ran
+
+    @cached_property
+    def rows(self) -> tuple[tuple[Placed, ...], ...]:
+        """The actions of every rank."""
+        own = self._culprits
+        return tuple(
+            tuple(
+                self._placed(done, rank, column, own)
+                for done, column in zip(row, self._columns[rank], strict=True)
+                if done.kind in COMPUTE
+            )
+            for rank, row in enumerate(self.ran.ranks)
+        )
+
+    @property
+    def width(self) -> int:
+        """How many columns there are."""
+        return 1 + max((column for row in self._columns for column in row), default=-1)
+
+    @cached_property
+    def arrows(self) -> tuple[Arrow, ...]:
+        """The messages that were wrong: what came, and what should have."""
+        where = {one.done.action: (one.rank, one.column) for row in self.rows for one in row}
+        found = []
+        for one in (one for row in self.rows for one in row if one.state == "culprit"):
+            for sight in (sight for sight in one.done.sights if sight.agrees is False and sight.really):
+                for name, due in ((sight.really, False), (sight.due, True)):
+                    start = next((where[each] for each in _written(name) if each in where), None)
+                    if start is not None:
+                        found.append(Arrow(start, (one.rank, one.column), due))
+        return tuple(dict.fromkeys(found))
+
+    @cached_property
+    def _columns(self) -> list[list[int]]:
+        """When each action can be, if each takes one column: after what it was made from, as far as that ran."""
+        ranks, every = self.ran.ranks, {done.action for row in self.ran.ranks for done in row}
+        found: list[list[int]] = [[] for _ in ranks]
+        ended: dict[str, int] = {}
+        for column in range(sum(map(len, ranks))):
+            heads = [(rank, row[len(found[rank])]) for rank, row in enumerate(ranks) if len(found[rank]) < len(row)]
+            ready = [
+                (rank, done)
+                for rank, done in heads
+                if all(ended.get(name, column) < column for name in self._needs(done) & every)
+            ]
+            for rank, done in ready or heads:  # what waits for ever ran all the same
+                found[rank].append(column)
+                ended.setdefault(done.action, column)
+            if not heads:
+                break
+        return found
+
+    def _needs(self, done: Done) -> set[str]:
+        """What it was made from: what came, where that is known to be another than what should have."""
+        came = [(sight.really, sight.due) for sight in done.sights if sight.really]
+        last = len(self.ran.placement) - 1
+        if done.kind is Kind.FORWARD:
+            due = {f"{done.stage - 1}F{done.microbatch}"}
+        elif done.kind in _BACK:
+            above = f"{done.stage + 1}B{done.microbatch}"
+            due = {f"{done.stage}F{done.microbatch}"} if done.stage == last else {*_written(above)}
+        else:
+            due = set()
+        not_come = {name for _, due_name in came for name in _written(due_name)}
+        return (due - not_come) | {name for really, _ in came for name in _written(really)}
+
+    @cached_property
+    def _culprits(self) -> Collection[str]:
+        """The actions that causes name; of those at a stage and a microbatch, the ones that were seen wrong."""
+        found: set[str] = set()
+        for cause in self.verdict.cause:
+            at = [done for rank, row in enumerate(self.ran.ranks) for done in row if _is_at(done, rank, cause)]
+            wrong = [done for done in at if any(sight.agrees is False for sight in done.sights)]
+            if not wrong and cause.kind in OF_MICROBATCHES:  # what passed is right: the sums are not
+                at = [done for done in at if done.kind in GIVES_WEIGHT_GRADIENT]
+            found |= {done.action for done in wrong or at}
+        return found
+
+    def _placed(self, done: Done, rank: int, column: int, culprits: Collection[str]) -> Placed:
+        wrong = [sight for sight in done.sights if sight.agrees is False]
+        if wrong or done.action in culprits:
+            state: State = "culprit" if done.action in culprits else "wrong"
+            besides = "" if wrong or not done.sights else "what passed here is right, and what was done with it is not"
+            step = _worst(wrong or done.sights) or ("w4" if wrong else "")
+            return Placed(done, rank, column, state, step, besides)
+        right = [sight for sight in done.sights if sight.agrees]
+        if right:
+            return Placed(
+                done, rank, column, "right", _worst([one for one in right if one.made]) or _worst(right) or "a0"
+            )
+        through = self._through.get(
+            (done.kind is Kind.FORWARD, done.microbatch if done.kind is Kind.FORWARD else done.stage)
+        )
+        if through is not None and not done.sights:
+            text, step = through
+            return Placed(done, rank, column, "through", step, text)
+        return Placed(done, rank, column, "not compared" if done.sights else "not recorded")
+
+    @cached_property
+    def _through(self) -> Mapping[tuple[bool, int | None], tuple[str, str]]:
+        """What actions went into, where all of that agrees: a microbatch's loss, or the gradients of a stage."""
+        every = [one for one in self.verdict.measured.compared if one.operation == self.ran.operation]
+        groups: dict[tuple[bool, int | None], list[Compared]] = {}
+        for one in every:
+            if one.law == "loss" and one.microbatch is not None:
+                groups.setdefault((True, one.microbatch), []).append(one)
+            elif one.law == "gradient":
+                groups.setdefault((False, one.stage), []).append(one)
+        return {
+            at: (_went_into(*at, len(group)), _worst(group) or "a0")
+            for at, group in groups.items()
+            if all(one.outcome == "pass" for one in group)
+        }
+
+
+def _went_into(forward: bool, number: int | None, count: int) -> str:
+    if forward:
+        return f"its own tensors were not recorded; the loss of microbatch {number} that it went into agrees"
+    return f"its own tensors were not recorded; the {count} gradients of stage {number} that it went into agree"
+
+
+def _is_at(done: Done, rank: int, cause: Cause) -> bool:
+    """Whether ``cause`` names this action, or its stage and microbatch."""
+    stages = cause.stages or (() if cause.stage is None else (cause.stage,))
+    if cause.action is not None and done.action == cause.action and not cause.microbatches:
+        return True
+    if not (cause.action or cause.microbatches) or (cause.rank is not None and rank != cause.rank):
+        return False
+    named = cause.action is None or _alike(done, cause.action)
+    microbatch = not cause.microbatches or done.microbatch in cause.microbatches
+    return named and microbatch and (not stages or done.stage in stages)
+
+
+def _alike(done: Done, action: str) -> bool:
+    """Whether ``done`` is ``action`` but for its microbatch: a cause names one for all of its microbatches."""
+    return f"{done.stage}{done.kind.value}" == action.rstrip("?0123456789")
+
+
+def _written(name: str) -> Iterator[str]:
+    """As the action ``name`` may be written: a backward is whole, or its first half."""
+    if name:
+        yield name
+        yield name.replace("B", "I")
+
+
+def _worst(seen: Sequence[Sight] | Sequence[Compared]) -> str:
+    """The colour of the largest error, in what rounding allows."""
+    steps = [step_of(one.error, one.limit) for one in seen]
+    order = ["x", "a3", "a2", "a1", "a0", *(f"w{k}" for k in range(STEPS + 1))]
+    return max((step for step in steps if step), key=order.index, default="")
