@@ -23,6 +23,7 @@ from pipeproof.observers.observed import Observed
 from pipeproof.pipeline.profile import profile_table
 from pipeproof.records.case_record import observed_record
 from pipeproof.records.record_file import write
+from pipeproof.reports.page.campaign import Entry, campaign
 from pipeproof.reports.table import HEADER, line, summary
 from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.output_file import OutputFile
@@ -40,7 +41,7 @@ class Impossible(ValueError):
 class Setting:
     """Where cases run, and what is said about them. ``device``: "auto", "cpu" or "cuda".
 
-    ``json`` and ``record`` are files for the verdicts, and for what the ranks of the one case gave.
+    ``json``, ``html`` and ``record`` are files for the verdicts, and for what the ranks of the one case gave.
     """
 
     device: str = "auto"
@@ -49,6 +50,7 @@ class Setting:
     profile: bool = False
     explain: bool = False
     record: str | None = None
+    html: str | None = None
 
     @property
     def chosen_device(self) -> str:
@@ -74,6 +76,7 @@ def validate_all(wanted: Sequence[Case], setting: Setting, *, left_out: Mapping[
     verdicts: list[Verdict] = []
     with (
         OutputFile(setting.json) as file,
+        OutputFile(setting.html) as html,
         OutputFile(setting.record) as recorded,
         World(device=device, timeout_s=setting.timeout_s) as world,
     ):
@@ -92,9 +95,13 @@ def validate_all(wanted: Sequence[Case], setting: Setting, *, left_out: Mapping[
                 terminal.say(profile_table(observed.profiles))
             if setting.explain or verdict.verdict != "pass":
                 terminal.say(str(verdict), verdict.verdict)
-        terminal.say(summary(verdicts, left_out=len(left_out)))
+        said = summary(verdicts, left_out=len(left_out))
+        terminal.say(said)
         data = {"verdicts": [verdict.as_dict() for verdict in verdicts], "left_out": dict(left_out)}
         file.write_json({"schema": SCHEMA, **data})
+        if setting.html is not None:
+            entries = [Entry(one, one.verdict) for one in verdicts]
+            html.write(campaign(entries, said=said, left_out=left_out).encode())
     return exit_status(verdicts)
 
 
@@ -113,7 +120,11 @@ def fuzz_all(
     On a runtime that is not ours, findings that are known and still there are said first, and not drawn.
     """
     terminal, device = Terminal(), setting.chosen_device
-    with OutputFile(setting.json) as file, World(device=device, timeout_s=setting.timeout_s) as world:
+    with (
+        OutputFile(setting.json) as file,
+        OutputFile(setting.html) as html,
+        World(device=device, timeout_s=setting.timeout_s) as world,
+    ):
         there = _findings(world, terminal) if runtime != OWN else []
         drawn = cases(schedules=schedules, dtypes=dtypes, max_ranks=max_ranks, device=device, runtime=runtime)
         with terminal.progress("starting ranks") as show, enough_ranks():
@@ -128,6 +139,8 @@ def fuzz_all(
         terminal.say(f"seed {seed}: {tally}\n{tally.by_schedule}{tally.by_replicas}")
         findings = {"findings": [finding.name for finding in there]} if there else {}
         file.write_json({"schema": SCHEMA, "seed": seed, **findings, **_data(tally, found)})
+        if setting.html is not None:
+            html.write(_page(tally, found, seed).encode())
         if found is None:
             return 0
         terminal.say("a case that is no pass, as small as shrinking made it:")
@@ -136,6 +149,15 @@ def fuzz_all(
         verdict = found.verdict or crashed(found.case, found.failure)
         terminal.say(str(verdict), verdict.verdict)
         return verdict.exit_status
+
+
+def _page(tally: Tally, found: Found | None, seed: int) -> str:
+    """All cases, what was found at their head: those that shrinking tried, and that were wrong too, are left out."""
+    entries = [Entry(one, one.verdict) for one in tally.each if found is None or one.verdict == "pass"]
+    if found is not None:
+        verdict = found.verdict or crashed(found.case, found.failure)
+        entries.insert(0, Entry(verdict, verdict.verdict, "as small as shrinking made it"))
+    return campaign(entries, said=f"fuzz, seed {seed}: {tally}", left_out=NOTHING)
 
 
 def _explained(found: Found | None, world: World) -> Found | None:

@@ -12,6 +12,7 @@ from pipeproof.commands.option_parser import seconds
 from pipeproof.commands.selection import (
     DTYPE_NAMES,
     STATUSES,
+    add_page,
     add_recording,
     add_table,
     add_world,
@@ -84,6 +85,7 @@ def _add_replay(commands: Commands) -> None:
     parser = commands.add_parser("replay", help="run one case again", epilog=STATUSES)
     parser.add_argument("case", help='the line that a failure printed, e.g. "1f1b r4 s4 m8 split=2,2,2,2 seed=17"')
     parser.add_argument("--json", metavar="FILE", help="write the verdict there")
+    add_page(parser)
     parser.add_argument("--plugin", metavar="FILE", help="a Python file that registers the specimen of the line")
     parser.set_defaults(run=_replay)
     add_recording(parser)
@@ -94,7 +96,8 @@ def _validate(options: argparse.Namespace) -> int:
     start_fork_server()
     from pipeproof.commands.campaign import Setting, validate_all
 
-    setting = Setting(options.device, options.timeout, options.json, options.profile, record=options.record)
+    page = options.html
+    setting = Setting(options.device, options.timeout, options.json, options.profile, record=options.record, html=page)
     return validate_all(cases, setting, left_out=left_out)
 
 
@@ -121,7 +124,7 @@ def _gate(options: argparse.Namespace) -> int:
         missing,
     )
     reports = Reports(options.junit, options.summary, options.artifacts, options.annotations == "github")
-    return gate(plan, Setting(options.device, options.timeout, options.json), reports)
+    return gate(plan, Setting(options.device, options.timeout, options.json, html=options.html), reports)
 
 
 def _fuzz(options: argparse.Namespace) -> int:
@@ -133,7 +136,7 @@ def _fuzz(options: argparse.Namespace) -> int:
     from pipeproof.commands.campaign import Setting, fuzz_all
 
     return fuzz_all(
-        Setting(options.device, options.timeout, options.json),
+        Setting(options.device, options.timeout, options.json, html=options.html),
         budget=options.cases,
         seed=options.seed,
         schedules=schedules,
@@ -151,7 +154,8 @@ def _replay(options: argparse.Namespace) -> int:
 
     if options.plugin is not None:
         PLUGINS.load(options.plugin)
-    return validate_all([case], Setting(case.device, json=options.json, explain=True, record=options.record))
+    setting = Setting(case.device, json=options.json, explain=True, record=options.record, html=options.html)
+    return validate_all([case], setting)
 
 
 def _add_records(commands: Commands) -> None:
@@ -167,6 +171,7 @@ def _add_records(commands: Commands) -> None:
     differ.add_argument("seen", metavar="other")
     for parser, configs in ((comparer, False), (differ, True)):
         parser.add_argument("--json", metavar="FILE", help="write the verdict there")
+        add_page(parser)
         parser.set_defaults(run=_compare, configs=configs)
 
 
@@ -179,7 +184,8 @@ def _record(options: argparse.Namespace) -> int:
 def _compare(options: argparse.Namespace) -> int:
     from pipeproof.commands.offline import compare_files
 
-    return compare_files(options.expected, options.seen, json=options.json, configs=options.configs)
+    files = {"json": options.json, "html": options.html}
+    return compare_files(options.expected, options.seen, **files, configs=options.configs)
 
 
 def _add_specimens(commands: Commands) -> None:

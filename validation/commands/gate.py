@@ -14,6 +14,7 @@ from pipeproof.observers.observed import Observed
 from pipeproof.records.case_record import expected_record, observed_record
 from pipeproof.records.record_file import write
 from pipeproof.reports.gate_reports import CaseResult, GateResult, annotations, junit, markdown
+from pipeproof.reports.page.campaign import Entry, campaign
 from pipeproof.reports.table import HEADER, line
 from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.output_file import OutputError, OutputFile
@@ -67,6 +68,7 @@ def gate(plan: Plan, setting: Setting, reports: Reports) -> int:
         OutputFile(reports.junit) as xml,
         OutputFile(reports.summary) as summary,
         OutputFile(setting.json) as data,
+        OutputFile(setting.html) as html,
         World(device=device, timeout_s=setting.timeout_s) as world,
     ):
         run = _Run(world, device, terminal)
@@ -81,6 +83,9 @@ def gate(plan: Plan, setting: Setting, reports: Reports) -> int:
         xml.write(junit(result))
         summary.write(markdown(result).encode())
         data.write_json(_data(result))
+        if setting.html is not None:
+            entries = [Entry(one.verdict, one.outcome, one.group) for one in result.cases]
+            html.write(campaign(entries, said=str(result), left_out=plan.missing).encode())
         if folder is not None:
             _keep(folder, result, run.observed)
     return result.status

@@ -8,6 +8,7 @@ from pipeproof.records.case_record import expected_record
 from pipeproof.records.compare import compare
 from pipeproof.records.record import Record, RecordError, config_differences
 from pipeproof.records.record_file import read, write
+from pipeproof.reports.page.page import page
 from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.output_file import OutputFile
 
@@ -27,19 +28,21 @@ def record_case(case: Case, path: str) -> int:
     return 0
 
 
-def compare_files(expected: str, seen: str, *, json: str | None, configs: bool = False) -> int:
+def compare_files(expected: str, seen: str, *, json: str | None, html: str | None = None, configs: bool = False) -> int:
     """Judge the record in one file by that in another; returns the exit status.
 
     ``configs``: of two runs, say first what is different in their configs.
     """
     first, second = read(expected), read(seen)
     command, differences = "diff" if configs else "compare", list(config_differences(first, second))
-    with OutputFile(json) as file:
+    with OutputFile(json) as file, OutputFile(html) as shown:
         if configs:
             Terminal().say(_table(differences) or "the configs are the same")
         verdict = compare(first, second, rerun=f"pipeproof {command} {expected} {seen}")
         more = {"config_differences": {name: values for name, *values in differences}} if configs else {}
         file.write_json({**verdict.as_dict(), **more})
+        if html is not None:
+            shown.write(page(verdict, differences if configs else ()).encode())
     Terminal().say(str(verdict), verdict.verdict)
     return verdict.exit_status
 

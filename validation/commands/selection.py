@@ -172,6 +172,12 @@ def add_world(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--timeout", type=seconds, default=120.0, metavar="SECONDS", help="of one case (default 120)")
     parser.add_argument("--json", metavar="FILE", help="write verdicts there")
+    add_page(parser)
+
+
+def add_page(parser: argparse.ArgumentParser) -> None:
+    """Where a page of what was found goes."""
+    parser.add_argument("--html", metavar="FILE", help="write a page there, which shows all of it in a browser")
 
 
 def table_of(options: argparse.Namespace) -> tuple[list[Case], Mapping[str, str]]:

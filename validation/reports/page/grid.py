@@ -92,25 +92,26 @@ class Grid:
     def _columns(self) -> list[list[int]]:
         """When each action can be, if each takes one column: after what it was made from, as far as that ran."""
         ranks, every = self.ran.ranks, {done.action for row in self.ran.ranks for done in row}
+        needs = [[self._needs(done) & every for done in row] for row in ranks]
         found: list[list[int]] = [[] for _ in ranks]
         ended: dict[str, int] = {}
         for column in range(sum(map(len, ranks))):
-            heads = [(rank, row[len(found[rank])]) for rank, row in enumerate(ranks) if len(found[rank]) < len(row)]
+            heads = [(rank, len(found[rank])) for rank, row in enumerate(ranks) if len(found[rank]) < len(row)]
             ready = [
-                (rank, done)
-                for rank, done in heads
-                if all(ended.get(name, column) < column for name in self._needs(done) & every)
+                (rank, slot)
+                for rank, slot in heads
+                if all(ended.get(name, column) < column for name in needs[rank][slot])
             ]
-            for rank, done in ready or heads:  # what waits for ever ran all the same
+            for rank, slot in ready or heads:  # what waits for ever ran all the same
                 found[rank].append(column)
-                ended.setdefault(done.action, column)
+                ended.setdefault(ranks[rank][slot].action, column)
             if not heads:
                 break
         return found
 
     def _needs(self, done: Done) -> set[str]:
         """What it was made from: what came, where that is known to be another than what should have."""
-        came = [(sight.really, sight.due) for sight in done.sights if sight.really]
+        came = [(sight.really, sight.due) for sight in done.sights if sight.really and sight.agrees is False]
         last = len(self.ran.placement) - 1
         if done.kind is Kind.FORWARD:
             due = {f"{done.stage - 1}F{done.microbatch}"}

@@ -8,7 +8,7 @@ from pipeproof.pipeline.action import Kind
 from pipeproof.reports.page.grid import Arrow, Grid, Placed
 from pipeproof.reports.page.markup import Html, html, joined, more, table, tag
 
-_WIDE, _NARROW, _ROW = 46, 10, 34  # pixels: a cell with its label, one without, and a row
+_WIDE, _NARROW, _ROW = 46, 10, 34  # a cell with its label, one without, and a row, in 16ths of the letters' size
 _LABELLED = 160  # columns; in more of them there are no labels
 _LISTED = 40  # wrong actions in the table; the others are counted
 _NAMES = {
@@ -41,10 +41,17 @@ def grid_view(grid: Grid, first: int = 0) -> Html:
         role="grid",
         aria_label="Schedule: ranks down, actions in their order across",
         aria_rowcount=len(rows),
-        style=f"--w:{wide}px;--n:{grid.width};--h:{_ROW}px",
+        style=f"--w:{wide / 16}rem;--n:{grid.width};--h:{_ROW / 16}rem",
     )
     scroll = tag("div", body, class_="wide scroll", tabindex="-1")
-    return joined([_legend(), scroll, tag("div", class_="told", aria_live="polite"), _wrong(grid)])
+    return joined(
+        [
+            _legend(),
+            scroll,
+            tag("div", class_="told", role="region", aria_label="The chosen action", aria_live="polite", tabindex="0"),
+            _wrong(grid),
+        ]
+    )
 
 
 def _row(rank: int, row: Sequence[Placed], numbers: Iterator[int], labelled: bool) -> Html:
@@ -136,7 +143,7 @@ def _arrows(grid: Grid, wide: int, first: int) -> Html | None:
     every = enumerate((one for row in grid.rows for one in row), start=first)
     numbers = {(one.rank, one.column): number for number, one in every}
     paths = [_path(one, wide, numbers[one.end], first) for one in grid.arrows]
-    size = {"viewBox": f"0 0 {width} {height}", "width": width, "height": height}
+    size = {"viewBox": f"0 0 {width} {height}", "style": f"width:{width / 16}rem;height:{height / 16}rem"}
     return tag("svg", tag("defs", *heads), *paths, class_="arrows", aria_hidden="true", **size)
 
 

@@ -59,7 +59,10 @@
   for (const grid of document.querySelectorAll(".grid")) {
     const at = (event) => event.target.closest ? event.target.closest(".c") : null;
     let chosen = grid.querySelector(".c.culprit") || grid.querySelector(".c.wrong") || grid.querySelector(".c");
-    if (chosen) choose(chosen, grid);
+    if (chosen) {
+      choose(chosen, grid);
+      grid.parentElement.scrollLeft = chosen.offsetLeft - grid.parentElement.clientWidth / 2;
+    }
     grid.addEventListener("mouseover", (event) => { const cell = at(event); if (cell) tell(cell); });
     grid.addEventListener("mouseleave", () => { if (chosen) tell(chosen); });
     for (const name of ["focusin", "click"]) {

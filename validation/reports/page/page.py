@@ -15,7 +15,6 @@ from pipeproof.reports.page.grid_view import cells_told, grid_view
 from pipeproof.reports.page.hints import hint
 from pipeproof.reports.page.markup import Html, Part, html, joined, more, table, tag
 from pipeproof.reports.page.sentences import OUTCOMES, closest, sentence
-from pipeproof.worlds.output_file import finite
 
 Configs = Sequence[tuple[str, object, object]]
 _NO_GRID = (
@@ -38,7 +37,7 @@ def grid_of(verdict: Verdict) -> Grid | None:
 
 def whole(title: str, body: Html, grids: Sequence[Grid]) -> str:
     """A file: ``body`` with the style, the script, and what that has to tell of ``grids``."""
-    told = json.dumps(finite(cells_told(grids)), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    told = json.dumps(cells_told(grids), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     parts = {"style": _asset("page.css"), "script": _asset("page.js"), "data": told, "body": body}
     return Template(_asset("page.html")).substitute(parts, title=html(title))
 
