@@ -12,7 +12,7 @@ from pipeproof.judging.measured import Compared, Done, Ran, Sight
 from pipeproof.judging.verdict import Verdict
 from pipeproof.pipeline.action import COMPUTE, GIVES_WEIGHT_GRADIENT, Kind
 
-State = Literal["right", "through", "wrong", "culprit", "not compared", "not recorded"]
+State = Literal["right", "through", "wrong", "consequence", "culprit", "not compared", "not recorded"]
 _BACK = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 STEPS = 4  # powers of ten on each side of what rounding allows that have a colour of their own
 
@@ -111,7 +111,7 @@ class Grid:
 
     def _needs(self, done: Done) -> set[str]:
         """What it was made from: what came, where that is known to be another than what should have."""
-        came = [(sight.really, sight.due) for sight in done.sights if sight.really and sight.agrees is False]
+        came = [(sight.really, sight.due) for sight in done.sights if sight.really and not sight.agrees]
         last = len(self.ran.placement) - 1
         if done.kind is Kind.FORWARD:
             due = {f"{done.stage - 1}F{done.microbatch}"}
@@ -129,31 +129,42 @@ class Grid:
         found: set[str] = set()
         for cause in self.verdict.cause:
             at = [done for rank, row in enumerate(self.ran.ranks) for done in row if _is_at(done, rank, cause)]
-            wrong = [done for done in at if any(sight.agrees is False for sight in done.sights)]
+            wrong = [done for done in at if _is_wrong(done.sights)]
             if not wrong and cause.kind in OF_MICROBATCHES:  # what passed is right: the sums are not
                 at = [done for done in at if done.kind in GIVES_WEIGHT_GRADIENT]
             found |= {done.action for done in wrong or at}
         return found
 
     def _placed(self, done: Done, rank: int, column: int, culprits: Collection[str]) -> Placed:
-        wrong = [sight for sight in done.sights if sight.agrees is False]
-        if wrong or done.action in culprits:
-            state: State = "culprit" if done.action in culprits else "wrong"
+        if done.action in culprits:
+            wrong = [sight for sight in done.sights if sight.agrees is False]
             besides = "" if wrong or not done.sights else "what passed here is right, and what was done with it is not"
             step = _worst(wrong or done.sights) or ("w4" if wrong else "")
-            return Placed(done, rank, column, state, step, besides)
-        right = [sight for sight in done.sights if sight.agrees]
-        if right:
-            return Placed(
-                done, rank, column, "right", _worst([one for one in right if one.made]) or _worst(right) or "a0"
-            )
-        through = self._through.get(
-            (done.kind is Kind.FORWARD, done.microbatch if done.kind is Kind.FORWARD else done.stage)
-        )
+            return Placed(done, rank, column, "culprit", step, besides)
+        if _is_wrong(done.sights):
+            step = _worst([sight for sight in done.sights if sight.agrees is False]) or "w4"
+            return Placed(done, rank, column, "consequence" if self._follows(done) else "wrong", step)
+        told = [sight for sight in done.sights if sight.made] or done.sights
+        if told and all(sight.agrees for sight in told):
+            return Placed(done, rank, column, "right", _worst(told) or _worst(done.sights) or "a0")
+        forward = done.kind is Kind.FORWARD
+        through = self._through.get((forward, done.microbatch if forward else done.stage))
         if through is not None and not done.sights:
             text, step = through
             return Placed(done, rank, column, "through", step, text)
         return Placed(done, rank, column, "not compared" if done.sights else "not recorded")
+
+    def _follows(self, done: Done) -> bool:
+        """Whether anything that it was made from was made wrong."""
+        own = set() if done.kind is Kind.FORWARD else {f"{done.stage}F{done.microbatch}"}
+        return bool((self._needs(done) | own) & self._made_wrong)
+
+    @cached_property
+    def _made_wrong(self) -> set[str]:
+        """The actions that made something wrong, as far as anybody saw what they made."""
+        every = (done for row in self.ran.ranks for done in row)
+        seen = ((done.action, [sight for sight in done.sights if sight.made] or done.sights) for done in every)
+        return {action for action, sights in seen if _is_wrong(sights)}
 
     @cached_property
     def _through(self) -> Mapping[tuple[bool, int | None], tuple[str, str]]:
@@ -170,6 +181,10 @@ class Grid:
             for at, group in groups.items()
             if all(one.outcome == "pass" for one in group)
         }
+
+
+def _is_wrong(sights: Sequence[Sight]) -> bool:
+    return any(sight.agrees is False for sight in sights)
 
 
 def _went_into(forward: bool, number: int | None, count: int) -> str:

@@ -20,7 +20,8 @@ _NAMES = {
 _SAID = {
     "right": "agrees",
     "through": "agrees by what it went into",
-    "wrong": "wrong, a consequence",
+    "wrong": "wrong, although what it was made from is right",
+    "consequence": "wrong, and so was what it was made from",
     "culprit": "the fault is here",
     "not compared": "not compared",
     "not recorded": "not recorded",
@@ -102,11 +103,12 @@ def _tensor(one: Sight, microbatch: int | None) -> Iterator[str]:
 def _wrong(grid: Grid) -> Html:
     """What is wrong in the grid, along the order of actions: the fault itself, and its consequences if asked for."""
     every = sorted((one for row in grid.rows for one in row), key=lambda one: one.column)
-    own, others = ([one for one in every if one.state == state] for state in ("culprit", "wrong"))
+    own = [one for one in every if one.state == "culprit"]
+    others = [one for one in every if one.state in ("wrong", "consequence")]
     own = [one for one in own if any(sight.agrees is False for sight in one.done.sights)]
     shown = _tensors(own, "The fault, tensor by tensor") if own else None
     rest = _tensors(others, "Along the order of actions") if others else None
-    return joined([shown, more(f"{len(others)} consequences", rest) if rest else None])
+    return joined([shown, more(f"{len(others)} more that are wrong", rest) if rest else None])
 
 
 def _tensors(every: Sequence[Placed], caption: str) -> Html:
@@ -165,7 +167,8 @@ def _legend() -> Html:
     steps = [joined([tag("i", class_=f"key {step}"), html(f" {text} " if text else "")]) for step, text in scale]
     marks = [
         ("culprit", "the fault"),
-        ("wrong w4", "a consequence"),
+        ("wrong w4", "wrong as well"),
+        ("consequence w4", "a consequence"),
         ("through x", "seen by what it went into"),
         ("not-compared", "not compared"),
         ("not-recorded", "not recorded"),

@@ -58,7 +58,7 @@
 
   for (const grid of document.querySelectorAll(".grid")) {
     const at = (event) => event.target.closest ? event.target.closest(".c") : null;
-    let chosen = grid.querySelector(".c.culprit") || grid.querySelector(".c.wrong") || grid.querySelector(".c");
+    let chosen = grid.querySelector(".c.culprit") || grid.querySelector(".c.wrong, .c.consequence") || grid.querySelector(".c");
     if (chosen) {
       choose(chosen, grid);
       grid.parentElement.scrollLeft = chosen.offsetLeft - grid.parentElement.clientWidth / 2;

@@ -78,8 +78,8 @@ def test_a_colour_is_a_power_of_ten_of_what_rounding_allows(
 
 
 def test_the_fault_its_consequences_and_what_nobody_saw() -> None:
-    later, right = replace(WRONG, really="", due=""), replace(WRONG, agrees=True, error=0.0)
-    seen = {"1F0": WRONG, "1B0": later, "0F0": right, "0F1": replace(WRONG, agrees=None)}
+    later, right = replace(WRONG, really="", due=""), replace(WRONG, agrees=True, error=0.0, really="")
+    seen = {"1F0": WRONG, "1B0": later, "0F0": right, "0F1": replace(later, agrees=None)}
     found = grid(ran("0F0 0F1 0B0", "1F0 1F1 1B0", wrong=seen), Cause("wrong-message", 1, 1, (0,), "1F0"))
     assert states(found) == {
         "0F0": "right",
@@ -87,13 +87,13 @@ def test_the_fault_its_consequences_and_what_nobody_saw() -> None:
         "0B0": "not recorded",
         "1F0": "culprit",
         "1F1": "not recorded",
-        "1B0": "wrong",
+        "1B0": "consequence",
     }
     assert found.arrows == (Arrow((0, 1), (1, 2), due=False), Arrow((0, 0), (1, 2), due=True))
 
 
 def test_a_microbatch_that_is_not_in_the_sums_is_outlined_where_it_should_be_added() -> None:
-    right = replace(WRONG, agrees=True, error=0.0)
+    right = replace(WRONG, agrees=True, error=0.0, really="")
     found = grid(ran("0F0 0F1 0B0 0B1", wrong={"0F0": right, "0B0": right}), Cause("dropped", microbatches=(0,)))
     assert [name for name, state in states(found).items() if state == "culprit"] == ["0B0"]
 
@@ -110,3 +110,20 @@ def test_what_an_action_went_into_speaks_for_it_where_that_agrees() -> None:
     assert states(found) == {"0F0": "through", "0F1": "not recorded", "0B0": "through"}
     earlier = grid(ran("0F0"), compared=(replace(loss, operation=2),))
     assert states(earlier) == {"0F0": "not recorded"}
+
+
+def test_what_is_wrong_although_all_it_was_made_from_is_right_is_no_consequence() -> None:
+    right = Sight("input gradient", True, True, error=0.0, limit=1e-6)
+    kept = replace(WRONG, really="", due="")
+    found = ran("0F0 0B0", "1F0 1B0", wrong={"0B0": kept, "1B0": kept, "1F0": right, "0F0": right})
+    cause = Cause("overwritten", 1, 1, (0,), "1B0")
+    assert states(grid(found, cause))["0B0"] == "consequence"
+    both = tuple(replace(done, sights=(kept, right)) if done.action == "1B0" else done for done in found.ranks[1])
+    assert states(grid(replace(found, ranks=(found.ranks[0], both)), cause))["0B0"] == "wrong"
+
+
+def test_an_action_whose_making_was_not_compared_is_not_said_to_be_right() -> None:
+    taken, made = replace(WRONG, agrees=True, error=0.0, really=""), replace(WRONG, made=True, agrees=None)
+    found = ran("0F0")
+    row = (replace(found.ranks[0][0], sights=(taken, made)),)
+    assert states(grid(replace(found, ranks=(row,)))) == {"0F0": "not compared"}
