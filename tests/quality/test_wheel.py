@@ -173,6 +173,10 @@ OWN: Mapping[str, tuple[tuple[str, ...], str]] = {
         "set()",
     ),
     "plugin": (("-c", "import pipeproof.pytest_plugin, sys; print({'torch', 'numpy'} & {*sys.modules})"), "set()"),
+    "page": (
+        ("-c", "from pipeproof import Verdict; print(Verdict('c', 'pass', 'none', ()).to_html())"),
+        "<!doctype html>",
+    ),
     "names": (("-c", "from pipeproof import PipelineSchedule, World, Case, check_step, record_step, whitebox"), ""),
 }
 

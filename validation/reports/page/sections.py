@@ -114,9 +114,7 @@ def _raised(power: int) -> str:
 def coefficients(verdict: Verdict) -> Html:
     """How often each microbatch is in each stage's gradients, and in each parameter's of the stage at fault."""
     if verdict.cells is None:
-        why = (
-            "Not asked for: nothing is wrong" if verdict.verdict == "pass" else "Not told: the cause is no matter of how often a microbatch counts"
-        )
+        why = "Not told: the cause is no matter of how often a microbatch counts"
         return section("Microbatches in the gradients", missing=why)
     rows = verdict.cells.rows
     columns = range(len(rows[0]))
