@@ -84,7 +84,8 @@ def gate(plan: Plan, setting: Setting, reports: Reports) -> int:
         summary.write(markdown(result).encode())
         data.write_json(_data(result))
         if setting.html is not None:
-            entries = [Entry(one.verdict, one.outcome, one.group) for one in result.cases]
+            notes = [one.headline if one.group == "planted" else one.group for one in result.cases]
+            entries = [Entry(one.verdict, one.outcome, note) for one, note in zip(result.cases, notes, strict=True)]
             html.write(campaign(entries, said=str(result), left_out=plan.missing).encode())
         if folder is not None:
             _keep(folder, result, run.observed)

@@ -36,11 +36,17 @@ def _sights(evidence: Evidence, number: int) -> Mapping[Action, Sequence[Sight]]
     ground, first = evidence.ground(number), {one.point: one for one in evidence.divergences}
     executed = {action for rank in evidence.observed.ranks for action in rank[number].executed}
     seen: dict[Action, list[Sight]] = {}
-    for point in ground.expected.keys() & recording.tensors.keys():
+    for point in (point for point in ground.expected if any(_there(point, recording, ground))):
         one = _sight(point, recording, ground, first.get(point))
         if point.where in _ALWAYS or not one.agrees:
             seen.setdefault(_action(point, executed), []).append(one)
     return {action: sorted(sights, key=lambda one: (one.made, one.what)) for action, sights in seen.items()}
+
+
+def _there(point: Point, recording: Recording, ground: Ground) -> list[bool]:
+    """Of the tensors that were recorded at ``point`` and those that are due, which are there at all."""
+    seen = recording.tensors.get(point)
+    return [] if seen is None else [one is not None for one in (*seen, *ground.expected[point])]
 
 
 def _action(point: Point, executed: set[Action]) -> Action:

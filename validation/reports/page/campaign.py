@@ -113,7 +113,8 @@ def _extremes(entries: Sequence[Entry]) -> list[Html]:
     """The cases that took longest, and those of the passed ones that came nearest to a fault."""
     slow = sorted(entries, key=lambda one: -one.verdict.seconds)[:_FEW]
     near = sorted(
-        (one for one in entries if one.closeness and one.outcome == "pass"), key=lambda one: -(one.closeness or 0)
+        (one for one in entries if one.closeness and one.verdict.verdict == "pass"),
+        key=lambda one: -(one.closeness or 0),
     )
     slowest = [tag("li", f"{one.verdict.seconds:.2f} s: {one.verdict.config}") for one in slow]
     closest = [tag("li", f"{one.closeness:.2g} floors: {one.verdict.config}") for one in near[:_FEW]]

@@ -125,15 +125,17 @@ class Grid:
 
     @cached_property
     def _culprits(self) -> Collection[str]:
-        """The actions that causes name; of those at a stage and a microbatch, the ones that were seen wrong."""
-        found: set[str] = set()
-        for cause in self.verdict.cause:
-            at = [done for rank, row in enumerate(self.ran.ranks) for done in row if _is_at(done, rank, cause)]
-            wrong = [done for done in at if _is_wrong(done.sights)]
-            if not wrong and cause.kind in OF_MICROBATCHES:  # what passed is right: the sums are not
-                at = [done for done in at if done.kind in GIVES_WEIGHT_GRADIENT]
-            found |= {done.action for done in wrong or at}
-        return found
+        """The actions that causes name; of those at a stage and a microbatch, the ones that are first wrong."""
+        return {done.action for cause in self.verdict.cause for done in self._named(cause)}
+
+    def _named(self, cause: Cause) -> Sequence[Done]:
+        at = [done for rank, row in enumerate(self.ran.ranks) for done in row if _is_at(done, rank, cause)]
+        wrong = [done for done in at if _is_wrong(done.sights)]
+        if cause.action is not None:
+            return wrong or at
+        if not wrong and cause.kind in OF_MICROBATCHES:  # what passed is right: the sums are not
+            return [done for done in at if done.kind in GIVES_WEIGHT_GRADIENT]
+        return [done for done in wrong if not self._follows(done)] or wrong
 
     def _placed(self, done: Done, rank: int, column: int, culprits: Collection[str]) -> Placed:
         if done.action in culprits:

@@ -49,6 +49,7 @@ def grid_view(grid: Grid, first: int = 0) -> Html:
         [
             _legend(),
             scroll,
+            _of_no_action(grid),
             tag("div", class_="told", role="region", aria_label="The chosen action", aria_live="polite", tabindex="0"),
             _wrong(grid),
         ]
@@ -98,6 +99,14 @@ def _tensor(one: Sight, microbatch: int | None) -> Iterator[str]:
     yield due
     yield "bit for bit" if one.error == 0 else ("-" if one.error is None else small(one.error))
     yield "" if one.limit is None else small(one.limit)
+
+
+def _of_no_action(grid: Grid) -> Html | None:
+    """Where the cause is, if that is no action of the grid."""
+    cause = next(iter(grid.verdict.cause), None)
+    if cause is None or any(one.state == "culprit" for row in grid.rows for one in row):
+        return None
+    return tag("p", f"The fault is in no single action: {cause.kind}, {cause.place}.")
 
 
 def _wrong(grid: Grid) -> Html:

@@ -98,8 +98,17 @@ def test_a_microbatch_that_is_not_in_the_sums_is_outlined_where_it_should_be_add
     assert [name for name, state in states(found).items() if state == "culprit"] == ["0B0"]
 
 
-def test_a_cause_that_names_no_place_outlines_nothing() -> None:
-    assert "culprit" not in states(grid(ran("0F0 0B0"), Cause("scale", factor=2.0))).values()
+@pytest.mark.parametrize(
+    "cause", [Cause("scale", factor=2.0), Cause("report", microbatches=(0,)), Cause("norm", rank=0)]
+)
+def test_a_cause_that_names_no_action_outlines_nothing(cause: Cause) -> None:
+    assert "culprit" not in states(grid(ran("0F0 0B0"), cause)).values()
+
+
+def test_of_a_stage_and_a_microbatch_what_is_first_wrong_is_outlined() -> None:
+    made = Sight("output", True, False, error=0.5, limit=1e-6)
+    found = grid(ran("0F0 0F1 0B0", wrong={"0F0": made, "0B0": made}), Cause("computation", 0, 0, (0,)))
+    assert states(found) == {"0F0": "culprit", "0F1": "not recorded", "0B0": "consequence"}
 
 
 def test_what_an_action_went_into_speaks_for_it_where_that_agrees() -> None:
