@@ -23,7 +23,7 @@ from pipeproof.observers.recording import (
     USED,
     Point,
 )
-from pipeproof.pipeline.action import Action, Kind
+from pipeproof.pipeline.action import COMPUTE, Action, Kind
 
 MADE_THERE = (MADE, OUTPUT, LOSS, HANDED_ON)  # points at which an action made the tensor; it took the others
 
@@ -93,6 +93,11 @@ class Ran:
     placement: tuple[int, ...]
     ranks: tuple[tuple[Done, ...], ...]
 
+    def as_dict(self) -> dict[str, object]:
+        """Plain data for JSON: every rank's actions, and the tensors of those that were looked at."""
+        seen = [{"action": done.action, **_told(one)} for row in self.ranks for done in row for one in done.sights]
+        return {**vars(self), "ranks": [[done.action for done in row] for row in self.ranks], "tensors": seen}
+
 
 @dataclass(frozen=True)
 class Weights:
@@ -121,13 +126,9 @@ class Measured:
 
     def as_dict(self) -> dict[str, object]:
         """Plain data for JSON; what does not apply is left out."""
-        ran = None if self.ran is None else {**vars(self.ran), "ranks": [[*map(_done, row)] for row in self.ran.ranks]}
+        ran = None if self.ran is None else self.ran.as_dict()
         weights = [asdict(one) for one in self.weights]
         return {"compared": [*map(_told, self.compared)], "ran": ran, "stage": self.stage, "weights": weights}
-
-
-def _done(one: Done) -> dict[str, object]:
-    return {"action": one.action} | ({"tensors": [*map(_told, one.sights)]} if one.sights else {})
 
 
 def _told(one: Compared | Sight) -> dict[str, object]:
@@ -147,7 +148,7 @@ def ran_of(observed: Observed, number: int, sights: Mapping[Action, Sequence[Sig
     ranks: list[list[Done]] = [[] for _ in observed.ranks]
     where = {crossing.action: crossing.rank for crossing in crossings if crossing.rank is not None}
     for rank, row in enumerate(observed.ranks):
-        for action in row[number].executed:
+        for action in (action for action in row[number].executed if action.kind in COMPUTE):
             ranks[where.get(action, rank)].append(_of_action(action, sights))
     schedule = observed.schedule
     return Ran(number + 1, schedule.microbatches, schedule.placement, tuple(map(tuple, ranks)))
@@ -184,8 +185,7 @@ def sight(
 ) -> Sight:
     """The tensor at ``point``; ``really`` is what it is instead of what is due there."""
     label = None if really is None else really.label
-    other = label is not None and label.point != point and not label.ago and not label.name
-    came = _maker(label.point) if label is not None and other and label.point.stage >= 0 else ""
+    came = "" if label is None or label.point == point or label.ago or label.name else _maker(label.point)
     due = _maker(point) if came else ""
     seen = "" if really is None else really.text
     return Sight(what, point.where in MADE_THERE, agrees, seen, error, limit, came, due)
@@ -196,7 +196,7 @@ def _maker(point: Point) -> str:
     forward = point.where in (*FORWARD_POINTS, KEPT)
     beside = {GIVEN: -1, USED: -1, KEPT: -1, RECEIVED: 1, FLOWED: 1, LATE: 1}.get(point.where, 0)
     stage = point.stage + beside
-    return f"{stage}{'F' if forward else 'B'}{point.microbatch}" if stage >= 0 else ""
+    return f"{stage}{'F' if forward else 'B'}{point.microbatch}" if stage >= 0 <= point.microbatch else ""
 
 
 @cache

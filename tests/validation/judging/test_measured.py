@@ -78,8 +78,9 @@ def test_it_is_plain_data_that_leaves_out_what_does_not_apply() -> None:
     assert data["compared"] == [
         {"law": "loss", "operation": 1, "outcome": "pass", "microbatch": 0, "error": 0.0, "found": 2.0, "due": 2.0}
     ]
-    assert data["ran"]["ranks"][0][1:] == [{"action": "0F?"}, {"action": "0B0"}]
-    assert data["ran"]["ranks"][0][0]["tensors"][0]["agrees"] is True
+    assert data["ran"]["ranks"] == [["0F0", "0F?", "0B0"], []]
+    (seen,) = data["ran"]["tensors"]
+    assert seen == {"action": "0F0", "what": "output", "made": True, "agrees": True, "error": 1e-8, "limit": 1e-4}
     assert data["weights"][0]["cells"] == [{"own": 1.0, "others": [], "behind": 0.0}]
     assert Measured().as_dict() == {"compared": [], "ran": None, "stage": None, "weights": []}
     assert versions()["torch"].startswith("2.")

@@ -106,7 +106,7 @@ def _row(k: int, entry: Entry, linked: bool) -> Html:
 
 
 def _value(value: float, text: str) -> Html:
-    return tag("td", text, class_="n", data_v=value)
+    return tag("td", text, class_="n", data_v=min(value, 1e99))
 
 
 def _extremes(entries: Sequence[Entry]) -> list[Html]:

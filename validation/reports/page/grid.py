@@ -10,7 +10,7 @@ from pipeproof.diagnosis.rule import OF_MICROBATCHES
 from pipeproof.judging.cause import Cause
 from pipeproof.judging.measured import Compared, Done, Ran, Sight
 from pipeproof.judging.verdict import Verdict
-from pipeproof.pipeline.action import COMPUTE, GIVES_WEIGHT_GRADIENT, Kind
+from pipeproof.pipeline.action import GIVES_WEIGHT_GRADIENT, Kind
 
 State = Literal["right", "through", "wrong", "consequence", "culprit", "not compared", "not recorded"]
 _BACK = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
@@ -62,11 +62,7 @@ class Grid:
         """The actions of every rank."""
         own = self._culprits
         return tuple(
-            tuple(
-                self._placed(done, rank, column, own)
-                for done, column in zip(row, self._columns[rank], strict=True)
-                if done.kind in COMPUTE
-            )
+            tuple(self._placed(done, rank, column, own) for done, column in zip(row, self._columns[rank], strict=True))
             for rank, row in enumerate(self.ran.ranks)
         )
 

@@ -42,6 +42,7 @@ def grid_view(grid: Grid, first: int = 0) -> Html:
         role="grid",
         aria_label="Schedule: ranks down, actions in their order across",
         aria_rowcount=len(rows),
+        aria_colcount=grid.width + 1,
         style=f"--w:{wide / 16}rem;--n:{grid.width};--h:{_ROW / 16}rem",
     )
     scroll = tag("div", body, class_="wide scroll", tabindex="-1")
@@ -72,6 +73,7 @@ def _cell(one: Placed, number: int, labelled: bool) -> Html:
         role="gridcell",
         style=f"--t:{one.column}",
         aria_label=f"{name}, {_SAID[one.state]}",
+        aria_colindex=one.column + 2,
         tabindex="-1",
         data_k=number,
     )

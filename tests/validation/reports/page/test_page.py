@@ -66,7 +66,9 @@ def test_text_json_and_page_say_the_same() -> None:
     for one in data["measured"]["compared"]:
         assert one.get("parameter", "") in shown
         assert f"{one.get('found', 2.5):.9g}" in shown
-    assert data["measured"]["ran"]["ranks"][1][0]["action"] == "1F0"
+    assert data["measured"]["ran"]["ranks"][1][0] == "1F0"
+    told = [one for one in data["measured"]["ran"]["tensors"] if one.get("agrees") is False]
+    assert all(one["what"] in shown and f"{one['error']:.1e}" in shown for one in told)
 
 
 def test_a_cell_says_what_was_seen_expected_and_by_how_much() -> None:
