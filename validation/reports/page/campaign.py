@@ -75,7 +75,7 @@ def _whole_pages(wrong: Sequence[tuple[int, Entry]]) -> tuple[list[Html], list[G
 
 
 def _table(entries: Sequence[Entry], linked: set[int]) -> Html:
-    names = ["case", "outcome", "tier", "compared", "worst error", "÷ floor", "seconds"]
+    names = ["outcome", "case", "tier", "compared", "worst error", "÷ floor", "seconds"]
     head = (
         tag("th", tag("button", name, type="button"), scope="col", class_="n" * (k > 2)) for k, name in enumerate(names)
     )
@@ -83,9 +83,9 @@ def _table(entries: Sequence[Entry], linked: set[int]) -> Html:
     rows = (_row(k, entries[k], k in linked) for k in order)
     caption = "Every case; choose a heading to sort"
     inside = tag("table", tag("caption", caption), tag("thead", tag("tr", *head)), tag("tbody", *rows))
-    return sections.section(
-        "Cases", tag("div", inside, class_="wide tall", tabindex="0", role="region", aria_label=caption), wide=True
-    )
+    shown = tag("div", inside, class_="wide tall", tabindex="0", role="region", aria_label=caption)
+    whole_ones = tag("p", "Cases that are links are shown whole below.", class_="quiet") if linked else None
+    return sections.section("Cases", shown, whole_ones, wide=True)
 
 
 def _row(k: int, entry: Entry, linked: bool) -> Html:
@@ -95,8 +95,8 @@ def _row(k: int, entry: Entry, linked: bool) -> Html:
     checked = sum(law.checked for law in verdict.laws)
     return tag(
         "tr",
-        tag("th", name, note, scope="row"),
         tag("td", tag("span", entry.outcome, class_=f"outcome {entry.outcome}")),
+        tag("th", name, note, scope="row"),
         tag("td", verdict.tier),
         _value(checked, str(checked)),
         _value(entry.worst, small(entry.worst)),

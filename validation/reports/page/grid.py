@@ -145,8 +145,7 @@ class Grid:
         told = [sight for sight in done.sights if sight.made] or done.sights
         if told and all(sight.agrees for sight in told):
             return Placed(done, rank, column, "right", _worst(told) or _worst(done.sights) or "a0")
-        forward = done.kind is Kind.FORWARD
-        through = self._through.get((forward, done.microbatch if forward else done.stage))
+        through = self._through.get(_went_to(done))
         if through is not None and not done.sights:
             text, step = through
             return Placed(done, rank, column, "through", step, text)
@@ -183,6 +182,14 @@ class Grid:
 
 def _is_wrong(sights: Sequence[Sight]) -> bool:
     return any(sight.agrees is False for sight in sights)
+
+
+def _went_to(done: Done) -> tuple[bool, int | None]:
+    """A forward goes into its microbatch's loss, a backward into its stage's gradients, its first half into those of
+    the stage before."""
+    if done.kind is Kind.FORWARD:
+        return True, done.microbatch
+    return False, done.stage - (done.kind is Kind.BACKWARD_INPUT)
 
 
 def _went_into(forward: bool, number: int | None, count: int) -> str:

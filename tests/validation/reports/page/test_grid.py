@@ -136,3 +136,9 @@ def test_an_action_whose_making_was_not_compared_is_not_said_to_be_right() -> No
     found = ran("0F0")
     row = (replace(found.ranks[0][0], sights=(taken, made)),)
     assert states(grid(replace(found, ranks=(row,)))) == {"0F0": "not compared"}
+
+
+def test_the_first_half_of_a_backward_goes_into_the_gradients_of_the_stage_before() -> None:
+    right = Compared("gradient", 1, "pass", stage=0, parameter="w")
+    found = grid(ran("0F0 0I0 0W0", "1F0 1I0 1W0"), compared=(right,))
+    assert {name for name, state in states(found).items() if state == "through"} == {"0W0", "1I0"}
