@@ -38,16 +38,22 @@ class Placed:
     through: str = ""
 
 
+def decades(error: float, limit: float) -> float:
+    """The power of ten of ``error`` over ``limit``, at most 12 either way; what is no number is far above."""
+    ratio = 1.0 if error == limit else (error / limit if limit else math.inf)
+    if not 0 < ratio < math.inf:
+        return 12.0 if ratio else -12.0
+    return max(-12.0, min(12.0, math.log10(ratio)))
+
+
 def step_of(error: float | None, limit: float | None) -> str:
     """An error's colour: ``x`` bit for bit, ``a0`` to ``a3`` within what rounding allows, ``w0`` to ``w4`` above."""
     if error == 0:
         return "x"
     if error is None or limit is None:
         return ""
-    if error <= limit:
-        return f"a{min(3, int(-math.log10(error / limit)))}"
-    ratio = error / limit if limit else math.inf
-    return f"w{min(STEPS, int(math.log10(ratio)))}" if ratio < math.inf else f"w{STEPS}"
+    powers = int(abs(decades(error, limit)))
+    return f"a{min(3, powers)}" if error <= limit else f"w{min(STEPS, powers)}"
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pipeproof.judging.cause import Cell
 from pipeproof.judging.measured import Compared, Weights
 from pipeproof.judging.verdict import LawResult, Verdict, small
-from pipeproof.reports.page.grid import step_of
+from pipeproof.reports.page.grid import decades, step_of
 from pipeproof.reports.page.markup import Html, Part, joined, more, table, tag
 
 _MOST = 64  # columns of coefficients; of more microbatches, those that are not as they should be
@@ -72,7 +72,7 @@ def _gradient(one: Compared) -> list[Part]:
 
 def _strip(every: Sequence[Compared]) -> Html | None:
     """A mark for each gradient that is not exact, on a line of powers of ten."""
-    marks = [(one, _decades(one)) for one in every if one.error and one.limit]
+    marks = [(one, decades(one.error, one.limit)) for one in every if one.error and one.limit]
     if not marks:
         return None
     low, high = min(-2.0, *(math.floor(at) for _, at in marks)), max(2.0, *(math.ceil(at) for _, at in marks))
@@ -80,18 +80,8 @@ def _strip(every: Sequence[Compared]) -> Html | None:
     def x(at: float) -> float:
         return 20 + 660 * (at - low) / (high - low)
 
-    lines = [
-        joined(
-            [
-                tag(
-                    "line", x1=f"{x(at):.1f}", x2=f"{x(at):.1f}", y1="8", y2="52", class_="zero" if at == 0 else "tick"
-                ),
-                tag("text", "1" if at == 0 else f"10{_raised(at)}", x=f"{x(at):.1f}", y="68"),
-            ]
-        )
-        for at in range(int(low), int(high) + 1)
-        if (high - low) <= 12 or at % 2 == 0
-    ]
+    ticks = [at for at in range(int(low), int(high) + 1) if high - low <= 12 or at % 2 == 0]
+    lines = [_tick(at, f"{x(at):.1f}") for at in ticks]
     dots = [
         tag("circle", cx=f"{x(at):.1f}", cy=20 + k * 7 % 28, r="3.2", class_=step_of(one.error, one.limit))
         for k, (one, at) in enumerate(marks)
@@ -101,14 +91,10 @@ def _strip(every: Sequence[Compared]) -> Html | None:
     return tag("figure", drawn, tag("figcaption", "error ÷ what rounding allows, one mark a gradient"))
 
 
-def _decades(one: Compared) -> float:
-    """The power of ten of its error over what rounding allows."""
-    ratio = one.error / (one.limit or 1.0)
-    return max(-12.0, min(12.0, math.log10(ratio))) if 0 < ratio < math.inf else 12.0
-
-
-def _raised(power: int) -> str:
-    return str(power).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+def _tick(power: int, x: str) -> Html:
+    raised = str(power).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+    line = tag("line", x1=x, x2=x, y1="8", y2="52", class_="tick" if power else "zero")
+    return joined([line, tag("text", f"10{raised}" if power else "1", x=x, y="68")])
 
 
 def coefficients(verdict: Verdict) -> Html:

@@ -1,6 +1,7 @@
 """A verdict as a page: it says what the text and the JSON say, and nobody's name becomes markup."""
 
 import json
+import math
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -10,6 +11,7 @@ import pytest
 from pipeproof.judging.measured import Done, Measured, Weights
 from pipeproof.judging.verdict import Verdict
 from pipeproof.pipeline.action import Kind
+from pipeproof.reports.page.campaign import Entry, campaign
 from pipeproof.reports.page.page import page
 from tests.support.verdicts import BARE, CELLS, COMPARED, FAILED, LAWS, PASSED, RAN, WRONG, large
 
@@ -135,3 +137,15 @@ def test_a_pass_is_shown_as_proof() -> None:
 def test_one_file_of_10_000_cells_and_1_000_parameters_is_small() -> None:
     made = page(large())
     assert 1e5 < len(made.encode()) < 5e6
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, 0.0, 5e-324, 1e300])
+def test_numbers_that_are_none_are_shown_as_they_are(odd: float) -> None:
+    compared = tuple(replace(one, error=odd, limit=limit, found=odd) for one in COMPARED for limit in (None, 0.0, odd))
+    tensors = (replace(WRONG, error=odd, limit=odd), replace(WRONG, agrees=True, error=odd, limit=None))
+    ran = replace(RAN, ranks=((replace(RAN.ranks[0][0], sights=tensors, microbatch=None),), ()))
+    verdict = replace(FAILED, measured=replace(FAILED.measured, compared=compared, ran=ran), seconds=odd)
+    laws = (replace(LAWS[0], worst=odd, floor=odd), *LAWS[1:])
+    assert f"{odd:.9g}" in said(replace(verdict, laws=laws, verdict="unknown", stopped="x (y.py:1)", traceback="t"))
+    made = campaign([Entry(replace(verdict, laws=laws), "fail")] * 2, said="odd", left_out={})
+    assert "Of 2 cases: 2 wrong." in made
