@@ -13,10 +13,29 @@ from pipeproof.judging.measured import Measured, Sight, Weights, ran_of, sight
 from pipeproof.judging.tolerance import error
 from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.likeness import Likeness
-from pipeproof.observers.recording import FORWARD_POINTS, GIVEN, HANDED_ON, LATE, LOSS, MADE, RECEIVED, Point, Recording
+from pipeproof.observers.recording import (
+    FLOWED,
+    FORWARD_POINTS,
+    GIVEN,
+    HANDED_ON,
+    LATE,
+    LOSS,
+    MADE,
+    RECEIVED,
+    Point,
+    Recording,
+)
 from pipeproof.pipeline.action import Action, Kind
 
-_ALWAYS = (GIVEN, MADE, LOSS, RECEIVED, HANDED_ON, LATE)  # what is kept where it is right; elsewhere only what is wrong
+_ALWAYS = (
+    GIVEN,
+    MADE,
+    LOSS,
+    RECEIVED,
+    FLOWED,
+    HANDED_ON,
+    LATE,
+)  # what is kept where it is right; elsewhere only what is wrong
 _UNKNOWN = Cell(None)
 
 

@@ -184,7 +184,7 @@ def sight(
     limit: float | None = None,
 ) -> Sight:
     """The tensor at ``point``; ``really`` is what it is instead of what is due there."""
-    label = None if really is None else really.label
+    label = really.label if really is not None and really.kind == "other" else None  # in place of it, not mixed with it
     came = "" if label is None or label.point == point or label.ago or label.name else _maker(label.point)
     due = _maker(point) if came else ""
     seen = "" if really is None else really.text

@@ -68,7 +68,8 @@ def test_nobody_made_what_is_no_other_or_is_of_an_earlier_step_or_came_into_the_
     at = Point(0, 0, GIVEN)
     earlier = Likeness("other", Label(at), Label(at._replace(microbatch=1), ago=1))
     noise, inputs = Likeness("noisy", Label(at), error=0.1), Likeness("other", Label(at), Label(Point(0, 1, GIVEN)))
-    assert [sight(at, "input", False, one).really for one in (earlier, noise, inputs, None)] == [""] * 4
+    mixed = Likeness("sum", Label(at), Label(Point(1, 1, MADE)), factor=1.0, more=0.1)
+    assert [sight(at, "input", False, one).really for one in (earlier, noise, inputs, mixed, None)] == [""] * 5
 
 
 def test_it_is_plain_data_that_leaves_out_what_does_not_apply() -> None:

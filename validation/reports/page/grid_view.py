@@ -20,7 +20,7 @@ _NAMES = {
 _SAID = {
     "right": "agrees",
     "through": "agrees by what it went into",
-    "wrong": "wrong, although what it was made from is right",
+    "wrong": "wrong, and nothing before it was seen wrong",
     "consequence": "wrong, and so was what it was made from",
     "culprit": "the fault is here",
     "not compared": "not compared",
