@@ -185,8 +185,12 @@ def sight(
 ) -> Sight:
     """The tensor at ``point``; ``really`` is what it is instead of what is due there."""
     label = really.label if really is not None and really.kind == "other" else None  # in place of it, not mixed with it
-    came = "" if label is None or label.point == point or label.ago or label.name else _maker(label.point)
-    due = _maker(point) if came else ""
+    came = due = ""
+    if label is not None and label.point != point and not (label.ago or label.name):
+        # A backward that ran back through another's activations lacks its own: its output gradient may be right.
+        through = point.where == FLOWED and label.point.where in FORWARD_POINTS
+        came = _maker(label.point)
+        due = _maker(label.point._replace(microbatch=point.microbatch) if through else point) if came else ""
     seen = "" if really is None else really.text
     return Sight(what, point.where in MADE_THERE, agrees, seen, error, limit, came, due)
 

@@ -64,6 +64,14 @@ def test_who_made_a_tensor_that_another_is(where: str, really: str, due: str) ->
     assert (one.really, one.due, one.made) == (really, due, where in (MADE, HANDED_ON))
 
 
+def test_a_backward_through_anothers_activations_lacks_its_own() -> None:
+    other = Likeness(
+        "other", Label(Point(1, 0, FLOWED)), Label(Point(1, 1, USED)), words="in microbatch 1's activations"
+    )
+    one = sight(Point(1, 0, FLOWED), FLOWED, False, other)
+    assert (one.really, one.due) == ("0F1", "0F0")
+
+
 def test_nobody_made_what_is_no_other_or_is_of_an_earlier_step_or_came_into_the_model() -> None:
     at = Point(0, 0, GIVEN)
     earlier = Likeness("other", Label(at), Label(at._replace(microbatch=1), ago=1))
