@@ -168,7 +168,7 @@ def laws(verdict: Verdict) -> Html:
 
 def not_compared(verdict: Verdict) -> Html:
     """What was left out, and why."""
-    found = [law for law in verdict.laws if law.left_out or law.outcome in ("not seen", "not applicable")]
+    found = [law for law in verdict.laws if law.left_out or not law.checked]
     rows = [joined([tag("dt", law.name), tag("dd", law.note or law.outcome, _left_out(law))]) for law in found]
     everything = "Everything that the laws name was compared." if verdict.laws else "There was nothing to judge."
     return section("Not compared, and why", tag("dl", *rows) if rows else tag("p", everything))
