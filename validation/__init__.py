@@ -46,6 +46,7 @@ _HOMES = {
     "WhiteBoxError": "foreign.reference_run",
     "World": "worlds.world",
     "check_step": "records.step_check",
+    "page": "reports.page.page",
     "record_step": "records.step_record",
     "validate": "cases.validator",
     "write_record": "records.step_record",

@@ -206,6 +206,10 @@ LOADED = "print({'torch', 'numpy'} & {*sys.modules}, pipeproof.__version__)"
 OWN: Mapping[str, tuple[tuple[str, ...], str]] = {
     "module": (("-m", "pipeproof", "show", "1f1b", "--ranks", "2", "--microbatches", "4"), ""),
     "root and plugin": (("-c", f"import pipeproof, pipeproof.pytest_plugin, sys; {LOADED}"), "set()"),
+    "page": (
+        ("-c", "from pipeproof import Verdict; print(Verdict('c', 'pass', 'none', ()).to_html())"),
+        "<!doctype html>",
+    ),
     "names": (("-c", "from pipeproof import PipelineSchedule, World, Case, check_step, record_step, whitebox"), ""),
     "starters": (("-m", "pipeproof", "init", "torch"), "It runs as it is:  pytest test_my_pipeline.py"),
 }

@@ -12,7 +12,8 @@ from hypothesis.errors import Flaky
 
 from pipeproof.cases.case import FUZZED_DTYPES, LOSSES, MODELS, SCHEDULES, Case, plainest_first
 from pipeproof.cases.runtimes import OPTIONS, OWN, TORCH, TORCH_CLASSES, TORCH_CSV, why_not
-from pipeproof.cases.validator import validate
+from pipeproof.cases.validator import crashed, validate
+from pipeproof.judging.measured import Measured
 from pipeproof.judging.verdict import Verdict
 from pipeproof.pipeline.schedule import ScheduleError
 from pipeproof.pipeline.schedules import LOOPED, build, virtuals
@@ -114,6 +115,8 @@ class Tally:
         again = [found for found in self.failures if times[found.case] > 1]
         return min(again or self.failures, key=lambda one: (one.case.stages, one.case.microbatches, one.case.layers))
 
+    each: list[Verdict] = field(default_factory=list)  # without the numbers that only a page of its own shows
+
     @property
     def cases(self) -> int:
         """Cases run so far, those of shrinking included."""
@@ -202,6 +205,7 @@ def fuzz(
         tally.schedules[case.schedule] += 1
         tally.replicas[case.replicas] += 1
         tally.dtypes[case.dtype] += 1
+        tally.each.append(replace(verdict or crashed(case, failure), measured=Measured()))
         progress()
         if outcome != "pass":
             tally.failures.append(Found(case, verdict, failure))

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from time import perf_counter
 from types import MappingProxyType
 
@@ -25,6 +26,7 @@ from pipeproof.pipeline.profile import profile_table
 from pipeproof.records.case_record import observed_record
 from pipeproof.records.record_file import write
 from pipeproof.reports.columns import Layout, cut
+from pipeproof.reports.page.campaign import Entry, campaign
 from pipeproof.reports.table import COLUMNS, line, summary
 from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.rank_report import NeedsMoreRanks, RankFailed
@@ -96,8 +98,11 @@ def validate_all(wanted: Sequence[Case], setting: Setting, *, left_out: Mapping[
                 if observed is not None and setting.profile:
                     terminal.say(cut(profile_table(observed.profiles), terminal.width))
         not_run = len(wanted) - len(verdicts)
-        terminal.say(summary(verdicts, left_out=len(left_out)) + (f"; {not_run} did not run" if not_run else ""))
-        return files.finish(exit_status(verdicts), verdicts, left_out=dict(left_out))
+        said = summary(verdicts, left_out=len(left_out)) + (f"; {not_run} did not run" if not_run else "")
+        terminal.say(said)
+        entries = [Entry(one, one.verdict) for one in verdicts]
+        page = partial(campaign, entries, said=said, left_out=left_out)
+        return files.finish(exit_status(verdicts), verdicts, page=page, left_out=dict(left_out))
 
 
 def _tell(terminal: Terminal, case: Case, verdict: Verdict, setting: Setting) -> None:
@@ -145,7 +150,17 @@ def fuzz_all(
                 terminal.say("it did not fail again when run a second time: a race, or something else without a seed")
             terminal.say(str(verdicts[0]), verdicts[0].word)
         status, findings = verdicts[0].exit_status if verdicts else 0, [finding.name for finding in there]
-        return files.finish(status, verdicts, seed=seed, findings=findings, tally=_data(tally))
+        page = partial(_page, tally, found, seed)
+        return files.finish(status, verdicts, page=page, seed=seed, findings=findings, tally=_data(tally))
+
+
+def _page(tally: Tally, found: Found | None, seed: int) -> str:
+    """All cases, what was found at their head: those that shrinking tried, and that were wrong too, are left out."""
+    entries = [Entry(one, one.verdict) for one in tally.each if found is None or one.verdict == "pass"]
+    if found is not None:
+        verdict = found.verdict or crashed(found.case, found.failure)
+        entries.insert(0, Entry(verdict, verdict.verdict, "as small as shrinking made it"))
+    return campaign(entries, said=f"fuzz, seed {seed}: {tally}", left_out=NOTHING)
 
 
 def _explained(found: Found | None, world: World) -> Found | None:

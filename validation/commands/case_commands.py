@@ -46,7 +46,7 @@ def _add_validate(commands: Commands) -> None:
     parser.add_argument("--profile", action="store_true", help="print where each rank's time went")
     add_world(parser)
     add_recording(parser)
-    add_outputs(parser)
+    add_outputs(parser, page=True)
     parser.set_defaults(run=_validate)
 
 
@@ -65,7 +65,7 @@ def _add_fuzz(commands: Commands) -> None:
         help="whose: torch is torch.distributed.pipelining (default %(default)s)",
     )
     add_world(parser)
-    add_outputs(parser)
+    add_outputs(parser, page=True)
     parser.set_defaults(run=_fuzz)
 
 
@@ -81,7 +81,7 @@ def _add_gate(commands: Commands) -> None:
     parser.add_argument("--artifacts", metavar="DIR", help="leave the records of failing cases there")
     parser.add_argument("--annotations", choices=("github",), help="print what is wrong so that GitHub shows it")
     add_world(parser)
-    add_outputs(parser)
+    add_outputs(parser, page=True)
     parser.set_defaults(run=_gate)
 
 
@@ -92,7 +92,7 @@ def _add_replay(commands: Commands) -> None:
     parser.add_argument("--plugin", metavar="FILE", help="a Python file that registers the specimen of the line")
     add_timeout(parser)
     add_recording(parser)
-    add_outputs(parser, what="the verdict")
+    add_outputs(parser, what="the verdict", page=True)
     parser.set_defaults(run=_replay)
 
 
@@ -186,7 +186,7 @@ def _add_records(commands: Commands) -> None:
     differ.add_argument("expected", metavar="one", help="what --record wrote in one run")
     differ.add_argument("seen", metavar="other", help="what --record wrote in another")
     for parser, configs in ((comparer, False), (differ, True)):
-        add_outputs(parser, what="the verdict")
+        add_outputs(parser, what="the verdict", page=True)
         parser.set_defaults(run=_compare, configs=configs)
 
 

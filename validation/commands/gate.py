@@ -16,6 +16,7 @@ from pipeproof.records.case_record import expected_record, observed_record
 from pipeproof.records.record_file import write
 from pipeproof.reports.columns import Layout
 from pipeproof.reports.gate_reports import CaseResult, GateResult, annotations, junit, markdown
+from pipeproof.reports.page.campaign import Entry, campaign
 from pipeproof.reports.table import COLUMNS, line
 from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.output_file import OutputError, OutputFile
@@ -181,4 +182,11 @@ def _keep(folder: Path, result: GateResult, observed: Mapping[Case, Observed]) -
 def _write(files: Opened, result: GateResult) -> int:
     groups = [{"group": one.group, "outcome": one.outcome} for one in result.cases]
     verdicts, left_out = [one.verdict for one in result.cases], dict(result.missing)
-    return files.finish(result.status, verdicts, groups=groups, seed=result.seed, due=result.due, left_out=left_out)
+    more = {"seed": result.seed, "due": result.due, "left_out": left_out}
+    return files.finish(result.status, verdicts, groups=groups, page=lambda: _page(result), **more)
+
+
+def _page(result: GateResult) -> str:
+    notes = [one.headline if one.group == "planted" else one.group for one in result.cases]
+    entries = [Entry(one.verdict, one.outcome, note) for one, note in zip(result.cases, notes, strict=True)]
+    return campaign(entries, said=str(result), left_out=result.missing)

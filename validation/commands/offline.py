@@ -1,6 +1,7 @@
 """What the commands ``record``, ``compare`` and ``diff`` do: no rank is started."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from pipeproof.cases.case import Case
 from pipeproof.cases.specimens import specimen
@@ -9,6 +10,7 @@ from pipeproof.records.case_record import expected_record
 from pipeproof.records.compare import compare
 from pipeproof.records.record import Record, RecordError, config_differences
 from pipeproof.records.record_file import read, write
+from pipeproof.reports.page.page import page
 from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.output_file import OutputFile
 
@@ -41,7 +43,8 @@ def compare_files(expected: str, seen: str, *, outputs: Outputs, configs: bool =
         verdict = compare(first, second, rerun=f"pipeproof {command} {expected} {seen}")
         Terminal().say(str(verdict), verdict.verdict)
         found = {name: values for name, *values in differences}
-        return files.finish(verdict.exit_status, [verdict], config_differences=found)
+        shown = partial(page, verdict, differences if configs else ())
+        return files.finish(verdict.exit_status, [verdict], page=shown, config_differences=found)
 
 
 def _table(differences: Sequence[tuple[str, object, object]]) -> str:

@@ -5,7 +5,7 @@ A new form of output (a page, say) is a line of ``add_outputs``, a field of ``Ou
 """
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields
 from typing import TypeAlias
@@ -26,9 +26,11 @@ def add_file(parser: argparse.ArgumentParser, option: str, says: str, *, require
     parser.add_argument(option, type=OutPath, metavar="FILE", help=says, required=required)
 
 
-def add_outputs(parser: argparse.ArgumentParser, *, what: str = "verdicts") -> None:
-    """The files that a command writes besides what it prints."""
+def add_outputs(parser: argparse.ArgumentParser, *, what: str = "verdicts", page: bool = False) -> None:
+    """The files that a command writes besides what it prints; ``page``: it has a page to show."""
     add_file(parser, "--json", f"write {what} there; - is standard output, as for every FILE that is written")
+    if page:
+        add_file(parser, "--html", f"write {what} there as a page, to look at in a browser")
 
 
 def add_recording(parser: argparse.ArgumentParser) -> None:
@@ -50,6 +52,7 @@ class Outputs:
 
     json: str | None = None
     record: str | None = None
+    html: str | None = None
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> "Outputs":
@@ -72,12 +75,19 @@ class Opened:
     command: str
     json: OutputFile
     record: OutputFile
+    html: OutputFile
     asked: Asked = field(default_factory=Asked, init=False)
 
     def finish(
-        self, status: int, verdicts: Sequence[Verdict] = (), *, groups: Sequence[Group] = (), **more: object
+        self,
+        status: int,
+        verdicts: Sequence[Verdict] = (),
+        *,
+        groups: Sequence[Group] = (),
+        page: Callable[[], str] | None = None,
+        **more: object,
     ) -> int:
-        """Write what was found; returns the exit status. The rest is as for ``document``.
+        """Write what was found, and ``page`` if it is wanted; returns the exit status. The rest is as for ``document``.
 
         Where the work was to be ended, what was found before is written, and the request raised again.
         """
@@ -85,6 +95,8 @@ class Opened:
         if request is not None:
             status, more = request.status, more | {"interrupted": True}
         self.json.write_json(document(self.command, status, verdicts, groups=groups, **more))
+        if page is not None and self.html.wanted:
+            self.html.write(page().encode())
         if request is not None:
             raise request
         return status

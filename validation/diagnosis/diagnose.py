@@ -22,6 +22,7 @@ from pipeproof.diagnosis.rules.report import report, unreported
 from pipeproof.diagnosis.rules.shared import apart, on_rank, shared
 from pipeproof.diagnosis.rules.sums import reduction, sums
 from pipeproof.diagnosis.rules.update import clip, norm, update
+from pipeproof.diagnosis.sights import measured
 from pipeproof.judging.cause import RuledOut
 from pipeproof.judging.judge import one_thread
 from pipeproof.judging.verdict import Crash, Verdict
@@ -48,6 +49,7 @@ def explained(evidence: Evidence) -> Verdict:
             cause=tuple(with_lines(on_rank(cause, evidence), evidence) for cause in found.cause),
             alternatives=tuple(tuple(on_rank(cause, evidence) for cause in one) for one in found.alternatives),
         )
+        found = replace(found, measured=measured(evidence, found))
         left_out = 0 if evidence.sums is None else evidence.sums.left_out
         if not left_out or not evidence.attribution:
             return found

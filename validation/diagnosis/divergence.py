@@ -99,7 +99,7 @@ def divergences(recording: Recording, ground: Ground, positions: Positions) -> l
 def _first_wrong(recording: Recording, ground: Ground, limit: float) -> list[Point]:
     n_stages = 1 + max(point.stage for point in ground.expected)
     both = [point for point in ground.expected if point in recording.tensors]
-    right = {point: _right(recording, ground, point, limit) for point in both}
+    right = {point: is_right(recording, ground, point, limit) for point in both}
     return first_wrong_points(right | dict.fromkeys(_wrong_losses(recording, ground, right), False), n_stages)
 
 
@@ -110,8 +110,8 @@ def _wrong_losses(recording: Recording, ground: Ground, right: Mapping[Point, bo
     """
     for point in (point for point, is_right in right.items() if point.where == FLOWED and not is_right):
         loss, made = point._replace(where=LOSS), point._replace(where=MADE)
-        if right.get(loss) and right.get(made) and _right(recording, ground, made, 0.0):
-            if not _right(recording, ground, loss, 0.0):
+        if right.get(loss) and right.get(made) and is_right(recording, ground, made, 0.0):
+            if not is_right(recording, ground, loss, 0.0):
                 yield loss
 
 
@@ -123,7 +123,8 @@ def first_wrong_points(right: Mapping[Point, bool], n_stages: int) -> list[Point
     return sorted(found, key=_flow)
 
 
-def _right(recording: Recording, ground: Ground, point: Point, limit: float) -> bool:
+def is_right(recording: Recording, ground: Ground, point: Point, limit: float) -> bool:
+    """Whether what was recorded at ``point`` is what is due there, but for a relative error of ``limit``."""
     seen, expected = recording.tensors[point], ground.expected[point]
     if point.where == FLOWED:
         graph = recording.graphs.get((point.stage, point.microbatch), ())

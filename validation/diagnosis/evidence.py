@@ -257,12 +257,16 @@ class Evidence:
         steps = [k for k in range(self.number) if self.setup.plan[k] == "train"]
         return of_stage(self.observed.gradients(steps[-1]), stage) if steps else {}
 
+    def ground(self, number: int) -> Ground:
+        """What a recording of operation ``number`` is held against."""
+        earlier = [one.tensors() for one in reversed(self.played[:number])]
+        return Ground(self.played[number].tensors(), earlier, self.limit)
+
     def _divergences(self, number: int) -> list[Divergence]:
         recording = self.observed.recording(number)
         if recording is None:
             return []
-        earlier = [one.tensors() for one in reversed(self.played[:number])]
-        ground = Ground(self.played[number].tensors(), earlier, self.limit)
+        ground = self.ground(number)
         executed = [rank[number].executed for rank in self.observed.ranks]
         slots = {str(action): slot for actions in executed for slot, action in enumerate(actions)}
         return divergences(recording, ground, Positions(self.observed.schedule.placement, slots))

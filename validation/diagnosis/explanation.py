@@ -43,9 +43,9 @@ class Explanation:
     """One stage's gradients as coefficients of terms; nominal terms are listed even where they are 0.
 
     ``residual`` is relative, ``limit`` what rounding may leave. ``explained``: it is rounding. ``undecided`` are terms
-    whose coefficients could be others as well. ``wrong`` are the atoms that "flow" terms are numbered by, and
-    ``odd`` the parameters that the coefficients do not hold for. ``unfounded``: the reference's own microbatches do not
-    add up to its own gradients, so nothing can be taken apart.
+    whose coefficients could be others as well. ``wrong`` are the atoms that "flow" terms are numbered by, ``names`` the
+    parameters that were compared, and ``odd`` those that the coefficients do not hold for. ``unfounded``: the
+    reference's own microbatches do not add up to its own gradients, so nothing can be taken apart.
     """
 
     stage: Stage
@@ -56,6 +56,7 @@ class Explanation:
     undecided: tuple[Term, ...] = ()
     odd: tuple[Likeness, ...] = ()
     compared: int = 0
+    names: tuple[str, ...] = ()
     unfounded: bool = False
     wrong: tuple[Wrong, ...] = field(default=(), repr=False)
     atoms: tuple[Atom, ...] = field(default=(), repr=False)
@@ -108,7 +109,8 @@ class Explainer:
     def explain(self) -> Explanation:
         """The simplest explanation, or the unexplained rest."""
         found = self._explained()
-        return (self._multiple(found) or found) if found.undecided else found
+        found = (self._multiple(found) or found) if found.undecided else found
+        return replace(found, names=tuple(self._names))
 
     def _multiple(self, found: Explanation) -> Explanation | None:
         """One factor for all, where each parameter's gradient is so many times the right one, but for rounding.

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from pipeproof.diagnosis.evidence import Evidence
-from pipeproof.judging.cause import Cause, Ran
+from pipeproof.judging.cause import CalledAt, Cause
 from pipeproof.pipeline.action import Action, ActionError, Kind
 from pipeproof.worlds.stack import Stack
 
@@ -22,7 +22,7 @@ def with_lines(cause: Cause, evidence: Evidence) -> Cause:
     for passed in evidence.passed.values():
         stacks |= passed.stacks
     found = [action for action in _about(cause, evidence.stages) if action in stacks]
-    return replace(cause, ran=tuple(Ran(str(action), stacks[action]) for action in found if stacks[action]))
+    return replace(cause, calls=tuple(CalledAt(str(action), stacks[action]) for action in found if stacks[action]))
 
 
 def _about(cause: Cause, stages: int) -> Iterator[Action]:

@@ -224,7 +224,7 @@ class Assembled:
     def _operation(self, rank: int, made: RankMade, known: Mapping[int, Passed]) -> RankOperation:
         own = [stage for stage in self.stages if stage.rank == rank]
         seen = [known[stage.index] for stage in own if stage.index in known]
-        actions = tuple(action for flow in seen for action in flow.actions) if made.actions is None else made.actions
+        actions = _as_done(seen) if made.actions is None else made.actions
         return RankOperation(
             "train",
             made.losses,
@@ -254,3 +254,10 @@ class Assembled:
             if content is not None:
                 value = stage.part.values.get(k)
                 yield (stage.index, name), self._by_content[content] if value is None else value
+
+
+def _as_done(flows: Sequence[Passed]) -> Sequence[Action]:
+    """The actions of a rank's stages, in the order in which they were, as far as that is known."""
+    every = [action for flow in flows for action in flow.actions]
+    times = [time for flow in flows for time in flow.times]
+    return [every[k] for k in sorted(range(len(every)), key=times.__getitem__)] if len(times) == len(every) else every

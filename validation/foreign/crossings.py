@@ -125,6 +125,8 @@ def _passed(stage: int, calls: Sequence[Call], seen: Sequence[Column], context: 
     ends = _at(GIVEN, seen), _at(MADE, seen)
     uncompared = sum(column.where != KEPT and not column.judged and column.seen[k] is not None for column, k in every)
     done = (*forwards, *backwards), called, tuple(crossings)
+    began = [call.began for call in calls if call.began is not None]
+    times = (*began, *(end for end, _ in backs)) if len(began) == len(calls) else ()
     ranks = {number: call.rank for number, call in zip(order.numbers, calls, strict=True)}
     strange = {number: [*_strange(seen, k)] for k, number in enumerate(order.numbers)}
     mixed = any(call.mixed for call in calls)
@@ -133,7 +135,8 @@ def _passed(stage: int, calls: Sequence[Call], seen: Sequence[Column], context: 
         for number, call in zip(order.numbers, calls, strict=True)
         for kind, stack in call.stacks.items()
     }
-    return Passed(*done, *ends, order.left, order.complete, unplaced, uncompared, ranks, strange, mixed, stacks)
+    found = Passed(*done, *ends, order.left, order.complete, unplaced, uncompared, ranks, strange, mixed)
+    return replace(found, stacks=stacks, times=times)
 
 
 def _strange(seen: Sequence[Column], call: int) -> Iterator[Sketch]:
@@ -189,8 +192,9 @@ def _crossing(column: Column, k: int, call: Call, context: _Context) -> Iterator
     if context.late is not None and column.where in (RECEIVED, HANDED_ON):
         same = same or _near(seen.factor(expected), context.late)
     really = None if same else _really(column, seen, expected, k, context)
-    faint = not same and seen.distance(expected) <= _FAINT * seen.limit
-    yield replace(crossing, same=same, exact=exact, really=really, faint=faint)
+    error, limit = seen.distance(expected), expected.limit
+    faint = not same and error <= _FAINT * limit
+    yield replace(crossing, same=same, exact=exact, really=really, faint=faint, error=error, limit=limit)
 
 
 def _really(column: Column, seen: Sketch, expected: Sketch, k: int, context: _Context) -> Likeness:

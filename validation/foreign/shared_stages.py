@@ -42,6 +42,7 @@ def mirrored(made: Sequence[RankMade], known: Mapping[str, bytes]) -> bool:
 
 
 Member = tuple[int, Part]  # a rank, and what it handed back
+_APART = 1 << 32  # between the times of two ranks' calls: more than any step takes
 
 
 def joined_parts(
@@ -158,12 +159,10 @@ def _calls(bundle: Sequence[Member], replicas: Replicas) -> tuple[Call, ...] | N
     each = replicas.count == 1 and not bundle[0][1].shards
     seen = {rank if each else replicas.of[rank]: (rank, part.calls) for rank, part in reversed(bundle)}
     every: list[Call] = []
-    for _, (rank, calls) in sorted(seen.items()):
+    for number, (_, (rank, calls)) in enumerate(sorted(seen.items())):
         if calls is None:
             return None
-        done = sum(len(call.backwards) for call in every)
-        count = {number: done + k for k, number in enumerate(sorted(n for call in calls for n in call.backwards))}
-        every += [replace(call, backwards=[count[n] for n in call.backwards], rank=rank) for call in calls]
+        every += [call.later(number * _APART, rank=rank) for call in calls]
     return tuple(every)
 
 

@@ -63,7 +63,7 @@ _SHOWN = 2  # lines of a stack
 
 
 @dataclass(frozen=True)
-class Ran:
+class CalledAt:
     """An action, as ``2B0``, and where the user's code called for it, the innermost line first."""
 
     action: str
@@ -81,7 +81,7 @@ class Cause:
     Fields that do not apply, or that the evidence leaves open, are None.
 
     microbatches: those concerned. stages: those of a fault that is in several, but not in all. detail: for people, such
-    as ``microbatch 3's, expected microbatch 2's``. instead: other causes that would show the very same. ran: the
+    as ``microbatch 3's, expected microbatch 2's``. instead: other causes that would show the very same. calls: the
     actions that it is about, with the user's own lines, if they are known.
     """
 
@@ -95,7 +95,7 @@ class Cause:
     detail: str = ""
     stages: tuple[int, ...] = ()
     instead: tuple["Cause", ...] = ()
-    ran: tuple[Ran, ...] = field(default=(), compare=False)
+    calls: tuple[CalledAt, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         assert self.kind in KINDS, f"{self.kind!r} is no kind of cause"

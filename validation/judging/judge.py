@@ -12,6 +12,8 @@ from torch import Tensor
 
 from pipeproof.judging.comparison import Comparison, Due, Execution, leave_out
 from pipeproof.judging.ledger import NOWHERE, Headings, Ledger
+from pipeproof.judging.measured import Measured
+from pipeproof.judging.measuring import ran_of
 from pipeproof.judging.oracle import Answer, Floors, Requirements
 from pipeproof.judging.tolerance import FP32, Floor, Precision, error, precision_of, same_bits
 from pipeproof.judging.verdict import Crash, Tier, Verdict, overall
@@ -293,7 +295,10 @@ def judged(required: Requirements, observed: Observed, *, measure: bool = False)
         crash = at.judged()
         floor = at.measured.worst() if measure and at.measured is not None else 0.0
     verdict = concluded(at.ledger, required.config, otherwise=required.oracle.precision, seconds=perf_counter() - began)
-    return replace(verdict, bindings=required.bindings, floor=floor).before_its_end(crash)
+    trained = [k for k, name in enumerate(required.plan) if name == "train"]
+    number = min((one.operation - 1 for one in verdict.mismatches), default=max(trained, default=0))
+    measured = replace(verdict.measured, ran=ran_of(observed, number))
+    return replace(verdict, bindings=required.bindings, floor=floor, measured=measured).before_its_end(crash)
 
 
 def concluded(
@@ -303,7 +308,9 @@ def concluded(
     laws = ledger.laws()
     outcome = overall(laws)
     tier: Tier = ledger.tier(otherwise) if outcome == "pass" else "none"
-    return Verdict(config, outcome, tier, laws, tuple(ledger.mismatches), rerun=rerun, seconds=seconds)
+    measured = Measured(tuple(ledger.compared.values()))
+    found = tuple(ledger.mismatches)
+    return Verdict(config, outcome, tier, laws, found, rerun=rerun, seconds=seconds, measured=measured)
 
 
 @contextmanager

@@ -7,10 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeproof.judging.measured import Compared
 from pipeproof.judging.tolerance import Floor, Precision, error, pieces, same_bits
 from pipeproof.judging.verdict import LawResult, Mismatch, Outcome, Size, Tier, Value, What, names_of
 from pipeproof.observers.sketch import is_rounded
 from pipeproof.reference.step import Site
+
+_KEPT = ("loss", "gradient", "grad-norm")  # laws whose comparisons are kept one by one
 
 
 @dataclass
@@ -69,6 +72,7 @@ class Ledger:
         self._skipped: dict[str, tuple[Outcome, str]] = {}
         self._coarsest: Precision | None = None  # of what agreed, but not bit for bit
         self.mismatches: list[Mismatch] = []
+        self.compared: dict[tuple[object, ...], Compared] = {}  # by its place: of several operations the last
 
     @property
     def failed(self) -> bool:
@@ -137,6 +141,7 @@ class Ledger:
         """
         if same_bits(observed, expected):
             self._enter(place, "pass", exact=True)
+            self._keep(place, "pass")
             return
         size, allowed = error(observed, expected, base=base, rounded=rounded), floor()
         outcome = allowed.outcome(size)
@@ -146,22 +151,26 @@ class Ledger:
             size = 0.0  # it is none of the errors that the largest is sought of
             self.remark(place.law, _NOISE)
         self._enter(place, outcome, size=size, floor=allowed)
+        self._keep(place, outcome, error=size, floor=allowed.largest, limit=allowed.limit)
         if outcome != "pass":
             found, due = _sizes(observed, expected, base)
             self.mismatches.append(place.mismatch(found, due, "tensor", error=size, limit=allowed.limit))
 
     def numbers(self, place: Heading, observed: float, expected: float, floor: Callable[[], Floor]) -> None:
         """Enter two numbers."""
+        told = {"found": float(observed), "due": float(expected)}
         if observed == expected:
             self._enter(place, "pass", exact=True)
+            self._keep(place, "pass", **told)
             return
         size = abs(observed - expected) / abs(expected) if expected else float("inf")
         size, allowed = (size if size == size else float("inf")), floor()
         outcome = allowed.outcome(size)
         self._enter(place, outcome, size=size, floor=allowed)
+        self._keep(place, outcome, error=size, floor=allowed.largest, limit=allowed.limit, **told)
         if outcome != "pass":
-            found, due = float(observed), float(expected)
-            self.mismatches.append(place.mismatch(found, due, "number", error=size, limit=allowed.limit))
+            numbers: tuple[Value, Value] = float(observed), float(expected)
+            self.mismatches.append(place.mismatch(*numbers, "number", error=size, limit=allowed.limit))
 
     def strike(self, struck: Sequence[Mismatch]) -> None:
         """Take mismatches of laws without scenarios out again: what they say turned out to be no fault."""
@@ -179,6 +188,7 @@ class Ledger:
         self._skipped |= other._skipped
         self._reach(other._coarsest)
         self.mismatches += other.mismatches
+        self.compared |= other.compared
 
     def laws(self) -> tuple[LawResult, ...]:
         """Every law's outcome, in the order given at the start."""
@@ -220,6 +230,13 @@ class Ledger:
             entry.entered.add(place.compared)
             if floor is not None and size > entry.worst:
                 entry.worst, entry.floor = size, floor.largest
+
+    def _keep(self, place: Heading, outcome: str, **numbers: Any) -> None:
+        """Keep the numbers of a comparison, if they are of a kind that readers ask for one by one."""
+        if place.law in _KEPT:
+            at = place.where
+            where = at.rank, at.stage, at.microbatch, at.parameter
+            self.compared[place.law, *where] = replace(Compared(place.law, at.operation, outcome, *where), **numbers)
 
     def _reach(self, precision: Precision | None) -> None:
         if precision is not None and (self._coarsest is None or precision.unit > self._coarsest.unit):

@@ -3,10 +3,12 @@
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Literal
 
 from pipeproof.judging.cause import KINDS, Cause, Cells, RuledOut
+from pipeproof.judging.measured import Measured, versions
 from pipeproof.judging.mismatch import Mismatch as Mismatch
 from pipeproof.judging.mismatch import Size as Size
 from pipeproof.judging.mismatch import Value as Value
@@ -102,7 +104,7 @@ class Verdict:
     largest rounding floor over all gradients; 0 if none was measured. failure: how the ranks failed, if there was
     nothing to judge. ended: "error" for a crash, "hang" for a hang. headline: a sentence for what the laws cannot say.
     rerun: what to type if there is no replay line. seconds: what it took. stopped: what was raised while things were
-    compared. unsought: what was raised while the cause was looked for. traceback: of either.
+    compared. unsought: what was raised while the cause was looked for. traceback: of either. measured: numbers.
     """
 
     config: str
@@ -138,6 +140,8 @@ class Verdict:
         if self.verdict == "fail":
             return told or self._headline()
         return f"{self.word.upper()} {self._headline()}"
+
+    measured: Measured = field(default=Measured(), compare=False, repr=False)
 
     @property
     def replay(self) -> str:
@@ -242,8 +246,15 @@ class Verdict:
 
     def as_dict(self) -> dict[str, object]:
         """Plain data for JSON."""
-        data = asdict(self) | {"mismatches": [mismatch.as_dict() for mismatch in self.mismatches]}
+        data = asdict(replace(self, measured=Measured()))
+        data |= {"mismatches": [mismatch.as_dict() for mismatch in self.mismatches]}
+        data |= {"measured": self.measured.as_dict(), "versions": dict(versions())}
         return {"schema": SCHEMA, **data, "replay": self.replay}
+
+    def to_html(self) -> str:
+        """The verdict as a page: one file of HTML that needs no network."""
+        html: str = import_module(__name__.partition(".")[0]).page(self)  # the front door leads to rooms after this one
+        return html
 
 
 def _not_seen(laws: Sequence[LawResult]) -> list[str]:
@@ -260,7 +271,7 @@ def _conjunction(label: str, causes: Sequence[Cause]) -> list[str]:
     rows = []
     for cause in causes[:_CAUSES]:
         rows += _labelled(label, [f"{cause.kind}: {KINDS[cause.kind]}", str(cause)])
-        rows += _labelled("ran at", [line for ran in cause.ran for line in ran.lines()])
+        rows += _labelled("ran at", [line for call in cause.calls for line in call.lines()])
         label = "and"
     left = len(causes) - _CAUSES
     return rows + (_labelled("and", [f"{left} more"]) if left > 0 else [])

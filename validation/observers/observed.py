@@ -25,7 +25,7 @@ class Crossing:
     ``where`` is its place in the flow, as recordings call it. What is not ``judged`` is a matter of diagnosis alone.
     ``call`` is the number of the call from 1 on, by which an action is located whose microbatch is not known. ``place``
     is where in the model an input should pass. ``rank`` is where it was, if several hold the stage. ``faint``: it is
-    wrong by little more than what rounding may do.
+    wrong by little more than what rounding may do. ``error`` is about its relative error, ``limit`` what is rounding.
     """
 
     action: Action
@@ -39,6 +39,8 @@ class Crossing:
     place: str = ""
     rank: int | None = None
     faint: bool = False
+    error: float | None = None
+    limit: float | None = None
 
     @property
     def at(self) -> str:
@@ -63,7 +65,7 @@ class Passed:
     ``ranks``: which rank each microbatch was on, if several hold it. ``strange`` are outputs without a place, by
     microbatch. ``mixed``: parts of its module alone trained. ``stacks`` are where the user's code called for an action.
     ``detached`` are the inputs, by microbatch, that want no gradient although the stage before made them so that they
-    do.
+    do. ``times`` of actions, by their rank's count; empty where nobody knows.
     """
 
     actions: tuple[Action, ...]
@@ -80,6 +82,7 @@ class Passed:
     mixed: bool = False
     stacks: Mapping[Action, Stack] = field(default_factory=dict)
     detached: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    times: tuple[int, ...] = ()
 
     @property
     def untold(self) -> bool:

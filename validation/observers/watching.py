@@ -4,7 +4,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import count
 from threading import get_ident
@@ -79,12 +79,12 @@ class Mode(Enum):
 class Call:
     """One call of a watched module. Gradients are by the number of the tensor that they belong to.
 
-    ``backwards`` has an entry, a count over all calls of this rank, for each time that gradients came out of the call.
+    ``backwards`` has an entry, a count over all that this rank's calls do, for each time that gradients came out of it.
     ``mixed``: parts of the module were in training mode, and others were not. ``needing`` are the inputs that want a
     gradient, ``giving`` the outputs that bring one.
     A ``silent`` one ran without gradients: it is a forward only if a backward ran it again, and then has what that had.
     ``rank`` is the one that it was on, where several hold its stage. ``stacks`` are where the user's code called for
-    its forward, its backward, and the messages that it was given.
+    its forward, its backward, and the messages that it was given. ``began``: when, by the count of ``backwards``.
     """
 
     training: bool
@@ -100,6 +100,12 @@ class Call:
     stacks: dict[Kind, Stack] = field(default_factory=dict)
     needing: frozenset[int] = frozenset()
     giving: frozenset[int] = frozenset()
+    began: int | None = None
+
+    def later(self, time: int, *, rank: int) -> "Call":
+        """The same on ``rank``, by so much later."""
+        began = None if self.began is None else self.began + time
+        return replace(self, backwards=[time + end for end in self.backwards], began=began, rank=rank)
 
 
 @dataclass
@@ -149,7 +155,7 @@ class Watcher:
     def __init__(self) -> None:
         self._watched: dict[int, _Watched] = {}
         self._entering: dict[int, list[_Entry]] = defaultdict(list)  # by thread
-        self._backwards = count()
+        self._times = count()
 
     def watch(self, module: nn.Module, when: Callable[[], bool] | None = None) -> None:
         """Hook ``module``, once; calls count while ``when`` holds."""
@@ -184,8 +190,8 @@ class Watcher:
         entry = self._entering[get_ident()].pop()
         needing, giving = map(_differentiable, (inputs, outputs))
         silent, mixed = mode is Mode.SILENT, len(modes) > 1
-        made = list(map(sketch, outputs))
-        call = Call(True in modes, entry.taken, made, silent=silent, mixed=mixed, stacks=entry.stacks)
+        made, began = list(map(sketch, outputs)), next(self._times)
+        call = Call(True in modes, entry.taken, made, silent=silent, mixed=mixed, stacks=entry.stacks, began=began)
         call.needing, call.giving = frozenset(needing), frozenset(giving)
         if mode is Mode.SILENT:
             watched.calls.append(call)
@@ -245,7 +251,7 @@ class Watcher:
             def write() -> None:
                 into[number] = seen
                 if counts:
-                    call.backwards.append(next(self._backwards))
+                    call.backwards.append(next(self._times))
 
             return write
 

@@ -48,6 +48,11 @@ class OutputFile:
     def __enter__(self) -> "OutputFile":
         return self
 
+    @property
+    def wanted(self) -> bool:
+        """Whether anything that is written comes to be anywhere."""
+        return self._path is not None
+
     def write(self, content: bytes) -> None:
         """Put ``content`` where the file belongs."""
         if self._path is None:

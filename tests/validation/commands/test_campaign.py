@@ -40,6 +40,20 @@ def test_a_crash_is_unknown_and_does_not_stop_the_others(tmp_path: Path, capsys:
 
 
 @pytest.mark.pipeproof_ranks
+def test_a_page_of_one_case_is_its_own_and_of_several_a_table(tmp_path: Path) -> None:
+    path = tmp_path / "x.html"
+    path.write_text("what was there before")
+    assert validate_all([SOUND], Setting("cpu", outputs=Outputs(html=str(path)))) == 0
+    assert f"<title>Pass: {SOUND}" in path.read_text()
+    assert validate_all([WRONG, SOUND], Setting("cpu", outputs=Outputs(html=str(path)))) == 1
+    assert "Of 2 cases: 1 wrong, 1 right." in path.read_text()
+    assert [one.name for one in tmp_path.iterdir()] == ["x.html"]
+    options = {"schedules": ("1f1b",), "dtypes": ("fp32",), "max_ranks": 1}
+    assert fuzz_all(Setting("cpu", outputs=Outputs(html=str(path))), budget=2, seed=0, **options) == 0  # type: ignore[arg-type]
+    assert "All 2 cases agree with the reference." in path.read_text()
+
+
+@pytest.mark.pipeproof_ranks
 def test_a_wrong_answer_is_not_hidden_by_a_crash(tmp_path: Path) -> None:
     assert run([WRONG, CRASHES], tmp_path / "x.json") == (1, ["fail", "unknown"])
 

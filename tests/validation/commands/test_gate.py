@@ -99,6 +99,7 @@ def test_a_failing_gate_leaves_the_records_of_its_case(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     files = ["--junit", "kept/gate.xml", "--summary", "kept/gate.md", "--artifacts", "kept", "--annotations", "github"]
+    files += ["--html", "gate.html"]
     assert main(["gate", *SMALL, "--cases", "1", "--case", WRONG, *files]) == 1
     out = capsys.readouterr().out
     assert "gate FAIL: 1 fail, 3 pass of 4 cases; seed 0" in out
@@ -107,6 +108,9 @@ def test_a_failing_gate_leaves_the_records_of_its_case(
     assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("5", "1", "0")
     assert f"| **fail** | `{WRONG}` |" in Path("kept/gate.md").read_text()
     assert documented(Path("kept/1-naive.json").read_text())["verdicts"][0]["verdict"] == "fail"
+    shown = Path("gate.html").read_text()
+    assert "Of 4 cases: 1 wrong, 3 right." in shown
+    assert all(group in shown for group in ("pinned", "fuzz", "planted"))
     assert read("kept/1-naive.observed").kind == "observed"
     assert main(["compare", "kept/1-naive.expected", "kept/1-naive.observed"]) == 1
     assert "2 times expected, cosine 1.000000" in capsys.readouterr().out
@@ -122,6 +126,7 @@ def test_a_failing_gate_leaves_the_records_of_its_case(
         (["--case", "gibberish"], "'gibberish' is no case"),
         (["--case", f"{PINNED} specimen=gremlin"], "unknown specimen 'gremlin'"),
         (["--junit", "/no/such/folder/x.xml"], "cannot write /no/such/folder/x.xml"),
+        (["--html", "/no/such/folder/x.html"], "cannot write /no/such/folder/x.html"),
         (["--artifacts", f"{__file__}/x"], "cannot make the folder"),
         (["--schedule", "mine.csv"], "mine.csv"),
         (["--annotations", "gitlab"], "invalid choice: 'gitlab'"),

@@ -44,7 +44,10 @@ def test_records_of_two_schedules_agree(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_diff_says_first_how_the_configs_differ(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["diff", "one", "other"]) == 0
+    assert main(["diff", "one", "other", "--html", "diff.html"]) == 0
+    shown = Path("diff.html").read_text()
+    assert '<th scope="row">schedule</th><td>1f1b</td><td>gpipe</td>' in shown
+    assert "Not recorded: nobody noted which actions ran" in shown
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines[:3] == [["schedule", "1f1b", "gpipe"], ["ranks", "2", "1"], ["split", "1,1", "2"]]
     assert lines[3][0] == "PASS"
@@ -72,6 +75,7 @@ def test_a_wrong_number_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
         (["compare", "nowhere", "one"], "cannot read nowhere: No such file"),
         (["compare", __file__, "one"], "is no record: expected a file that `pipeproof record` or --record wrote"),
         (["compare", "one", "one", "--json", "/no/such/folder/x"], "cannot write /no/such/folder/x"),
+        (["diff", "one", "one", "--html", "/no/such/folder/x"], "cannot write /no/such/folder/x"),
         (["record", "gibberish", "--out", "x"], "'gibberish' is no case"),
         (["record", f"{ONE} specimen=layernorm-zero", "--out", "x"], "what is expected has no specimen; leave it out"),
         (["record", ONE, "--out", "/no/such/folder/x"], "cannot write /no/such/folder/x"),

@@ -96,6 +96,17 @@ def test_a_first_divergence_says_whose_tensor_it_was(world: World) -> None:
     assert f"            {cause}" in str(verdict)
     assert len(str(verdict).splitlines()) <= 30
     assert asdict(verdict.cause[0]) == verdict.as_dict()["cause"][0]  # type: ignore[index]
+    ran = verdict.measured.ran
+    assert ran is not None
+    one = next(done for done in ran.ranks[1] if done.action == "1F0")
+    wrong = [sight for sight in one.sights if not sight.agrees]
+    assert {sight.what for sight in wrong} >= {"input", "output of the module"}
+    (came,) = [sight for sight in wrong if sight.really]
+    assert (came.what, came.made, came.really, came.due) == ("input", False, "0F1", "0F0")
+    assert all(sight.error > sight.limit for sight in wrong if sight.error is not None and sight.limit is not None)
+    assert all(sight.agrees for sight in ran.ranks[0][0].sights)
+    assert not any(sight.what == "input gradient" for done in ran.ranks[0] for sight in done.sights)  # there is none
+    assert {one.law for one in verdict.measured.compared} == {"loss", "gradient", "grad-norm"}
 
 
 def test_what_does_not_happen_again_is_said(world: World) -> None:

@@ -29,9 +29,9 @@ class _Seen:
 
 def shown(cause: Cause, *missing: str) -> list[str]:
     seen: Any = _Seen(*missing)
-    found = with_lines(cause, seen).ran
-    assert all(ran.stack[0].text == ran.action for ran in found)
-    return [ran.action for ran in found]
+    found = with_lines(cause, seen).calls
+    assert all(call.stack[0].text == call.action for call in found)
+    return [call.action for call in found]
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,11 @@ def only(verdict: Verdict) -> Cause:
 def test_a_right_step_has_no_cause(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, lambda model, microbatches: train(own(model), microbatches))
     assert (verdict.verdict, verdict.cause, verdict.undecided) == ("pass", (), ())
+    ran = verdict.measured.ran
+    assert ran is not None
+    rows = [" ".join(done.action for done in row) for row in ran.ranks]
+    assert rows == ["0F0 0B0 0F1 0B1 0F2 0B2 0F3 0B3", "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3"]
+    assert {one.error for row in ran.ranks for done in row for one in done.sights if one.agrees} == {0}
 
 
 def received(change: Callable[[int, Tensor], Tensor]) -> Step:

@@ -1,8 +1,10 @@
 """The ledger: what a comparison does to its laws, and that a law without one is unknown."""
 
+import pytest
 import torch
 
 from pipeproof.judging.ledger import Heading, Ledger
+from pipeproof.judging.measured import Compared
 from pipeproof.judging.tolerance import Floor
 from pipeproof.judging.verdict import Mismatch
 
@@ -123,3 +125,16 @@ def test_ledgers_of_several_ranks_are_one() -> None:
     assert norm.outcome == "not applicable"
     assert len(one.mismatches) == 1
     assert not one.all_exact
+    assert [each.outcome for each in one.compared.values()] == ["fail"]
+
+
+def test_what_was_compared_is_kept_with_its_numbers() -> None:
+    book = ledger()
+    book.tensors(place(), torch.ones(2), torch.ones(2), lambda: FLOOR)
+    assert [*book.compared.values()] == [Compared("gradient", 1, "pass", rank=2, parameter="w")]
+    book.tensors(place(), torch.ones(2) * (1 + 1e-6), torch.ones(2), lambda: FLOOR)
+    (one,) = book.compared.values()  # of several operations the last
+    assert (one.outcome, one.floor, one.limit) == ("pass", 1e-7, FLOOR.limit)
+    assert one.error == pytest.approx(1e-6, rel=0.1)
+    book.hold(place(), False, "", "")
+    assert len(book.compared) == 1

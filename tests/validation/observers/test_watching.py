@@ -65,8 +65,8 @@ def test_one_leaf_for_all_that_is_received_is_no_fault(whitebox: WhiteBox) -> No
 def test_a_backward_that_runs_twice_is_seen_at_such_a_leaf(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, lambda model, microbatches: one_leaf(model, microbatches, twice=2))
     assert [(c.kind, c.rank, c.stage, c.microbatches) for c in verdict.cause[:1]] == [("doubled", 1, 1, (2,))], verdict
-    assert [(ran.action, ran.stack[0].function) for ran in verdict.cause[0].ran] == [("1B2", "one_leaf")]
-    assert verdict.cause[0].ran[0].stack[0].text.startswith("(loss / COUNT).backward(retain_graph=True)")
+    assert [(call.action, call.stack[0].function) for call in verdict.cause[0].calls] == [("1B2", "one_leaf")]
+    assert verdict.cause[0].calls[0].stack[0].text.startswith("(loss / COUNT).backward(retain_graph=True)")
 
 
 def two_steps(model: nn.Sequential, microbatches: list[Any], *, divides: bool = True) -> HandedBack:
@@ -144,7 +144,7 @@ def test_a_leaf_that_is_handed_on_as_it_is_has_each_calls_own_gradients() -> Non
     found: list[Call] | None = watcher.calls(stage)
     assert found is not None
     assert [call.output_gradients[0] for call in found] == [first for first, _ in due]
-    assert [call.backwards for call in found] == [[0], [1], [2], [3]]
+    assert [(call.began, call.backwards) for call in found] == [(0, [1]), (2, [3]), (4, [5]), (6, [7])]
     assert len({call.input_gradients[0].digest for call in found}) == COUNT
 
 

@@ -1,0 +1,144 @@
+"""The grid: where actions stand, what their colours say, and arrows."""
+
+from dataclasses import replace
+
+import pytest
+
+from pipeproof.judging.cause import Cause
+from pipeproof.judging.measured import Compared, Done, Measured, Ran, Sight
+from pipeproof.judging.verdict import Verdict
+from pipeproof.pipeline.action import Action
+from pipeproof.pipeline.schedules import build
+from pipeproof.reports.page.grid import Arrow, Grid, step_of
+
+WRONG = Sight("input", False, False, error=0.5, limit=1e-6, really="0F1", due="0F0")
+
+
+def ran(*rows: str, wrong: dict[str, Sight] | None = None) -> Ran:
+    """Rows of actions such as ``0F0 0B0``."""
+    sights = {name: (sight,) for name, sight in (wrong or {}).items()}
+    actions = [[Action.parse(name) for name in row.split()] for row in rows]
+    done = tuple(tuple(Done(*one, sights.get(str(one), ())) for one in row) for row in actions)
+    return Ran(1, 2, tuple(range(len(rows))), done)
+
+
+def grid(found: Ran, *causes: Cause, compared: tuple[Compared, ...] = ()) -> Grid:
+    return Grid(Verdict("c", "fail", "none", (), cause=causes, measured=Measured(compared, found)), found)
+
+
+def columns(found: Grid) -> list[list[int]]:
+    return [[one.column for one in row] for row in found.rows]
+
+
+def states(found: Grid) -> dict[str, str]:
+    return {one.done.action: one.state for row in found.rows for one in row}
+
+
+def test_an_action_stands_after_what_it_was_made_from() -> None:
+    assert columns(grid(ran("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"))) == [[0, 1, 3, 5], [1, 2, 3, 4]]
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "dualpipev"])
+def test_no_two_actions_of_a_rank_stand_in_one_place(name: str) -> None:
+    schedule = build(name, ranks=4, virtual=2 if name == "dualpipev" else 1, microbatches=8)
+    rows = tuple(tuple(Done(*action) for action in row) for row in schedule.ranks)
+    found = columns(grid(Ran(1, 8, schedule.placement, rows)))
+    assert all(row == sorted(set(row)) for row in found)
+    assert [len(row) for row in found] == [len(row) for row in schedule.ranks]
+
+
+def test_what_waits_for_ever_stands_somewhere() -> None:
+    assert columns(grid(ran("0B0 0F0", "1B0 1F0"))) == [[0, 1], [0, 2]]
+
+
+def test_a_message_that_came_as_another_is_waited_for_as_it_came() -> None:
+    assert columns(grid(ran("0F0 0F1", "1F0 1F1", wrong={"1F0": WRONG}))) == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("error", "limit", "step"),
+    [
+        (0.0, None, "x"),
+        (1e-6, 1e-6, "a0"),
+        (1e-8, 1e-6, "a2"),
+        (1e-30, 1e-6, "a3"),
+        (2e-6, 1e-6, "w0"),
+        (2e-5, 1e-6, "w1"),
+        (float("inf"), 1e-6, "w4"),
+        (1.0, 0.0, "w4"),
+        (float("nan"), 1e-6, "w4"),
+        (None, 1e-6, ""),
+        (0.1, None, ""),
+    ],
+)
+def test_a_colour_is_a_power_of_ten_of_what_rounding_allows(
+    error: float | None, limit: float | None, step: str
+) -> None:
+    assert step_of(error, limit) == step
+
+
+def test_the_fault_its_consequences_and_what_nobody_saw() -> None:
+    later, right = replace(WRONG, really="", due=""), replace(WRONG, agrees=True, error=0.0, really="")
+    seen = {"1F0": WRONG, "1B0": later, "0F0": right, "0F1": replace(later, agrees=None)}
+    found = grid(ran("0F0 0F1 0B0", "1F0 1F1 1B0", wrong=seen), Cause("wrong-message", 1, 1, (0,), "1F0"))
+    assert states(found) == {
+        "0F0": "right",
+        "0F1": "not compared",
+        "0B0": "not recorded",
+        "1F0": "culprit",
+        "1F1": "not recorded",
+        "1B0": "consequence",
+    }
+    assert found.arrows == (Arrow((0, 1), (1, 2), due=False), Arrow((0, 0), (1, 2), due=True))
+
+
+def test_a_microbatch_that_is_not_in_the_sums_is_outlined_where_it_should_be_added() -> None:
+    right = replace(WRONG, agrees=True, error=0.0, really="")
+    found = grid(ran("0F0 0F1 0B0 0B1", wrong={"0F0": right, "0B0": right}), Cause("dropped", microbatches=(0,)))
+    assert [name for name, state in states(found).items() if state == "culprit"] == ["0B0"]
+
+
+@pytest.mark.parametrize(
+    "cause", [Cause("scale", factor=2.0), Cause("report", microbatches=(0,)), Cause("norm", rank=0)]
+)
+def test_a_cause_that_names_no_action_outlines_nothing(cause: Cause) -> None:
+    assert "culprit" not in states(grid(ran("0F0 0B0"), cause)).values()
+
+
+def test_of_a_stage_and_a_microbatch_what_is_first_wrong_is_outlined() -> None:
+    made = Sight("output", True, False, error=0.5, limit=1e-6)
+    found = grid(ran("0F0 0F1 0B0", wrong={"0F0": made, "0B0": made}), Cause("computation", 0, 0, (0,)))
+    assert states(found) == {"0F0": "culprit", "0F1": "not recorded", "0B0": "consequence"}
+
+
+def test_what_an_action_went_into_speaks_for_it_where_that_agrees() -> None:
+    loss = Compared("loss", 1, "pass", microbatch=0, found=1.0, due=1.0)
+    wrong = replace(loss, microbatch=1, outcome="fail", error=0.1, limit=1e-6)
+    gradient = Compared("gradient", 1, "pass", stage=0, parameter="w", error=1e-8, limit=1e-6)
+    found = grid(ran("0F0 0F1 0B0"), compared=(loss, wrong, gradient))
+    assert states(found) == {"0F0": "through", "0F1": "not recorded", "0B0": "through"}
+    earlier = grid(ran("0F0"), compared=(replace(loss, operation=2),))
+    assert states(earlier) == {"0F0": "not recorded"}
+
+
+def test_what_is_wrong_although_all_it_was_made_from_is_right_is_no_consequence() -> None:
+    right = Sight("input gradient", True, True, error=0.0, limit=1e-6)
+    kept = replace(WRONG, really="", due="")
+    found = ran("0F0 0B0", "1F0 1B0", wrong={"0B0": kept, "1B0": kept, "1F0": right, "0F0": right})
+    cause = Cause("overwritten", 1, 1, (0,), "1B0")
+    assert states(grid(found, cause))["0B0"] == "consequence"
+    both = tuple(replace(done, sights=(kept, right)) if done.action == "1B0" else done for done in found.ranks[1])
+    assert states(grid(replace(found, ranks=(found.ranks[0], both)), cause))["0B0"] == "wrong"
+
+
+def test_an_action_whose_making_was_not_compared_is_not_said_to_be_right() -> None:
+    taken, made = replace(WRONG, agrees=True, error=0.0, really=""), replace(WRONG, made=True, agrees=None)
+    found = ran("0F0")
+    row = (replace(found.ranks[0][0], sights=(taken, made)),)
+    assert states(grid(replace(found, ranks=(row,)))) == {"0F0": "not compared"}
+
+
+def test_the_first_half_of_a_backward_goes_into_the_gradients_of_the_stage_before() -> None:
+    right = Compared("gradient", 1, "pass", stage=0, parameter="w")
+    found = grid(ran("0F0 0I0 0W0", "1F0 1I0 1W0"), compared=(right,))
+    assert {name for name, state in states(found).items() if state == "through"} == {"0W0", "1I0"}

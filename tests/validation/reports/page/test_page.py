@@ -1,0 +1,151 @@
+"""A verdict as a page: it says what the text and the JSON say, and nobody's name becomes markup."""
+
+import json
+import math
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+
+from pipeproof.judging.measured import Done, Measured, Weights
+from pipeproof.judging.verdict import Verdict
+from pipeproof.pipeline.action import Kind
+from pipeproof.reports.page.campaign import Entry, campaign
+from pipeproof.reports.page.page import page
+from tests.support.verdicts import BARE, CELLS, COMPARED, FAILED, LAWS, PASSED, RAN, WRONG, large
+
+EVIL = "</script><script>alert('x')</script>&\"'"
+
+
+class Text(HTMLParser):
+    """What a page says, without markup, style or script."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.said, self.names, self.skipped = [], set[str](), 0
+        self.feed(source)
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self.names.add(tag)
+        self.skipped += tag in ("style", "script")
+
+    def handle_endtag(self, tag: str) -> None:
+        self.skipped -= tag in ("style", "script")
+
+    def handle_data(self, data: str) -> None:
+        self.said += [] if self.skipped else [data]
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.said).split())
+
+
+def said(verdict: Verdict) -> str:
+    return Text(verdict.to_html()).text
+
+
+def test_text_json_and_page_say_the_same() -> None:
+    shown, data, text = said(FAILED), json.loads(json.dumps(FAILED.as_dict())), str(FAILED)
+    for law in data["laws"]:
+        assert law["name"] in shown
+        assert law["note"] in shown
+        assert (
+            f"{law['name']} {law['outcome']} {law['checked'] or '-'} {law['exact'] if law['checked'] else '-'}" in shown
+        )
+    (cause,) = data["cause"]
+    assert cause["detail"] in shown
+    assert cause["detail"] in text
+    for mismatch in data["mismatches"]:
+        assert mismatch["seen"] in shown
+        assert mismatch["expected"] in shown
+    assert data["replay"] in shown
+    assert data["replay"] in text
+    assert " ".join(text.split()) in shown
+    assert data["config"] in shown
+    assert all(value in shown for value in data["versions"].values())
+    assert all(one["evidence"] in shown for one in data["ruled_out"])
+    for one in data["measured"]["compared"]:
+        assert one.get("parameter", "") in shown
+        assert f"{one.get('found', 2.5):.9g}" in shown
+    assert data["measured"]["ran"]["ranks"][1][0] == "1F0"
+    told = [one for one in data["measured"]["ran"]["tensors"] if one.get("agrees") is False]
+    assert all(one["what"] in shown and f"{one['error']:.1e}" in shown for one in told)
+
+
+def test_a_cell_says_what_was_seen_expected_and_by_how_much() -> None:
+    told = json.loads(re.search('id="data">(.*?)</script>', page(FAILED), re.DOTALL)[1])  # type: ignore[index]
+    action, head, state, _, tensors = told["cells"][4]
+    assert (action, state) == ("1F0", "culprit")
+    assert head == "forward of microbatch 0 at stage 1, on rank 1"
+    assert tensors == [["took input", "microbatch 1's", "microbatch 0's", "9.0e-01", "1.0e-06"]]
+
+
+@pytest.mark.parametrize("verdict", [FAILED, PASSED, BARE], ids=lambda one: one.verdict)
+def test_a_page_needs_nothing_from_elsewhere(verdict: Verdict) -> None:
+    made = page(verdict)
+    assert not re.search(r"https?:|\bsrc=|@import|url\((?!#)", made)
+    assert Text(made).names <= set(
+        "html head meta link title style body header main section article div span p h1 h2 h3 dl dt dd ul ol li "
+        "b i code pre button table caption thead tbody tr th td details summary small figure figcaption "
+        "svg defs marker path line circle text script".split()
+    )
+
+
+def test_no_name_becomes_markup() -> None:
+    cause = replace(FAILED.cause[0], parameter=EVIL, detail=EVIL)
+    evil = replace(
+        FAILED,
+        config=EVIL,
+        cause=(cause,),
+        rerun=EVIL,
+        laws=(replace(LAWS[3], name=EVIL, note=EVIL, left_out=(EVIL,)),),
+        mismatches=(replace(FAILED.mismatches[0], parameter=EVIL, told=EVIL),),
+        undecided=(EVIL,),
+        failure=EVIL,
+        traceback=EVIL,
+        measured=replace(
+            FAILED.measured,
+            compared=tuple(replace(one, parameter=EVIL) for one in COMPARED),
+            ran=replace(RAN, ranks=((Done(0, Kind.FORWARD, 0, (replace(WRONG, what=EVIL, seen=EVIL),)),),)),
+            weights=(Weights(EVIL, CELLS.rows[0], EVIL),),
+        ),
+    )
+    plain, made = page(FAILED), page(evil)
+    assert made.count("<script") == plain.count("<script") == 2
+    assert made.count("</script>") == 2
+    assert "alert('x')" not in re.sub('id="data">.*?</script>', "", made, flags=re.DOTALL)
+    assert EVIL in Text(made).text
+
+
+def test_what_was_not_recorded_is_said_and_not_made_up() -> None:
+    shown = said(BARE)
+    assert "Not recorded: nobody noted which actions ran" in shown
+    assert "There was nothing to judge" in shown
+    assert "rank 1: waits" in shown
+    assert "Rank 1 hangs." in shown
+    assert "no rank reports a norm" in said(replace(FAILED, measured=Measured()))
+
+
+def test_a_pass_is_shown_as_proof() -> None:
+    shown = said(PASSED)
+    assert "All 7 comparisons agree, bit for bit." in shown
+    assert "closest: gradient body.weight, error 2.0e-07, 0.2 of what rounding allows" in shown
+    assert "mask of 1F0" in shown
+
+
+def test_one_file_of_10_000_cells_and_1_000_parameters_is_small() -> None:
+    made = page(large())
+    assert 1e5 < len(made.encode()) < 5e6
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, 0.0, 5e-324, 1e300])
+def test_numbers_that_are_none_are_shown_as_they_are(odd: float) -> None:
+    compared = tuple(replace(one, error=odd, limit=limit, found=odd) for one in COMPARED for limit in (None, 0.0, odd))
+    tensors = (replace(WRONG, error=odd, limit=odd), replace(WRONG, agrees=True, error=odd, limit=None))
+    ran = replace(RAN, ranks=((replace(RAN.ranks[0][0], sights=tensors, microbatch=None),), ()))
+    verdict = replace(FAILED, measured=replace(FAILED.measured, compared=compared, ran=ran), seconds=odd)
+    laws = (replace(LAWS[0], worst=odd, floor=odd), *LAWS[1:])
+    assert f"{odd:.9g}" in said(replace(verdict, laws=laws, verdict="unknown", stopped="x (y.py:1)", traceback="t"))
+    made = campaign([Entry(replace(verdict, laws=laws), "fail")] * 2, said="odd", left_out={})
+    assert "Of 2 cases: 2 wrong." in made

@@ -1,0 +1,1 @@
+"""Verdicts as pages: one file of HTML each, which needs no network."""

@@ -1,0 +1,235 @@
+"""The schedule as a grid, rank x time: where each action stands, what it made, and which message was wrong."""
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from pipeproof.diagnosis.rule import OF_MICROBATCHES
+from pipeproof.judging.cause import Cause
+from pipeproof.judging.measured import Compared, Done, Ran, Sight
+from pipeproof.judging.verdict import Verdict
+from pipeproof.pipeline.action import GIVES_WEIGHT_GRADIENT, Kind
+
+State = Literal["right", "through", "wrong", "consequence", "culprit", "not compared", "not recorded"]
+_BACK = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+STEPS = 4  # powers of ten on each side of what rounding allows that have a colour of their own
+
+
+@dataclass(frozen=True)
+class Arrow:
+    """The way of a tensor that an action took: from the action that made it. ``due``: not this one came, but should."""
+
+    start: tuple[int, int]  # rank and column
+    end: tuple[int, int]
+    due: bool
+
+
+@dataclass(frozen=True)
+class Placed:
+    """An action in the grid. ``through``: what it went into that was compared, or what else its tensors do not say."""
+
+    done: Done
+    rank: int
+    column: int
+    state: State
+    step: str = ""
+    through: str = ""
+
+
+def decades(error: float, limit: float) -> float:
+    """The power of ten of ``error`` over ``limit``, at most 12 either way; what is no number is far above."""
+    ratio = 1.0 if error == limit else (error / limit if limit else math.inf)
+    if not 0 < ratio < math.inf:
+        return 12.0 if ratio else -12.0
+    return max(-12.0, min(12.0, math.log10(ratio)))
+
+
+def step_of(error: float | None, limit: float | None) -> str:
+    """An error's colour: ``x`` bit for bit, ``a0`` to ``a3`` within what rounding allows, ``w0`` to ``w4`` above."""
+    if error == 0:
+        return "x"
+    if error is None or limit is None:
+        return ""
+    powers = int(abs(decades(error, limit)))
+    return f"a{min(3, powers)}" if error <= limit else f"w{min(STEPS, powers)}"
+
+
+@dataclass(frozen=True)
+class Grid:
+    """``verdict``'s run, placed. A column is one action: that says what waits for what, and not how long it took."""
+
+    verdict: Verdict
+    ran: Ran
+
+    @cached_property
+    def rows(self) -> tuple[tuple[Placed, ...], ...]:
+        """The actions of every rank."""
+        own = self._culprits
+        return tuple(
+            tuple(self._placed(done, rank, column, own) for done, column in zip(row, self._columns[rank], strict=True))
+            for rank, row in enumerate(self.ran.ranks)
+        )
+
+    @property
+    def width(self) -> int:
+        """How many columns there are."""
+        return 1 + max((column for row in self._columns for column in row), default=-1)
+
+    @cached_property
+    def arrows(self) -> tuple[Arrow, ...]:
+        """The messages that were wrong: what came, and what should have."""
+        where = {one.done.action: (one.rank, one.column) for row in self.rows for one in row}
+        found = []
+        for one in (one for row in self.rows for one in row if one.state == "culprit"):
+            for sight in (sight for sight in one.done.sights if sight.agrees is False and sight.really):
+                for name, due in ((sight.really, False), (sight.due, True)):
+                    start = next((where[each] for each in _written(name) if each in where), None)
+                    if start is not None:
+                        found.append(Arrow(start, (one.rank, one.column), due))
+        return tuple(dict.fromkeys(found))
+
+    @cached_property
+    def _columns(self) -> list[list[int]]:
+        """When each action can be, if each takes one column: after what it was made from, as far as that ran."""
+        ranks, every = self.ran.ranks, {done.action for row in self.ran.ranks for done in row}
+        needs = [[self._needs(done) & every for done in row] for row in ranks]
+        found: list[list[int]] = [[] for _ in ranks]
+        ended: dict[str, int] = {}
+        for column in range(sum(map(len, ranks))):
+            heads = [(rank, len(found[rank])) for rank, row in enumerate(ranks) if len(found[rank]) < len(row)]
+            ready = [
+                (rank, slot)
+                for rank, slot in heads
+                if all(ended.get(name, column) < column for name in needs[rank][slot])
+            ]
+            for rank, slot in ready or heads:  # what waits for ever ran all the same
+                found[rank].append(column)
+                ended.setdefault(ranks[rank][slot].action, column)
+            if not heads:
+                break
+        return found
+
+    def _needs(self, done: Done) -> set[str]:
+        """What it was made from: what came, where that is known to be another than what should have."""
+        came = [(sight.really, sight.due) for sight in done.sights if sight.really and not sight.agrees]
+        last = len(self.ran.placement) - 1
+        if done.kind is Kind.FORWARD:
+            due = {f"{done.stage - 1}F{done.microbatch}"}
+        elif done.kind in _BACK:
+            above = f"{done.stage + 1}B{done.microbatch}"
+            due = {f"{done.stage}F{done.microbatch}"} if done.stage == last else {*_written(above)}
+        else:
+            due = set()
+        not_come = {name for _, due_name in came for name in _written(due_name)}
+        return (due - not_come) | {name for really, _ in came for name in _written(really)}
+
+    @cached_property
+    def _culprits(self) -> Collection[str]:
+        """The actions that causes name; of those at a stage and a microbatch, the ones that are first wrong."""
+        return {done.action for cause in self.verdict.cause for done in self._named(cause)}
+
+    def _named(self, cause: Cause) -> Sequence[Done]:
+        at = [done for rank, row in enumerate(self.ran.ranks) for done in row if _is_at(done, rank, cause)]
+        wrong = [done for done in at if _is_wrong(done.sights)]
+        if cause.action is not None:
+            return wrong or at
+        if not wrong and cause.kind in OF_MICROBATCHES:  # what passed is right: the sums are not
+            return [done for done in at if done.kind in GIVES_WEIGHT_GRADIENT]
+        return [done for done in wrong if not self._follows(done)] or wrong
+
+    def _placed(self, done: Done, rank: int, column: int, culprits: Collection[str]) -> Placed:
+        if done.action in culprits:
+            wrong = [sight for sight in done.sights if sight.agrees is False]
+            besides = "" if wrong or not done.sights else "what passed here is right, and what was done with it is not"
+            step = _worst(wrong or done.sights) or ("w4" if wrong else "")
+            return Placed(done, rank, column, "culprit", step, besides)
+        if _is_wrong(done.sights):
+            step = _worst([sight for sight in done.sights if sight.agrees is False]) or "w4"
+            return Placed(done, rank, column, "consequence" if self._follows(done) else "wrong", step)
+        told = [sight for sight in done.sights if sight.made] or done.sights
+        if told and all(sight.agrees for sight in told):
+            return Placed(done, rank, column, "right", _worst(told) or _worst(done.sights) or "a0")
+        through = self._through.get(_went_to(done))
+        if through is not None and not done.sights:
+            text, step = through
+            return Placed(done, rank, column, "through", step, text)
+        return Placed(done, rank, column, "not compared" if done.sights else "not recorded")
+
+    def _follows(self, done: Done) -> bool:
+        """Whether anything that it was made from was made wrong."""
+        own = set() if done.kind is Kind.FORWARD else {f"{done.stage}F{done.microbatch}"}
+        return bool((self._needs(done) | own) & self._made_wrong)
+
+    @cached_property
+    def _made_wrong(self) -> set[str]:
+        """The actions that made something wrong, as far as anybody saw what they made."""
+        every = (done for row in self.ran.ranks for done in row)
+        seen = ((done.action, [sight for sight in done.sights if sight.made] or done.sights) for done in every)
+        return {action for action, sights in seen if _is_wrong(sights)}
+
+    @cached_property
+    def _through(self) -> Mapping[tuple[bool, int | None], tuple[str, str]]:
+        """What actions went into, where all of that agrees: a microbatch's loss, or the gradients of a stage."""
+        every = [one for one in self.verdict.measured.compared if one.operation == self.ran.operation]
+        groups: dict[tuple[bool, int | None], list[Compared]] = {}
+        for one in every:
+            if one.law == "loss" and one.microbatch is not None:
+                groups.setdefault((True, one.microbatch), []).append(one)
+            elif one.law == "gradient":
+                groups.setdefault((False, one.stage), []).append(one)
+        return {
+            at: (_went_into(*at, len(group)), _worst(group) or "a0")
+            for at, group in groups.items()
+            if all(one.outcome == "pass" for one in group)
+        }
+
+
+def _is_wrong(sights: Sequence[Sight]) -> bool:
+    return any(sight.agrees is False for sight in sights)
+
+
+def _went_to(done: Done) -> tuple[bool, int | None]:
+    """A forward goes into its microbatch's loss, a backward into its stage's gradients, its first half into those of
+    the stage before."""
+    if done.kind is Kind.FORWARD:
+        return True, done.microbatch
+    return False, done.stage - (done.kind is Kind.BACKWARD_INPUT)
+
+
+def _went_into(forward: bool, number: int | None, count: int) -> str:
+    if forward:
+        return f"its own tensors were not recorded; the loss of microbatch {number} that it went into agrees"
+    return f"its own tensors were not recorded; the {count} gradients of stage {number} that it went into agree"
+
+
+def _is_at(done: Done, rank: int, cause: Cause) -> bool:
+    """Whether ``cause`` names this action, or its stage and microbatch."""
+    stages = cause.stages or (() if cause.stage is None else (cause.stage,))
+    if cause.action is not None and done.action == cause.action and not cause.microbatches:
+        return True
+    if not (cause.action or cause.microbatches) or (cause.rank is not None and rank != cause.rank):
+        return False
+    named = cause.action is None or _alike(done, cause.action)
+    microbatch = not cause.microbatches or done.microbatch in cause.microbatches
+    return named and microbatch and (not stages or done.stage in stages)
+
+
+def _alike(done: Done, action: str) -> bool:
+    """Whether ``done`` is ``action`` but for its microbatch: a cause names one for all of its microbatches."""
+    return f"{done.stage}{done.kind.value}" == action.rstrip("?0123456789")
+
+
+def _written(name: str) -> Iterator[str]:
+    """As the action ``name`` may be written: a backward is whole, or its first half."""
+    if name:
+        yield name
+        yield name.replace("B", "I")
+
+
+def _worst(seen: Sequence[Sight] | Sequence[Compared]) -> str:
+    """The colour of the largest error, in what rounding allows."""
+    steps = [step_of(one.error, one.limit) for one in seen]
+    order = ["x", "a3", "a2", "a1", "a0", *(f"w{k}" for k in range(STEPS + 1))]
+    return max((step for step in steps if step), key=order.index, default="")

@@ -1,0 +1,96 @@
+"""What to do next, by the kind of cause: one hint for each, and what a factor may be."""
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+
+from pipeproof.judging.cause import Cause
+from pipeproof.judging.verdict import Verdict
+
+HINTS: Mapping[str, str] = MappingProxyType(
+    {
+        "scale": "Look for a division or a multiplication that is missing, or done twice: the loss by the number of "
+        "microbatches, gradients by ranks, replicas or tokens.",
+        "sign": "Look for a minus: a loss that is maximised, or a gradient that is subtracted where it is added.",
+        "unequal-weights": "Are losses averaged over microbatches whose tokens differ? Divide sums of losses by the "
+        "number of all tokens, or means by the number of microbatches, and do so on both sides.",
+        "dropped": "Find this microbatch's backward: is it in the schedule, does its loop run to the end, and does "
+        "anything clear gradients after it?",
+        "doubled": "Find this microbatch's backward: does it run twice, or does anything add its gradient once more?",
+        "swapped-activations": "Compare the order in which activations are kept with the order in which backwards take "
+        "them: first in, first out, or by the microbatch's number.",
+        "swapped-gradients": "Compare the order in which the next stage sends gradients with the order in which this "
+        "one receives them: both go by microbatch, and so do their tags.",
+        "swapped-data": "Do the first stage and the last take the same microbatch's inputs and targets, from one "
+        "loader in one order?",
+        "stale-gradient": "Clear gradients before the step: is zero_grad called, on all parameters, and once?",
+        "stale-tensor": "Find the buffer or the queue that outlives a step: empty it between two.",
+        "zero": "Is the parameter used in the forward that is differentiated? Look for detach, no_grad, and for "
+        "anything that clears gradients after the backward.",
+        "missing": "Is the parameter in the graph of the loss? Look for detach, no_grad and requires_grad.",
+        "unexpected": "Look at requires_grad: what is frozen in the reference is trained here, or is used where it "
+        "should not be.",
+        "tied-not-summed": "Add up the gradients of the tied copies over the stages that hold them, before the norm.",
+        "tied-doubled": "The copies' gradients are summed more than once, or by a stage that has the sum already: "
+        "reduce them once.",
+        "extra-term": "What adds to these gradients besides the microbatches: an auxiliary loss, weight decay, another "
+        "model's backward?",
+        "not-reduced": "Reduce gradients over the replicas after the last backward: is the hook, or no_sync, left on?",
+        "misplaced": "Compare the order of parameters, or of shards, on both sides of the copy.",
+        "norm": "Which parameters does the norm count? Each one once, tied ones too, over all stages.",
+        "clip": "Clip all ranks' gradients by one factor: that of the norm over all stages.",
+        "update": "Does the optimizer hold these parameters, with the settings that it should have, and does it step "
+        "once?",
+        "report": "Gradients are right. Look at how what is reported is averaged, and from which rank it comes.",
+        "mode": "Call train() or eval() on every stage's module before its first forward.",
+        "buffers": "Which forwards update the buffer? Each microbatch's once, in order, and none of a trial.",
+        "wrong-message": "Compare the sends of one rank with the receives of the other, in order: peer, tag and "
+        "microbatch must agree.",
+        "mispaired": "Compare the order of this stage's backwards with the order in which gradients come in: both "
+        "must take the microbatches alike.",
+        "overwritten": "Give each microbatch that is still needed a buffer of its own, or wait until the last one that "
+        "reads it is done.",
+        "uninitialised": "Wait for the receive before its buffer is read.",
+        "rounded": "Look for a cast on the tensor's way: autocast, a buffer of a narrower type, a compressed message.",
+        "altered": "What writes to the tensor in place between the one who makes it and the one who reads it?",
+        "not-finite": "Begin at the first action whose output is not finite: are its inputs finite? Then it is that "
+        "stage; else the message to it.",
+        "computation": "Its inputs are right: compare this stage's module with the reference's part, layer by layer.",
+        "randomness": "Draw by seed, layer and microbatch, never by the order of draws: fork the generator for each.",
+        "partition": "Compare the layers that each stage holds with the split: each layer once, in order.",
+        "order": "The line says which law breaks where: change the order of these actions in the schedule.",
+        "deadlock": "Look at who waits for whom: one of these sends or receives is missing, or comes too late.",
+        "crash": "Read the rank's traceback: nothing could be compared behind it.",
+    }
+)
+
+
+def hint(cause: Cause, verdict: Verdict) -> str:
+    """What to do next about ``cause``; of a factor, first what it may be."""
+    return " ".join([*_factors(cause, verdict), HINTS[cause.kind]])
+
+
+def _factors(cause: Cause, verdict: Verdict) -> Iterator[str]:
+    """What a cause's factor is equal to, if that is anything that a step divides by."""
+    if cause.kind != "scale" or cause.factor is None:
+        return
+    for count, what in _counts(verdict):
+        asked = "by it?"
+        if count > 1 and _near(cause.factor, count):
+            yield f"{count} = the number of {what}: is the loss, or its gradient, divided {asked}"
+        elif count > 1 and _near(cause.factor * count, 1):
+            yield f"1/{count}, and {count} = the number of {what}: is anything divided twice {asked}"
+
+
+def _counts(verdict: Verdict) -> Iterator[tuple[int, str]]:
+    ran = verdict.measured.ran
+    microbatches = {one.microbatch for one in verdict.measured.of("loss") if one.microbatch is not None}
+    if ran is not None or microbatches:
+        yield (len(microbatches) if ran is None else ran.microbatches), "microbatches"
+    if ran is not None:
+        yield len(ran.ranks), "ranks"
+        if len(ran.placement) != len(ran.ranks):
+            yield len(ran.placement), "stages"
+
+
+def _near(one: float, other: float) -> bool:
+    return abs(one - other) <= 1e-3 * abs(other)

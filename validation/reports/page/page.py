@@ -1,0 +1,137 @@
+"""A verdict as one file of HTML: what is wrong, where, what to do next, and all the numbers that this rests on."""
+
+import json
+from collections.abc import Sequence
+from functools import cache
+from importlib.resources import files
+from string import Template
+
+from pipeproof.judging.cause import KINDS, Cause
+from pipeproof.judging.measured import versions
+from pipeproof.judging.verdict import SCHEMA, Verdict
+from pipeproof.reports.page import sections
+from pipeproof.reports.page.grid import Grid
+from pipeproof.reports.page.grid_view import cells_told, grid_view
+from pipeproof.reports.page.hints import hint
+from pipeproof.reports.page.markup import Html, Part, html, joined, more, table, tag
+from pipeproof.reports.page.sentences import OUTCOMES, closest, sentence
+
+Configs = Sequence[tuple[str, object, object]]
+_NO_GRID = (
+    "Not recorded: nobody noted which actions ran. A record holds none; of a step, stages that watch(module) watches"
+)
+
+
+def page(verdict: Verdict, configs: Configs = ()) -> str:
+    """The page of one verdict; ``configs``: what is different in the configs of two runs, by name."""
+    grid = grid_of(verdict)
+    body = joined([tag("header", *top(verdict)), tag("main", *parts(verdict, grid), _differences(configs))])
+    return whole(f"{OUTCOMES[verdict.verdict]}: {verdict.config}", body, [] if grid is None else [grid])
+
+
+def grid_of(verdict: Verdict) -> Grid | None:
+    """What the ranks did, where anybody noted it."""
+    ran = verdict.measured.ran
+    return None if ran is None else Grid(verdict, ran)
+
+
+def whole(title: str, body: Html, grids: Sequence[Grid]) -> str:
+    """A file: ``body`` with the style, the script, and what that has to tell of ``grids``."""
+    told = json.dumps(cells_told(grids), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    parts = {"style": _asset("page.css"), "script": _asset("page.js"), "data": told, "body": body}
+    return Template(_asset("page.html")).substitute(parts, title=html(title))
+
+
+@cache
+def _asset(name: str) -> str:
+    return (files(__package__) / name).read_text(encoding="utf-8")
+
+
+def top(verdict: Verdict, heading: str = "h1") -> list[Html]:
+    """What is read first: the outcome, a sentence, the cause, its place, what to do next, and how to have it again."""
+    facts = [*_of_cause(verdict), *_of_numbers(verdict)]
+    rows = [joined([tag("dt", name), tag("dd", text)]) for name, text in facts if text]
+    said = tag("span", OUTCOMES[verdict.verdict], class_=f"badge {verdict.verdict}")
+    first = tag("p", said, tag("span", f" {verdict.config}", class_="quiet"))
+    return [first, tag(heading, sentence(verdict), class_="said"), tag("dl", *rows, class_="facts"), _replay(verdict)]
+
+
+def _of_cause(verdict: Verdict) -> list[tuple[str, Part]]:
+    facts: list[tuple[str, Part]] = []
+    for number, cause in enumerate(verdict.cause):
+        facts.append(("Cause" if not number else "And", joined([tag("b", cause.kind), f": {KINDS[cause.kind]}"])))
+        facts.append(("Place", joined([f"{cause}", _own_line(cause)])))
+    for kind in dict.fromkeys(cause.kind for cause in verdict.cause):
+        cause = next(one for one in verdict.cause if one.kind == kind)
+        facts.append(("Next", hint(cause, verdict)))
+    if verdict.stopped:
+        facts.append(("Stopped", f"before all was compared: {verdict.stopped}"))
+    if verdict.unsought:
+        facts.append(("Cause", f"not sought: looking for it raised {verdict.unsought}"))
+    elif not verdict.cause and verdict.verdict != "pass":
+        facts.append(("Cause", "; ".join(verdict.undecided) or "unknown: the evidence does not decide"))
+    return facts
+
+
+def _own_line(cause: Cause) -> Html | None:
+    """The lines of the user's own code, where the cause knows them."""
+    lines = [line for call in cause.calls for line in call.lines()]
+    return joined([tag("code", line, class_="line") for line in lines]) if lines else None
+
+
+def _of_numbers(verdict: Verdict) -> list[tuple[str, Part]]:
+    if not verdict.mismatches:
+        return [("Numbers", closest(verdict))]
+    first, left = verdict.mismatches[0], len(verdict.mismatches) - 1
+    facts: list[tuple[str, Part]] = [
+        ("Seen", f"{first.law}: {first.where}; operation {first.operation} of the plan: {first.seen}"),
+        ("Expected", f"{first.expected}{first.allowance}"),
+    ]
+    rest = (tag("li", str(one)) for one in verdict.mismatches[1:101])
+    also = more(f"{left} more that differ", tag("ul", *rest), f"and {left - 100} more" if left > 100 else None)
+    return [*facts, ("Then", also)] if left else facts
+
+
+def _replay(verdict: Verdict) -> Html:
+    button = tag("button", "Copy", type="button", data_copy=True, aria_label="Copy the replay line")
+    return tag("p", tag("code", verdict.replay, tabindex="0"), button, class_="replay")
+
+
+def parts(verdict: Verdict, grid: Grid | None, first: int = 0) -> list[Html | None]:
+    """All below that; the cells of ``grid`` are numbered from ``first`` on."""
+    shown = None if grid is None else grid_view(grid, first)
+    failed = tag("pre", verdict.failure) if verdict.failure else None
+    return [
+        sections.section("What the ranks did instead", failed, wide=True) if failed else None,
+        sections.section("Schedule", shown, wide=True, missing=_NO_GRID),
+        None if verdict.verdict == "pass" else sections.coefficients(verdict),
+        sections.losses(verdict),
+        sections.gradients(verdict),
+        sections.norms(verdict),
+        sections.reasons(verdict),
+        sections.laws(verdict),
+        sections.not_compared(verdict),
+        _about(verdict),
+    ]
+
+
+def _differences(configs: Configs) -> Html | None:
+    rows = [[name, str(one), str(other)] for name, one, other in configs]
+    shown = table(["", "one", "other"], rows, caption="What is different in the configs of the two runs")
+    return sections.section("Configs", shown) if rows else None
+
+
+def _about(verdict: Verdict) -> Html:
+    """The case in words, what computed, and the verdict as text."""
+    facts = [
+        ("case", verdict.config),
+        ("bindings", verdict.bindings or "not recorded"),
+        ("tier", verdict.tier),
+        ("seconds", f"{verdict.seconds:.2f}"),
+        *versions().items(),
+        ("schema", SCHEMA),
+    ]
+    rows = [joined([tag("dt", name), tag("dd", text)]) for name, text in facts]
+    text = more("As text", tag("pre", str(verdict)))
+    trace = more("Traceback", tag("pre", verdict.traceback)) if verdict.traceback else None
+    return sections.section("This run", tag("dl", *rows, class_="about"), text, trace)
