@@ -16,7 +16,7 @@ from pipeproof.cases.case import DTYPES, MODELS, Case, CaseError
 from pipeproof.commands.ending import ended
 from pipeproof.commands.option_parser import OptionParser
 from pipeproof.commands.selection import dtype_names
-from pipeproof.reports.picture import check_drawable
+from pipeproof.reports.canvas import check_drawable
 from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.output_file import OutputFile
 
@@ -43,7 +43,7 @@ def show_tolerance(survey: Survey, *, markdown: str | None, svg: str | None, arg
     """Measure ``survey`` and say it; ``arguments`` are what the user typed after ``ci/tolerance``."""
     survey.checked()
     if svg is not None:
-        check_drawable(0)
+        check_drawable()
     terminal, rows = Terminal(), list[Row]()
     with ExitStack() as files:
         page_file, svg_file = (files.enter_context(OutputFile(path)) for path in (markdown, svg))

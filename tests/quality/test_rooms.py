@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
@@ -225,6 +226,12 @@ def test_a_stranger_at_the_top_level_is_seen() -> None:
 def test_tests_mirror_the_packages() -> None:
     files = [str(file.relative_to(ROOT / "tests")) for file in (ROOT / "tests").rglob("test_*.py")]
     assert orphans([file for file in files if file.split("/")[0] not in MIRROR_NOTHING], MODULES) == []
+
+
+def test_no_two_test_files_have_one_name() -> None:
+    """Pytest imports them by that."""
+    names = Counter(file.name for file in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_a_test_of_nothing_is_seen() -> None:
