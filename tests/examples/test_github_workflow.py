@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 import yaml
 
-from pipeproof import cli
+from pipeproof.commands import cli
 from pipeproof.commands.option_parser import UsageError
 from tests.support.warm_start import Ended
 

@@ -20,7 +20,7 @@ from unittest import mock
 import pytest
 
 from pipeproof.cases.specimens import PLUGINS
-from pipeproof.cli import main
+from pipeproof.commands.cli import main
 from pipeproof.foreign import WhiteBox
 from pipeproof.judging.verdict import ValidationFailed
 from pipeproof.worlds.world import World

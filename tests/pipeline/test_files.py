@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeproof.cli import main
+from pipeproof.commands.cli import main
 from pipeproof.pipeline.action import Action, Kind
 from pipeproof.pipeline.files import is_csv, read_file
 from pipeproof.pipeline.lower import Program, lower, read_csv

@@ -18,7 +18,7 @@ from pipeproof.cases.judgement import judge
 from pipeproof.cases.observe import observe
 from pipeproof.cases.specimens import SPECIMENS
 from pipeproof.cases.validator import explained
-from pipeproof.cli import main
+from pipeproof.commands.cli import main
 from pipeproof.foreign import HandedBack, WhiteBox
 from pipeproof.foreign.reference_run import WhiteBoxError
 from pipeproof.judging.judge import Judge

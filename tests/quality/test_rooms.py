@@ -20,7 +20,7 @@ PLAN = set(
     "action schedule schedules columns cells graph dataflow memory laws lower messages transports buffers program_laws "
     "simulate sizes partition grid plan files profile trace deliveries costs chrome_trace".split()
 )
-FRONT = {"validation.cli", "validation.__main__", "validation.pytest_plugin"}
+FRONT = {"validation.__main__", "validation.pytest_plugin"}
 # Which layers a layer may import, and which distributions (None: whatever pyproject.toml declares).
 LAYERS: Mapping[str, set[str]] = {
     "plan": {"plan"},
@@ -151,8 +151,8 @@ def _mirrors(test: str) -> Callable[[str], bool]:
         ("reference/step.py", "import_module('validation')", "imports validation: reference may not import validation"),
         (
             "validation/worlds/world.py",
-            "import validation.cli",
-            "imports validation.cli: validation may not import front",
+            "import validation.__main__",
+            "imports validation.__main__: validation may not import front",
         ),
         ("validation/worlds/world.py", "import pandas", "imports pandas, which validation may not"),
     ],
@@ -251,7 +251,7 @@ def test_drawing_and_checking_do_not_load_torch() -> None:
     use = (
         "s = p.build('1f1b', ranks=2, microbatches=2); p.check(s); p.lower(s); p.grid(p.schedule_from_csv(s.to_csv()))"
     )
-    more = "import pipeproof.cli, pipeproof.pipeline.program_laws as _; from pipeproof.pipeline import plan; "
+    more = "import pipeproof.commands.cli, pipeproof.pipeline.program_laws as _; from pipeproof.pipeline import plan; "
     more += "plan.plan(plan.Needs(2, 4))"
     assert not loads_torch(f"import pipeproof, pipeproof.pipeline as p\n{use}\n{more}")
 

@@ -10,7 +10,7 @@ from pipeproof.cases.case import Case, CaseError
 from pipeproof.cases.observe import observe
 from pipeproof.cases.own_schedule import own_schedule
 from pipeproof.cases.validator import validate
-from pipeproof.cli import main
+from pipeproof.commands.cli import main
 from pipeproof.pipeline.files import read_file
 from pipeproof.pipeline.laws import LawBroken
 from pipeproof.pipeline.lower import Program, lower
@@ -98,7 +98,7 @@ ELSEWHERE = """
 import os, sys
 if os.environ["RANK"] != "0":
     os.chdir("..")
-from pipeproof.cli import main
+from pipeproof.commands.cli import main
 sys.exit(main(["validate", "--schedule", "mine.csv", "--model", "mlp"]))
 """
 

@@ -8,7 +8,7 @@ import pytest
 from pipeproof.cases.case import Case
 from pipeproof.cases.specimens import PLUGINS, SPECIMENS, Specimen, SpecimenError
 from pipeproof.cases.validator import validate
-from pipeproof.cli import main
+from pipeproof.commands.cli import main
 from pipeproof.worlds.world import World
 
 OWN = Path(__file__).parents[2] / "examples" / "my_specimens.py"

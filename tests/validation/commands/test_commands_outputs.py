@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeproof.cli import main
+from pipeproof.commands.cli import main
 from pipeproof.commands.outputs import Outputs, document
 from pipeproof.judging.cause import Cause, Cell, Cells, RuledOut
 from pipeproof.judging.verdict import LawResult, Mismatch, Size, Verdict

@@ -9,8 +9,8 @@ from xml.etree import ElementTree
 import pytest
 
 from pipeproof.cases.case import Case
-from pipeproof.cli import main
 from pipeproof.commands import gate
+from pipeproof.commands.cli import main
 from pipeproof.judging.verdict import LawResult, Verdict
 from pipeproof.records.record_file import read
 from pipeproof.worlds.world import World

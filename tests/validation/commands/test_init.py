@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeproof.cli import main
+from pipeproof.commands.cli import main
 from pipeproof.commands.init import STARTERS, summary, text, write_new
 from pipeproof.worlds.output_file import OutputError
 

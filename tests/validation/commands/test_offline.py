@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pipeproof.cases.case import Case
-from pipeproof.cli import main
+from pipeproof.commands.cli import main
 from pipeproof.records.case_record import expected_record
 from pipeproof.records.record_file import write
 from pipeproof.worlds.output_file import OutputFile

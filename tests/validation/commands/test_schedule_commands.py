@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeproof.cli import main
+from pipeproof.commands.cli import main
 from pipeproof.commands.schedule_commands import show
 from pipeproof.pipeline import Times, build
 from pipeproof.reports.colours import WRONG

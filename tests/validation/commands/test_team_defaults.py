@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipeproof import cli
-from pipeproof.cli import main
+from pipeproof.commands import cli
+from pipeproof.commands.cli import main
 from pipeproof.commands.option_parser import UsageError
 
 SHARED = """

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeproof import PipelineSchedule
 from pipeproof.foreign import WhiteBox, watch
+from pipeproof.pipeline import PipelineSchedule
 
 RANKS = 2
 loss_fn = nn.functional.mse_loss

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from pipeproof.cli import main
+from pipeproof.commands.cli import main
 from pipeproof.pipeline.lower import lower
 from pipeproof.pipeline.schedules import build
 from tests.support.warm_start import Ended
 
 Launch = Callable[..., Ended]
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -227,8 +227,8 @@ def test_a_run_is_timed_beside_its_simulation_and_both_are_written(python: Launc
 
 def test_show_draws_without_torch(tmp_path: Path, new_python: Launch) -> None:
     code = (
-        "import sys; from pipeproof.cli import main; status = main(['show', '1f1b', '--ranks', '3', '--microbatches',"
-        "'4']); assert 'torch' not in sys.modules, 'torch was imported'; sys.exit(status)"
+        "import sys; from pipeproof.commands.cli import main; status = main(['show', '1f1b', '--ranks', '3', "
+        "'--microbatches', '4']); assert 'torch' not in sys.modules, 'torch was imported'; sys.exit(status)"
     )
     done = new_python(tmp_path, "-c", code)
     assert done.returncode == 0, done.stdout
