@@ -60,6 +60,6 @@ def _installed(file: str) -> bool:
     return not _INSTALLED.isdisjoint(Path(file).parts)
 
 
-@lru_cache(maxsize=4096)
 def _line(file: str, number: int, function: str) -> Line:
+    linecache.checkcache(file)  # what was changed and loaded again has other lines
     return Line(file, number, function, linecache.getline(file, number).strip())
