@@ -104,7 +104,7 @@ class Opened:
             status, more = request.status, more | {"interrupted": True}
         self.json.write_json(document(self.command, status, verdicts, groups=groups, **more))
         if page is not None and self.html.wanted:
-            self.html.write(page().encode())
+            self.html.write(page().encode(errors="backslashreplace"))  # a file's name may be no text
         if request is not None:
             raise request
         return status

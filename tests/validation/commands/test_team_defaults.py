@@ -11,7 +11,7 @@ import pytest
 from pipeproof import cli
 from pipeproof.cli import main
 from pipeproof.commands.option_parser import UsageError
-from pipeproof.commands.outputs import OutPath, takes_standard_output
+from pipeproof.commands.outputs import OutPath, Outputs, takes_standard_output
 
 SHARED = """
 [tool.pipeproof]
@@ -91,3 +91,9 @@ def test_two_results_in_one_file_are_refused_before_the_work(other: str, capsys:
     assert "give each its own file" in said
     assert not Path("x").exists()
     assert not takes_standard_output(Namespace(json=OutPath(os.devnull), html=OutPath(os.devnull)))
+
+
+def test_a_page_may_say_what_no_encoding_has() -> None:
+    with Outputs(html="x.html").opened("validate") as files:
+        assert files.finish(1, page=lambda: "a file named \udcff") == 1
+    assert Path("x.html").read_text() == "a file named \\udcff"

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from pipeproof.worlds import posted_messages as posted
+from pipeproof.worlds.stack import own_stack
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 
@@ -75,3 +76,11 @@ def test_each_slice_of_one_buffer_was_received_where_it_was(monkeypatch: pytest.
     receive(None, [buffer[:2]], 1)
     assert posted.received_at(buffer[0]) == posted.received_at(buffer[1]) != first
     assert posted.received_at(torch.zeros(0)) == ()
+
+
+def stack_of_rank(_: RankContext) -> list[str]:
+    return [line.function for line in own_stack()]
+
+
+def test_a_ranks_stack_begins_in_code_that_somebody_wrote(world: World) -> None:
+    assert world.run(stack_of_rank, ranks=2) == [["stack_of_rank"]] * 2
