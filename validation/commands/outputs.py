@@ -5,6 +5,7 @@ A new form of output (a page, say) is a line of ``add_outputs``, a field of ``Ou
 """
 
 import argparse
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields
@@ -39,11 +40,18 @@ def add_recording(parser: argparse.ArgumentParser) -> None:
 
 
 def takes_standard_output(options: argparse.Namespace) -> bool:
-    """Whether a file is to be standard output. Raises ``OutputError`` where two are."""
-    found = [f"--{name}" for name, value in vars(options).items() if isinstance(value, OutPath) and value == "-"]
-    if len(found) > 1:
-        raise OutputError(f"{' and '.join(found)} are both -: standard output takes one file")
-    return bool(found)
+    """Whether a file is to be standard output. Raises ``OutputError`` where two are one: the last would be left."""
+    wanted = {f"--{name}": value for name, value in vars(options).items() if isinstance(value, OutPath)}
+    taken: dict[str, str] = {}
+    for option, path in wanted.items():
+        place = path if path == "-" else os.path.realpath(path)
+        if os.path.exists(place) and not os.path.isfile(place):
+            continue  # a device takes all
+        if place in taken:
+            why = "standard output takes one file" if path == "-" else "give each its own file"
+            raise OutputError(f"{taken[place]} and {option} are both {path}: {why}")
+        taken[place] = option
+    return "-" in taken
 
 
 @dataclass(frozen=True)
@@ -96,7 +104,7 @@ class Opened:
             status, more = request.status, more | {"interrupted": True}
         self.json.write_json(document(self.command, status, verdicts, groups=groups, **more))
         if page is not None and self.html.wanted:
-            self.html.write(page().encode())
+            self.html.write(page().encode(errors="backslashreplace"))  # a file's name may be no text
         if request is not None:
             raise request
         return status

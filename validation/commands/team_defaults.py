@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeproof.commands.option_parser import UsageError
+from pipeproof.commands.outputs import OutPath
 from pipeproof.pipeline.schedules import nearest
 
 _FILE = "pyproject.toml"
@@ -64,6 +65,9 @@ def _converted(action: argparse.Action, value: Any, told: str) -> Any:
         if not isinstance(value, bool):
             raise UsageError(f"{told}: expected true or false")
         return value
+    if isinstance(value, bool | dict) or (action.type is OutPath and not isinstance(value, str)):
+        expected = "the name of a file" if action.type is OutPath else "a number or text"
+        raise UsageError(f"{told}: expected {expected}")
     text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
     convert = action.type if callable(action.type) else str
     try:

@@ -166,7 +166,7 @@ class Comparison:
             self._at("updated-parameters", parameter=name, rank=rank, stage=stage),
             _here(seen),
             wanted,
-            lambda: update_floor(self._allowed.update(name), before, wanted),
+            lambda: update_floor(self._allowed.update(name), before, wanted, gradient),
             base=before,
             rounded=may_be_rounded(gradient, before, wanted),
         )

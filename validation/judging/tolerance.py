@@ -147,12 +147,17 @@ def may_be_rounded(gradient: Tensor | None, before: Tensor, after: Tensor) -> bo
     return (gradient is not None and bool(gradient.any())) or not same_bits(before, after)
 
 
-def update_floor(gradient: Floor, before: Tensor, after: Tensor) -> Floor:
+def update_floor(gradient: Floor, before: Tensor, after: Tensor, given: Tensor | None = None) -> Floor:
     """The floor of a parameter's update, what storing the parameter does to its last place left aside.
 
     It is its gradient's, unless the last place is as large as half of the smallest fault: then no agreement proves
-    anything.
+    anything. ``given`` is the gradient, for a larger update is no rounding even where that is: Adam makes any gradient
+    large, and weight decay needs none.
     """
+    if gradient.noise and (
+        given is None or _relative((new - old, one) for new, old, one in pieces(after, before, given)) > 1
+    ):
+        gradient = replace(gradient, noise=False)
     place = torch.finfo(after.dtype).eps if is_rounded(after.dtype) else 0.0
     blind = _relative((place * new, new - old) for new, old in pieces(after, before)) >= gradient.fault / 2
     return replace(gradient, fault=min(gradient.fault, gradient.precision.least)) if blind else gradient

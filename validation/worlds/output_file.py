@@ -86,6 +86,8 @@ class OutputFile:
         """Turn the system's errors into one that says what to do."""
         try:
             yield
+        except RuntimeError as error:  # that is how resolve() says so
+            raise OutputError(f"cannot write {self._given}: links that lead to each other; choose another") from error
         except OSError as error:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             cure = "make room there, or choose another" if full else "choose a file in an existing, writable folder"

@@ -36,7 +36,9 @@ class _Posted:
 
 
 _messages: list[_Posted] = []
-_received: dict[int, tuple[StorageWeakRef, Stack]] = {}  # by the storage that a message was received into
+
+# By the storage that messages were received into: which of its bytes each filled, the last one last.
+_received: dict[int, tuple[StorageWeakRef, list[tuple[range, Stack]]]] = {}
 
 
 @contextmanager
@@ -75,20 +77,43 @@ def _noting(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         if name != "send":
             stack = own_stack()
             for tensor in filter(torch._C._has_storage, arguments[0]):
-                held = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # in torch
-                _received[held.cdata] = held, stack
+                _receive(tensor, stack)
         return work
 
     return noted
+
+
+def _receive(tensor: Tensor, stack: Stack) -> None:
+    held = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # in torch
+    place = _bytes(tensor)
+    _received[held.cdata] = held, [*(one for one in _parts(tensor) if not _meet(one[0], place)), (place, stack)]
 
 
 def received_at(tensor: Tensor) -> Stack:
     """Where in the user's code a message was last received into ``tensor``; empty where none was."""
     if not torch._C._has_storage(tensor):
         return ()
-    held, stack = _received.get(tensor.untyped_storage()._cdata, (None, ()))
+    place = _bytes(tensor)
+    return next((stack for part, stack in reversed(_parts(tensor)) if _meet(part, place)), ())
+
+
+def _parts(tensor: Tensor) -> list[tuple[range, Stack]]:
+    """What was received into the storage of ``tensor``, part by part."""
+    held, parts = _received.get(tensor.untyped_storage()._cdata, (None, []))
     gone = held is None or held.expired()  # type: ignore[no-untyped-call]  # in torch
-    return () if gone else stack
+    return [] if gone else parts
+
+
+def _bytes(tensor: Tensor) -> range:
+    """Of its storage, from the first to the last that is the tensor's."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    count = 1 + sum((size - 1) * stride for size, stride in steps) if tensor.numel() else 0
+    first = tensor.storage_offset() * tensor.element_size()
+    return range(first, first + count * tensor.element_size())
+
+
+def _meet(one: range, other: range) -> bool:
+    return max(one.start, other.start) < min(one.stop, other.stop)
 
 
 def awaited(frames: Sequence[traceback.FrameSummary]) -> tuple[str, tuple[int, ...] | None] | None:

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from multiprocessing import parent_process
 from pathlib import Path
 from types import FrameType
 
@@ -50,7 +51,9 @@ def own_stack() -> Stack:
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:
     """Outwards, but for those of the machinery."""
     while frame is not None:
-        if str(frame.f_globals.get("__name__")).partition(".")[0] not in _MACHINERY:
+        module = str(frame.f_globals.get("__name__")).partition(".")[0]
+        started = frame.f_back is None and frame.f_code.co_filename == "<string>" and parent_process() is not None
+        if module not in _MACHINERY and not started:  # a process is started by a line of multiprocessing
             yield frame
         frame = frame.f_back
 
@@ -60,6 +63,6 @@ def _installed(file: str) -> bool:
     return not _INSTALLED.isdisjoint(Path(file).parts)
 
 
-@lru_cache(maxsize=4096)
 def _line(file: str, number: int, function: str) -> Line:
+    linecache.checkcache(file)  # what was changed and loaded again has other lines
     return Line(file, number, function, linecache.getline(file, number).strip())

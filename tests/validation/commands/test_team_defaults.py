@@ -1,6 +1,8 @@
 """Defaults that a team shares: what they do, and what is refused in a sentence."""
 
+import os
 import sys
+from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,6 +11,7 @@ import pytest
 from pipeproof.commands import cli
 from pipeproof.commands.cli import main
 from pipeproof.commands.option_parser import UsageError
+from pipeproof.commands.outputs import OutPath, Outputs, takes_standard_output
 
 SHARED = """
 [tool.pipeproof]
@@ -47,6 +50,9 @@ def test_the_nearest_file_gives_defaults_and_the_command_line_wins(capsys: pytes
         ("timeout = -1", "[tool.pipeproof] timeout = -1: '-1': expected a number above 0"),
         ("device = 'gpu'", "[tool.pipeproof] device = 'gpu': did you mean 'cpu'? known are auto, cpu, cuda"),
         ("profile = 'yes'", "[tool.pipeproof] profile = 'yes': expected true or false"),
+        ("html = false", "[tool.pipeproof] html = False: expected the name of a file"),
+        ("json = 5", "[tool.pipeproof] json = 5: expected the name of a file"),
+        ("schedule = {a = 1}", "[tool.pipeproof] schedule = {'a': 1}: expected a number or text"),
         ("x = [", "cannot read "),
     ],
 )
@@ -75,3 +81,19 @@ def test_a_shell_that_asks_what_comes_next_is_answered(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "argcomplete", SimpleNamespace(autocomplete=autocomplete))  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="asked for pipeproof"):
         cli._run(["show", "1f1b"])
+
+
+@pytest.mark.parametrize("other", ["x", "./x", "link"])
+def test_two_results_in_one_file_are_refused_before_the_work(other: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("link").symlink_to("x")
+    assert main(["show", "1f1b", "--json", "x", "--svg", other]) == 2
+    said = capsys.readouterr().err
+    assert "give each its own file" in said
+    assert not Path("x").exists()
+    assert not takes_standard_output(Namespace(json=OutPath(os.devnull), html=OutPath(os.devnull)))
+
+
+def test_a_page_may_say_what_no_encoding_has() -> None:
+    with Outputs(html="x.html").opened("validate") as files:
+        assert files.finish(1, page=lambda: "a file named \udcff") == 1
+    assert Path("x.html").read_text() == "a file named \\udcff"

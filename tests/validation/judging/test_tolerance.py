@@ -17,6 +17,7 @@ from pipeproof.judging.tolerance import (
     error,
     floor_of,
     may_be_rounded,
+    rounding_of,
     same_bits,
     scalar_error,
     update_floor,
@@ -140,6 +141,18 @@ def test_the_floor_of_an_update_is_its_gradients_unless_the_last_place_hides_a_f
     wide, one = torch.ones(10_000), torch.zeros(10_000)
     one[0] = 2**-14
     assert update_floor(replace(gradient, fault=0.125), wide, wide + one).outcome(0.0) == "unknown"
+
+
+def test_an_update_larger_than_its_gradient_is_no_rounding_even_where_that_is() -> None:
+    """Adam makes a step of any gradient, and weight decay needs none: that either was left out is no agreement."""
+    gradient, before = torch.tensor([3e-9, -4e-9]), torch.zeros(2)
+    noise = rounding_of(gradient, torch.zeros(2))
+    assert noise.noise
+    assert update_floor(noise, before, before - 0.1 * gradient, gradient).outcome(1.0) == "pass"
+    for after in (before - 1e-3 * gradient.sign(), torch.full((2,), 0.99)):
+        floor = update_floor(noise, before, after, gradient)
+        left_out = error(before, after, base=before, rounded=True)
+        assert [floor.outcome(one) for one in (1e-6, left_out, 100.0)] == ["pass", "unknown", "fail"]
 
 
 def test_a_parameter_that_nothing_moves_is_not_excused_by_rounding() -> None:

@@ -110,3 +110,10 @@ def test_a_path_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path
 def test_no_path_writes_nothing() -> None:
     with OutputFile(None) as file:
         file.write_json({"schema": "x"})
+
+
+def test_links_that_lead_to_each_other_are_told(tmp_path: Path) -> None:
+    (tmp_path / "one").symlink_to(tmp_path / "other")
+    (tmp_path / "other").symlink_to(tmp_path / "one")
+    with pytest.raises(OutputError, match="links that lead to each other"):
+        OutputFile(str(tmp_path / "one"))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch.utils._pytree import tree_map
@@ -45,3 +46,11 @@ def test_of_installed_packages_the_innermost_line_stands_before_the_users_own() 
 def test_a_line_whose_source_is_not_there_has_a_number() -> None:
     line = _compiled("<input>")(own_stack)[0]
     assert str(line) == "<input>:2 called"
+
+
+def test_a_file_that_was_changed_and_loaded_again_has_its_new_lines(tmp_path: Path) -> None:
+    file, found = tmp_path / "cell.py", []
+    for text in ("call()  # as it was", "call()  # as it is, and longer"):
+        file.write_text(text)
+        exec(compile(text, str(file), "exec"), {"call": lambda: found.append(own_stack()[1])})
+    assert [line.text for line in found] == ["call()  # as it was", "call()  # as it is, and longer"]
