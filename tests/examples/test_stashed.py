@@ -85,7 +85,7 @@ def test_targets_that_were_exchanged_are_a_matter_of_the_data(whitebox: WhiteBox
 def test_both_orders_are_told(whitebox: WhiteBox) -> None:
     told = judged(whitebox, "last-in-first-out", watched=True).cause[0].detail
     assert "output gradient of microbatches 0, 1, 3, 4 is that of 4, 3, 1, 0" in told
-    assert "order of backwards: stage 2 0, 1, 2, 3, 4, stage 1 4, 3, 2, 1, 0" in told
+    assert "order of backwards: stage 2: 0, 1, 2, 3, 4; stage 1: 4, 3, 2, 1, 0" in told
 
 
 def test_a_table_shows_which_activations_met_which_gradients(whitebox: WhiteBox) -> None:

@@ -154,7 +154,7 @@ def _with_orders(cause: Cause, evidence: Evidence) -> Cause:
     backward = "B" in (cause.action or "")
     sender, kind = (cause.stage + 1, Kind.BACKWARD) if backward else (cause.stage - 1, Kind.FORWARD)
     ran = {stage: order for stage in (sender, cause.stage) if (order := ordered(evidence, stage, kind))}
-    told = ", ".join(f"stage {stage} {listed(order)}" for stage, order in ran.items())
+    told = "; ".join(f"stage {stage}: {listed(order)}" for stage, order in ran.items())
     apart = len({*map(tuple, ran.values())}) > 1  # of one order nobody learns anything
     words = f"order of {'backwards' if backward else 'forwards'}: {told}" if apart else ""
     found = replace(cause, detail="; ".join(filter(None, (cause.detail, words))))

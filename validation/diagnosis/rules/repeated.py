@@ -46,7 +46,7 @@ def backed_again(evidence: Evidence) -> list[Cause]:
         if set(found) != missing or any(order.count(met[m].microbatch) < 2 for m in found):
             return []
         told = ", ".join(f"that of microbatch {m} met the activations of microbatch {met[m].microbatch}" for m in found)
-        ran = ", ".join(f"stage {one} {listed(seen)}" for one in (stage + 1, stage)
+        ran = "; ".join(f"stage {one}: {listed(seen)}" for one in (stage + 1, stage)
                         if (seen := ordered(evidence, one, Kind.BACKWARD)))  # fmt: skip
         return [
             Cause(
