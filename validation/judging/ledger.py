@@ -21,6 +21,7 @@ class _Entry:
     checked: int = 0
     exact: int = 0
     wrong: int = 0
+    noise: int = 0  # of what passed, what is rounding alone
     worst: float = 0.0
     floor: float = 0.0
     outcomes: set[str] = field(default_factory=set)
@@ -32,6 +33,7 @@ class _Entry:
         self.checked += other.checked
         self.exact += other.exact
         self.wrong += other.wrong
+        self.noise += other.noise
         if other.worst > self.worst:
             self.worst, self.floor = other.worst, other.floor
         self.outcomes |= other.outcomes
@@ -150,6 +152,7 @@ class Ledger:
         if allowed.noise and outcome == "pass":
             size = 0.0  # it is none of the errors that the largest is sought of
             self.remark(place.law, _NOISE)
+            self._entries[place.law].noise += 1
         self._enter(place, outcome, size=size, floor=allowed)
         self._keep(place, outcome, error=size, floor=allowed.largest, limit=allowed.limit)
         if outcome != "pass":
@@ -210,7 +213,7 @@ class Ledger:
         outcome: Outcome = "pass"
         if "fail" in entry.outcomes:
             outcome = "fail"
-        elif "unknown" in entry.outcomes or not entry.checked:
+        elif "unknown" in entry.outcomes or entry.checked == entry.noise:  # nothing, or nothing in which a fault shows
             outcome = "unknown"
         note = "; ".join(entry.notes) or ("" if entry.checked else "nothing was compared")
         counts = entry.checked, entry.exact, entry.wrong, entry.worst, entry.floor

@@ -138,3 +138,11 @@ def test_what_was_compared_is_kept_with_its_numbers() -> None:
     assert one.error == pytest.approx(1e-6, rel=0.1)
     book.hold(place(), False, "", "")
     assert len(book.compared) == 1
+
+
+def test_a_law_that_compared_rounding_alone_is_unknown() -> None:
+    book, one = ledger(), torch.tensor([1e-9, -2e-9])
+    book.tensors(place(), 2 * one, one, lambda: Floor(0.0, 1.0, 0.0, noise=True))
+    assert outcomes(book)[0] == "unknown"
+    book.tensors(place(), one, one, lambda: FLOOR)
+    assert outcomes(book)[0] == "pass"
