@@ -240,6 +240,8 @@ def test_the_comparison_can_fail() -> None:
     assert same("loss 1.2345 in 3.1 s", "loss 1.2344 in 0.2 s")
     assert not same("loss 1.2345", "loss 9.8765")
     assert same("worst 1.4e-07", "worst 2.2e-07")
+    assert same("worst 1.0e-10", "worst 8.5e-10")
+    assert not same("worst 1.0e-10", "worst 1.4e-06")
     assert not same("worst 1.4e-07", "worst 1.4e-03")
     assert not same("8 pass; 8 of 8", "7 pass; 8 of 8")
     assert not same("8 pass", "8 pass more")
