@@ -36,13 +36,16 @@ class Graph:
         """Each layer of nodes with the edges that leave it; nodes on a cycle or behind one never come."""
         edges, first = self._leaving
         waits_for = np.bincount(self.after, minlength=self.size)
+        place = np.empty(self.size, dtype=np.int64)  # of a node among those that became free with it
         layer = np.flatnonzero(waits_for == 0)
         while len(layer):
             leaving = edges[_ranges(first[layer], first[layer + 1])]
             yield layer, leaving
             reached = self.after[leaving]
             np.subtract.at(waits_for, reached, 1)
-            layer = np.unique(reached[waits_for[reached] == 0])
+            free = reached[waits_for[reached] == 0]
+            place[free] = places = np.arange(len(free))
+            layer = free[place[free] == places]  # each once
 
     def reached(self) -> Mask:
         """Which nodes come in some layer: all of them where there is no cycle."""
@@ -100,8 +103,8 @@ class Graph:
 def _ranges(first: Ints, last: Ints) -> Ints:
     """first[0]..last[0]-1, first[1]..last[1]-1 and so on, as one array."""
     counts = last - first
-    ends = np.cumsum(counts)
-    return np.repeat(first - ends + counts, counts) + np.arange(ends[-1])
+    ends = counts.cumsum()
+    return (first - ends + counts).repeat(counts) + np.arange(ends[-1])
 
 
 def _on_cycles(following: Mapping[int, list[int]]) -> list[int]:
