@@ -103,8 +103,9 @@ class Graph:
 def _ranges(first: Ints, last: Ints) -> Ints:
     """first[0]..last[0]-1, first[1]..last[1]-1 and so on, as one array."""
     counts = last - first
-    ends = counts.cumsum()
-    return (first - ends + counts).repeat(counts) + np.arange(ends[-1])
+    ends: Ints = counts.cumsum()
+    each: Ints = (first - ends + counts).repeat(counts)
+    return each + np.arange(ends[-1])
 
 
 def _on_cycles(following: Mapping[int, list[int]]) -> list[int]:
