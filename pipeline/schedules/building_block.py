@@ -86,12 +86,19 @@ class _Rank:
 
     def _first(self, done: set[tuple[int, Kind, int]], *, weights: bool) -> int | None:
         held = most = self._held
+        # Microbatches keep their order: where one of a stage and a kind must wait, those behind it must.
+        waiting: set[tuple[int, Kind]] = set()
         # What can run lies within the microbatches in flight, of which there are no more than the limit allows.
         for place, action in enumerate(self.todo[: PERIOD * (self._limit + 1)]):
-            fits = place == 0 or most + (action.kind is Kind.FORWARD) <= self._limit
-            if fits and (weights or action.kind is not Kind.BACKWARD_WEIGHT) and self._can_run(action, done):
-                return place
-            held += _CHANGE[action.kind]
+            stage, kind, _ = action
+            if (stage, kind) not in waiting:
+                fits = place == 0 or most + (kind is Kind.FORWARD) <= self._limit
+                if fits and (weights or kind is not Kind.BACKWARD_WEIGHT) and self._can_run(action, done):
+                    return place
+                waiting.add((stage, kind))
+                if len(waiting) == PERIOD:  # two stages, three kinds
+                    return None
+            held += _CHANGE[kind]
             most = max(most, held)
         return None
 

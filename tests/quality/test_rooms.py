@@ -18,7 +18,7 @@ MIRROR_NOTHING = ("quality", "examples", "ci", "support", "golden")
 
 PLAN = set(
     "action schedule schedules columns cells graph dataflow memory laws lower messages transports buffers program_laws "
-    "simulate sizes partition grid plan files profile trace deliveries costs chrome_trace".split()
+    "simulate sizes partition grid plan layouts files profile trace deliveries costs chrome_trace".split()
 )
 FRONT = {"validation.__main__", "validation.pytest_plugin"}
 # Which layers a layer may import, and which distributions (None: whatever pyproject.toml declares).

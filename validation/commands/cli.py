@@ -14,6 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
 
+from pipeproof.commands.advise import add_advise_command
 from pipeproof.commands.case_commands import add_case_commands
 from pipeproof.commands.ending import ended, leave
 from pipeproof.commands.init import add_init_command
@@ -57,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=CommandParser)
     add_case_commands(commands)
     add_schedule_commands(commands)
+    add_advise_command(commands)
     add_init_command(commands)
     for command in commands.choices.values():
         _add_manner(command)

@@ -1,0 +1,72 @@
+"""What a job runs on: accelerators, and how they are joined."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pipeproof.pipeline.schedule import ScheduleError
+from pipeproof.pipeline.schedules import nearest
+from pipeproof.pipeline.sizes import counted, measured
+
+GIB = float(1 << 30)
+_MOST_DEVICES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """One device: bf16 operations per second (dense), bytes of memory, bytes per second to its node and to others.
+
+    ``link`` and ``network`` are one direction of one device, as the makers state them.
+    """
+
+    name: str
+    flops: float
+    memory: float
+    link: float
+    network: float
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """``devices`` accelerators, ``per_node`` of them in a node."""
+
+    device: Accelerator
+    devices: int
+    per_node: int = 8
+
+    def __post_init__(self) -> None:
+        counted("devices", self.devices, most=_MOST_DEVICES)
+        counted("per-node", self.per_node, most=_MOST_DEVICES)
+        for what in ("flops", "memory", "link", "network"):
+            measured(what, getattr(self.device, what))
+
+    def between(self, group: int) -> float:
+        """Bytes per second that a device has for a group of ``group`` neighbours."""
+        return self.device.link if group <= self.per_node else self.device.network
+
+
+def _named(*devices: Accelerator) -> Mapping[str, Accelerator]:
+    return {device.name: device for device in devices}
+
+
+# Makers' data sheets; the network is what the machines of that name commonly have: one port for each device.
+ACCELERATORS = _named(
+    Accelerator("v100", 125e12, 32 * GIB, 150e9, 12.5e9),  # fp16; NVLink 2
+    Accelerator("a100-40", 312e12, 40 * GIB, 300e9, 25e9),  # NVLink 3, HDR
+    Accelerator("a100", 312e12, 80 * GIB, 300e9, 25e9),
+    Accelerator("h800", 989e12, 80 * GIB, 200e9, 50e9),  # NVLink cut to 400 GB/s both ways
+    Accelerator("h100", 989e12, 80 * GIB, 450e9, 50e9),  # NVLink 4, NDR
+    Accelerator("h200", 989e12, 141 * 1e9, 450e9, 50e9),
+    Accelerator("b200", 2250e12, 180 * 1e9, 900e9, 50e9),  # NVLink 5
+    Accelerator("mi250x", 383e12, 128 * GIB, 250e9, 25e9),  # two dies
+    Accelerator("mi300x", 1307e12, 192 * 1e9, 448e9, 50e9),
+)
+
+
+def accelerator_named(name: str) -> Accelerator:
+    """The device of the table. Raises ``ScheduleError`` for a name that is not in it."""
+    plain = name.lower()
+    if plain not in ACCELERATORS:
+        raise ScheduleError(
+            f"unknown device {name!r}: {nearest(plain, list(ACCELERATORS))}known are {', '.join(ACCELERATORS)}"
+        )
+    return ACCELERATORS[plain]

@@ -1,0 +1,47 @@
+"""What a layout may be."""
+
+import pytest
+
+from pipeproof.pipeline.layouts.cluster import ACCELERATORS, Cluster, accelerator_named
+from pipeproof.pipeline.layouts.layout import Job, Layout, legal
+from pipeproof.pipeline.layouts.transformer import MODELS
+from pipeproof.pipeline.schedule import ScheduleError
+
+LLAMA = Job(MODELS["llama-3-8b"], 64, 8192)
+MIXTRAL = Job(MODELS["mixtral-8x7b"], 64, 8192)
+
+
+@pytest.mark.parametrize(
+    ("layout", "job", "said"),
+    [
+        (Layout(tp=3), LLAMA, "tp 3 does not divide heads 32: use a divisor"),
+        (Layout(tp=64), LLAMA, "tp 64 does not divide heads 32"),
+        (Layout(cp=3), LLAMA, "cp 6 does not divide sequence 8192"),
+        (Layout(dp=3), LLAMA, "dp \\* micro 3 does not divide batch 64"),
+        (Layout(pp=16, virtual=4), LLAMA, "32 layers cannot fill 64 stages"),
+        (Layout(dp=8, ep=8), LLAMA, "ep 8: llama-3-8b has no experts"),
+        (Layout(dp=8, ep=3), MIXTRAL, "ep 3 does not divide 8 experts"),
+        (Layout(dp=4, ep=8), MIXTRAL, r"ep 8 does not divide dp \* cp 4"),
+    ],
+)
+def test_what_cannot_be_says_why(layout: Layout, job: Job, said: str) -> None:
+    with pytest.raises(ScheduleError, match=said):
+        legal(layout, job)
+
+
+def test_what_can_be_is_itself() -> None:
+    layout = Layout(tp=8, cp=2, pp=4, dp=16)
+    assert legal(layout, LLAMA) is layout
+    assert layout.ranks == 1024
+    assert layout.sizes == "tp 8, cp 2, pp 4, dp 16"
+    assert layout.microbatches(LLAMA) == 4
+    assert Layout().sizes == "one device"
+
+
+def test_a_cluster_is_devices_in_nodes() -> None:
+    cluster = Cluster(ACCELERATORS["h100"], 64)
+    assert cluster.between(8) > cluster.between(16)
+    with pytest.raises(ScheduleError, match="devices is 0"):
+        Cluster(ACCELERATORS["h100"], 0)
+    with pytest.raises(ScheduleError, match="unknown device 'h10': did you mean 'h100'"):
+        accelerator_named("h10")

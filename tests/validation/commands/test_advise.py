@@ -1,0 +1,102 @@
+"""``advise`` as a user types it."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pipeproof.commands.cli import main
+from tests.support.json_schema import documented
+from tests.support.warm_start import Ended
+
+SMALL = ["--model", "llama-3-8b", "--devices", "8", "--sequence", "8192"]
+
+
+def test_steps_and_layouts_are_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "advice.json"
+    assert main(["advise", *SMALL, "--json", str(file)]) == 0
+    text = capsys.readouterr().out
+    assert "llama-3-8b: 8.0 B parameters; 32 layers" in text
+    assert "all fits without it" in text
+    assert "Validate the first, small: pipeproof validate --schedule" in text or "needs no pipeline" in text
+    data = documented(file.read_text())
+    assert [step["outcome"] for step in data["steps"][:4]] == ["not enough", "not enough", "not enough", "taken"]
+    assert len(data["layouts"]) == 3
+    times = [layout["seconds"]["total"] for layout in data["layouts"]]
+    assert times == sorted(times)
+    for one in data["layouts"]:
+        parts = one["bytes"]
+        assert parts["total"] == sum(parts[name] for name in ("weights", "gradients", "optimizer", "activations"))
+        assert parts["total"] <= 0.9 * 80 * 2**30
+
+
+def test_where_nothing_fits_it_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["advise", "--model", "llama-3-405b", "--devices", "8"]) == 1
+    assert "Nothing fits: use more devices, or devices with more memory." in capsys.readouterr().out
+
+
+def test_a_config_or_sizes_stand_for_a_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "config.json"
+    sizes = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
+    config.write_text(json.dumps({**sizes, "vocab_size": 128256, "intermediate_size": 14336}))
+    assert main(["advise", "--model", str(config), *SMALL[2:]]) == 0
+    assert "config.json: 8.0 B parameters; 32 layers" in capsys.readouterr().out
+    assert (
+        main(["advise", "--layers", "32", "--hidden", "4096", "--heads", "32", "--experts", "8", "--devices", "64"])
+        == 0
+    )
+    assert "of them active" in capsys.readouterr().out
+
+
+def test_what_is_known_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["advise", "--list"]) == 0
+    text = capsys.readouterr().out
+    assert "deepseek-v3" in text
+    assert "h100" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "no model: give --model NAME, or --layers --hidden --heads; pipeproof advise --list has the names"),
+        (["--layers", "8", "--hidden", "64"], "no model: give --model NAME, or --heads"),
+        (["--model", "lama-3-8b"], "unknown model 'lama-3-8b': did you mean 'llama-3-8b'?"),
+        (["--model", "llama-3-8b", "--layers", "8"], "--model with --layers: expected one of the two"),
+        (["--model", "nowhere.json"], "nowhere.json"),
+        (["--model", "llama-3-8b", "--device", "h10"], "unknown device 'h10': did you mean 'h100'?"),
+        (["--model", "llama-3-8b", "--devices", "0"], "devices is 0: expected at least 1"),
+        (["--model", "llama-3-8b", "--batch", "0"], "batch is 0: expected at least 1"),
+        (["--model", "llama-3-8b", "--sequence", "-1"], "sequence is -1: expected at least 1"),
+        (["--model", "llama-3-8b", "--memory", "nan"], "argument --memory: 'nan': expected a number above 0"),
+        (["--model", "llama-3-8b", "--zero", "4"], "argument --zero: invalid choice: 4"),
+        (["--layers", "8", "--hidden", "64", "--heads", "7"], "hidden 64 is no multiple of heads 7"),
+        (["--layers", "8", "--hidden", "64", "--heads", "8", "--experts", "1"], "experts is 1: expected at least 2"),
+    ],
+)
+def test_bad_input_is_refused_in_a_sentence(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["advise", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert said in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "\xff"])
+def test_a_config_that_is_none_is_refused(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "config.json"
+    config.write_bytes(text.encode("latin-1"))
+    assert main(["advise", "--model", str(config)]) == 2
+    assert "expected the config.json of a decoder" in capsys.readouterr().err
+
+
+def test_it_needs_no_torch(tmp_path: Path, new_python: Callable[..., Ended]) -> None:
+    code = (
+        "import sys; from pipeproof.commands.cli import main; status = main(['advise', '--model', 'gpt-1.7b']); "
+        "assert 'torch' not in sys.modules, 'torch was imported'; sys.exit(status)"
+    )
+    done = new_python(tmp_path, "-c", code)
+    assert done.returncode == 0, done.stdout

@@ -1,0 +1,277 @@
+"""``advise``: which kind of parallelism to add next, with the numbers, and the fastest layouts that fit."""
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from pipeproof.commands.ending import WRONG
+from pipeproof.commands.option_parser import UsageError, number, offers
+from pipeproof.commands.outputs import Outputs, add_outputs
+from pipeproof.pipeline.layouts.cluster import ACCELERATORS, GIB, Accelerator, Cluster, accelerator_named
+from pipeproof.pipeline.layouts.footprint import Footprint
+from pipeproof.pipeline.layouts.layout import Job, Layout, Recompute
+from pipeproof.pipeline.layouts.path import Step, path
+from pipeproof.pipeline.layouts.search import Allowed, Choice, search
+from pipeproof.pipeline.layouts.transformer import MODELS, Experts, Transformer, model_named, model_of_config
+from pipeproof.pipeline.schedules import LOOPED
+from pipeproof.pipeline.sizes import counted
+from pipeproof.reports.columns import Column, table
+from pipeproof.reports.terminal import Terminal
+
+_MOST_BATCH = 1 << 24
+_MOST_SEQUENCE = 1 << 24
+_SIZES = ("layers", "hidden", "heads", "vocab", "experts")
+_ASSUMED = (
+    "bf16 with Adam in fp32, gradients summed in fp32, attention that keeps no scores. Times order layouts; they "
+    "promise nothing."
+)
+
+
+def add_advise_command(commands: "argparse._SubParsersAction[Any]") -> None:
+    """Add the command."""
+    about = "which kind of parallelism to add next, and the fastest layouts that fit, with the numbers"
+    parser = commands.add_parser("advise", help=about, description=about)
+    model = parser.add_argument_group("the model")
+    offers(
+        model.add_argument("--model", metavar="NAME", help="of the table (--list), or a config.json of Hugging Face"),
+        MODELS,
+    )
+    for name in _SIZES:
+        model.add_argument(
+            f"--{name}",
+            type=int,
+            metavar="N",
+            help="in place of --model" if name != "experts" else "each token visits 2",
+        )
+    job = parser.add_argument_group("the job")
+    job.add_argument("--batch", type=int, default=512, metavar="N", help="sequences a step (default %(default)s)")
+    job.add_argument("--sequence", type=int, default=4096, metavar="N", help="tokens (default %(default)s)")
+    _add_cluster(parser.add_argument_group("the cluster"))
+    limits = parser.add_argument_group("what may be used")
+    limits.add_argument("--zero", type=int, choices=(0, 1, 2, 3), default=3, help="up to this stage (default 3)")
+    limits.add_argument("--recompute", choices=("allowed", "never"), default="allowed", help="(default allowed)")
+    limits.add_argument("--most", type=int, default=3, metavar="N", help="how many layouts are listed (default 3)")
+    parser.add_argument("--list", action="store_true", help="the models and devices that are known, and their figures")
+    add_outputs(parser, what="steps and layouts")
+    parser.set_defaults(run=_advise)
+
+
+def _add_cluster(group: "argparse._ArgumentGroup") -> None:
+    group.add_argument("--devices", type=int, default=8, metavar="N", help="(default %(default)s)")
+    group.add_argument("--per-node", type=int, default=8, metavar="N", help="(default %(default)s)")
+    offers(
+        group.add_argument(
+            "--device", default="h100", metavar="NAME", help=f"{', '.join(ACCELERATORS)} (default h100)"
+        ),
+        ACCELERATORS,
+    )
+    group.add_argument("--memory", type=number, metavar="GIB", help="of a device, in place of its own")
+    group.add_argument("--flops", type=number, metavar="TFLOPS", help="in bf16, in place of its own")
+    group.add_argument("--link", type=number, metavar="GB/S", help="one direction, inside a node")
+    group.add_argument("--network", type=number, metavar="GB/S", help="one direction, to other nodes")
+
+
+def _advise(options: argparse.Namespace) -> int:
+    if options.list:
+        Terminal().say(_known())
+        return 0
+    job = Job(
+        _model(options),
+        counted("batch", options.batch, most=_MOST_BATCH),
+        counted("sequence", options.sequence, most=_MOST_SEQUENCE),
+    )
+    cluster = Cluster(_device(options), options.devices, options.per_node)
+    allowed = Allowed(zero=tuple(range(options.zero + 1)))
+    if options.recompute == "never":
+        allowed = replace(allowed, recompute=(Recompute.NONE,))
+    with Outputs.of(options).opened("advise") as files:
+        with Terminal().progress("advise"):
+            steps = path(job, cluster, allowed)
+            found = search(job, cluster, allowed, most=counted("most", options.most, most=100))
+        Terminal().say(_asked(job, cluster))
+        Terminal().say("\n" + table(_STEPS, list(map(_step, steps)), Terminal().width))
+        Terminal().say("\n" + _ending(found.best, job, cluster))
+        return files.finish(
+            0 if found.best else WRONG,
+            steps=[_step_data(step) for step in steps],
+            layouts=[_data(choice, cluster) for choice in found.best],
+        )
+
+
+def _model(options: argparse.Namespace) -> Transformer:
+    given = {name: value for name in _SIZES if (value := getattr(options, name)) is not None}
+    if options.model is None:
+        return _by_hand(given)
+    if given:
+        raise UsageError(f"--model with --{next(iter(given))}: expected one of the two; see {options.prog} --help")
+    if not options.model.endswith(".json"):
+        return model_named(options.model)
+    return model_of_config(_config(options.model), name=options.model)
+
+
+def _config(file: str) -> Mapping[str, Any]:
+    try:
+        config = json.loads(Path(file).read_bytes())
+    except OSError as error:
+        raise UsageError(f"cannot read {file}: {error.strerror}") from error
+    except ValueError as error:
+        raise UsageError(f"{file} is no JSON ({error}): expected the config.json of a decoder") from error
+    if not isinstance(config, dict):
+        raise UsageError(f"{file} holds no object: expected the config.json of a decoder")
+    return config
+
+
+def _by_hand(given: Mapping[str, int]) -> Transformer:
+    """A gated decoder, whose inner width is 8/3 of hidden, in steps of 256."""
+    missing = [name for name in ("layers", "hidden", "heads") if name not in given]
+    if missing:
+        raise UsageError(
+            f"no model: give --model NAME, or --{' --'.join(missing)}; pipeproof advise --list has the names"
+        )
+    hidden = given["hidden"]
+    width = -(-8 * hidden // (3 * 256)) * 256
+    experts = (
+        Experts(counted("experts", given["experts"], least=2, most=1 << 16), 2, width) if "experts" in given else None
+    )
+    vocabulary = given.get("vocab", 128_256)
+    return Transformer("model", given["layers"], hidden, given["heads"], vocabulary, width, experts=experts)
+
+
+def _device(options: argparse.Namespace) -> Accelerator:
+    units = {"memory": GIB, "flops": 1e12, "link": 1e9, "network": 1e9}
+    given = {name: unit * value for name, unit in units.items() if (value := getattr(options, name)) is not None}
+    return replace(accelerator_named(options.device), **given)
+
+
+def _known() -> str:
+    models = [
+        (
+            model.name,
+            _billions(model.parameters),
+            _billions(model.active_parameters),
+            str(model.layers),
+            str(model.hidden),
+        )
+        for model in MODELS.values()
+    ]
+    devices = [
+        (one.name, f"{one.flops / 1e12:g}", f"{one.memory / GIB:.0f}", f"{one.link / 1e9:g}", f"{one.network / 1e9:g}")
+        for one in ACCELERATORS.values()
+    ]
+    titles = (
+        ("model", "parameters", "active", "layers", "hidden"),
+        ("device", "TFLOP/s", "GiB", "link GB/s", "network GB/s"),
+    )
+    return "\n\n".join(
+        table([Column(name, 0, right=k > 0, gap=2 * (k > 0)) for k, name in enumerate(names)], rows, Terminal().width)
+        for names, rows in zip(titles, (models, devices), strict=True)
+    )
+
+
+def _billions(count: int) -> str:
+    return f"{count / 1e9:.1f} B"
+
+
+def _asked(job: Job, cluster: Cluster) -> str:
+    model, device = job.model, cluster.device
+    active = f", {_billions(model.active_parameters)} of them active" if model.experts else ""
+    return (
+        f"{model.name}: {_billions(model.parameters)} parameters{active}; {model.layers} layers\n"
+        f"{job.batch:,} sequences of {job.sequence:,} tokens a step\n"
+        f"{cluster.devices:,} {device.name}, {cluster.per_node} in a node, {device.memory / GIB:.3g} GiB each\n"
+        f"{_ASSUMED}"
+    )
+
+
+_STEPS = [
+    Column("add", 0),
+    Column("", 0, gap=2),
+    Column("weights", 0, right=True, drop=4, gap=2),
+    Column("gradients", 0, right=True, drop=5, gap=2),
+    Column("optimizer", 0, right=True, drop=6, gap=2),
+    Column("activations", 0, right=True, drop=7, gap=2),
+    Column("GiB", 0, right=True, drop=2, gap=2),
+    Column("time", 0, right=True, drop=1, gap=2),
+    Column("layout", 0, drop=3, gap=2),
+    Column("because", 0, least=20, gap=2),
+]
+
+
+def _step(step: Step) -> tuple[str, ...]:
+    if step.choice is None:
+        return (step.name, step.outcome, *[""] * 7, step.reason)
+    held, layout = step.choice.footprint, step.choice.layout
+    parts = (held.weights, held.gradients, held.optimizer, held.activations, held.total)
+    gib = [f"{part / GIB:,.{0 if part > 100 * GIB else 1}f}" for part in parts]
+    return (step.name, step.outcome, *gib, f"{step.choice.time.total:.3g} s", _layout(layout), step.reason)
+
+
+def _layout(layout: Layout) -> str:
+    zero = f", ZeRO-{layout.zero}" if layout.zero else ""
+    again = f", {layout.recompute} recompute" if layout.recompute is not Recompute.NONE else ""
+    return f"{layout.sizes}{zero}{again}"
+
+
+_LAYOUTS = [
+    Column("layout", 0),
+    Column("schedule", 0, gap=2),
+    Column("microbatches", 0, right=True, drop=4, gap=2),
+    Column("GiB", 0, right=True, gap=2),
+    Column("bubble", 0, right=True, drop=3, gap=2),
+    Column("said", 0, right=True, drop=2, gap=2),
+    Column("time", 0, right=True, gap=2),
+    Column("MFU", 0, right=True, drop=1, gap=2),
+]
+
+
+def _ending(best: Sequence[Choice], job: Job, cluster: Cluster) -> str:
+    """The fastest layouts, and what to type next."""
+    if not best:
+        return "Nothing fits: use more devices, or devices with more memory."
+    rows = [_row(choice, job, cluster) for choice in best]
+    return f"{table(_LAYOUTS, rows, Terminal().width)}\n\n{_next(best[0].layout, job)}"
+
+
+def _row(choice: Choice, job: Job, cluster: Cluster) -> tuple[str, ...]:
+    layout, time = choice.layout, choice.time
+    chunks = f" V={layout.virtual}" if layout.schedule in LOOPED and layout.virtual > 1 else ""
+    return (
+        _layout(layout),
+        f"{layout.schedule}{chunks}" if layout.pp > 1 else "",
+        f"{layout.microbatches(job)} of {layout.micro}",
+        f"{choice.footprint.total / GIB:.1f}",
+        f"{time.bubble / time.total:.1%}",
+        f"{time.communication / time.total:.1%}",
+        f"{time.total:.3g} s",
+        f"{time.utilization(cluster):.1%}",
+    )
+
+
+def _next(layout: Layout, job: Job) -> str:
+    if layout.pp == 1:
+        return "The first needs no pipeline. Validate one step of it: pipeproof init"
+    virtual = f" --virtual {layout.virtual}" if layout.schedule in LOOPED and layout.virtual > 1 else ""
+    small = min(layout.pp, 4)
+    return (
+        f"Validate the first, small: pipeproof validate --schedule {layout.schedule} --ranks {small}{virtual} "
+        f"--microbatches {min(layout.microbatches(job), 2 * small)}"
+    )
+
+
+def _held(held: Footprint) -> dict[str, float]:
+    return {**asdict(held), "total": held.total}
+
+
+def _data(choice: Choice, cluster: Cluster) -> dict[str, object]:
+    """A layout with bytes and seconds."""
+    time = {**asdict(choice.time), "total": choice.time.total, "utilization": choice.time.utilization(cluster)}
+    return {"layout": asdict(choice.layout), "bytes": _held(choice.footprint), "seconds": time}
+
+
+def _step_data(step: Step) -> dict[str, object]:
+    choice = step.choice
+    more = {"layout": asdict(choice.layout), "bytes": _held(choice.footprint)} if choice else {}
+    return {"add": step.name, "outcome": str(step.outcome), "reason": step.reason, **more}
