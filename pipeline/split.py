@@ -256,9 +256,17 @@ def needs(outputs: Iterable[Tensor], tensor: Tensor) -> bool:
         unseen: object = node  # torch's stubs have the two classes unrelated
         if isinstance(unseen, BackwardCFunction):
             return True
-        if any(_packed(one) or (one.data is not None and _storage(one.data) == place) for one in _saved(node)):
+        if any(_packed(one) or (one.data is not None and _may_lie_at(place, one.data)) for one in _saved(node)):
             return True
     return False
+
+
+def _may_lie_at(place: int, tensor: Tensor) -> bool:
+    """Whether ``tensor`` has its numbers there. A DTensor has none of its own: its part may have them there."""
+    try:
+        return _storage(tensor) == place
+    except RuntimeError:
+        return True
 
 
 @lru_cache(maxsize=1024)

@@ -1,10 +1,10 @@
 """Ranks that have a stage in common, and what may have gone wrong between them: told by the numbers, for a law."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, permutations
+from itertools import chain, permutations, product
 from typing import Protocol
 
 from torch import Tensor
@@ -19,12 +19,51 @@ class ReplicasError(ValueError):
     """Replicas that cannot be."""
 
 
+PIPELINE = "pp"
+DATA = ("dp", "ddp", "dp_replicate", "dp_shard", "fsdp", "ep")  # ranks along them have data of their own
+MODEL = ("tp", "sp", "cp")  # and along these they work on the same
+
+
 @dataclass(frozen=True)
 class Replicas:
-    """``of[rank]``: the number of the replica of the model that each rank works on."""
+    """``of[rank]``: the number of the replica of the model that each rank works on.
+
+    ``together[rank]``: ranks of one number hold the same stages, each all of their parameters or some; empty where that
+    is to be told by what they hand back. ``copies[rank]``: every parameter is held under each of these numbers; empty:
+    as ``of``. ``sequence``: the axis along which ranks have parts of every sequence; empty where none is.
+    """
 
     of: tuple[int, ...]
     microbatches: int
+    together: tuple[int, ...] = ()
+    copies: tuple[int, ...] = ()
+    sequence: str = ""
+
+    @classmethod
+    def along(cls, ranks: "int | Sequence[int] | Mapping[str, int]", microbatches: int) -> "Replicas":
+        """Of ``ranks``: how many, the replica of each, or the sizes of a mesh by its axes, ranks in rows.
+
+        Raises ``ReplicasError`` for what cannot be.
+        """
+        if isinstance(ranks, int):
+            return cls((0,) * ranks, microbatches)
+        if not isinstance(ranks, Mapping):
+            return cls(tuple(ranks), microbatches)
+        if not ranks:
+            raise ReplicasError("ranks is empty: expected a mesh, its axes and their sizes, e.g. {'pp': 2, 'dp': 2}")
+        for axis, size in ranks.items():
+            if axis not in (PIPELINE, *DATA, *MODEL):
+                known = ", ".join((PIPELINE, *DATA, *MODEL))
+                raise ReplicasError(f"ranks has an axis {axis!r}: expected some of {known}")
+            if type(size) is not int or size < 1:
+                raise ReplicasError(f"ranks has {size!r} along {axis!r}: expected how many ranks there are")
+        return cls(
+            _along(ranks, DATA),
+            microbatches,
+            together=_along(ranks, (PIPELINE,)),
+            copies=_along(ranks, [axis for axis in DATA if axis != "ep"]),
+            sequence=next((axis for axis in ("cp", "sp") if ranks.get(axis, 1) > 1), ""),
+        )
 
     @property
     def count(self) -> int:
@@ -45,13 +84,25 @@ class Replicas:
             )
 
 
+def _along(axes: Mapping[str, int], some: Sequence[str]) -> tuple[int, ...]:
+    """Of every rank, its place along ``some`` of the axes."""
+    numbers = []
+    for place in product(*map(range, axes.values())):
+        number = 0
+        for (axis, size), at in zip(axes.items(), place, strict=True):
+            number = number * size + at if axis in some else number
+        numbers.append(number)
+    return tuple(numbers)
+
+
 _ALIKE = 1e-3  # no verdict hangs on it: how near a number must be to one that would explain it
 
 
 class Part(Protocol):
     """What a rank handed back of a stage, by its parameters in order; ``members``: all ranks with this stage.
 
-    ``values``: weights before the step, where they are not those of any parameter of the reference.
+    ``values``: weights before the step, where they are not those of any parameter of the reference. ``lacks``: the
+    parameters that others of them have, and this rank has not.
     """
 
     @property
@@ -65,6 +116,9 @@ class Part(Protocol):
 
     @property
     def members(self) -> "Sequence[tuple[int, Part]]": ...
+
+    @property
+    def lacks(self) -> Collection[int]: ...
 
 
 class Stage(Protocol):
@@ -124,6 +178,40 @@ class Members:
                 detail = f"not reduced over its replicas: {told}"
                 one = alone[0] if len(alone) == 1 else None
                 yield Cause("not-reduced", rank=one, stage=stage.index, detail=detail)
+
+    def adding_up(self) -> list[Cause]:
+        """A cause for each stage whose ranks have parts of a sum, as where each has a part of every sequence."""
+        causes = []
+        for stage in self.stages:
+            if names := self._add_up(stage):
+                ranks = _listed([rank for rank, _ in stage.part.members])
+                whole = len(names) == len(stage.names)
+                others = f"and {', '.join(names[1:])} are " if len(names) > 1 and not whole else ""
+                detail = f"{others}not reduced over ranks {ranks}: what they have adds up to what is expected"
+                name = None if whole else names[0]
+                causes.append(Cause("not-reduced", stage=stage.index, parameter=name, detail=detail))
+        return causes
+
+    def _add_up(self, stage: Stage) -> list[str]:
+        """The parameters whose copies within a replica add up to what is expected, where none of them is that itself.
+
+        Nothing where any other parameter differs between its holders.
+        """
+        found = []
+        for k, name in stage.names.items():
+            whole = self._gradient((stage.index, name), range(self.replicas.microbatches))
+            copies: dict[int, list[Tensor]] = {}
+            for rank, part in stage.part.members:
+                gradient = part.gradients[k]
+                if k not in part.lacks and k not in part.shards and gradient is not None:
+                    copies.setdefault(self.replicas.of[rank], []).append(gradient.double())
+            groups = list(copies.values())
+            if whole is None or all(_alike(one, groups[0][0]) for group in groups for one in group):
+                continue
+            if any(len(group) < 2 or not _alike(sum(group[1:], group[0]), whole) for group in groups):
+                return []
+            found.append(name)
+        return found
 
     def _is_own(self, stage: Stage, rank: int, part: Part) -> bool:
         seen = []

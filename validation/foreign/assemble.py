@@ -109,6 +109,14 @@ class Assembled:
         by_tensor = {id(self._parameters[name]): stage for name, stage in held.items()}
         return {name: held.get(name, by_tensor.get(id(p), NOWHERE)) for name, p in self._parameters.items()}
 
+    def holder(self, site: Site) -> int | None:
+        """The first rank that holds what the step has at ``site``; None where no stage has it."""
+        for stage in self.stages:
+            for k, name in stage.names.items():
+                if (stage.index, name) == site:
+                    return next((rank for rank, part in stage.part.members if k not in part.lacks), stage.rank)
+        return None
+
     @property
     def due(self) -> frozenset[Site]:
         """The sites that are held, and for what nobody holds one at ``NOWHERE``; not other names of what is held."""
@@ -189,7 +197,8 @@ class Assembled:
     @property
     def nameless(self) -> bool:
         """Whether gradients alone were handed back, so that nobody knows of any weights."""
-        return bool(self.stages) and all(one.content is None for stage in self.stages for one in stage.part.locals)
+        every = [one for stage in self.stages for one in stage.part.locals]
+        return bool(every) and all(one.content is None and one.identical is None for one in every)
 
     def passages(
         self, places: Both | None, note_handed_on: Callable[[Cuts], None], *, last: bool = False

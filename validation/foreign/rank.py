@@ -46,7 +46,7 @@ class Part:
     ``values``: weights before the step, where they are not those of any parameter of the reference. ``calls`` is None
     where nobody watched, or no call was seen: then ``missed`` says why that may be. ``shards``: where a gradient lies
     in the whole, for those of which the rank has a part only. ``members``: the ranks with this stage and what each
-    handed back, once they are put together.
+    handed back, once they are put together. ``lacks``: the parameters that others of them have and this rank has not.
     """
 
     locals: tuple[Local, ...]
@@ -56,6 +56,7 @@ class Part:
     shards: Mapping[int, Shard] = field(default_factory=dict)
     members: tuple[tuple[int, "Part"], ...] = ()
     missed: str = ""
+    lacks: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)

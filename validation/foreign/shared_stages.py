@@ -13,6 +13,7 @@ from types import MappingProxyType
 from torch import Tensor
 
 from pipeproof.diagnosis.members import Replicas
+from pipeproof.foreign.matching import Local
 from pipeproof.foreign.rank import Part, RankMade
 from pipeproof.judging.tolerance import error, same_bits
 from pipeproof.observers.observed import Claim
@@ -52,7 +53,10 @@ def joined_parts(
 
     ``known``: the contents of the reference's parameters by name.
     """
-    bundles = _bundles(made, replicas, apart=replicas.count == 1 and mirrored(made, known))
+    if replicas.together:
+        bundles = _of_mesh(made, replicas.together)
+    else:
+        bundles = _bundles(made, replicas, apart=replicas.count == 1 and mirrored(made, known))
     return [
         replace(
             one,
@@ -66,16 +70,17 @@ def joined_parts(
 
 def claims(site: Site, k: int, members: Sequence[Member], replicas: Replicas) -> Iterator[Claim]:
     """What must hold of parameter ``k`` of all ``members``, which is ``site``."""
+    members = [(rank, part) for rank, part in members if k not in part.lacks]
     first = members[0][0]
     shards = [part.shards[k] for _, part in members if k in part.shards]
     if any(shard.count or not shard.flat for shard in shards):  # else nobody has any gradient
         wrong = untiled(shards) or _absent(k, members)
         yield Claim("shards", first, site, not wrong, wrong, "parts that make up the whole")
-    present = sorted({replicas.of[rank] for rank, _ in members})
-    if replicas.count > 1:
-        everywhere = len(present) == replicas.count
+    copies = replicas.copies or replicas.of
+    present, count = sorted({copies[rank] for rank, _ in members}), max(copies) + 1
+    if count > 1:
         seen = f"held by replica {', '.join(map(str, present))} alone"
-        yield Claim("replicas", first, site, everywhere, seen, f"held by each of {replicas.count} replicas")
+        yield Claim("replicas", first, site, len(present) == count, seen, f"held by each of {count} replicas")
     same: dict[Shard | None, Member] = {}
     for rank, part in members:
         leader, other = same.setdefault(part.shards.get(k), (rank, part))
@@ -122,6 +127,45 @@ def _bundles(made: Sequence[RankMade], replicas: Replicas, *, apart: bool) -> li
     return bundles
 
 
+def _of_mesh(made: Sequence[RankMade], together: Sequence[int]) -> list[list[Member]]:
+    """The parts of every stage of a mesh, all with the parameters of all in one order."""
+    bundles: dict[tuple[int, int], list[Member]] = {}
+    for rank, one in enumerate(made):
+        for chunk, part in enumerate(one.parts):
+            bundles.setdefault((together[rank], chunk), []).append((rank, part))
+    return [_united(bundle) for bundle in bundles.values()]
+
+
+def _united(bundle: Sequence[Member]) -> list[Member]:
+    """Every part with the parameters of all of them, each under one number; those that it lacks are named."""
+    numbers: dict[object, int] = {}
+    locals_: list[Local] = []
+    own: list[dict[int, int]] = []
+    for _, part in bundle:
+        times: Counter[object] = Counter()
+        own.append({})
+        for k, one in enumerate(part.locals):
+            name = one.said or one.identical or (one.content if k not in part.shards else None) or one.name
+            times[name] += 1
+            number = numbers.setdefault((name, times[name]), len(numbers))
+            if number == len(locals_):
+                locals_.append(one)
+            own[-1][number] = k
+    return [(rank, _numbered(part, locals_, at)) for (rank, part), at in zip(bundle, own, strict=True)]
+
+
+def _numbered(part: Part, locals_: Sequence[Local], own: Mapping[int, int]) -> Part:
+    """``part`` with the parameters ``locals_``, of which number n is its own number ``own[n]``."""
+    return replace(
+        part,
+        locals=tuple(part.locals[own[n]] if n in own else one for n, one in enumerate(locals_)),
+        gradients=tuple(part.gradients[own[n]] if n in own else None for n in range(len(locals_))),
+        values={n: part.values[k] for n, k in own.items() if k in part.values},
+        shards={n: part.shards[k] for n, k in own.items() if k in part.shards},
+        lacks=frozenset(range(len(locals_))) - own.keys(),
+    )
+
+
 def _belongs(rank: int, part: Part, bundle: Sequence[Member], replicas: Replicas, *, apart: bool) -> bool:
     ranks = [at for at, _ in bundle]
     if rank in ranks or likeness(part) != likeness(bundle[0][1]):
@@ -135,13 +179,23 @@ def _merged(bundle: Sequence[Member], replicas: Replicas) -> Part:
     _, first = bundle[0]
     if len(bundle) == 1 and not first.shards:
         return replace(first, members=tuple(bundle))
-    gradients = tuple(
-        gathered([(part.shards[k], part.gradients[k]) for _, part in bundle if k in part.shards])
-        if k in first.shards and not untiled([part.shards[k] for _, part in bundle if k in part.shards])
-        else first.gradients[k]
-        for k in range(len(first.locals))
+    holders = [[part for _, part in bundle if k not in part.lacks] for k in range(len(first.locals))]
+    return replace(
+        first,
+        gradients=tuple(_whole(k, parts) for k, parts in enumerate(holders)),
+        values={k: parts[0].values[k] for k, parts in enumerate(holders) if k in parts[0].values},
+        shards={k: parts[0].shards[k] for k, parts in enumerate(holders) if k in parts[0].shards},
+        calls=_calls(bundle, replicas),
+        members=tuple(bundle),
     )
-    return replace(first, gradients=gradients, calls=_calls(bundle, replicas), members=tuple(bundle))
+
+
+def _whole(k: int, holders: Sequence[Part]) -> Tensor | None:
+    """A gradient: what the first of its holders has, or what shards make up."""
+    if k not in holders[0].shards:
+        return holders[0].gradients[k]
+    lying = [(part.shards[k], part.gradients[k]) for part in holders if k in part.shards]
+    return holders[0].gradients[k] if untiled([shard for shard, _ in lying]) else gathered(lying)
 
 
 def _flattened(part: Part) -> Part:
@@ -156,6 +210,8 @@ def _flattened(part: Part) -> Part:
 
 def _calls(bundle: Sequence[Member], replicas: Replicas) -> tuple[Call, ...] | None:
     """The calls of one rank of each replica, one after the other; in a bidirectional pipeline, of all."""
+    if replicas.sequence:
+        return None  # a rank's tensors are parts of the reference's
     each = replicas.count == 1 and not bundle[0][1].shards
     seen = {rank if each else replicas.of[rank]: (rank, part.calls) for rank, part in reversed(bundle)}
     every: list[Call] = []

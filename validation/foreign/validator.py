@@ -72,7 +72,7 @@ class WhiteBox:
         *,
         reference: Callable[[], nn.Module],
         microbatches: Sequence[Any],
-        ranks: int | Sequence[int],
+        ranks: int | Sequence[int] | Mapping[str, int],
         timeout_s: float | None = None,
         **options: Unpack[Options],
     ) -> Verdict:
@@ -83,7 +83,9 @@ class WhiteBox:
 
         reference: builds the whole model. microbatches: pairs of inputs (a tensor or a tuple of tensors) and target.
         ranks: how many; or a list, the replica of each rank. Of n replicas, replica r is given the microbatches r,
-        r + n, ..., and reports their losses. The reference sees all. loss_fn: of output and target, a microbatch's
+        r + n, ..., and reports their losses. The reference sees all. Or a mesh, its axes and their sizes:
+        ``{"pp": 2, "dp": 2, "tp": 2}``, ranks as ``init_device_mesh`` numbers them. Ranks along tp, sp and cp are given
+        the same microbatches; those along dp, fsdp and ep share them. loss_fn: of output and target, a microbatch's
         loss. Without it the model is called with all of a microbatch, and gives the loss. loss_divisor: the loss is
         divided by this before its backward. The default is the number of microbatches. names: what the step's
         parameters are called in the reference: prefixes and what replaces them, or a function. timeout_s: how long the
@@ -98,8 +100,8 @@ class WhiteBox:
                 f"validate() has no {', '.join(sorted(other))}: it has {', '.join(Options.__annotations__)}"
             )
         task = Task(step, reference, tuple(microbatches), options.get("loss_fn"), options.get("loss_divisor"))
-        task.check(ranks if isinstance(ranks, int) else len(ranks))
-        replicas = Replicas((0,) * ranks if isinstance(ranks, int) else tuple(ranks), len(task.microbatches))
+        replicas = Replicas.along(ranks, len(task.microbatches))
+        task.check(len(replicas.of))
         replicas.check()
         try:
             bounded = self if timeout_s is None else replace(self, timeout_s=timeout_s)
@@ -145,7 +147,7 @@ def validate(
     *,
     reference: Callable[[], nn.Module],
     microbatches: Sequence[Any],
-    ranks: int | Sequence[int],
+    ranks: int | Sequence[int] | Mapping[str, int],
     timeout_s: float | None = None,
     **options: Unpack[Options],
 ) -> Verdict:
@@ -195,7 +197,7 @@ def _judged(title: str, task: Task, found: Assembled, second: SecondModel, run: 
     if verdict.mismatches and all(one.law in _OF_CALLS for one in verdict.mismatches):
         last = judged(required, found.observed(found.passages(run.places, run.note_handed_on, last=True)))
         verdict = _with_notes(last, {"microbatches": _WARMED_UP}) if last.verdict == "pass" else verdict
-    verdict = _of_first_ranks(verdict)
+    verdict = _at_holders(_of_first_ranks(verdict), found)
     if found.watched and found.missed:
         verdict = _with_notes(verdict, dict.fromkeys(_OF_CALLS, found.missed))
     if not verdict.mismatches:
@@ -212,6 +214,17 @@ def _judged(title: str, task: Task, found: Assembled, second: SecondModel, run: 
 
     with one_thread():
         return sought(verdict, told)
+
+
+def _at_holders(verdict: Verdict, found: Assembled) -> Verdict:
+    """``verdict``; what is wrong with a parameter is placed on a rank that holds it."""
+    placed = [
+        replace(one, rank=found.holder((one.stage, one.parameter)))
+        if one.law in ("gradient", "presence") and one.stage is not None and one.parameter is not None
+        else one
+        for one in verdict.mismatches
+    ]
+    return replace(verdict, mismatches=tuple(placed))
 
 
 def _of_first_ranks(verdict: Verdict) -> Verdict:
@@ -281,10 +294,13 @@ def _missed(found: Assembled, observed: Observed) -> Sequence[tuple[str, str]]:
     norm = any(row[0].norm is not None for row in observed.ranks)
     ordered = len(found.unseen) < len(found.stages) or not found.stages
     unwatched = found.missed or "no stage was watched: watch(module) does"
+    if axis := found.replicas.sequence:
+        unwatched = f"ranks along {axis} have parts of every sequence, so what passes is not compared"
+    unseen = "gradients were handed back, not modules" if found.nameless else "no weight was seen before the step"
     return [
         (law, reason)
         for law, seen, reason in (
-            ("initial-weights", modules or not found.stages, "gradients were handed back, not modules"),
+            ("initial-weights", modules or not found.stages, unseen),
             ("microbatches", ordered, unwatched),
             ("boundaries", found.watched, unwatched),
             ("grad-norm", norm, "no rank reports a norm"),

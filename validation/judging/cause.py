@@ -30,7 +30,7 @@ KINDS: Mapping[str, str] = MappingProxyType(
         "tied-doubled": "a tied parameter's share was counted more than once",
         "extra-term": "something was added to the gradient that is no microbatch's",
         # Ranks that have a stage in common.
-        "not-reduced": "replicas of a stage keep the gradients of their own microbatches",
+        "not-reduced": "ranks that share parameters keep their own part of the gradient",
         "misplaced": "a gradient, or a shard of one, lies where another belongs",
         # Around the step.
         "norm": "the gradient norm is not that of the gradients",

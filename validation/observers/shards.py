@@ -1,7 +1,7 @@
 """Which part of a parameter a rank holds, where it does not hold all of it: told by a DTensor, or by whoever knows."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any, Protocol, runtime_checkable
 
@@ -32,13 +32,15 @@ class ShardError(ValueError):
 class Shard:
     """Where a part lies. ``shape`` is the whole's, if that is known, ``peers`` the ranks with the others, if known.
 
-    ``flat``: the part is of the flattened whole, and so are bounds and shape.
+    ``flat``: the part is of the flattened whole, and so are bounds and shape. ``addend``: which of how many tensors it
+    is whose sum lies there, as in a DTensor that is Partial.
     """
 
     bounds: Bounds
     shape: tuple[int, ...] | None = None
-    peers: tuple[int, ...] = ()
+    peers: tuple[int, ...] = field(default=(), compare=False)  # those of two replicas are one part
     flat: bool = False
+    addend: tuple[int, int] = (0, 1)
 
     def __str__(self) -> str:
         return f"[{', '.join(f'{start}:{stop}' for start, stop in self.bounds)}]"
@@ -69,9 +71,13 @@ def shard_of(tensor: Tensor) -> Shard | None:
         return None
     shape, mesh = tuple(tensor.shape), tensor.device_mesh
     bounds = [(0, length) for length in shape]
+    own, addends = 0, 1
     for number, placement in enumerate(tensor.placements):
         if placement.is_partial():
-            raise ShardError("it is Partial: reduce it over its mesh first, e.g. redistribute it to Replicate()")
+            if placement.reduce_op != "sum":
+                raise ShardError(f"it is {placement}: expected Partial(sum), or reduce it over its mesh first")
+            own, addends = own * mesh.size(number) + mesh.get_coordinate()[number], addends * mesh.size(number)
+            continue
         if type(placement).__name__ not in ("Shard", "Replicate"):
             raise ShardError(f"its placement is {placement}: expected Shard or Replicate")
         if placement.is_shard():
@@ -79,7 +85,7 @@ def shard_of(tensor: Tensor) -> Shard | None:
             part = -(-(stop - start) // mesh.size(number))
             first = min(start + part * mesh.get_coordinate()[number], stop)
             bounds[placement.dim] = first, min(first + part, stop)
-    return Shard(tuple(bounds), shape, tuple(mesh.mesh.flatten().tolist()))
+    return Shard(tuple(bounds), shape, tuple(mesh.mesh.flatten().tolist()), addend=(own, addends))
 
 
 def shard_at(index: Index, part: Tensor | None) -> Shard:
@@ -117,14 +123,18 @@ def gathered(parts: Sequence[tuple[Shard, Tensor | None]]) -> Tensor | None:
     if not given:
         return None
     whole = given[0][1].new_full(_shape([shard for shard, _ in given]), float("nan"))
-    for shard, part in given:
-        whole[shard.index] = part
+    for shard, part in sorted(dict(given).items(), key=lambda one: one[0].addend):
+        whole[shard.index] = part if shard.addend[0] == 0 else whole[shard.index] + part
     return whole
 
 
 def untiled(shards: Sequence[Shard]) -> str:
     """What is wrong with ``shards`` as the parts of one whole; empty if each element is in one of them."""
-    distinct = list(dict.fromkeys(shard for shard in shards))
+    for one in shards:
+        missing = set(range(one.addend[1])) - {two.addend[0] for two in shards if two.bounds == one.bounds}
+        if missing:
+            return f"part {one} is a sum of {one.addend[1]}: number {min(missing)} of them is nowhere"
+    distinct = list(dict.fromkeys(replace(one, addend=(0, 1)) for one in shards))
     if len({(len(shard.bounds), shard.flat) for shard in distinct}) > 1:
         return "parts of different dimensions"
     for one, two in combinations(distinct, 2):

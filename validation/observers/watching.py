@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from pipeproof.observers.shards import InShards
 from pipeproof.observers.sketch import Sketch, sketch
 from pipeproof.pipeline.action import Kind
 from pipeproof.pipeline.split import needs
@@ -284,7 +285,9 @@ def watch(module: Module, *, when: Callable[[], bool] | None = None) -> Module:
 
 
 def _tensors(values: object) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and not leaf.is_meta]
+    """Those that this rank has whole: what is asked of a DTensor, all of its ranks must ask."""
+    leaves = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and not leaf.is_meta)
+    return [leaf for leaf in leaves if not isinstance(leaf, InShards)]
 
 
 def _differentiable(tensors: list[Tensor]) -> dict[int, Tensor]:

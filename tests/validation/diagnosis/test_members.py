@@ -83,3 +83,31 @@ def test_every_replica_has_its_own_microbatches() -> None:
 def test_replicas_that_cannot_be(of: tuple[int, ...], microbatches: int, sentence: str) -> None:
     with pytest.raises(ReplicasError, match=sentence):
         Replicas(of, microbatches).check()
+
+
+def test_a_mesh_says_who_shares_data_stages_and_parameters() -> None:
+    found = Replicas.along({"pp": 2, "dp": 2, "tp": 2}, 4)
+    assert found.of == (0, 0, 1, 1, 0, 0, 1, 1)
+    assert found.together == (0, 0, 0, 0, 1, 1, 1, 1)
+    assert found.copies == found.of
+    assert not found.sequence
+    experts = Replicas.along({"dp": 2, "ep": 2, "cp": 2}, 4)
+    assert experts.of == (0, 0, 1, 1, 2, 2, 3, 3), "ranks along ep have data of their own"
+    assert experts.copies == (0, 0, 0, 0, 1, 1, 1, 1), "and need not have the same parameters"
+    assert experts.sequence == "cp"
+    assert Replicas.along(2, 4) == Replicas((0, 0), 4)
+    assert Replicas.along([0, 1], 4) == Replicas((0, 1), 4)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sentence"),
+    [
+        ({"pp": 2, "zz": 2}, "ranks has an axis 'zz': expected some of pp, dp, "),
+        ({"dp": 0}, "ranks has 0 along 'dp': expected how many ranks there are"),
+        ({"tp": "2"}, "ranks has '2' along 'tp'"),
+        ({}, "ranks is empty"),
+    ],
+)
+def test_a_mesh_that_is_none_is_refused(ranks: dict[str, int], sentence: str) -> None:
+    with pytest.raises(ReplicasError, match=sentence):
+        Replicas.along(ranks, 4)

@@ -20,6 +20,7 @@ from tests.support.steps import pairs
 class Placement:
     dim: int | None = None
     partial: bool = False
+    reduce_op: str = "sum"
 
     def is_shard(self) -> bool:
         return self.dim is not None
@@ -91,9 +92,25 @@ def test_a_plain_tensor_is_no_part() -> None:
     assert shard_of(torch.ones(3)) is None
 
 
-def test_a_sum_that_was_not_formed_is_refused() -> None:
-    with pytest.raises(ShardError, match="it is Partial: reduce it over its mesh first"):
-        placed((4,), (Placement(partial=True),), (0,))
+def test_a_sum_that_was_not_formed_is_put_together() -> None:
+    parts = [placed((2,), (Replicate(), Placement(partial=True)), (copy, own)) for copy in (0, 1) for own in (0, 1)]
+    assert [part.addend for part in parts] == [(0, 2), (1, 2), (0, 2), (1, 2)]
+    whole = gathered([(part, torch.tensor([1.0, 10.0]) * (1 + part.addend[0])) for part in parts])
+    assert whole is not None
+    assert whole.tolist() == [3.0, 30.0], "each addend once, whoever has copies of it"
+    assert untiled(parts) == ""
+    assert untiled(parts[:1]) == "part [0:2] is a sum of 2: number 1 of them is nowhere"
+
+
+def test_another_reduction_than_a_sum_is_refused() -> None:
+    with pytest.raises(ShardError, match=r"expected Partial\(sum\), or reduce it over its mesh first"):
+        placed((4,), (Placement(partial=True, reduce_op="max"),), (0,))
+
+
+def test_parts_of_two_replicas_are_one_part() -> None:
+    one, two = (Shard(((0, 2),), (4,), peers=peers) for peers in ((0, 1), (2, 3)))
+    assert one == two
+    assert untiled([one, two, Shard(((2, 4),), (4,), peers=(0, 1))]) == ""
 
 
 def test_a_placement_that_nobody_knows_is_refused() -> None:

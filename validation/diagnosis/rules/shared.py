@@ -32,7 +32,8 @@ def shared(evidence: Evidence) -> list[Cause]:
     unmet = [cause for cause in told if cause.kind == told[0].kind == "not-reduced"]  # each stage by itself
     if unmet or told or not evidence.differs("replicas"):
         return unmet or told[:1]
-    return unreduced(evidence.members, evidence.expected) or _of_single_ranks(evidence, evidence.members)
+    members = evidence.members
+    return unreduced(members, evidence.expected) or members.adding_up() or _of_single_ranks(evidence, members)
 
 
 def _of_single_ranks(evidence: Evidence, members: Members) -> list[Cause]:
@@ -212,6 +213,7 @@ def _copies(members: Members, expected: Expected, stage: Stage) -> Iterator[_Cop
         site, holders = (stage.index, name), stage.part.members
         given = [one.gradients.get(site) for one in members.contributions]
         parts = [gradient.double().cpu().flatten() for gradient in given if gradient is not None]
+        holders = [(rank, part) for rank, part in holders if k not in part.lacks]
         seen = {rank: part.gradients[k] for rank, part in holders if k not in part.shards}
         flat = {rank: gradient.double().cpu().flatten() for rank, gradient in seen.items() if gradient is not None}
         if len(parts) == len(given) and len(flat) == len(holders):

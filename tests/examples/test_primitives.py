@@ -1,0 +1,65 @@
+"""Each kind of parallelism inside a stage is right alone and stacked, and bugs in each are caught and named."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import primitives
+import pytest
+import torch
+from torch import nn
+
+from pipeproof.foreign import WhiteBox
+from pipeproof.judging.verdict import Verdict
+
+Step = Callable[..., Any]
+KINDS: dict[str, tuple[Step, Callable[[], nn.Module], dict[str, int]]] = {
+    "tensor": (primitives.tensor_parallel, primitives.dense_model, {"tp": 2}),
+    "sequence": (primitives.sequence_parallel, primitives.dense_model, {"sp": 2}),
+    "expert": (primitives.expert_parallel, primitives.mixture_model, {"ep": 2}),
+    "context": (primitives.context_parallel, primitives.attention_model, {"cp": 2}),
+    "stack": (primitives.stacked, primitives.dense_model, {"pp": 2, "dp": 2, "tp": 2}),
+}
+
+
+def judged(whitebox: WhiteBox, kind: str, seed: int = 0, **fault: str) -> Verdict:
+    step, model, ranks = KINDS[kind]
+    draw = torch.Generator().manual_seed(seed)
+    shape = (3, primitives.SEQUENCE, primitives.WIDTH)
+    data = [(torch.randn(shape, generator=draw), torch.randn(shape, generator=draw)) for _ in range(4)]
+    return whitebox.validate(
+        partial(step, **fault), reference=model, microbatches=data, ranks=ranks, loss_fn=primitives.loss_fn
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_right_passes(whitebox: WhiteBox, kind: str) -> None:
+    verdict = judged(whitebox, kind)
+    assert verdict.verdict == "pass", verdict
+    parameters = len(list(KINDS[kind][1]().parameters()))
+    assert verdict.law("gradient").checked == parameters
+    assert verdict.law("parameters-once").checked == parameters
+    assert verdict.law("replicas").checked > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault", "cause", "rank", "told"),
+    [
+        ("expert", "router not reduced", "not-reduced", 1, "not reduced over all replicas"),
+        ("expert", "times ranks", "scale", 0, "2, the number of replicas"),
+        ("expert", "wrong order", "computation", 0, "its output is like nothing that the reference computes"),
+        ("context", "not reduced", "not-reduced", 1, "not reduced over ranks 0, 1: what they have adds up"),
+        ("context", "mean", "scale", 0, "1/2, one over the number of ranks"),
+        ("context", "alone", "", 0, "unknown: the evidence does not decide"),
+        ("context", "positions", "", 0, "unknown: the evidence does not decide"),
+        ("context", "torch's gather", "", 0, "unknown: the evidence does not decide"),
+        ("tensor", "bias on each", "scale", 0, "0.inner.2.bias: 2 times"),
+        ("stack", "not reduced", "", 2, "unknown: the evidence does not decide"),
+    ],
+)
+def test_a_bug_is_caught(whitebox: WhiteBox, kind: str, fault: str, cause: str, rank: int, told: str) -> None:
+    verdict = judged(whitebox, kind, fault=fault)
+    assert verdict.verdict == "fail"
+    assert {one.kind for one in verdict.cause} == ({cause} if cause else set())
+    assert verdict.mismatches[0].rank == rank
+    assert told in str(verdict)
