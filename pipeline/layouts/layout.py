@@ -37,7 +37,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Layout:
-    """Ranks = tp * cp * pp * dp, neighbours in this order: tp within a node first.
+    """Ranks = tp * cp * pp * dp, neighbours in the order tp, cp, dp, pp: tp within a node first.
 
     ``ep``: over how many of the dp * cp ranks the experts are spread. ``zero``: what data-parallel ranks share: 1 the
     optimizer, 2 gradients too, 3 weights too. ``virtual``: stages per rank. ``micro``: sequences in a microbatch.

@@ -3,6 +3,7 @@
 Tensor and sequence parallelism are torch's own. Experts and parts of a sequence are exchanged by hand.
 """
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -164,6 +165,20 @@ def spread(mixture: Mixture, group: Any = None, *, wrong_order: bool = False) ->
 def mixture_model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), Mixture(), Mixture())
+
+
+def mixture_without_biases() -> nn.Module:
+    """All biases begin as zero, so that their weights do not tell them apart."""
+    model = mixture_model()
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear) and layer.bias is not None:
+            nn.init.zeros_(layer.bias)
+    return model
+
+
+def experts_of_its_own(model: nn.Module, microbatches: list) -> tuple:
+    """The step makes its modules itself, and calls the experts of every rank 0 and 1."""
+    return expert_parallel(copy.deepcopy(model), microbatches)
 
 
 def expert_parallel(model: Any, microbatches: list, *, fault: str = "") -> tuple:

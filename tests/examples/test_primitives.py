@@ -19,6 +19,7 @@ KINDS: dict[str, tuple[Step, Callable[[], nn.Module], dict[str, int]]] = {
     "tensor": (primitives.tensor_parallel, primitives.dense_model, {"tp": 2}),
     "sequence": (primitives.sequence_parallel, primitives.dense_model, {"sp": 2}),
     "expert": (primitives.expert_parallel, primitives.mixture_model, {"ep": 2}),
+    "expert, own modules": (primitives.experts_of_its_own, primitives.mixture_without_biases, {"ep": 2}),
     "context": (primitives.context_parallel, primitives.attention_model, {"cp": 2}),
     "stack": (primitives.stacked, primitives.dense_model, {"pp": 2, "dp": 2, "tp": 2}),
     "ddp": (stacks.replicated, primitives.dense_model, {"dp": 2}),

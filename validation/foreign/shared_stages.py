@@ -13,7 +13,7 @@ from types import MappingProxyType
 from torch import Tensor
 
 from pipeproof.diagnosis.members import Replicas
-from pipeproof.foreign.matching import Local
+from pipeproof.foreign.matching import Local, match
 from pipeproof.foreign.rank import Part, RankMade
 from pipeproof.judging.tolerance import error, same_bits
 from pipeproof.observers.observed import Claim
@@ -54,7 +54,7 @@ def joined_parts(
     ``known``: the contents of the reference's parameters by name.
     """
     if replicas.together:
-        bundles = _of_mesh(made, replicas.together)
+        bundles = _of_mesh(made, replicas.together, known)
     else:
         bundles = _bundles(made, replicas, apart=replicas.count == 1 and mirrored(made, known))
     return [
@@ -127,29 +127,34 @@ def _bundles(made: Sequence[RankMade], replicas: Replicas, *, apart: bool) -> li
     return bundles
 
 
-def _of_mesh(made: Sequence[RankMade], together: Sequence[int]) -> list[list[Member]]:
+def _of_mesh(made: Sequence[RankMade], together: Sequence[int], known: Mapping[str, bytes]) -> list[list[Member]]:
     """The parts of every stage of a mesh, all with the parameters of all in one order."""
     bundles: dict[tuple[int, int], list[Member]] = {}
     for rank, one in enumerate(made):
         for chunk, part in enumerate(one.parts):
             bundles.setdefault((together[rank], chunk), []).append((rank, part))
-    return [_united(bundle) for bundle in bundles.values()]
+    return [_united(bundle, known) for bundle in bundles.values()]
 
 
-def _united(bundle: Sequence[Member]) -> list[Member]:
-    """Every part with the parameters of all of them, each under one number; those that it lacks are named."""
+def _united(bundle: Sequence[Member], known: Mapping[str, bytes]) -> list[Member]:
+    """Every part with the parameters of all of them, each under one number; those that it lacks are named.
+
+    A part's parameters are told by what else it has: two ranks may call two experts by one name.
+    """
     numbers: dict[object, int] = {}
     locals_: list[Local] = []
     own: list[dict[int, int]] = []
     for _, part in bundle:
+        found = match([part.locals], known).names
         times: Counter[object] = Counter()
         own.append({})
         for k, one in enumerate(part.locals):
-            name = one.said or one.identical or (one.content if k not in part.shards else None) or one.name
-            times[name] += 1
-            number = numbers.setdefault((name, times[name]), len(numbers))
+            name = found.get((0, k))
+            told = (name or one.name, name is None)
+            times[told] += 1
+            number = numbers.setdefault((told, times[told]), len(numbers))
             if number == len(locals_):
-                locals_.append(one)
+                locals_.append(replace(one, said=name or one.said))
             own[-1][number] = k
     return [(rank, _numbered(part, locals_, at)) for (rank, part), at in zip(bundle, own, strict=True)]
 
@@ -158,7 +163,7 @@ def _numbered(part: Part, locals_: Sequence[Local], own: Mapping[int, int]) -> P
     """``part`` with the parameters ``locals_``, of which number n is its own number ``own[n]``."""
     return replace(
         part,
-        locals=tuple(part.locals[own[n]] if n in own else one for n, one in enumerate(locals_)),
+        locals=tuple(replace(part.locals[own[n]], said=one.said) if n in own else one for n, one in enumerate(locals_)),
         gradients=tuple(part.gradients[own[n]] if n in own else None for n in range(len(locals_))),
         values={n: part.values[k] for n, k in own.items() if k in part.values},
         shards={n: part.shards[k] for n, k in own.items() if k in part.shards},
