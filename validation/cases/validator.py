@@ -65,7 +65,7 @@ def crashed(case: Case, failure: RankFailed | None) -> Verdict:
     stuck = culprit.ending in (Ending.STUCK, Ending.ABSENT) and culprit.waiting is not None
     if not (stuck or "Timeout" in culprit.message.partition(":")[0]):
         crash = Cause("crash", rank=culprit.rank, detail=_first_line(culprit))
-        return replace(blank.of_failure(failure), cause=(crash,))
+        return replace(blank.of_failure(failure), cause=() if failure.hang else (crash,))  # one may compute for ever
     run = case.run
     program = run if isinstance(run, Program) else lower(run)
     told = RankFailed(waiting_in(program, failure.reports))

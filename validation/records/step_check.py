@@ -51,7 +51,7 @@ from pipeproof.records.record_evidence import Step, checked, explained
 from pipeproof.records.record_file import read
 from pipeproof.records.single_device import ReferenceBeside, SingleDevice
 from pipeproof.records.step_record import Pairs
-from pipeproof.worlds.rank_report import Ending, RankReport, describe
+from pipeproof.worlds.rank_report import Ending, RankReport, details, headline
 from pipeproof.worlds.side_store import Exchange, RanksAbsent, exchange
 
 _LAST_WORDS_S = 10.0  # a rank that raised waits no longer than this for the others before it goes its way
@@ -118,7 +118,7 @@ class StepCheck:
         self._problem = ""  # of this rank, with the record
         self._crash: Crash | None = None  # of this rank, which ends no job
         self._obstacle = ""  # why there is nothing to compare
-        self._failure = ""  # how ranks failed
+        self._absent: RanksAbsent | None = None  # who did not come
         self._verdict: Verdict | None = None
         self._run = Run((0,), (), (None,))
 
@@ -134,7 +134,7 @@ class StepCheck:
         try:
             self._obstacle = self._begin()
         except RanksAbsent as absent:
-            self._failure = str(absent)
+            self._absent = absent
         if self._at is not None:
             self._kept.begin(self._own.gradients)
         return self
@@ -200,7 +200,7 @@ class StepCheck:
         try:
             parts = self._exchange.finish(mine, what=what, bound_s=bound_s)
         except RanksAbsent as absent:
-            parts, self._failure = [mine], self._failure or str(absent)
+            parts, self._absent = [mine], self._absent or absent
         self._verdict = self._explained(self._joined(parts), parts)
         if self._beside is not None:
             self._beside.clear()
@@ -296,14 +296,18 @@ class StepCheck:
         took = perf_counter() - self._began
         rerun = f"torchrun --nproc-per-node {self._exchange.ranks} {shlex.join(sys.argv)}"
         reports = [part.report for part in parts]
-        ended: Literal["", "error"] = "error" if any(one.ending is not Ending.FINISHED for one in reports) else ""
-        if ended:
-            self._failure = self._failure or describe(reports)
+        absent = {} if self._absent is None else self._absent.reasons
+        known = [one for one in reports if one.failed or one.rank not in absent]
+        came = {one.rank for one in known}
+        known += [RankReport(rank, Ending.ABSENT, reason) for rank, reason in absent.items() if rank not in came]
         self._obstacle = self._obstacle or told({part.report.rank: part.problem for part in parts})
-        if self._failure or self._obstacle or self._expected is None or self._record is None:
+        failed = any(one.failed for one in known)
+        if failed or self._obstacle or self._expected is None or self._record is None:
             laws = (LawResult("comparable", "unknown", note=self._obstacle),) if self._obstacle else ()
             blank = Verdict("a step of this job", "unknown", "none", laws, seconds=took, rerun=rerun)
-            return replace(blank, failure=self._failure, ended=ended)
+            raised = any(one.failed for one in reports)
+            ended: Literal["error", "hang"] = "hang" if self._absent and self._absent.late and not raised else "error"
+            return replace(blank, headline=headline(known), failure=details(known), ended=ended) if failed else blank
         ledger = Ledger(LAWS)
         for part in reversed(parts):  # as gradients flow
             ledger.join(part.ledger)

@@ -22,11 +22,15 @@ _PATIENCE_S = 0.02  # the longest pause between two looks
 
 
 class RanksAbsent(Exception):
-    """Some ranks did not come to an exchange. ``reasons`` says of each what is known, as a predicate."""
+    """Some ranks did not come to an exchange. ``reasons`` says of each what is known, as a predicate.
 
-    def __init__(self, reasons: Mapping[int, str]) -> None:
+    ``late``: they had all the time that there was, and nobody knows more.
+    """
+
+    def __init__(self, reasons: Mapping[int, str], *, late: bool = False) -> None:
         super().__init__(dict(reasons))
         self.reasons = dict(reasons)
+        self.late = late
 
     def __str__(self) -> str:
         return "; ".join(f"rank {rank} {reason}" for rank, reason in self.reasons.items())
@@ -144,7 +148,8 @@ class SideStore:
             late = self._hurry or (f"within {bound_s:g} s" if time.monotonic() > deadline_s else "")
             if absent := self._absent(keys, late):
                 self.put(f"{name}/given up", b"")
-                raise RanksAbsent({rank: f"did not come to {what} {reason}" for rank, reason in absent.items()})
+                told = {rank: f"did not come to {what} {reason}" for rank, reason in absent.items()}
+                raise RanksAbsent(told, late=bool(late) and not self._hurry)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _PATIENCE_S)
         if self.has(f"{name}/given up"):
@@ -219,7 +224,7 @@ class Exchange:
             return self._laid_out[name]
         key = f"{self._prefix}/{name}"
         if not self._side.wait_for(key, bound_s):
-            raise RanksAbsent({self.rank: f"waited {bound_s:g} s in vain for {name}"})
+            raise RanksAbsent({self.rank: f"waited {bound_s:g} s in vain for {name}"}, late=True)
         return load(self._side.get(key) or b"")[""]
 
     def clear(self, names: Iterable[str]) -> None:

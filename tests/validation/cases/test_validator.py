@@ -100,3 +100,5 @@ def test_a_rank_that_raised_is_a_crash_and_ranks_that_wait_are_a_deadlock() -> N
     assert str(crashed(case, stuck)).startswith("HANG rank 0 stuck, waiting for 0RECV_B0 with rank 1 (it sent ")
     assert crashed(case, stuck).exit_status == crashed(case, raised).exit_status == 3
     assert [(c.kind, c.rank, c.stage) for c in crashed(case, stuck).cause] == [("deadlock", 0, None)]
+    busy = crashed(case, RankFailed([RankReport(0, Ending.STUCK, "did not finish within 3 s", "    in spin")]))
+    assert (busy.cause, str(busy).splitlines()[0]) == ((), "HANG rank 0 did not finish within 3 s"), "it failed nothing"

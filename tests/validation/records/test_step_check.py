@@ -13,10 +13,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from pipeproof.judging.verdict import Verdict
 from pipeproof.pipeline import PipelineSchedule
+from pipeproof.records import step_check
 from pipeproof.records.record import Record
 from pipeproof.records.single_device import SingleDevice
 from pipeproof.records.step_check import CheckError, check_step
 from pipeproof.records.step_record import record_step, write_record
+from pipeproof.worlds.side_store import Exchange, RanksAbsent
 from tests.support.steps import pairs
 
 Pairs = list[tuple[object, object]]
@@ -255,8 +257,34 @@ def test_a_step_that_raises_keeps_its_own_error(path: Path) -> None:
     with pytest.raises(RuntimeError, match="shapes cannot"), check:
         build()(torch.zeros(2, 3))
     assert check.verdict.verdict == "unknown"
-    assert re.search(r"raised RuntimeError: .*mat1 and mat2 shapes cannot", check.verdict.failure)
-    assert str(check.verdict).startswith("ERROR the ranks failed before there was anything to judge\n")
+    assert re.match(r"ERROR rank 0 raised RuntimeError: .*mat1 and mat2 shapes cannot", str(check.verdict))
+
+
+class Lonely(Exchange):
+    """The exchange of rank 0 of two, whose other rank does not come to the end."""
+
+    def __init__(self, late: bool) -> None:
+        super().__init__(None)
+        self.late = late
+
+    def finish(self, value: object, *, what: str, bound_s: float) -> Any:
+        reason = f"within {bound_s:g} s" if self.late else "as it had ended its part already"
+        raise RanksAbsent({1: f"did not come to {what} {reason}"}, late=self.late)
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_a_rank_that_never_came_is_named_first(path: Path, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_check, "exchange", lambda: Lonely(late))
+    verdict = step(path, timeout_s=4.0)
+    why = "within 4 s" if late else "as it had ended its part already"
+    head = f"{'HANG' if late else 'ERROR'} rank 1 did not come to the end of the checked step {why}"
+    assert str(verdict).splitlines()[:2] == [head, "rank 0: finished"]
+    assert (verdict.verdict, verdict.exit_status, verdict.reason) == ("unknown", 3, head)
+    check = check_step(build(), data(), against=path, timeout_s=4.0)
+    with pytest.raises(KeyError), check:
+        raise KeyError("x")
+    assert str(check.verdict).splitlines()[0] == "ERROR rank 0 raised KeyError: 'x'", "what it raised says more"
+    assert f"rank 1: did not come to the end of the checked step {why}" in str(check.verdict)
 
 
 def test_a_verdict_before_the_end_is_refused(path: Path) -> None:

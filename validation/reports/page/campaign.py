@@ -93,9 +93,10 @@ def _row(k: int, entry: Entry, linked: bool) -> Html:
     name: Part = tag("a", verdict.config, href=f"#case-{k}") if linked else verdict.config
     note = tag("small", f" {entry.note}") if entry.note else None
     checked = sum(law.checked for law in verdict.laws)
+    word = verdict.word if entry.outcome == verdict.verdict else entry.outcome
     return tag(
         "tr",
-        tag("td", tag("span", entry.outcome, class_=f"outcome {entry.outcome}")),
+        tag("td", tag("span", word, class_=f"outcome {entry.outcome}")),
         tag("th", name, note, scope="row"),
         tag("td", verdict.tier),
         _value(checked, str(checked)),

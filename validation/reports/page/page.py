@@ -26,7 +26,7 @@ def page(verdict: Verdict, configs: Configs = ()) -> str:
     """The page of one verdict; ``configs``: what is different in the configs of two runs, by name."""
     grid = grid_of(verdict)
     body = joined([tag("header", *top(verdict)), tag("main", *parts(verdict, grid), _differences(configs))])
-    return whole(f"{OUTCOMES[verdict.verdict]}: {verdict.config}", body, [] if grid is None else [grid])
+    return whole(f"{OUTCOMES[verdict.word]}: {verdict.config}", body, [] if grid is None else [grid])
 
 
 def grid_of(verdict: Verdict) -> Grid | None:
@@ -51,7 +51,7 @@ def top(verdict: Verdict, heading: str = "h1") -> list[Html]:
     """What is read first: the outcome, a sentence, the cause, its place, what to do next, and how to have it again."""
     facts = [*_of_cause(verdict), *_of_numbers(verdict)]
     rows = [joined([tag("dt", name), tag("dd", text)]) for name, text in facts if text]
-    said = tag("span", OUTCOMES[verdict.verdict], class_=f"badge {verdict.verdict}")
+    said = tag("span", OUTCOMES[verdict.word], class_=f"badge {verdict.verdict}")
     first = tag("p", said, tag("span", f" {verdict.config}", class_="quiet"))
     return [first, tag(heading, sentence(verdict), class_="said"), tag("dl", *rows, class_="facts"), _replay(verdict)]
 
@@ -68,6 +68,8 @@ def _of_cause(verdict: Verdict) -> list[tuple[str, Part]]:
         facts.append(("Stopped", f"before all was compared: {verdict.stopped}"))
     if verdict.unsought:
         facts.append(("Cause", f"not sought: looking for it raised {verdict.unsought}"))
+    elif verdict.ended and not verdict.cause:
+        facts.append(("Next", "Read below where each rank stood."))
     elif not verdict.cause and verdict.verdict != "pass":
         facts.append(("Cause", "; ".join(verdict.undecided) or "unknown: the evidence does not decide"))
     return facts

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from pipeproof.judging.cause import KINDS, Cause
 from pipeproof.judging.verdict import Verdict, small
 
-OUTCOMES = {"pass": "Pass", "fail": "Fail", "unknown": "Unknown"}
+OUTCOMES = {"pass": "Pass", "fail": "Fail", "unknown": "Unknown", "error": "Error", "hang": "Hang"}
 
 
 def sentence(verdict: Verdict) -> str:
     """The verdict in one sentence."""
-    if not verdict.cause:
+    if verdict.ended or not verdict.cause:  # who raised what, or who waits for whom, says more than a kind of cause
         return f"{_capital(_headline(verdict))}."
     first, others = verdict.cause[0], len(verdict.cause) - 1
     also = f", and {others} more" if others else ""

@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from pipeproof.judging.cause import Cause
 from pipeproof.judging.measured import Done, Measured, Weights
 from pipeproof.judging.verdict import Verdict
 from pipeproof.pipeline.action import Kind
@@ -125,6 +126,20 @@ def test_what_was_not_recorded_is_said_and_not_made_up() -> None:
     assert "rank 1: waits" in shown
     assert "Rank 1 hangs." in shown
     assert "no rank reports a norm" in said(replace(FAILED, measured=Measured()))
+
+
+def test_a_hang_and_a_crash_say_so_and_who_waits_for_whom() -> None:
+    waits = "ranks 0 and 1 wait for each other: rank 0 for 0RECV_B0 with rank 1, rank 1 for 1RECV_F0 with rank 0"
+    for ended, kind in (("hang", "deadlock"), ("error", "crash")):
+        verdict = replace(BARE, ended=ended, headline=waits, cause=(Cause(kind, rank=0, detail="0RECV_B0"),))
+        shown = said(verdict)
+        assert shown.startswith(
+            f"{ended.title()}: mine {ended.title()} mine Ranks 0 and 1 wait for each other: rank 0 for"
+        )
+        assert "Unknown" not in shown
+        assert "unknown" not in said(replace(verdict, cause=())).partition("What the ranks did")[0]
+        rows = Text(campaign([Entry(verdict, "unknown")] * 2, said="two", left_out={})).text
+        assert rows.count(f"{ended} mine") == 2
 
 
 def test_a_pass_is_shown_as_proof() -> None:
