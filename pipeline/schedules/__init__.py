@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from pipeproof.pipeline.schedule import Schedule, ScheduleError
@@ -59,10 +59,20 @@ _ALIASES = MappingProxyType(
 
 
 def nearest(text: str, known: Iterable[str]) -> str:
-    """``did you mean 'x'? `` of the name that ``text`` is most like, or what a mapping calls it; or nothing."""
-    near = difflib.get_close_matches(text, list(known), n=1, cutoff=0.6)
-    names = [known[name] if isinstance(known, Mapping) else name for name in near]
-    return f"did you mean {names[0]!r}? " if names else ""
+    """``did you mean 'x'? `` of the name that ``text`` is most like, or is a part of; or nothing.
+
+    Of a mapping it is what that calls the name.
+    """
+    names = {name.lower(): name for name in known}
+    text = text.lower()
+    near = difflib.get_close_matches(text, names, n=1, cutoff=0.6)
+    near = near or sorted((name for name in names if len(text) > 2 and text in name), key=len)[:1]
+    return "".join(f"did you mean {(known[name] if isinstance(known, Mapping) else names[name])!r}? " for name in near)
+
+
+def known_are(text: str, known: Sequence[str]) -> str:
+    """The end of a sentence on a name that is none of ``known``: the nearest, and all."""
+    return f"{nearest(text, known)}known are {', '.join(known)}"
 
 
 def canonical_name(text: str) -> str:

@@ -16,7 +16,7 @@ from pipeproof.pipeline.files import is_csv
 from pipeproof.pipeline.lower import Program
 from pipeproof.pipeline.partition import by_sizes
 from pipeproof.pipeline.schedule import Schedule
-from pipeproof.pipeline.schedules import FAMILIES, build, canonical_name
+from pipeproof.pipeline.schedules import FAMILIES, build, canonical_name, known_are
 from pipeproof.pipeline.sizes import MOST_LAYERS, MOST_PROCESSES, MOST_SEED, counted
 
 # One step; a second one; an accumulation over two calls; an evaluation between two steps.
@@ -93,10 +93,10 @@ class Case:
         )
         for what, value, known in choices:
             if value not in known:
-                raise CaseError(f"unknown {what} {value!r}: known are {', '.join(known)}")
+                raise CaseError(f"unknown {what} {value!r}: {known_are(value, known)}")
         for operation in self.plan:
             if operation not in OPERATIONS:
-                raise CaseError(f"unknown operation {operation!r} in the plan: known are {', '.join(OPERATIONS)}")
+                raise CaseError(f"unknown operation {operation!r} in the plan: {known_are(operation, OPERATIONS)}")
         if not self.plan or self.plan[-1] != "train":
             plan = "+".join(self.plan) or "(empty)"
             raise CaseError(f"the plan {plan} must end with train, or it compares no gradient")
@@ -224,7 +224,7 @@ def _option(word: str, text: str) -> tuple[str, Any]:
     known = [option.name for option in _options()]
     flag = name in ("ragged", "unequal")
     if name not in known or bool(equals) == flag:
-        raise CaseError(f"{text!r}: {word!r} is no option; known are {', '.join(known)}")
+        raise CaseError(f"{text!r}: {word!r} is no option: {known_are(name, known)}")
     try:
         if name == "split":
             return name, tuple(map(int, value.split(",")))

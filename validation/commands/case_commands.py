@@ -6,13 +6,12 @@ torch is imported by the one that runs, and meanwhile by the fork server where r
 import argparse
 from typing import Any, TypeAlias
 
-from pipeproof.cases.case import FUZZED_DTYPES, Case, CaseError
+from pipeproof.cases.case import FUZZED_DTYPES, SCHEDULES, Case, CaseError
 from pipeproof.cases.runtimes import OWN, TORCH
 from pipeproof.commands.option_parser import without_effect
 from pipeproof.commands.outputs import Outputs, add_file, add_outputs, add_recording
 from pipeproof.commands.selection import (
     DTYPE_NAMES,
-    STATUSES,
     add_table,
     add_timeout,
     add_world,
@@ -31,7 +30,7 @@ Commands: TypeAlias = "argparse._SubParsersAction[Any]"
 
 def add_case_commands(commands: Commands) -> None:
     """Add the eight commands."""
-    for add in (_add_validate, _add_fuzz, _add_gate, _add_replay, _add_records, _add_specimens):
+    for add in (_add_validate, _add_replay, _add_fuzz, _add_gate, _add_records, _add_specimens):
         add(commands)
 
 
@@ -39,8 +38,8 @@ def _add_validate(commands: Commands) -> None:
     parser = commands.add_parser(
         "validate",
         help="run schedules beside the reference and compare everything",
-        description="By default: every schedule, on 4 ranks, with a GPT and with one whose weights are tied.",
-        epilog=STATUSES,
+        description="Run schedules beside the reference and compare everything: by default every schedule, with a GPT "
+        "and with one whose weights are tied.",
     )
     add_table(parser)
     parser.add_argument("--profile", action="store_true", help="print where each rank's time went")
@@ -52,17 +51,18 @@ def _add_validate(commands: Commands) -> None:
 
 def _add_fuzz(commands: Commands) -> None:
     parser = commands.add_parser("fuzz", help="run many random cases; a failure shrinks to a line that replays it")
-    parser.add_argument("--cases", type=int, default=200, metavar="N", help="how many (default 200)")
-    parser.add_argument("--seed", type=int, default=0, help="(default %(default)s)")
-    parser.add_argument("--schedule", default="all", metavar="NAME,...", help="(default %(default)s)")
+    parser.add_argument("--cases", type=int, default=200, metavar="N", help="how many are drawn (default 200)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="what is drawn (default %(default)s)")
+    schedules = f"all, or some of {', '.join(SCHEDULES)} (default all)"
+    parser.add_argument("--schedule", default="all", metavar="NAME,...", help=schedules)
     drawn = ",".join(FUZZED_DTYPES)
     parser.add_argument("--dtype", default=drawn, metavar="NAME,...", help=f"{DTYPE_NAMES} (default %(default)s)")
-    parser.add_argument("--max-ranks", type=int, default=4, metavar="P", help="(default %(default)s)")
+    parser.add_argument("--max-ranks", type=int, default=4, metavar="P", help="of a drawn case (default %(default)s)")
     parser.add_argument(
         "--runtime",
         choices=(OWN, TORCH),
         default=OWN,
-        help="whose: torch is torch.distributed.pipelining (default %(default)s)",
+        help="which one runs them: torch is torch.distributed.pipelining (default %(default)s)",
     )
     add_world(parser)
     add_outputs(parser, page=True)
@@ -70,23 +70,30 @@ def _add_fuzz(commands: Commands) -> None:
 
 
 def _add_gate(commands: Commands) -> None:
-    about = "decide a merge: the table of schedules, fuzzing, and a planted fault"
-    parser = commands.add_parser("gate", help=about, epilog=STATUSES)
+    about = "decide whether to merge: the table of schedules, fuzzing, and a planted fault"
+    parser = commands.add_parser("gate", help=about)
     add_table(parser)
-    parser.add_argument("--cases", type=int, default=50, metavar="N", help="how many are drawn from the seed")
-    parser.add_argument("--case", action="append", default=[], metavar="LINE", help="one more case, as for replay")
-    parser.add_argument("--max-ranks", type=int, metavar="P", help="of drawn cases (default: as in the table)")
+    cases = "how many are drawn from the seed (default %(default)s)"
+    parser.add_argument("--cases", type=int, default=50, metavar="N", help=cases)
+    parser.add_argument(
+        "--case",
+        action="append",
+        default=[],
+        metavar="LINE",
+        help="one more case, as replay takes it; may be given again",
+    )
+    parser.add_argument("--max-ranks", type=int, metavar="P", help="of a drawn case (default: as in the table)")
     add_file(parser, "--junit", "write a test report there")
     add_file(parser, "--summary", "write a table in Markdown there")
-    parser.add_argument("--artifacts", metavar="DIR", help="leave the records of failing cases there")
-    parser.add_argument("--annotations", choices=("github",), help="print what is wrong so that GitHub shows it")
+    parser.add_argument("--artifacts", metavar="DIR", help="write the records of failing cases there")
+    parser.add_argument("--annotations", choices=("github",), help="print failures as annotations for GitHub Actions")
     add_world(parser)
     add_outputs(parser, page=True)
     parser.set_defaults(run=_gate)
 
 
 def _add_replay(commands: Commands) -> None:
-    parser = commands.add_parser("replay", help="run one case again", epilog=STATUSES)
+    parser = commands.add_parser("replay", help="run one case again, and say all about it")
     line = "the line that a failure printed, e.g. 1f1b r4 s4 m8 split=2,2,2,2 seed=17; quotes may be left out"
     parser.add_argument("case", nargs="+", help=line)
     parser.add_argument("--plugin", metavar="FILE", help="a Python file that registers the specimen of the line")
@@ -166,8 +173,8 @@ def _replay(options: argparse.Namespace) -> int:
 
 def _add_records(commands: Commands) -> None:
     recorder = commands.add_parser("record", help="write what the reference expects of a case, on one device")
-    recorder.add_argument("case", nargs="+", help="as for replay; quotes may be left out")
-    add_file(recorder, "--out", "a safetensors file", required=True)
+    recorder.add_argument("case", nargs="+", help="as replay takes it; quotes may be left out")
+    add_file(recorder, "--out", "the record to write, a safetensors file", required=True)
     recorder.set_defaults(run=_record)
     comparer = commands.add_parser(
         "compare",
@@ -204,17 +211,24 @@ def _compare(options: argparse.Namespace) -> int:
 
 def _add_specimens(commands: Commands) -> None:
     parser = commands.add_parser("specimens", help="plant known faults; see that each is caught and named")
-    parser.add_argument("--list", action="store_true", help="one line for each, without running anything")
+    parser.add_argument("--list", action="store_true", help="a line for each; nothing runs")
     parser.add_argument(
-        "--schedule", default="", metavar="NAME,...", help="all, or some: each specimen there, not in its smallest case"
+        "--schedule",
+        default="",
+        metavar="NAME,...",
+        help="plant each in all schedules, or in these, and not in its smallest case",
     )
-    parser.add_argument("--only", default="", metavar="NAME,...", help="these specimens alone")
+    parser.add_argument("--only", default="", metavar="NAME,...", help="these alone (default: all)")
     parser.add_argument(
-        "--plugin", metavar="FILE", help="a Python file that registers specimens of your own: those alone, or --only"
+        "--plugin",
+        metavar="FILE",
+        help="a Python file that registers specimens of your own: those alone, unless --only says more",
     )
     parser.add_argument("--shrink", action="store_true", help="shrink a random failing case of each to its smallest")
-    parser.add_argument("--seed", type=int, default=0, help="where --shrink begins")
-    parser.add_argument("--final-only", action="store_true", help="from final gradients alone: record no tensors")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="what --shrink draws (default %(default)s)")
+    parser.add_argument(
+        "--final-only", action="store_true", help="name faults from final gradients alone: record no tensors"
+    )
     add_timeout(parser)
     add_outputs(parser, what="results")
     parser.set_defaults(run=_specimens)

@@ -11,6 +11,7 @@ from pipeproof.cases.trial import Named, Trial, case_for, smallest_of, try_out
 from pipeproof.cases.validator import validate
 from pipeproof.commands.campaign import Setting
 from pipeproof.judging.judge import LAWS
+from pipeproof.pipeline.schedules import known_are
 from pipeproof.reports.columns import Column, Layout, cut
 from pipeproof.reports.table import matrix, pairs_of, totals
 from pipeproof.reports.terminal import Terminal
@@ -55,8 +56,8 @@ def loaded(path: str) -> list[str]:
     for one in (SPECIMENS[name] for name in names):
         laws = (*LAWS, "deadlock")
         if one.law not in laws and one.reorder is unchanged:
-            known = ", ".join(laws)
-            raise SpecimenError(f"{path}: specimen {one.name!r} breaks the law {one.law!r}: known are {known}")
+            hint = known_are(one.law, laws)
+            raise SpecimenError(f"{path}: specimen {one.name!r} breaks the law {one.law!r}: {hint}")
     return names
 
 

@@ -21,9 +21,14 @@ from pipeproof.commands.init import add_init_command
 from pipeproof.commands.option_parser import CommandParser, OptionParser
 from pipeproof.commands.outputs import takes_standard_output
 from pipeproof.commands.schedule_commands import add_schedule_commands
-from pipeproof.commands.selection import STATUSES
 from pipeproof.commands.team_defaults import set_defaults
 from pipeproof.reports.terminal import Manner, speaking
+
+_STATUSES = (
+    "Exit status: 0 pass, or done; 1 a wrong answer, a broken law, or nothing that fits; 2 bad usage, invalid input, "
+    "or no room for output; 3 no verdict: a hang, a dead rank, something unknown; 130 interrupted: what was found "
+    "until then is told."
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,17 +55,19 @@ def _run(arguments: Sequence[str] | None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = OptionParser(
         prog="pipeproof",
-        description="Runs pipeline schedules on real ranks beside a single-device reference.",
-        epilog=f"{STATUSES} Defaults: the table [tool.pipeproof] of pyproject.toml. Completion: "
+        description="Is a step of pipeline-parallel training right? It runs on ranks, and beside it on one device.",
+        epilog=f"{_STATUSES} Defaults: the table [tool.pipeproof] of pyproject.toml. Completion: "
         "pip install 'pipeproof[completion]', then eval \"$(register-python-argcomplete pipeproof)\" in your shell.",
     )
     parser.add_argument("--version", action="version", version=f"pipeproof {version('pipeproof')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=CommandParser)
-    add_case_commands(commands)
-    add_schedule_commands(commands)
-    add_advise_command(commands)
-    add_init_command(commands)
-    for command in commands.choices.values():
+    # In the order in which a user comes to need them.
+    for add in (add_init_command, add_case_commands, add_schedule_commands, add_advise_command):
+        add(commands)
+    for listed in commands._choices_actions:
+        command, about = commands.choices[listed.dest], listed.help or ""
+        command.description = command.description or f"{about[:1].upper()}{about[1:]}."
+        command.epilog = _STATUSES
         _add_manner(command)
     with suppress(FileNotFoundError):  # a folder that was removed meanwhile
         set_defaults(commands.choices, Path.cwd())
@@ -71,7 +78,9 @@ def _add_manner(parser: argparse.ArgumentParser) -> None:
     """How any command speaks."""
     says = parser.add_argument_group("what it says")
     loudness = says.add_mutually_exclusive_group()
-    loudness.add_argument("-q", "--quiet", action="store_true", help="only what is no pass, and how it ended")
-    loudness.add_argument("-v", "--verbose", action="store_true", help="all of what passes, and what ranks print")
+    loudness.add_argument("-q", "--quiet", action="store_true", help="say only what does not pass, and how it ended")
+    loudness.add_argument("-v", "--verbose", action="store_true", help="say all of what passes, and what ranks print")
     colors = ("auto", "always", "never")
-    says.add_argument("--color", choices=colors, default="auto", help="(default auto: on a terminal, without NO_COLOR)")
+    says.add_argument(
+        "--color", choices=colors, default="auto", help="(default auto: on a terminal, unless NO_COLOR is set)"
+    )

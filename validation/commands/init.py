@@ -7,6 +7,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from pipeproof.pipeline.schedules import known_are
 from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.output_file import OutputError
 
@@ -17,9 +18,9 @@ _NAME = "test_my_pipeline.py"
 def add_init_command(commands: "argparse._SubParsersAction[Any]") -> None:
     """Add the command."""
     about = "write a test file for your own pipeline, which runs as it is, with three places to change"
-    parser = commands.add_parser("init", help=about, description=about)
+    parser = commands.add_parser("init", help=about)
     parser.add_argument("kind", nargs="?", default=STARTERS[0], help=f"{', '.join(STARTERS)} (default %(default)s)")
-    parser.add_argument("file", nargs="?", metavar="FILE", help=f"(default {_NAME})")
+    parser.add_argument("file", nargs="?", metavar="FILE", help=f"the file to write (default {_NAME})")
     parser.add_argument("--list", action="store_true", help="say what each is for, and write nothing")
     parser.set_defaults(run=_init)
 
@@ -34,9 +35,7 @@ def _init(options: argparse.Namespace) -> int:
     if options.file is None and kind.endswith(".py"):
         kind, file = STARTERS[0], kind
     if kind not in STARTERS:
-        raise ValueError(
-            f"init {kind}: expected one of {', '.join(STARTERS)}; pipeproof init --list says what they are"
-        )
+        raise ValueError(f"unknown kind {kind!r}: {known_are(kind, STARTERS)}; pipeproof init --list says what for")
     write_new(file, text(kind))
     terminal.say(f"{file}: {summary(kind)}\nIt runs as it is:  pytest {shlex.quote(file)}")
     terminal.say("Then change the three places that are marked CHANGE: model, data, step.")

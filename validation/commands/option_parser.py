@@ -9,9 +9,10 @@ import re
 from argparse import ArgumentTypeError
 from collections.abc import Iterable
 from functools import partial
+from textwrap import fill
 from typing import Any, NoReturn
 
-from pipeproof.pipeline.schedules import nearest
+from pipeproof.pipeline.schedules import known_are, nearest
 from pipeproof.pipeline.sizes import MOST_SECONDS, is_number, number_wanted
 
 _NEGATIVE = re.compile(r"-(\d|\.\d|inf|nan)", re.IGNORECASE)
@@ -21,11 +22,19 @@ class UsageError(ValueError):
     """A command line that is none of ours."""
 
 
+class _Help(argparse.HelpFormatter):
+    """As argparse's, but what is to be typed stays in one piece where it has a hyphen."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        whole = " ".join(text.split())
+        return fill(whole, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+
+
 class OptionParser(argparse.ArgumentParser):
     """As argparse's, but it raises ``UsageError`` where that would print and exit, and knows ``-1,9`` for a value."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**options, allow_abbrev=False)
+        super().__init__(**options, allow_abbrev=False, formatter_class=_Help)
         self._negative_number_matcher = _NEGATIVE
 
     def error(self, message: str) -> NoReturn:
@@ -34,9 +43,8 @@ class OptionParser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
-            known = list(map(str, action.choices))
-            hint = nearest(str(value), known)
-            raise argparse.ArgumentError(action, f"invalid choice: {value!r}: {hint}known are {', '.join(known)}")
+            hint = known_are(str(value), list(map(str, action.choices)))
+            raise argparse.ArgumentError(action, f"invalid choice: {value!r}: {hint}")
 
 
 class CommandParser(OptionParser):

@@ -36,7 +36,7 @@ def add_outputs(parser: argparse.ArgumentParser, *, what: str = "verdicts", page
 
 def add_recording(parser: argparse.ArgumentParser) -> None:
     """Where what the ranks gave is kept."""
-    add_file(parser, "--record", "write there what the ranks gave, for compare and diff")
+    add_file(parser, "--record", "write what the ranks gave there, for compare and diff")
 
 
 def takes_standard_output(options: argparse.Namespace) -> bool:

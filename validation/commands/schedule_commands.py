@@ -5,16 +5,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pipeproof.cases.case import CaseError
+from pipeproof.cases.case import MODELS, CaseError
 from pipeproof.commands.drawn import against, lawful, named
 from pipeproof.commands.ending import WRONG
 from pipeproof.commands.option_parser import number, numbers, offers, share, shares, three_numbers, without_effect
 from pipeproof.commands.outputs import Outputs, add_file, add_outputs
 from pipeproof.commands.selection import (
     MICROBATCHES,
-    MODEL_NAMES,
     RANKS,
-    STATUSES,
     Shape,
     add_shape,
     case_of,
@@ -40,62 +38,71 @@ from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.launcher import start_fork_server
 
 _UNIT = (1.0, 1.0, 1.0)
+_TIMES = "what F, I and W of a {} take (default 1,1,1)"
 
 
 def add_schedule_commands(commands: "argparse._SubParsersAction[Any]") -> None:
     """Add the three commands."""
-    _add_show(commands.add_parser("show", help="draw a schedule; bubbles and memory"))
+    _add_show(commands.add_parser("show", help="draw a schedule, with its bubbles and memory"))
     about = "check a schedule or a program in torch's CSV format against every law"
-    checker = commands.add_parser("check", help=about, epilog=STATUSES)
+    checker = commands.add_parser("check", help=about)
     checker.add_argument("file", help="a FILE.csv, or - for standard input")
     add_outputs(checker, what="what was found")
     checker.set_defaults(run=_check)
-    _add_plan(commands.add_parser("plan", help="which schedule: time, bubble, memory and messages of all, best first"))
+    _add_plan(commands.add_parser("plan", help="compare all schedules: time, bubble, memory, messages; the best first"))
 
 
 def _add_show(parser: argparse.ArgumentParser) -> None:
     offers(parser.add_argument("schedule", help=f"one of {', '.join(FAMILIES)}, or a FILE.csv"), FAMILIES)
     add_shape(parser)
     parser.set_defaults(run=_show)
-    parser.add_argument("--times", type=three_numbers, metavar="F,I,W", help="of a stage (default 1,1,1)")
-    parser.add_argument("--against", metavar="NAME", help="another schedule: both on one axis, numbers side by side")
-    add_file(parser, "--svg", "draw the timeline")
-    add_file(parser, "--png", "draw the timeline (needs the extra 'plot')")
-    add_file(parser, "--trace", "write the timeline for ui.perfetto.dev: Chrome's format, .json")
+    parser.add_argument("--times", type=three_numbers, metavar="F,I,W", help=_TIMES.format("stage"))
+    parser.add_argument(
+        "--against", metavar="NAME", help="another schedule, or a FILE.csv: both on one axis, numbers side by side"
+    )
+    add_file(parser, "--svg", "draw the timeline there")
+    add_file(parser, "--png", "draw the timeline there (needs the extra 'plot')")
+    add_file(parser, "--trace", "write the timeline there for ui.perfetto.dev, as Chrome's JSON")
     add_outputs(parser, what="the timeline")
-    parser.add_argument("--run", dest="real", action="store_true", help="time it on ranks too, with a small model")
+    parser.add_argument(
+        "--run",
+        dest="real",
+        action="store_true",
+        help="run it on ranks with a small model, and say its times beside the simulated ones",
+    )
     real = parser.add_argument_group("with --run")
-    real.add_argument("--steps", type=int, default=5, metavar="N", help="how many are timed (default 5)")
-    real.add_argument("--model", default="gpt", metavar="NAME", help=f"{MODEL_NAMES} (default gpt)")
+    real.add_argument("--steps", type=int, default=5, metavar="N", help="how many steps are timed (default 5)")
+    real.add_argument("--model", default="gpt", metavar="NAME", help=f"one of {', '.join(MODELS)} (default gpt)")
     real.add_argument("--layers", type=int, default=8, metavar="L", help="layers of the model (default 8)")
-    real.add_argument("--split", default="even", help="layers per stage: even, or sizes such as 3,1,2,2")
+    real.add_argument("--split", default="even", metavar="L,...", help="layers of each stage: even, or such as 3,1,2,2")
     parser.set_defaults(loss="mean", seed=0)
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", type=int, default=RANKS, metavar="P", help="(default %(default)s)")
-    parser.add_argument("--microbatches", type=int, default=MICROBATCHES, metavar="M", help="(default %(default)s)")
+    parser.add_argument("--ranks", type=int, default=RANKS, metavar="P", help="how many ranks (default %(default)s)")
+    many = "how many microbatches (default %(default)s)"
+    parser.add_argument("--microbatches", type=int, default=MICROBATCHES, metavar="M", help=many)
     parser.add_argument(
         "--memory",
         type=number,
-        help="the most that a rank may hold, in activations of one microbatch on a whole rank, or as --activations",
+        metavar="N",
+        help="the most that a rank may hold, counted in what one microbatch leaves on a whole rank; with "
+        "--activations, in their unit",
     )
-    parser.add_argument(
-        "--times", type=three_numbers, default=_UNIT, metavar="F,I,W", help="of a whole rank (default 1,1,1)"
-    )
+    parser.add_argument("--times", type=three_numbers, default=_UNIT, metavar="F,I,W", help=_TIMES.format("whole rank"))
     parser.add_argument(
         "--layers",
         type=numbers,
         default=(),
         metavar="C,C,...",
-        help="cost of every layer: stages are balanced by it",
+        help="the cost of every layer, by which stages are balanced",
     )
     parser.add_argument(
         "--activations",
         type=numbers,
         default=(),
         metavar="A,A,...",
-        help="what a microbatch leaves on every layer, e.g. in MiB: then --memory is in MiB, and includes the weights",
+        help="what a microbatch leaves on every layer, e.g. in MiB; --memory then includes --weights",
     )
     parser.add_argument(
         "--weights",
@@ -109,7 +116,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         type=share,
         default=1.0,
         metavar="SHARE",
-        help="of an activation, held from I to W (default 1)",
+        help="how much of an activation is held from the I to the W (default 1)",
     )
     add_outputs(parser, what="the table")
     parser.set_defaults(run=_plan)

@@ -12,7 +12,7 @@ from pipeproof.pipeline.files import is_csv
 from pipeproof.pipeline.lower import Program
 from pipeproof.pipeline.partition import parse_split
 from pipeproof.pipeline.schedule import Schedule, ScheduleError
-from pipeproof.pipeline.schedules import FAMILIES, LOOPED, build, canonical_name, virtuals
+from pipeproof.pipeline.schedules import FAMILIES, LOOPED, build, canonical_name, known_are, virtuals
 from pipeproof.pipeline.sizes import MOST_LAYERS, MOST_RANKS, counted
 
 RANKS, MICROBATCHES = 4, 8
@@ -114,7 +114,7 @@ def _nothing(left_out: Mapping[str, str]) -> str:
 
 def schedule_names(text: str) -> list[str]:
     """``all``, or names of families, as those of the families."""
-    return list(SCHEDULES) if text == "all" else [canonical_name(name) for name in text.split(",")]
+    return list(SCHEDULES) if text.strip().lower() == "all" else [canonical_name(name) for name in text.split(",")]
 
 
 def dtype_names(text: str) -> list[str]:
@@ -122,50 +122,55 @@ def dtype_names(text: str) -> list[str]:
     found = [name.strip() for name in text.split(",")]
     for name in found:
         if name not in DTYPES:
-            raise CaseError(f"--dtype {text}: unknown dtype {name!r}: known are {', '.join(DTYPES)}")
+            raise CaseError(f"--dtype {text}: unknown dtype {name!r}: {known_are(name, DTYPES)}")
     return found
 
 
-MODEL_NAMES = f"out of {', '.join(MODELS)}"
-DTYPE_NAMES = f"out of {', '.join(DTYPES)}"
-STATUSES = (
-    "Exit status: 0 pass; 1 a wrong answer, or a broken law; 2 bad usage, invalid input, or no room for output; "
-    "3 no verdict: a hang, a dead rank, something unknown; 130 interrupted: what was found until then is told."
-)
+MODEL_NAMES = f"some of {', '.join(MODELS)}"
+DTYPE_NAMES = f"some of {', '.join(DTYPES)}"
 
 
 def add_shape(parser: argparse.ArgumentParser) -> None:
     """How many ranks, stages and microbatches a family of schedules is built for."""
-    parser.add_argument("--ranks", type=int, metavar="P", help=f"(default {RANKS})")
+    parser.add_argument("--ranks", type=int, metavar="P", help=f"how many ranks (default {RANKS})")
     parser.add_argument(
         "--virtual", type=int, metavar="V", help=f"stages per rank, for {', '.join(sorted(LOOPED))} (default 2)"
     )
-    parser.add_argument("--microbatches", type=int, metavar="M", help=f"(default {MICROBATCHES})")
+    parser.add_argument("--microbatches", type=int, metavar="M", help=f"how many microbatches (default {MICROBATCHES})")
 
 
 def add_table(parser: argparse.ArgumentParser) -> None:
     """Which cases: schedules, models and dtypes, each with each."""
-    known = f"all, or out of {', '.join(SCHEDULES)}, or a FILE.csv, whose ranks, stages and microbatches are its own"
+    own = "a FILE.csv, which has ranks, stages and microbatches of its own"
+    known = f"all, or some of {', '.join(SCHEDULES)}, or {own} (default all)"
     offers(parser.add_argument("--schedule", default="all", metavar="NAME,...", help=known), ("all", *SCHEDULES))
     add_shape(parser)
     parser.add_argument("--layers", type=int, default=8, metavar="L", help="layers of the model (default 8)")
-    parser.add_argument("--split", default="even", help="layers per stage: even, or sizes such as 3,1,2,2")
+    parser.add_argument(
+        "--split", default="even", metavar="L,...", help="layers of each stage: even, or such as 3,1,2,2"
+    )
     parser.add_argument(
         "--model", default="gpt,gpt-tied", metavar="NAME,...", help=f"{MODEL_NAMES} (default %(default)s)"
     )
     parser.add_argument("--dtype", default="fp32", metavar="NAME,...", help=f"{DTYPE_NAMES} (default %(default)s)")
-    parser.add_argument("--loss", choices=LOSSES, default="mean", help="mean over microbatches, or sum over tokens")
-    parser.add_argument("--seed", type=int, default=0, help="(default %(default)s)")
+    parser.add_argument(
+        "--loss", choices=LOSSES, default="mean", help="mean over microbatches, or sum over tokens (default mean)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and data (default %(default)s)")
 
 
 def add_timeout(parser: argparse.ArgumentParser) -> None:
     """How long one case may take."""
-    parser.add_argument("--timeout", type=seconds, default=120.0, metavar="SECONDS", help="of one case (default 120)")
+    parser.add_argument(
+        "--timeout", type=seconds, default=120.0, metavar="SECONDS", help="a case that takes longer hangs (default 120)"
+    )
 
 
 def add_world(parser: argparse.ArgumentParser) -> None:
     """Where ranks run, and how long."""
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default auto: cuda if there is one)"
+    )
     add_timeout(parser)
 
 

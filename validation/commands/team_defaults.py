@@ -11,7 +11,7 @@ from typing import Any
 
 from pipeproof.commands.option_parser import UsageError
 from pipeproof.commands.outputs import OutPath
-from pipeproof.pipeline.schedules import nearest
+from pipeproof.pipeline.schedules import known_are
 
 _FILE = "pyproject.toml"
 
@@ -43,9 +43,7 @@ def _apply(table: Mapping[str, Any], commands: Mapping[str, argparse.ArgumentPar
         actions = [(command, action) for command in commands.values() for action in _options(command, key)]
         if not actions:
             names = sorted({name for command in commands.values() for name in _names(command)})
-            raise UsageError(
-                f"{where} has {key!r}, which is no option: {nearest(key, names)}known are {', '.join(names)}"
-            )
+            raise UsageError(f"{where} has {key!r}, which is no option: {known_are(key, names)}")
         for command, action in actions:
             command.set_defaults(**{action.dest: _converted(action, value, f"{where} {key} = {value!r}")})
 
@@ -75,6 +73,5 @@ def _converted(action: argparse.Action, value: Any, told: str) -> Any:
     except (ValueError, argparse.ArgumentTypeError) as error:
         raise UsageError(f"{told}: {'expected a whole number' if convert is int else error}") from None
     if action.choices is not None and found not in action.choices:
-        known = list(map(str, action.choices))
-        raise UsageError(f"{told}: {nearest(text, known)}known are {', '.join(known)}")
+        raise UsageError(f"{told}: {known_are(text, list(map(str, action.choices)))}")
     return [found] if isinstance(action, argparse._AppendAction) else found

@@ -74,9 +74,12 @@ GOOD = OWN.read_text()
         (GOOD.replace(NAME, "Halved it"), "the name 'Halved it': expected small letters, digits and hyphens"),
         (GOOD.replace(NAME, "clip-twice"), "there is a specimen 'clip-twice' already"),
         (GOOD.replace(NAME, "slow-messages"), "there is a specimen 'slow-messages' already"),
-        (GOOD.replace('Fault("scale"', 'Fault("scaled"'), f"specimen '{NAME}' has the fault 'scaled': known are "),
+        (
+            GOOD.replace('Fault("scale"', 'Fault("scaled"'),
+            f"specimen '{NAME}' has the fault 'scaled': did you mean 'scale'? ",
+        ),
         (GOOD.replace("fault=", 'classes=("zz",), fault='), f"specimen '{NAME}' has the classes zz: known are tA, "),
-        (GOOD.replace('law="gradient"', 'law="gradeint"'), "breaks the law 'gradeint': known are microbatches, "),
+        (GOOD.replace('law="gradient"', 'law="gradeint"'), "breaks the law 'gradeint': did you mean 'gradient'? "),
         (
             GOOD.replace("fault=", 'schedule="gpipes", fault='),
             f"no smallest case has what specimen '{NAME}' needs: unk",

@@ -1,6 +1,7 @@
 """The command line as a user types it: results, exit statuses, and input that is refused in one sentence."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -46,7 +47,12 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["validate", "--schedule", "1f1b", "--virtual", "2"], "virtual is 2, but 1f1b has one stage per rank"),
         (["validate", "--schedule", "interleaved", "--virtual", "0"], "virtual is 0: expected at least 1"),
         (["validate", "--model", "lstm"], "unknown model 'lstm': known are gpt"),
-        (["validate", "--dtype", "fp32,fp16"], "--dtype fp32,fp16: unknown dtype 'fp16': known are fp32, bf16, fp64"),
+        (["validate", "--model", "mpl"], "unknown model 'mpl': did you mean 'mlp'? known are gpt"),
+        (["validate", "--model", "GPT-tied"], "unknown model 'GPT-tied': did you mean 'gpt-tied'? known are gpt"),
+        (
+            ["validate", "--dtype", "fp32,pf32"],
+            "--dtype fp32,pf32: unknown dtype 'pf32': did you mean 'fp32'? known are",
+        ),
         (["fuzz", "--dtype", "half"], "--dtype half: unknown dtype 'half'"),
         (["validate", "--loss", "max"], "invalid choice: 'max'"),
         (["validate", "--device", "cuda"], "--device cuda, but torch finds no CUDA device"),
@@ -60,6 +66,10 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["fuzz", "--max-ranks", "0"], "--max-ranks is 0"),
         (["fuzz", "--schedule", "nope"], "unknown schedule 'nope'"),
         (["replay", "gibberish"], "'gibberish' is no case: expected a schedule, ranks, stages and microbatches first"),
+        (["replay", "1f1b r2 s2 m2 sede=3"], "'sede=3' is no option: did you mean 'seed'? known are split, model"),
+        (["replay", "1f1b r2 s2 m2 plan=trian"], "unknown operation 'trian' in the plan: did you mean 'train'? known"),
+        (["replay", "1f1b r2 s2 m2 loss=meen"], "unknown loss 'meen': did you mean 'mean'? known are mean, tokens"),
+        (["replay", "1f1b r2 s2 m2 runtime=toch"], "unknown runtime 'toch': did you mean 'torch'? known are pipeproof"),
         (["replay", "1f1b r2 s2 m2 specimen=gremlin"], "unknown specimen 'gremlin'"),
         (["replay", "1f1b r2 s2 m2 device=tpu"], "device"),
         (["show", "zigzag"], "unknown schedule 'zigzag'"),
@@ -82,6 +92,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["show", "1f1b", "--run", "--layers", "3"], "3 layers cannot fill 4 stages"),
         (["specimens", "--only", "gremlin"], "unknown specimen 'gremlin': pipeproof specimens --list prints all"),
         (["specimens", "--only", "layernorm-zer"], "unknown specimen 'layernorm-zer': did you mean 'layernorm-zero'? "),
+        (["specimens", "--only", "LOSS"], "unknown specimen 'LOSS': did you mean 'loss-summed'? pipeproof"),
         (
             ["specimens", "--seed", "1"],
             "--seed has no effect without --shrink: leave it out; see pipeproof specimens --help",
@@ -90,7 +101,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["fuzz", "--runtime", "torch", "--dtype=fp32"], "--dtype has no effect with --runtime torch"),
         (["replay", "1f1b r1 s1 m1", "--plugin", "x.py"], "--plugin has no effect on a line without specimen="),
         (["gate", "--cases", "0", "--max-ranks", "2"], "--max-ranks has no effect with --cases 0: leave it out"),
-        (["validat"], "invalid choice: 'validat': did you mean 'validate'? known are validate, fuzz"),
+        (["validat"], "invalid choice: 'validat': did you mean 'validate'? known are init, validate"),
         (["show", "1f1b", "--rank", "3"], "unknown option --rank: did you mean '--ranks'?; see pipeproof show --help"),
         (["show", "1f1b", "--zzz=3"], "unknown option --zzz; see pipeproof show --help"),
         (["show", "1f1b", "gpipe"], "unexpected argument 'gpipe'; see pipeproof show --help"),
@@ -153,6 +164,32 @@ def test_bad_input_is_refused_in_a_sentence(
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert words in refused(arguments, capsys)
+
+
+def helped(arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("COLUMNS", "90")
+    with pytest.raises(SystemExit, match="0"):
+        main([*arguments, "--help"])
+    return capsys.readouterr().out
+
+
+def test_help_lists_commands_as_a_user_comes_to_need_them_and_each_says_what_it_does_and_how_it_ends(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = helped([], capsys, monkeypatch)
+    names = re.findall(r"(?m)^    (\w+)( |$)", root.partition("COMMAND\n")[2])
+    assert [name for name, _ in names][:3] == ["init", "validate", "replay"]
+    assert len(names) == 12
+    assert "$(register-python-argcomplete pipeproof)" in root, "what is to be typed is in one piece"
+    for name, _ in names:
+        text = helped([name], capsys, monkeypatch)
+        usage, about, *_ = text.split("\n\n")
+        assert usage.startswith(f"usage: pipeproof {name} ")
+        assert re.match(r"[A-Z].*[.]$", about, re.DOTALL), "what it does"
+        assert "Exit status: 0 pass, or done; 1 a wrong answer" in text
+        bare = [line for line in text.splitlines() if re.match(r"  -\S+( [A-Z{]\S*)?$", line)]
+        explained = re.findall(r"(?m)^  (-\S+(?: [A-Z{]\S*)?)\n {20,}\S", text)
+        assert [line.strip() for line in bare] == explained, "every option"
 
 
 def test_an_option_that_disagrees_with_a_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

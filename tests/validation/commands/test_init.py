@@ -56,7 +56,7 @@ def test_nothing_is_overwritten(folder: Path, capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["tprch"], "init tprch: expected one of custom, torch, own"),
+        (["tprch"], "unknown kind 'tprch': did you mean 'torch'? known are custom, torch, own; pipeproof init --list"),
         (["own", "mine.py"], "mine.py: expected a name such as test_my_pipeline.py"),
         (["own", "no/test_mine.py"], "cannot write no/test_mine.py: No such file or directory"),
     ],

@@ -9,6 +9,7 @@ from pipeproof.cases.case import Case, CaseError
 from pipeproof.cases.specimens.specimen import CLASSES, Specimen
 from pipeproof.judging.cause import KINDS
 from pipeproof.pipeline.schedule import ScheduleError
+from pipeproof.pipeline.schedules import known_are
 
 _NAME = re.compile(r"[a-z][a-z0-9-]*")
 
@@ -92,7 +93,7 @@ class Plugins:
         reasons = (
             (not _NAME.fullmatch(name), f"the name {name!r}: expected small letters, digits and hyphens"),
             (name in self._known or name in self._taken, f"there is a specimen {name!r} already"),
-            (kind not in KINDS, f"specimen {name!r} has the fault {kind!r}: known are {', '.join(KINDS)}"),
+            (kind not in KINDS, f"specimen {name!r} has the fault {kind!r}: {known_are(kind, list(KINDS))}"),
             (bool(unknown), f"specimen {name!r} has the classes {', '.join(unknown)}: known are {', '.join(CLASSES)}"),
         )
         return next((reason for wrong, reason in reasons if wrong), "") or _unfit(specimen)
