@@ -50,7 +50,7 @@ def test_every_model_and_dtype_of_the_reference_can_be_a_case() -> None:
         ("1f1b r2 s2 m1 seed=1 ragged seed=1", "seed is said twice"),
         ("1f1b r2 s2 m1 split=1,b", "'split=1,b' needs numbers"),
         ("1f1b r2 s2 m1 model=lstm", "unknown model 'lstm': known are gpt"),
-        ("1f1b r2 s2 m1 dtype=fp16", "unknown dtype 'fp16': did you mean 'bf16'? known are fp32, bf16, fp64"),
+        ("1f1b r2 s2 m1 dtype=fp16", "unknown dtype 'fp16': did you mean 'fp64'. known are fp32, bf16, fp64"),
         ("1f1b r2 s2 m1 loss=max", "unknown loss 'max': known are mean, tokens"),
         ("1f1b r2 s2 m1 plan=jump+train", "unknown operation 'jump'"),
         ("1f1b r2 s2 m1 plan=train+eval", "must end with train"),
