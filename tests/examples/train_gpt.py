@@ -21,13 +21,14 @@ from pipeproof.judging.tolerance import FP32, error, scalar_error
 from pipeproof.pipeline import PipelineSchedule, Schedule, StepResult
 from pipeproof.pipeline.gather import gather
 from pipeproof.pipeline.partition import parse_split
-from pipeproof.pipeline.profile import Profile, profile_table
+from pipeproof.pipeline.profile import Profile
 from pipeproof.pipeline.schedule import ScheduleError
 from pipeproof.pipeline.schedules import build, canonical_name, virtuals
 from pipeproof.pipeline.transport import Transport
 from pipeproof.reference.data import Batch, Shapes, microbatches
 from pipeproof.reference.model import GPT
 from pipeproof.reference.step import Expected, Recipe, Reference
+from pipeproof.reports.table import profile_table
 
 
 def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

@@ -22,12 +22,11 @@ from pipeproof.commands.ending import NO_VERDICT
 from pipeproof.commands.outputs import Outputs
 from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.observed import Observed
-from pipeproof.pipeline.profile import profile_table
 from pipeproof.records.case_record import observed_record
 from pipeproof.records.record_file import write
-from pipeproof.reports.columns import Layout, cut
+from pipeproof.reports.columns import Layout
 from pipeproof.reports.page.campaign import Entry, campaign
-from pipeproof.reports.table import COLUMNS, line, summary
+from pipeproof.reports.table import COLUMNS, line, profile_table, summary
 from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.rank_report import NeedsMoreRanks, RankFailed
 from pipeproof.worlds.world import World
@@ -96,7 +95,7 @@ def validate_all(wanted: Sequence[Case], setting: Setting, *, left_out: Mapping[
                 if observed is not None and setting.outputs.record is not None:
                     write(observed_record(replace(case, device=device), observed), files.record)
                 if observed is not None and setting.profile:
-                    terminal.say(cut(profile_table(observed.profiles), terminal.width))
+                    terminal.say(profile_table(observed.profiles, terminal.width))
         not_run = len(wanted) - len(verdicts)
         said = summary(verdicts, left_out=len(left_out)) + (f"; {not_run} did not run" if not_run else "")
         terminal.say(said)

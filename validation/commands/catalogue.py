@@ -1,6 +1,6 @@
 """The catalogue at work: planted faults in their smallest cases or on whole schedules, caught and named."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 
 from pipeproof.cases.case import Case
@@ -12,8 +12,8 @@ from pipeproof.cases.validator import validate
 from pipeproof.commands.campaign import Setting
 from pipeproof.judging.judge import LAWS
 from pipeproof.pipeline.schedules import known_are
-from pipeproof.reports.columns import Column, Layout, cut
-from pipeproof.reports.table import matrix, pairs_of, totals
+from pipeproof.reports.columns import Column, Layout, table
+from pipeproof.reports.table import confusion, pairs_of, totals
 from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.world import World
 
@@ -82,7 +82,7 @@ def try_all(names: Sequence[str], schedules: Sequence[str], setting: Setting, *,
             terminal.detail(f"left out, {why}: {', '.join(those)}")
         for which, words in _EVIDENCE.items():
             if which == "final" or not final_only:
-                drawn = cut(matrix(pairs_of(trials, which)), terminal.width)
+                drawn = confusion(pairs_of(trials, which), terminal.width)
                 terminal.say(f"\n{words}:\n{drawn}\n{totals(trials, which)}")
         status = 0 if trials and all(_sound(trial) for trial in trials) else 1
         return files.finish(status, specimens=[trial.as_dict() for trial in trials])
@@ -153,7 +153,16 @@ def _place(one: Named) -> str:
     return "right" if one.located else "wrong"
 
 
-def listing(names: Collection[str] = SPECIMENS) -> str:
+_LISTED = (
+    Column("", least=10, gap=0),
+    Column("", drop=3, gap=2),
+    Column("", drop=2, gap=2),
+    Column("", drop=4, gap=2),
+    Column("", drop=1, least=12, gap=2),
+)
+
+
+def listing(names: Collection[str] = SPECIMENS, width: int | None = None) -> str:
     """One line for each of these specimens: name, family and classes, kind of cause, smallest case, summary, origin."""
     rows = [
         (
@@ -167,10 +176,4 @@ def listing(names: Collection[str] = SPECIMENS) -> str:
         for specimen in those
         if specimen.name in names
     ]
-    return "\n".join(_aligned(rows))
-
-
-def _aligned(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]) - 1)]
-    for *cells, rest in rows:
-        yield "  ".join([*(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)), rest])
+    return table(_LISTED, rows, width)

@@ -10,11 +10,11 @@ from pipeproof.commands.campaign import enough_ranks
 from pipeproof.commands.ending import NO_VERDICT
 from pipeproof.commands.outputs import Outputs
 from pipeproof.pipeline.costs import costs_of, predict
-from pipeproof.pipeline.profile import beside
 from pipeproof.pipeline.trace import Trace
 from pipeproof.reference.data import Shapes, microbatches
 from pipeproof.reference.model import DTYPES
 from pipeproof.reports.drawings import Drawings, Paths
+from pipeproof.reports.table import measured_table
 from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.rank_report import RankFailed
 from pipeproof.worlds.worker import RankContext
@@ -42,10 +42,11 @@ class Measured:
         """The schedule simulated with the medians of what its actions and messages cost in all steps."""
         return predict(self.typical.schedule, costs_of(self.steps))
 
-    def __str__(self) -> str:
+    def text(self, width: int | None = None) -> str:
+        """Where the time of the typical step went, beside the simulation, and how long both took."""
         measured, predicted = self.typical, self.predicted
         lines = [
-            beside(measured.profiles(), predicted.profiles()),
+            measured_table(measured.profiles(), predicted.profiles(), width),
             f"makespan: {measured.makespan * 1e3:.1f} ms measured, {predicted.makespan * 1e3:.1f} ms simulated",
         ]
         ranks, processors = measured.schedule.n_ranks, os.cpu_count() or 1
@@ -71,7 +72,7 @@ def show_measured(case: Case, paths: Paths, outputs: Outputs, *, steps: int) -> 
         name = case.built.name
         drawings.write({f"{name}, simulated with the measured times": measured.predicted,
                         f"{name}, measured": measured.typical})  # fmt: skip
-        terminal.say(f"{case}\n{measured}")
+        terminal.say(f"{case}\n{measured.text(terminal.width)}")
         spans = {"makespan": measured.typical.makespan, "simulated": measured.predicted.makespan}
         return files.finish(0, measured=spans)
 

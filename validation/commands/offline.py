@@ -1,6 +1,5 @@
 """What the commands ``record``, ``compare`` and ``diff`` do: no rank is started."""
 
-from collections.abc import Sequence
 from functools import partial
 
 from pipeproof.cases.case import Case
@@ -10,9 +9,12 @@ from pipeproof.records.case_record import expected_record
 from pipeproof.records.compare import compare
 from pipeproof.records.record import Record, RecordError, config_differences
 from pipeproof.records.record_file import read, write
+from pipeproof.reports.columns import Column, table
 from pipeproof.reports.page.page import page
 from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.output_file import OutputFile
+
+_CONFIGS = (Column("", least=8, gap=0), Column("", least=4, gap=2), Column("", least=4, gap=2))
 
 
 def record_case(case: Case, path: str) -> int:
@@ -39,17 +41,13 @@ def compare_files(expected: str, seen: str, *, outputs: Outputs, configs: bool =
     command, differences = "diff" if configs else "compare", list(config_differences(first, second))
     with outputs.opened(command) as files:
         if configs:
-            Terminal().say(_table(differences) or "the configs are the same")
+            rows = [tuple(map(str, row)) for row in differences]
+            Terminal().say(table(_CONFIGS, rows, Terminal().width) if rows else "the configs are the same")
         verdict = compare(first, second, rerun=f"pipeproof {command} {expected} {seen}")
         Terminal().say(str(verdict), verdict.verdict)
         found = {name: values for name, *values in differences}
         shown = partial(page, verdict, differences if configs else ())
         return files.finish(verdict.exit_status, [verdict], page=shown, config_differences=found)
-
-
-def _table(differences: Sequence[tuple[str, object, object]]) -> str:
-    width = max((len(str(one)) for _, one, _ in differences), default=0)
-    return "\n".join(f"{name:<12}  {one!s:<{width}}  {other}" for name, one, other in differences)
 
 
 def _contents(record: Record) -> str:

@@ -149,7 +149,7 @@ def _show_against(options: argparse.Namespace, paths: Paths) -> int:
         both = against(options, Times(*(options.times or _UNIT)), paths)
     for name, timeline in both.timelines.items():
         Terminal().say(f"{name}: {timeline.schedule.sizes}\n{in_pieces(_grid(timeline), Terminal().width)}\n")
-    Terminal().say(str(both))
+    Terminal().say(both.text(Terminal().width))
     return 0
 
 
@@ -202,7 +202,14 @@ def _planned() -> list[Column]:
     drops = dict(zip(COLUMNS, (0, 0, 3, 2, 7, 1, 6, 8, 5, 4), strict=True))
     left = ("schedule", "per rank", "split", "")
     return [
-        Column(name, len(name), right=name not in left, drop=drop, least=0 if name else 12, gap=2 if k else 0)
+        Column(
+            name,
+            len(name),
+            right=name not in left,
+            drop=drop,
+            least={"schedule": 10, "": 12}.get(name, 0),
+            gap=2 if k else 0,
+        )
         for k, (name, drop) in enumerate(drops.items())
     ]
 

@@ -16,7 +16,7 @@ class Column:
     """
 
     name: str
-    width: int
+    width: int = 0
     right: bool = False
     drop: int = 0
     least: int = 0
@@ -72,16 +72,17 @@ class Layout:
 
 
 def table(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None = None) -> str:
-    """A table whose columns are as wide as what is in them."""
+    """A table whose columns are as wide as what is in them.
+
+    A column with nothing in it is left out, and so is the header where no column has a name.
+    """
     cells = [[column.name for column in columns], *rows]
-    used = [
-        replace(column, width=widest, least=min(column.least, widest))
-        for k, column in enumerate(columns)
-        if (widest := max(len(row[k]) for row in cells)) or k == 0
-    ]
-    there = [k for k in range(len(columns)) if k == 0 or any(row[k] for row in cells)]
+    there = [k for k in range(len(columns)) if k == 0 or any(row[k] for row in rows)]
+    widest = {k: max(len(row[k]) for row in cells) for k in there}
+    used = [replace(columns[k], width=widest[k], least=min(columns[k].least, widest[k])) for k in there]
     layout = Layout.of(used, width)
-    return "\n".join([layout.header, *(layout.row([row[k] for k in there]) for row in rows)])
+    header = [layout.header] if any(column.name for column in columns) else []
+    return "\n".join([*header, *(layout.row([row[k] for k in there]) for row in rows)])
 
 
 def shortened(text: str, width: int | None) -> str:

@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import lcm
 
 from pipeproof.pipeline.costs import trace_of
 from pipeproof.pipeline.schedule import Schedule
 from pipeproof.pipeline.simulate import Timeline, Times, simulate
 from pipeproof.pipeline.trace import Trace
+from pipeproof.reports.columns import Column, table
 
 
 @dataclass(frozen=True)
@@ -34,16 +36,19 @@ class SideBySide:
         """The timelines to be drawn."""
         return {name: trace_of(timeline) for name, timeline in self.timelines.items()}
 
-    def __str__(self) -> str:
-        rows = [("", *self.timelines, "difference")]
+    def text(self, width: int | None = None) -> str:
+        """The numbers of both, and in what they are counted."""
+        rows = []
         for what, *pair in zip(_ROWS, *map(self._column, self.timelines.values()), strict=True):
             (one, _), (other, _) = pair
-            rows.append((what, *(_number(*number) for number in pair), _difference(one, other)))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = (
-            "  ".join([cells[0].ljust(widths[0]), *map(str.rjust, cells[1:], widths[1:])]).rstrip() for cells in rows
-        )
-        return "\n".join([*lines, self._explained])
+            rows.append((what, *chain.from_iterable(_numbers(*number) for number in pair), _difference(one, other)))
+        both = ((Column(name, right=True, least=4, gap=2), Column("", right=True, drop=2)) for name in self.timelines)
+        columns = [
+            Column("", least=8, gap=0),
+            *chain.from_iterable(both),
+            Column("difference", right=True, drop=1, gap=2),
+        ]
+        return f"{table(columns, rows, width)}\n{self._explained}"
 
     def _column(self, timeline: Timeline) -> list[tuple[float, float | None]]:
         """Every row's number, and the share of the makespan that it is where that tells something."""
@@ -74,8 +79,8 @@ class SideBySide:
 _ROWS = ("makespan", "global bubble", "local bubble", "memory", "messages")
 
 
-def _number(value: float, share: float | None) -> str:
-    return f"{value:g}" if share is None else f"{value:g} ({share:.1%})"
+def _numbers(value: float, share: float | None) -> tuple[str, str]:
+    return f"{value:g}", "" if share is None else f"({share:.1%})"
 
 
 def _difference(one: float, other: float) -> str:

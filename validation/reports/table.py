@@ -2,12 +2,14 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from statistics import median
 
 from pipeproof.cases.case import Case
 from pipeproof.cases.trial import Named, Trial
 from pipeproof.judging.verdict import Verdict, small
-from pipeproof.reports.columns import Column, Layout
+from pipeproof.pipeline.profile import Profile
+from pipeproof.reports.columns import Column, Layout, table
 
 COLUMNS = (
     Column("schedule", 12, least=8, gap=0),
@@ -57,27 +59,56 @@ def summary(verdicts: Sequence[Verdict], *, left_out: int = 0) -> str:
     return f"{said}; {bitwise} of {len(verdicts)} bit for bit{missing}"
 
 
-UNKNOWN = "-"
+def profile_table(profiles: Sequence[Profile], width: int | None = None) -> str:
+    """A line per rank: milliseconds, and the share of the step."""
+    return table([_RANK, *_spent("step"), *_OTHER], [[str(one.rank), *_times(one)] for one in profiles], width)
 
 
-def matrix(pairs: Iterable[tuple[str, str | None]]) -> str:
-    """A row for each planted kind and a column for each named one, numbered; what was named right is the diagonal."""
-    table: dict[str, Counter[str]] = {}
+def measured_table(measured: Sequence[Profile], simulated: Sequence[Profile], width: int | None = None) -> str:
+    """Two lines per rank: where the time went, and where the simulator has it go."""
+    rows = []
+    for one, other in zip(measured, simulated, strict=True):
+        rows += [[str(one.rank), "measured", *_times(one)[:-2]], ["", "simulated", *_times(other)[:-2]]]
+    return table([_RANK, Column("", gap=1, least=5), *_spent("makespan")], rows, width)
+
+
+_RANK = Column("rank", right=True, gap=0)
+_OTHER = (Column("other", right=True, drop=6, gap=2), Column("", right=True, drop=8))
+
+
+def _spent(whole: str) -> Iterator[Column]:
+    """The columns of what a step took: idle time stays, and shares go before times."""
+    yield Column(whole, right=True, drop=2, gap=2)
+    for name, drop, share in (("compute", 1, 5), ("communication", 3, 7), ("idle", 0, 4)):
+        yield Column(name, right=True, drop=drop, gap=2)
+        yield Column("", right=True, drop=share)
+
+
+def _times(profile: Profile) -> list[str]:
+    parts = (profile.compute_s, profile.communication_s, profile.idle_s, profile.other_s)
+    shares = (f"{part / profile.step_s if profile.step_s else 0.0:.1%}" for part in parts)
+    times = [f"{1e3 * seconds:.1f} ms" for seconds in (profile.step_s, *parts)]
+    return [times[0], *chain.from_iterable(zip(times[1:], shares, strict=True))]
+
+
+_NAMED = (
+    Column("planted", least=8, gap=0),
+    Column("right", right=True, drop=1, gap=2),
+    Column("unknown", right=True, drop=2, gap=2),
+    Column("named otherwise", least=10, gap=2),
+)
+
+
+def confusion(pairs: Iterable[tuple[str, str | None]], width: int | None = None) -> str:
+    """A row for each planted kind: how often it was named right, not named, and named as another kind."""
+    rows: dict[str, Counter[str]] = {}
     for planted, kind in pairs:
-        table.setdefault(planted, Counter())[kind or UNKNOWN] += 1
-    if not table:
-        return ""
-    rows = sorted(table)
-    others = sorted({kind for counts in table.values() for kind in counts} - set(rows) - {UNKNOWN})
-    columns = [*rows, *others, UNKNOWN]
-    width = max(len(kind) for kind in columns) + 4
-    head = f"{'planted':<{width}}" + "".join(f"{number:>4}" for number in range(1, len(columns))) + f"{'?':>4}"
-    lines = [head]
-    for number, planted in enumerate(rows, start=1):
-        cells = "".join(f"{table[planted][kind] or '.':>4}" for kind in columns)
-        lines.append(f"{number:>2} {planted:<{width - 3}}{cells}")
-    lines += [f"{number:>2} {kind} (named, never planted)" for number, kind in enumerate(others, start=len(rows) + 1)]
-    return "\n".join(lines)
+        rows.setdefault(planted, Counter())[kind or ""] += 1
+    cells = []
+    for planted, found in sorted(rows.items()):
+        others = ", ".join(f"{kind} {count}" for kind, count in sorted(found.items()) if kind not in ("", planted))
+        cells.append([planted, str(found[planted]), str(found[""]), others])
+    return table(_NAMED, cells, width) if cells else ""
 
 
 def totals(trials: Sequence[Trial], which: str) -> str:

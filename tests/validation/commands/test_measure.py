@@ -44,7 +44,7 @@ def test_a_step_of_middling_length_is_shown_with_the_simulation_under_it() -> No
 
     measured = Measured((lasting(9), lasting(6.5), lasting(7)))
     assert measured.typical.makespan == 7
-    _, *rows, last = (line.split() for line in str(measured).splitlines()[:6])
+    _, *rows, last = (line.split() for line in measured.text().splitlines()[:6])
     assert [row[0] for row in rows] == ["0", "simulated", "1", "simulated"]
     assert rows[0][:4] == ["0", "measured", "7000.0", "ms"]
     assert last[:4] == ["makespan:", "7000.0", "ms", "measured,"]

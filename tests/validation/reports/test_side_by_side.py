@@ -16,12 +16,12 @@ def test_stages_of_another_size_take_their_share() -> None:
     assert both.parts == 12
     busy = [timeline.busy[0] for timeline in both.timelines.values()]
     assert busy == [8 * 9, 8 * 9]
-    assert "a stage of 1f1b is 3 and a stage of interleaved is 1" in str(both)
+    assert "a stage of 1f1b is 3 and a stage of interleaved is 1" in both.text()
     assert both.unit.endswith("of 1/12 of the model")
 
 
 def test_numbers_stand_side_by_side_with_their_difference() -> None:
-    lines = str(beside("1f1b", "gpipe")).splitlines()
+    lines = beside("1f1b", "gpipe").text().splitlines()
     assert [line.split() for line in lines[:1]] == [["1f1b", "gpipe", "difference"]]
     assert [line.split()[-4:] for line in lines[1:2]] == [["makespan", "33", "33", "0"]]
     assert lines[4].split() == ["memory", "4", "8", "+4", "(+100.0%)"]
@@ -32,7 +32,7 @@ def test_numbers_stand_side_by_side_with_their_difference() -> None:
 def test_a_schedule_beside_itself_differs_in_nothing() -> None:
     both = beside("zb-v", "zb-v")
     assert list(both.timelines) == ["zb-v", "zb-v again"]
-    assert [line.split()[-1] for line in str(both).splitlines()[1:-1]] == ["0"] * 5
+    assert [line.split()[-1] for line in both.text().splitlines()[1:-1]] == ["0"] * 5
     assert list(both.traces) == list(both.timelines)
 
 

@@ -1,15 +1,34 @@
 """Golden texts: a line of the table, the screen of a failure, the summary."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from pipeproof.cases.case import Case
+from pipeproof.cases.specimens import SPECIMENS
 from pipeproof.cases.trial import Named
-from pipeproof.judging.cause import Cause, Cell, Cells, RuledOut, alternatives
+from pipeproof.commands.catalogue import listing
+from pipeproof.commands.schedule_commands import _planned
+from pipeproof.judging.cause import KINDS, Cause, Cell, Cells, RuledOut, alternatives
 from pipeproof.judging.verdict import LawResult, Mismatch, Verdict
-from pipeproof.reports.table import HEADER, counts, line, matrix, pairs_of, summary, totals
+from pipeproof.pipeline import Times, build
+from pipeproof.pipeline.plan import Needs, plan, row
+from pipeproof.pipeline.profile import Profile
+from pipeproof.reports.columns import table
+from pipeproof.reports.side_by_side import SideBySide
+from pipeproof.reports.table import (
+    HEADER,
+    confusion,
+    counts,
+    line,
+    measured_table,
+    pairs_of,
+    profile_table,
+    summary,
+    totals,
+)
 from tests.validation.cases.test_trial import RIGHT, TRIAL
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -149,14 +168,60 @@ def test_what_was_left_out_is_counted() -> None:
 WRONG, UNKNOWN = Named("sign", False, False, 0.75), Named(None, False, False, 0.5)
 
 
-def test_the_matrix_has_what_is_right_on_its_diagonal() -> None:
-    pairs = [("scale", None), ("scale", "scale"), ("scale", "sign"), ("scale", "sign"), ("dropped", "dropped")]
-    rows = [row.split() for row in matrix(pairs).splitlines()]
-    assert rows[0] == ["planted", "1", "2", "3", "?"]
-    assert rows[1] == ["1", "dropped", "1", ".", ".", "."]
-    assert rows[2] == ["2", "scale", ".", "1", "2", "1"]
-    assert rows[3] == "3 sign (named, never planted)".split()
-    assert matrix([]) == ""
+PROFILES = [Profile(0, 0.1, 0.05, 0.01, 0.04), Profile(1, 0.1, 0.1, 0.0, 0.0)]
+
+
+def test_a_profile_is_a_line_per_rank_with_shares() -> None:
+    head, first, second = (
+        line.split() for line in profile_table([Profile(0, 0.1, 0.05, 0.01, 0.02), PROFILES[1]]).splitlines()
+    )
+    assert head == ["rank", "step", "compute", "communication", "idle", "other"]
+    assert " ".join(first) == "0 100.0 ms 50.0 ms 50.0% 10.0 ms 10.0% 20.0 ms 20.0% 20.0 ms 20.0%"
+    assert "100.0%" in second
+
+
+def test_measured_beside_simulated_is_two_lines_per_rank() -> None:
+    rows = [line.split() for line in measured_table(PROFILES, [Profile(0, 0.08, 0.06, 0.0, 0.02)] * 2).splitlines()]
+    assert rows[0] == ["rank", "makespan", "compute", "communication", "idle"]
+    assert [row[0] for row in rows[1:]] == ["0", "simulated", "1", "simulated"]
+    assert rows[1][2:7] == ["100.0", "ms", "50.0", "ms", "50.0%"]
+    assert rows[2][1:6] == ["80.0", "ms", "60.0", "ms", "75.0%"]
+
+
+PAIRS = [("scale", None), ("scale", "scale"), ("scale", "sign"), ("scale", "sign"), ("dropped", "dropped")]
+NARROW = {
+    "profile": (partial(profile_table, PROFILES), ["rank", "idle"]),
+    "measured": (partial(measured_table, PROFILES, PROFILES), ["rank", "idle"]),
+    "confusion": (partial(confusion, [*PAIRS, *(("scale", kind) for kind in KINDS)]), ["planted", "named"]),
+    "specimens": (partial(listing, SPECIMENS), ["layernor"]),
+    "plan": (lambda width: table(_planned(), list(map(row, plan(Needs(4, 8)))), width), ["schedule", "time"]),
+    "beside": (
+        SideBySide.of([build(name, ranks=4, microbatches=8) for name in ("interleaved", "dualpipev")], Times()).text,
+        ["memory"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NARROW)
+@pytest.mark.parametrize("width", [20, 40, 80, 120])
+def test_no_table_is_wider_than_the_terminal_and_what_matters_stays(name: str, width: int) -> None:
+    made, words = NARROW[name]
+    whole, shown = made(None), made(width)
+    lines = shown.splitlines()[: -1 if name == "beside" else None]  # the last of which is a sentence
+    assert max(map(len, lines)) <= width
+    assert len(lines) == len(whole.splitlines()) - (name == "beside"), "a line is a line"
+    assert all(word in shown for word in words)
+    assert shown == whole or max(map(len, whole.splitlines())) > width
+
+
+def test_of_planted_kinds_the_table_counts_what_they_were_named() -> None:
+    assert confusion(PAIRS).splitlines() == [
+        "planted  right  unknown  named otherwise",
+        "dropped      1        0",
+        "scale        1        1  sign 2",
+    ]
+    assert "otherwise" not in confusion(PAIRS[-1:]), "an empty column is none"
+    assert confusion([]) == ""
 
 
 def test_totals_count_caught_right_located_unknown_and_wrong_with_times() -> None:
