@@ -15,7 +15,7 @@ def even(layers: int, stages: int) -> tuple[int, ...]:
     counted("layers", layers, most=MOST_LAYERS)
     if not 1 <= stages <= layers:
         raise ScheduleError(
-            f"{some(layers, 'layer')} cannot fill {some(stages, 'stage')}: use 1 to {layers} (ranks x virtual), "
+            f"{some(layers, 'layer')} cannot fill {some(stages, 'stage')}: use 1 to {layers} stages (ranks x virtual), "
             "or more layers"
         )
     size, larger = divmod(layers, stages)

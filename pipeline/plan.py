@@ -224,7 +224,8 @@ def trade(options: Sequence[Option]) -> str:
         least = min(options, key=lambda option: option.virtual)
         return f"No schedule can be: {least.fails}"
     if not fitting:
-        return "Nothing fits: allow more memory, or more microbatches."
+        least = min((one for one in options if one.makespan), key=lambda one: max(one.peaks))
+        return f"Nothing fits: {least.label} needs least, {max(least.peaks):.4g} of memory."
     best = fitting[0]
     lighter = [option for option in fitting if max(option.peaks) < max(best.peaks)]
     said = f"{best.label} is the fastest that fits: bubble {best.percent:.1f} %, {max(best.peaks):.4g} of memory"

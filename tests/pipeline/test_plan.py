@@ -47,7 +47,7 @@ def test_the_trade_is_named() -> None:
         "zb-h1 V=4 is the fastest that fits: bubble 1.5 %, 4 of memory. "
         "v-min needs 50% less memory and takes 10% more time."
     )
-    assert trade(plan(Needs(8, 12, memory=0.5))) == "Nothing fits: allow more memory, or more microbatches."
+    assert trade(plan(Needs(8, 12, memory=0.5))) == "Nothing fits: naive needs least, 1 of memory."
     assert trade(plan(Needs(1, 4, memory=1.0))).endswith("and none of them needs less.")
 
 

@@ -10,7 +10,7 @@ from pipeproof.foreign.boundary_places import Cuts, structured
 from pipeproof.foreign.call_matching import Column, Order, at_once, columns, last_pass, orders, without_trial
 from pipeproof.foreign.survey import Both, is_part
 from pipeproof.observers.likeness import Label, Likeness
-from pipeproof.observers.observed import UNKNOWN_MICROBATCH, Crossing, Passed
+from pipeproof.observers.observed import OF_ANOTHER_PLACE, UNKNOWN_MICROBATCH, Crossing, Passed
 from pipeproof.observers.recording import FORWARD_POINTS, GIVEN, HANDED_ON, KEPT, MADE, RECEIVED, Point
 from pipeproof.observers.sketch import Sketch
 from pipeproof.observers.watching import Call
@@ -225,8 +225,8 @@ def _really(column: Column, seen: Sketch, expected: Sketch, k: int, context: _Co
         for place, owner in flow.find(seen) if seen.norm else ():
             if owner == microbatch and is_part(place, column.place):
                 return Likeness("different", words=f"a part of its own alone: {place}")
-            whose = "its own" if owner == microbatch else f"microbatch {owner}'s"
-            return Likeness(kind, words=f"{whose} {of}{place}")
+            whose = f"the {of}{place}{OF_ANOTHER_PLACE}" if owner == microbatch else f"microbatch {owner}'s {of}{place}"
+            return Likeness(kind, words=whose)
     if point is not None:
         return _sent_as(point, what)
     error = seen.distance(expected)

@@ -15,6 +15,7 @@ from pipeproof.worlds.stack import Stack
 
 INPUT = "model input"  # as a place
 UNKNOWN_MICROBATCH = -1  # the microbatch of a call of which nothing tells it
+OF_ANOTHER_PLACE = ", of the same microbatch but of another place in the model"  # the end of what is said of a tensor
 
 
 @dataclass(frozen=True)

@@ -322,9 +322,12 @@ def test_plan_lists_what_fits_and_names_the_trade(capsys: pytest.CaptureFixture[
     assert main(["plan", "--ranks", "2", "--layers", "4,1,1,1,1,4", "--times", "1,2,1"]) == 0
     assert "1,2,2,1" in capsys.readouterr().out
     assert main(["plan", "--memory", "0.5"]) == 1
-    assert "Nothing fits" in capsys.readouterr().out
+    assert "Nothing fits: naive needs least, 1 of memory." in capsys.readouterr().out
     assert main(["plan", "--layers", "1,1,1"]) == 1
-    assert "No schedule can be: 3 layers cannot fill 4 stages" in capsys.readouterr().out
+    assert (
+        "No schedule can be: 3 layers cannot fill 4 stages: use 1 to 3 stages (ranks x virtual)"
+        in capsys.readouterr().out
+    )
 
 
 def test_check_names_row_and_column_of_a_wrong_cell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

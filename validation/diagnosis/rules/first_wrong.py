@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pipeproof.diagnosis.divergence import first_wrong_points
 from pipeproof.diagnosis.evidence import Evidence, ModelBeside
 from pipeproof.observers.likeness import Likeness
-from pipeproof.observers.observed import INPUT, Crossing
+from pipeproof.observers.observed import INPUT, OF_ANOTHER_PLACE, Crossing
 from pipeproof.observers.recording import FLOWED, FORWARD_POINTS, GIVEN, HANDED_ON, KEPT, MADE, RECEIVED, Point
 
 # What a tensor is made from, and what is made from it: how many stages further, and where.
@@ -194,7 +194,8 @@ class Boundaries:
         """What it is there instead, with the tensor's number where there are several."""
         really = crossing.really
         assert really is not None, "asked for only where it is wrong"
-        text = f"{really.text}, expected {_due(point, really)}" if really.kind == "other" else really.text
+        whose = really.kind == "other" and not really.text.endswith(OF_ANOTHER_PLACE)
+        text = f"{really.text}, expected microbatch {point.microbatch}'s" if whose else really.text
         names = [crossing.what] if crossing.what[-1].isdigit() else []
         names += [crossing.place] if crossing.place.startswith(INPUT) and (names or point.stage) else []
         what = replace(really, words=f"{text} ({', '.join(names)})" if names else text, which=", ".join(names))
@@ -268,8 +269,3 @@ class Boundaries:
 def _along(point: Point) -> tuple[bool, int, int]:
     forward = point.where in FORWARD_POINTS
     return not forward, point.stage if forward else -point.stage, point.microbatch
-
-
-def _due(point: Point, really: Likeness) -> str:
-    """What should be there: not the microbatch, but the place is another where the tensor is of the same one."""
-    return "what passes there" if really.text.startswith("its own ") else f"microbatch {point.microbatch}'s"

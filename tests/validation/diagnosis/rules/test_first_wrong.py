@@ -154,7 +154,7 @@ def test_a_right_run_passes_with_every_boundary_watched(whitebox: WhiteBox) -> N
         (
             lambda m, g: [g[1], g[0]],
             "wrong-message",
-            "of every microbatch is its own gradient of output 1 of layers.1, expected what passes there",
+            "of every microbatch is the gradient of output 1 of layers.1, of the same microbatch but of another",
         ),
         (lambda m, g: [g[0], g[0]], "wrong-message", "(output gradient 1)"),
         (lambda m, g: [g[0], None], "altered", "none (output gradient 1)"),
