@@ -1,4 +1,4 @@
-"""A rank and the terminal of whoever started it: what it prints carries its number, and ``breakpoint()`` reaches it."""
+"""A rank and the terminal of whoever started it: what it prints carries its number, and a debugger reaches it."""
 
 import fcntl
 import io
@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Any, TextIO
 
 _TERMINAL = "/dev/tty"  # a rank's own standard input is empty, and what it prints may be captured
+LEFT = "the debugger was left, or had no terminal: breakpoint() and pdb.set_trace() find one; there, c goes on"
 
 
 class RankStream(io.TextIOBase):
@@ -64,7 +65,7 @@ def settle(rank: int, folder: str) -> None:
             return sys.__breakpointhook__(*arguments, **options)
         _debugger(rank, folder).set_trace(sys._getframe(1))
 
-    sys.breakpointhook = stop
+    sys.breakpointhook = pdb.set_trace = stop
 
 
 def finish_lines() -> None:
@@ -79,7 +80,7 @@ def _debugger(rank: int, folder: str) -> "_Debugger":
         return _Debugger(rank, folder, open(_TERMINAL), open(_TERMINAL, "w"))
     except OSError:
         raise RuntimeError(
-            f"breakpoint() on rank {rank}, and no terminal here to ask at: run this test alone, by pytest in a "
+            f"a breakpoint on rank {rank}, and no terminal here to ask at: run this test alone, by pytest in a "
             "terminal, neither under torchrun nor in the background"
         ) from None
 

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import traceback
+from bdb import BdbQuit
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -116,6 +117,8 @@ def _obey(order: bytes, context: RankContext) -> object:
     try:
         return job(context, *arguments)
     except Exception as error:  # whatever the user's code raises, its own globals may be why
+        if isinstance(error, BdbQuit):
+            error.args = (at_terminal.LEFT,)
         if kept:
             groups = f"{kept} process group{'s' * (kept > 1)} of earlier jobs still on this rank"
             error.add_note(

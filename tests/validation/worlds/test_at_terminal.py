@@ -1,6 +1,7 @@
 """What ranks print carries their number; their debugger needs a terminal, and no run ends while it is used."""
 
 import io
+import pdb
 import sys
 import time
 
@@ -26,11 +27,25 @@ def test_each_line_carries_the_rank_and_goes_whole() -> None:
 def test_without_a_terminal_a_breakpoint_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("stdout", "stderr", "breakpointhook"):
         monkeypatch.setattr(sys, name, getattr(sys, name))
+    monkeypatch.setattr(pdb, "set_trace", pdb.set_trace)
     monkeypatch.setattr(at_terminal, "_TERMINAL", "/no/such/terminal")
     monkeypatch.delenv("PYTHONBREAKPOINT", raising=False)
     at_terminal.settle(2, "folder")
-    with pytest.raises(RuntimeError, match=r"breakpoint\(\) on rank 2, and no terminal here to ask at: run this test"):
-        sys.breakpointhook()
+    for stop in (sys.breakpointhook, pdb.set_trace):
+        with pytest.raises(
+            RuntimeError, match=r"a breakpoint on rank 2, and no terminal here to ask at: run this test"
+        ):
+            stop()
+
+
+def asks(context: RankContext) -> None:
+    """A job with a debugger that reads the rank's own standard input, which is empty."""
+    pdb.Pdb(stdin=io.StringIO()).set_trace()
+
+
+def test_a_debugger_that_finds_no_terminal_says_which_do(world: World) -> None:
+    with pytest.raises(RankFailed, match=r"BdbQuit: the debugger was left, or had no terminal: breakpoint\(\) and"):
+        world.run(asks, ranks=1)
 
 
 def pauses(context: RankContext, debugged: bool) -> int:
