@@ -245,10 +245,12 @@ class Verdict:
         return "; ".join(f"{law.name}: {law.note}" if law.note else law.name for law in broken)
 
     def as_dict(self) -> dict[str, object]:
-        """Plain data for JSON."""
+        """Plain data for JSON. ``measured`` is left out of a pass: its laws have the largest errors."""
         data = asdict(replace(self, measured=Measured()))
         data |= {"mismatches": [mismatch.as_dict() for mismatch in self.mismatches]}
         data |= {"measured": self.measured.as_dict(), "versions": dict(versions())}
+        if self.verdict == "pass":
+            del data["measured"]
         return {"schema": SCHEMA, **data, "replay": self.replay}
 
     def to_html(self) -> str:

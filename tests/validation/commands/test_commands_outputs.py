@@ -1,6 +1,7 @@
 """Files that commands write: ``-`` is standard output for every one, and what else is said then goes aside."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from pipeproof.commands.outputs import Outputs, document
 from pipeproof.judging.cause import Cause, Cell, Cells, RuledOut
 from pipeproof.judging.verdict import LawResult, Mismatch, Size, Verdict
 from pipeproof.worlds.output_file import finite
+from tests.support import verdicts as shown
 from tests.support.json_schema import OURS, complaints, documented
 
 PASSED = Verdict("c", "pass", "bitwise", (LawResult("loss", "pass", 1, 1),))
@@ -55,6 +57,14 @@ FAILED = Verdict(
 def test_a_verdict_is_as_the_schema_says() -> None:
     text = json.dumps(finite(document("fuzz", 1, [FAILED, PASSED], seed=1)))
     assert documented(text)["verdicts"][0]["laws"][0]["worst"] == "inf"
+
+
+def test_a_pass_is_short_and_what_is_none_has_all_numbers() -> None:
+    passed = replace(shown.PASSED, measured=shown.FAILED.measured)
+    made = [shown.FAILED, passed, replace(passed, verdict="unknown"), replace(shown.BARE, ended="hang")]
+    data = documented(json.dumps(finite(document("validate", 1, made))))["verdicts"]
+    assert ["measured" in one for one in data] == [True, False, True, True]
+    assert len(json.dumps(data[1])) < len(json.dumps(data[2])) / 2
 
 
 @pytest.mark.parametrize(
