@@ -108,6 +108,8 @@ def _tell(terminal: Terminal, case: Case, verdict: Verdict, setting: Setting) ->
     """A line, and a screen where there is more to say or somebody asked."""
     passed = verdict.verdict == "pass"
     (terminal.detail if passed else terminal.say)(line(case, verdict, terminal.width), verdict.word)
+    if passed and (why := specimen(case.specimen).missing(case)):
+        terminal.say(f"this case cannot show {case.specimen}, which {why}")
     if setting.explain or not passed or terminal.manner.verbose:
         (terminal.detail if passed else terminal.say)(str(verdict), verdict.word)
 

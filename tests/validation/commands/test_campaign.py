@@ -54,6 +54,12 @@ def test_a_page_of_one_case_is_its_own_and_of_several_a_table(tmp_path: Path) ->
 
 
 @pytest.mark.pipeproof_ranks
+def test_a_fault_that_the_case_cannot_show_is_no_proof(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([replace(SOUND, microbatches=1, specimen="activation-nan")], tmp_path / "x.json") == (0, ["pass"])
+    assert "this case cannot show activation-nan, which needs 2 microbatches\n1 pass" in capsys.readouterr().out
+
+
+@pytest.mark.pipeproof_ranks
 def test_a_wrong_answer_is_not_hidden_by_a_crash(tmp_path: Path) -> None:
     assert run([WRONG, CRASHES], tmp_path / "x.json") == (1, ["fail", "unknown"])
 

@@ -45,17 +45,20 @@ def campaign(entries: Sequence[Entry], *, said: str, left_out: Mapping[str, str]
     wrong = [(k, entry) for k, entry in enumerate(entries) if entry.outcome != "pass"]
     shown, grids = _whole_pages(wrong[:_WHOLE])
     body = [
-        tag("header", badge, tag("h1", _sentence(counts, len(left_out)))),
+        tag("header", badge, tag("h1", _sentence(entries, counts, len(left_out)))),
         tag("main", _table(entries, {k for k, _ in wrong[:_WHOLE]}), *_extremes(entries), _left_out(left_out)),
         *shown,
     ]
     return whole(f"{OUTCOMES[outcome]}: {said}", joined(body), grids)
 
 
-def _sentence(counts: Counter[str], missing: int) -> str:
+def _sentence(entries: Sequence[Entry], counts: Counter[str], missing: int) -> str:
     total = counts.total()
     if counts["pass"] == total and total and not missing:
-        return f"All {total} cases agree with the reference."
+        agree = sum(entry.verdict.verdict == "pass" for entry in entries)
+        caught = ", and the planted fault is caught" if agree < total else ""
+        many = "The case agrees" if agree == 1 else f"All {agree} cases agree"
+        return f"{many} with the reference{caught}."
     parts = [f"{counts['fail']} wrong", f"{counts['unknown']} without a verdict", f"{counts['pass']} right"]
     told = ", ".join(part for part in parts if part[0] != "0") or "nothing"
     return f"Of {total} cases: {told}." + (f" {missing} did not run." if missing else "")

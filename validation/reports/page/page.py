@@ -103,8 +103,11 @@ def parts(verdict: Verdict, grid: Grid | None, first: int = 0) -> list[Html | No
     """All below that; the cells of ``grid`` are numbered from ``first`` on."""
     shown = None if grid is None else grid_view(grid, first)
     failed = tag("pre", verdict.failure) if verdict.failure else None
+    instead = sections.section("What the ranks did instead", failed, wide=True) if failed else None
+    if not verdict.laws:
+        return [instead, sections.laws(verdict), _about(verdict)]
     return [
-        sections.section("What the ranks did instead", failed, wide=True) if failed else None,
+        instead,
         sections.section("Schedule", shown, wide=True, missing=_NO_GRID),
         None if verdict.verdict == "pass" else sections.coefficients(verdict),
         sections.losses(verdict),

@@ -121,8 +121,9 @@ def test_no_name_becomes_markup() -> None:
 
 def test_what_was_not_recorded_is_said_and_not_made_up() -> None:
     shown = said(BARE)
-    assert "Not recorded: nobody noted which actions ran" in shown
-    assert "There was nothing to judge" in shown
+    told = "What the ranks did instead rank 0: waits rank 1: waits Laws There was nothing to judge. This run case"
+    assert told in shown, "and no section that has nothing to say"
+    assert "Not recorded: nobody noted which actions ran" in said(PASSED)
     assert "rank 1: waits" in shown
     assert "Rank 1 hangs." in shown
     assert "no rank reports a norm" in said(replace(FAILED, measured=Measured()))
@@ -147,6 +148,12 @@ def test_a_pass_is_shown_as_proof() -> None:
     assert "All 7 comparisons agree, bit for bit." in shown
     assert "closest: gradient body.weight, error 2.0e-07, 0.2 of what rounding allows" in shown
     assert "mask of 1F0" in shown
+
+
+def test_a_planted_fault_that_is_caught_does_not_agree_with_the_reference() -> None:
+    entries = [Entry(PASSED, "pass"), Entry(FAILED, "pass", "the planted fault is caught")]
+    shown = Text(campaign(entries, said="gate PASS", left_out={})).text
+    assert "The case agrees with the reference, and the planted fault is caught." in shown
 
 
 def test_one_file_of_10_000_cells_and_1_000_parameters_is_small() -> None:
