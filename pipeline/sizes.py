@@ -40,4 +40,4 @@ def number_wanted(*, zero: bool) -> str:
 
 def some(count: int, what: str) -> str:
     """``1 rank``, ``2 ranks``, ``2 microbatches``."""
-    return f"{count} {what}{'' if count == 1 else 'es' if what.endswith('ch') else 's'}"
+    return f"{count} {what}{'' if count == 1 else 'es' if what.endswith(('ch', 'ss')) else 's'}"

@@ -96,12 +96,16 @@ def validate_all(wanted: Sequence[Case], setting: Setting, *, left_out: Mapping[
                     write(observed_record(replace(case, device=device), observed), files.record)
                 if observed is not None and setting.profile:
                     terminal.say(profile_table(observed.profiles, terminal.width))
-        not_run = len(wanted) - len(verdicts)
-        said = summary(verdicts, left_out=len(left_out)) + (f"; {not_run} did not run" if not_run else "")
+        said = summary(verdicts, left_out=len(left_out)) + not_run(len(wanted) - len(verdicts))
         terminal.say(said)
         entries = [Entry(one, one.verdict) for one in verdicts]
         page = partial(campaign, entries, said=said, left_out=left_out)
         return files.finish(exit_status(verdicts), verdicts, page=page, left_out=dict(left_out))
+
+
+def not_run(count: int) -> str:
+    """The end of a sum: what was asked for and did not run, as somebody ended it."""
+    return f"; {count} did not run" if count else ""
 
 
 def _tell(terminal: Terminal, case: Case, verdict: Verdict, setting: Setting) -> None:

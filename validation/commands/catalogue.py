@@ -9,7 +9,7 @@ from pipeproof.cases.specimens import CONTROLS, FAMILIES, PLUGINS, SPECIMENS, Sp
 from pipeproof.cases.specimens.specimen import unchanged
 from pipeproof.cases.trial import Named, Trial, case_for, smallest_of, try_out
 from pipeproof.cases.validator import validate
-from pipeproof.commands.campaign import Setting
+from pipeproof.commands.campaign import Setting, not_run
 from pipeproof.judging.judge import LAWS
 from pipeproof.pipeline.schedules import known_are
 from pipeproof.reports.columns import Column, Layout, table
@@ -83,7 +83,8 @@ def try_all(names: Sequence[str], schedules: Sequence[str], setting: Setting, *,
         for which, words in _EVIDENCE.items():
             if which == "final" or not final_only:
                 drawn = confusion(pairs_of(trials, which), terminal.width)
-                terminal.say(f"\n{words}:\n{drawn}\n{totals(trials, which)}")
+                said = totals(trials, which) + not_run(len(cases) - len(trials))
+                terminal.say(f"\n{words}:\n{drawn}\n{said}")
         status = 0 if trials and all(_sound(trial) for trial in trials) else 1
         return files.finish(status, specimens=[trial.as_dict() for trial in trials])
 
@@ -97,7 +98,8 @@ def shrink_all(names: Sequence[str], setting: Setting, *, seed: int) -> int:
                 with terminal.progress(f"{number} of {len(names)}: {name}"):
                     found.append(shrink(SPECIMENS[name], world, seed=seed))
                 (terminal.detail if found[-1].as_stated else terminal.say)(str(found[-1]))
-        terminal.say(f"{sum(one.as_stated for one in found)} of {len(found)} shrink to the case that they state")
+        said = f"{sum(one.as_stated for one in found)} of {len(found)} shrink to the case that they state"
+        terminal.say(said + not_run(len(names) - len(found)))
         status = 0 if found and all(one.as_stated for one in found) else 1
         return files.finish(status, seed=seed, shrunk=[asdict(one) for one in found])
 

@@ -5,6 +5,7 @@ from functools import partial
 from pipeproof.cases.case import Case
 from pipeproof.cases.specimens import specimen
 from pipeproof.commands.outputs import Outputs
+from pipeproof.pipeline.sizes import some
 from pipeproof.records.case_record import expected_record
 from pipeproof.records.compare import compare
 from pipeproof.records.record import Record, RecordError, config_differences
@@ -38,6 +39,9 @@ def compare_files(expected: str, seen: str, *, outputs: Outputs, configs: bool =
     ``configs``: of two runs, say first what is different in their configs.
     """
     first, second = read(expected), read(seen)
+    if first.kind == "observed" and not configs:
+        wanted = "expected first what `pipeproof record` wrote; of two runs, `pipeproof diff` says what is different"
+        raise RecordError(f"{expected} is of a run, which may be wrong: {wanted}")
     command, differences = "diff" if configs else "compare", list(config_differences(first, second))
     with outputs.opened(command) as files:
         if configs:
@@ -51,7 +55,7 @@ def compare_files(expected: str, seen: str, *, outputs: Outputs, configs: bool =
 
 
 def _contents(record: Record) -> str:
-    losses = sum(len(one.losses) for one in record.operations)
-    gradients = sum(len(one.gradients) for one in record.operations)
+    losses = some(sum(len(one.losses) for one in record.operations), "loss")
+    gradients = some(sum(len(one.gradients) for one in record.operations), "gradient")
     operations = "+".join(one.operation for one in record.operations)
-    return f"{record.kind} of {record.name}: {operations}; {losses} losses, {gradients} gradients"
+    return f"{record.kind} of {record.name}: {operations}; {losses}, {gradients}"

@@ -1,5 +1,6 @@
 """The catalogue at work: what is run where, and what a reader sees of it."""
 
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from pipeproof.cases.trial import Named, Trial
 from pipeproof.commands import catalogue
 from pipeproof.commands.campaign import Setting
 from pipeproof.commands.catalogue import cases_on, chosen, line, listing, try_all
+from pipeproof.commands.ending import AskedToEnd
 from pipeproof.commands.outputs import Outputs
 from pipeproof.worlds.world import World
 from tests.support.json_schema import documented
@@ -78,6 +80,22 @@ def test_what_is_not_caught_or_named_wrong_is_no_success_and_what_does_not_apply
     assert "NOT: nothing" in out
     why = "needs a backward in two halves on the middle stage"
     assert f"left out, {why}: weight-half-dropped on gpipe 1f1b" in out
+
+
+def test_an_interruption_says_how_many_were_not_tried(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = iter([TRIAL])
+
+    def tried(case: Case, world: World, *, record: bool) -> Trial:
+        if (trial := next(answers, None)) is None:
+            raise AskedToEnd(signal.SIGINT)
+        return trial
+
+    monkeypatch.setattr(catalogue, "try_out", tried)
+    with pytest.raises(AskedToEnd):
+        try_all(["stage-negated", "layernorm-zero", "clip-twice"], [], Setting("cpu"), final_only=True)
+    assert capsys.readouterr().out.endswith("; 2 did not run\n")
 
 
 def test_a_false_alarm_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

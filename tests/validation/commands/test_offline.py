@@ -99,7 +99,9 @@ def test_what_a_run_gave_is_recorded_and_judged(capsys: pytest.CaptureFixture[st
     assert main(["replay", f"{ONE} specimen=layernorm-zero", "--record", "faulty"]) == 1
     assert main(["compare", "one", "seen"]) == 0
     assert main(["diff", "seen", "faulty"]) == 1
-    out = capsys.readouterr().out
+    assert main(["compare", "seen", "faulty"]) == 2, "neither is known to be right"
+    out, err = capsys.readouterr()
+    assert "seen is of a run, which may be wrong: expected first what `pipeproof record` wrote" in err
     assert "PASS 37 comparisons, bitwise" in out
     assert "specimen" in out
     assert "where     rank 1, stage 1, parameter blocks.1.norm.weight" in out
