@@ -123,21 +123,6 @@ def arguments(node: ast.FunctionDef) -> list[str]:
     return [part.replace("=", " = ") for part in parts if part not in ("self", "cls")]
 
 
-def spelled_out(node: Node, body: Sequence[ast.stmt]) -> Node:
-    """``node`` with the keywords that a ``TypedDict`` of its file says, in place of ``**options``."""
-    if isinstance(node, ast.ClassDef) or node.args.kwarg is None or node.args.kwarg.annotation is None:
-        return node
-    options = re.fullmatch(r"Unpack\[(\w+)\]", ast.unparse(node.args.kwarg.annotation))
-    if options is None:
-        return node
-    for row in found(body, options[1]).body:
-        if isinstance(row, ast.AnnAssign):
-            node.args.kwonlyargs.append(ast.arg(ast.unparse(row.target), row.annotation))
-            node.args.kw_defaults.append(ast.Constant(None))
-    node.args.kwarg = None
-    return node
-
-
 def fields(node: ast.ClassDef) -> list[str]:
     """The fields of a dataclass or a named tuple."""
     rows = [one for one in node.body if isinstance(one, ast.AnnAssign)]
@@ -168,13 +153,13 @@ def listed(text: str, names: Sequence[str]) -> str:
 def entry(one: Name) -> Iterator[str]:
     """What the page says of a name."""
     body = ast.parse((ROOT / one.file).read_text()).body
-    node = spelled_out(found(body, one.own or one.name), body)
+    node = found(body, one.own or one.name)
     yield f"### {one.name}\n\n`from {one.package} import {one.name}`\n"
     yield f"```py\n{signature(node, one.name)}\n```\n"
     yield f"{told(node)}\n"
     for method in one.methods:
         assert isinstance(node, ast.ClassDef), f"{one.name} is no class and has no methods"
-        own = spelled_out(found(node.body, method), body)
+        own = found(node.body, method)
         yield f"```py\n.{signature(own, method)}\n```\n"
         yield f"{told(own)}\n"
 

@@ -244,7 +244,7 @@ def _specimens(options: argparse.Namespace) -> int:
     without_effect(options, ["--schedule", "--final-only"] if options.shrink else (), _SHRINKS)
     names = chosen(options.only, otherwise=[] if options.plugin is None else loaded(options.plugin))
     if options.list:
-        Terminal().say(listing(names, Terminal().width))
+        Terminal().say(listing(names, width=Terminal().width))
         return 0
     schedules = schedule_names(options.schedule) if options.schedule else []
     setting = Setting("cpu", options.timeout, Outputs.of(options))

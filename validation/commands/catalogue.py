@@ -164,7 +164,7 @@ _LISTED = (
 )
 
 
-def listing(names: Collection[str] = SPECIMENS, width: int | None = None) -> str:
+def listing(names: Collection[str] = SPECIMENS, *, width: int | None = None) -> str:
     """One line for each of these specimens: name, family and classes, kind of cause, smallest case, summary, origin."""
     rows = [
         (

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, zip_longest
 from time import perf_counter
-from typing import Any, TypedDict, Unpack
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -51,14 +51,6 @@ _OF_CALLS = ("microbatches", "boundaries")  # the laws that only calls of watche
 _WARMED_UP = "each microbatch's last call counts: those before it left nothing in the gradients, which are right"
 
 
-class Options(TypedDict, total=False):
-    """What a validation may be told besides; ``WhiteBox.validate`` says what it means."""
-
-    loss_fn: Callable[[Any, Tensor], Tensor] | None
-    loss_divisor: float | None
-    names: Names | None
-
-
 @dataclass(frozen=True)
 class WhiteBox:
     """Validates steps on the ranks of ``world``; ``timeout_s`` bounds each, in seconds (None: the world's bound)."""
@@ -73,8 +65,10 @@ class WhiteBox:
         reference: Callable[[], nn.Module],
         microbatches: Sequence[Any],
         ranks: int | Sequence[int] | Mapping[str, int],
+        loss_fn: Callable[[Any, Tensor], Tensor] | None = None,
+        loss_divisor: float | None = None,
+        names: Names | None = None,
         timeout_s: float | None = None,
-        **options: Unpack[Options],
     ) -> Verdict:
         """The verdict on ``step(model, microbatches)``, called on every rank, beside the reference.
 
@@ -95,17 +89,13 @@ class WhiteBox:
         that goes wrong is in the verdict.
         """
         began = perf_counter()
-        if other := options.keys() - Options.__annotations__.keys():
-            raise TypeError(
-                f"validate() has no {', '.join(sorted(other))}: it has {', '.join(Options.__annotations__)}"
-            )
-        task = Task(step, reference, tuple(microbatches), options.get("loss_fn"), options.get("loss_divisor"))
+        task = Task(step, reference, tuple(microbatches), loss_fn, loss_divisor)
         replicas = Replicas.along(ranks, len(task.microbatches))
         task.check(len(replicas.of))
         replicas.check()
         try:
             bounded = self if timeout_s is None else replace(self, timeout_s=timeout_s)
-            verdict = bounded._validated(task, replicas, options.get("names"))
+            verdict = bounded._validated(task, replicas, names)
         except (WhiteBoxError, NeedsMoreRanks):
             raise
         except Exception as error:  # of the reference, of what the ranks handed back, or ours: never a pass
@@ -148,8 +138,10 @@ def validate(
     reference: Callable[[], nn.Module],
     microbatches: Sequence[Any],
     ranks: int | Sequence[int] | Mapping[str, int],
+    loss_fn: Callable[[Any, Tensor], Tensor] | None = None,
+    loss_divisor: float | None = None,
+    names: Names | None = None,
     timeout_s: float | None = None,
-    **options: Unpack[Options],
 ) -> Verdict:
     """As ``WhiteBox.validate``, on a world that lasts as long as this call."""
     with World() as world:
@@ -158,8 +150,10 @@ def validate(
             reference=reference,
             microbatches=microbatches,
             ranks=ranks,
+            loss_fn=loss_fn,
+            loss_divisor=loss_divisor,
+            names=names,
             timeout_s=timeout_s,
-            **options,
         )
 
 
