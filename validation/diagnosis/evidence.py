@@ -19,12 +19,11 @@ from pipeproof.judging.oracle import copies_apart
 from pipeproof.judging.tolerance import PRECISIONS
 from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.observed import Observed, Passed
-from pipeproof.observers.recording import Addition, Recording, Site
+from pipeproof.observers.recording import Addition, Gradients, Recording, Site
 from pipeproof.observers.sketch import Sketch
 from pipeproof.reference.passage import Passage
 from pipeproof.reference.step import Contribution, Expected, Gradient
 
-Gradients = Mapping[str, Tensor | None]
 _OF_GRADIENTS = ("gradient", "presence", "tied-copies")
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from pipeproof.pipeline.action import Action
 
 Site = tuple[int, str]  # one stage's copy of a parameter, by its name in the model
-Gradients = Mapping[str, Tensor | None]  # of one stage's parameters, by name
+Gradients = Mapping[str, Tensor | None]  # of parameters, by name
 
 # Where a tensor was seen, in the order in which data flow through a stage.
 GIVEN = "input"  # what the runtime gave the stage

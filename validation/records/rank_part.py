@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof.judging.tolerance import same_bits
+from pipeproof.observers.recording import Gradients
 from pipeproof.records.record import (
-    Gradients,
     RankStage,
     RecordedOperation,
     RecordError,

@@ -23,6 +23,7 @@ from pipeproof.judging.tolerance import (
     precision_of,
     same_bits,
 )
+from pipeproof.observers.recording import Gradients
 from pipeproof.observers.sketch import bits
 from pipeproof.reference.step import Expected
 
@@ -65,7 +66,6 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 Kind = Literal["expected", "observed"]
-Gradients = Mapping[str, Tensor | None]
 RankStage = tuple[int, int]  # rank and stage
 
 

@@ -17,9 +17,9 @@ from safetensors.torch import save
 from torch import Tensor
 
 from pipeproof.judging.tolerance import PRECISIONS, Floor
+from pipeproof.observers.recording import Gradients
 from pipeproof.observers.sketch import bits
 from pipeproof.records.record import (
-    Gradients,
     RankStage,
     Record,
     RecordedFloors,
