@@ -18,7 +18,8 @@ from pipeproof.reports.page.sentences import OUTCOMES, closest, sentence
 
 Configs = Sequence[tuple[str, object, object]]
 _NO_GRID = (
-    "Not recorded: nobody noted which actions ran. A record holds none; of a step, stages that watch(module) watches"
+    "Not recorded: nobody noted which actions ran. Stages that watch(module) watches in whitebox.validate note them; "
+    "records and check_step do not"
 )
 
 
@@ -68,9 +69,9 @@ def _of_cause(verdict: Verdict) -> list[tuple[str, Part]]:
         facts.append(("Stopped", f"before all was compared: {verdict.stopped}"))
     if verdict.unsought:
         facts.append(("Cause", f"not sought: looking for it raised {verdict.unsought}"))
-    elif verdict.ended and not verdict.cause:
+    elif verdict.failure and not verdict.cause:
         facts.append(("Next", "Read below where each rank stood."))
-    elif not verdict.cause and verdict.verdict != "pass":
+    elif not verdict.cause and (verdict.undecided or verdict.mismatches):
         facts.append(("Cause", "; ".join(verdict.undecided) or "unknown: the evidence does not decide"))
     return facts
 
@@ -104,7 +105,7 @@ def parts(verdict: Verdict, grid: Grid | None, first: int = 0) -> list[Html | No
     shown = None if grid is None else grid_view(grid, first)
     failed = tag("pre", verdict.failure) if verdict.failure else None
     instead = sections.section("What the ranks did instead", failed, wide=True) if failed else None
-    if not verdict.laws:
+    if not any(law.checked for law in verdict.laws):
         return [instead, sections.laws(verdict), _about(verdict)]
     return [
         instead,

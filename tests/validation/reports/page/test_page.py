@@ -10,7 +10,7 @@ import pytest
 
 from pipeproof.judging.cause import Cause
 from pipeproof.judging.measured import Done, Measured, Weights
-from pipeproof.judging.verdict import Verdict
+from pipeproof.judging.verdict import LawResult, Verdict
 from pipeproof.pipeline.action import Kind
 from pipeproof.reports.page.campaign import Entry, campaign
 from pipeproof.reports.page.page import page
@@ -124,6 +124,10 @@ def test_what_was_not_recorded_is_said_and_not_made_up() -> None:
     told = "What the ranks did instead rank 0: waits rank 1: waits Laws There was nothing to judge. This run case"
     assert told in shown, "and no section that has nothing to say"
     assert "Not recorded: nobody noted which actions ran" in said(PASSED)
+    undecided = replace(BARE, failure="", laws=(LawResult("comparable", "unknown", note="another seed"),), headline="")
+    shown_too = said(undecided)
+    assert "Comparable: another seed." in shown_too
+    assert not re.search("evidence|Read below|Not recorded", shown_too), "there is nothing to explain or to show"
     assert "rank 1: waits" in shown
     assert "Rank 1 hangs." in shown
     assert "no rank reports a norm" in said(replace(FAILED, measured=Measured()))
