@@ -17,6 +17,7 @@ from pipeproof.judging.judge import one_thread
 from pipeproof.judging.tolerance import FP32, scalar_error
 from pipeproof.judging.verdict import raised
 from pipeproof.observers.sketch import contents
+from pipeproof.pipeline.sizes import some
 from pipeproof.reference.data import Batch
 from pipeproof.reference.graph import ends_of, uses
 from pipeproof.reference.step import Contribution, Loss, LossError, Recipe, Reference, Site
@@ -73,8 +74,8 @@ class Task:
 
     def title(self, ranks: int) -> str:
         """The subject in words."""
-        count = len(self.microbatches)
-        return f"{name_of(self.step)} on {ranks} ranks, {count} microbatches, reference {self.name}"
+        count = some(len(self.microbatches), "microbatch")
+        return f"{name_of(self.step)} on {some(ranks, 'rank')}, {count}, reference {self.name}"
 
     def built(self, device: str) -> nn.Module:
         """The reference, as every rank builds it."""

@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 
 from pipeproof.cases.case import Case
 from pipeproof.judging.verdict import Verdict, small
+from pipeproof.pipeline.sizes import some
 
 Group = Literal["table", "pinned", "fuzz", "planted"]
 _ORDER = {"fail": 0, "unknown": 1, "pass": 2}
@@ -57,7 +58,7 @@ class GateResult:
         if len(self.cases) >= self.due and not self.missing:
             return ""
         reasons = "".join(f"; {name}: {reason}" for name, reason in self.missing.items())
-        return f"{len(self.cases)} of {self.due} cases ran{reasons}"
+        return f"{len(self.cases)} of {some(self.due, 'case')} ran{reasons}"
 
     @property
     def status(self) -> int:
@@ -76,7 +77,9 @@ class GateResult:
         counts = {outcome: sum(one.outcome == outcome for one in self.cases) for outcome in _ORDER}
         said = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count or outcome == "pass")
         word = {0: "PASS", 1: "FAIL", 3: "UNKNOWN"}[self.status]
-        return f"gate {word}: {said} of {self.due} cases; seed {self.seed}" + (f"; {self.short}" if self.short else "")
+        return f"gate {word}: {said} of {some(self.due, 'case')}; seed {self.seed}" + (
+            f"; {self.short}" if self.short else ""
+        )
 
 
 _FEW = 3  # annotations of cases; more would hide the culprit

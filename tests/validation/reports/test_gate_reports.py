@@ -51,7 +51,7 @@ def test_the_status_is_that_of_the_worst_and_a_short_gate_is_no_pass(
 def test_a_gate_says_what_it_lacks() -> None:
     short = GateResult([PASS], 3, 7, {"zb-v": "it has two stages per rank"})
     assert str(short) == ("gate UNKNOWN: 1 pass of 3 cases; seed 7; 1 of 3 cases ran; zb-v: it has two stages per rank")
-    assert str(gated(PASS)) == "gate PASS: 1 pass of 1 cases; seed 7"
+    assert str(gated(PASS)) == "gate PASS: 1 pass of 1 case; seed 7"
 
 
 def test_junit_has_a_case_for_each_and_one_for_their_number() -> None:

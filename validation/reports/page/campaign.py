@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeproof.judging.verdict import Verdict, small
+from pipeproof.pipeline.sizes import some
 from pipeproof.reports.page import sections
 from pipeproof.reports.page.grid import Grid
 from pipeproof.reports.page.markup import Html, Part, joined, tag
@@ -61,7 +62,7 @@ def _sentence(entries: Sequence[Entry], counts: Counter[str], missing: int) -> s
         return f"{many} with the reference{caught}."
     parts = [f"{counts['fail']} wrong", f"{counts['unknown']} without a verdict", f"{counts['pass']} right"]
     told = ", ".join(part for part in parts if part[0] != "0") or "nothing"
-    return f"Of {total} cases: {told}." + (f" {missing} did not run." if missing else "")
+    return f"Of {some(total, 'case')}: {told}." + (f" {missing} did not run." if missing else "")
 
 
 def _whole_pages(wrong: Sequence[tuple[int, Entry]]) -> tuple[list[Html], list[Grid]]:
