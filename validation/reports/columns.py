@@ -90,11 +90,6 @@ def shortened(text: str, width: int | None) -> str:
     return text if width is None or len(text) <= width else f"{text[: max(0, width - 1)]}…"[:width]
 
 
-def cut(text: str, width: int | None) -> str:
-    """Every line of ``text``, cut where it is too long."""
-    return "\n".join(shortened(line, width) for line in text.splitlines())
-
-
 def in_pieces(grid: str, width: int | None) -> str:
     """A grid of rows ``rank 0 | cells``, all cells of one width, in pieces one below the other; each says its start."""
     rows = [line.partition(" | ") for line in grid.splitlines()]
@@ -107,6 +102,6 @@ def in_pieces(grid: str, width: int | None) -> str:
     for first in count(0, many):
         cells = [(name, row[first * step : (first + many) * step].rstrip()) for name, _, row in rows]
         if not any(text for _, text in cells):
-            return cut("\n".join(pieces), width)
+            return "\n".join(shortened(piece, width) for piece in pieces)
         pieces += [f"time {first}", *(f"{name} | {text}" for name, text in cells)]
     raise AssertionError("a grid ends")

@@ -12,6 +12,7 @@ from pipeproof.pipeline.memory import peaks_of
 from pipeproof.pipeline.schedule import Schedule
 from pipeproof.pipeline.sizes import some
 from pipeproof.pipeline.trace import Span, Trace
+from pipeproof.reports.columns import shortened
 
 WORDS: Mapping[Kind, str] = {
     Kind.FORWARD: "forward",
@@ -139,14 +140,10 @@ def in_slots(name: str, schedule: Schedule, rows: Sequence[Sequence[Action]], br
         for slot, action in enumerate(row)
     )
     more = [f"and {len(broken) - _MOST_SAID} more"] if len(broken) > _MOST_SAID else []
-    facts = (*(_cut(str(violation)) for violation in broken[:_MOST_SAID]), *more)
+    facts = (*(shortened(str(violation), _LONGEST) for violation in broken[:_MOST_SAID]), *more)
     laws = some(len({violation.law for violation in broken}), "law")
     title = f"{name} breaks {laws}: {shape(schedule)}"
     return Panel(title, facts, schedule, tuple(cells), "slots, in the order of each rank: no times")
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
 
 
 def _in_slot(action: Action, violation: Violation | None) -> str:

@@ -28,7 +28,6 @@ COLUMNS = (
     Column("verdict", 7, gap=2),
     Column("time", 6, right=True, drop=11),
 )
-HEADER = Layout.of(COLUMNS, None).header
 
 
 def line(case: Case, verdict: Verdict, width: int | None = None) -> str:

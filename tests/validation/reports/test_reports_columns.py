@@ -4,9 +4,10 @@ import pytest
 
 from pipeproof.pipeline import build
 from pipeproof.pipeline.grid import grid
-from pipeproof.reports.columns import Column, Layout, cut, in_pieces, shortened, table
-from pipeproof.reports.table import COLUMNS, HEADER
+from pipeproof.reports.columns import Column, Layout, in_pieces, shortened, table
+from pipeproof.reports.table import COLUMNS
 
+HEADER = Layout.of(COLUMNS, None).header
 NAMED = (Column("name", 8, least=4, gap=0), Column("why", 9, drop=1), Column("n", 3, right=True, drop=2))
 
 
@@ -43,7 +44,6 @@ def test_a_table_is_as_wide_as_what_is_in_it_and_empty_columns_are_none() -> Non
 
 def test_what_is_cut_says_so() -> None:
     assert (shortened("four", 4), shortened("fives", 4), shortened("x", None)) == ("four", "fiv…", "x")
-    assert cut("a long line\nshort", 6) == "a lon…\nshort"
 
 
 def test_a_long_grid_is_in_pieces_that_say_where_they_begin() -> None:

@@ -15,10 +15,10 @@ from pipeproof.judging.verdict import LawResult, Mismatch, Verdict
 from pipeproof.pipeline import Times, build
 from pipeproof.pipeline.plan import Needs, plan, row
 from pipeproof.pipeline.profile import Profile
-from pipeproof.reports.columns import table
+from pipeproof.reports.columns import Layout, table
 from pipeproof.reports.side_by_side import SideBySide
 from pipeproof.reports.table import (
-    HEADER,
+    COLUMNS,
     confusion,
     counts,
     line,
@@ -140,7 +140,7 @@ def test_nothing_is_ruled_out_by_what_was_not_compared() -> None:
 def test_the_table() -> None:
     sound = (*LAWS[:2], LawResult("gradient", "pass", 101, 101), LAWS[4])
     passed = replace(FAILED, verdict="pass", tier="fp32", laws=sound)
-    table = "\n".join([HEADER, line(CASE, FAILED), line(CASE, passed)])
+    table = "\n".join([Layout.of(COLUMNS, None).header, line(CASE, FAILED), line(CASE, passed)])
     assert table + "\n" == (GOLDEN / "table.txt").read_text()
     assert max(map(len, table.splitlines())) <= 120
 
