@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from pipeproof.cases.case import FUZZED_DTYPES, SCHEDULES, Case, CaseError
 from pipeproof.cases.runtimes import OWN, TORCH
-from pipeproof.commands.option_parser import without_effect
+from pipeproof.commands.option_parser import add_count, add_names, without_effect
 from pipeproof.commands.outputs import Outputs, add_file, add_outputs, add_recording
 from pipeproof.commands.selection import (
     DTYPE_NAMES,
@@ -51,19 +51,13 @@ def _add_validate(commands: Commands) -> None:
 
 def _add_fuzz(commands: Commands) -> None:
     parser = commands.add_parser("fuzz", help="run many random cases; a failure shrinks to a line that replays it")
-    parser.add_argument("--cases", type=int, default=200, metavar="N", help="how many are drawn (default 200)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="what is drawn (default %(default)s)")
-    schedules = f"all, or some of {', '.join(SCHEDULES)} (default all)"
-    parser.add_argument("--schedule", default="all", metavar="NAME,...", help=schedules)
-    drawn = ",".join(FUZZED_DTYPES)
-    parser.add_argument("--dtype", default=drawn, metavar="NAME,...", help=f"{DTYPE_NAMES} (default %(default)s)")
-    parser.add_argument("--max-ranks", type=int, default=4, metavar="P", help="of a drawn case (default %(default)s)")
-    parser.add_argument(
-        "--runtime",
-        choices=(OWN, TORCH),
-        default=OWN,
-        help="which one runs them: torch is torch.distributed.pipelining (default %(default)s)",
-    )
+    add_count(parser, "--cases", "N", "how many are drawn", default=200)
+    add_count(parser, "--seed", "N", "what is drawn", default=0)
+    add_names(parser, "--schedule", f"all, or some of {', '.join(SCHEDULES)}", default="all")
+    add_names(parser, "--dtype", DTYPE_NAMES, default=",".join(FUZZED_DTYPES))
+    add_count(parser, "--max-ranks", "P", "of a drawn case", default=4)
+    runtimes = "which one runs them: torch is torch.distributed.pipelining"
+    parser.add_argument("--runtime", choices=(OWN, TORCH), default=OWN, help=runtimes)
     add_world(parser)
     add_outputs(parser, page=True)
     parser.set_defaults(run=_fuzz)
@@ -73,16 +67,10 @@ def _add_gate(commands: Commands) -> None:
     about = "decide whether to merge: the table of schedules, fuzzing, and a planted fault"
     parser = commands.add_parser("gate", help=about)
     add_table(parser)
-    cases = "how many are drawn from the seed (default %(default)s)"
-    parser.add_argument("--cases", type=int, default=50, metavar="N", help=cases)
-    parser.add_argument(
-        "--case",
-        action="append",
-        default=[],
-        metavar="LINE",
-        help="one more case, as replay takes it; may be given again",
-    )
-    parser.add_argument("--max-ranks", type=int, metavar="P", help="of a drawn case (default: as in the table)")
+    add_count(parser, "--cases", "N", "how many are drawn from the seed", default=50)
+    one_more = "one more case, as replay takes it; may be given again"
+    parser.add_argument("--case", action="append", default=[], metavar="LINE", help=one_more)
+    add_count(parser, "--max-ranks", "P", "of a drawn case (default: as in the table)")
     add_file(parser, "--junit", "write a test report there")
     add_file(parser, "--summary", "write a table in Markdown there")
     parser.add_argument("--artifacts", metavar="DIR", help="write the records of failing cases there")
@@ -212,23 +200,14 @@ def _compare(options: argparse.Namespace) -> int:
 def _add_specimens(commands: Commands) -> None:
     parser = commands.add_parser("specimens", help="plant known faults; see that each is caught and named")
     parser.add_argument("--list", action="store_true", help="a line for each; nothing runs")
-    parser.add_argument(
-        "--schedule",
-        default="",
-        metavar="NAME,...",
-        help="plant each in all schedules, or in these, and not in its smallest case",
-    )
-    parser.add_argument("--only", default="", metavar="NAME,...", help="these alone (default: all)")
-    parser.add_argument(
-        "--plugin",
-        metavar="FILE",
-        help="a Python file that registers specimens of your own: those alone, unless --only says more",
-    )
+    add_names(parser, "--schedule", "plant each in all schedules, or in these, and not in its smallest case")
+    add_names(parser, "--only", "these alone (default: all)")
+    own = "a Python file that registers specimens of your own: those alone, unless --only says more"
+    parser.add_argument("--plugin", metavar="FILE", help=own)
     parser.add_argument("--shrink", action="store_true", help="shrink a random failing case of each to its smallest")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="what --shrink draws (default %(default)s)")
-    parser.add_argument(
-        "--final-only", action="store_true", help="name faults from final gradients alone: record no tensors"
-    )
+    add_count(parser, "--seed", "N", "what --shrink draws", default=0)
+    final = "name faults from final gradients alone: record no tensors"
+    parser.add_argument("--final-only", action="store_true", help=final)
     add_timeout(parser)
     add_outputs(parser, what="results")
     parser.set_defaults(run=_specimens)

@@ -23,7 +23,12 @@ class UsageError(ValueError):
 
 
 class _Help(argparse.HelpFormatter):
-    """As argparse's, but what is to be typed stays in one piece where it has a hyphen."""
+    """As argparse's, but defaults are said, and what is to be typed stays in one piece where it has a hyphen."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        said = action.help or ""
+        none = isinstance(action.default, bool | None) or action.default in ("", (), [], argparse.SUPPRESS)
+        return said if none or "default" in said else f"{said} (default %(default)s)"
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         whole = " ".join(text.split())
@@ -65,6 +70,18 @@ class CommandParser(OptionParser):
             return f"unexpected argument {word!r}"
         hint = nearest(option, list(self._option_string_actions))
         return f"unknown option {option}{': ' * bool(hint)}{hint.rstrip(' ')}"
+
+
+def add_count(
+    parser: argparse._ActionsContainer, option: str, letter: str, says: str, *, default: int | None = None
+) -> None:
+    """An option that takes a whole number."""
+    parser.add_argument(option, type=int, default=default, metavar=letter, help=says)
+
+
+def add_names(parser: argparse._ActionsContainer, option: str, says: str, *, default: str = "") -> argparse.Action:
+    """An option that takes names with commas between."""
+    return parser.add_argument(option, default=default, metavar="NAME,...", help=says)
 
 
 def offers(action: argparse.Action, names: Iterable[str]) -> None:

@@ -8,12 +8,22 @@ from typing import Any
 from pipeproof.cases.case import MODELS, CaseError
 from pipeproof.commands.drawn import against, lawful, named
 from pipeproof.commands.ending import WRONG
-from pipeproof.commands.option_parser import number, numbers, offers, share, shares, three_numbers, without_effect
+from pipeproof.commands.option_parser import (
+    add_count,
+    number,
+    numbers,
+    offers,
+    share,
+    shares,
+    three_numbers,
+    without_effect,
+)
 from pipeproof.commands.outputs import Outputs, add_file, add_outputs
 from pipeproof.commands.selection import (
     MICROBATCHES,
     RANKS,
     Shape,
+    add_layers,
     add_shape,
     case_of,
     schedule_in,
@@ -57,67 +67,35 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
     add_shape(parser)
     parser.set_defaults(run=_show)
     parser.add_argument("--times", type=three_numbers, metavar="F,I,W", help=_TIMES.format("stage"))
-    parser.add_argument(
-        "--against", metavar="NAME", help="another schedule, or a FILE.csv: both on one axis, numbers side by side"
-    )
+    other = "another schedule, or a FILE.csv: both on one axis, numbers side by side"
+    parser.add_argument("--against", metavar="NAME", help=other)
     add_file(parser, "--svg", "draw the timeline there")
     add_file(parser, "--png", "draw the timeline there (needs the extra 'plot')")
     add_file(parser, "--trace", "write the timeline there for ui.perfetto.dev, as Chrome's JSON")
     add_outputs(parser, what="the timeline")
-    parser.add_argument(
-        "--run",
-        dest="real",
-        action="store_true",
-        help="run it on ranks with a small model, and say its times beside the simulated ones",
-    )
+    on_ranks = "run it on ranks with a small model, and say its times beside the simulated ones"
+    parser.add_argument("--run", dest="real", action="store_true", help=on_ranks)
     real = parser.add_argument_group("with --run")
-    real.add_argument("--steps", type=int, default=5, metavar="N", help="how many steps are timed (default 5)")
-    real.add_argument("--model", default="gpt", metavar="NAME", help=f"one of {', '.join(MODELS)} (default gpt)")
-    real.add_argument("--layers", type=int, default=8, metavar="L", help="layers of the model (default 8)")
-    real.add_argument("--split", default="even", metavar="L,...", help="layers of each stage: even, or such as 3,1,2,2")
+    add_count(real, "--steps", "N", "how many steps are timed", default=5)
+    real.add_argument("--model", default="gpt", metavar="NAME", help=f"one of {', '.join(MODELS)}")
+    add_layers(real)
     parser.set_defaults(loss="mean", seed=0)
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", type=int, default=RANKS, metavar="P", help="how many ranks (default %(default)s)")
-    many = "how many microbatches (default %(default)s)"
-    parser.add_argument("--microbatches", type=int, default=MICROBATCHES, metavar="M", help=many)
-    parser.add_argument(
-        "--memory",
-        type=number,
-        metavar="N",
-        help="the most that a rank may hold, counted in what one microbatch leaves on a whole rank; with "
-        "--activations, in their unit",
-    )
+    add_count(parser, "--ranks", "P", "how many ranks", default=RANKS)
+    add_count(parser, "--microbatches", "M", "how many microbatches", default=MICROBATCHES)
+    most = "the most that a rank may hold, in what a microbatch leaves on a whole rank, or in the unit of --activations"
+    parser.add_argument("--memory", type=number, metavar="N", help=most)
     parser.add_argument("--times", type=three_numbers, default=_UNIT, metavar="F,I,W", help=_TIMES.format("whole rank"))
-    parser.add_argument(
-        "--layers",
-        type=numbers,
-        default=(),
-        metavar="C,C,...",
-        help="the cost of every layer, by which stages are balanced",
-    )
-    parser.add_argument(
-        "--activations",
-        type=numbers,
-        default=(),
-        metavar="A,A,...",
-        help="what a microbatch leaves on every layer, e.g. in MiB; --memory then includes --weights",
-    )
-    parser.add_argument(
-        "--weights",
-        type=shares,
-        default=(),
-        metavar="W,W,...",
-        help="what stays on every layer, in the same unit: parameters, gradients, the optimizer's state",
-    )
-    parser.add_argument(
-        "--weight-memory",
-        type=share,
-        default=1.0,
-        metavar="SHARE",
-        help="how much of an activation is held from the I to the W (default 1)",
-    )
+    costs = "the cost of every layer, by which stages are balanced"
+    parser.add_argument("--layers", type=numbers, default=(), metavar="C,C,...", help=costs)
+    left = "what a microbatch leaves on every layer, e.g. in MiB; --memory then includes --weights"
+    parser.add_argument("--activations", type=numbers, default=(), metavar="A,A,...", help=left)
+    stays = "what stays on every layer, in the same unit: parameters, gradients, the optimizer's state"
+    parser.add_argument("--weights", type=shares, default=(), metavar="W,W,...", help=stays)
+    held = "how much of an activation is held from the I to the W"
+    parser.add_argument("--weight-memory", type=share, default=1, metavar="SHARE", help=held)
     add_outputs(parser, what="the table")
     parser.set_defaults(run=_plan)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pipeproof.cases.case import DTYPES, LOSSES, MODELS, SCHEDULES, Case, CaseError, most_stages
 from pipeproof.cases.own_schedule import own_schedule
-from pipeproof.commands.option_parser import offers, seconds
+from pipeproof.commands.option_parser import add_count, add_names, offers, seconds
 from pipeproof.pipeline.files import is_csv
 from pipeproof.pipeline.lower import Program
 from pipeproof.pipeline.partition import parse_split
@@ -126,51 +126,48 @@ def dtype_names(text: str) -> list[str]:
     return found
 
 
-MODEL_NAMES = f"some of {', '.join(MODELS)}"
 DTYPE_NAMES = f"some of {', '.join(DTYPES)}"
 
 
 def add_shape(parser: argparse.ArgumentParser) -> None:
     """How many ranks, stages and microbatches a family of schedules is built for."""
-    parser.add_argument("--ranks", type=int, metavar="P", help=f"how many ranks (default {RANKS})")
+    add_count(parser, "--ranks", "P", f"how many ranks (default {RANKS})")
+    add_count(parser, "--virtual", "V", f"stages per rank, for {', '.join(sorted(LOOPED))} (default 2)")
+    add_count(parser, "--microbatches", "M", f"how many microbatches (default {MICROBATCHES})")
+
+
+def add_layers(parser: argparse._ActionsContainer) -> None:
+    """How many layers a model has, and how stages share them."""
+    add_count(parser, "--layers", "L", "layers of the model", default=8)
     parser.add_argument(
-        "--virtual", type=int, metavar="V", help=f"stages per rank, for {', '.join(sorted(LOOPED))} (default 2)"
+        "--split", default="even", metavar="L,...", help="layers of each stage: even, or such as 3,1,2,2"
     )
-    parser.add_argument("--microbatches", type=int, metavar="M", help=f"how many microbatches (default {MICROBATCHES})")
 
 
 def add_table(parser: argparse.ArgumentParser) -> None:
     """Which cases: schedules, models and dtypes, each with each."""
     own = "a FILE.csv, which has ranks, stages and microbatches of its own"
-    known = f"all, or some of {', '.join(SCHEDULES)}, or {own} (default all)"
-    offers(parser.add_argument("--schedule", default="all", metavar="NAME,...", help=known), ("all", *SCHEDULES))
+    known = f"all, or some of {', '.join(SCHEDULES)}, or {own}"
+    offers(add_names(parser, "--schedule", known, default="all"), ("all", *SCHEDULES))
     add_shape(parser)
-    parser.add_argument("--layers", type=int, default=8, metavar="L", help="layers of the model (default 8)")
-    parser.add_argument(
-        "--split", default="even", metavar="L,...", help="layers of each stage: even, or such as 3,1,2,2"
-    )
-    parser.add_argument(
-        "--model", default="gpt,gpt-tied", metavar="NAME,...", help=f"{MODEL_NAMES} (default %(default)s)"
-    )
-    parser.add_argument("--dtype", default="fp32", metavar="NAME,...", help=f"{DTYPE_NAMES} (default %(default)s)")
-    parser.add_argument(
-        "--loss", choices=LOSSES, default="mean", help="mean over microbatches, or sum over tokens (default mean)"
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and data (default %(default)s)")
+    add_layers(parser)
+    add_names(parser, "--model", f"some of {', '.join(MODELS)}", default="gpt,gpt-tied")
+    add_names(parser, "--dtype", DTYPE_NAMES, default="fp32")
+    parser.add_argument("--loss", choices=LOSSES, default="mean", help="mean over microbatches, or sum over tokens")
+    add_count(parser, "--seed", "N", "of weights and data", default=0)
 
 
 def add_timeout(parser: argparse.ArgumentParser) -> None:
     """How long one case may take."""
     parser.add_argument(
-        "--timeout", type=seconds, default=120.0, metavar="SECONDS", help="a case that takes longer hangs (default 120)"
+        "--timeout", type=seconds, default=120, metavar="SECONDS", help="a case that takes longer hangs"
     )
 
 
 def add_world(parser: argparse.ArgumentParser) -> None:
     """Where ranks run, and how long."""
-    parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default auto: cuda if there is one)"
-    )
+    devices = ("auto", "cpu", "cuda")
+    parser.add_argument("--device", choices=devices, default="auto", help="(default auto: cuda if there is one)")
     add_timeout(parser)
 
 

@@ -46,6 +46,8 @@ def _apply(table: Mapping[str, Any], commands: Mapping[str, argparse.ArgumentPar
             raise UsageError(f"{where} has {key!r}, which is no option: {known_are(key, names)}")
         for command, action in actions:
             command.set_defaults(**{action.dest: _converted(action, value, f"{where} {key} = {value!r}")})
+            said = (action.help or "").partition("(default")[0].rstrip()
+            action.help = f"{said} (default {_text(value)}, by {_FILE})".lstrip().replace("%", "%%")
 
 
 def _options(command: argparse.ArgumentParser, key: str) -> Iterator[argparse.Action]:
@@ -57,6 +59,10 @@ def _names(command: argparse.ArgumentParser) -> Iterator[str]:
     yield from (option[2:] for option in options if option.startswith("--") and option != "--help")
 
 
+def _text(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
 def _converted(action: argparse.Action, value: Any, told: str) -> Any:
     """``value`` as the option would have it."""
     if action.nargs == 0:
@@ -66,7 +72,7 @@ def _converted(action: argparse.Action, value: Any, told: str) -> Any:
     if isinstance(value, bool | dict) or (action.type is OutPath and not isinstance(value, str)):
         expected = "the name of a file" if action.type is OutPath else "a number or text"
         raise UsageError(f"{told}: expected {expected}")
-    text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    text = _text(value)
     convert = action.type if callable(action.type) else str
     try:
         found = convert(text)

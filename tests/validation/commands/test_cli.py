@@ -190,6 +190,9 @@ def test_help_lists_commands_as_a_user_comes_to_need_them_and_each_says_what_it_
         bare = [line for line in text.splitlines() if re.match(r"  -\S+( [A-Z{]\S*)?$", line)]
         explained = re.findall(r"(?m)^  (-\S+(?: [A-Z{]\S*)?)\n {20,}\S", text)
         assert [line.strip() for line in bare] == explained, "every option"
+    fuzz = " ".join(helped(["fuzz"], capsys, monkeypatch).split())
+    assert "--seed N what is drawn (default 0)" in fuzz
+    assert "--device {auto,cpu,cuda} (default auto: cuda if there is one)" in fuzz
 
 
 def test_an_option_that_disagrees_with_a_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

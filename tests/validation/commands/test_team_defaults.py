@@ -38,6 +38,11 @@ def test_the_nearest_file_gives_defaults_and_the_command_line_wins(capsys: pytes
     assert "1f1b: 3 ranks, 3 stages, 3 microbatches" in capsys.readouterr().out
     assert vars(cli._parser().parse_args(["fuzz"]))["dtype"] == "fp32,bf16"
     assert vars(cli._parser().parse_args(["validate"]))["microbatches"] is None, "that was for show"
+    with pytest.raises(SystemExit):
+        main(["validate", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "how many ranks (default 2, by pyproject.toml)" in said
+    assert "some of fp32, bf16, fp64 (default fp32,bf16, by pyproject.toml)" in said
 
 
 @pytest.mark.parametrize(
