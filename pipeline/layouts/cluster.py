@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pipeproof.pipeline.schedule import ScheduleError
-from pipeproof.pipeline.schedules import nearest
+from pipeproof.pipeline.schedules import known_are
 from pipeproof.pipeline.sizes import counted, measured
 
 GIB = float(1 << 30)
@@ -66,7 +66,5 @@ def accelerator_named(name: str) -> Accelerator:
     """The device of the table. Raises ``ScheduleError`` for a name that is not in it."""
     plain = name.lower()
     if plain not in ACCELERATORS:
-        raise ScheduleError(
-            f"unknown device {name!r}: {nearest(plain, list(ACCELERATORS))}known are {', '.join(ACCELERATORS)}"
-        )
+        raise ScheduleError(f"unknown device {name!r}: {known_are(plain, list(ACCELERATORS))}")
     return ACCELERATORS[plain]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeproof.pipeline.schedule import ScheduleError
-from pipeproof.pipeline.schedules import nearest
+from pipeproof.pipeline.schedules import known_are
 from pipeproof.pipeline.sizes import counted
 
 _MOST = 1 << 24  # of any size of a model
@@ -215,7 +215,7 @@ def model_named(name: str) -> Transformer:
     """The model of the table. Raises ``ScheduleError`` for a name that is not in it."""
     plain = name.lower().replace("_", "-")
     if plain not in MODELS:
-        raise ScheduleError(f"unknown model {name!r}: {nearest(plain, list(MODELS))}known are {', '.join(MODELS)}")
+        raise ScheduleError(f"unknown model {name!r}: {known_are(plain, list(MODELS))}")
     return MODELS[plain]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeproof.commands.ending import WRONG
-from pipeproof.commands.option_parser import UsageError, number, offers
+from pipeproof.commands.option_parser import UsageError, add_count, number, offers, without_effect
 from pipeproof.commands.outputs import Outputs, add_outputs
 from pipeproof.pipeline.layouts.cluster import ACCELERATORS, GIB, Accelerator, Cluster, accelerator_named
 from pipeproof.pipeline.layouts.footprint import Footprint
@@ -33,41 +33,32 @@ _ASSUMED = (
 def add_advise_command(commands: "argparse._SubParsersAction[Any]") -> None:
     """Add the command."""
     about = "which kind of parallelism to add next, and the fastest layouts that fit, with the numbers"
-    parser = commands.add_parser("advise", help=about, description=about)
+    parser = commands.add_parser("advise", help=about)
     model = parser.add_argument_group("the model")
     offers(
         model.add_argument("--model", metavar="NAME", help="of the table (--list), or a config.json of Hugging Face"),
         MODELS,
     )
     for name in _SIZES:
-        model.add_argument(
-            f"--{name}",
-            type=int,
-            metavar="N",
-            help="in place of --model" if name != "experts" else "each token visits 2",
-        )
+        add_count(model, f"--{name}", "N", "in place of --model" if name != "experts" else "each token visits 2")
     job = parser.add_argument_group("the job")
-    job.add_argument("--batch", type=int, default=512, metavar="N", help="sequences a step (default %(default)s)")
-    job.add_argument("--sequence", type=int, default=4096, metavar="N", help="tokens (default %(default)s)")
+    add_count(job, "--batch", "N", "sequences a step", default=512)
+    add_count(job, "--sequence", "N", "tokens of a sequence", default=4096)
     _add_cluster(parser.add_argument_group("the cluster"))
     limits = parser.add_argument_group("what may be used")
-    limits.add_argument("--zero", type=int, choices=(0, 1, 2, 3), default=3, help="up to this stage (default 3)")
-    limits.add_argument("--recompute", choices=("allowed", "never"), default="allowed", help="(default allowed)")
-    limits.add_argument("--most", type=int, default=3, metavar="N", help="how many layouts are listed (default 3)")
+    limits.add_argument("--zero", type=int, choices=(0, 1, 2, 3), default=3, help="of the optimizer: up to this stage")
+    limits.add_argument("--recompute", choices=("allowed", "never"), default="allowed", help="of activations")
+    add_count(limits, "--most", "N", "how many layouts are listed", default=3)
     parser.add_argument("--list", action="store_true", help="the models and devices that are known, and their figures")
     add_outputs(parser, what="steps and layouts")
     parser.set_defaults(run=_advise)
 
 
 def _add_cluster(group: "argparse._ArgumentGroup") -> None:
-    group.add_argument("--devices", type=int, default=8, metavar="N", help="(default %(default)s)")
-    group.add_argument("--per-node", type=int, default=8, metavar="N", help="(default %(default)s)")
-    offers(
-        group.add_argument(
-            "--device", default="h100", metavar="NAME", help=f"{', '.join(ACCELERATORS)} (default h100)"
-        ),
-        ACCELERATORS,
-    )
+    add_count(group, "--devices", "N", "how many", default=8)
+    add_count(group, "--per-node", "N", "how many of them are in a node", default=8)
+    known = f"one of {', '.join(ACCELERATORS)}"
+    offers(group.add_argument("--device", default="h100", metavar="NAME", help=known), ACCELERATORS)
     group.add_argument("--memory", type=number, metavar="GIB", help="of a device, in place of its own")
     group.add_argument("--flops", type=number, metavar="TFLOPS", help="in bf16, in place of its own")
     group.add_argument("--link", type=number, metavar="GB/S", help="one direction, inside a node")
@@ -75,6 +66,7 @@ def _add_cluster(group: "argparse._ArgumentGroup") -> None:
 
 
 def _advise(options: argparse.Namespace) -> int:
+    without_effect(options, ["--json"] if options.list else (), "with --list")
     if options.list:
         Terminal().say(_known())
         return 0
@@ -166,7 +158,7 @@ def _known() -> str:
         ("device", "TFLOP/s", "GiB", "link GB/s", "network GB/s"),
     )
     return "\n\n".join(
-        table([Column(name, 0, right=k > 0, gap=2 * (k > 0)) for k, name in enumerate(names)], rows, Terminal().width)
+        table([Column(name, right=k > 0, gap=2 * (k > 0)) for k, name in enumerate(names)], rows, Terminal().width)
         for names, rows in zip(titles, (models, devices), strict=True)
     )
 
@@ -187,16 +179,16 @@ def _asked(job: Job, cluster: Cluster) -> str:
 
 
 _STEPS = [
-    Column("add", 0),
-    Column("", 0, gap=2),
-    Column("weights", 0, right=True, drop=4, gap=2),
-    Column("gradients", 0, right=True, drop=5, gap=2),
-    Column("optimizer", 0, right=True, drop=6, gap=2),
-    Column("activations", 0, right=True, drop=7, gap=2),
-    Column("GiB", 0, right=True, drop=2, gap=2),
-    Column("time", 0, right=True, drop=1, gap=2),
-    Column("layout", 0, drop=3, gap=2),
-    Column("because", 0, least=20, gap=2),
+    Column("add", least=10, gap=0),
+    Column("", least=8, gap=2),
+    Column("weights", right=True, drop=5, gap=2),
+    Column("gradients", right=True, drop=6, gap=2),
+    Column("optimizer", right=True, drop=7, gap=2),
+    Column("activations", right=True, drop=8, gap=2),
+    Column("GiB", right=True, drop=3, gap=2),
+    Column("time", right=True, drop=2, gap=2),
+    Column("layout", drop=4, gap=2),
+    Column("because", drop=1, least=16, gap=2),
 ]
 
 
@@ -216,14 +208,14 @@ def _layout(layout: Layout) -> str:
 
 
 _LAYOUTS = [
-    Column("layout", 0),
-    Column("schedule", 0, gap=2),
-    Column("microbatches", 0, right=True, drop=4, gap=2),
-    Column("GiB", 0, right=True, gap=2),
-    Column("bubble", 0, right=True, drop=3, gap=2),
-    Column("said", 0, right=True, drop=2, gap=2),
-    Column("time", 0, right=True, gap=2),
-    Column("MFU", 0, right=True, drop=1, gap=2),
+    Column("layout", least=10, gap=0),
+    Column("schedule", drop=2, gap=2),
+    Column("microbatches", right=True, drop=6, gap=2),
+    Column("GiB", right=True, drop=1, gap=2),
+    Column("bubble", right=True, drop=5, gap=2),
+    Column("communication", right=True, drop=4, gap=2),
+    Column("time", right=True, gap=2),
+    Column("MFU", right=True, drop=3, gap=2),
 ]
 
 
