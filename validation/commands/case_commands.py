@@ -4,9 +4,10 @@ torch is imported by the one that runs, and meanwhile by the fork server where r
 """
 
 import argparse
+from collections.abc import Iterable
 from typing import Any, TypeAlias
 
-from pipeproof.cases.case import FUZZED_DTYPES, SCHEDULES, Case, CaseError
+from pipeproof.cases.case import DTYPES, FUZZED_DTYPES, SCHEDULES, Case, CaseError
 from pipeproof.cases.runtimes import OWN, TORCH
 from pipeproof.commands.option_parser import add_count, add_names, without_effect
 from pipeproof.commands.outputs import Outputs, add_file, add_outputs, add_recording
@@ -53,8 +54,8 @@ def _add_fuzz(commands: Commands) -> None:
     parser = commands.add_parser("fuzz", help="run many random cases; a failure shrinks to a line that replays it")
     add_count(parser, "--cases", "N", "how many are drawn", default=200)
     add_count(parser, "--seed", "N", "what is drawn", default=0)
-    add_names(parser, "--schedule", f"all, or some of {', '.join(SCHEDULES)}", default="all")
-    add_names(parser, "--dtype", DTYPE_NAMES, default=",".join(FUZZED_DTYPES))
+    add_names(parser, "--schedule", f"all, or some of {', '.join(SCHEDULES)}", known=("all", *SCHEDULES), default="all")
+    add_names(parser, "--dtype", DTYPE_NAMES, known=DTYPES, default=",".join(FUZZED_DTYPES))
     add_count(parser, "--max-ranks", "P", "of a drawn case", default=4)
     runtimes = "which one runs them: torch is torch.distributed.pipelining"
     parser.add_argument("--runtime", choices=(OWN, TORCH), default=OWN, help=runtimes)
@@ -200,8 +201,9 @@ def _compare(options: argparse.Namespace) -> int:
 def _add_specimens(commands: Commands) -> None:
     parser = commands.add_parser("specimens", help="plant known faults; see that each is caught and named")
     parser.add_argument("--list", action="store_true", help="a line for each; nothing runs")
-    add_names(parser, "--schedule", "plant each in all schedules, or in these, and not in its smallest case")
-    add_names(parser, "--only", "these alone (default: all)")
+    there = "plant each in all schedules, or in these, and not in its smallest case"
+    add_names(parser, "--schedule", there, known=("all", *SCHEDULES))
+    add_names(parser, "--only", "these alone (default: all)", known=_all_specimens)
     own = "a Python file that registers specimens of your own: those alone, unless --only says more"
     parser.add_argument("--plugin", metavar="FILE", help=own)
     parser.add_argument("--shrink", action="store_true", help="shrink a random failing case of each to its smallest")
@@ -211,6 +213,12 @@ def _add_specimens(commands: Commands) -> None:
     add_timeout(parser)
     add_outputs(parser, what="results")
     parser.set_defaults(run=_specimens)
+
+
+def _all_specimens() -> Iterable[str]:
+    from pipeproof.cases.specimens import SPECIMENS
+
+    return SPECIMENS
 
 
 def _specimens(options: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ import argparse
 import math
 import re
 from argparse import ArgumentTypeError
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from textwrap import fill
 from typing import Any, NoReturn
@@ -16,6 +16,9 @@ from pipeproof.pipeline.schedules import known_are, nearest
 from pipeproof.pipeline.sizes import MOST_SECONDS, is_number, number_wanted
 
 _NEGATIVE = re.compile(r"-(\d|\.\d|inf|nan)", re.IGNORECASE)
+
+
+Known = Iterable[str] | Callable[[], Iterable[str]]  # of names, or what finds them when they are asked for
 
 
 class UsageError(ValueError):
@@ -79,14 +82,19 @@ def add_count(
     parser.add_argument(option, type=int, default=default, metavar=letter, help=says)
 
 
-def add_names(parser: argparse._ActionsContainer, option: str, says: str, *, default: str = "") -> argparse.Action:
-    """An option that takes names with commas between."""
-    return parser.add_argument(option, default=default, metavar="NAME,...", help=says)
+def add_names(parser: argparse._ActionsContainer, option: str, says: str, *, known: Known, default: str = "") -> None:
+    """An option that takes names with commas between, of those that are ``known``."""
+    offers(parser.add_argument(option, default=default, metavar="NAME,...", help=says), known)
 
 
-def offers(action: argparse.Action, names: Iterable[str]) -> None:
-    """Let a shell that completes this argument offer ``names``."""
-    vars(action)["completer"] = lambda **_: list(names)
+def offers(action: argparse.Action, names: Known) -> None:
+    """Let a shell that completes this argument offer ``names``, also behind a comma."""
+
+    def completer(prefix: str = "", **_: object) -> list[str]:
+        before = prefix[: prefix.rfind(",") + 1]
+        return [before + name for name in (names() if callable(names) else names)]
+
+    vars(action)["completer"] = completer
 
 
 def without_effect(options: argparse.Namespace, names: Iterable[str], why: str) -> None:

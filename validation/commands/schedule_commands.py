@@ -68,7 +68,7 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_show)
     parser.add_argument("--times", type=three_numbers, metavar="F,I,W", help=_TIMES.format("stage"))
     other = "another schedule, or a FILE.csv: both on one axis, numbers side by side"
-    parser.add_argument("--against", metavar="NAME", help=other)
+    offers(parser.add_argument("--against", metavar="NAME", help=other), FAMILIES)
     add_file(parser, "--svg", "draw the timeline there")
     add_file(parser, "--png", "draw the timeline there (needs the extra 'plot')")
     add_file(parser, "--trace", "write the timeline there for ui.perfetto.dev, as Chrome's JSON")
@@ -77,7 +77,8 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run", dest="real", action="store_true", help=on_ranks)
     real = parser.add_argument_group("with --run")
     add_count(real, "--steps", "N", "how many steps are timed", default=5)
-    real.add_argument("--model", default="gpt", metavar="NAME", help=f"one of {', '.join(MODELS)}")
+    models = f"one of {', '.join(MODELS)}"
+    offers(real.add_argument("--model", default="gpt", metavar="NAME", help=models), MODELS)
     add_layers(real)
     parser.set_defaults(loss="mean", seed=0)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pipeproof.cases.case import DTYPES, LOSSES, MODELS, SCHEDULES, Case, CaseError, most_stages
 from pipeproof.cases.own_schedule import own_schedule
-from pipeproof.commands.option_parser import add_count, add_names, offers, seconds
+from pipeproof.commands.option_parser import add_count, add_names, seconds
 from pipeproof.pipeline.files import is_csv
 from pipeproof.pipeline.lower import Program
 from pipeproof.pipeline.partition import parse_split
@@ -148,11 +148,11 @@ def add_table(parser: argparse.ArgumentParser) -> None:
     """Which cases: schedules, models and dtypes, each with each."""
     own = "a FILE.csv, which has ranks, stages and microbatches of its own"
     known = f"all, or some of {', '.join(SCHEDULES)}, or {own}"
-    offers(add_names(parser, "--schedule", known, default="all"), ("all", *SCHEDULES))
+    add_names(parser, "--schedule", known, known=("all", *SCHEDULES), default="all")
     add_shape(parser)
     add_layers(parser)
-    add_names(parser, "--model", f"some of {', '.join(MODELS)}", default="gpt,gpt-tied")
-    add_names(parser, "--dtype", DTYPE_NAMES, default="fp32")
+    add_names(parser, "--model", f"some of {', '.join(MODELS)}", known=MODELS, default="gpt,gpt-tied")
+    add_names(parser, "--dtype", DTYPE_NAMES, known=DTYPES, default="fp32")
     parser.add_argument("--loss", choices=LOSSES, default="mean", help="mean over microbatches, or sum over tokens")
     add_count(parser, "--seed", "N", "of weights and data", default=0)
 

@@ -1,5 +1,6 @@
 """Defaults that a team shares: what they do, and what is refused in a sentence."""
 
+import argparse
 import os
 import sys
 from argparse import Namespace
@@ -86,6 +87,26 @@ def test_a_shell_that_asks_what_comes_next_is_answered(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "argcomplete", SimpleNamespace(autocomplete=autocomplete))  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="asked for pipeproof"):
         cli._run(["show", "1f1b"])
+
+
+@pytest.mark.parametrize(
+    ("command", "argument", "prefix", "offered"),
+    [
+        ("fuzz", "schedule", "", "1f1b"),
+        ("validate", "model", "mlp,gp", "mlp,gpt-tied"),
+        ("fuzz", "dtype", "bf16,", "bf16,fp64"),
+        ("specimens", "only", "", "layernorm-zero"),
+        ("specimens", "schedule", "", "all"),
+        ("show", "against", "", "zb-v"),
+        ("show", "model", "", "mlp"),
+        ("init", "kind", "", "torch"),
+        ("advise", "device", "", "h100"),
+    ],
+)
+def test_what_comes_from_a_list_is_completed(command: str, argument: str, prefix: str, offered: str) -> None:
+    commands = next(one for one in cli._parser()._actions if isinstance(one, argparse._SubParsersAction))
+    (action,) = (one for one in commands.choices[command]._actions if one.dest == argument)
+    assert offered in action.completer(prefix=prefix)
 
 
 @pytest.mark.parametrize("other", ["x", "./x", "link"])
