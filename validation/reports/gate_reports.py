@@ -1,6 +1,7 @@
 """What a gate has seen, the one status that follows, and how others read it: JUnit, Markdown, GitHub's annotations."""
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -28,6 +29,11 @@ class CaseResult:
         if self.group == "planted":
             return "pass" if self.verdict.verdict == "fail" else "unknown"
         return self.verdict.verdict
+
+    @property
+    def word(self) -> str:
+        """The outcome as a reader meets it: what hangs, or raises, is no mere doubt."""
+        return self.verdict.word if self.outcome == self.verdict.verdict else self.outcome
 
     @property
     def headline(self) -> str:
@@ -74,8 +80,9 @@ class GateResult:
         return sorted(found, key=lambda one: (_ORDER[one.outcome], one.case.stages, one.case.microbatches))
 
     def __str__(self) -> str:
-        counts = {outcome: sum(one.outcome == outcome for one in self.cases) for outcome in _ORDER}
-        said = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count or outcome == "pass")
+        counts = Counter(one.word for one in self.cases)
+        words = ("fail", "hang", "error", "unknown", "pass")
+        said = ", ".join(f"{counts[word]} {word}" for word in words if counts[word] or word == "pass")
         word = {0: "PASS", 1: "FAIL", 3: "UNKNOWN"}[self.status]
         return f"gate {word}: {said} of {some(self.due, 'case')}; seed {self.seed}" + (
             f"; {self.short}" if self.short else ""
@@ -149,7 +156,7 @@ def _row(one: CaseResult) -> str:
     worst, floor = "-", "-"
     if gradient is not None:
         worst, floor = small(gradient.worst), small(gradient.floor if gradient.worst else one.verdict.floor)
-    outcome = one.outcome if one.outcome == "pass" else f"**{one.outcome}**"
+    outcome = one.word if one.outcome == "pass" else f"**{one.word}**"
     outcome += ", planted" * (one.group == "planted")
     cells = [outcome, f"`{one.case}`", one.verdict.tier, worst, floor, f"{one.verdict.seconds:.1f}"]
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"

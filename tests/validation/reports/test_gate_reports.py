@@ -54,6 +54,12 @@ def test_a_gate_says_what_it_lacks() -> None:
     assert str(gated(PASS)) == "gate PASS: 1 pass of 1 case; seed 7"
 
 
+def test_a_hang_is_no_mere_doubt() -> None:
+    made = gated(PASS, result("unknown", ended="hang"), result("unknown", ended="error"), CAUGHT)
+    assert str(made).startswith("gate UNKNOWN: 1 hang, 1 error, 2 pass of 4 cases")
+    assert "| **hang** |" in markdown(made)
+
+
 def test_junit_has_a_case_for_each_and_one_for_their_number() -> None:
     suite = ElementTree.fromstring(junit(gated(PASS, FAIL, UNKNOWN, CAUGHT, due=5)))[0]
     assert {name: suite.get(name) for name in ("tests", "failures", "errors", "time")} == {
