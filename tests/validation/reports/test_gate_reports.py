@@ -1,6 +1,7 @@
 """What follows from the cases of a gate, and how it is told: JUnit, Markdown, annotations."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -55,7 +56,8 @@ def test_a_gate_says_what_it_lacks() -> None:
 
 
 def test_a_hang_is_no_mere_doubt() -> None:
-    made = gated(PASS, result("unknown", ended="hang"), result("unknown", ended="error"), CAUGHT)
+    hung, raised = (replace(UNKNOWN, verdict=replace(UNKNOWN.verdict, ended=ended)) for ended in ("hang", "error"))
+    made = gated(PASS, hung, raised, CAUGHT)
     assert str(made).startswith("gate UNKNOWN: 1 hang, 1 error, 2 pass of 4 cases")
     assert "| **hang** |" in markdown(made)
 
