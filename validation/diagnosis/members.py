@@ -193,7 +193,7 @@ class Members:
         return causes
 
     def _add_up(self, stage: Stage) -> list[str]:
-        """The parameters whose copies within a replica add up to what is expected, where none of them is that itself.
+        """The parameters whose copies within a replica add up to what is expected, though none of them is that itself.
 
         Nothing where any other parameter differs between its holders.
         """
@@ -210,6 +210,8 @@ class Members:
                 continue
             if any(len(group) < 2 or not _alike(sum(group[1:], group[0]), whole) for group in groups):
                 return []
+            if any(_alike(one, whole) for group in groups for one in group):
+                return []  # the others have nothing of it
             found.append(name)
         return found
 
