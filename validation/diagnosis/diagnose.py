@@ -44,9 +44,11 @@ def explained(evidence: Evidence) -> Verdict:
         return replace(evidence.verdict, undecided=(UNSOUGHT,))
     with one_thread():
         found = followed(evidence, RULES)
+        or_message = any(cause.kind == "wrong-message" for one in found.alternatives for cause in one)
+        located = [on_rank(cause, evidence) for cause in found.cause]
         found = replace(
             found,
-            cause=tuple(with_lines(on_rank(cause, evidence), evidence) for cause in found.cause),
+            cause=tuple(with_lines(cause, evidence, or_message=or_message) for cause in located),
             alternatives=tuple(tuple(on_rank(cause, evidence) for cause in one) for one in found.alternatives),
         )
         found = replace(found, measured=measured(evidence, found))

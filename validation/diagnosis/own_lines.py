@@ -1,52 +1,150 @@
 """The lines of the user's own code that a cause is about."""
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import islice
 
 from pipeproof.diagnosis.evidence import Evidence
-from pipeproof.judging.cause import CalledAt, Cause
+from pipeproof.diagnosis.set_at import backward_of, received_by, set_at
+from pipeproof.judging.cause import Cause, OwnLine
+from pipeproof.observers.observed import Passed
+from pipeproof.observers.recording import GIVEN, KEPT, RECEIVED
 from pipeproof.pipeline.action import Action, ActionError, Kind
-from pipeproof.worlds.stack import Stack
+from pipeproof.worlds.posted_messages import Came
+from pipeproof.worlds.stack import Line, Stack
 
 # What kinds of cause are about, where they name no action.
-_BACKWARDS = frozenset({"dropped", "doubled", "swapped-activations", "swapped-gradients", "mispaired"})
-_WEIGHTS = frozenset({"scale", "sign", "unequal-weights"})  # of losses, where no stage is named
+_PAIRED = frozenset({"swapped-activations", "swapped-gradients", "mispaired"})
+_LOST = frozenset({"zero", "missing"})
+_SUMMED = frozenset({"dropped", "doubled"}) | _LOST
+_LOSS = frozenset({"scale", "sign", "unequal-weights"})  # where no stage is named
 _FORWARDS = frozenset({"computation", "mode", "randomness", "swapped-data"})
-_MESSAGES = frozenset({"wrong-message", "mispaired", "overwritten", "uninitialised", "rounded", "altered"})
-_BROUGHT = {Kind.FORWARD: Kind.RECV_F, Kind.BACKWARD: Kind.RECV_B}  # by which an action was given what it works on
+_MESSAGES = frozenset({"wrong-message", "uninitialised", "rounded", "altered", "not-finite", "stale-tensor"})
+_MOST = 5  # lines
+_SET = 2  # of them lines that are read from the source alone
+_STACK = 2  # lines of one stack
+
+Ran = tuple[str, Stack]  # what ran, and where
 
 
-def with_lines(cause: Cause, evidence: Evidence) -> Cause:
-    """``cause`` with where the user's code called for the actions that it is about, as far as that was seen."""
-    stacks: dict[Action, Stack] = {}
-    for passed in evidence.passed.values():
-        stacks |= passed.stacks
-    found = [action for action in _about(cause, evidence.stages) if action in stacks]
-    return replace(cause, calls=tuple(CalledAt(str(action), stacks[action]) for action in found if stacks[action]))
+def with_lines(cause: Cause, evidence: Evidence, *, or_message: bool = False) -> Cause:
+    """``cause`` with the lines of the user's code that it is about, as far as those were seen.
+
+    ``or_message``: a message that arrived as another is an explanation as well.
+    """
+    about = _About(cause, evidence, or_message)
+    ran = list(_once(about.ran()))
+    known = {own.line for own in ran} | about.forwards
+    written = [OwnLine(name, line, ran=False) for name, line in about.written() if line not in known][:_SET]
+    return replace(cause, lines=(*ran[: _MOST - len(written)], *written))
 
 
-def _about(cause: Cause, stages: int) -> Iterator[Action]:
-    """The actions of which lines are shown: the receive, where it may be what is wrong, and what worked on that."""
-    action = _named(cause, stages)
-    if action is None:
-        return
-    if cause.kind in _MESSAGES:
-        yield action._replace(kind=Kind.RECV_F if cause.kind == "overwritten" else _BROUGHT[action.kind])
-    yield action
+def _once(ran: Iterable[Ran]) -> Iterator[OwnLine]:
+    """Each line once, after the one that it called."""
+    shown: set[Line] = set()
+    for what, stack in ran:
+        for k, line in enumerate(stack[:_STACK]):
+            if line in shown:
+                break
+            shown.add(line)
+            yield OwnLine("from" if k else what, line)
 
 
-def _named(cause: Cause, stages: int) -> Action | None:
-    """The action that ``cause`` names, as the forward or backward of a module; or the first of those it is about."""
-    if cause.action is not None:
-        try:
-            action = Action.parse(cause.action)
-        except ActionError:  # of a call whose microbatch nobody knows
+@dataclass(frozen=True)
+class _About:
+    """What was seen of the actions that ``cause`` is about."""
+
+    cause: Cause
+    evidence: Evidence
+    or_message: bool
+
+    def ran(self) -> Iterator[Ran]:
+        """What ran where, the most useful first."""
+        kind, action = self.cause.kind, self._action
+        if action is None:
+            return
+        if kind in _SUMMED:
+            yield "cleared", self._passed(action).cleared.get(action.microbatch, ())
+        if kind in _LOST:
+            action = None if self.cause.parameter else action._replace(kind=Kind.FORWARD)
+        elif kind == "overwritten" or self._message_may_be_wrong:
+            yield from self._message(action)
+        elif kind == "dropped" and not self._stack(action):
+            others = (one for one in reversed(self._passed(action).actions) if one.kind is Kind.BACKWARD)
+            for last in islice(others, 1):
+                yield f"last {last}", self._stack(last)
+        if action is not None:
+            yield str(action), self._stack(action)
+
+    def written(self) -> list[tuple[str, Line]]:
+        """Names and lines that set that on which these worked, as the source reads."""
+        kind, action = self.cause.kind, self._action
+        if action is None:
+            return []
+        if kind == "overwritten":
+            return [one for came in self._came(action) for one in set_at(came.received, received_by)[:1]]
+        last = Action(self.evidence.stages - 1, Kind.BACKWARD, action.microbatch)
+        if kind == "swapped-data" or (kind in _LOSS and action == last):
+            found = set_at(self._stack(last), backward_of)
+            return [one for one in found if one[1] not in self.forwards][-_SET:]
+        return set_at(self._stack(action), backward_of) if kind in _PAIRED else []
+
+    @cached_property
+    def forwards(self) -> set[Line]:
+        """Where stages were called: no news of what those made."""
+        every = (one for passed in self.evidence.passed.values() for one in passed.stacks.items())
+        return {stack[0] for action, stack in every if action.kind is Kind.FORWARD and stack}
+
+    @property
+    def _message_may_be_wrong(self) -> bool:
+        """Whether what is wrong may have been so when it came, rather than that it was taken for another."""
+        if self.cause.action is None:
+            return False
+        return self.cause.kind in _MESSAGES | _LOSS or (self.cause.kind in _PAIRED and self.or_message)
+
+    @cached_property
+    def _action(self) -> Action | None:
+        """The action that the cause names, as the forward or backward of a module; or the first of those."""
+        cause = self.cause
+        if cause.action is not None:
+            try:
+                action = Action.parse(cause.action)
+            except ActionError:  # of a call whose microbatch nobody knows
+                return None
+            forward = action.kind in (Kind.FORWARD, Kind.SEND_F, Kind.RECV_F)
+            return action._replace(kind=Kind.FORWARD if forward else Kind.BACKWARD)
+        if cause.kind in _LOSS and cause.parameter:
             return None
-        kind = Kind.FORWARD if action.kind in (Kind.FORWARD, Kind.SEND_F, Kind.RECV_F) else Kind.BACKWARD
-        return action._replace(kind=kind)
-    stage = cause.stage if cause.stage is not None else min(cause.stages, default=None)
-    if cause.kind in _WEIGHTS and cause.parameter is None:
-        return Action(stages - 1 if stage is None else stage, Kind.BACKWARD, min(cause.microbatches, default=0))
-    if stage is None or not cause.microbatches or cause.kind not in _BACKWARDS | _FORWARDS | _MESSAGES:
-        return None
-    return Action(stage, Kind.FORWARD if cause.kind in _FORWARDS | _MESSAGES else Kind.BACKWARD, cause.microbatches[0])
+        stage = cause.stage if cause.stage is not None else min(cause.stages, default=None)
+        microbatch = min(cause.microbatches, default=0)
+        if cause.kind in _LOSS | _SUMMED:
+            return Action(self.evidence.stages - 1 if stage is None else stage, Kind.BACKWARD, microbatch)
+        if cause.kind in _FORWARDS:
+            return Action(0 if stage is None else stage, Kind.FORWARD, microbatch)
+        if stage is None or not cause.microbatches or cause.kind not in _MESSAGES | _PAIRED:
+            return None
+        return Action(stage, Kind.BACKWARD if cause.kind in _PAIRED else Kind.FORWARD, microbatch)
+
+    def _passed(self, action: Action) -> Passed:
+        return self.evidence.passed.get(action.stage, Passed((), (), ()))
+
+    def _stack(self, action: Action) -> Stack:
+        return self._passed(action).stacks.get(action, ())
+
+    def _message(self, action: Action) -> Iterator[Ran]:
+        """Where the message was sent, unless only the buffer is wrong, and received."""
+        for one in self._came(action):
+            if one.message is not None and self.cause.kind != "overwritten":
+                yield f"sent by rank {one.message.sender}", one.sent
+            yield "received", one.received
+
+    def _came(self, action: Action) -> Sequence[Came]:
+        """The message that ``action`` was given; of several, the first that is wrong."""
+        wheres = {RECEIVED}
+        if action.kind is Kind.FORWARD or self.cause.kind == "overwritten":
+            action, wheres = action._replace(kind=Kind.FORWARD), {GIVEN, KEPT}
+        passed, came = self._passed(action), self._passed(action).came.get(action, {})
+        crossings = (one for one in passed.crossings if one.where in wheres and not one.same)
+        wrong = {one.number for one in crossings if one.action.microbatch == action.microbatch}
+        return [came[number] for number in sorted(came, key=lambda number: (number not in wrong, number))[:1]]

@@ -15,6 +15,7 @@ from pipeproof.observers.recording import FORWARD_POINTS, GIVEN, HANDED_ON, KEPT
 from pipeproof.observers.sketch import Sketch
 from pipeproof.observers.watching import Call
 from pipeproof.pipeline.action import Action, Kind
+from pipeproof.worlds.posted_messages import Came
 
 _FAINT = 10.0  # times what is taken for rounding: by so much a stage may magnify what is wrong before it
 
@@ -135,8 +136,13 @@ def _passed(stage: int, calls: Sequence[Call], seen: Sequence[Column], context: 
         for number, call in zip(order.numbers, calls, strict=True)
         for kind, stack in call.stacks.items()
     }
+    came: dict[Action, dict[int, Came]] = {}
+    for number, call in zip(order.numbers, calls, strict=True):
+        for (kind, tensor), one in call.came.items():
+            came.setdefault(Action(stage, kind, number), {})[tensor] = one
+    cleared = {number: call.cleared for number, call in zip(order.numbers, calls, strict=True) if call.cleared}
     found = Passed(*done, *ends, order.left, order.complete, unplaced, uncompared, ranks, strange, mixed)
-    return replace(found, stacks=stacks, times=times)
+    return replace(found, stacks=stacks, came=came, cleared=cleared, times=times)
 
 
 def _strange(seen: Sequence[Column], call: int) -> Iterator[Sketch]:
@@ -175,6 +181,7 @@ def _crossing(column: Column, k: int, call: Call, context: _Context) -> Iterator
         k + 1,
         place,
         call.rank,
+        number=column.number,
     )
     if seen is not None and microbatch == UNKNOWN_MICROBATCH and column.place:
         yield replace(crossing, really=_nobodys(seen))

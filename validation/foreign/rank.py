@@ -17,7 +17,8 @@ from pipeproof.observers.watching import Call, Watcher, watching
 from pipeproof.pipeline.action import Action
 from pipeproof.reference.step import dense
 from pipeproof.worlds.deterministic import deterministic
-from pipeproof.worlds.posted_messages import noted_messages
+from pipeproof.worlds.posted_messages import Message, noted_messages, sent_messages
+from pipeproof.worlds.stack import Stack
 from pipeproof.worlds.worker import RankContext
 
 Step = Callable[[Any, list[Any]], Any]  # of the model, of whatever class, and the microbatches
@@ -64,7 +65,8 @@ class RankMade:
     """What one rank brings back.
 
     ``weights`` are the contents of the reference as this rank builds it, looked up only where some are not the known
-    ones; ``given`` are the digests of the microbatches, ``share`` those that it was given to train on.
+    ones; ``given`` are the digests of the microbatches, ``share`` those that it was given to train on. ``sent``: where
+    the user's code sent its messages.
     """
 
     parts: tuple[Part, ...]
@@ -75,6 +77,7 @@ class RankMade:
     weights: Mapping[str, bytes]
     given: tuple[tuple[bytes, ...], ...] = ()
     share: tuple[int, ...] | None = None
+    sent: Mapping[Message, Stack] = field(default_factory=dict)
 
 
 def run_step(context: RankContext, order: Order) -> RankMade:
@@ -87,13 +90,21 @@ def run_step(context: RankContext, order: Order) -> RankMade:
     microbatches = tree_map_only(Tensor, lambda tensor: tensor.to(context.device, copy=True), share)
     with noted_messages(), watching() as watcher, FirstUse(order.known.values()) as first_use:
         result = order.step(model, microbatches)
+        sent = sent_messages()
     handed = understood(result, order.name)
     given = digests(order.microbatches)
     collect = _Collector(context.rank, order.names, origin, first_use, watcher)
     parts, actions = collect.parts(handed), handed.actions(context.rank)
     doubt = any(part.values for part in parts)
     weights = contents(order.build()) if doubt else order.known
-    return RankMade(parts, handed.by_microbatch, handed.whole_loss, handed.norm, actions, weights, given)
+    return RankMade(parts, handed.by_microbatch, handed.whole_loss, handed.norm, actions, weights, given, sent=sent)
+
+
+def join_messages(made: Sequence[RankMade]) -> None:
+    """Note at the messages that calls were given where they were sent."""
+    sent = {message: stack for one in made for message, stack in one.sent.items()}
+    for call in (call for one in made for part in one.parts for call in part.calls or ()):
+        call.came = {tensor: came.joined(sent) for tensor, came in call.came.items()}
 
 
 def digests(microbatches: Sequence[Any]) -> tuple[tuple[bytes, ...], ...]:
@@ -156,6 +167,8 @@ class _Collector:
 
     def _missed(self, module: nn.Module) -> str:
         """Why no call of ``module`` may have been seen, although it is watched."""
+        if self.watcher.compiled:
+            return "it ran inside torch.compile, where nothing can watch: watch what torch.compile gives back"
         if self.first_use.inside(module):
             return "its parts were called and it was not, as by stage.forward(x): call stage(x), or watch the parts"
         return "stage.forward(x) was called in its place, or a copy of it: call stage(x), and watch what is called"

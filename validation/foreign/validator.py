@@ -19,7 +19,7 @@ from pipeproof.foreign.assemble import Assembled
 from pipeproof.foreign.evidence import Beside, evidence_of
 from pipeproof.foreign.handed_back import HandBackError
 from pipeproof.foreign.matching import Names, NamesError
-from pipeproof.foreign.rank import Order, RankMade, Step, digests, run_step
+from pipeproof.foreign.rank import Order, RankMade, Step, digests, join_messages, run_step
 from pipeproof.foreign.reference_run import ReferenceRaised, ReferenceRun, SecondModel, Task, WhiteBoxError, name_of
 from pipeproof.foreign.shared_stages import joined_parts
 from pipeproof.judging.judge import judged, one_thread
@@ -129,6 +129,7 @@ class WhiteBox:
             made = self.world.run(run_step, order, ranks=ranks, timeout_s=self.timeout_s, meanwhile=meanwhile)
         except RankFailed as failure:
             return (), failure
+        join_messages(made)
         return made, None
 
 

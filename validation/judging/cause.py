@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from types import MappingProxyType
 
-from pipeproof.worlds.stack import Stack
+from pipeproof.worlds.stack import Line
 
 # Each kind of fault and its sentence. One word per fault: specimens plant these, diagnosis names them.
 KINDS: Mapping[str, str] = MappingProxyType(
@@ -59,19 +59,16 @@ KINDS: Mapping[str, str] = MappingProxyType(
 )
 
 
-_SHOWN = 2  # lines of a stack
-
-
 @dataclass(frozen=True)
-class CalledAt:
-    """An action, as ``2B0``, and where the user's code called for it, the innermost line first."""
+class OwnLine:
+    """A line of the user's own code: an action, as ``2B0``, that ran there, or what did, in words.
 
-    action: str
-    stack: Stack
+    Not ``ran``: it is read from the source, and ``what`` is the name that the line sets.
+    """
 
-    def lines(self) -> list[str]:
-        """For a reader: the line, and the one that it was called from."""
-        return [f"{'from' if k else self.action:<6} {line}" for k, line in enumerate(self.stack[:_SHOWN])]
+    what: str
+    line: Line
+    ran: bool = True
 
 
 @dataclass(frozen=True)
@@ -81,8 +78,8 @@ class Cause:
     Fields that do not apply, or that the evidence leaves open, are None.
 
     microbatches: those concerned. stages: those of a fault that is in several, but not in all. detail: for people, such
-    as ``microbatch 3's, expected microbatch 2's``. instead: other causes that would show the very same. calls: the
-    actions that it is about, with the user's own lines, if they are known.
+    as ``microbatch 3's, expected microbatch 2's``. instead: other causes that would show the very same. lines: of the
+    user's own code, if they are known, the most useful first.
     """
 
     kind: str
@@ -95,7 +92,7 @@ class Cause:
     detail: str = ""
     stages: tuple[int, ...] = ()
     instead: tuple["Cause", ...] = ()
-    calls: tuple[CalledAt, ...] = field(default=(), compare=False)
+    lines: tuple[OwnLine, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         assert self.kind in KINDS, f"{self.kind!r} is no kind of cause"
@@ -112,6 +109,14 @@ class Cause:
             ("parameter", self.parameter),
         ]
         return ", ".join(f"{name} {value}" for name, value in parts if value is not None) or "everywhere"
+
+    def own_lines(self) -> dict[str, list[str]]:
+        """``lines`` for a reader: those that ran, and those that only set what these worked on."""
+        found: dict[str, list[str]] = {}
+        width = max((len(one.what) for one in self.lines), default=0)
+        for one in self.lines:
+            found.setdefault("ran at" if one.ran else "set at", []).append(f"{one.what:<{width}} {one.line}")
+        return found
 
     @property
     def short(self) -> str:

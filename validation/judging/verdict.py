@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from pipeproof.judging.cause import KINDS, Cause, Cells, RuledOut
+from pipeproof.judging.hints import hints
 from pipeproof.judging.measured import Measured, versions
 from pipeproof.judging.mismatch import Mismatch as Mismatch
 from pipeproof.judging.mismatch import Size as Size
@@ -15,6 +16,7 @@ from pipeproof.judging.mismatch import Value as Value
 from pipeproof.judging.mismatch import What as What
 from pipeproof.judging.mismatch import small as small
 from pipeproof.worlds.rank_report import RankFailed, details, headline
+from pipeproof.worlds.stack import Line
 
 SCHEMA = "pipeproof/3"  # of all that is written as JSON: validation/reports/schema.json
 Tier = Literal["bitwise", "fp32", "bf16", "fp16", "fp64", "none"]  # bit for bit, or to the rounding of a dtype
@@ -144,6 +146,11 @@ class Verdict:
     measured: Measured = field(default=Measured(), compare=False, repr=False)
 
     @property
+    def next(self) -> list[str]:
+        """What to look at, or to do, for its causes."""
+        return hints(self.cause, self.measured)
+
+    @property
     def replay(self) -> str:
         """The line that runs this case again."""
         return self.rerun or f'pipeproof replay "{self.config}"'
@@ -202,7 +209,7 @@ class Verdict:
 
     def _causes(self) -> list[str]:
         told = [cause for cause in self.cause if not (self.ended and cause.detail in self._headline())]
-        rows = _conjunction("cause", told)
+        rows = [*_conjunction("cause", told), *_labelled("next", self.next[:_CAUSES])]
         for causes in self.alternatives[:_ALTERNATIVES]:
             rows += _conjunction("or", causes)
         if len(self.alternatives) > _ALTERNATIVES:
@@ -251,7 +258,7 @@ class Verdict:
         data |= {"measured": self.measured.as_dict(), "versions": dict(versions())}
         if self.verdict == "pass":
             del data["measured"]
-        return {"schema": SCHEMA, **data, "replay": self.replay}
+        return {"schema": SCHEMA, **data, "next": self.next, "replay": self.replay}
 
     def to_html(self) -> str:
         """The verdict as a page: one file of HTML that needs no network."""
@@ -271,10 +278,13 @@ def _not_seen(laws: Sequence[LawResult]) -> list[str]:
 def _conjunction(label: str, causes: Sequence[Cause]) -> list[str]:
     """Causes that hold together; those that the screen has no room for are counted."""
     rows = []
+    shown: set[Line] = set()
     for cause in causes[:_CAUSES]:
         rows += _labelled(label, [f"{cause.kind}: {KINDS[cause.kind]}", str(cause)])
-        rows += _labelled("ran at", [line for call in cause.calls for line in call.lines()])
-        label = "and"
+        own = {one.line for one in cause.lines}
+        for name, lines in cause.own_lines().items() if not own <= shown else ():
+            rows += _labelled(name, lines)
+        label, shown = "and", shown | own
     left = len(causes) - _CAUSES
     return rows + (_labelled("and", [f"{left} more"]) if left > 0 else [])
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
@@ -58,6 +59,8 @@ class FirstUse:
         return any(id(part) == at for part in module.modules() if part is not module for at, _ in self._at)
 
     def _look(self, module: nn.Module, arguments: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         for leaf, parameter in module._parameters.items():
             if parameter is None or parameter.is_meta or isinstance(parameter, InShards):
                 continue

@@ -11,6 +11,7 @@ from pipeproof.observers.sketch import Sketch
 from pipeproof.pipeline.action import GIVES_WEIGHT_GRADIENT, Action, Kind
 from pipeproof.pipeline.profile import Profile
 from pipeproof.pipeline.schedule import Schedule
+from pipeproof.worlds.posted_messages import Came
 from pipeproof.worlds.stack import Stack
 
 INPUT = "model input"  # as a place
@@ -27,6 +28,7 @@ class Crossing:
     ``call`` is the number of the call from 1 on, by which an action is located whose microbatch is not known. ``place``
     is where in the model an input should pass. ``rank`` is where it was, if several hold the stage. ``faint``: it is
     wrong by little more than what rounding may do. ``error`` is about its relative error, ``limit`` what is rounding.
+    ``number`` is the tensor's among those that are there.
     """
 
     action: Action
@@ -42,6 +44,7 @@ class Crossing:
     faint: bool = False
     error: float | None = None
     limit: float | None = None
+    number: int = 0
 
     @property
     def at(self) -> str:
@@ -64,7 +67,9 @@ class Passed:
     ``unplaced`` are tensors of which nothing tells where they should pass: at which of the flow's points, and for which
     microbatch. Whether they are right nobody knows. ``uncompared`` is how many tensors no law could be held against.
     ``ranks``: which rank each microbatch was on, if several hold it. ``strange`` are outputs without a place, by
-    microbatch. ``mixed``: parts of its module alone trained. ``stacks`` are where the user's code called for an action.
+    microbatch. ``mixed``: parts of its module alone trained. ``stacks`` are where the user's code called for an action,
+    ``came`` the messages that it was given, by its tensors' numbers, ``cleared`` where what a microbatch's backward had
+    added to the gradients was cleared.
     ``detached`` are the inputs, by microbatch, that want no gradient although the stage before made them so that they
     do. ``times`` of actions, by their rank's count; empty where nobody knows.
     """
@@ -82,6 +87,8 @@ class Passed:
     strange: Mapping[int, Sequence[Sketch]] = field(default_factory=dict)
     mixed: bool = False
     stacks: Mapping[Action, Stack] = field(default_factory=dict)
+    came: Mapping[Action, Mapping[int, Came]] = field(default_factory=dict)
+    cleared: Mapping[int, Stack] = field(default_factory=dict)
     detached: Mapping[int, frozenset[int]] = field(default_factory=dict)
     times: tuple[int, ...] = ()
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import wraps
 from itertools import count
 from threading import get_ident
 from typing import Any, TypeVar
@@ -18,7 +19,7 @@ from pipeproof.observers.shards import InShards
 from pipeproof.observers.sketch import Sketch, sketch
 from pipeproof.pipeline.action import Kind
 from pipeproof.pipeline.split import needs
-from pipeproof.worlds.posted_messages import received_at
+from pipeproof.worlds.posted_messages import Came, received_at
 from pipeproof.worlds.stack import Stack, own_stack
 
 Note = Callable[[Tensor], Callable[[], None]]  # looks at a gradient; what it returns writes down what was seen
@@ -85,7 +86,8 @@ class Call:
     gradient, ``giving`` the outputs that bring one.
     A ``silent`` one ran without gradients: it is a forward only if a backward ran it again, and then has what that had.
     ``rank`` is the one that it was on, where several hold its stage. ``stacks`` are where the user's code called for
-    its forward, its backward, and the messages that it was given. ``began``: when, by the count of ``backwards``.
+    its forward and its backward, ``came`` the messages that these were given, by the tensor that each was. ``cleared``:
+    where the gradients were cleared that its backward had added to. ``began``: when, by the count of ``backwards``.
     """
 
     training: bool
@@ -99,6 +101,8 @@ class Call:
     silent: bool = False
     mixed: bool = False
     stacks: dict[Kind, Stack] = field(default_factory=dict)
+    came: dict[tuple[Kind, int], Came] = field(default_factory=dict)
+    cleared: Stack = ()
     needing: frozenset[int] = frozenset()
     giving: frozenset[int] = frozenset()
     began: int | None = None
@@ -118,6 +122,11 @@ class _Watched:
     calls: list[Call] = field(default_factory=list)
     waiting: list[Call] = field(default_factory=list)
 
+    def cleared(self, stack: Stack) -> None:
+        """What its calls had added to its gradients so far was cleared there."""
+        for call in self.calls:
+            call.cleared = call.cleared or (stack if call.backwards else ())
+
     def original(self, again: Call) -> Call | None:
         """The call that is run ``again``, which now has its gradients: the first with its inputs, else the first that
         waits; None if none does. Where several others wait, nobody knows whose gradients those are."""
@@ -130,7 +139,7 @@ class _Watched:
             again.output_gradients, again.input_gradients = found.output_gradients, found.input_gradients
         self.waiting = [call for call in self.waiting if call is not found]
         found.kept.update(enumerate(again.inputs))
-        again.backwards, again.stacks = found.backwards, found.stacks
+        again.backwards, again.stacks, again.came = found.backwards, found.stacks, found.came
         found.needing, found.giving = again.needing, again.giving
         return found
 
@@ -141,19 +150,20 @@ class _Entry:
 
     taken: list[Sketch]
     versions: list[int]
-    stacks: dict[Kind, Stack]
+    stack: Stack
+    came: dict[tuple[Kind, int], Came]
 
     @staticmethod
     def of(inputs: Sequence[Tensor]) -> "_Entry":
-        came = next((stack for tensor in inputs if (stack := received_at(tensor))), None)
-        stacks = {Kind.FORWARD: own_stack()} | ({} if came is None else {Kind.RECV_F: came})
-        return _Entry(list(map(sketch, inputs)), [tensor._version for tensor in inputs], stacks)
+        came = {(Kind.FORWARD, k): one for k, tensor in enumerate(inputs) if (one := received_at(tensor)) is not None}
+        return _Entry(list(map(sketch, inputs)), [tensor._version for tensor in inputs], own_stack(), came)
 
 
 class Watcher:
-    """Notes the calls of watched modules."""
+    """Notes the calls of watched modules. ``compiled``: ``torch.compile`` took some in, whose calls it cannot see."""
 
     def __init__(self) -> None:
+        self.compiled = False
         self._watched: dict[int, _Watched] = {}
         self._entering: dict[int, list[_Entry]] = defaultdict(list)  # by thread
         self._times = count()
@@ -177,12 +187,44 @@ class Watcher:
                 return [call for call in one.calls if again or not call.silent]
         return None
 
+    def clearing(self, clear: Callable[..., None]) -> Callable[..., None]:
+        """``clear``, a method that clears gradients, noting of which calls it cleared what they had added."""
+
+        @wraps(clear)
+        def noted(*arguments: Any, **named: Any) -> None:
+            had = [one for one in self._watched.values() if any(p.grad is not None for p in one.module.parameters())]
+            clear(*arguments, **named)
+            for one in had:
+                if not any(p.grad is not None and p.grad.any() for p in one.module.parameters()):
+                    one.cleared(own_stack())
+
+        return noted
+
+    def doubts(self) -> Iterator[str]:
+        """Why no gradient may come to what the last calls were given, for a step that failed."""
+        for one in self._watched.values():
+            call = one.calls[-1] if one.calls else None
+            if call is None or not call.stacks[Kind.FORWARD]:
+                continue
+            place = f"the stage was last called at {call.stacks[Kind.FORWARD][0]}"
+            came = [one for (kind, k), one in call.came.items() if kind is Kind.FORWARD and k not in call.needing]
+            if call.silent or not call.giving:
+                yield f"{place}\n  {'without gradients' if call.silent else 'what it gave back wants no gradient'}"
+            elif came and not call.needing:
+                yield "\n  ".join(
+                    [place, "with a message that wants no gradient, received at", *map(str, came[0].received)]
+                )
+
     def _entered(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        if self._watched[id(module)].when():
+        if torch.compiler.is_compiling():
+            self.compiled = True
+        elif self._watched[id(module)].when():
             inputs = _tensors((arguments, named))  # looked at now: the module may change them in place
             self._entering[get_ident()].append(_Entry.of(inputs))
 
     def _called(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         watched, mode = self._watched[id(module)], _mode()
         if not watched.when():
             return
@@ -192,7 +234,9 @@ class Watcher:
         needing, giving = map(_differentiable, (inputs, outputs))
         silent, mixed = mode is Mode.SILENT, len(modes) > 1
         made, began = list(map(sketch, outputs)), next(self._times)
-        call = Call(True in modes, entry.taken, made, silent=silent, mixed=mixed, stacks=entry.stacks, began=began)
+        stacks = {Kind.FORWARD: entry.stack}
+        call = Call(True in modes, entry.taken, made, silent=silent, mixed=mixed, stacks=stacks, began=began)
+        call.came = entry.came
         call.needing, call.giving = frozenset(needing), frozenset(giving)
         if mode is Mode.SILENT:
             watched.calls.append(call)
@@ -246,8 +290,8 @@ class Watcher:
             seen = sketch(gradient)
             if Kind.BACKWARD not in call.stacks:
                 call.stacks[Kind.BACKWARD] = own_stack()
-            if into is call.output_gradients and (came := received_at(gradient)):
-                call.stacks.setdefault(Kind.RECV_B, came)
+            if into is call.output_gradients and (came := received_at(gradient)) is not None:
+                call.came.setdefault((Kind.BACKWARD, number), came)
 
             def write() -> None:
                 into[number] = seen
@@ -267,10 +311,18 @@ def watching() -> Iterator[Watcher]:
     """While this is open, ``watch`` has somebody to tell."""
     global _watcher
     outer, _watcher = _watcher, Watcher()
+    clearing: Callable[[Any], Any] = _watcher.clearing
+    kept = nn.Module.zero_grad, torch.optim.Optimizer.zero_grad
+    nn.Module.zero_grad, torch.optim.Optimizer.zero_grad = map(clearing, kept)  # type: ignore[method-assign]
     try:
         yield _watcher
+    except Exception as error:
+        for doubt in _watcher.doubts():
+            error.add_note(doubt)
+        raise
     finally:
         _watcher = outer
+        nn.Module.zero_grad, torch.optim.Optimizer.zero_grad = kept  # type: ignore[method-assign]
 
 
 def watch(module: Module, *, when: Callable[[], bool] | None = None) -> Module:

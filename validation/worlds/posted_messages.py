@@ -2,10 +2,10 @@
 
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ class _Posted:
     name: str
     work: Any
     peer: int | None
+    stack: Stack
 
     @property
     def text(self) -> str:
@@ -35,10 +36,40 @@ class _Posted:
         return not self.work.is_completed()
 
 
-_messages: list[_Posted] = []
+class Message(NamedTuple):
+    """Of the messages from one rank to another in a group with a tag, which; both ends count alike."""
+
+    group: str
+    sender: int
+    receiver: int
+    tag: int
+    number: int
+
+
+@dataclass(frozen=True)
+class Came:
+    """Where the user's code received a message, and which it was; where it was ``sent``, its sender's process knows.
+
+    None where it may be from any rank, or one that came before it in its group may.
+    """
+
+    received: Stack
+    message: Message | None = None
+    sent: Stack = ()
+
+    def joined(self, sent: Mapping[Message, Stack]) -> "Came":
+        """The same, with what all ranks sent."""
+        return self if self.message is None else replace(self, sent=sent.get(self.message, ()))
+
+
+_messages: list[_Posted] = []  # those that are open, and the last one
+_parting: list[str] = []  # of what has ended, its last message
+_ways: Counter[tuple[str, int, int, int]] = Counter()  # how many messages went from a rank to a rank
+_from_any: set[str] = set()  # groups in which messages of any rank were received
+_sent: dict[Message, Stack] = {}
 
 # By the storage that messages were received into: which of its bytes each filled, the last one last.
-_received: dict[int, tuple[StorageWeakRef, list[tuple[range, Stack]]]] = {}
+_received: dict[int, tuple[StorageWeakRef, list[tuple[range, Came]]]] = {}
 
 
 @contextmanager
@@ -55,9 +86,12 @@ def noted_messages() -> Iterator[None]:
     finally:
         for name, method in kept.items():
             setattr(dist.ProcessGroup, name, method)
-        _messages.clear()
-        _received.clear()
-        _posted.clear()
+        _parting[:] = [
+            "\n".join([f"the last before it returned: {one.text} ({progress()})", *map(str, one.stack)])
+            for one in _messages[-1:]
+        ]
+        for noted in (_messages, _received, _posted, _ways, _from_any, _sent):
+            noted.clear()
 
 
 def progress() -> str:
@@ -67,37 +101,61 @@ def progress() -> str:
     return f"sent {met['send']} and received {received}" if _posted else ""
 
 
+def parting() -> str:
+    """The last message of what has ended on this rank, and where it was posted; told once."""
+    return _parting.pop() if _parting else ""
+
+
 def _noting(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     def noted(group: dist.ProcessGroup, *arguments: Any) -> Any:
         work = method(group, *arguments)
         peer = dist.get_global_rank(group, arguments[1]) if name != "recv_anysource" else None
+        message, stack = _message(name, group, peer, *arguments[2:]), own_stack()
         _messages[:] = [one for one in _messages if one.open]
-        _messages.append(_Posted(name, work, peer))
+        _messages.append(_Posted(name, work, peer, stack))
         _posted[name] += 1
         if name != "send":
-            stack = own_stack()
             for tensor in filter(torch._C._has_storage, arguments[0]):
-                _receive(tensor, stack)
+                _receive(tensor, Came(stack, message))
+        elif message is not None:
+            _sent[message] = stack
         return work
 
     return noted
 
 
-def _receive(tensor: Tensor, stack: Stack) -> None:
+def _message(name: str, group: dist.ProcessGroup, peer: int | None, tag: int = 0) -> Message | None:
+    """Which message this is; None where nobody can count."""
+    where, own = group.group_name, dist.get_rank()
+    if peer is None:
+        _from_any.add(where)
+    if peer is None or (where in _from_any and name == "recv"):
+        return None
+    way = (where, own, peer, tag) if name == "send" else (where, peer, own, tag)
+    _ways[way] += 1
+    return Message(*way, _ways[way])
+
+
+def sent_messages() -> Mapping[Message, Stack]:
+    """Where in the user's code this rank has sent each of its messages."""
+    return dict(_sent)
+
+
+def _receive(tensor: Tensor, came: Came) -> None:
     held = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # in torch
     place = _bytes(tensor)
-    _received[held.cdata] = held, [*(one for one in _parts(tensor) if not _meet(one[0], place)), (place, stack)]
+    _received[held.cdata] = held, [*(one for one in _parts(tensor) if not _meet(one[0], place)), (place, came)]
 
 
-def received_at(tensor: Tensor) -> Stack:
-    """Where in the user's code a message was last received into ``tensor``; empty where none was."""
+def received_at(tensor: Tensor) -> Came | None:
+    """The message that was last received into ``tensor``; None where none was."""
     if not torch._C._has_storage(tensor):
-        return ()
+        return None
     place = _bytes(tensor)
-    return next((stack for part, stack in reversed(_parts(tensor)) if _meet(part, place)), ())
+    return next((came for part, came in reversed(_parts(tensor)) if _meet(part, place)), None)
 
 
-def _parts(tensor: Tensor) -> list[tuple[range, Stack]]:
+def _parts(tensor: Tensor) -> list[tuple[range, Came]]:
     """What was received into the storage of ``tensor``, part by part."""
     held, parts = _received.get(tensor.untyped_storage()._cdata, (None, []))
     gone = held is None or held.expired()  # type: ignore[no-untyped-call]  # in torch

@@ -24,7 +24,7 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: i
 from pipeproof.pipeline import waiting
 from pipeproof.worlds import at_terminal
 from pipeproof.worlds.launcher import Seat
-from pipeproof.worlds.posted_messages import awaited, progress
+from pipeproof.worlds.posted_messages import awaited, parting, progress
 from pipeproof.worlds.rank_report import Ending, RankReport
 from pipeproof.worlds.shipping import pack, unpack
 
@@ -134,6 +134,7 @@ def _groups_of_jobs() -> int:
 
 
 def _attempt(rank: int, work: Callable[[], object]) -> RankReport:
+    parting()  # of a job that failed
     try:
         result = work()
     except BaseException as error:  # also SystemExit and pytest's outcomes: the controller is the judge of all of them
@@ -141,7 +142,7 @@ def _attempt(rank: int, work: Callable[[], object]) -> RankReport:
     finally:
         at_terminal.finish_lines()
     try:
-        return RankReport(rank, Ending.FINISHED, at_s=time.time(), payload=pack(result))
+        return RankReport(rank, Ending.FINISHED, traceback=parting(), at_s=time.time(), payload=pack(result))
     except Exception as error:  # no one type: an object that cannot be pickled raises what it likes
         message = f"TypeError: its result, a {type(result).__qualname__}, cannot be sent back: {error}"
         return RankReport(rank, Ending.RAISED, message, at_s=time.time())

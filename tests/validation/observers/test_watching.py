@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from pipeproof.foreign import HandedBack, WhiteBox, torch_pipelining, watch
 from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.sketch import sketch
-from pipeproof.observers.watching import Call, Watcher
+from pipeproof.observers.watching import Call, Watcher, watching
 from tests.support.steps import blocks, loss_fn, pairs
 from tests.support.two_ranks import Call as Way
 from tests.support.two_ranks import called, named, passes, plain, step, without_second
@@ -65,8 +65,71 @@ def test_one_leaf_for_all_that_is_received_is_no_fault(whitebox: WhiteBox) -> No
 def test_a_backward_that_runs_twice_is_seen_at_such_a_leaf(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, lambda model, microbatches: one_leaf(model, microbatches, twice=2))
     assert [(c.kind, c.rank, c.stage, c.microbatches) for c in verdict.cause[:1]] == [("doubled", 1, 1, (2,))], verdict
-    assert [(call.action, call.stack[0].function) for call in verdict.cause[0].calls] == [("1B2", "one_leaf")]
-    assert verdict.cause[0].calls[0].stack[0].text.startswith("(loss / COUNT).backward(retain_graph=True)")
+    own = verdict.cause[0].lines[0]
+    assert (own.what, own.line.function) == ("1B2", "one_leaf")
+    assert own.line.text.startswith("(loss / COUNT).backward(retain_graph=True)")
+
+
+@pytest.mark.parametrize("none", [True, False])
+@pytest.mark.parametrize("by_optimizer", [True, False])
+def test_what_a_call_had_added_is_noted_as_cleared(none: bool, by_optimizer: bool) -> None:
+    stage, kept = nn.Linear(WIDTH, WIDTH), nn.Module.zero_grad
+    with watching() as watcher:
+        watch(stage)
+        clearing = torch.optim.SGD(stage.parameters()) if by_optimizer else stage
+        clearing.zero_grad()
+        for x, _ in data()[:2]:
+            stage(x).sum().backward()
+        waiting = stage(x)
+        torch.optim.SGD([stage.bias]).zero_grad()
+        clearing.zero_grad(set_to_none=none)
+        waiting.sum().backward()
+    lines = [[line.text for line in call.cleared[:1]] for call in watcher.calls(stage) or []]
+    assert lines == [["clearing.zero_grad(set_to_none=none)"]] * 2 + [[]]
+    assert nn.Module.zero_grad is kept
+
+
+def no_leaf(model: nn.Sequential, microbatches: list[Any], *, silent: bool = False) -> Any:
+    """Rank 1 cannot hand on a gradient: what it received wants none, or its forward has none."""
+    (x, target), rank = microbatches[0], dist.get_rank()
+    stage = watch(model[2 * rank : 2 * rank + 2])
+    if rank == 0:
+        dist.send(stage(x).detach(), 1)
+        dist.recv(torch.empty_like(x), 1)
+    dist.recv(x, 0)
+    with torch.set_grad_enabled(not silent):
+        loss = loss_fn(stage(x), target)
+    loss.backward()
+    dist.send(x.grad, 0)
+
+
+@pytest.mark.parametrize(("silent", "said"), [(False, "a message that wants no gradient"), (True, "without gradients")])
+def test_a_step_that_finds_no_gradient_is_told_whose(silent: bool, said: str, whitebox: WhiteBox) -> None:
+    verdict = judged(whitebox, partial(no_leaf, silent=silent))
+    assert verdict.word == "error", verdict
+    *_, told = str(verdict).partition("the stage was last called at")
+    assert said in told
+    assert "no_leaf: loss = loss_fn(stage(x), target)" in told
+    assert ("no_leaf: dist.recv(x, 0)" in told) != silent
+
+
+def compiled(model: nn.Sequential, microbatches: list[Any], *, itself: bool) -> Any:
+    """What ``torch.compile`` gives back is called; that is watched, or the stage ``itself``."""
+    made = torch.compile(model, backend="eager")
+    watch(model if itself else made)
+    losses = [loss_fn(made(x), target) for x, target in microbatches]
+    for loss in losses:
+        (loss / COUNT).backward()
+    return model, losses
+
+
+@pytest.mark.parametrize("itself", [True, False])
+def test_a_stage_that_is_compiled_is_watched_from_outside(itself: bool, whitebox: WhiteBox) -> None:
+    step = partial(compiled, itself=itself)
+    verdict = passes(whitebox.validate(step, reference=blocks, microbatches=data(), ranks=1, loss_fn=loss_fn))
+    law = verdict.law("boundaries")
+    assert law.outcome == ("not seen" if itself else "pass")
+    assert ("watch what torch.compile gives back" in law.note) == itself
 
 
 def two_steps(model: nn.Sequential, microbatches: list[Any], *, divides: bool = True) -> HandedBack:

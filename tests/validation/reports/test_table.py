@@ -11,7 +11,7 @@ from pipeproof.cases.trial import Named
 from pipeproof.commands.advise import _LAYOUTS, _STEPS
 from pipeproof.commands.catalogue import listing
 from pipeproof.commands.schedule_commands import _planned
-from pipeproof.judging.cause import KINDS, Cause, Cell, Cells, RuledOut, alternatives
+from pipeproof.judging.cause import KINDS, Cause, Cell, Cells, OwnLine, RuledOut, alternatives
 from pipeproof.judging.verdict import LawResult, Mismatch, Verdict
 from pipeproof.pipeline import Times, build
 from pipeproof.pipeline.plan import Needs, plan, row
@@ -29,6 +29,7 @@ from pipeproof.reports.table import (
     summary,
     totals,
 )
+from pipeproof.worlds.stack import Line
 from tests.validation.cases.test_trial import RIGHT, TRIAL
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -87,13 +88,26 @@ def test_causes_that_hold_together_and_explanations_that_exclude_each_other_are_
     assert [line.split(":")[0].strip() for line in text[1:11:2]] == [
         "cause     dropped",
         "and       doubled",
+        "next      Find this microbatch's backward",
         "or        zero",
         "and       doubled",
-        "or        missing",
     ]
     assert text[2] == "            stage 1, microbatch 3", "no tail where nothing more is known"
     assert text[4] == "            rank 1, stage 2, microbatches 0, 4"
     assert "  or        1 more explanations" in text
+
+
+def test_lines_of_the_users_own_code_are_told_once() -> None:
+    ran, written = Line("loop.py", 7, "step", "y.backward()"), Line("loop.py", 3, "step", "y = queue.pop()")
+    one = Cause("dropped", stage=1, lines=(OwnLine("1B0", ran), OwnLine("y", written, ran=False)))
+    text = str(replace(FAILED, cause=(one, replace(one, stage=0, lines=one.lines[:1])))).splitlines()
+    assert text[3:7] == [
+        "  ran at    1B0 loop.py:7 step: y.backward()",
+        "  set at    y   loop.py:3 step: y = queue.pop()",
+        "  and       dropped: a microbatch's gradient is missing from the sum",
+        "            stage 0",
+    ]
+    assert text[7].startswith("  next ")
 
 
 def test_causes_that_the_screen_has_no_room_for_are_counted() -> None:
@@ -107,7 +121,7 @@ def test_the_coefficients_are_a_table_of_stages_and_microbatches() -> None:
     right, unknown = Cell(1.0), Cell(None)
     rows = ((right, Cell(0.0), Cell(0.0, ((1, 1.0),)), Cell(0.0, (), 1.0)), (right, Cell(2.0), Cell(0.25), unknown))
     named = replace(FAILED, cause=(Cause("dropped", stage=0),), cells=Cells(rows))
-    assert str(named).splitlines()[3:7] == [
+    assert str(named).splitlines()[4:8] == [
         "  found     microbatch  0  1     2   3",
         "            stage 0     1  0   1's  1*",
         "            stage 1     1  2  0.25   ?",

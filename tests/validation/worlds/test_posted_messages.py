@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from pipeproof.worlds import posted_messages as posted
+from pipeproof.worlds.rank_report import RankFailed, details
 from pipeproof.worlds.stack import own_stack
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
@@ -62,20 +63,88 @@ class Posted:
         return True
 
 
+def one_too_few(context: RankContext) -> None:
+    """Rank 1 waits for a second message, and rank 0 sends one."""
+    with posted.noted_messages():
+        for _ in range(1 + context.rank):
+            dist.recv(torch.zeros(1), 0) if context.rank else dist.send(torch.zeros(1), 1)
+
+
+def test_a_rank_that_is_waited_for_has_left_behind_its_last_message(world: World) -> None:
+    with pytest.raises(RankFailed, match="rank 0 has returned while others wait for it") as failure:
+        world.run(one_too_few, ranks=2, timeout_s=2.0)
+    said = details(failure.value.reports)
+    assert "rank 0: finished\n    the last before it returned: a send to rank 1 (sent 1 and received 0)\n" in said
+    assert "one_too_few: dist.recv(torch.zeros(1), 0) if context.rank else dist.send(torch.zeros(1), 1)" in said
+    assert world.run(stack_of_rank, ranks=2)
+    assert posted.parting() == ""
+
+
+class Group:
+    """As much of a process group as names its messages."""
+
+    group_name = "pipeline"
+
+
 def test_each_slice_of_one_buffer_was_received_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(posted, "_posted", Counter())
+    for noted in ("_posted", "_ways"):
+        monkeypatch.setattr(posted, noted, Counter())
     monkeypatch.setattr(posted, "_received", {})
     monkeypatch.setattr(dist, "get_global_rank", lambda group, rank: rank)
-    receive, buffer = posted._noting("recv", lambda *_: Posted()), torch.zeros(3, 4)
-    receive(None, [buffer[0]], 1)
-    receive(None, [buffer[1]], 1)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    receive, buffer, group = posted._noting("recv", lambda *_: Posted()), torch.zeros(3, 4), Group()
+    receive(group, [buffer[0]], 1)
+    receive(group, [buffer[1]], 1)
     first, second, none, both = (posted.received_at(one) for one in (buffer[0, 1:], buffer[1], buffer[2], buffer))
-    assert [stack[0].text for stack in (first, second)] == [f"receive(None, [buffer[{k}]], 1)" for k in (0, 1)]
-    assert none == ()
+    assert first is not None
+    assert second is not None
+    texts = [came.received[0].text for came in (first, second)]
+    assert texts == [f"receive(group, [buffer[{k}]], 1)" for k in (0, 1)]
+    assert none is None
     assert both == second
-    receive(None, [buffer[:2]], 1)
+    receive(group, [buffer[:2]], 1)
     assert posted.received_at(buffer[0]) == posted.received_at(buffer[1]) != first
-    assert posted.received_at(torch.zeros(0)) == ()
+    assert posted.received_at(torch.zeros(0)) is None
+
+
+def messages_of_two(context: RankContext) -> Any:
+    """What rank 0 sent, and what rank 1 received: in order of posting, and of another tag in between."""
+    with posted.noted_messages():
+        if context.rank == 0:
+            tensors = [torch.full((1,), float(value)) for value in (1, 2, 3)]
+            works = [dist.isend(one, 1, tag=tag) for one, tag in zip(tensors, (0, 5, 0), strict=True)]
+            return [work.wait() for work in works] and posted.sent_messages()
+        tensors = [torch.zeros(1) for _ in range(3)]
+        for tensor, tag in zip(tensors, (0, 0, 5), strict=True):
+            dist.recv(tensor, 0, tag=tag)
+        return [(tensor.item(), posted.received_at(tensor)) for tensor in tensors]
+
+
+def test_a_message_is_known_again_where_it_was_sent(world: World) -> None:
+    sent, received = world.run(messages_of_two, ranks=2)
+    joined = {value: came.joined(sent) for value, came in received}
+    numbers = {value: (came.message.sender, came.message.tag, came.message.number) for value, came in joined.items()}
+    assert numbers == {1.0: (0, 0, 1), 3.0: (0, 0, 2), 2.0: (0, 5, 1)}
+    assert {came.sent[0].text for came in joined.values()} == {
+        "works = [dist.isend(one, 1, tag=tag) for one, tag in zip(tensors, (0, 5, 0), strict=True)]"
+    }
+
+
+def from_any(context: RankContext) -> Any:
+    """A message from any rank, and one after it that may be any then."""
+    with posted.noted_messages():
+        if context.rank == 0:
+            return [dist.send(torch.ones(1), 1) for _ in range(2)]
+        tensors = [torch.zeros(1) for _ in range(2)]
+        for tensor, source in zip(tensors, (None, 0), strict=True):
+            dist.recv(tensor, source)
+        return [posted.received_at(tensor) for tensor in tensors]
+
+
+def test_behind_a_message_from_any_rank_nobody_counts(world: World) -> None:
+    _, received = world.run(from_any, ranks=2)
+    assert [came.message for came in received] == [None, None]
+    assert all(came.received and not came.joined({}).sent for came in received)
 
 
 def stack_of_rank(_: RankContext) -> list[str]:

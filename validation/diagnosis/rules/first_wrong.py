@@ -112,9 +112,10 @@ class Boundaries:
         return (stage, found) if found and known and self._begins_where_due(stage, beside) else None
 
     def _begins_where_due(self, stage: int, beside: ModelBeside) -> bool:
-        """Whether what comes into ``stage`` is all that the parameters of earlier stages make in the reference."""
-        begins = {place for place in self._evidence.passed[stage].begins.values() if not place.startswith(INPUT)}
-        return begins <= set(beside.ends(stage - 1)) and bool(begins) if stage else not begins
+        """Whether what comes into ``stage`` is what earlier stages make in the reference, or the model's own input."""
+        every = self._evidence.passed[stage].begins.values()
+        begins = {place for place in every if not place.startswith(INPUT)}
+        return begins <= set(beside.ends(stage - 1)) and bool(every) if stage else not begins
 
     def _broke_at(self, stage: int, microbatch: int) -> bool:
         """Whether all that came into ``stage`` is right bit for bit, and no later stage made what is right of it."""

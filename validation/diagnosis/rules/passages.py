@@ -15,7 +15,7 @@ from pipeproof.diagnosis.rules.boundaries import causes_of
 from pipeproof.diagnosis.rules.first_wrong import Boundaries, FirstWrong
 from pipeproof.diagnosis.rules.repeated import or_wrong_message, ordered
 from pipeproof.judging.cause import Cause, RuledOut, listed
-from pipeproof.observers.observed import UNKNOWN_MICROBATCH
+from pipeproof.observers.observed import INPUT, UNKNOWN_MICROBATCH
 from pipeproof.observers.recording import FLOWED, GIVEN, HANDED_ON, MADE, RECEIVED
 from pipeproof.pipeline.action import Kind
 
@@ -73,14 +73,17 @@ def _computed_otherwise(boundaries: Boundaries, evidence: Evidence) -> list[Caus
 
 
 def _of_its_order(cause: Cause, stage: int, evidence: Evidence) -> Cause:
-    """``cause``, or that the stage took its inputs for each other: they came in another order than they were made."""
-    before = evidence.passed.get(stage - 1)
+    """``cause``, or that the stage was given its inputs in another order than they were made, or the model's own."""
+    before, begins = evidence.passed.get(stage - 1), sorted(evidence.passed[stage].begins.items())
     numbers = {} if before is None else {place: number for number, place in before.ends.items()}
-    came = [numbers[place] for _, place in sorted(evidence.passed[stage].begins.items()) if place in numbers]
-    if came == sorted(came):
+    came = [numbers[place] for _, place in begins if place in numbers]
+    if stage and all(place.startswith(INPUT) for _, place in begins):
+        told = f"its input is the model's own, and not what stage {stage - 1} hands on"
+    elif came != sorted(came):
+        told = f"its inputs are what stage {stage - 1} made, in another order: outputs {listed(came)}"
+    else:
         return cause
-    told = f"its inputs are what stage {stage - 1} made, in another order: outputs {listed(came)}"
-    meant = replace(cause, detail="or that order is meant, and it computed something else of them")
+    meant = replace(cause, detail="or that is meant, and it computed something else of it")
     return replace(cause, kind="wrong-message", detail=told, instead=(meant,))
 
 

@@ -12,7 +12,6 @@ from pipeproof.judging.verdict import SCHEMA, Verdict
 from pipeproof.reports.page import sections
 from pipeproof.reports.page.grid import Grid
 from pipeproof.reports.page.grid_view import cells_told, grid_view
-from pipeproof.reports.page.hints import hint
 from pipeproof.reports.page.markup import Html, Part, html, joined, more, table, tag
 from pipeproof.reports.page.sentences import OUTCOMES, closest, sentence
 
@@ -62,9 +61,7 @@ def _of_cause(verdict: Verdict) -> list[tuple[str, Part]]:
     for number, cause in enumerate(verdict.cause):
         facts.append(("Cause" if not number else "And", joined([tag("b", cause.kind), f": {KINDS[cause.kind]}"])))
         facts.append(("Place", joined([f"{cause}", _own_line(cause)])))
-    for kind in dict.fromkeys(cause.kind for cause in verdict.cause):
-        cause = next(one for one in verdict.cause if one.kind == kind)
-        facts.append(("Next", hint(cause, verdict)))
+    facts += [("Next", text) for text in verdict.next]
     if verdict.stopped:
         facts.append(("Stopped", f"before all was compared: {verdict.stopped}"))
     if verdict.unsought:
@@ -78,7 +75,7 @@ def _of_cause(verdict: Verdict) -> list[tuple[str, Part]]:
 
 def _own_line(cause: Cause) -> Html | None:
     """The lines of the user's own code, where the cause knows them."""
-    lines = [line for call in cause.calls for line in call.lines()]
+    lines = [f"{name} {line}" for name, some in cause.own_lines().items() for line in some]
     return joined([tag("code", line, class_="line") for line in lines]) if lines else None
 
 

@@ -1,10 +1,10 @@
 """What to do next, by the kind of cause: one hint for each, and what a factor may be."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from pipeproof.judging.cause import Cause
-from pipeproof.judging.verdict import Verdict
+from pipeproof.judging.measured import Measured
 
 HINTS: Mapping[str, str] = MappingProxyType(
     {
@@ -45,7 +45,7 @@ HINTS: Mapping[str, str] = MappingProxyType(
         "buffers": "Which forwards update the buffer? Each microbatch's once, in order, and none of a trial.",
         "wrong-message": "Compare the sends of one rank with the receives of the other, in order: peer, tag and "
         "microbatch must agree.",
-        "mispaired": "Compare the order of this stage's backwards with the order in which gradients come in: both "
+        "mispaired": "Compare the order in which tensors come in with the order in which this stage uses them: both "
         "must take the microbatches alike.",
         "overwritten": "Give each microbatch that is still needed a buffer of its own, or wait until the last one that "
         "reads it is done.",
@@ -64,26 +64,28 @@ HINTS: Mapping[str, str] = MappingProxyType(
 )
 
 
-def hint(cause: Cause, verdict: Verdict) -> str:
-    """What to do next about ``cause``; of a factor, first what it may be."""
-    return " ".join([*_factors(cause, verdict), HINTS[cause.kind]])
+def hints(causes: Sequence[Cause], measured: Measured) -> list[str]:
+    """What to do next about ``causes``, once for each kind; of a factor, first what it may be."""
+    first: dict[str, Cause] = {}
+    for cause in causes:
+        first.setdefault(cause.kind, cause)
+    return [text for cause in first.values() for text in (*_factors(cause, measured), HINTS[cause.kind])]
 
 
-def _factors(cause: Cause, verdict: Verdict) -> Iterator[str]:
+def _factors(cause: Cause, measured: Measured) -> Iterator[str]:
     """What a cause's factor is equal to, if that is anything that a step divides by."""
     if cause.kind != "scale" or cause.factor is None:
         return
-    for count, what in _counts(verdict):
-        asked = "by it?"
+    for count, what in _counts(measured):
         if count > 1 and _near(cause.factor, count):
-            yield f"{count} = the number of {what}: is the loss, or its gradient, divided {asked}"
+            yield f"{count} = the number of {what}: is the loss, or its gradient, divided by it?"
         elif count > 1 and _near(cause.factor * count, 1):
-            yield f"1/{count}, and {count} = the number of {what}: is anything divided twice {asked}"
+            yield f"1/{count}, and {count} = the number of {what}: is anything divided twice by it?"
 
 
-def _counts(verdict: Verdict) -> Iterator[tuple[int, str]]:
-    ran = verdict.measured.ran
-    microbatches = {one.microbatch for one in verdict.measured.of("loss") if one.microbatch is not None}
+def _counts(measured: Measured) -> Iterator[tuple[int, str]]:
+    ran = measured.ran
+    microbatches = {one.microbatch for one in measured.of("loss") if one.microbatch is not None}
     if ran is not None or microbatches:
         yield (len(microbatches) if ran is None else ran.microbatches), "microbatches"
     if ran is not None:

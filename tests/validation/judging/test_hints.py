@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from pipeproof.judging.cause import KINDS, Cause
+from pipeproof.judging.hints import HINTS, hints
 from pipeproof.judging.measured import Measured, Ran
 from pipeproof.judging.verdict import Verdict
-from pipeproof.reports.page.hints import HINTS, hint
 
 VERDICT = Verdict("c", "fail", "none", (), measured=Measured(ran=Ran(1, 8, (0, 1, 1, 0), ((), ()))))
 
@@ -30,9 +30,14 @@ def test_every_kind_of_cause_has_a_hint() -> None:
     ],
 )
 def test_a_factor_is_said_to_be_what_it_equals(factor: float | None, said: str) -> None:
-    assert hint(Cause("scale", factor=factor), VERDICT).startswith(said)
+    verdict = replace(VERDICT, cause=(Cause("scale", factor=factor), Cause("scale", factor=7.0)))
+    *factors, general = verdict.next
+    assert " ".join(verdict.next).startswith(said)
+    assert general == HINTS["scale"]
+    assert f"  next      {verdict.next[0]}" in str(verdict).splitlines()
+    assert verdict.as_dict()["next"] == [*factors, general]
 
 
 def test_a_factor_of_nothing_known_is_not_explained() -> None:
-    assert hint(Cause("scale", factor=8.0), replace(VERDICT, measured=Measured())) == HINTS["scale"]
-    assert hint(Cause("dropped", factor=8.0), VERDICT) == HINTS["dropped"]
+    assert hints([Cause("scale", factor=8.0)], Measured()) == [HINTS["scale"]]
+    assert hints([Cause("dropped", factor=8.0), Cause("mode")], VERDICT.measured) == [HINTS["dropped"], HINTS["mode"]]
