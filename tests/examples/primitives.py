@@ -128,35 +128,38 @@ class Mixture(nn.Module):
 
 
 class AllToAll(torch.autograd.Function):
-    """Rows to other ranks: ``sent[r]`` of them to rank r, ``came[r]`` from it."""
+    """Rows to the other ranks of ``group``: ``sent[r]`` of them to its rank r, ``came[r]`` from it."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, sent: list[int], came: list[int]) -> Tensor:
-        ctx.sizes = came, sent
+    def forward(ctx: Any, rows: Tensor, sent: list[int], came: list[int], group: Any) -> Tensor:
+        ctx.others = came, sent, group
         found = rows.new_empty(sum(came), rows.shape[1])
-        dist.all_to_all_single(found, rows.contiguous(), came, sent)
+        dist.all_to_all_single(found, rows.contiguous(), came, sent, group=group)
         return found
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return AllToAll.apply(gradient, *ctx.sizes), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return AllToAll.apply(gradient, *ctx.others), None, None, None
 
 
-def dispatched(mixture: Mixture, *, wrong_order: bool) -> Callable[[Tensor, Tensor], Tensor]:
-    ranks, own = dist.get_world_size(), EXPERTS // dist.get_world_size()
+def spread(mixture: Mixture, group: Any = None, *, wrong_order: bool = False) -> None:
+    """Leave ``mixture`` this rank's share of the experts, and tokens go to those of all ranks of ``group``."""
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    own = EXPERTS // ranks
+    mixture.experts = mixture.experts[rank * own : (rank + 1) * own]
 
     def exchange(tokens: Tensor, expert: Tensor) -> Tensor:
         order = expert.argsort(stable=True)
         counts = torch.bincount(expert, minlength=EXPERTS)
         theirs = torch.empty_like(counts)  # from each rank, for each of my experts
-        dist.all_to_all_single(theirs, counts)
+        dist.all_to_all_single(theirs, counts, group=group)
         sent, came = (each.view(ranks, own).sum(1).tolist() for each in (counts, theirs))
-        groups = AllToAll.apply(tokens[order], sent, came).split(theirs.tolist())
+        groups = AllToAll.apply(tokens[order], sent, came, group).split(theirs.tolist())
         made = [mixture.experts[number % own](group) for number, group in enumerate(groups)]
-        back = AllToAll.apply(torch.cat(made[::-1] if wrong_order else made), came, sent)
+        back = AllToAll.apply(torch.cat(made[::-1] if wrong_order else made), came, sent, group)
         return torch.empty_like(back).index_put((order,), back)
 
-    return exchange
+    mixture.exchange = exchange
 
 
 def mixture_model() -> nn.Module:
@@ -180,11 +183,9 @@ def experts_of_its_own(model: nn.Module, microbatches: list) -> tuple:
 
 def expert_parallel(model: Any, microbatches: list, *, fault: str = "") -> tuple:
     """Each rank has half of the experts, and half of the microbatches."""
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-    own = EXPERTS // ranks
+    ranks = dist.get_world_size()
     for mixture in model[1:]:
-        mixture.experts = mixture.experts[rank * own : (rank + 1) * own]
-        mixture.exchange = dispatched(mixture, wrong_order=fault == "wrong order")
+        spread(mixture, wrong_order=fault == "wrong order")
     losses = steps(watch(model), microbatches, ranks=ranks)
     for name, parameter in model.named_parameters():
         if "experts" not in name and not (fault == "router not reduced" and "router" in name):
@@ -217,18 +218,23 @@ class Gather(torch.autograd.Function):
     """The whole sequence of every rank's part; ``alone``: a rank's gradient is taken for that of all."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, alone: bool) -> Tensor:
-        ctx.alone = alone
-        parts = [torch.empty_like(part) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, part)
+    def forward(ctx: Any, part: Tensor, group: Any, alone: bool) -> Tensor:
+        ctx.group, ctx.alone = group, alone
+        parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, part, group=group)
         return torch.cat(parts, 1)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         whole = gradient.contiguous()
         if not ctx.alone:
-            dist.all_reduce(whole)
-        return whole.chunk(dist.get_world_size(), 1)[dist.get_rank()], None
+            dist.all_reduce(whole, group=ctx.group)
+        return part_of(whole, ctx.group), None, None
+
+
+def part_of(sequences: Tensor, group: Any = None) -> Tensor:
+    """This rank's part of every sequence."""
+    return sequences.chunk(dist.get_world_size(group), 1)[dist.get_rank(group)]
 
 
 def gather_of_torch(part: Tensor) -> Tensor:
@@ -247,9 +253,11 @@ def context_parallel(model: Any, microbatches: list, *, fault: str = "") -> tupl
     """Each rank has half of every sequence."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     for layer in model:
-        layer.gather = gather_of_torch if fault == "torch's gather" else lambda x: Gather.apply(x, fault == "alone")
+        layer.gather = (
+            gather_of_torch if fault == "torch's gather" else lambda x: Gather.apply(x, None, fault == "alone")
+        )
         layer.first = 0 if fault == "positions" else rank * SEQUENCE // ranks
-    halves = [(x.chunk(ranks, 1)[rank], target.chunk(ranks, 1)[rank]) for x, target in microbatches]
+    halves = [(part_of(x), part_of(target)) for x, target in microbatches]
     losses = [loss / ranks for loss in steps(watch(model), halves, ranks=ranks)]
     for loss in losses:
         dist.all_reduce(loss.detach_())

@@ -1,11 +1,13 @@
 """Each kind of parallelism inside a stage is right alone and stacked, and bugs in each are caught and named."""
 
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import primitives
 import pytest
+import stacks
 import torch
 from torch import nn
 
@@ -20,6 +22,16 @@ KINDS: dict[str, tuple[Step, Callable[[], nn.Module], dict[str, int]]] = {
     "expert, own modules": (primitives.experts_of_its_own, primitives.mixture_without_biases, {"ep": 2}),
     "context": (primitives.context_parallel, primitives.attention_model, {"cp": 2}),
     "stack": (primitives.stacked, primitives.dense_model, {"pp": 2, "dp": 2, "tp": 2}),
+    "ddp": (stacks.replicated, primitives.dense_model, {"dp": 2}),
+    "ddp, unused": (partial(stacks.replicated, unused=True), primitives.dense_model, {"dp": 2}),
+    "ddp, every backward": (partial(stacks.replicated, every=True), primitives.dense_model, {"dp": 2}),
+    "zero 3": (stacks.sharded, primitives.dense_model, {"fsdp": 2}),
+    "zero 2": (partial(stacks.sharded, reshard=False), primitives.dense_model, {"fsdp": 2}),
+    "zero 3, every backward": (partial(stacks.sharded, every=True), primitives.dense_model, {"fsdp": 2}),
+    "hsdp": (partial(stacks.sharded, copies=2), primitives.dense_model, {"dp_replicate": 2, "dp_shard": 2}),
+    "pipeline, zero 3": (stacks.with_shards, primitives.dense_model, {"pp": 2, "fsdp": 2}),
+    "pipeline, expert": (stacks.with_experts, primitives.mixture_model, {"pp": 2, "ep": 2}),
+    "pipeline, context": (stacks.with_parts_of_sequences, primitives.attention_model, {"pp": 2, "cp": 2}),
 }
 
 
@@ -33,14 +45,18 @@ def judged(whitebox: WhiteBox, kind: str, seed: int = 0, **fault: str) -> Verdic
     )
 
 
+SEEDS = range(int(os.environ.get("PRIMITIVES_SEEDS", "1")))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_right_passes(whitebox: WhiteBox, kind: str) -> None:
-    verdict = judged(whitebox, kind)
+def test_what_is_right_passes(whitebox: WhiteBox, kind: str, seed: int) -> None:
+    verdict = judged(whitebox, kind, seed)
     assert verdict.verdict == "pass", verdict
     parameters = len(list(KINDS[kind][1]().parameters()))
     assert verdict.law("gradient").checked == parameters
     assert verdict.law("parameters-once").checked == parameters
-    assert verdict.law("replicas").checked > 0
+    assert verdict.law("replicas").checked + verdict.law("shards").checked > 0
 
 
 @pytest.mark.parametrize(

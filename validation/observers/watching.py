@@ -195,7 +195,7 @@ class Watcher:
             had = [one for one in self._watched.values() if any(p.grad is not None for p in one.module.parameters())]
             clear(*arguments, **named)
             for one in had:
-                if not any(p.grad is not None and p.grad.any() for p in one.module.parameters()):
+                if not any(map(_has_gradient, one.module.parameters())):
                     one.cleared(own_stack())
 
         return noted
@@ -340,6 +340,12 @@ def _tensors(values: object) -> list[Tensor]:
     """Those that this rank has whole: what is asked of a DTensor, all of its ranks must ask."""
     leaves = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and not leaf.is_meta)
     return [leaf for leaf in leaves if not isinstance(leaf, InShards)]
+
+
+def _has_gradient(parameter: nn.Parameter) -> bool:
+    """Whether a gradient other than zero is there, as far as this rank has it."""
+    gradient = parameter.grad.to_local() if isinstance(parameter.grad, InShards) else parameter.grad
+    return gradient is not None and bool(gradient.any())
 
 
 def _differentiable(tensors: list[Tensor]) -> dict[int, Tensor]:
