@@ -63,42 +63,48 @@ def _filled(rows: Sequence[Sequence[Action]], n_stages: int) -> tuple[tuple[Acti
 
 
 class _Rank:
-    """A rank while its row is filled."""
+    """A rank while its row is filled. Of a stage and a kind, microbatches keep their order."""
 
     def __init__(self, row: Sequence[Action], n_stages: int, limit: int) -> None:
         self.row: list[Action] = []
         self.todo = list(row)
         self._last, self._limit, self._held = n_stages - 1, limit, 0
         self._forwards = sum(action.kind is Kind.FORWARD for action in row)
+        self._next = {(action.stage, action.kind): action for action in reversed(row)}
+        self._end = 1 + max(action.microbatch for action in row)
 
     def step(self, done: set[tuple[int, Kind, int]]) -> Action | None:
         """Run one action, given what is ``done``; None where none can run."""
-        place = None if self._forwards else self._first(done, weights=False)
+        ready = {action for action in self._next.values() if self._can_run(action, done)}
+        place = None if self._forwards else self._first({a for a in ready if a.kind is not Kind.BACKWARD_WEIGHT})
         if place is None:
-            place = self._first(done, weights=True)
+            place = self._first(ready)
         if place is None:
             return None
         action = self.todo.pop(place)
         self._held += _CHANGE[action.kind]
         self._forwards -= action.kind is Kind.FORWARD
+        self._next[action.stage, action.kind] = after = action._replace(microbatch=action.microbatch + 1)
+        if after.microbatch == self._end:
+            del self._next[action.stage, action.kind]
         self.row.append(action)
         return action
 
-    def _first(self, done: set[tuple[int, Kind, int]], *, weights: bool) -> int | None:
+    def _first(self, ready: set[Action]) -> int | None:
+        """The place of the first of these that fits."""
+        if not ready:
+            return None
         held = most = self._held
-        # Microbatches keep their order: where one of a stage and a kind must wait, those behind it must.
-        waiting: set[tuple[int, Kind]] = set()
+        waiting = set(ready)
         # What can run lies within the microbatches in flight, of which there are no more than the limit allows.
         for place, action in enumerate(self.todo[: PERIOD * (self._limit + 1)]):
-            stage, kind, _ = action
-            if (stage, kind) not in waiting:
-                fits = place == 0 or most + (kind is Kind.FORWARD) <= self._limit
-                if fits and (weights or kind is not Kind.BACKWARD_WEIGHT) and self._can_run(action, done):
+            if action in waiting:
+                if place == 0 or most + (action.kind is Kind.FORWARD) <= self._limit:
                     return place
-                waiting.add((stage, kind))
-                if len(waiting) == PERIOD:  # two stages, three kinds
+                waiting.remove(action)
+                if not waiting:
                     return None
-            held += _CHANGE[kind]
+            held += _CHANGE[action.kind]
             most = max(most, held)
         return None
 
