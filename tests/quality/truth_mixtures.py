@@ -80,6 +80,16 @@ class Spoilt(Plain):
                 parameter.grad.mul_(4)
             if self.place == 1 and self.fault == "one parameter negated" and number == 2:
                 parameter.grad.neg_()
+        if self.place == 1 and self.fault == "two layers exchanged":
+            self.exchanged(self.parameters)
+        if self.place == 1 and self.fault == "two weights exchanged":
+            self.exchanged([one for one in self.parameters if one.dim() == 2])
+
+    def exchanged(self, parameters: list[Any]) -> None:
+        """The first half and the second, which are alike, have each other's gradients."""
+        half = len(parameters) // 2
+        for one, other in zip(parameters[:half], parameters[half:], strict=True):
+            one.grad, other.grad = other.grad, one.grad
 
 
 def step(model: Any, pairs: Pairs, *, fault: str, how: How, watched: bool) -> Any:
@@ -110,6 +120,8 @@ EVERYWHERE: Mapping[str, Truth] = {
     "one twice": sums("doubled", 1, microbatches=(5,)),
     "stage four times": sums("scale", 2, wrong="reduction", factors=(4.0,)),
     "one parameter negated": sums("sign", 1, wrong="reduction", parameter=r"^2\.linear\.weight$", factors=(-1.0,)),
+    "two layers exchanged": sums("misplaced", 1, wrong="reduction"),
+    "two weights exchanged": sums("misplaced", 1, wrong="reduction", parameter=r"^[23]\.linear\.weight$"),
     "a quarter sent back": backward("scale", 1, 2, wrong="scale", factors=(0.25,), affected=(0, 1)),
     "last loss counts four times": backward(
         "scale", 3, wrong="scale", microbatches=(7,), factors=(4.0,), alike=("doubled",), somewhere=True

@@ -6,14 +6,17 @@ the things that the next may be made of, so a consequence is not taken for a cau
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from pipeproof.diagnosis.atoms import Term, Update, Wrong
 from pipeproof.diagnosis.explanation import Explainer, Explanation
+from pipeproof.diagnosis.known import Known
 from pipeproof.diagnosis.naming import name_causes
 from pipeproof.diagnosis.played import Played, Setup
 from pipeproof.diagnosis.tied import Shares, explain_tied
 from pipeproof.judging.cause import Cause, Cell, Cells, RuledOut
 from pipeproof.judging.oracle import copies_apart
+from pipeproof.observers.likeness import Label
 from pipeproof.reference.pairing import Pairing
 from pipeproof.reference.step import Expected, Gradient, Site, Stage
 
@@ -49,9 +52,10 @@ def attribute(update: Update) -> Attribution:
     """Explain an update's gradients and name the faults."""
     found: dict[Stage, Explanation] = {}
     wrong: Sequence[Wrong] = ()
+    due = cache(lambda: _due(update))
     for stage in reversed(range(update.now.stages)):
         thorough = all(one.explained for one in found.values())
-        found[stage] = Explainer(update, stage, wrong, thorough=thorough).explain()
+        found[stage] = Explainer(update, stage, wrong, due, thorough=thorough).explain()
         wrong = handed_on(found[stage])
     stages = tuple(found[stage] for stage in range(update.now.stages))
     tied = explain_tied(update, stages)
@@ -59,6 +63,12 @@ def attribute(update: Update) -> Attribution:
     apart = update.now.microbatches == len(update.now.batches)
     cells = Cells(tuple(_row(one, update.now.microbatches) for one in stages))
     return Attribution(stages, tied, causes, unknown, ruled_out, cells if apart and cells.told else None)
+
+
+def _due(update: Update) -> Known:
+    """The gradient that each parameter should have, to be found where another's should be."""
+    every = ((Label.of_gradient(site), gradient) for site, gradient in update.expected.items())
+    return Known((label, gradient.detach().cpu()) for label, gradient in every if gradient is not None)
 
 
 def _row(stage: Explanation, microbatches: int) -> tuple[Cell, ...]:

@@ -1,6 +1,6 @@
 """What a stage's gradients are made of: the simplest combination of atoms that leaves nothing but rounding."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -20,9 +20,10 @@ from pipeproof.diagnosis.combination import (
     of_noise,
     select,
     simple,
+    told_within,
     weights,
 )
-from pipeproof.diagnosis.known import Terms
+from pipeproof.diagnosis.known import Known, Terms
 from pipeproof.diagnosis.likeness import of_terms, plainly
 from pipeproof.diagnosis.module_pairing import Paired, paired_within
 from pipeproof.judging.tolerance import error, precision_of, rounding_of
@@ -83,14 +84,16 @@ class Explanation:
 
 
 class Explainer:
-    """Explains one stage, given what errors in the next one handed on.
+    """Explains one stage, given what errors in the next one handed on; ``due`` has the gradients of all parameters.
 
     ``thorough``: also try tensors of the step before, which are many; a stage after which nothing could be explained is
     not worth that.
     """
 
-    def __init__(self, update: Update, stage: Stage, wrong: Sequence[Wrong], *, thorough: bool = True) -> None:
-        self._thorough = thorough
+    def __init__(
+        self, update: Update, stage: Stage, wrong: Sequence[Wrong], due: Callable[[], Known], *, thorough: bool = True
+    ) -> None:
+        self._thorough, self._every = thorough, due
         self._update, self._stage, self._wrong = update, stage, tuple(wrong)
         self._atoms = Atoms(update, stage, wrong)
         self._within: dict[str, Paired | None] = {}  # by parameter; whatever its stage is made of
@@ -98,13 +101,20 @@ class Explainer:
         own = [name for name in self._parameters if (stage, name) not in update.shared]
         self._seen = {name: update.observed.get((stage, name)) for name in own}
         self._due = {name: update.expected.get((stage, name)) for name in own}
-        plain = (plainly(self._seen[name], self._due[name], Label.of_gradient((self._stage, name))) for name in own)
-        self._absent = tuple(one for one in plain if one is not None)
+        self._absent = tuple(one for one in map(self._plainly, own) if one is not None)
         absent = {one.parameter for one in self._absent}
         there = [name for name in own if name not in absent and self._due[name] is not None]
         self._names = [name for name in there if not self._of_rounding(name)]
         self._limits = {name: limit_of(self._due[name], self._nominal_sum(name)) for name in self._names}
         self._layout = Layout.of({name: self._due[name] for name in self._names})
+
+    def _plainly(self, name: str) -> Likeness | None:
+        """What is plainly wrong with a gradient: to be another parameter's is only where it is not its own."""
+        seen, due = self._seen[name], self._due[name]
+        known = None
+        if seen is not None and due is not None and error(seen.cpu(), due.cpu()) > told_within(due.dtype):
+            known = self._every()
+        return plainly(seen, due, Label.of_gradient((self._stage, name)), known)
 
     def explain(self) -> Explanation:
         """The simplest explanation, or the unexplained rest."""
@@ -145,7 +155,8 @@ class Explainer:
 
     def _explained(self) -> Explanation:
         if not self._names:
-            zero = any(one.kind == "zero" for one in self._absent)
+            kinds = {one.kind for one in self._absent}
+            zero = "zero" in kinds and "other" not in kinds
             terms = {atom.term: float(not zero) for atom in self._atoms.nominal}
             atoms = self._atoms.nominal
             found = self._simple(terms, self._system(atoms), atoms)

@@ -119,11 +119,12 @@ def likeness(
     return _first((_anothers, *_PLAIN, *_OF_NUMBERS, *_VAGUE), asked) or _different(asked)
 
 
-def plainly(seen: Tensor | None, due: Tensor | None, at: Label) -> Likeness | None:
-    """What is plainly wrong with a gradient, whatever it is made of."""
+def plainly(seen: Tensor | None, due: Tensor | None, at: Label, known: Known | None = None) -> Likeness | None:
+    """What is plainly wrong with a gradient, whatever it is made of; ``known`` are those of other parameters."""
+    known = known or Known()
     if seen is None or due is None:
         return _absent(seen, due, at, Known())
-    return _first(_PLAIN, _Asked(seen.cpu(), due.cpu(), at, Known(), precision_of(due.dtype).least))
+    return _first((_anothers, *_PLAIN), _Asked(seen.cpu(), due.cpu(), at, known, precision_of(due.dtype).least))
 
 
 def of_terms(seen: Tensor, at: Label, terms: Terms, limit: float) -> Likeness:

@@ -267,14 +267,19 @@ def of_parameters(
         if one.compared == 0 and len({each.kind for each in one.odd} & WHOLE) == 1:
             continue  # the stage's own fault
         yield from sums[one.stage]
-        groups: dict[Likeness, list[str]] = {}
+        groups: dict[Likeness, list[Likeness]] = {}
         for odd in _telling(one.odd):
-            groups.setdefault(replace(odd, at=None), []).append(odd.parameter)
-        for odd, names in groups.items():
-            for cause in _odd_causes(update, odd, max(ONE, one.limit)):
-                more = f"and {', '.join(names[1:])}" if len(names) > 1 else ""
+            groups.setdefault(replace(odd, at=None, label=None if odd.kind == "other" else odd.label), []).append(odd)
+        for alike in groups.values():
+            for cause in _odd_causes(update, alike[0], max(ONE, one.limit)):
+                more = f"and {', '.join(map(_likewise, alike[1:]))}" if len(alike) > 1 else ""
                 detail = "; ".join(filter(None, (cause.detail, more)))
-                yield replace(cause, stage=one.stage, parameter=names[0], detail=detail)
+                yield replace(cause, stage=one.stage, parameter=alike[0].parameter, detail=detail)
+
+
+def _likewise(odd: Likeness) -> str:
+    """One of several parameters of which the same is true: those of exchanged gradients have each another's."""
+    return odd.parameter if odd.kind != "other" or odd.source is not None else f"{odd.parameter} has {odd.text}"
 
 
 def _telling(odd: Sequence[Likeness]) -> Sequence[Likeness]:
@@ -312,6 +317,8 @@ def _of_elements(update: Update, odd: Likeness, within: float) -> Iterator[Cause
         yield Cause("altered", detail=f"its own {odd.line}s are in another order")
     elif odd.kind == "other" and odd.source is not None:
         yield Cause("misplaced", detail=f"what is there belongs in {odd.source.text}")
+    elif odd.kind == "other" and odd.label is not None:
+        yield Cause("misplaced", detail=f"it is {_gradient_of(odd.label)}")
     elif odd.kind == "shape":
         yield Cause("partition", detail="its gradient has another shape")
     elif odd.kind == "multiple" and odd.factor is not None:
@@ -357,11 +364,15 @@ def _partner(site: Site, update: Update, predicted: Predicted) -> Cause | None:
     if found is None or found.label is None or not found.label.name:
         return None
     of_own, of_other = found.factor or 0.0, found.more or 0.0
-    other = f"{found.label.name}, stage {found.label.point.stage}"
+    other = _gradient_of(found.label)
     if not of_own:
         times = "" if of_other == 1.0 else f"{of_other:.4g} times "
-        return Cause("misplaced", detail=f"it is {times}the gradient of {other}")
-    return Cause("extra-term", detail=f"{of_own:.4g} of its own gradient and {of_other:.4g} of that of {other}")
+        return Cause("misplaced", detail=f"it is {times}{other}")
+    return Cause("extra-term", detail=f"{of_own:.4g} of its own gradient and {of_other:.4g} of {other}")
+
+
+def _gradient_of(label: Label) -> str:
+    return f"the gradient of {label.name}, stage {label.point.stage}"
 
 
 def _others(site: Site, own: Tensor, update: Update, predicted: Predicted) -> Iterator[tuple[Site, Tensor]]:

@@ -363,6 +363,20 @@ def test_exchanged_gradients_are_misplaced_and_have_nothing_of_their_own(dtype: 
     assert found.causes[0].detail == "it is the gradient of 3.norm.weight, stage 2"
 
 
+def test_the_gradients_of_two_layers_that_make_up_their_stages_may_be_exchanged() -> None:
+    """Nothing of either stage is left that could tell what else is there."""
+
+    def exchanged(gradients: dict[Site, Gradient]) -> None:
+        for site in [site for site in gradients if site[0] == 1]:
+            other = 2, site[1].replace("2.", "3.", 1)
+            gradients[site], gradients[other] = gradients[other], gradients[site]
+
+    found = attributed(after=exchanged)
+    assert [(one.kind, one.stage) for one in found.causes] == [("misplaced", 1), ("misplaced", 2)]
+    assert "2.up.weight has that of 3.up.weight of stage 2" in found.causes[0].detail
+    assert not found.unknown
+
+
 def test_parameters_that_are_right_where_the_rest_of_their_stage_is_not_are_told_apart() -> None:
     """As where weight gradients that were put off were never made, and a norm's was not put off."""
 
