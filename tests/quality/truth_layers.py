@@ -269,6 +269,31 @@ class WithLoss(nn.Module):
         return loss_fn(*given)
 
 
+class Ends(nn.Module):
+    """A norm with a bias, of which the sum is taken: nothing before it has a gradient but by rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        nn.init.constant_(self.norm.bias, 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.norm(x)
+        return made
+
+
+class Before(nn.Module):
+    """x + gelu(norm(linear(x))), with a norm over the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = x + nn.functional.gelu(self.norm(self.linear(x)))
+        return made
+
+
 def blocks(kind: type[nn.Module] = Block, count: int = LAYERS) -> list[nn.Module]:
     """So many of one kind."""
     return [kind() for _ in range(count)]

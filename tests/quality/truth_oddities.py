@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from runtime_plain import Chain, How, Plain, cut, even, step
 from torch import Tensor, nn
-from truth_layers import Plainly, Writes, blocks, chain, data_of, of_dtype, seeded
+from truth_layers import Before, Ends, Plainly, Writes, blocks, chain, data_of, of_dtype, seeded
 from truth_models import COUNT, ROWS, WIDTH, Block, Pairs, loss_fn, seen
 
 from pipeproof.foreign import watch
@@ -167,6 +167,15 @@ def normed() -> nn.Module:
     return model
 
 
+def mean_of_all(output: Tensor, target: Tensor) -> Tensor:
+    return output.mean()
+
+
+def hair_off(stage: nn.Module, given: tuple[Any, ...]) -> Any:
+    """Rounds otherwise, in a forward and in what comes of it."""
+    return stage(*(x * (1 + 2**-23) for x in given))
+
+
 def language(sparse: bool = False) -> Callable[[], nn.Module]:
     return lambda: chain(Tokens(sparse), *blocks(count=6), nn.Linear(WIDTH, TOKENS))
 
@@ -320,6 +329,10 @@ def variants(plain: Callable[..., Any]) -> Iterator[Variant]:
     for name, build in models.items():
         yield name, plain(), {"build": seeded(build)}
         yield f"{name}, last in first out", plain(order="lifo"), {"build": seeded(build)}
+    behind = {"build": seeded(lambda: chain(*blocks(count=7), Ends())), "loss_fn": mean_of_all}
+    yield "a sum behind a norm, a hair off", plain(loss_fn=mean_of_all, call=hair_off), behind
+    before = {"build": seeded(lambda: chain(*blocks(Before)))}
+    yield "linear layers before batch norms, a hair off", plain(call=hair_off), before
     yield "recurrent", plain(), {"build": seeded(lambda: chain(*blocks(Recurrent))), "data": data_of((2, 5, WIDTH))}
     for sparse in (False, True):
         name = f"tokens{', sparse gradients' if sparse else ''}"

@@ -311,4 +311,4 @@ def limit_of(due: Gradient, wide: Gradient) -> float:
     """
     if due is None or wide is None:
         return Floor(0.0, 0.0, 0.0).limit
-    return replace(rounding_of(due.cpu(), wide), noise=False).limit
+    return replace(rounding_of(due.cpu(), wide), size=0.0).limit

@@ -20,7 +20,6 @@ from pipeproof.diagnosis.combination import (
     of_noise,
     select,
     simple,
-    told_within,
     weights,
 )
 from pipeproof.diagnosis.known import Known, Terms
@@ -84,16 +83,16 @@ class Explanation:
 
 
 class Explainer:
-    """Explains one stage, given what errors in the next one handed on; ``due`` has the gradients of all parameters.
+    """Explains one stage, given what errors in the next one handed on; ``every`` has the due gradients of all.
 
     ``thorough``: also try tensors of the step before, which are many; a stage after which nothing could be explained is
     not worth that.
     """
 
     def __init__(
-        self, update: Update, stage: Stage, wrong: Sequence[Wrong], due: Callable[[], Known], *, thorough: bool = True
+        self, update: Update, stage: Stage, wrong: Sequence[Wrong], every: Callable[[], Known], *, thorough: bool = True
     ) -> None:
-        self._thorough, self._every = thorough, due
+        self._thorough = thorough
         self._update, self._stage, self._wrong = update, stage, tuple(wrong)
         self._atoms = Atoms(update, stage, wrong)
         self._within: dict[str, Paired | None] = {}  # by parameter; whatever its stage is made of
@@ -101,20 +100,13 @@ class Explainer:
         own = [name for name in self._parameters if (stage, name) not in update.shared]
         self._seen = {name: update.observed.get((stage, name)) for name in own}
         self._due = {name: update.expected.get((stage, name)) for name in own}
-        self._absent = tuple(one for one in map(self._plainly, own) if one is not None)
+        pairs = ((self._seen[name], self._due[name], Label.of_gradient((stage, name))) for name in own)
+        self._absent = tuple(one for pair in pairs if (one := plainly(*pair, every)) is not None)
         absent = {one.parameter for one in self._absent}
         there = [name for name in own if name not in absent and self._due[name] is not None]
         self._names = [name for name in there if not self._of_rounding(name)]
         self._limits = {name: limit_of(self._due[name], self._nominal_sum(name)) for name in self._names}
         self._layout = Layout.of({name: self._due[name] for name in self._names})
-
-    def _plainly(self, name: str) -> Likeness | None:
-        """What is plainly wrong with a gradient: to be another parameter's is only where it is not its own."""
-        seen, due = self._seen[name], self._due[name]
-        known = None
-        if seen is not None and due is not None and error(seen.cpu(), due.cpu()) > told_within(due.dtype):
-            known = self._every()
-        return plainly(seen, due, Label.of_gradient((self._stage, name)), known)
 
     def explain(self) -> Explanation:
         """The simplest explanation, or the unexplained rest."""
@@ -355,7 +347,7 @@ class Explainer:
             return False
         floor = rounding_of(due.cpu(), wide)
         small = due.abs().max().item() <= floor.precision.most * self._largest
-        return small and floor.noise and floor.outcome(error(seen.cpu(), due.cpu())) == "pass"
+        return small and floor.noise and floor.compared(seen.cpu(), due.cpu())[1] == "pass"
 
     @cached_property
     def _largest(self) -> float:

@@ -1,9 +1,7 @@
 """What is this tensor instead of what it should be? One ordered list of tests, for boundaries and gradients.
 
-``sketches`` has those that a few numbers of a tensor can pass.
-
 The surest come first: that something is not there, that it is another's, what shows in every element; then what takes
-a combination of tensors. Each test says nothing unless chance is ruled out.
+a combination of tensors. Each says nothing unless chance is ruled out. ``sketches`` has those for a few of its numbers.
 """
 
 import math
@@ -24,6 +22,7 @@ from pipeproof.diagnosis.combination import (
     level,
     residual_of,
     simple,
+    told_within,
 )
 from pipeproof.diagnosis.known import Known, Terms, form, nearest
 from pipeproof.diagnosis.reordering import TELLING, by_chance, reordered
@@ -119,11 +118,14 @@ def likeness(
     return _first((_anothers, *_PLAIN, *_OF_NUMBERS, *_VAGUE), asked) or _different(asked)
 
 
-def plainly(seen: Tensor | None, due: Tensor | None, at: Label, known: Known | None = None) -> Likeness | None:
-    """What is plainly wrong with a gradient, whatever it is made of; ``known`` are those of other parameters."""
-    known = known or Known()
+def plainly(seen: Tensor | None, due: Tensor | None, at: Label, every: Callable[[], Known] = Known) -> Likeness | None:
+    """What is plainly wrong with a gradient, whatever it is made of; ``every``: those of all parameters.
+
+    It is another's only where it is not its own, but for rounding of any kind.
+    """
     if seen is None or due is None:
         return _absent(seen, due, at, Known())
+    known = every() if error(seen, due) > told_within(due.dtype) else Known()
     return _first((_anothers, *_PLAIN), _Asked(seen.cpu(), due.cpu(), at, known, precision_of(due.dtype).least))
 
 

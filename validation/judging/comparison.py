@@ -82,7 +82,6 @@ class Comparison:
         self._ledger = ledger
         self._number = number
         self._scenarios = scenarios
-        self._zero: list[str] = []
         self._trained: dict[str, tuple[int | None, bool]] = {}  # the stage of what has a gradient; did it move?
 
     def held(self, name: str, count: int, *, due: int, stage: int | None = None, rank: int | None = None) -> None:
@@ -149,8 +148,8 @@ class Comparison:
         if not all_finite(wanted):
             self._ledger.leave_out("gradient", [name], "what is expected is not finite")
             return
-        if wanted.numel() and not any_nonzero(wanted):
-            self._zero.append(name)
+        if wanted.numel() and not any_nonzero(wanted) and not any_nonzero(seen):
+            self._ledger.empty("gradient", "zero, as is due: no fault shows there")
         place = self._at("gradient", parameter=name, rank=rank, stage=stage)
         self._ledger.tensors(place, _here(seen), wanted.cpu(), partial(self._allowed.gradient, name))
 
@@ -188,10 +187,6 @@ class Comparison:
 
     def close(self) -> None:
         """Say what follows from all of it together: where nothing could be seen."""
-        if self._zero:
-            more = f" and of {len(self._zero) - 1} more" * (len(self._zero) > 1)
-            zero = f"the expected gradient of {self._zero[0]}{more} is zero, so nothing could be seen"
-            self._ledger.doubt("gradient", zero)
         still = [stage for stage, moved in self._trained.values() if not moved]
         moving = {stage for stage, moved in self._trained.values() if moved}
         for stage in sorted({*still} - moving, key=str):

@@ -93,18 +93,22 @@ class _Measured:
     wide: Mapping[str, Tensor]
 
     def loss(self, microbatch: int) -> Floor:
-        return self.total() if self.floors is None else self.floors.loss(microbatch)
+        return self._least if self.floors is None else self.floors.loss(microbatch)
 
     def total(self) -> Floor:
-        return Floor(0.0, 0.0, 0.0, self.precision)
+        return self._least if self.floors is None else self.floors.total()
 
     def norm(self) -> Floor:
-        return self.total() if self.floors is None else self.floors.norm()
+        return self._least if self.floors is None else self.floors.norm()
 
     def gradient(self, name: str) -> Floor:
         if name in self.wide:
             return Floor(0.0, 0.0, 0.0, precision_of(self.wide[name].dtype))
-        return self.total() if self.floors is None else self.floors.gradient(self.sites[name])
+        return self._least if self.floors is None else self.floors.gradient(self.sites[name])
+
+    @property
+    def _least(self) -> Floor:
+        return Floor(0.0, 0.0, 0.0, self.precision)
 
     def update(self, name: str) -> Floor:
         return self.gradient(name)

@@ -1,5 +1,6 @@
 """The ledger of a validation: every comparison made, where it stands, and under which laws it is entered."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pipeproof.judging.measured import Compared
-from pipeproof.judging.tolerance import Floor, Precision, error, pieces, same_bits
+from pipeproof.judging.tolerance import Floor, Precision, pieces, same_bits
 from pipeproof.judging.verdict import LawResult, Mismatch, Outcome, Size, Tier, Value, What, names_of
 from pipeproof.observers.sketch import is_rounded
 from pipeproof.reference.step import Site
@@ -21,7 +22,7 @@ class _Entry:
     checked: int = 0
     exact: int = 0
     wrong: int = 0
-    noise: int = 0  # of what passed, what is rounding alone
+    empty: Counter[str] = field(default_factory=Counter)  # of what passed, in what no fault shows: how many are what
     worst: float = 0.0
     floor: float = 0.0
     outcomes: set[str] = field(default_factory=set)
@@ -33,7 +34,7 @@ class _Entry:
         self.checked += other.checked
         self.exact += other.exact
         self.wrong += other.wrong
-        self.noise += other.noise
+        self.empty += other.empty
         if other.worst > self.worst:
             self.worst, self.floor = other.worst, other.floor
         self.outcomes |= other.outcomes
@@ -145,14 +146,11 @@ class Ledger:
             self._enter(place, "pass", exact=True)
             self._keep(place, "pass")
             return
-        size, allowed = error(observed, expected, base=base, rounded=rounded), floor()
-        outcome = allowed.outcome(size)
+        allowed = floor()
+        size, outcome = allowed.compared(observed, expected, base=base, rounded=rounded)
         if not is_rounded(expected.dtype):  # a count that is one off is no rounding, however large it is
             outcome = "fail" if size or observed.dtype == expected.dtype else "pass"
-        if allowed.noise and outcome == "pass":
-            size = 0.0  # it is none of the errors that the largest is sought of
-            self.remark(place.law, _NOISE)
-            self._entries[place.law].noise += 1
+        size = self._blind(place, allowed, size, outcome)
         self._enter(place, outcome, size=size, floor=allowed)
         self._keep(place, outcome, error=size, floor=allowed.largest, limit=allowed.limit)
         if outcome != "pass":
@@ -166,14 +164,29 @@ class Ledger:
             self._enter(place, "pass", exact=True)
             self._keep(place, "pass", **told)
             return
-        size = abs(observed - expected) / abs(expected) if expected else float("inf")
-        size, allowed = (size if size == size else float("inf")), floor()
+        allowed = floor()
+        base = allowed.size or abs(expected)
+        size = abs(observed - expected) / base if base else float("inf")
+        size = size if size == size else float("inf")
         outcome = allowed.outcome(size)
+        size = self._blind(place, allowed, size, outcome)
         self._enter(place, outcome, size=size, floor=allowed)
         self._keep(place, outcome, error=size, floor=allowed.largest, limit=allowed.limit, **told)
         if outcome != "pass":
             numbers: tuple[Value, Value] = float(observed), float(expected)
             self.mismatches.append(place.mismatch(*numbers, "number", error=size, limit=allowed.limit))
+
+    def empty(self, law: str, what: str, count: int = 1) -> None:
+        """So many of the comparisons under ``law`` passed, and are ``what`` can show no fault."""
+        self._entries[law].empty[what] += count
+
+    def _blind(self, place: Heading, allowed: Floor, size: float, outcome: str) -> float:
+        """The error of a comparison; 0 of what passed as rounding: the largest is not sought of such."""
+        stride = allowed.stride and size > allowed.limit
+        if outcome != "pass" or not (allowed.noise or stride):
+            return size
+        self.empty(place.law, _STRIDE if stride else _NOISE)
+        return 0.0
 
     def strike(self, struck: Sequence[Mismatch]) -> None:
         """Take mismatches of laws without scenarios out again: what they say turned out to be no fault."""
@@ -213,9 +226,12 @@ class Ledger:
         outcome: Outcome = "pass"
         if "fail" in entry.outcomes:
             outcome = "fail"
-        elif "unknown" in entry.outcomes or entry.checked == entry.noise:  # nothing, or nothing in which a fault shows
+        elif (
+            "unknown" in entry.outcomes or entry.checked == entry.empty.total()
+        ):  # nothing, or nothing in which a fault shows
             outcome = "unknown"
-        note = "; ".join(entry.notes) or ("" if entry.checked else "nothing was compared")
+        empty = [f"{count} of them are {what}" for what, count in entry.empty.items()]
+        note = "; ".join([*entry.notes, *empty]) or ("" if entry.checked else "nothing was compared")
         counts = entry.checked, entry.exact, entry.wrong, entry.worst, entry.floor
         return LawResult(name, outcome, *counts, note, tuple(entry.left_out))
 
@@ -266,7 +282,8 @@ def _sizes(observed: Tensor, expected: Tensor, base: Tensor | None) -> tuple[Siz
     return Size(shapes[0], seen_norm, began, factor, cosine), Size(shapes[1], wanted_norm, began)
 
 
-_NOISE = "some of them are rounding alone: in fp64 they are zero"
+_NOISE = "rounding alone, in fp64 zero: no fault shows there"
+_STRIDE = "steps that follow rounding alone: how long they are was compared"
 NOWHERE = -1  # the stage of a parameter that no stage holds
 
 

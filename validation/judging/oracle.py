@@ -10,11 +10,13 @@ from torch import Tensor, nn
 
 from pipeproof.judging.tolerance import (
     FP64,
+    HARDLY,
     Floor,
     Precision,
     error,
     floor_of,
     precision_among,
+    rounding_of,
     scalar_error,
     unmeasured,
 )
@@ -46,17 +48,6 @@ class Pending:
     orders: Orders
 
 
-@dataclass(frozen=True)
-class _Elsewhere:
-    """What each operation's microbatches give where numbers are rounded otherwise.
-
-    Where fp64 tells nothing, ``apart`` are the contributions as they are, and ``nudged`` those with other weights.
-    """
-
-    apart: Contributions
-    nudged: Contributions | None = None
-
-
 class Floors:
     """The floors of one update, measured when first asked for; most runs are bitwise and never ask.
 
@@ -76,24 +67,33 @@ class Floors:
         self._wide: dict[torch.dtype, Sums] = {}
 
     @cached_property
-    def _elsewhere(self) -> _Elsewhere:
+    def _apart(self) -> Contributions:
+        """What each operation's microbatches give where numbers are rounded otherwise; as they are where none tells."""
         found, why = self._computed(self._otherwise)
-        if found is not None:
-            return _Elsewhere(found)
-        self.obstacle = f"rounding was not measured against fp64: there the reference {why}"
-        nudged = None if self._otherwise is one_place_off else self._computed(one_place_off)[0]
-        return _Elsewhere([one.expected.contributions for one in self._pending], nudged)
+        if found is None:
+            self.obstacle = f"rounding was not measured against fp64: there the reference {why}"
+        return found or [one.expected.contributions for one in self._pending]
 
-    def _computed(self, otherwise: Otherwise) -> tuple[Contributions | None, str]:
-        """All contributions computed ``otherwise``, or None and why they tell nothing: it is the user's code."""
+    @cached_property
+    def _nudged(self) -> Contributions | None:
+        """The same with other weights, one rounding off, in the same type."""
+        same = bool(self._apart) and not self.obstacle
+        return None if self._otherwise is one_place_off else self._computed(one_place_off, same=same)[0]
+
+    def _computed(self, otherwise: Otherwise, *, same: bool = False) -> tuple[Contributions | None, str]:
+        """All contributions computed ``otherwise``, or None and why they tell nothing: it is the user's code.
+
+        ``same``: it is known to give the same losses, but for rounding.
+        """
         try:
             found = [otherwise(self._reference, one.expected, one.batches) for one in self._pending]
         except Exception as error:
             return None, f"raised {raised(error)}"
         own = [one.expected.contributions for one in self._pending]
+        nothing = HARDLY * max(abs(one.loss) for some in own for one in some)
         # A model that draws otherwise in another precision, as dropout does, says nothing about rounding there.
-        alike = all(
-            scalar_error(one.loss, other.loss) <= self._precision.most
+        alike = same or all(
+            scalar_error(one.loss, other.loss) <= self._precision.most or abs(other.loss) <= nothing
             for pair in zip(own, found, strict=True)
             for one, other in zip(*pair, strict=True)
         )
@@ -109,11 +109,11 @@ class Floors:
 
     @cached_property
     def _apart_total(self) -> Sums:
-        return self._total(self._elsewhere.apart)
+        return self._total(self._apart)
 
     @cached_property
     def _nudged_total(self) -> Sums:
-        return {} if self._elsewhere.nudged is None else self._total(self._elsewhere.nudged)
+        return {} if self._nudged is None else self._total(self._nudged)
 
     def _total(self, made: Contributions) -> Sums:
         sums: Sums = {}
@@ -126,11 +126,16 @@ class Floors:
         expected, other, apart = self._last.gradients[site], self._reversed_total[site], self._apart_total[site]
         if expected is None or other is None or apart is None:
             return Floor(0.0, 0.0, 0.0, self._precision)
-        late, nudged, home = self._reference.late, self._nudged_total.get(site), self._reference.home(site)
+        late, home = self._reference.late, self._reference.home(site)
         parts = [one.gradients[home] for pending in self._pending for one in pending.expected.contributions]
         shares = [None if part is None else part.cpu() / late for part in parts]
-        floor = floor_of(expected.cpu(), [other.cpu()], apart.cpu(), shares)
-        return floor if nudged is None else replace(floor, nudged=error(expected.cpu(), nudged.cpu()))
+        floor = floor_of(expected.cpu(), [other.cpu()], apart.cpu(), shares, again=lambda: self._again(site))
+        nudged = self._again(site) if self.obstacle else None
+        return floor if nudged is None else replace(floor, nudged=error(expected.cpu(), nudged))
+
+    def _again(self, site: Site) -> Gradient:
+        nudged = self._nudged_total.get(site)
+        return None if nudged is None else nudged.cpu()
 
     def added_in(self, dtype: torch.dtype, site: Site) -> Tensor | None:
         """One site's gradient, if what the microbatches give is added up in ``dtype``."""
@@ -144,25 +149,40 @@ class Floors:
 
     def loss(self, microbatch: int) -> Floor:
         """The floor of one microbatch's loss."""
-        made, own = self._elsewhere, self._last.losses[microbatch]
-        nudged = 0.0 if made.nudged is None else scalar_error(own, made.nudged[-1][microbatch].loss)
-        if self.obstacle:
-            return unmeasured(self._precision, nudged=nudged)
-        return Floor(0.0, scalar_error(own, made.apart[-1][microbatch].loss), 0.0, self._precision)
+        own, apart = self._last.losses[microbatch], self._apart[-1][microbatch].loss
+
+        def again() -> Tensor | None:
+            return None if self._nudged is None else _number(self._nudged[-1][microbatch].loss)
+
+        if not self.obstacle:
+            return rounding_of(_number(own), _number(apart), again=again, precision=self._precision)
+        other = again()
+        return unmeasured(self._precision, nudged=0.0 if other is None else error(_number(own), other))
+
+    def total(self) -> Floor:
+        """The floor of what all losses are together: none was measured, but where they are rounding alone."""
+        sizes = [self.loss(microbatch).size for microbatch in range(len(self._last.losses))]
+        return Floor(0.0, 0.0, 0.0, self._precision, size=max(sizes) if all(sizes) else 0.0)
 
     def norm(self) -> Floor:
         """The floor of the gradient norm."""
         norm = self._last.norm or 0.0
-        totals = (self._reversed_total, self._apart_total, self._nudged_total or self._apart_total)
-        permutation, rounding, nudged = (scalar_error(self._reference.norm(total), norm) for total in totals)
+        totals = [self._reversed_total, self._apart_total]
         if self.obstacle:
-            return unmeasured(self._precision, permutation=permutation, nudged=nudged)
+            totals.append(self._nudged_total or self._apart_total)
+        permutation, rounding, *nudged = (scalar_error(self._reference.norm(total), norm) for total in totals)
+        if nudged:
+            return unmeasured(self._precision, permutation=permutation, nudged=nudged[0])
         return Floor(permutation, rounding, 0.0, self._precision)
 
     def worst(self) -> float:
         """The largest floor over all gradients."""
         floors = (self.gradient(site) for site in self._last.gradients)
         return max((floor.largest for floor in floors if not floor.noise), default=0.0)
+
+
+def _number(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ Sources: the metric is TTrace's relative Frobenius error (arXiv 2506.09280) besi
 largest element; elementwise tolerances and ULPs say nothing about gradients, whose elements cancel near zero.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
@@ -15,7 +16,9 @@ from torch import Tensor
 from pipeproof.observers.sketch import bits, in_fp64, is_rounded
 
 _PIECE = 1 << 14  # elements that are compared at once
-_HARDLY = 1e-3  # of a tensor that is nothing but rounding, how much is there again if it is rounded otherwise
+_AS_FAR = 2.0  # times as long, or as short, is a step that some optimizer makes of another rounding
+_ALONG = 0.5  # the cosine from which on a step leads along the weights, as weight decay does
+HARDLY = 1e-3  # of a tensor that is nothing but rounding, how much is there again if it is rounded otherwise
 
 
 @dataclass(frozen=True)
@@ -67,8 +70,10 @@ class Floor:
 
     permutation: contributions added in reverse order. rounding: against fp64, or, in fp64, against weights that are one
     rounding off. fault: the least that dropping one microbatch would change. nudged: with weights one rounding off,
-    where fp64 tells nothing. It lets nothing pass; what it explains is merely no proof of a fault. noise: the tensor is
-    nothing but rounding, as where a normalisation takes no notice of a bias; the others are relative to that, then.
+    where fp64 tells nothing. It lets nothing pass; what it explains is merely no proof of a fault. size: the norm of
+    what rounding makes, where the tensor is nothing else, or zero, as where a normalisation takes no notice of a bias:
+    what is there instead is compared with that. stride: it is an optimizer's step, which may be as large for such a
+    gradient as for any other: one that is as long passes, wherever it leads.
     """
 
     permutation: float
@@ -76,11 +81,17 @@ class Floor:
     fault: float
     precision: Precision = FP32
     nudged: float = 0.0
-    noise: bool = False
+    size: float = 0.0
+    stride: bool = False
 
     @property
     def largest(self) -> float:
         return max(self.permutation, self.rounding)
+
+    @property
+    def noise(self) -> bool:
+        """Whether the tensor is zero, or nothing but rounding: then no fault shows in it."""
+        return self.size > 0
 
     @property
     def limit(self) -> float:
@@ -88,6 +99,20 @@ class Floor:
         if self.noise:
             return self.precision.factor
         return min(self.precision.most, max(self.precision.least, self.precision.factor * self.largest))
+
+    def compared(
+        self, observed: Tensor, expected: Tensor, *, base: Tensor | None = None, rounded: bool = False
+    ) -> tuple[float, str]:
+        """The error of two tensors, of rounding alone relative to its ``size``, and its outcome."""
+        if self.noise:
+            size = distance(observed, expected) / self.size
+            return size, self.outcome(size)
+        size = error(observed, expected, base=base, rounded=rounded)
+        outcome = self.outcome(size)
+        if outcome == "unknown" and self.stride and base is not None:
+            far = distance(observed, base) / max(distance(expected, base), 1e-300)
+            outcome = "pass" if 1 / _AS_FAR <= far <= _AS_FAR else outcome
+        return size, outcome
 
     def outcome(self, error: float) -> str:
         """``pass``, ``fail``, or ``unknown``: no proof of rounding, and no proof of a fault either.
@@ -125,6 +150,14 @@ def error(observed: Tensor, expected: Tensor, *, base: Tensor | None = None, rou
     return _relative(_difference(one, wanted, unit, *origin) for one, wanted, *origin in parts)
 
 
+def distance(observed: Tensor, expected: Tensor) -> float:
+    """The norm of their difference; infinite where shapes differ, or where something is not finite."""
+    if observed.shape != expected.shape:
+        return math.inf
+    gap = math.sqrt(sum(float((one - other).square().sum()) for one, other in pieces(observed, expected)))
+    return gap if gap == gap else math.inf
+
+
 def _difference(one: Tensor, wanted: Tensor, unit: float, origin: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """How far ``one`` is from ``wanted``, and what that is relative to."""
     apart = ((one - wanted).abs() - unit * wanted.abs()).clamp(min=0)
@@ -154,13 +187,23 @@ def update_floor(gradient: Floor, before: Tensor, after: Tensor, given: Tensor |
     anything. ``given`` is the gradient, for a larger update is no rounding even where that is: Adam makes any gradient
     large, and weight decay needs none.
     """
-    if gradient.noise and (
-        given is None or _relative((new - old, one) for new, old, one in pieces(after, before, given)) > 1
-    ):
-        gradient = replace(gradient, noise=False)
+    if gradient.noise:
+        gradient = _of_noise(gradient, before, after, given)
     place = torch.finfo(after.dtype).eps if is_rounded(after.dtype) else 0.0
     blind = _relative((place * new, new - old) for new, old in pieces(after, before)) >= gradient.fault / 2
     return replace(gradient, fault=min(gradient.fault, gradient.precision.least)) if blind else gradient
+
+
+def _of_noise(gradient: Floor, before: Tensor, after: Tensor, given: Tensor | None) -> Floor:
+    """The floor of an update by ``given``, a gradient of rounding alone, or zero."""
+    moved, size = distance(after, before), 0.0 if given is None else distance(given, torch.zeros_like(given))
+    if moved <= size and size:
+        return replace(gradient, size=gradient.size * moved / size or gradient.size)
+    if not moved:  # what the optimizer makes of any other gradient than zero, nobody knows
+        return replace(gradient, size=0.0, nudged=math.inf)
+    along = sum(float(((new - old) * old).sum()) for new, old in pieces(after, before))
+    decay = abs(along) > _ALONG * moved * distance(before, torch.zeros_like(before))
+    return replace(gradient, size=0.0, stride=not decay)
 
 
 def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -185,21 +228,44 @@ def unmeasured(precision: Precision = FP32, *, permutation: float = 0.0, nudged:
     return Floor(permutation, 0.0, 4 * precision.most, precision, nudged)
 
 
-def floor_of(expected: Tensor, others: Sequence[Tensor], apart: Tensor, parts: Sequence[Tensor | None]) -> Floor:
+def floor_of(
+    expected: Tensor,
+    others: Sequence[Tensor],
+    apart: Tensor,
+    parts: Sequence[Tensor | None],
+    *,
+    again: Callable[[], Tensor | None] = lambda: None,
+) -> Floor:
     """The floor of a sum: ``others`` are the same sum in other orders, ``apart`` rounded otherwise, ``parts`` its
-    summands."""
-    permutation = max((error(other, expected) for other in others), default=0.0)
+    summands, ``again`` as of ``rounding_of``."""
+    floor = rounding_of(expected, apart, again=again)
+    permutation = max((floor.compared(other, expected)[0] for other in others), default=0.0)
     size = in_fp64(expected).norm()
     fault = min((_ratio(in_fp64(part).norm(), size) for part in parts if part is not None), default=0.0)
-    return replace(rounding_of(expected, apart), permutation=permutation, fault=fault)
+    return replace(floor, permutation=permutation, fault=0.0 if floor.noise else fault)
 
 
-def rounding_of(expected: Tensor, apart: Tensor) -> Floor:
-    """The floor of a tensor by what it is if it is rounded otherwise."""
-    size, left = in_fp64(expected).norm(), in_fp64(apart).norm()
-    noise = bool(size > 0 and left <= _HARDLY * size)
-    rounding = error(apart, expected) if noise else error(expected, apart)
-    return Floor(0.0, rounding, 0.0, precision_of(expected.dtype), noise=noise)
+def rounding_of(
+    expected: Tensor,
+    apart: Tensor,
+    *,
+    again: Callable[[], Tensor | None] = lambda: None,
+    precision: Precision | None = None,
+) -> Floor:
+    """The floor of a tensor by what it is ``apart``, in fp64. ``again`` makes it with other rounding in its own type.
+
+    It is rounding alone if hardly anything is there in fp64. How much that makes, ``again`` shows, as where the tensor
+    itself is zero: so much, but no more than what is left in fp64 says, where that is rounding too.
+    """
+    precision = precision or precision_of(expected.dtype)
+    size, left = in_fp64(expected).norm().item(), in_fp64(apart).norm().item()
+    if left <= HARDLY * size or not size:
+        other = again()
+        more = 0.0 if other is None else in_fp64(other).norm().item()
+        size = max(size, min(more, left * precision.unit / FP64.unit))
+    floor = Floor(0.0, 0.0, 0.0, precision, size=size if left <= HARDLY * size else 0.0)
+    apart_by = floor.compared(apart, expected)[0] if floor.noise else error(expected, apart)
+    return replace(floor, rounding=apart_by)
 
 
 def _ratio(top: Tensor, bottom: Tensor) -> float:

@@ -181,8 +181,8 @@ def _floors(data: Mapping[str, Any]) -> RecordedFloors:
     def floor(values: Mapping[str, Any]) -> Floor:
         precision = {one.name: one for one in PRECISIONS.values()}[values["precision"]["name"]]
         permutation, rounding, fault = (float(values[name]) for name in ("permutation", "rounding", "fault"))
-        nudged, noise = float(values.get("nudged", 0.0)), bool(values.get("noise", False))
-        return Floor(permutation, rounding, fault, precision, nudged, noise)
+        nudged, size = (float(values.get(name, 0.0)) for name in ("nudged", "size"))
+        return Floor(permutation, rounding, fault, precision, nudged, size)
 
     gradients = {name: floor(one) for name, one in data["gradients"].items()}
     return RecordedFloors(tuple(map(floor, data["losses"])), floor(data["norm"]), gradients)

@@ -249,7 +249,7 @@ def test_two_dead_runs_that_agree_are_unknown(observed: Observed, monkeypatch: p
     changed = altered(observed, dead)
     verdict = judge(replace(CASE, plan=("train",)), replace(changed, ranks=(changed.ranks[0][:1],)))
     assert verdict.verdict == "unknown"
-    assert "is zero, so nothing could be seen" in verdict.law("gradient").note
+    assert "are zero, as is due: no fault shows there" in verdict.law("gradient").note
     assert "never acted" in verdict.law("updated-parameters").note
 
 

@@ -142,7 +142,7 @@ def test_what_was_compared_is_kept_with_its_numbers() -> None:
 
 def test_a_law_that_compared_rounding_alone_is_unknown() -> None:
     book, one = ledger(), torch.tensor([1e-9, -2e-9])
-    book.tensors(place(), 2 * one, one, lambda: Floor(0.0, 1.0, 0.0, noise=True))
+    book.tensors(place(), 2 * one, one, lambda: Floor(0.0, 1.0, 0.0, size=2e-9))
     assert outcomes(book)[0] == "unknown"
     book.tensors(place(), one, one, lambda: FLOOR)
     assert outcomes(book)[0] == "pass"

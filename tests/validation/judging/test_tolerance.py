@@ -3,11 +3,12 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pipeproof.foreign import WhiteBox
 from pipeproof.judging.tolerance import (
@@ -103,6 +104,26 @@ def test_what_is_rounding_alone_is_compared_with_its_own_rounding() -> None:
     assert not floor_of(torch.zeros(2), [], torch.zeros(2), []).noise
 
 
+def test_a_zero_of_which_fp64_has_a_trace_is_rounding_too() -> None:
+    """How much rounding makes there is what it makes with other weights, and no more than the trace lets expect."""
+    zero, trace, other = torch.zeros(2), torch.tensor([3e-16, -4e-16], dtype=torch.float64), torch.tensor([3e-7, 4e-7])
+    floor = floor_of(zero, [zero], trace, [zero], again=lambda: other)
+    assert floor.size == pytest.approx(5e-16 * 2**29, rel=1e-3)
+    assert [floor.compared(n * other, zero)[1] for n in (0, 1, 8, 16, 1000)] == [
+        "pass",
+        "pass",
+        "pass",
+        "unknown",
+        "fail",
+    ]
+    assert not rounding_of(zero, trace).noise, "nothing shows how much rounding makes"
+    assert not rounding_of(zero, torch.zeros(2), again=lambda: other).noise, (
+        "a unit that no input reached, and now one does"
+    )
+    assert not rounding_of(zero, 1e-3 * torch.ones(2), again=lambda: other).noise, "a gradient that fp32 lost"
+    assert floor_of(zero, [], trace, [], again=lambda: torch.ones(2)).size == floor.size, "a unit that now is reached"
+
+
 def test_one_tokens_weight_of_4096_is_a_fault() -> None:
     assert Floor(2e-7, 8e-7, 0.5).outcome(1 / 4096) == "fail"
 
@@ -148,11 +169,34 @@ def test_an_update_larger_than_its_gradient_is_no_rounding_even_where_that_is() 
     gradient, before = torch.tensor([3e-9, -4e-9]), torch.zeros(2)
     noise = rounding_of(gradient, torch.zeros(2))
     assert noise.noise
-    assert update_floor(noise, before, before - 0.1 * gradient, gradient).outcome(1.0) == "pass"
+    after = before - 0.1 * gradient
+    floor = update_floor(noise, before, after, gradient)
+    assert [floor.compared(before + k * after, after, base=before)[1] for k in (0, 2, 20, 999)] == [
+        "pass",
+        "pass",
+        "unknown",
+        "fail",
+    ]
     for after in (before - 1e-3 * gradient.sign(), torch.full((2,), 0.99)):
         floor = update_floor(noise, before, after, gradient)
         left_out = error(before, after, base=before, rounded=True)
         assert [floor.outcome(one) for one in (1e-6, left_out, 100.0)] == ["pass", "unknown", "fail"]
+        assert floor.compared(before, after, base=before)[1] == "unknown"
+
+
+def test_a_step_that_follows_rounding_passes_where_it_is_as_long_and_no_decay() -> None:
+    gradient, weights = torch.tensor([3e-9, -4e-9, 2e-9, 1e-9]), torch.tensor([0.5, 0.25, -0.5, 0.75])
+    noise, signs = rounding_of(gradient, torch.zeros(4)), torch.tensor([1.0, -1.0, -1.0, 1.0])
+    floor = update_floor(noise, weights, weights - 1e-3 * gradient.sign(), gradient)
+    told = [floor.compared(weights - k * signs, weights - 1e-3 * gradient.sign(), base=weights)[1] for k in STEPS]
+    assert told == ["unknown", "unknown", "pass", "unknown", "fail"]
+    decay = update_floor(noise, weights, 0.9 * weights, gradient)
+    assert decay.compared(0.95 * weights, 0.9 * weights, base=weights)[1] == "unknown"
+    still = update_floor(noise, weights, weights, torch.zeros(4))
+    assert still.compared(weights - 1e-3 * signs, weights, base=weights)[1] == "unknown", "Adam makes that of rounding"
+
+
+STEPS = (0.0, 1e-4, 1e-3, 1e-2, 0.1)
 
 
 def test_a_parameter_that_nothing_moves_is_not_excused_by_rounding() -> None:
@@ -207,6 +251,51 @@ def test_what_is_added_to_a_gradient_of_rounding_alone_is_a_fault(whitebox: Whit
     assert verdict.verdict == "fail", verdict
     assert [(one.law, one.parameter) for one in verdict.mismatches] == [("gradient", "0.bias")]
     assert "made of what they should be" not in str(verdict)
+
+
+def summed_after_a_norm() -> nn.Module:
+    """What comes before the norm makes no difference to the sum of what it gives, and in fp32 is exactly zero."""
+    torch.manual_seed(1)
+    norm = nn.LayerNorm(WIDTH)
+    nn.init.constant_(norm.bias, 0.1)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), norm)
+
+
+def total(output: Tensor, target: Tensor) -> Tensor:
+    return output.sum()
+
+
+def one_by_one(model: nn.Module, microbatches: list[Any], *, added: float = 0.0, kept: bool = False) -> Any:
+    """Right, with inputs a hair off; ``kept``: with the very inputs."""
+    losses = []
+    for x, target in microbatches:
+        loss = total(model(x if kept else x * (1 + 2**-22)), target)
+        (loss / len(microbatches)).backward()  # type: ignore[no-untyped-call]
+        losses.append(loss.detach())
+    assert isinstance(model, nn.Sequential)
+    assert isinstance(model[0].weight, nn.Parameter)
+    assert model[0].weight.grad is not None
+    model[0].weight.grad += added
+    return model, losses
+
+
+def one_zero() -> list[Any]:
+    draw = torch.Generator().manual_seed(1)
+    return [(torch.randn(2, WIDTH, generator=draw), torch.zeros(2, WIDTH)) for _ in range(4)]
+
+
+def test_a_gradient_that_is_zero_by_rounding_is_compared_with_what_rounding_makes(whitebox: WhiteBox) -> None:
+    model, batches = summed_after_a_norm(), one_zero()
+    one_by_one(model, batches, kept=True)
+    assert isinstance(model, nn.Sequential)
+    assert model[0].weight.grad is not None
+    assert not model[0].weight.grad.any(), "else it is another test"
+    wanted = {"reference": summed_after_a_norm, "microbatches": batches, "loss_fn": total}
+    verdict = judged(whitebox, one_by_one, **wanted)
+    assert (verdict.verdict, verdict.tier) == ("pass", "fp32"), verdict
+    assert "rounding alone" in verdict.law("gradient").note
+    assert judged(whitebox, partial(one_by_one, added=1e-3), **wanted).verdict == "fail"
+    assert judged(whitebox, partial(one_by_one, kept=True), **wanted).verdict == "pass"
 
 
 def in_half() -> nn.Module:

@@ -19,7 +19,7 @@ from pipeproof.records.record import Record, RecordedFloors, RecordedOperation, 
 from pipeproof.records.record_file import FORMAT, VERSION, described, read, write
 from pipeproof.worlds.output_file import OutputError, OutputFile
 
-FLOOR = Floor(1e-8, 2e-7, 0.25, noise=True)
+FLOOR = Floor(1e-8, 2e-7, 0.25, size=3e-9)
 WEIGHT, BIAS = torch.arange(6.0).reshape(2, 3) / 7, torch.tensor([1.0, -0.0])
 RECORD = Record(
     "expected",
