@@ -99,6 +99,7 @@ def check(verdict: Verdict, truth: Truth, counts: Counts, *, watched: bool = Tru
     false = [one for claim in found for one in _false(claim, truth, counts)]
     false += list(_alternatives(found, truth))
     false += list(_against_judge(found, verdict))
+    false += list(_untold(found, truth))
     texts = [claim.text for claim in found if claim.role in ("cause", "and", "or", "not", "unknown")]
     garbled = tuple(text for text in texts if any(pattern.search(text) for pattern in GARBLED))
     where = next((claim for claim in found if claim.role == "where"), None)
@@ -229,9 +230,19 @@ def _alternatives(found: list[Claim], truth: Truth) -> Iterator[False_]:
     causes = [claim for claim in found if claim.role in ("cause", "or") and claim.place is not None]
     stages = {c.place.stage for c in causes if c.kind in truth.kinds and c.place is not None} - {None}
     several = len(stages) > 1 and stages <= set(truth.stages) and not truth.between
-    halves = bool(truth.also) and {part.kinds[0] for part in (truth, *truth.also)} <= {claim.kind for claim in causes}
+    both, sure = {part.kinds[0] for part in (truth, *truth.also)}, {c.kind for c in found if c.role in ("cause", "and")}
+    halves = bool(truth.also) and both <= {claim.kind for claim in causes} and not both <= sure
     if len(causes) > 1 and (several or halves):
         yield False_("or", causes[-1].text, "both hold: it is no alternative")
+
+
+def _untold(found: list[Claim], truth: Truth) -> Iterator[False_]:
+    """Of a run with several faults, those that are passed over as if one of them were all: nothing is left open."""
+    named = [claim for claim in found if claim.role in ("cause", "and", "or")]
+    if truth.also and named and not any(claim.role == "unknown" for claim in found):
+        for part in (truth, *truth.also):
+            if not any(claim.kind in part.kinds and not list(_misplaced(claim, part)) for claim in named):
+                yield False_("cause", named[0].text, f"nothing is said of what else is wrong: {part.kinds[0]}")
 
 
 def _against_judge(found: list[Claim], verdict: Verdict) -> Iterator[False_]:

@@ -95,6 +95,7 @@ _SAYS_NOTHING = (
     r"where the reference passes from stage to stage could not be found",
     r"all microbatches are the same: ",
     r"the cause was not found in time",
+    r"what follows from this was not judged",
 )
 
 # A law that passed says that these are right.

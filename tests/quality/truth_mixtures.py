@@ -1,8 +1,9 @@
 """Faults in the plain runtime, each in several surroundings: more streams, other types, other orders, a scaled loss."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from runtime_plain import How, Plain, cut, even
 from torch import Tensor
 from truth_check import Truth
-from truth_faults import PAIRED, backward, forward, sums
+from truth_faults import PAIRED, TAKEN, backward, forward, sums
 from truth_layers import Carry, Joined, Masked, Nested, Unmasked, Unnested, blocks, chain, data_of, of_dtype, seeded
 from truth_models import COUNT, RANKS, Pairs, loss_fn, seen
 
@@ -21,13 +22,16 @@ from pipeproof.judging.verdict import Verdict
 class Spoilt(Plain):
     """The plain runtime with ``fault`` at its place."""
 
-    fault = ""
-    forwards = backwards = 0
+    faults: tuple[str, ...] = ()
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.early: list[Tensor] = []
 
     def forward(self, m: int) -> None:
         self.sending_forward, self.now = True, m
         super().forward(m)
-        if self.last and self.fault == "last loss counts four times" and m == 7:
+        if self.last and "last loss counts four times" in self.faults and m == 7:
             given, made = self.live[m]
             self.live[m] = given, made * 4
 
@@ -35,37 +39,45 @@ class Spoilt(Plain):
         self.sending_forward, self.now = False, m
         before = [None if p.grad is None else p.grad.clone() for p in self.parameters]
         other = {2: 3, 3: 2}.get(m)
-        if self.fault == "graphs exchanged" and self.place == 1 and other in self.live:
+        if "graphs exchanged" in self.faults and self.place == 1 and other in self.live:
             self.live[m], self.live[other] = self.live[other], self.live[m]
         super().backward(m)
         for parameter, old in zip(self.parameters, before, strict=True):
             self._counted(parameter, old, m)
 
     def _counted(self, parameter: Any, old: Tensor | None, m: int) -> None:
-        if self.fault == "one lost" and (self.place, m) == (2, 3):
+        if "one lost" in self.faults and (self.place, m) == (2, 3):
             parameter.grad = old
-        if self.fault == "one twice" and (self.place, m) == (1, 5):
+        if "one twice" in self.faults and (self.place, m) == (1, 5):
             parameter.grad = 2 * parameter.grad if old is None else 2 * parameter.grad - old
 
     def send(self, tree: Any, peer: int) -> None:
         leaves = list(tree) if isinstance(tree, tuple) and len(tree) == 2 and self.two_streams else None
         if self.place == 1 and self.sending_forward and leaves is not None:
-            if self.fault == "second stream in bf16":
+            if "second stream in bf16" in self.faults:
                 tree = (leaves[0], leaves[1].bfloat16().float())
-            if self.fault == "second stream is the first":
+            if "second stream is the first" in self.faults:
                 tree = (leaves[0], leaves[0] * 1.0)
-            if self.fault == "streams exchanged":
+            if "streams exchanged" in self.faults:
                 tree = (leaves[1], leaves[0])
         if self.place == 2 and not self.sending_forward and len(tree) == 2 and self.two_streams:
-            if self.fault == "second stream's gradient lost":
+            if "second stream's gradient lost" in self.faults:
                 tree = [tree[0], torch.zeros_like(tree[1])]
-            if self.fault == "gradients of streams exchanged":
+            if "gradients of streams exchanged" in self.faults:
                 tree = [tree[1], tree[0]]
-        if self.place == 2 and not self.sending_forward and self.fault == "a quarter sent back":
+        if self.place == 2 and not self.sending_forward and "a quarter sent back" in self.faults:
             tree = [None if one is None else one * 0.25 for one in tree]
-        if self.place == 1 and self.sending_forward and self.fault == "sent in bf16":
+        if self.place == 1 and self.sending_forward and "sent in bf16" in self.faults:
             tree = tree.bfloat16().to(tree.dtype) if isinstance(tree, Tensor) else tree
-        if self.place == 1 and self.sending_forward and self.fault == "sent in fp32":
+        if self.place == 1 and self.sending_forward and "sent too late" in self.faults and self.now in (4, 5):
+            self.early.append(tree)
+            if self.now == 4:
+                return
+            super().send(tree, peer)
+            tree = self.early[0]
+        if self.place == 1 and self.sending_forward and "sent with noise" in self.faults and self.now == 4:
+            tree = tree + 0.1 * torch.randn(tree.shape, generator=torch.Generator().manual_seed(4))
+        if self.place == 1 and self.sending_forward and "sent in fp32" in self.faults:
             tree = tree.float().to(tree.dtype) if isinstance(tree, Tensor) else tree
         super().send(tree, peer)
 
@@ -76,13 +88,13 @@ class Spoilt(Plain):
     def finish(self) -> None:
         super().finish()
         for number, parameter in enumerate(self.parameters):
-            if self.place == 2 and self.fault == "stage four times":
+            if self.place == 2 and "stage four times" in self.faults:
                 parameter.grad.mul_(4)
-            if self.place == 1 and self.fault == "one parameter negated" and number == 2:
+            if self.place == 1 and "one parameter negated" in self.faults and number == 2:
                 parameter.grad.neg_()
-        if self.place == 1 and self.fault == "two layers exchanged":
+        if self.place == 1 and "two layers exchanged" in self.faults:
             self.exchanged(self.parameters)
-        if self.place == 1 and self.fault == "two weights exchanged":
+        if self.place == 1 and "two weights exchanged" in self.faults:
             self.exchanged([one for one in self.parameters if one.dim() == 2])
 
     def exchanged(self, parameters: list[Any]) -> None:
@@ -97,7 +109,7 @@ def step(model: Any, pairs: Pairs, *, fault: str, how: How, watched: bool) -> An
     ranks = list(range(dist.get_world_size()))
     stage = cut(model, even(len(model), len(ranks)), dist.get_rank())
     part = Spoilt(seen(stage, watched), pairs, loss_fn, how, ranks)
-    part.fault = fault
+    part.faults = tuple(fault.split(" + "))
     return stage, part.step() or None
 
 
@@ -139,6 +151,12 @@ OF_STREAMS: Mapping[str, Truth] = {
         ("altered", "misplaced", "wrong-message"), 1, 2, alike=("computation",), affected=(0, 1)
     ),
 }
+IN_FORWARDS: Mapping[str, Truth] = {
+    "sent in bf16": forward("rounded", 1, 2, alike=("computation",)),
+    "sent too late": forward(TAKEN, 1, 2, wrong="swapped", microbatches=(4, 5), alike=("swapped-data",)),
+    "sent with noise": forward("altered", 1, 2, microbatches=(4,), alike=("computation",)),
+}
+_BESIDE = ("one lost", "one twice", "stage four times", "one parameter negated", "graphs exchanged")
 _UNFIT = {("graphs exchanged", "shuffled"), ("one lost", "halves"), ("one twice", "halves")}
 
 
@@ -175,6 +193,11 @@ def mixtures() -> Iterator[Mixture]:
     for setting in ("two streams", "two streams, lifo"):
         for name, truth in OF_STREAMS.items():
             yield Mixture(name, setting, truth)
+    for (name, truth), other in product(IN_FORWARDS.items(), _BESIDE):
+        both = replace(truth, also=(EVERYWHERE[other],), wrong=truth.wrong | EVERYWHERE[other].wrong)
+        yield Mixture(f"{name} + {other}", "plain", both)
+    for name, truth in IN_FORWARDS.items():
+        yield Mixture(name, "plain", truth)
     yield Mixture("sent in fp32", "fp64", forward("rounded", 1, 2, alike=("computation",)))
     yield Mixture("sent in bf16", "fp64", forward("rounded", 1, 2, alike=("computation",)))
     yield Mixture("sent in bf16", "scaled loss", forward("rounded", 1, 2, alike=("computation",)))

@@ -14,7 +14,8 @@ from pipeproof.diagnosis.evidence import Evidence, of_run
 from pipeproof.diagnosis.own_lines import with_lines
 from pipeproof.diagnosis.played import Setup
 from pipeproof.diagnosis.rule import Rule, clears, followed
-from pipeproof.diagnosis.rules.attributed import attributed, unexplained
+from pipeproof.diagnosis.rules.attributed import attributed, in_part, unexplained
+from pipeproof.diagnosis.rules.besides import besides
 from pipeproof.diagnosis.rules.boundaries import boundaries
 from pipeproof.diagnosis.rules.laws import buffers, calls, nameless, other_weights, partition, weights
 from pipeproof.diagnosis.rules.passages import otherwise, passages, sound
@@ -168,7 +169,7 @@ def _beside(evidence: Evidence) -> Sequence[RuledOut]:
 
 def _attributed(needs: Callable[[Evidence], bool]) -> Rule[Evidence]:
     whole = clears("gradient", ("scale", "sign", "dropped", "doubled"), "every gradient is what it should be")
-    return Rule(attributed, whole, needs, left=unexplained, beside=_beside)
+    return Rule(attributed, whole, needs, left=unexplained, beside=_beside, besides=in_part)
 
 
 # In the order of the flow. Attribution stands for the links that only a recording shows.
@@ -177,7 +178,7 @@ RULES: tuple[Rule[Evidence], ...] = (
     Rule(weights, _began, _begun, left=other_weights),
     Rule(calls, _ran, _watched, otherwise=otherwise),
     Rule(boundaries, _crossed, _recorded),
-    Rule(passages, sound, _passed, otherwise=otherwise),
+    Rule(passages, sound, _passed, otherwise=otherwise, besides=besides),
     Rule(sums, _added, _recorded),
     Rule(
         reduction,

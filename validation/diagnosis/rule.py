@@ -47,6 +47,11 @@ def nowhere(facts: Judged) -> tuple[()]:
     return ()
 
 
+def none_besides(facts: Judged, causes: Sequence[Cause]) -> tuple[tuple[()], tuple[()]]:
+    """Knows of nothing else that is wrong."""
+    return (), ()
+
+
 def not_otherwise(facts: Judged, causes: Sequence[Cause]) -> tuple[()]:
     """Knows no other explanation."""
     return ()
@@ -58,7 +63,7 @@ class Rule(Generic[Facts]):
 
     ``needs``: whether there is evidence for it. ``left``: what is wrong there although it names no cause; then nothing
     behind it can be judged. ``beside``: what the evidence for its causes rules out. ``otherwise``: what else, in place
-    of its causes, explains what is wrong.
+    of its causes, explains what is wrong. ``besides``: what else is wrong, and what could not be judged.
     """
 
     explains: Callable[[Facts], Sequence[Cause]]
@@ -67,6 +72,7 @@ class Rule(Generic[Facts]):
     left: Callable[[Facts], Sequence[str]] = nowhere
     beside: Callable[[Facts], Sequence[RuledOut]] = nowhere
     otherwise: Callable[[Facts, Sequence[Cause]], Sequence[Cause]] = not_otherwise
+    besides: Callable[[Facts, Sequence[Cause]], tuple[Sequence[Cause], Sequence[str]]] = none_besides
 
 
 def clears(law: str, kinds: tuple[str, ...], evidence: str) -> Clears:
@@ -84,13 +90,15 @@ def followed(facts: Facts, rules: Sequence[Rule[Facts]]) -> Verdict:
     cleared: list[RuledOut] = []
     for rule in (rule for rule in rules if rule.needs(facts)):
         if causes := rule.explains(facts):
-            others = rule.otherwise(facts, causes)
-            explanations = (*alternatives(causes), *(alternatives(others) if others else ()))
-            return _named(facts, explanations, [*rule.beside(facts), *cleared])
-        if left := rule.left(facts):
-            return replace(facts.verdict, undecided=tuple(left), ruled_out=tuple(cleared))
-        found = rule.clears(facts)
-        cleared += [] if found is None else [found]
+            others, (more, left) = rule.otherwise(facts, causes), rule.besides(facts, causes)
+            whole = tuple(dict.fromkeys((*causes, *more)))
+            explanations = (*alternatives(whole), *(alternatives(others) if others else ()))
+            found = _named(facts, explanations, [*rule.beside(facts), *cleared])
+            return replace(found, undecided=tuple(left))
+        if open_ := rule.left(facts):
+            return replace(facts.verdict, undecided=tuple(open_), ruled_out=tuple(cleared))
+        clear = rule.clears(facts)
+        cleared += [] if clear is None else [clear]
     return replace(facts.verdict, ruled_out=tuple(cleared))
 
 

@@ -134,15 +134,17 @@ def last_pass(calls: Sequence[Call], microbatches: int) -> Sequence[Call]:
 
 
 def orders(stages: Mapping[int, tuple[Sequence[Call], Sequence[Column]]], microbatches: int) -> dict[int, Order]:
-    """The order of every stage: by content that is a microbatch's own, by what one stage handed another, then by what
-    only looks like a microbatch's, then by what is left."""
+    """The order of every stage: by content that is a microbatch's own, by what one stage handed the next, then by what
+    only looks like a microbatch's, then by what was handed back, and by what is left."""
     found: dict[int, list[int | None]] = {stage: [None] * len(calls) for stage, (calls, _) in stages.items()}
     inferred: dict[int, dict[int, str]] = {stage: {} for stage in stages}
-    passed = {pair: _handed(*(stages[stage][0] for stage in pair)) for pair in pairwise(sorted(stages)) if _next(pair)}
+    pairs = {pair: tuple(stages[stage][0] for stage in pair) for pair in pairwise(sorted(stages)) if _next(pair)}
+    there = {pair: _handed(*calls, back=False) for pair, calls in pairs.items()}
+    passed = {pair: _handed(*calls, back=True) for pair, calls in pairs.items()}
     for fill in _FILLS:
         for stage, (_, seen) in stages.items():
             fill(found[stage], seen)
-        while _link(found, passed, inferred):
+        while _link(found, there, inferred):
             pass
     while _link(found, passed, inferred) or _eliminate(found, microbatches, inferred):
         pass
@@ -245,13 +247,13 @@ def _next(pair: tuple[int, int]) -> bool:
     return pair[1] == pair[0] + 1
 
 
-def _handed(before: Sequence[Call], after: Sequence[Call]) -> list[tuple[int, int]]:
+def _handed(before: Sequence[Call], after: Sequence[Call], *, back: bool) -> list[tuple[int, int]]:
     """Calls of a stage and of the one after it between which a tensor passed that no others have, bit for bit.
 
-    Not those that had tensors of several.
+    Not those that had tensors of several. ``back``: on the way back, too, where a graph may have been another's.
     """
-    down = [_tensors(call.outputs, call.output_gradients) for call in before]
-    up = [_tensors(call.inputs, call.input_gradients) for call in after]
+    down = [_tensors(call.outputs, call.output_gradients if back else {}) for call in before]
+    up = [_tensors(call.inputs, call.input_gradients if back else {}) for call in after]
     times = [Counter(one for call in calls for one in call) for calls in (down, up)]
     single = {one for one, count in times[0].items() if count == 1 == times[1][one]}
     pairs = [(k, j) for k, one in enumerate(down) for j, other in enumerate(up) if one & other & single]

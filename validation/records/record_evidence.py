@@ -1,7 +1,4 @@
-"""What a diagnosis of a recorded step rests on: what was seen of the step, and what was expected.
-
-Gradients of a record are ``Pairings`` too: sums that are known as they are, without the graphs that made them.
-"""
+"""What a diagnosis of a recorded step rests on: what was seen of the step, and what was expected."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,58 +10,18 @@ from torch import Tensor
 from pipeproof.diagnosis.atoms import Update
 from pipeproof.diagnosis.diagnose import explained as explained_evidence
 from pipeproof.diagnosis.diagnose import sought
-from pipeproof.diagnosis.evidence import Evidence, Sums
+from pipeproof.diagnosis.evidence import Evidence
+from pipeproof.diagnosis.evidence import Sums as RecordSums
 from pipeproof.judging.verdict import Verdict
 from pipeproof.records.rank_part import Kept, Notes
 from pipeproof.records.record import RankStage, Record, RecordedOperation
 from pipeproof.reference.data import Batch
-from pipeproof.reference.pairing import Contributed, Flow
-from pipeproof.reference.step import Expected, Gradient, Site, Stage
+from pipeproof.reference.step import Expected, Gradient, Site
+from pipeproof.reference.sums import Sums
 from pipeproof.worlds.side_store import Exchange, RanksAbsent
 
 _UNKNOWN = Batch((), torch.empty(0), 0)  # nobody kept what the microbatches were
-
-
-class RecordedSums:
-    """What a record says of one operation. All microbatches together are taken for one: their sum is all there is.
-
-    ``gradients`` are what the operation gives, and ``before`` the parameters that it began with as far as they are
-    known, both by site.
-    """
-
-    microbatches = 1
-    unpaired = "a record has only sums over all microbatches: SingleDevice, beside the job, tells them apart"
-
-    def __init__(self, gradients: Mapping[Site, Gradient], before: Mapping[Site, Tensor], microbatches: int) -> None:
-        self._gradients, self._before = gradients, before
-        self.stages = 1 + max((stage for stage, _ in gradients), default=0)
-        self.batches = [_UNKNOWN] * microbatches
-
-    def parameters(self, stage: Stage) -> Mapping[str, Tensor]:
-        """The parameters of ``stage`` that have a gradient."""
-        own = {site: one for site, one in self._gradients.items() if site[0] == stage and one is not None}
-        return {site[1]: self._before.get(site, torch.zeros_like(one)) for site, one in own.items()}
-
-    def contribution(self, stage: Stage, j: int) -> Contributed:
-        """What all microbatches give together."""
-        own = {site[1]: one for site, one in self._gradients.items() if site[0] == stage}
-        return Contributed({name: None if one is None else one.cpu().double() for name, one in own.items()}, ())
-
-    def paired(self, stage: Stage, i: int, flows: Sequence[Flow]) -> list[Contributed | None]:
-        """Nothing: what flows where is not recorded."""
-        return [None] * len(flows)
-
-    def within(self, stage: Stage, name: str) -> Mapping[tuple[int, int], Tensor]:
-        """Nothing, for the same reason."""
-        return {}
-
-    def seed(self, stage: Stage, j: int) -> Flow:
-        """A flow that fits nothing."""
-        return lambda _: None
-
-    def flow(self, stage: Stage, j: int) -> Flow:
-        """A flow that fits nothing."""
-        return lambda _: None
+_UNPAIRED = "a record has only sums over all microbatches: SingleDevice, beside the job, tells them apart"
 
 
 @dataclass(frozen=True)
@@ -103,7 +60,7 @@ class Step:
             number=self.number,
             operation=self.due.operation,
             due=self,
-            sums=Sums(copies, self.left_out, self.max_norm, alike),
+            sums=RecordSums(copies, self.left_out, self.max_norm, alike),
             strange=any(m.what == "held" and m.due == 0 for m in verdict.mismatches),
             renamed_by="rename=",
         )
@@ -144,7 +101,7 @@ class Step:
         """The same, where there is nothing but the record."""
         due, begun = self.expected.gradients, {self.site(name): one for name, one in self.begun.items()}
         before = {site: self.due.before[site[1]] for site in due if site[1] in self.due.before}
-        now = RecordedSums(due, before, len(self.due.microbatches))
+        now = Sums([due], before, [_UNKNOWN] * len(self.due.microbatches), unpaired=_UNPAIRED)
         return Update(self.gradients, due, now, old=begun, placement=self.placement)
 
     @property

@@ -55,6 +55,14 @@ def unexplained(evidence: Evidence) -> Sequence[str]:
     return found or tuple(f"{law}: what is wrong with it tells nothing" for law in wrong[:1])
 
 
+def in_part(evidence: Evidence, causes: Sequence[Cause]) -> tuple[tuple[()], Sequence[str]]:
+    """What attribution leaves unexplained, where ``causes`` are those that it names: they give a part alone."""
+    found = evidence.attribution
+    own = set() if found is None else {(one.stage, one.microbatches, one.parameter) for one in found.causes}
+    told = any((one.stage, one.microbatches, one.parameter) in own for one in causes)
+    return (), found.unknown if found is not None and told else ()
+
+
 def _clipped(evidence: Evidence, cause: Cause) -> Cause:
     """``cause`` with a word on clipping, where all gradients are a part of what they should be: it does just that."""
     factor, size, most = cause.factor, evidence.expected.norm, evidence.max_norm

@@ -21,7 +21,7 @@ from pipeproof.pipeline.action import Kind
 
 _SAME = 1e-3
 _VAGUE = frozenset({"altered", "computation"})  # that a tensor is another, not what it is
-_ALIKE: tuple[frozenset[str], ...] = (  # kinds that one fault has where more, or less, of it is seen
+ALIKE: tuple[frozenset[str], ...] = (  # kinds that one fault has where more, or less, of it is seen
     frozenset({"mispaired", "wrong-message", "overwritten", "partition", "stale-tensor"})
     | {"swapped-activations", "swapped-gradients", "swapped-data"},
     frozenset({"dropped", "zero", "missing", "uninitialised"}),
@@ -55,8 +55,7 @@ def passages(evidence: Evidence) -> list[Cause]:
         return everywhere
     named = [informed(_named(cause, evidence), evidence) for cause in causes]
     named = [_with_orders(_with_parameter(cause, evidence), evidence) for cause in named]
-    further = _beyond(named, evidence)
-    return [*further, *named, *(one for one in _besides(named, evidence) if one not in further)]
+    return [*_beyond(named, evidence), *named]
 
 
 def _computed_otherwise(boundaries: Boundaries, evidence: Evidence) -> list[Cause]:
@@ -117,19 +116,6 @@ def _beyond(causes: Sequence[Cause], evidence: Evidence) -> list[Cause]:
 def _whole(cause: Cause) -> bool:
     """Whether it is the step's own, and at no stage or parameter alone."""
     return cause.stage is None and not cause.stages and cause.rank is None and cause.parameter is None
-
-
-def _besides(causes: Sequence[Cause], evidence: Evidence) -> list[Cause]:
-    """What final gradients name besides ``causes``, where they explain everything and say the same of these.
-
-    Not of exchanges, of which gradients may show one as several, nor what is like one of ``causes``: it comes of that.
-    """
-    said = complete(evidence)
-    same = [one for one in said if any(_agree(cause, one) for cause in causes)]
-    if not same or any("B" not in (cause.action or "") or cause.kind in _ALIKE[0] for cause in causes):
-        return []
-    alike = [group for group in _ALIKE for cause in causes if cause.kind in group]
-    return [one for one in said if one.stage is not None and one not in same and not any(one.kind in g for g in alike)]
 
 
 def _attributed(evidence: Evidence) -> Sequence[Cause]:
@@ -285,7 +271,7 @@ def otherwise(evidence: Evidence, causes: Sequence[Cause]) -> Sequence[Cause]:
     if evidence.playable is not None or not all("B" in (cause.action or "B") for cause in causes):
         return ()  # what went wrong in a forward, all gradients follow from
     said = complete(evidence)
-    return () if any(_agree(one, other) for one in causes for other in said) else said
+    return () if any(agree(one, other) for one in causes for other in said) else said
 
 
 def informed(cause: Cause, evidence: Evidence) -> Cause:
@@ -302,8 +288,9 @@ def informed(cause: Cause, evidence: Evidence) -> Cause:
     return cause
 
 
-def _agree(one: Cause, other: Cause) -> bool:
-    alike = one.kind == other.kind or one.kind in _VAGUE or any({one.kind, other.kind} <= group for group in _ALIKE)
+def agree(one: Cause, other: Cause) -> bool:
+    """Whether boundaries and final gradients may mean the same by these."""
+    alike = one.kind == other.kind or one.kind in _VAGUE or any({one.kind, other.kind} <= group for group in ALIKE)
     apart = None not in (one.stage, other.stage) and one.stage != other.stage
     some = set(one.microbatches), set(other.microbatches)
     return alike and not apart and (not all(some) or some[0] <= some[1] or some[1] <= some[0])

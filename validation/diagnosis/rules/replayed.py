@@ -5,13 +5,14 @@ solved for: each adds what it changes, once or not at all.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pipeproof.diagnosis.attribution import Attribution, attribute
 from pipeproof.diagnosis.evidence import Evidence, ModelBeside
 from pipeproof.diagnosis.rules.repeated import or_dropped
 from pipeproof.diagnosis.what_if import Given, WhatIf, same_loss
@@ -21,7 +22,8 @@ from pipeproof.observers.likeness import narrower
 from pipeproof.observers.recording import Site
 from pipeproof.reference.outputs import module_of
 from pipeproof.reference.passage import Passage
-from pipeproof.reference.step import Contribution
+from pipeproof.reference.step import Contribution, Gradient
+from pipeproof.reference.sums import Sums
 
 _COARSE = 1e-3  # where rounding explains so much, many a change would fit
 _LEAST = 1e-5  # relative: the same numbers added in other orders differ by less
@@ -53,6 +55,34 @@ def replayed(evidence: Evidence) -> list[Cause]:
     return [_cause(evidence, changes, [stage for stage in stages if stage is not None], some)]
 
 
+def besides_change(evidence: Evidence, cause: Cause) -> Attribution | None:
+    """What gradients are made of, if what passes between stages was changed as ``cause`` says.
+
+    None where that cannot be played, or does not give the losses that were seen.
+    """
+    fit = None if evidence.beside is None else _Fit(evidence, evidence.beside)
+    if fit is None or evidence.due is None or evidence.due.update.tied or not fit.plays:
+        return None
+    update, concerned = evidence.due.update, cause.microbatches or tuple(range(evidence.microbatches))
+    for changes in (one for one in fit.changes() if one.stage == cause.stage and one.what_ifs[0].kind == cause.kind):
+        if made := fit.with_losses(changes, concerned):
+            given = [{site: one.gradients[site] for site in update.expected} for one in made]
+            due = {site: _sum([one[site] for one in given]) for site in update.expected}
+            own = {
+                (stage, name): one
+                for stage in range(update.now.stages)
+                for name, one in update.now.parameters(stage).items()
+            }
+            now = Sums(given, own, update.now.batches, unpaired="what passes is not what the reference passes")
+            return attribute(replace(update, expected=due, now=now))
+    return None
+
+
+def _sum(parts: Sequence[Gradient]) -> Gradient:
+    given = [part for part in parts if part is not None]
+    return sum(given[1:], given[0]) if given else None
+
+
 def _cause(evidence: Evidence, changes: _Changes, stages: Sequence[int], microbatches: tuple[int, ...]) -> Cause:
     """The cause: of several stages that would show the same the last that it came to, as the others hand it on."""
     first = changes.what_ifs[0]
@@ -72,6 +102,12 @@ class _Fit:
     beside: ModelBeside
 
     @property
+    def plays(self) -> bool:
+        """Whether the reference repeats itself."""
+        again = self.beside.played(0, ())
+        return again is not None and same_loss(again.loss, self.evidence.expected.losses[0])
+
+    @property
     def possible(self) -> bool:
         """Whether all gradients can be compared so closely that few changes fit, and the reference repeats itself."""
         limits = [m.limit or 0.0 for m in self.evidence.verdict.mismatches if m.law == "gradient"]
@@ -81,8 +117,7 @@ class _Fit:
             return False
         if not all(bool(off.isfinite().all()) for off in self._off.values()):
             return False
-        again = self.beside.played(0, ())
-        return again is not None and same_loss(again.loss, self.evidence.expected.losses[0])
+        return self.plays
 
     def changes(self) -> Iterator[_Changes]:
         """What may have happened. Losses say on which way: a wrong one, that it was there, or both ways."""
@@ -133,6 +168,13 @@ class _Fit:
         rest = [self._made(m, changes) for m in range(1, self.evidence.microbatches)]
         made = [one for one in (first, *rest) if one is not None]
         return self._solved(made) if len(made) == self.evidence.microbatches else ()
+
+    def with_losses(self, changes: _Changes, concerned: Sequence[int]) -> list[Contribution]:
+        """What microbatches give if ``changes`` happened to those ``concerned``; nothing unless losses say so."""
+        every = range(self.evidence.microbatches)
+        made = [self._made(m, changes) if m in concerned else self._right[m] for m in every]
+        found = [one for m, one in zip(every, made, strict=True) if one is not None and self._gives_loss(m, one)]
+        return found if self._losses and len(found) == len(every) else []
 
     def _solved(self, made: Sequence[Contribution]) -> tuple[int, ...]:
         count = len(made)

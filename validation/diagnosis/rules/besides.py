@@ -1,0 +1,34 @@
+"""What is wrong besides the causes that boundaries show, and where nobody can say: of a step that is not ours."""
+
+from collections.abc import Sequence
+
+from pipeproof.diagnosis.evidence import Evidence
+from pipeproof.diagnosis.rules.passages import ALIKE, agree, complete
+from pipeproof.diagnosis.rules.replayed import besides_change
+from pipeproof.judging.cause import Cause
+
+Found = tuple[Sequence[Cause], Sequence[str]]
+_BEHIND = "what follows from this was not judged: more may be wrong in gradients, or in a later stage"
+
+
+def besides(evidence: Evidence, causes: Sequence[Cause]) -> Found:
+    """Further causes, and what stays open. Final gradients say it, where they explain everything and name the same.
+
+    Not of exchanges, of which they may show one as several, nor what is like one of ``causes``: it comes of that. What
+    went wrong in a forward, all gradients follow from: where they do not explain that, it is played, and they are held
+    against what comes of it.
+    """
+    said = complete(evidence)
+    same = [one for one in said if any(agree(cause, one) for cause in causes)]
+    alike = [group for group in ALIKE for cause in causes if cause.kind in group]
+    others = [one for one in said if one not in same and not any(one.kind in group for group in alike)]
+    others = [one for one in others if one.stage is not None]
+    if not any("F" in (cause.action or "") for cause in causes):
+        told = same and all("B" in (cause.action or "") and cause.kind not in ALIKE[0] for cause in causes)
+        return (others if told else ()), ()
+    if same:
+        return others, ()
+    found = besides_change(evidence, causes[0]) if len(causes) == 1 else None
+    if found is None or found.unknown:
+        return (() if found is None else found.causes), (_BEHIND,)
+    return found.causes, ()
