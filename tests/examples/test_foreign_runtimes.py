@@ -141,5 +141,7 @@ def test_of_a_rank_that_nobody_watched_its_other_chunk_is_not_known(whitebox: Wh
 
 def test_what_happened_at_several_stages_is_told_of_all(whitebox: WhiteBox) -> None:
     cause = judged(whitebox, partial(hand_written, fault="one-buffer")).cause[0]
-    assert (cause.kind, cause.stage) == ("overwritten", 2)
-    assert cause.detail.endswith("; and so at stage 1"), "all but the first, which receives nothing, and the last"
+    assert (cause.kind, cause.stages) == ("overwritten", (1, 2)), (
+        "all but the first, which receives nothing, and the last"
+    )
+    assert cause.place.startswith("stages 1, 2, ")

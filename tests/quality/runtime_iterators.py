@@ -39,7 +39,7 @@ class Communicator:
     def receive_forward(self) -> Tensor | None:
         if self.rank == 0:
             return None
-        static = self.fault == "static receive buffer" and self.rank == 2
+        static = self.rank in {"static receive buffer": (2,), "static receive buffers": (1, 2)}.get(self.fault, ())
         made: Tensor = self.exchange(self.rank - 1, receive=True, static=static)
         return made.requires_grad_()
 

@@ -1,6 +1,6 @@
 """The truth test: every sentence of every verdict is held against what is true of the run.
 
-``python tests/quality/truth.py``, or ``ci/truth``, runs faults in four foreign runtimes, faults in surroundings such as
+``python tests/quality/truth.py``, or ``ci/truth``, runs faults in five foreign runtimes, faults in surroundings such as
 two streams or bf16 (mixtures), foreign runs and cases of our own that are right, and each specimen of the catalogue
 in its smallest case: watched or recorded, and from final gradients alone. That takes some minutes on two cores.
 ``--all`` runs the specimens on every schedule as well, which takes most of an hour. The table counts how the runs were
@@ -14,9 +14,10 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 
 from truth_check import Checked, Counts, False_, Truth, check
-from truth_faults import COUNTS, FAULTS
+from truth_faults import COUNTS, FAULTS, Planted
 from truth_mixtures import mixtures
 from truth_rights import rights
 from truth_specimens import counts_of, tried, truth_of, wanted
@@ -84,7 +85,9 @@ def rows(parts: Sequence[str], schedules: Sequence[str], only: Sequence[str], wo
     for part, foreign in (("faults", FAULTS), ("mixtures", tuple(mixtures())), ("rights", tuple(rights()))):
         for one in foreign if part in parts else ():
             for watched in (True, False) if chosen(one.title) else ():
-                yield row(part, one.title, watched, one.truth, lambda: one.verdict(whitebox, watched=watched))  # noqa: B023
+                counts = one.counts if isinstance(one, Planted) else COUNTS
+                verdict = partial(one.verdict, whitebox, watched=watched)
+                yield row(part, one.title, watched, one.truth, verdict, counts)
     for case in _cases() if "cases" in parts else ():
         if chosen(str(case)):
             yield row("cases", str(case), True, Truth(), lambda: judge(case, observe(case, world)))  # noqa: B023

@@ -1,10 +1,11 @@
-"""Faults in four foreign runtimes, and what is true of each run that has one. In three of them stage s is on rank s."""
+"""Faults in five foreign runtimes, and what is true of each run that has one. In three of them stage s is on rank s."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import runtime_chunks
 import runtime_classes
 import runtime_instructions
 import runtime_iterators
@@ -34,6 +35,11 @@ class Planted:
     def title(self) -> str:
         return f"{self.runtime}: {self.name}" + "".join(f", {name}={value}" for name, value in self.options.items())
 
+    @property
+    def counts(self) -> Counts:
+        """How many there are of each."""
+        return COUNTS._replace(stages=2 * RANKS) if self.runtime == "chunks" else COUNTS
+
     def verdict(self, whitebox: WhiteBox, *, watched: bool) -> Verdict:
         """What is said of a step with this fault."""
         step = partial(STEPS[self.runtime], fault=self.name, watched=watched, **self.options)
@@ -45,6 +51,7 @@ STEPS = {
     "instructions": runtime_instructions.step,
     "two-way": runtime_two_way.step,
     "classes": runtime_classes.step,
+    "chunks": runtime_chunks.step,
 }
 COUNTS = Counts(RANKS, RANKS, COUNT)
 
@@ -83,6 +90,9 @@ BELOW_RECEIVER = {"affected": (0, 1)}
 ITERATORS = {
     "static receive buffer": backward(
         "overwritten", 2, wrong="swapped memory", microbatches=ALL[:7], alike=("swapped-activations", "mispaired")
+    ),
+    "static receive buffers": backward(
+        "overwritten", 1, 2, wrong="swapped memory", microbatches=ALL[:7], alike=("swapped-activations", "mispaired")
     ),
     "activations in bf16": forward("rounded", 1, 2, alike=("computation",)),
     "activation lost a bit": forward("altered", 1, 2, microbatches=(4,), alike=("computation",)),
@@ -194,7 +204,22 @@ CLASSES = {
     "losses in fp16": other(("report", "rounded"), "report", 3),
 }
 
-TABLES = {"iterators": ITERATORS, "instructions": INSTRUCTIONS, "two-way": TWO_WAY, "classes": CLASSES}
+CHUNKS = {
+    "inputs of chunks exchanged": forward(TAKEN, 1, 5, ranks=(1,), wrong="swapped", microbatches=(3, 4)),
+    "gradients of chunks exchanged": backward(PAIRED, 1, 5, ranks=(1,), wrong="swapped", microbatches=(3, 4)),
+    "all inputs of chunks exchanged": forward(TAKEN, 1, 5, ranks=(1,), wrong="swapped"),
+    "all gradients of chunks exchanged": backward(PAIRED, 1, 5, ranks=(1,), wrong="swapped"),
+    "chunk's newest first": backward(PAIRED, 6, ranks=(2,), wrong="swapped"),
+    "first chunk halved": sums("scale", 2, ranks=(2,), wrong="reduction", factors=(0.5,)),
+}
+
+TABLES = {
+    "iterators": ITERATORS,
+    "instructions": INSTRUCTIONS,
+    "two-way": TWO_WAY,
+    "classes": CLASSES,
+    "chunks": CHUNKS,
+}
 FAULTS = (
     *(Planted(runtime, name, truth) for runtime, table in TABLES.items() for name, truth in table.items()),
     *(
@@ -204,5 +229,10 @@ FAULTS = (
     *(
         Planted("classes", name, CLASSES[name], {"afab": False})
         for name in ("stash last in first out", "cleared in the middle")
+    ),
+    *(
+        Planted("chunks", name, replace(CHUNKS[name], ranks=(at,), stages=(at, at + RANKS)), {"at": at})
+        for name in ("inputs of chunks exchanged", "all inputs of chunks exchanged")
+        for at in (2, 3)
     ),
 )

@@ -279,6 +279,7 @@ def _runtimes() -> Iterator[Right]:
         ("two-way", {}),
         ("classes", {}),
         ("classes", {"afab": False}),
+        ("chunks", {}),
     ):
         yield Right(f"{name} {options or ''}".strip(), own(name, **options), build_model)
 

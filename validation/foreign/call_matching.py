@@ -1,7 +1,7 @@
 """Which microbatch each call of a watched stage was about: told by content, by its neighbours, or not at all."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, pairwise
@@ -187,11 +187,12 @@ def _most(found: list[int | None], seen: Sequence[Column], *, whole: bool) -> No
 
 
 def _shown(found: list[int | None], seen: Sequence[Column]) -> None:
-    """Give calls the microbatch that anything of theirs shows.
+    """Give calls the microbatch that anything of theirs shows: none that others have, where theirs only looks like it.
 
     Equal microbatches nobody can tell apart: a call that may be any of several takes its own number if it can.
     """
-    candidates = {call: _candidates(seen, call) for call in _open(found)}
+    sure = {number for number in found if number is not None}
+    candidates = {call: _candidates(seen, call, sure) for call in _open(found)}
     for call, those in candidates.items():
         found[call] = next(iter(those)) if len(those) == 1 else None
     for call, those in candidates.items():
@@ -213,10 +214,10 @@ def _owners(seen: Sequence[Column], call: int) -> list[set[int]]:
     return [column.owners(column.seen[call]) for column in seen if column.where == GIVEN]
 
 
-def _candidates(seen: Sequence[Column], call: int) -> set[int]:
+def _candidates(seen: Sequence[Column], call: int, sure: Collection[int] = ()) -> set[int]:
     """What came in tells first, then what went out, then what that was made of, then what flowed back.
 
-    Where a microbatch's tensor is another's too, those that come after it decide between them.
+    Some tensors look by chance as if they were made of one that another call, of those that are ``sure``, had. Where a microbatch's tensor is another's too, those that come after it decide between them.
     """
     found: set[int] = set()
     for told, where in (
@@ -229,7 +230,9 @@ def _candidates(seen: Sequence[Column], call: int) -> set[int]:
     ):
         if len(found) == 1 or (found and told is Column.makers):
             continue
-        sets = [owners for column in seen if column.where in where and (owners := told(column, column.seen[call]))]
+        others = set(sure) if told is Column.makers else set[int]()
+        shown = (told(column, column.seen[call]) - others for column in seen if column.where in where)
+        sets = [owners for owners in shown if owners]
         common = set.intersection(*sets) if sets else set()
         found = (found & common or found) if found else common
     return found

@@ -1,7 +1,9 @@
 """What a schedule produced: plain values, gathered from all ranks."""
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from torch import Tensor
 
@@ -96,6 +98,12 @@ class Passed:
     def untold(self) -> bool:
         """Whether there is a call of which nothing tells the microbatch."""
         return any(action.microbatch == UNKNOWN_MICROBATCH for action in self.actions)
+
+    @cached_property
+    def unsure(self) -> frozenset[int]:
+        """The microbatches of which nobody knows the one call: of none, or of several, it is known to be about them."""
+        calls = Counter(action.microbatch for action, _ in self.called)
+        return frozenset({*self.lost, *(microbatch for microbatch, count in calls.items() if count > 1)})
 
 
 @dataclass(frozen=True)

@@ -86,19 +86,25 @@ def causes_of(
     for one in found:
         kind, text = _kind(one, refine)
         groups.setdefault((kind, one.point.stage, one.point.where), []).append((one, text))
-    causes: dict[tuple[str, str], Cause] = {}
-    also: dict[tuple[str, str], list[int]] = {}  # further stages at which the same happened, from what was right
-    for (kind, stage, where), group in groups.items():
-        if (kind, where) in causes:
-            also.setdefault((kind, where), []).append(stage)
-        else:
-            causes[kind, where] = _cause(kind, group, microbatches, compounded=compounded, room=room)
-    return [
-        replace(one, detail=f"{one.detail}; and so at stage{'s' * (len(also[key]) > 1)} {listed(sorted(also[key]))}")
-        if key in also
-        else one
-        for key, one in causes.items()
-    ]
+    causes: dict[tuple[str, str], list[Cause]] = {}  # the same may have happened at further stages, from what was right
+    for (kind, _, where), group in groups.items():
+        made = _cause(kind, group, microbatches, compounded=compounded, room=room)
+        causes.setdefault((kind, where), []).append(made)
+    return [_together(each) for each in causes.values()]
+
+
+def _together(each: Sequence[Cause]) -> Cause:
+    """What happened at several stages, in the words of the first."""
+    first, *others = each
+    stages = tuple(sorted({one.stage for one in each if one.stage is not None}))
+    if not others or not stages:
+        return first
+    every = not all(one.microbatches for one in each)  # where that is said by naming none
+    some = () if every else tuple(sorted({m for one in each for m in one.microbatches}))
+    rank = first.rank if len({one.rank for one in each}) == 1 else None
+    more = listed(sorted(stage for stage in stages if stage != first.stage))
+    detail = f"at stage {first.stage}: {first.detail}; and so at stage{'s' * (len(others) > 1)} {more}"
+    return replace(first, rank=rank, stages=stages, microbatches=some, detail=detail)
 
 
 def _kind(one: Divergence, refine: Refine) -> tuple[str, str]:

@@ -188,7 +188,7 @@ class Boundaries:
         Then it may be a consequence, and is not known to be first.
         """
         passed = self._evidence.passed
-        stages = [stage for stage, flow in passed.items() if flow.untold and point.microbatch in flow.lost]
+        stages = [stage for stage, flow in passed.items() if point.microbatch in flow.unsure]
         return any(stage < point.stage or point.where not in FORWARD_POINTS for stage in stages)
 
     def _what(self, point: Point, crossing: Crossing) -> Likeness:

@@ -188,9 +188,11 @@ def exchanged(evidence: Evidence) -> list[Cause]:
 
 
 def _called_after(evidence: Evidence, stage: int) -> int | None:
-    """The stage whose output is the one input of ``stage``, if no stage before ends so in the reference."""
+    """The stage whose output is the one input of ``stage`` in every call, if no stage before ends so."""
     begins, unplaced = evidence.passed[stage].begins, evidence.passed[stage].unplaced
-    if stage == 0 or len(begins) != 1 or any(where == GIVEN for where, _ in unplaced):
+    given = [one for one in evidence.passed[stage].crossings if one.where == GIVEN]
+    other = any(where == GIVEN for where, _ in unplaced) or not all(one.same for one in given)
+    if stage == 0 or len(begins) != 1 or other:
         return None
     (place,) = begins.values()
     makers = [maker for maker, flow in evidence.passed.items() if place in flow.ends.values()]

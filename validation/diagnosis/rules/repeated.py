@@ -1,13 +1,13 @@
 """A stage that was called as often as it should be, but with one microbatch's tensors in place of another's."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.judging.cause import Cause, listed
 from pipeproof.observers.observed import UNKNOWN_MICROBATCH
-from pipeproof.observers.recording import RECEIVED
+from pipeproof.observers.recording import GIVEN, RECEIVED
 from pipeproof.pipeline.action import Kind
 
 
@@ -24,7 +24,7 @@ def repeated(evidence: Evidence) -> list[Cause]:
             before = order or before
             continue
         given = _in_place(order, before)
-        if not given or not _by_module(evidence, stage):
+        if not given or not _by_module(evidence, stage) or not _came(evidence, stage, given.values()):
             return []
         return [_cause(evidence, stage, given)]
     return []
@@ -100,6 +100,12 @@ def _in_place(order: Sequence[int], before: Sequence[int]) -> dict[int, int]:
 def _by_module(evidence: Evidence, stage: int) -> bool:
     """Whether what ``stage`` did is known from its module's tensors; a trace has numbers of its own."""
     return sorted(evidence.observed.forwards(evidence.number)[stage]) == sorted(_called(evidence, stage))
+
+
+def _came(evidence: Evidence, stage: int, others: Collection[int]) -> bool:
+    """Whether what came in is what it is taken for: a few numbers of a tensor may look like another's by chance."""
+    here = [one for one in evidence.observed.crossings(evidence.number) if one.action.stage == stage]
+    return all(one.same for one in here if one.where == GIVEN and one.action.microbatch in others)
 
 
 def _cause(evidence: Evidence, stage: int, given: dict[int, int]) -> Cause:
