@@ -15,7 +15,7 @@ from pipeproof.foreign.rank import Step
 from pipeproof.foreign.survey import Both, Survey
 from pipeproof.judging.judge import one_thread
 from pipeproof.judging.tolerance import FP32, scalar_error
-from pipeproof.judging.verdict import raised
+from pipeproof.judging.verdict import Crash, raised
 from pipeproof.observers.sketch import contents
 from pipeproof.pipeline.sizes import some
 from pipeproof.reference.data import Batch
@@ -208,6 +208,7 @@ class ReferenceRun:
         self._coming = self.reference(each if owner is None else owner).contributing(self.batches)
         self._made: list[Contribution] = []
         self._failure: Exception | None = None
+        self.crash: Crash | None = None  # of ours, where places were noted for a diagnosis
 
     def __iter__(self) -> "ReferenceRun":
         return self
@@ -257,17 +258,20 @@ class ReferenceRun:
     def note_handed_on(self, cuts: Cuts) -> None:
         """Note in the places of gradients what each of these stages hands on: that takes another run.
 
-        What the user's own code cannot show a second time, or shows otherwise, is left out.
+        Some backwards, as of checkpoints, cannot be cut: that is left out. What else is raised is kept as ``crash``.
         """
         if self._survey is None or not cuts:
             return
-        model = self._task.built(next(self._model.parameters()).device.type)
-        reference = Reference(model, owner=dict.fromkeys(self._parameters, 0), recipe=Recipe(loss=self._task.loss))
         try:
             with one_thread():
+                model = self._task.built(next(self._model.parameters()).device.type)
+                owner = dict.fromkeys(self._parameters, 0)
+                reference = Reference(model, owner=owner, recipe=Recipe(loss=self._task.loss))
                 self._survey.look_again(model, reference.losses(self.batches), cuts, [one.loss for one in self._made])
-        except Exception:  # no one type: it is the user's code, and some backwards, as of checkpoints, cannot be cut
+        except (RuntimeError, ReferenceRaised):
             return
+        except Exception as error:  # no one type: a fault of ours, which no verdict may depend on
+            self.crash = Crash.of(error)
 
     def _next(self) -> Contribution:
         number = len(self._made)

@@ -197,6 +197,8 @@ def _judged(title: str, task: Task, found: Assembled, second: SecondModel, run: 
         verdict = _with_notes(verdict, dict.fromkeys(_OF_CALLS, found.missed))
     if not verdict.mismatches:
         return verdict
+    if run.crash is not None:
+        return verdict.without_cause(run.crash)
     evidence = evidence_of(verdict, observed, found, Beside(reference, second.model, batches, task.loss, made), known)
     failed = {law.name for law in verdict.laws if law.outcome == "fail"}
 

@@ -155,6 +155,24 @@ def test_what_is_wrong_between_two_stages_is_no_computation_of_the_sender(
     assert all(cause.kind in kinds and cause.stage == 1 for cause in verdict.cause), verdict
 
 
+@pytest.mark.parametrize(
+    ("error", "said"), [(RuntimeError("it cannot be cut"), ""), (KeyError("gone"), "KeyError: 'gone'")]
+)
+def test_what_cannot_be_cut_is_left_out_and_a_crash_of_ours_is_told(
+    whitebox: WhiteBox, monkeypatch: pytest.MonkeyPatch, error: Exception, said: str
+) -> None:
+    def crash(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("pipeproof.foreign.survey.Survey.look_again", crash)
+    verdict = judged(
+        whitebox, MODELS["summed"], step(lambda stage, m, g: {k: one * (2 - stage) for k, one in g.items()})
+    )
+    assert verdict.verdict == "fail"
+    assert (verdict.unsought.partition(" (")[0], bool(verdict.cause)) == (said, not said), verdict
+    assert judged(whitebox, MODELS["summed"], step()).verdict == "pass"
+
+
 GIVEN = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
 
 
