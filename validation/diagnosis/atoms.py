@@ -136,10 +136,14 @@ class Atoms:
         for number, pairing in enumerate(update.evaluated):
             parts = [pairing.contribution(stage, i).gradients for i in range(pairing.microbatches)]
             found.append(Atom(Term("evaluated", number), {name: _sum([p[name] for p in parts]) for name in values}))
-        if update.old:
-            old = {name: _double(update.old.get((stage, name))) for name in values}
-            found.append(Atom(Term("gradient"), old))
-        return found
+        return [*found, *self.left]
+
+    @cached_property
+    def left(self) -> list[Atom]:
+        """The gradient of the step before, where it is known."""
+        names = self._now.parameters(self._stage)
+        old = {name: _double(self._update.old.get((self._stage, name))) for name in names}
+        return [Atom(Term("gradient"), old)] if self._update.old else []
 
     @cached_property
     def contributions(self) -> list[Atom]:

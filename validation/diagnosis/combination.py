@@ -299,6 +299,18 @@ def of_noise(terms: Mapping[Term, float], bounds: Mapping[Term, float]) -> bool:
     return bool(within) and (all(within.values()) or any(one for term, one in within.items() if not term.nominal))
 
 
+def of_rounding(seen: Gradient, due: Gradient, wide: Gradient, largest: float) -> bool:
+    """Whether a gradient is rounding alone, as where a softmax takes no notice of a bias: it tells nothing.
+
+    ``wide``: what it is in fp64. ``largest`` is the largest element of all gradients that are due.
+    """
+    if seen is None or due is None or wide is None or not due.numel():
+        return False
+    floor = rounding_of(due.cpu(), wide)
+    small = due.abs().max().item() <= floor.precision.most * largest
+    return small and floor.noise and floor.compared(seen.cpu(), due.cpu())[1] == "pass"
+
+
 def size_of(gradient: Gradient) -> float:
     """The norm of a gradient; 1 where it is zero or None."""
     return (0.0 if gradient is None else gradient.double().norm().item()) or 1.0

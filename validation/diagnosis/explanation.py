@@ -18,6 +18,7 @@ from pipeproof.diagnosis.combination import (
     level,
     limit_of,
     of_noise,
+    of_rounding,
     select,
     simple,
     weights,
@@ -104,7 +105,8 @@ class Explainer:
         self._absent = tuple(one for pair in pairs if (one := plainly(*pair, every)) is not None)
         absent = {one.parameter for one in self._absent}
         there = [name for name in own if name not in absent and self._due[name] is not None]
-        self._names = [name for name in there if not self._of_rounding(name)]
+        sized = {name: (self._seen[name], self._due[name], self._nominal_sum(name)) for name in there}
+        self._names = [name for name, three in sized.items() if not of_rounding(*three, self._largest)]
         self._limits = {name: limit_of(self._due[name], self._nominal_sum(name)) for name in self._names}
         self._layout = Layout.of({name: self._due[name] for name in self._names})
 
@@ -158,11 +160,21 @@ class Explainer:
             right = self._simple({atom.term: 1.0 for atom in atoms}, self._system(atoms), atoms)
             return replace(right, explained=False, unfounded=True)
         tried: list[Explanation] = []
+        if (left := self._left()) is not None:
+            return left
         for atoms, sparse in self._attempts():
             tried.append(self._attempt(atoms, sparse=sparse))
             if tried[-1].complete:
                 return tried[-1]
         return next((one for one in tried if one.explained), None) or self._each_within() or tried[0]
+
+    def _left(self) -> Explanation | None:
+        """A correct stage on top of what was there before: where these are alike, no coefficients tell them apart."""
+        atoms = [*self._atoms.nominal, *self._atoms.left]
+        system = self._system(atoms)
+        made = self._simple({atom.term: 1.0 for atom in atoms}, system, atoms)
+        there = len(atoms) > len(self._atoms.nominal) and bool(system.rows[-1].any())
+        return self._but_for(made, system, atoms) if there and made.explained else None
 
     def _each_within(self) -> Explanation | None:
         """A correct stage, each wrong parameter of which was paired wrongly within its own module."""
@@ -339,16 +351,6 @@ class Explainer:
         count = self._update.now.microbatches
         return [0.0, *(sign * n for sign in (1, -1) for n in (1.0, 2.0, 3.0, 4.0, 0.5, count, 1 / count))]
 
-    def _of_rounding(self, name: str) -> bool:
-        """Whether a gradient is rounding alone, as where a softmax takes no notice of a bias: it tells nothing."""
-        seen, due, wide = self._seen[name], self._due[name], self._nominal_sum(name)
-        assert seen is not None, "what is absent was left out"
-        if due is None or wide is None or not due.numel():
-            return False
-        floor = rounding_of(due.cpu(), wide)
-        small = due.abs().max().item() <= floor.precision.most * self._largest
-        return small and floor.noise and floor.compared(seen.cpu(), due.cpu())[1] == "pass"
-
     @cached_property
     def _largest(self) -> float:
         """The largest element of all gradients that are due."""
@@ -367,10 +369,8 @@ class Explainer:
 
     def _absences(self, found: Explanation) -> tuple[Likeness, ...]:
         """What is plainly wrong, but for zeros that ``found`` explains."""
-        return tuple(odd for odd in self._absent if odd.kind != "zero" or self._nonzero(found.predicted(odd.parameter)))
-
-    def _nonzero(self, gradient: Gradient) -> bool:
-        return gradient is not None and bool(gradient.any())
+        due = {odd: found.predicted(odd.parameter) for odd in self._absent if odd.kind == "zero"}
+        return tuple(odd for odd in self._absent if odd not in due or ((g := due[odd]) is not None and bool(g.any())))
 
     def _alone(self, found: Explanation, name: str) -> Likeness:
         """A parameter by itself: what it is in place of what the rest says, or how its own module paired otherwise."""

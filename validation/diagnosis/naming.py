@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pipeproof.diagnosis.atoms import Term, Update
 from pipeproof.diagnosis.chains import swaps
-from pipeproof.diagnosis.combination import limit_of
+from pipeproof.diagnosis.combination import limit_of, told_within
 from pipeproof.diagnosis.explanation import Explanation
 from pipeproof.diagnosis.known import Known
 from pipeproof.diagnosis.likeness import summed
@@ -21,6 +21,7 @@ from pipeproof.diagnosis.microbatch_weights import ONE, SAME, Fault, factor_word
 from pipeproof.diagnosis.module_pairing import Paired
 from pipeproof.diagnosis.tied import Shares, of_copies
 from pipeproof.judging.cause import Cause, RuledOut
+from pipeproof.judging.tolerance import error
 from pipeproof.observers.likeness import Label, Likeness
 from pipeproof.reference.step import Gradient, Site, Stage
 
@@ -41,7 +42,7 @@ def name_causes(
     sums = mixed(stages, update)
     causes = [*swapped, *_placed(update, faults), *of_parameters(update, stages, sums), *of_copies(update, tied)]
     causes += untrained(update)
-    causes = [_with_rank(update, cause) for cause in causes if not _follows(cause, causes)]
+    causes = [_with_rank(update, _or_twice(update, cause)) for cause in causes if not _follows(cause, causes)]
     unknown = tuple(_unknown(stages, tied, sums))
     ruled_out = tuple(_ruled_out(stages, tied, causes, known=update.before is not None))
     return tuple(dict.fromkeys(causes)), unknown, ruled_out
@@ -52,6 +53,20 @@ def _follows(cause: Cause, causes: Sequence[Cause]) -> bool:
     later = [one.stage for one in causes if one.kind == "not-finite" and one.parameter is not None]
     whole = cause.kind == "not-finite" and cause.parameter is None and cause.stage is not None
     return whole and any(stage is not None and stage > (cause.stage or 0) for stage in later)
+
+
+def _or_twice(update: Update, cause: Cause) -> Cause:
+    """What was there from before, or, where this step's own is like it, that twice."""
+    pairs = [
+        (one, due)
+        for site, one in update.old.items()
+        if (due := update.expected.get(site)) is not None and one is not None
+    ]
+    alike = all(error(one.cpu(), due.cpu()) <= told_within(due.dtype) for one, due in pairs)
+    if cause.kind != "stale-gradient" or cause.microbatches or not alike:
+        return cause
+    twice = replace(cause, kind="scale", factor=2.0, detail="or this step's own, which is the same, was added twice")
+    return replace(cause, instead=(twice,))
 
 
 def _decided_faults(update: Update, stage: Explanation, nominal: dict[Term, float]) -> tuple[Fault, ...] | None:

@@ -217,7 +217,8 @@ def _owners(seen: Sequence[Column], call: int) -> list[set[int]]:
 def _candidates(seen: Sequence[Column], call: int, sure: Collection[int] = ()) -> set[int]:
     """What came in tells first, then what went out, then what that was made of, then what flowed back.
 
-    Some tensors look by chance as if they were made of one that another call, of those that are ``sure``, had. Where a microbatch's tensor is another's too, those that come after it decide between them.
+    Some tensors look by chance as if they were made of one that another call, of those that are ``sure``, had.
+    Where a microbatch's tensor is another's too, those that come after it decide between them.
     """
     found: set[int] = set()
     for told, where in (
