@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from runtime_plain import How, Plain, cut, even
+from runtime_plain import How, Plain, cut, even, exchange
 from torch import Tensor
 from truth_check import Truth
 from truth_faults import PAIRED, TAKEN, backward, forward, sums
 from truth_layers import Carry, Joined, Masked, Nested, Unmasked, Unnested, blocks, chain, data_of, of_dtype, seeded
-from truth_models import COUNT, RANKS, Pairs, loss_fn, seen
+from truth_models import COUNT, RANKS, Block, Pairs, loss_fn, seen
+from truth_oddities import tied_model
 
 from pipeproof.foreign import WhiteBox
 from pipeproof.judging.verdict import Verdict
@@ -92,6 +93,8 @@ class Spoilt(Plain):
                 parameter.grad.mul_(4)
             if self.place == 1 and "one parameter negated" in self.faults and number == 2:
                 parameter.grad.neg_()
+            if self.place == 0 and "first stage halved" in self.faults:
+                parameter.grad.mul_(0.5)
         if self.place == 1 and "two layers exchanged" in self.faults:
             self.exchanged(self.parameters)
         if self.place == 1 and "two weights exchanged" in self.faults:
@@ -105,12 +108,22 @@ class Spoilt(Plain):
 
 
 def step(model: Any, pairs: Pairs, *, fault: str, how: How, watched: bool) -> Any:
-    """One step with ``fault``."""
-    ranks = list(range(dist.get_world_size()))
-    stage = cut(model, even(len(model), len(ranks)), dist.get_rank())
+    """One step with ``fault``; copies of a weight that the first and the last stage share are summed in the end."""
+    ranks, rank = list(range(dist.get_world_size())), dist.get_rank()
+    tied = model[0].linear.weight is model[-1].linear.weight if isinstance(model[-1], Block) else False
+    if tied and rank == ranks[-1]:
+        model[-1].linear.weight = torch.nn.Parameter(model[0].linear.weight.detach().clone())
+    stage = cut(model, even(len(model), len(ranks)), rank)
     part = Spoilt(seen(stage, watched), pairs, loss_fn, how, ranks)
     part.faults = tuple(fault.split(" + "))
-    return stage, part.step() or None
+    losses = part.step() or None
+    if tied and rank in (0, ranks[-1]):
+        weight = model[0 if rank == 0 else -1].linear.weight
+        weight.grad = exchange(weight.grad, ranks[-1] - rank)
+        if "first stage halved late" in part.faults and rank == 0:
+            for parameter in part.parameters:
+                parameter.grad.mul_(0.5)
+    return stage, losses
 
 
 SETTINGS: Mapping[str, tuple[Any, How, torch.dtype]] = {
@@ -118,6 +131,7 @@ SETTINGS: Mapping[str, tuple[Any, How, torch.dtype]] = {
     "two streams": (seeded(lambda: chain(*blocks(Carry, 7), Joined())), How(), torch.float32),
     "two streams, lifo": (seeded(lambda: chain(*blocks(Carry, 7), Joined())), How(order="lifo"), torch.float32),
     "nested": (seeded(lambda: chain(*blocks(Nested, 7), Unnested())), How(), torch.float32),
+    "tied": (seeded(tied_model), How(), torch.float32),
     "masks": (seeded(lambda: chain(*blocks(Masked, 7), Unmasked())), How(), torch.float32),
     "scaled loss": (seeded(lambda: chain(*blocks())), How(scale=1024.0), torch.float32),
     "divided late": (seeded(lambda: chain(*blocks())), How(late=True), torch.float32),
@@ -150,6 +164,10 @@ OF_STREAMS: Mapping[str, Truth] = {
     "gradients of streams exchanged": backward(
         ("altered", "misplaced", "wrong-message"), 1, 2, alike=("computation",), affected=(0, 1)
     ),
+}
+OF_TIED: Mapping[str, Truth] = {
+    "first stage halved": sums("scale", 0, wrong="reduction tied", factors=(0.5,)),
+    "first stage halved late": sums("scale", 0, wrong="reduction tied", factors=(0.5,)),
 }
 IN_FORWARDS: Mapping[str, Truth] = {
     "sent in bf16": forward("rounded", 1, 2, alike=("computation",)),
@@ -193,6 +211,8 @@ def mixtures() -> Iterator[Mixture]:
     for setting in ("two streams", "two streams, lifo"):
         for name, truth in OF_STREAMS.items():
             yield Mixture(name, setting, truth)
+    for name, truth in OF_TIED.items():
+        yield Mixture(name, "tied", truth)
     for (name, truth), other in product(IN_FORWARDS.items(), _BESIDE):
         both = replace(truth, also=(EVERYWHERE[other],), wrong=truth.wrong | EVERYWHERE[other].wrong)
         yield Mixture(f"{name} + {other}", "plain", both)

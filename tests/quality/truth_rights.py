@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import truth_layers as layers
-from runtime_plain import Chain, How, Plain, cut, even, step
+from runtime_plain import Chain, How, Plain, cut, even, exchange, step
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -192,14 +192,6 @@ def tied_build() -> nn.Module:
     return model
 
 
-def _exchange(own: Tensor, peer: int) -> Tensor:
-    other, sent = torch.empty_like(own), own.clone()
-    work = dist.isend(sent, peer, tag=77)
-    dist.recv(other, peer, tag=77)
-    work.wait()
-    return own + other if dist.get_rank() < peer else other + own
-
-
 def tied_copies(model: Any, pairs: Pairs, *, watched: bool) -> Any:
     """The first and the last stage have a copy of one weight each, and add both gradients."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
@@ -208,7 +200,7 @@ def tied_copies(model: Any, pairs: Pairs, *, watched: bool) -> Any:
     stage, losses = step(model, pairs, loss_fn=loss_fn, watched=watched)
     if rank in (0, last):
         weight = model[0 if rank == 0 else 7].linear.weight
-        weight.grad = _exchange(weight.grad, last - rank)
+        weight.grad = exchange(weight.grad, last - rank)
     return stage, losses
 
 

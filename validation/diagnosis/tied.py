@@ -61,12 +61,21 @@ def explain_tied(update: Update, stages: Sequence[Explanation]) -> tuple[Shares,
             if due is not None:
                 limit = limit_of(due, wide)
                 seen = update.observed.get((stage, name))
-                if seen is not None and error(seen.double().cpu(), due.double().cpu()) <= limit:
-                    copy = Shares(stage, name, dict.fromkeys(shares, 1.0), explained=True)  # whatever else is wrong
+                factors = {1.0, *_factor(stages[stage])}  # right, whatever else is wrong, or as its stage is after all
+                if seen is not None and any(
+                    error(seen.double().cpu(), f * due.double().cpu()) <= limit for f in factors
+                ):
+                    copy = Shares(stage, name, dict.fromkeys(shares, 1.0), explained=True)
                 else:
                     copy = shares_of((stage, name), seen, shares, parts, limit)
                 found.append(replace(copy, joint=_joint(copies), apart=_apart(update, copies, due, limit)))
     return tuple(found)
+
+
+def _factor(explanation: Explanation) -> set[float]:
+    """The one factor of all that a stage has; empty where that is not one, or not known."""
+    found = {c for term, c in explanation.coefficients.items() if term.nominal or c}
+    return found if explanation.explained and len(found) == 1 and all(found) else set()
 
 
 Parts = Mapping[tuple[Stage, Term], Tensor]  # what each microbatch gives a stage's copy
