@@ -11,8 +11,21 @@ import torch.distributed as dist
 from runtime_plain import How, Plain, cut, even, exchange
 from torch import Tensor
 from truth_check import Truth
-from truth_faults import PAIRED, TAKEN, backward, forward, sums
-from truth_layers import Carry, Joined, Masked, Nested, Unmasked, Unnested, blocks, chain, data_of, of_dtype, seeded
+from truth_faults import ALL, PAIRED, TAKEN, backward, forward, sums
+from truth_layers import (
+    Carry,
+    Joined,
+    Masked,
+    Nested,
+    Residual,
+    Unmasked,
+    Unnested,
+    blocks,
+    chain,
+    data_of,
+    of_dtype,
+    seeded,
+)
 from truth_models import COUNT, RANKS, Block, Pairs, loss_fn, seen
 from truth_oddities import tied_model
 
@@ -31,7 +44,11 @@ class Spoilt(Plain):
 
     def forward(self, m: int) -> None:
         self.sending_forward, self.now = True, m
+        given = self.microbatches
+        if self.last and m == 1 and "another's target" in self.faults:
+            self.microbatches = [*given[:1], (given[1][0], given[2][1]), *given[2:]]
         super().forward(m)
+        self.microbatches = given
         if self.last and "last loss counts four times" in self.faults and m == 7:
             given, made = self.live[m]
             self.live[m] = given, made * 4
@@ -57,6 +74,8 @@ class Spoilt(Plain):
         if self.place == 1 and self.sending_forward and leaves is not None:
             if "second stream in bf16" in self.faults:
                 tree = (leaves[0], leaves[1].bfloat16().float())
+            if "first stream in bf16" in self.faults:
+                tree = (leaves[0].bfloat16().float(), leaves[1])
             if "second stream is the first" in self.faults:
                 tree = (leaves[0], leaves[0] * 1.0)
             if "streams exchanged" in self.faults:
@@ -66,6 +85,8 @@ class Spoilt(Plain):
                 tree = [tree[0], torch.zeros_like(tree[1])]
             if "gradients of streams exchanged" in self.faults:
                 tree = [tree[1], tree[0]]
+        if self.place == 2 and not self.sending_forward and "sent back in bf16" in self.faults:
+            tree = [None if one is None else one.bfloat16().to(one.dtype) for one in tree]
         if self.place == 2 and not self.sending_forward and "a quarter sent back" in self.faults:
             tree = [None if one is None else one * 0.25 for one in tree]
         if self.place == 1 and self.sending_forward and "sent in bf16" in self.faults:
@@ -84,7 +105,7 @@ class Spoilt(Plain):
 
     @property
     def two_streams(self) -> bool:
-        return isinstance(self.stage[0], Carry | Joined)
+        return isinstance(self.stage[0], Carry | Joined | Residual)
 
     def finish(self) -> None:
         super().finish()
@@ -130,6 +151,7 @@ SETTINGS: Mapping[str, tuple[Any, How, torch.dtype]] = {
     "plain": (seeded(lambda: chain(*blocks())), How(), torch.float32),
     "two streams": (seeded(lambda: chain(*blocks(Carry, 7), Joined())), How(), torch.float32),
     "two streams, lifo": (seeded(lambda: chain(*blocks(Carry, 7), Joined())), How(order="lifo"), torch.float32),
+    "residual stream": (seeded(lambda: chain(*blocks(Residual, 7), Joined())), How(), torch.float32),
     "nested": (seeded(lambda: chain(*blocks(Nested, 7), Unnested())), How(), torch.float32),
     "tied": (seeded(tied_model), How(), torch.float32),
     "masks": (seeded(lambda: chain(*blocks(Masked, 7), Unmasked())), How(), torch.float32),
@@ -153,9 +175,11 @@ EVERYWHERE: Mapping[str, Truth] = {
         "scale", 3, wrong="scale", microbatches=(7,), factors=(4.0,), alike=("doubled",), somewhere=True
     ),
     "graphs exchanged": backward(PAIRED, 1, wrong="swapped", microbatches=(2, 3)),
+    "another's target": forward("swapped-data", 0, 3, wrong="swapped", microbatches=(1,), somewhere=True),
 }
 OF_STREAMS: Mapping[str, Truth] = {
-    "second stream in bf16": forward("rounded", 1, 2, alike=("computation",)),
+    "second stream in bf16": forward("rounded", 1, 2, microbatches=ALL, alike=("computation",)),
+    "first stream in bf16": forward("rounded", 1, 2, microbatches=ALL, alike=("computation",)),
     "second stream is the first": forward(("altered", "misplaced", "wrong-message"), 1, 2, alike=("computation",)),
     "streams exchanged": forward("wrong-message", 1, 2),
     "second stream's gradient lost": backward(
@@ -170,11 +194,12 @@ OF_TIED: Mapping[str, Truth] = {
     "first stage halved late": sums("scale", 0, wrong="reduction tied", factors=(0.5,)),
 }
 IN_FORWARDS: Mapping[str, Truth] = {
-    "sent in bf16": forward("rounded", 1, 2, alike=("computation",)),
+    "sent in bf16": forward("rounded", 1, 2, microbatches=ALL, alike=("computation",)),
     "sent too late": forward(TAKEN, 1, 2, wrong="swapped", microbatches=(4, 5), alike=("swapped-data",)),
     "sent with noise": forward("altered", 1, 2, microbatches=(4,), alike=("computation",)),
 }
-_BESIDE = ("one lost", "one twice", "stage four times", "one parameter negated", "graphs exchanged")
+_BESIDE = ("another's target", "one lost", "one twice", "stage four times", "one parameter negated", "graphs exchanged")
+_HIDDEN = {("another's target", "bf16")}  # where rounding may make of one loss another
 _UNFIT = {("graphs exchanged", "shuffled"), ("one lost", "halves"), ("one twice", "halves")}
 
 
@@ -207,12 +232,18 @@ def mixtures() -> Iterator[Mixture]:
     for setting in SETTINGS:
         for name, truth in EVERYWHERE.items():
             if (name, setting) not in _UNFIT:
-                yield Mixture(name, setting, truth)
-    for setting in ("two streams", "two streams, lifo"):
+                hidden = {"loss"} if (name, setting) in _HIDDEN else set[str]()
+                yield Mixture(name, setting, replace(truth, wrong=truth.wrong - hidden))
+    for setting in ("two streams", "two streams, lifo", "residual stream"):
         for name, truth in OF_STREAMS.items():
-            yield Mixture(name, setting, truth)
+            if not (setting == "residual stream" and name.endswith("exchanged")):  # they are added in any order
+                yield Mixture(name, setting, truth)
     for name, truth in OF_TIED.items():
         yield Mixture(name, "tied", truth)
+    back = backward("rounded", 1, 2, alike=("computation",), affected=(0, 1))
+    yield Mixture("sent back in bf16", "plain", back)
+    target = EVERYWHERE["another's target"]
+    yield Mixture("sent back in bf16 + another's target", "plain", replace(target, also=(back,)))
     for (name, truth), other in product(IN_FORWARDS.items(), _BESIDE):
         both = replace(truth, also=(EVERYWHERE[other],), wrong=truth.wrong | EVERYWHERE[other].wrong)
         yield Mixture(f"{name} + {other}", "plain", both)

@@ -106,15 +106,18 @@ def _readings(update: Update, stages: Sequence[Explanation], chain: Chain) -> li
     """The exchanges that a chain can come from, as kind, stage and detail, the likeliest first."""
     i, last = chain.term.activation, update.now.stages - 1
     if chain.stage == last and chain.term.what == "pair":
-        return _forward_readings(chain, last)
+        return _forward_readings(chain, last, by_use=_by_use(stages[last]))
     if chain.followed:
         return [("swapped-gradients" if chain.followed[0] == i else "swapped-activations", chain.stage, "")]
     kinds = _by_use(stages[chain.stage])
     return [(kind, chain.stage, "") for kind in kinds]
 
 
-def _forward_readings(chain: Chain, last: Stage) -> list[Reading]:
-    """A target met another microbatch's outputs: they were exchanged where the activations change."""
+def _forward_readings(chain: Chain, last: Stage, *, by_use: Sequence[str]) -> list[Reading]:
+    """A target met another microbatch's outputs: they were exchanged where the activations change.
+
+    Where targets alone were used too often, no activation was.
+    """
     i, j = chain.term.activation, chain.term.gradient
     same = next((k for k, activation in enumerate(chain.followed) if activation != i), len(chain.followed))
     first = last - same  # the first stage that worked on microbatch i's activation
@@ -122,7 +125,8 @@ def _forward_readings(chain: Chain, last: Stage) -> list[Reading]:
         return [("swapped-data", None, "inputs of one microbatch met the target of another")]
     if len(chain.followed) > same and chain.followed[same] == j:
         return [("swapped-activations", first, "already in its forward: it had another microbatch's input")]
-    return [("swapped-data", None, ""), ("swapped-activations", None, "")]
+    others: list[Reading] = [] if by_use == ["swapped-gradients"] else [("swapped-activations", None, "")]
+    return [("swapped-data", None, ""), *others]
 
 
 def _by_use(stage: Explanation) -> list[str]:
