@@ -14,6 +14,7 @@ _SAME_GRADIENTS = frozenset({"swapped-activations", "swapped-gradients"})
 # What nobody knows apart who sees no messages, but what stages are given.
 _ARRIVED = frozenset({"mispaired", "wrong-message"})
 _ZEROS = frozenset({"uninitialised", "dropped"})  # came back: they were sent, or what was sent had not come
+_TARGETS = frozenset({"computation", "swapped-data"})  # of a loss, whose target nobody sees
 _ORDERS = frozenset({"wrong-message", "computation"})  # of inputs: they came so, or so the stage takes them
 
 # How a verdict names what is wrong: what it is, at its place; what it is, at another; nothing; something else.
@@ -172,7 +173,7 @@ def _of_cause(claim: Claim, truth: Truth) -> Iterator[str]:
 
 def _exchangeable(claim: Claim, part: Truth) -> bool:
     """Whether it is told as an alternative of what the fault is, or that as an alternative of it."""
-    groups = (_SAME_GRADIENTS, _ARRIVED, _ZEROS, _ORDERS)
+    groups = (_SAME_GRADIENTS, _ARRIVED, _ZEROS, _ORDERS, _TARGETS)
     alike = frozenset[str]().union(*(kinds for kinds in groups if claim.kind in kinds))
     return bool(alike & set(part.kinds) & (claim.instead if claim.role != "or" else alike))
 
@@ -230,8 +231,10 @@ def _alternatives(found: list[Claim], truth: Truth) -> Iterator[False_]:
     causes = [claim for claim in found if claim.role in ("cause", "or") and claim.place is not None]
     stages = {c.place.stage for c in causes if c.kind in truth.kinds and c.place is not None} - {None}
     several = len(stages) > 1 and stages <= set(truth.stages) and not truth.between
-    both, sure = {part.kinds[0] for part in (truth, *truth.also)}, {c.kind for c in found if c.role in ("cause", "and")}
-    halves = bool(truth.also) and both <= {claim.kind for claim in causes} and not both <= sure
+    parts, told = (truth, *truth.also), [claim for claim in found if claim.role in ("cause", "and")]
+    both = {part.kinds[0] for part in parts} <= {claim.kind for claim in causes}
+    sure = all(any(one.kind in part.kinds or _exchangeable(one, part) for one in told) for part in parts)
+    halves = bool(truth.also) and both and not sure
     if len(causes) > 1 and (several or halves):
         yield False_("or", causes[-1].text, "both hold: it is no alternative")
 

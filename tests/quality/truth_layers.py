@@ -48,7 +48,7 @@ class Residual(Over):
     def forward(self, given: Any) -> Any:
         x, total = given if isinstance(given, tuple) else (given, torch.zeros_like(given))
         total = total + x
-        return nn.functional.gelu(self.linear(self.norm(total))), total
+        return 0.3 * nn.functional.gelu(self.linear(self.norm(total))), total
 
 
 class Joined(nn.Module):

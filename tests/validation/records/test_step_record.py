@@ -9,10 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof.judging.tolerance import same_bits
+from pipeproof.judging.verdict import Verdict
 from pipeproof.records.compare import compare
 from pipeproof.records.record import RecordError
 from pipeproof.records.record_file import read
+from pipeproof.records.step_check import check_step
 from pipeproof.records.step_record import record_step, write_record
+from tests.support.steps import pairs
 
 mse = nn.functional.mse_loss
 
@@ -98,7 +101,7 @@ def test_the_file_is_the_record(model: Tied, tmp_path: Path) -> None:
 def test_randomness_that_is_not_seeded_is_refused(model: Tied) -> None:
     noisy = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
     with pytest.raises(RecordError, match=r"does not give the same loss twice: microbatch 0 .* seed what it draws"):
-        record_step(noisy, MICROBATCHES, loss_fn=nn.functional.mse_loss)
+        record_step(noisy, MICROBATCHES, loss_fn=mse)
 
 
 @pytest.mark.parametrize(
@@ -140,3 +143,35 @@ def test_a_model_that_cannot_run_in_fp64_has_floors_that_let_less_pass() -> None
         assert (floor.rounding, floor.fault) == (0.0, wide.gradients[name].fault)
     for floor in (floors.norm, *floors.losses):
         assert [floor.outcome(size) for size in (1e-6, 5e-5, 1e-3)] == ["pass", "unknown", "fail"]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_what_adam_makes_of_rounding_passes_where_it_goes_as_far(kind: type[torch.optim.Adam]) -> None:
+    """A batch norm takes no notice of the bias before it, whose gradient is rounding; Adam takes a full step of it."""
+
+    def before_a_norm() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8))
+
+    model, batches = before_a_norm(), pairs(3, width=8, seed=0)
+    record = record_step(model, batches, loss_fn=mse, optimizer=kind(model.parameters(), lr=0.01))
+
+    def stepped(*, times: float = 1.0, name: str = "0.bias") -> Verdict:
+        model = before_a_norm()
+        optimizer, spared = kind(model.parameters(), lr=0.01), model.get_parameter(name)
+        with check_step(model, batches, against=record) as check:
+            for inputs, target in batches:
+                (mse(model(inputs.flip(0)), target.flip(0)) / 3).backward()
+            check.gradients()
+            before = spared.detach().clone()
+            optimizer.step()
+            with torch.no_grad():
+                spared.copy_(before + times * (spared - before))
+        return check.verdict
+
+    right = stepped()
+    assert right.law("updated-parameters").outcome == "pass", str(right)
+    assert "follow rounding alone" in right.law("updated-parameters").note
+    told = [stepped(times=times).law("updated-parameters").outcome for times in (0.0, 0.25, 100.0)]
+    assert told == ["unknown", "unknown", "fail"]
+    assert stepped(times=0.0, name="3.bias").law("updated-parameters").outcome == "fail"

@@ -145,7 +145,8 @@ class Boundaries:
 
     def _is_right(self, point: Point) -> bool:
         wrong = [one for one in self._at[point] if not one.same]
-        return not wrong or (not any(one.judged for one in wrong) and self._acquitted(point))
+        sure = any(one.judged or (one.really is not None and one.really.kind == "rounded") for one in wrong)
+        return not wrong or (not sure and self._acquitted(point))
 
     def _is_faint(self, point: Point) -> bool:
         """Whether what is wrong there may come of a fault before it that is too small to be seen."""

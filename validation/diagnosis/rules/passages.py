@@ -55,6 +55,8 @@ def passages(evidence: Evidence) -> list[Cause]:
         return everywhere
     named = [informed(_named(cause, evidence), evidence) for cause in causes]
     named = [_with_orders(_with_parameter(cause, evidence), evidence) for cause in named]
+    losses = {one.crossing.at for one in found if one.point.where == FLOWED}
+    named = [_or_target(cause) if cause.action in losses else cause for cause in named]
     return [*_beyond(named, evidence), *named]
 
 
@@ -121,6 +123,13 @@ def _whole(cause: Cause) -> bool:
 def _attributed(evidence: Evidence) -> Sequence[Cause]:
     """The causes that attribution names."""
     return evidence.attribution.causes if evidence.attribution is not None else ()
+
+
+def _or_target(cause: Cause) -> Cause:
+    """A loss that is another though its output is right, or one with another target: nobody sees targets."""
+    if cause.kind != "computation":
+        return cause
+    return replace(cause, instead=(replace(cause, kind="swapped-data", detail="or its target is not its own"),))
 
 
 def _with_parameter(cause: Cause, evidence: Evidence) -> Cause:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeproof.diagnosis.atoms import Update
 from pipeproof.diagnosis.attribution import Attribution, attribute
 from pipeproof.diagnosis.evidence import Evidence, ModelBeside
 from pipeproof.diagnosis.rules.repeated import or_dropped
@@ -58,24 +59,27 @@ def replayed(evidence: Evidence) -> list[Cause]:
 def besides_change(evidence: Evidence, cause: Cause) -> Attribution | None:
     """What gradients are made of, if what passes between stages was changed as ``cause`` says.
 
-    None where that cannot be played, or does not give the losses that were seen.
+    None where that cannot be played, or does not give the losses that were seen; where several changes do, unless one
+    of them gives all gradients too.
     """
     fit = None if evidence.beside is None else _Fit(evidence, evidence.beside)
     if fit is None or evidence.due is None or evidence.due.update.tied or not fit.plays:
         return None
-    update, concerned = evidence.due.update, cause.microbatches or tuple(range(evidence.microbatches))
-    for changes in (one for one in fit.changes() if one.stage == cause.stage and one.what_ifs[0].kind == cause.kind):
-        if made := fit.with_losses(changes, concerned):
-            given = [{site: one.gradients[site] for site in update.expected} for one in made]
-            due = {site: _sum([one[site] for one in given]) for site in update.expected}
-            own = {
-                (stage, name): one
-                for stage in range(update.now.stages)
-                for name, one in update.now.parameters(stage).items()
-            }
-            now = Sums(given, own, update.now.batches, unpaired="what passes is not what the reference passes")
-            return attribute(replace(update, expected=due, now=now))
-    return None
+    concerned = cause.microbatches or tuple(range(evidence.microbatches))
+    told = (one for one in fit.changes() if (one.stage, *(w.kind for w in one.what_ifs)) == (cause.stage, cause.kind))
+    alike = (one for one in told if cause.kind != "rounded" or one.text.split()[-1] in cause.detail)
+    found = [_rest(evidence.due.update, made) for one in alike if (made := fit.with_losses(one, concerned))]
+    return next((one for one in found if one.right), found[0] if len(found) == 1 else None)
+
+
+def _rest(update: Update, made: Sequence[Contribution]) -> Attribution:
+    """What gradients are made of, if this is what microbatches give."""
+    given = [{site: one.gradients[site] for site in update.expected} for one in made]
+    due = {site: _sum([one[site] for one in given]) for site in update.expected}
+    every = ((stage, update.now.parameters(stage)) for stage in range(update.now.stages))
+    own = {(stage, name): one for stage, named in every for name, one in named.items()}
+    now = Sums(given, own, update.now.batches, unpaired="what passes is not what the reference passes")
+    return attribute(replace(update, expected=due, now=now))
 
 
 def _sum(parts: Sequence[Gradient]) -> Gradient:
