@@ -13,6 +13,7 @@ from torch import Tensor
 from truth_check import Truth
 from truth_faults import ALL, PAIRED, TAKEN, backward, forward, sums
 from truth_layers import (
+    Aside,
     Carry,
     Joined,
     Masked,
@@ -74,6 +75,8 @@ class Spoilt(Plain):
         if self.place == 1 and self.sending_forward and leaves is not None:
             if "second stream in bf16" in self.faults:
                 tree = (leaves[0], leaves[1].bfloat16().float())
+            if "second stream is zero" in self.faults:
+                tree = (leaves[0], 0.0 * leaves[1])
             if "first stream in bf16" in self.faults:
                 tree = (leaves[0].bfloat16().float(), leaves[1])
             if "second stream is the first" in self.faults:
@@ -105,7 +108,7 @@ class Spoilt(Plain):
 
     @property
     def two_streams(self) -> bool:
-        return isinstance(self.stage[0], Carry | Joined | Residual)
+        return isinstance(self.stage[0], Aside | Carry | Joined | Residual)
 
     def finish(self) -> None:
         super().finish()
@@ -152,6 +155,7 @@ SETTINGS: Mapping[str, tuple[Any, How, torch.dtype]] = {
     "two streams": (seeded(lambda: chain(*blocks(Carry, 7), Joined())), How(), torch.float32),
     "two streams, lifo": (seeded(lambda: chain(*blocks(Carry, 7), Joined())), How(order="lifo"), torch.float32),
     "residual stream": (seeded(lambda: chain(*blocks(Residual, 7), Joined())), How(), torch.float32),
+    "a number aside": (seeded(lambda: chain(*blocks(Aside, 7), Joined())), How(), torch.float32),
     "nested": (seeded(lambda: chain(*blocks(Nested, 7), Unnested())), How(), torch.float32),
     "tied": (seeded(tied_model), How(), torch.float32),
     "masks": (seeded(lambda: chain(*blocks(Masked, 7), Unmasked())), How(), torch.float32),
@@ -180,6 +184,7 @@ EVERYWHERE: Mapping[str, Truth] = {
 OF_STREAMS: Mapping[str, Truth] = {
     "second stream in bf16": forward("rounded", 1, 2, microbatches=ALL, alike=("computation",)),
     "first stream in bf16": forward("rounded", 1, 2, microbatches=ALL, alike=("computation",)),
+    "second stream is zero": forward(("uninitialised", "altered"), 1, 2, microbatches=ALL, alike=("computation",)),
     "second stream is the first": forward(("altered", "misplaced", "wrong-message"), 1, 2, alike=("computation",)),
     "streams exchanged": forward("wrong-message", 1, 2),
     "second stream's gradient lost": backward(
@@ -238,6 +243,8 @@ def mixtures() -> Iterator[Mixture]:
         for name, truth in OF_STREAMS.items():
             if not (setting == "residual stream" and name.endswith("exchanged")):  # they are added in any order
                 yield Mixture(name, setting, truth)
+    for name in ("first stream in bf16", "second stream is zero"):
+        yield Mixture(name, "a number aside", OF_STREAMS[name])
     for name, truth in OF_TIED.items():
         yield Mixture(name, "tied", truth)
     back = backward("rounded", 1, 2, alike=("computation",), affected=(0, 1))

@@ -1,5 +1,6 @@
 """Where in the reference what passes: a sketch of every tensor that a module puts out, and of its gradient."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ from pipeproof.reference.outputs import outputs_noted
 
 REPLICA = " of a replica"
 _THROUGH = " through stage "
+_FEW = 16  # numbers that are soon like others by chance
 Result = TypeVar("Result")
 
 
@@ -45,7 +47,8 @@ class Places:
     def usual(self, seen: Sequence[Sketch | None]) -> tuple[str, ...]:
         """The places where most of ``seen`` pass, each for another microbatch; none if none of them passes anywhere.
 
-        What is zero may be so in many places, and says nothing beside what is not.
+        What is zero may be so in many places, and says nothing beside what is not. A few numbers are by chance like
+        others, so that of such most must pass there.
         """
         there = [one for one in seen if one is not None]
         found: dict[str, set[int]] = {}
@@ -53,6 +56,9 @@ class Places:
             for place, microbatch in self.find(one):
                 found.setdefault(place, set()).add(microbatch)
         most = max(map(len, found.values()), default=0)
+        short = any(math.prod(one.shape) < _FEW and one.digest not in self._by_content for one in there)
+        if short and 2 * most < len(there):
+            return ()
         return tuple(place for place, numbers in found.items() if len(numbers) == most)
 
 
