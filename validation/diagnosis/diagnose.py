@@ -177,7 +177,7 @@ RULES: tuple[Rule[Evidence], ...] = (
     Rule(partition, clears("parameters-once", (), "every parameter is held once"), left=nameless),
     Rule(weights, _began, _begun, left=other_weights),
     Rule(calls, _ran, _watched, otherwise=otherwise),
-    Rule(boundaries, _crossed, _recorded),
+    Rule(boundaries, _crossed, _recorded, besides=besides),
     Rule(passages, sound, _passed, otherwise=otherwise, besides=besides),
     Rule(sums, _added, _recorded),
     Rule(

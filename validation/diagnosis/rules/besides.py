@@ -1,8 +1,9 @@
-"""What is wrong besides the causes that boundaries show, and where nobody can say: of a step that is not ours."""
+"""What is wrong besides the causes that boundaries show, and where nobody can say."""
 
 from collections.abc import Sequence
 
 from pipeproof.diagnosis.evidence import Evidence
+from pipeproof.diagnosis.rules.attributed import played_through
 from pipeproof.diagnosis.rules.passages import ALIKE, agree, complete
 from pipeproof.diagnosis.rules.replayed import besides_change
 from pipeproof.judging.cause import Cause
@@ -18,16 +19,22 @@ def besides(evidence: Evidence, causes: Sequence[Cause]) -> Found:
     went wrong in a forward, all gradients follow from: where they do not explain that, it is played, and they are held
     against what comes of it.
     """
+    forward = any("F" in (cause.action or "") for cause in causes)
+    if evidence.playable is not None and (not forward or evidence.operation != "train"):
+        return (), ()
     said = complete(evidence)
     same = [one for one in said if any(agree(cause, one) for cause in causes)]
     alike = [group for group in ALIKE for cause in causes if cause.kind in group]
     others = [one for one in said if one not in same and not any(one.kind in group for group in alike)]
     others = [one for one in others if one.stage is not None]
-    if not any("F" in (cause.action or "") for cause in causes):
+    if not forward:
         told = same and all("B" in (cause.action or "") and cause.kind not in ALIKE[0] for cause in causes)
         return (others if told else ()), ()
     if same:
         return others, ()
+    if evidence.playable is not None:  # one thing that gives all that was seen leaves nothing else
+        whole = any(agree(one, other) for one in causes for other in played_through(evidence))
+        return (), () if whole else (_BEHIND,)
     found = besides_change(evidence, causes[0]) if len(causes) == 1 else None
     if found is None or found.unknown:
         return (() if found is None else found.causes), (_BEHIND,)
