@@ -9,6 +9,7 @@ import truth
 from truth_check import Counts, Truth, check
 from truth_claims import EVIDENCE, LAWS, THINGS, denied
 from truth_faults import FAULTS, Planted
+from truth_mixtures import mixtures
 from truth_rights import Right, rights
 from truth_specimens import WRONG, tried, truth_of, wanted
 
@@ -152,6 +153,12 @@ def test_causes_that_hold_together_must_all_hold() -> None:
     assert roles(verdict(CAUSE, replace(CAUSE, kind="doubled")), DROPPED) == ["and"]
 
 
+def test_of_two_faults_both_are_told_or_something_is_left_open() -> None:
+    halves = replace(DROPPED, also=(replace(DROPPED, kinds=("altered",)),))
+    assert roles(verdict(CAUSE), halves) == ["cause"]
+    assert roles(verdict(CAUSE, undecided=("what follows from this was not judged: more",)), halves) == []
+
+
 def test_a_swap_may_be_the_other_one() -> None:
     known = replace(DROPPED, kinds=("swapped-activations",))
     found = either(replace(CAUSE, kind="swapped-activations"), replace(CAUSE, kind="swapped-gradients"))
@@ -242,6 +249,15 @@ SILENT = (
     "right: replicas, reduced by hand",
     "right: bf16, gradients added in fp32",
 )
+MIXED = (
+    "plain: two layers exchanged",
+    "plain: sent in bf16 + one lost",
+    "plain: sent with noise + one lost",
+    "residual stream: first stream in bf16",
+    "a number aside: second stream is zero",
+    "plain: sent back in bf16 + another's target",
+    "tied: first stage halved late",
+)
 PLANTED = (
     *("replicas-summed", "gradients-crossed", "input-partly-overwritten", "clip-by-stage", "loss-summed"),
     *("layer-skipped", "targets-of-step-before"),
@@ -255,6 +271,13 @@ def test_nothing_false_is_said_of_a_fault(whitebox: WhiteBox, fault: Planted, wa
     assert found.caught, found
     assert found.false == (), found
     assert found.naming in ("right", "unknown"), found
+
+
+@pytest.mark.parametrize("title", MIXED)
+def test_nothing_false_is_said_of_a_fault_in_its_surroundings(whitebox: WhiteBox, title: str) -> None:
+    (mixture,) = (one for one in mixtures() if one.title == title)
+    found = check(mixture.verdict(whitebox, watched=True), mixture.truth, COUNTS)
+    assert (found.naming, found.false) == ("right", ()), found
 
 
 @pytest.mark.parametrize("right", [right for right in rights() if right.title in SILENT], ids=lambda right: right.name)
