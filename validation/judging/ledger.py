@@ -226,11 +226,9 @@ class Ledger:
         outcome: Outcome = "pass"
         if "fail" in entry.outcomes:
             outcome = "fail"
-        elif (
-            "unknown" in entry.outcomes or entry.checked == entry.empty.total()
-        ):  # nothing, or nothing in which a fault shows
-            outcome = "unknown"
-        empty = [f"{count} of them are {what}" for what, count in entry.empty.items()]
+        elif "unknown" in entry.outcomes or entry.checked == entry.empty.total():
+            outcome = "unknown"  # also of nothing, or of nothing in which a fault shows
+        empty = [f"{count} of them {'is' if count == 1 else 'are'} {what}" for what, count in entry.empty.items()]
         note = "; ".join([*entry.notes, *empty]) or ("" if entry.checked else "nothing was compared")
         counts = entry.checked, entry.exact, entry.wrong, entry.worst, entry.floor
         return LawResult(name, outcome, *counts, note, tuple(entry.left_out))
@@ -283,7 +281,7 @@ def _sizes(observed: Tensor, expected: Tensor, base: Tensor | None) -> tuple[Siz
 
 
 _NOISE = "rounding alone, in fp64 zero: no fault shows there"
-_STRIDE = "steps that follow rounding alone: how long they are was compared"
+_STRIDE = "made from rounding alone, so that only the length was compared"
 NOWHERE = -1  # the stage of a parameter that no stage holds
 
 

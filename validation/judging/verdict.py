@@ -193,7 +193,7 @@ class Verdict:
         """All that a reader needs, on one screen: the cause, where, seen, expected, the bindings, what to type next."""
         rows = [f"{self.word.upper()} {self._headline()}", *self._causes()]
         if self.failure:
-            rows.append(self.failure)
+            rows += [self.failure, *self._next()]
         if self.mismatches:
             first = self.mismatches[0]
             rows += [
@@ -209,11 +209,12 @@ class Verdict:
 
     def _causes(self) -> list[str]:
         told = [cause for cause in self.cause if not (self.ended and cause.detail in self._headline())]
-        rows = [*_conjunction("cause", told), *_labelled("next", self.next[:_CAUSES])]
+        rows = _conjunction("cause", told)
         for causes in self.alternatives[:_ALTERNATIVES]:
             rows += _conjunction("or", causes)
         if len(self.alternatives) > _ALTERNATIVES:
             rows += _labelled("or", [f"{len(self.alternatives) - _ALTERNATIVES} more explanations"])
+        rows += [] if self.failure else self._next()
         if self.stopped:
             rows += _labelled("stopped", [f"before all was compared: {self.stopped}"])
         if self.unsought:
@@ -222,6 +223,9 @@ class Verdict:
             rows.append("  cause     unknown: the evidence does not decide")
         rows += _labelled("found", self.cells.lines() if self.cells is not None else [])
         return [*rows, *_labelled("open", self.undecided), *_labelled("not", map(str, self.ruled_out))]
+
+    def _next(self) -> list[str]:
+        return _labelled("next", self.next[:_CAUSES])
 
     def _laws(self) -> list[str]:
         """The laws that matter; those that passed in one line, where any did not."""

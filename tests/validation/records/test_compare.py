@@ -136,7 +136,7 @@ def test_numbers_that_are_none_are_no_pass() -> None:
 def test_an_expected_gradient_of_zero_proves_nothing() -> None:
     zero = changed(EXPECTED, **with_one("gradients", torch.zeros_like)(EXPECTED.operations[0]))
     law = compare(zero, zero).law("gradient")
-    assert (law.outcome, law.note) == ("pass", "1 of them are zero, as is due: no fault shows there")
+    assert (law.outcome, law.note) == ("pass", "1 of them is zero, as is due: no fault shows there")
     every = {name: torch.zeros(2) for name in EXPECTED.operations[0].gradients}
     none = replace(EXPECTED, operations=tuple(replace(one, gradients=every) for one in EXPECTED.operations))
     assert compare(none, none).law("gradient").outcome == "unknown"
