@@ -8,6 +8,7 @@ from pipeproof.pipeline.schedules import known_are
 from pipeproof.pipeline.sizes import counted, measured
 
 GIB = float(1 << 30)
+UNITS = {"memory": GIB, "flops": 1e12, "link": 1e9, "network": 1e9}  # in which a user says them
 _MOST_DEVICES = 1 << 20
 
 
@@ -36,8 +37,8 @@ class Cluster:
     def __post_init__(self) -> None:
         counted("devices", self.devices, most=_MOST_DEVICES)
         counted("per-node", self.per_node, most=_MOST_DEVICES)
-        for what in ("flops", "memory", "link", "network"):
-            measured(what, getattr(self.device, what))
+        for what, unit in UNITS.items():
+            measured(what, getattr(self.device, what) / unit)
 
     def between(self, group: int) -> float:
         """Bytes per second that a device has for a group of ``group`` neighbours."""

@@ -10,7 +10,7 @@ from typing import Any
 from pipeproof.commands.ending import WRONG
 from pipeproof.commands.option_parser import UsageError, add_count, number, offers, without_effect
 from pipeproof.commands.outputs import Outputs, add_outputs
-from pipeproof.pipeline.layouts.cluster import ACCELERATORS, GIB, Accelerator, Cluster, accelerator_named
+from pipeproof.pipeline.layouts.cluster import ACCELERATORS, GIB, UNITS, Accelerator, Cluster, accelerator_named
 from pipeproof.pipeline.layouts.footprint import Footprint
 from pipeproof.pipeline.layouts.layout import Job, Layout, Recompute
 from pipeproof.pipeline.layouts.path import Step, path
@@ -133,8 +133,7 @@ def _by_hand(given: Mapping[str, int]) -> Transformer:
 
 
 def _device(options: argparse.Namespace) -> Accelerator:
-    units = {"memory": GIB, "flops": 1e12, "link": 1e9, "network": 1e9}
-    given = {name: unit * value for name, unit in units.items() if (value := getattr(options, name)) is not None}
+    given = {name: unit * value for name, unit in UNITS.items() if (value := getattr(options, name)) is not None}
     return replace(accelerator_named(options.device), **given)
 
 

@@ -1,5 +1,7 @@
 """What a layout may be."""
 
+from dataclasses import replace
+
 import pytest
 
 from pipeproof.pipeline.layouts.cluster import ACCELERATORS, Cluster, accelerator_named
@@ -45,3 +47,13 @@ def test_a_cluster_is_devices_in_nodes() -> None:
         Cluster(ACCELERATORS["h100"], 0)
     with pytest.raises(ScheduleError, match="unknown device 'h10': did you mean 'h100'"):
         accelerator_named("h10")
+
+
+@pytest.mark.parametrize("name", ACCELERATORS)
+def test_every_device_of_the_table_can_be_had(name: str) -> None:
+    assert Cluster(accelerator_named(name), 8).device.name == name
+
+
+def test_a_figure_that_cannot_be_is_said_as_it_was_typed() -> None:
+    with pytest.raises(ScheduleError, match="flops is 1e\\+16: expected a number above 0"):
+        Cluster(replace(ACCELERATORS["h100"], flops=1e28), 8)
