@@ -244,11 +244,14 @@ def _row(choice: Choice, job: Job, cluster: Cluster) -> tuple[str, ...]:
 def _next(layout: Layout, job: Job) -> str:
     if layout.pp == 1:
         return "The first needs no pipeline. Validate one step of it: pipeproof init"
-    virtual = f" --virtual {layout.virtual}" if layout.schedule in LOOPED and layout.virtual > 1 else ""
-    small = min(layout.pp, 4)
+    ranks = min(layout.pp, 4)
+    microbatches = ranks * min(2, max(1, layout.microbatches(job) // layout.pp))
+    sizes = f"--ranks {ranks}"
+    if layout.schedule in LOOPED and layout.virtual > 1:
+        sizes += f" --virtual {layout.virtual} --layers {ranks * layout.virtual}"
     return (
-        f"Validate the first, small: pipeproof validate --schedule {layout.schedule} --ranks {small}{virtual} "
-        f"--microbatches {min(layout.microbatches(job), 2 * small)}"
+        f"Validate the first, small: pipeproof validate --schedule {layout.schedule} {sizes} "
+        f"--microbatches {microbatches}"
     )
 
 

@@ -100,3 +100,11 @@ def test_it_needs_no_torch(tmp_path: Path, new_python: Callable[..., Ended]) -> 
     )
     done = new_python(tmp_path, "-c", code)
     assert done.returncode == 0, done.stdout
+
+
+def test_what_it_says_to_type_next_can_be_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    big = ["--model", "llama-3-405b", "--devices", "16384", "--batch", "2048", "--sequence", "8192"]
+    assert main(["advise", *big, "--most", "1"]) == 0
+    typed = capsys.readouterr().out.splitlines()[-1].partition("pipeproof ")[2].split()
+    assert typed[typed.index("--virtual") + 1] == "4"
+    assert main([*typed, "--model", "mlp"]) == 0, capsys.readouterr().err
