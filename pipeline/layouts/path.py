@@ -49,13 +49,14 @@ def path(job: Job, cluster: Cluster, allowed: Allowed) -> tuple[Step, ...]:
     used = replace(allowed, kinds=frozenset(), zero=(0,), recompute=(Recompute.NONE,))
     before = Found(())
     for trial in _trials(allowed, cluster):
-        if why := _pointless(trial, job, used):
+        if why := _pointless(trial, job, used, cluster):
             steps.append(Step(trial.name, Outcome.NOT_NEEDED, why, None))
             continue
         tried = _with(trial.allowed, used)
         after = search(job, replace(cluster, devices=trial.devices), tried, most=1)
         outcome, reason = _judged(before, after, job, trial, cluster)
-        steps.append(Step(trial.name, outcome, reason, after.best[0] if after.best else after.least))
+        found = after.best[:1] if after.best != before.best else ()
+        steps.append(Step(trial.name, outcome, reason, found[0] if found else after.least))
         if outcome is not Outcome.NOT_NEEDED:
             used, before = tried, after
     return tuple(steps)
@@ -67,12 +68,14 @@ def _trials(allowed: Allowed, cluster: Cluster) -> Iterator[_Trial]:
 
     again = tuple(kind for kind in allowed.recompute if kind is not Recompute.NONE)
     yield _Trial("one device", only(), 1)
-    yield _Trial("recompute on one device", only(recompute=again), 1)
+    if again:
+        yield _Trial("recompute on one device", only(recompute=again), 1)
     yield _Trial("data parallel", only(), cluster.devices)
     for stage in (1, 2, 3):
         if stage in allowed.zero:
             yield _Trial(f"ZeRO-{stage}", only(zero=(stage,)), cluster.devices)
-    yield _Trial("recompute", only(recompute=again), cluster.devices)
+    if again:
+        yield _Trial("recompute", only(recompute=again), cluster.devices)
     for kind in (Kind.TENSOR, Kind.PIPELINE, Kind.EXPERT, Kind.CONTEXT):
         if kind in allowed.kinds:
             # A pipeline often pays only where tensor parallelism makes its stages short: both are tried together.
@@ -89,14 +92,16 @@ def _with(more: Allowed, used: Allowed) -> Allowed:
     )
 
 
-def _pointless(trial: _Trial, job: Job, used: Allowed) -> str:
+def _pointless(trial: _Trial, job: Job, used: Allowed, cluster: Cluster) -> str:
     """Why a step is not even tried; nothing where it is."""
+    if cluster.devices == 1 and not trial.name.endswith("one device"):
+        return "there is only one device"
     if trial.kind is Kind.EXPERT and job.model.experts is None:
         return "the model has no experts"
     if trial.kind is Kind.CONTEXT and job.sequence < LONG:
         return f"a sequence of {job.sequence:,} tokens is not long: from {LONG:,} on it is tried"
     if trial.name == "recompute" and used.recompute != (Recompute.NONE,):
-        return "it is there already"
+        return "it may be used already, since it was tried on one device"
     return ""
 
 
@@ -106,10 +111,10 @@ def _judged(before: Found, after: Found, job: Job, trial: _Trial, cluster: Clust
         return Outcome.NOT_ENOUGH, _why_nothing_fits(after.least, job, trial, cluster)
     now = after.best[0]
     if not before.best:
-        return Outcome.TAKEN, f"it fits: {_gib(now)} of {_room(cluster)} GiB; a step takes {_seconds(now)}"
+        return Outcome.TAKEN, f"it fits: {_gib(now)} of {_memory(cluster)} GiB; a step takes {_seconds(now)}"
     was = before.best[0]
-    if trial.devices > was.layout.ranks:
-        faster = was.time.total / now.time.total
+    faster = was.time.total / now.time.total
+    if trial.devices > was.layout.ranks and faster > 1:
         return Outcome.TAKEN, f"{trial.devices:,} devices are {faster:.3g} times as fast as {was.layout.ranks:,}"
     gain = 1 - now.time.total / was.time.total
     if gain >= _WORTH:
@@ -120,8 +125,9 @@ def _judged(before: Found, after: Found, job: Job, trial: _Trial, cluster: Clust
 
 def _why_nothing_fits(least: Choice | None, job: Job, trial: _Trial, cluster: Cluster) -> str:
     if least is None:
-        return f"{job.batch:,} sequences cannot be dealt out to {trial.devices:,} devices"
-    return f"at least {_gib(least)} GiB a device, and {_room(cluster)} are there"
+        return f"a batch of {job.batch:,} cannot be dealt out to {trial.devices:,} devices"
+    room = trial.allowed.room * cluster.device.memory / GIB
+    return f"at least {_gib(least)} GiB a device, and {room:.3g} of {_memory(cluster)} may be filled"
 
 
 def _seconds(choice: Choice) -> str:
@@ -132,5 +138,5 @@ def _gib(choice: Choice) -> str:
     return f"{choice.footprint.total / GIB:,.{0 if choice.footprint.total > 100 * GIB else 1}f}"
 
 
-def _room(cluster: Cluster) -> str:
+def _memory(cluster: Cluster) -> str:
     return f"{cluster.device.memory / GIB:.3g}"

@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from pipeproof.pipeline.layouts.cluster import ACCELERATORS, GIB, UNITS, Acceler
 from pipeproof.pipeline.layouts.footprint import Footprint
 from pipeproof.pipeline.layouts.layout import Job, Layout, Recompute
 from pipeproof.pipeline.layouts.path import Step, path
-from pipeproof.pipeline.layouts.search import Allowed, Choice, search
+from pipeproof.pipeline.layouts.search import Allowed, Choice, Found, search
 from pipeproof.pipeline.layouts.transformer import MODELS, Experts, Transformer, model_named, model_of_config
 from pipeproof.pipeline.schedules import LOOPED
 from pipeproof.pipeline.sizes import counted
@@ -85,7 +85,7 @@ def _advise(options: argparse.Namespace) -> int:
             found = search(job, cluster, allowed, most=counted("most", options.most, most=100))
         Terminal().say(_asked(job, cluster))
         Terminal().say("\n" + table(_STEPS, list(map(_step, steps)), Terminal().width))
-        Terminal().say("\n" + _ending(found.best, job, cluster))
+        Terminal().say("\n" + _ending(found, job, cluster))
         return files.finish(
             0 if found.best else WRONG,
             steps=[_step_data(step) for step in steps],
@@ -171,7 +171,7 @@ def _asked(job: Job, cluster: Cluster) -> str:
     active = f", {_billions(model.active_parameters)} of them active" if model.experts else ""
     return (
         f"{model.name}: {_billions(model.parameters)} parameters{active}; {model.layers} layers\n"
-        f"{job.batch:,} sequences of {job.sequence:,} tokens a step\n"
+        f"a batch of {job.batch:,} x {job.sequence:,} tokens\n"
         f"{cluster.devices:,} {device.name}, {cluster.per_node} in a node, {device.memory / GIB:.3g} GiB each\n"
         f"{_ASSUMED}"
     )
@@ -218,12 +218,14 @@ _LAYOUTS = [
 ]
 
 
-def _ending(best: Sequence[Choice], job: Job, cluster: Cluster) -> str:
+def _ending(found: Found, job: Job, cluster: Cluster) -> str:
     """The fastest layouts, and what to type next."""
-    if not best:
+    if not found.best:
+        if found.least is None:
+            return f"No layout is legal: use another number of devices than {cluster.devices:,}, or another batch."
         return "Nothing fits: use more devices, or devices with more memory."
-    rows = [_row(choice, job, cluster) for choice in best]
-    return f"{table(_LAYOUTS, rows, Terminal().width)}\n\n{_next(best[0].layout, job)}"
+    rows = [_row(choice, job, cluster) for choice in found.best]
+    return f"{table(_LAYOUTS, rows, Terminal().width)}\n\n{_next(found.best[0].layout, job)}"
 
 
 def _row(choice: Choice, job: Job, cluster: Cluster) -> tuple[str, ...]:

@@ -1,7 +1,9 @@
 """One kind of parallelism at a time, with the reason."""
 
+from dataclasses import replace
+
 from pipeproof.pipeline.layouts.cluster import ACCELERATORS, Cluster
-from pipeproof.pipeline.layouts.layout import Job
+from pipeproof.pipeline.layouts.layout import Job, Recompute
 from pipeproof.pipeline.layouts.path import Outcome, Step, path
 from pipeproof.pipeline.layouts.search import Allowed
 from pipeproof.pipeline.layouts.transformer import MODELS
@@ -33,7 +35,7 @@ def test_a_pipeline_is_avoided_where_all_fits_without_it() -> None:
 
 def test_the_largest_model_takes_tensor_parallelism_and_a_pipeline() -> None:
     found = steps("llama-3-405b", 16384, batch=2048)
-    assert found["ZeRO-3"].reason == "2,048 sequences cannot be dealt out to 16,384 devices"
+    assert found["ZeRO-3"].reason == "a batch of 2,048 cannot be dealt out to 16,384 devices"
     assert found["tensor parallel"].outcome is TAKEN
     last = found["pipeline parallel"]
     assert last.outcome is TAKEN
@@ -46,3 +48,35 @@ def test_long_sequences_and_experts_are_tried_where_they_are() -> None:
     assert "is not long" in steps("llama-3-8b", 8)["context parallel"].reason
     assert steps("llama-3-8b", 32, batch=64, sequence=131072)["context parallel"].outcome is TAKEN
     assert steps("mixtral-8x7b", 64)["expert parallel"].choice is not None
+
+
+def test_one_device_is_offered_nothing_that_needs_more() -> None:
+    found = steps("gpt-1.7b", 1, sequence=2048)
+    assert found["one device"].outcome is TAKEN
+    others = [step for name, step in found.items() if not name.endswith("one device")]
+    assert {step.reason for step in others} == {"there is only one device"}
+
+
+def test_more_devices_that_are_slower_are_not_taken() -> None:
+    device = replace(ACCELERATORS["h100"], network=1e7)
+    found = {one.name: one for one in path(Job(MODELS["gpt-1.7b"], 8, 2048), Cluster(device, 8, 1), Allowed())}
+    assert found["data parallel"].outcome is NOT_NEEDED
+    assert found["data parallel"].reason == "all fits without it, and no step is faster with it"
+
+
+def test_what_is_there_is_what_may_be_filled() -> None:
+    """72.5 of 80 GiB look as if they fitted."""
+    reason = steps("llama-3-8b", 2, sequence=4096)["ZeRO-3"].reason
+    assert reason == "at least 72.5 GiB a device, and 72 of 80 may be filled"
+
+
+def test_what_is_not_allowed_is_no_step() -> None:
+    found = path(
+        Job(MODELS["gpt-1.7b"], 64, 2048), Cluster(ACCELERATORS["h100"], 8), Allowed(recompute=(Recompute.NONE,))
+    )
+    assert not [step.name for step in found if "recompute" in step.name]
+
+
+def test_a_step_that_changes_nothing_repeats_no_figures() -> None:
+    found = steps("gpt-1.7b", 8, sequence=2048)
+    assert [name for name, step in found.items() if step.choice] == ["one device", "data parallel"]

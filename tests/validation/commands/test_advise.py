@@ -108,3 +108,10 @@ def test_what_it_says_to_type_next_can_be_typed(capsys: pytest.CaptureFixture[st
     typed = capsys.readouterr().out.splitlines()[-1].partition("pipeproof ")[2].split()
     assert typed[typed.index("--virtual") + 1] == "4"
     assert main([*typed, "--model", "mlp"]) == 0, capsys.readouterr().err
+
+
+def test_where_no_layout_is_legal_more_devices_are_no_cure(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["advise", "--model", "llama-3-8b", "--devices", "127", "--batch", "1"]) == 1
+    out = capsys.readouterr().out
+    assert out.endswith("No layout is legal: use another number of devices than 127, or another batch.\n")
+    assert "a batch of 1 x 4,096 tokens\n" in out
