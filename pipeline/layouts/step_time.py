@@ -138,8 +138,9 @@ def _efficiency(layout: Layout, hidden: int, count: float) -> float:
 def _exposed(job: Job, cluster: Cluster, layout: Layout, one: _Passes) -> float:
     """What data-parallel ranks say while nothing is computed.
 
-    Gradients go out during the last backward, and weights come in during the next forward; with ZeRO-2 gradients go out
-    in every microbatch, with ZeRO-3 weights come in twice in each, too.
+    Without ZeRO gradients are all-reduced, which is twice their size, during the last backward. With ZeRO-1 they go out
+    once then, and weights come in during the next forward; with ZeRO-2 gradients go out in every microbatch, with
+    ZeRO-3 weights come in twice in each, too.
     """
     if layout.shards == 1:
         return 0.0
@@ -151,7 +152,9 @@ def _exposed(job: Job, cluster: Cluster, layout: Layout, one: _Passes) -> float:
     gradients, weights = (each * held * share / speed for each in (job.gradient_bytes, _BF16))
     count = layout.microbatches(job)
     backward, forward = one.compute * 2 / 3, one.compute / 3
-    if layout.zero < 2:
+    if layout.zero == 0:
+        return max(0.0, 2 * gradients - backward)
+    if layout.zero == 1:
         return max(0.0, gradients - backward) + max(0.0, weights - forward)
     if layout.zero == 2:
         return count * max(0.0, gradients - backward) + max(0.0, weights - forward)
