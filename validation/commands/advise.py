@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from pipeproof.commands.outputs import Outputs, add_outputs
 from pipeproof.pipeline.layouts.cluster import ACCELERATORS, GIB, UNITS, Accelerator, Cluster, accelerator_named
 from pipeproof.pipeline.layouts.footprint import Footprint
 from pipeproof.pipeline.layouts.layout import Job, Layout, Recompute
-from pipeproof.pipeline.layouts.path import Step, path
+from pipeproof.pipeline.layouts.path import Outcome, Step, path
 from pipeproof.pipeline.layouts.search import Allowed, Choice, Found, search
 from pipeproof.pipeline.layouts.transformer import MODELS, Experts, Transformer, model_named, model_of_config
 from pipeproof.pipeline.schedules import LOOPED
@@ -25,8 +25,8 @@ _MOST_BATCH = 1 << 24
 _MOST_SEQUENCE = 1 << 24
 _SIZES = ("layers", "hidden", "heads", "vocab", "experts")
 _ASSUMED = (
-    "bf16 with Adam in fp32, gradients summed in fp32, attention that keeps no scores. Times order layouts; they "
-    "promise nothing."
+    "bf16 with Adam in fp32, gradients summed in fp32, attention that keeps no scores. Use times to compare layouts, "
+    "not as a forecast."
 )
 
 
@@ -46,8 +46,8 @@ def add_advise_command(commands: "argparse._SubParsersAction[Any]") -> None:
     add_count(job, "--sequence", "N", "tokens of a sequence", default=4096)
     _add_cluster(parser.add_argument_group("the cluster"))
     limits = parser.add_argument_group("what may be used")
-    limits.add_argument("--zero", type=int, choices=(0, 1, 2, 3), default=3, help="of the optimizer: up to this stage")
-    limits.add_argument("--recompute", choices=("allowed", "never"), default="allowed", help="of activations")
+    limits.add_argument("--zero", type=int, choices=(0, 1, 2, 3), default=3, help="ZeRO up to this stage")
+    limits.add_argument("--recompute", choices=("allowed", "never"), default="allowed", help="recompute activations")
     add_count(limits, "--most", "N", "how many layouts are listed", default=3)
     parser.add_argument("--list", action="store_true", help="the models and devices that are known, and their figures")
     add_outputs(parser, what="steps and layouts")
@@ -85,7 +85,7 @@ def _advise(options: argparse.Namespace) -> int:
             found = search(job, cluster, allowed, most=counted("most", options.most, most=100))
         Terminal().say(_asked(job, cluster))
         Terminal().say("\n" + table(_STEPS, list(map(_step, steps)), Terminal().width))
-        Terminal().say("\n" + _ending(found, job, cluster))
+        Terminal().say("\n" + _ending(found, steps, job, cluster))
         return files.finish(
             0 if found.best else WRONG,
             steps=[_step_data(step) for step in steps],
@@ -218,14 +218,14 @@ _LAYOUTS = [
 ]
 
 
-def _ending(found: Found, job: Job, cluster: Cluster) -> str:
-    """The fastest layouts, and what to type next."""
+def _ending(found: Found, steps: Sequence[Step], job: Job, cluster: Cluster) -> str:
+    """The fastest layouts, where to begin, and what to type next."""
     if not found.best:
         if found.least is None:
             return f"No layout is legal: use another number of devices than {cluster.devices:,}, or another batch."
         return "Nothing fits: use more devices, or devices with more memory."
     rows = [_row(choice, job, cluster) for choice in found.best]
-    return f"{table(_LAYOUTS, rows, Terminal().width)}\n\n{_next(found.best[0].layout, job)}"
+    return f"{table(_LAYOUTS, rows, Terminal().width)}\n\n{_next(steps, job)}"
 
 
 def _row(choice: Choice, job: Job, cluster: Cluster) -> tuple[str, ...]:
@@ -243,16 +243,19 @@ def _row(choice: Choice, job: Job, cluster: Cluster) -> tuple[str, ...]:
     )
 
 
-def _next(layout: Layout, job: Job) -> str:
+def _next(steps: Sequence[Step], job: Job) -> str:
+    """Where the steps led: what is faster than that by little has more that can go wrong."""
+    layout = next(step.choice.layout for step in reversed(steps) if step.choice and step.outcome is Outcome.TAKEN)
+    begin = f"Begin with {_layout(layout)}"
     if layout.pp == 1:
-        return "The first needs no pipeline. Validate one step of it: pipeproof init"
+        return f"{begin}. It needs no pipeline. Validate one step of it: pipeproof init"
     ranks = min(layout.pp, 4)
     microbatches = ranks * min(2, max(1, layout.microbatches(job) // layout.pp))
     sizes = f"--ranks {ranks}"
     if layout.schedule in LOOPED and layout.virtual > 1:
         sizes += f" --virtual {layout.virtual} --layers {ranks * layout.virtual}"
     return (
-        f"Validate the first, small: pipeproof validate --schedule {layout.schedule} {sizes} "
+        f"{begin}. Validate its schedule, small: pipeproof validate --schedule {layout.schedule} {sizes} "
         f"--microbatches {microbatches}"
     )
 
