@@ -84,7 +84,15 @@ def _parts(what: ast.AST | None, element: int | None = None) -> list[ast.expr]:
             return [what]
         case None | ast.Call():
             return []
-    return [one for child in ast.iter_child_nodes(what) for one in _parts(child)]
+    parts = [one for child in ast.iter_child_nodes(what) for one in _parts(child)]
+    if not isinstance(what, ast.ListComp | ast.GeneratorExp | ast.SetComp):
+        return parts
+    own = {name for each in what.generators for name in _names(each.target)}
+    return [one for one in parts if own.isdisjoint(_names(one))]
+
+
+def _names(what: ast.expr) -> set[str]:
+    return {one.id for one in ast.walk(what) if isinstance(one, ast.Name)}
 
 
 def _container(what: ast.expr) -> ast.expr | None:

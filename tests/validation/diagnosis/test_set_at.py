@@ -36,6 +36,11 @@ def receive(like, peer):
     for buffer in [torch.empty_like(like)]:
         work = irecv(tensor=buffer, src=peer)
     return kept[peer].backward()
+
+def several(layers, losses):
+    for one in layers:
+        one.train()
+    torch.autograd.grad([one / 4 for one in losses if one.requires_grad])
 """
 
 
@@ -74,6 +79,11 @@ def test_a_buffer_of_a_loop_is_set_by_the_loop(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("text", "function"), [("kept[peer]", "receive"), ("autograd.backward", "run")])
 def test_what_the_source_does_not_tell_is_left_out(text: str, function: str, tmp_path: Path) -> None:
     assert told((line(tmp_path, text, function),)) == []
+
+
+def test_a_variable_of_a_comprehension_is_its_own(tmp_path: Path) -> None:
+    """What a loop before it calls by the same name is another."""
+    assert told((line(tmp_path, "[one / 4", "several"),)) == []
 
 
 def test_a_source_that_has_changed_tells_nothing(tmp_path: Path) -> None:
