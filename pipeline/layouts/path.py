@@ -99,9 +99,9 @@ def _pointless(trial: _Trial, job: Job, used: Allowed, cluster: Cluster) -> str:
     if trial.kind is Kind.EXPERT and job.model.experts is None:
         return "the model has no experts"
     if trial.kind is Kind.CONTEXT and job.sequence < LONG:
-        return f"a sequence of {job.sequence:,} tokens is not long: from {LONG:,} on it is tried"
+        return f"tried for sequences from {LONG:,} tokens on"
     if trial.name == "recompute" and used.recompute != (Recompute.NONE,):
-        return "it may be used already, since it was tried on one device"
+        return "used from 'recompute on one device' on"
     return ""
 
 
@@ -111,7 +111,7 @@ def _judged(before: Found, after: Found, job: Job, trial: _Trial, cluster: Clust
         return Outcome.NOT_ENOUGH, _why_nothing_fits(after.least, job, trial, cluster)
     now = after.best[0]
     if not before.best:
-        return Outcome.TAKEN, f"it fits: {_gib(now)} of {_memory(cluster)} GiB; a step takes {_seconds(now)}"
+        return Outcome.TAKEN, f"fits: {_gib(now)} of {_memory(cluster)} GiB; a step takes {_seconds(now)}"
     was = before.best[0]
     faster = was.time.total / now.time.total
     if trial.devices > was.layout.ranks and faster > 1:
@@ -119,15 +119,15 @@ def _judged(before: Found, after: Found, job: Job, trial: _Trial, cluster: Clust
     gain = 1 - now.time.total / was.time.total
     if gain >= _WORTH:
         return Outcome.TAKEN, f"a step takes {gain:.0%} less: {_seconds(now)} for {_seconds(was)}"
-    why = f"a step takes only {gain:.1%} less with it" if gain > 0 else "no step is faster with it"
-    return Outcome.NOT_NEEDED, f"all fits without it, and {why}"
+    why = f"saves only {gain:.1%} of a step" if gain > 0 else "saves no time"
+    return Outcome.NOT_NEEDED, f"fits without it; {why}"
 
 
 def _why_nothing_fits(least: Choice | None, job: Job, trial: _Trial, cluster: Cluster) -> str:
     if least is None:
-        return f"a batch of {job.batch:,} cannot be dealt out to {trial.devices:,} devices"
+        return f"{trial.devices:,} devices cannot share a batch of {job.batch:,}"
     room = trial.allowed.room * cluster.device.memory / GIB
-    return f"at least {_gib(least)} GiB a device, and {room:.3g} of {_memory(cluster)} may be filled"
+    return f"needs {_gib(least)} GiB; {room:.3g} of {_memory(cluster)} may be filled"
 
 
 def _seconds(choice: Choice) -> str:

@@ -178,8 +178,8 @@ def _asked(job: Job, cluster: Cluster) -> str:
 
 
 _STEPS = [
-    Column("add", least=10, gap=0),
-    Column("", least=8, gap=2),
+    Column("add", least=17, gap=0),
+    Column("", gap=2),
     Column("weights", right=True, drop=5, gap=2),
     Column("gradients", right=True, drop=6, gap=2),
     Column("optimizer", right=True, drop=7, gap=2),
@@ -187,7 +187,7 @@ _STEPS = [
     Column("GiB", right=True, drop=3, gap=2),
     Column("time", right=True, drop=2, gap=2),
     Column("layout", drop=4, gap=2),
-    Column("because", drop=1, least=16, gap=2),
+    Column("because", drop=1, gap=2),
 ]
 
 
@@ -207,7 +207,7 @@ def _layout(layout: Layout) -> str:
 
 
 _LAYOUTS = [
-    Column("layout", least=10, gap=0),
+    Column("layout", least=40, gap=0),
     Column("schedule", drop=2, gap=2),
     Column("microbatches", right=True, drop=6, gap=2),
     Column("GiB", right=True, drop=1, gap=2),

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeproof.commands.cli import main
+from pipeproof.reports.terminal import Terminal
 from tests.support.json_schema import documented
 from tests.support.warm_start import Ended
 
@@ -18,7 +19,7 @@ def test_steps_and_layouts_are_printed_and_written(tmp_path: Path, capsys: pytes
     assert main(["advise", *SMALL, "--json", str(file)]) == 0
     text = capsys.readouterr().out
     assert "llama-3-8b: 8.0 B parameters; 32 layers" in text
-    assert "all fits without it" in text
+    assert "fits without it" in text
     assert text.endswith("\nBegin with dp 8, ZeRO-2. It needs no pipeline. Validate one step of it: pipeproof init\n")
     data = documented(file.read_text())
     assert [step["outcome"] for step in data["steps"][:4]] == ["not enough", "not enough", "not enough", "taken"]
@@ -115,3 +116,12 @@ def test_where_no_layout_is_legal_more_devices_are_no_cure(capsys: pytest.Captur
     out = capsys.readouterr().out
     assert out.endswith("No layout is legal: use another number of devices than 127, or another batch.\n")
     assert "a batch of 1 x 4,096 tokens\n" in out
+
+
+def test_reasons_are_whole_at_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Terminal, "width", 80)
+    assert main(["advise", *SMALL]) == 0
+    _, steps, layouts, _ = capsys.readouterr().out.split("\n\n")
+    assert max(map(len, [*steps.splitlines(), *layouts.splitlines()])) <= 80
+    assert "\N{HORIZONTAL ELLIPSIS}" not in steps + layouts
+    assert "because" in steps
