@@ -2,7 +2,6 @@
 
 import fcntl
 import io
-import os
 import pdb
 import sys
 from collections.abc import Iterator
@@ -60,12 +59,11 @@ def settle(rank: int, folder: str) -> None:
         if getattr(sys, name) is not None:
             setattr(sys, name, RankStream(getattr(sys, name), f"[rank {rank}] "))
 
-    def stop(*arguments: Any, **options: Any) -> Any:
-        if os.environ.get("PYTHONBREAKPOINT"):  # the user's own choice of a debugger
-            return sys.__breakpointhook__(*arguments, **options)
+    def stop(*_: Any, **__: Any) -> None:
         _debugger(rank, folder).set_trace(sys._getframe(1))
 
-    sys.breakpointhook = pdb.set_trace = stop
+    pdb.set_trace = stop
+    sys.breakpointhook = sys.__breakpointhook__  # the user's own choice of a debugger, or pdb.set_trace
 
 
 def finish_lines() -> None:

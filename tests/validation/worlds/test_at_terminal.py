@@ -29,9 +29,9 @@ def test_without_a_terminal_a_breakpoint_says_what_to_do(monkeypatch: pytest.Mon
         monkeypatch.setattr(sys, name, getattr(sys, name))
     monkeypatch.setattr(pdb, "set_trace", pdb.set_trace)
     monkeypatch.setattr(at_terminal, "_TERMINAL", "/no/such/terminal")
-    monkeypatch.delenv("PYTHONBREAKPOINT", raising=False)
     at_terminal.settle(2, "folder")
-    for stop in (sys.breakpointhook, pdb.set_trace):
+    for stop, chosen in ((breakpoint, ""), (pdb.set_trace, "0"), (breakpoint, "pdb.set_trace")):
+        monkeypatch.setenv("PYTHONBREAKPOINT", chosen)
         with pytest.raises(
             RuntimeError, match=r"a breakpoint on rank 2, and no terminal here to ask at: run this test"
         ):
@@ -51,7 +51,7 @@ def test_a_debugger_that_finds_no_terminal_says_which_do(world: World) -> None:
 def pauses(context: RankContext, debugged: bool) -> int:
     """A job that takes longer than its bound, and may be looked into meanwhile."""
     if debugged:
-        folder = sys.breakpointhook.__closure__[0].cell_contents  # type: ignore[attr-defined]
+        folder = pdb.set_trace.__closure__[0].cell_contents  # type: ignore[attr-defined]
         at_terminal.debugging(folder).touch()
     time.sleep(1.5)
     return context.rank
