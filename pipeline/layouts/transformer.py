@@ -13,7 +13,10 @@ _MOST = 1 << 24  # of any size of a model
 
 @dataclass(frozen=True)
 class Latent:
-    """Multi-head latent attention (DeepSeek-V2, 2024): ranks of the compressions, sizes of a head's parts."""
+    """Multi-head latent attention (DeepSeek-V2, 2024): ranks of the compressions, sizes of a head's parts.
+
+    ``query_rank`` of 0: queries are not compressed.
+    """
 
     query_rank: int
     kv_rank: int
@@ -87,7 +90,8 @@ class Transformer:
         return self.hidden * (2 * inner + 2 * keys) + self.biased * (inner + 2 * keys + self.hidden)
 
     def _latent_attention(self, latent: Latent) -> int:
-        query = latent.query_rank * (self.hidden + self.heads * (latent.plain + latent.rotary) + 1)
+        queries = self.heads * (latent.plain + latent.rotary)
+        query = latent.query_rank * (self.hidden + queries + 1) if latent.query_rank else self.hidden * queries
         keys = self.hidden * (latent.kv_rank + latent.rotary)
         values = latent.kv_rank * (self.heads * (latent.plain + latent.value) + 1)
         return query + keys + values + self.heads * latent.value * self.hidden
@@ -242,7 +246,7 @@ def model_of_config(config: Mapping[str, Any], *, name: str) -> Transformer:
     for ours, theirs in list(_FIELDS.items())[:5]:
         if ours not in found:
             raise ScheduleError(f"{name} has no {theirs[0]}: expected the config.json of a decoder")
-    found["positions"] = int(config.get("n_positions", 0)) if kind == "gpt2" else 0
+    found["positions"] = (_first(config, ("n_positions",)) or 0) if kind == "gpt2" else 0
     return Transformer(
         name,
         gated=not plain,
@@ -278,6 +282,7 @@ def _experts(config: Mapping[str, Any], width: int) -> Experts | None:
 
 
 def _latent(config: Mapping[str, Any]) -> Latent | None:
-    names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     sizes = [_first(config, (name,)) for name in names]
-    return Latent(*[size for size in sizes if size is not None]) if None not in sizes else None
+    found = [size for size in sizes if size is not None]
+    return Latent(_first(config, ("q_lora_rank",)) or 0, *found) if len(found) == len(names) else None

@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+_SAME_WAY = 0.99  # the cosine from which on one tensor reads as a multiple of another
+
 
 @dataclass(frozen=True)
 class Size:
@@ -23,8 +25,14 @@ class Size:
     def __str__(self) -> str:
         if self.norm is None:
             return f"shape {list(self.shape)}"
-        alike = "" if self.factor is None else f", {self.factor:.6g} times expected, cosine {self.cosine:.6f}"
-        return f"{'' if self.began is None else 'update of '}norm {self.norm:.6g}{alike}"
+        return f"{'' if self.began is None else 'update of '}norm {self.norm:.6g}{self._alike()}"
+
+    def _alike(self) -> str:
+        if self.factor is None or self.cosine is None:
+            return ""
+        # What leads elsewhere is no multiple of what was expected, however long it is.
+        times = f", {self.factor:.6g} times expected" if abs(self.cosine) > _SAME_WAY else ""
+        return f"{times}, cosine {self.cosine:.6f}"
 
 
 # What was compared, which says how its values read. "text": of what has no value but words.

@@ -345,7 +345,7 @@ def _tensors(values: object) -> list[Tensor]:
 def _has_gradient(parameter: nn.Parameter) -> bool:
     """Whether a gradient other than zero is there, as far as this rank has it."""
     gradient = parameter.grad.to_local() if isinstance(parameter.grad, InShards) else parameter.grad
-    return gradient is not None and bool(gradient.any())
+    return gradient is not None and not gradient.is_meta and bool(gradient.any())
 
 
 def _differentiable(tensors: list[Tensor]) -> dict[int, Tensor]:

@@ -55,6 +55,8 @@ class Layout:
             least = chosen[k].least or chosen[k].width
             cut = min(max(over, 0), chosen[k].width - least)
             chosen[k], over = replace(chosen[k], width=chosen[k].width - cut), over - cut
+        if over > 0:  # narrower than anybody thought of: the first column says least about numbers
+            chosen[0] = replace(chosen[0], width=max(1, chosen[0].width - over))
         return cls(tuple(chosen), tuple(kept))
 
     @property

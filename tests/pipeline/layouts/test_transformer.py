@@ -78,6 +78,10 @@ def test_a_config_is_the_model_of_the_table() -> None:
     sizes = {"num_hidden_layers": 61, "hidden_size": 7168, "num_attention_heads": 128, "vocab_size": 129280}
     deepseek = {**sizes, "intermediate_size": 18432, "first_k_dense_replace": 3, "head_dim": 128, **experts, **latent}
     assert model_of_config(deepseek, name="deepseek").parameters == MODELS["deepseek-v3"].parameters
+    lite = {"num_hidden_layers": 27, "hidden_size": 2048, "num_attention_heads": 16, "vocab_size": 102400}
+    lite |= {"intermediate_size": 10944, "n_routed_experts": 64, "num_experts_per_tok": 6, "n_shared_experts": 2}
+    lite |= {"moe_intermediate_size": 1408, "first_k_dense_replace": 1, **latent, "q_lora_rank": None}
+    assert model_of_config(lite, name="lite").parameters / 1e9 == pytest.approx(15.7, abs=0.05), "its model card"
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,7 @@ def test_it_needs_no_torch(tmp_path: Path, new_python: Callable[..., Ended]) -> 
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.pipeproof_ranks
 def test_what_it_says_to_type_next_can_be_typed(capsys: pytest.CaptureFixture[str]) -> None:
     big = ["--model", "llama-3-405b", "--devices", "16384", "--batch", "2048", "--sequence", "8192"]
     assert main(["advise", *big, "--most", "1"]) == 0
