@@ -36,7 +36,8 @@ class HandedBack:
     runtime knows: a ``Trace``, actions, or their names (``0F1``). gradients: those of the modules, if they are not in
     ``.grad``. The keys are names in the module, or the parameters themselves. What is not in it has no gradient. On a
     rank with a ``FlatShard``, no part of it is there. A gradient may be a DTensor, a part and its index in the whole,
-    ``(part, slice(0, 4))``, or a ``FlatShard``.
+    ``(part, slice(0, 4))``, or a ``FlatShard``. A parameter may itself be the part that has this index; where it has no
+    gradient, hand back ``(None, slice(0, 4))``.
     """
 
     modules: Any = ()

@@ -1,7 +1,7 @@
 """One rank's part: run the user's step under observation and bring back what it made, as values."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -44,7 +44,8 @@ class Order:
 class Part:
     """One module that was handed back, or all gradients that were handed back by name; by its parameters in order.
 
-    ``values``: weights before the step, where they are not those of any parameter of the reference. ``calls`` is None
+    ``values``: weights before the step, where they are not those of any parameter of the reference; where their content
+    is None, this rank's part of them, which lies where that of the gradient lies. ``calls`` is None
     where nobody watched, or no call was seen: then ``missed`` says why that may be. ``shards``: where a gradient lies
     in the whole, for those of which the rank has a part only. ``members``: the ranks with this stage and what each
     handed back, once they are put together. ``lacks``: the parameters that others of them have and this rank has not.
@@ -162,6 +163,9 @@ class _Collector:
             held.append((name, _gradient(parameter) if given is None else given.get(id(parameter))))
         calls = self.watcher.calls(module)
         gradients, shards = _in_parts(held)
+        parameters = [parameter for *_, parameter in _parameters(module)]
+        for k, weights in _weights_in_parts(parameters, values, shards):
+            locals_[k], values[k] = replace(locals_[k], content=None), weights
         missed = "" if calls is None or calls else self._missed(module)
         return Part(tuple(locals_), gradients, values, tuple(calls) if calls else None, shards, missed=missed)
 
@@ -182,6 +186,17 @@ def _parameters(module: nn.Module) -> list[tuple[str, nn.Module, str, nn.Paramet
         for leaf, parameter in holder._parameters.items()
         if parameter is not None
     ]
+
+
+def _weights_in_parts(
+    parameters: Sequence[nn.Parameter], values: Mapping[int, Tensor], shards: Mapping[int, Shard]
+) -> Iterator[tuple[int, Tensor]]:
+    """The weights of which this rank has just the part that it has of the gradient: cut up by hand, not by DTensors."""
+    for k, shard in shards.items():
+        weights = values.get(k, parameters[k].detach())
+        lengths = tuple(stop - start for start, stop in shard.bounds)
+        if not isinstance(parameters[k], InShards) and not shard.flat and tuple(weights.shape) == lengths:
+            yield k, weights.to("cpu", copy=True)
 
 
 def _gradient(parameter: nn.Parameter) -> Any:

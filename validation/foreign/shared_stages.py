@@ -19,6 +19,7 @@ from pipeproof.judging.tolerance import error, same_bits
 from pipeproof.observers.observed import Claim
 from pipeproof.observers.recording import Site
 from pipeproof.observers.shards import Shard, flat_shard, gathered, untiled
+from pipeproof.observers.sketch import digest
 from pipeproof.observers.watching import Call
 from pipeproof.pipeline.action import Action
 
@@ -57,6 +58,7 @@ def joined_parts(
         bundles = _of_mesh(made, replicas.together, known)
     else:
         bundles = _bundles(made, replicas, apart=replicas.count == 1 and mirrored(made, known))
+        bundles = [_with_whole_weights(bundle) for bundle in bundles]
     return [
         replace(
             one,
@@ -133,7 +135,34 @@ def _of_mesh(made: Sequence[RankMade], together: Sequence[int], known: Mapping[s
     for rank, one in enumerate(made):
         for chunk, part in enumerate(one.parts):
             bundles.setdefault((together[rank], chunk), []).append((rank, part))
-    return [_united(bundle, known) for bundle in bundles.values()]
+    return [_united(_with_whole_weights(bundle), known) for bundle in bundles.values()]
+
+
+def _with_whole_weights(bundle: Sequence[Member]) -> list[Member]:
+    """``bundle``, with weights of which every rank has a part put together: each rank's own part, beside the others'.
+
+    So a rank whose part is wrong has other weights than the first. What is not all there stays unknown.
+    """
+    lying: dict[str, list[tuple[Part, tuple[Shard, Tensor]]]] = {}
+    for _, part in bundle:
+        for k in _in_parts(part):
+            lying.setdefault(part.locals[k].name, []).append((part, (part.shards[k], part.values[k])))
+    made = []
+    for rank, part in bundle:
+        locals_, values = list(part.locals), dict(part.values)
+        for k in _in_parts(part):
+            others = [one for of, one in reversed(lying[part.locals[k].name]) if of is not part]
+            every = [*others, (part.shards[k], values.pop(k))]  # of equal parts the last counts
+            whole = None if untiled([shard for shard, _ in every]) else gathered(every)
+            if whole is not None:
+                locals_[k], values[k] = replace(locals_[k], content=digest(whole)), whole
+        made.append((rank, replace(part, locals=tuple(locals_), values=values)))
+    return made
+
+
+def _in_parts(part: Part) -> list[int]:
+    """The parameters of whose weights there is a part."""
+    return [k for k in part.shards if k in part.values and part.locals[k].content is None]
 
 
 def _united(bundle: Sequence[Member], known: Mapping[str, bytes]) -> list[Member]:

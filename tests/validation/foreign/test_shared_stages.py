@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeproof.diagnosis.members import Replicas
-from pipeproof.foreign import WhiteBox, watch
+from pipeproof.foreign import HandedBack, WhiteBox, watch
 from pipeproof.foreign.matching import Local
 from pipeproof.foreign.rank import Part, RankMade
 from pipeproof.foreign.shared_stages import claims, joined_parts
@@ -214,3 +214,34 @@ def test_what_is_wrong_is_on_the_rank_that_the_microbatch_was_on(whitebox: White
     first = next(one for one in verdict.mismatches if one.law == "boundaries")
     assert (first.rank, first.stage, first.microbatch) == (wrong % 2, 0, wrong), str(verdict)
     assert {cause.rank for cause in verdict.cause if cause.microbatches == (wrong,)} == {wrong % 2}, str(verdict)
+
+
+def one_linear() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(5, 6, bias=False)
+
+
+def rows_by_hand(model: nn.Linear, microbatches: list[Any], alike: bool = False) -> HandedBack:
+    """Each rank has half of the rows, in a module of its own. ``alike``: both ranks begin with the first half."""
+    first = 3 * dist.get_rank()
+    own, rows, losses = nn.Linear(5, 3, bias=False), slice(first, first + 3), []
+    own.weight.data = model.weight.data[:3] if alike else model.weight.data[rows]
+    for x, target in microbatches:
+        loss = (own(x) - target[:, rows]).square().sum() / target.numel()
+        (loss / COUNT).backward()
+        losses.append(loss.detach())
+        dist.all_reduce(losses[-1])
+    return HandedBack(own, losses, gradients={"weight": (own.weight.grad, rows)})
+
+
+@pytest.mark.parametrize("alike", [False, True])
+def test_weights_that_are_cut_up_by_hand_are_put_together_as_their_gradients_are(
+    whitebox: WhiteBox, alike: bool
+) -> None:
+    draw = torch.Generator().manual_seed(1)
+    pairs_ = [(torch.randn(4, 5, generator=draw), torch.randn(4, 6, generator=draw)) for _ in range(COUNT)]
+    verdict = whitebox.validate(
+        partial(rows_by_hand, alike=alike), reference=one_linear, microbatches=pairs_, ranks={"tp": 2}, loss_fn=loss_fn
+    )
+    assert verdict.verdict == ("fail" if alike else "pass"), verdict
+    assert (verdict.law("initial-weights").outcome, verdict.law("initial-weights").checked) == (verdict.verdict, 2)
