@@ -363,10 +363,13 @@ def mixed(stages: Sequence[Explanation], update: Update) -> Mapping[Stage, tuple
 
 
 def _mixed(one: Explanation, update: Update, predicted: Predicted) -> Iterator[Cause]:
-    for odd in one.odd:
-        found = None if odd.is_known else _partner((one.stage, odd.parameter), update, predicted)
-        if found is not None:
-            yield replace(found, stage=one.stage, parameter=odd.parameter)
+    """A sum of two is told only where nothing else of the stage stays unknown: what two layers hand back to one
+    residual stream adds up, too, so it may follow from the layer between them."""
+    unknown = [odd for odd in one.odd if not odd.is_known]
+    found = [_partner((one.stage, odd.parameter), update, predicted) for odd in unknown]
+    for odd, cause in zip(unknown, found, strict=True):
+        if cause is not None and (cause.kind != "extra-term" or None not in found):
+            yield replace(cause, stage=one.stage, parameter=odd.parameter)
 
 
 def _partner(site: Site, update: Update, predicted: Predicted) -> Cause | None:
