@@ -26,6 +26,7 @@ from pipeproof.diagnosis.combination import (
 from pipeproof.diagnosis.known import Known, Terms
 from pipeproof.diagnosis.likeness import of_terms, plainly
 from pipeproof.diagnosis.module_pairing import Paired, paired_within
+from pipeproof.diagnosis.single_numbers import as_others
 from pipeproof.judging.tolerance import error, precision_of, rounding_of
 from pipeproof.observers.likeness import Label, Likeness
 from pipeproof.reference.step import Gradient, Stage
@@ -256,7 +257,9 @@ class Explainer:
         if len(holds) < len(self._names):
             found = self._refined(found, system.only(holds), atoms)
             holds = self._holding(found, system)
-        odd = tuple(self._alone(found, name) for name in self._names if name not in holds)
+        alone = {name: self._alone(found, name) for name in self._names if name not in holds}
+        given = ((self._seen[name], found.predicted(name), self._limits[name]) for name in alone)
+        odd = (as_others(one, *each, alone.values()) for one, each in zip(alone.values(), given, strict=True))
         return replace(found, odd=(*self._absences(found), *odd), compared=len(self._names))
 
     def _refined(self, found: Explanation, system: System, atoms: list[Atom]) -> Explanation:

@@ -130,3 +130,35 @@ def test_gradients_that_the_microbatches_do_not_add_up_to_are_not_taken_apart(fa
     told = taken_apart(other, other, traced)
     assert not told.causes
     assert told.unknown == ("stage 1: what the reference's microbatches give does not add up to its own gradients",)
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.linear = nn.Linear(WIDTH, 1), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.gate(x).sigmoid() * self.linear(x)
+
+
+def gated() -> nn.Module:
+    torch.manual_seed(2)
+    return nn.Sequential(Gated(), Gated())
+
+
+def gate_scaled(model: nn.Module, microbatches: list[Any], *, bias: float) -> nn.Module:
+    for x, target in microbatches:
+        (loss_fn(model(x), target) / len(microbatches)).backward()
+    gate: Any = model.get_submodule("0.gate")
+    gate.weight.grad *= 2
+    gate.bias.grad *= bias
+    return model
+
+
+@pytest.mark.parametrize("bias", [2.0, 3.0])
+def test_a_single_number_is_the_multiple_that_others_are(whitebox: WhiteBox, bias: float) -> None:
+    pairs = [(x.float(), target.float()) for x, target in data(COUNT)]
+    one = partial(gate_scaled, bias=bias)
+    verdict = whitebox.validate(one, reference=gated, microbatches=pairs, ranks=1, loss_fn=loss_fn)
+    told = [(cause.kind, cause.parameter, cause.factor) for cause in verdict.cause]
+    assert told == ([("scale", "0.gate.bias", 2.0)] if bias == 2.0 else []), verdict
