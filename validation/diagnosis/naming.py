@@ -178,7 +178,7 @@ def _in_stages(update: Update, fault: Fault, stages: list[Stage], known: list[St
     if stages == sorted(known) and len(known) > 1 and last == update.now.stages - 1:
         yield cause
     elif len(stages) > 1 and stages == list(range(len(stages))) and last + 1 in known:
-        below = f"stage {stages[-1]}'s output gradient already was so: all stages before it show the same"
+        below = f"stage {stages[-1]}'s output gradient may already have been so: all stages before it show the same"
         yield replace(cause, stage=stages[-1], detail="; ".join(filter(None, (fault.detail, below))))
     elif len(stages) > 1:
         ranks = {update.placement[s] for s in stages}

@@ -145,7 +145,7 @@ def test_what_some_stages_show_is_not_everywhere_where_nobody_knows_of_the_last(
     build = partial(model_of, lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), 4)
     (cause,) = judged(whitebox, build, after=spoilt).cause
     assert (cause.kind, cause.factor, cause.stage, cause.stages) == ("scale", 3.0, None, (0, 1))
-    assert "already was so" not in cause.detail
+    assert "already have been so" not in cause.detail
 
 
 class Tied(nn.Module):
@@ -181,3 +181,14 @@ def test_a_tied_weight_that_is_right_is_not_blamed_for_the_rest_of_its_stage(whi
     verdict = whitebox.validate(step, reference=tied, microbatches=data(), ranks=1, loss_fn=loss_fn)
     (cause,) = verdict.cause
     assert (cause.kind, cause.stage, cause.factor) == ("scale", 0, 2.0), str(verdict)
+
+
+def test_gradients_alone_do_not_tell_whether_an_output_gradient_was_so(whitebox: WhiteBox) -> None:
+    def tripled(model: Any) -> None:  # after the backwards, in which every output gradient was right
+        for parameter in model[:2].parameters():
+            parameter.grad *= 3
+
+    build = partial(model_of, lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), 3)
+    (cause,) = judged(whitebox, build, after=tripled).cause
+    assert (cause.kind, cause.factor, cause.stage) == ("scale", 3.0, 1)
+    assert "stage 1's output gradient may already have been so" in cause.detail
