@@ -53,7 +53,7 @@ def tensor_parallel(model: Any, microbatches: list, *, fault: str = "") -> tuple
     for block in model:
         colwise_and_rowwise(block, mesh)
     if fault == "mean for sum":  # of what the ranks hand back of a branch; the residual stream beside it stays right
-        model[1].norm.register_forward_hook(lambda _, __, out: out.register_hook(lambda gradient: gradient / 2) and None)
+        model[1].norm.register_forward_hook(lambda _, __, out: out.register_hook(lambda g: g / 2) and None)
     result = steps(watch(model), microbatches)
     if fault == "bias on each":  # the bias of a row-wise layer is added on every rank, and so is its gradient
         for block in model:

@@ -179,16 +179,14 @@ class Explainer:
 
     def _each_within(self) -> Explanation | None:
         """A correct stage, each wrong parameter of which was paired wrongly within its own module."""
-        atoms = self._atoms.nominal
+        atoms, odd = self._atoms.nominal, []
         system = self._system(atoms)
         right = self._simple({atom.term: 1.0 for atom in atoms}, system, atoms)
         holds = self._holding(right, system)
-        odd = []
-        for name in self._names:
-            if name not in holds:
-                odd.append(self._alone(right, name))
-                if odd[-1].kind != "paired":
-                    return None
+        for one in (self._alone(right, name) for name in self._names if name not in holds):
+            if one.kind != "paired":
+                return None
+            odd.append(one)
         return replace(right, explained=True, odd=(*self._absences(right), *odd))
 
     def _attempts(self) -> Iterator[tuple[list[Atom], bool]]:
@@ -257,9 +255,8 @@ class Explainer:
         if len(holds) < len(self._names):
             found = self._refined(found, system.only(holds), atoms)
             holds = self._holding(found, system)
-        alone = {name: self._alone(found, name) for name in self._names if name not in holds}
-        given = ((self._seen[name], found.predicted(name), self._limits[name]) for name in alone)
-        odd = (as_others(one, *each, alone.values()) for one, each in zip(alone.values(), given, strict=True))
+        alone = [self._alone(found, name) for name in self._names if name not in holds]
+        odd = as_others(alone, self._seen, found.predicted, self._limits)
         return replace(found, odd=(*self._absences(found), *odd), compared=len(self._names))
 
     def _refined(self, found: Explanation, system: System, atoms: list[Atom]) -> Explanation:

@@ -4,26 +4,22 @@ First what each stage shows by itself; then the same fault in several stages bec
 step's, in the first ones it came down with the output gradients.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 from itertools import pairwise
-
-from torch import Tensor
 
 from pipeproof.diagnosis.atoms import Term, Update
 from pipeproof.diagnosis.chains import swaps
-from pipeproof.diagnosis.combination import limit_of, told_within
+from pipeproof.diagnosis.combination import told_within
 from pipeproof.diagnosis.explanation import Explanation
-from pipeproof.diagnosis.known import Known
-from pipeproof.diagnosis.likeness import summed
 from pipeproof.diagnosis.microbatch_weights import ONE, SAME, Fault, factor_words, faults_in_counts, uniform
+from pipeproof.diagnosis.mixed_gradients import gradient_of, mixed
 from pipeproof.diagnosis.module_pairing import Paired
 from pipeproof.diagnosis.tied import Shares, of_copies
 from pipeproof.judging.cause import Cause, RuledOut
 from pipeproof.judging.tolerance import error
-from pipeproof.observers.likeness import Label, Likeness
-from pipeproof.reference.step import Gradient, Site, Stage
+from pipeproof.observers.likeness import Likeness
+from pipeproof.reference.step import Stage
 
 _NOTHING = "no multiple of what the others say"
 _SWAPPED = ("swapped-activations", "swapped-gradients", "swapped-data", "mispaired")
@@ -333,7 +329,7 @@ def _of_elements(update: Update, odd: Likeness, within: float) -> Iterator[Cause
     elif odd.kind == "other" and odd.source is not None:
         yield Cause("misplaced", detail=f"what is there belongs in {odd.source.text}")
     elif odd.kind == "other" and odd.label is not None:
-        yield Cause("misplaced", detail=f"it is {_gradient_of(odd.label)}")
+        yield Cause("misplaced", detail=f"it is {gradient_of(odd.label)}")
     elif odd.kind == "shape":
         yield Cause("partition", detail="its gradient has another shape")
     elif odd.kind == "multiple" and odd.factor is not None:
@@ -351,53 +347,3 @@ def _of_elements(update: Update, odd: Likeness, within: float) -> Iterator[Cause
         detail = f"its output gradients met activations so: {told}"
         first, *others = (Cause(kind, microbatches=microbatches, detail=detail) for kind in paired.kinds)
         yield replace(first, instead=tuple(others))
-
-
-Predicted = Callable[[Site], Gradient]
-
-
-def mixed(stages: Sequence[Explanation], update: Update) -> Mapping[Stage, tuple[Cause, ...]]:
-    """By stage, a cause for each parameter that is a sum of what two parameters of one shape should have."""
-    predicted: Predicted = cache(lambda site: stages[site[0]].predicted(site[1]))
-    return {one.stage: tuple(_mixed(one, update, predicted)) for one in stages}
-
-
-def _mixed(one: Explanation, update: Update, predicted: Predicted) -> Iterator[Cause]:
-    """A sum of two is told only where nothing else of the stage stays unknown: what two layers hand back to one
-    residual stream adds up, too, so it may follow from the layer between them."""
-    unknown = [odd for odd in one.odd if not odd.is_known]
-    found = [_partner((one.stage, odd.parameter), update, predicted) for odd in unknown]
-    for odd, cause in zip(unknown, found, strict=True):
-        if cause is not None and (cause.kind != "extra-term" or None not in found):
-            yield replace(cause, stage=one.stage, parameter=odd.parameter)
-
-
-def _partner(site: Site, update: Update, predicted: Predicted) -> Cause | None:
-    """What it means that a gradient is so much of its own and so much of another parameter's."""
-    seen, own = update.observed.get(site), predicted(site)
-    if seen is None or own is None:
-        return None
-    others = Known((Label.of_gradient(other), gradient) for other, gradient in _others(site, own, update, predicted))
-    found = summed(seen.double().cpu(), own, Label.of_gradient(site), others, limit_of(update.expected.get(site), own))
-    if found is None or found.label is None or not found.label.name:
-        return None
-    of_own, of_other = found.factor or 0.0, found.more or 0.0
-    other = _gradient_of(found.label)
-    if not of_own:
-        times = "" if of_other == 1.0 else f"{of_other:.4g} times "
-        return Cause("misplaced", detail=f"it is {times}{other}")
-    return Cause("extra-term", detail=f"{of_own:.4g} of its own gradient and {of_other:.4g} of {other}")
-
-
-def _gradient_of(label: Label) -> str:
-    return f"the gradient of {label.name}, stage {label.point.stage}"
-
-
-def _others(site: Site, own: Tensor, update: Update, predicted: Predicted) -> Iterator[tuple[Site, Tensor]]:
-    """What all other parameters of one shape should have."""
-    for stage in range(update.now.stages):
-        for name, parameter in update.now.parameters(stage).items():
-            if parameter.shape == own.shape and (stage, name) != site:
-                more = predicted((stage, name))
-                if more is not None:
-                    yield (stage, name), more

@@ -1,0 +1,66 @@
+"""Gradients that are sums of what two parameters should have, or another parameter's."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+
+from torch import Tensor
+
+from pipeproof.diagnosis.atoms import Update
+from pipeproof.diagnosis.combination import limit_of
+from pipeproof.diagnosis.explanation import Explanation
+from pipeproof.diagnosis.known import Known
+from pipeproof.diagnosis.likeness import summed
+from pipeproof.judging.cause import Cause
+from pipeproof.observers.likeness import Label
+from pipeproof.reference.step import Gradient, Site, Stage
+
+Predicted = Callable[[Site], Gradient]
+
+
+def mixed(stages: Sequence[Explanation], update: Update) -> Mapping[Stage, tuple[Cause, ...]]:
+    """By stage, a cause for each parameter that is a sum of what two parameters of one shape should have."""
+    predicted: Predicted = cache(lambda site: stages[site[0]].predicted(site[1]))
+    return {one.stage: tuple(_mixed(one, update, predicted)) for one in stages}
+
+
+def _mixed(one: Explanation, update: Update, predicted: Predicted) -> Iterator[Cause]:
+    """A sum of two is told only where nothing else of the stage stays unknown: what two layers hand back to one
+    residual stream adds up, too, so it may follow from the layer between them."""
+    unknown = [odd for odd in one.odd if not odd.is_known]
+    found = [_partner((one.stage, odd.parameter), update, predicted) for odd in unknown]
+    for odd, cause in zip(unknown, found, strict=True):
+        if cause is not None and (cause.kind != "extra-term" or None not in found):
+            yield replace(cause, stage=one.stage, parameter=odd.parameter)
+
+
+def _partner(site: Site, update: Update, predicted: Predicted) -> Cause | None:
+    """What it means that a gradient is so much of its own and so much of another parameter's."""
+    seen, own = update.observed.get(site), predicted(site)
+    if seen is None or own is None:
+        return None
+    others = Known((Label.of_gradient(other), gradient) for other, gradient in _others(site, own, update, predicted))
+    found = summed(seen.double().cpu(), own, Label.of_gradient(site), others, limit_of(update.expected.get(site), own))
+    if found is None or found.label is None or not found.label.name:
+        return None
+    of_own, of_other = found.factor or 0.0, found.more or 0.0
+    other = gradient_of(found.label)
+    if not of_own:
+        times = "" if of_other == 1.0 else f"{of_other:.4g} times "
+        return Cause("misplaced", detail=f"it is {times}{other}")
+    return Cause("extra-term", detail=f"{of_own:.4g} of its own gradient and {of_other:.4g} of {other}")
+
+
+def gradient_of(label: Label) -> str:
+    """What a parameter's gradient is called."""
+    return f"the gradient of {label.name}, stage {label.point.stage}"
+
+
+def _others(site: Site, own: Tensor, update: Update, predicted: Predicted) -> Iterator[tuple[Site, Tensor]]:
+    """What all other parameters of one shape should have."""
+    for stage in range(update.now.stages):
+        for name, parameter in update.now.parameters(stage).items():
+            if parameter.shape == own.shape and (stage, name) != site:
+                more = predicted((stage, name))
+                if more is not None:
+                    yield (stage, name), more
