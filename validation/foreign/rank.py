@@ -164,8 +164,10 @@ class _Collector:
         calls = self.watcher.calls(module)
         gradients, shards = _in_parts(held)
         parameters = [parameter for *_, parameter in _parameters(module)]
-        for k, weights in _weights_in_parts(parameters, values, shards):
-            locals_[k], values[k] = replace(locals_[k], content=None), weights
+        for k in _weights_in_parts(parameters, shards):
+            if k not in values and digest(parameters[k]) == locals_[k].content:
+                values[k] = parameters[k].detach().to("cpu", copy=True)  # as others by chance, such as zeros
+            locals_[k] = replace(locals_[k], content=None)
         missed = "" if calls is None or calls else self._missed(module)
         return Part(tuple(locals_), gradients, values, tuple(calls) if calls else None, shards, missed=missed)
 
@@ -188,15 +190,12 @@ def _parameters(module: nn.Module) -> list[tuple[str, nn.Module, str, nn.Paramet
     ]
 
 
-def _weights_in_parts(
-    parameters: Sequence[nn.Parameter], values: Mapping[int, Tensor], shards: Mapping[int, Shard]
-) -> Iterator[tuple[int, Tensor]]:
+def _weights_in_parts(parameters: Sequence[nn.Parameter], shards: Mapping[int, Shard]) -> Iterator[int]:
     """The weights of which this rank has just the part that it has of the gradient: cut up by hand, not by DTensors."""
     for k, shard in shards.items():
-        weights = values.get(k, parameters[k].detach())
         lengths = tuple(stop - start for start, stop in shard.bounds)
-        if not isinstance(parameters[k], InShards) and not shard.flat and tuple(weights.shape) == lengths:
-            yield k, weights.to("cpu", copy=True)
+        if not isinstance(parameters[k], InShards) and not shard.flat and tuple(parameters[k].shape) == lengths:
+            yield k
 
 
 def _gradient(parameter: nn.Parameter) -> Any:
