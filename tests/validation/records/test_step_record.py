@@ -171,7 +171,7 @@ def test_what_adam_makes_of_rounding_passes_where_it_goes_as_far(kind: type[torc
 
     right = stepped()
     assert right.law("updated-parameters").outcome == "pass", str(right)
-    assert "follow rounding alone" in right.law("updated-parameters").note
+    assert "made from rounding alone" in right.law("updated-parameters").note
     told = [stepped(times=times).law("updated-parameters").outcome for times in (0.0, 0.25, 100.0)]
     assert told == ["unknown", "unknown", "fail"]
     assert stepped(times=0.0, name="3.bias").law("updated-parameters").outcome == "fail"
