@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from pipeproof.pipeline.layouts.transformer import Transformer
-from pipeproof.pipeline.schedule import ScheduleError
 
 
 class Recompute(StrEnum):
@@ -108,10 +107,3 @@ def problems(layout: Layout, job: Job) -> Iterator[str]:
         yield f"ep {layout.ep} does not divide {experts.count} experts: use a divisor"
     if layout.shards % layout.ep:
         yield f"ep {layout.ep} does not divide dp * cp {layout.shards}: experts are spread over these ranks"
-
-
-def legal(layout: Layout, job: Job) -> Layout:
-    """``layout`` itself. Raises ``ScheduleError`` with the first problem."""
-    for problem in problems(layout, job):
-        raise ScheduleError(problem)
-    return layout
