@@ -21,7 +21,7 @@ Launch = Callable[..., Ended]
 _BOUND_S = 240.0
 settings.register_profile("untimed", deadline=None)  # how long an example takes is the machine's affair
 settings.load_profile("untimed")
-_STARTS_PROCESSES = {"torchrun", "python", "new_python", "processes"}  # fixtures
+_STARTS_PROCESSES = {"warm_start", "torchrun", "python", "new_python", "processes"}  # fixtures
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors are small here: a second thread only waits, and takes a core
 sys.dont_write_bytecode = False  # or each process compiles the project anew, and pytest rewrites all its asserts
@@ -36,7 +36,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what starts processes like what uses ranks: ``-m "not pipeproof_ranks"`` is the fast part.
+    """Mark what starts processes like what uses ranks: ``ci/fast`` leaves both out.
 
     What does not share the ranks of a world has nothing to gain from running once on every rank of torchrun.
     """

@@ -73,6 +73,7 @@ def test_growth_is_the_exponent_of_the_cost() -> None:
     assert bench_scale.exponent([(size, size**2) for size in sizes]) == pytest.approx(2)
 
 
+@pytest.mark.long
 def test_scale_is_measured_point_by_point() -> None:
     rows = bench_scale.measure(ranks=4, rounds=1)
     assert [row.name for row in rows] == ["1f1b P=M=4 V=1", "interleaved P=M=4 V=2"]
@@ -228,6 +229,7 @@ def test_the_load_of_others_is_without_the_ranks_and_counts_what_has_ended(tmp_p
     assert bench_ranks.process_seconds(proc=tmp_path / "nowhere") == 0
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the system does not say what processes use")
 def test_what_a_process_used_is_what_it_says_itself() -> None:
     own, began = Path("/proc/self"), time.process_time()

@@ -84,6 +84,7 @@ def test_the_guide_says_what_the_page_says() -> None:
     assert f"{unseen[1]} such faults change no bit" in guide
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("model", "count"), [("mlp", 2), ("mlp", 32), ("dropout", 4)])
 def test_the_rows_of_the_page_that_is_kept_can_be_measured_again(dtype: str, model: str, count: int) -> None:

@@ -16,6 +16,7 @@ def row(dtype: str, count: int, *, without: str = "") -> Row:
     return Row("mlp", dtype, count, 1e-7, 2e-7, gaps)
 
 
+@pytest.mark.long
 @needs_matplotlib
 def test_a_picture_has_a_panel_per_dtype_and_names_floor_and_faults() -> None:
     svg = gap_picture(
@@ -28,6 +29,7 @@ def test_a_picture_has_a_panel_per_dtype_and_names_floor_and_faults() -> None:
     assert texts.count("drop") == 1  # one legend for all panels
 
 
+@pytest.mark.long
 @needs_matplotlib
 def test_equal_rows_are_equal_bytes_and_a_fault_that_is_none_has_no_line() -> None:
     one = gap_picture([row("fp32", 2), row("fp32", 8)])

@@ -20,6 +20,7 @@ def test_a_survey_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "- *drop*: +" in out
 
 
+@pytest.mark.long
 @needs_matplotlib
 def test_a_page_and_its_picture_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     markdown, svg = tmp_path / "a.md", tmp_path / "b.svg"

@@ -25,6 +25,7 @@ def gap(row: Row, fault: str) -> Gap:
     return found
 
 
+@pytest.mark.long
 def test_floors_follow_the_dtype_and_effects_do_not(rows: dict[str, Row]) -> None:
     units = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp64": 2.0**-53}
     for dtype, row in rows.items():

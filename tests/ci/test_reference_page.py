@@ -60,6 +60,7 @@ def test_arguments_that_a_docstring_explains_are_a_list() -> None:
     assert listed(text, ["a", "b"]) == shown
 
 
+@pytest.mark.long
 def test_what_is_raised_is_there() -> None:
     classes = {node.name for source in OURS for node in source.nodes if isinstance(node, ast.ClassDef)}
     table = PAGE.read_text().partition("## What is raised")[2]

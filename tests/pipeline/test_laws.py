@@ -290,6 +290,7 @@ def damaged(draw: st.DrawFn) -> Schedule:
     return Schedule("damaged", good.microbatches, good.placement, tuple(map(tuple, rows)))
 
 
+@pytest.mark.long
 @given(damaged())
 @settings(deadline=None, max_examples=300)
 def test_the_laws_hold_exactly_where_the_schedule_runs(schedule: Schedule) -> None:

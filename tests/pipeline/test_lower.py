@@ -118,6 +118,7 @@ def messages(rows: Rows) -> Counter[Action]:
     return Counter(action for row in rows for action in row if action.kind not in COMPUTE)
 
 
+@pytest.mark.long
 def test_nothing_is_lost_and_every_message_has_two_ends() -> None:
     for index, schedule in enumerate(ALL):
         rows = lowered(index).ranks
@@ -144,6 +145,7 @@ def test_a_v_sends_nothing_between_stages_of_one_rank() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("early", range(5))
 def test_the_kth_send_of_a_channel_is_its_kth_receive(early: int) -> None:
     for index in range(len(ALL)) if early == 0 else range(early, len(ALL), 5):
@@ -154,6 +156,7 @@ def test_the_kth_send_of_a_channel_is_its_kth_receive(early: int) -> None:
         assert messages(program.ranks) == due(schedule)
 
 
+@pytest.mark.long
 def test_no_deadlock_where_every_message_blocks_both_sides() -> None:
     for index, schedule in enumerate(ALL):
         program = lowered(index)
@@ -181,6 +184,7 @@ def test_those_checkers_can_fail() -> None:
     assert messages(program.ranks[:1]) != due(program.schedule)
 
 
+@pytest.mark.long
 def test_early_moves_receives_up_and_nothing_else() -> None:
     for index in range(0, len(ALL), 5):
         for early in range(1, 5):

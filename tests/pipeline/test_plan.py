@@ -68,6 +68,7 @@ def test_an_uneven_model_costs_time() -> None:
     assert uneven.makespan > even.makespan
 
 
+@pytest.mark.long
 @given(
     activations=st.lists(st.integers(1, 9), min_size=6, max_size=6),
     weights=st.lists(st.integers(0, 20), min_size=6, max_size=6),

@@ -100,6 +100,7 @@ def test_laws_that_stand_alone_are_broken_alone() -> None:
     assert alone == {"placement", "messages", "message-order", "channel-order", "deadlock"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", FAMILIES)
 def test_lowering_keeps_every_law(name: str) -> None:
     for ranks in (1, 2, 3, 4, 8):

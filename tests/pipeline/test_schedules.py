@@ -42,6 +42,7 @@ def order(schedule: Schedule, rank: int, kind: Kind) -> list[int]:
     return [action.microbatch for action in schedule.ranks[rank] if action.kind is kind]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_size_keeps_every_law(name: str) -> None:
     for size in sizes(name, every=False):
@@ -80,6 +81,7 @@ def test_a_wrong_drawing_is_seen() -> None:
         drawn("")
 
 
+@pytest.mark.long
 def test_naive_has_one_microbatch_in_flight() -> None:
     for size in sizes("naive"):
         schedule = build("naive", **size)
@@ -133,6 +135,7 @@ def test_interleaved_warm_up_of_four_ranks(virtual: int, warm_up: list[int]) -> 
     assert warm_ups(build("interleaved", ranks=4, virtual=virtual, microbatches=8)) == warm_up
 
 
+@pytest.mark.long
 def test_interleaved_holds_no_more_than_it_says() -> None:
     for size in sizes("interleaved"):
         ranks, virtual, microbatches = size["ranks"], size["virtual"], size["microbatches"]

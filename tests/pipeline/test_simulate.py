@@ -95,6 +95,7 @@ def test_known_schedules(case: str) -> None:
     assert list(timeline.peaks) == peaks
 
 
+@pytest.mark.long
 def test_bubble_of_1f1b_and_gpipe_in_closed_form() -> None:
     for ranks, microbatches in product(range(1, 9), range(1, 33)):
         for name in ("1f1b", "gpipe"):
@@ -102,6 +103,7 @@ def test_bubble_of_1f1b_and_gpipe_in_closed_form() -> None:
             assert timeline.bubble_fraction == (ranks - 1) / (microbatches + ranks - 1), (name, ranks, microbatches)
 
 
+@pytest.mark.long
 def test_bubble_of_interleaved_in_closed_form() -> None:
     """For every M >= P, whether P divides M or not. A sample of M, with all remainders, over P <= 8, V <= 4."""
     for ranks, virtual in product(range(1, 9), range(1, 5)):
@@ -114,6 +116,7 @@ def test_bubble_of_interleaved_in_closed_form() -> None:
 times = st.integers(1, 50).map(lambda quarters: quarters / 4)  # exact in floating point
 
 
+@pytest.mark.long
 @given(ranks=st.integers(1, 6), microbatches=st.integers(1, 9), forward=times, backward=times)
 @settings(deadline=None)
 def test_bubbles_in_closed_form_for_any_times(ranks: int, microbatches: int, forward: float, backward: float) -> None:
@@ -283,6 +286,7 @@ def test_a_schedule_that_contradicts_itself_is_stuck() -> None:
         simulate(schedule_from_csv("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0"))
 
 
+@pytest.mark.long
 def test_the_cost_does_not_grow_with_the_square() -> None:
     """100 000 actions take half a second; with any inner loop over the others they would take many minutes."""
     schedule = build("1f1b", ranks=8, microbatches=6_250)

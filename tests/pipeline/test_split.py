@@ -255,6 +255,7 @@ def test_work_is_really_deferred() -> None:
     assert inputs == count.get_total_flops() > 0
 
 
+@pytest.mark.long
 def test_activations_that_only_the_inputs_needed_are_let_go_before_the_weights() -> None:
     """GELU's input, the first linear's output, is needed for the way to the input, and not for any weight."""
     one, two = nn.Linear(W, W), nn.Linear(W, W)

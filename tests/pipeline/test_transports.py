@@ -105,6 +105,7 @@ def programs(draw: st.DrawFn) -> Program:
     return Program(good.schedule, Columns.of(rows))
 
 
+@pytest.mark.long
 @given(programs())
 @settings(deadline=None, max_examples=150)
 def test_a_model_has_a_cycle_exactly_where_its_ranks_get_stuck(program: Program) -> None:

@@ -73,6 +73,7 @@ def test_known_numbers(known: Known) -> None:
     assert known.warm_ups in (None, warm_ups(schedule))
 
 
+@pytest.mark.long
 def test_messages_in_closed_form() -> None:
     """2 M (S - 1) for stages placed in a loop; 2 M (2P - 2) over a V, whose two middle stages share a rank."""
     for ranks, virtual, microbatches in product(range(1, 9), range(1, 5), (1, 5, 16)):
@@ -106,6 +107,7 @@ def test_the_formula_of_zb_h1_ends_where_weights_take_longer_than_inputs() -> No
     assert timeline.local_bubble == 2.25 > 3 * (1 + 0.75 - 1.25)
 
 
+@pytest.mark.long
 def test_zb_h1_over_all_sizes() -> None:
     for ranks, microbatches in product(range(1, 9), range(1, 33)):
         timeline = simulate(build("zb-h1", ranks=ranks, microbatches=microbatches))

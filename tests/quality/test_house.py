@@ -103,6 +103,7 @@ def broken(rule: Rule, found: Collection[Source]) -> list[str]:
     return [f"{source.path}: {complaint}" for source in found for complaint in rule(source)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_the_house_keeps(rule: Rule) -> None:
     complaints = broken(rule, RULES[rule])
@@ -149,6 +150,7 @@ BROKEN: Mapping[Rule, Mapping[str, list[str]]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rule", BROKEN, ids=lambda rule: rule.__name__)
 def test_a_rule_can_be_broken(rule: Rule) -> None:
     for text, complaints in BROKEN[rule].items():

@@ -168,11 +168,13 @@ def test_arrows_that_are_fine() -> None:
     assert list(arrows(Source("validation/worlds/world.py", everything))) == []
 
 
+@pytest.mark.long
 def test_imports_go_down_the_layers() -> None:
     complaints = [f"{source.path}: {complaint}" for source in OURS for complaint in arrows(source)]
     assert not complaints, "\n".join(complaints)
 
 
+@pytest.mark.long
 def test_rooms_import_only_rooms_before_them() -> None:
     complaints = [f"{source.path}: {complaint}" for source in OURS for complaint in upwards(source)]
     assert not complaints, "\n".join(complaints)
@@ -247,6 +249,7 @@ def loads_torch(code: str, *, path: Path = ROOT) -> bool:
     return ran.stdout.splitlines()[-1] == "True"
 
 
+@pytest.mark.pipeproof_ranks  # it starts processes
 def test_drawing_and_checking_do_not_load_torch() -> None:
     use = (
         "s = p.build('1f1b', ranks=2, microbatches=2); p.check(s); p.lower(s); p.grid(p.schedule_from_csv(s.to_csv()))"

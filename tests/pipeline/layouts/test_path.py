@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from pipeproof.pipeline.layouts.cluster import ACCELERATORS, Cluster
 from pipeproof.pipeline.layouts.layout import Job, Recompute
 from pipeproof.pipeline.layouts.path import Outcome, Step, path
@@ -25,6 +27,7 @@ def test_a_model_that_fits_needs_nothing_but_replicas() -> None:
     assert {step.outcome for step in others} == {NOT_NEEDED}
 
 
+@pytest.mark.long
 def test_a_pipeline_is_avoided_where_all_fits_without_it() -> None:
     found = steps("llama-3-8b", 8)
     assert found["data parallel"].outcome is NOT_ENOUGH
@@ -33,6 +36,7 @@ def test_a_pipeline_is_avoided_where_all_fits_without_it() -> None:
     assert found["pipeline parallel"].reason.startswith("fits without it; ")
 
 
+@pytest.mark.long
 def test_the_largest_model_takes_tensor_parallelism_and_a_pipeline() -> None:
     found = steps("llama-3-405b", 16384, batch=2048)
     assert found["ZeRO-3"].reason == "16,384 devices cannot share a batch of 2,048"
@@ -43,6 +47,7 @@ def test_the_largest_model_takes_tensor_parallelism_and_a_pipeline() -> None:
     assert (last.choice.layout.tp, last.choice.layout.pp) == (8, 16)
 
 
+@pytest.mark.long
 def test_long_sequences_and_experts_are_tried_where_they_are() -> None:
     assert "has no experts" in steps("llama-3-8b", 8)["expert parallel"].reason
     assert "from 32,768 tokens on" in steps("llama-3-8b", 8)["context parallel"].reason

@@ -42,6 +42,7 @@ RUNS: Mapping[str, Run] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", RUNS)
 def test_a_public_run_is_among_the_first_three(name: str) -> None:
     run = RUNS[name]
@@ -51,6 +52,7 @@ def test_a_public_run_is_among_the_first_three(name: str) -> None:
     assert run.sizes in [choice.sizes[:4] for choice in found.best]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "published"), [("llama 3 on 8,192", 0.43), ("llama 3 on 16,384", 0.41)])
 def test_the_utilization_is_near_the_published_one(name: str, published: float) -> None:
     """Table 4 of the same paper. No constant is fitted to it."""
@@ -65,6 +67,7 @@ SMALL = Job(MODELS["llama-3-8b"], 64, 8192)
 EIGHT = Cluster(ACCELERATORS["h100"], 8)
 
 
+@pytest.mark.long
 def test_the_search_misses_no_faster_layout() -> None:
     """Against every legal layout, weighed one by one."""
     allowed = Allowed(micro=(1, 2))

@@ -30,6 +30,7 @@ def campaign(budget: int, seed: int, run: Callable[[Case, World], Verdict] | Non
         return ran, (tally, fuzz(world, tally, seed_=seed, run=record))
 
 
+@pytest.mark.long
 def test_a_campaign_is_its_seed_and_its_budget() -> None:
     (one, _), (two, _), (other, _) = campaign(40, 1), campaign(40, 1), campaign(40, 2)
     assert one == two
@@ -37,6 +38,7 @@ def test_a_campaign_is_its_seed_and_its_budget() -> None:
     assert one != other
 
 
+@pytest.mark.long
 def test_draws_reach_everything_that_a_case_can_be() -> None:
     ran, _ = campaign(400, 0)
     assert {case.schedule for case in ran} == set(SCHEDULES)
@@ -54,6 +56,7 @@ def test_draws_reach_everything_that_a_case_can_be() -> None:
     assert {case.dtype for case in ran} == set(FUZZED_DTYPES)
 
 
+@pytest.mark.long
 def test_replicas_are_drawn_for_torch_as_far_as_there_are_ranks() -> None:
     drawn: list[Case] = []
 
@@ -155,6 +158,7 @@ def die(context: object) -> None:
     raise RuntimeError("dead")
 
 
+@pytest.mark.long
 def test_the_simplest_case_is_plain() -> None:
     assert find(cases(), lambda case: True, settings=settings(database=None)) == Case(
         "naive", 1, 1, 1, (1,), model="mlp", plan=("train",)

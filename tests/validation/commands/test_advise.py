@@ -14,6 +14,7 @@ from tests.support.warm_start import Ended
 SMALL = ["--model", "llama-3-8b", "--devices", "8", "--sequence", "8192"]
 
 
+@pytest.mark.long
 def test_steps_and_layouts_are_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "advice.json"
     assert main(["advise", *SMALL, "--json", str(file)]) == 0
@@ -37,6 +38,7 @@ def test_where_nothing_fits_it_ends_with_1(capsys: pytest.CaptureFixture[str]) -
     assert "Nothing fits: use more devices, or devices with more memory." in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_a_config_or_sizes_stand_for_a_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "config.json"
     sizes = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}

@@ -28,6 +28,7 @@ def test_a_line_says_what_was_caught_named_and_placed() -> None:
     assert line(replace(TRIAL, laws=())).split()[3:5] == ["NOT:", "nothing"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_most_specimens_apply_to_every_schedule(schedule: str) -> None:
     cases, left_out = cases_on(SPECIMENS, [schedule])

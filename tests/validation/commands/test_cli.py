@@ -356,6 +356,7 @@ def test_too_few_ranks_under_torchrun_are_said_once_with_the_cure(torchrun: Laun
     assert "--ranks" in said[0]
 
 
+@pytest.mark.pipeproof_ranks  # it starts processes
 def test_the_command_is_installed() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pipeproof", "--help"], capture_output=True, text=True, cwd=ROOT, check=True

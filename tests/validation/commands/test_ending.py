@@ -229,6 +229,7 @@ def piped(redirection: str, *arguments: str, unbuffered: bool = False) -> tuple[
     return done.returncode, done.stderr
 
 
+@pytest.mark.pipeproof_ranks  # it starts processes
 @pytest.mark.parametrize("unbuffered", [False, True])
 @pytest.mark.parametrize(
     ("redirection", "status", "said"),
@@ -250,6 +251,7 @@ def test_what_rich_prints_ends_alike() -> None:
     assert piped("| head -c 1", "-c", code) == (UNREAD, "")
 
 
+@pytest.mark.pipeproof_ranks  # it starts processes
 @pytest.mark.parametrize("unbuffered", [False, True])
 def test_where_even_the_complaint_cannot_be_written_the_status_stays(unbuffered: bool) -> None:
     assert piped("2>/dev/full", *SHOW, "--virtual", "2", unbuffered=unbuffered) == (2, "")

@@ -59,6 +59,7 @@ def test_the_tier_is_that_of_the_numbers_compared(dtype: str, floors: bool) -> N
     assert (verdict.verdict, verdict.tier) == ("pass", dtype), str(verdict)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("model", ["gpt-tied", "twice", "pair", "frozen"])
 def test_schedules_that_add_in_another_order_agree_over_several_steps(model: str) -> None:
     text = f"r2 s2 m4 split=1,1 model={model} plan=train+train+train seed=1"

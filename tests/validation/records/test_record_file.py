@@ -146,6 +146,7 @@ def test_a_file_that_is_not_there_is_said(tmp_path: Path) -> None:
         read(tmp_path / "nowhere")
 
 
+@pytest.mark.long
 def test_no_single_changed_byte_goes_unseen(path: Path) -> None:
     """Every byte in turn, flipped: reading all of it either refuses, or gives what was written."""
     whole = path.read_bytes()

@@ -329,6 +329,7 @@ def taken(model: nn.Module, microbatches: Pairs, file: Path, *, factor: float) -
     return [held / stage for held in accumulate(size for size in sizes if size not in mapped)]
 
 
+@pytest.mark.long
 def test_comparing_takes_less_memory_than_a_stage(tmp_path: Path) -> None:
     """What is right is compared piece by piece, and what is wrong is kept: one stage more, for the cause's sake."""
     model, microbatches, file = nn.Sequential(nn.Linear(1024, 1024)), data(width=1024), tmp_path / "wide"

@@ -47,6 +47,7 @@ def test_an_svg_needs_no_plotting_library_and_a_png_names_it(monkeypatch: pytest
         check_drawable()
 
 
+@pytest.mark.long
 @needs_matplotlib
 def test_equal_drawings_give_equal_files() -> None:
     assert svg(DRAWING) == svg(DRAWING)
@@ -54,6 +55,7 @@ def test_equal_drawings_give_equal_files() -> None:
     assert png(DRAWING).startswith(b"\x89PNG")
 
 
+@pytest.mark.long
 @needs_matplotlib
 @pytest.mark.parametrize("name", SOME)
 def test_no_text_is_wider_than_is_thought_or_leaves_the_picture(name: str) -> None:

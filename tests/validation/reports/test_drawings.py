@@ -48,6 +48,7 @@ def test_more_actions_than_pixels_are_refused_for_pictures_alone(tmp_path: Path)
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_two_schedules_of_32_ranks_and_128_microbatches_can_be_drawn() -> None:
     assert 2 * len(build("zb-v", ranks=32, microbatches=128).columns) <= MOST
 

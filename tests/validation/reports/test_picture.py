@@ -186,6 +186,7 @@ def test_who_cannot_see_it_is_told_what_it_shows() -> None:
     assert drawn("1f1b").says.startswith(f"1f1b: {sizes}: makespan 33, global bubble 9")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 1), (4, 8), (64, 64), (400, 2)])
 def test_a_picture_has_a_size_that_can_be_shown(ranks: int, microbatches: int) -> None:
     drawing = picture([panel("gpipe", ranks=ranks, microbatches=microbatches)] * 2)

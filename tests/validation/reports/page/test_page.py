@@ -160,6 +160,7 @@ def test_a_planted_fault_that_is_caught_does_not_agree_with_the_reference() -> N
     assert "The case agrees with the reference, and the planted fault is caught." in shown
 
 
+@pytest.mark.long
 def test_one_file_of_10_000_cells_and_1_000_parameters_is_small() -> None:
     made = page(large())
     assert 1e5 < len(made.encode()) < 5e6
