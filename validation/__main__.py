@@ -1,6 +1,17 @@
-"""``python -m pipeproof`` and ``torchrun -m pipeproof`` are the command ``pipeproof``."""
+"""The process that a shell starts: ``pipeproof``, ``python -m pipeproof`` and ``torchrun -m pipeproof`` are one."""
 
-from pipeproof.commands.cli import command
+import signal
+from typing import NoReturn
+
+
+def start() -> NoReturn:
+    """Run the command line. Ctrl-C ends the process quietly from the first line on, also while the rest is imported."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell's background job ignores it
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is something to tell
+    from pipeproof.commands.cli import command
+
+    command()
+
 
 if __name__ == "__main__":
-    command()
+    start()

@@ -7,8 +7,10 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
@@ -17,6 +19,8 @@ from pipeproof.commands import ending
 from pipeproof.commands.ending import UNREAD, Asked, AskedToEnd, ReaderGone, ended, standard_output
 from pipeproof.pipeline.laws import LawBroken
 from pipeproof.worlds.output_file import OutputError
+
+SCRIPT = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]["scripts"]["pipeproof"]
 
 
 def raising(error: BaseException) -> Callable[[], int]:
@@ -264,6 +268,22 @@ def test_a_loop_in_a_shell_stops() -> None:
     code += "leave(ended(lambda: os.kill(os.getpid(), signal.SIGINT)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "pipeproof: interrupted\n")
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        "import runpy; runpy.run_module('pipeproof', run_name='__main__')",
+        f"from importlib.metadata import EntryPoint as E; E('pipeproof', '{SCRIPT}', 'console_scripts').load()()",
+    ],
+)
+def test_an_interruption_while_it_is_imported_is_quiet(start: str) -> None:
+    code = "import os, signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    code += "class Asking:\n    def find_spec(name, *_):\n        if name == 'pipeproof.commands.ending':\n"
+    code += "            os.kill(os.getpid(), signal.SIGINT)\n"
+    code += f"sys.meta_path.insert(0, Asking)\nsys.argv = ['pipeproof', '--version']\n{start}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
 def test_a_block_that_is_asked_to_end_ends_alone() -> None:
