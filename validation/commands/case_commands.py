@@ -177,10 +177,11 @@ def _add_records(commands: Commands) -> None:
         "diff",
         help="what did two runs do differently? their configs first, then numbers",
         description="What did two runs do differently? Their configs are compared first, then their numbers. Neither "
-        "is known to be right: `pipeproof compare` judges one by what was expected.",
+        "is known to be right, so it says same or different, and no cause. Where `pipeproof record` wrote the first, "
+        "it judges the other by it, as `pipeproof compare` does.",
     )
-    differ.add_argument("expected", metavar="one", help="what --record wrote in one run")
-    differ.add_argument("seen", metavar="other", help="what --record wrote in another")
+    differ.add_argument("expected", metavar="one", help="what --record wrote in one run, or `pipeproof record`")
+    differ.add_argument("seen", metavar="other", help="what --record wrote in another run")
     for parser, configs in ((comparer, False), (differ, True)):
         add_outputs(parser, what="the verdict", page=True)
         parser.set_defaults(run=_compare, configs=configs)

@@ -5,9 +5,10 @@ from functools import partial
 from pipeproof.cases.case import Case
 from pipeproof.cases.specimens import specimen
 from pipeproof.commands.outputs import Outputs
+from pipeproof.judging.verdict import JUDGED
 from pipeproof.pipeline.sizes import some
 from pipeproof.records.case_record import expected_record
-from pipeproof.records.compare import compare
+from pipeproof.records.compare import RUNS, compare
 from pipeproof.records.record import Record, RecordError, config_differences
 from pipeproof.records.record_file import read, write
 from pipeproof.reports.columns import Column, table
@@ -15,7 +16,7 @@ from pipeproof.reports.page.page import page
 from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.output_file import OutputFile
 
-_CONFIGS = (Column("", least=8, gap=0), Column("", least=4, gap=2), Column("", least=4, gap=2))
+_CONFIGS = (Column("config", least=8, gap=0), Column("one", least=4, gap=2), Column("other", least=4, gap=2))
 
 
 def record_case(case: Case, path: str) -> int:
@@ -44,11 +45,12 @@ def compare_files(expected: str, seen: str, *, outputs: Outputs, configs: bool =
         raise RecordError(f"{expected} is of a run, which may be wrong: {wanted}")
     command, differences = "diff" if configs else "compare", list(config_differences(first, second))
     with outputs.opened(command) as files:
+        sides = JUDGED if first.kind == "expected" else RUNS
+        verdict = compare(first, second, rerun=f"pipeproof {command} {expected} {seen}", sides=sides)
         if configs:
-            rows = [tuple(map(str, row)) for row in differences]
+            rows = [tuple(str(part) or "-" for part in row) for row in differences]
             Terminal().say(table(_CONFIGS, rows, Terminal().width) if rows else "the configs are the same")
-        verdict = compare(first, second, rerun=f"pipeproof {command} {expected} {seen}")
-        Terminal().say(str(verdict), verdict.verdict)
+        Terminal().say(str(verdict), verdict.word)
         found = {name: values for name, *values in differences}
         shown = partial(page, verdict, differences if configs else ())
         return files.finish(verdict.exit_status, [verdict], page=shown, config_differences=found)

@@ -135,7 +135,7 @@ class Comparison:
         if wanted is not None and math.isfinite(wanted):
             self._ledger.numbers(self._at("grad-norm", rank=rank), seen, wanted, self._allowed.norm)
         elif wanted is not None:
-            self._ledger.doubt("grad-norm", f"the norm expected is {wanted:.4g}: there is nothing to compare with")
+            self._ledger.doubt("grad-norm", f"the other norm is {wanted:.4g}: there is nothing to compare with")
 
     def gradient(self, name: str, seen: Tensor | None, *, rank: int | None = None, stage: int | None = None) -> None:
         """A parameter's gradient."""
@@ -146,7 +146,7 @@ class Comparison:
         if seen is None or wanted is None:
             return
         if not all_finite(wanted):
-            self._ledger.leave_out("gradient", [name], "what is expected is not finite")
+            self._ledger.leave_out("gradient", [name], "what it is compared with is not finite")
             return
         if wanted.numel() and not any_nonzero(wanted) and not any_nonzero(seen):
             self._ledger.empty("gradient", "zero, as is due: no fault shows there")

@@ -94,6 +94,10 @@ class Mismatch:
         """What was due, in words."""
         return _DUE.get(self.what, _READS.get(self.what, str))(self.due)
 
+    def read(self, due: str) -> str:
+        """``seen``, where what was due goes by the name ``due``."""
+        return self.seen.replace("times expected", f"times {due}")
+
     @property
     def ratio(self) -> float | None:
         """How many times the due number the found one is; None where they are no such numbers."""
@@ -124,7 +128,11 @@ class Mismatch:
         )
 
     def __str__(self) -> str:
-        return f"{self.law}: {self.where}: {self.seen} (expected {self.expected})"
+        return self.line()
+
+    def line(self, due: str = "expected") -> str:
+        """All of it on one line; ``due`` is what the one side is called."""
+        return f"{self.law}: {self.where}: {self.read(due)} ({due} {self.expected})"
 
     def __eq__(self, other: object) -> bool:
         """As they read: a NaN is no other than another."""

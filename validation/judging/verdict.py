@@ -27,6 +27,8 @@ _CAUSES = 3  # causes that hold together, on a screen
 _ALTERNATIVES = 2
 _LONGEST = 300  # characters of what was raised
 _LISTED = 12  # names in a note
+JUDGED = ("seen", "expected")
+_UNJUDGED: Mapping[str, str] = {"pass": "same", "fail": "different", "wrong": "different"}
 EXIT_STATUS: Mapping[str, int] = {"pass": 0, "fail": 1, "unknown": 3}
 
 
@@ -76,11 +78,15 @@ class LawResult:
     left_out: tuple[str, ...] = ()
 
     def __str__(self) -> str:
+        return self.line(self.outcome)
+
+    def line(self, outcome: str) -> str:
+        """All of it on one line; ``outcome`` is the word for how it fared."""
         exact = f"{self.checked} compared, {self.exact} bit for bit" if self.checked else ""
         missed = f"{len(self.left_out)} not compared" if self.left_out else ""
         worst = f"worst {small(self.worst)}" if self.worst else ""
         details = ", ".join(text for text in (exact, missed, worst, self.note) if text)
-        return f"{self.name:<18} {self.outcome:<14} {details}".rstrip()
+        return f"{self.name:<18} {outcome:<14} {details}".rstrip()
 
 
 @dataclass(frozen=True)
@@ -106,7 +112,8 @@ class Verdict:
     largest rounding floor over all gradients; 0 if none was measured. failure: how the ranks failed, if there was
     nothing to judge. ended: "error" for a crash, "hang" for a hang. headline: a sentence for what the laws cannot say.
     rerun: what to type if there is no replay line. seconds: what it took. stopped: what was raised while things were
-    compared. unsought: what was raised while the cause was looked for. traceback: of either. measured: numbers.
+    compared. unsought: what was raised while the cause was looked for. traceback: of either. measured: numbers. sides:
+    what found and due are called; of two runs, neither of which is known to be right, they are names of these.
     """
 
     config: str
@@ -129,11 +136,21 @@ class Verdict:
     unsought: str = ""
     traceback: str = field(default="", compare=False)
     ended: Literal["", "error", "hang"] = ""
+    sides: tuple[str, str] = JUDGED
+
+    @property
+    def judged(self) -> bool:
+        """Whether one side is known to be right."""
+        return self.sides == JUDGED
 
     @property
     def word(self) -> str:
         """The outcome as a reader meets it: a crash and a hang are no verdict, but are no mere doubt either."""
-        return self.ended or self.verdict
+        return self.ended or self.outcome(self.verdict)
+
+    def outcome(self, word: str) -> str:
+        """``word`` for an outcome; what differs from a run that may be wrong has not failed."""
+        return word if self.judged else _UNJUDGED.get(word, word)
 
     @property
     def reason(self) -> str:
@@ -196,13 +213,13 @@ class Verdict:
             rows += [self.failure, *self._next()]
         if self.mismatches:
             first = self.mismatches[0]
-            rows += [
-                f"  where     {first.where}; operation {first.operation} of the plan",
-                f"  seen      {first.seen}",
-                f"  expected  {first.expected}{first.allowance}",
-            ]
+            found, due = self.sides
+            rows.append(f"  where     {first.where}; operation {first.operation} of the plan")
+            values = [(found, first.read(due)), (due, first.expected)]
+            (a, one), (b, other) = values if self.judged else reversed(values)  # as they were named
+            rows += [f"  {a:<9} {one}", f"  {b:<9} {other}{first.allowance}"]
         rows.append(f"  bindings  {self.bindings}" if self.bindings else f"  case      {self.config}")
-        rows += [f"  then      {mismatch}" for mismatch in self.mismatches[1:_SHOWN]]
+        rows += [f"  then      {mismatch.line(self.sides[1])}" for mismatch in self.mismatches[1:_SHOWN]]
         if len(self.mismatches) > _SHOWN:
             rows.append(f"  then      and {len(self.mismatches) - _SHOWN} more")
         return "\n".join([*rows, *self._laws(), f"  replay    {self.replay}"])
@@ -234,10 +251,10 @@ class Verdict:
         else:
             shown = [law for law in self.laws if law.outcome in ("fail", "unknown")]
             passed = [law for law in self.laws if law.outcome == "pass"]
-        rows = [str(law) for law in shown]
+        rows = [law.line(self.outcome(law.outcome)) for law in shown]
         if passed:
             compared = sum(law.checked for law in passed)
-            rows.append(f"{'pass':<18} {', '.join(law.name for law in passed)}: {compared} compared")
+            rows.append(f"{self.outcome('pass'):<18} {', '.join(law.name for law in passed)}: {compared} compared")
             rows += _not_seen(self.laws)
         return _labelled("laws", rows)
 

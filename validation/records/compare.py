@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
 
@@ -12,7 +13,7 @@ from pipeproof.diagnosis.evidence import Evidence, failing
 from pipeproof.judging.comparison import leave_out
 from pipeproof.judging.judge import Where, concluded
 from pipeproof.judging.ledger import Ledger
-from pipeproof.judging.verdict import Crash, Verdict
+from pipeproof.judging.verdict import JUDGED, Crash, Verdict
 from pipeproof.records.case_record import case_of, remade
 from pipeproof.records.record import (
     LAWS,
@@ -29,25 +30,31 @@ from pipeproof.records.record import (
 from pipeproof.records.record_evidence import Step
 
 _SHOWN = 4  # differences of configs in a sentence
+RUNS = ("other", "one")  # two, neither of which is known to be right
 
 
-def compare(expected: Record, seen: Record, *, rerun: str = "pipeproof compare FILE FILE") -> Verdict:
+def compare(
+    expected: Record, seen: Record, *, rerun: str = "pipeproof compare FILE FILE", sides: tuple[str, str] = JUDGED
+) -> Verdict:
     """The verdict on ``seen``, judged by ``expected``: operation by operation, up to the first that disagrees.
 
+    ``sides`` are what the second and the first are called. Of ``RUNS`` no cause is sought: either may be wrong.
     Raises ``RecordError`` where the two are not of the same steps: other operations, microbatches or first weights.
     """
     began = perf_counter()
     _comparable(expected, seen)
     ledger = Ledger(LAWS)
-    crash = _entered(expected, seen, ledger)
-    title = f"{seen.name} against {expected.name}"
+    title = f"{seen.name} against {expected.name}" if sides == JUDGED else f"{expected.name} and {seen.name}"
+    crash = _entered(expected, seen, ledger, sides)
     otherwise = Recorded(expected.operations[0]).precision
     verdict = concluded(ledger, title, otherwise=otherwise, rerun=rerun, seconds=perf_counter() - began)
-    verdict = verdict.before_its_end(crash)
-    return sought(verdict, lambda: explained(evidence_of(verdict, expected, seen))) if verdict.mismatches else verdict
+    verdict = replace(verdict.before_its_end(crash), sides=sides)
+    if not verdict.mismatches or not verdict.judged:
+        return verdict
+    return sought(verdict, lambda: explained(evidence_of(verdict, expected, seen)))
 
 
-def _entered(expected: Record, seen: Record, ledger: Ledger) -> Crash | None:
+def _entered(expected: Record, seen: Record, ledger: Ledger, sides: tuple[str, str]) -> Crash | None:
     """Enter all that was seen; what is raised by a record that lacks a part of what it should have."""
     compared = 0
     try:
@@ -57,7 +64,7 @@ def _entered(expected: Record, seen: Record, ledger: Ledger) -> Crash | None:
             _compare(ledger, expected, seen, number)
             compared += 1
         for number in range(compared):  # last, or what is wrong in a later operation would be taken for a consequence
-            _leave_out(ledger, expected.operations[number], seen.operations[number], number)
+            _leave_out(ledger, expected.operations[number], seen.operations[number], number, sides)
     except RecordError:
         raise
     except Exception as error:  # no one type: who knows what wrote it
@@ -67,18 +74,21 @@ def _entered(expected: Record, seen: Record, ledger: Ledger) -> Crash | None:
     return None
 
 
-def _leave_out(ledger: Ledger, due: RecordedOperation, seen: RecordedOperation, number: int) -> None:
-    """Count and name what only one side has: it was not compared."""
+def _leave_out(
+    ledger: Ledger, due: RecordedOperation, seen: RecordedOperation, number: int, sides: tuple[str, str]
+) -> None:
+    """Count and name what only one of ``sides`` has: it was not compared."""
     leave_out(ledger, due, number=number, names=[name for name in due.gradients if name in seen.gradients])
     if due.operation == "train" and due.norm is None:
-        ledger.doubt("grad-norm", "no norm is expected, so there is nothing to compare with")
+        ledger.doubt("grad-norm", "there is no norm to compare with")
     for law, one, other in (
         ("presence", due.gradients, seen.gradients),
         ("gradient", due.gradients, seen.gradients),
         ("updated-parameters", due.parameters, seen.parameters),
     ):
-        for side, names in (("seen", one.keys() - other.keys()), ("expected", other.keys() - one.keys())):
-            ledger.leave_out(law, sorted(names), f"nothing is {side} of it")
+        for side, names in zip(sides, (one.keys() - other.keys(), other.keys() - one.keys()), strict=True):
+            why = f"nothing is {side} of it" if sides == JUDGED else f"{side} has nothing of it"
+            ledger.leave_out(law, sorted(names), why)
 
 
 def evidence_of(verdict: Verdict, expected: Record, seen: Record) -> Evidence:

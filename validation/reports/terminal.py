@@ -13,7 +13,7 @@ from rich.text import Text
 from pipeproof.worlds.launcher import reports
 
 _STYLES = {"pass": "green", "fail": "bold red", "unknown": "bold yellow"}
-_STYLES |= {"error": "bold red", "hang": "bold red"}
+_STYLES |= {"error": "bold red", "hang": "bold red", "same": "green", "different": "bold yellow"}
 
 
 @dataclass(frozen=True)

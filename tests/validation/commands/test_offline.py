@@ -1,5 +1,6 @@
 """The commands record, compare and diff as a user types them: what they print, and their exit statuses."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -49,8 +50,8 @@ def test_diff_says_first_how_the_configs_differ(capsys: pytest.CaptureFixture[st
     assert '<th scope="row">schedule</th><td>1f1b</td><td>gpipe</td>' in shown
     assert "Not recorded: nobody noted which actions ran" in shown
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert lines[:3] == [["schedule", "1f1b", "gpipe"], ["ranks", "2", "1"], ["split", "1,1", "2"]]
-    assert lines[3][0] == "PASS"
+    assert lines[:3] == [["config", "one", "other"], ["schedule", "1f1b", "gpipe"], ["ranks", "2", "1"]]
+    assert lines[4][0] == "PASS", "one of the two is what was expected"
     assert main(["diff", "one", "one"]) == 0
     assert capsys.readouterr().out.startswith("the configs are the same\nPASS")
 
@@ -97,11 +98,17 @@ def test_bad_input_is_refused_and_nothing_is_written(
 def test_what_a_run_gave_is_recorded_and_judged(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", ONE, "--record", "seen"]) == 0
     assert main(["replay", f"{ONE} specimen=layernorm-zero", "--record", "faulty"]) == 1
+    capsys.readouterr()
+    assert main(["diff", "seen", "seen"]) == 0
+    assert main(["diff", "seen", "faulty", "--json", "diff.json", "--html", "diff.html"]) == 1
+    out, _ = capsys.readouterr()
+    assert re.findall(r"(?m)^[A-Z]+ ", out) == ["SAME ", "DIFFERENT "]
+    assert re.search(r"(?m)^  one       .*\n  other     .*; relative error", out)
+    page = re.sub(r"(?s)<style>.*?</style>|<script.*?</script>|<[^>]*>", " ", Path("diff.html").read_text())
+    assert not re.search(r"expected|\bright|\bwrong|\bcause\b|\b(pass|fail)\b", out + page, re.IGNORECASE)
+    assert documented(Path("diff.json").read_text())["verdicts"][0]["sides"] == ["other", "one"]
     assert main(["compare", "one", "seen"]) == 0
-    assert main(["diff", "seen", "faulty"]) == 1
     assert main(["compare", "seen", "faulty"]) == 2, "neither is known to be right"
     out, err = capsys.readouterr()
     assert "seen is of a run, which may be wrong: expected first what `pipeproof record` wrote" in err
     assert "PASS 37 comparisons, bitwise" in out
-    assert "specimen" in out
-    assert "where     rank 1, stage 1, parameter blocks.1.norm.weight" in out

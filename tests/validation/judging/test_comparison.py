@@ -133,7 +133,7 @@ def test_a_gradient_that_the_reference_has_no_number_for_is_not_compared_and_tha
         law = verdict.law("gradient")
         assert (verdict.verdict, law.outcome, law.left_out) == ("unknown", "unknown", ("root",)), str(verdict)
         assert "1 not compared" in str(law)
-        assert law.note == "what is expected is not finite: root"
+        assert law.note == "what it is compared with is not finite: root"
 
 
 class Emptied(nn.Module):

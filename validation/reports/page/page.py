@@ -68,7 +68,7 @@ def _of_cause(verdict: Verdict) -> list[tuple[str, Part]]:
         facts.append(("Cause", f"not sought: looking for it raised {verdict.unsought}"))
     elif verdict.failure and not verdict.cause:
         facts.append(("Next", "Read below where each rank stood."))
-    elif not verdict.cause and (verdict.undecided or verdict.mismatches):
+    elif verdict.judged and not verdict.cause and (verdict.undecided or verdict.mismatches):
         facts.append(("Cause", "; ".join(verdict.undecided) or "unknown: the evidence does not decide"))
     return facts
 
@@ -82,12 +82,13 @@ def _own_line(cause: Cause) -> Html | None:
 def _of_numbers(verdict: Verdict) -> list[tuple[str, Part]]:
     if not verdict.mismatches:
         return [("Numbers", closest(verdict))]
+    found, due = verdict.sides
     first, left = verdict.mismatches[0], len(verdict.mismatches) - 1
     facts: list[tuple[str, Part]] = [
-        ("Seen", f"{first.law}: {first.where}; operation {first.operation} of the plan: {first.seen}"),
-        ("Expected", f"{first.expected}{first.allowance}"),
+        (found.title(), f"{first.law}: {first.where}; operation {first.operation} of the plan: {first.read(due)}"),
+        (due.title(), f"{first.expected}{first.allowance}"),
     ]
-    rest = (tag("li", str(one)) for one in verdict.mismatches[1:101])
+    rest = (tag("li", one.line(due)) for one in verdict.mismatches[1:101])
     also = more(f"{left} more that differ", tag("ul", *rest), f"and {left - 100} more" if left > 100 else None)
     return [*facts, ("Then", also)] if left else facts
 
@@ -107,7 +108,7 @@ def parts(verdict: Verdict, grid: Grid | None, first: int = 0) -> list[Html | No
     return [
         instead,
         sections.section("Schedule", shown, wide=True, missing=_NO_GRID),
-        None if verdict.verdict == "pass" else sections.coefficients(verdict),
+        sections.coefficients(verdict) if verdict.word == "fail" else None,
         sections.losses(verdict),
         sections.gradients(verdict),
         sections.norms(verdict),

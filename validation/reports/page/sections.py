@@ -30,7 +30,7 @@ def losses(verdict: Verdict) -> Html:
         name = "all" if microbatch < 0 else str(microbatch)
         ranks = sorted({other.rank for other in same if other.rank is not None})
         rows.append([name, _number(one.found), _number(one.due), _error(one), _ranks(ranks)])
-    head = ["", "seen", "expected", "error", "ranks"]
+    head = ["", *verdict.sides, "error", "ranks"]
     shown = table(head, rows, caption="Losses by microbatch", numbers=(0, 1, 2, 3)) if rows else None
     return section("Losses", shown, missing=f"Not recorded: {_why(verdict, 'loss')}")
 
@@ -46,7 +46,7 @@ def norms(verdict: Verdict) -> Html:
         ["every rank" if one.rank is None else f"rank {one.rank}", _number(one.found), _number(one.due), _error(one)]
         for one in verdict.measured.of("grad-norm")
     ]
-    shown = table(["", "seen", "expected", "error"], rows, caption="Gradient norms by rank", numbers=(1, 2, 3))
+    shown = table(["", *verdict.sides, "error"], rows, caption="Gradient norms by rank", numbers=(1, 2, 3))
     return section("Gradient norm", shown if rows else None, missing=f"Not recorded: {_why(verdict, 'grad-norm')}")
 
 
@@ -150,11 +150,11 @@ def _coefficient(cell: Cell) -> Html:
 
 def laws(verdict: Verdict) -> Html:
     """Every law: how it fared, and how much of it was compared."""
-    head = ["law", "outcome", "compared", "bit for bit", "wrong", "worst error", "floor", "note"]
+    head = ["law", "outcome", "compared", "bit for bit", verdict.outcome("wrong"), "worst error", "floor", "note"]
     rows = [
         [
             law.name,
-            tag("span", law.outcome, class_=f"outcome {law.outcome.replace(' ', '-')}"),
+            tag("span", verdict.outcome(law.outcome), class_=f"outcome {law.outcome.replace(' ', '-')}"),
             *(str(count) if law.checked else "-" for count in (law.checked, law.exact, law.wrong)),
             small(law.worst) if law.worst or law.exact == law.checked > 0 else "-",
             small(law.floor) if law.worst else "-",

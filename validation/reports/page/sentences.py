@@ -6,6 +6,7 @@ from pipeproof.judging.cause import KINDS, Cause
 from pipeproof.judging.verdict import Verdict, small
 
 OUTCOMES = {"pass": "Pass", "fail": "Fail", "unknown": "Unknown", "error": "Error", "hang": "Hang"}
+OUTCOMES |= {"same": "Same", "different": "Different"}
 
 
 def sentence(verdict: Verdict) -> str:
@@ -45,7 +46,7 @@ def _headline(verdict: Verdict) -> str:
         )
         return f"all {count} comparisons agree, {how}"
     text = str(verdict).partition("\n")[0].partition(" ")[2]
-    return f"{text}; its cause is not known" if verdict.verdict == "fail" else text
+    return f"{text}; its cause is not known" if verdict.word == "fail" else text
 
 
 def _at(cause: Cause) -> str:
