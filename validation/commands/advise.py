@@ -83,9 +83,12 @@ def _advise(options: argparse.Namespace) -> int:
         with Terminal().progress("advise"):
             steps = path(job, cluster, allowed)
             found = search(job, cluster, allowed, most=counted("most", options.most, most=100))
-        Terminal().say(_asked(job, cluster))
-        Terminal().say("\n" + table(_STEPS, list(map(_step, steps)), Terminal().width))
-        Terminal().say("\n" + _ending(found, steps, job, cluster))
+        Terminal().detail(_asked(job, cluster))
+        Terminal().detail("\n" + table(_STEPS, list(map(_step, steps)), Terminal().width) + "\n")
+        if found.best:
+            rows = [_row(choice, job, cluster) for choice in found.best]
+            Terminal().detail(table(_LAYOUTS, rows, Terminal().width) + "\n")
+        Terminal().say(_ending(found, steps, job, cluster))
         return files.finish(
             0 if found.best else WRONG,
             steps=[_step_data(step) for step in steps],
@@ -219,13 +222,12 @@ _LAYOUTS = [
 
 
 def _ending(found: Found, steps: Sequence[Step], job: Job, cluster: Cluster) -> str:
-    """The fastest layouts, where to begin, and what to type next."""
+    """Where to begin and what to type next, or why there is nothing to begin with."""
     if not found.best:
         if found.least is None:
             return f"No layout is legal: use another number of devices than {cluster.devices:,}, or another batch."
         return "Nothing fits: use more devices, or devices with more memory."
-    rows = [_row(choice, job, cluster) for choice in found.best]
-    return f"{table(_LAYOUTS, rows, Terminal().width)}\n\n{_next(steps, job)}"
+    return _next(steps, job)
 
 
 def _row(choice: Choice, job: Job, cluster: Cluster) -> tuple[str, ...]:

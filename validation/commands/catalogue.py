@@ -82,9 +82,9 @@ def try_all(names: Sequence[str], schedules: Sequence[str], setting: Setting, *,
             terminal.detail(f"left out, {why}: {', '.join(those)}")
         for which, words in _EVIDENCE.items():
             if which == "final" or not final_only:
-                drawn = confusion(pairs_of(trials, which), terminal.width)
-                said = totals(trials, which) + not_run(len(cases) - len(trials))
-                terminal.say(f"\n{words}:\n{drawn}\n{said}")
+                terminal.say(f"\n{words}:")
+                terminal.detail(confusion(pairs_of(trials, which), terminal.width))
+                terminal.say(totals(trials, which) + not_run(len(cases) - len(trials)))
         status = 0 if trials and all(_sound(trial) for trial in trials) else 1
         return files.finish(status, specimens=[trial.as_dict() for trial in trials])
 

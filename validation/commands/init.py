@@ -39,8 +39,9 @@ def _init(options: argparse.Namespace) -> int:
     if kind not in STARTERS:
         raise ValueError(f"unknown kind {kind!r}: {known_are(kind, STARTERS)}; pipeproof init --list says what for")
     write_new(file, text(kind))
-    terminal.say(f"{file}: {summary(kind)}\nIt runs as it is:  pytest {shlex.quote(file)}")
-    terminal.say("Then change the three places that are marked CHANGE: model, data, step.")
+    terminal.say(f"{file}: {summary(kind)}")
+    terminal.detail(f"It runs as it is:  pytest {shlex.quote(file)}")
+    terminal.detail("Then change the three places that are marked CHANGE: model, data, step.")
     return 0
 
 

@@ -50,7 +50,9 @@ def compare_files(expected: str, seen: str, *, outputs: Outputs, configs: bool =
         if configs:
             rows = [tuple(str(part) or "-" for part in row) for row in differences]
             Terminal().say(table(_CONFIGS, rows, Terminal().width) if rows else "the configs are the same")
-        Terminal().say(str(verdict), verdict.word)
+        headline, _, rest = str(verdict).partition("\n")
+        Terminal().say(headline, verdict.word)
+        (Terminal().detail if verdict.verdict == "pass" else Terminal().say)(rest)
         found = {name: values for name, *values in differences}
         shown = partial(page, verdict, differences if configs else ())
         return files.finish(verdict.exit_status, [verdict], page=shown, config_differences=found)

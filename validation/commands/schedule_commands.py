@@ -114,9 +114,9 @@ def _show(options: argparse.Namespace) -> int:
         return _show_real(options, found, paths)
     with Outputs.of(options).opened("show") as files:
         with Terminal().progress(f"show {options.schedule}"):
-            text, timeline = show(schedule, Times(*(options.times or _UNIT)), paths, width=Terminal().width)
-        Terminal().say(f"{schedule.name}: {schedule.sizes}")
-        Terminal().say(text)
+            timeline = show(schedule, Times(*(options.times or _UNIT)), paths)
+        Terminal().detail(_shown(schedule.name, timeline))
+        Terminal().say(described(timeline, Times(*(options.times or _UNIT))))
         return files.finish(0, schedule=_data(schedule), timeline=_times(timeline))
 
 
@@ -127,7 +127,7 @@ def _show_against(options: argparse.Namespace, paths: Paths) -> int:
     with Terminal().progress(f"show {options.schedule} --against {options.against}"):
         both = against(options, Times(*(options.times or _UNIT)), paths)
     for name, timeline in both.timelines.items():
-        Terminal().say(f"{name}: {timeline.schedule.sizes}\n{in_pieces(_grid(timeline), Terminal().width)}\n")
+        Terminal().detail(f"{_shown(name, timeline)}\n")
     Terminal().say(both.text(Terminal().width))
     return 0
 
@@ -146,11 +146,14 @@ def _check(options: argparse.Namespace) -> int:
     with Outputs.of(options).opened("check") as files:
         with Terminal().progress(f"check {options.file}"):
             found = checked(read_file(options.file))
-        Terminal().say(str(found))
+        *details, last = str(found).splitlines()
+        for text in details:
+            (Terminal().say if found.wrong else Terminal().detail)(text)
+        Terminal().say(last)
         transports = {transport.value: deadlock and deadlock.text for transport, deadlock in found.deadlocks.items()}
         broken = [asdict(violation) for violation in found.violations]
         return files.finish(
-            WRONG if broken else 0, schedule=_data(found.schedule), violations=broken, transports=transports
+            WRONG if found.wrong else 0, schedule=_data(found.schedule), violations=broken, transports=transports
         )
 
 
@@ -170,7 +173,7 @@ def _plan(options: argparse.Namespace) -> int:
     with Outputs.of(options).opened("plan") as files:
         with Terminal().progress("plan") as show_progress:
             found = plan(needs, progress=lambda name: show_progress(f"plan: {name}"))
-        Terminal().say(table(_planned(), list(map(row, found)), Terminal().width))
+        Terminal().detail(table(_planned(), list(map(row, found)), Terminal().width))
         Terminal().say(trade(found))
         status = 0 if any(not option.fails for option in found) else WRONG
         return files.finish(status, options=[asdict(option) for option in found], advice=trade(found))
@@ -204,22 +207,25 @@ def _times(timeline: Timeline) -> dict[str, object]:
     return {name: getattr(timeline, name) for name in names}
 
 
-def show(schedule: Schedule, times: Times, paths: Paths, *, width: int | None = None) -> tuple[str, Timeline]:
-    """``schedule`` simulated with ``times``, as text and as it is, after the files at ``paths`` are written."""
+def show(schedule: Schedule, times: Times, paths: Paths) -> Timeline:
+    """``schedule`` simulated with ``times``, after the files at ``paths`` are written."""
     with Drawings(paths, actions=sum(map(len, schedule.ranks))) as drawings:
         timeline = simulate(schedule, times)
-        text = described(timeline, times, width)
         drawings.write({schedule.name: trace_of(timeline)})
-    return text, timeline
+    return timeline
 
 
-def described(timeline: Timeline, times: Times, width: int | None = None) -> str:
-    """The grid, and what it comes to."""
+def _shown(name: str, timeline: Timeline) -> str:
+    """The grid, as wide as the terminal, below its name and sizes."""
+    return f"{name}: {timeline.schedule.sizes}\n{in_pieces(_grid(timeline), Terminal().width)}"
+
+
+def described(timeline: Timeline, times: Times) -> str:
+    """What a timeline comes to."""
     f, i, w = times.forward, times.backward_input, times.backward_weight
     equal = f"T_F = T_I = T_W = {f:g} per stage" if f == i == w else f"T_F = {f:g}, T_I = {i:g}, T_W = {w:g} per stage"
     return "\n".join(
         [
-            in_pieces(_grid(timeline), width),
             f"makespan {timeline.makespan:g} ({equal}, T_B = T_I + T_W = {i + w:g}, no latency)",
             f"bubble   global {timeline.global_bubble:g} ({timeline.bubble_fraction:.1%}), "
             f"local {timeline.local_bubble:g}",
@@ -249,6 +255,11 @@ class Checked:
     violations: Sequence[Violation]
     deadlocks: Mapping[Transport, Deadlock | None]
     columns: Columns
+
+    @property
+    def wrong(self) -> bool:
+        """Whether anything in it breaks a law."""
+        return bool(self.violations)
 
     def __str__(self) -> str:
         if self.violations and not self.deadlocks:

@@ -342,6 +342,40 @@ def test_check_names_row_and_column_of_a_wrong_cell(tmp_path: Path, capsys: pyte
 
 
 @pytest.mark.pipeproof_ranks
+@pytest.mark.parametrize(
+    ("arguments", "left"),
+    [
+        (["advise", "--model", "gpt-1.7b"], 1),
+        (["plan"], 1),
+        (["show", "1f1b"], 4),
+        (["show", "1f1b", "--against", "gpipe"], 7),
+        (["check", "ok.csv"], 1),
+        (["record", "1f1b r1 s1 m1 model=mlp plan=train", "--out", "x"], 1),
+        (["compare", "x", "x"], 1),
+        (["init", "own"], 1),
+    ],
+)
+def test_quiet_leaves_what_does_not_pass_and_how_it_ended(
+    arguments: list[str],
+    left: int,
+    tmp_path_factory: pytest.TempPathFactory,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = tmp_path_factory.getbasetemp() / "quiet"
+    folder.mkdir(exist_ok=True)
+    monkeypatch.chdir(folder)
+    Path("ok.csv").write_text(build("1f1b", ranks=2, microbatches=2).to_csv())
+    main(["record", "1f1b r1 s1 m1 model=mlp plan=train", "--out", "x"])
+    Path("test_my_pipeline.py").unlink(missing_ok=True)
+    capsys.readouterr()
+    assert main([*arguments, "--quiet"]) == 0
+    assert capsys.readouterr().out.count("\n") == left
+    Path("ok.csv").write_text("0F0,0B0,0F1,0B1\n1F0,1B1,1F1,1B0\n")
+    assert main(["check", "ok.csv", "--quiet"]) == 1
+    assert "local-order" in capsys.readouterr().out, "what breaks a law is said"
+
+
 def test_replay_of_a_fault_is_wrong_and_of_a_sound_case_is_not(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", *"naive r1 s1 m2 split=1 model=mlp plan=train seed=0".split()]) == 0
     assert "PASS" in capsys.readouterr().out

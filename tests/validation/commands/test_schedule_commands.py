@@ -6,22 +6,20 @@ from pathlib import Path
 import pytest
 
 from pipeproof.commands.cli import main
-from pipeproof.commands.schedule_commands import show
-from pipeproof.pipeline import Times, build
+from pipeproof.pipeline.schedules import build
 from pipeproof.reports.colours import WRONG
-from pipeproof.reports.drawings import Paths
-
-SCHEDULE = build("zb-h1", ranks=4, microbatches=8)
 
 
-def test_times_of_ones_own_stretch_the_grid() -> None:
-    text, _ = show(SCHEDULE, Times(1, 2, 1), Paths())
+def test_times_of_ones_own_stretch_the_grid(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "zb-h1", "--times", "1,2,1"]) == 0
+    text = capsys.readouterr().out
     assert "makespan 38 (T_F = 1, T_I = 2, T_W = 1 per stage, T_B = T_I + T_W = 3, no latency)" in text
     assert "0I0 0I0" in text
 
 
-def test_a_grid_has_whole_units_and_says_what_has_any(tmp_path: Path) -> None:
-    text, _ = show(SCHEDULE, Times(1, 1.5, 1), Paths(trace=str(tmp_path / "x.json")))
+def test_a_grid_has_whole_units_and_says_what_has_any(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "zb-h1", "--times", "1,1.5,1", "--trace", str(tmp_path / "x.json")]) == 0
+    text = capsys.readouterr().out
     assert "which are not whole units; --svg or --png draws it)" in text
     assert "makespan 32.5 (T_F = 1, T_I = 1.5" in text
     assert (tmp_path / "x.json").exists()
