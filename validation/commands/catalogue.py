@@ -126,12 +126,12 @@ def _grouped(left_out: Mapping[tuple[str, str], str]) -> dict[str, list[str]]:
 
 
 COLUMNS = (
-    Column("specimen", 28, least=10, gap=0),
-    Column("schedule", 12, drop=3),
-    Column("planted", 20, drop=2, least=10),
-    Column("caught by", 18, drop=4, least=10),
-    Column("named", 20, least=9),
-    Column("place", 5, drop=5),
+    Column("specimen", 30, gap=0),
+    Column("schedule", 12, drop=4),
+    Column("planted", 20, drop=2),
+    Column("caught by", 18, drop=5),
+    Column("named", 20),
+    Column("place", 5, drop=3),
     Column("from gradients", 20, drop=6),
     Column("time", 7, right=True, drop=7),
 )
@@ -156,7 +156,7 @@ def _place(one: Named) -> str:
 
 
 _LISTED = (
-    Column("", least=10, gap=0),
+    Column("", gap=0),
     Column("", drop=3, gap=2),
     Column("", drop=2, gap=2),
     Column("", drop=4, gap=2),

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
+_NARROW = 8  # letters in which most words can still be told apart
+
 
 @dataclass(frozen=True)
 class Column:
@@ -28,8 +30,7 @@ class Column:
         return (self.least or self.width) + self.gap
 
     def cell(self, text: str) -> str:
-        """``text`` in this column."""
-        text = shortened(text, self.width)
+        """``text`` in this column; where it is longer, what follows is moved."""
         return " " * self.gap + (text.rjust(self.width) if self.right else text.ljust(self.width))
 
 
@@ -39,6 +40,7 @@ class Layout:
 
     columns: tuple[Column, ...]
     kept: tuple[int, ...]
+    width: int | None = None
 
     @classmethod
     def of(cls, columns: Sequence[Column], width: int | None) -> "Layout":
@@ -55,9 +57,11 @@ class Layout:
             least = chosen[k].least or chosen[k].width
             cut = min(max(over, 0), chosen[k].width - least)
             chosen[k], over = replace(chosen[k], width=chosen[k].width - cut), over - cut
-        if over > 0:  # narrower than anybody thought of: the first column says least about numbers
-            chosen[0] = replace(chosen[0], width=max(1, chosen[0].width - over))
-        return cls(tuple(chosen), tuple(kept))
+        for least in (_NARROW, 1):  # narrower than anybody thought of: the first column says least about numbers
+            for k in (0, *reversed(range(1, len(chosen)))):
+                cut = min(max(over, 0), max(0, chosen[k].width - least))
+                chosen[k], over = replace(chosen[k], width=chosen[k].width - cut), over - cut
+        return cls(tuple(chosen), tuple(kept), width)
 
     @property
     def header(self) -> str:
@@ -69,8 +73,9 @@ class Layout:
         return self._line([cells[k] for k in self.kept])
 
     def _line(self, cells: Sequence[str]) -> str:
-        line = "".join(column.cell(cell) for column, cell in zip(self.columns, cells, strict=True))
-        return line.rstrip()
+        pairs = zip(self.columns, cells, strict=True)
+        cut = [column.cell(cell if self.width is None else shortened(cell, column.width)) for column, cell in pairs]
+        return "".join(cut).rstrip()
 
 
 def table(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None = None) -> str:

@@ -28,6 +28,18 @@ def test_a_line_says_what_was_caught_named_and_placed() -> None:
     assert line(replace(TRIAL, laws=())).split()[3:5] == ["NOT:", "nothing"]
 
 
+def test_in_a_narrow_terminal_columns_are_left_out_before_names_are_cut() -> None:
+    kind = "swapped-activations"
+    long = replace(TRIAL, specimen=max(SPECIMENS, key=len), planted=kind, recorded=Named(kind, True, True, 0.1))
+    for width in range(51, 150):
+        text = line(long, width)
+        assert len(text) <= width
+        assert text.startswith(f"{long.specimen} ")
+        assert text.split()[-1] in (kind, "right", "s", "-"), "nothing is cut"
+    assert line(long, 51).split() == [long.specimen, kind], "what was planted, and what it was taken for"
+    assert len(line(long, 20)) == 20
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_most_specimens_apply_to_every_schedule(schedule: str) -> None:

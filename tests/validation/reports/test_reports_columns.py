@@ -33,6 +33,13 @@ def test_of_twenty_columns_the_outcome_has_its_own() -> None:
     assert Layout.of(COLUMNS, 20).row(cells) == "interleaved  unknown"
 
 
+def test_a_file_and_a_pipe_have_all() -> None:
+    long = ",".join("2" * 16)
+    cells = ["a/schedule/of/mine.csv", *["x"] * 5, long, *["x"] * 6, "unknown", "1.0 s"]
+    assert Layout.of(COLUMNS, None).row(cells).split() == [*cells[:-1], "1.0", "s"]
+    assert len(Layout.of(COLUMNS, len(HEADER)).row(cells)) <= len(HEADER)
+
+
 def test_a_table_is_as_wide_as_what_is_in_it_and_empty_columns_are_none() -> None:
     columns = [Column("a", 1, gap=0), Column("", 0, gap=2, least=3, drop=1), Column("c", 1, right=True, gap=2)]
     assert table(columns, [["x", "", "12"]]) == "a   c\nx  12"
