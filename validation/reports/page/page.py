@@ -25,7 +25,7 @@ _NO_GRID = (
 def page(verdict: Verdict, configs: Configs = ()) -> str:
     """The page of one verdict; ``configs``: what is different in the configs of two runs, by name."""
     grid = grid_of(verdict)
-    body = joined([tag("header", *top(verdict)), tag("main", *parts(verdict, grid), _differences(configs))])
+    body = joined([tag("header", *top(verdict)), tag("main", _differences(configs), *parts(verdict, grid))])
     return whole(f"{OUTCOMES[verdict.word]}: {verdict.config}", body, [] if grid is None else [grid])
 
 
@@ -59,7 +59,8 @@ def top(verdict: Verdict, heading: str = "h1") -> list[Html]:
 def _of_cause(verdict: Verdict) -> list[tuple[str, Part]]:
     facts: list[tuple[str, Part]] = []
     for number, cause in enumerate(verdict.cause):
-        facts.append(("Cause" if not number else "And", joined([tag("b", cause.kind), f": {KINDS[cause.kind]}"])))
+        told = KINDS[cause.kind] if number or verdict.ended else ""  # of the first the heading says it
+        facts.append(("And" if number else "Cause", joined([tag("b", cause.kind), f": {told}" if told else None])))
         facts.append(("Place", joined([f"{cause}", _own_line(cause)])))
     facts += [("Next", text) for text in verdict.next]
     if verdict.stopped:
@@ -75,7 +76,8 @@ def _of_cause(verdict: Verdict) -> list[tuple[str, Part]]:
 
 def _own_line(cause: Cause) -> Html | None:
     """The lines of the user's own code, where the cause knows them."""
-    lines = [f"{name} {line}" for name, some in cause.own_lines().items() for line in some]
+    groups = cause.own_lines().items()
+    lines = [f"{'' if k else name:<6} {line}" for name, some in groups for k, line in enumerate(some)]
     return joined([tag("code", line, class_="line") for line in lines]) if lines else None
 
 
@@ -85,12 +87,18 @@ def _of_numbers(verdict: Verdict) -> list[tuple[str, Part]]:
     found, due = verdict.sides
     first, left = verdict.mismatches[0], len(verdict.mismatches) - 1
     facts: list[tuple[str, Part]] = [
-        (found.title(), f"{first.law}: {first.where}; operation {first.operation} of the plan: {first.read(due)}"),
+        ("Where", f"{first.law}: {first.where}{_later(first.operation)}"),
+        (found.title(), first.read(due)),
         (due.title(), f"{first.expected}{first.allowance}"),
     ]
     rest = (tag("li", one.line(due)) for one in verdict.mismatches[1:101])
     also = more(f"{left} more that differ", tag("ul", *rest), f"and {left - 100} more" if left > 100 else None)
     return [*facts, ("Then", also)] if left else facts
+
+
+def _later(operation: int) -> str:
+    """Which operation of the plan; the first goes without saying."""
+    return f"; operation {operation} of the plan" if operation > 1 else ""
 
 
 def _replay(verdict: Verdict) -> Html:
@@ -104,11 +112,11 @@ def parts(verdict: Verdict, grid: Grid | None, first: int = 0) -> list[Html | No
     failed = tag("pre", verdict.failure) if verdict.failure else None
     instead = sections.section("What the ranks did instead", failed, wide=True) if failed else None
     if not any(law.checked for law in verdict.laws):
-        return [instead, sections.laws(verdict), _about(verdict)]
+        return [instead, sections.laws(verdict) if verdict.laws else None, _about(verdict)]
     return [
         instead,
         sections.section("Schedule", shown, wide=True, missing=_NO_GRID),
-        sections.coefficients(verdict) if verdict.word == "fail" else None,
+        sections.coefficients(verdict),
         sections.losses(verdict),
         sections.gradients(verdict),
         sections.norms(verdict),
@@ -120,22 +128,21 @@ def parts(verdict: Verdict, grid: Grid | None, first: int = 0) -> list[Html | No
 
 
 def _differences(configs: Configs) -> Html | None:
-    rows = [[name, str(one), str(other)] for name, one, other in configs]
+    rows = [[str(part) or "-" for part in row] for row in configs]
     shown = table(["", "one", "other"], rows, caption="What is different in the configs of the two runs")
     return sections.section("Configs", shown) if rows else None
 
 
 def _about(verdict: Verdict) -> Html:
-    """The case in words, what computed, and the verdict as text."""
+    """Numbers of the case, what computed, and the verdict as text."""
     facts = [
-        ("case", verdict.config),
-        ("bindings", verdict.bindings or "not recorded"),
-        ("tier", verdict.tier),
+        ("bindings", verdict.bindings),
+        ("tier", "" if verdict.tier == "none" else verdict.tier),
         ("seconds", f"{verdict.seconds:.2f}"),
         *versions().items(),
         ("schema", SCHEMA),
     ]
-    rows = [joined([tag("dt", name), tag("dd", text)]) for name, text in facts]
+    rows = [joined([tag("dt", name), tag("dd", text)]) for name, text in facts if text]
     text = more("As text", tag("pre", str(verdict)))
     trace = more("Traceback", tag("pre", verdict.traceback)) if verdict.traceback else None
     return sections.section("This run", tag("dl", *rows, class_="about"), text, trace)

@@ -97,11 +97,13 @@ def _tick(power: int, x: str) -> Html:
     return joined([line, tag("text", f"10{raised}" if power else "1", x=x, y="68")])
 
 
-def coefficients(verdict: Verdict) -> Html:
-    """How often each microbatch is in each stage's gradients, and in each parameter's of the stage at fault."""
+def coefficients(verdict: Verdict) -> Html | None:
+    """How often each microbatch is in each stage's gradients, and in each parameter's of the stage at fault.
+
+    None where the cause is no matter of that.
+    """
     if verdict.cells is None:
-        why = "Not told: the cause is no matter of how often a microbatch counts"
-        return section("Microbatches in the gradients", missing=why)
+        return None
     rows = verdict.cells.rows
     columns = range(len(rows[0]))
     if len(columns) > _MOST:
@@ -158,7 +160,7 @@ def laws(verdict: Verdict) -> Html:
             *(str(count) if law.checked else "-" for count in (law.checked, law.exact, law.wrong)),
             small(law.worst) if law.worst or law.exact == law.checked > 0 else "-",
             small(law.floor) if law.worst else "-",
-            law.note,
+            "" if _missed(law) else law.note,
         ]
         for law in verdict.laws
     ]
@@ -168,10 +170,20 @@ def laws(verdict: Verdict) -> Html:
 
 def not_compared(verdict: Verdict) -> Html:
     """What was left out, and why."""
-    found = [law for law in verdict.laws if law.left_out or not law.checked]
-    rows = [joined([tag("dt", law.name), tag("dd", law.note or law.outcome, _left_out(law))]) for law in found]
+    found: dict[str, list[LawResult]] = {}
+    for law in filter(_missed, verdict.laws):
+        found.setdefault(law.name if law.left_out else law.note or law.outcome, []).append(law)
+    rows = [
+        joined([tag("dt", ", ".join(law.name for law in laws)), tag("dd", laws[0].note or why, _left_out(laws[0]))])
+        for why, laws in found.items()
+    ]
     everything = "Everything that the laws name was compared." if verdict.laws else "There was nothing to judge."
     return section("Not compared, and why", tag("dl", *rows) if rows else tag("p", everything))
+
+
+def _missed(law: LawResult) -> bool:
+    """Whether something that it names was not compared."""
+    return bool(law.left_out) or not law.checked
 
 
 def _left_out(law: LawResult) -> Html | None:

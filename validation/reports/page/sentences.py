@@ -46,7 +46,8 @@ def _headline(verdict: Verdict) -> str:
         )
         return f"all {count} comparisons agree, {how}"
     text = str(verdict).partition("\n")[0].partition(" ")[2]
-    return f"{text}; its cause is not known" if verdict.word == "fail" else text
+    also = {"fail": f"{text}; its cause is not known", "different": f"The two runs differ: {text}"}
+    return also.get(verdict.word, text)
 
 
 def _at(cause: Cause) -> str:

@@ -121,7 +121,7 @@ def test_no_name_becomes_markup() -> None:
 
 def test_what_was_not_recorded_is_said_and_not_made_up() -> None:
     shown = said(BARE)
-    told = "What the ranks did instead rank 0: waits rank 1: waits Laws There was nothing to judge. This run case"
+    told = "What the ranks did instead rank 0: waits rank 1: waits This run seconds 0.00"
     assert told in shown, "and no section that has nothing to say"
     assert "Not recorded: nobody noted which actions ran" in said(PASSED)
     undecided = replace(BARE, failure="", laws=(LawResult("comparable", "unknown", note="another seed"),), headline="")
@@ -131,6 +131,16 @@ def test_what_was_not_recorded_is_said_and_not_made_up() -> None:
     assert "rank 1: waits" in shown
     assert "Rank 1 hangs." in shown
     assert "no rank reports a norm" in said(replace(FAILED, measured=Measured()))
+
+
+def test_a_page_says_nothing_twice_that_a_person_does_not_need() -> None:
+    shown = said(FAILED).partition(" As text ")[0]
+    assert not re.search("operation 1 of the plan|tier none|bindings not recorded", shown + said(BARE))
+    assert shown.casefold().count("a message arrived as another") == 1, "the heading says what the cause is"
+    assert shown.count("no rank reports a norm") == 1
+    later = replace(FAILED, mismatches=(replace(FAILED.mismatches[0], operation=2),), bindings="")
+    assert "operation 2 of the plan" in said(later)
+    assert said(PASSED).count("tier fp32") == 1
 
 
 def test_a_hang_and_a_crash_say_so_and_who_waits_for_whom() -> None:
