@@ -23,7 +23,14 @@ from pipeproof.reports.terminal import Terminal
 
 _MOST_BATCH = 1 << 24
 _MOST_SEQUENCE = 1 << 24
-_SIZES = ("layers", "hidden", "heads", "vocab", "experts")
+_VOCABULARY = 128_256
+_SIZES = {
+    "layers": "how many layers; with --hidden and --heads it describes a model of your own, without --model",
+    "hidden": "the width of a layer",
+    "heads": "attention heads of a layer",
+    "vocab": f"tokens in the vocabulary (default {_VOCABULARY})",
+    "experts": "experts of a layer, of which each token visits 2 (default: none)",
+}
 _ASSUMED = (
     "bf16 with Adam in fp32, gradients summed in fp32, attention that keeps no scores. Use times to compare layouts, "
     "not as a forecast."
@@ -36,11 +43,11 @@ def add_advise_command(commands: "argparse._SubParsersAction[Any]") -> None:
     parser = commands.add_parser("advise", help=about)
     model = parser.add_argument_group("the model")
     offers(
-        model.add_argument("--model", metavar="NAME", help="of the table (--list), or a config.json of Hugging Face"),
+        model.add_argument("--model", metavar="NAME", help="a name that --list has, or a config.json of Hugging Face"),
         MODELS,
     )
-    for name in _SIZES:
-        add_count(model, f"--{name}", "N", "in place of --model" if name != "experts" else "each token visits 2")
+    for name, says in _SIZES.items():
+        add_count(model, f"--{name}", "N", says)
     job = parser.add_argument_group("the job")
     add_count(job, "--batch", "N", "sequences a step", default=512)
     add_count(job, "--sequence", "N", "tokens of a sequence", default=4096)
@@ -55,14 +62,28 @@ def add_advise_command(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def _add_cluster(group: "argparse._ArgumentGroup") -> None:
-    add_count(group, "--devices", "N", "how many", default=8)
-    add_count(group, "--per-node", "N", "how many of them are in a node", default=8)
+    add_count(group, "--devices", "N", "how many devices there are", default=8)
+    add_count(group, "--per-node", "N", "how many devices are in a node", default=8)
     known = f"one of {', '.join(ACCELERATORS)}"
     offers(group.add_argument("--device", default="h100", metavar="NAME", help=known), ACCELERATORS)
-    group.add_argument("--memory", type=number, metavar="GIB", help="of a device, in place of its own")
-    group.add_argument("--flops", type=number, metavar="TFLOPS", help="in bf16, in place of its own")
-    group.add_argument("--link", type=number, metavar="GB/S", help="one direction, inside a node")
-    group.add_argument("--network", type=number, metavar="GB/S", help="one direction, to other nodes")
+    group.add_argument(
+        "--memory", type=number, metavar="GIB", help="memory of a device (default: what --list says of it)"
+    )
+    group.add_argument(
+        "--flops", type=number, metavar="TFLOPS", help="speed of a device in bf16 (default: what --list says of it)"
+    )
+    group.add_argument(
+        "--link",
+        type=number,
+        metavar="GB/S",
+        help="between two devices of a node, in one direction (default: what --list says)",
+    )
+    group.add_argument(
+        "--network",
+        type=number,
+        metavar="GB/S",
+        help="of a device to other nodes, in one direction (default: what --list says)",
+    )
 
 
 def _advise(options: argparse.Namespace) -> int:
@@ -131,7 +152,7 @@ def _by_hand(given: Mapping[str, int]) -> Transformer:
     experts = (
         Experts(counted("experts", given["experts"], least=2, most=1 << 16), 2, width) if "experts" in given else None
     )
-    vocabulary = given.get("vocab", 128_256)
+    vocabulary = given.get("vocab", _VOCABULARY)
     return Transformer("model", given["layers"], hidden, given["heads"], vocabulary, width, experts=experts)
 
 
