@@ -66,24 +66,13 @@ def _add_cluster(group: "argparse._ArgumentGroup") -> None:
     add_count(group, "--per-node", "N", "how many devices are in a node", default=8)
     known = f"one of {', '.join(ACCELERATORS)}"
     offers(group.add_argument("--device", default="h100", metavar="NAME", help=known), ACCELERATORS)
-    group.add_argument(
-        "--memory", type=number, metavar="GIB", help="memory of a device (default: what --list says of it)"
-    )
-    group.add_argument(
-        "--flops", type=number, metavar="TFLOPS", help="speed of a device in bf16 (default: what --list says of it)"
-    )
-    group.add_argument(
-        "--link",
-        type=number,
-        metavar="GB/S",
-        help="between two devices of a node, in one direction (default: what --list says)",
-    )
-    group.add_argument(
-        "--network",
-        type=number,
-        metavar="GB/S",
-        help="of a device to other nodes, in one direction (default: what --list says)",
-    )
+    for option, unit, what in (
+        ("--memory", "GIB", "memory of a device"),
+        ("--flops", "TFLOPS", "speed of a device in bf16"),
+        ("--link", "GB/S", "between two devices of a node, in one direction"),
+        ("--network", "GB/S", "from a device to other nodes, in one direction"),
+    ):
+        group.add_argument(option, type=number, metavar=unit, help=f"{what} (default: the device's, as --list has it)")
 
 
 def _advise(options: argparse.Namespace) -> int:

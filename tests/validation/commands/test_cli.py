@@ -193,6 +193,9 @@ def test_help_lists_commands_as_a_user_comes_to_need_them_and_each_says_what_it_
     fuzz = " ".join(helped(["fuzz"], capsys, monkeypatch).split())
     assert "--seed N what is drawn (default 0)" in fuzz
     assert "--device {auto,cpu,cuda} (default auto: cuda if there is one)" in fuzz
+    advise = " ".join(helped(["advise"], capsys, monkeypatch).split())
+    assert "in place of" not in advise
+    assert "--layers N how many layers; with --hidden and --heads it describes a model of your own" in advise
 
 
 def test_an_option_that_disagrees_with_a_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
