@@ -33,7 +33,7 @@ def read_cells(text: str) -> Cells:
     except csv.Error as error:
         raise ScheduleError(f"not comma-separated text: {error}") from None
     if not lines:
-        raise ScheduleError("there is no action at all")
+        raise ScheduleError("there is no action at all: expected a row for each rank, e.g. 0F0,0F1,0B0,0B1")
     rows, overlaps = [], []
     for rank, line in enumerate(lines):
         row: list[Action] = []

@@ -15,6 +15,12 @@ def is_csv(name: str | Path) -> bool:
     return Path(name).suffix.lower() == ".csv"
 
 
+def cannot_read(path: object, error: Exception) -> str:
+    """The sentence on a file that cannot be read, with the cure where the system's own words have none."""
+    why = getattr(error, "strerror", None)
+    return f"cannot read {path}: {f'{why}; give a file that is there and may be read' if why else error}"
+
+
 def read_file(path: str | Path) -> Schedule | Program:
     """What the file says: a program where it holds any message, else a schedule. Laws are not checked here.
 
@@ -38,7 +44,7 @@ def _text(source: str | Path, path: Path) -> str:
         found = f"byte {error.object[error.start]:#04x} at {error.start} is not UTF-8; save it as comma-separated text"
         raise ScheduleError(f"cannot read {source}: {found} in UTF-8") from None
     except (OSError, ValueError) as error:  # ValueError: a name with a null character
-        raise ScheduleError(f"cannot read {source}: {getattr(error, 'strerror', None) or error}") from None
+        raise ScheduleError(cannot_read(source, error)) from None
 
 
 def _bytes(path: Path) -> bytes:

@@ -74,7 +74,9 @@ def by_sizes(layers: int, stages: int, sizes: Sequence[int]) -> tuple[int, ...]:
     """``sizes`` itself, once checked: one per stage, each at least 1, together all the layers."""
     text = ",".join(map(str, sizes))
     if len(sizes) != stages:
-        raise ScheduleError(f"split {text} has {len(sizes)} sizes: expected {stages}, one per stage (ranks x virtual)")
+        raise ScheduleError(
+            f"split {text} has {some(len(sizes), 'size')}: expected {stages}, one per stage (ranks x virtual)"
+        )
     for stage, size in enumerate(sizes):
         if size < 1:
             raise ScheduleError(f"split {text} leaves stage {stage} with {size} layers: every stage needs at least 1")

@@ -97,7 +97,7 @@ def _check(needs: Needs) -> None:
         for value in values:
             measured(what, value, zero=True)
     if needs.weights and not needs.activations:
-        raise ScheduleError("weights need activations in the same unit, a number for every layer")
+        raise ScheduleError("weights without activations: give both, in one unit, a number for every layer")
     for what, values in (("activations", needs.activations), ("weights", needs.weights)):
         if values and len(values) != len(needs.costs):
             raise ScheduleError(f"{what} has {len(values)} numbers: expected {len(needs.costs)}, one for every layer")

@@ -68,7 +68,7 @@ class Transformer:
             counted(what, getattr(self, what), most=_MOST)
         if not self.head_size and self.hidden % self.heads:
             raise ScheduleError(
-                f"hidden {self.hidden} is no multiple of heads {self.heads}: give head_size, or change one"
+                f"hidden {self.hidden} is no multiple of heads {self.heads}: change one (or say head_dim in a config)"
             )
 
     @property

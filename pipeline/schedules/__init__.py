@@ -86,7 +86,8 @@ def canonical_name(text: str) -> str:
             f"{text!r} holds every stage on two ranks, which a schedule cannot say: use 'dualpipev', which is "
             "DualPipe folded at the middle"
         )
-    raise ScheduleError(f"unknown schedule {text!r}: {nearest(plain, known)}known are {', '.join(FAMILIES)}")
+    file = "; a file of your own must end in .csv" if {".", "/"} & set(text) else ""
+    raise ScheduleError(f"unknown schedule {text!r}: {nearest(plain, known)}known are {', '.join(FAMILIES)}{file}")
 
 
 def virtuals(family: str, *, looped: int = 1) -> int:
@@ -104,14 +105,19 @@ def build(name: str, *, ranks: int, microbatches: int, virtual: int | None = Non
     _check_sizes(family, ranks, microbatches, virtual)
     if family in LOOPED:
         return FAMILIES[family](ranks=ranks, microbatches=microbatches, virtual=virtual)
-    only = virtuals(family)
+    can_have(family, virtual)
+    return FAMILIES[family](ranks=ranks, microbatches=microbatches)
+
+
+def can_have(family: str, virtual: int) -> None:
+    """Raise ``ScheduleError`` where ``family`` has another number of stages per rank."""
+    only = virtuals(family, looped=virtual)
     if virtual != only:
         has = "one stage" if only == 1 else "two stages"
         raise ScheduleError(
             f"virtual is {virtual}, but {family} has {has} per rank: use virtual={only}, or a schedule out of "
             f"{', '.join(sorted(LOOPED))}"
         )
-    return FAMILIES[family](ranks=ranks, microbatches=microbatches)
 
 
 def _check_sizes(family: str, ranks: int, microbatches: int, virtual: int) -> None:

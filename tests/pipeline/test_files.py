@@ -119,7 +119,8 @@ def test_what_is_no_file_is_refused_in_a_sentence(
     why = "it is no regular file (pipeproof check - reads standard input)"
     assert told(command, folder, capsys) == (2, f"pipeproof: cannot read {folder}: {why}\n")
     assert told(command, pipe, capsys) == (2, f"pipeproof: cannot read {pipe}: {why}\n")
-    assert told(command, missing, capsys) == (2, f"pipeproof: cannot read {missing}: No such file or directory\n")
+    why = "No such file or directory; give a file that is there and may be read"
+    assert told(command, missing, capsys) == (2, f"pipeproof: cannot read {missing}: {why}\n")
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ def test_a_rank_with_two_stages_shares_its_memory_out() -> None:
     [
         (Needs(2, 4, layers=(1, 1), activations=(1,)), "activations has 1 numbers: expected 2, one for every layer"),
         (Needs(2, 4, activations=(1, 1), weights=(1, 1, 1)), "weights has 3 numbers: expected 2"),
-        (Needs(2, 4, weights=(1, 1)), "weights need activations in the same unit"),
+        (Needs(2, 4, weights=(1, 1)), "weights without activations: give both, in one unit"),
         (Needs(2, 4, activations=(1, 0)), "activations is 0: expected a number above 0"),
         (Needs(2, 4, activations=(1, 1), weights=(-1, 0)), "weights is -1: expected a number of at least 0"),
     ],

@@ -213,7 +213,7 @@ class Case:
             own = own_schedule(name)
             return cls(name, ranks, most_stages(own), microbatches, split, own=own, **options)
         if ranks < 1 or stages % ranks:
-            raise CaseError(f"{text!r}: {stages} stages do not spread evenly over {ranks} ranks")
+            raise CaseError(f"{text!r}: {stages} stages on {ranks} ranks: expected a rank, and as many stages on each")
         by_sizes(sum(split), stages, split)
         return cls(name, ranks, stages // ranks, microbatches, split, **options)
 
@@ -232,7 +232,8 @@ def _option(word: str, text: str) -> tuple[str, Any]:
             return name, tuple(value.split("+"))
         return name, int(value) if name in ("seed", "replicas") else flag or value
     except ValueError:
-        raise CaseError(f"{text!r}: {word!r} needs numbers") from None
+        expected = "whole numbers with commas between" if name == "split" else "a whole number"
+        raise CaseError(f"{text!r}: {word!r}: expected {expected} behind the =") from None
 
 
 def _options() -> list[Field[Any]]:

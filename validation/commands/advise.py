@@ -10,6 +10,7 @@ from typing import Any
 from pipeproof.commands.ending import WRONG
 from pipeproof.commands.option_parser import UsageError, add_count, number, offers, without_effect
 from pipeproof.commands.outputs import Outputs, add_outputs
+from pipeproof.pipeline.files import cannot_read
 from pipeproof.pipeline.layouts.cluster import ACCELERATORS, GIB, UNITS, Accelerator, Cluster, accelerator_named
 from pipeproof.pipeline.layouts.footprint import Footprint
 from pipeproof.pipeline.layouts.layout import Job, Layout, Recompute
@@ -31,6 +32,7 @@ _SIZES = {
     "vocab": f"tokens in the vocabulary (default {_VOCABULARY})",
     "experts": "experts of a layer, of which each token visits 2 (default: none)",
 }
+_WITH_LIST = {"--list", "--quiet", "--verbose", "--color"}
 _ASSUMED = (
     "bf16 with Adam in fp32, gradients summed in fp32, attention that keeps no scores. Use times to compare layouts, "
     "not as a forecast."
@@ -76,7 +78,7 @@ def _add_cluster(group: "argparse._ArgumentGroup") -> None:
 
 
 def _advise(options: argparse.Namespace) -> int:
-    without_effect(options, ["--json"] if options.list else (), "with --list")
+    without_effect(options, options.given - _WITH_LIST if options.list else (), "with --list")
     if options.list:
         Terminal().say(_known())
         return 0
@@ -111,7 +113,7 @@ def _model(options: argparse.Namespace) -> Transformer:
     if options.model is None:
         return _by_hand(given)
     if given:
-        raise UsageError(f"--model with --{next(iter(given))}: expected one of the two; see {options.prog} --help")
+        raise UsageError(f"--model with --{next(iter(given))}: expected one of the two; leave one out")
     if not options.model.endswith(".json"):
         return model_named(options.model)
     return model_of_config(_config(options.model), name=options.model)
@@ -121,7 +123,7 @@ def _config(file: str) -> Mapping[str, Any]:
     try:
         config = json.loads(Path(file).read_bytes())
     except OSError as error:
-        raise UsageError(f"cannot read {file}: {error.strerror}") from error
+        raise UsageError(cannot_read(file, error)) from error
     except ValueError as error:
         raise UsageError(f"{file} is no JSON ({error}): expected the config.json of a decoder") from error
     if not isinstance(config, dict):
@@ -134,7 +136,7 @@ def _by_hand(given: Mapping[str, int]) -> Transformer:
     missing = [name for name in ("layers", "hidden", "heads") if name not in given]
     if missing:
         raise UsageError(
-            f"no model: give --model NAME, or --{' --'.join(missing)}; pipeproof advise --list has the names"
+            f"no model: give --model NAME, out of pipeproof advise --list, or --{' and --'.join(missing)} of your own"
         )
     hidden = given["hidden"]
     width = -(-8 * hidden // (3 * 256)) * 256

@@ -43,7 +43,7 @@ def chosen(text: str, *, otherwise: Sequence[str] = ()) -> list[str]:
 
     Raises ``SpecimenError``.
     """
-    names = [name.strip() for name in text.split(",") if name.strip()] or list(otherwise) or list(SPECIMENS)
+    names = [name.strip() for name in text.split(",")] if text else list(otherwise) or list(SPECIMENS)
     for name in names:
         if name not in SPECIMENS:
             raise unknown(name)

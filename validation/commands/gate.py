@@ -162,7 +162,7 @@ def _folder(path: str | None) -> Path | None:
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise OutputError(f"cannot make the folder {path}: {error.strerror or error}; choose another") from error
+        raise OutputError(f"cannot make the folder {path}: {error.strerror or error}; choose a new name") from error
     return Path(path)
 
 

@@ -52,7 +52,7 @@ class OptionParser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             hint = known_are(str(value), list(map(str, action.choices)))
-            raise argparse.ArgumentError(action, f"invalid choice: {value!r}: {hint}")
+            raise argparse.ArgumentError(action, f"unknown {value!r}: {hint}")
 
 
 class CommandParser(OptionParser):
@@ -79,7 +79,15 @@ def add_count(
     parser: argparse._ActionsContainer, option: str, letter: str, says: str, *, default: int | None = None
 ) -> None:
     """An option that takes a whole number."""
-    parser.add_argument(option, type=int, default=default, metavar=letter, help=says)
+    parser.add_argument(option, type=whole, default=default, metavar=letter, help=says)
+
+
+def whole(word: str) -> int:
+    """A whole number."""
+    try:
+        return int(word)
+    except ValueError:
+        raise ArgumentTypeError(f"{word!r}: expected a whole number") from None
 
 
 def add_names(parser: argparse._ActionsContainer, option: str, says: str, *, known: Known, default: str = "") -> None:

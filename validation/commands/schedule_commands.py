@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from pipeproof.cases.case import MODELS, CaseError
@@ -143,6 +144,8 @@ def _show_real(options: argparse.Namespace, found: Schedule | Program, paths: Pa
 
 
 def _check(options: argparse.Namespace) -> int:
+    if options.file in FAMILIES and not Path(options.file).exists():
+        raise ValueError(f"{options.file} is no file: pipeproof show {options.file} builds that family and draws it")
     with Outputs.of(options).opened("check") as files:
         with Terminal().progress(f"check {options.file}"):
             found = checked(read_file(options.file))

@@ -12,7 +12,7 @@ from pipeproof.pipeline.files import is_csv
 from pipeproof.pipeline.lower import Program
 from pipeproof.pipeline.partition import parse_split
 from pipeproof.pipeline.schedule import Schedule, ScheduleError
-from pipeproof.pipeline.schedules import FAMILIES, LOOPED, build, canonical_name, known_are, virtuals
+from pipeproof.pipeline.schedules import FAMILIES, LOOPED, build, can_have, canonical_name, known_are, virtuals
 from pipeproof.pipeline.sizes import MOST_LAYERS, MOST_RANKS, counted
 
 RANKS, MICROBATCHES = 4, 8
@@ -38,6 +38,7 @@ class Shape:
         family = canonical_name(name)
         own = virtuals(family, looped=1 if family == "zb-h1" else 2)
         virtual = counted("virtual", own if self.virtual is None else self.virtual, most=MOST_LAYERS)
+        can_have(family, virtual)
         ranks = counted("ranks", RANKS if self.ranks is None else self.ranks, most=MOST_RANKS)
         fits(ranks * virtual)
         microbatches = MICROBATCHES if self.microbatches is None else self.microbatches

@@ -77,7 +77,7 @@ def _converted(action: argparse.Action, value: Any, told: str) -> Any:
     try:
         found = convert(text)
     except (ValueError, argparse.ArgumentTypeError) as error:
-        raise UsageError(f"{told}: {'expected a whole number' if convert is int else error}") from None
+        raise UsageError(f"{told}: {str(error).removeprefix(f'{text!r}: ')}") from None
     if action.choices is not None and found not in action.choices:
         raise UsageError(f"{told}: {known_are(text, list(map(str, action.choices)))}")
     return [found] if isinstance(action, argparse._AppendAction) else found

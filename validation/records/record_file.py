@@ -19,6 +19,7 @@ from torch import Tensor
 from pipeproof.judging.tolerance import PRECISIONS, Floor
 from pipeproof.observers.recording import Gradients
 from pipeproof.observers.sketch import bits
+from pipeproof.pipeline.files import cannot_read
 from pipeproof.records.record import (
     RankStage,
     Record,
@@ -195,7 +196,7 @@ def _metadata(path: Path) -> dict[str, str]:
             length, size = int.from_bytes(file.read(_LENGTH), "little"), path.stat().st_size
             text = file.read(min(length, size))
     except OSError as error:
-        raise RecordError(f"cannot read {path}: {error.strerror or error}") from error
+        raise RecordError(cannot_read(path, error)) from error
     if _LENGTH + length > size and _BEGINNING in text[: 2 * len(_BEGINNING)]:
         raise RecordError(f"{path} is cut short: it has {size} bytes, and its header alone is longer; {_CURE}")
     try:

@@ -70,7 +70,7 @@ GOOD = OWN.read_text()
         ("\0", "is no Python: "),
         ("1 / 0", "raised ZeroDivisionError: division by zero"),
         ("import nowhere_at_all", "raised ModuleNotFoundError: No module named 'nowhere_at_all'"),
-        ("x = 1", "registers nothing: call register(Specimen(...)) in it"),
+        ("x = 1", "registers nothing; expected Python that calls register(Specimen(...))"),
         (GOOD.replace(NAME, "Halved it"), "the name 'Halved it': expected small letters, digits and hyphens"),
         (GOOD.replace(NAME, "clip-twice"), "there is a specimen 'clip-twice' already"),
         (GOOD.replace(NAME, "slow-messages"), "there is a specimen 'slow-messages' already"),

@@ -62,8 +62,14 @@ def test_what_is_known_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "no model: give --model NAME, or --layers --hidden --heads; pipeproof advise --list has the names"),
-        (["--layers", "8", "--hidden", "64"], "no model: give --model NAME, or --heads"),
+        (
+            [],
+            "no model: give --model NAME, out of pipeproof advise --list, or --layers and --hidden and --heads",
+        ),
+        (
+            ["--layers", "8", "--hidden", "64"],
+            "no model: give --model NAME, out of pipeproof advise --list, or --heads of your own",
+        ),
         (["--model", "lama-3-8b"], "unknown model 'lama-3-8b': did you mean 'llama-3-8b'?"),
         (["--model", "llama-3-8b", "--layers", "8"], "--model with --layers: expected one of the two"),
         (["--model", "nowhere.json"], "nowhere.json"),
@@ -72,7 +78,7 @@ def test_what_is_known_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (["--model", "llama-3-8b", "--batch", "0"], "batch is 0: expected at least 1"),
         (["--model", "llama-3-8b", "--sequence", "-1"], "sequence is -1: expected at least 1"),
         (["--model", "llama-3-8b", "--memory", "nan"], "argument --memory: 'nan': expected a number above 0"),
-        (["--model", "llama-3-8b", "--zero", "4"], "argument --zero: invalid choice: 4"),
+        (["--model", "llama-3-8b", "--zero", "4"], "argument --zero: unknown 4"),
         (["--layers", "8", "--hidden", "64", "--heads", "7"], "hidden 64 is no multiple of heads 7"),
         (["--layers", "8", "--hidden", "64", "--heads", "8", "--experts", "1"], "experts is 1: expected at least 2"),
     ],

@@ -10,6 +10,7 @@ from pipeproof.commands.cli import main
 from pipeproof.commands.outputs import Outputs, document
 from pipeproof.judging.cause import Cause, Cell, Cells, RuledOut
 from pipeproof.judging.verdict import LawResult, Mismatch, Size, Verdict
+from pipeproof.pipeline.schedules import build
 from pipeproof.worlds.output_file import finite
 from tests.support import verdicts as shown
 from tests.support.json_schema import OURS, complaints, documented
@@ -101,3 +102,37 @@ def test_what_the_schema_does_not_know_is_seen() -> None:
     assert list(complaints(data, OURS, root=OURS)) == ["$ has colour, which the schema does not know"]
     wrong = {**document("show", 0), "seed": "x"}
     assert list(complaints(wrong, OURS, root=OURS)) == ["$.seed is 'x', no integer"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "left"),
+    [
+        (["advise", "--model", "gpt-1.7b"], 1),
+        (["plan"], 1),
+        (["show", "1f1b"], 4),
+        (["show", "1f1b", "--against", "gpipe"], 7),
+        (["check", "ok.csv"], 1),
+        (["record", "1f1b r1 s1 m1 model=mlp plan=train", "--out", "x"], 1),
+        (["compare", "x", "x"], 1),
+        (["init", "own"], 1),
+    ],
+)
+def test_quiet_leaves_what_does_not_pass_and_how_it_ended(
+    arguments: list[str],
+    left: int,
+    tmp_path_factory: pytest.TempPathFactory,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = tmp_path_factory.getbasetemp() / "quiet"
+    folder.mkdir(exist_ok=True)
+    monkeypatch.chdir(folder)
+    Path("ok.csv").write_text(build("1f1b", ranks=2, microbatches=2).to_csv())
+    main(["record", "1f1b r1 s1 m1 model=mlp plan=train", "--out", "x"])
+    Path("test_my_pipeline.py").unlink(missing_ok=True)
+    capsys.readouterr()
+    assert main([*arguments, "--quiet"]) == 0
+    assert capsys.readouterr().out.count("\n") == left
+    Path("ok.csv").write_text("0F0,0B0,0F1,0B1\n1F0,1B1,1F1,1B0\n")
+    assert main(["check", "ok.csv", "--quiet"]) == 1
+    assert "local-order" in capsys.readouterr().out, "what breaks a law is said"

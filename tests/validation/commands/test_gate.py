@@ -129,7 +129,7 @@ def test_a_failing_gate_leaves_the_records_of_its_case(
         (["--html", "/no/such/folder/x.html"], "cannot write /no/such/folder/x.html"),
         (["--artifacts", f"{__file__}/x"], "cannot make the folder"),
         (["--schedule", "mine.csv"], "mine.csv"),
-        (["--annotations", "gitlab"], "invalid choice: 'gitlab'"),
+        (["--annotations", "gitlab"], "unknown 'gitlab'"),
         (["--max-ranks", "0"], "--max-ranks is 0: expected at least 1"),
     ],
 )

@@ -8,6 +8,7 @@ from types import ModuleType
 from pipeproof.cases.case import Case, CaseError
 from pipeproof.cases.specimens.specimen import CLASSES, Specimen
 from pipeproof.judging.cause import KINDS
+from pipeproof.pipeline.files import cannot_read
 from pipeproof.pipeline.schedule import ScheduleError
 from pipeproof.pipeline.schedules import known_are
 
@@ -70,9 +71,9 @@ class Plugins:
         try:
             code = compile(Path(file).read_text(encoding="utf-8"), file, "exec")
         except OSError as error:
-            raise SpecimenError(f"cannot read {file}: {error.strerror or error}") from error
+            raise SpecimenError(cannot_read(file, error)) from error
         except (SyntaxError, ValueError) as error:
-            raise SpecimenError(f"{file} is no Python: {_one_line(error)}") from error
+            raise SpecimenError(f"{file} is no Python: {_one_line(error)}; {_WANTED}") from error
         module = ModuleType(f"specimens_in_{Path(file).stem}")
         module.__file__ = file
         try:
@@ -80,9 +81,9 @@ class Plugins:
         except SpecimenError as error:
             raise SpecimenError(f"{file}: {error}") from error
         except Exception as error:  # the user's own code runs in it
-            raise SpecimenError(f"{file} raised {type(error).__name__}: {_one_line(error)}") from error
+            raise SpecimenError(f"{file} raised {type(error).__name__}: {_one_line(error)}; {_WANTED}") from error
         if not self._now:
-            raise SpecimenError(f"{file} registers nothing: call register(Specimen(...)) in it")
+            raise SpecimenError(f"{file} registers nothing; {_WANTED}")
 
     def _wrong(self, specimen: object) -> str:
         """Why it cannot be registered; empty if it can."""
@@ -106,6 +107,9 @@ def _unfit(specimen: Specimen) -> str:
     except (CaseError, ScheduleError) as error:
         why = _one_line(error)
     return f"no smallest case has what specimen {specimen.name!r} needs: {why}" if why else ""
+
+
+_WANTED = "expected Python that calls register(Specimen(...))"
 
 
 def _one_line(error: BaseException) -> str:
