@@ -208,7 +208,7 @@ class _Watched:
             raise ReaderGone from error
         except OSError as error:
             discard(self._stream)
-            raise OutputError(f"cannot write standard output: {error.strerror or error}") from error
+            raise OutputError(f"cannot write standard output: {error.strerror or error}; send it elsewhere") from error
 
 
 def _write_all(raw: io.RawIOBase, data: bytes) -> None:

@@ -162,7 +162,9 @@ def _folder(path: str | None) -> Path | None:
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise OutputError(f"cannot make the folder {path}: {error.strerror or error}; choose a new name") from error
+        raise OutputError(
+            f"cannot make the folder {path}: {error.strerror or error}; choose a new name in a writable folder"
+        ) from error
     return Path(path)
 
 

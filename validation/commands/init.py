@@ -22,7 +22,9 @@ def add_init_command(commands: "argparse._SubParsersAction[Any]") -> None:
     parser = commands.add_parser("init", help=about)
     kinds = f"one of {', '.join(STARTERS)}"
     offers(parser.add_argument("kind", nargs="?", default=STARTERS[0], help=kinds), STARTERS)
-    parser.add_argument("file", nargs="?", metavar="FILE", help=f"the file to write (default {_NAME})")
+    parser.add_argument(
+        "file", nargs="?", metavar="FILE", help=f"the file to write, or - for standard output (default {_NAME})"
+    )
     parser.add_argument("--list", action="store_true", help="say what each is for, and write nothing")
     parser.set_defaults(run=_init)
 
@@ -34,10 +36,13 @@ def _init(options: argparse.Namespace) -> int:
             terminal.say(f"{kind:<6}  {summary(kind)}")
         return 0
     kind, file = options.kind, options.file or _NAME
-    if options.file is None and kind.endswith(".py"):
+    if options.file is None and (kind == "-" or kind.endswith(".py")):
         kind, file = STARTERS[0], kind
     if kind not in STARTERS:
         raise ValueError(f"unknown kind {kind!r}: {known_are(kind, STARTERS)}; pipeproof init --list says what for")
+    if file == "-":
+        terminal.say(text(kind).rstrip("\n"))
+        return 0
     write_new(file, text(kind))
     terminal.say(f"{file}: {summary(kind)}")
     terminal.detail(f"It runs as it is:  pytest {shlex.quote(file)}")

@@ -41,6 +41,8 @@ def _table(path: Path) -> dict[str, Any]:
 def _apply(table: Mapping[str, Any], commands: Mapping[str, argparse.ArgumentParser], where: str) -> None:
     for key, value in table.items():
         actions = [(command, action) for command in commands.values() for action in _options(command, key)]
+        if not actions and isinstance(value, dict):
+            raise UsageError(f"{where[:-1]}.{key}] is of no command: {known_are(key, list(commands))}")
         if not actions:
             names = sorted({name for command in commands.values() for name in _names(command)})
             raise UsageError(f"{where} has {key!r}, which is no option: {known_are(key, names)}")

@@ -154,7 +154,7 @@ class Broken(io.StringIO):
     ("number", "kind", "words"),
     [
         (errno.EPIPE, ReaderGone, "^$"),
-        (errno.ENOSPC, OutputError, "^cannot write standard output: No space left on device$"),
+        (errno.ENOSPC, OutputError, "^cannot write standard output: No space left on device; send it elsewhere$"),
     ],
 )
 def test_what_it_fails_with_is_its_own(
@@ -239,7 +239,7 @@ def piped(redirection: str, *arguments: str, unbuffered: bool = False) -> tuple[
     ("redirection", "status", "said"),
     [
         ("| head -1", UNREAD, ""),
-        (">/dev/full", 2, "pipeproof: cannot write standard output: No space left on device\n"),
+        (">/dev/full", 2, "pipeproof: cannot write standard output: No space left on device; send it elsewhere\n"),
         (">&-", 2, "pipeproof: cannot write standard output: it is closed; send it to a file, or to /dev/null\n"),
     ],
 )

@@ -40,6 +40,14 @@ def test_kind_and_file_may_be_left_out(folder: Path) -> None:
     assert {(folder / name).read_text() for name in names} == {text("custom")}
 
 
+def test_a_file_can_be_standard_output(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", "torch", "-"]) == 0
+    assert capsys.readouterr() == (text("torch"), "")
+    assert main(["init", "-"]) == 0
+    assert capsys.readouterr() == (text("custom"), "")
+    assert list(folder.iterdir()) == []
+
+
 def test_the_list_names_all_and_writes_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["init", "--list"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(STARTERS)

@@ -51,6 +51,7 @@ def test_the_nearest_file_gives_defaults_and_the_command_line_wins(capsys: pytes
     [
         ("timout = 3", "[tool.pipeproof] has 'timout', which is no option: did you mean 'timeout'? known are "),
         ("[tool.pipeproof.show]\ncases = 3", "[tool.pipeproof.show] has 'cases', which is no option: "),
+        ("[tool.pipeproof.sow]\ncases = 3", "[tool.pipeproof.sow] is of no command: did you mean 'show'? known are "),
         ("help = true", "has 'help', which is no option"),
         ("ranks = 'four'", "[tool.pipeproof] ranks = 'four': expected a whole number"),
         ("timeout = -1", "[tool.pipeproof] timeout = -1: expected a number above 0"),
