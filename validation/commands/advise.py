@@ -172,7 +172,11 @@ def _known() -> str:
         ("device", "TFLOP/s", "GiB", "link GB/s", "network GB/s"),
     )
     return "\n\n".join(
-        table([Column(name, right=k > 0, gap=2 * (k > 0)) for k, name in enumerate(names)], rows, Terminal().width)
+        table(
+            [Column(name, right=k > 0, drop=max(0, k - 1), gap=2 * (k > 0)) for k, name in enumerate(names)],
+            rows,
+            Terminal().width,
+        )
         for names, rows in zip(titles, (models, devices), strict=True)
     )
 

@@ -134,3 +134,8 @@ def test_reasons_are_whole_at_80_columns(capsys: pytest.CaptureFixture[str], mon
     assert max(map(len, [*steps.splitlines(), *layouts.splitlines()])) <= 80
     assert "\N{HORIZONTAL ELLIPSIS}" not in steps + layouts
     assert "because" in steps
+    monkeypatch.setattr(Terminal, "width", 30)
+    assert main(["advise", "--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 30
+    assert not [line for line in lines if "\N{HORIZONTAL ELLIPSIS}" in line], "a column goes before any is cut"
