@@ -151,7 +151,9 @@ def acyclic(schedule: Schedule) -> Iterator[Violation]:
     cycle = graph.shortest_cycle(~reached)[::-1]
     if len(cycle) > 1:
         said = [f"rank {columns.rank[entry]} at {columns.action(entry)}" for entry in [*cycle, cycle[0]]]
-        yield Violation("acyclic", ", which waits for ".join(said), None, tuple(map(columns.cell, cycle)))
+        yield Violation(
+            "acyclic", ", which waits for ".join(said).replace(", which", "", 1), None, tuple(map(columns.cell, cycle))
+        )
 
 
 def within_memory(limit: float, *, weight_memory: float = 1.0, sizes: Sequence[float] = ()) -> Law:

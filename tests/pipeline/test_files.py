@@ -188,7 +188,7 @@ LAWLESS_PROGRAMS = {
     "a wait for each other on any transport": (
         "0F0,0SEND_F0,0WAIT_SEND_F0,0F1,0SEND_F1,0WAIT_SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n"
         "1RECV_F1,1F1,1RECV_F0,1F0,1B1,1SEND_B1,1WAIT_SEND_B1,1B0,1SEND_B0,1WAIT_SEND_B0",
-        "which waits for",
+        "waits for",
         "rank 0 | 0F0 [0SEND_F0]",
     ),
 }

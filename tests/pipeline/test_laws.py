@@ -94,7 +94,7 @@ SPECIMENS = {
         (
             "acyclic: rank 0: 0B0 waits for stage 1's input gradient of microbatch 0, which never comes",
             "acyclic: rank 1: 1F1 waits for stage 0's output of microbatch 1, which never comes",
-            "acyclic: rank 1 at 1B0, which waits for rank 1 at 1F0, which waits for rank 1 at 1B1, which waits for "
+            "acyclic: rank 1 at 1B0 waits for rank 1 at 1F0, which waits for rank 1 at 1B1, which waits for "
             "rank 1 at 1F1, which waits for rank 0 at 0F1, which waits for rank 0 at 0B0, which waits for rank 1 at "
             "1B0",
         ),
