@@ -8,12 +8,16 @@ from pipeproof.cases.case import Case
 from pipeproof.cases.judgement import diagnose, judge
 from pipeproof.cases.observe import observe
 from pipeproof.cases.runtimes import OWN
+from pipeproof.cases.specimens import specimen
+from pipeproof.cases.specimens.specimen import unchanged
 from pipeproof.diagnosis.diagnose import sought
 from pipeproof.judging.cause import Cause
 from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.observed import Observed
 from pipeproof.pipeline.laws import Violation
 from pipeproof.pipeline.lower import Program, lower
+from pipeproof.pipeline.program_laws import violations as of_program
+from pipeproof.pipeline.sizes import some
 from pipeproof.worlds.rank_report import Ending, RankFailed, RankReport
 from pipeproof.worlds.stall import lost_message, waiting_in
 from pipeproof.worlds.world import World
@@ -26,6 +30,8 @@ def validate(case: Case, world: World, *, measure: bool = False, explain: bool =
     case once more with every boundary tensor recorded, and name the cause. Raises what the world raises when there is
     nothing to judge: ``RankFailed`` for a rank that raised, died or hung, ``NeedsMoreRanks`` for too small a world.
     """
+    if (verdict := refusal(case)) is not None:
+        return verdict
     began = perf_counter()
     observed = observe(case, world)
     verdict = judge(case, observed, measure=measure)
@@ -81,8 +87,18 @@ def refused(case: Case, violations: Sequence[Violation]) -> Verdict:
     first = violations[0]
     kind = "deadlock" if first.law in ("acyclic", "deadlock") else "order"
     cause = Cause(kind, rank=first.rank, detail=str(first))
-    failure = "\n".join(map(str, violations))
-    return Verdict(str(case), "unknown", "none", (), failure=failure, cause=(cause,), bindings=case.bindings)
+    blank = Verdict(str(case), "fail", "none", (), cause=(cause,), bindings=case.bindings)
+    said = f"nothing ran: the program breaks {some(len({one.law for one in violations}), 'law')}"
+    return replace(blank, headline=said, failure="\n".join(map(str, violations)))
+
+
+def refusal(case: Case) -> Verdict | None:
+    """The verdict on a case whose specimen changes the program, where static laws refuse that; else None."""
+    planted = specimen(case.specimen)
+    if planted.reorder is unchanged:
+        return None
+    broken = list(of_program(planted.reorder(lower(case.built))))
+    return refused(case, broken) if broken else None
 
 
 def _stalled(program: Program, failure: RankFailed) -> Cause:

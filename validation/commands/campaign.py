@@ -17,7 +17,7 @@ from pipeproof.cases.judgement import judge
 from pipeproof.cases.observe import observe
 from pipeproof.cases.runtimes import OWN
 from pipeproof.cases.specimens import specimen
-from pipeproof.cases.validator import crashed, explained, validate
+from pipeproof.cases.validator import crashed, explained, refusal, validate
 from pipeproof.commands.ending import NO_VERDICT
 from pipeproof.commands.outputs import Outputs
 from pipeproof.judging.verdict import Verdict
@@ -202,6 +202,8 @@ def validated(case: Case, world: World, *, measure: bool = True) -> tuple[Verdic
 
     ``measure``: measure rounding floors even where every bit agrees. Raises ``Impossible`` for too small a world.
     """
+    if (refused := refusal(case)) is not None:
+        return refused, None
     began = perf_counter()
     try:
         with enough_ranks():

@@ -1,12 +1,13 @@
 """The main job on real ranks: every schedule, every model, every scenario, bit for bit."""
 
+import re
 from dataclasses import replace
 
 import pytest
 
 from pipeproof.cases.case import MODELS, Case
 from pipeproof.cases.specimens import SPECIMENS
-from pipeproof.cases.validator import crashed, refused, validate
+from pipeproof.cases.validator import crashed, refusal, refused, validate
 from pipeproof.judging.verdict import ValidationFailed
 from pipeproof.pipeline.laws import Violation
 from pipeproof.worlds.rank_report import Ending, RankFailed, RankReport
@@ -86,7 +87,7 @@ def test_what_static_laws_refuse_has_its_cause_before_anything_runs() -> None:
     wait = Violation("deadlock", "rank 0 waits at 0B0")
     assert [(c.kind, c.rank) for c in refused(case, [order, wait]).cause] == [("order", 0)]
     assert [c.kind for c in refused(case, [wait]).cause] == ["deadlock"]
-    assert refused(case, [order]).verdict == "unknown"
+    assert refused(case, [order]).verdict == "fail"
 
 
 def test_a_rank_that_raised_is_a_crash_and_ranks_that_wait_are_a_deadlock() -> None:
@@ -102,3 +103,16 @@ def test_a_rank_that_raised_is_a_crash_and_ranks_that_wait_are_a_deadlock() -> N
     assert [(c.kind, c.rank, c.stage) for c in crashed(case, stuck).cause] == [("deadlock", 0, None)]
     busy = crashed(case, RankFailed([RankReport(0, Ending.STUCK, "did not finish within 3 s", "    in spin")]))
     assert (busy.cause, str(busy).splitlines()[0]) == ((), "HANG rank 0 did not finish within 3 s"), "it failed nothing"
+
+
+@pytest.mark.pipeproof_ranks
+def test_a_planted_program_that_breaks_a_law_is_no_pass_though_nothing_runs() -> None:
+    with World() as world:
+        for name in ("receive-missing", "sends-last"):
+            planted = SPECIMENS[name]
+            verdict = validate(Case.parse(f"{planted.smallest} specimen={name}"), world)
+            assert (verdict.verdict, verdict.exit_status) == ("fail", 1)
+            assert [cause.kind for cause in verdict.cause] == [planted.fault.kind]
+            assert re.match("FAIL nothing ran: the program breaks [13] law", str(verdict))
+            assert f"{planted.law}: " in verdict.failure
+    assert refusal(Case.parse(planted.smallest)) is None

@@ -110,7 +110,8 @@ def parts(verdict: Verdict, grid: Grid | None, first: int = 0) -> list[Html | No
     """All below that; the cells of ``grid`` are numbered from ``first`` on."""
     shown = None if grid is None else grid_view(grid, first)
     failed = tag("pre", verdict.failure) if verdict.failure else None
-    instead = sections.section("What the ranks did instead", failed, wide=True) if failed else None
+    title = "What is broken" if verdict.verdict == "fail" else "What the ranks did instead"
+    instead = sections.section(title, failed, wide=True) if failed else None
     if not any(law.checked for law in verdict.laws):
         return [instead, sections.laws(verdict) if verdict.laws else None, _about(verdict)]
     return [
