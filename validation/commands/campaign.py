@@ -1,5 +1,6 @@
 """Running cases and showing how it goes: what the commands ``validate``, ``fuzz`` and ``replay`` do."""
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -42,7 +43,8 @@ class Impossible(ValueError):
 class Setting:
     """Where cases run, and what is said about them. ``device``: "auto", "cpu" or "cuda".
 
-    ``outputs`` are files for the verdicts, and for what the ranks of the one case gave.
+    ``outputs`` are files for the verdicts, and for what the ranks of the one case gave. ``plugin``: the file that
+    registers the specimen of the one case, which who replays it needs too.
     """
 
     device: str = "auto"
@@ -50,6 +52,7 @@ class Setting:
     outputs: Outputs = field(default_factory=Outputs)
     profile: bool = False
     explain: bool = False
+    plugin: str | None = None
 
     def world(self) -> World:
         """The ranks. What they print is for who asks for more, or runs one case to look into it."""
@@ -88,6 +91,8 @@ def validate_all(wanted: Sequence[Case], setting: Setting, *, left_out: Mapping[
             for number, case in enumerate(wanted, start=1):
                 with terminal.progress(f"{number} of {len(wanted)}: {case}"):
                     verdict, observed = validated(replace(case, device=device), world)
+                if setting.plugin is not None:
+                    verdict = replace(verdict, rerun=f"{verdict.replay} --plugin {shlex.quote(setting.plugin)}")
                 if not verdicts:
                     terminal.detail(Layout.of(COLUMNS, terminal.width).header)
                 verdicts.append(verdict)

@@ -157,7 +157,9 @@ def _replay(options: argparse.Namespace) -> int:
 
     if options.plugin is not None:
         PLUGINS.load(options.plugin)
-    return validate_all([case], Setting(case.device, options.timeout, Outputs.of(options), explain=True))
+    return validate_all(
+        [case], Setting(case.device, options.timeout, Outputs.of(options), explain=True, plugin=options.plugin)
+    )
 
 
 def _add_records(commands: Commands) -> None:

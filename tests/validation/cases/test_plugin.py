@@ -51,7 +51,9 @@ def test_a_line_with_one_is_replayed_with_its_file(capsys: pytest.CaptureFixture
     assert main(["replay", line]) == 2
     assert "one of your own needs --plugin FILE" in capsys.readouterr().err
     assert main(["replay", line, "--plugin", str(OWN)]) == 1
-    assert "cause     scale: " in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "cause     scale: " in out
+    assert f'specimen={NAME}" --plugin {OWN}\n' in out, "what is typed next needs it too"
 
 
 def test_ranks_read_the_file_too(world: World) -> None:

@@ -59,7 +59,7 @@ def top(verdict: Verdict, heading: str = "h1") -> list[Html]:
 def _of_cause(verdict: Verdict) -> list[tuple[str, Part]]:
     facts: list[tuple[str, Part]] = []
     for number, cause in enumerate(verdict.cause):
-        told = KINDS[cause.kind] if number or verdict.ended else ""  # of the first the heading says it
+        told = KINDS[cause.kind] if number or verdict.headline else ""  # of the first the heading says it
         facts.append(("And" if number else "Cause", joined([tag("b", cause.kind), f": {told}" if told else None])))
         facts.append(("Place", joined([f"{cause}", _own_line(cause)])))
     facts += [("Next", text) for text in verdict.next]

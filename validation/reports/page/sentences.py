@@ -11,7 +11,7 @@ OUTCOMES |= {"same": "Same", "different": "Different"}
 
 def sentence(verdict: Verdict) -> str:
     """The verdict in one sentence."""
-    if verdict.ended or not verdict.cause:  # who raised what, or who waits for whom, says more than a kind of cause
+    if verdict.headline or not verdict.cause:  # who raised what, or who waits for whom, says more than a kind of cause
         return f"{_capital(_headline(verdict))}."
     first, others = verdict.cause[0], len(verdict.cause) - 1
     also = f", and {others} more" if others else ""
@@ -46,8 +46,9 @@ def _headline(verdict: Verdict) -> str:
         )
         return f"all {count} comparisons agree, {how}"
     text = str(verdict).partition("\n")[0].partition(" ")[2]
-    also = {"fail": f"{text}; its cause is not known", "different": f"The two runs differ: {text}"}
-    return also.get(verdict.word, text)
+    if verdict.word == "different":
+        return f"The two runs differ: {text}"
+    return f"{text}; its cause is not known" if verdict.word == "fail" and not verdict.cause else text
 
 
 def _at(cause: Cause) -> str:
