@@ -96,7 +96,7 @@ def _order(job: Callable[..., object], arguments: tuple[object, ...]) -> bytes:
 
 def _bound(timeout_s: float) -> float:
     if not 0 < timeout_s <= MOST_SECONDS:
-        raise ValueError(f"a bound is a positive number of seconds, not {timeout_s}; at most {MOST_SECONDS:g}")
+        raise ValueError(f"timeout_s is {timeout_s}: expected seconds above 0, and at most {MOST_SECONDS:g}")
     return timeout_s
 
 
