@@ -97,9 +97,9 @@ def test_a_rank_computes_with_one_thread(world: World, monkeypatch: pytest.Monke
 def test_a_world_wants_ranks_a_bound_and_a_device_that_exist(world: World) -> None:
     with pytest.raises(ValueError, match="at least 1 rank, not 0"):
         world.run(total, ranks=0)
-    with pytest.raises(ValueError, match="positive number of seconds, not -1"):
+    with pytest.raises(ValueError, match="timeout_s is -1: expected seconds above 0"):
         world.run(total, ranks=1, timeout_s=-1)
-    with pytest.raises(ValueError, match="positive number of seconds, not inf; at most 1e"):
+    with pytest.raises(ValueError, match="timeout_s is inf: expected seconds above 0, and at most 1e"):
         World(timeout_s=float("inf"))
     with pytest.raises(ValueError, match="cpu or cuda, not 'tpu'"):
         World(device="tpu")
