@@ -55,8 +55,10 @@ def add_advise_command(commands: "argparse._SubParsersAction[Any]") -> None:
     add_count(job, "--sequence", "N", "tokens of a sequence", default=4096)
     _add_cluster(parser.add_argument_group("the cluster"))
     limits = parser.add_argument_group("what may be used")
-    limits.add_argument("--zero", type=int, choices=(0, 1, 2, 3), default=3, help="ZeRO up to this stage")
-    limits.add_argument("--recompute", choices=("allowed", "never"), default="allowed", help="recompute activations")
+    limits.add_argument("--zero", type=int, choices=(0, 1, 2, 3), default=3, help="the highest stage of ZeRO")
+    limits.add_argument(
+        "--recompute", choices=("allowed", "never"), default="allowed", help="whether activations may be recomputed"
+    )
     add_count(limits, "--most", "N", "how many layouts are listed", default=3)
     parser.add_argument("--list", action="store_true", help="the models and devices that are known, and their figures")
     add_outputs(parser, what="steps and layouts")

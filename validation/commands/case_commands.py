@@ -53,10 +53,10 @@ def _add_validate(commands: Commands) -> None:
 def _add_fuzz(commands: Commands) -> None:
     parser = commands.add_parser("fuzz", help="run many random cases; a failure shrinks to a line that replays it")
     add_count(parser, "--cases", "N", "how many are drawn", default=200)
-    add_count(parser, "--seed", "N", "what is drawn", default=0)
+    add_count(parser, "--seed", "N", "one seed draws the same cases again", default=0)
     add_names(parser, "--schedule", f"all, or some of {', '.join(SCHEDULES)}", known=("all", *SCHEDULES), default="all")
     add_names(parser, "--dtype", DTYPE_NAMES, known=DTYPES, default=",".join(FUZZED_DTYPES))
-    add_count(parser, "--max-ranks", "P", "of a drawn case", default=4)
+    add_count(parser, "--max-ranks", "P", "the most ranks that a drawn case may have", default=4)
     runtimes = "which one runs them: torch is torch.distributed.pipelining"
     parser.add_argument("--runtime", choices=(OWN, TORCH), default=OWN, help=runtimes)
     add_world(parser)
@@ -71,7 +71,7 @@ def _add_gate(commands: Commands) -> None:
     add_count(parser, "--cases", "N", "how many are drawn from the seed", default=50)
     one_more = "one more case, as replay takes it; may be given again"
     parser.add_argument("--case", action="append", default=[], metavar="LINE", help=one_more)
-    add_count(parser, "--max-ranks", "P", "of a drawn case (default: as in the table)")
+    add_count(parser, "--max-ranks", "P", "the most ranks that a drawn case may have (default: as in the table)")
     add_file(parser, "--junit", "write a test report there")
     add_file(parser, "--summary", "write a table in Markdown there")
     parser.add_argument("--artifacts", metavar="DIR", help="write the records of failing cases there")
@@ -174,7 +174,9 @@ def _add_records(commands: Commands) -> None:
         "Of two runs that both may be wrong, `pipeproof diff` says what is different.",
     )
     comparer.add_argument("expected", help="what `pipeproof record` wrote")
-    comparer.add_argument("seen", help="what --record wrote; schedule, P and V may be others")
+    comparer.add_argument(
+        "seen", help="what validate or replay wrote with --record; its schedule, P and V may be others"
+    )
     differ = commands.add_parser(
         "diff",
         help="what did two runs do differently? their configs first, then numbers",
@@ -204,13 +206,13 @@ def _compare(options: argparse.Namespace) -> int:
 def _add_specimens(commands: Commands) -> None:
     parser = commands.add_parser("specimens", help="plant known faults; see that each is caught and named")
     parser.add_argument("--list", action="store_true", help="a line for each; nothing runs")
-    there = "plant each in all schedules, or in these, and not in its smallest case"
+    there = "plant each on these schedules, or on all, and not in its smallest case"
     add_names(parser, "--schedule", there, known=("all", *SCHEDULES))
-    add_names(parser, "--only", "these alone (default: all)", known=_all_specimens)
+    add_names(parser, "--only", "these specimens alone (default: all)", known=_all_specimens)
     own = "a Python file that registers specimens of your own: those alone, unless --only says more"
     parser.add_argument("--plugin", metavar="FILE", help=own)
     parser.add_argument("--shrink", action="store_true", help="shrink a random failing case of each to its smallest")
-    add_count(parser, "--seed", "N", "what --shrink draws", default=0)
+    add_count(parser, "--seed", "N", "one seed lets --shrink draw the same cases again", default=0)
     final = "name faults from final gradients alone: record no tensors"
     parser.add_argument("--final-only", action="store_true", help=final)
     add_timeout(parser)

@@ -82,5 +82,8 @@ def _add_manner(parser: argparse.ArgumentParser) -> None:
     loudness.add_argument("-v", "--verbose", action="store_true", help="say all of what passes, and what ranks print")
     colors = ("auto", "always", "never")
     says.add_argument(
-        "--color", choices=colors, default="auto", help="(default auto: on a terminal, unless NO_COLOR is set)"
+        "--color",
+        choices=colors,
+        default="auto",
+        help="whether outcomes have colours (default auto: on a terminal, unless NO_COLOR is set)",
     )

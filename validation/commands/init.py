@@ -20,7 +20,7 @@ def add_init_command(commands: "argparse._SubParsersAction[Any]") -> None:
     """Add the command."""
     about = "write a test file for your own pipeline, which runs as it is, with three places to change"
     parser = commands.add_parser("init", help=about)
-    kinds = f"one of {', '.join(STARTERS)}"
+    kinds = f"one of {', '.join(STARTERS)}; --list says what each is for"
     offers(parser.add_argument("kind", nargs="?", default=STARTERS[0], help=kinds), STARTERS)
     parser.add_argument(
         "file", nargs="?", metavar="FILE", help=f"the file to write, or - for standard output (default {_NAME})"

@@ -49,7 +49,7 @@ from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.launcher import start_fork_server
 
 _UNIT = (1.0, 1.0, 1.0)
-_TIMES = "what F, I and W of a {} take (default 1,1,1)"
+_TIMES = "how long F, I and W of a {} take (default 1,1,1)"
 
 
 def add_schedule_commands(commands: "argparse._SubParsersAction[Any]") -> None:
@@ -87,14 +87,14 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
 def _add_plan(parser: argparse.ArgumentParser) -> None:
     add_count(parser, "--ranks", "P", "how many ranks", default=RANKS)
     add_count(parser, "--microbatches", "M", "how many microbatches", default=MICROBATCHES)
-    most = "the most that a rank may hold, in what a microbatch leaves on a whole rank, or in the unit of --activations"
+    most = "the most that a rank may hold; 1 is what a microbatch leaves on a rank, or the unit of --activations"
     parser.add_argument("--memory", type=number, metavar="N", help=most)
     parser.add_argument("--times", type=three_numbers, default=_UNIT, metavar="F,I,W", help=_TIMES.format("whole rank"))
-    costs = "the cost of every layer, by which stages are balanced"
+    costs = "the cost of each layer; stages are balanced by it"
     parser.add_argument("--layers", type=numbers, default=(), metavar="C,C,...", help=costs)
-    left = "what a microbatch leaves on every layer, e.g. in MiB; --memory then includes --weights"
+    left = "what a microbatch leaves on each layer, e.g. in MiB; --memory is then of --weights too"
     parser.add_argument("--activations", type=numbers, default=(), metavar="A,A,...", help=left)
-    stays = "what stays on every layer, in the same unit: parameters, gradients, the optimizer's state"
+    stays = "what stays on each layer, in the same unit: parameters, gradients, the optimizer's state"
     parser.add_argument("--weights", type=shares, default=(), metavar="W,W,...", help=stays)
     held = "how much of an activation is held from the I to the W"
     parser.add_argument("--weight-memory", type=share, default=1, metavar="SHARE", help=held)

@@ -155,20 +155,22 @@ def add_table(parser: argparse.ArgumentParser) -> None:
     add_names(parser, "--model", f"some of {', '.join(MODELS)}", known=MODELS, default="gpt,gpt-tied")
     add_names(parser, "--dtype", DTYPE_NAMES, known=DTYPES, default="fp32")
     parser.add_argument("--loss", choices=LOSSES, default="mean", help="mean over microbatches, or sum over tokens")
-    add_count(parser, "--seed", "N", "of weights and data", default=0)
+    add_count(parser, "--seed", "N", "the seed of weights and data", default=0)
 
 
 def add_timeout(parser: argparse.ArgumentParser) -> None:
     """How long one case may take."""
     parser.add_argument(
-        "--timeout", type=seconds, default=120, metavar="SECONDS", help="a case that takes longer hangs"
+        "--timeout", type=seconds, default=120, metavar="SECONDS", help="a case that takes longer counts as a hang"
     )
 
 
 def add_world(parser: argparse.ArgumentParser) -> None:
     """Where ranks run, and how long."""
     devices = ("auto", "cpu", "cuda")
-    parser.add_argument("--device", choices=devices, default="auto", help="(default auto: cuda if there is one)")
+    parser.add_argument(
+        "--device", choices=devices, default="auto", help="where ranks compute (default auto: cuda if there is one)"
+    )
     add_timeout(parser)
 
 

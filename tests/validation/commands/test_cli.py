@@ -200,8 +200,8 @@ def test_help_lists_commands_as_a_user_comes_to_need_them_and_each_says_what_it_
         explained = re.findall(r"(?m)^  (-\S+(?: [A-Z{]\S*)?)\n {20,}\S", text)
         assert [line.strip() for line in bare] == explained, "every option"
     fuzz = " ".join(helped(["fuzz"], capsys, monkeypatch).split())
-    assert "--seed N what is drawn (default 0)" in fuzz
-    assert "--device {auto,cpu,cuda} (default auto: cuda if there is one)" in fuzz
+    assert "--seed N one seed draws the same cases again (default 0)" in fuzz
+    assert "--device {auto,cpu,cuda} where ranks compute (default auto: cuda if there is one)" in fuzz
     advise = " ".join(helped(["advise"], capsys, monkeypatch).split())
     assert "in place of" not in advise
     assert "--layers N how many layers; with --hidden and --heads it describes a model of your own" in advise
