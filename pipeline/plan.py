@@ -230,7 +230,7 @@ def trade(options: Sequence[Option]) -> str:
     lighter = [option for option in fitting if max(option.peaks) < max(best.peaks)]
     said = f"{best.label} is the fastest that fits: bubble {best.percent:.1f} %, {max(best.peaks):.4g} of memory"
     if not lighter:
-        return f"{said}, and none of them needs less."
+        return f"{said}; nothing that fits needs less."
     other = min(lighter, key=lambda option: max(option.peaks) * option.makespan)
     saved = 1 - max(other.peaks) / max(best.peaks)
     slower = other.makespan / best.makespan - 1

@@ -48,7 +48,7 @@ def test_the_trade_is_named() -> None:
         "v-min needs 50% less memory and takes 10% more time."
     )
     assert trade(plan(Needs(8, 12, memory=0.5))) == "Nothing fits: naive needs least, 1 of memory."
-    assert trade(plan(Needs(1, 4, memory=1.0))).endswith("and none of them needs less.")
+    assert trade(plan(Needs(1, 4, memory=1.0))).endswith("; nothing that fits needs less.")
 
 
 def test_layers_are_balanced_over_the_stages_and_their_times_used() -> None:

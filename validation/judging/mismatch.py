@@ -111,6 +111,11 @@ class Mismatch:
         return ", ".join(f"{name} {value}" for name, value in self._place if value is not None) or "every rank"
 
     @property
+    def later(self) -> str:
+        """Which operation of the plan it is in; the first goes without saying."""
+        return f"; operation {self.operation} of the plan" if self.operation > 1 else ""
+
+    @property
     def allowance(self) -> str:
         """How large the error is, and how large it might be; empty where that was no question of size."""
         if self.error is None or self.limit is None:

@@ -214,7 +214,7 @@ class Verdict:
         if self.mismatches:
             first = self.mismatches[0]
             found, due = self.sides
-            rows.append(f"  where     {first.where}; operation {first.operation} of the plan")
+            rows.append(f"  where     {first.where}{first.later}")
             values = [(found, first.read(due)), (due, first.expected)]
             (a, one), (b, other) = values if self.judged else reversed(values)  # as they were named
             rows += [f"  {a:<9} {one}", f"  {b:<9} {other}{first.allowance}"]

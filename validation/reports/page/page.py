@@ -87,18 +87,13 @@ def _of_numbers(verdict: Verdict) -> list[tuple[str, Part]]:
     found, due = verdict.sides
     first, left = verdict.mismatches[0], len(verdict.mismatches) - 1
     facts: list[tuple[str, Part]] = [
-        ("Where", f"{first.law}: {first.where}{_later(first.operation)}"),
+        ("Where", f"{first.law}: {first.where}{first.later}"),
         (found.title(), first.read(due)),
         (due.title(), f"{first.expected}{first.allowance}"),
     ]
     rest = (tag("li", one.line(due)) for one in verdict.mismatches[1:101])
     also = more(f"{left} more that differ", tag("ul", *rest), f"and {left - 100} more" if left > 100 else None)
     return [*facts, ("Then", also)] if left else facts
-
-
-def _later(operation: int) -> str:
-    """Which operation of the plan; the first goes without saying."""
-    return f"; operation {operation} of the plan" if operation > 1 else ""
 
 
 def _replay(verdict: Verdict) -> Html:
