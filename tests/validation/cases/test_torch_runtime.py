@@ -154,7 +154,7 @@ def test_a_fault_of_ddp_is_caught_in_a_campaign_and_shrunk(
         ("1f1b r2 s2 m2 options=nonsense runtime=torch", "unknown option 'nonsense'"),
         ("1f1b r2 s2 m2 replicas=2", "replicas=2 are for torch: expected runtime=torch or torch-csv"),
         ("1f1b r2 s2 m2 model=batchnorm replicas=2 runtime=torch", "the running statistics of the first"),
-        ("1f1b r2 s2 m2 replicas=two runtime=torch", "'replicas=two' needs numbers"),
+        ("1f1b r2 s2 m2 replicas=two runtime=torch", "'replicas=two': expected a whole number behind the ="),
         ("1f1b r2 s2 m2 runtime=jax", "unknown runtime 'jax'"),
     ],
 )
