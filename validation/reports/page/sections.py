@@ -164,8 +164,8 @@ def laws(verdict: Verdict) -> Html:
         ]
         for law in verdict.laws
     ]
-    shown = table(head, rows, caption="Laws and their counts", numbers=(2, 3, 4, 5, 6)) if rows else None
-    return section("Laws", shown, missing="There was nothing to judge", wide=True)
+    shown = table(head, rows, caption="Laws and their counts", numbers=(2, 3, 4, 5, 6))
+    return section("Laws", shown, wide=True)
 
 
 def not_compared(verdict: Verdict) -> Html:
@@ -177,8 +177,8 @@ def not_compared(verdict: Verdict) -> Html:
         joined([tag("dt", ", ".join(law.name for law in laws)), tag("dd", laws[0].note or why, _left_out(laws[0]))])
         for why, laws in found.items()
     ]
-    everything = "Everything that the laws name was compared." if verdict.laws else "There was nothing to judge."
-    return section("Not compared, and why", tag("dl", *rows) if rows else tag("p", everything))
+    everything = tag("p", "Everything that the laws name was compared.")
+    return section("Not compared, and why", tag("dl", *rows) if rows else everything)
 
 
 def _missed(law: LawResult) -> bool:
