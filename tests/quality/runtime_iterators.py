@@ -199,6 +199,8 @@ def step(model: nn.Sequential, microbatches: Pairs, *, fault: str = "", watched:
             parameter.data = through(torch.bfloat16)(parameter.data)
     late = fault == "labels one behind" and rank == 3
     given = microbatches[-1:] + microbatches[:-1] if late else microbatches
+    if fault == "a microbatch taken twice":
+        given = [*given[:3], given[2], *given[4:]]
     stage = seen(module, watched)
     losses = Loop(stage, iter(given), len(given), given[0][0], fault=fault).run()
     return stage, losses or None, _norm(module, fault)

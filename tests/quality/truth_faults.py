@@ -119,6 +119,9 @@ ITERATORS = {
     "norms added": other("norm", "norm"),
     "layers of the next rank": other("partition", "partition held loss gradients", 1),
     "weights in bf16": forward("rounded", 1, wrong="weights"),
+    "a microbatch taken twice": sums(
+        "dropped", wrong="loss sums order", microbatches=(3,), also=(sums("doubled", microbatches=(2,)),)
+    ),
     "labels one behind": forward("swapped-data", 0, 3, wrong="swapped", somewhere=True),
 }
 

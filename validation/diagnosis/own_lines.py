@@ -85,10 +85,15 @@ class _About:
         if kind == "overwritten":
             return [one for came in self._came(action) for one in set_at(came.received, received_by)[:1]]
         last = Action(self.evidence.stages - 1, Kind.BACKWARD, action.microbatch)
-        if kind == "swapped-data" or (kind in _LOSS and action == last):
+        if kind == "swapped-data" or (kind in _LOSS and action == last and not self._there_alone):
             found = set_at(self._stack(last), backward_of)
             return [one for one in found if one[1] not in self.forwards][-_SET:]
         return set_at(self._stack(action), backward_of) if kind in _PAIRED else []
+
+    @property
+    def _there_alone(self) -> bool:
+        """Whether one stage's gradients are wrong, and what it handed back is not: then the loss was right."""
+        return self.cause.stage is not None and self.cause.action is None and self.evidence.stages > 1
 
     @cached_property
     def forwards(self) -> set[Line]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from pipeproof.diagnosis import own_lines
 from pipeproof.diagnosis.own_lines import with_lines
 from pipeproof.judging.cause import Cause
 from pipeproof.observers.observed import Crossing, Passed
@@ -123,3 +124,21 @@ def test_of_several_tensors_the_wrong_one_is_shown(kind: str, where: str, action
     found = shown(Cause(kind, stage=1, microbatches=(0,), action=action), _Seen(wrong=crossings))
     assert "received: receive 1 of 1F0" in found
     assert not any("0 of" in line for line in found)
+
+
+@pytest.mark.parametrize(
+    ("cause", "shown"),
+    [
+        (Cause("scale", factor=4.0), True),
+        (Cause("scale", stage=1, factor=4.0, action="1B0"), True),
+        (Cause("scale", stage=1, factor=4.0), False),  # what it handed back is right, and so is the loss
+        (Cause("scale", stage=0, factor=4.0, action="0B0"), False),
+    ],
+    ids=str,
+)
+def test_what_a_loss_was_divided_by_is_shown_where_the_loss_may_be_wrong(
+    cause: Cause, shown: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own_lines, "set_at", lambda stack, backward: [("divisor", *at("divisor = 1"))])
+    found = [own.line.text for own in with_lines(cause, _Seen()).lines if not own.ran]
+    assert found == ["divisor = 1"] * shown

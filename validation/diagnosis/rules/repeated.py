@@ -1,7 +1,7 @@
 """A stage that was called as often as it should be, but with one microbatch's tensors in place of another's."""
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from pipeproof.diagnosis.evidence import Evidence
@@ -9,6 +9,8 @@ from pipeproof.judging.cause import Cause, listed
 from pipeproof.observers.observed import UNKNOWN_MICROBATCH
 from pipeproof.observers.recording import GIVEN, RECEIVED
 from pipeproof.pipeline.action import Kind
+
+_OTHER_TIMES = ("dropped", "doubled")
 
 
 def repeated(evidence: Evidence) -> list[Cause]:
@@ -26,8 +28,20 @@ def repeated(evidence: Evidence) -> list[Cause]:
         given = _in_place(order, before)
         if not given or not _by_module(evidence, stage) or not _came(evidence, stage, given.values()):
             return []
-        return [_cause(evidence, stage, given)]
+        return (_whole(evidence, given) if stage == 0 else []) or [_cause(evidence, stage, given)]
     return []
+
+
+def _whole(evidence: Evidence, given: Mapping[int, int]) -> list[Cause]:
+    """Microbatches that ran with their own targets too: gradients say that those, and no others, came twice or never."""
+    found = evidence.attribution
+    if found is None or found.unknown or {cause.kind for cause in found.causes} != {*_OTHER_TIMES}:
+        return []
+    gone, again = ({m for one in found.causes if one.kind == kind for m in one.microbatches} for kind in _OTHER_TIMES)
+    if (gone, again) != ({*given}, {*given.values()}):
+        return []
+    ran = f"stage 0 was called with, in this order: {listed(_called(evidence, 0))}"
+    return [replace(cause, detail="; ".join(filter(None, (cause.detail, ran)))) for cause in found.causes]
 
 
 def backed_again(evidence: Evidence) -> list[Cause]:
