@@ -1,8 +1,10 @@
-"""Schedules and programs in files: torch's CSV, read whole or refused in a sentence that names the file."""
+"""Files, read whole or refused in a sentence that names the file: schedules and programs in torch's CSV, and JSON."""
 
 import io
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from pipeproof.pipeline.lower import Program, read_csv
 from pipeproof.pipeline.schedule import Schedule, ScheduleError
@@ -37,6 +39,29 @@ def read_file(path: str | Path) -> Schedule | Program:
         raise ScheduleError(f"{source}: {error}") from None
 
 
+def read_json(path: str | Path, *, expected: str) -> dict[str, Any]:
+    """The object in a JSON file, each key said once. Raises ``ScheduleError`` that says what is ``expected``."""
+    if path == "":
+        raise ScheduleError(f"cannot read a file whose name is empty: expected {expected}")
+    try:
+        found = json.loads(_bytes(Path(path)), object_pairs_hook=_once)
+    except OSError as error:
+        raise ScheduleError(f"cannot read {path}: {error.strerror or error}; expected {expected}") from None
+    except (ValueError, RecursionError) as error:  # also of a name with a null character
+        raise ScheduleError(f"{path} is no JSON ({error}): expected {expected}") from None
+    if not isinstance(found, dict):
+        raise ScheduleError(f"{path} holds no object: expected {expected}")
+    return found
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is said twice")
+    return found
+
+
 def _text(source: str | Path, path: Path) -> str:
     try:
         return io.StringIO(_bytes(path).decode("utf-8-sig"), newline=None).read()
@@ -56,7 +81,7 @@ def _bytes(path: Path) -> bytes:
         size = len(data)
     else:
         if path.exists() and not path.is_file():  # reading a pipe may never end
-            raise OSError("it is no regular file (pipeproof check - reads standard input)")
+            raise OSError("it is no regular file (- reads standard input)")
         size = path.stat().st_size
         data = path.read_bytes() if size <= _MOST_BYTES else b""
     if size > _MOST_BYTES:

@@ -116,7 +116,7 @@ def test_what_is_no_file_is_refused_in_a_sentence(
     folder, pipe, missing = (tmp_path / name for name in ("folder.csv", "pipe.csv", "missing.csv"))
     folder.mkdir()
     os.mkfifo(pipe)
-    why = "it is no regular file (pipeproof check - reads standard input)"
+    why = "it is no regular file (- reads standard input)"
     assert told(command, folder, capsys) == (2, f"pipeproof: cannot read {folder}: {why}\n")
     assert told(command, pipe, capsys) == (2, f"pipeproof: cannot read {pipe}: {why}\n")
     why = "No such file or directory; give a file that is there and may be read"

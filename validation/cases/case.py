@@ -5,9 +5,10 @@ A schedule of one's own is named by its file, and what the file holds travels wi
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 from pipeproof.cases.own_schedule import own_schedule
@@ -29,6 +30,7 @@ LOSSES = ("mean", "tokens")
 DTYPES = ("fp32", "bf16", "fp64")
 FUZZED_DTYPES = DTYPES[:2]  # those that people train in
 DEVICES = ("cpu", "cuda")
+AXES: Mapping[str, str] = MappingProxyType({"ranks": "pp", "replicas": "dp"})  # the field's names, as configs have them
 
 
 def plainest_first(models: Iterable[str]) -> list[str]:
@@ -191,6 +193,20 @@ class Case:
             elif value != option.default or option.name in ("model", "seed"):
                 yield f"{option.name}={value}"
 
+    @property
+    def config(self) -> dict[str, Any]:
+        """The case in plain data, as a config and a record have it: axes by the field's names."""
+        return {name: _plain(getattr(self, option.name)) for name, option in config_fields().items()}
+
+    @classmethod
+    def of_config(cls, config: Mapping[str, Any]) -> "Case":
+        """The case that ``config`` spells in values of the types of ``config_fields``; what it says besides is left."""
+        named: dict[str, Any] = {
+            option.name: config[name] for name, option in config_fields().items() if name in config
+        }
+        tuples = {name: tuple(one) for name, one in named.items() if isinstance(one, list)}
+        return cls(**{**named, **tuples})
+
     @classmethod
     def parse(cls, text: str) -> "Case":
         """The case that ``text`` spells: ``1f1b r4 s4 m8 split=2,2,2,2 model=gpt seed=17``; the rest has defaults."""
@@ -239,6 +255,15 @@ def _option(word: str, text: str) -> tuple[str, Any]:
 def _options() -> list[Field[Any]]:
     """What a replay line says by name: the split first."""
     return [option for option in fields(Case)[4:] if option.name != "own"]
+
+
+def config_fields() -> dict[str, Field[Any]]:
+    """What a config says of a case, by its names there."""
+    return {AXES.get(option.name, option.name): option for option in fields(Case) if option.name != "own"}
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def most_stages(own: Schedule | Program) -> int:

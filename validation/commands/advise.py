@@ -1,16 +1,14 @@
 """``advise``: which kind of parallelism to add next, with the numbers, and the fastest layouts that fit."""
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from pipeproof.commands.ending import WRONG
 from pipeproof.commands.option_parser import UsageError, add_count, number, offers, without_effect
 from pipeproof.commands.outputs import Outputs, add_outputs
-from pipeproof.pipeline.files import cannot_read
+from pipeproof.pipeline.files import read_json
 from pipeproof.pipeline.layouts.cluster import ACCELERATORS, GIB, UNITS, Accelerator, Cluster, accelerator_named
 from pipeproof.pipeline.layouts.footprint import Footprint
 from pipeproof.pipeline.layouts.layout import Job, Layout, Recompute
@@ -118,19 +116,7 @@ def _model(options: argparse.Namespace) -> Transformer:
         raise UsageError(f"--model with --{next(iter(given))}: expected one of the two; leave one out")
     if not options.model.endswith(".json"):
         return model_named(options.model)
-    return model_of_config(_config(options.model), name=options.model)
-
-
-def _config(file: str) -> Mapping[str, Any]:
-    try:
-        config = json.loads(Path(file).read_bytes())
-    except OSError as error:
-        raise UsageError(cannot_read(file, error)) from error
-    except ValueError as error:
-        raise UsageError(f"{file} is no JSON ({error}): expected the config.json of a decoder") from error
-    if not isinstance(config, dict):
-        raise UsageError(f"{file} holds no object: expected the config.json of a decoder")
-    return config
+    return model_of_config(read_json(options.model, expected="the config.json of a decoder"), name=options.model)
 
 
 def _by_hand(given: Mapping[str, int]) -> Transformer:

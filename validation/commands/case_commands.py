@@ -9,13 +9,15 @@ from typing import Any, TypeAlias
 
 from pipeproof.cases.case import DTYPES, FUZZED_DTYPES, SCHEDULES, Case, CaseError
 from pipeproof.cases.runtimes import OWN, TORCH
-from pipeproof.commands.option_parser import add_count, add_names, without_effect
+from pipeproof.commands.option_parser import UsageError, add_count, add_names, without_effect
 from pipeproof.commands.outputs import Outputs, add_file, add_outputs, add_recording
 from pipeproof.commands.selection import (
     DTYPE_NAMES,
+    add_config,
     add_table,
     add_timeout,
     add_world,
+    config_of,
     dtype_names,
     schedule_names,
     table_of,
@@ -43,6 +45,7 @@ def _add_validate(commands: Commands) -> None:
         "and with one whose weights are tied.",
     )
     add_table(parser)
+    add_config(parser)
     parser.add_argument("--profile", action="store_true", help="print where each rank's time went")
     add_world(parser)
     add_recording(parser)
@@ -93,11 +96,15 @@ def _add_replay(commands: Commands) -> None:
 
 
 def _validate(options: argparse.Namespace) -> int:
-    cases, left_out = table_of(options)
+    if options.config is None:
+        (cases, left_out), device = table_of(options), options.device
+    else:
+        case = config_of(options).case
+        cases, left_out, device = [case], {}, options.device if "--device" in options.given else case.device
     start_fork_server()
     from pipeproof.commands.campaign import Setting, validate_all
 
-    setting = Setting(options.device, options.timeout, Outputs.of(options), options.profile)
+    setting = Setting(device, options.timeout, Outputs.of(options), options.profile)
     return validate_all(cases, setting, left_out=left_out)
 
 
@@ -164,7 +171,8 @@ def _replay(options: argparse.Namespace) -> int:
 
 def _add_records(commands: Commands) -> None:
     recorder = commands.add_parser("record", help="write what the reference expects of a case, on one device")
-    recorder.add_argument("case", nargs="+", help="as replay takes it; quotes may be left out")
+    recorder.add_argument("case", nargs="*", help="as replay takes it; quotes may be left out")
+    add_config(recorder)
     add_file(recorder, "--out", "the record to write, a safetensors file", required=True)
     recorder.set_defaults(run=_record)
     comparer = commands.add_parser(
@@ -194,7 +202,10 @@ def _add_records(commands: Commands) -> None:
 def _record(options: argparse.Namespace) -> int:
     from pipeproof.commands.offline import record_case
 
-    return record_case(Case.parse(" ".join(options.case)), options.out)
+    if (options.config is None) == (not options.case):
+        raise UsageError(f"{options.prog}: expected either the line of a case or --config FILE; give one of the two")
+    case = Case.parse(" ".join(options.case)) if options.config is None else config_of(options).case
+    return record_case(case, options.out)
 
 
 def _compare(options: argparse.Namespace) -> int:

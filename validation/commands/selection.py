@@ -6,14 +6,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from pipeproof.cases.case import DTYPES, LOSSES, MODELS, SCHEDULES, Case, CaseError, most_stages
+from pipeproof.cases.config import Config, read_config
 from pipeproof.cases.own_schedule import own_schedule
-from pipeproof.commands.option_parser import add_count, add_names, seconds
+from pipeproof.commands.option_parser import add_count, add_names, seconds, without_effect
 from pipeproof.pipeline.files import is_csv
 from pipeproof.pipeline.lower import Program
 from pipeproof.pipeline.partition import parse_split
 from pipeproof.pipeline.schedule import Schedule, ScheduleError
 from pipeproof.pipeline.schedules import FAMILIES, LOOPED, build, can_have, canonical_name, known_are, virtuals
 from pipeproof.pipeline.sizes import MOST_LAYERS, MOST_RANKS, counted
+from pipeproof.reports.terminal import Terminal
 
 RANKS, MICROBATCHES = 4, 8
 Fits = Callable[[int], object]
@@ -156,6 +158,24 @@ def add_table(parser: argparse.ArgumentParser) -> None:
     add_names(parser, "--dtype", DTYPE_NAMES, known=DTYPES, default="fp32")
     parser.add_argument("--loss", choices=LOSSES, default="mean", help="mean over microbatches, or sum over tokens")
     add_count(parser, "--seed", "N", "the seed of weights and data", default=0)
+
+
+def add_config(parser: argparse.ArgumentParser) -> None:
+    """A step's config in place of all of that."""
+    says = "a step's config, as `advise --write` writes it, in place of all that says which case"
+    parser.add_argument("--config", metavar="FILE", help=says)
+
+
+_OF_TABLE = ("schedule", "ranks", "virtual", "microbatches", "layers", "split", "model", "dtype", "loss", "seed")
+
+
+def config_of(options: argparse.Namespace) -> Config:
+    """The config that ``--config`` names; raises where the command line says of the case, too. Its notes are told."""
+    without_effect(options, [f"--{name}" for name in _OF_TABLE], "with --config, which says it")
+    config = read_config(options.config)
+    for note in config.notes:
+        Terminal().say(note)
+    return config
 
 
 def add_timeout(parser: argparse.ArgumentParser) -> None:

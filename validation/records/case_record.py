@@ -1,10 +1,9 @@
 """Records of a case: what the reference expects of it, what a run of it gave, and its step made once more from one."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import TypeVar
 
-import torch
 from torch import Tensor
 
 from pipeproof.cases.case import Case, CaseError
@@ -15,6 +14,7 @@ from pipeproof.diagnosis.atoms import Update
 from pipeproof.diagnosis.attribution import update_of
 from pipeproof.diagnosis.played import play
 from pipeproof.judging.judge import due_of, one_thread
+from pipeproof.judging.measured import versions
 from pipeproof.judging.oracle import Floors, Pending
 from pipeproof.judging.tolerance import same_bits
 from pipeproof.observers.observed import Observed, RankOperation
@@ -80,14 +80,8 @@ def backwards_of(case: Case) -> dict[int, list[int]]:
 
 
 def config_of(case: Case) -> dict[str, object]:
-    """A case in plain data, each of its options spelt as in its line; and what its numbers depend on besides."""
-    config: dict[str, object] = {"case": str(case)}
-    for option in fields(case):
-        if option.name != "own":
-            value, between = getattr(case, option.name), "," if option.name == "split" else "+"
-            config[option.name] = between.join(map(str, value)) if isinstance(value, tuple) else value
-    dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in model_for(case).parameters()}
-    return config | {"dtype": "+".join(sorted(dtypes)), "torch": str(torch.__version__)}
+    """The header of a record: a case's line, and its config with the versions that its numbers depend on."""
+    return {"case": str(case), **case.config, **versions()}
 
 
 def _expected(expected: Expected, batches: Sequence[Batch], floors: Floors | None) -> RecordedOperation:

@@ -136,9 +136,13 @@ def config_differences(one: Record, other: Record) -> Iterator[tuple[str, object
     for name in dict.fromkeys([*one.config, *other.config]):
         if name == "case":
             continue
-        values = one.config.get(name), other.config.get(name)
+        values = _said(one.config.get(name)), _said(other.config.get(name))
         if values[0] != values[1]:
             yield name, *values
+
+
+def _said(value: object) -> object:
+    return ",".join(map(str, value)) if isinstance(value, list) else value
 
 
 def other_weights(expected: Mapping[str, Tensor], seen: Mapping[str, Tensor]) -> str:

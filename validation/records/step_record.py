@@ -8,13 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof.judging.judge import due_of
+from pipeproof.judging.measured import versions
 from pipeproof.judging.oracle import Floors, Pending
+from pipeproof.judging.tolerance import PRECISIONS
 from pipeproof.records.record import Record, RecordedFloors, RecordedOperation, RecordError, microbatch_digests
 from pipeproof.records.record_file import write
 from pipeproof.reference.copied import copied
 from pipeproof.reference.data import Batch
 from pipeproof.reference.step import Loss, Recipe, Reference, sgd
 from pipeproof.worlds.output_file import OutputFile
+
+_NAMES = {dtype: one.name for dtype, one in PRECISIONS.items() if not dtype.is_complex}
 
 LossFn = Callable[..., Tensor]
 Pairs = Sequence[tuple[object, object]]
@@ -90,12 +94,12 @@ def _floors(reference: Reference, step: Pending) -> RecordedFloors:
 
 
 def _config(model: nn.Module, microbatches: Pairs, divisor: float, max_norm: float | None) -> dict[str, object]:
-    dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()}
+    dtypes = {_NAMES.get(parameter.dtype, str(parameter.dtype)) for parameter in model.parameters()}
     return {
         "model": type(model).__name__,
         "microbatches": len(microbatches),
         "loss_divisor": divisor,
         "max_norm": max_norm,
         "dtype": "+".join(sorted(dtypes)),
-        "torch": str(torch.__version__),
+        **versions(),
     }

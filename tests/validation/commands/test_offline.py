@@ -50,7 +50,12 @@ def test_diff_says_first_how_the_configs_differ(capsys: pytest.CaptureFixture[st
     assert '<th scope="row">schedule</th><td>1f1b</td><td>gpipe</td>' in shown
     assert "Not recorded: nobody noted which actions ran" in shown
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert lines[:3] == [["config", "one", "other"], ["schedule", "1f1b", "gpipe"], ["ranks", "2", "1"]]
+    assert lines[:4] == [
+        ["config", "one", "other"],
+        ["schedule", "1f1b", "gpipe"],
+        ["pp", "2", "1"],
+        ["split", "1,1", "2"],
+    ]
     assert lines[4][0] == "PASS", "one of the two is what was expected"
     assert main(["diff", "one", "one"]) == 0
     assert capsys.readouterr().out.startswith("the configs are the same\nPASS")
