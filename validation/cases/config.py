@@ -30,7 +30,7 @@ _DEFAULTS = {name: one.default for name, one in config_fields().items() if one.d
 _LEAST = {"pp": 1, "dp": 1, "virtual": 1, "microbatches": 1} | {
     name: min(default, 1) for name, default in LAYOUT.items() if isinstance(default, int)
 }
-_WANTED = "a config, as `pipeproof advise --write` writes it"
+_WANTED = "the config of a step"
 _TYPES: Mapping[object, str] = MappingProxyType(
     {
         int: "a whole number",
@@ -107,7 +107,7 @@ def read_config(path: str) -> Config:
     """The config in the file at ``path``. Raises ``CaseError`` or ``ScheduleError`` for what is none."""
     data = read_json(path, expected=_WANTED)
     if data.pop("format", None) != FORMAT:
-        raise CaseError(f'{path} is no config: expected "format": "{FORMAT}"; `pipeproof advise --write` writes one')
+        raise CaseError(f'{path} is no config: expected "format": "{FORMAT}", "version": {VERSION}; add them')
     if type(found := data.pop("version", None)) is not int or found != VERSION:
         raise CaseError(
             f"{path} is a config of version {found}: this pipeproof reads version {VERSION}; write it again"

@@ -162,7 +162,7 @@ def add_table(parser: argparse.ArgumentParser) -> None:
 
 def add_config(parser: argparse.ArgumentParser) -> None:
     """A step's config in place of all of that."""
-    says = "a step's config, as `advise --write` writes it, in place of all that says which case"
+    says = "a step's config, a JSON file, in place of all that says which case"
     parser.add_argument("--config", metavar="FILE", help=says)
 
 

@@ -115,7 +115,7 @@ def test_what_is_no_config_is_refused_in_a_sentence(
         (b"\xff\x00", "is no JSON"),
         (b"[" * 100_000, "is no JSON"),
         (b'{"pp": 1, "pp": 2}', "is no JSON ('pp' is said twice)"),
-        (b"[1]", "holds no object: expected a config"),
+        (b"[1]", "holds no object: expected the config of a step"),
         (b"", "is no JSON"),
     ],
 )
