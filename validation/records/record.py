@@ -142,7 +142,10 @@ def config_differences(one: Record, other: Record) -> Iterator[tuple[str, object
 
 
 def _said(value: object) -> object:
-    return ",".join(map(str, value)) if isinstance(value, list) else value
+    """A list as a case's line has it: ``1,1`` of numbers, ``train+eval`` of words."""
+    if not isinstance(value, list):
+        return value
+    return ("+" if any(isinstance(one, str) for one in value) else ",").join(map(str, value))
 
 
 def other_weights(expected: Mapping[str, Tensor], seen: Mapping[str, Tensor]) -> str:
