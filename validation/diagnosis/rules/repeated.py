@@ -33,7 +33,7 @@ def repeated(evidence: Evidence) -> list[Cause]:
 
 
 def _whole(evidence: Evidence, given: Mapping[int, int]) -> list[Cause]:
-    """Microbatches that ran with their own targets too: gradients say that those, and no others, came twice or never."""
+    """Microbatches that ran with their own targets too: as gradients say, these and no others came twice or never."""
     found = evidence.attribution
     if found is None or found.unknown or {cause.kind for cause in found.causes} != {*_OTHER_TIMES}:
         return []
