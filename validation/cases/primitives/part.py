@@ -1,0 +1,41 @@
+"""What a primitive does on one rank: a few functions, of which most do nothing."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from pipeproof.cases.primitives.layers import Microbatch
+
+
+def _same(microbatch: Microbatch, mesh: DeviceMesh) -> Microbatch:
+    return microbatch
+
+
+def _nothing(stage: nn.Module, mesh: DeviceMesh) -> None:
+    return None
+
+
+def _at_once(module: nn.Module, last: bool) -> AbstractContextManager[object]:
+    return nullcontext()
+
+
+@dataclass(frozen=True)
+class Part:
+    """One primitive on one rank, of ``mesh``, which has its axes alone.
+
+    apply: changes a stage in place, and returns what is called in its place, such as a DDP. share: what this rank gets
+    of a microbatch. sync: around the forward and backward of each microbatch; told whether it is the last. around: a
+    whole step. finish: reduces gradients after the last backward. summed: it sums them over its ranks, so that each has
+    its share of the loss. in_parts: each rank's loss is that of its part of every sequence.
+    """
+
+    apply: Callable[[nn.Module, DeviceMesh], nn.Module]
+    share: Callable[[Microbatch, DeviceMesh], Microbatch] = _same
+    sync: Callable[[nn.Module, bool], AbstractContextManager[object]] = _at_once
+    around: Callable[[], AbstractContextManager[object]] = nullcontext
+    finish: Callable[[nn.Module, DeviceMesh], None] = _nothing
+    summed: bool = False
+    in_parts: bool = False
