@@ -1,8 +1,9 @@
 """What the modules of a model put out, noted or changed while it runs: the only view into a model that is not ours."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from itertools import count
 from typing import Any
 
 from torch import Tensor, nn
@@ -67,3 +68,23 @@ def outputs_changed(model: nn.Module, change: Callable[[Outputs], Outputs]) -> I
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def order_of_use(model: nn.Module, inputs: Iterable[Any]) -> dict[str, int]:
+    """Of every module that is called, by its name, when its last call ended: a count over all calls."""
+    ended: dict[str, int] = {}
+
+    def ending(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def called(module: nn.Module, arguments: Any, result: Any) -> None:
+            ended[name] = next(clock)
+
+        return called
+
+    clock = count()
+    hooks = [module.register_forward_hook(ending(name)) for name, module in model.named_modules()]
+    try:
+        model(*inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return ended

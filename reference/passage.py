@@ -1,7 +1,7 @@
 """A microbatch once more, with something changed in what passes from one module of the model to the next."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,10 +24,11 @@ class Passage:
     """What passes at ``places``: on its way ``there`` becomes of the tensors, ``back`` of their gradients.
 
     Both are given, in this order, those that one module puts out; or where the modules are named that it passes
-    ``into``, all at once, as these are given them. What other modules read is then as it was.
+    ``into``, all at once, as these are given them. What other modules read is then as it was. Without places it is
+    about all that the modules are given that has a gradient, each tensor by itself.
     """
 
-    places: Sequence[Place]
+    places: Sequence[Place] = ()
     there: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]] = _as_it_is
     back: Callable[[Values], Values] = _as_it_is
     into: Collection[str] = ()
@@ -42,6 +43,9 @@ def passing(model: nn.Module, passages: Sequence[Passage]) -> Iterator[None]:
     now: dict[Place, Tensor] = {}
     with ExitStack() as stack:
         for one in passages:
+            if not one.places:
+                stack.enter_context(_given(model, one))
+                continue
             entering = _Entering(one, now) if one.into else None
             stack.enter_context(outputs_changed(model, entering or partial(_changed, one)))
             stack.enter_context(_entered(model, entering) if entering else nullcontext())
@@ -85,15 +89,32 @@ class _Entering:
         return self._made.get(id(tensor), (tensor, tensor))[1]
 
 
+def _entered(model: nn.Module, entering: _Entering) -> AbstractContextManager[None]:
+    return _before(model, entering.passage.into, entering.entered)
+
+
 @contextmanager
-def _entered(model: nn.Module, entering: _Entering) -> Iterator[None]:
-    into = [module for name, module in model.named_modules() if name in entering.passage.into]
-    hooks = [module.register_forward_pre_hook(entering.entered, with_kwargs=True) for module in into]
+def _before(model: nn.Module, into: Collection[str], hook: Callable[..., Any]) -> Iterator[None]:
+    """``hook`` is called before the forwards of the modules that are named."""
+    called = [module for name, module in model.named_modules() if name in into]
+    hooks = [module.register_forward_pre_hook(hook, with_kwargs=True) for module in called]
     try:
         yield
     finally:
-        for hook in hooks:
-            hook.remove()
+        for one in hooks:
+            one.remove()
+
+
+def _given(model: nn.Module, passage: Passage) -> AbstractContextManager[None]:
+    """Whatever the modules are given that ``passage`` goes into."""
+
+    def changed(tensor: Tensor) -> Tensor:
+        return _Changed.apply(passage, tensor)[0] if tensor.requires_grad else tensor  # type: ignore[no-untyped-call]
+
+    def entered(module: nn.Module, arguments: Any, named: Any) -> Any:
+        return tree_map_only(Tensor, changed, (arguments, named))
+
+    return _before(model, passage.into, entered)
 
 
 class _Changed(torch.autograd.Function):

@@ -44,7 +44,8 @@ class ModelBeside(Protocol):
     """The reference of a step that is not ours. ``divisor`` is that of a loss.
 
     ``ends`` are the places where a stage ends; none where that is not known. ``later`` are the modules that only stages
-    after it hold. ``lacks``: whether it is known that a tensor of this form is no step of what a microbatch is computed
+    after it hold. ``modules``: in which order they end, ``places``: where they put
+    tensors out. ``lacks``: whether it is known that a tensor of this form is no step of what a microbatch is computed
     by. ``played``: what a microbatch would give if something else passed, tied copies summed; None where it does not
     run so.
     """
@@ -55,6 +56,12 @@ class ModelBeside(Protocol):
     def ends(self, stage: int) -> Collection[str]: ...
 
     def later(self, stage: int) -> Collection[str]: ...
+
+    @property
+    def modules(self) -> Mapping[str, int]: ...
+
+    @property
+    def places(self) -> Sequence[str]: ...
 
     def lacks(self, microbatch: int, seen: Sketch) -> bool: ...
 
@@ -131,6 +138,12 @@ class Evidence:
     @property
     def stages(self) -> int:
         return len(self.placement)
+
+    @property
+    def used(self) -> Mapping[str, int]:
+        """By parameter, when the module ends that uses it in the reference, where that is known."""
+        ended = {} if self.beside is None else self.beside.modules
+        return {name: ended.get(name.rpartition(".")[0], 0) for _, name in self.expected.gradients if ended}
 
     @property
     def max_norm(self) -> float | None:
@@ -250,6 +263,11 @@ class Evidence:
     def differs(self, law: str) -> bool:
         """Whether ``law`` has a mismatch."""
         return any(mismatch.law == law for mismatch in self.verdict.mismatches)
+
+    def wrong(self, *laws: str) -> frozenset[Site]:
+        """The parameters of which any of ``laws`` has a mismatch."""
+        found = [m for m in self.verdict.mismatches if m.law in laws]
+        return frozenset((m.stage, m.parameter) for m in found if m.stage is not None and m.parameter is not None)
 
     def earlier(self, stage: int) -> Gradients:
         """A stage's gradients in the training step before the failing one."""

@@ -1,8 +1,9 @@
 """Ranks that have a stage in common, and what may have gone wrong between them: told by the numbers, for a law."""
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, permutations, product
 from typing import Protocol
@@ -95,6 +96,7 @@ def _along(axes: Mapping[str, int], some: Sequence[str]) -> tuple[int, ...]:
     return tuple(numbers)
 
 
+_NORMS_ALIKE = 1e-5  # how far apart, relative to their size, two ways of forming one norm may be
 _ALIKE = 1e-3  # no verdict hangs on it: how near a number must be to one that would explain it
 
 
@@ -161,7 +163,7 @@ class Members:
         laws = {
             "replicas": self._not_reduced(in_shards=False),
             "gradient": chain(self._not_reduced(in_shards=True), self._misplaced(), self._scaled()),
-            "grad-norm": self._partial_norms(),
+            "grad-norm": chain(self._norms_of_all(), self._partial_norms()),
         }
         return tuple(Suspicion(law, cause) for law, causes in laws.items() for cause in causes)
 
@@ -178,42 +180,6 @@ class Members:
                 detail = f"not reduced over its replicas: {told}"
                 one = alone[0] if len(alone) == 1 else None
                 yield Cause("not-reduced", rank=one, stage=stage.index, detail=detail)
-
-    def adding_up(self) -> list[Cause]:
-        """A cause for each stage whose ranks have parts of a sum, as where each has a part of every sequence."""
-        causes = []
-        for stage in self.stages:
-            if names := self._add_up(stage):
-                ranks = _listed([rank for rank, _ in stage.part.members])
-                whole = len(names) == len(stage.names)
-                others = f"and {', '.join(names[1:])} are " if len(names) > 1 and not whole else ""
-                detail = f"{others}not reduced over ranks {ranks}: what they have adds up to what is expected"
-                name = None if whole else names[0]
-                causes.append(Cause("not-reduced", stage=stage.index, parameter=name, detail=detail))
-        return causes
-
-    def _add_up(self, stage: Stage) -> list[str]:
-        """The parameters whose copies within a replica add up to what is expected, though none of them is that itself.
-
-        Nothing where any other parameter differs between its holders.
-        """
-        found = []
-        for k, name in stage.names.items():
-            whole = self._gradient((stage.index, name), range(self.replicas.microbatches))
-            copies: dict[int, list[Tensor]] = {}
-            for rank, part in stage.part.members:
-                gradient = part.gradients[k]
-                if k not in part.lacks and k not in part.shards and gradient is not None:
-                    copies.setdefault(self.replicas.of[rank], []).append(gradient.double())
-            groups = list(copies.values())
-            if whole is None or all(_alike(one, groups[0][0]) for group in groups for one in group):
-                continue
-            if any(len(group) < 2 or not _alike(sum(group[1:], group[0]), whole) for group in groups):
-                return []
-            if any(_alike(one, whole) for group in groups for one in group):
-                return []  # the others have nothing of it
-            found.append(name)
-        return found
 
     def _is_own(self, stage: Stage, rank: int, part: Part) -> bool:
         seen = []
@@ -264,6 +230,34 @@ class Members:
             detail = f"all are {count} times what is expected: a sum over {count} replicas where a mean was due"
             yield Cause("scale", factor=float(count), detail=detail)
 
+    def _norms_of_all(self) -> Iterator[Cause]:
+        """A norm that all ranks report, and that counts what several hold several times, or what few hold never."""
+        norms = [norm for norm in self.norms if norm]
+        held = list(self._held())
+        every, times = sum(size for _, size, _ in held), sum(size * count for _, size, count in held)
+        most = max((count for *_, count in held), default=0)
+        few = [(name, size) for name, size, count in held if count < most]
+        left = every - sum(size for _, size in few)
+        for told, square in (
+            ("what several ranks hold is counted once for each of them", times),
+            (f"what fewer ranks hold than others is left out, as {few[0][0] if few else ''}", left if few else 0.0),
+        ):
+            alike = all(scalar_error(norm, math.sqrt(square)) < _NORMS_ALIKE for norm in norms)
+            if norms and square > 0 and alike and scalar_error(square, every) > _ALIKE:
+                yield Cause("norm", detail=told)
+
+    def _held(self) -> Iterator[tuple[str, float, int]]:
+        """Every part of a parameter: its name, the square of what is due there, and how many ranks hold it."""
+        for stage in self.stages:
+            for k, name in stage.names.items():
+                whole = self._gradient((stage.index, name), range(self.replicas.microbatches))
+                if whole is None:
+                    continue
+                holders = [part.shards.get(k) for _, part in stage.part.members if k not in part.lacks]
+                counts = Counter(None if one is None else replace(one, addend=(0, 1)) for one in holders)
+                for where, count in counts.items():
+                    yield name, _square(whole if where is None else where.of(whole)), count
+
     def _partial_norms(self) -> Iterator[Cause]:
         """A norm that is that of some ranks' gradients."""
         squares = [self._squares(rank) for rank in range(len(self.norms))]
@@ -274,7 +268,8 @@ class Members:
             peers = [number for number, of in enumerate(self.replicas.of) if of == replica]
             for ranks in ([rank], *([peers] if sharded else [])):
                 part = math.sqrt(sum(squares[number] for number in ranks))
-                if norm and scalar_error(norm, part) < _ALIKE and scalar_error(part, every) > _ALIKE:
+                apart = len(ranks) < len(self.norms) and scalar_error(part, every) > _ALIKE
+                if norm and apart and scalar_error(norm, part) < _ALIKE:
                     several = len(ranks) > 1
                     held = f"rank{'s' * several} {_listed(ranks)} hold{'s' * (not several)} alone"
                     yield Cause("norm", rank=rank, detail=f"rank {rank}'s is the norm of what {held}")

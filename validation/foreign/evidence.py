@@ -17,6 +17,7 @@ from pipeproof.observers.observed import Observed, Passed
 from pipeproof.observers.sketch import Sketch
 from pipeproof.reference.copied import copied
 from pipeproof.reference.data import Batch
+from pipeproof.reference.outputs import Place, order_of_use, outputs_noted
 from pipeproof.reference.passage import Passage, passing
 from pipeproof.reference.step import Contribution, Expected, Gradient, Loss, Reference, Site
 from pipeproof.reference.traced import Traced
@@ -119,6 +120,19 @@ class _Due:
     @cached_property
     def _again(self) -> Reference:
         return self.beside.reference.of(copied(self.beside.model))
+
+    @cached_property
+    def modules(self) -> Mapping[str, int]:
+        """In which order the model's modules end."""
+        return order_of_use(copied(self.beside.model), self.beside.batches[0].inputs)
+
+    @cached_property
+    def places(self) -> Sequence[Place]:
+        """Where its modules put tensors out."""
+        model, found = copied(self.beside.model), list[Place]()
+        with outputs_noted(model, lambda place, tensor: found.append(place)):
+            model(*self.beside.batches[0].inputs)
+        return found
 
     def lacks(self, microbatch: int, seen: Sketch) -> bool:
         """Whether the reference computes no such tensor for a microbatch, and nothing that it was made of."""

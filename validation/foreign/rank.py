@@ -11,7 +11,7 @@ from pipeproof.diagnosis.members import Replicas
 from pipeproof.foreign.handed_back import FlatShard, HandBackError, HandedBack, understood
 from pipeproof.foreign.matching import Local, Names, renamed
 from pipeproof.observers.initial_weights import FirstUse
-from pipeproof.observers.shards import Index, InShards, Shard, ShardError, flat_shard, shard_at, shard_of
+from pipeproof.observers.shards import Index, InShards, Shard, ShardError, flat_shard, placed_as, shard_at, shard_of
 from pipeproof.observers.sketch import contents, digest
 from pipeproof.observers.watching import Call, Watcher, watching
 from pipeproof.pipeline.action import Action
@@ -44,11 +44,11 @@ class Order:
 class Part:
     """One module that was handed back, or all gradients that were handed back by name; by its parameters in order.
 
-    ``values``: weights before the step, where they are not those of any parameter of the reference; where their content
-    is None, this rank's part of them, which lies where that of the gradient lies. ``calls`` is None
-    where nobody watched, or no call was seen: then ``missed`` says why that may be. ``shards``: where a gradient lies
-    in the whole, for those of which the rank has a part only. ``members``: the ranks with this stage and what each
-    handed back, once they are put together. ``lacks``: the parameters that others of them have and this rank has not.
+    ``values``: weights before the step, where they are not those of any parameter of the reference. ``weights``: of
+    those of which the rank has a part, where that lies in the whole, and the part. ``calls`` is None where nobody
+    watched, or no call was seen: then ``missed`` says why that may be. ``shards``: where a gradient lies in the whole,
+    for those of which the rank has a part only. ``members``: the ranks with this stage and what each handed back, once
+    they are put together. ``lacks``: the parameters that others of them have and this rank has not.
     """
 
     locals: tuple[Local, ...]
@@ -59,6 +59,7 @@ class Part:
     members: tuple[tuple[int, "Part"], ...] = ()
     missed: str = ""
     lacks: frozenset[int] = frozenset()
+    weights: Mapping[int, tuple[Shard, Tensor]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -164,12 +165,25 @@ class _Collector:
         calls = self.watcher.calls(module)
         gradients, shards = _in_parts(held)
         parameters = [parameter for *_, parameter in _parameters(module)]
+        weights = dict(self._of_dtensors(parameters))
         for k in _weights_in_parts(parameters, shards):
-            if k not in values and digest(parameters[k]) == locals_[k].content:
-                values[k] = parameters[k].detach().to("cpu", copy=True)  # as others by chance, such as zeros
+            part = values.pop(k, None)
+            if part is None and digest(parameters[k]) == locals_[k].content:
+                part = parameters[k].detach().to("cpu", copy=True)  # as others by chance, such as zeros
+            weights |= {} if part is None else {k: (shards[k], part)}
             locals_[k] = replace(locals_[k], content=None)
+        weights = {k: one for k, one in weights.items() if locals_[k].content is None}
         missed = "" if calls is None or calls else self._missed(module)
-        return Part(tuple(locals_), gradients, values, tuple(calls) if calls else None, shards, missed=missed)
+        seen_calls = tuple(calls) if calls else None
+        return Part(tuple(locals_), gradients, values, seen_calls, shards, missed=missed, weights=weights)
+
+    def _of_dtensors(self, parameters: Sequence[nn.Parameter]) -> Iterator[tuple[int, tuple[Shard, Tensor]]]:
+        """The parts of weights in shards, where the whole was never seen."""
+        for k, parameter in enumerate(parameters):
+            part = self.first_use.part_of(parameter)
+            where = None if part is None else placed_as(parameter)
+            if part is not None and where is not None:
+                yield k, (where, part)
 
     def _missed(self, module: nn.Module) -> str:
         """Why no call of ``module`` may have been seen, although it is watched."""

@@ -145,24 +145,19 @@ def _with_whole_weights(bundle: Sequence[Member]) -> list[Member]:
     """
     lying: dict[str, list[tuple[Part, tuple[Shard, Tensor]]]] = {}
     for _, part in bundle:
-        for k in _in_parts(part):
-            lying.setdefault(part.locals[k].name, []).append((part, (part.shards[k], part.values[k])))
+        for k, one in part.weights.items():
+            lying.setdefault(part.locals[k].name, []).append((part, one))
     made = []
     for rank, part in bundle:
         locals_, values = list(part.locals), dict(part.values)
-        for k in _in_parts(part):
+        for k, own in part.weights.items():
             others = [one for of, one in reversed(lying[part.locals[k].name]) if of is not part]
-            every = [*others, (part.shards[k], values.pop(k))]  # of equal parts the last counts
+            every = [*others, own]  # of equal parts the last counts
             whole = None if untiled([shard for shard, _ in every]) else gathered(every)
             if whole is not None:
                 locals_[k], values[k] = replace(locals_[k], content=digest(whole)), whole
-        made.append((rank, replace(part, locals=tuple(locals_), values=values)))
+        made.append((rank, replace(part, locals=tuple(locals_), values=values, weights={})))
     return made
-
-
-def _in_parts(part: Part) -> list[int]:
-    """The parameters of whose weights there is a part."""
-    return [k for k in part.shards if k in part.values and part.locals[k].content is None]
 
 
 def _united(bundle: Sequence[Member], known: Mapping[str, bytes]) -> list[Member]:

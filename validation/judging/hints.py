@@ -34,7 +34,8 @@ HINTS: Mapping[str, str] = MappingProxyType(
         "reduce them once.",
         "extra-term": "What adds to these gradients besides the microbatches: an auxiliary loss, weight decay, another "
         "model's backward?",
-        "not-reduced": "Reduce gradients over the replicas after the last backward: is the hook, or no_sync, left on?",
+        "not-reduced": "Reduce gradients over these ranks, in the backward or after the last one: is an all-reduce or "
+        "a hook left out, a group too small, or no_sync left on?",
         "misplaced": "Compare the order of parameters, or of shards, on both sides of the copy.",
         "norm": "Which parameters does the norm count? Each one once, tied ones too, over all stages.",
         "clip": "Clip all ranks' gradients by one factor: that of the norm over all stages.",

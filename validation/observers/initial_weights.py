@@ -31,6 +31,7 @@ class FirstUse:
         self._known = frozenset(known)
         self._seen: dict[int, tuple[nn.Parameter, Seen]] = {}  # the parameter too, so that its id is not used again
         self._at: dict[tuple[int, str], tuple[nn.Module, Seen]] = {}  # by the module that it was seen in, and its name
+        self._parts: dict[int, tuple[nn.Parameter, Tensor]] = {}  # of DTensors, what this rank had
 
     def __enter__(self) -> Self:
         self._hook = register_module_forward_pre_hook(self._look)
@@ -54,6 +55,10 @@ class FirstUse:
         now = self._note(parameter)
         return now if now.value is None else None
 
+    def part_of(self, parameter: nn.Parameter) -> Tensor | None:
+        """What this rank had of one in shards when it was first used so; None where nobody saw that."""
+        return self._parts[id(parameter)][1] if id(parameter) in self._parts else None
+
     def inside(self, module: nn.Module) -> bool:
         """Whether a part of ``module`` was called that holds parameters."""
         return any(id(part) == at for part in module.modules() if part is not module for at, _ in self._at)
@@ -62,7 +67,11 @@ class FirstUse:
         if torch.compiler.is_compiling():
             return
         for leaf, parameter in module._parameters.items():
-            if parameter is None or parameter.is_meta or isinstance(parameter, InShards):
+            if parameter is None or parameter.is_meta:
+                continue
+            if isinstance(parameter, InShards):
+                if id(parameter) not in self._parts:
+                    self._parts[id(parameter)] = parameter, parameter.to_local().detach().to("cpu", copy=True)
                 continue
             if id(parameter) not in self._seen:
                 self._seen[id(parameter)] = parameter, self._note(parameter)

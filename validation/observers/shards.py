@@ -88,6 +88,14 @@ def shard_of(tensor: Tensor) -> Shard | None:
     return Shard(tuple(bounds), shape, tuple(mesh.mesh.flatten().tolist()), addend=(own, addends))
 
 
+def placed_as(tensor: Tensor) -> Shard | None:
+    """As ``shard_of``; None of what is no part."""
+    try:
+        return shard_of(tensor)
+    except ShardError:
+        return None
+
+
 def shard_at(index: Index, part: Tensor | None) -> Shard:
     """The part of a parameter that has this index. Raises ``ShardError`` where the two do not fit."""
     slices = index if isinstance(index, tuple) else (index,)

@@ -83,7 +83,7 @@ class Call:
 
     ``backwards`` has an entry, a count over all that this rank's calls do, for each time that gradients came out of it.
     ``mixed``: parts of the module were in training mode, and others were not. ``needing`` are the inputs that want a
-    gradient, ``giving`` the outputs that bring one; ``unread``: those are DTensors, which nobody reads.
+    gradient, ``giving`` the outputs that bring one.
     A ``silent`` one ran without gradients: it is a forward only if a backward ran it again, and then has what that had.
     ``rank`` is the one that it was on, where several hold its stage. ``stacks`` are where the user's code called for
     its forward and its backward, ``came`` the messages that these were given, by the tensor that each was. ``cleared``:
@@ -105,7 +105,6 @@ class Call:
     cleared: Stack = ()
     needing: frozenset[int] = frozenset()
     giving: frozenset[int] = frozenset()
-    unread: bool = False
     began: int | None = None
 
     def later(self, time: int, *, rank: int) -> "Call":
@@ -209,7 +208,7 @@ class Watcher:
                 continue
             place = f"the stage was last called at {call.stacks[Kind.FORWARD][0]}"
             came = [one for (kind, k), one in call.came.items() if kind is Kind.FORWARD and k not in call.needing]
-            if call.silent or not (call.giving or call.unread):
+            if call.silent or not call.giving:
                 yield f"{place}\n  {'without gradients' if call.silent else 'what it gave back wants no gradient'}"
             elif came and not call.needing:
                 yield "\n  ".join(
@@ -250,16 +249,7 @@ class Watcher:
             watched.calls.append(call)
             unchanged = [k for k, tensor in enumerate(inputs) if tensor._version == entry.versions[k]]
             self._look_again(call, {k: inputs[k] for k in unchanged}, giving)
-        self._follow(call, needing, giving)
-        if not needing and not giving:
-            self._count_unread(call, result)
-
-    def _count_unread(self, call: Call, result: object) -> None:
-        """Count the backwards of a ``call`` with no tensor to read, but with DTensors that bring a gradient."""
-        for one in _leaves(result, InShards)[:1]:
-            if one.requires_grad:
-                call.unread = True
-                one.register_hook(lambda _: call.backwards.append(next(self._times)))
+        self._follow(call, needing, giving, _in_shards(result))
 
     def _look_again(self, call: Call, inputs: Mapping[int, Tensor], outputs: Mapping[int, Tensor]) -> None:
         """Note the inputs that the backward needs once more when it begins; no others can be overwritten."""
@@ -275,12 +265,17 @@ class Watcher:
 
         made[0].register_hook(begins)  # type: ignore[no-untyped-call]  # in torch
 
-    def _follow(self, call: Call, inputs: Mapping[int, Tensor], outputs: Mapping[int, Tensor]) -> None:
+    def _follow(
+        self, call: Call, inputs: Mapping[int, Tensor], outputs: Mapping[int, Tensor], parts: Sequence[Tensor]
+    ) -> None:
         """Note the gradients of these, by their numbers, and count the backwards of ``call``.
 
-        A backward is counted where it ends: at an input, or if no input wants a gradient, where it begins.
+        A backward is counted where it ends: at an input, or if no input wants a gradient, where it begins. ``parts``
+        are outputs of which this rank has a part each: through them, too, its own backwards come.
         """
         flows = Flows()
+        for number, tensor in enumerate(parts):
+            flows.made(tensor, self._counting(call, counts=not inputs and not outputs and not number))
         given = {id(tensor) for tensor in inputs.values()}
         own = {k for k, tensor in outputs.items() if id(tensor) not in given} or set(outputs)
         last = min(inputs) if inputs else min(outputs, default=None)
@@ -311,6 +306,16 @@ class Watcher:
             return write
 
         return note
+
+    def _counting(self, call: Call, *, counts: bool) -> Note:
+        """Of a gradient of which this rank has a part, only that it came."""
+
+        def write() -> None:
+            call.stacks.setdefault(Kind.BACKWARD, own_stack())
+            if counts:
+                call.backwards.append(next(self._times))
+
+        return lambda gradient: write
 
 
 _watcher: Watcher | None = None
@@ -348,11 +353,14 @@ def watch(module: Module, *, when: Callable[[], bool] | None = None) -> Module:
 
 def _tensors(values: object) -> list[Tensor]:
     """Those that this rank has whole: what is asked of a DTensor, all of its ranks must ask."""
-    return [leaf for leaf in _leaves(values, Tensor) if not leaf.is_meta and not isinstance(leaf, InShards)]
+    leaves = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and not leaf.is_meta)
+    return [leaf for leaf in leaves if not isinstance(leaf, InShards)]
 
 
-def _leaves(values: object, kind: type) -> list[Any]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, kind)]
+def _in_shards(values: object) -> list[Tensor]:
+    """The DTensors that want a gradient."""
+    leaves = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and isinstance(leaf, InShards))
+    return [leaf for leaf in leaves if leaf.requires_grad]
 
 
 def _has_gradient(parameter: nn.Parameter) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from pipeproof.diagnosis.evidence import Evidence
+from pipeproof.diagnosis.rules.inside import first_of_backward, inside, other_forward
 from pipeproof.diagnosis.rules.passages import unexplained_passage
 from pipeproof.diagnosis.rules.repeated import or_wrong_message
 from pipeproof.diagnosis.rules.replayed import replayed
@@ -29,7 +30,9 @@ def attributed(evidence: Evidence) -> list[Cause]:
         return []
     causes = list(found.causes)
     if found.unknown or not causes:  # one thing that gives everything says more than what gives a part
-        causes = (replayed if evidence.playable is None else played_through)(evidence) or causes
+        own = evidence.playable is not None
+        causes = (played_through(evidence) if own else replayed(evidence) or inside(evidence)) or causes
+        causes = causes or ([] if own else other_forward(evidence))
     if evidence.sums is not None:
         return [_clipped(evidence, cause) for cause in causes]
     return causes if evidence.playable is not None else [_seen_more(cause, evidence) for cause in causes]
@@ -49,6 +52,7 @@ def _seen_more(cause: Cause, evidence: Evidence) -> Cause:
 def unexplained(evidence: Evidence) -> Sequence[str]:
     """What is left without an explanation, at the boundaries and in gradients."""
     found = evidence.unexplained
+    found = (*first_of_backward(evidence), *found) if found else found
     if found and evidence.passed:
         return (*unexplained_passage(evidence), *found)
     wrong = [law for law in ("presence", "gradient") if evidence.sums is not None and evidence.differs(law)]

@@ -35,17 +35,18 @@ Way = Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
-class _Changes:
-    """What may have happened, in words: at the boundary before ``stage``, or at all of them."""
+class Changes:
+    """What may have happened, in words: at the boundary before ``stage``, or at all of them; or ``inside`` a stage."""
 
     text: str
     stage: int | None
-    what_ifs: tuple[WhatIf, ...]
+    what_ifs: tuple[WhatIf, ...] = ()
+    inside: tuple[Passage, ...] = ()
 
 
 def replayed(evidence: Evidence) -> list[Cause]:
     """The one change between stages that gives every loss and every gradient; none where two would."""
-    fit = None if evidence.beside is None else _Fit(evidence, evidence.beside)
+    fit = None if evidence.beside is None else Fit(evidence, evidence.beside)
     if fit is None or not fit.possible:
         return []
     found = [(changes, microbatches) for changes in fit.changes() if (microbatches := fit.microbatches(changes))]
@@ -62,7 +63,7 @@ def besides_change(evidence: Evidence, cause: Cause) -> Attribution | None:
     None where that cannot be played, or does not give the losses that were seen; where several changes do, unless one
     of them gives all gradients too.
     """
-    fit = None if evidence.beside is None else _Fit(evidence, evidence.beside)
+    fit = None if evidence.beside is None else Fit(evidence, evidence.beside)
     if fit is None or evidence.due is None or evidence.due.update.tied or not fit.plays:
         return None
     concerned = cause.microbatches or tuple(range(evidence.microbatches))
@@ -87,7 +88,7 @@ def _sum(parts: Sequence[Gradient]) -> Gradient:
     return sum(given[1:], given[0]) if given else None
 
 
-def _cause(evidence: Evidence, changes: _Changes, stages: Sequence[int], microbatches: tuple[int, ...]) -> Cause:
+def _cause(evidence: Evidence, changes: Changes, stages: Sequence[int], microbatches: tuple[int, ...]) -> Cause:
     """The cause: of several stages that would show the same the last that it came to, as the others hand it on."""
     first = changes.what_ifs[0]
     stage = None if not stages else max(stages) if first.forward else min(stages)
@@ -99,7 +100,7 @@ def _cause(evidence: Evidence, changes: _Changes, stages: Sequence[int], microba
 
 
 @dataclass(frozen=True)
-class _Fit:
+class Fit:
     """What was seen, and what changes would give."""
 
     evidence: Evidence
@@ -123,21 +124,21 @@ class _Fit:
             return False
         return self.plays
 
-    def changes(self) -> Iterator[_Changes]:
+    def changes(self) -> Iterator[Changes]:
         """What may have happened. Losses say on which way: a wrong one, that it was there, or both ways."""
         ends = [stage for stage in range(self.evidence.stages - 1) if self.beside.ends(stage)]
         if self.evidence.differs("loss") or not self._losses:
             for stage in ends:
-                yield from (_Changes(one.text, stage + 1, (one,)) for one in self._sent(stage))
+                yield from (Changes(one.text, stage + 1, (one,)) for one in self._sent(stage))
                 for name in narrower(self._dtype):
                     text = f"what it is given and what it hands back are {name}-rounded"
-                    yield _Changes(text, stage + 1, (sent_in(name, stage + 1), sent_back_in(name, stage)))
+                    yield Changes(text, stage + 1, (sent_in(name, stage + 1), sent_back_in(name, stage)))
             yield from self._everywhere(ends, there=True, back=False)
             yield from self._everywhere(ends, there=True, back=True)
         if not self.evidence.differs("loss"):
             wrong = {m.stage for m in self.evidence.verdict.mismatches if m.stage is not None}
             for stage in ends:
-                yield from (_Changes(one.text, stage, (one,)) for one in self._sent_back(stage, max(wrong, default=0)))
+                yield from (Changes(one.text, stage, (one,)) for one in self._sent_back(stage, max(wrong, default=0)))
             yield from self._everywhere(ends, there=False, back=True)
 
     def _sent(self, stage: int) -> Iterator[WhatIf]:
@@ -157,14 +158,14 @@ class _Fit:
         """What the reference computes in."""
         return next(gradient.dtype for gradient in self.evidence.expected.gradients.values() if gradient is not None)
 
-    def _everywhere(self, ends: Sequence[int], *, there: bool, back: bool) -> Iterator[_Changes]:
+    def _everywhere(self, ends: Sequence[int], *, there: bool, back: bool) -> Iterator[Changes]:
         way = "both ways" if there and back else "forward" if there else "backward"
         for name in narrower(self._dtype) if len(ends) > 1 else ():
             sent = [sent_in(name, stage + 1) for stage in ends if there]
             sent_back = [sent_back_in(name, stage) for stage in ends if back]
-            yield _Changes(f"what passes {way} between stages is {name}-rounded", None, (*sent, *sent_back))
+            yield Changes(f"what passes {way} between stages is {name}-rounded", None, (*sent, *sent_back))
 
-    def microbatches(self, changes: _Changes) -> tuple[int, ...]:
+    def microbatches(self, changes: Changes) -> tuple[int, ...]:
         """Those to which ``changes`` happened, where that gives all that was seen; else none."""
         first = self._made(0, changes)
         if first is None or not (self._gives_loss(0, first) or self._gives_loss(0, self._right[0])):
@@ -173,7 +174,15 @@ class _Fit:
         made = [one for one in (first, *rest) if one is not None]
         return self._solved(made) if len(made) == self.evidence.microbatches else ()
 
-    def with_losses(self, changes: _Changes, concerned: Sequence[int]) -> list[Contribution]:
+    def moves(self, changes: Changes) -> frozenset[Site]:
+        """The gradients to which it makes any difference in the first microbatch; none where its loss is not so."""
+        made = self._made(0, changes)
+        if made is None or not self._gives_loss(0, made):
+            return frozenset()
+        pairs = {site: (made.gradients[site], self._right[0].gradients[site]) for site in self._sites}
+        return frozenset(site for site, (new, old) in pairs.items() if not _equal(new, old))
+
+    def with_losses(self, changes: Changes, concerned: Sequence[int]) -> list[Contribution]:
         """What microbatches give if ``changes`` happened to those ``concerned``; nothing unless losses say so."""
         every = range(self.evidence.microbatches)
         made = [self._made(m, changes) if m in concerned else self._right[m] for m in every]
@@ -209,8 +218,9 @@ class _Fit:
         rows = [_wide(new, self._off[site]) - _wide(old, self._off[site]) for new, old in pairs]
         return torch.stack([row.flatten() for row in rows])
 
-    def _made(self, microbatch: int, changes: _Changes) -> Contribution | None:
-        return self.beside.played(microbatch, list(self._passages(microbatch, changes.what_ifs)))
+    def _made(self, microbatch: int, changes: Changes) -> Contribution | None:
+        passages = changes.inside or tuple(self._passages(microbatch, changes.what_ifs))
+        return self.beside.played(microbatch, passages)
 
     def _passages(self, microbatch: int, what_ifs: Sequence[WhatIf]) -> Iterator[Passage]:
         """What happens where each stage ends, both ways."""
@@ -228,11 +238,17 @@ class _Fit:
 
     @cached_property
     def _sites(self) -> list[Site]:
-        """The gradients that can be compared: all that are due; none where any is lacking."""
+        """The gradients that can be compared: all that are due and tell anything; none where any is lacking."""
         due, seen = self.evidence.expected.gradients, self.evidence.gradients
         sites = [site for site, gradient in due.items() if gradient is not None]
         lacking = any((one := seen.get(site)) is None or one.shape != self._due(site).shape for site in sites)
-        return [] if lacking else sites
+        return [] if lacking else [site for site in sites if not self._is_noise(site)]
+
+    def _is_noise(self, site: Site) -> bool:
+        """Whether a gradient is so far off, and right all the same, that it is rounding alone."""
+        due = self._due(site)
+        off = _wide(self.evidence.gradients[site], due) - due
+        return site not in self.evidence.wrong("gradient") and bool(off.norm() > _COARSE * due.norm())
 
     def _due(self, site: Site) -> Tensor:
         gradient = self.evidence.expected.gradients[site]
@@ -273,6 +289,10 @@ def _there(given: Given | None, microbatch: int) -> Way | None:
 
 def _as_it_is(values: Any) -> Any:
     return values
+
+
+def _equal(one: Gradient, other: Gradient) -> bool:
+    return one is other if one is None or other is None else torch.equal(one, other)
 
 
 def _wide(gradient: Tensor | None, like: Tensor) -> Tensor:

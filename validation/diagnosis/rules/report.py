@@ -100,8 +100,23 @@ def _told(found: Sequence[Mismatch], evidence: Evidence) -> str:
     plain = any(_same(one, number) for number in numbers)
     if alike and (plain or len(found) == count > 1):
         return f"{one:.6g} times the right {'ones' if len(found) > 1 else 'one'}"
+    if _mean_is_right(evidence):
+        return "ranks that work on one replica report their own parts', and the mean of these is right"
     alone = evidence.members is not None and evidence.members.replicas.count == 1
     return "other ranks report the right ones" if alone and len({m.rank for m in found}) < _reporting(evidence) else ""
+
+
+def _mean_is_right(evidence: Evidence) -> bool:
+    """Whether the ranks of each replica report other numbers for every microbatch, whose mean is the right one."""
+    if evidence.members is None:
+        return False
+    reported: dict[tuple[int, int], list[float]] = {}
+    for replica, row in zip(evidence.members.replicas.of, evidence.observed.ranks, strict=True):
+        for m, one in zip(row[evidence.number].share or (), row[evidence.number].losses, strict=False):
+            reported.setdefault((replica, m), []).append(one)
+    right = evidence.expected.losses
+    means = [len(ones) > 1 and _same(sum(ones) / len(ones), right[m]) for (_, m), ones in reported.items()]
+    return bool(means) and all(means)
 
 
 def _through(number: float, dtype: torch.dtype) -> float:

@@ -1,21 +1,17 @@
 """What is wrong between ranks that have a stage in common, or a copy of one parameter."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
-from torch import Tensor
 
-from pipeproof.diagnosis.atoms import Term
 from pipeproof.diagnosis.attribution import attribute
-from pipeproof.diagnosis.combination import limit_of, residual_of
+from pipeproof.diagnosis.copies import adding_up, listed, unreduced
 from pipeproof.diagnosis.evidence import Evidence
-from pipeproof.diagnosis.known import Terms
-from pipeproof.diagnosis.likeness import counted
-from pipeproof.diagnosis.members import Members, Replicas, Stage
+from pipeproof.diagnosis.members import Members
+from pipeproof.diagnosis.rules.inside import first_of_backward, other_forward
 from pipeproof.judging.cause import Cause
 from pipeproof.judging.tolerance import error, scalar_error
-from pipeproof.reference.step import Expected
 
 _ALIKE = 1e-3  # no verdict hangs on it
 
@@ -33,7 +29,10 @@ def shared(evidence: Evidence) -> list[Cause]:
     if unmet or told or not evidence.differs("replicas"):
         return unmet or told[:1]
     members = evidence.members
-    return unreduced(members, evidence.expected) or members.adding_up() or _of_single_ranks(evidence, members)
+    unmet = unreduced(members, evidence.expected)
+    wrong = evidence.wrong("gradient", "presence", "replicas")
+    unmet = unmet or adding_up(members, evidence.expected, wrong, evidence.used)
+    return unmet or _of_single_ranks(evidence, members) or other_forward(evidence)
 
 
 def _of_single_ranks(evidence: Evidence, members: Members) -> list[Cause]:
@@ -67,13 +66,13 @@ def _on(ranks: Sequence[int], cause: Cause, members: Members) -> Cause:
     on = sorted({*ranks})
     if len(on) == len(members.norms):
         return cause
-    return replace(cause, detail="; ".join(filter(None, (cause.detail, f"on ranks {_listed(on)} alone"))))
+    return replace(cause, detail="; ".join(filter(None, (cause.detail, f"on ranks {listed(on)} alone"))))
 
 
 def apart(evidence: Evidence) -> Sequence[str]:
     """That ranks do not agree, and nothing says why; empty where they do."""
     told = "what ranks have of one stage does not go together, in a way that tells nothing"
-    return (told,) if evidence.differs("replicas") or evidence.differs("shards") else ()
+    return (*first_of_backward(evidence), told) if evidence.differs("replicas") or evidence.differs("shards") else ()
 
 
 def on_rank(cause: Cause, evidence: Evidence) -> Cause:
@@ -148,100 +147,3 @@ def _apart(stages: Sequence[int], told: str, names: Sequence[str]) -> Cause:
     if len(names) == 1:
         return Cause(kind, stage=stage, parameter=names[0], detail=told)
     return Cause(kind, stage=stage, detail=f"{', '.join(names)}: {told}")
-
-
-Counts = tuple[float, ...]  # how often each microbatch is in a gradient
-Pattern = tuple[tuple[int, Counts], ...]  # by rank
-
-
-@dataclass(frozen=True)
-class _Copies:
-    """One parameter's gradient on every rank that holds it, and what each microbatch gives (M, D)."""
-
-    name: str
-    seen: Mapping[int, Tensor]
-    rows: Tensor
-    limit: float
-
-    def pattern(self) -> Pattern | None:
-        """What each rank's is made of; None where that is not decided."""
-        terms = {Term("pair", m, m): row for m, row in enumerate(self.rows)}
-        found = {rank: counted(gradient, Terms(terms, {}), self.limit) for rank, gradient in self.seen.items()}
-        if any(counts is None or len(counts) < len(self.rows) for counts in found.values()):
-            return None
-        return tuple((rank, tuple(c for _, c in counts or ())) for rank, counts in sorted(found.items()))
-
-    def fits(self, pattern: Pattern) -> bool:
-        """Whether it is made so on every rank."""
-        known = dict(pattern)
-        return known.keys() == self.seen.keys() and all(
-            residual_of(gradient, self.rows, known[rank]) <= self.limit for rank, gradient in self.seen.items()
-        )
-
-
-def unreduced(members: Members, expected: Expected) -> list[Cause]:
-    """A cause for each stage in which ranks lack microbatches of other replicas, and for its parameters if not all."""
-    return [cause for stage in members.stages for cause in _of_stage(members, expected, stage)]
-
-
-def _of_stage(members: Members, expected: Expected, stage: Stage) -> Iterator[Cause]:
-    copies, replicas = list(_copies(members, expected, stage)), members.replicas
-    ranks = tuple(sorted(rank for rank, _ in stage.part.members))
-    every = range(replicas.microbatches)
-    right: Pattern = tuple((rank, (1.0,) * len(every)) for rank in ranks)
-    alone: Pattern = tuple((rank, tuple(float(m in replicas.share(rank)) for m in every)) for rank in ranks)
-    mean: Pattern = tuple((rank, tuple(replicas.count * c for c in counts)) for rank, counts in alone)
-    odd = [one for one in copies if not one.fits(right)]
-    found = [pattern for one in odd if (pattern := one.pattern()) is not None]
-    for pattern in dict.fromkeys([alone, mean, *found]):
-        names = [one.name for one in odd if one.fits(pattern)]
-        odd = [one for one in odd if one.name not in names]
-        own = {rank: _own(rank, counts, replicas) for rank, counts in pattern}
-        told = [_told(rank, counts, own[rank]) for rank, counts in pattern if set(counts) != {1.0}]
-        apart = replicas.count > 1 or sorted(m for some in own.values() for m in some) == list(every)
-        if names and told and all(told) and apart:
-            whole = len(names) == len(copies)
-            others = f" and {', '.join(names[1:])} are" if len(names) > 1 and not whole else ""
-            detail = f"{others} not reduced over all replicas: {', '.join(told)}".lstrip()
-            name = None if whole else names[0]
-            yield Cause("not-reduced", stage=stage.index, parameter=name, detail=detail)
-
-
-def _copies(members: Members, expected: Expected, stage: Stage) -> Iterator[_Copies]:
-    """The parameters that every rank holds whole."""
-    for k, name in stage.names.items():
-        site, holders = (stage.index, name), stage.part.members
-        given = [one.gradients.get(site) for one in members.contributions]
-        parts = [gradient.double().cpu().flatten() for gradient in given if gradient is not None]
-        holders = [(rank, part) for rank, part in holders if k not in part.lacks]
-        seen = {rank: part.gradients[k] for rank, part in holders if k not in part.shards}
-        flat = {rank: gradient.double().cpu().flatten() for rank, gradient in seen.items() if gradient is not None}
-        if len(parts) == len(given) and len(flat) == len(holders):
-            rows = torch.stack(parts)
-            due = expected.gradients[site]
-            assert due is not None, "every microbatch has one"
-            if all(one.shape == rows[0].shape and bool(one.isfinite().all()) for one in flat.values()):
-                yield _Copies(name, flat, rows, limit_of(due.cpu().flatten(), rows.sum(dim=0)))
-
-
-def _own(rank: int, counts: Counts, replicas: Replicas) -> set[int]:
-    """A rank's own microbatches; where ranks are no replicas of each other, those that its gradient has in it."""
-    return set(replicas.share(rank)) if replicas.count > 1 else {m for m, c in enumerate(counts) if c}
-
-
-def _told(rank: int, counts: Counts, own: set[int]) -> str:
-    """What a rank lacks of other replicas, in words; empty if that is not all that is wrong."""
-    lacking = [m for m, c in enumerate(counts) if c == 0]
-    more = {m: c for m, c in enumerate(counts) if c not in (0.0, 1.0)}
-    if not lacking or own & set(lacking) or not own >= set(more):
-        return ""
-    if set(lacking) | own == set(range(len(counts))):
-        return f"rank {rank} has the gradient of its own microbatches {_listed(sorted(own))} alone"
-    several = len(lacking) > 1
-    times = "".join(f" and has its own {m} {c:.4g} times" for m, c in more.items())
-    added = f"reduced before {'they were' if several else 'it was'} added"
-    return f"rank {rank} lacks microbatch{'es' * several} {_listed(lacking)} of other replicas{times}: {added}"
-
-
-def _listed(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers))

@@ -296,6 +296,7 @@ def likely_norms(evidence: Evidence, rank: int) -> Iterator[Likely]:
         yield f"1/{factor} of the right one", None, whole / factor
     for count in sorted({evidence.stages, evidence.ranks}):
         yield f"every square is counted {count} times", None, whole * math.sqrt(count)
+        yield f"every square is divided by {count}", None, whole / math.sqrt(count)
     yield from _of_several(by_stage)
     if evidence.playable is not None:
         yield from _of_case(evidence)

@@ -1,0 +1,209 @@
+"""What ranks have of the gradients that they hold in common: microbatches of their own, or parts of a sum."""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pipeproof.diagnosis.atoms import Term
+from pipeproof.diagnosis.combination import limit_of, residual_of
+from pipeproof.diagnosis.known import Terms
+from pipeproof.diagnosis.likeness import counted
+from pipeproof.diagnosis.members import Members, Replicas, Stage
+from pipeproof.judging.cause import Cause
+from pipeproof.judging.tolerance import error
+from pipeproof.observers.shards import Shard
+from pipeproof.reference.step import Expected, Site
+
+_ALIKE = 1e-3  # no verdict hangs on it
+_ROUNDING = 1e-5  # of parts, where they nearly cancel each other
+
+Counts = tuple[float, ...]  # how often each microbatch is in a gradient
+Pattern = tuple[tuple[int, Counts], ...]  # by rank
+
+
+@dataclass(frozen=True)
+class Region:
+    """A part of a parameter, or all of it: what every rank has that holds it, and what each microbatch gives (M, D)."""
+
+    seen: Mapping[int, Tensor]
+    rows: Tensor
+
+    def adds_up(self, replicas: Replicas) -> bool:
+        """Whether what its ranks have adds up to the whole in each replica, and none of them has that already."""
+        whole, groups = self.rows.sum(dim=0), dict[int, list[Tensor]]()
+        for rank, gradient in self.seen.items():
+            groups.setdefault(replicas.of[rank], []).append(gradient)
+        largest = max(float(gradient.norm()) for gradient in self.seen.values())
+
+        def is_whole(gradient: Tensor) -> bool:
+            return float((gradient - whole).norm()) <= max(_ALIKE * float(whole.norm()), _ROUNDING * largest)
+
+        sums = [torch.stack(group).sum(dim=0) for group in groups.values() if len(group) > 1]
+        return len(sums) == len(groups) and all(map(is_whole, sums)) and not any(map(is_whole, self.seen.values()))
+
+
+@dataclass(frozen=True)
+class Copies:
+    """One parameter's gradient on every rank that holds any of it."""
+
+    name: str
+    regions: Sequence[Region]
+    limit: float
+
+    @property
+    def size(self) -> float:
+        """The largest that any rank has."""
+        return max(float(one.norm()) for region in self.regions for one in region.seen.values())
+
+    @property
+    def ranks(self) -> list[int]:
+        return sorted({rank for region in self.regions for rank in region.seen})
+
+    def pattern(self) -> Pattern | None:
+        """What each rank's is made of; None where that is not decided."""
+        found: dict[int, Counts] = {}
+        for region in self.regions:
+            terms = Terms({Term("pair", m, m): row for m, row in enumerate(region.rows)}, {})
+            for rank, gradient in region.seen.items():
+                counts = counted(gradient, terms, self.limit)
+                right = counts is None and error(gradient, region.rows.sum(dim=0)) < _ALIKE
+                if not right and (counts is None or len(counts) < len(region.rows)):
+                    return None
+                found[rank] = (1.0,) * len(region.rows) if right else tuple(c for _, c in counts or ())
+        return tuple(sorted(found.items()))
+
+    def fits(self, pattern: Pattern) -> bool:
+        """Whether it is made so on every rank."""
+        known = dict(pattern)
+        return known.keys() >= {*self.ranks} and all(
+            residual_of(gradient, region.rows, known[rank]) <= self._limit(known[rank])
+            for region in self.regions
+            for rank, gradient in region.seen.items()
+        )
+
+    def _limit(self, counts: Counts) -> float:
+        return max(self.limit, _ALIKE) if set(counts) == {1.0} else self.limit
+
+    def adds_up(self, replicas: Replicas) -> bool:
+        """Whether every region does."""
+        return all(region.adds_up(replicas) for region in self.regions)
+
+
+def copies_of(members: Members, expected: Expected, stage: Stage) -> Iterator[Copies]:
+    """The parameters of ``stage`` that several ranks hold."""
+    for k, name in stage.names.items():
+        site, holders = (stage.index, name), [(rank, part) for rank, part in stage.part.members if k not in part.lacks]
+        given = [one.gradients.get(site) for one in members.contributions]
+        parts = [gradient.double().cpu() for gradient in given if gradient is not None]
+        lying: dict[Shard | None, dict[int, Tensor]] = {}
+        for rank, part in holders:
+            if (gradient := part.gradients[k]) is not None:
+                lying.setdefault(part.shards.get(k), {})[rank] = gradient.double().cpu().flatten()
+        due = expected.gradients[site]
+        if len(parts) < len(given) or sum(map(len, lying.values())) < len(holders) or len(holders) < 2:
+            continue
+        assert due is not None, "every microbatch has one"
+        rows = [_rows(parts, where, seen) for where, seen in lying.items()]
+        regions = [Region(seen, row) for seen, row in zip(lying.values(), rows, strict=True) if row is not None]
+        if len(regions) == len(lying):
+            yield Copies(name, regions, limit_of(due.cpu().flatten(), torch.stack(parts).sum(dim=0).flatten()))
+
+
+def _rows(parts: Sequence[Tensor], where: Shard | None, seen: Mapping[int, Tensor]) -> Tensor | None:
+    """What each microbatch gives there; None where what ranks have is no such part, or not finite."""
+    if where is not None and where.addend[1] > 1:
+        return None
+    rows = torch.stack([(one if where is None else where.of(one)).flatten() for one in parts])
+    fit = all(one.shape == rows[0].shape and bool(one.isfinite().all()) for one in seen.values())
+    return rows if fit and rows.numel() else None
+
+
+def unreduced(members: Members, expected: Expected) -> list[Cause]:
+    """A cause for each stage in which ranks lack microbatches of other replicas, and for its parameters if not all."""
+    return [cause for stage in members.stages for cause in _lacking(members, expected, stage)]
+
+
+def _lacking(members: Members, expected: Expected, stage: Stage) -> Iterator[Cause]:
+    copies, replicas = list(copies_of(members, expected, stage)), members.replicas
+    ranks = tuple(sorted(rank for rank, _ in stage.part.members))
+    every = range(replicas.microbatches)
+    right: Pattern = tuple((rank, (1.0,) * len(every)) for rank in ranks)
+    alone: Pattern = tuple((rank, tuple(float(m in replicas.share(rank)) for m in every)) for rank in ranks)
+    mean: Pattern = tuple((rank, tuple(replicas.count * c for c in counts)) for rank, counts in alone)
+    odd = [one for one in copies if not one.fits(right)]
+    found = [pattern for one in odd if (pattern := one.pattern()) is not None]
+    for pattern in dict.fromkeys([alone, mean, *found]):
+        fitting = [one for one in odd if one.fits(pattern)]
+        odd = [one for one in odd if one not in fitting]
+        held = {rank for one in fitting for rank in one.ranks}
+        counts = [(rank, counts) for rank, counts in pattern if rank in held]
+        own = _own(counts, replicas)
+        told = [_told(rank, counts, own[rank]) for rank, counts in counts if set(counts) != {1.0}]
+        apart = replicas.count > 1 or sorted(m for some in own.values() for m in some) == list(every)
+        if fitting and told and all(told) and apart:
+            names = [one.name for one in fitting]
+            faint = _ROUNDING * max(one.size for one in copies)
+            whole = all(one.name in names or one.size < faint for one in copies)
+            others = f" and {', '.join(names[1:])} are" if len(names) > 1 and not whole else ""
+            detail = f"{others} not reduced over all replicas: {', '.join(told)}".lstrip()
+            yield Cause("not-reduced", stage=stage.index, parameter=None if whole else names[0], detail=detail)
+
+
+def _own(pattern: Sequence[tuple[int, Counts]], replicas: Replicas) -> dict[int, set[int]]:
+    """Each rank's own microbatches: those that it has, where several have the same and others the rest.
+
+    Otherwise those that it was given.
+    """
+    there = {rank: {m for m, c in enumerate(counts) if c} for rank, counts in pattern}
+    distinct = {frozenset(one) for one in there.values()}
+    apart = sorted(m for one in distinct for m in one) == list(range(replicas.microbatches))
+    if replicas.count == 1 or (apart and all({*replicas.share(rank)} <= one for rank, one in there.items())):
+        return there
+    return {rank: {*replicas.share(rank)} for rank in there}
+
+
+def _told(rank: int, counts: Counts, own: set[int]) -> str:
+    """What a rank lacks of other replicas, in words; empty if that is not all that is wrong."""
+    lacking = [m for m, c in enumerate(counts) if c == 0]
+    more = {m: c for m, c in enumerate(counts) if c not in (0.0, 1.0)}
+    if not lacking or not own or own & set(lacking) or not own >= set(more):
+        return ""
+    if set(lacking) | own == set(range(len(counts))):
+        return f"rank {rank} has the gradient of its own microbatches {listed(sorted(own))} alone"
+    several = len(lacking) > 1
+    times = "".join(f" and has its own {m} {c:.4g} times" for m, c in more.items())
+    added = f"reduced before {'they were' if several else 'it was'} added"
+    return f"rank {rank} lacks microbatch{'es' * several} {listed(lacking)} of other replicas{times}: {added}"
+
+
+def adding_up(members: Members, expected: Expected, wrong: Collection[Site], used: Mapping[str, int]) -> list[Cause]:
+    """A cause for each stage whose ranks have parts of a sum, as where each has a part of every sequence.
+
+    ``used``: in which order the reference uses parameters. What is wrong of one used before may follow.
+    """
+    return [cause for stage in members.stages for cause in _in_parts(members, expected, stage, wrong, used)]
+
+
+def _in_parts(
+    members: Members, expected: Expected, stage: Stage, wrong: Collection[Site], used: Mapping[str, int]
+) -> Iterator[Cause]:
+    copies = [one for one in copies_of(members, expected, stage) if (stage.index, one.name) in wrong]
+    names = [one.name for one in copies if one.adds_up(members.replicas)]
+    open_ = [name for of, name in sorted(wrong) if of == stage.index and name not in names]
+    last = max((used.get(name, 0) for name in names), default=0)
+    if not names or any(used.get(name, last) >= last for name in open_):
+        return
+    first = [name for name in names if used.get(name, 0) == last] if open_ else names
+    ranks = listed(sorted({rank for one in copies if one.name in first for rank in one.ranks}))
+    whole = len(first) == len(stage.names)
+    others = f"and {', '.join(first[1:])} are " if len(first) > 1 and not whole else ""
+    detail = f"{others}not reduced over ranks {ranks}: what they have adds up to what is expected"
+    if open_:
+        detail += f"; what is wrong of parameters used before, as {open_[0]}, may follow from that"
+    yield Cause("not-reduced", stage=stage.index, parameter=None if whole else first[0], detail=detail)
+
+
+def listed(numbers: Collection[int]) -> str:
+    return ", ".join(map(str, numbers))
