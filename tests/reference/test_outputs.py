@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from pipeproof.reference.outputs import outputs_noted
+from pipeproof.reference.outputs import order_of_use, outputs_noted
 
 
 def test_each_tensor_is_told_once_by_the_innermost_module() -> None:
@@ -16,3 +16,10 @@ def test_each_tensor_is_told_once_by_the_innermost_module() -> None:
     assert told[1][1] is made
     model(torch.ones(1, 2))
     assert len(told) == 4
+
+
+def test_modules_are_used_in_the_order_in_which_their_last_calls_end() -> None:
+    twice = nn.Linear(2, 2)
+    model = nn.Sequential(twice, nn.Sequential(nn.Tanh()), twice)
+    ended = order_of_use(model, [torch.ones(1, 2)])
+    assert sorted(ended, key=ended.__getitem__) == ["1.0", "1", "0", ""]

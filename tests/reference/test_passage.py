@@ -106,3 +106,10 @@ def test_what_passed_into_some_modules_is_what_passes_into_later_ones() -> None:
     first = Passage(["output 1 of first"], there=lambda xs: (xs[0] + 1,), into=["second", "third"])
     then = Passage(["output 1 of first"], there=lambda xs: (xs[0] * 10,), into=["third"])
     assert passed(first, then)[0] == (2 + 4) * 40
+
+
+def test_what_modules_are_given_whoever_made_it() -> None:
+    assert run(Passage(into=("1",), back=lambda gradients: tuple(2 * one for one in gradients))) == (32.0, 64.0)
+    assert run(Passage(into=("1",), there=lambda xs: tuple(2 * x for x in xs))) == (64.0, 32.0)
+    assert run(Passage(into=("0",), back=lambda gradients: tuple(0 * one for one in gradients))) == (32.0, 0.0)
+    assert run() == (32.0, 32.0)

@@ -11,7 +11,7 @@ from pipeproof.diagnosis.combination import limit_of, residual_of
 from pipeproof.diagnosis.known import Terms
 from pipeproof.diagnosis.likeness import counted
 from pipeproof.diagnosis.members import Members, Replicas, Stage
-from pipeproof.judging.cause import Cause
+from pipeproof.judging.cause import Cause, listed
 from pipeproof.judging.tolerance import error
 from pipeproof.observers.shards import Shard
 from pipeproof.reference.step import Expected, Site
@@ -101,10 +101,9 @@ def copies_of(members: Members, expected: Expected, stage: Stage) -> Iterator[Co
         for rank, part in holders:
             if (gradient := part.gradients[k]) is not None:
                 lying.setdefault(part.shards.get(k), {})[rank] = gradient.double().cpu().flatten()
-        due = expected.gradients[site]
-        if len(parts) < len(given) or sum(map(len, lying.values())) < len(holders) or len(holders) < 2:
+        due = expected.gradients.get(site)
+        if due is None or len(parts) < len(given) or sum(map(len, lying.values())) < len(holders) or len(holders) < 2:
             continue
-        assert due is not None, "every microbatch has one"
         rows = [_rows(parts, where, seen) for where, seen in lying.items()]
         regions = [Region(seen, row) for seen, row in zip(lying.values(), rows, strict=True) if row is not None]
         if len(regions) == len(lying):
@@ -203,7 +202,3 @@ def _in_parts(
     if open_:
         detail += f"; what is wrong of parameters used before, as {open_[0]}, may follow from that"
     yield Cause("not-reduced", stage=stage.index, parameter=None if whole else first[0], detail=detail)
-
-
-def listed(numbers: Collection[int]) -> str:
-    return ", ".join(map(str, numbers))

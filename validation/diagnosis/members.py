@@ -13,6 +13,7 @@ from torch import Tensor
 from pipeproof.judging.cause import Cause
 from pipeproof.judging.tolerance import error, scalar_error
 from pipeproof.observers.shards import Shard
+from pipeproof.observers.watching import Call
 from pipeproof.reference.step import Contribution, Gradient, Site
 
 
@@ -122,6 +123,9 @@ class Part(Protocol):
     @property
     def lacks(self) -> Collection[int]: ...
 
+    @property
+    def calls(self) -> Sequence[Call] | None: ...
+
 
 class Stage(Protocol):
     """A part at its place in the model, with the names of its parameters by their numbers."""
@@ -156,6 +160,14 @@ class Members:
     def notes(self) -> dict[str, str]:
         """A note for each law that broken numbers tell something about."""
         return {one.law: _at_its_stage(one.cause) for one in reversed(self.found)}
+
+    def alike_outputs(self, stage: Stage) -> bool:
+        """Whether the ranks of each replica saw ``stage`` put out the same, bit for bit: then these are no parts."""
+        seen: dict[int, set[tuple[bytes, ...]]] = {}
+        for rank, part in stage.part.members:
+            digests = tuple(one.digest for call in part.calls or () for one in call.outputs)
+            seen.setdefault(self.replicas.of[rank], set()).add(digests)
+        return all(len(one) == 1 and all(one) for one in seen.values())
 
     @cached_property
     def found(self) -> tuple[Suspicion, ...]:

@@ -105,7 +105,7 @@ class Boundaries:
         passed = self._evidence.passed
         stage = next((stage for stage, flow in sorted(passed.items()) if any(flow.strange.values())), None)
         beside = self._evidence.beside
-        if stage is None or beside is None or passed[stage].untold or self._in_shards(stage):
+        if stage is None or beside is None or passed[stage].untold or self._in_parts(stage):
             return None
         found = sorted(m for m, strange in passed[stage].strange.items() if strange and self._broke_at(stage, m))
         known = all(beside.lacks(m, one) for m in found for one in passed[stage].strange[m])
@@ -130,10 +130,11 @@ class Boundaries:
         there = self._at.get(point, ())
         return bool(there) and point not in self._unplaced and all(one.judged and one.same for one in there)
 
-    def _in_shards(self, stage: int) -> bool:
-        """Whether ranks have parts of the parameters of ``stage``: then their tensors may be parts, too."""
+    def _in_parts(self, stage: int) -> bool:
+        """Whether ranks have parts of the parameters of ``stage``, and perhaps of what it puts out."""
         members = self._evidence.members
-        return members is not None and any(one.part.shards for one in members.stages if one.index == stage)
+        own = [] if members is None else [one for one in members.stages if one.index == stage]
+        return any(one.part.shards and not (members and members.alike_outputs(one)) for one in own)
 
     def _point(self, crossing: Crossing) -> Point:
         stage, _, microbatch = crossing.action

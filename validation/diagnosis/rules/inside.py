@@ -8,36 +8,193 @@ gradient is told. Where none does, what is right says how far it is known.
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import combinations, islice
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from pipeproof.diagnosis.evidence import Evidence, ModelBeside
+from pipeproof.diagnosis.members import Part, Stage
 from pipeproof.diagnosis.rules.replayed import Changes, Fit
 from pipeproof.diagnosis.what_if import same_loss
 from pipeproof.judging.cause import Cause
+from pipeproof.judging.tolerance import error
 from pipeproof.judging.verdict import Mismatch
 from pipeproof.reference.outputs import module_of
 from pipeproof.reference.passage import Passage
 
 _MOST = 1 << 27  # numbers that the gradients of all what-ifs may have
+_NEXT = 4  # modules that may take in what one gives
+_SAME = 1e-4  # relative: how far what is the same may lie apart where ranks add it up
 _ONE_FACTOR = 1e-6  # how far apart, relative to their size, factors are that are one
 
 
+@dataclass(frozen=True)
+class _Point:
+    """What modules are given, or put out at ``places``: alike in all layers, or in one."""
+
+    text: str
+    into: tuple[str, ...] = ()
+    places: tuple[str, ...] = ()
+
+    def back(self, factor: float) -> Changes:
+        """Its gradient is so many times what it is."""
+        told = f"{factor:g} times what it is" if factor else "lost"
+        passage = Passage(self.places, back=_times(factor), into=self.into)
+        return Changes(f"the gradient of {self.text} were {told}", 0, inside=(passage,))
+
+    def there(self, factor: float, back: float) -> Changes:
+        """It is so many times what it is itself."""
+        beside = "" if back == factor else ", and its gradient right"
+        passage = Passage(self.places, there=_times(factor), back=_times(back))
+        return Changes(f"{self.text} were {factor:g} times what it is{beside}", 0, inside=(passage,))
+
+
 def inside(evidence: Evidence) -> list[Cause]:
-    """The what-if inside the one stage that there is that gives every loss and every gradient."""
+    """The what-if inside stages that gives every loss and every gradient."""
     beside = evidence.beside
-    if beside is None or evidence.stages > 1 or evidence.differs("replicas") or evidence.differs("presence"):
+    if beside is None or evidence.differs("replicas") or evidence.differs("presence"):
         return []
-    fit, tried = Fit(evidence, beside), list(_changes(evidence, beside))
+    fit, points = Fit(evidence, beside), list(_points(beside))
     size = sum(one.numel() for one in evidence.expected.gradients.values() if one is not None)
-    if size * len(tried) > _MOST or not fit.possible:
+    if size * len(points) > _MOST or not fit.possible:
         return []
-    wrong = evidence.wrong("gradient")
-    for changes in tried:
-        if fit.moves(changes) >= wrong and len(fit.microbatches(changes)) == evidence.microbatches:
-            detail = f"as if {changes.text}"
-            return [Cause("computation", rank=_only_rank(evidence), stage=0, detail=detail)]
+    tried = _forward(evidence, fit, points) if evidence.differs("loss") else _backward(evidence, fit, points)
+    found = (one for one in tried if len(fit.microbatches(one)) == evidence.microbatches)
+    return [_cause(evidence, one) for one in islice(found, 1)]
+
+
+def _cause(evidence: Evidence, changes: Changes) -> Cause:
+    """At the stages that hold the modules that it is about."""
+    (passage,) = changes.inside
+    modules = [*passage.into, *map(module_of, passage.places)]
+    sites = [(stage, name) for stage, name in evidence.expected.gradients for one in modules if _within(name, one)]
+    stages = tuple(sorted({stage for stage, _ in sites}))
+    cause = Cause("computation", detail=f"as if {changes.text}")
+    if len(stages) == 1:
+        rank = evidence.placement[stages[0]] if evidence.ranks == evidence.stages else None
+        return replace(cause, rank=rank, stage=stages[0])
+    return replace(cause, stages=stages if len(stages) < evidence.stages else ())
+
+
+def _within(parameter: str, module: str) -> bool:
+    return parameter.startswith(f"{module}.")
+
+
+def _forward(evidence: Evidence, fit: Fit, points: Sequence[_Point]) -> Iterator[Changes]:
+    """What gives the first microbatch's loss."""
+    for point in (one for one in points if one.places):
+        for factor in _factors(evidence.ranks)[:-1]:
+            if fit.moves(point.there(factor, factor)):
+                yield point.there(factor, factor)
+                yield point.there(factor, 1.0)
+
+
+def _backward(evidence: Evidence, fit: Fit, points: Sequence[_Point]) -> Iterator[Changes]:
+    """What reaches all that is wrong, and nothing that is used after all of it."""
+    wrong, used = evidence.wrong("gradient"), evidence.used
+    last = max(used[name] for _, name in wrong)
+    for point in points:
+        moved = fit.moves(point.back(0.0))
+        if moved >= wrong and max(used[name] for _, name in moved) == last:
+            yield from map(point.back, _factors(evidence.ranks))
+
+
+def _points(beside: ModelBeside) -> Iterator[_Point]:
+    for text, into in _alike([name for name in beside.modules if name], lambda name: name):
+        yield _Point(f"what {text} is given", into=into)
+    for text, places in _alike(beside.places, module_of):
+        yield _Point(f"output {places[0].split()[1]} of {text}", places=places)
+
+
+def _alike(names: Sequence[str], module: Callable[[str], str]) -> list[tuple[str, tuple[str, ...]]]:
+    """``names`` of what is alike in all layers, together; then each of several by itself. With words for them."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name in names:
+        number = name.split()[1] if " of " in name else ""
+        groups.setdefault((re.sub(r"\b\d+\b", "*", module(name)), number), []).append(name)
+    alike = [(text.removeprefix("*."), group) for (text, _), group in groups.items() if len(group) > 1]
+    every = [(f"each {text}", tuple(group)) for text, group in alike]
+    return [*every, *((module(name), (name,)) for name in names if module(name))]
+
+
+def _factors(ranks: int) -> list[float]:
+    """Those of a sum over ranks that is taken twice, of a mean in its place; and nothing at all."""
+    sizes = [n for n in range(2, ranks + 1) if ranks % n == 0]
+    return [*map(float, sizes), *(1 / n for n in sizes), 0.0]
+
+
+def _times(factor: float) -> Callable[[Any], Any]:
+    return lambda tensors: tuple(None if one is None else one * factor for one in tensors)
+
+
+def own_parts(evidence: Evidence) -> list[Cause]:
+    """That what some modules in shards are given has, on each rank, the gradient of that rank's shard alone.
+
+    What was used last of all that is wrong shows it: the gradients that flow on from there are mixed among ranks.
+    """
+    beside, members, used = evidence.beside, evidence.members, evidence.used
+    wrong = evidence.wrong("gradient", "replicas")
+    if beside is None or members is None or not used or not wrong or evidence.differs("presence"):
+        return []
+    last = max(used.get(name, 0) for _, name in wrong)
+    number, _ = min(site for site in wrong if used.get(site[1], 0) == last)
+    stage = members.stages[number]
+    first = [k for k, name in sorted(stage.names.items()) if (number, name) in wrong and used.get(name) == last]
+    after = sorted((time, name) for name, time in beside.modules.items() if time > last)
+    cut = [name for _, name in after if _columns(stage, stage.part, name) is not None][:_NEXT]
+    for count in range(1, len(cut) + 1):
+        for modules in combinations(cut, count):
+            if first and all(_gives(beside, stage, part, modules, first, evidence) for _, part in stage.part.members):
+                given = f"{' and '.join(modules)} {'are' if count > 1 else 'is'} given"
+                told = f"the gradient of what {given} is, on every rank, that of its own shard alone"
+                return [Cause("not-reduced", stage=number, parameter=stage.names[first[0]], detail=told)]
     return []
+
+
+def _columns(stage: Stage, part: Part, module: str) -> slice | None:
+    """Which of its outputs' columns a rank computes of a module whose weight is cut along its first dimension."""
+    numbers = [k for k, name in stage.names.items() if name == f"{module}.weight" and k in part.shards]
+    where = part.shards[numbers[0]] if numbers else None
+    if where is None or where.flat or where.shape is None or len(where.bounds) != 2:
+        return None
+    rows, columns = where.bounds
+    return slice(*rows) if columns == (0, where.shape[1]) and rows != (0, where.shape[0]) else None
+
+
+def _gives(
+    beside: ModelBeside, stage: Stage, part: Part, modules: Sequence[str], first: Sequence[int], evidence: Evidence
+) -> bool:
+    """Whether parameters ``first`` have on one rank what that gives."""
+    passages = []
+    for module in modules:
+        columns = _columns(stage, part, module)
+        if columns is None:
+            return False
+        passages.append(Passage((f"output 0 of {module}",), back=_alone(columns)))
+    made = [beside.played(m, passages) for m in range(evidence.microbatches)]
+    for k in first:
+        site, seen = (stage.index, stage.names[k]), part.gradients[k]
+        parts = [one.gradients[site] for one in made if one is not None]
+        given = [one.double().cpu() for one in parts if one is not None]
+        if seen is None or len(given) < evidence.microbatches or seen.shape != given[0].shape:
+            return False
+        if error(seen.double(), torch.stack(given).sum(dim=0)) > _SAME:
+            return False
+    return True
+
+
+def _alone(columns: slice) -> Callable[[Any], Any]:
+    def alone(gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        kept = [None if one is None else torch.zeros_like(one) for one in gradients]
+        for one, whole in zip(kept, gradients, strict=True):
+            if one is not None and whole is not None:
+                one[..., columns] = whole[..., columns]
+        return tuple(kept)
+
+    return alone
 
 
 def other_forward(evidence: Evidence) -> list[Cause]:
@@ -46,8 +203,8 @@ def other_forward(evidence: Evidence) -> list[Cause]:
     Every loss is wrong that any rank reports, the weights are all right, and losses are no others' and no multiple.
     """
     losses = [one for one in evidence.verdict.mismatches if one.law == "loss"]
-    begun = evidence.verdict.law("initial-weights")
-    known = begun.outcome == "pass" and begun.checked and not begun.left_out
+    begun = [one for one in evidence.verdict.laws if one.name == "initial-weights" and one.outcome == "pass"]
+    known = evidence.seen is not None and any(one.checked and not one.left_out for one in begun)
     besides = any(map(evidence.differs, ("presence", "buffers", "microbatches")))
     if evidence.beside is None or evidence.stages > 1 or not known or besides or _told(losses, evidence):
         return []
@@ -75,8 +232,8 @@ def first_of_backward(evidence: Evidence) -> Sequence[str]:
     used, wrong = evidence.used, evidence.wrong("gradient", "replicas", "presence")
     if not used or not wrong or evidence.differs("loss"):
         return ()
-    last = max(used[name] for _, name in wrong)
-    stage, name = min(site for site in wrong if used[site[1]] == last)
+    last = max(used.get(name, 0) for _, name in wrong)
+    stage, name = min(site for site in wrong if used.get(site[1], 0) == last)
     later = sum(time > last for time in used.values())
     told = f"first wrong in the backward: stage {stage}, {name}: the {later} parameters used after it are right"
     return (told,) if later else ()
@@ -84,48 +241,3 @@ def first_of_backward(evidence: Evidence) -> Sequence[str]:
 
 def _only_rank(evidence: Evidence) -> int | None:
     return evidence.placement[0] if evidence.ranks == 1 else None
-
-
-def _changes(evidence: Evidence, beside: ModelBeside) -> Iterator[Changes]:
-    """What may have happened to what passes inside; where losses are right, on its way back alone."""
-    forward = evidence.differs("loss")
-    named = _alike([name for name in beside.modules if name], lambda name: name)
-    placed = _alike(beside.places, module_of)
-    for factor in _factors(evidence.ranks):
-        for text, into in () if forward else named:
-            told = "no gradient flowed back" if not factor else f"the gradient was {factor:g} times"
-            by = "through" if not factor else "what flows back through"
-            yield Changes(f"{told} {by} the input of {text}", 0, inside=(Passage(into=into, back=_times(factor)),))
-        for text, places in placed:
-            number = f"output {places[0].split()[1]} of {text}"
-            times = f"{factor:g} times what it is"
-            if forward and factor:
-                yield Changes(f"{number} were {times}", 0, inside=(_both(places, factor, factor),))
-                yield Changes(f"{number} were {times}, and its gradient right", 0, inside=(_both(places, factor, 1.0),))
-            elif not forward:
-                text = f"the gradient of {number} were {times if factor else 'lost'}"
-                yield Changes(text, 0, inside=(_both(places, 1.0, factor),))
-
-
-def _alike(names: Sequence[str], module: Callable[[str], str]) -> list[tuple[str, tuple[str, ...]]]:
-    """``names`` of what is alike in all layers, together; then each of several by itself. With words for them."""
-    groups: dict[tuple[str, str], list[str]] = {}
-    for name in names:
-        number = name.split()[1] if " of " in name else ""
-        groups.setdefault((re.sub(r"\b\d+\b", "*", module(name)), number), []).append(name)
-    alike = [(text.removeprefix("*."), group) for (text, _), group in groups.items() if len(group) > 1]
-    every = [(f"each {text}", tuple(group)) for text, group in alike]
-    return [*every, *((module(name), (name,)) for name in names if module(name))]
-
-
-def _factors(ranks: int) -> list[float]:
-    sizes = [n for n in range(2, ranks + 1) if ranks % n == 0]
-    return [*map(float, sizes), *(1 / n for n in sizes), 0.0]
-
-
-def _both(places: Sequence[str], there: float, back: float) -> Passage:
-    return Passage(places, there=_times(there), back=_times(back))
-
-
-def _times(factor: float) -> Callable[[Any], Any]:
-    return lambda tensors: tuple(None if one is None else one * factor for one in tensors)

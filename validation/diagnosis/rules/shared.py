@@ -6,11 +6,11 @@ from dataclasses import replace
 import torch
 
 from pipeproof.diagnosis.attribution import attribute
-from pipeproof.diagnosis.copies import adding_up, listed, unreduced
+from pipeproof.diagnosis.copies import adding_up, unreduced
 from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.diagnosis.members import Members
-from pipeproof.diagnosis.rules.inside import first_of_backward, other_forward
-from pipeproof.judging.cause import Cause
+from pipeproof.diagnosis.rules.inside import first_of_backward, other_forward, own_parts
+from pipeproof.judging.cause import Cause, listed
 from pipeproof.judging.tolerance import error, scalar_error
 
 _ALIKE = 1e-3  # no verdict hangs on it
@@ -32,7 +32,7 @@ def shared(evidence: Evidence) -> list[Cause]:
     unmet = unreduced(members, evidence.expected)
     wrong = evidence.wrong("gradient", "presence", "replicas")
     unmet = unmet or adding_up(members, evidence.expected, wrong, evidence.used)
-    return unmet or _of_single_ranks(evidence, members) or other_forward(evidence)
+    return unmet or _of_single_ranks(evidence, members) or own_parts(evidence) or other_forward(evidence)
 
 
 def _of_single_ranks(evidence: Evidence, members: Members) -> list[Cause]:
