@@ -20,7 +20,7 @@ from pipeproof.diagnosis.rules.boundaries import boundaries
 from pipeproof.diagnosis.rules.laws import buffers, calls, nameless, other_weights, partition, weights
 from pipeproof.diagnosis.rules.passages import otherwise, passages, sound
 from pipeproof.diagnosis.rules.report import report, unreported
-from pipeproof.diagnosis.rules.shared import apart, on_rank, shared
+from pipeproof.diagnosis.rules.shared import apart, of_replicas, on_rank, shared
 from pipeproof.diagnosis.rules.sums import reduction, sums
 from pipeproof.diagnosis.rules.update import clip, norm, update
 from pipeproof.diagnosis.sights import measured
@@ -46,7 +46,7 @@ def explained(evidence: Evidence) -> Verdict:
     with one_thread():
         found = followed(evidence, RULES)
         or_message = any(cause.kind == "wrong-message" for one in found.alternatives for cause in one)
-        located = [on_rank(cause, evidence) for cause in found.cause]
+        located = [on_rank(cause, evidence) for cause in of_replicas(found.cause, evidence)]
         found = replace(
             found,
             cause=tuple(with_lines(cause, evidence, or_message=or_message) for cause in located),

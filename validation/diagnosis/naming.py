@@ -39,6 +39,7 @@ def name_causes(
     causes = [*swapped, *_placed(update, faults), *of_parameters(update, stages, sums), *of_copies(update, tied)]
     causes += untrained(update)
     causes = [_with_rank(update, _or_twice(update, cause)) for cause in causes if not _follows(cause, causes)]
+    causes = [_but_for_right(cause, stages) for cause in causes]
     unknown = tuple(_unknown(stages, tied, sums))
     ruled_out = tuple(_ruled_out(stages, tied, causes, known=update.before is not None))
     return tuple(dict.fromkeys(causes)), unknown, ruled_out
@@ -49,6 +50,16 @@ def _follows(cause: Cause, causes: Sequence[Cause]) -> bool:
     later = [one.stage for one in causes if one.kind == "not-finite" and one.parameter is not None]
     whole = cause.kind == "not-finite" and cause.parameter is None and cause.stage is not None
     return whole and any(stage is not None and stage > (cause.stage or 0) for stage in later)
+
+
+def _but_for_right(cause: Cause, stages: Sequence[Explanation]) -> Cause:
+    """``cause`` of a factor of a whole stage, with how many of its parameters have it where others are right."""
+    if cause.stage is None or cause.parameter is not None or cause.kind not in ("scale", "sign"):
+        return cause
+    right = sum(odd.kind == "right" for odd in stages[cause.stage].odd)
+    count = stages[cause.stage].compared
+    told = f"{count - right} of {count} parameters, the others are right" if right else ""
+    return replace(cause, detail="; ".join(filter(None, (cause.detail, told))))
 
 
 def _or_twice(update: Update, cause: Cause) -> Cause:

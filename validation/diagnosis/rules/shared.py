@@ -35,6 +35,22 @@ def shared(evidence: Evidence) -> list[Cause]:
     return unmet or _of_single_ranks(evidence, members) or own_parts(evidence) or other_forward(evidence)
 
 
+def of_replicas(causes: Sequence[Cause], evidence: Evidence) -> Sequence[Cause]:
+    """``causes``; where one replica's microbatches are missing and another's are there as often more, that is said."""
+    replicas = None if evidence.members is None else evidence.members.replicas
+    found = {cause.kind: cause for cause in causes}
+    if replicas is None or replicas.count < 2 or found.keys() != {"dropped", "doubled"} or len(causes) > 2:
+        return causes
+    shares = {tuple(replicas.share(rank)): of for rank, of in enumerate(replicas.of)}
+    lost, twice = (shares.get(found[kind].microbatches) for kind in ("dropped", "doubled"))
+    if lost is None or twice is None:
+        return causes
+    told = f"those of replica {lost}, and replica {twice}'s instead: its data, or its gradients, were taken for all"
+    return [
+        replace(one, detail="; ".join(filter(None, (one.detail, told * (one.kind == "dropped"))))) for one in causes
+    ]
+
+
 def _of_single_ranks(evidence: Evidence, members: Members) -> list[Cause]:
     """What each rank's own gradients are made of, where ranks with one stage differ; none if any of them tells nothing.
 
