@@ -83,7 +83,7 @@ class Call:
 
     ``backwards`` has an entry, a count over all that this rank's calls do, for each time that gradients came out of it.
     ``mixed``: parts of the module were in training mode, and others were not. ``needing`` are the inputs that want a
-    gradient, ``giving`` the outputs that bring one.
+    gradient, ``giving`` the outputs that bring one; ``unread``: those are DTensors, which nobody reads.
     A ``silent`` one ran without gradients: it is a forward only if a backward ran it again, and then has what that had.
     ``rank`` is the one that it was on, where several hold its stage. ``stacks`` are where the user's code called for
     its forward and its backward, ``came`` the messages that these were given, by the tensor that each was. ``cleared``:
@@ -105,6 +105,7 @@ class Call:
     cleared: Stack = ()
     needing: frozenset[int] = frozenset()
     giving: frozenset[int] = frozenset()
+    unread: bool = False
     began: int | None = None
 
     def later(self, time: int, *, rank: int) -> "Call":
@@ -208,7 +209,7 @@ class Watcher:
                 continue
             place = f"the stage was last called at {call.stacks[Kind.FORWARD][0]}"
             came = [one for (kind, k), one in call.came.items() if kind is Kind.FORWARD and k not in call.needing]
-            if call.silent or not call.giving:
+            if call.silent or not (call.giving or call.unread):
                 yield f"{place}\n  {'without gradients' if call.silent else 'what it gave back wants no gradient'}"
             elif came and not call.needing:
                 yield "\n  ".join(
@@ -249,7 +250,9 @@ class Watcher:
             watched.calls.append(call)
             unchanged = [k for k, tensor in enumerate(inputs) if tensor._version == entry.versions[k]]
             self._look_again(call, {k: inputs[k] for k in unchanged}, giving)
-        self._follow(call, needing, giving, _in_shards(result))
+        parts = [one for one in _leaves(result, InShards) if one.requires_grad]
+        call.unread = bool(parts)
+        self._follow(call, needing, giving, parts)
 
     def _look_again(self, call: Call, inputs: Mapping[int, Tensor], outputs: Mapping[int, Tensor]) -> None:
         """Note the inputs that the backward needs once more when it begins; no others can be overwritten."""
@@ -353,14 +356,11 @@ def watch(module: Module, *, when: Callable[[], bool] | None = None) -> Module:
 
 def _tensors(values: object) -> list[Tensor]:
     """Those that this rank has whole: what is asked of a DTensor, all of its ranks must ask."""
-    leaves = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and not leaf.is_meta)
-    return [leaf for leaf in leaves if not isinstance(leaf, InShards)]
+    return [leaf for leaf in _leaves(values, Tensor) if not leaf.is_meta and not isinstance(leaf, InShards)]
 
 
-def _in_shards(values: object) -> list[Tensor]:
-    """The DTensors that want a gradient."""
-    leaves = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and isinstance(leaf, InShards))
-    return [leaf for leaf in leaves if leaf.requires_grad]
+def _leaves(values: object, kind: type) -> list[Any]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, kind)]
 
 
 def _has_gradient(parameter: nn.Parameter) -> bool:
