@@ -44,10 +44,10 @@ class ModelBeside(Protocol):
     """The reference of a step that is not ours. ``divisor`` is that of a loss.
 
     ``ends`` are the places where a stage ends; none where that is not known. ``later`` are the modules that only stages
-    after it hold. ``modules``: in which order they end, ``places``: where they put
-    tensors out. ``lacks``: whether it is known that a tensor of this form is no step of what a microbatch is computed
-    by. ``played``: what a microbatch would give if something else passed, tied copies summed; None where it does not
-    run so.
+    after it hold. ``modules``: in which order they end, ``places``: where they put tensors out. ``plain``: it gives the
+    same in evaluation. ``lacks``: whether it is known that a tensor of this form is no step of what a microbatch is
+    computed by. ``played``: what a microbatch would give if something else passed, tied copies summed; None where it
+    does not run so.
     """
 
     @property
@@ -62,6 +62,9 @@ class ModelBeside(Protocol):
 
     @property
     def places(self) -> Sequence[str]: ...
+
+    @property
+    def plain(self) -> bool: ...
 
     def lacks(self, microbatch: int, seen: Sketch) -> bool: ...
 

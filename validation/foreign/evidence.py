@@ -4,7 +4,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from pipeproof.diagnosis.atoms import Update
 from pipeproof.diagnosis.evidence import Evidence
@@ -133,6 +135,15 @@ class _Due:
         with outputs_noted(model, lambda place, tensor: found.append(place)):
             model(*self.beside.batches[0].inputs)
         return found
+
+    @cached_property
+    def plain(self) -> bool:
+        """Whether the model gives the same in evaluation, so that it neither draws numbers nor goes by its mode."""
+        model, inputs = copied(self.beside.model), self.beside.batches[0].inputs
+        with torch.no_grad():
+            made = [tree_leaves(mode(*inputs)) for mode in (model.train(), copied(model).eval())]
+        pairs = [pair for pair in zip(*made, strict=True) if isinstance(pair[0], Tensor)]
+        return all(torch.equal(*pair) for pair in pairs)
 
     def lacks(self, microbatch: int, seen: Sketch) -> bool:
         """Whether the reference computes no such tensor for a microbatch, and nothing that it was made of."""

@@ -66,6 +66,14 @@ def test_a_norm_of_own_shards() -> None:
     assert found == {"grad-norm": "rank 1's is the norm of what rank 1 holds alone"}
 
 
+def test_a_norm_that_counts_copies_or_leaves_out_what_few_hold() -> None:
+    twice = WHOLE.norm().item() * 2**0.5
+    told = {"grad-norm": "what several ranks hold is counted once for each of them"}
+    assert notes(part(WHOLE), part(WHOLE), norms=(twice, twice)) == told
+    assert notes(part(WHOLE), part(WHOLE), norms=(twice, 1.001 * twice)) == {}, "ranks do not agree"
+    assert notes(part(WHOLE), part(WHOLE), norms=(WHOLE.norm().item(), None)) == {}
+
+
 def test_every_replica_has_its_own_microbatches() -> None:
     replicas = Replicas((0, 1, 0, 1), 6)
     replicas.check()

@@ -208,6 +208,8 @@ def other_forward(evidence: Evidence) -> list[Cause]:
     besides = any(map(evidence.differs, ("presence", "buffers", "microbatches")))
     if evidence.beside is None or evidence.stages > 1 or not known or besides or _told(losses, evidence):
         return []
+    if not evidence.beside.plain:
+        return []  # numbers drawn otherwise, or another mode, give other losses too
     detail = "every loss is wrong, and of no other microbatch; its weights are right, and no factor gives its gradients"
     data = Cause("swapped-data", rank=_only_rank(evidence), stage=0, detail="or its inputs or targets are not its own")
     return [replace(data, kind="computation", detail=detail, instead=(data,))]
