@@ -7,9 +7,10 @@ gradient is told. Where none does, what is right says how far it is known.
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, islice
+from itertools import combinations, islice, takewhile
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from pipeproof.reference.outputs import module_of
 from pipeproof.reference.passage import Passage
 
 _MOST = 1 << 27  # numbers that the gradients of all what-ifs may have
+_PATIENCE_S = 60.0
 _NEXT = 4  # modules that may take in what one gives
 _SAME = 1e-4  # relative: how far what is the same may lie apart where ranks add it up
 _ONE_FACTOR = 1e-6  # how far apart, relative to their size, factors are that are one
@@ -53,15 +55,18 @@ class _Point:
 
 
 def inside(evidence: Evidence) -> list[Cause]:
-    """The what-if inside stages that gives every loss and every gradient."""
-    beside = evidence.beside
-    if beside is None or evidence.differs("replicas") or evidence.differs("presence"):
+    """The what-if inside stages that gives every loss and every gradient; none where that takes too long to find."""
+    beside, members = evidence.beside, evidence.members
+    shared = members is not None and any(len(stage.part.members) > 1 for stage in members.stages)
+    if beside is None or not shared or evidence.differs("replicas") or evidence.differs("presence"):
         return []
     fit, points = Fit(evidence, beside), list(_points(beside))
     size = sum(one.numel() for one in evidence.expected.gradients.values() if one is not None)
     if size * len(points) > _MOST or not fit.possible:
         return []
-    tried = _forward(evidence, fit, points) if evidence.differs("loss") else _backward(evidence, fit, points)
+    end = perf_counter() + _PATIENCE_S
+    in_time = takewhile(lambda _: perf_counter() < end, points)
+    tried = _forward(evidence, fit, in_time) if evidence.differs("loss") else _backward(evidence, fit, in_time)
     found = (one for one in tried if len(fit.microbatches(one)) == evidence.microbatches)
     return [_cause(evidence, one) for one in islice(found, 1)]
 
@@ -83,7 +88,7 @@ def _within(parameter: str, module: str) -> bool:
     return parameter.startswith(f"{module}.")
 
 
-def _forward(evidence: Evidence, fit: Fit, points: Sequence[_Point]) -> Iterator[Changes]:
+def _forward(evidence: Evidence, fit: Fit, points: Iterable[_Point]) -> Iterator[Changes]:
     """What gives the first microbatch's loss."""
     for point in (one for one in points if one.places):
         for factor in _factors(evidence.ranks)[:-1]:
@@ -92,7 +97,7 @@ def _forward(evidence: Evidence, fit: Fit, points: Sequence[_Point]) -> Iterator
                 yield point.there(factor, 1.0)
 
 
-def _backward(evidence: Evidence, fit: Fit, points: Sequence[_Point]) -> Iterator[Changes]:
+def _backward(evidence: Evidence, fit: Fit, points: Iterable[_Point]) -> Iterator[Changes]:
     """What reaches all that is wrong, and nothing that is used after all of it."""
     wrong, used = evidence.wrong("gradient"), evidence.used
     last = max(used[name] for _, name in wrong)
