@@ -89,9 +89,12 @@ def _within(parameter: str, module: str) -> bool:
 
 
 def _forward(evidence: Evidence, fit: Fit, points: Iterable[_Point]) -> Iterator[Changes]:
-    """What gives the first microbatch's loss."""
-    for point in (one for one in points if one.places):
-        for factor in _factors(evidence.ranks)[:-1]:
+    """What gives the first microbatch's loss. What is in several layers is tried in all of them together."""
+    together: set[str] = set()
+    for point in points:
+        tried = len(point.places) == 1 and point.places[0] in together
+        together.update(point.places)
+        for factor in () if tried or not point.places else _factors(evidence.ranks)[:-1]:
             if fit.moves(point.there(factor, factor)):
                 yield point.there(factor, factor)
                 yield point.there(factor, 1.0)
