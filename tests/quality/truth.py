@@ -1,8 +1,9 @@
 """The truth test: every sentence of every verdict is held against what is true of the run.
 
 ``python tests/quality/truth.py``, or ``ci/truth``, runs faults in five foreign runtimes, faults in surroundings such as
-two streams or bf16 (mixtures), foreign runs and cases of our own that are right, and each specimen of the catalogue
-in its smallest case: watched or recorded, and from final gradients alone. That takes some minutes on two cores.
+two streams or bf16 (mixtures), faults of parallelism around and inside a stage beside what is right there (axes),
+foreign runs and cases of our own that are right, and each specimen of the catalogue in its smallest case: watched or
+recorded, and from final gradients alone. That takes some minutes on two cores.
 ``--all`` runs the specimens on every schedule as well, which takes most of an hour. The table counts how the runs were
 named and how many sentences were false; every false sentence is listed. The exit status is 1 where any sentence is
 false, where a run that is right fails or raises, and where a fault is not caught; else 0.
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 
+from truth_axes import Along, axes
 from truth_check import Checked, Counts, False_, Truth, check
 from truth_faults import COUNTS, FAULTS, Planted
 from truth_mixtures import mixtures
@@ -32,7 +34,7 @@ from pipeproof.pipeline.schedules import FAMILIES, LOOPED, virtuals
 from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.world import World
 
-PARTS = ("faults", "mixtures", "rights", "specimens", "cases")
+PARTS = ("faults", "mixtures", "axes", "rights", "specimens", "cases")
 _COLUMNS = ("right", "elsewhere", "unknown", "wrong", "silent", "needless", "alarm", "raised")
 
 
@@ -82,10 +84,11 @@ def rows(parts: Sequence[str], schedules: Sequence[str], only: Sequence[str], wo
         return not only or any(one in title for one in only)
 
     whitebox = WhiteBox(world)
-    for part, foreign in (("faults", FAULTS), ("mixtures", tuple(mixtures())), ("rights", tuple(rights()))):
+    parts_of = {"faults": FAULTS, "mixtures": mixtures(), "axes": axes(), "rights": rights()}
+    for part, foreign in parts_of.items():
         for one in foreign if part in parts else ():
             for watched in (True, False) if chosen(one.title) else ():
-                counts = one.counts if isinstance(one, Planted) else COUNTS
+                counts = one.counts if isinstance(one, Planted | Along) else COUNTS
                 verdict = partial(one.verdict, whitebox, watched=watched)
                 yield row(part, one.title, watched, one.truth, verdict, counts)
     for case in _cases() if "cases" in parts else ():

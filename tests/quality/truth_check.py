@@ -217,6 +217,9 @@ def _nothing_there(claim: Claim, truth: Truth) -> Iterator[str]:
     said = {stage, *claim.place.stages}
     if claim.role == "unknown" and truth.stages and not said & set(truth.stages):
         yield f"it was first wrong at stage {list(truth.stages)}"
+    if claim.role == "unknown" and claim.place.parameter is not None and truth.parameter:
+        if not re.search(truth.parameter, claim.place.parameter):
+            yield f"it is first wrong at {truth.parameter}"
 
 
 def _downstream(where: Claim, truth: Truth) -> bool:

@@ -130,6 +130,9 @@ SPEAKS_OF: Mapping[str, str] = MappingProxyType(
 )
 
 FIRST_WRONG = re.compile(r"first seen wrong: (?:between rank \d+, stage (\d+) and )?rank (\d+), stage (\d+), ")
+FIRST_IN_BACKWARD = re.compile(
+    r"first wrong in the backward: stage (\d+), (\S+): the \d+ parameters used after it are "
+)
 OF_STAGE = re.compile(r"of stage (\d+), (.+?) (?:is|are) right$")
 COUNTED = re.compile(r"(?:^|\D)(\d+), (?:one over )?the number of (microbatches|ranks|stages|replicas)\b")
 GARBLED = (
@@ -217,6 +220,8 @@ def _of_open(text: str) -> Claim:
     if found := FIRST_WRONG.match(text):
         sender = () if found[1] is None else (int(found[1]), int(found[3]))
         return Claim("unknown", text, place=Place(int(found[2]), int(found[3]), stages=sender))
+    if found := FIRST_IN_BACKWARD.match(text):
+        return Claim("unknown", text, place=Place(stage=int(found[1]), parameter=found[2]))
     known = any(re.match(pattern, text) for pattern in _SAYS_NOTHING)
     return Claim("unknown", text, denies=frozenset() if known else None)
 

@@ -1,0 +1,209 @@
+"""How faults are planted: what is right in the primitives is wrapped, for as long as a step runs.
+
+None of the primitives has a keyword for it.
+"""
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from pipeproof.cases.primitives import experts, stacked
+from pipeproof.cases.primitives.data_parallel import local
+
+Plant = Callable[[], AbstractContextManager[object]]
+Change = Callable[[Any], Any]  # of what is right to what is wrong
+
+
+def wrapped(owner: Any, name: str, change: Change) -> Plant:
+    """``owner.name`` is what ``change`` makes of it."""
+    return lambda: patch.object(owner, name, change(getattr(owner, name)))
+
+
+def in_part(key: str, **changes: Change) -> Plant:
+    """Functions of the part ``key`` are what ``changes`` make of them."""
+
+    def plant() -> AbstractContextManager[object]:
+        axes, part = stacked.PARTS[key]
+        changed = replace(part, **{name: change(getattr(part, name)) for name, change in changes.items()})
+        return patch.object(stacked, "PARTS", {**stacked.PARTS, key: (axes, changed)})
+
+    return plant
+
+
+def finished(key: str, also: Callable[[nn.Module, DeviceMesh], None]) -> Plant:
+    """``also`` comes after what finishes a step."""
+    return in_part(key, finish=lambda right: lambda stage, mesh: (right(stage, mesh), also(stage, mesh))[1])
+
+
+def applied(key: str, also: Callable[[Any, DeviceMesh], None]) -> Plant:
+    """``also`` is done to what a primitive was applied to."""
+
+    def change(right: Any) -> Any:
+        def apply(stage: nn.Module, mesh: DeviceMesh) -> nn.Module:
+            module: nn.Module = right(stage, mesh)
+            also(module, mesh)
+            return module
+
+        return apply
+
+    return in_part(key, apply=change)
+
+
+def unless(chosen: Callable[[str], bool]) -> Change:
+    """What finishes a step is given copies of ``chosen`` gradients."""
+
+    def change(right: Any) -> Any:
+        def finish(stage: nn.Module, mesh: DeviceMesh) -> None:
+            hidden = {p: p.grad for name, p in stage.named_parameters() if chosen(name)}
+            for parameter, gradient in hidden.items():
+                parameter.grad = None if gradient is None else gradient.clone()
+            right(stage, mesh)
+            for parameter, gradient in hidden.items():
+                parameter.grad = gradient
+
+        return finish
+
+    return change
+
+
+def having(*words: str) -> Callable[[str], bool]:
+    return lambda name: any(word in name for word in words)
+
+
+def gradients(stage: nn.Module, chosen: Callable[[str], bool] = lambda name: True) -> Iterator[Any]:
+    """Those there are, each what this rank has of it."""
+    for name, parameter in stage.named_parameters():
+        if parameter.grad is not None and chosen(name):
+            yield local(parameter.grad)
+
+
+def times(factor: float, chosen: Callable[[str], bool] = lambda name: True) -> Callable[[nn.Module, DeviceMesh], None]:
+    """``chosen`` gradients are multiplied; by the size of the axis, or one over it, where the factor is 0 or -1."""
+
+    def multiply(stage: nn.Module, mesh: DeviceMesh) -> None:
+        by = {0: float(mesh.size()), -1: 1 / mesh.size()}.get(int(factor), factor)
+        for gradient in gradients(stage, chosen):
+            gradient.mul_(by)
+
+    return multiply
+
+
+def summed(chosen: Callable[[str], bool] = lambda name: True) -> Callable[[nn.Module, DeviceMesh], None]:
+    """``chosen`` gradients are summed over the axis, whatever they are."""
+
+    def add(stage: nn.Module, mesh: DeviceMesh) -> None:
+        for gradient in gradients(stage, chosen):
+            dist.all_reduce(gradient, group=mesh.get_group())
+
+    return add
+
+
+def on(chosen: Callable[[str], bool], *ranks: int) -> Callable[[str], bool]:
+    """``chosen`` on these ranks alone."""
+    return lambda name: dist.get_rank() in ranks and chosen(name)
+
+
+def in_second_stage(change: Change) -> Change:
+    """``change`` on the second half of all ranks."""
+    return lambda right: change(right) if dist.get_rank() >= dist.get_world_size() // 2 else right
+
+
+class Times(torch.autograd.Function):
+    """Nothing, whose gradient is multiplied."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *given: Tensor) -> Any:
+        return given[0] * ctx.factor, None
+
+
+def right_norm(stage: nn.Module, mesh: DeviceMesh) -> float:
+    """That of all parameters, each counted once."""
+    return norm(stage, mesh)
+
+
+def norm(
+    stage: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    chosen: Callable[[str], bool] = lambda name: True,
+    copies: Callable[[str, Any], float] | None = None,
+    group: Callable[[DeviceMesh], Any] = lambda mesh: None,
+    alone: bool = False,
+) -> float:
+    """The root of the sum of squares of ``chosen`` gradients over ``group``, each divided by its ``copies``."""
+    square = torch.zeros((), dtype=torch.float64)
+    for name, parameter in stage.named_parameters():
+        if parameter.grad is not None and chosen(name):
+            gradient = whole_or_shard(parameter.grad)
+            count = (copies or (lambda name, gradient: held_by(name, gradient, mesh)))(name, gradient)
+            square += local(gradient).double().square().sum() / count
+    if not alone:
+        dist.all_reduce(square, group=group(mesh))
+    return math.sqrt(square.item())
+
+
+def whole_or_shard(gradient: Any) -> Any:
+    """Partial sums added up."""
+    if not isinstance(gradient, DTensor) or not any(one.is_partial() for one in gradient.placements):
+        return gradient
+    return gradient.redistribute(placements=[Replicate() if p.is_partial() else p for p in gradient.placements])
+
+
+def held_by(name: str, gradient: Any, mesh: DeviceMesh) -> float:
+    """How many ranks have the same."""
+    sizes = dict(zip(mesh.mesh_dim_names or (), mesh.mesh.shape, strict=True))
+    ranks = math.prod(size for axis, size in sizes.items() if axis != "pp")
+    if isinstance(gradient, DTensor):
+        own = gradient.device_mesh
+        parts = math.prod(own.size(k) for k, one in enumerate(gradient.placements) if isinstance(one, Shard))
+        return ranks / parts
+    return ranks / sizes.get("ep", 1) if experts.is_expert(name) else ranks
+
+
+def other_norm(**how: Any) -> Plant:
+    """The norm is formed otherwise."""
+    return wrapped(sys.modules[__name__], "right_norm", lambda right: partial(norm, **how))
+
+
+def once(name: str, gradient: Any) -> float:
+    """What every rank has counts."""
+    return 1.0
+
+
+def by_ranks(right: Any) -> Any:
+    """Each rank's root in fp32 first."""
+
+    def formed(stage: nn.Module, mesh: DeviceMesh) -> float:
+        own = torch.tensor(norm(stage, mesh, alone=True)).square()
+        dist.all_reduce(own)
+        return float(own.sqrt())
+
+    return formed
+
+
+NORMS: Mapping[str, Sequence[Plant]] = {
+    "norm over the world": (other_norm(copies=once),),
+    "norm of each rank, twice": (other_norm(copies=lambda name, gradient: 0.25, alone=True),),
+    "norm of each rank": (other_norm(copies=once, alone=True),),
+    "norm without experts": (other_norm(chosen=lambda name: not experts.is_expert(name)),),
+    "norm takes shards for copies": (other_norm(copies=lambda name, gradient: float(dist.get_world_size())),),
+}
+SOUND_NORMS: Mapping[str, Sequence[Plant]] = {
+    "norm of ranks' norms": (wrapped(sys.modules[__name__], "right_norm", by_ranks),),
+}

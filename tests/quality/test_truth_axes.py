@@ -1,0 +1,94 @@
+"""Faults of parallelism inside a stage: some are named here, what is right is silent; all are in the campaign."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+from axis_faults import PLANTS, SOUND, step
+from axis_planting import finished, having, times
+from truth_axes import FAULTS, STACKS, Along, axes
+from truth_check import check
+
+from pipeproof.cases.primitives.layers import loss_fn, microbatches
+from pipeproof.cases.primitives.stacked import Stack
+from pipeproof.foreign import WhiteBox
+from pipeproof.judging.cause import KINDS
+from pipeproof.judging.verdict import Verdict
+
+HOLDS = {
+    "tp: input gradients not reduced": "2.norm.bias are not reduced over ranks 0, 1: what they have adds up",
+    "tp: queries' input gradients not reduced": "2.attention.queries is given is, on every rank, that of its own shard",
+    "tp: mean of input gradients": "the gradient of what each feedforward.up is given were 0.5 times what it is",
+    "tp: outputs reduced twice": "its weights are right, and no factor gives its gradients",
+    "tp: all times tp": "2, the number of ranks",
+    "tp: shards of a weight exchanged": "has its own, put in another order",
+    "sp: gathered without reduction": "first wrong in the backward: stage 0, 2.norm.bias: the 7 parameters used after",
+    "ep: no gradient from experts": "the gradient of what each mixture.experts.*.up is given were lost",
+    "ep: norm without experts": "what fewer ranks hold than others is left out",
+    "cp: parts not reduced": "stage 0: not reduced over ranks 0, 1: what they have adds up to what is expected",
+    "cp: losses of its own part": "report their own parts', and the mean of these is right",
+    "cp: norm over the world": "what several ranks hold is counted once for each of them",
+}
+SILENT = ("tp: right, input gradients reduced by hand", "cp: right, zig-zag parts")
+
+
+def test_every_fault_is_planted_once_and_has_a_truth() -> None:
+    every = list(axes())
+    assert len({one.title for one in every}) == len(every)
+    assert {one.fault for one in every} == set(PLANTS)
+    assert {kind for one in every for kind in one.truth.kinds} <= set(KINDS)
+    assert sum(map(len, FAULTS.values())) >= 70
+    assert sum(not one.truth.kinds for one in every) >= 15
+    assert not {one.fault for one in every if one.truth.kinds} & {"", *SOUND}
+
+
+@pytest.mark.parametrize("title", HOLDS)
+def test_a_fault_is_named(whitebox: WhiteBox, title: str) -> None:
+    (one,) = (one for one in axes() if one.title == title)
+    verdict = one.verdict(whitebox, watched=True)
+    found = check(verdict, one.truth, one.counts)
+    assert (found.caught, found.false) == (True, ()), found
+    assert found.naming == ("unknown" if "first wrong" in HOLDS[title] else "right"), found
+    assert HOLDS[title] in str(verdict), verdict
+
+
+@pytest.mark.parametrize("title", SILENT)
+def test_what_is_right_in_another_order_passes(whitebox: WhiteBox, title: str) -> None:
+    (one,) = (one for one in axes() if one.title == title)
+    verdict = one.verdict(whitebox, watched=True)
+    assert verdict.verdict == "pass", verdict
+    assert verdict.law("initial-weights").checked == 74, "every rank's, those in shards too"
+
+
+@pytest.mark.parametrize(("times_it", "outcome"), [(1 + 1e-6, "pass"), (1 + 1e-4, "fail")])
+def test_a_gap_is_told_as_rounding_or_a_fault_by_number(whitebox: WhiteBox, times_it: float, outcome: str) -> None:
+    found = _scaled(whitebox, times_it)
+    assert found.law("gradient").outcome == outcome, found
+    assert not found.cause or found.cause[0].parameter == "1.feedforward.up.weight"
+
+
+def _scaled(whitebox: WhiteBox, factor: float) -> Verdict:
+    """On a step of context parallelism that multiplies one gradient."""
+    stack = STACKS["cp"]
+    return whitebox.validate(
+        partial(_with_one_scaled, stack=stack, factor=factor),
+        reference=stack.reference,
+        microbatches=microbatches(4),
+        ranks=stack.sizes,
+        loss_fn=loss_fn,
+    )
+
+
+def _with_one_scaled(model: Any, given: Any, *, stack: Stack, factor: float) -> Any:
+    with finished("cp", times(factor, having("1.feedforward.up.weight")))():
+        return step(model, given, stack=stack, fault="", watched=False)
+
+
+def test_a_first_wrong_parameter_that_is_another_is_false(whitebox: WhiteBox) -> None:
+    (one,) = (one for one in axes() if one.title == "cp: keys' gradients not reduced")
+    verdict = one.verdict(whitebox, watched=False)
+    assert check(verdict, one.truth, one.counts, watched=False).false == ()
+    elsewhere = Along("cp", one.fault, replace(one.truth, parameter=r"^1\."))
+    (false,) = check(verdict, elsewhere.truth, one.counts, watched=False).false
+    assert (false.role, "first wrong at" in false.why) == ("unknown", True)
