@@ -169,15 +169,15 @@ FAULTS: dict[str, Fault] = {  # of which stack, where, and what; nowhere is arou
     [
         ("router not reduced", "not-reduced", 1, "not reduced over all replicas"),
         ("experts times ranks", "scale", 0, "2 = the number of ranks"),
-        ("experts in another order", "", 0, "output of the module is like nothing in the reference"),
-        ("parts not reduced", "", 1, "what ranks have of one stage does not go together"),
+        ("experts in another order", "computation", 0, "every loss is wrong, and of no other microbatch"),
+        ("parts not reduced", "not-reduced", 1, "not reduced over ranks 0, 1: what they have adds up"),
         ("mean of parts", "scale", 0, "1/2, one over the number of ranks"),
         ("a rank's gradient for that of all", "", 0, "unknown: the evidence does not decide"),
-        ("mask of the first part", "", 0, "unknown: the evidence does not decide"),
+        ("mask of the first part", "computation", 0, "or its inputs or targets are not its own"),
         ("torch's gather", "", 0, "unknown: the evidence does not decide"),
         ("bias on each", "scale", 0, "1.feedforward.down.bias: 2 times"),
-        ("mean for sum", "", 0, "unknown: the evidence does not decide"),
-        ("one not reduced", "", 1, "unknown: the evidence does not decide"),
+        ("mean for sum", "computation", 0, "what 2.feedforward.up is given were 0.5 times"),
+        ("one not reduced", "not-reduced", 1, "rank 2 has the gradient of its own microbatches 1, 3"),
     ],
 )
 def test_a_bug_is_caught(whitebox: WhiteBox, fault: str, cause: str, rank: int, told: str) -> None:
