@@ -194,6 +194,7 @@ def test_every_folder_of_validation_is_a_room_and_few_files_are_in_none() -> Non
     assert len(loose) <= LOOSE, loose
 
 
+@pytest.mark.long
 def test_no_module_imports_itself_in_a_circle() -> None:
     assert cycles(OURS) == []
 

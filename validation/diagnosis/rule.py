@@ -124,10 +124,13 @@ def _told(cells: Cells | None, causes: Sequence[Cause]) -> Cells | None:
 
 
 def _nearest(mismatches: Sequence[Mismatch], cause: Cause) -> tuple[Mismatch, ...]:
-    """``mismatches``, one at the place of ``cause`` first: what lies downstream of it is consequence."""
+    """``mismatches``, one at the place of ``cause`` first: what lies downstream of it is consequence.
+
+    What is held against the model comes before what is held against another rank, which may itself be wrong.
+    """
     stages = cause.stages or (() if cause.stage is None else (cause.stage,))
 
-    def away(k: int) -> tuple[int, bool, int, int]:
+    def away(k: int) -> tuple[int, bool, int, bool, int]:
         one = mismatches[k]
         others = (
             cause.rank is not None and one.rank != cause.rank,
@@ -135,7 +138,8 @@ def _nearest(mismatches: Sequence[Mismatch], cause: Cause) -> tuple[Mismatch, ..
             bool(cause.microbatches) and one.microbatch not in (None, *cause.microbatches),
             cause.parameter is not None and one.parameter != cause.parameter,
         )
-        return one.operation, one.stage not in stages, sum(others) if one.stage in stages else 0, k
+        near = sum(others) if one.stage in stages else 0
+        return one.operation, one.stage not in stages, near, one.law == "replicas", k
 
     first = min(range(len(mismatches)), key=away) if stages else 0
     return (*mismatches[first : first + 1], *mismatches[:first], *mismatches[first + 1 :])

@@ -55,7 +55,7 @@ HINTS: Mapping[str, str] = MappingProxyType(
         "altered": "What writes to the tensor in place between the one who makes it and the one who reads it?",
         "not-finite": "Begin at the first action whose output is not finite: are its inputs finite? Then it is that "
         "stage; else the message to it.",
-        "computation": "Its inputs are right: compare this stage's module with the reference's part, layer by layer.",
+        "computation": "Compare this stage's module with the reference's part, layer by layer.",
         "randomness": "Draw by seed, layer and microbatch, never by the order of draws: fork the generator for each.",
         "partition": "Compare the layers that each stage holds with the split: each layer once, in order.",
         "order": "The line says which law breaks where: change the order of these actions in the schedule.",

@@ -17,6 +17,7 @@ def paths(folder: Path) -> Paths:
     return Paths(*(str(folder / f"x{ending}") for ending in (".svg", ".PNG", ".json")))
 
 
+@pytest.mark.long
 def test_every_file_is_written(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     with Drawings(paths(tmp_path), actions=4) as files:

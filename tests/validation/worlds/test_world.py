@@ -326,6 +326,7 @@ def dies_loudly(context: RankContext) -> None:
     os._exit(7)
 
 
+@pytest.mark.pipeproof_ranks  # it starts processes
 def test_what_a_silent_rank_printed_shows_once_it_dies(capfd: pytest.CaptureFixture[str]) -> None:
     with World(silent=True) as world, pytest.raises(RankFailed, match=r"exited with status 7\n +noise"):
         world.run(dies_loudly, ranks=1)
