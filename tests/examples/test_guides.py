@@ -34,7 +34,7 @@ REWRITE = os.environ.get("GUIDES") == "rewrite"
 # Not run here: what runs this, what test_wheel does, and examples that this session collects anyway.
 ELSEWHERE = ("ci/test", "pip install .", "torchrun --nproc-per-node 2 -m pytest test_my_schedules.py", "pytest test_")
 
-LANGUAGES = {"python", "py", "console", "text", "csv"}  # py: of the reference, which is made from the code
+LANGUAGES = {"python", "py", "console", "text", "csv", "json"}  # py: of the reference, which is made from the code
 
 COMMANDS = {
     page: [
@@ -52,7 +52,7 @@ FOLLOWED = [page for page in PAGES if COMMANDS[page]]
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty folder with the files as the pages show them, so that lines have a reader's numbers, and our tests."""
-    for block in blocks("python", "csv"):
+    for block in blocks("python", "csv", "json"):
         (tmp_path / block.file).write_text(block.text)
     (tmp_path / "tests").symlink_to(ROOT / "tests")
     monkeypatch.chdir(tmp_path)
@@ -264,4 +264,4 @@ def test_what_is_read_of_a_page() -> None:
     block = Block("x.md", "`a.py` and then `b.py`:", "console", "$ one --two\nsaid\n$ three\n")
     assert block.file == "b.py"
     assert block.commands == [("one --two", "said"), ("three", "")]
-    assert {block.language for block in blocks("python", "console", "text", "csv", "py")} == LANGUAGES
+    assert {block.language for block in blocks("python", "console", "text", "csv", "json", "py")} == LANGUAGES
