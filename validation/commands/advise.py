@@ -5,14 +5,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from pipeproof.cases.config import Config
 from pipeproof.commands.ending import WRONG
 from pipeproof.commands.option_parser import UsageError, add_count, number, offers, without_effect
-from pipeproof.commands.outputs import Outputs, add_outputs
+from pipeproof.commands.outputs import Outputs, add_file, add_outputs
 from pipeproof.pipeline.files import read_json
 from pipeproof.pipeline.layouts.cluster import ACCELERATORS, GIB, UNITS, Accelerator, Cluster, accelerator_named
 from pipeproof.pipeline.layouts.footprint import Footprint
 from pipeproof.pipeline.layouts.layout import Job, Layout, Recompute
 from pipeproof.pipeline.layouts.path import Outcome, Step, path
+from pipeproof.pipeline.layouts.pipelined import stages_of
 from pipeproof.pipeline.layouts.search import Allowed, Choice, Found, search
 from pipeproof.pipeline.layouts.transformer import MODELS, Experts, Transformer, model_named, model_of_config
 from pipeproof.pipeline.schedules import LOOPED
@@ -59,6 +61,7 @@ def add_advise_command(commands: "argparse._SubParsersAction[Any]") -> None:
     )
     add_count(limits, "--most", "N", "how many layouts are listed", default=3)
     parser.add_argument("--list", action="store_true", help="the models and devices that are known, and their figures")
+    add_file(parser, "--write", "write the fastest layout there as a config, for validate --config")
     add_outputs(parser, what="steps and layouts")
     parser.set_defaults(run=_advise)
 
@@ -101,11 +104,20 @@ def _advise(options: argparse.Namespace) -> int:
             rows = [_row(choice, job, cluster) for choice in found.best]
             Terminal().detail(table(_LAYOUTS, rows, Terminal().width) + "\n")
         Terminal().say(_ending(found, steps, job, cluster))
+        if found.best and files.write.wanted:
+            files.write.write(_config(found.best[0].layout, job).text())
         return files.finish(
             0 if found.best else WRONG,
             steps=[_step_data(step) for step in steps],
             layouts=[_data(choice, cluster) for choice in found.best],
         )
+
+
+def _config(layout: Layout, job: Job) -> Config:
+    """What ``validate --config`` runs small."""
+    split = [len(layers) for layers, _ in stages_of(layout, job.model.layers)]
+    sizes = {"microbatches": layout.microbatches(job), "split": split, "sequence": job.sequence}
+    return Config({**asdict(layout), **sizes, "model": job.model.name, "dtype": "bf16"})
 
 
 def _model(options: argparse.Namespace) -> Transformer:

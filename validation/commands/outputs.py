@@ -61,6 +61,7 @@ class Outputs:
     json: str | None = None
     record: str | None = None
     html: str | None = None
+    write: str | None = None
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> "Outputs":
@@ -84,6 +85,7 @@ class Opened:
     json: OutputFile
     record: OutputFile
     html: OutputFile
+    write: OutputFile
     asked: Asked = field(default_factory=Asked, init=False)
 
     def finish(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeproof.cases.config import read_config
 from pipeproof.commands.cli import main
 from pipeproof.reports.terminal import Terminal
 from tests.support.json_schema import documented
@@ -50,6 +51,20 @@ def test_a_config_or_sizes_stand_for_a_name(tmp_path: Path, capsys: pytest.Captu
         == 0
     )
     assert "of them active" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("devices", "status", "sizes"), [(64, 0, (4, 16, 1, 1)), (8, 1, ())])
+def test_the_first_layout_is_written_as_a_config(
+    devices: int, status: int, sizes: tuple[int, ...], tmp_path: Path
+) -> None:
+    file = tmp_path / "step.json"
+    assert main(["advise", "--model", "gpt-3-175b", "--devices", str(devices), "--write", str(file)]) == status
+    assert file.exists() == bool(sizes), "where nothing fits, nothing is written"
+    if sizes:
+        config = read_config(str(file))
+        assert (config["tp"], config["pp"], config["dp"], config["cp"]) == sizes
+        assert (sum(config["split"]), config["model"]) == (96, "gpt-3-175b")
+        assert config.case.schedule == config["schedule"]
 
 
 def test_what_is_known_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
