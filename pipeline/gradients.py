@@ -26,6 +26,9 @@ class TiedError(ValueError):
 class InShards(Protocol):
     """A DTensor, which takes seconds to import where nobody uses one."""
 
+    @property
+    def device_mesh(self) -> object: ...
+
     def full_tensor(self) -> Tensor: ...
 
 
@@ -77,7 +80,7 @@ class StageGradients:
             for parameter in self._logical()
             if parameter.grad is not None
         ]
-        return [norm**2 for norm in _whole(torch.stack(norms)).tolist()] if norms else []
+        return [norm**2 for norm in torch.stack(_whole(norms)).tolist()] if norms else []
 
     def scale(self, factor: float) -> None:
         for parameter in {p for module in self._modules.values() for p in module.parameters()}:
@@ -184,9 +187,16 @@ def clip_factor(norm: float, max_norm: float) -> float:
     return 1.0 if factor > 1.0 else factor
 
 
-def _whole(numbers: Tensor) -> Tensor:
-    """``numbers`` over all shards, where the tensors that they come from are sharded."""
-    return numbers.full_tensor() if isinstance(numbers, InShards) else numbers
+def _whole(norms: Sequence[Tensor]) -> list[Tensor]:
+    """``norms``, each over all shards of its tensor: those on one mesh are summed up together."""
+    by_mesh: dict[object, list[int]] = {}
+    for k, norm in enumerate(norms):
+        by_mesh.setdefault(norm.device_mesh if isinstance(norm, InShards) else None, []).append(k)
+    found = dict[int, Tensor]()
+    for those in by_mesh.values():
+        together = torch.stack([norms[k] for k in those])
+        found |= zip(those, together.full_tensor() if isinstance(together, InShards) else together, strict=True)
+    return [found[k] for k in range(len(norms))]
 
 
 def _real(gradient: Tensor) -> Tensor:

@@ -23,6 +23,8 @@ STACKS = {
     "pp, tp": Stack({"pp": 2, "tp": 2}, ("tp",)),
     "pp, ep": Stack({"pp": 2, "ep": 2}, ("ep",)),
     "pp, cp": Stack({"pp": 2, "cp": 2}, ("cp",)),
+    "ep, tp": Stack({"ep": 2, "tp": 2}, ("tp", "ep")),
+    "pp, zero-3, tp": Stack({"pp": 2, "fsdp": 2, "tp": 2}, ("tp", "zero-3")),
     "pp, ddp, tp": Stack({"pp": 2, "dp": 2, "tp": 2}, ("tp", "ddp")),
 }
 SEEDS = range(int(os.environ.get("PRIMITIVES_SEEDS", "1")))

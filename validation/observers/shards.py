@@ -1,5 +1,6 @@
 """Which part of a parameter a rank holds, where it does not hold all of it: told by a DTensor, or by whoever knows."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
@@ -65,6 +66,13 @@ class Shard:
         return all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(self.bounds, other.bounds, strict=True))
 
 
+def held_whole(tensor: Tensor) -> Tensor | None:
+    """``tensor``, or all that a DTensor has, where this rank has it; None where it has a part."""
+    if not isinstance(tensor, InShards):
+        return tensor
+    return tensor.to_local() if all(placement.is_replicate() for placement in tensor.placements) else None
+
+
 def shard_of(tensor: Tensor) -> Shard | None:
     """Where this rank's part of a DTensor lies; None of any other tensor. Raises ``ShardError`` for what is no part."""
     if not isinstance(tensor, InShards):
@@ -72,20 +80,46 @@ def shard_of(tensor: Tensor) -> Shard | None:
     shape, mesh = tuple(tensor.shape), tensor.device_mesh
     bounds = [(0, length) for length in shape]
     own, addends = 0, 1
-    for number, placement in enumerate(tensor.placements):
+    for number, placement in _as_cut(tensor):
         if placement.is_partial():
             if placement.reduce_op != "sum":
                 raise ShardError(f"it is {placement}: expected Partial(sum), or reduce it over its mesh first")
             own, addends = own * mesh.size(number) + mesh.get_coordinate()[number], addends * mesh.size(number)
             continue
-        if type(placement).__name__ not in ("Shard", "Replicate"):
-            raise ShardError(f"its placement is {placement}: expected Shard or Replicate")
-        if placement.is_shard():
+        if _cut(placement) is not None:
             start, stop = bounds[placement.dim]
             part = -(-(stop - start) // mesh.size(number))
             first = min(start + part * mesh.get_coordinate()[number], stop)
             bounds[placement.dim] = first, min(first + part, stop)
     return Shard(tuple(bounds), shape, tuple(mesh.mesh.flatten().tolist()), addend=(own, addends))
+
+
+def _as_cut(tensor: InShards) -> list[tuple[int, Any]]:
+    """The axes of a DTensor's mesh and what is placed along them, in the order in which it was cut.
+
+    torch's ``_StridedShard`` is what ``fully_shard`` makes of a parameter that tensor parallelism cut before it: its
+    axis comes first in the mesh, and cuts the ``split_factor`` parts of later axes. Raises ``ShardError`` for any other
+    placement, and where those axes are not there.
+    """
+    plain: list[tuple[int, Any]] = []
+    strided: list[tuple[int, Any]] = []
+    for number, placement in enumerate(tensor.placements):
+        name = type(placement).__name__
+        if name not in ("Shard", "Replicate", "_StridedShard") and not placement.is_partial():
+            raise ShardError(f"its placement is {placement}: expected Shard or Replicate")
+        (strided if name == "_StridedShard" else plain).append((number, placement))
+    for number, placement in strided:
+        others = [axis for axis, other in plain + strided if axis != number and _cut(other) == placement.dim]
+        parts = math.prod(tensor.device_mesh.size(axis) for axis in others)
+        if parts != placement.split_factor or min(others, default=number) < number:
+            factor = placement.split_factor
+            raise ShardError(f"its placement {placement} cuts {factor} parts, and later axes of its mesh make {parts}")
+    return plain + strided
+
+
+def _cut(placement: Any) -> int | None:
+    """The dimension that a placement cuts. A ``_StridedShard`` is no shard to torch from 2.13 on."""
+    return None if placement.is_partial() else getattr(placement, "dim", None)
 
 
 def placed_as(tensor: Tensor) -> Shard | None:

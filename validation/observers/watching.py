@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from pipeproof.observers.shards import InShards
+from pipeproof.observers.shards import InShards, held_whole
 from pipeproof.observers.sketch import Sketch, sketch
 from pipeproof.pipeline.action import Kind
 from pipeproof.pipeline.split import needs
@@ -295,14 +295,15 @@ class Watcher:
 
     def _noting(self, call: Call, into: dict[int, Sketch], number: int, *, counts: bool) -> Note:
         def note(gradient: Tensor) -> Callable[[], None]:
-            seen = sketch(gradient)
+            seen = None if (held := held_whole(gradient)) is None else sketch(held)
             if Kind.BACKWARD not in call.stacks:
                 call.stacks[Kind.BACKWARD] = own_stack()
             if into is call.output_gradients and (came := received_at(gradient)) is not None:
                 call.came.setdefault((Kind.BACKWARD, number), came)
 
             def write() -> None:
-                into[number] = seen
+                if seen is not None:
+                    into[number] = seen
                 if counts:
                     call.backwards.append(next(self._times))
 

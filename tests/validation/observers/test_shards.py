@@ -37,6 +37,23 @@ Split = type("Shard", (Placement,), {})  # as DTensor's is called
 
 
 @dataclass(frozen=True)
+class Strided:
+    """What ``fully_shard`` makes of a parameter that tensor parallelism cut. Of torch 2.13 it is no shard."""
+
+    dim: int
+    split_factor: int
+
+    def is_shard(self) -> bool:
+        return False
+
+    def is_partial(self) -> bool:
+        return False
+
+
+Strided.__name__ = "_StridedShard"
+
+
+@dataclass(frozen=True)
 class Mesh:
     """As much of a device mesh as is looked at."""
 
@@ -79,6 +96,10 @@ def placed(shape: tuple[int, ...], placements: tuple[Any, ...], coordinate: tupl
         ((1, 3), (Split(0),), (1,), ((1, 1), (0, 3))),
         ((4, 6), (Replicate(), Split(1)), (0, 1), ((0, 4), (3, 6))),
         ((8,), (Split(0), Split(0)), (1, 0), ((4, 6),)),
+        ((8,), (Strided(0, 2), Split(0)), (1, 0), ((2, 4),)),
+        ((8,), (Strided(0, 2), Split(0)), (0, 1), ((4, 6),)),
+        ((8, 4), (Replicate(), Strided(0, 2), Split(0)), (1, 1, 1), ((6, 8), (0, 4))),
+        ((8, 4), (Strided(0, 1), Split(1)), (1, 0), ((4, 8), (0, 2))),
     ],
 )
 def test_where_a_dtensor_s_part_lies(
@@ -116,6 +137,14 @@ def test_parts_of_two_replicas_are_one_part() -> None:
 def test_a_placement_that_nobody_knows_is_refused() -> None:
     with pytest.raises(ShardError, match="expected Shard or Replicate"):
         placed((4,), (Placement(0),), (0,))
+
+
+@pytest.mark.parametrize(
+    "placements", [(Strided(0, 4), Split(0)), (Split(0), Strided(0, 2)), (Strided(0, 2), Strided(0, 2))]
+)
+def test_a_strided_part_of_other_axes_than_those_after_it_is_refused(placements: tuple[Any, ...]) -> None:
+    with pytest.raises(ShardError, match=r"cuts \d parts, and later axes of its mesh make \d"):
+        placed((8,), placements, (0, 0))
 
 
 def test_an_index_and_a_part() -> None:

@@ -6,6 +6,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from pipeproof.cases.primitives.reduction import local
+
 WIDTH, HEADS, SEQUENCE, VOCABULARY = 16, 4, 16, 32
 EXPERTS, CHOSEN, CAPACITY = 4, 2, 1.25  # a token visits CHOSEN; an expert takes CAPACITY times its even share
 BALANCE = 0.01  # how much the auxiliary loss counts
@@ -183,7 +185,8 @@ def loss_fn(output: Any, target: Tensor) -> Tensor:
     """Cross entropy over all tokens, and the auxiliary loss."""
     logits, auxiliary = output if isinstance(output, tuple) else (output, None)
     loss = nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
-    return loss if auxiliary is None else loss + BALANCE * auxiliary
+    # Of logits in shards it is a DTensor, which no plain tensor takes a gradient from.
+    return loss if auxiliary is None else local(loss) + BALANCE * auxiliary
 
 
 def microbatches(count: int, seed: int = 0) -> list[Microbatch]:
