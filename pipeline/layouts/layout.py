@@ -86,7 +86,7 @@ def problems(layout: Layout, job: Job) -> Iterator[str]:
         ("tp", layout.tp, ("heads", model.heads), "use a divisor"),
         ("tp", layout.tp, ("feed_forward", model.feed_forward), "use a divisor"),
         (
-            "cp",
+            "2 * cp",
             2 * layout.cp if layout.cp > 1 else 1,
             ("sequence", job.sequence),
             "each rank takes two pieces; use a divisor",

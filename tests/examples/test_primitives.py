@@ -3,6 +3,7 @@
 import copy
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,14 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeproof.cases.primitives.layers import Layers, loss_fn, microbatches
-from pipeproof.cases.primitives.stacked import PARTS, Stack
+from pipeproof.cases.primitives.layers import Layers
+from pipeproof.cases.primitives.stack import Stack, alone
+from pipeproof.cases.primitives.stacked import PARTS, reference_of, step_of, validated
 from pipeproof.foreign import WhiteBox
 from pipeproof.judging.verdict import Verdict
 from tests.support.planted_step import Step, planted
 
 STACKS = {
-    **{name: Stack(dict.fromkeys(axes, 2), (name,)) for name, (axes, _) in PARTS.items()},
+    **{name: Stack.parse(alone(name)) for name in PARTS},
     "pp, ddp": Stack({"pp": 2, "dp": 2}, ("ddp",)),
     "pp, zero-3": Stack({"pp": 2, "fsdp": 2}, ("zero-3",)),
     "pp, tp": Stack({"pp": 2, "tp": 2}, ("tp",)),
@@ -31,18 +33,6 @@ SEEDS = range(int(os.environ.get("PRIMITIVES_SEEDS", "1")))
 Reference = Callable[[], nn.Module]
 
 
-def judged(
-    whitebox: WhiteBox, stack: Stack, seed: int = 0, *, step: Step | None = None, reference: Reference | None = None
-) -> Verdict:
-    return whitebox.validate(
-        step or stack.step,
-        reference=reference or stack.reference,
-        microbatches=microbatches(4, seed),
-        ranks=stack.sizes,
-        loss_fn=loss_fn,
-    )
-
-
 def all_held(verdict: Verdict, reference: Reference) -> bool:
     parameters = len(list(reference().parameters()))
     laws = {verdict.law(name).checked for name in ("gradient", "parameters-once")}
@@ -53,14 +43,14 @@ def all_held(verdict: Verdict, reference: Reference) -> bool:
 @pytest.mark.parametrize("kind", STACKS)
 def test_what_is_right_passes(whitebox: WhiteBox, kind: str, seed: int) -> None:
     stack = STACKS[kind]
-    verdict = judged(whitebox, stack, seed)
+    verdict = validated(replace(stack, seed=seed), whitebox)
     assert verdict.verdict == "pass", verdict
-    assert all_held(verdict, stack.reference)
+    assert all_held(verdict, reference_of(stack))
 
 
 def with_equal_biases() -> nn.Module:
     """All biases begin as zero, so that their weights do not tell them apart."""
-    model = STACKS["ep"].reference()
+    model = reference_of(STACKS["ep"])()
     for layer in model.modules():
         if isinstance(layer, nn.Linear) and layer.bias is not None:
             nn.init.zeros_(layer.bias)
@@ -69,10 +59,10 @@ def with_equal_biases() -> nn.Module:
 
 def test_modules_of_the_steps_own_are_told_by_what_they_hold(whitebox: WhiteBox) -> None:
     """Both ranks call their experts 0 and 1."""
-    right = STACKS["ep"].step
-    verdict = judged(
-        whitebox,
+    right = step_of(STACKS["ep"])
+    verdict = validated(
         STACKS["ep"],
+        whitebox,
         step=lambda model, given: right(copy.deepcopy(model), given),
         reference=with_equal_biases,
     )
@@ -184,8 +174,8 @@ FAULTS: dict[str, Fault] = {  # of which stack, where, and what; nowhere is arou
 )
 def test_a_bug_is_caught(whitebox: WhiteBox, fault: str, cause: str, rank: int, told: str) -> None:
     kind, at, change = FAULTS[fault]
-    right = STACKS[kind].step
-    verdict = judged(whitebox, STACKS[kind], step=planted(right, at, change) if at else change(right))
+    right = step_of(STACKS[kind])
+    verdict = validated(STACKS[kind], whitebox, step=planted(right, at, change) if at else change(right))
     assert verdict.verdict == "fail"
     assert {one.kind for one in verdict.cause} == ({cause} if cause else set()), verdict
     assert verdict.mismatches[0].rank == rank, verdict

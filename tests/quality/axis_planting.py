@@ -4,11 +4,9 @@ None of the primitives has a keyword for it.
 """
 
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -34,9 +32,9 @@ def in_part(key: str, **changes: Change) -> Plant:
     """Functions of the part ``key`` are what ``changes`` make of them."""
 
     def plant() -> AbstractContextManager[object]:
-        axes, part = stacked.PARTS[key]
+        part = stacked.PARTS[key]
         changed = replace(part, **{name: change(getattr(part, name)) for name, change in changes.items()})
-        return patch.object(stacked, "PARTS", {**stacked.PARTS, key: (axes, changed)})
+        return patch.object(stacked, "PARTS", {**stacked.PARTS, key: changed})
 
     return plant
 
@@ -132,11 +130,6 @@ class Times(torch.autograd.Function):
         return given[0] * ctx.factor, None
 
 
-def right_norm(stage: nn.Module, mesh: DeviceMesh) -> float:
-    """That of all parameters, each counted once."""
-    return norm(stage, mesh)
-
-
 def norm(
     stage: nn.Module,
     mesh: DeviceMesh,
@@ -178,7 +171,7 @@ def held_by(name: str, gradient: Any, mesh: DeviceMesh) -> float:
 
 def other_norm(**how: Any) -> Plant:
     """The norm is formed otherwise."""
-    return wrapped(sys.modules[__name__], "right_norm", lambda right: partial(norm, **how))
+    return wrapped(stacked, "norm_of", lambda right: lambda stages, mesh: norm(stages[0], mesh, **how))
 
 
 def once(name: str, gradient: Any) -> float:
@@ -189,8 +182,8 @@ def once(name: str, gradient: Any) -> float:
 def by_ranks(right: Any) -> Any:
     """Each rank's root in fp32 first."""
 
-    def formed(stage: nn.Module, mesh: DeviceMesh) -> float:
-        own = torch.tensor(norm(stage, mesh, alone=True)).square()
+    def formed(stages: Sequence[nn.Module], mesh: DeviceMesh) -> float:
+        own = torch.tensor(norm(stages[0], mesh, alone=True)).square()
         dist.all_reduce(own)
         return float(own.sqrt())
 
@@ -205,5 +198,5 @@ NORMS: Mapping[str, Sequence[Plant]] = {
     "norm takes shards for copies": (other_norm(copies=lambda name, gradient: float(dist.get_world_size())),),
 }
 SOUND_NORMS: Mapping[str, Sequence[Plant]] = {
-    "norm of ranks' norms": (wrapped(sys.modules[__name__], "right_norm", by_ranks),),
+    "norm of ranks' norms": (wrapped(stacked, "norm_of", by_ranks),),
 }

@@ -10,8 +10,8 @@ from axis_planting import finished, having, times
 from truth_axes import FAULTS, STACKS, Along, axes
 from truth_check import check
 
-from pipeproof.cases.primitives.layers import loss_fn, microbatches
-from pipeproof.cases.primitives.stacked import Stack
+from pipeproof.cases.primitives.stack import Stack
+from pipeproof.cases.primitives.stacked import validated
 from pipeproof.foreign import WhiteBox
 from pipeproof.judging.cause import KINDS
 from pipeproof.judging.verdict import Verdict
@@ -71,13 +71,7 @@ def test_a_gap_is_told_as_rounding_or_a_fault_by_number(whitebox: WhiteBox, time
 def _scaled(whitebox: WhiteBox, factor: float) -> Verdict:
     """On a step of context parallelism that multiplies one gradient."""
     stack = STACKS["cp"]
-    return whitebox.validate(
-        partial(_with_one_scaled, stack=stack, factor=factor),
-        reference=stack.reference,
-        microbatches=microbatches(4),
-        ranks=stack.sizes,
-        loss_fn=loss_fn,
-    )
+    return validated(stack, whitebox, step=partial(_with_one_scaled, stack=stack, factor=factor))
 
 
 def _with_one_scaled(model: Any, given: Any, *, stack: Stack, factor: float) -> Any:

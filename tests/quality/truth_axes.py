@@ -9,8 +9,8 @@ from axis_faults import step
 from truth_check import Counts, Truth
 from truth_faults import other, sums
 
-from pipeproof.cases.primitives.layers import loss_fn, microbatches
-from pipeproof.cases.primitives.stacked import Stack
+from pipeproof.cases.primitives.stack import Stack
+from pipeproof.cases.primitives.stacked import validated
 from pipeproof.diagnosis.members import Replicas
 from pipeproof.foreign import WhiteBox
 from pipeproof.judging.verdict import Verdict
@@ -59,13 +59,7 @@ class Along:
     def verdict(self, whitebox: WhiteBox, *, watched: bool) -> Verdict:
         """What is said of a step with this fault."""
         stack = STACKS[self.stack]
-        return whitebox.validate(
-            partial(step, stack=stack, fault=self.fault, watched=watched),
-            reference=stack.reference,
-            microbatches=microbatches(COUNT),
-            ranks=stack.sizes,
-            loss_fn=loss_fn,
-        )
+        return validated(stack, whitebox, step=partial(step, stack=stack, fault=self.fault, watched=watched))
 
 
 def apart(parameter: str = "", *stages: int, **more: object) -> Truth:

@@ -5,6 +5,7 @@ out is said.
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass
 from functools import cached_property
@@ -12,15 +13,21 @@ from types import MappingProxyType
 from typing import Any
 
 from pipeproof.cases.case import DTYPES, MODELS, Case, CaseError, config_fields
+from pipeproof.cases.primitives.stack import PIPELINE, Stack
 from pipeproof.judging.measured import versions
 from pipeproof.pipeline.files import read_json
 from pipeproof.pipeline.layouts.layout import Recompute
 from pipeproof.pipeline.schedules import known_are
-from pipeproof.pipeline.sizes import MOST_LAYERS, counted
+from pipeproof.pipeline.sizes import MOST_LAYERS, counted, some
 
 FORMAT, VERSION = "pipeproof/config", 1
 _MOST = 1 << 24  # of any size of a job
 _RANKS = 4  # of a pipeline that stands for a longer one
+_EACH = 2  # ranks along an axis, where a stack stands for a larger one
+_GRADIENTS = 2  # ZeRO shards them from this stage on
+_AXES = ("pp", "dp", "tp", "sp", "cp", "ep")
+_REPLICAS = ("ddp", "zero-2", "zero-3", "ep")  # primitives whose ranks have microbatches of their own
+STACKED = "decoder"  # the model of a config that is a stack as it stands
 # What a job says and no case: axes, ZeRO's stage, what is computed again, sequences of a microbatch and their tokens.
 LAYOUT: Mapping[str, int | str] = MappingProxyType(
     {"tp": 1, "sp": 1, "cp": 1, "ep": 1, "zero": 0, "recompute": "none", "micro": 1, "sequence": 0}
@@ -65,6 +72,45 @@ class Config:
         sizes = {"pp": ranks, "dp": 1, "microbatches": ranks * rounds, "split": [1] * stages}
         return Case.of_config({**self.data, **sizes, "model": MODELS[0], "dtype": DTYPES[0]})
 
+    @cached_property
+    def stack(self) -> Stack | None:
+        """What of it is run here where it has more than a pipeline; None where ``case`` is all of it.
+
+        Each axis has at most two ranks, but as many as are said where the model is ``STACKED``. Raises ``StackError``
+        or ``ScheduleError`` where that cannot be.
+        """
+        names = self._primitives
+        if not self.scaled or not set(names) - {PIPELINE}:
+            return None
+        sizes = {name: size if self._is_stack else min(size, _EACH) for name, size in names.items()}
+        line = ",".join(f"{name}={size}" if size else name for name, size in sizes.items())
+        ranks = sizes.get(PIPELINE, 1)
+        rounds = self["microbatches"] if self._is_stack else ranks * min(2, max(1, self["microbatches"] // self["pp"]))
+        replicas = math.prod(sizes.get(name, 1) for name in _REPLICAS)
+        virtual = self["virtual"] if PIPELINE in sizes else None
+        return Stack.parse(
+            line, schedule=self["schedule"], virtual=virtual, microbatches=rounds * replicas, seed=self["seed"] or 0
+        )
+
+    @property
+    def _is_stack(self) -> bool:
+        return bool(self["model"] == STACKED)
+
+    @property
+    def _primitives(self) -> dict[str, int]:
+        """Those it asks for and a stack can have, in the order of a mesh, and their sizes; 0 of one that has none."""
+        replicas = self["dp"] // self["ep"] if self["dp"] % self["ep"] == 0 else self["dp"]
+        sharded = f"zero-{self['zero']}" if self["zero"] >= _GRADIENTS else "ddp"
+        cut = "sp" if self["sp"] > 1 else "tp"
+        sizes = {
+            PIPELINE: self["pp"],
+            sharded: replicas,
+            "ep": self["ep"],
+            "cp": 1 if self["ep"] > 1 else self["cp"],
+            cut: self[cut],
+        }
+        return {name: size for name, size in sizes.items() if size > 1}
+
     @property
     def scaled(self) -> bool:
         """Whether only a small step stands for it: its model is none of ours."""
@@ -91,10 +137,42 @@ class Config:
                 f"{self['microbatches']} microbatches, {case.model} in {case.dtype} for {self['model']}"
             )
             found += [f"not run: {', '.join(self.not_run)}"] if self.not_run else []
-        torch = versions()["torch"]
-        if self["torch"] not in (None, torch):
-            found.append(f"{self.name} was written with torch {self['torch']}; this is {torch}")
+        return found + self._other_versions
+
+    @property
+    def stack_notes(self) -> list[str]:
+        """As ``notes``, of a verdict on ``stack``."""
+        assert self.stack is not None, "there are no notes of a stack without one"
+        found, stack = [], self.stack
+        asked = [f"{name} {self[name]}" for name in ("pp", "dp", *LAYOUT) if name in _AXES and self[name] > 1]
+        if not self._is_stack:
+            found.append(
+                f"{self.name} is run small: stack {stack} for {', '.join(asked)}, {stack.each} of "
+                f"{self['microbatches']} microbatches, a decoder of {some(stack.layers, 'layer')} in fp32 for "
+                f"{self['model']}"
+            )
+        found += [f"not run: {'; '.join(self._not_stacked)}"] if self._not_stacked else []
+        return found + self._other_versions
+
+    @property
+    def _not_stacked(self) -> list[str]:
+        """What it asks for and its stack has not, with the reason."""
+        found = []
+        if self["zero"] == 1:
+            found.append("zero 1, which shards the optimizer alone: no step here has one")
+        if self["zero"] >= _GRADIENTS and self["dp"] == self["ep"]:
+            found.append(f"zero {self['zero']}: no two ranks hold the same")
+        if self["ep"] > 1 and self["cp"] > 1:
+            found.append(f"cp {self['cp']}, for with experts another model is trained than on one device")
+        if self["recompute"] != LAYOUT["recompute"]:
+            found.append(f"recompute {self['recompute']}")
         return found
+
+    @property
+    def _other_versions(self) -> list[str]:
+        torch = versions()["torch"]
+        other = self["torch"] not in (None, torch)
+        return [f"{self.name} was written with torch {self['torch']}; this is {torch}"] if other else []
 
     def text(self) -> bytes:
         """The file."""

@@ -1,7 +1,7 @@
 """Running cases and showing how it goes: what the commands ``validate``, ``fuzz`` and ``replay`` do."""
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,12 +20,12 @@ from pipeproof.cases.runtimes import OWN
 from pipeproof.cases.specimens import specimen
 from pipeproof.cases.validator import crashed, explained, refusal, validate
 from pipeproof.commands.ending import NO_VERDICT
-from pipeproof.commands.outputs import Outputs
+from pipeproof.commands.outputs import Opened, Outputs
 from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.observed import Observed
 from pipeproof.records.case_record import observed_record
 from pipeproof.records.record_file import write
-from pipeproof.reports.columns import Layout
+from pipeproof.reports.columns import Column, Layout
 from pipeproof.reports.page.campaign import Entry, campaign
 from pipeproof.reports.table import COLUMNS, line, profile_table, summary
 from pipeproof.reports.terminal import Terminal
@@ -68,6 +68,23 @@ class Setting:
         return "cuda" if available and self.device != "cpu" else "cpu"
 
 
+Then = Callable[[], None]  # what is left to do once a verdict is told
+
+
+@dataclass(frozen=True)
+class Run:
+    """One thing to validate.
+
+    ``judge`` gives its verdict. ``row`` is the table's line of it, as wide as it may be. ``doubt``: why a pass says
+    less than it seems; empty if it does not.
+    """
+
+    title: str
+    judge: Callable[[World, Opened], tuple[Verdict, Then]]
+    row: Callable[[Verdict, int | None], str]
+    doubt: Callable[[], str] = str
+
+
 def validate_all(wanted: Sequence[Case], setting: Setting, *, left_out: Mapping[str, str] = NOTHING) -> int:
     """Validate each case, a line each and a screen for what is no pass; returns the exit status.
 
@@ -79,8 +96,39 @@ def validate_all(wanted: Sequence[Case], setting: Setting, *, left_out: Mapping[
         raise Impossible(f"--record takes one case, and these are {len(wanted)}: choose one --schedule and one --model")
     if setting.outputs.record is not None and wanted[0].replicas > 1:
         raise Impossible(f"--record takes one pipeline, and {wanted[0]} has {wanted[0].replicas} replicas")
-    terminal, device = Terminal(), setting.chosen_device
-    verdicts: list[Verdict] = []
+    runs = [_run_of(case, setting) for case in wanted]
+    return run_all(runs, setting, columns=COLUMNS, left_out=left_out)
+
+
+def _run_of(case: Case, setting: Setting) -> Run:
+    here = replace(case, device=setting.chosen_device)
+
+    def judge(world: World, files: Opened) -> tuple[Verdict, Then]:
+        verdict, observed = validated(here, world)
+        if setting.plugin is not None:
+            verdict = replace(verdict, rerun=f"{verdict.replay} --plugin {shlex.quote(setting.plugin)}")
+        return verdict, partial(_keep, here, observed, files, profile=setting.profile)
+
+    def doubt() -> str:
+        why = specimen(case.specimen).missing(case)
+        return f"this case cannot show {case.specimen}, which {why}" if why else ""
+
+    return Run(str(case), judge, partial(line, case), doubt)
+
+
+def _keep(case: Case, observed: Observed | None, files: Opened, *, profile: bool) -> None:
+    """Write what the ranks gave, and say where their time went, if that is wanted."""
+    if observed is not None and files.record.wanted:
+        write(observed_record(case, observed), files.record)
+    if observed is not None and profile:
+        Terminal().say(profile_table(observed.profiles, Terminal().width))
+
+
+def run_all(
+    runs: Sequence[Run], setting: Setting, *, columns: Sequence[Column], left_out: Mapping[str, str] = NOTHING
+) -> int:
+    """Each of ``runs``, a line each and a screen for what is no pass; returns the exit status."""
+    terminal, verdicts = Terminal(), list[Verdict]()
     with (
         setting.outputs.opened("replay" if setting.explain else "validate") as files,
         setting.world() as world,
@@ -88,20 +136,15 @@ def validate_all(wanted: Sequence[Case], setting: Setting, *, left_out: Mapping[
         for name, reason in left_out.items():
             terminal.detail(f"{name} is left out: {reason}")
         with files.asked:
-            for number, case in enumerate(wanted, start=1):
-                with terminal.progress(f"{number} of {len(wanted)}: {case}"):
-                    verdict, observed = validated(replace(case, device=device), world)
-                if setting.plugin is not None:
-                    verdict = replace(verdict, rerun=f"{verdict.replay} --plugin {shlex.quote(setting.plugin)}")
+            for number, run in enumerate(runs, start=1):
+                with terminal.progress(f"{number} of {len(runs)}: {run.title}"):
+                    verdict, then = run.judge(world, files)
                 if not verdicts:
-                    terminal.detail(Layout.of(COLUMNS, terminal.width).header)
+                    terminal.detail(Layout.of(columns, terminal.width).header)
                 verdicts.append(verdict)
-                _tell(terminal, case, verdict, setting)
-                if observed is not None and setting.outputs.record is not None:
-                    write(observed_record(replace(case, device=device), observed), files.record)
-                if observed is not None and setting.profile:
-                    terminal.say(profile_table(observed.profiles, terminal.width))
-        said = summary(verdicts, left_out=len(left_out)) + not_run(len(wanted) - len(verdicts))
+                _tell(terminal, run, verdict, setting)
+                then()
+        said = summary(verdicts, left_out=len(left_out)) + not_run(len(runs) - len(verdicts))
         terminal.say(said)
         entries = [Entry(one, one.verdict) for one in verdicts]
         page = partial(campaign, entries, said=said, left_out=left_out)
@@ -113,12 +156,12 @@ def not_run(count: int) -> str:
     return f"; {count} did not run" if count else ""
 
 
-def _tell(terminal: Terminal, case: Case, verdict: Verdict, setting: Setting) -> None:
+def _tell(terminal: Terminal, run: Run, verdict: Verdict, setting: Setting) -> None:
     """A line, and a screen where there is more to say or somebody asked."""
     passed = verdict.verdict == "pass"
-    (terminal.detail if passed else terminal.say)(line(case, verdict, terminal.width), verdict.word)
-    if passed and (why := specimen(case.specimen).missing(case)):
-        terminal.say(f"this case cannot show {case.specimen}, which {why}")
+    (terminal.detail if passed else terminal.say)(run.row(verdict, terminal.width), verdict.word)
+    if passed and (why := run.doubt()):
+        terminal.say(why)
     if setting.explain or not passed or terminal.manner.verbose:
         (terminal.detail if passed else terminal.say)(str(verdict), verdict.word)
 

@@ -11,6 +11,7 @@ from pipeproof.cases.case import DTYPES, FUZZED_DTYPES, SCHEDULES, Case, CaseErr
 from pipeproof.cases.runtimes import OWN, TORCH
 from pipeproof.commands.option_parser import UsageError, add_count, add_names, without_effect
 from pipeproof.commands.outputs import Outputs, add_file, add_outputs, add_recording
+from pipeproof.commands.primitives import add_stacks, validate_config, validate_stacks
 from pipeproof.commands.selection import (
     DTYPE_NAMES,
     add_config,
@@ -21,6 +22,7 @@ from pipeproof.commands.selection import (
     dtype_names,
     schedule_names,
     table_of,
+    told_case,
 )
 from pipeproof.pipeline.files import is_csv
 from pipeproof.pipeline.sizes import MOST_ACTIONS, MOST_PROCESSES, MOST_SEED, counted
@@ -45,6 +47,7 @@ def _add_validate(commands: Commands) -> None:
         "and with one whose weights are tied.",
     )
     add_table(parser)
+    add_stacks(parser)
     add_config(parser)
     parser.add_argument("--profile", action="store_true", help="print where each rank's time went")
     add_world(parser)
@@ -96,10 +99,15 @@ def _add_replay(commands: Commands) -> None:
 
 
 def _validate(options: argparse.Namespace) -> int:
+    if options.primitive or options.stack is not None:
+        return validate_stacks(options)
     if options.config is None:
         (cases, left_out), device = table_of(options), options.device
     else:
-        case = config_of(options).case
+        config = config_of(options)
+        if config.stack is not None:
+            return validate_config(options, config)
+        case = told_case(config)
         cases, left_out, device = [case], {}, options.device if "--device" in options.given else case.device
     start_fork_server()
     from pipeproof.commands.campaign import Setting, validate_all
@@ -204,7 +212,7 @@ def _record(options: argparse.Namespace) -> int:
 
     if (options.config is None) == (not options.case):
         raise UsageError(f"{options.prog}: expected either the line of a case or --config FILE; give one of the two")
-    case = Case.parse(" ".join(options.case)) if options.config is None else config_of(options).case
+    case = Case.parse(" ".join(options.case)) if options.config is None else told_case(config_of(options))
     return record_case(case, options.out)
 
 

@@ -20,6 +20,7 @@ from pipeproof.commands.ending import ended, leave
 from pipeproof.commands.init import add_init_command
 from pipeproof.commands.option_parser import CommandParser, OptionParser
 from pipeproof.commands.outputs import takes_standard_output
+from pipeproof.commands.primitives import add_primitives_command
 from pipeproof.commands.schedule_commands import add_schedule_commands
 from pipeproof.commands.team_defaults import set_defaults
 from pipeproof.reports.terminal import Manner, speaking
@@ -62,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"pipeproof {version('pipeproof')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=CommandParser)
     # In the order in which a user comes to need them.
-    for add in (add_init_command, add_case_commands, add_schedule_commands, add_advise_command):
+    for add in (add_init_command, add_case_commands, add_schedule_commands, add_advise_command, add_primitives_command):
         add(commands)
     for listed in commands._choices_actions:
         command, about = commands.choices[listed.dest], listed.help or ""

@@ -166,16 +166,21 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="FILE", help=says)
 
 
-_OF_TABLE = ("schedule", "ranks", "virtual", "microbatches", "layers", "split", "model", "dtype", "loss", "seed")
+OF_TABLE = ("schedule", "ranks", "virtual", "microbatches", "layers", "split", "model", "dtype", "loss", "seed")
 
 
 def config_of(options: argparse.Namespace) -> Config:
-    """The config that ``--config`` names; raises where the command line says of the case, too. Its notes are told."""
-    without_effect(options, [f"--{name}" for name in _OF_TABLE], "with --config, which says it")
-    config = read_config(options.config)
+    """The config that ``--config`` names; raises where the command line says of the case, too."""
+    without_effect(options, [f"--{name}" for name in OF_TABLE], "with --config, which says it")
+    return read_config(options.config)
+
+
+def told_case(config: Config) -> Case:
+    """The case of ``config``, whose notes are told."""
+    case = config.case
     for note in config.notes:
         Terminal().say(note)
-    return config
+    return case
 
 
 def add_timeout(parser: argparse.ArgumentParser) -> None:

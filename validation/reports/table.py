@@ -11,6 +11,14 @@ from pipeproof.judging.verdict import Verdict, small
 from pipeproof.pipeline.profile import Profile
 from pipeproof.reports.columns import Column, Layout, table
 
+OUTCOME = (  # of ``outcome``
+    Column("tier", 7, drop=2, gap=2),
+    Column("worst err", 9, right=True, drop=1),
+    Column("floor", 7, right=True, drop=12),
+    Column("norm err", 8, right=True, drop=13),
+    Column("verdict", 7, gap=2),
+    Column("time", 6, right=True, drop=11),
+)
 COLUMNS = (
     Column("schedule", 12, least=8, gap=0),
     Column("model", 8, drop=3),
@@ -21,12 +29,7 @@ COLUMNS = (
     Column("split", 15, drop=9, gap=2),
     Column("losses", 6, right=True, drop=7),
     Column("params", 6, right=True, drop=6),
-    Column("tier", 7, drop=2, gap=2),
-    Column("worst err", 9, right=True, drop=1),
-    Column("floor", 7, right=True, drop=12),
-    Column("norm err", 8, right=True, drop=13),
-    Column("verdict", 7, gap=2),
-    Column("time", 6, right=True, drop=11),
+    *OUTCOME,
 )
 
 
@@ -36,16 +39,24 @@ def line(case: Case, verdict: Verdict, width: int | None = None) -> str:
     losses and params are how many were compared over the whole plan; worst err and norm err are relative, 0 where
     every bit agreed; floor is what rounding alone does to the worst gradient, or, where all bits agree, to any.
     """
-    numbers = ["-"] * 5
-    if verdict.laws:
-        losses, gradients, norm = (verdict.law(name) for name in ("loss", "gradient", "grad-norm"))
-        floor = gradients.floor if gradients.worst else verdict.floor
-        numbers = [str(losses.checked), str(gradients.checked), *map(small, (gradients.worst, floor, norm.worst))]
-    n_losses, n_gradients, worst, floor_, norm_ = numbers
     sizes = (case.ranks, case.virtual, case.microbatches)
-    cells = [case.built.name, case.model, case.dtype, *map(str, sizes), ",".join(map(str, case.split)), n_losses]
-    cells += [n_gradients, verdict.tier, worst, floor_, norm_, verdict.word, f"{verdict.seconds:.1f} s"]
-    return Layout.of(COLUMNS, width).row(cells)
+    cells = [case.built.name, case.model, case.dtype, *map(str, sizes), ",".join(map(str, case.split))]
+    return Layout.of(COLUMNS, width).row([*cells, *compared(verdict, "loss", "gradient"), *outcome(verdict)])
+
+
+def compared(verdict: Verdict, *laws: str) -> list[str]:
+    """How many things were compared for each of ``laws``."""
+    return [str(verdict.law(name).checked) if verdict.laws else "-" for name in laws]
+
+
+def outcome(verdict: Verdict) -> list[str]:
+    """The cells that every table ends with: tier, worst error, floor, error of the norm, verdict, time."""
+    errors = ["-"] * 3
+    if verdict.laws:
+        gradients, norm = (verdict.law(name) for name in ("gradient", "grad-norm"))
+        floor = gradients.floor if gradients.worst else verdict.floor
+        errors = list(map(small, (gradients.worst, floor, norm.worst)))
+    return [verdict.tier, *errors, verdict.word, f"{verdict.seconds:.1f} s"]
 
 
 def summary(verdicts: Sequence[Verdict], *, left_out: int = 0) -> str:

@@ -8,9 +8,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pipeproof.cases.primitives.layers import SEQUENCE, Attention, Embedding, Microbatch, attended
+from pipeproof.cases.primitives.layers import Attention, Embedding, Microbatch, attended
 from pipeproof.cases.primitives.part import Part
 from pipeproof.cases.primitives.reduction import reduced
+from pipeproof.cases.primitives.sizes import SEQUENCE
 
 
 class Gather(torch.autograd.Function):

@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pipeproof.cases.primitives.layers import EXPERTS, Mixture
+from pipeproof.cases.primitives.layers import Mixture
 from pipeproof.cases.primitives.part import Part
 from pipeproof.cases.primitives.reduction import reduced
+from pipeproof.cases.primitives.sizes import EXPERTS
 
 
 class AllToAll(torch.autograd.Function):

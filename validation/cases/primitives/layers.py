@@ -7,11 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof.cases.primitives.reduction import local
+from pipeproof.cases.primitives.sizes import BATCH, CAPACITY, CHOSEN, EXPERTS, HEADS, SEQUENCE, VOCABULARY, WIDTH
 
-WIDTH, HEADS, SEQUENCE, VOCABULARY = 16, 4, 16, 32
-EXPERTS, CHOSEN, CAPACITY = 4, 2, 1.25  # a token visits CHOSEN; an expert takes CAPACITY times its even share
 BALANCE = 0.01  # how much the auxiliary loss counts
-BATCH = 3  # sequences of a microbatch
 
 Microbatch: TypeAlias = tuple[Tensor, Tensor]
 
@@ -174,9 +172,9 @@ class Head(nn.Module):
         return logits if auxiliary is None else (logits, auxiliary)
 
 
-def decoder(layers: int = 4, *, experts: bool = False) -> Layers:
+def decoder(layers: int = 4, *, experts: bool = False, seed: int = 0) -> Layers:
     """An embedding, blocks, and a head: so many layers in all."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     block = ExpertBlock if experts else Block
     return Layers(Embedding(), *(block() for _ in range(layers - 2)), Head())
 

@@ -1,9 +1,9 @@
-"""Primitives on the axes of a mesh, as one step: what a rank of it does."""
+"""What a rank does in a step of a stack; and the verdict on it."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -16,89 +16,110 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from pipeproof.cases.primitives.context import CONTEXT_PARALLEL
 from pipeproof.cases.primitives.data_parallel import DDP, DDP_EVERY, DDP_UNUSED
 from pipeproof.cases.primitives.experts import EXPERT_PARALLEL
-from pipeproof.cases.primitives.layers import Layers, Microbatch, decoder, loss_fn
+from pipeproof.cases.primitives.layers import Layers, Microbatch, decoder, loss_fn, microbatches
+from pipeproof.cases.primitives.norm import norm_of
 from pipeproof.cases.primitives.part import Part
+from pipeproof.cases.primitives.primitive import primitive_of
 from pipeproof.cases.primitives.sequence_parallel import SEQUENCE_PARALLEL
 from pipeproof.cases.primitives.sharded import ZERO_2, ZERO_3, ZERO_3_EVERY
+from pipeproof.cases.primitives.stack import PIPELINE, Stack
 from pipeproof.cases.primitives.tensor_parallel import TENSOR_PARALLEL
-from pipeproof.foreign.handed_back import HandedBack
+from pipeproof.foreign import HandedBack, WhiteBox
+from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.watching import watch
+from pipeproof.pipeline.schedule import Schedule
+from pipeproof.pipeline.schedules import build
 from pipeproof.pipeline.step import PipelineSchedule
 
-Axes = tuple[str, ...]
-PARTS: Mapping[str, tuple[Axes, Part]] = MappingProxyType(
+PARTS: Mapping[str, Part] = MappingProxyType(
     {
-        "tp": (("tp",), TENSOR_PARALLEL),
-        "sp": (("sp",), SEQUENCE_PARALLEL),
-        "ep": (("ep",), EXPERT_PARALLEL),
-        "cp": (("cp",), CONTEXT_PARALLEL),
-        "ddp": (("dp",), DDP),
-        "ddp-every": (("dp",), DDP_EVERY),
-        "ddp-unused": (("dp",), DDP_UNUSED),
-        "zero-2": (("fsdp",), ZERO_2),
-        "zero-3": (("fsdp",), ZERO_3),
-        "zero-3-every": (("fsdp",), ZERO_3_EVERY),
-        "hsdp": (("dp_replicate", "dp_shard"), ZERO_3),
+        "tp": TENSOR_PARALLEL,
+        "sp": SEQUENCE_PARALLEL,
+        "ep": EXPERT_PARALLEL,
+        "cp": CONTEXT_PARALLEL,
+        "ddp": DDP,
+        "ddp-every": DDP_EVERY,
+        "ddp-unused": DDP_UNUSED,
+        "zero-2": ZERO_2,
+        "zero-3": ZERO_3,
+        "zero-3-every": ZERO_3_EVERY,
+        "hsdp": ZERO_3,
     }
 )
+Parts = Sequence[tuple[Part, DeviceMesh]]
+Step = Callable[[Any, list[Microbatch]], HandedBack]
 
 
-@dataclass(frozen=True)
-class Stack:
-    """``sizes`` of the mesh by its axes, ranks in rows; ``parts``: the primitives on them, in the order of applying."""
+def validated(
+    stack: Stack, whitebox: WhiteBox, *, step: Step | None = None, reference: Callable[[], nn.Module] | None = None
+) -> Verdict:
+    """The verdict on a step of ``stack``, or on another ``step``, beside the decoder on one device."""
+    verdict = whitebox.validate(
+        step or step_of(stack),
+        reference=reference or reference_of(stack),
+        microbatches=microbatches(stack.microbatches, stack.seed),
+        ranks=stack.sizes or 1,
+        loss_fn=loss_fn,
+    )
+    return verdict if step else replace(verdict, config=f"stack {stack}, {verdict.config}", rerun=stack.replay)
 
-    sizes: Mapping[str, int]
-    parts: tuple[str, ...]
-    schedule: str = "1F1B"
 
-    @property
-    def reference(self) -> Callable[[], nn.Module]:
-        """The model on one device."""
-        return partial(decoder, 2 * max(2, self.sizes.get("pp", 1)), experts="ep" in self.sizes)
+def reference_of(stack: Stack) -> Callable[[], nn.Module]:
+    """Builds the model on one device."""
+    return partial(decoder, stack.layers, experts=stack.has_experts, seed=stack.seed)
 
-    @property
-    def step(self) -> Callable[[Any, list[Microbatch]], HandedBack]:
-        """What every rank does."""
-        return partial(run, stack=self)
+
+def step_of(stack: Stack) -> Step:
+    """What every rank does."""
+    return partial(run, stack=stack)
 
 
 def run(model: Layers, microbatches: Sequence[Microbatch], *, stack: Stack) -> HandedBack:
-    """One step of this rank: its stage, its share of the microbatches, all gradients reduced."""
-    mesh = init_device_mesh("cpu", tuple(stack.sizes.values()), mesh_dim_names=tuple(stack.sizes))
-    parts = [(part, mesh[axes]) for axes, part in map(PARTS.__getitem__, stack.parts)]
-    stage = watch(stage_of(model, mesh))
-    module: nn.Module = stage
+    """One step of this rank: its stages, its share of the microbatches, all gradients reduced."""
+    mesh = init_device_mesh(device_of(model), tuple(stack.sizes.values()), mesh_dim_names=tuple(stack.sizes))
+    parts = [(PARTS[name], mesh[primitive_of(name).axes]) for name in stack.parts]
+    stages = [watch(one) for one in stages_of(model, mesh, stack)]
+    modules: list[nn.Module] = list(stages)
     for part, own in parts:
-        module = part.apply(module, own)
+        modules = [part.apply(module, own) for module in modules]
         microbatches = [part.share(one, own) for one in microbatches]
     divisor = len(microbatches) * math.prod(own.size() for part, own in parts if part.summed)
     with ExitStack() as around:
         for part, _ in parts:
             around.enter_context(part.around())
-        if "pp" in stack.sizes:
-            losses = piped(module, microbatches, divisor, mesh, stack.schedule)
+        if PIPELINE in stack.sizes:
+            losses = piped(modules, microbatches, divisor, mesh, stack.schedule)
         else:
-            losses = accumulated(module, microbatches, divisor, parts)
+            losses = accumulated(modules[0], microbatches, divisor, parts)
     for part, own in parts:
-        part.finish(stage, own)
-    return HandedBack(stage, losses=whole(losses, parts) if holds_loss(mesh) else None)
+        for stage in stages:
+            part.finish(stage, own)
+    told = whole(losses, parts) if holds_loss(mesh, stack) else None
+    return HandedBack(stages, losses=told, grad_norm=norm_of(stages, mesh))
 
 
-def stage_of(model: Layers, mesh: DeviceMesh) -> Layers:
-    """This rank's layers."""
-    if "pp" not in (mesh.mesh_dim_names or ()):
-        return model
-    each, number = len(model) // mesh["pp"].size(), mesh.get_local_rank("pp")
-    return model[number * each : (number + 1) * each]  # type: ignore[return-value]  # a slice is of the same class
+def device_of(model: nn.Module) -> str:
+    """The kind of device that it is on."""
+    return next(model.parameters()).device.type
 
 
-def holds_loss(mesh: DeviceMesh) -> bool:
+def stages_of(model: Layers, mesh: DeviceMesh, stack: Stack) -> list[Layers]:
+    """This rank's layers, stage by stage."""
+    if PIPELINE not in stack.sizes:
+        return [model]
+    numbers = placed(stack).stages_of(mesh.get_local_rank(PIPELINE))
+    each = len(model) // (stack.sizes[PIPELINE] * stack.virtual)
+    return [model[number * each : (number + 1) * each] for number in numbers]  # type: ignore[misc]  # of one class
+
+
+def placed(stack: Stack) -> Schedule:
+    """Which says where stages are."""
+    return build(stack.schedule, ranks=stack.sizes[PIPELINE], microbatches=stack.each, virtual=stack.virtual)
+
+
+def holds_loss(mesh: DeviceMesh, stack: Stack) -> bool:
     """Whether this rank has the last stage."""
-    names = mesh.mesh_dim_names or ()
-    return "pp" not in names or mesh.get_local_rank("pp") == mesh["pp"].size() - 1
-
-
-Parts = Sequence[tuple[Part, DeviceMesh]]
+    return PIPELINE not in stack.sizes or mesh.get_local_rank(PIPELINE) == placed(stack).placement[-1]
 
 
 def accumulated(module: nn.Module, microbatches: Sequence[Microbatch], divisor: float, parts: Parts) -> list[float]:
@@ -115,15 +136,15 @@ def accumulated(module: nn.Module, microbatches: Sequence[Microbatch], divisor: 
 
 
 def piped(
-    module: nn.Module, microbatches: Sequence[Microbatch], divisor: float, mesh: DeviceMesh, kind: str
+    modules: Sequence[nn.Module], microbatches: Sequence[Microbatch], divisor: float, mesh: DeviceMesh, kind: str
 ) -> list[float]:
-    """The same in a pipeline along the axis pp."""
+    """The same in a pipeline, of this rank's stages."""
     runtime = PipelineSchedule(
         kind=kind,
         n_microbatches=len(microbatches),
-        stages=[module],
+        stages=modules,
         loss_fn=loss_fn,
-        pp_group=mesh.get_group("pp"),
+        pp_group=mesh.get_group(PIPELINE),
     )
     return list(runtime.train_step(microbatches, loss_divisor=divisor).losses)
 

@@ -1,0 +1,171 @@
+"""A stack: which primitives, over how many ranks each, as a line says it: ``pp=2,tp=2,dp=2``."""
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from pipeproof.cases.primitives.primitive import ALIASES, PRIMITIVES, VARIANTS, Level, primitive_of
+from pipeproof.cases.primitives.sizes import CHOSEN, EXPERTS, HEADS, SEQUENCE, VOCABULARY, WIDTH
+from pipeproof.pipeline.layouts.layout import Job, Layout, problems
+from pipeproof.pipeline.layouts.transformer import Experts, Transformer
+from pipeproof.pipeline.schedules import build, canonical_name, known_are, virtuals
+from pipeproof.pipeline.sizes import MOST_PROCESSES, counted
+
+PIPELINE = "pp"
+_SIZE = 2  # of an axis, where nothing is said
+
+
+class StackError(ValueError):
+    """A stack that cannot be."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """``sizes`` of the mesh by its axes, ranks in rows; ``parts``: the primitives on them, the innermost first.
+
+    schedule, virtual: of the pipeline, if pp is one of the axes. microbatches: of the whole step. seed: of weights and
+    data.
+    """
+
+    sizes: Mapping[str, int]
+    parts: tuple[str, ...]
+    schedule: str = "1f1b"
+    virtual: int = 1
+    microbatches: int = 4
+    seed: int = 0
+
+    @classmethod
+    def parse(
+        cls, line: str, *, schedule: str = "1f1b", virtual: int | None = None, microbatches: int = 4, seed: int = 0
+    ) -> "Stack":
+        """``pp=2,tp=2,dp=2``: axes in the order of the mesh. Raises ``StackError`` or ``ScheduleError``.
+
+        A primitive of two axes has two sizes: ``hsdp=2x2``. One that has none stands alone. virtual: None is the
+        schedule's own number, 2 for a loop.
+        """
+        sizes: dict[str, int] = {}
+        names = list[str]()
+        for item in line.split(","):
+            name, along = _item(item.strip(), line)
+            if taken := [axis for axis in along if axis in sizes] or [name] * (name in names):
+                raise StackError(f"stack {line!r} has {taken[0]} twice: leave one out")
+            sizes |= along
+            names.append(name)
+        parts = sorted((name for name in names if name != PIPELINE), key=lambda name: primitive_of(name).level)
+        own = virtuals(canonical_name(schedule), looped=2) if virtual is None else virtual
+        found = cls(sizes, tuple(parts), schedule, own if PIPELINE in sizes else 1, microbatches, seed)
+        found.check()
+        return found
+
+    def check(self) -> None:
+        """Raise ``StackError`` or ``ScheduleError`` for what cannot be run."""
+        for problem in self._problems():
+            raise StackError(f"stack {self}: {problem}")
+        counted(f"ranks of stack {self}", self.ranks, most=MOST_PROCESSES)
+        if self.has_pipeline:
+            build(self.schedule, ranks=self.sizes[PIPELINE], microbatches=self.each, virtual=self.virtual)
+
+    def _problems(self) -> Iterator[str]:
+        """Why it cannot be, each with a cure."""
+        for level, what in ((Level.INSIDE, ("tp", "sp")), (Level.OVER, ())):
+            those = [name for name in self.parts if primitive_of(name).level is level and (not what or name in what)]
+            if len(those) > 1:
+                yield f"{' and '.join(those)} do the same work: leave one out"
+        if {"cp", "ep"} <= self.sizes.keys():
+            yield (
+                "an expert's capacity and the auxiliary loss count the tokens of a rank, so with cp and ep together "
+                "another model is trained than on one device: leave one out"
+            )
+        if "sp" in self.sizes and SEQUENCE % self.sizes["sp"]:
+            yield f"sp {self.sizes['sp']} does not divide sequence {SEQUENCE}: use a divisor"
+        yield from problems(self._layout, self._job)
+        if self.microbatches % self.replicas:
+            yield f"{self.microbatches} microbatches for {self.replicas} replicas: use a multiple"
+
+    @property
+    def _layout(self) -> Layout:
+        """The same as ``advise`` has it."""
+        tp, cp, pp, ep = (self.sizes.get(axis, 1) for axis in ("tp", "cp", "pp", "ep"))
+        return Layout(tp=tp * self.sizes.get("sp", 1), cp=cp, pp=pp, dp=self.replicas, ep=ep, virtual=self.virtual)
+
+    @property
+    def _job(self) -> Job:
+        """The decoder, with a sequence for each replica."""
+        experts = Experts(EXPERTS, CHOSEN, 2 * WIDTH) if self.has_experts else None
+        model = Transformer("decoder", self.layers, WIDTH, HEADS, VOCABULARY, 2 * WIDTH, experts=experts)
+        return Job(model, self.replicas, SEQUENCE)
+
+    @property
+    def layers(self) -> int:
+        """Of the decoder, with its embedding and head: two a stage, and four at least."""
+        return 2 * max(2, self.sizes.get(PIPELINE, 1) * self.virtual)
+
+    @property
+    def has_pipeline(self) -> bool:
+        """Whether stages are on several ranks."""
+        return PIPELINE in self.sizes
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the decoder has experts."""
+        return "ep" in self.sizes
+
+    @property
+    def ranks(self) -> int:
+        """How many it takes."""
+        return math.prod(self.sizes.values())
+
+    @property
+    def replicas(self) -> int:
+        """Ranks with microbatches of their own, for each stage."""
+        return self.ranks // math.prod(self.sizes.get(axis, 1) for axis in (PIPELINE, "tp", "sp", "cp"))
+
+    @property
+    def each(self) -> int:
+        """Microbatches of a replica."""
+        return self.microbatches // self.replicas
+
+    def __str__(self) -> str:
+        named = {axes[0]: (name, axes) for name in self.parts if (axes := primitive_of(name).axes)}
+        items = [PIPELINE if axis == PIPELINE else named[axis][0] for axis in self.sizes if axis in (PIPELINE, *named)]
+        said = [f"{name}={'x'.join(str(self.sizes[axis]) for axis in primitive_of(name).axes)}" for name in items]
+        return ",".join([*said, *(name for name in self.parts if not primitive_of(name).axes)])
+
+    @property
+    def replay(self) -> str:
+        """What to type to run it again."""
+        schedule = f" --schedule {self.schedule}" if self.has_pipeline else ""
+        return f"pipeproof validate --stack {self}{schedule} --microbatches {self.microbatches} --seed {self.seed}"
+
+
+def alone(name: str) -> str:
+    """The line of the primitive ``name`` on the smallest mesh. Raises ``StackError`` for an unknown one."""
+    known = known_primitive(name)
+    sizes = "x".join([str(_SIZE)] * len(primitive_of(known).axes))
+    return f"{known}={sizes}" if sizes else known
+
+
+def _item(text: str, line: str) -> tuple[str, dict[str, int]]:
+    """A primitive, and the sizes of its axes."""
+    said, equals, size = text.partition("=")
+    name = known_primitive(said.strip(), inside=line)
+    axes = primitive_of(name).axes
+    if not axes and equals:
+        raise StackError(f"stack {line!r} says {text}: {name} has no ranks of its own; leave out {equals}{size}")
+    wanted = "x".join([str(_SIZE)] * len(axes))
+    if axes and not re.fullmatch(rf"\d+(x\d+){{{len(axes) - 1}}}", size.strip()):
+        raise StackError(
+            f"stack {line!r} says {text!r}: expected the ranks along {' and '.join(axes)}, e.g. {said}={wanted}"
+        )
+    own = [counted(f"{name} in stack {line!r}", int(one), most=MOST_PROCESSES) for one in size.split("x") if axes]
+    return name, dict(zip(axes, own, strict=True))
+
+
+def known_primitive(text: str, *, inside: str = "", among: Iterable[str] = (*PRIMITIVES, *VARIANTS)) -> str:
+    """The name that ``text`` is, of those ``among``. Raises ``StackError`` for an unknown one."""
+    plain, known = ALIASES.get(text.lower(), text.lower()), list(among)
+    if plain in known:
+        return plain
+    where = f" in stack {inside!r}" if inside else ""
+    raise StackError(f"unknown primitive {text!r}{where}: {known_are(text, [*known, *ALIASES])}")

@@ -1,0 +1,172 @@
+"""``primitives``: every kind of parallelism, with what it saves and costs; ``validate --primitive`` and ``--stack``."""
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+from pipeproof.cases.config import Config
+from pipeproof.cases.primitives.figures import Figures, figures
+from pipeproof.cases.primitives.primitive import PRIMITIVES, SYMBOLS, VARIANTS, Primitive
+from pipeproof.cases.primitives.stack import Stack, alone, known_primitive
+from pipeproof.commands.option_parser import UsageError, add_names, offers, without_effect
+from pipeproof.commands.outputs import Outputs, add_outputs
+from pipeproof.commands.selection import OF_TABLE, schedule_names
+from pipeproof.judging.mismatch import small
+from pipeproof.judging.verdict import Verdict
+from pipeproof.pipeline.sizes import MOST_MICROBATCHES, MOST_SEED, counted, some
+from pipeproof.reports.columns import Column, Layout
+from pipeproof.reports.table import OUTCOME, compared, outcome
+from pipeproof.reports.terminal import Terminal
+from pipeproof.worlds.launcher import start_fork_server
+
+_SAID = ("schedule", "microbatches", "seed")  # what a stack takes of the options that say which case
+_MICROBATCHES, _SCHEDULE = 4, "1f1b"
+
+
+def add_primitives_command(commands: "argparse._SubParsersAction[Any]") -> None:
+    """Add the command."""
+    about = "every kind of parallelism: what it saves and costs, what implements it, how it was validated"
+    parser = commands.add_parser("primitives", help=about)
+    named = parser.add_argument("name", nargs="*", help="these alone (default: all)")
+    offers(named, PRIMITIVES)
+    add_outputs(parser, what="the table")
+    parser.set_defaults(run=_primitives)
+
+
+def add_stacks(parser: argparse.ArgumentParser) -> None:
+    """What is validated in place of a case: primitives."""
+    known = [*PRIMITIVES, *VARIANTS]
+    each = f"kinds of parallelism, each alone on a small decoder: all, or some of {', '.join(known)}"
+    add_names(parser, "--primitive", each, known=("all", *known))
+    together = "several together, and the ranks of each: pp=2,tp=2,dp=2"
+    parser.add_argument("--stack", metavar="NAME=N,...", help=together)
+
+
+def _primitives(options: argparse.Namespace) -> int:
+    chosen = [PRIMITIVES[known_primitive(name, among=PRIMITIVES)] for name in options.name] or PRIMITIVES.values()
+    known = figures()
+    with Outputs.of(options).opened("primitives") as files:
+        for one in chosen:
+            Terminal().say("\n".join(_lines(one, known[one.name])) + "\n")
+        Terminal().detail(_legend())
+        data = [_data(one, known[one.name]) for one in chosen]
+        return files.finish(0, primitives=data)
+
+
+def _lines(one: Primitive, found: Figures) -> Iterator[str]:
+    yield f"{one.name:<8}{one.title}"
+    for what, text in (
+        ("saves", " ".join(one.saves)),
+        ("costs", " ".join(one.costs)),
+        ("by", one.implementation),
+        ("here", _validated(found)),
+        ("source", one.source),
+    ):
+        yield f"  {what:<8}{text}"
+
+
+def _validated(found: Figures) -> str:
+    """How it was validated."""
+    ran = f"{found.passed} of {found.seeds} seeds pass on {some(found.ranks, 'rank')}, torch {found.torch}"
+    worst = f"worst error {small(found.worst)}, rounding {small(found.floor)}" if found.worst else "bit for bit"
+    return f"{ran}: {found.parameters} gradients each, {worst}"
+
+
+def _legend() -> str:
+    symbols = "\n".join(f"  {letter} {what}" for letter, what in SYMBOLS.items())
+    return (
+        f"{symbols}\nBytes: 2 a weight, 4 a gradient, 12 for Adam.\n"
+        "`pipeproof validate --primitive tp` runs one; `--stack pp=2,tp=2,dp=2` runs several together."
+    )
+
+
+def _data(one: Primitive, found: Figures) -> dict[str, object]:
+    return {
+        "name": one.name,
+        "title": one.title,
+        "axes": list(one.axes),
+        **{what: {"formula": text, "of": of} for what, (text, of) in (("saves", one.saves), ("costs", one.costs))},
+        "implementation": one.implementation,
+        "source": one.source,
+        "validated": asdict(found),
+    }
+
+
+def validate_stacks(options: argparse.Namespace) -> int:
+    """``validate`` with ``--primitive`` or ``--stack``."""
+    if options.primitive and options.stack is not None:
+        raise UsageError("--primitive with --stack: expected one of the two; leave one out")
+    what = "--stack" if options.stack is not None else "--primitive"
+    useless = [f"--{name}" for name in OF_TABLE if name not in _SAID]
+    without_effect(options, [*useless, "--config", "--profile", "--record"], f"with {what}, of a decoder of its own")
+    return _validate(list(stacks_of(options)), options)
+
+
+def validate_config(options: argparse.Namespace, config: Config) -> int:
+    """``validate`` with a config that is a stack. Its notes are told."""
+    without_effect(options, ["--profile", "--record"], f"with {options.config}, which is run as a stack")
+    assert config.stack is not None, "a config without a stack is a case"
+    for note in config.stack_notes:
+        Terminal().say(note)
+    return _validate([config.stack], options)
+
+
+def _validate(stacks: Sequence[Stack], options: argparse.Namespace) -> int:
+    start_fork_server()
+    from pipeproof.cases.primitives.stacked import validated
+    from pipeproof.commands.campaign import Run, Setting, run_all
+    from pipeproof.foreign import WhiteBox
+
+    def run_of(stack: Stack) -> Run:
+        return Run(
+            str(stack),
+            lambda world, files: (validated(stack, WhiteBox(world)), lambda: None),
+            partial(_row, stack),
+        )
+
+    setting = Setting(options.device, options.timeout, Outputs.of(options))
+    return run_all(list(map(run_of, stacks)), setting, columns=COLUMNS)
+
+
+def stacks_of(options: argparse.Namespace) -> Iterator[Stack]:
+    """Those that are asked for, with a pipeline on every schedule. Raises ``StackError`` or ``ScheduleError``."""
+    microbatches = _MICROBATCHES if options.microbatches is None else options.microbatches
+    counted("microbatches", microbatches, most=MOST_MICROBATCHES)
+    counted("--seed", options.seed, least=0, most=MOST_SEED)
+    schedules = schedule_names(options.schedule) if "--schedule" in options.given else [_SCHEDULE]
+    lines = _lines_of(options)
+    found = [Stack.parse(line, microbatches=microbatches, seed=options.seed) for line in lines]
+    piped = any(stack.has_pipeline for stack in found)
+    without_effect(options, () if piped else ["--schedule"], f"with {', '.join(lines)}, which has no pp")
+    for line, stack in zip(lines, found, strict=True):
+        for name in schedules if stack.has_pipeline else [_SCHEDULE]:
+            yield Stack.parse(line, schedule=name, microbatches=microbatches, seed=options.seed)
+
+
+def _lines_of(options: argparse.Namespace) -> list[str]:
+    """What was asked for, as lines of stacks."""
+    if options.stack is not None:
+        return [options.stack]
+    every = options.primitive.strip().lower() == "all"
+    return list(map(alone, PRIMITIVES if every else map(str.strip, options.primitive.split(","))))
+
+
+COLUMNS = (
+    Column("stack", 24, least=8, gap=0),
+    Column("schedule", 11, drop=7, gap=2),
+    Column("ranks", 5, right=True, drop=4),
+    Column("M", 3, right=True, drop=6),
+    Column("losses", 6, right=True, drop=8),
+    Column("params", 6, right=True, drop=5),
+    Column("copies", 6, right=True, drop=9),
+    Column("shards", 6, right=True, drop=10),
+    *OUTCOME,
+)
+
+
+def _row(stack: Stack, verdict: Verdict, width: int | None) -> str:
+    cells = [str(stack), stack.schedule if stack.has_pipeline else "", str(stack.ranks), str(stack.microbatches)]
+    counts = compared(verdict, "loss", "gradient", "replicas", "shards")
+    return Layout.of(COLUMNS, width).row([*cells, *counts, *outcome(verdict)])
