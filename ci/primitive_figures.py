@@ -9,8 +9,8 @@ from pathlib import Path
 
 from pipeproof.cases.primitives.figures import Figures
 from pipeproof.cases.primitives.primitive import PRIMITIVES
-from pipeproof.cases.primitives.stack import Stack, alone
 from pipeproof.cases.primitives.stacked import validated
+from pipeproof.cases.primitives.stacks import Stack, alone
 from pipeproof.foreign import WhiteBox
 from pipeproof.judging.measured import versions
 from pipeproof.judging.verdict import Verdict

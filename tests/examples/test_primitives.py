@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeproof.cases.primitives.layers import Layers
-from pipeproof.cases.primitives.stack import Stack, alone
 from pipeproof.cases.primitives.stacked import PARTS, reference_of, step_of, validated
+from pipeproof.cases.primitives.stacks import Stack, alone
 from pipeproof.foreign import WhiteBox
 from pipeproof.judging.verdict import Verdict
 from tests.support.planted_step import Step, planted

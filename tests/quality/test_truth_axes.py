@@ -10,8 +10,8 @@ from axis_planting import finished, having, times
 from truth_axes import FAULTS, STACKS, Along, axes
 from truth_check import check
 
-from pipeproof.cases.primitives.stack import Stack
 from pipeproof.cases.primitives.stacked import validated
+from pipeproof.cases.primitives.stacks import Stack
 from pipeproof.foreign import WhiteBox
 from pipeproof.judging.cause import KINDS
 from pipeproof.judging.verdict import Verdict

@@ -9,8 +9,8 @@ from axis_faults import step
 from truth_check import Counts, Truth
 from truth_faults import other, sums
 
-from pipeproof.cases.primitives.stack import Stack
 from pipeproof.cases.primitives.stacked import validated
+from pipeproof.cases.primitives.stacks import Stack
 from pipeproof.diagnosis.members import Replicas
 from pipeproof.foreign import WhiteBox
 from pipeproof.judging.verdict import Verdict

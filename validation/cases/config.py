@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from pipeproof.cases.case import DTYPES, MODELS, Case, CaseError, config_fields
-from pipeproof.cases.primitives.stack import PIPELINE, Stack
+from pipeproof.cases.primitives.stacks import PIPELINE, Stack
 from pipeproof.judging.measured import versions
 from pipeproof.pipeline.files import read_json
 from pipeproof.pipeline.layouts.layout import Recompute

@@ -11,7 +11,7 @@ from pipeproof.cases.case import DTYPES, FUZZED_DTYPES, SCHEDULES, Case, CaseErr
 from pipeproof.cases.runtimes import OWN, TORCH
 from pipeproof.commands.option_parser import UsageError, add_count, add_names, without_effect
 from pipeproof.commands.outputs import Outputs, add_file, add_outputs, add_recording
-from pipeproof.commands.primitives import add_stacks, validate_config, validate_stacks
+from pipeproof.commands.primitive_commands import add_stacks, validate_config, validate_stacks
 from pipeproof.commands.selection import (
     DTYPE_NAMES,
     add_config,

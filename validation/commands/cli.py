@@ -20,7 +20,7 @@ from pipeproof.commands.ending import ended, leave
 from pipeproof.commands.init import add_init_command
 from pipeproof.commands.option_parser import CommandParser, OptionParser
 from pipeproof.commands.outputs import takes_standard_output
-from pipeproof.commands.primitives import add_primitives_command
+from pipeproof.commands.primitive_commands import add_primitives_command
 from pipeproof.commands.schedule_commands import add_schedule_commands
 from pipeproof.commands.team_defaults import set_defaults
 from pipeproof.reports.terminal import Manner, speaking

@@ -22,7 +22,7 @@ from pipeproof.cases.primitives.part import Part
 from pipeproof.cases.primitives.primitive import primitive_of
 from pipeproof.cases.primitives.sequence_parallel import SEQUENCE_PARALLEL
 from pipeproof.cases.primitives.sharded import ZERO_2, ZERO_3, ZERO_3_EVERY
-from pipeproof.cases.primitives.stack import PIPELINE, Stack
+from pipeproof.cases.primitives.stacks import PIPELINE, Stack
 from pipeproof.cases.primitives.tensor_parallel import TENSOR_PARALLEL
 from pipeproof.foreign import HandedBack, WhiteBox
 from pipeproof.judging.verdict import Verdict

@@ -47,6 +47,9 @@ class Stack:
         sizes: dict[str, int] = {}
         names = list[str]()
         for item in line.split(","):
+            if not item.strip():
+                where = " between commas" if "," in line else ""
+                raise StackError(f"stack {line!r} names no primitive{where}: expected some, e.g. pp=2,tp=2,dp=2")
             name, along = _item(item.strip(), line)
             if taken := [axis for axis in along if axis in sizes] or [name] * (name in names):
                 raise StackError(f"stack {line!r} has {taken[0]} twice: leave one out")

@@ -3,21 +3,17 @@
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 from pipeproof.cases.config import Config
 from pipeproof.cases.primitives.figures import Figures, figures
 from pipeproof.cases.primitives.primitive import PRIMITIVES, SYMBOLS, VARIANTS, Primitive
-from pipeproof.cases.primitives.stack import Stack, alone, known_primitive
+from pipeproof.cases.primitives.stacks import Stack, alone, known_primitive
 from pipeproof.commands.option_parser import UsageError, add_names, offers, without_effect
 from pipeproof.commands.outputs import Outputs, add_outputs
 from pipeproof.commands.selection import OF_TABLE, schedule_names
 from pipeproof.judging.mismatch import small
-from pipeproof.judging.verdict import Verdict
 from pipeproof.pipeline.sizes import MOST_MICROBATCHES, MOST_SEED, counted, some
-from pipeproof.reports.columns import Column, Layout
-from pipeproof.reports.table import OUTCOME, compared, outcome
 from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.launcher import start_fork_server
 
@@ -115,19 +111,10 @@ def validate_config(options: argparse.Namespace, config: Config) -> int:
 
 def _validate(stacks: Sequence[Stack], options: argparse.Namespace) -> int:
     start_fork_server()
-    from pipeproof.cases.primitives.stacked import validated
-    from pipeproof.commands.campaign import Run, Setting, run_all
-    from pipeproof.foreign import WhiteBox
+    from pipeproof.commands.campaign import Setting
+    from pipeproof.commands.stack_runs import run_stacks
 
-    def run_of(stack: Stack) -> Run:
-        return Run(
-            str(stack),
-            lambda world, files: (validated(stack, WhiteBox(world)), lambda: None),
-            partial(_row, stack),
-        )
-
-    setting = Setting(options.device, options.timeout, Outputs.of(options))
-    return run_all(list(map(run_of, stacks)), setting, columns=COLUMNS)
+    return run_stacks(stacks, Setting(options.device, options.timeout, Outputs.of(options)))
 
 
 def stacks_of(options: argparse.Namespace) -> Iterator[Stack]:
@@ -151,22 +138,3 @@ def _lines_of(options: argparse.Namespace) -> list[str]:
         return [options.stack]
     every = options.primitive.strip().lower() == "all"
     return list(map(alone, PRIMITIVES if every else map(str.strip, options.primitive.split(","))))
-
-
-COLUMNS = (
-    Column("stack", 24, least=8, gap=0),
-    Column("schedule", 11, drop=7, gap=2),
-    Column("ranks", 5, right=True, drop=4),
-    Column("M", 3, right=True, drop=6),
-    Column("losses", 6, right=True, drop=8),
-    Column("params", 6, right=True, drop=5),
-    Column("copies", 6, right=True, drop=9),
-    Column("shards", 6, right=True, drop=10),
-    *OUTCOME,
-)
-
-
-def _row(stack: Stack, verdict: Verdict, width: int | None) -> str:
-    cells = [str(stack), stack.schedule if stack.has_pipeline else "", str(stack.ranks), str(stack.microbatches)]
-    counts = compared(verdict, "loss", "gradient", "replicas", "shards")
-    return Layout.of(COLUMNS, width).row([*cells, *counts, *outcome(verdict)])

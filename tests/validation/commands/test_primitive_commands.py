@@ -1,0 +1,128 @@
+"""``primitives``, and ``validate --primitive`` and ``--stack``, as a user types them."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from pipeproof.cases.config import Config, read_config
+from pipeproof.cases.primitives.primitive import PRIMITIVES
+from pipeproof.commands.cli import main
+from tests.support.json_schema import documented
+
+LARGE = {
+    **{"schedule": "interleaved", "pp": 16, "virtual": 2, "microbatches": 32, "split": [2] * 32, "dtype": "bf16"},
+    **{"model": "llama-3-405b", "dp": 64, "tp": 8, "zero": 2},
+}
+
+
+def test_the_table_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "table.json"
+    assert main(["primitives", "--json", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert "\n  saves   18 P (1 - 1/n) - 8 p bytes of weights, gradients and optimizer\n" in out
+    assert "20 of 20 seeds pass on 2 ranks" in out
+    data = documented(file.read_text())
+    assert [one["name"] for one in data["primitives"]] == list(PRIMITIVES)
+
+
+def test_some_of_it_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["primitives", "TP", "dp", "-q"]) == 0
+    assert [line for line in capsys.readouterr().out.splitlines() if line and line[0] != " "] == [
+        "tp      tensor parallel",
+        "ddp     data parallel",
+    ]
+    assert main(["primitives", "tpp"]) == 2
+    assert "unknown primitive 'tpp': did you mean 'tp'?" in capsys.readouterr().err
+
+
+@pytest.mark.pipeproof_ranks
+def test_primitives_are_validated_one_by_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "x.json"
+    assert main(["validate", "--primitive", "dp,pp", "--schedule", "gpipe,1f1b", "--json", str(file)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1:-1]] == ["ddp=2", "pp=2", "pp=2"]
+    assert lines[-1] == "3 pass; 2 of 3 bit for bit"
+    data = documented(file.read_text())
+    assert [verdict["verdict"] for verdict in data["verdicts"]] == ["pass"] * 3
+    assert {law["name"] for law in data["verdicts"][0]["laws"] if law["checked"]} >= {"replicas", "grad-norm", "loss"}
+
+
+@pytest.mark.pipeproof_ranks
+def test_a_verdict_says_how_to_run_it_again(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", "--stack", "pp=2,dp=2", "--seed", "2", "-v"]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  replay"))
+    words = shlex.split(line)[2:]
+    assert words == shlex.split("validate --stack pp=2,ddp=2 --schedule 1f1b --microbatches 4 --seed 2")
+    assert main(words) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--stack", "tp=3"], "tp 3 does not divide heads 4: use a divisor"),
+        (["--primitive", "tpp"], "unknown primitive 'tpp': did you mean 'tp'?"),
+        (["--primitive", "tp,,cp"], "unknown primitive ''"),
+        (["--primitive", "tp", "--stack", "pp=2"], "--primitive with --stack: expected one of the two"),
+        (["--stack", "tp=2", "--schedule", "gpipe"], "--schedule has no effect with tp=2, which has no pp"),
+        (["--stack", "pp=2", "--model", "mlp"], "--model has no effect with --stack, of a decoder of its own"),
+        (["--stack", "pp=2", "--record", "x"], "--record has no effect with --stack"),
+        (["--stack", "pp=2", "--config", "x"], "--config has no effect with --stack"),
+        (["--stack", "pp=2", "--microbatches", "0"], "microbatches is 0: expected at least 1"),
+        (["--stack", "pp=2", "--seed", "-1"], "--seed is -1: expected at least 0"),
+        (["--stack", "pp=2", "--schedule", "x.csv"], "unknown schedule 'x.csv'"),
+        (["--stack", "pp=2,dp=2", "--microbatches", "3"], "3 microbatches for 2 replicas: use a multiple"),
+    ],
+)
+def test_what_cannot_be_asked_is_a_sentence(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["validate", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert words in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.pipeproof_ranks
+def test_a_config_with_more_than_a_pipeline_is_run_as_a_stack(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "large.json"
+    file.write_bytes(Config(LARGE).text())
+    assert main(["validate", "--config", str(file)]) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first == (
+        f"{file} is run small: stack pp=2,zero-2=2,tp=2 for pp 16, dp 64, tp 8, 4 of 32 microbatches, a decoder of 8 "
+        "layers in fp32 for llama-3-405b"
+    )
+    assert lines[-1] == "1 pass; 0 of 1 bit for bit"
+    assert main(["validate", "--config", str(file), "--profile"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("more", "line", "not_run"),
+    [
+        ({"zero": 1}, "pp=2,ddp=2,tp=2", ["zero 1, which shards the optimizer alone: no step here has one"]),
+        ({"zero": 3, "tp": 1, "sp": 4}, "pp=2,zero-3=2,sp=2", []),
+        ({"pp": 1, "virtual": 1, "schedule": "1f1b", "split": [64], "cp": 4}, "zero-2=2,cp=2,tp=2", []),
+        ({"ep": 8}, "pp=2,zero-2=2,ep=2,tp=2", []),
+        ({"ep": 64, "tp": 1, "zero": 2}, "pp=2,ep=2", ["zero 2: no two ranks hold the same"]),
+        ({"ep": 8, "cp": 2}, "pp=2,zero-2=2,ep=2,tp=2", ["cp 2, for with experts another model is trained"]),
+        ({"recompute": "full"}, "pp=2,zero-2=2,tp=2", ["recompute full"]),
+        ({"model": "decoder", "pp": 1, "dp": 4, "tp": 4, "virtual": 1, "schedule": "1f1b"}, "zero-2=4,tp=4", []),
+    ],
+)
+def test_which_stack_stands_for_a_config(more: dict[str, object], line: str, not_run: list[str]) -> None:
+    config = Config({**LARGE, **more})
+    assert config.stack is not None
+    assert str(config.stack) == line
+    assert [note.startswith("not run: ") for note in config.stack_notes if "not run" in note] == [True] * len(not_run)
+    assert all(any(words in note for note in config.stack_notes) for words in not_run)
+
+
+def test_a_config_of_a_pipeline_alone_is_a_case(tmp_path: Path) -> None:
+    file = tmp_path / "step.json"
+    file.write_text(json.dumps({**json.loads(Config({**LARGE, "dp": 1, "tp": 1, "zero": 0}).text())}))
+    assert read_config(str(file)).stack is None
