@@ -158,6 +158,18 @@ class Reference:
         loss, norm = _total(losses) / divisor, self.norm(gradients)
         return Expected("train", losses, loss, tuple(contributions), before, gradients=gradients, norm=norm)
 
+    def updated(
+        self, gradients: Mapping[Site, Gradient], optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+    ) -> dict[Site, Tensor]:
+        """What a first step of ``optimizer``, which is made of a copy of the model, makes of every parameter."""
+        model = copied(self.model)
+        for name, parameter in model.named_parameters():
+            gradient = gradients[self._sites[name]]
+            parameter.grad = None if gradient is None else gradient.to(parameter.dtype, copy=True)
+        optimizer(model).step()
+        own = {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}
+        return {site: own[site[1]] for site in (*self._sites.values(), *self._more)}
+
     def _buffers(self) -> dict[str, Tensor]:
         return {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
 

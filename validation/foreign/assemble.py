@@ -242,6 +242,7 @@ class Assembled:
             loss=made.loss,
             gradients={(s.index, name): s.part.gradients[k] for s in own for k, name in s.names.items()},
             norm=made.norm,
+            parameters={site: weight for stage in own for site, weight in self._after(stage)},
             before={site: value for stage in own for site, value in self._before(stage)},
             crossings=tuple(crossing for flow in seen for crossing in flow.crossings),
             uncompared=sum(flow.uncompared for flow in seen),
@@ -256,6 +257,11 @@ class Assembled:
     def _claims(self, stage: Stage) -> Iterator[Claim]:
         for k, name in stage.names.items():
             yield from claims((stage.index, name), k, stage.part.members, self.replicas)
+
+    def _after(self, stage: Stage) -> Iterator[tuple[Site, Tensor]]:
+        for k, name in stage.names.items():
+            if k in stage.part.after:
+                yield (stage.index, name), stage.part.after[k][1]
 
     def _before(self, stage: Stage) -> Iterator[tuple[Site, Tensor]]:
         for k, name in stage.names.items():

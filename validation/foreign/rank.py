@@ -38,6 +38,7 @@ class Order:
     name: str
     known: Mapping[str, bytes]
     replicas: Replicas
+    updates: bool = False  # whether weights after the step are wanted
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,8 @@ class Part:
     those of which the rank has a part, where that lies in the whole, and the part. ``calls`` is None where nobody
     watched, or no call was seen: then ``missed`` says why that may be. ``shards``: where a gradient lies in the whole,
     for those of which the rank has a part only. ``members``: the ranks with this stage and what each handed back, once
-    they are put together. ``lacks``: the parameters that others of them have and this rank has not.
+    they are put together. ``lacks``: the parameters that others of them have and this rank has not. ``after``: weights
+    after the step, each with where it lies in the whole (None: it is the whole), if they are wanted.
     """
 
     locals: tuple[Local, ...]
@@ -60,6 +62,7 @@ class Part:
     missed: str = ""
     lacks: frozenset[int] = frozenset()
     weights: Mapping[int, tuple[Shard, Tensor]] = field(default_factory=dict)
+    after: Mapping[int, tuple[Shard | None, Tensor]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ def run_step(context: RankContext, order: Order) -> RankMade:
         sent = sent_messages()
     handed = understood(result, order.name)
     given = digests(order.microbatches)
-    collect = _Collector(context.rank, order.names, origin, first_use, watcher)
+    collect = _Collector(context.rank, order.names, origin, first_use, watcher, order.updates)
     parts, actions = collect.parts(handed), handed.actions(context.rank)
     doubt = any(part.values for part in parts)
     weights = contents(order.build()) if doubt else order.known
@@ -141,6 +144,7 @@ class _Collector:
     origin: _Origin
     first_use: FirstUse
     watcher: Watcher
+    updates: bool
 
     def parts(self, handed: HandedBack) -> tuple[Part, ...]:
         if handed.gradients is not None and not handed.modules:
@@ -166,7 +170,9 @@ class _Collector:
         gradients, shards = _in_parts(held)
         parameters = [parameter for *_, parameter in _parameters(module)]
         weights = dict(self._of_dtensors(parameters))
-        for k in _weights_in_parts(parameters, shards):
+        cut = list(_weights_in_parts(parameters, shards))
+        after = {k: _as_it_is(one, shards[k] if k in cut else None) for k, one in enumerate(parameters) if self.updates}
+        for k in cut:
             part = values.pop(k, None)
             if part is None and digest(parameters[k]) == locals_[k].content:
                 part = parameters[k].detach().to("cpu", copy=True)  # as others by chance, such as zeros
@@ -175,7 +181,7 @@ class _Collector:
         weights = {k: one for k, one in weights.items() if locals_[k].content is None}
         missed = "" if calls is None or calls else self._missed(module)
         seen_calls = tuple(calls) if calls else None
-        return Part(tuple(locals_), gradients, values, seen_calls, shards, missed=missed, weights=weights)
+        return Part(tuple(locals_), gradients, values, seen_calls, shards, missed=missed, weights=weights, after=after)
 
     def _of_dtensors(self, parameters: Sequence[nn.Parameter]) -> Iterator[tuple[int, tuple[Shard, Tensor]]]:
         """The parts of weights in shards, where the whole was never seen."""
@@ -210,6 +216,12 @@ def _weights_in_parts(parameters: Sequence[nn.Parameter], shards: Mapping[int, S
         lengths = tuple(stop - start for start, stop in shard.bounds)
         if not isinstance(parameters[k], InShards) and not shard.flat and tuple(parameters[k].shape) == lengths:
             yield k
+
+
+def _as_it_is(parameter: nn.Parameter, shard: Shard | None) -> tuple[Shard | None, Tensor]:
+    """Where this rank's part of a parameter lies, and the part. ``shard``: where its gradient does, if cut alike."""
+    held = parameter.to_local() if isinstance(parameter, InShards) else parameter
+    return shard_of(parameter) or shard, held.detach().to("cpu", copy=True)
 
 
 def _gradient(parameter: nn.Parameter) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from pipeproof.diagnosis.members import Replicas
 from pipeproof.foreign.boundary_places import Cuts
@@ -20,7 +21,7 @@ from pipeproof.observers.sketch import contents
 from pipeproof.pipeline.sizes import some
 from pipeproof.reference.data import Batch
 from pipeproof.reference.graph import ends_of, uses
-from pipeproof.reference.step import Contribution, Loss, LossError, Recipe, Reference, Site
+from pipeproof.reference.step import Contribution, Gradient, Loss, LossError, Recipe, Reference, Site
 
 
 class WhiteBoxError(ValueError):
@@ -40,6 +41,7 @@ class Task:
     microbatches: tuple[Any, ...]
     loss_fn: Callable[[Any, Tensor], Tensor] | None = None
     loss_divisor: float | None = None
+    optimizer: Callable[[nn.Module], Optimizer] | None = None
 
     def check(self, ranks: int) -> None:
         """Raise ``WhiteBoxError`` for what cannot be."""
@@ -53,8 +55,24 @@ class Task:
             raise WhiteBoxError("microbatches is empty: expected at least one")
         if self.loss_divisor is not None and not self.loss_divisor > 0:
             raise WhiteBoxError(f"loss_divisor is {self.loss_divisor}: expected more than 0")
+        if self.optimizer is not None and not callable(self.optimizer):
+            raise WhiteBoxError(
+                f"optimizer is {type(self.optimizer).__name__}: expected a function that makes one of the model"
+            )
         for number in range(len(self.microbatches)):
             self._batch(number)
+
+    def updated(self, reference: Reference, gradients: Mapping[Site, Gradient]) -> dict[Site, Tensor]:
+        """What the optimizer, if there is one, makes of the parameters with these gradients.
+
+        Raises ``ReferenceRaised``.
+        """
+        if self.optimizer is None:
+            return {}
+        try:
+            return reference.updated(gradients, self.optimizer)
+        except Exception as error:  # no one type: it is the user's code
+            raise ReferenceRaised(f"optimizer={name_of(self.optimizer)} raised {raised(error)}") from error
 
     @property
     def name(self) -> str:

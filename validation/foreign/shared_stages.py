@@ -92,6 +92,21 @@ def claims(site: Site, k: int, members: Sequence[Member], replicas: Replicas) ->
         if rank != first and content is not None and others is not None:
             seen = f"other weights than rank {first}'s"
             yield Claim("initial-weights", rank, site, content == others, seen, f"rank {first}'s weights")
+    yield from _equal_weights(site, k, members)
+
+
+def _equal_weights(site: Site, k: int, members: Sequence[Member]) -> Iterator[Claim]:
+    """Whether those with the same of parameter ``k`` have the same after the step."""
+    leaders: dict[Shard | None, tuple[int, Tensor]] = {}
+    for rank, part in members:
+        if k in part.after:
+            where, weight = part.after[k]
+            leader, other = leaders.setdefault(where, (rank, weight))
+            if leader != rank:
+                kept = digest(weight) == part.locals[k].content
+                seen = "the weights of before the step" if kept else f"other weights than rank {leader}'s"
+                same = same_bits(weight, other)
+                yield Claim("updated-parameters", rank, site, same, seen, f"rank {leader}'s weights, bit for bit")
 
 
 def _equal_gradients(site: Site, one: tuple[int, Tensor | None], two: tuple[int, Tensor | None]) -> Claim:
@@ -191,6 +206,7 @@ def _numbered(part: Part, locals_: Sequence[Local], own: Mapping[int, int]) -> P
         gradients=tuple(part.gradients[own[n]] if n in own else None for n in range(len(locals_))),
         values={n: part.values[k] for n, k in own.items() if k in part.values},
         shards={n: part.shards[k] for n, k in own.items() if k in part.shards},
+        after={n: part.after[k] for n, k in own.items() if k in part.after},
         lacks=frozenset(range(len(locals_))) - own.keys(),
     )
 
@@ -214,6 +230,7 @@ def _merged(bundle: Sequence[Member], replicas: Replicas) -> Part:
         gradients=tuple(_whole(k, parts) for k, parts in enumerate(holders)),
         values={k: parts[0].values[k] for k, parts in enumerate(holders) if k in parts[0].values},
         shards={k: parts[0].shards[k] for k, parts in enumerate(holders) if k in parts[0].shards},
+        after={k: (None, whole) for k, parts in enumerate(holders) if (whole := _updated(k, parts)) is not None},
         calls=_calls(bundle, replicas),
         members=tuple(bundle),
     )
@@ -225,6 +242,15 @@ def _whole(k: int, holders: Sequence[Part]) -> Tensor | None:
         return holders[0].gradients[k]
     lying = [(part.shards[k], part.gradients[k]) for part in holders if k in part.shards]
     return holders[0].gradients[k] if untiled([shard for shard, _ in lying]) else gathered(lying)
+
+
+def _updated(k: int, holders: Sequence[Part]) -> Tensor | None:
+    """A parameter after the step; None where that is not known, or not all there."""
+    lying = [part.after[k] for part in holders if k in part.after]
+    parts = [(shard, weight) for shard, weight in lying if shard is not None]
+    if not parts:
+        return lying[0][1] if lying else None
+    return None if untiled([shard for shard, _ in parts]) else gathered(parts)
 
 
 def _flattened(part: Part) -> Part:

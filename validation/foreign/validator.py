@@ -12,6 +12,7 @@ from time import perf_counter
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from pipeproof.diagnosis.diagnose import explained, sought
 from pipeproof.diagnosis.members import Replicas
@@ -46,6 +47,7 @@ LAWS = (
     "replicas",  # every replica holds every stage, and has the same gradients
     "tied-copies",  # gradients of all copies are equal
     "grad-norm",  # on every rank that reports it
+    "updated-parameters",  # what the optimizer made of them, where there is one
 )
 _OF_CALLS = ("microbatches", "boundaries")  # the laws that only calls of watched stages can break
 _WARMED_UP = "each microbatch's last call counts: those before it left nothing in the gradients, which are right"
@@ -67,6 +69,7 @@ class WhiteBox:
         ranks: int | Sequence[int] | Mapping[str, int],
         loss_fn: Callable[[Any, Tensor], Tensor] | None = None,
         loss_divisor: float | None = None,
+        optimizer: Callable[[nn.Module], Optimizer] | None = None,
         names: Names | None = None,
         timeout_s: float | None = None,
     ) -> Verdict:
@@ -81,15 +84,16 @@ class WhiteBox:
         ``{"pp": 2, "dp": 2, "tp": 2}``, ranks as ``init_device_mesh`` numbers them. Ranks along tp, sp and cp are given
         the same microbatches; those along dp, fsdp and ep share them. loss_fn: of output and target, a microbatch's
         loss. Without it the model is called with all of a microbatch, and gives the loss. loss_divisor: the loss is
-        divided by this before its backward. The default is the number of microbatches. names: what the step's
-        parameters are called in the reference: prefixes and what replaces them, or a function. timeout_s: how long the
-        step may take, in seconds; a hang ends there.
+        divided by this before its backward. The default is the number of microbatches. optimizer: makes the reference's
+        of the model. With it the step is to update its parameters once, and to leave their gradients; the weights after
+        it are compared. names: what the step's parameters are called in the reference: prefixes and what replaces them,
+        or a function. timeout_s: how long the step may take, in seconds; a hang ends there.
 
         Raises ``WhiteBoxError`` and ``ReplicasError``, and ``NeedsMoreRanks`` where a launcher started fewer. All else
         that goes wrong is in the verdict.
         """
         began = perf_counter()
-        task = Task(step, reference, tuple(microbatches), loss_fn, loss_divisor)
+        task = Task(step, reference, tuple(microbatches), loss_fn, loss_divisor, optimizer)
         replicas = Replicas.along(ranks, len(task.microbatches))
         task.check(len(replicas.of))
         replicas.check()
@@ -107,7 +111,8 @@ class WhiteBox:
         model = task.built(self.world.device)
         known = contents(model)
         second, ahead = SecondModel(task, self.world.device, known), ReferenceRun(task, model, replicas)
-        order = Order(task.step, task.reference, task.microbatches, names, name_of(task.step), known, replicas)
+        updates, name = task.optimizer is not None, name_of(task.step)
+        order = Order(task.step, task.reference, task.microbatches, names, name, known, replicas, updates)
         made, failure = self._made(order, chain(second, ahead))
         if second.other_weights:
             return _random(title, task, second.other_weights)
@@ -141,6 +146,7 @@ def validate(
     ranks: int | Sequence[int] | Mapping[str, int],
     loss_fn: Callable[[Any, Tensor], Tensor] | None = None,
     loss_divisor: float | None = None,
+    optimizer: Callable[[nn.Module], Optimizer] | None = None,
     names: Names | None = None,
     timeout_s: float | None = None,
 ) -> Verdict:
@@ -153,6 +159,7 @@ def validate(
             ranks=ranks,
             loss_fn=loss_fn,
             loss_divisor=loss_divisor,
+            optimizer=optimizer,
             names=names,
             timeout_s=timeout_s,
         )
@@ -170,11 +177,11 @@ def _judged(title: str, task: Task, found: Assembled, second: SecondModel, run: 
     observed = found.observed(known)
     required = Requirements(
         title,
-        LAWS,
+        LAWS if task.optimizer is not None else LAWS[:-1],
         ("train",),
         len(batches),
         found.due,
-        _Oracle(reference, batches, made),
+        _Oracle(task, reference, batches, made),
         found.tied,
         skipped=dict(_skipped(found, observed)),
         missed=dict(_missed(found, observed)),
@@ -250,6 +257,7 @@ def _with_notes(verdict: Verdict, notes: Mapping[str, str]) -> Verdict:
 class _Oracle:
     """Knows what every microbatch gives, and adds it up in the order that it is asked for."""
 
+    task: Task
     reference: Reference
     batches: Sequence[Batch]
     made: Sequence[Contribution]
@@ -263,7 +271,10 @@ class _Oracle:
         """The one operation there is."""
         assert number == 0, "a foreign step is one operation"
         expected = self.reference.before_update(self.batches, self.made, orders=orders)
-        return Answer(expected, Floors(self.reference, (Pending(expected, self.batches, orders),)), math.inf)
+        updated = partial(self.task.updated, self.reference)
+        expected = replace(expected, parameters=updated(expected.gradients))
+        pending = (Pending(expected, self.batches, orders),)
+        return Answer(expected, Floors(self.reference, pending, updated=updated), math.inf)
 
 
 def other_data(made: Sequence[RankMade], own: tuple[tuple[bytes, ...], ...]) -> str:

@@ -111,7 +111,9 @@ class _Measured:
         return Floor(0.0, 0.0, 0.0, self.precision)
 
     def update(self, name: str) -> Floor:
-        return self.gradient(name)
+        if name in self.wide or self.floors is None:
+            return self.gradient(name)
+        return self.floors.update(self.sites[name])
 
 
 class Judge:
@@ -278,11 +280,14 @@ class Judge:
         if "updated-parameters" not in self._required.laws:
             return
         observed = self._observed.parameters(number)
+        held = {site for site in self._required.due if site[0] != NOWHERE}
+        unseen = sorted(name for stage, name in (expected.parameters.keys() & held) - observed.keys())
+        self.ledger.leave_out("updated-parameters", unseen, "not seen after the step")
         for site in sorted(expected.parameters.keys() & observed.keys()):
             at.parameter(site[1], observed[site], **self._where(site))
         self._copies("parameter", number, laws, observed)
         norm = expected.norm or 0.0
-        if norm <= max_norm and number == self._required.plan.index("train"):
+        if norm <= max_norm < math.inf and number == self._required.plan.index("train"):
             never = f"clipping to {max_norm} never acted on a norm of {norm:.3g}"
             self.ledger.doubt("updated-parameters", never)
 

@@ -53,11 +53,19 @@ class Floors:
 
     ``pending`` are the operations whose gradients the update sums; the last is the update itself. ``obstacle`` says
     why fp64 told nothing, once that is known. Then only what other orders of addition explain may pass: that is less
-    than would pass otherwise.
+    than would pass otherwise. ``updated``: what the optimizer makes of the parameters with other gradients; without it
+    an update is as near as its gradient.
     """
 
-    def __init__(self, reference: Reference, pending: Sequence[Pending]) -> None:
+    def __init__(
+        self,
+        reference: Reference,
+        pending: Sequence[Pending],
+        *,
+        updated: Callable[[Sums], Mapping[Site, Tensor]] | None = None,
+    ) -> None:
         self._reference = reference
+        self._updated = updated
         self._pending = tuple(pending)
         self._last = pending[-1].expected
         self._precision = precision_among(reference.model.parameters())
@@ -132,6 +140,25 @@ class Floors:
         floor = floor_of(expected.cpu(), [other.cpu()], apart.cpu(), shares, again=lambda: self._again(site))
         nudged = self._again(site) if self.obstacle else None
         return floor if nudged is None else replace(floor, nudged=error(expected.cpu(), nudged))
+
+    def update(self, site: Site) -> Floor:
+        """The floor of what is made of one parameter."""
+        floor = self.gradient(site)
+        if self._updated is None or floor.noise or site not in self._last.parameters:
+            return floor
+        permutation, rounding = (self._moved(site, parameters) for parameters in self._updates)
+        return replace(floor, permutation=max(floor.permutation, permutation), rounding=max(floor.rounding, rounding))
+
+    @cached_property
+    def _updates(self) -> tuple[Mapping[Site, Tensor], Mapping[Site, Tensor]]:
+        """The parameters as gradients in another order, and with other rounding, would make them."""
+        assert self._updated is not None, "asked for only where there is an optimizer"
+        return self._updated(self._reversed_total), self._updated(self._apart_total)
+
+    def _moved(self, site: Site, parameters: Mapping[Site, Tensor]) -> float:
+        """How far apart two updates are, relative to the one that is due."""
+        due, before = self._last.parameters[site].cpu(), self._last.before[site[1]].cpu()
+        return error(parameters[site].cpu(), due, base=before, rounded=True)
 
     def _again(self, site: Site) -> Gradient:
         nudged = self._nudged_total.get(site)

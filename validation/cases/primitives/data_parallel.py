@@ -1,9 +1,12 @@
 """Data parallelism: torch's ``DistributedDataParallel``."""
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -38,6 +41,21 @@ def has_dtensors(stage: nn.Module) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in stage.parameters())
 
 
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    """What updates the parameters of a stage, and of the model on one device."""
+    return torch.optim.Adam(model.parameters(), **ADAM)
+
+
+def updated_in_shares(stage: nn.Module, mesh: DeviceMesh) -> None:
+    """Each rank updates its share of the parameters, of whose moments it alone knows, and hands them to the others."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns of what torch itself has deprecated
+
+    group = mesh.get_group()
+    ZeroRedundancyOptimizer(stage.parameters(), optimizer_class=torch.optim.Adam, process_group=group, **ADAM).step()
+
+
+ADAM: Mapping[str, Any] = MappingProxyType({"lr": 1e-2})
 DDP = Part(replicated, sync=in_last, finish=averaged)
+ZERO_1 = Part(replicated, sync=in_last, finish=averaged, update=updated_in_shares)
 DDP_EVERY = Part(replicated, finish=averaged)
 DDP_UNUSED = Part(partial(replicated, find_unused_parameters=True), sync=in_last, finish=averaged)

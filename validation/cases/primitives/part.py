@@ -29,7 +29,8 @@ class Part:
     apply: changes a stage in place, and returns what is called in its place, such as a DDP. share: what this rank gets
     of a microbatch. sync: around the forward and backward of each microbatch; told whether it is the last. around: a
     whole step. finish: reduces gradients after the last backward. summed: it sums them over its ranks, so that each has
-    its share of the loss. in_parts: each rank's loss is that of its part of every sequence.
+    its share of the loss. in_parts: each rank's loss is that of its part of every sequence. update: the optimizer's
+    step, after all else.
     """
 
     apply: Callable[[nn.Module, DeviceMesh], nn.Module]
@@ -39,3 +40,9 @@ class Part:
     finish: Callable[[nn.Module, DeviceMesh], None] = _nothing
     summed: bool = False
     in_parts: bool = False
+    update: Callable[[nn.Module, DeviceMesh], None] = _nothing
+
+    @property
+    def updates(self) -> bool:
+        """Whether it has an optimizer."""
+        return self.update is not _nothing

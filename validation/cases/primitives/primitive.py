@@ -73,6 +73,16 @@ PRIMITIVES = _by_name(
         source="Li et al., PyTorch Distributed, 2020",
     ),
     Primitive(
+        "zero-1",
+        "the optimizer in shards",
+        ("dp",),
+        Level.OVER,
+        saves=("12 P (1 - 1/n)", "bytes of the optimizer"),
+        costs=("6 P (1 - 1/n)", "bytes a step: gradients once, and weights after the update"),
+        implementation="torch DistributedDataParallel, ZeroRedundancyOptimizer",
+        source=_ZERO,
+    ),
+    Primitive(
         "zero-2",
         "gradients and optimizer in shards",
         ("fsdp",),

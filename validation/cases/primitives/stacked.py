@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pipeproof.cases.primitives.context import CONTEXT_PARALLEL
-from pipeproof.cases.primitives.data_parallel import DDP, DDP_EVERY, DDP_UNUSED
+from pipeproof.cases.primitives.data_parallel import DDP, DDP_EVERY, DDP_UNUSED, ZERO_1, adam
 from pipeproof.cases.primitives.experts import EXPERT_PARALLEL
 from pipeproof.cases.primitives.layers import Layers, Microbatch, decoder, loss_fn, microbatches
 from pipeproof.cases.primitives.norm import norm_of
@@ -38,6 +38,7 @@ PARTS: Mapping[str, Part] = MappingProxyType(
         "ep": EXPERT_PARALLEL,
         "cp": CONTEXT_PARALLEL,
         "ddp": DDP,
+        "zero-1": ZERO_1,
         "ddp-every": DDP_EVERY,
         "ddp-unused": DDP_UNUSED,
         "zero-2": ZERO_2,
@@ -60,6 +61,7 @@ def validated(
         microbatches=microbatches(stack.microbatches, stack.seed),
         ranks=stack.sizes or 1,
         loss_fn=loss_fn,
+        optimizer=adam if any(PARTS[name].updates for name in stack.parts) else None,
     )
     return verdict if step else replace(verdict, config=f"stack {stack}, {verdict.config}", rerun=stack.replay)
 
@@ -94,8 +96,12 @@ def run(model: Layers, microbatches: Sequence[Microbatch], *, stack: Stack) -> H
     for part, own in parts:
         for stage in stages:
             part.finish(stage, own)
+    norm = norm_of(stages, mesh)
+    for part, own in parts:
+        for stage in stages:
+            part.update(stage, own)
     told = whole(losses, parts) if holds_loss(mesh, stack) else None
-    return HandedBack(stages, losses=told, grad_norm=norm_of(stages, mesh))
+    return HandedBack(stages, losses=told, grad_norm=norm)
 
 
 def device_of(model: nn.Module) -> str:

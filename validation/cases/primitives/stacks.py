@@ -80,6 +80,8 @@ class Stack:
                 "an expert's capacity and the auxiliary loss count the tokens of a rank, so with cp and ep together "
                 "another model is trained than on one device: leave one out"
             )
+        if "zero-1" in self.parts and {"tp", "sp"} & self.sizes.keys():
+            yield "torch's ZeroRedundancyOptimizer takes no DTensors, which tp and sp make: use zero-2"
         if "sp" in self.sizes and SEQUENCE % self.sizes["sp"]:
             yield f"sp {self.sizes['sp']} does not divide sequence {SEQUENCE}: use a divisor"
         yield from problems(self._layout, self._job)

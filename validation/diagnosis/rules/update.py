@@ -14,6 +14,7 @@ from pipeproof.judging.cause import Cause
 from pipeproof.judging.tolerance import FP32, precision_of
 from pipeproof.judging.verdict import Mismatch, Size
 from pipeproof.observers.recording import Site
+from pipeproof.pipeline.sizes import some
 from pipeproof.reference.step import Recipe
 
 _ALIKE = 1e-5  # numbers that two ways of forming a norm or a factor may differ by
@@ -74,9 +75,11 @@ def update(evidence: Evidence) -> list[Cause]:
         rank=first.rank if one else None,
         stage=first.stage if one else None,
         parameter=first.parameter if len(found) == 1 else None,
-        detail=f"{first.seen}, expected {first.expected}; {len(found)} parameters",
+        detail=f"{first.seen}, expected {first.expected}; {some(len(found), 'parameter')}",
     )
-    return [cause if evidence.playable is not None else _or_clip(cause, evidence)]
+    # A foreign step leaves its gradients as the optimizer had them, and these are right.
+    known = evidence.playable is not None or evidence.members is not None
+    return [cause if known else _or_clip(cause, evidence)]
 
 
 def _or_clip(cause: Cause, evidence: Evidence) -> Cause:

@@ -21,6 +21,7 @@ RANKS, MICROBATCHES = 4, 8
 MODEL = Transformer("model", 8, 512, 8, 1, 2048, kv_heads=4, experts=Experts(8, 2, 1024))
 ALONE = {
     "ddp": Layout(dp=RANKS),
+    "zero-1": Layout(dp=RANKS, zero=1),
     "zero-2": Layout(dp=RANKS, zero=2),
     "zero-3": Layout(dp=RANKS, zero=3),
     "hsdp": Layout(dp=RANKS, zero=3),
@@ -73,6 +74,7 @@ STATE = ("weights", "gradients", "optimizer")
     ("name", "parts", "within"),
     [
         ("ddp", STATE, 1e-9),
+        ("zero-1", STATE, 1e-9),
         ("zero-2", STATE, 1e-9),
         ("zero-3", STATE, 1e-9),
         ("hsdp", STATE, 1e-9),
@@ -97,6 +99,7 @@ def sent(axis: str, each: float) -> Callable[[Layout], float]:
     ("name", "computed"),
     [
         ("ddp", sent("dp", 1)),
+        ("zero-1", sent("dp", 1)),
         ("zero-2", sent("dp", 1)),
         ("zero-3", sent("dp", 1)),
         ("hsdp", sent("dp", 1)),

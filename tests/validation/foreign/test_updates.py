@@ -1,0 +1,130 @@
+"""What the optimizer made of the weights, where the step has one and says how it is made."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from pipeproof.foreign import HandedBack, WhiteBox
+from pipeproof.foreign.reference_run import WhiteBoxError
+from pipeproof.judging.verdict import Verdict
+from tests.support.steps import WIDTH, pairs
+
+loss_fn = nn.functional.mse_loss
+RATE = 1e-2
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, 12), nn.Tanh(), nn.Linear(12, WIDTH))
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=RATE)
+
+
+def trained(model: nn.Module, module: nn.Module, microbatches: Any) -> list[float]:
+    losses = []
+    for x, target in microbatches:
+        loss = loss_fn(module(x), target)
+        (loss / len(microbatches)).backward()
+        losses.append(loss.item())
+    return losses
+
+
+def sharing(model: nn.Module, microbatches: Any, *, fault: Callable[[nn.Module], None] = lambda model: None) -> Any:
+    """Replicas, whose optimizer is in shards."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns of what torch itself has deprecated
+
+    losses = trained(model, DistributedDataParallel(model), microbatches)
+    ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW, lr=RATE).step()
+    fault(model)
+    return HandedBack(model, losses)
+
+
+def in_shards(model: nn.Module, microbatches: Any) -> Any:
+    for layer in (model[0], model[2], model):
+        fully_shard(layer)
+    losses = trained(model, model, microbatches)
+    adam(model).step()
+    return HandedBack(model, losses)
+
+
+def alone(model: nn.Module, microbatches: Any, *, rate: float = RATE, steps: int = 1) -> Any:
+    losses = trained(model, model, microbatches)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    for _ in range(steps):
+        optimizer.step()
+    return HandedBack(model, losses)
+
+
+def judged(whitebox: WhiteBox, step: Any, ranks: Any = 1, optimizer: Any = adam) -> Verdict:
+    return whitebox.validate(
+        step, reference=build, microbatches=pairs(4), ranks=ranks, loss_fn=loss_fn, optimizer=optimizer
+    )
+
+
+@pytest.mark.parametrize(("step", "ranks"), [(alone, 1), (sharing, {"dp": 2}), (in_shards, {"fsdp": 2})])
+def test_a_right_update_passes(whitebox: WhiteBox, step: Any, ranks: Any) -> None:
+    verdict = judged(whitebox, step, ranks)
+    assert verdict.verdict == "pass", verdict
+    assert verdict.law("updated-parameters").checked >= 4
+
+
+def test_without_an_optimizer_no_law_is_about_it(whitebox: WhiteBox) -> None:
+    verdict = judged(whitebox, alone, optimizer=None)
+    assert verdict.verdict == "pass"
+    assert "updated-parameters" not in {law.name for law in verdict.laws}
+
+
+@pytest.mark.parametrize("wrong", [{"rate": 2 * RATE}, {"steps": 2}, {"steps": 0}])
+def test_another_update_fails(whitebox: WhiteBox, wrong: dict[str, Any]) -> None:
+    def step(model: nn.Module, microbatches: Any) -> Any:
+        return alone(model, microbatches, **wrong)
+
+    verdict = judged(whitebox, step)
+    assert verdict.verdict == "fail"
+    assert {one.law for one in verdict.mismatches} == {"updated-parameters"}
+    assert [one.kind for one in verdict.cause] == ["update"]
+
+
+def test_a_rank_that_does_not_get_the_others_weights_is_named(whitebox: WhiteBox) -> None:
+    def kept(model: nn.Module) -> None:
+        if dist.get_rank() == 1:
+            model.load_state_dict({**model.state_dict(), "0.bias": build().state_dict()["0.bias"]})
+
+    def step(model: nn.Module, microbatches: Any) -> Any:
+        return sharing(model, microbatches, fault=kept)
+
+    verdict = judged(whitebox, step, {"dp": 2})
+    assert verdict.verdict == "fail"
+    (first,) = verdict.mismatches
+    assert (first.law, first.rank, first.parameter) == ("updated-parameters", 1, "0.bias")
+    assert "rank 1, stage 0, parameter 0.bias" in str(verdict)
+    assert "seen      the weights of before the step\n  expected  rank 0's weights, bit for bit" in str(verdict)
+
+
+def test_what_nobody_hands_back_is_not_passed(whitebox: WhiteBox) -> None:
+    def step(model: nn.Module, microbatches: Any) -> Any:
+        handed = alone(model, microbatches)
+        gradients: dict[str, Tensor | None] = {name: one.grad for name, one in model.named_parameters()}
+        return HandedBack(gradients, handed.losses)
+
+    verdict = judged(whitebox, step)
+    assert verdict.law("updated-parameters").outcome != "pass"
+    assert verdict.verdict != "fail"
+    assert "not seen after the step" in verdict.law("updated-parameters").note
+
+
+def test_an_optimizer_that_cannot_be_made_is_said(whitebox: WhiteBox) -> None:
+    def broken(model: nn.Module) -> torch.optim.Optimizer:
+        raise RuntimeError("no such optimizer")
+
+    assert "optimizer=broken raised RuntimeError: no such optimizer" in str(judged(whitebox, alone, optimizer=broken))
+    with pytest.raises(WhiteBoxError, match="expected a function that makes one of the model"):
+        judged(whitebox, alone, optimizer=adam(build()))
