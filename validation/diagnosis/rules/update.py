@@ -262,9 +262,9 @@ def _of_several(by_stage: Mapping[int, Mapping[Site, float]]) -> Iterator[Likely
     """Those of several stages, where these are few enough for each choice to be looked at."""
     most = len(by_stage) - 2 if len(by_stage) <= _FEW else 0  # of all but one, that one is told
     for count in range(2, most + 1):
-        for some in combinations(by_stage, count):
-            size = _root(size for stage in some for size in by_stage[stage].values())
-            yield f"that of the gradients of stages {', '.join(map(str, some))} alone", None, size
+        for group in combinations(by_stage, count):
+            size = _root(size for stage in group for size in by_stage[stage].values())
+            yield f"that of the gradients of stages {', '.join(map(str, group))} alone", None, size
 
 
 def likely_norms(evidence: Evidence, rank: int) -> Iterator[Likely]:
