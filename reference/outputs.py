@@ -24,7 +24,8 @@ def outputs_noted(model: nn.Module, note: Note) -> AbstractContextManager[None]:
     """While this is open, tell ``note`` of each tensor that a module of ``model`` puts out, and where.
 
     A tensor that a module inside it has given already is told once, as that one's; what was changed in place since is
-    another. A module that is called more than once in a forward of the model has a place for each of its calls.
+    another. One that went through a module with parameters as it is, as where a layer is passed by, is told there, too.
+    A module that is called more than once in a forward of the model has a place for each of its calls.
     """
 
     def noted(outputs: Outputs) -> Outputs:
@@ -38,8 +39,9 @@ def outputs_noted(model: nn.Module, note: Note) -> AbstractContextManager[None]:
 @contextmanager
 def outputs_changed(model: nn.Module, change: Callable[[Outputs], Outputs]) -> Iterator[None]:
     """As ``outputs_noted``, call by call; the tensors that ``change`` returns stand for those at their places."""
-    told: dict[tuple[int, int], Tensor] = {}  # of this call of the model; kept, so that no id is used again
+    told: dict[tuple[int, int], tuple[str, Tensor]] = {}  # by which module; kept, so that no id is used again
     calls: Counter[str] = Counter()
+    computing = {module for module in model.modules() if next(module.parameters(), None) is not None}
 
     def entered(module: nn.Module, arguments: Any) -> None:
         told.clear()
@@ -52,11 +54,12 @@ def outputs_changed(model: nn.Module, change: Callable[[Outputs], Outputs]) -> I
             leaves, form = tree_flatten(result)
             outputs: dict[Place, Tensor] = {}
             for number, tensor in enumerate(leaf for leaf in leaves if isinstance(leaf, Tensor)):
-                if (id(tensor), tensor._version) not in told:
-                    told[id(tensor), tensor._version] = tensor
+                by, _ = told.get((id(tensor), tensor._version), (None, None))
+                if by is None or (module in computing and not _inside(by, name)):
+                    told[id(tensor), tensor._version] = name, tensor
                     outputs[f"output {number} of {name or 'the model'}{again}"] = tensor
             changed = {id(outputs[place]): tensor for place, tensor in change(outputs).items()}
-            told.update({(id(tensor), tensor._version): tensor for tensor in changed.values()})
+            told.update({(id(tensor), tensor._version): (name, tensor) for tensor in changed.values()})
             return tree_unflatten([changed.get(id(leaf), leaf) for leaf in leaves], form) if changed else None
 
         return called
@@ -68,6 +71,10 @@ def outputs_changed(model: nn.Module, change: Callable[[Outputs], Outputs]) -> I
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _inside(module: str, other: str) -> bool:
+    return module == other or not other or module.startswith(f"{other}.")
 
 
 def order_of_use(model: nn.Module, inputs: Iterable[Any]) -> dict[str, int]:

@@ -15,8 +15,8 @@ from pipeproof.cases.primitives.layers import Layers
 from pipeproof.cases.primitives.stacked import PARTS, reference_of, step_of, validated
 from pipeproof.cases.primitives.stacks import Stack, alone
 from pipeproof.foreign import WhiteBox
-from pipeproof.judging.verdict import Verdict
 from tests.support.planted_step import Step, planted
+from tests.support.primitives import all_held
 
 STACKS = {
     **{name: Stack.parse(alone(name)) for name in PARTS},
@@ -25,18 +25,34 @@ STACKS = {
     "pp, tp": Stack({"pp": 2, "tp": 2}, ("tp",)),
     "pp, ep": Stack({"pp": 2, "ep": 2}, ("ep",)),
     "pp, cp": Stack({"pp": 2, "cp": 2}, ("cp",)),
+    **{
+        f"{name}, dropout": Stack({}, (name,), dropout=0.2)
+        for name in ("recompute", "recompute-reentrant", "recompute-selective", "recompute-attention")
+    },
+    "pp, recompute": Stack({"pp": 2}, ("recompute",), dropout=0.2),
+    "pp, recompute-reentrant": Stack({"pp": 2}, ("recompute-reentrant",), dropout=0.2),
+    "recompute, ddp": Stack({"dp": 2}, ("recompute", "ddp"), dropout=0.2),
+    "recompute-reentrant, zero-3": Stack({"fsdp": 2}, ("recompute-reentrant", "zero-3"), dropout=0.2),
+    "recompute, zero-3": Stack({"fsdp": 2}, ("recompute", "zero-3"), dropout=0.2),
+    "recompute-selective, zero-2": Stack({"fsdp": 2}, ("recompute-selective", "zero-2")),
+    "tp, recompute": Stack({"tp": 2}, ("tp", "recompute")),
+    "ep, recompute": Stack({"ep": 2}, ("ep", "recompute")),
+    "cp, recompute-attention": Stack({"cp": 2}, ("cp", "recompute-attention")),
+    "pp, tp-by-hand": Stack({"pp": 2, "tp": 2}, ("tp-by-hand",)),
+    "pp, sp-by-hand": Stack({"pp": 2, "sp": 2}, ("sp-by-hand",)),
+    "tp-by-hand of 4": Stack({"tp": 4}, ("tp-by-hand",)),
+    "sp-by-hand, ddp": Stack({"dp": 2, "sp": 2}, ("sp-by-hand", "ddp")),
+    "tp-by-hand, recompute": Stack({"tp": 2}, ("tp-by-hand", "recompute")),
+    "pp, ring-zigzag": Stack({"pp": 2, "cp": 2}, ("ring-zigzag",)),
+    "ring of 4": Stack({"cp": 4}, ("ring",)),
+    "ring-zigzag of 4": Stack({"cp": 4}, ("ring-zigzag",)),
+    "ring, ddp": Stack({"dp": 2, "cp": 2}, ("ring", "ddp")),
     "ep, tp": Stack({"ep": 2, "tp": 2}, ("tp", "ep")),
+    "pp, zero-1": Stack({"pp": 2, "dp": 2}, ("zero-1",)),
     "pp, zero-3, tp": Stack({"pp": 2, "fsdp": 2, "tp": 2}, ("tp", "zero-3")),
     "pp, ddp, tp": Stack({"pp": 2, "dp": 2, "tp": 2}, ("tp", "ddp")),
 }
 SEEDS = range(int(os.environ.get("PRIMITIVES_SEEDS", "1")))
-Reference = Callable[[], nn.Module]
-
-
-def all_held(verdict: Verdict, reference: Reference) -> bool:
-    parameters = len(list(reference().parameters()))
-    laws = {verdict.law(name).checked for name in ("gradient", "parameters-once")}
-    return laws == {parameters} and verdict.law("replicas").checked + verdict.law("shards").checked > 0
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -45,7 +61,44 @@ def test_what_is_right_passes(whitebox: WhiteBox, kind: str, seed: int) -> None:
     stack = STACKS[kind]
     verdict = validated(replace(stack, seed=seed), whitebox)
     assert verdict.verdict == "pass", verdict
-    assert all_held(verdict, reference_of(stack))
+    assert all_held(verdict, stack)
+
+
+UNUSED = {
+    "static, spare": Stack({"dp": 2}, ("ddp-static",), blocks="spare"),
+    "spare": Stack({"dp": 2}, ("ddp-unused",), blocks="spare"),
+    "optional": Stack({"dp": 2}, ("ddp-unused",), blocks="optional"),
+    "pp, spare": Stack({"pp": 2, "dp": 2}, ("ddp-unused",), blocks="spare"),
+    "pp, optional": Stack({"pp": 2, "dp": 2}, ("ddp-unused",), blocks="optional"),
+}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("kind", UNUSED)
+def test_what_some_microbatches_or_none_of_them_use_passes(whitebox: WhiteBox, kind: str, seed: int) -> None:
+    stack = UNUSED[kind]
+    verdict = validated(replace(stack, seed=seed), whitebox)
+    assert verdict.verdict == "pass", verdict
+    assert verdict.law("presence").checked == len(list(reference_of(stack)().parameters()))
+    assert 0 < verdict.law("gradient").checked < verdict.law("presence").checked
+
+
+UNEVEN = {
+    "ddp": (Stack.parse("ddp=2"), 3),
+    "ddp of 4": (Stack({"dp": 4}, ("ddp",)), 7),
+    "pp, ddp": (Stack({"pp": 2, "dp": 2}, ("ddp",)), 5),
+    "tp, ddp": (Stack({"dp": 2, "tp": 2}, ("tp", "ddp")), 3),
+    "ddp, ring": (Stack({"dp": 2, "cp": 2}, ("ring", "ddp")), 3),
+}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("kind", UNEVEN)
+def test_replicas_may_have_unequal_shares(whitebox: WhiteBox, kind: str, seed: int) -> None:
+    stack, count = UNEVEN[kind]
+    verdict = validated(replace(stack, seed=seed, microbatches=count), whitebox)
+    assert verdict.verdict == "pass", verdict
+    assert all_held(verdict, stack)
 
 
 def with_equal_biases() -> nn.Module:
@@ -67,7 +120,7 @@ def test_modules_of_the_steps_own_are_told_by_what_they_hold(whitebox: WhiteBox)
         reference=with_equal_biases,
     )
     assert verdict.verdict == "pass", verdict
-    assert all_held(verdict, with_equal_biases)
+    assert all_held(verdict, STACKS["ep"], with_equal_biases)
 
 
 def skipped(*names: str, ranks: tuple[int, ...] = ()) -> Callable[[Step], Step]:
@@ -147,7 +200,11 @@ FAULTS: dict[str, Fault] = {  # of which stack, where, and what; nowhere is arou
     "experts in another order": ("ep", "experts.computed", reversed_experts),
     "parts not reduced": ("cp", "context.reduced", skipped("")),
     "mean of parts": ("cp", "context.reduced", averaged),
-    "a rank's gradient for that of all": ("cp", "context.summed_over", lambda right: lambda gradient, group: gradient),
+    "a rank's gradient for that of all": (
+        "cp",
+        "collectives.summed_over",
+        lambda right: lambda gradient, group: gradient,
+    ),
     "mask of the first part": ("cp", "context.visible", lambda right: lambda at, every: right(at - at[0], every)),
     "torch's gather": ("cp", "context.gathered", of_torch),
     "bias on each": ("tp", "", bias_on_each),

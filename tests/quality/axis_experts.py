@@ -10,7 +10,7 @@ from axis_planting import Change, Plant, Times, finished, gradients, having, in_
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pipeproof.cases.primitives import context, experts, layers, stacked
+from pipeproof.cases.primitives import collectives, context, experts, layers, stacked
 
 
 def in_each_order(right: Any) -> Any:
@@ -120,13 +120,7 @@ def in_one_buffer(chosen: Callable[[str], bool]) -> Change:
 
 def zigzag(right: Any) -> Any:
     """Each rank has one part of the beginning and one of the end."""
-
-    def places(mesh: DeviceMesh) -> Tensor:
-        parts = torch.arange(layers.SEQUENCE).chunk(2 * mesh.size())
-        own = mesh.get_local_rank()
-        return torch.cat([parts[own], parts[-1 - own]])
-
-    return places
+    return lambda mesh, zigzag: right(mesh, zigzag=True)
 
 
 def all_in_reverse(right: Any) -> Any:
@@ -155,7 +149,7 @@ FAULTS: Mapping[str, Sequence[Plant]] = {
     "positions not reduced": (in_part("cp", finish=unless(having("positions"))),),
     "mean over parts": (finished("cp", times(-1)),),
     "parts reduced twice": (finished("cp", summed()),),
-    "keys' gradients not reduced": (wrapped(context, "summed_over", alone),),
+    "keys' gradients not reduced": (wrapped(collectives, "summed_over", alone),),
     "positions of rank 0": (in_part("cp", apply=positions_of_rank_0),),
     "mask of the neighbour": (wrapped(context, "attended_to_all", mask_of_neighbour),),
     "keys in reverse": (wrapped(context, "gathered", keys_in_reverse),),

@@ -18,6 +18,20 @@ def test_each_tensor_is_told_once_by_the_innermost_module() -> None:
     assert len(told) == 4
 
 
+class PassedBy(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def test_a_tensor_that_a_layer_with_parameters_hands_on_is_told_there_too() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), PassedBy(2, 2), nn.Sequential(PassedBy(2, 2)))
+    told: list[tuple[str, Tensor]] = []
+    with outputs_noted(model, lambda place, tensor: told.append((place, tensor))):
+        made = model(torch.ones(1, 2))
+    assert [place for place, _ in told] == ["output 0 of 0", "output 0 of 1", "output 0 of 2.0"]
+    assert all(tensor is made for _, tensor in told)
+
+
 def test_modules_are_used_in_the_order_in_which_their_last_calls_end() -> None:
     twice = nn.Linear(2, 2)
     model = nn.Sequential(twice, nn.Sequential(nn.Tanh()), twice)

@@ -25,6 +25,7 @@ _MOST = 1 << 24  # of any size of a job
 _RANKS = 4  # of a pipeline that stands for a longer one
 _EACH = 2  # ranks along an axis, where a stack stands for a larger one
 _GRADIENTS = 2  # ZeRO shards them from this stage on
+_RECOMPUTE: Mapping[str, str] = MappingProxyType({"full": "recompute", "selective": "recompute-selective"})
 _AXES = ("pp", "dp", "tp", "sp", "cp", "ep")
 _REPLICAS = ("ddp", "zero-2", "zero-3", "ep")  # primitives whose ranks have microbatches of their own
 STACKED = "decoder"  # the model of a config that is a stack as it stands
@@ -109,7 +110,8 @@ class Config:
             "cp": 1 if self["ep"] > 1 else self["cp"],
             cut: self[cut],
         }
-        return {name: size for name, size in sizes.items() if size > 1}
+        again = _RECOMPUTE.get(self["recompute"])
+        return {name: size for name, size in sizes.items() if size > 1} | ({again: 0} if again else {})
 
     @property
     def scaled(self) -> bool:
@@ -164,8 +166,6 @@ class Config:
             found.append(f"zero {self['zero']}: no two ranks hold the same")
         if self["ep"] > 1 and self["cp"] > 1:
             found.append(f"cp {self['cp']}, for with experts another model is trained than on one device")
-        if self["recompute"] != LAYOUT["recompute"]:
-            found.append(f"recompute {self['recompute']}")
         return found
 
     @property

@@ -14,6 +14,7 @@ from pipeproof.judging.cause import Cause
 from pipeproof.judging.tolerance import error, scalar_error
 from pipeproof.observers.shards import Shard
 from pipeproof.observers.watching import Call
+from pipeproof.pipeline.sizes import some
 from pipeproof.reference.step import Contribution, Gradient, Site
 
 
@@ -32,7 +33,8 @@ class Replicas:
 
     ``together[rank]``: ranks of one number hold the same stages, each all of their parameters or some; empty where that
     is to be told by what they hand back. ``copies[rank]``: every parameter is held under each of these numbers; empty:
-    as ``of``. ``sequence``: the axis along which ranks have parts of every sequence; empty where none is.
+    as ``of``. ``sequence``: the axis along which ranks have parts of every sequence; empty where none is. ``in_step``:
+    one along which ranks wait for each other in every microbatch, so that all must have as many.
     """
 
     of: tuple[int, ...]
@@ -40,6 +42,7 @@ class Replicas:
     together: tuple[int, ...] = ()
     copies: tuple[int, ...] = ()
     sequence: str = ""
+    in_step: str = ""
 
     @classmethod
     def along(cls, ranks: "int | Sequence[int] | Mapping[str, int]", microbatches: int) -> "Replicas":
@@ -65,6 +68,7 @@ class Replicas:
             together=_along(ranks, (PIPELINE,)),
             copies=_along(ranks, [axis for axis in DATA if axis != "ep"]),
             sequence=next((axis for axis in ("cp", "sp") if ranks.get(axis, 1) > 1), ""),
+            in_step=next((axis for axis in ("ep", "fsdp", "dp_shard") if ranks.get(axis, 1) > 1), ""),
         )
 
     @property
@@ -79,11 +83,15 @@ class Replicas:
         """Raise ``ReplicasError`` for what cannot be."""
         if any(type(number) is not int for number in self.of) or sorted({*self.of}) != [*range(self.count)]:
             raise ReplicasError(f"ranks is {list(self.of)}: expected the number of each rank's replica, from 0 on")
-        if self.microbatches % self.count:
-            raise ReplicasError(
-                f"{self.microbatches} microbatches for {self.count} replicas: expected a multiple, so that all get "
-                "equally many"
-            )
+        if self.microbatches < self.count:
+            raise ReplicasError(f"{self._numbers}: expected at least one for each")
+        if self.in_step and self.microbatches % self.count:
+            why = f"ranks along {self.in_step} wait for each other in every microbatch"
+            raise ReplicasError(f"{self._numbers}: expected a multiple, because {why}")
+
+    @property
+    def _numbers(self) -> str:
+        return f"{some(self.microbatches, 'microbatch')} for {some(self.count, 'replica')}"
 
 
 def _along(axes: Mapping[str, int], some: Sequence[str]) -> tuple[int, ...]:

@@ -119,18 +119,28 @@ def _list(base: float, odd: Mapping[float, list[int]]) -> Iterator[str]:
 
 
 def _uneven(update: Update, found: Mapping[int, float], within: float) -> Fault | None:
-    """Microbatches weighted by their tokens, or alike, where it should be the other way round.
+    """Microbatches weighted by their tokens, or alike, where it should be the other way round; or replicas alike.
 
     Not those that all have one factor, least of all none: that is in proportion to anything.
     """
-    counts = {i: float(batch.tokens) for i, batch in enumerate(update.now.batches)}
-    if not all(counts.values()) or len(set(found.values())) == 1:
-        return None  # nobody knows how many targets count
-    for weights, words in ((counts, "by their tokens, not alike"), ({i: 1 / n for i, n in counts.items()}, "alike")):
+    if len(set(found.values())) == 1:
+        return None
+    for weights, words in _weightings(update):
         ratios = [found[i] / weights[i] for i in found]
-        if len(set(counts.values())) > 1 and max(ratios) - min(ratios) <= within * abs(max(ratios)):
-            return Fault("unequal-weights", factor=None, detail=f"microbatches count {words}")
+        if len(set(weights.values())) > 1 and max(ratios) - min(ratios) <= within * abs(max(ratios)):
+            return Fault("unequal-weights", factor=None, detail=words)
     return None
+
+
+def _weightings(update: Update) -> Iterator[tuple[Mapping[int, float], str]]:
+    """How microbatches may have been weighted, in words."""
+    counts = {i: float(batch.tokens) for i, batch in enumerate(update.now.batches)}
+    if all(counts.values()):  # else nobody knows how many targets count
+        yield counts, "microbatches count by their tokens, not alike"
+        yield {i: 1 / n for i, n in counts.items()}, "microbatches count alike"
+    shares = {i: len(range(i % update.replicas, len(counts), update.replicas)) for i in counts}
+    every = [shares[i] for i in range(min(update.replicas, len(counts)))]
+    yield {i: 1 / n for i, n in shares.items()}, f"replicas count alike, though they have {listed(every)} microbatches"
 
 
 def factor_words(update: Update, factor: float, within: float = SAME) -> str:

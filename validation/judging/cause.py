@@ -13,7 +13,7 @@ KINDS: Mapping[str, str] = MappingProxyType(
         # What was computed is right and was multiplied wrongly.
         "scale": "gradients are a multiple of what they should be",
         "sign": "gradients have the wrong sign",
-        "unequal-weights": "microbatches were weighted alike although their tokens differ, or the other way round",
+        "unequal-weights": "microbatches were weighted by another number than they should be, such as their tokens",
         # Microbatches, counted or exchanged.
         "dropped": "a microbatch's gradient is missing from the sum",
         "doubled": "a microbatch's gradient was added more than once",

@@ -72,7 +72,7 @@ def test_a_verdict_says_how_to_run_it_again(capsys: pytest.CaptureFixture[str]) 
         (["--stack", "pp=2", "--microbatches", "0"], "microbatches is 0: expected at least 1"),
         (["--stack", "pp=2", "--seed", "-1"], "--seed is -1: expected at least 0"),
         (["--stack", "pp=2", "--schedule", "x.csv"], "unknown schedule 'x.csv'"),
-        (["--stack", "pp=2,dp=2", "--microbatches", "3"], "3 microbatches for 2 replicas: use a multiple"),
+        (["--stack", "pp=2,fsdp=2", "--microbatches", "3"], "3 microbatches for 2 replicas, which all work on one"),
     ],
 )
 def test_what_cannot_be_asked_is_a_sentence(
@@ -110,7 +110,8 @@ def test_a_config_with_more_than_a_pipeline_is_run_as_a_stack(
         ({"ep": 8}, "pp=2,zero-2=2,ep=2,tp=2", []),
         ({"ep": 64, "tp": 1, "zero": 2}, "pp=2,ep=2", ["zero 2: no two ranks hold the same"]),
         ({"ep": 8, "cp": 2}, "pp=2,zero-2=2,ep=2,tp=2", ["cp 2, for with experts another model is trained"]),
-        ({"recompute": "full"}, "pp=2,zero-2=2,tp=2", ["recompute full"]),
+        ({"recompute": "full"}, "pp=2,zero-2=2,tp=2,recompute", []),
+        ({"recompute": "selective", "zero": 0}, "pp=2,ddp=2,tp=2,recompute-selective", []),
         ({"model": "decoder", "pp": 1, "dp": 4, "tp": 4, "virtual": 1, "schedule": "1f1b"}, "zero-2=4,tp=4", []),
     ],
 )

@@ -85,12 +85,23 @@ def test_every_replica_has_its_own_microbatches() -> None:
     [
         ((1, 1, 2, 2), 6, r"ranks is \[1, 1, 2, 2\]: expected the number of each rank's replica, from 0 on"),
         (("a", "b"), 6, r"ranks is \['a', 'b'\]: expected the number of each rank's replica"),
-        ((0, 1, 0, 1), 5, "5 microbatches for 2 replicas: expected a multiple"),
+        ((0, 1, 0, 1), 1, "1 microbatch for 2 replicas: expected at least one for each"),
     ],
 )
 def test_replicas_that_cannot_be(of: tuple[int, ...], microbatches: int, sentence: str) -> None:
     with pytest.raises(ReplicasError, match=sentence):
         Replicas(of, microbatches).check()
+
+
+def test_replicas_may_have_unequal_shares_unless_they_wait_for_each_other() -> None:
+    uneven = Replicas.along({"pp": 2, "dp": 2}, 5)
+    uneven.check()
+    assert [list(uneven.share(rank)) for rank in (0, 1)] == [[0, 2, 4], [1, 3]]
+    Replicas.along({"dp": 2, "ep": 1}, 5).check()
+    for axis in ("ep", "fsdp", "dp_shard"):
+        told = f"5 microbatches for 2 replicas: expected a multiple, because ranks along {axis} wait for each other"
+        with pytest.raises(ReplicasError, match=told):
+            Replicas.along({axis: 2}, 5).check()
 
 
 def test_a_mesh_says_who_shares_data_stages_and_parameters() -> None:

@@ -1,69 +1,52 @@
-"""Context parallelism by hand: each rank has a part of every sequence, and gathers keys and values of all."""
+"""Context parallelism by hand: each rank has a part of every sequence, and gathers keys and values of all.
 
+torch's own ``context_parallel`` has no attention for CPUs (seen with torch 2.13).
+"""
+
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from pipeproof.cases.primitives.collectives import gathered
 from pipeproof.cases.primitives.layers import Attention, Embedding, Microbatch, attended
 from pipeproof.cases.primitives.part import Part
 from pipeproof.cases.primitives.reduction import reduced
 from pipeproof.cases.primitives.sizes import SEQUENCE
 
 
-class Gather(torch.autograd.Function):
-    """The parts of all ranks of ``group`` along ``dim``, in the order of the ranks."""
+def places(mesh: DeviceMesh, *, zigzag: bool = False) -> Tensor:
+    """The positions in a sequence of this rank's part.
 
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: Any, dim: int) -> Tensor:
-        """The whole."""
-        ctx.group, ctx.dim = group, dim
-        parts = [
-            torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))
-        ]
-        dist.all_gather(parts, part.contiguous(), group=group)
-        return torch.cat(parts, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """All ranks used the part: the sum of what they give for it."""
-        whole = summed_over(gradients[0].contiguous(), ctx.group)
-        return whole.chunk(dist.get_world_size(ctx.group), ctx.dim)[dist.get_rank(ctx.group)], None, None
+    ``zigzag``: one piece of the beginning and one of the end, so that under a causal mask all ranks have as much to do.
+    """
+    own, positions = mesh.get_local_rank(), torch.arange(SEQUENCE)
+    if not zigzag:
+        return positions.chunk(mesh.size())[own]
+    pieces = positions.chunk(2 * mesh.size())
+    return torch.cat([pieces[own], pieces[-1 - own]])
 
 
-def summed_over(gradient: Tensor, group: Any) -> Tensor:
-    """The sum over ``group``."""
-    dist.all_reduce(gradient, group=group)
-    return gradient
-
-
-def gathered(part: Tensor, group: Any, dim: int) -> Tensor:
-    """The whole of every rank's part."""
-    return Gather.apply(part, group, dim)  # type: ignore[no-untyped-call,no-any-return]  # in torch
-
-
-def places(mesh: DeviceMesh) -> Tensor:
-    """The positions in a sequence of this rank's part."""
-    return torch.arange(SEQUENCE).chunk(mesh.size())[mesh.get_local_rank()]
-
-
-def part_of(microbatch: Microbatch, mesh: DeviceMesh) -> Microbatch:
+def part_of(microbatch: Microbatch, mesh: DeviceMesh, *, zigzag: bool = False) -> Microbatch:
     """This rank's part of every sequence."""
-    tokens, target = (one[:, places(mesh)] for one in microbatch)
+    tokens, target = (one[:, places(mesh, zigzag=zigzag)] for one in microbatch)
     return tokens, target
 
 
-def split(stage: nn.Module, mesh: DeviceMesh) -> nn.Module:
+AttendTo = Callable[..., Tensor]  # of a group, this rank's positions, its queries, keys and values
+
+
+def split(stage: nn.Module, mesh: DeviceMesh, *, attend: AttendTo | None = None, zigzag: bool = False) -> nn.Module:
     """Let attention see all of every sequence, and positions be those of this rank's part. In place."""
-    at = places(mesh)
+    at = places(mesh, zigzag=zigzag)
     for module in stage.modules():
         if isinstance(module, Embedding):
             module.at = at
         if isinstance(module, Attention):
-            module.attend = partial(attended_to_all, mesh.get_group(), at)
+            module.attend = partial(attend or attended_to_all, mesh.get_group(), at)
     return stage
 
 
@@ -84,4 +67,11 @@ def summed(stage: nn.Module, mesh: DeviceMesh) -> None:
         reduced(name, parameter, mesh.get_group())
 
 
-CONTEXT_PARALLEL = Part(split, share=part_of, finish=summed, summed=True, in_parts=True)
+def of_sequences(attend: AttendTo | None = None, *, zigzag: bool = False) -> Part:
+    """Context parallelism whose attention is ``attend``; None: the one that gathers."""
+    share = partial(part_of, zigzag=zigzag)
+    return Part(partial(split, attend=attend, zigzag=zigzag), share=share, finish=summed, summed=True, in_parts=True)
+
+
+CONTEXT_PARALLEL = of_sequences()
+ZIGZAG = of_sequences(zigzag=True)

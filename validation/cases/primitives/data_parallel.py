@@ -59,3 +59,5 @@ DDP = Part(replicated, sync=in_last, finish=averaged)
 ZERO_1 = Part(replicated, sync=in_last, finish=averaged, update=updated_in_shares)
 DDP_EVERY = Part(replicated, finish=averaged)
 DDP_UNUSED = Part(partial(replicated, find_unused_parameters=True), sync=in_last, finish=averaged)
+# In every backward: where the first is in no_sync, static_graph fails an assertion of torch's own (2.13).
+DDP_STATIC = Part(partial(replicated, static_graph=True), finish=averaged)

@@ -1,6 +1,7 @@
 """A small decoder of layers in a row, dense or with experts, and its loss and data: what primitives are applied to."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -14,15 +15,39 @@ BALANCE = 0.01  # how much the auxiliary loss counts
 Microbatch: TypeAlias = tuple[Tensor, Tensor]
 
 
+CallOf = Callable[..., Any]  # of a layer, with all that it is given
+
+
 class Layers(nn.Sequential):
-    """Layers of which each takes all that the one before it returns, a tensor or several."""
+    """Layers of which each takes all that the one before it returns, a tensor or several. ``call`` calls one."""
+
+    def __init__(self, *layers: Any) -> None:
+        super().__init__(*layers)
+        self.call: CallOf = called
 
     def forward(self, *given: Tensor) -> Any:
         """What the last layer returns."""
         for layer in self:
-            found = layer(*given)
+            if getattr(layer, "dropout", 0):
+                seeded(given[0])
+            found = self.call(layer, *given)
             given = found if isinstance(found, tuple) else (found,)
         return given if len(given) > 1 else given[0]
+
+
+def called(layer: nn.Module, *given: Tensor) -> Any:
+    """What it returns."""
+    return layer(*given)
+
+
+def seeded(x: Tensor) -> None:
+    """What is drawn next follows from the bits of ``x``: it is the same on any rank, in any order of microbatches."""
+    torch.manual_seed(bits(x))
+
+
+def bits(x: Tensor) -> int:
+    """A number that follows from the bits of all of ``x``, and from nothing else."""
+    return int(x.detach().view(torch.int32).sum())
 
 
 class Embedding(nn.Module):
@@ -86,17 +111,37 @@ class Feedforward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a feedforward layer."""
+    """Attention, then a feedforward layer; ``dropout``: how much is dropped of what each gives, from 0 to 1."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0) -> None:
         super().__init__()
+        self.dropout = dropout
         self.attention_norm, self.attention = nn.LayerNorm(WIDTH), Attention()
         self.norm, self.feedforward = nn.LayerNorm(WIDTH), Feedforward()
 
     def forward(self, x: Tensor) -> Tensor:
         """Each is added to what came in."""
-        x = x + self.attention(self.attention_norm(x))
-        return x + self.feedforward(self.norm(x))  # type: ignore[no-any-return]
+        x = x + self._kept(self.attention(self.attention_norm(x)))
+        return x + self._kept(self.feedforward(self.norm(x)))
+
+    def _kept(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x, self.dropout, self.training) if self.dropout else x
+
+
+class Spare(Block):
+    """A block with a layer that no microbatch comes to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(WIDTH, WIDTH)
+
+
+class Optional(Spare):
+    """And some microbatches pass all of it by, told by their bits."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What came in, or what the block makes of it."""
+        return super().forward(x) if bits(x) % 2 else x
 
 
 Visit = Callable[[Tensor, Tensor], Tensor]
@@ -172,10 +217,16 @@ class Head(nn.Module):
         return logits if auxiliary is None else (logits, auxiliary)
 
 
-def decoder(layers: int = 4, *, experts: bool = False, seed: int = 0) -> Layers:
-    """An embedding, blocks, and a head: so many layers in all."""
+BLOCKS = {"experts": ExpertBlock, "spare": Spare, "optional": Optional}
+
+
+def decoder(layers: int = 4, *, blocks: str = "", dropout: float = 0, seed: int = 0) -> Layers:
+    """An embedding, blocks, and a head: so many layers in all. ``blocks``: a name of ``BLOCKS``; none has plain ones.
+
+    ``dropout`` is of plain blocks.
+    """
     torch.manual_seed(seed)
-    block = ExpertBlock if experts else Block
+    block = BLOCKS[blocks] if blocks else partial(Block, dropout)
     return Layers(Embedding(), *(block() for _ in range(layers - 2)), Head())
 
 

@@ -1,6 +1,6 @@
 """The norm of all gradients, whichever ranks have which part of them."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 import torch.distributed as dist
@@ -11,14 +11,19 @@ from torch.distributed.tensor import DTensor
 from pipeproof.cases.primitives.experts import is_expert
 
 
-def norm_of(stages: Iterable[nn.Module], mesh: DeviceMesh) -> float:
-    """The same on every rank of ``mesh``: each gradient counts once, however many ranks have it or a part of it."""
-    own, of_experts = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+def norm_of(stages: Iterable[nn.Module], mesh: DeviceMesh, *, in_parts: Collection[nn.Parameter] = ()) -> float:
+    """The same on every rank of ``mesh``: each gradient counts once, however many ranks have it or a part of it.
+
+    ``in_parts``: parameters that were cut by hand, so that each rank along tp or sp has a part.
+    """
+    squares = {axis: torch.zeros((), dtype=torch.float64) for axis in ("", "ep", "tp", "sp")}
+    by_hand = next((axis for axis in ("tp", "sp") if axis in (mesh.mesh_dim_names or ())), "")
     for stage in stages:
         for name, parameter in stage.named_parameters():
+            axis = "ep" if is_expert(name) else by_hand if parameter in in_parts else ""
             if parameter.grad is not None:
-                (of_experts if is_expert(name) else own).add_(square(parameter.grad))
-    total = own + summed_along("ep", of_experts, mesh)
+                squares[axis] += square(parameter.grad)
+    total = sum((summed_along(axis, one, mesh) for axis, one in squares.items()), torch.zeros(()))
     return float(summed_along("pp", total, mesh).sqrt())
 
 

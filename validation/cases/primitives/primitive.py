@@ -63,6 +63,16 @@ def _by_name(*primitives: Primitive) -> Mapping[str, Primitive]:
 # In the order in which the field adds them.
 PRIMITIVES = _by_name(
     Primitive(
+        "recompute",
+        "recompute",
+        (),
+        Level.AROUND,
+        saves=("A (1 - 1/L) - 2 k h L", "bytes of activations: of each layer what comes in stays"),
+        costs=("1/3", "of a step's computing more: one more forward"),
+        implementation="torch.utils.checkpoint, both kinds; selective, around blocks or attention",
+        source="Chen et al., Training deep nets with sublinear memory cost, 2016",
+    ),
+    Primitive(
         "ddp",
         "data parallel",
         ("dp",),
@@ -119,7 +129,7 @@ PRIMITIVES = _by_name(
         Level.INSIDE,
         saves=("18 P (1 - 1/n)", f"{_STATE}, and of activations what lies inside attention and feedforward"),
         costs=("16 k h (1 - 1/n)", "bytes a layer and microbatch: four all-reduces, and computing waits"),
-        implementation="torch parallelize_module, loss_parallel",
+        implementation="torch parallelize_module, loss_parallel; by hand",
         source="Shoeybi et al., Megatron-LM, 2019",
     ),
     Primitive(
@@ -129,7 +139,7 @@ PRIMITIVES = _by_name(
         Level.INSIDE,
         saves=("18 P (1 - 1/n) + A (1 - 1/n)", f"{_STATE}, and of all activations"),
         costs=("16 k h (1 - 1/n)", "bytes a layer and microbatch: gathers and scatters, as many bytes as tp"),
-        implementation="torch parallelize_module with SequenceParallel",
+        implementation="torch parallelize_module with SequenceParallel; by hand",
         source="Korthikanti et al., Reducing activation recomputation, 2022",
     ),
     Primitive(
@@ -159,15 +169,25 @@ PRIMITIVES = _by_name(
         Level.INSIDE,
         saves=("A (1 - 1/n)", "bytes of activations"),
         costs=("8 k g (n - 1)", "bytes a layer and microbatch: keys and values of all, and their gradients"),
-        implementation="keys and values gathered, causal mask by position",
+        implementation="keys and values gathered, or ring attention; in order or zig-zag",
         source="Liu et al., Ring Attention, 2023",
     ),
 )
 # What else a stack can be made of: another way to carry out one of those above.
 VARIANTS: Mapping[str, str] = {
+    "recompute-reentrant": "recompute",
+    "recompute-selective": "recompute",
+    "recompute-attention": "recompute",
+    "recompute-attention-reentrant": "recompute",
     "ddp-every": "ddp",
+    "ddp-static": "ddp",
     "ddp-unused": "ddp",
     "zero-3-every": "zero-3",
+    "tp-by-hand": "tp",
+    "sp-by-hand": "sp",
+    "cp-zigzag": "cp",
+    "ring": "cp",
+    "ring-zigzag": "cp",
 }
 ALIASES: Mapping[str, str] = {"dp": "ddp", "fsdp": "zero-3"}
 

@@ -1,6 +1,5 @@
 """What a rank does in a step of a stack; and the verdict on it."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -10,19 +9,28 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from pipeproof.cases.primitives.context import CONTEXT_PARALLEL
-from pipeproof.cases.primitives.data_parallel import DDP, DDP_EVERY, DDP_UNUSED, ZERO_1, adam
+from pipeproof.cases.primitives.context import CONTEXT_PARALLEL, ZIGZAG
+from pipeproof.cases.primitives.data_parallel import DDP, DDP_EVERY, DDP_STATIC, DDP_UNUSED, ZERO_1, adam
 from pipeproof.cases.primitives.experts import EXPERT_PARALLEL
 from pipeproof.cases.primitives.layers import Layers, Microbatch, decoder, loss_fn, microbatches
 from pipeproof.cases.primitives.norm import norm_of
-from pipeproof.cases.primitives.part import Part
+from pipeproof.cases.primitives.part import Index, Part
 from pipeproof.cases.primitives.primitive import primitive_of
+from pipeproof.cases.primitives.recompute import (
+    RECOMPUTE,
+    RECOMPUTE_ATTENTION,
+    RECOMPUTE_ATTENTION_REENTRANT,
+    RECOMPUTE_REENTRANT,
+    RECOMPUTE_SELECTIVE,
+)
+from pipeproof.cases.primitives.ring import RING, RING_ZIGZAG
 from pipeproof.cases.primitives.sequence_parallel import SEQUENCE_PARALLEL
 from pipeproof.cases.primitives.sharded import ZERO_2, ZERO_3, ZERO_3_EVERY
 from pipeproof.cases.primitives.stacks import PIPELINE, Stack
+from pipeproof.cases.primitives.tensor_by_hand import SEQUENCE_BY_HAND, TENSOR_BY_HAND
 from pipeproof.cases.primitives.tensor_parallel import TENSOR_PARALLEL
 from pipeproof.foreign import HandedBack, WhiteBox
 from pipeproof.judging.verdict import Verdict
@@ -33,13 +41,24 @@ from pipeproof.pipeline.step import PipelineSchedule
 
 PARTS: Mapping[str, Part] = MappingProxyType(
     {
+        "recompute": RECOMPUTE,
+        "recompute-reentrant": RECOMPUTE_REENTRANT,
+        "recompute-selective": RECOMPUTE_SELECTIVE,
+        "recompute-attention": RECOMPUTE_ATTENTION,
+        "recompute-attention-reentrant": RECOMPUTE_ATTENTION_REENTRANT,
         "tp": TENSOR_PARALLEL,
         "sp": SEQUENCE_PARALLEL,
+        "tp-by-hand": TENSOR_BY_HAND,
+        "sp-by-hand": SEQUENCE_BY_HAND,
         "ep": EXPERT_PARALLEL,
         "cp": CONTEXT_PARALLEL,
+        "cp-zigzag": ZIGZAG,
+        "ring": RING,
+        "ring-zigzag": RING_ZIGZAG,
         "ddp": DDP,
         "zero-1": ZERO_1,
         "ddp-every": DDP_EVERY,
+        "ddp-static": DDP_STATIC,
         "ddp-unused": DDP_UNUSED,
         "zero-2": ZERO_2,
         "zero-3": ZERO_3,
@@ -68,7 +87,8 @@ def validated(
 
 def reference_of(stack: Stack) -> Callable[[], nn.Module]:
     """Builds the model on one device."""
-    return partial(decoder, stack.layers, experts=stack.has_experts, seed=stack.seed)
+    blocks = stack.blocks or "experts" * stack.has_experts
+    return partial(decoder, stack.layers, blocks=blocks, dropout=stack.dropout, seed=stack.seed)
 
 
 def step_of(stack: Stack) -> Step:
@@ -78,30 +98,45 @@ def step_of(stack: Stack) -> Step:
 
 def run(model: Layers, microbatches: Sequence[Microbatch], *, stack: Stack) -> HandedBack:
     """One step of this rank: its stages, its share of the microbatches, all gradients reduced."""
-    mesh = init_device_mesh(device_of(model), tuple(stack.sizes.values()), mesh_dim_names=tuple(stack.sizes))
-    parts = [(PARTS[name], mesh[primitive_of(name).axes]) for name in stack.parts]
+    mesh = mesh_of(stack, model)
+    parts = [(PARTS[name], mesh[axes] if (axes := primitive_of(name).axes) else mesh) for name in stack.parts]
     stages = [watch(one) for one in stages_of(model, mesh, stack)]
     modules: list[nn.Module] = list(stages)
     for part, own in parts:
         modules = [part.apply(module, own) for module in modules]
         microbatches = [part.share(one, own) for one in microbatches]
-    divisor = len(microbatches) * math.prod(own.size() for part, own in parts if part.summed)
+    divisor = divisor_of(len(microbatches), parts)
     with ExitStack() as around:
         for part, _ in parts:
             around.enter_context(part.around())
-        if PIPELINE in stack.sizes:
-            losses = piped(modules, microbatches, divisor, mesh, stack.schedule)
+        if stack.has_pipeline:
+            losses = piped(modules, microbatches, divisor, parts, pipeline=(mesh, stack.schedule))
         else:
             losses = accumulated(modules[0], microbatches, divisor, parts)
+    return handed_back(stages, parts, losses=losses, place=(mesh, stack))
+
+
+def handed_back(
+    stages: Sequence[Layers], parts: Parts, *, losses: Sequence[float], place: tuple[DeviceMesh, Stack]
+) -> HandedBack:
+    """What a rank made, once all gradients are reduced and parameters are updated."""
+    mesh, stack = place
     for part, own in parts:
         for stage in stages:
             part.finish(stage, own)
-    norm = norm_of(stages, mesh)
+    held = {one: at for part, own in parts for stage in stages for one, at in part.held(stage, own).items()}
+    norm = norm_of(stages, mesh, in_parts=held)
     for part, own in parts:
         for stage in stages:
             part.update(stage, own)
     told = whole(losses, parts) if holds_loss(mesh, stack) else None
-    return HandedBack(stages, losses=told, grad_norm=norm)
+    return HandedBack(stages, losses=told, grad_norm=norm, gradients=gradients_of(stages, held))
+
+
+def mesh_of(stack: Stack, model: nn.Module) -> DeviceMesh:
+    """Of a stack without axes, one rank."""
+    sizes = stack.sizes or {"dp": 1}
+    return init_device_mesh(device_of(model), tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def device_of(model: nn.Module) -> str:
@@ -111,7 +146,7 @@ def device_of(model: nn.Module) -> str:
 
 def stages_of(model: Layers, mesh: DeviceMesh, stack: Stack) -> list[Layers]:
     """This rank's layers, stage by stage."""
-    if PIPELINE not in stack.sizes:
+    if not stack.has_pipeline:
         return [model]
     numbers = placed(stack).stages_of(mesh.get_local_rank(PIPELINE))
     each = len(model) // (stack.sizes[PIPELINE] * stack.virtual)
@@ -125,7 +160,31 @@ def placed(stack: Stack) -> Schedule:
 
 def holds_loss(mesh: DeviceMesh, stack: Stack) -> bool:
     """Whether this rank has the last stage."""
-    return PIPELINE not in stack.sizes or mesh.get_local_rank(PIPELINE) == placed(stack).placement[-1]
+    return not stack.has_pipeline or mesh.get_local_rank(PIPELINE) == placed(stack).placement[-1]
+
+
+def gradients_of(
+    stages: Sequence[nn.Module], held: Mapping[nn.Parameter, Index]
+) -> Mapping[nn.Parameter, object] | None:
+    """All of ``stages``, those of parts of parameters with where these lie; None where ``.grad`` tells all."""
+    if not held:
+        return None
+    return {one: (one.grad, held[one]) if one in held else one.grad for stage in stages for one in stage.parameters()}
+
+
+def divisor_of(count: float, parts: Parts) -> float:
+    """What each loss is divided by: how many microbatches there are in a sum; in a mean of replicas, on average."""
+    found = torch.tensor(count, dtype=torch.float64)
+    for part, own in parts:
+        for axis in range(own.ndim):
+            dist.all_reduce(found, group=own.get_group(axis))
+            found /= 1 if part.summed else own.size(axis)
+    return found.item()
+
+
+def loss_of(parts: Parts) -> Callable[[Any, Tensor], Tensor]:
+    """The model's, or that of the part whose ranks have parts of the output."""
+    return next((partial(part.loss, mesh=own) for part, own in parts if part.loss is not None), loss_fn)
 
 
 def accumulated(module: nn.Module, microbatches: Sequence[Microbatch], divisor: float, parts: Parts) -> list[float]:
@@ -135,21 +194,27 @@ def accumulated(module: nn.Module, microbatches: Sequence[Microbatch], divisor: 
         with ExitStack() as synced:
             for part, _ in parts:
                 synced.enter_context(part.sync(module, number == len(microbatches)))
-            loss = loss_fn(module(x), target)
+            loss = loss_of(parts)(module(x), target)
             (loss / divisor).backward()  # type: ignore[no-untyped-call]  # in torch
         losses.append(loss.item())
     return losses
 
 
 def piped(
-    modules: Sequence[nn.Module], microbatches: Sequence[Microbatch], divisor: float, mesh: DeviceMesh, kind: str
+    modules: Sequence[nn.Module],
+    microbatches: Sequence[Microbatch],
+    divisor: float,
+    parts: Parts,
+    *,
+    pipeline: tuple[DeviceMesh, str],
 ) -> list[float]:
-    """The same in a pipeline, of this rank's stages."""
+    """The same in a pipeline of this rank's stages: along its axis of a mesh, by a schedule."""
+    mesh, kind = pipeline
     runtime = PipelineSchedule(
         kind=kind,
         n_microbatches=len(microbatches),
         stages=modules,
-        loss_fn=loss_fn,
+        loss_fn=loss_of(parts),
         pp_group=mesh.get_group(PIPELINE),
     )
     return list(runtime.train_step(microbatches, loss_divisor=divisor).losses)

@@ -14,6 +14,7 @@ from pipeproof.pipeline.sizes import MOST_PROCESSES, counted
 
 PIPELINE = "pp"
 _SIZE = 2  # of an axis, where nothing is said
+_APART = ("ddp", "zero-1")  # replicas that meet once a step, and so may have unequal shares
 
 
 class StackError(ValueError):
@@ -25,7 +26,8 @@ class Stack:
     """``sizes`` of the mesh by its axes, ranks in rows; ``parts``: the primitives on them, the innermost first.
 
     schedule, virtual: of the pipeline, if pp is one of the axes. microbatches: of the whole step. seed: of weights and
-    data.
+    data. dropout: the decoder's, drawn by the bits of what a layer is given, so that these must be the model's own.
+    blocks: the decoder's; empty: with experts along ep, else plain.
     """
 
     sizes: Mapping[str, int]
@@ -34,6 +36,8 @@ class Stack:
     virtual: int = 1
     microbatches: int = 4
     seed: int = 0
+    dropout: float = 0
+    blocks: str = ""
 
     @classmethod
     def parse(
@@ -67,12 +71,14 @@ class Stack:
             raise StackError(f"stack {self}: {problem}")
         counted(f"ranks of stack {self}", self.ranks, most=MOST_PROCESSES)
         if self.has_pipeline:
-            build(self.schedule, ranks=self.sizes[PIPELINE], microbatches=self.each, virtual=self.virtual)
+            for count in {self.each, -(-self.microbatches // self.replicas)}:
+                build(self.schedule, ranks=self.sizes[PIPELINE], microbatches=count, virtual=self.virtual)
 
     def _problems(self) -> Iterator[str]:
         """Why it cannot be, each with a cure."""
-        for level, what in ((Level.INSIDE, ("tp", "sp")), (Level.OVER, ())):
-            those = [name for name in self.parts if primitive_of(name).level is level and (not what or name in what)]
+        levels = {level: [name for name in self.parts if primitive_of(name).level is level] for level in Level}
+        cut = [name for name in levels[Level.INSIDE] if {"tp", "sp"} & {*primitive_of(name).axes}]
+        for those in (cut, levels[Level.AROUND], levels[Level.OVER]):
             if len(those) > 1:
                 yield f"{' and '.join(those)} do the same work: leave one out"
         if {"cp", "ep"} <= self.sizes.keys():
@@ -85,8 +91,12 @@ class Stack:
         if "sp" in self.sizes and SEQUENCE % self.sizes["sp"]:
             yield f"sp {self.sizes['sp']} does not divide sequence {SEQUENCE}: use a divisor"
         yield from problems(self._layout, self._job)
-        if self.microbatches % self.replicas:
-            yield f"{self.microbatches} microbatches for {self.replicas} replicas: use a multiple"
+        shared = f"{self.microbatches} microbatches for {self.replicas} replicas"
+        together = any(primitive_of(name).name not in _APART for name in levels[Level.OVER]) or self.has_experts
+        if self.microbatches % self.replicas and together:
+            yield f"{shared}, which all work on one at a time: use a multiple"
+        if self.microbatches < self.replicas:
+            yield f"{shared}: give each at least one"
 
     @property
     def _layout(self) -> Layout:
@@ -128,7 +138,7 @@ class Stack:
 
     @property
     def each(self) -> int:
-        """Microbatches of a replica."""
+        """Microbatches of a replica, of the last where shares are unequal."""
         return self.microbatches // self.replicas
 
     def __str__(self) -> str:

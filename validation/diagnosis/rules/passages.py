@@ -91,17 +91,17 @@ def _of_its_order(cause: Cause, stage: int, evidence: Evidence) -> Cause:
 def _of_all_stages(causes: list[Cause], evidence: Evidence) -> list[Cause]:
     """What final gradients say of a factor, if that is in every stage: then it came to no boundary between two first.
 
-    Coarse types show it late, and as another factor for each microbatch.
+    Coarse types show it late, and as another factor for each microbatch. That microbatches are weighted by a number
+    shows at the last stage, too, and gradients say by which.
     """
-    between = [one for one in causes if one.kind in ("scale", "unequal-weights") and one.stage != evidence.stages - 1]
-    found = evidence.attribution if causes and len(between) == len(causes) else None
-    if (
-        found is None
-        or found.unknown
-        or [(one.kind, one.stage, one.rank) for one in found.causes] != [("scale", None, None)]
-    ):
+    found = evidence.attribution if all(one.kind in ("scale", "unequal-weights") for one in causes) else None
+    between = all(one.stage != evidence.stages - 1 for one in causes)
+    kinds = ("scale", "unequal-weights") if between else ("unequal-weights",)
+    if found is None or found.unknown or len(found.causes) != 1 or not causes:
         return []
-    return list(found.causes)
+    (one,) = found.causes
+    every = (one.stage, one.rank) == (None, None) or evidence.stages == 1
+    return [one] if one.kind in kinds and every else []
 
 
 def _beyond(causes: Sequence[Cause], evidence: Evidence) -> list[Cause]:

@@ -12,7 +12,7 @@ from pipeproof.cases.primitives.stacked import PARTS
 from pipeproof.cases.primitives.stacks import PIPELINE
 from pipeproof.pipeline.layouts.cluster import Cluster, accelerator_named
 from pipeproof.pipeline.layouts.footprint import footprint, parameters, tokens
-from pipeproof.pipeline.layouts.layout import Job, Layout
+from pipeproof.pipeline.layouts.layout import Job, Layout, Recompute
 from pipeproof.pipeline.layouts.pipelined import pipelined
 from pipeproof.pipeline.layouts.step_time import _WIRE, step_time
 from pipeproof.pipeline.layouts.transformer import Experts, Transformer
@@ -20,6 +20,7 @@ from pipeproof.pipeline.layouts.transformer import Experts, Transformer
 RANKS, MICROBATCHES = 4, 8
 MODEL = Transformer("model", 8, 512, 8, 1, 2048, kv_heads=4, experts=Experts(8, 2, 1024))
 ALONE = {
+    "recompute": Layout(recompute=Recompute.FULL),
     "ddp": Layout(dp=RANKS),
     "zero-1": Layout(dp=RANKS, zero=1),
     "zero-2": Layout(dp=RANKS, zero=2),
@@ -42,9 +43,9 @@ def job(layout: Layout) -> Job:
 def value(formula: str, layout: Layout) -> float:
     """Of ``formula``, in which a space between two operands multiplies them."""
     product = re.sub(r"(?<=[\w)])\s+(?=[\w(])", " * ", formula)
-    own, alone = parameters(MODEL, replace(layout, tp=1, pp=1, ep=1), 0), replace(layout, tp=1, cp=1, pp=1)
+    own, alone = parameters(MODEL, replace(layout, tp=1, pp=1, ep=1), 0), Layout(dp=layout.dp)
     symbols = {
-        "n": RANKS,
+        "n": layout.ranks,
         "P": own.dense + own.experts,
         "E": own.experts,
         "p": own.layer,
@@ -63,7 +64,8 @@ def value(formula: str, layout: Layout) -> float:
 
 def saved(layout: Layout, *parts: str) -> float:
     """What ``advise`` says that it saves of ``parts``, against the same ranks without it."""
-    before, after = (footprint(job(layout), one) for one in (replace(layout, tp=1, cp=1, pp=1, ep=1, zero=0), layout))
+    without = replace(layout, tp=1, cp=1, pp=1, ep=1, zero=0, recompute=Recompute.NONE)
+    before, after = (footprint(job(layout), one) for one in (without, layout))
     return sum(float(getattr(before, part) - getattr(after, part)) for part in parts)
 
 
@@ -73,6 +75,7 @@ STATE = ("weights", "gradients", "optimizer")
 @pytest.mark.parametrize(
     ("name", "parts", "within"),
     [
+        ("recompute", ("activations",), 2e-2),  # the loss is formed in either case
         ("ddp", STATE, 1e-9),
         ("zero-1", STATE, 1e-9),
         ("zero-2", STATE, 1e-9),
@@ -95,6 +98,15 @@ def sent(axis: str, each: float) -> Callable[[Layout], float]:
     return lambda layout: getattr(step_time(job(layout), CLUSTER, layout), axis) * 1e9 * _WIRE / each
 
 
+def computed_again(layout: Layout) -> float:
+    """How much more is computed, as a share."""
+    real = Cluster(accelerator_named("h100"), 1)
+    again, once = (
+        step_time(job(layout), real, one).compute for one in (layout, replace(layout, recompute=Recompute.NONE))
+    )
+    return again / once - 1
+
+
 @pytest.mark.parametrize(
     ("name", "computed"),
     [
@@ -107,6 +119,7 @@ def sent(axis: str, each: float) -> Callable[[Layout], float]:
         ("sp", sent("tp", MODEL.layers * MICROBATCHES)),
         ("ep", sent("ep", MODEL.layers * MICROBATCHES)),
         ("cp", sent("cp", MODEL.layers * MICROBATCHES)),
+        ("recompute", computed_again),
         ("pp", lambda layout: pipelined(job(layout), layout).stretch - 1),
     ],
 )

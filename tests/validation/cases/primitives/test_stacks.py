@@ -15,6 +15,8 @@ from pipeproof.pipeline.schedule import ScheduleError
         ("hsdp=2x4,sp=2", {"dp_replicate": 2, "dp_shard": 4, "sp": 2}, ("sp", "hsdp"), "hsdp=2x4,sp=2"),
         ("fsdp=2,ep=2", {"fsdp": 2, "ep": 2}, ("ep", "zero-3"), "zero-3=2,ep=2"),
         ("pp=4", {"pp": 4}, (), "pp=4"),
+        ("recompute,dp=2,tp=2", {"dp": 2, "tp": 2}, ("tp", "recompute", "ddp"), "ddp=2,tp=2,recompute"),
+        ("ring=2", {"cp": 2}, ("ring",), "ring=2"),
     ],
 )
 def test_a_line_is_a_mesh_and_what_is_on_it(
@@ -37,7 +39,7 @@ def test_every_primitive_is_a_stack_of_its_own(name: str) -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("pp=2,tpp=2", "unknown primitive 'tpp' in stack 'pp=2,tpp=2': did you mean 'tp'? known are ddp, zero-2"),
+        ("pp=2,tpp=2", "unknown primitive 'tpp' in stack 'pp=2,tpp=2': did you mean 'tp'? known are recompute"),
         ("", "stack '' names no primitive: expected some, e.g. pp=2,tp=2,dp=2"),
         ("pp=2,", "stack 'pp=2,' names no primitive between commas: expected some"),
         ("pp=2,pp=4", "stack 'pp=2,pp=4' has pp twice: leave one out"),
@@ -49,7 +51,12 @@ def test_every_primitive_is_a_stack_of_its_own(name: str) -> None:
         ("sp=3", "sp 3 does not divide sequence 16: use a divisor"),
         ("ep=3", "stack ep=3: ep 3 does not divide 4 experts: use a divisor"),
         ("cp=16", "2 * cp 32 does not divide sequence 16: each rank takes two pieces; use a divisor"),
-        ("dp=3", "stack ddp=3: 4 microbatches for 3 replicas: use a multiple"),
+        ("fsdp=3", "4 microbatches for 3 replicas, which all work on one at a time: use a multiple"),
+        ("dp=8", "stack ddp=8: 4 microbatches for 8 replicas: give each at least one"),
+        ("recompute,recompute-selective", "recompute and recompute-selective do the same work: leave one out"),
+        ("recompute=2", "says recompute=2: recompute has no ranks of its own; leave out =2"),
+        ("dp=2,zero-1=2", "has dp twice: leave one out"),
+        ("zero-1=2,tp=2", "torch's ZeroRedundancyOptimizer takes no DTensors"),
         ("pp", "stack 'pp' says 'pp': expected the ranks along pp, e.g. pp=2"),
         ("pp=two", "says 'pp=two': expected the ranks along pp, e.g. pp=2"),
         ("hsdp=2", "expected the ranks along dp_replicate and dp_shard, e.g. hsdp=2x2"),

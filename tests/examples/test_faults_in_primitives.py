@@ -1,0 +1,265 @@
+"""Bugs in each way to recompute, cut tensors and sequences by hand, and reduce with DDP are caught and named."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeproof.cases.primitives.collectives import Gather, Reduce, own_part, summed_over
+from pipeproof.cases.primitives.stacked import step_of, validated
+from pipeproof.cases.primitives.stacks import Stack, alone
+from pipeproof.foreign import WhiteBox
+from tests.support.planted_step import Step, planted
+from tests.support.primitives import is_caught
+
+STACKS = {
+    "recompute": Stack({}, ("recompute",), dropout=0.2),
+    "pp, recompute": Stack({"pp": 2}, ("recompute",), dropout=0.2),
+    "reentrant": Stack({}, ("recompute-reentrant",), dropout=0.2),
+    "selective": Stack({}, ("recompute-selective",), dropout=0.2),
+    "attention": Stack.parse(alone("recompute-attention")),
+    "tp": Stack.parse(alone("tp-by-hand")),
+    "pp, tp": Stack({"pp": 2, "tp": 2}, ("tp-by-hand",)),
+    "sp": Stack.parse(alone("sp-by-hand")),
+    "zigzag": Stack.parse(alone("cp-zigzag")),
+    "ring": Stack.parse(alone("ring")),
+    "ring of 4": Stack({"cp": 4}, ("ring",)),
+    "ring, zigzag": Stack.parse(alone("ring-zigzag")),
+    "ddp": Stack.parse("ddp=2"),
+    "pp, ddp": Stack({"pp": 2, "dp": 2}, ("ddp",)),
+    "ddp-every": Stack.parse(alone("ddp-every")),
+}
+
+
+def drawn_anew(right: Step) -> Step:
+    return lambda function, *given, **how: right(function, *given, **how | {"preserve_rng_state": False})
+
+
+def last_detached(right: Step) -> Step:
+    """No gradient comes to the values, as where a backward by hand returns None for them."""
+    return lambda function, *given, **how: right(function, *given[:2], given[2].detach(), **how)
+
+
+def overwritten(right: Step) -> Step:
+    """What is kept to recompute from is a buffer that is used again."""
+
+    def again(function: Callable[..., Any], x: Tensor, *more: Tensor, **how: Any) -> Any:
+        buffer = x.clone()
+        made = right(function, buffer, *more, **how)
+        buffer.data.mul_(1.01)
+        return made
+
+    return again
+
+
+def not_summed(right: Step) -> Step:
+    """Megatron's f does nothing in the backward."""
+    return lambda x, group: x.view_as(x)
+
+
+class SummedBothWays(Reduce):
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return summed_over(gradients[0].clone(), None), None
+
+
+def summed_both_ways(right: Step) -> Step:
+    """Megatron's g sums in the backward, too."""
+    return lambda x, group: SummedBothWays.apply(x, group)
+
+
+class GatheredOneWay(Gather):
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return own_part(gradients[0], ctx.group, ctx.dim), None, None
+
+
+def gathered_one_way(right: Step) -> Step:
+    """This rank takes its part of the gradient that it has itself."""
+    return lambda part, group: GatheredOneWay.apply(part, group, 1)
+
+
+def on_each_rank(right: Step) -> Step:
+    return lambda x, bias: right(x, dist.get_world_size() * bias)
+
+
+def all_at_home(right: Step) -> Step:
+    """Tokens of other ranks are not left to these."""
+    return lambda *given: (right(*given)[0], torch.ones_like(given[0], dtype=torch.bool))
+
+
+def own_largest(right: Step) -> Step:
+    """Ranks subtract other numbers before they add up exponentials."""
+    return lambda logits, group: logits.max(1, keepdim=True).values
+
+
+def left_out(*names: str) -> Callable[[Step], Step]:
+    def change(right: Step) -> Step:
+        return lambda name, *given: None if name.endswith(names) else right(name, *given)
+
+    return change
+
+
+def mask_of_places(right: Step) -> Step:
+    """The mask is that of parts in the order of the ranks."""
+
+    def visible(at: Tensor, every: Tensor) -> Tensor:
+        first = dist.get_rank() * len(at)
+        return right(torch.arange(first, first + len(at)), torch.arange(len(every)))
+
+    return visible
+
+
+def not_weighted(right: Step) -> Step:
+    """What blocks give is added up as if each were all."""
+    return lambda one, other: (one[0] + other[0], right(one, other)[1])
+
+
+def of_last_rank(right: Step) -> Step:
+    return lambda gradients, more: list(more)
+
+
+def gradients_stay(right: Step) -> Step:
+    """Keys and values go round, and their gradients do not."""
+    return lambda block, group: [*right(block[:3], group), *block[3:]]
+
+
+def of_torch(right: Step, *, early: bool = False) -> Step:
+    """torch's ``context_parallel``. It replaces a function by its name: who has it ``early`` keeps the one before."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.nn import functional
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    known = functional.scaled_dot_product_attention
+
+    def attended(group: Any, at: Tensor, *given: Tensor) -> Tensor:
+        mesh, some = DeviceMesh.from_group(group, "cpu"), torch.zeros(16)  # a buffer that it cuts up: it asks for one
+        flash = sdpa_kernel(SDPBackend.FLASH_ATTENTION)
+        with context_parallel(mesh, buffers=[some], buffer_seq_dims=[0]), flash:
+            return (known if early else functional.scaled_dot_product_attention)(*given, is_causal=True)
+
+    return attended
+
+
+def of_own_number(right: Step) -> Step:
+    """Each loss is divided by how many microbatches its own replica has."""
+    return lambda count, parts: count
+
+
+def joined(right: Step) -> Step:
+    """DDP's join is for one backward a step: a replica without more sends zero for all that it has added up."""
+
+    def accumulated(module: Any, *given: Any) -> Any:
+        with module.join(divide_by_initial_world_size=False):
+            return right(module, *given)
+
+    return accumulated
+
+
+Fault = tuple[str, str, Callable[[Step], Step], str, str]
+FAULTS: Mapping[str, Fault] = {  # of which stack, where, what, its cause, and what is told of it
+    "drawn anew": ("recompute", "recompute.again", drawn_anew, "", "first wrong in the backward: stage 0, 2.feed"),
+    "drawn anew, reentrant": ("reentrant", "recompute.again", drawn_anew, "", "wrong in the backward: stage 0, 2.feed"),
+    "drawn anew, selective": ("selective", "recompute.again", drawn_anew, "", "wrong in the backward: stage 0, 2.feed"),
+    "drawn anew in a pipeline": (
+        "pp, recompute", "recompute.again", drawn_anew, "computation", "input gradient of microbatch 0 is no microbat",
+    ),
+    "queries in a buffer": ("attention", "recompute.again", overwritten, "", "in the backward: stage 0, 2.attention."),
+    "kept in a buffer": ("recompute", "recompute.again", overwritten, "", "first wrong in the backward: stage 0, 2.fe"),
+    "values detached": ("attention", "recompute.again", last_detached, "missing", "and 1.attention.values.weight"),
+    "f does not sum": (
+        "tp", "tensor_by_hand.copied", not_summed, "not-reduced", "3.norm.weight: and 3.norm.bias are not reduced over",
+    ),
+    "f does not sum, in a pipeline": (
+        "pp, tp", "tensor_by_hand.copied", not_summed, "not-reduced", "stage 1, parameter 3.norm.weight: and 3.norm.bi",
+    ),
+    "g sums both ways": ("tp", "tensor_by_hand.summed", summed_both_ways, "", "stage 0, 2.feedforward.down.weight: th"),
+    "bias on each rank": ("tp", "tensor_by_hand.with_bias", on_each_rank, "computation", "every loss is wrong"),
+    "tokens of others": ("tp", "tensor_by_hand.within", all_at_home, "computation", "every loss is wrong"),
+    "largest logit of its own": ("tp", "tensor_by_hand.largest", own_largest, "computation", "every loss is wrong"),
+    "norms in parts": (
+        "sp", "tensor_by_hand.reduced", left_out("norm.weight", "norm.bias"), "not-reduced", "1.attention_norm.weight",
+    ),
+    "biases in parts": (
+        "sp", "tensor_by_hand.reduced", left_out("down.bias", "output.bias"), "not-reduced", "2.feedforward.down.bias",
+    ),
+    "gathered one way": ("sp", "tensor_by_hand.gathered", gathered_one_way, "", "the backward: stage 0, 3.norm.bias"),
+    "mask of other places": ("zigzag", "context.visible", mask_of_places, "computation", "every loss is wrong"),
+    "torch's, by an early import": (
+        "zigzag", "context.attended_to_all", partial(of_torch, early=True), "computation", "every loss is wrong",
+    ),
+    "blocks not weighted": ("ring", "ring.merged", not_weighted, "computation", "every loss is wrong"),
+    "mask left out": (
+        "ring, zigzag", "ring.visible", lambda right: lambda at, every: at[:, None] > every - 99, "computation", "loss",
+    ),
+    "gradients of the last": ("ring", "ring.added", of_last_rank, "", "wrong in the backward: stage 0, 2.attention"),
+    "gradients stay": ("ring", "ring.passed_on", gradients_stay, "", "in the backward: stage 0, 2.attention.values"),
+    "gradients stay, of 4": ("ring of 4", "ring.passed_on", gradients_stay, "", "stage 0, 2.attention.values.weight: "),
+}  # fmt: skip
+
+
+UNEVEN: Mapping[str, Fault] = {  # of three microbatches
+    "own number": ("ddp", "stacked.divisor_of", of_own_number, "unequal-weights", "they have 2, 1 microbatches"),
+    "own number, in a pipeline": (
+        "pp, ddp", "stacked.divisor_of", of_own_number, "unequal-weights", "everywhere: replicas count alike, though",
+    ),
+    "joined": ("ddp-every", "stacked.accumulated", joined, "doubled dropped", "rank 1, stage 0, microbatch 2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+def test_a_bug_where_shares_are_unequal_is_caught(whitebox: WhiteBox, name: str) -> None:
+    kind, at, change, cause, told = UNEVEN[name]
+    verdict = validated(
+        replace(STACKS[kind], microbatches=3), whitebox, step=planted(step_of(STACKS[kind]), at, change)
+    )
+    assert is_caught(verdict, cause, told), verdict
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_bug_in_a_primitive_is_caught(whitebox: WhiteBox, name: str) -> None:
+    kind, at, change, cause, told = FAULTS[name]
+    verdict = validated(STACKS[kind], whitebox, step=planted(step_of(STACKS[kind]), at, change))
+    assert is_caught(verdict, cause, told), verdict
+
+
+def test_ddp_that_is_not_told_that_parameters_may_be_unused_is_caught(whitebox: WhiteBox) -> None:
+    """It waits for their gradients, never reduces any, and says nothing."""
+    verdict = validated(Stack({"dp": 2}, ("ddp",), blocks="optional"), whitebox)
+    assert is_caught(verdict, "not-reduced", "rank 0 has the gradient of its own microbatches 0, 2 alone"), verdict
+
+
+def test_torchs_own_context_parallelism_has_no_attention_for_a_cpu(whitebox: WhiteBox) -> None:
+    """Once it has, it should be among the primitives."""
+    stack = STACKS["zigzag"]  # which is the order that it has, too
+    verdict = validated(stack, whitebox, step=planted(step_of(stack), "context.attended_to_all", of_torch))
+    assert verdict.verdict == "unknown", verdict
+    assert "flash_attention_for_cpu.default does not have a sharding strategy" in str(verdict), verdict
+
+
+def test_a_block_that_is_computed_again_in_another_mode_is_refused_by_torch(whitebox: WhiteBox) -> None:
+    verdict = validated(
+        STACKS["recompute"], whitebox, step=planted(step_of(STACKS["recompute"]), "recompute.again", in_eval)
+    )
+    assert "A different number of tensors was saved" in str(verdict), verdict
+
+
+def in_eval(right: Step) -> Step:
+    def again(block: Any, x: Tensor, **how: Any) -> Any:
+        def call(x: Tensor) -> Any:
+            times.append(0)
+            block.train(len(times) == 1)
+            made = block(x)
+            block.train()
+            return made
+
+        times: list[int] = []
+        return right(call, x, **how)
+
+    return again

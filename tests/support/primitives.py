@@ -1,0 +1,25 @@
+"""A stack of primitives, or a step like one, judged; and what must hold of the verdict."""
+
+from collections.abc import Callable
+
+from torch import nn
+
+from pipeproof.cases.primitives.stacked import reference_of
+from pipeproof.cases.primitives.stacks import Stack
+from pipeproof.judging.verdict import Verdict
+
+Reference = Callable[[], nn.Module]
+
+
+def all_held(verdict: Verdict, stack: Stack, reference: Reference | None = None) -> bool:
+    parameters = len(list((reference or reference_of(stack))().parameters()))
+    laws = {verdict.law(name).checked for name in ("gradient", "parameters-once")}
+    shared = verdict.law("replicas").checked + verdict.law("shards").checked > 0
+    return laws == {parameters} and shared == bool(stack.sizes.keys() - {"pp"})
+
+
+def is_caught(verdict: Verdict, causes: str, told: str) -> bool:
+    """Whether ``verdict`` names these causes and no other, none where that is empty, and says what is ``told``."""
+    named = {one.kind for one in verdict.cause} == set(causes.split())
+    words = str(verdict).partition("  replay")[0]  # which has the name of the test, and so these words
+    return verdict.verdict == "fail" and named and told in words
