@@ -160,8 +160,8 @@ def sized(shards: Mapping[int, Shard], sizes: Mapping[int, tuple[int, ...]]) -> 
 
 
 def gathered(parts: Sequence[tuple[Shard, Tensor | None]]) -> Tensor | None:
-    """The whole, not a number where no part lies; None where no rank has anything."""
-    given = [(shard, part) for shard, part in parts if part is not None]
+    """The whole, of equal parts the first, not a number where no part lies; None where no rank has anything."""
+    given = [(shard, part) for shard, part in reversed(parts) if part is not None]
     if not given:
         return None
     whole = given[0][1].new_full(_shape([shard for shard, _ in given]), float("nan"))
