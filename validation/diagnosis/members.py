@@ -169,6 +169,20 @@ class Members:
         """A note for each law that broken numbers tell something about."""
         return {one.law: _at_its_stage(one.cause) for one in reversed(self.found)}
 
+    @property
+    def cut_over_replicas(self) -> bool:
+        """Whether there are shards that not every replica has: what these add up cannot be held against another's."""
+        every = {*self.replicas.of}
+        for stage in self.stages:
+            for k in stage.names:
+                holders: dict[Shard, set[int]] = {}
+                for rank, part in stage.part.members:
+                    if k in part.shards:
+                        holders.setdefault(part.shards[k], set()).add(self.replicas.of[rank])
+                if any(some != every for some in holders.values()):
+                    return True
+        return False
+
     def alike_outputs(self, stage: Stage) -> bool:
         """Whether the ranks of each replica saw ``stage`` put out the same, bit for bit: then these are no parts."""
         seen: dict[int, set[tuple[bytes, ...]]] = {}
