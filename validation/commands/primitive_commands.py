@@ -18,6 +18,7 @@ from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.launcher import start_fork_server
 
 _SAID = ("schedule", "microbatches", "seed")  # what a stack takes of the options that say which case
+_NAMES = max(map(len, PRIMITIVES)) + 2  # the width of their column
 _MICROBATCHES, _SCHEDULE = 4, "1f1b"
 
 
@@ -52,7 +53,7 @@ def _primitives(options: argparse.Namespace) -> int:
 
 
 def _lines(one: Primitive, found: Figures) -> Iterator[str]:
-    yield f"{one.name:<8}{one.title}"
+    yield f"{one.name:<{_NAMES}}{one.title}"
     for what, text in (
         ("saves", " ".join(one.saves)),
         ("costs", " ".join(one.costs)),
