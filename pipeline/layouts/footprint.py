@@ -11,7 +11,7 @@ Tensors are counted in bytes for each token, in bf16: h hidden, f the inner widt
 from dataclasses import dataclass
 from functools import cache
 
-from pipeproof.pipeline.layouts.layout import Job, Layout, Recompute
+from pipeproof.pipeline.layouts.layout import Job, Layout, Pipeline, Recompute
 from pipeproof.pipeline.layouts.pipelined import Stages, peaks, stages_of
 from pipeproof.pipeline.layouts.transformer import Transformer
 
@@ -93,13 +93,23 @@ def parameters(model: Transformer, layout: Layout, rank: int) -> Parameters:
 
 def every_rank(model: Transformer, layout: Layout) -> tuple[Parameters, ...]:
     """The same of all pipeline ranks."""
-    return _parameters(model, layout.tp, layout.ep, stages_of(layout, model.layers))
+    return _parameters(model, layout.tp, layout.ep, layout.pipeline)
+
+
+def most_meets(model: Transformer, layout: Layout, *, experts: bool) -> float:
+    """Parameters that replicas of the largest rank have in common; ``experts``: replicas of these are there, too."""
+    return _most(model, layout.tp, layout.ep, layout.pipeline, experts)
 
 
 @cache
-def _parameters(model: Transformer, tp: int, ep: int, stages: Stages) -> tuple[Parameters, ...]:
-    ranks = 1 + max(rank for _, rank in stages)
-    layers = [[layer for stage, at in stages if at == rank for layer in stage] for rank in range(ranks)]
+def _most(model: Transformer, tp: int, ep: int, pipeline: Pipeline, experts: bool) -> float:
+    return max(own.dense + own.experts * experts for own in _parameters(model, tp, ep, pipeline))
+
+
+@cache
+def _parameters(model: Transformer, tp: int, ep: int, pipeline: Pipeline) -> tuple[Parameters, ...]:
+    stages = stages_of(pipeline, model.layers)
+    layers = [[layer for stage, at in stages if at == rank for layer in stage] for rank in range(pipeline.ranks)]
     return tuple(_of_layers(model, tp, ep, own, _ends(model, stages, rank)) for rank, own in enumerate(layers))
 
 
@@ -120,9 +130,14 @@ def _ends(model: Transformer, stages: Stages, rank: int) -> int:
 
 def footprint(job: Job, layout: Layout) -> Footprint:
     """The device that holds most."""
-    activations = _activations(job, layout)
-    ranks = zip(every_rank(job.model, layout), activations, strict=True)
-    return max((_of_rank(job, layout, own, kept) for own, kept in ranks), key=lambda one: one.total)
+    model, count = job.model, tokens(job, layout)
+    sizes, besides = _of_stages(model, layout.pipeline, layout.recompute, layout.tp)
+    held = zip(every_rank(model, layout), peaks(job, layout, sizes), besides, strict=True)
+    return max((_of_rank(job, layout, own, count * (at_once + more)) for own, at_once, more in held), key=_total)
+
+
+def _total(held: Footprint) -> float:
+    return held.total
 
 
 def _of_rank(job: Job, layout: Layout, own: Parameters, activations: float) -> Footprint:
@@ -145,39 +160,39 @@ def _held(each: int, stage: int, own: Parameters, layout: Layout) -> float:
 
 def least_held(job: Job, layout: Layout) -> float:
     """Bytes of the device that holds most, with the activations of one microbatch: no schedule holds less."""
-    once = _activations(job, layout, schedule=False)
-    ranks = zip(every_rank(job.model, layout), once, strict=True)
-    return max(_of_rank(job, layout, own, kept).total for own, kept in ranks)
+    count = tokens(job, layout)
+    kinds = _kinds_of_rank(job.model, layout.pipeline, layout.recompute, layout.tp, layout.ep)
+    return max(_of_rank(job, layout, own, count * once).total for own, once in kinds)
 
 
-def _activations(job: Job, layout: Layout, *, schedule: bool = True) -> list[float]:
-    """Bytes that each rank holds, of as many microbatches as its schedule says, or of one."""
-    model, count = job.model, tokens(job, layout)
-    stages = stages_of(layout, model.layers)
-    sizes, turns = _of_stages(model, stages, layout.recompute, layout.tp)
-    if schedule:
-        found = list(peaks(job, layout, sizes))
-    else:
-        found = [0.0] * layout.pp
-        for size, (_, rank) in zip(sizes, stages, strict=True):
-            found[rank] += size
-    for rank, turn in enumerate(turns):
-        found[rank] += turn
-    found[stages[-1][1]] += (2 * _BF16 * model.hidden + _FP32 * model.vocabulary) / layout.tp
-    return [each * count for each in found]
+@cache
+def _kinds_of_rank(
+    model: Transformer, pipeline: Pipeline, recompute: Recompute, tp: int, ep: int
+) -> tuple[tuple[Parameters, float], ...]:
+    """What ranks hold, and of each token of one microbatch; ranks that hold the same are one."""
+    sizes, besides = _of_stages(model, pipeline, recompute, tp)
+    once = list(besides)
+    for size, (_, rank) in zip(sizes, stages_of(pipeline, model.layers), strict=True):
+        once[rank] += size
+    return tuple(dict.fromkeys(zip(_parameters(model, tp, ep, pipeline), once, strict=True)))
 
 
 @cache
 def _of_stages(
-    model: Transformer, stages: Stages, recompute: Recompute, tp: int
+    model: Transformer, pipeline: Pipeline, recompute: Recompute, tp: int
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """What a token leaves in each stage, and on each rank in the layer that is computed again, whose turn it is."""
+    """What each stage keeps of a token, and what each rank has besides, of one microbatch at a time.
+
+    That is the layer that is computed again, whose turn it is, and on the last stage's rank what makes the loss.
+    """
+    stages = stages_of(pipeline, model.layers)
     sizes = [sum(kept(model, layer, recompute).on(tp) for layer in layers) for layers, _ in stages]
-    turns = [0.0] * (1 + max(rank for _, rank in stages))
+    besides = [0.0] * pipeline.ranks
     if recompute is Recompute.FULL:
         for layers, rank in stages:
-            turns[rank] = max([turns[rank], *(kept(model, layer, Recompute.NONE).on(tp) for layer in layers)])
-    return tuple(sizes), tuple(turns)
+            besides[rank] = max([besides[rank], *(kept(model, layer, Recompute.NONE).on(tp) for layer in layers)])
+    besides[stages[-1][1]] += (2 * _BF16 * model.hidden + _FP32 * model.vocabulary) / tp
+    return tuple(sizes), tuple(besides)
 
 
 def tokens(job: Job, layout: Layout) -> float:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from pipeproof.pipeline.layouts.transformer import Transformer
 
@@ -34,6 +35,14 @@ class Job:
     optimizer_bytes: int = 12
 
 
+class Pipeline(NamedTuple):
+    """What a schedule depends on, besides microbatches."""
+
+    schedule: str
+    ranks: int
+    virtual: int
+
+
 @dataclass(frozen=True)
 class Layout:
     """Ranks = tp * cp * pp * dp, neighbours in the order tp, cp, dp, pp: tp within a node first.
@@ -57,6 +66,11 @@ class Layout:
     def ranks(self) -> int:
         """How many devices it takes."""
         return self.tp * self.cp * self.pp * self.dp
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The pipeline alone."""
+        return Pipeline(self.schedule, self.pp, self.virtual)
 
     @property
     def shards(self) -> int:

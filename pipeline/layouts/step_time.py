@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from pipeproof.pipeline.layouts.cluster import Cluster
-from pipeproof.pipeline.layouts.footprint import every_rank, tokens
+from pipeproof.pipeline.layouts.footprint import most_meets, tokens
 from pipeproof.pipeline.layouts.layout import Job, Layout, Recompute
 from pipeproof.pipeline.layouts.pipelined import least_stretch, stretch
 
@@ -122,8 +122,7 @@ def _of_microbatch(job: Job, cluster: Cluster, layout: Layout) -> _Passes:
     tp = rounds * layers * wire(4 * hidden * (layout.tp - 1) / layout.tp, layout.tp)
     # Dispatch and combine, each to another rank but for one in ep.
     visits = experts.per_token * hidden / layout.tp if experts else 0.0
-    routing = sum(not model.is_dense(layer) for layer in range(model.layers)) / layout.pp
-    ep = rounds * routing * wire(2 * visits * (layout.ep - 1) / layout.ep, layout.tp * layout.ep)
+    ep = rounds * model.routed_layers / layout.pp * wire(2 * visits * (layout.ep - 1) / layout.ep, layout.tp * layout.ep)
     # Keys and values go round the ring while attention computes on what is there.
     keys = 2 * count * model.keys * model.head * _BF16 / layout.tp
     ring = rounds * layers * wire(keys * (layout.cp - 1), layout.tp * layout.cp)
@@ -152,8 +151,7 @@ def _exposed(job: Job, cluster: Cluster, layout: Layout, one: _Passes) -> float:
     group = layout.tp * layout.shards
     share = (layout.shards - 1) / layout.shards
     speed = cluster.between(group) * _WIRE
-    apart = layout.expert_shards > 1
-    held = max(own.dense + own.experts * apart for own in every_rank(job.model, layout))
+    held = most_meets(job.model, layout, experts=layout.expert_shards > 1)
     gradients, weights = (each * held * share / speed for each in (job.gradient_bytes, _BF16))
     count = layout.microbatches(job)
     backward, forward = one.compute * 2 / 3, one.compute / 3

@@ -109,6 +109,11 @@ class Transformer:
         """Whether ``layer`` has no experts."""
         return self.experts is None or layer < self.experts.dense_layers
 
+    @property
+    def routed_layers(self) -> int:
+        """Layers that have experts."""
+        return 0 if self.experts is None else max(0, self.layers - self.experts.dense_layers)
+
     def shared(self, layer: int) -> int:
         """Parameters of ``layer`` that every token uses: all but routed experts."""
         common = self.attention + self.norms

@@ -115,7 +115,7 @@ def _advise(options: argparse.Namespace) -> int:
 
 def _config(layout: Layout, job: Job) -> Config:
     """What ``validate --config`` runs small."""
-    split = [len(layers) for layers, _ in stages_of(layout, job.model.layers)]
+    split = [len(layers) for layers, _ in stages_of(layout.pipeline, job.model.layers)]
     sizes = {"microbatches": layout.microbatches(job), "split": split, "sequence": job.sequence}
     return Config({**asdict(layout), **sizes, "model": job.model.name, "dtype": "bf16"})
 
