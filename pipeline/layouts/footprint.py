@@ -185,14 +185,20 @@ def _of_stages(
 
     That is the layer that is computed again, whose turn it is, and on the last stage's rank what makes the loss.
     """
-    stages = stages_of(pipeline, model.layers)
-    sizes = [sum(kept(model, layer, recompute).on(tp) for layer in layers) for layers, _ in stages]
+    stages, each = stages_of(pipeline, model.layers), _kept_of_each(model, recompute, tp)
+    sizes = [sum(each[layer] for layer in layers) for layers, _ in stages]
     besides = [0.0] * pipeline.ranks
     if recompute is Recompute.FULL:
+        whole = _kept_of_each(model, Recompute.NONE, tp)
         for layers, rank in stages:
-            besides[rank] = max([besides[rank], *(kept(model, layer, Recompute.NONE).on(tp) for layer in layers)])
+            besides[rank] = max([besides[rank], *(whole[layer] for layer in layers)])
     besides[stages[-1][1]] += (2 * _BF16 * model.hidden + _FP32 * model.vocabulary) / tp
     return tuple(sizes), tuple(besides)
+
+
+@cache
+def _kept_of_each(model: Transformer, recompute: Recompute, tp: int) -> tuple[float, ...]:
+    return tuple(kept(model, layer, recompute).on(tp) for layer in range(model.layers))
 
 
 def tokens(job: Job, layout: Layout) -> float:

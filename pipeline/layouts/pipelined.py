@@ -1,6 +1,6 @@
 """What a schedule makes of a layout: how long a step takes, and how much is held at once, by ``plan``'s simulator."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import accumulate
@@ -10,14 +10,16 @@ from pipeproof.pipeline.layouts.transformer import Transformer
 from pipeproof.pipeline.memory import peaks_of
 from pipeproof.pipeline.partition import even
 from pipeproof.pipeline.schedule import Schedule
-from pipeproof.pipeline.schedules import build
+from pipeproof.pipeline.schedules import LOOPED, build
 from pipeproof.pipeline.simulate import Times, simulate
 
 # Schedules that advice chooses from: what they hold and their bubble no longer change once a pipeline is full.
 OFFERED = ("1f1b", "interleaved", "zb-h1", "zb-v", "v-half")
-MOST_STAGES = 128  # of a pipeline that is simulated; public runs have 2 to 64 ranks
+# Of a pipeline that is simulated; public runs have up to 64 ranks. V-Half is drawn unit by unit, which takes longest.
+MOST_STAGES: Mapping[str, int] = {**dict.fromkeys(OFFERED, 128), "v-half": 64}
 _WHOLE = ("1f1b", "interleaved")  # those whose backward is in one piece
-_FULL = 3  # times P microbatches fill a pipeline: within 1 % of whole steps, which a test holds
+# Times P microbatches fill a pipeline: it is as slow as whole steps are, within 1 %, and holds as much. A test says so.
+_FULL, _HOLDS = 3, 2
 _DIGITS = 9  # to which sizes of stages are alike
 
 Stages = tuple[tuple[range, int], ...]
@@ -37,7 +39,7 @@ def peaks(job: Job, layout: Layout, sizes: Sequence[float]) -> tuple[float, ...]
     """The most that each rank holds at once, where a microbatch leaves ``sizes[stage]`` from F to B (or W)."""
     unit = max(sizes)
     alike = tuple(round(size / unit, _DIGITS) for size in sizes)
-    few = _few(layout.pipeline, layout.microbatches(job))
+    few = min(layout.microbatches(job), _HOLDS * layout.pp)
     return tuple(peak * unit for peak in _peaks(layout.pipeline, few, alike))
 
 
@@ -63,17 +65,10 @@ def _times(layout: Layout) -> Times:
 _ONCE, _AGAIN = Times(1.0, 1.0, 1.0), Times(1.0, 2.0, 1.0)
 
 
-def _few(pipeline: Pipeline, microbatches: int) -> int:
-    """As many microbatches as are simulated.
-
-    Long steps are not simulated whole: once a pipeline is full, P more microbatches add the same time again and again.
-    """
-    return min(microbatches, _FULL * pipeline.ranks + microbatches % pipeline.ranks)
-
-
 @cache
 def _stretch(pipeline: Pipeline, microbatches: int, works: tuple[float, ...], times: Times) -> float:
-    few = _few(pipeline, microbatches)
+    """Long steps are not simulated whole: once a pipeline is full, more microbatches add the same time each."""
+    few = min(microbatches, _FULL * pipeline.ranks)
     scaled = replace(times, stages=works)
     time = simulate(_built(pipeline, few), scaled).makespan
     if few < microbatches:
@@ -119,7 +114,7 @@ def _built(pipeline: Pipeline, microbatches: int) -> Schedule:
 @cache
 def stages_of(pipeline: Pipeline, layers: int) -> Stages:
     """The layers of every stage, and its rank."""
-    placement = _built(pipeline, pipeline.ranks).placement
+    placement = _built(pipeline, pipeline.ranks if pipeline.schedule in LOOPED else 1).placement
     first, found = 0, []
     for size, rank in zip(even(layers, len(placement)), placement, strict=True):
         found.append((range(first, first + size), rank))

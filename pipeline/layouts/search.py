@@ -14,7 +14,7 @@ from pipeproof.pipeline.layouts.layout import Job, Layout, Recompute, problems
 from pipeproof.pipeline.layouts.pipelined import MOST_STAGES, OFFERED
 from pipeproof.pipeline.layouts.step_time import StepTime, least_time, step_time, unhindered
 from pipeproof.pipeline.schedule import ScheduleError
-from pipeproof.pipeline.schedules import VEE
+from pipeproof.pipeline.schedules import LOOPED, VEE
 
 LONG = 32_768  # tokens: from here on a sequence is worth dividing over ranks
 _MICRO = (1, 2, 4, 8)
@@ -135,7 +135,7 @@ def meshes(job: Job, cluster: Cluster, allowed: Allowed) -> Iterator[Layout]:
     expert_sizes = _divisors(experts.count) if experts and Kind.EXPERT in allowed.kinds else (1,)
     tensor = _divisors(min(cluster.per_node, cluster.devices)) if Kind.TENSOR in allowed.kinds else (1,)
     context = _divisors(cluster.devices) if Kind.CONTEXT in allowed.kinds and job.sequence >= LONG else (1,)
-    deepest = min(job.model.layers, MOST_STAGES)
+    deepest = min(job.model.layers, max(MOST_STAGES[name] for name in allowed.schedules))
     for tp, cp in product(tensor, context):
         rest, over = divmod(cluster.devices, tp * cp)
         for pp in _divisors(rest) if Kind.PIPELINE in allowed.kinds else (1,):
@@ -149,10 +149,10 @@ def meshes(job: Job, cluster: Cluster, allowed: Allowed) -> Iterator[Layout]:
 
 def on_mesh(mesh: Layout, job: Job, allowed: Allowed) -> Iterator[Layout]:
     """The layouts that differ in schedule, recompute and ZeRO alone."""
-    deepest = min(job.model.layers, MOST_STAGES)
     for zero, recompute in product(allowed.zero if mesh.shards > 1 else allowed.zero[:1], allowed.recompute):
         for schedule, virtual in _schedules(mesh.pp, allowed.schedules):
-            if mesh.pp * virtual <= deepest:
+            in_rounds = virtual == 1 or schedule not in LOOPED or mesh.microbatches(job) % mesh.pp == 0
+            if in_rounds and mesh.pp * virtual <= min(job.model.layers, MOST_STAGES[schedule]):
                 yield replace(mesh, zero=zero, recompute=recompute, schedule=schedule, virtual=virtual)
 
 
