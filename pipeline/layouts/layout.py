@@ -88,6 +88,13 @@ class Layout:
         named = {"tp": self.tp, "cp": self.cp, "pp": self.pp, "dp": self.dp, "ep": self.ep}
         return ", ".join(f"{name} {size}" for name, size in named.items() if size > 1) or "one device"
 
+    @property
+    def words(self) -> str:
+        """All but the schedule: ``tp 8, pp 16, dp 128, ZeRO-1, selective recompute``."""
+        zero = f", ZeRO-{self.zero}" if self.zero else ""
+        again = f", {self.recompute} recompute" if self.recompute is not Recompute.NONE else ""
+        return f"{self.sizes}{zero}{again}"
+
     def microbatches(self, job: Job) -> int:
         """How many a pipeline gets in a step."""
         return job.batch // (self.dp * self.micro)

@@ -161,17 +161,17 @@ class Config:
                 f"{self['microbatches']} microbatches, a decoder of {some(stack.layers, 'layer')} in fp32 for "
                 f"{self['model']}"
             )
-        found += [f"not run: {'; '.join(self._not_stacked)}"] if self._not_stacked else []
+        found += [f"not run: {'; '.join(self.not_stacked)}"] if self.not_stacked else []
         return found + self._other_versions
 
     @property
-    def _not_stacked(self) -> list[str]:
+    def not_stacked(self) -> list[str]:
         """What it asks for and its stack has not, with the reason."""
         found = []
         if self["zero"] and self["dp"] == self["ep"]:
             found.append(f"zero {self['zero']}: no two ranks hold the same")
         elif self._has_tensors_in_shards:
-            found.append("zero 1: torch's ZeroRedundancyOptimizer takes no DTensors, which tp and sp make; ddp instead")
+            found.append("zero 1, for torch's ZeroRedundancyOptimizer takes no DTensors, which tp and sp make")
         if self["ep"] > 1 and self["cp"] > 1:
             found.append(f"cp {self['cp']}, for with experts another model is trained than on one device")
         return found
