@@ -109,6 +109,11 @@ class Transformer:
         """Whether ``layer`` has no experts."""
         return self.experts is None or layer < self.experts.dense_layers
 
+    @property
+    def routed_layers(self) -> int:
+        """Layers that have experts."""
+        return 0 if self.experts is None else max(0, self.layers - self.experts.dense_layers)
+
     def shared(self, layer: int) -> int:
         """Parameters of ``layer`` that every token uses: all but routed experts."""
         common = self.attention + self.norms
@@ -153,7 +158,29 @@ class Transformer:
 
         Attention is causal: on average a token sees half the sequence.
         """
-        return 2.0 * self.active(layer) + 2.0 * sequence * self.heads * self._attended
+        return 2.0 * self.active(layer) + self.attention_operations(sequence)
+
+    def attention_operations(self, sequence: int) -> float:
+        """Those of a layer for which no parameter is needed."""
+        return 2.0 * sequence * self.heads * self._attended
+
+    @property
+    def output_operations(self) -> float:
+        """Of the projection to the vocabulary, for one token."""
+        return 2.0 * self.hidden * self.vocabulary
+
+    @property
+    def attended_width(self) -> int:
+        """Numbers of a token that attention keeps: queries, keys, values, and what it gives."""
+        latent = self.latent
+        if latent is None:
+            return 2 * (self.heads + self.keys) * self.head
+        return 2 * self.heads * (latent.plain + latent.rotary + latent.value)
+
+    @property
+    def compressed_width(self) -> int:
+        """Numbers of a token that latent attention makes these of; 0 without it."""
+        return 0 if self.latent is None else self.latent.query_rank + self.latent.kv_rank + self.latent.rotary
 
     @property
     def _attended(self) -> float:
