@@ -30,10 +30,11 @@ from pipeproof.judging.tolerance import Precision
 from pipeproof.judging.verdict import Crash, Verdict
 from pipeproof.observers.observed import Observed
 from pipeproof.observers.sketch import UNSOUGHT, contents
+from pipeproof.pipeline.sizes import seconds
 from pipeproof.reference.data import Batch
 from pipeproof.reference.step import Contribution, Reference, Site
 from pipeproof.worlds.rank_report import NeedsMoreRanks, RankFailed, WorldError
-from pipeproof.worlds.world import World, bound
+from pipeproof.worlds.world import World
 
 _TOLD = (ReferenceRaised, WorldError)  # errors whose text says what is wrong
 LAWS = (
@@ -99,7 +100,7 @@ class WhiteBox:
         task.check()
         replicas.check()
         check_names(names)
-        bound(self.world.timeout_s if timeout_s is None else timeout_s)
+        seconds(self.world.timeout_s if timeout_s is None else timeout_s)
         try:
             bounded = self if timeout_s is None else replace(self, timeout_s=timeout_s)
             verdict = bounded._validated(task, replicas, names)
