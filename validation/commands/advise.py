@@ -203,7 +203,7 @@ def _asked(job: Job, cluster: Cluster) -> tuple[str, ...]:
 
 
 _STEPS = [
-    Column("add", least=17, gap=0),
+    Column("add", least=23, gap=0),
     Column("", gap=2),
     Column("weights", right=True, drop=5, gap=2),
     Column("gradients", right=True, drop=6, gap=2),
