@@ -87,7 +87,7 @@ def search(job: Job, cluster: Cluster, allowed: Allowed, *, most: int = 3) -> Fo
                     heappush(waiting, (least, next(numbers), one, True))
             continue
         choice = weighed(job, cluster, layout, room=room)
-        if choice is None or choice.sizes in found and choice.time.total >= found[choice.sizes].time.total:
+        if choice is None or (choice.sizes in found and choice.time.total >= found[choice.sizes].time.total):
             continue
         found[choice.sizes] = choice
         if len(found) >= most:

@@ -119,7 +119,7 @@ class Config:
     @property
     def _has_tensors_in_shards(self) -> bool:
         """Whether it asks for ZeRO-1 with what its optimizer does not take."""
-        return self["zero"] == 1 and max(self["tp"], self["sp"]) > 1
+        return bool(self["zero"] == 1 and max(self["tp"], self["sp"]) > 1)
 
     @property
     def scaled(self) -> bool:

@@ -162,7 +162,7 @@ def test_what_it_says_to_type_next_can_be_typed(
 ) -> None:
     assert main(["advise", *asked, "--most", "1"]) == 0
     typed = capsys.readouterr().out.splitlines()[-1].partition("pipeproof ")[2]
-    assert typed.startswith(f"validate {line} --microbatches ")
+    assert typed.startswith(f"validate {line} ")
     assert main(typed.split()) == 0, capsys.readouterr().err
 
 
