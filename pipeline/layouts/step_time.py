@@ -122,7 +122,9 @@ def _of_microbatch(job: Job, cluster: Cluster, layout: Layout) -> _Passes:
     tp = rounds * layers * wire(4 * hidden * (layout.tp - 1) / layout.tp, layout.tp)
     # Dispatch and combine, each to another rank but for one in ep.
     visits = experts.per_token * hidden / layout.tp if experts else 0.0
-    ep = rounds * model.routed_layers / layout.pp * wire(2 * visits * (layout.ep - 1) / layout.ep, layout.tp * layout.ep)
+    ep = (
+        rounds * model.routed_layers / layout.pp * wire(2 * visits * (layout.ep - 1) / layout.ep, layout.tp * layout.ep)
+    )
     # Keys and values go round the ring while attention computes on what is there.
     keys = 2 * count * model.keys * model.head * _BF16 / layout.tp
     ring = rounds * layers * wire(keys * (layout.cp - 1), layout.tp * layout.cp)

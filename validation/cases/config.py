@@ -119,7 +119,7 @@ class Config:
     @property
     def _has_tensors_in_shards(self) -> bool:
         """Whether it asks for ZeRO-1 with what its optimizer does not take."""
-        return self["zero"] == 1 and max(self["tp"], self["sp"]) > 1
+        return bool(self["zero"] == 1 and max(self["tp"], self["sp"]) > 1)
 
     @property
     def scaled(self) -> bool:
@@ -169,7 +169,9 @@ class Config:
         """What it asks for and its stack has not, with the reason."""
         found = []
         if self["zero"] and self["dp"] == self["ep"]:
-            found.append(f"zero {self['zero']}: no two ranks hold the same")
+            found.append(
+                f"zero {self['zero']}, for no two replicas hold the same {'experts' * (self['ep'] > 1) or 'stage'}"
+            )
         elif self._has_tensors_in_shards:
             found.append("zero 1, for torch's ZeroRedundancyOptimizer takes no DTensors, which tp and sp make")
         if self["ep"] > 1 and self["cp"] > 1:

@@ -8,7 +8,7 @@ from typing import Any
 
 from pipeproof.cases.config import Config
 from pipeproof.commands.ending import WRONG
-from pipeproof.commands.option_parser import UsageError, add_count, number, offers, without_effect
+from pipeproof.commands.option_parser import UsageError, add_count, number, offers, whole, without_effect
 from pipeproof.commands.outputs import Outputs, add_file, add_outputs
 from pipeproof.pipeline.files import read_json
 from pipeproof.pipeline.layouts.cluster import ACCELERATORS, GIB, UNITS, Accelerator, Cluster, accelerator_named
@@ -57,7 +57,7 @@ def add_advise_command(commands: "argparse._SubParsersAction[Any]") -> None:
     add_count(job, "--sequence", "N", "tokens of a sequence", default=4096)
     _add_cluster(parser.add_argument_group("the cluster"))
     limits = parser.add_argument_group("what may be used")
-    limits.add_argument("--zero", type=int, choices=(0, 1, 2, 3), default=3, help="the highest stage of ZeRO")
+    limits.add_argument("--zero", type=whole, choices=(0, 1, 2, 3), default=3, help="the highest stage of ZeRO")
     limits.add_argument(
         "--recompute", choices=("allowed", "never"), default="allowed", help="whether activations may be recomputed"
     )
@@ -203,7 +203,7 @@ def _asked(job: Job, cluster: Cluster) -> tuple[str, ...]:
 
 
 _STEPS = [
-    Column("add", least=17, gap=0),
+    Column("add", least=23, gap=0),
     Column("", gap=2),
     Column("weights", right=True, drop=5, gap=2),
     Column("gradients", right=True, drop=6, gap=2),

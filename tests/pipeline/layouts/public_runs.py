@@ -121,15 +121,15 @@ RUNS: Mapping[str, Run] = {
 NOT_FOUND: Mapping[str, str] = {
     "megatron 2019, 1.2 B": "there was no pipeline in Megatron yet; one that is zero-bubble saves recompute here",
     "megatron 2019, 2.5 B": "as 1.2 B",
-    "turing-nlg": "as 1.2 B: two stages save full recompute",
+    "turing-nlg": "two stages save full recompute of all",
     "megatron 18.4 B": "two ranks of a zero-bubble pipeline, unknown then, cost less than tp 8 instead of 4",
     "megatron 39.1 B": "as 18.4 B, and fourth",
-    "glm-130b": "kept activations whole by recompute of all; deeper pipelines need none of that",
+    "glm-130b": "its eight stages fit with full recompute alone; deeper pipelines need none",
     "falcon 40 B": "tp 4 fits, with sequence parallelism, which its framework had not, and says half as much",
     "mpt 30 B": "FSDP alone had neither tensor parallelism nor a pipeline, and so full recompute",
     "olmo 7 B": "a network of 25 GB/s is assumed for A100; with it ZeRO over 216 devices waits in every microbatch",
     "megascale on 3,072": "tp 4 with 12 stages fits, and says half as much",
     "megascale on 12,288": "sixth, within 6 % of the first: fewer stages fit, for batches are the same size",
     "llama 3, long": "longer pipelines with cp 32 are 7 % faster; the run kept those of its shorter sequences",
-    "deepseek-v3": "experts over 8 nodes cost nothing where DualPipe computes meanwhile; here what they say is waited for",
+    "deepseek-v3": "experts over 8 nodes cost little where DualPipe computes meanwhile; here ranks wait for them",
 }

@@ -168,7 +168,9 @@ def test_every_layer_of_a_stage_counts_as_itself() -> None:
     # The first rank holds four microbatches of dense layers; the second three of layers with experts, and those.
     fullest = footprint(job, Layout(pp=4))
     assert fullest.activations == pytest.approx(1024 * 3 * 8 * routed)
-    assert fullest.weights == 2 * parameters(model, Layout(pp=4), 1).experts + 2 * parameters(model, Layout(pp=4), 1).dense
+    assert (
+        fullest.weights == 2 * parameters(model, Layout(pp=4), 1).experts + 2 * parameters(model, Layout(pp=4), 1).dense
+    )
 
 
 def test_latent_attention_keeps_what_it_makes_of_what_was_compressed() -> None:
@@ -183,6 +185,8 @@ def test_latent_attention_keeps_what_it_makes_of_what_was_compressed() -> None:
 def test_no_schedule_holds_less_than_the_least(schedule: str) -> None:
     for model in (MODELS["mixtral-8x7b"], MODELS["deepseek-v3"]):
         for recompute in Recompute:
-            layout = Layout(pp=4, dp=2, zero=1, schedule=schedule, virtual=1 + (schedule[-1] in "vdf"), recompute=recompute)
+            layout = Layout(
+                pp=4, dp=2, zero=1, schedule=schedule, virtual=1 + (schedule[-1] in "vdf"), recompute=recompute
+            )
             job = Job(model, 16, 1024)
             assert least_held(job, layout) <= footprint(job, layout).total

@@ -67,5 +67,7 @@ def test_each_layer_counts_as_itself() -> None:
 
 def test_what_is_computed_again_makes_backwards_longer() -> None:
     job = Job(model(8), 8, 1)
-    once, again = (stretch(job, Layout(pp=4, schedule="zb-h1", recompute=one)) for one in Recompute if one != "selective")
+    once, again = (
+        stretch(job, Layout(pp=4, schedule="zb-h1", recompute=one)) for one in Recompute if one != "selective"
+    )
     assert once != again

@@ -117,7 +117,8 @@ def _picture(advice: Advice) -> Html:
         f"Pale: before the step. The line is what a device has; {advice.room:.0%}, dashed, may be filled. A bar that "
         "reaches the right edge is longer than is drawn: there its parts are shares of it."
     )
-    return tag("figure", legend, tag("div", drawn, class_="wide"), tag("figcaption", told))
+    scrolled = tag("div", drawn, class_="wide", tabindex="0", role="region", aria_label="The picture of memory")
+    return tag("figure", legend, scrolled, tag("figcaption", told))
 
 
 def _line(at: float, memory: float, height: int, class_: str, says: str) -> Iterator[Html]:
