@@ -17,6 +17,7 @@ from pipeproof.judging.verdict import JUDGED, Crash, Verdict
 from pipeproof.records.case_record import case_of, remade
 from pipeproof.records.record import (
     LAWS,
+    OtherSteps,
     Record,
     Recorded,
     RecordedOperation,
@@ -39,7 +40,7 @@ def compare(
     """The verdict on ``seen``, judged by ``expected``: operation by operation, up to the first that disagrees.
 
     ``sides`` are what the second and the first are called. Of ``RUNS`` no cause is sought: either may be wrong.
-    Raises ``RecordError`` where the two are not of the same steps: other operations, microbatches or first weights.
+    Raises ``OtherSteps`` where the two are not of the same steps: other operations, microbatches or first weights.
     """
     began = perf_counter()
     _comparable(expected, seen)
@@ -146,10 +147,10 @@ def _comparable(expected: Record, seen: Record) -> None:
         raise _refused(expected, seen, f"weights that differ before the first step: {found}")
 
 
-def _refused(expected: Record, seen: Record, reason: str) -> RecordError:
+def _refused(expected: Record, seen: Record, reason: str) -> OtherSteps:
     found = [f"{name} ({one}, {other})" for name, one, other in config_differences(expected, seen)]
     differ = f"; their configs differ in {', '.join(found[:_SHOWN])}" if found else ""
-    return RecordError(f"the records have {reason}{differ}; expected two records of the same steps")
+    return OtherSteps(reason, differ)
 
 
 def _counts(record: Record, operation: RecordedOperation) -> Mapping[str, int]:
