@@ -41,9 +41,9 @@ class Side:
             return f"right by its own config: {compared} comparisons, {self.verdict.tier}"
         if self.verdict.verdict == "unknown":
             return f"not decided by its own config: {self.verdict.reason}"
-        first = self.verdict.mismatches[:1]
-        return f"wrong by its own config: {self.verdict.reason}" + "".join(
-            f"; first {at.law}, {at.where}" for at in first
+        told, (first, *_) = self.verdict.reason, self.verdict.mismatches
+        return f"wrong by its own config: {told}" + (
+            "" if self.verdict.cause else f"; first {first.law}, {first.where}"
         )
 
     def next(self, file: str) -> list[str]:
