@@ -58,10 +58,11 @@ def diff_files(one: str, other: str, *, outputs: Outputs) -> int:
         rows = [tuple(str(part) or "-" for part in row) for row in differences]
         Terminal().say(table(_CONFIGS, rows, Terminal().width) if rows else "the configs are the same")
         _tell(verdict)
-        Terminal().say("\n".join(f"  {name:<9} {text}" for name, text in why.rows))
-        found = {name: values for name, *values in differences}
         status = WRONG if why.reason == "fault" else verdict.exit_status
-        shown = partial(page, verdict, differences, why.rows)
+        told = Terminal().detail if status == 0 else Terminal().say
+        told("\n".join(f"  {name:<9} {text}" for name, text in why.rows))
+        found = {name: values for name, *values in differences}
+        shown = partial(page, verdict, configs=differences, why=why.rows)
         return files.finish(status, [verdict], page=shown, config_differences=found, difference=why.as_dict())
 
 

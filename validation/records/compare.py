@@ -142,7 +142,8 @@ def _comparable(expected: Record, seen: Record) -> None:
     for wanted, one in zip(expected.operations, seen.operations, strict=True):
         if found := other_microbatch(wanted.microbatches, one.microbatches):
             raise _refused(expected, seen, f"microbatches that are not the same: {found}")
-    first = [next((one.before for one in record.operations if one.before), {}) for record in (expected, seen)]
+    both = zip(expected.operations, seen.operations, strict=True)
+    first = next(((wanted.before, one.before) for wanted, one in both if wanted.before), ({}, {}))
     if found := other_weights(*first):
         raise _refused(expected, seen, f"weights that differ before the first step: {found}")
 

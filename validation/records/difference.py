@@ -27,11 +27,15 @@ _BESIDE = ("specimen", *versions())  # what a config says besides what it asks f
 
 @dataclass(frozen=True)
 class Difference:
-    """Why two records differ. ``fields``: what of their configs explains it. ``next``: what to type."""
+    """Why two records differ.
+
+    fields: what of their configs explains it. size: how large it is, if it is rounding. next: what to type.
+    """
 
     reason: Reason
     said: str
     fields: tuple[str, ...] = ()
+    size: str = ""
     sides: tuple[Side, ...] = ()
     next: tuple[str, ...] = ()
 
@@ -39,7 +43,8 @@ class Difference:
     def rows(self) -> list[tuple[str, str]]:
         """All of it, each part with its name."""
         named = zip(NAMES, map(str, self.sides), strict=False)
-        return [("why", self.said), *named, *(("next", line) for line in self.next)]
+        size = [("most", self.size)] if self.size else []
+        return [("why", self.said), *size, *named, *(("next", line) for line in self.next)]
 
     def as_dict(self) -> dict[str, object]:
         """Plain data for JSON."""
@@ -92,12 +97,11 @@ class _Pair:
         order = tuple(name for name in self.differing if name in _ORDER)
         if asked.verdict == "pass":
             by = f"{_list(order)} differ{'s' * (len(order) == 1)}" if order else "no field that orders sums differs"
-            return self._found(
-                "rounding", f"rounding: {right}, which ask for the same answer; {by}{self._size()}", order
-            )
+            said = f"rounding: {right}, which ask for the same answer; {by}"
+            return self._found("rounding", said, fields=order, size=self._size())
         fields = tuple(name for name in self.differing if name not in order) or order
         by = f"{_list(fields)} differ{'s' * (len(fields) == 1)}" if fields else "no field says why"
-        return self._found("asked", f"another answer was asked for: {right}; {by}", fields)
+        return self._found("asked", f"another answer was asked for: {right}; {by}", fields=fields)
 
     def _asked(self) -> Verdict:
         """What one config asks for, judged by what the other does."""
@@ -110,7 +114,7 @@ class _Pair:
             return other_steps(error)
 
     def _size(self) -> str:
-        """The largest difference of a gradient, in floors of rounding."""
+        """The largest difference of a gradient, by what rounding alone does to it."""
         due = self.sides[0].due
         assert due is not None, "it was judged by it"
         pairs = zip(self.one.operations, due.operations, strict=True)
@@ -121,15 +125,11 @@ class _Pair:
         if not found:
             return ""
         worst = max(found, key=lambda one: one.error / (one.floor or 1.0))
-        floors = worst.error / (worst.floor or 1.0)
-        return (
-            f"; the gradients' largest difference is {small(worst.error)}, {floors:.2g} times what rounding alone does "
-            f"there ({worst.parameter})"
-        )
+        return f"a gradient by {small(worst.error)}, where rounding alone makes {small(worst.floor or 0.0)}"
 
-    def _found(self, reason: Reason, said: str, fields: Sequence[str] = ()) -> Difference:
+    def _found(self, reason: Reason, said: str, *, fields: Sequence[str] = (), size: str = "") -> Difference:
         lines = [line for side, file in zip(self.sides, self.files, strict=True) for line in side.next(file)]
-        return Difference(reason, said, tuple(fields), self.sides, tuple(lines))
+        return Difference(reason, said, tuple(fields), size, self.sides, tuple(lines))
 
     def _that_are(self, outcome: str) -> list[str]:
         return [name for name, side in zip(NAMES, self.sides, strict=True) if side.outcome == outcome]

@@ -23,7 +23,7 @@ _NO_GRID = (
 )
 
 
-def page(verdict: Verdict, configs: Configs = (), why: Rows = ()) -> str:
+def page(verdict: Verdict, *, configs: Configs = (), why: Rows = ()) -> str:
     """The page of one verdict.
 
     configs: what is different in the configs of two runs, by name. why: the reason of what differs, each part with its
