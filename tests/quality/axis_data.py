@@ -7,7 +7,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from axis_planting import Change, Plant, applied, finished, gradients, having, in_part, on, summed, unless, wrapped
+from axis_planting import (
+    Change,
+    Plant,
+    applied,
+    finished,
+    gradients,
+    having,
+    in_part,
+    on,
+    summed,
+    times,
+    unless,
+    wrapped,
+)
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -47,6 +60,20 @@ def same_for_all(right: Any) -> Any:
         return microbatch
 
     return share
+
+
+def same_along(*axes: str) -> Change:
+    """The microbatches of the first rank for all along ``axes``."""
+
+    def change(right: Any) -> Any:
+        def share(microbatch: Any, mesh: DeviceMesh) -> Any:
+            for axis in axes:
+                same_for_all(right)(microbatch, mesh[axis])
+            return microbatch
+
+        return share
+
+    return change
 
 
 def ignored(*names: str) -> Change:
@@ -128,12 +155,17 @@ def added_in_reverse(state: object, bucket: dist.GradBucket) -> Reduced:
 
 FAULTS: Mapping[str, Sequence[Plant]] = {
     "never reduced": (in_part("ddp", sync=in_no_backward),),
+    "never reduced by hand": (in_part("ddp", finish=unless(having(""))),),
     "reduced before the last microbatch": (in_part("ddp", sync=in_all_but_last),),
     "sum over replicas": (applied("ddp", hooked(reduced_by(1.0))),),
     "divided by replicas twice": (applied("ddp", hooked(reduced_by(4.0))),),
     "mean summed again": (finished("ddp", summed()),),
     "one weight ignored": (in_part("ddp", apply=ignored("1.feedforward.up.weight")),),
     "same data for all": (in_part("ddp", share=same_for_all),),
+    "same data in all shards": (in_part("zero-3", share=same_for_all),),
+    "same data in all shards and copies": (in_part("hsdp", share=same_along("dp_shard", "dp_replicate")),),
+    "same data in the shards of a copy": (in_part("hsdp", share=same_along("dp_shard")),),
+    "one rank halves its shards": (finished("hsdp", times(0.5, on(having(""), 1))),),
     "gradients of rank 0": (applied("ddp", hooked(of_rank_0)),),
     "one replica counts twice": (wrapped(stacked, "accumulated", loss_of_one_replica_twice),),
     "reduced in bf16": (applied("ddp", hooked(reduced_by(2.0, torch.bfloat16))),),

@@ -90,7 +90,7 @@ def times(factor: float, chosen: Callable[[str], bool] = lambda name: True) -> C
     """``chosen`` gradients are multiplied; by the size of the axis, or one over it, where the factor is 0 or -1."""
 
     def multiply(stage: nn.Module, mesh: DeviceMesh) -> None:
-        by = {0: float(mesh.size()), -1: 1 / mesh.size()}.get(int(factor), factor)
+        by = {0.0: float(mesh.size()), -1.0: 1 / mesh.size()}.get(factor, factor)
         for gradient in gradients(stage, chosen):
             gradient.mul_(by)
 
@@ -135,7 +135,7 @@ def norm(
     mesh: DeviceMesh,
     *,
     chosen: Callable[[str], bool] = lambda name: True,
-    copies: Callable[[str, Any], float] | None = None,
+    copies: Callable[[str, Any, DeviceMesh], float] | None = None,
     group: Callable[[DeviceMesh], Any] = lambda mesh: None,
     alone: bool = False,
 ) -> float:
@@ -144,8 +144,7 @@ def norm(
     for name, parameter in stage.named_parameters():
         if parameter.grad is not None and chosen(name):
             gradient = whole_or_shard(parameter.grad)
-            count = (copies or (lambda name, gradient: held_by(name, gradient, mesh)))(name, gradient)
-            square += local(gradient).double().square().sum() / count
+            square += local(gradient).double().square().sum() / (copies or held_by)(name, gradient, mesh)
     if not alone:
         dist.all_reduce(square, group=group(mesh))
     return math.sqrt(square.item())
@@ -171,18 +170,28 @@ def held_by(name: str, gradient: Any, mesh: DeviceMesh) -> float:
 
 def other_norm(**how: Any) -> Plant:
     """The norm is formed otherwise."""
-    return wrapped(stacked, "norm_of", lambda right: lambda stages, mesh: norm(stages[0], mesh, **how))
+    return wrapped(stacked, "norm_of", lambda right: lambda stages, mesh, in_parts: norm(stages[0], mesh, **how))
 
 
-def once(name: str, gradient: Any) -> float:
+def once(name: str, gradient: Any, mesh: DeviceMesh) -> float:
     """What every rank has counts."""
     return 1.0
+
+
+def held_by_lines(axis: str) -> Callable[[str, Any, DeviceMesh], float]:
+    """What ranks along ``axis`` have alike counts for each of them."""
+
+    def counted(name: str, gradient: Any, mesh: DeviceMesh) -> float:
+        cut = isinstance(gradient, DTensor) and any(isinstance(one, Shard) for one in gradient.placements)
+        return held_by(name, gradient, mesh) / (1 if cut else mesh[axis].size())
+
+    return counted
 
 
 def by_ranks(right: Any) -> Any:
     """Each rank's root in fp32 first."""
 
-    def formed(stages: Sequence[nn.Module], mesh: DeviceMesh) -> float:
+    def formed(stages: Sequence[nn.Module], mesh: DeviceMesh, in_parts: object) -> float:
         own = torch.tensor(norm(stages[0], mesh, alone=True)).square()
         dist.all_reduce(own)
         return float(own.sqrt())
@@ -192,10 +201,11 @@ def by_ranks(right: Any) -> Any:
 
 NORMS: Mapping[str, Sequence[Plant]] = {
     "norm over the world": (other_norm(copies=once),),
-    "norm of each rank, twice": (other_norm(copies=lambda name, gradient: 0.25, alone=True),),
+    "norm of each rank, twice": (other_norm(copies=lambda name, gradient, mesh: 0.25, alone=True),),
     "norm of each rank": (other_norm(copies=once, alone=True),),
     "norm without experts": (other_norm(chosen=lambda name: not experts.is_expert(name)),),
-    "norm takes shards for copies": (other_norm(copies=lambda name, gradient: float(dist.get_world_size())),),
+    "norm counts copies along tp": (other_norm(copies=held_by_lines("tp")),),
+    "norm takes shards for copies": (other_norm(copies=lambda name, gradient, mesh: float(dist.get_world_size())),),
 }
 SOUND_NORMS: Mapping[str, Sequence[Plant]] = {
     "norm of ranks' norms": (wrapped(stacked, "norm_of", by_ranks),),

@@ -27,6 +27,9 @@ STACKS = {
     "ep of 4": Stack({"ep": 4}, ("ep",)),
     "cp": Stack({"cp": 2}, ("cp",)),
     "cp of 4": Stack({"cp": 4}, ("cp",)),
+    "dp tp": Stack({"dp": 2, "tp": 2}, ("tp", "ddp")),
+    "dp sp": Stack({"dp": 2, "sp": 2}, ("sp", "ddp")),
+    "dp cp": Stack({"dp": 2, "cp": 2}, ("cp", "ddp")),
     "pp dp tp": Stack({"pp": 2, "dp": 2, "tp": 2}, ("tp", "ddp")),
     "pp ep": Stack({"pp": 2, "ep": 2}, ("ep",)),
     "pp cp": Stack({"pp": 2, "cp": 2}, ("cp",)),
@@ -82,6 +85,7 @@ def in_backward(kinds: tuple[str, ...], parameter: str, *stages: int, **more: ob
     return sums((*kinds, "computation"), *stages, wrong=wrong, parameter=parameter, **more)
 
 
+SAME_DATA = sums(("dropped", "doubled"), wrong="sums loss dropped doubled messages")
 EXPERTS = r"\.experts\."
 FAULTS: Mapping[str, Mapping[str, Truth]] = {
     "ddp": {
@@ -91,7 +95,7 @@ FAULTS: Mapping[str, Mapping[str, Truth]] = {
         "divided by replicas twice": factor(0.5),
         "mean summed again": factor(2.0),
         "one weight ignored": apart(r"^1\.feedforward\.up\.weight$"),
-        "same data for all": sums(("dropped", "doubled"), wrong="sums loss dropped doubled"),
+        "same data for all": SAME_DATA,
         "gradients of rank 0": sums(
             ("dropped", "doubled", "unequal-weights", "not-reduced"), wrong="reduction dropped"
         ),
@@ -99,11 +103,12 @@ FAULTS: Mapping[str, Mapping[str, Truth]] = {
         "reduced in bf16": sums("rounded", wrong="reduction"),
         "norm of each rank, twice": other("norm", "norm"),
     },
-    "ddp of 4": {"sum over replicas": factor(4.0), "never reduced": apart()},
+    "ddp of 4": {"sum over replicas": factor(4.0), "never reduced": apart(), "same data for all": SAME_DATA},
     "zero 3": {
         "sum of shards": factor(2.0),
         "shards divided twice": factor(0.5),
-        "shards never reduced": sums(("missing", "not-reduced"), wrong="reduction"),
+        "shards never reduced": sums(("missing", "not-reduced"), wrong="reduction replicas"),
+        "same data in all shards": SAME_DATA,
         "shards reduced before the last": sums(("dropped", "not-reduced"), wrong="reduction", microbatches=(2, 3)),
         "shards exchanged": sums("misplaced", wrong="reduction"),
         "shards reduced in bf16": sums("rounded", wrong="reduction"),
@@ -112,7 +117,10 @@ FAULTS: Mapping[str, Mapping[str, Truth]] = {
     },
     "hsdp": {
         "copies of shards not reduced": apart(),
-        "copies of shards wait": sums(("missing", "not-reduced"), wrong="reduction"),
+        "copies of shards wait": sums(("missing", "not-reduced"), wrong="reduction replicas"),
+        "same data in all shards and copies": SAME_DATA,
+        "same data in the shards of a copy": SAME_DATA,
+        "one rank halves its shards": sums("scale", wrong="reduction scale replicas", ranks=(1,), factors=(0.5,)),
         "norm over the world": other("norm", "norm"),
     },
     "tp": {
@@ -173,6 +181,19 @@ FAULTS: Mapping[str, Mapping[str, Truth]] = {
         "norm over the world": other("norm", "norm"),
     },
     "cp of 4": {"mean over parts": factor(0.25), "parts not reduced": apart()},
+    "dp tp": {
+        "input gradients not reduced": in_backward(("not-reduced",), r"^2\.norm"),
+        "never reduced by hand": apart(),
+        "norm counts copies along tp": other("norm", "norm"),
+        "norm of each rank": other("norm", "norm"),
+        "same data for all": SAME_DATA,
+    },
+    "dp sp": {"norms in parts": apart("norm"), "norms averaged": factor(0.5, "norm")},
+    "dp cp": {
+        "parts not reduced": apart(),
+        "never reduced": apart(),
+        "targets of the neighbour": in_forward("swapped-data"),
+    },
     "pp dp tp": {
         "mean of input gradients": in_backward(("scale",), r"^2\.norm", factors=(0.5,)),
         "outputs reduced twice": in_forward(hidden=True),

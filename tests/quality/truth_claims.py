@@ -131,7 +131,7 @@ SPEAKS_OF: Mapping[str, str] = MappingProxyType(
 
 FIRST_WRONG = re.compile(r"first seen wrong: (?:between rank \d+, stage (\d+) and )?rank (\d+), stage (\d+), ")
 FIRST_IN_BACKWARD = re.compile(
-    r"first wrong in the backward: stage (\d+), (\S+): the \d+ parameters used after it are "
+    r"first wrong in the backward: stage (\d+), (\S+): the \d+ parameters? used after it (?:is|are) "
 )
 OF_STAGE = re.compile(r"of stage (\d+), (.+?) (?:is|are) right$")
 COUNTED = re.compile(r"(?:^|\D)(\d+), (?:one over )?the number of (microbatches|ranks|stages|replicas)\b")

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from pipeproof.diagnosis.atoms import Term
 from pipeproof.diagnosis.combination import limit_of, residual_of
 from pipeproof.diagnosis.known import Terms
 from pipeproof.diagnosis.likeness import counted
-from pipeproof.diagnosis.members import Members, Replicas, Stage
+from pipeproof.diagnosis.members import Members, Part, Replicas, Stage, multiple_of
 from pipeproof.judging.cause import Cause, listed
 from pipeproof.judging.tolerance import error
 from pipeproof.observers.shards import Shard
@@ -195,10 +196,45 @@ def _in_parts(
     if not names or any(used.get(name, last) >= last for name in open_):
         return
     first = [name for name in names if used.get(name, 0) == last] if open_ else names
-    ranks = listed(sorted({rank for one in copies if one.name in first for rank in one.ranks}))
+    held, apart = {rank for one in copies if one.name in first for rank in one.ranks}, members.replicas.of
+    groups = groupby(sorted(held, key=lambda rank: (apart[rank], rank)), key=lambda rank: apart[rank])
+    ranks = ", nor over ".join(f"ranks {listed(some)}" for _, some in groups)
     whole = len(first) == len(stage.names)
     others = f"and {', '.join(first[1:])} are " if len(first) > 1 and not whole else ""
-    detail = f"{others}not reduced over ranks {ranks}: what they have adds up to what is expected"
+    detail = f"{others}not reduced over {ranks}: what they have adds up to what is expected"
     if open_:
         detail += f"; what is wrong of parameters used before, as {open_[0]}, may follow from that"
     yield Cause("not-reduced", stage=stage.index, parameter=None if whole else first[0], detail=detail)
+
+
+def multiplied(members: Members, expected: Expected) -> list[Cause]:
+    """A cause for each rank all of whose shards are one multiple of what they should be, where another's are right."""
+    return [cause for stage in members.stages for cause in _multiplied(stage, expected)]
+
+
+def _multiplied(stage: Stage, expected: Expected) -> Iterator[Cause]:
+    factors = {rank: _factor(stage, part, expected) for rank, part in stage.part.members}
+    odd = {rank: factor for rank, factor in factors.items() if factor is not None and abs(factor - 1) > _ALIKE}
+    if None in factors.values() or len(odd) == len(factors):
+        return
+    for rank, factor in odd.items():
+        yield Cause(
+            "scale", rank=rank, stage=stage.index, factor=factor, detail=f"{factor:.4g} times, on this rank alone"
+        )
+
+
+def _factor(stage: Stage, part: Part, expected: Expected) -> float | None:
+    """How many times what they should be all shards of a rank are; None where that is not one number."""
+    due = {k: expected.gradients.get((stage.index, name)) for k, name in stage.names.items() if k in part.shards}
+    largest = max((float(one.norm()) for one in due.values() if one is not None), default=0.0)
+    found = []
+    for k, whole in due.items():
+        seen = part.gradients[k]
+        if whole is None or seen is None or float(whole.norm()) <= _ROUNDING * largest:
+            continue
+        own = part.shards[k].of(whole.detach().cpu())
+        if own.any():
+            found.append(multiple_of(seen.cpu(), own.double()))
+    known = [one for one in found if one is not None]
+    same = known and len(known) == len(found) and max(known) - min(known) <= _ALIKE * abs(known[0])
+    return known[0] if same else None

@@ -99,6 +99,14 @@ def _held_together(evidence: Evidence) -> bool:
     return evidence.sums is not None and bool(evidence.sums.copies)
 
 
+def _agree(evidence: Evidence) -> RuledOut | None:
+    """Ranks with a stage in common have the same; of shards that no other replica has, that says nothing of sums."""
+    cut = evidence.members is not None and evidence.members.cut_over_replicas
+    kinds = () if cut else ("not-reduced",)
+    told = clears("replicas", kinds, "ranks that have a stage in common agree")(evidence)
+    return None if evidence.differs("presence") else told
+
+
 def _entered(law: str) -> Callable[[Evidence], bool]:
     """Whether ``law`` was looked at."""
     return lambda evidence: evidence.playable is not None or evidence.verdict.law(law).checked > 0
@@ -185,9 +193,7 @@ RULES: tuple[Rule[Evidence], ...] = (
         clears("tied-copies", ("tied-not-summed", "tied-doubled"), "every copy has the sum of all shares"),
         _recorded,
     ),
-    Rule(
-        shared, clears("replicas", ("not-reduced",), "ranks that have a stage in common agree"), _held_together, apart
-    ),
+    Rule(shared, _agree, _held_together, apart),
     _attributed(_unrecorded),
     Rule(
         norm,

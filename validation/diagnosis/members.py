@@ -169,6 +169,20 @@ class Members:
         """A note for each law that broken numbers tell something about."""
         return {one.law: _at_its_stage(one.cause) for one in reversed(self.found)}
 
+    @property
+    def cut_over_replicas(self) -> bool:
+        """Whether there are shards that not every replica has: what these add up cannot be held against another's."""
+        every = {*self.replicas.of}
+        for stage in self.stages:
+            for k in stage.names:
+                holders: dict[Shard, set[int]] = {}
+                for rank, part in stage.part.members:
+                    if k in part.shards:
+                        holders.setdefault(part.shards[k], set()).add(self.replicas.of[rank])
+                if any(some != every for some in holders.values()):
+                    return True
+        return False
+
     def alike_outputs(self, stage: Stage) -> bool:
         """Whether the ranks of each replica saw ``stage`` put out the same, bit for bit: then these are no parts."""
         seen: dict[int, set[tuple[bytes, ...]]] = {}
@@ -188,11 +202,14 @@ class Members:
         return tuple(Suspicion(law, cause) for law, causes in laws.items() for cause in causes)
 
     def _not_reduced(self, *, in_shards: bool) -> Iterator[Cause]:
-        """Replicas that have the gradients of their own microbatches alone."""
+        """Replicas that have the gradients of their own microbatches alone.
+
+        Shards of one gradient have all the same microbatches, unless each rank has its own.
+        """
         for stage in self.stages:
             members = [(rank, part) for rank, part in stage.part.members if bool(part.shards) == in_shards]
             alone = [rank for rank, part in members if self.replicas.count > 1 and self._is_own(stage, rank, part)]
-            if alone:
+            if alone and (not in_shards or len(alone) == len(members)):
                 told = ", ".join(
                     f"rank {rank} has the gradient of its own microbatches {_listed(self.replicas.share(rank))} alone"
                     for rank in alone
@@ -206,7 +223,9 @@ class Members:
         for k, name in stage.names.items():
             own, gradient = self._gradient((stage.index, name), self.replicas.share(rank)), part.gradients[k]
             if gradient is not None and gradient.numel():
-                seen.append(_times(gradient, own if own is None or k not in part.shards else part.shards[k].of(own)))
+                seen.append(
+                    multiple_of(gradient, own if own is None or k not in part.shards else part.shards[k].of(own))
+                )
         return bool(seen) and None not in seen
 
     def _misplaced(self) -> Iterator[Cause]:
@@ -240,7 +259,7 @@ class Members:
                     stage.part.gradients[k],
                 )
                 if seen is not None and whole is not None and whole.any():
-                    factor = _times(seen, whole)
+                    factor = multiple_of(seen, whole)
                     factors.add(None if factor is None else round(factor * self.replicas.count, 2))
         count = self.replicas.count
         if count > 1 and factors == {1.0}:
@@ -253,27 +272,31 @@ class Members:
     def _norms_of_all(self) -> Iterator[Cause]:
         """A norm that all ranks report, and that counts what several hold several times, or what few hold never."""
         norms = [norm for norm in self.norms if norm]
-        held = list(self._held())
+        held = list(self._held(range(len(self.norms))))
         every, times = sum(size for _, size, _ in held), sum(size * count for _, size, count in held)
+        first = [rank for rank, of in enumerate(self.replicas.of) if of == 0]
+        within = sum(size * count for _, size, count in self._held(first))
         most = max((count for *_, count in held), default=0)
         few = [(name, size) for name, size, count in held if count < most]
         left = every - sum(size for _, size in few)
         for told, square in (
             ("what several ranks hold is counted once for each of them", times),
+            ("what several ranks of one replica hold is counted once for each of them", within),
             (f"what fewer ranks hold than others is left out, as {few[0][0] if few else ''}", left if few else 0.0),
         ):
             alike = all(scalar_error(norm, math.sqrt(square)) < _NORMS_ALIKE for norm in norms)
             if norms and square > 0 and alike and scalar_error(square, every) > _ALIKE:
                 yield Cause("norm", detail=told)
 
-    def _held(self) -> Iterator[tuple[str, float, int]]:
-        """Every part of a parameter: its name, the square of what is due there, and how many ranks hold it."""
+    def _held(self, ranks: Collection[int]) -> Iterator[tuple[str, float, int]]:
+        """Every part of a parameter: its name, the square of what is due there, and how many of ``ranks`` hold it."""
         for stage in self.stages:
             for k, name in stage.names.items():
                 whole = self._gradient((stage.index, name), range(self.replicas.microbatches))
                 if whole is None:
                     continue
-                holders = [part.shards.get(k) for _, part in stage.part.members if k not in part.lacks]
+                members = [part for rank, part in stage.part.members if rank in ranks and k not in part.lacks]
+                holders = [part.shards.get(k) for part in members]
                 counts = Counter(None if one is None else replace(one, addend=(0, 1)) for one in holders)
                 for where, count in counts.items():
                     yield name, _square(whole if where is None else where.of(whole)), count
@@ -286,10 +309,11 @@ class Members:
         for rank, norm in enumerate(self.norms):
             replica = self.replicas.of[rank]
             peers = [number for number, of in enumerate(self.replicas.of) if of == replica]
-            for ranks in ([rank], *([peers] if sharded else [])):
+            apart = sharded and all(count == 1 for *_, count in self._held(peers))
+            for ranks in ([rank], *([peers] if apart else [])):
                 part = math.sqrt(sum(squares[number] for number in ranks))
-                apart = len(ranks) < len(self.norms) and scalar_error(part, every) > _ALIKE
-                if norm and apart and scalar_error(norm, part) < _ALIKE:
+                less = len(ranks) < len(self.norms) and scalar_error(part, every) > _ALIKE
+                if norm and less and scalar_error(norm, part) < _ALIKE:
                     several = len(ranks) > 1
                     held = f"rank{'s' * several} {_listed(ranks)} hold{'s' * (not several)} alone"
                     yield Cause("norm", rank=rank, detail=f"rank {rank}'s is the norm of what {held}")
@@ -314,7 +338,7 @@ def _square(gradient: Tensor | None) -> float:
     return 0.0 if gradient is None else gradient.double().square().sum().item()
 
 
-def _times(seen: Tensor, known: Tensor | None) -> float | None:
+def multiple_of(seen: Tensor, known: Tensor | None) -> float | None:
     """How many times ``known`` ``seen`` is; None if it is no multiple."""
     if known is None or seen.shape != known.shape or not known.any():
         return None

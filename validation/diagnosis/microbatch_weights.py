@@ -47,7 +47,8 @@ def faults_in_counts(update: Update, found: Mapping[int, float], within: float) 
         if abs(ratio - 1) > within:
             same = next((known for known in odd if abs(known - ratio) <= within * abs(known)), ratio)
             odd.setdefault(same, []).append(microbatch)
-    whole = {ratio: some for ratio, some in odd.items() if _counted(update, ratio, within)}
+    in_place = abs(sum(found.values()) - len(found)) <= within * len(found)  # of those that are not there
+    whole = {ratio: some for ratio, some in odd.items() if _counted(update, ratio, within, in_place=in_place)}
     again = {ratio: some for ratio, some in odd.items() if ratio > 1 and abs(ratio / round(ratio) - 1) <= within}
     if len(again) > 1:  # each another number of times: no factor gives that
         odd = {ratio: some for ratio, some in odd.items() if ratio not in again}
@@ -87,12 +88,12 @@ def uniform(update: Update, factor: float, within: float) -> Fault:
     return Fault("scale", factor=factor, detail=factor_words(update, factor, room), within=room)
 
 
-def _counted(update: Update, ratio: float, within: float) -> bool:
+def _counted(update: Update, ratio: float, within: float, *, in_place: bool) -> bool:
     """Whether something was left out, added again or turned round: that gives whole numbers.
 
-    Not their number, where they are not divided by it; nothing is counted so often by chance.
+    Not their number, where they are not divided by it; nothing is counted so often by chance, but ``in_place`` of all.
     """
-    undivided = ratio == update.now.microbatches > 2
+    undivided = ratio == update.now.microbatches > 2 and not in_place
     return abs(ratio) <= within or ratio == -1 or (ratio == round(ratio) and ratio >= 2 and not undivided)
 
 

@@ -268,7 +268,8 @@ def _ruled_out(
         (("scale", "sign"), set(nominal) <= {0.0, 1.0}, "what is there is there with factor 1"),
     ):
         if holds and not kinds & set(found):
-            yield RuledOut(found, evidence, len(nominal))
+            told = tuple(kind for kind in found if kind != "swapped-data" or not kinds >= {"dropped", "doubled"})
+            yield RuledOut(told, evidence, len(nominal))
 
 
 def _with_rank(update: Update, cause: Cause) -> Cause:

@@ -15,11 +15,14 @@ from pipeproof.foreign.shared_stages import claims
 from pipeproof.foreign.survey import Both
 from pipeproof.judging.ledger import NOWHERE
 from pipeproof.judging.oracle import copies_apart
+from pipeproof.judging.tolerance import error
 from pipeproof.observers.observed import Claim, Observed, Passed, RankOperation
 from pipeproof.observers.shards import gathered, sized, untiled
 from pipeproof.pipeline.action import Action
 from pipeproof.pipeline.schedule import Schedule
 from pipeproof.reference.step import Site
+
+_PLAIN = 1e-3  # a relative error that no rounding makes; no verdict hangs on it
 
 
 @dataclass(frozen=True)
@@ -109,12 +112,17 @@ class Assembled:
         by_tensor = {id(self._parameters[name]): stage for name, stage in held.items()}
         return {name: held.get(name, by_tensor.get(id(p), NOWHERE)) for name, p in self._parameters.items()}
 
-    def holder(self, site: Site) -> int | None:
-        """The first rank that holds what the step has at ``site``; None where no stage has it."""
+    def holder(self, site: Site, due: Tensor | None) -> int | None:
+        """The first rank whose part of what the step has at ``site`` is not that of ``due``; None where none has any.
+
+        Where all are, or nobody knows, it is the first that has any.
+        """
         for stage in self.stages:
             for k, name in stage.names.items():
                 if (stage.index, name) == site:
-                    return next((rank for rank, part in stage.part.members if k not in part.lacks), stage.rank)
+                    holders = [(rank, part) for rank, part in stage.part.members if k not in part.lacks]
+                    wrong = (rank for rank, part in holders if due is not None and _is_wrong(part, k, due))
+                    return next(wrong, next((rank for rank, _ in holders), stage.rank))
         return None
 
     @property
@@ -269,6 +277,15 @@ class Assembled:
             if content is not None:
                 value = stage.part.values.get(k)
                 yield (stage.index, name), self._by_content[content] if value is None else value
+
+
+def _is_wrong(part: Part, k: int, due: Tensor) -> bool:
+    """Whether a rank's shard is plainly another than that of ``due``."""
+    seen, shard = part.gradients[k], part.shards.get(k)
+    if seen is None or shard is None or not seen.numel():
+        return False
+    own = shard.of(due)
+    return own.shape == seen.shape and error(seen, own) > _PLAIN
 
 
 def _as_done(flows: Sequence[Passed]) -> Sequence[Action]:

@@ -36,8 +36,9 @@ class HandedBack:
     runtime knows: a ``Trace``, actions, or their names (``0F1``). gradients: those of the modules, if they are not in
     ``.grad``. The keys are names in the module, or the parameters themselves. What is not in it has no gradient. On a
     rank with a ``FlatShard``, no part of it is there. A gradient may be a DTensor, a part and its index in the whole,
-    ``(part, slice(0, 4))``, or a ``FlatShard``. A parameter may itself be the part that has this index; where it has no
-    gradient, hand back ``(None, slice(0, 4))``.
+    ``(part, slice(0, 4))``, or a ``FlatShard``. Of several pieces, as of fused queries, keys and values, the index is a
+    list, ``(part, [slice(0, 4), slice(8, 12)])``, and the part has them behind each other. A parameter may itself be
+    the part that has this index; where it has no gradient, hand back ``(None, slice(0, 4))``.
     """
 
     modules: Any = ()
@@ -157,7 +158,7 @@ def _float(value: Any) -> float:
 
 
 def _is_part(value: object) -> bool:
-    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], slice | tuple)
+    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], slice | tuple | list)
 
 
 def _is_number(value: object) -> bool:

@@ -11,7 +11,7 @@ from pipeproof.diagnosis.members import Replicas
 from pipeproof.foreign.handed_back import FlatShard, HandBackError, HandedBack, understood
 from pipeproof.foreign.matching import Local, Names, renamed
 from pipeproof.observers.initial_weights import FirstUse
-from pipeproof.observers.shards import Index, InShards, Shard, ShardError, flat_shard, placed_as, shard_at, shard_of
+from pipeproof.observers.shards import Indices, InShards, Shard, ShardError, flat_shard, placed_as, shard_at, shard_of
 from pipeproof.observers.sketch import contents, digest
 from pipeproof.observers.watching import Call, Watcher, watching
 from pipeproof.pipeline.action import Action
@@ -213,8 +213,7 @@ def _parameters(module: nn.Module) -> list[tuple[str, nn.Module, str, nn.Paramet
 def _weights_in_parts(parameters: Sequence[nn.Parameter], shards: Mapping[int, Shard]) -> Iterator[int]:
     """The weights of which this rank has just the part that it has of the gradient: cut up by hand, not by DTensors."""
     for k, shard in shards.items():
-        lengths = tuple(stop - start for start, stop in shard.bounds)
-        if not isinstance(parameters[k], InShards) and not shard.flat and tuple(parameters[k].shape) == lengths:
+        if not isinstance(parameters[k], InShards) and not shard.flat and tuple(parameters[k].shape) == shard.lengths:
             yield k
 
 
@@ -246,7 +245,7 @@ def _in_parts(held: Iterable[tuple[str, Any]]) -> tuple[tuple[Tensor | None, ...
     return tuple(gradients), shards
 
 
-def _placed(given: Any) -> tuple[Tensor | None, Shard | Index | None]:
+def _placed(given: Any) -> tuple[Tensor | None, Shard | Indices | None]:
     """What there is of a gradient, and where."""
     if isinstance(given, FlatShard):
         shard = flat_shard(given.start, given.part)
@@ -254,7 +253,7 @@ def _placed(given: Any) -> tuple[Tensor | None, Shard | Index | None]:
     return given if isinstance(given, tuple) else (given, None)
 
 
-def _shard(part: Tensor | None, where: Shard | Index | None) -> Shard | None:
+def _shard(part: Tensor | None, where: Shard | Indices | None) -> Shard | None:
     if where is None:
         return None if part is None else shard_of(part)
     return where if isinstance(where, Shard) else shard_at(where, part)

@@ -166,8 +166,7 @@ def _with_whole_weights(bundle: Sequence[Member]) -> list[Member]:
     for rank, part in bundle:
         locals_, values = list(part.locals), dict(part.values)
         for k, own in part.weights.items():
-            others = [one for of, one in reversed(lying[part.locals[k].name]) if of is not part]
-            every = [*others, own]  # of equal parts the last counts
+            every = [own, *(one for of, one in lying[part.locals[k].name] if of is not part)]  # the first counts
             whole = None if untiled([shard for shard, _ in every]) else gathered(every)
             if whole is not None:
                 locals_[k], values[k] = replace(locals_[k], content=digest(whole)), whole

@@ -11,6 +11,7 @@ from itertools import chain, zip_longest
 from time import perf_counter
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -30,7 +31,7 @@ from pipeproof.judging.verdict import Crash, Verdict
 from pipeproof.observers.observed import Observed
 from pipeproof.observers.sketch import UNSOUGHT, contents
 from pipeproof.reference.data import Batch
-from pipeproof.reference.step import Contribution, Reference
+from pipeproof.reference.step import Contribution, Reference, Site
 from pipeproof.worlds.rank_report import NeedsMoreRanks, RankFailed, WorldError
 from pipeproof.worlds.world import World
 
@@ -199,7 +200,7 @@ def _judged(title: str, task: Task, found: Assembled, second: SecondModel, run: 
     if verdict.mismatches and all(one.law in _OF_CALLS for one in verdict.mismatches):
         last = judged(required, found.observed(found.passages(run.places, run.note_handed_on, last=True)))
         verdict = _with_notes(last, {"microbatches": _WARMED_UP}) if last.verdict == "pass" else verdict
-    verdict = _at_holders(_of_first_ranks(verdict), found)
+    verdict = _at_holders(_of_first_ranks(verdict), found, made)
     if found.watched and found.missed:
         verdict = _with_notes(verdict, dict.fromkeys(_OF_CALLS, found.missed))
     if not verdict.mismatches:
@@ -220,15 +221,25 @@ def _judged(title: str, task: Task, found: Assembled, second: SecondModel, run: 
         return sought(verdict, told)
 
 
-def _at_holders(verdict: Verdict, found: Assembled) -> Verdict:
-    """``verdict``; what is wrong with a parameter is placed on a rank that holds it."""
+def _at_holders(verdict: Verdict, found: Assembled, made: Sequence[Contribution]) -> Verdict:
+    """``verdict``; what is wrong with a parameter is placed on a rank that holds it.
+
+    What is held against the model comes first: where ranks differ, the one that the others are held against may be it.
+    """
     placed = [
-        replace(one, rank=found.holder((one.stage, one.parameter)))
+        replace(one, rank=found.holder((one.stage, one.parameter), _due((one.stage, one.parameter), made)))
         if one.law in ("gradient", "presence") and one.stage is not None and one.parameter is not None
         else one
         for one in verdict.mismatches
     ]
-    return replace(verdict, mismatches=tuple(placed))
+    return replace(verdict, mismatches=tuple(sorted(placed, key=lambda one: one.law == "replicas")))
+
+
+def _due(site: Site, made: Sequence[Contribution]) -> Tensor | None:
+    """What all microbatches give there."""
+    parts = [one.gradients.get(site) for one in made]
+    given = [one.cpu() for one in parts if one is not None]
+    return torch.stack(given).sum(dim=0) if given else None
 
 
 def _of_first_ranks(verdict: Verdict) -> Verdict:

@@ -6,9 +6,11 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 Index = slice | tuple[slice, ...]  # as in ``whole[index]``: of the first dimensions; the others are whole
+Indices = Index | list[Index]  # or of several pieces, which lie behind each other in the first dimension of the part
 Bounds = tuple[tuple[int, int], ...]  # from where to where, in every dimension
 
 
@@ -34,7 +36,8 @@ class Shard:
     """Where a part lies. ``shape`` is the whole's, if that is known, ``peers`` the ranks with the others, if known.
 
     ``flat``: the part is of the flattened whole, and so are bounds and shape. ``addend``: which of how many tensors it
-    is whose sum lies there, as in a DTensor that is Partial.
+    is whose sum lies there, as in a DTensor that is Partial. ``beside``: where its other pieces lie, in the order in
+    which they follow each other in its first dimension.
     """
 
     bounds: Bounds
@@ -42,27 +45,44 @@ class Shard:
     peers: tuple[int, ...] = field(default=(), compare=False)  # those of two replicas are one part
     flat: bool = False
     addend: tuple[int, int] = (0, 1)
+    beside: tuple[Bounds, ...] = ()
 
     def __str__(self) -> str:
-        return f"[{', '.join(f'{start}:{stop}' for start, stop in self.bounds)}]"
+        return " and ".join(f"[{', '.join(f'{start}:{stop}' for start, stop in one)}]" for one in self._each)
+
+    @property
+    def _each(self) -> tuple[Bounds, ...]:
+        return (self.bounds, *self.beside)
+
+    @property
+    def pieces(self) -> "list[Shard]":
+        """Each by itself."""
+        return [replace(self, bounds=one, beside=()) for one in self._each]
 
     @property
     def index(self) -> tuple[slice, ...]:
+        """Of its first piece."""
         return tuple(slice(*bound) for bound in self.bounds)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The shape of what lies there."""
+        first, *others = ([stop - start for start, stop in one] for one in self._each)
+        return (first[0] + sum(one[0] for one in others), *first[1:]) if first else ()
 
     def of(self, whole: Tensor) -> Tensor:
         """What lies there in ``whole``."""
+        if self.beside:
+            return torch.cat([one.of(whole) for one in self.pieces])
         return whole.flatten()[self.index] if self.flat else whole[self.index]
 
     @property
     def count(self) -> int:
         """How many elements."""
-        count = 1
-        for start, stop in self.bounds:
-            count *= stop - start
-        return count
+        return math.prod(self.lengths)
 
     def overlaps(self, other: "Shard") -> bool:
+        """Whether their first pieces do."""
         return all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(self.bounds, other.bounds, strict=True))
 
 
@@ -130,19 +150,39 @@ def placed_as(tensor: Tensor) -> Shard | None:
         return None
 
 
-def shard_at(index: Index, part: Tensor | None) -> Shard:
+def shard_at(index: Indices, part: Tensor | None) -> Shard:
     """The part of a parameter that has this index. Raises ``ShardError`` where the two do not fit."""
-    slices = index if isinstance(index, tuple) else (index,)
-    for one in slices:
-        if not isinstance(one, slice) or one.start is None or one.stop is None or one.step not in (None, 1):
-            raise ShardError(f"its index has {one}: expected slices that say from where to where, e.g. slice(0, 4)")
-    bounds = tuple((int(one.start), int(one.stop)) for one in slices)
-    if part is not None:
-        lengths = tuple(part.shape)
-        if tuple(stop - start for start, stop in bounds) != lengths[: len(bounds)]:
-            raise ShardError(f"its index is {index}, but its shape {list(lengths)}: expected one to fit the other")
-        bounds += tuple((0, length) for length in lengths[len(bounds) :])
-    return Shard(bounds)
+    pieces = [one if isinstance(one, tuple) else (one,) for one in (index if isinstance(index, list) else [index])]
+    lengths = None if part is None else tuple(part.shape)
+    if not pieces or len({len(one) for one in pieces}) > 1 or (lengths is not None and len(pieces[0]) > len(lengths)):
+        raise _misfit(index, lengths)
+    bounds = [
+        tuple(_bound(one, lengths if len(pieces) == 1 else None, dim) for dim, one in enumerate(p)) for p in pieces
+    ]
+    whole = () if lengths is None else tuple((0, length) for length in lengths[len(pieces[0]) :])
+    first, *others = ((*one, *whole) for one in bounds)
+    found = Shard(first, beside=tuple(others))
+    if lengths is not None and found.lengths != lengths:
+        raise _misfit(index, lengths)
+    if any(one.overlaps(two) for one, two in combinations(found.pieces, 2)):
+        raise ShardError(f"its index is {index}, whose pieces overlap: expected each row once")
+    return found
+
+
+def _bound(one: slice, lengths: tuple[int, ...] | None, dim: int) -> tuple[int, int]:
+    """From where to where; where only one of them is said, the part has all from there, or up to there."""
+    said = [one.start, one.stop] if isinstance(one, slice) and one.step in (None, 1) else [-1]
+    if said[-1] is None and lengths is not None:
+        said[-1] = (said[0] or 0) + lengths[dim]
+    start, stop = said[0] or 0, said[-1]
+    if not isinstance(start, int) or not isinstance(stop, int) or not 0 <= start <= stop:
+        raise ShardError(f"its index has {one}: expected slices that say from where to where, e.g. slice(0, 4)")
+    return start, stop
+
+
+def _misfit(index: Indices, lengths: tuple[int, ...] | None) -> ShardError:
+    shape = "no part is there" if lengths is None else f"its shape {list(lengths)}"
+    return ShardError(f"its index is {index}, but {shape}: expected one to fit the other")
 
 
 def flat_shard(start: int, part: Tensor | None) -> Shard:
@@ -160,23 +200,25 @@ def sized(shards: Mapping[int, Shard], sizes: Mapping[int, tuple[int, ...]]) -> 
 
 
 def gathered(parts: Sequence[tuple[Shard, Tensor | None]]) -> Tensor | None:
-    """The whole, not a number where no part lies; None where no rank has anything."""
-    given = [(shard, part) for shard, part in parts if part is not None]
+    """The whole, of equal parts the first, not a number where no part lies; None where no rank has anything."""
+    given = [(shard, part) for shard, part in reversed(parts) if part is not None]
     if not given:
         return None
     whole = given[0][1].new_full(_shape([shard for shard, _ in given]), float("nan"))
     for shard, part in sorted(dict(given).items(), key=lambda one: one[0].addend):
-        whole[shard.index] = part if shard.addend[0] == 0 else whole[shard.index] + part
+        rows = torch.split(part, [one.lengths[0] for one in shard.pieces]) if shard.beside else [part]
+        for piece, of_it in zip(shard.pieces, rows, strict=True):
+            whole[piece.index] = of_it if shard.addend[0] == 0 else whole[piece.index] + of_it
     return whole
 
 
 def untiled(shards: Sequence[Shard]) -> str:
     """What is wrong with ``shards`` as the parts of one whole; empty if each element is in one of them."""
     for one in shards:
-        missing = set(range(one.addend[1])) - {two.addend[0] for two in shards if two.bounds == one.bounds}
+        missing = set(range(one.addend[1])) - {two.addend[0] for two in shards if two._each == one._each}
         if missing:
             return f"part {one} is a sum of {one.addend[1]}: number {min(missing)} of them is nowhere"
-    distinct = list(dict.fromkeys(replace(one, addend=(0, 1)) for one in shards))
+    distinct = list(dict.fromkeys(replace(piece, addend=(0, 1)) for one in shards for piece in one.pieces))
     if len({(len(shard.bounds), shard.flat) for shard in distinct}) > 1:
         return "parts of different dimensions"
     for one, two in combinations(distinct, 2):
@@ -195,4 +237,7 @@ def _shape(shards: Sequence[Shard]) -> tuple[int, ...]:
     known = next((shard.shape for shard in shards if shard.shape is not None), None)
     if known is not None:
         return known
-    return tuple(max(stop for _, stop in column) for column in zip(*(shard.bounds for shard in shards), strict=True))
+    return tuple(
+        max(stop for _, stop in column)
+        for column in zip(*(one for shard in shards for one in shard._each), strict=True)
+    )

@@ -154,10 +154,50 @@ def test_an_index_and_a_part() -> None:
 
 
 @pytest.mark.parametrize(
+    ("index", "told"),
+    [
+        (slice(None), "[0:2, 0:3]"),
+        (slice(4, None), "[4:6, 0:3]"),
+        (slice(None, 2), "[0:2, 0:3]"),
+        ((slice(None), slice(3, None)), "[0:2, 3:6]"),
+        ([slice(0, 1), slice(4, 5)], "[0:1, 0:3] and [4:5, 0:3]"),
+        ([(slice(0, 1), slice(3, 6)), (slice(4, 5), slice(3, 6))], "[0:1, 3:6] and [4:5, 3:6]"),
+    ],
+)
+def test_an_index_says_where_a_part_lies(index: Any, told: str) -> None:
+    shard, whole = shard_at(index, torch.zeros(2, 3)), torch.arange(36.0).view(6, 6)
+    assert str(shard) == told
+    assert (shard.lengths, shard.count, shard.of(whole).shape) == ((2, 3), 6, (2, 3))
+
+
+def test_pieces_are_put_together_with_those_of_others() -> None:
+    whole = torch.arange(24.0).view(6, 4)
+    ranks = [[slice(0, 1), slice(2, 3), slice(4, 5)], [slice(1, 2), slice(3, 4), slice(5, 6)]]
+    parts = [torch.cat([whole[one] for one in rows]) for rows in ranks]
+    lying = [(shard_at(rows, part), part) for rows, part in zip(ranks, parts, strict=True)]
+    assert untiled([shard for shard, _ in lying]) == ""
+    made = gathered(lying)
+    assert made is not None
+    assert torch.equal(made, whole)
+    assert untiled([lying[0][0]]) == "parts [0:1, 0:4], [2:3, 0:4], [4:5, 0:4] of [5, 4]: not all of it"
+    assert untiled([lying[0][0], shard_at(slice(0, 3), whole[:3])]) == "parts [0:1, 0:4] and [0:3, 0:4] overlap"
+
+
+def test_of_equal_parts_the_first_is_put_together() -> None:
+    shards = [shard_at(slice(0, 2), torch.zeros(2)), shard_at(slice(2, 4), torch.zeros(2))]
+    made = gathered([(shards[0], torch.ones(2)), (shards[1], torch.ones(2)), (shards[1], torch.zeros(2))])
+    assert made is not None
+    assert made.tolist() == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
     ("index", "sentence"),
     [
         (slice(0, 3), r"its index is slice\(0, 3, None\), but its shape \[2, 3\]"),
-        (slice(None, 2), "expected slices that say from where to where"),
+        (slice(-4, -2), "expected slices that say from where to where"),
+        ([slice(0, 1), slice(0, 1)], r"whose pieces overlap: expected each row once"),
+        ([slice(0, 1), (slice(1, 2), slice(0, 3))], r"but its shape \[2, 3\]"),
+        ([], r"its index is \[\], but its shape \[2, 3\]"),
         (slice(0, 4, 2), "expected slices that say from where to where"),
         ((0,), "its index has 0: expected slices"),
     ],

@@ -28,7 +28,7 @@ def attributed(evidence: Evidence) -> list[Cause]:
     found = evidence.attribution
     if found is None or found.right or (evidence.sums is not None and evidence.sums.alike):
         return []
-    causes = list(found.causes)
+    causes = [_undivided(cause, evidence) for cause in found.causes]
     if found.unknown or not causes:  # one thing that gives everything says more than what gives a part
         own = evidence.playable is not None
         causes = (played_through(evidence) if own else replayed(evidence) or inside(evidence)) or causes
@@ -36,6 +36,13 @@ def attributed(evidence: Evidence) -> list[Cause]:
     if evidence.sums is not None:
         return [_clipped(evidence, cause) for cause in causes]
     return causes if evidence.playable is not None else [_seen_more(cause, evidence) for cause in causes]
+
+
+def _undivided(cause: Cause, evidence: Evidence) -> Cause:
+    """``cause`` of one microbatch in place of all; where every loss is right, nothing was, and it was not divided."""
+    right = any(law.name == "loss" and law.outcome == "pass" and law.checked for law in evidence.verdict.laws)
+    alone = cause.kind == "doubled" and cause.factor == evidence.microbatches > 2
+    return replace(cause, kind="scale") if alone and right else cause
 
 
 def _seen_more(cause: Cause, evidence: Evidence) -> Cause:

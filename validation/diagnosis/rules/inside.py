@@ -23,6 +23,7 @@ from pipeproof.diagnosis.what_if import same_loss
 from pipeproof.judging.cause import Cause
 from pipeproof.judging.tolerance import error
 from pipeproof.judging.verdict import Mismatch
+from pipeproof.pipeline.sizes import some
 from pipeproof.reference.outputs import module_of
 from pipeproof.reference.passage import Passage
 
@@ -166,7 +167,7 @@ def _columns(stage: Stage, part: Part, module: str) -> slice | None:
     """Which of its outputs' columns a rank computes of a module whose weight is cut along its first dimension."""
     numbers = [k for k, name in stage.names.items() if name == f"{module}.weight" and k in part.shards]
     where = part.shards[numbers[0]] if numbers else None
-    if where is None or where.flat or where.shape is None or len(where.bounds) != 2:
+    if where is None or where.flat or where.beside or where.shape is None or len(where.bounds) != 2:
         return None
     rows, columns = where.bounds
     return slice(*rows) if columns == (0, where.shape[1]) and rows != (0, where.shape[0]) else None
@@ -244,9 +245,9 @@ def first_of_backward(evidence: Evidence) -> Sequence[str]:
         return ()
     last = max(used.get(name, 0) for _, name in wrong)
     stage, name = min(site for site in wrong if used.get(site[1], 0) == last)
-    later = sum(time > last for time in used.values())
-    told = f"first wrong in the backward: stage {stage}, {name}: the {later} parameters used after it are right"
-    return (told,) if later else ()
+    later = sum(used.get(name, 0) > last for _, name in evidence.gradients)  # not other names of one
+    who = f"{some(later, 'parameter')} used after it {'is' if later == 1 else 'are'}"
+    return (f"first wrong in the backward: stage {stage}, {name}: the {who} right",) if later else ()
 
 
 def _only_rank(evidence: Evidence) -> int | None:

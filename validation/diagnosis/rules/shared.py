@@ -6,9 +6,9 @@ from dataclasses import replace
 import torch
 
 from pipeproof.diagnosis.attribution import attribute
-from pipeproof.diagnosis.copies import adding_up, unreduced
+from pipeproof.diagnosis.copies import adding_up, multiplied, unreduced
 from pipeproof.diagnosis.evidence import Evidence
-from pipeproof.diagnosis.members import Members
+from pipeproof.diagnosis.members import Members, Replicas
 from pipeproof.diagnosis.rules.inside import first_of_backward, other_forward, own_parts
 from pipeproof.judging.cause import Cause, listed
 from pipeproof.judging.tolerance import error, scalar_error
@@ -32,7 +32,8 @@ def shared(evidence: Evidence) -> list[Cause]:
     unmet = unreduced(members, evidence.expected)
     wrong = evidence.wrong("gradient", "presence", "replicas")
     unmet = unmet or adding_up(members, evidence.expected, wrong, evidence.used)
-    return unmet or _of_single_ranks(evidence, members) or own_parts(evidence) or other_forward(evidence)
+    unmet = unmet or _of_single_ranks(evidence, members) or multiplied(members, evidence.expected)
+    return unmet or own_parts(evidence) or other_forward(evidence)
 
 
 def of_replicas(causes: Sequence[Cause], evidence: Evidence) -> Sequence[Cause]:
@@ -41,14 +42,28 @@ def of_replicas(causes: Sequence[Cause], evidence: Evidence) -> Sequence[Cause]:
     found = {cause.kind: cause for cause in causes}
     if replicas is None or replicas.count < 2 or found.keys() != {"dropped", "doubled"} or len(causes) > 2:
         return causes
-    shares = {tuple(replicas.share(rank)): of for rank, of in enumerate(replicas.of)}
-    lost, twice = (shares.get(found[kind].microbatches) for kind in ("dropped", "doubled"))
-    if lost is None or twice is None:
+    lost, twice = (_whole_shares(found[kind].microbatches, replicas) for kind in ("dropped", "doubled"))
+    if not lost or not twice:
         return causes
-    told = f"those of replica {lost}, and replica {twice}'s instead: its data, or its gradients, were taken for all"
+    theirs = "their" if len(twice) > 1 else "its"
+    told = (
+        f"those of {_replicas(lost)}, and those of {_replicas(twice)} instead: {theirs} data, or {theirs} gradients, "
+        "were taken for them"
+    )
     return [
         replace(one, detail="; ".join(filter(None, (one.detail, told * (one.kind == "dropped"))))) for one in causes
     ]
+
+
+def _whole_shares(microbatches: Sequence[int], replicas: Replicas) -> list[int]:
+    """The replicas whose microbatches these are; none if it is only some of any replica's."""
+    numbers = sorted({m % replicas.count for m in microbatches})
+    every = [m for number in numbers for m in range(number, replicas.microbatches, replicas.count)]
+    return numbers if sorted(every) == sorted(microbatches) else []
+
+
+def _replicas(numbers: Sequence[int]) -> str:
+    return f"replica{'s' * (len(numbers) > 1)} {listed(numbers)}"
 
 
 def _of_single_ranks(evidence: Evidence, members: Members) -> list[Cause]:
