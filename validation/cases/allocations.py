@@ -1,4 +1,7 @@
-"""The memory that some work takes, counted and not sampled: the profiler's record of every allocation and release."""
+"""The memory that some work takes, counted and not sampled: the profiler's record of every allocation and release.
+
+What was allocated before, and is let go of meanwhile, is not in that record.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,24 +9,37 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
+
+_MARK = "pipeproof: memory is counted from here"
 
 
 @dataclass
 class Allocations:
-    """In bytes, of a block of work: what is allocated at its end beyond its beginning, and the most of that at once."""
+    """In bytes, of a block of work: what it allocated and still holds at its end, and the most at once since ``mark``.
 
+    Where nobody marks, the most is that of the whole block.
+    """
+
+    device: str
     net: int = 0
     most: int = 0
+
+    def mark(self) -> None:
+        """Here begins what may be the most."""
+        if self.device != "cpu":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        with record_function(_MARK):
+            pass
 
 
 @contextmanager
 def allocations(device: str = "cpu") -> Iterator[Allocations]:
     """Count what the block allocates on ``device``; what is yielded is filled in when it ends."""
-    found = Allocations()
+    found = Allocations(device)
     if device != "cpu":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
+        found.mark()
         before = torch.cuda.memory_allocated()
         yield found
         torch.cuda.synchronize()
@@ -32,6 +48,8 @@ def allocations(device: str = "cpu") -> Iterator[Allocations]:
         return
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         yield found
-    events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
-    sums = list(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
-    found.net, found.most = (sums[-1] if sums else 0), max(sums, default=0)
+    every = sorted(record.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    events = [event for event in every if event.name() in ("[memory]", _MARK)]
+    first = max((k for k, event in enumerate(events) if event.name() == _MARK), default=0)
+    held = list(accumulate(event.nbytes() if event.name() != _MARK else 0 for event in events))
+    found.net, found.most = (held[-1] if held else 0), max(held[first:], default=0)

@@ -1,22 +1,21 @@
 """One rank's part of a bench: a step is set up, run once, and then timed alone, without anything that observes it."""
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from time import perf_counter
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from pipeproof.cases.allocations import Allocations, allocations
+from pipeproof.cases.allocations import allocations
 from pipeproof.cases.case import Case
 from pipeproof.cases.data import data_for, max_norm_of
 from pipeproof.cases.observe import assemble
 from pipeproof.cases.primitives.layers import microbatches
 from pipeproof.cases.primitives.stacked import ready, reference_of
 from pipeproof.cases.primitives.stacks import Stack
+from pipeproof.cases.timings import Turn
 from pipeproof.reference.step import Recipe, objective
 from pipeproof.worlds.deterministic import deterministic
 from pipeproof.worlds.worker import RankContext
@@ -25,32 +24,26 @@ STEPS = 3  # timed ones in a turn, after one that is not
 
 
 @dataclass(frozen=True)
-class Turn:
-    """What one rank saw: how long each step took, the losses of all that it knows, and bytes at most (0: not counted).
-
-    The bytes are those of its parameters, and what its step allocates beyond them.
-    """
-
-    seconds: tuple[float, ...]
-    losses: tuple[float, ...]
-    bytes: int = 0
-
-
-@dataclass(frozen=True)
 class Running:
-    """A rank that is ready to step: what it has, what a step does, and how many bytes it holds before.
+    """A rank that is ready to step: the whole model, what this rank has of it, and what a step does.
 
     A step returns losses, none where the rank has not the last stage.
     """
 
+    model: nn.Module
     modules: Sequence[nn.Module]
     step: Callable[[], Sequence[float]]
-    held: int
 
     def clear(self) -> None:
         """Let go of all gradients."""
         for module in self.modules:
             module.zero_grad(set_to_none=True)
+
+    @property
+    def others(self) -> int:
+        """Bytes of the model's parameters that only other ranks have to do with."""
+        own = {id(parameter) for module in self.modules for parameter in module.parameters()}
+        return sum(one.numel() * one.element_size() for one in self.model.parameters() if id(one) not in own)
 
 
 def take_turn(context: RankContext, work: Case | Stack, counted: bool) -> Turn:
@@ -59,13 +52,16 @@ def take_turn(context: RankContext, work: Case | Stack, counted: bool) -> Turn:
     ``counted``: one step, whose memory is counted, which takes time; else it is timed.
     """
     deterministic(context.device)
-    running = _of_stack(context, work, counted) if isinstance(work, Stack) else _of_case(context, work)
+    ready_rank = _of_stack(context, work) if isinstance(work, Stack) else _of_case(context, work)
     if not counted:
+        running = ready_rank()
         running.step()
         return _timed(context, running)
-    with allocations(context.device) as taken:
+    with allocations(context.device) as found:
+        running = ready_rank()
+        found.mark()
         losses = running.step()
-    return Turn((), tuple(losses), running.held + taken.most)
+    return Turn((), tuple(losses), found.most - running.others)
 
 
 def _timed(context: RankContext, running: Running) -> Turn:
@@ -88,41 +84,36 @@ def _wait(context: RankContext) -> None:
         torch.cuda.synchronize()
 
 
-def _of_case(context: RankContext, case: Case) -> Running:
-    model, schedule = assemble(context, case)
+def _of_case(context: RankContext, case: Case) -> Callable[[], Running]:
+    """Sets this rank of ``case`` up, whose microbatches are there."""
     batches = [batch.to(context.device) for batch in data_for(case, 0)]
-    _, divisor = objective(model, batches, Recipe(loss=case.loss))
-    loss_divisor = None if case.loss == "mean" else divisor
     pairs = [(batch.inputs, batch.target) for batch in batches]
     max_norm = max_norm_of(case, case.plan.index("train"))
-    modules = [stage.module for stage in schedule.parts.stages]
 
-    def step() -> Sequence[float]:
-        return schedule.train_step(pairs, max_norm=max_norm, loss_divisor=loss_divisor).losses
+    def setup() -> Running:
+        model, schedule = assemble(context, case)
+        _, divisor = objective(model, batches, Recipe(loss=case.loss))
 
-    return Running(modules, step, sum(map(_bytes, modules)))
+        def step() -> Sequence[float]:
+            loss_divisor = None if case.loss == "mean" else divisor
+            return schedule.train_step(pairs, max_norm=max_norm, loss_divisor=loss_divisor).losses
+
+        return Running(model, [stage.module for stage in schedule.parts.stages], step)
+
+    return setup
 
 
-def _of_stack(context: RankContext, stack: Stack, counted: bool) -> Running:
-    model = reference_of(stack)().to(context.device).train()
+def _of_stack(context: RankContext, stack: Stack) -> Callable[[], Running]:
+    """Sets this rank of ``stack`` up, whose microbatches are there."""
     given = [(x.to(context.device), y.to(context.device)) for x, y in microbatches(stack.microbatches, stack.seed)]
-    whole = _bytes(model)
-    with allocations(context.device) if counted else nullcontext(Allocations()) as made:
+
+    def setup() -> Running:
+        model = reference_of(stack)().to(context.device).train()
         rank = ready(model, given, stack=stack)  # type: ignore[arg-type]  # of its layers
-    own = {id(parameter) for stage in rank.stages for parameter in stage.parameters()}
-    others = sum(_size(one) for one in model.parameters() if id(one) not in own)  # stages of other ranks
 
-    def step() -> Sequence[float]:
-        return rank.step().losses or ()  # type: ignore[return-value]  # a list, as ``run`` makes it
+        def step() -> Sequence[float]:
+            return rank.step().losses or ()  # a list, as it makes it
 
-    return Running(rank.stages, step, whole + made.net - others)
+        return Running(model, rank.stages, step)
 
-
-def _bytes(module: nn.Module) -> int:
-    """Of its parameters, as far as they are on this rank."""
-    return sum(map(_size, module.parameters()))
-
-
-def _size(parameter: nn.Parameter) -> int:
-    part = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    return part.numel() * part.element_size()
+    return setup

@@ -2,19 +2,30 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
-
-from pipeproof.cases.timed_step import Turn
 
 FEWEST = 3  # rounds: with fewer nobody knows how far they are apart
 
 
 @dataclass(frozen=True)
-class Timing:
-    """One config. ``name``: its file. ``runs``: what of it was run. ``work``: what a step of that computes.
+class Turn:
+    """What one rank saw in one turn: how long each step took, the losses that it knows, and bytes (0: not counted).
 
-    rounds: the median step of each round, in seconds; a step takes as long as its slowest rank. bytes: at most, by rank.
+    The bytes are those of its parameters, and the most that its step allocates beyond them.
+    """
+
+    seconds: tuple[float, ...]
+    losses: tuple[float, ...]
+    bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One config: its file's name, what of it was run, and what a step of that computes.
+
+    rounds: the median step of each, in seconds; a step takes as long as its slowest rank. bytes: at most, by rank.
+    losses: how many were seen. strange: those of them that are not finite.
     """
 
     name: str
@@ -22,20 +33,20 @@ class Timing:
     work: str
     rounds: tuple[float, ...] = ()
     bytes: tuple[int, ...] = ()
-    losses: tuple[float, ...] = ()
+    losses: int = 0
+    strange: tuple[float, ...] = ()
 
-    def with_turn(self, turns: Sequence[Turn]) -> "Timing":
-        """After one more turn, of all its ranks."""
+    def after(self, turns: Sequence[Turn]) -> "Timing":
+        """With one more turn, of all its ranks."""
         steps = [max(times) for times in zip(*(turn.seconds for turn in turns), strict=True)]
+        losses = [loss for turn in turns for loss in turn.losses]
         counted = tuple(turn.bytes for turn in turns)
-        losses = tuple(loss for turn in turns for loss in turn.losses)
-        return Timing(
-            self.name,
-            self.runs,
-            self.work,
-            (*self.rounds, *([median(steps)] if steps else [])),
-            counted if any(counted) else self.bytes,
-            (*self.losses, *losses),
+        return replace(
+            self,
+            rounds=(*self.rounds, *([median(steps)] if steps else [])),
+            bytes=counted if any(counted) else self.bytes,
+            losses=self.losses + len(losses),
+            strange=(*self.strange, *(loss for loss in losses if not math.isfinite(loss))),
         )
 
     @property
@@ -47,11 +58,6 @@ class Timing:
     def spread(self) -> float:
         """How far the slowest round is from the fastest, in medians."""
         return (max(self.rounds) - min(self.rounds)) / self.seconds
-
-    @property
-    def strange(self) -> list[float]:
-        """Losses that are not finite."""
-        return [loss for loss in self.losses if not math.isfinite(loss)]
 
 
 @dataclass(frozen=True)
@@ -74,5 +80,5 @@ class Ratio:
 
     @property
     def noise(self) -> bool:
-        """Whether it is too near to 1 to be told from noise, or rounds are too few to know."""
-        return len(self.first.rounds) < FEWEST or abs(self.value - 1) <= self.spread
+        """Whether it cannot be told from noise: it is as near to 1 as rounds are to each other, or they are too few."""
+        return len(self.first.rounds) < FEWEST or max(self.value, 1 / self.value) - 1 <= self.spread

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from pipeproof.cases.case import Case
 from pipeproof.cases.config import Config
@@ -53,8 +53,10 @@ def bench(wanted: Sequence[tuple[Config, Work]], setting: Setting, *, rounds: in
             _tell(terminal, timings, device)
         strange = [one for one in timings if one.strange]
         for one in strange:
-            terminal.say(f"{one.name}: a loss is {one.strange[0]}: expected a finite one; pipeproof validate says why")
-        status = WRONG if strange else NO_VERDICT if failed or not done else 0
+            found = f"{len(one.strange)} of {some(one.losses, 'loss')} not finite, the first {one.strange[0]}"
+            terminal.say(f"{one.name}: {found}; `pipeproof validate --config {one.name}` says where")
+        vacuous = not done or not all(one.losses for one in timings)
+        status = WRONG if strange else NO_VERDICT if failed or vacuous else 0
         return files.finish(status, rounds=done, timings=[_data(one, timings[0]) for one in timings])
 
 
@@ -63,12 +65,8 @@ def _take_turns(works: Sequence[Work], timings: list[Timing], world: World, roun
     for number in range(rounds + 1):
         for k, work in enumerate(works):
             with Terminal().progress(f"round {number} of {rounds}: {timings[k].name}"), enough_ranks():
-                turns = world.run(take_turn, work, number == 0, ranks=_ranks(work))
-            timings[k] = timings[k].with_turn(turns)
-
-
-def _ranks(work: Work) -> int:
-    return work.ranks
+                turns = world.run(take_turn, work, number == 0, ranks=work.ranks)
+            timings[k] = timings[k].after(turns)
 
 
 def _told(work: Work) -> tuple[str, str]:
@@ -131,7 +129,7 @@ def _about(timings: Sequence[Timing], device: str) -> Iterator[str]:
 def _data(one: Timing, first: Timing) -> dict[str, object]:
     compared = bool(one.rounds)
     ratio = Ratio(first, one)
-    data = asdict(one) | {"rounds": list(one.rounds), "bytes": list(one.bytes), "losses": list(one.losses)}
+    data = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(one).items()}
     return data | {
         "seconds": one.seconds if compared else None,
         "spread": one.spread if compared else None,

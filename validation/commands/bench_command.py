@@ -7,13 +7,14 @@ from pipeproof.cases.case import Case, CaseError
 from pipeproof.cases.config import Config, read_config
 from pipeproof.cases.primitives.stacks import Stack
 from pipeproof.cases.runtimes import OWN
+from pipeproof.cases.timings import FEWEST
 from pipeproof.commands.option_parser import add_count
 from pipeproof.commands.outputs import Outputs, add_outputs
 from pipeproof.commands.selection import add_world
 from pipeproof.pipeline.sizes import counted
 from pipeproof.worlds.launcher import start_fork_server
 
-_FEWEST, _MOST = 3, 10_000  # rounds
+_MOST = 10_000  # rounds
 
 
 def add_bench_command(commands: "argparse._SubParsersAction[Any]") -> None:
@@ -33,7 +34,7 @@ def add_bench_command(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    counted("--rounds", options.rounds, least=_FEWEST, most=_MOST)
+    counted("--rounds", options.rounds, least=FEWEST, most=_MOST)
     configs = [read_config(path) for path in options.config]
     works = [work_of(config) for config in configs]
     start_fork_server()
