@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from bench_table import Row, Target
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input
-from torch.profiler import ProfilerActivity, profile
 
+from pipeproof.cases.allocations import allocations
 from pipeproof.pipeline.stage import ModuleStage
 
 
@@ -70,11 +70,11 @@ def held_bytes(step: Callable[[nn.Module, Tensor, Tensor], object], module: nn.M
     kept = step(module, x, gradient)  # what is allocated once and for all is not what is held
     x.grad = None
     del kept
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+    with allocations() as found:
         kept = step(module, x, gradient)
         x.grad = None  # torch adds the input's gradient there
     del kept
-    return sum(event.nbytes() for event in record.profiler.kineto_results.events() if event.name() == "[memory]")
+    return found.net
 
 
 def _after_forward(module: nn.Module, x: Tensor, gradient: Tensor) -> object:

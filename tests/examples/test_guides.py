@@ -140,7 +140,7 @@ def test_a_page_can_be_followed(page: str, run: Callable[[str], tuple[int, str]]
             pytest.importorskip("matplotlib")  # the extra "plot"
         status, printed = run(command)
         seen = printed.strip()
-        assert status == int(bool(re.search(r"(?m)^FAIL|breaks \d+ law", seen))), seen
+        assert status == int(bool(re.search(r"(?m)^(FAIL|DIFFERENT) |breaks \d+ law", seen))), seen
         if output:
             agree_or_rewrite(page, seen, output, after=f"$ {command}\n")
         losses = [float(loss) for loss in re.findall(r"(?m)^step.* loss (\S+)", seen)]

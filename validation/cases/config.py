@@ -78,13 +78,14 @@ class Config:
 
     @cached_property
     def stack(self) -> Stack | None:
-        """What of it is run here where it has more than a pipeline; None where ``case`` is all of it.
+        """What of it is run here where it has more than a pipeline, or is of a stack's model. None: ``case`` is all.
 
         Each axis has at most two ranks, but as many as are said where the model is ``STACKED``. Raises ``StackError``
         or ``ScheduleError`` where that cannot be.
         """
         names = self._primitives
-        if not self.scaled or not set(names) - {PIPELINE}:
+        beside = names if self._is_stack else set(names) - {PIPELINE}
+        if not self.scaled or not beside:
             return None
         sizes = {name: size if self._is_stack else min(size, _EACH) for name, size in names.items()}
         line = ",".join(f"{name}={size}" if size else name for name, size in sizes.items())

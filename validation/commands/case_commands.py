@@ -195,16 +195,17 @@ def _add_records(commands: Commands) -> None:
     )
     differ = commands.add_parser(
         "diff",
-        help="what did two runs do differently? their configs first, then numbers",
-        description="What did two runs do differently? Their configs are compared first, then their numbers. Neither "
-        "is known to be right, so it says same or different, and no cause. Where `pipeproof record` wrote the first, "
-        "it judges the other by it, as `pipeproof compare` does.",
+        help="what did two runs do differently, and why? configs first, then numbers",
+        description="What did two runs do differently, and why? Their configs are compared first, then their numbers. "
+        "Then each is judged by what its own config asks for: the difference is an order of sums, another answer that "
+        "was asked for, or a fault of one of them. Exit status 0: the same, or no further apart than rounding; 1: "
+        "different, or one is wrong by its own config; 3: not known.",
     )
     differ.add_argument("expected", metavar="one", help="what --record wrote in one run, or `pipeproof record`")
     differ.add_argument("seen", metavar="other", help="what --record wrote in another run")
-    for parser, configs in ((comparer, False), (differ, True)):
+    for parser, run in ((comparer, _compare), (differ, _diff)):
         add_outputs(parser, what="the verdict", page=True)
-        parser.set_defaults(run=_compare, configs=configs)
+        parser.set_defaults(run=run)
 
 
 def _record(options: argparse.Namespace) -> int:
@@ -219,7 +220,13 @@ def _record(options: argparse.Namespace) -> int:
 def _compare(options: argparse.Namespace) -> int:
     from pipeproof.commands.offline import compare_files
 
-    return compare_files(options.expected, options.seen, outputs=Outputs.of(options), configs=options.configs)
+    return compare_files(options.expected, options.seen, outputs=Outputs.of(options))
+
+
+def _diff(options: argparse.Namespace) -> int:
+    from pipeproof.commands.offline import diff_files
+
+    return diff_files(options.expected, options.seen, outputs=Outputs.of(options))
 
 
 def _add_specimens(commands: Commands) -> None:

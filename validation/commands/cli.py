@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from pipeproof.commands.advise import add_advise_command
+from pipeproof.commands.bench_command import add_bench_command
 from pipeproof.commands.case_commands import add_case_commands
 from pipeproof.commands.ending import ended, leave
 from pipeproof.commands.init import add_init_command
@@ -63,7 +64,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"pipeproof {version('pipeproof')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=CommandParser)
     # In the order in which a user comes to need them.
-    for add in (add_init_command, add_case_commands, add_schedule_commands, add_advise_command, add_primitives_command):
+    for add in (
+        add_init_command,
+        add_case_commands,
+        add_schedule_commands,
+        add_advise_command,
+        add_primitives_command,
+        add_bench_command,
+    ):
         add(commands)
     for listed in commands._choices_actions:
         command, about = commands.choices[listed.dest], listed.help or ""

@@ -1,15 +1,18 @@
 """What the commands ``record``, ``compare`` and ``diff`` do: no rank is started."""
 
+from dataclasses import replace
 from functools import partial
 
 from pipeproof.cases.case import Case
 from pipeproof.cases.specimens import specimen
+from pipeproof.commands.ending import WRONG
 from pipeproof.commands.outputs import Outputs
-from pipeproof.judging.verdict import JUDGED
+from pipeproof.judging.verdict import JUDGED, Verdict
 from pipeproof.pipeline.sizes import some
 from pipeproof.records.case_record import expected_record
 from pipeproof.records.compare import RUNS, compare
-from pipeproof.records.record import Record, RecordError, config_differences
+from pipeproof.records.difference import Difference, difference, other_steps
+from pipeproof.records.record import OtherSteps, Record, RecordError, config_differences
 from pipeproof.records.record_file import read, write
 from pipeproof.reports.columns import Column, table
 from pipeproof.reports.page.page import page
@@ -34,28 +37,58 @@ def record_case(case: Case, path: str) -> int:
     return 0
 
 
-def compare_files(expected: str, seen: str, *, outputs: Outputs, configs: bool = False) -> int:
-    """Judge the record in one file by that in another; returns the exit status.
-
-    ``configs``: of two runs, say first what is different in their configs.
-    """
+def compare_files(expected: str, seen: str, *, outputs: Outputs) -> int:
+    """Judge the record in one file by that in another; returns the exit status."""
     first, second = read(expected), read(seen)
-    if first.kind == "observed" and not configs:
+    if first.kind == "observed":
         wanted = "expected first what `pipeproof record` wrote; of two runs, `pipeproof diff` says what is different"
         raise RecordError(f"{expected} is of a run, which may be wrong: {wanted}")
-    command, differences = "diff" if configs else "compare", list(config_differences(first, second))
-    with outputs.opened(command) as files:
-        sides = JUDGED if first.kind == "expected" else RUNS
-        verdict = compare(first, second, rerun=f"pipeproof {command} {expected} {seen}", sides=sides)
-        if configs:
-            rows = [tuple(str(part) or "-" for part in row) for row in differences]
-            Terminal().say(table(_CONFIGS, rows, Terminal().width) if rows else "the configs are the same")
-        headline, _, rest = str(verdict).partition("\n")
-        Terminal().say(headline, verdict.word)
-        (Terminal().detail if verdict.verdict == "pass" else Terminal().say)(rest)
+    with outputs.opened("compare") as files:
+        verdict = compare(first, second, rerun=f"pipeproof compare {expected} {seen}")
+        _tell(verdict)
+        return files.finish(verdict.exit_status, [verdict], page=partial(page, verdict))
+
+
+def diff_files(one: str, other: str, *, outputs: Outputs) -> int:
+    """Say what is different in two records, the configs first, and why; returns the exit status."""
+    first, second = read(one), read(other)
+    differences = list(config_differences(first, second))
+    with outputs.opened("diff") as files:
+        verdict, why = _explained(first, second, (one, other))
+        rows = [tuple(str(part) or "-" for part in row) for row in differences]
+        Terminal().say(table(_CONFIGS, rows, Terminal().width) if rows else "the configs are the same")
+        _tell(verdict)
+        status = WRONG if why.reason == "fault" else verdict.exit_status
+        told = Terminal().detail if status == 0 else Terminal().say
+        told("\n".join(f"  {name:<9} {text}" for name, text in why.rows))
         found = {name: values for name, *values in differences}
-        shown = partial(page, verdict, differences if configs else ())
-        return files.finish(verdict.exit_status, [verdict], page=shown, config_differences=found)
+        shown = partial(page, verdict, configs=differences, why=why.rows)
+        return files.finish(status, [verdict], page=shown, config_differences=found, difference=why.as_dict())
+
+
+def _explained(first: Record, second: Record, files: tuple[str, str]) -> tuple[Verdict, Difference]:
+    """The numbers, and why they differ.
+
+    Raises ``OtherSteps`` where numbers cannot be compared, and the configs do not explain it.
+    """
+    rerun = f"pipeproof diff {files[0]} {files[1]}"
+    sides = JUDGED if first.kind == "expected" else RUNS
+    with Terminal().progress("what each config asks for, on one device"):
+        try:
+            verdict = compare(first, second, rerun=rerun, sides=sides)
+            return verdict, difference(first, second, verdict, files)
+        except OtherSteps as error:
+            why = difference(first, second, error, files)
+            if why.reason not in ("asked", "fault"):
+                raise
+            title = f"{first.name} and {second.name}"
+            return replace(other_steps(error), config=title, rerun=rerun), why
+
+
+def _tell(verdict: Verdict) -> None:
+    headline, _, rest = str(verdict).partition("\n")
+    Terminal().say(headline, verdict.word)
+    (Terminal().detail if verdict.verdict == "pass" else Terminal().say)(rest)
 
 
 def _contents(record: Record) -> str:

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from pipeproof.cases.case import Case, CaseError
+from pipeproof.cases.case import Case
 from pipeproof.cases.data import data_for, max_norm_of, model_for
 from pipeproof.cases.judgement import setup_of
 from pipeproof.cases.stages import owners
@@ -19,7 +19,14 @@ from pipeproof.judging.oracle import Floors, Pending
 from pipeproof.judging.tolerance import same_bits
 from pipeproof.observers.observed import Observed, RankOperation
 from pipeproof.pipeline.action import GIVES_WEIGHT_GRADIENT
-from pipeproof.records.record import RankStage, Record, RecordedFloors, RecordedOperation, microbatch_digests
+from pipeproof.records.record import (
+    RankStage,
+    Record,
+    RecordedFloors,
+    RecordedOperation,
+    RecordError,
+    microbatch_digests,
+)
 from pipeproof.records.record_evidence import Step
 from pipeproof.reference.data import Batch
 from pipeproof.reference.step import Expected, Recipe, Reference, Site
@@ -116,16 +123,29 @@ def _named(found: Mapping[Site, Value]) -> dict[str, Value]:
 
 
 def case_of(record: Record) -> Case | None:
+    """The case that ``record`` is of; None where ``own_case`` finds none."""
+    try:
+        return own_case(record)
+    except RecordError:
+        return None
+
+
+def own_case(record: Record) -> Case:
     """The case that ``record`` is of.
 
-    None where it names none, or where this machine gives that other weights or microbatches than were recorded.
+    Raises ``RecordError`` where it names none, or where this machine gives that other weights or microbatches than were
+    recorded.
     """
     text = record.config.get("case")
+    if not isinstance(text, str):
+        raise RecordError("it names no case, and what a model of one's own should give is not computed here")
     try:
-        case = Case.parse(text) if isinstance(text, str) else None
-    except CaseError:
-        return None
-    return case if case is not None and _same(record, case) else None
+        case = Case.parse(text)
+    except ValueError as error:  # the line is none, or the schedule's file is gone
+        raise RecordError(f"its case is none here: {error}") from error
+    if other := _other(record, case):
+        raise RecordError(f"it began with other {other} than its config gives on this machine")
+    return case
 
 
 def remade(case: Case, step: Step) -> Update:
@@ -134,11 +154,14 @@ def remade(case: Case, step: Step) -> Update:
     return replace(update_of(setup, step.gradients, play(setup, None, step.number)), expected=step.expected.gradients)
 
 
-def _same(record: Record, case: Case) -> bool:
+def _other(record: Record, case: Case) -> str:
+    """What is another in ``record`` than in ``case`` before anything ran; empty if nothing is."""
     if [one.operation for one in record.operations] != list(case.plan):
-        return False
+        return "operations"
     known = dict(model_for(case).named_parameters(remove_duplicate=False))
     first = record.operations[0]
-    begun = all(name in known and same_bits(known[name].detach(), one) for name, one in first.before.items())
+    if not all(name in known and same_bits(known[name].detach(), one) for name, one in first.before.items()):
+        return "weights"
     numbered = enumerate(record.operations)
-    return begun and all(one.microbatches == digests_of(data_for(case, number)) for number, one in numbered)
+    same = all(one.microbatches == digests_of(data_for(case, number)) for number, one in numbered)
+    return "" if same else "microbatches"

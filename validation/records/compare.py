@@ -17,6 +17,7 @@ from pipeproof.judging.verdict import JUDGED, Crash, Verdict
 from pipeproof.records.case_record import case_of, remade
 from pipeproof.records.record import (
     LAWS,
+    OtherSteps,
     Record,
     Recorded,
     RecordedOperation,
@@ -39,7 +40,7 @@ def compare(
     """The verdict on ``seen``, judged by ``expected``: operation by operation, up to the first that disagrees.
 
     ``sides`` are what the second and the first are called. Of ``RUNS`` no cause is sought: either may be wrong.
-    Raises ``RecordError`` where the two are not of the same steps: other operations, microbatches or first weights.
+    Raises ``OtherSteps`` where the two are not of the same steps: other operations, microbatches or first weights.
     """
     began = perf_counter()
     _comparable(expected, seen)
@@ -141,15 +142,16 @@ def _comparable(expected: Record, seen: Record) -> None:
     for wanted, one in zip(expected.operations, seen.operations, strict=True):
         if found := other_microbatch(wanted.microbatches, one.microbatches):
             raise _refused(expected, seen, f"microbatches that are not the same: {found}")
-    first = [next((one.before for one in record.operations if one.before), {}) for record in (expected, seen)]
+    both = zip(expected.operations, seen.operations, strict=True)
+    first = next(((wanted.before, one.before) for wanted, one in both if wanted.before), ({}, {}))
     if found := other_weights(*first):
         raise _refused(expected, seen, f"weights that differ before the first step: {found}")
 
 
-def _refused(expected: Record, seen: Record, reason: str) -> RecordError:
+def _refused(expected: Record, seen: Record, reason: str) -> OtherSteps:
     found = [f"{name} ({one}, {other})" for name, one, other in config_differences(expected, seen)]
     differ = f"; their configs differ in {', '.join(found[:_SHOWN])}" if found else ""
-    return RecordError(f"the records have {reason}{differ}; expected two records of the same steps")
+    return OtherSteps(reason, differ)
 
 
 def _counts(record: Record, operation: RecordedOperation) -> Mapping[str, int]:

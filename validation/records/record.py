@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from pipeproof.cases.case import AXES
 from pipeproof.judging.comparison import Comparison, Due
 from pipeproof.judging.ledger import Ledger
 from pipeproof.judging.oracle import Floors
@@ -71,6 +72,14 @@ RankStage = tuple[int, int]  # rank and stage
 
 class RecordError(ValueError):
     """A record that cannot be made, written, read or compared."""
+
+
+class OtherSteps(RecordError):
+    """Two records that are not of the same steps; ``reason`` says what is another."""
+
+    def __init__(self, reason: str, differ: str) -> None:
+        super().__init__(f"the records have {reason}{differ}; expected two records of the same steps")
+        self.reason = reason
 
 
 @dataclass(frozen=True)
@@ -133,12 +142,16 @@ def config_differences(one: Record, other: Record) -> Iterator[tuple[str, object
 
     All but the line of a case, which repeats the others.
     """
-    for name in dict.fromkeys([*one.config, *other.config]):
-        if name == "case":
-            continue
-        values = _said(one.config.get(name)), _said(other.config.get(name))
+    both = _words(one), _words(other)
+    for name in (name for name in dict.fromkeys([*both[0], *both[1]]) if name != "case"):
+        values = _said(both[0].get(name)), _said(both[1].get(name))
         if values[0] != values[1]:
             yield name, *values
+
+
+def _words(record: Record) -> dict[str, object]:
+    """A config by the names that configs have now: axes were called as a case calls them."""
+    return {AXES.get(name, name): value for name, value in record.config.items()}
 
 
 def _said(value: object) -> object:

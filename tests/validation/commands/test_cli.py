@@ -188,7 +188,7 @@ def test_help_lists_commands_as_a_user_comes_to_need_them_and_each_says_what_it_
     root = helped([], capsys, monkeypatch)
     names = re.findall(r"(?m)^    (\w+)( |$)", root.partition("COMMAND\n")[2])
     assert [name for name, _ in names][:3] == ["init", "validate", "replay"]
-    assert len(names) == 14
+    assert len(names) == 15
     assert "$(register-python-argcomplete pipeproof)" in root, "what is to be typed is in one piece"
     for name, _ in names:
         text = helped([name], capsys, monkeypatch)

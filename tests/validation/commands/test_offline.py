@@ -1,6 +1,7 @@
 """The commands record, compare and diff as a user types them: what they print, and their exit statuses."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, text in (("one", ONE), ("other", OTHER), ("seeded", ONE.replace("seed=0", "seed=1"))):
         with OutputFile(str(made / name)) as file:
             write(expected_record(Case.parse(text)), file)
+    seeded = expected_record(Case.parse(ONE.replace("seed=0", "seed=1")))
+    with OutputFile(str(made / "elsewhere")) as file:
+        write(replace(seeded, config={**seeded.config, "torch": "1.0"}), file)
     return made
 
 
@@ -57,8 +61,24 @@ def test_diff_says_first_how_the_configs_differ(capsys: pytest.CaptureFixture[st
         ["split", "1,1", "2"],
     ]
     assert lines[4][0] == "PASS", "one of the two is what was expected"
+    assert [line[0] for line in lines[-4:]] == ["why", "most", "one", "other"]
+    assert "rounding: both are right" in " ".join(lines[-4])
+    assert "schedule, pp and split differ" in shown
     assert main(["diff", "one", "one"]) == 0
-    assert capsys.readouterr().out.startswith("the configs are the same\nPASS")
+    out = capsys.readouterr().out
+    assert out.startswith("the configs are the same\nPASS")
+    assert out.endswith("why       every number that was compared agrees bit for bit: there is nothing to explain\n")
+
+
+def test_diff_says_which_field_asks_for_another_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diff", "one", "seeded", "--json", "seeds.json", "--html", "seeds.html"]) == 1
+    out = capsys.readouterr().out
+    assert "DIFFERENT microbatches that are not the same: microbatch 0 first\n" in out
+    assert "why       another answer was asked for: both are right by their own configs; seed differs\n" in out
+    assert "seed differs" in Path("seeds.html").read_text()
+    told = documented(Path("seeds.json").read_text())["difference"]
+    assert (told["reason"], told["fields"], told["next"]) == ("asked", ["seed"], [])
+    assert [side["outcome"] for side in told["sides"]] == ["pass", "pass"]
 
 
 def test_a_wrong_number_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,6 +91,9 @@ def test_a_wrong_number_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diff", "one", "wrong"]) == 1
     out = capsys.readouterr().out
     assert "2 times expected, cosine 1.000000" in out
+    assert "why       a fault: other is wrong by its own config\n" in out
+    assert f"next      pipeproof record {ONE} --out expected.safetensors\n" in out
+    assert out.endswith("next      pipeproof compare expected.safetensors wrong\n")
     assert "where     rank 1, stage 1, parameter blocks.1.linear.bias" in out
 
 
@@ -78,6 +101,8 @@ def test_a_wrong_number_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "words"),
     [
         (["compare", "one", "seeded"], "microbatch 0 first; their configs differ in seed (0, 1); expected two records"),
+        (["diff", "one", "elsewhere"], "microbatch 0 first; their configs differ in seed (0, 1), torch"),
+        (["diff", "one", "nowhere"], "cannot read nowhere: No such file"),
         (["compare", "nowhere", "one"], "cannot read nowhere: No such file"),
         (["compare", __file__, "one"], "is no record: expected a file that `pipeproof record` or --record wrote"),
         (["compare", "one", "one", "--json", "/no/such/folder/x"], "cannot write /no/such/folder/x"),
@@ -109,9 +134,16 @@ def test_what_a_run_gave_is_recorded_and_judged(capsys: pytest.CaptureFixture[st
     out, _ = capsys.readouterr()
     assert re.findall(r"(?m)^[A-Z]+ ", out) == ["SAME ", "DIFFERENT "]
     assert re.search(r"(?m)^  one       .*\n  other     .*; relative error", out)
+    numbers, _, why = out.rpartition("  why ")
+    assert not re.search(r"expected|\bright|\bwrong|\bcause\b|\b(pass|fail)\b", numbers, re.IGNORECASE)
+    assert "a fault: other is wrong by its own config\n  one       right by its own config: 37 compar" in why
+    assert "wrong by its own config: zero rank 1, stage 1, parameter blocks.1.norm.weight\n" in why
+    assert why.endswith("pipeproof compare expected.safetensors faulty\n")
     page = re.sub(r"(?s)<style>.*?</style>|<script.*?</script>|<[^>]*>", " ", Path("diff.html").read_text())
-    assert not re.search(r"expected|\bright|\bwrong|\bcause\b|\b(pass|fail)\b", out + page, re.IGNORECASE)
-    assert documented(Path("diff.json").read_text())["verdicts"][0]["sides"] == ["other", "one"]
+    assert "zero rank 1, stage 1" in page
+    told = documented(Path("diff.json").read_text())
+    assert told["verdicts"][0]["sides"] == ["other", "one"]
+    assert (told["status"], told["difference"]["reason"]) == (1, "fault")
     assert main(["compare", "one", "seen"]) == 0
     assert main(["compare", "seen", "faulty"]) == 2, "neither is known to be right"
     out, err = capsys.readouterr()

@@ -191,6 +191,12 @@ def test_what_one_record_lacks_is_no_pass(law: str, gap: dict[str, Any], words: 
     assert compare(changed(EXPECTED, 0, **gap), wrong).verdict == "fail", "what is wrong later is seen all the same"
 
 
+def test_a_run_that_kept_no_first_weights_is_judged_all_the_same() -> None:
+    """Those before its second step are no first weights."""
+    assert compare(EXPECTED, changed(EXPECTED, 0, before={})).verdict == "pass"
+    assert compare(changed(EXPECTED, 0, before={}), EXPECTED).verdict != "fail"
+
+
 def test_one_gradient_that_one_record_lacks_is_named() -> None:
     gradients = {name: one for name, one in EXPECTED.operations[0].gradients.items() if name != WEIGHT}
     lacking = changed(EXPECTED, gradients=gradients)

@@ -16,7 +16,7 @@ from pipeproof.records.record import (
 
 def test_what_two_configs_say_differently() -> None:
     one, other = (Record("expected", config, ()) for config in ({"seed": 0, "ranks": 2}, {"seed": 0, "virtual": 2}))
-    assert list(config_differences(one, other)) == [("ranks", 2, None), ("virtual", None, 2)]
+    assert list(config_differences(one, other)) == [("pp", 2, None), ("virtual", None, 2)]
     assert list(config_differences(one, one)) == []
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -98,6 +98,35 @@ def step_of(stack: Stack) -> Step:
 
 def run(model: Layers, microbatches: Sequence[Microbatch], *, stack: Stack) -> HandedBack:
     """One step of this rank: its stages, its share of the microbatches, all gradients reduced."""
+    return ready(model, microbatches, stack=stack).step()
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A rank that has its stages and its share of the microbatches: it steps, and again once gradients are cleared."""
+
+    place: tuple[DeviceMesh, Stack]
+    parts: Parts
+    stages: Sequence[Layers]
+    modules: Sequence[nn.Module]
+    microbatches: Sequence[Microbatch]
+    divisor: float
+    pipeline: PipelineSchedule | None
+
+    def step(self) -> HandedBack:
+        """Forward and backward of every microbatch, all gradients reduced."""
+        with ExitStack() as around:
+            for part, _ in self.parts:
+                around.enter_context(part.around())
+            if self.pipeline is not None:
+                losses = list(self.pipeline.train_step(self.microbatches, loss_divisor=self.divisor).losses)
+            else:
+                losses = accumulated(self.modules[0], self.microbatches, self.divisor, self.parts)
+        return handed_back(self.stages, self.parts, losses=losses, place=self.place)
+
+
+def ready(model: Layers, microbatches: Sequence[Microbatch], *, stack: Stack) -> Ready:
+    """This rank of ``stack``, before its first step."""
     mesh = mesh_of(stack, model)
     parts = [(PARTS[name], mesh[axes] if (axes := primitive_of(name).axes) else mesh) for name in stack.parts]
     stages = [watch(one) for one in stages_of(model, mesh, stack)]
@@ -106,14 +135,8 @@ def run(model: Layers, microbatches: Sequence[Microbatch], *, stack: Stack) -> H
         modules = [part.apply(module, own) for module in modules]
         microbatches = [part.share(one, own) for one in microbatches]
     divisor = divisor_of(len(microbatches), parts)
-    with ExitStack() as around:
-        for part, _ in parts:
-            around.enter_context(part.around())
-        if stack.has_pipeline:
-            losses = piped(modules, microbatches, divisor, parts, pipeline=(mesh, stack.schedule))
-        else:
-            losses = accumulated(modules[0], microbatches, divisor, parts)
-    return handed_back(stages, parts, losses=losses, place=(mesh, stack))
+    pipeline = piped(modules, len(microbatches), parts, (mesh, stack.schedule)) if stack.has_pipeline else None
+    return Ready((mesh, stack), parts, stages, modules, microbatches, divisor, pipeline)
 
 
 def handed_back(
@@ -200,24 +223,16 @@ def accumulated(module: nn.Module, microbatches: Sequence[Microbatch], divisor: 
     return losses
 
 
-def piped(
-    modules: Sequence[nn.Module],
-    microbatches: Sequence[Microbatch],
-    divisor: float,
-    parts: Parts,
-    *,
-    pipeline: tuple[DeviceMesh, str],
-) -> list[float]:
-    """The same in a pipeline of this rank's stages: along its axis of a mesh, by a schedule."""
+def piped(modules: Sequence[nn.Module], count: int, parts: Parts, pipeline: tuple[DeviceMesh, str]) -> PipelineSchedule:
+    """A pipeline of this rank's stages, of ``count`` microbatches: along its axis of a mesh, by a schedule."""
     mesh, kind = pipeline
-    runtime = PipelineSchedule(
+    return PipelineSchedule(
         kind=kind,
-        n_microbatches=len(microbatches),
+        n_microbatches=count,
         stages=modules,
         loss_fn=loss_of(parts),
         pp_group=mesh.get_group(PIPELINE),
     )
-    return list(runtime.train_step(microbatches, loss_divisor=divisor).losses)
 
 
 def whole(losses: Sequence[float], parts: Parts) -> list[float]:

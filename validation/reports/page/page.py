@@ -13,16 +13,21 @@ from pipeproof.reports.page.markup import Html, Part, facts, joined, more, secti
 from pipeproof.reports.page.sentences import OUTCOMES, closest, sentence
 
 Configs = Sequence[tuple[str, object, object]]
+Rows = Sequence[tuple[str, str]]
 _NO_GRID = (
     "Not recorded: nobody noted which actions ran. Stages that watch(module) watches in whitebox.validate note them; "
     "records and check_step do not"
 )
 
 
-def page(verdict: Verdict, configs: Configs = ()) -> str:
-    """The page of one verdict; ``configs``: what is different in the configs of two runs, by name."""
+def page(verdict: Verdict, *, configs: Configs = (), why: Rows = ()) -> str:
+    """The page of one verdict.
+
+    configs: what is different in the configs of two runs, by name. why: the reason of what differs, each part with its
+    name.
+    """
     grid = grid_of(verdict)
-    body = joined([tag("header", *top(verdict)), tag("main", _differences(configs), *parts(verdict, grid))])
+    body = joined([tag("header", *top(verdict)), tag("main", _differences(configs), _why(why), *parts(verdict, grid))])
     return whole(f"{OUTCOMES[verdict.word]}: {verdict.config}", body, [] if grid is None else [grid])
 
 
@@ -115,6 +120,11 @@ def _differences(configs: Configs) -> Html | None:
     rows = [[str(part) or "-" for part in row] for row in configs]
     shown = table(["", "one", "other"], rows, caption="What is different in the configs of the two runs")
     return section("Configs", shown) if rows else None
+
+
+def _why(rows: Rows) -> Html | None:
+    facts = [joined([tag("dt", name), tag("dd", text)]) for name, text in rows]
+    return sections.section("Why", tag("dl", *facts, class_="about")) if facts else None
 
 
 def _about(verdict: Verdict) -> Html:

@@ -1,0 +1,164 @@
+"""``bench`` as a user types it, on ranks and on some that only pretend."""
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeproof.cases.timed_step import STEPS
+from pipeproof.cases.timings import Turn
+from pipeproof.commands.campaign import Setting
+from pipeproof.commands.cli import main
+from pipeproof.worlds.rank_report import Ending, RankFailed, RankReport
+from tests.support.json_schema import documented
+
+DECODER = {"schedule": "1f1b", "virtual": 1, "microbatches": 4, "split": [2, 2], "model": "decoder"}
+MLP = {**DECODER, "split": [1, 1], "model": "mlp", "pp": 2}
+
+
+@pytest.fixture(autouse=True)
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, data in {
+        "pp": {**DECODER, "pp": 2},
+        "tp": {**DECODER, "pp": 1, "tp": 2, "split": [4]},
+        "mlp": MLP,
+        "gpipe": {**MLP, "schedule": "gpipe"},
+        "torch": {**MLP, "runtime": "torch"},
+        "planted": {**MLP, "specimen": "layernorm-zero"},
+        "large": {**DECODER, "pp": 1, "tp": 32, "split": [4]},
+    }.items():
+        Path(f"{name}.json").write_text(json.dumps({"format": "pipeproof/config", "version": 1, **data}))
+
+
+@pytest.mark.pipeproof_ranks
+def test_two_stacks_take_turns(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "pp.json", "tp.json", "--rounds", "3", "--json", "x.json"]) == 0
+    out = capsys.readouterr().out
+    assert re.match(r"config +ranks +step +spread +ratio +memory +runs\npp\.json +2 +[\d.]+ ms +\d+% +1\.00 ", out)
+    assert re.search(r"\ntp\.json(:| takes) .*rounds are \d+% apart\n3 rounds each\.", out)
+    assert out.endswith("over gloo on a CPU: their times say little of GPUs, or of large models.\n")
+    assert "other work" not in out
+    data = documented(Path("x.json").read_text())
+    assert (data["status"], data["rounds"]) == (0, 3)
+    assert [one["runs"] for one in data["timings"]] == ["stack pp=2", "stack tp=2"]
+    for one, loss_ranks in zip(data["timings"], (1, 2), strict=True):
+        assert len(one["rounds"]) == 3
+        assert min(one["rounds"]) > 0
+        assert len(one["bytes"]) == 2
+        assert min(one["bytes"]) > 0
+        assert one["losses"] == loss_ranks * 4 * (1 + 3 * STEPS)
+        assert one["strange"] == []
+
+
+@pytest.mark.pipeproof_ranks
+def test_a_config_beside_itself_and_one_of_a_large_job(capsys: pytest.CaptureFixture[str]) -> None:
+    write = ["advise", "--model", "llama-3-8b", "--devices", "16", "--write", "advised.json", "-q"]
+    assert main(write) == 0
+    capsys.readouterr()
+    assert main(["bench", "mlp.json", "mlp.json", "advised.json", "--rounds", "3", "--json", "x.json"]) == 0
+    out = capsys.readouterr().out
+    assert "advised.json is run small: " in out
+    assert "advised.json has other work: " in out
+    assert "mlp.json has other work" not in out
+    one, other, _ = documented(Path("x.json").read_text())["timings"]
+    assert one["bytes"] == pytest.approx(other["bytes"], rel=1e-3), "memory is counted, not sampled"
+    assert one["noise"] is True
+
+
+class Pretended:
+    """A world whose ranks give one answer after the other."""
+
+    def __init__(self, answers: Sequence[Any]) -> None:
+        self.answers = list(answers)
+
+    def run(self, *_: object, **__: object) -> Any:
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def pretending(answers: Sequence[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def world(_: Setting) -> Any:
+        yield Pretended(answers)
+
+    monkeypatch.setattr(Setting, "world", world)
+
+
+def rounds(*seconds: float, loss: float = 1.0) -> list[list[Turn]]:
+    """Of a config in turns with itself: each takes these, the other as long."""
+    counted = [Turn((), (loss,), 1 << 20), Turn((), (), 1 << 19)]
+    return [counted, counted] + [[Turn((one,), (loss,)), Turn((one,), ())] for one in seconds]
+
+
+def test_no_difference_is_called_one_that_noise_explains(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretending(rounds(1.0, 1.1, 1.2, 1.1, 1.1, 1.2), monkeypatch)
+    assert main(["bench", "mlp.json", "gpipe.json", "--rounds", "3"]) == 0
+    out = capsys.readouterr().out
+    assert (
+        "gpipe.json: no difference from mlp.json that can be told from noise: ratio 1.09, and rounds are 18% apart\n"
+        in out
+    )
+    assert "1.00 MiB" in out
+
+
+def test_a_difference_is_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    pretending(rounds(1.0, 2.0, 1.0, 2.0, 1.1, 2.2), monkeypatch)
+    assert main(["bench", "mlp.json", "gpipe.json", "--rounds", "3", "-q"]) == 0
+    out = capsys.readouterr().out
+    assert "gpipe.json takes 2.00 times as long as mlp.json; rounds are 10% apart\n" in out
+
+
+def test_a_loss_that_is_not_finite_fails(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    pretending(rounds(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, loss=math.nan), monkeypatch)
+    assert main(["bench", "mlp.json", "gpipe.json", "--rounds", "3", "--json", "x.json"]) == 1
+    assert "mlp.json: 4 of 4 losses not finite, the first nan; `pipeproof validate --config" in capsys.readouterr().out
+    assert documented(Path("x.json").read_text())["timings"][0]["strange"] == ["nan"] * 4
+
+
+@pytest.mark.parametrize("whole", [0, 1])
+def test_ranks_that_fail_end_it_without_a_verdict(
+    whole: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failure = RankFailed([RankReport(0, Ending.STUCK, "did not finish within 120 s")], None)
+    pretending([*rounds(*(1.0, 1.0) * whole, 1.0), failure], monkeypatch)
+    assert main(["bench", "mlp.json", "gpipe.json", "--json", "x.json"]) == 3
+    out = capsys.readouterr().out
+    assert "did not finish within 120 s" in out
+    assert ("too few rounds to compare" in out) is bool(whole)
+    data = documented(Path("x.json").read_text())
+    assert (data["rounds"], [len(one["rounds"]) for one in data["timings"]]) == (whole, [whole] * 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["bench"], "the following arguments are required: config"),
+        (["bench", "nowhere.json"], "cannot read nowhere.json"),
+        (["bench", "mlp.json", "--rounds", "2"], "--rounds is 2: expected at least 3"),
+        (["bench", "torch.json"], "torch.json: runtime torch is not timed here: expected pipeproof; leave it out"),
+        (["bench", "planted.json"], "planted.json: specimen layernorm-zero is a planted fault: expected a right step"),
+        (["bench", "mlp.json", "large.json"], "tp 32"),
+        (["bench", "mlp.json", "--json", "/no/such/folder/x"], "cannot write /no/such/folder/x"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_runs(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretending([], monkeypatch)
+    try:
+        status = main(arguments)
+    except SystemExit as error:
+        status = int(error.code or 0)
+    out, err = capsys.readouterr()
+    assert (status, out) == (2, ""), err
+    assert words in err

@@ -1,0 +1,149 @@
+"""Why two records differ: each is judged by what its own config asks for, and what the two ask for is compared.
+
+So it is known whether the configs explain the numbers, by another order of sums or by another answer, or one is wrong.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+from pipeproof.judging.judge import one_thread
+from pipeproof.judging.measured import versions
+from pipeproof.judging.mismatch import small
+from pipeproof.judging.verdict import Verdict
+from pipeproof.records.compare import RUNS, compare
+from pipeproof.records.record import OtherSteps, Record, config_differences
+from pipeproof.records.side import Side, side_of
+
+# same: bit for bit. rounding: both are right, and what is due is the same. asked: both are right, and other answers are
+# due. fault: a side is wrong by its own config. unknown: what is due of a side is not known, or not decided.
+Reason = Literal["same", "rounding", "asked", "fault", "unknown"]
+NAMES = ("one", "other")
+# What a config may say otherwise of the same answer: it is found in another order, or by other kernels.
+_ORDER = ("schedule", "pp", "virtual", "split", "device", "runtime", "options")
+_BESIDE = ("specimen", *versions())  # what a config says besides what it asks for
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Why two records differ.
+
+    fields: what of their configs explains it. size: how large it is, if it is rounding. next: what to type.
+    """
+
+    reason: Reason
+    said: str
+    fields: tuple[str, ...] = ()
+    size: str = ""
+    sides: tuple[Side, ...] = ()
+    next: tuple[str, ...] = ()
+
+    @property
+    def rows(self) -> list[tuple[str, str]]:
+        """All of it, each part with its name."""
+        named = zip(NAMES, map(str, self.sides), strict=False)
+        size = [("most", self.size)] if self.size else []
+        return [("why", self.said), *size, *named, *(("next", line) for line in self.next)]
+
+    def as_dict(self) -> dict[str, object]:
+        """Plain data for JSON."""
+        sides = [{"outcome": side.outcome, "said": str(side)} for side in self.sides]
+        return {**vars(self), "sides": sides}
+
+
+def difference(one: Record, other: Record, numbers: Verdict | OtherSteps, files: tuple[str, str]) -> Difference:
+    """Why the records in ``files`` differ as ``numbers`` say; ``OtherSteps`` where they could not be compared."""
+    if isinstance(numbers, Verdict) and numbers.tier == "bitwise":
+        return Difference("same", "every number that was compared agrees bit for bit: there is nothing to explain")
+    return _Pair(one, other, (side_of(one), side_of(other)), files).difference
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """Two records, and what each is by its own config."""
+
+    one: Record
+    other: Record
+    sides: tuple[Side, Side]
+    files: tuple[str, str]
+
+    @cached_property
+    def differing(self) -> tuple[str, ...]:
+        """What the configs ask for otherwise."""
+        found = (name for name, *_ in config_differences(self.one, self.other))
+        return tuple(name for name in found if name not in _BESIDE)
+
+    @property
+    def difference(self) -> Difference:
+        """Why they differ."""
+        if wrong := self._that_are("fail"):
+            told = " and ".join(wrong)
+            said = f"a fault: {told} {'are' if len(wrong) > 1 else 'is'} wrong by {_whose(wrong)}"
+            return self._found("fault", said)
+        if self._that_are("pass") != list(NAMES):
+            return self._found(
+                "unknown", "not known: it takes two sides that are known to be right by their own configs"
+            )
+        return self._of_right_ones()
+
+    def _of_right_ones(self) -> Difference:
+        """Whether what was asked for is the same."""
+        asked, right = self._asked(), "both are right by their own configs"
+        if asked.verdict == "unknown":
+            return self._found(
+                "unknown", f"not known: {right}; whether these ask for the same answer is not decided: {asked.reason}"
+            )
+        order = tuple(name for name in self.differing if name in _ORDER)
+        if asked.verdict == "pass":
+            by = f"{_list(order)} differ{'s' * (len(order) == 1)}" if order else "no field that orders sums differs"
+            said = f"rounding: {right}, which ask for the same answer; {by}"
+            return self._found("rounding", said, fields=order, size=self._size())
+        fields = tuple(name for name in self.differing if name not in order) or order
+        by = f"{_list(fields)} differ{'s' * (len(fields) == 1)}" if fields else "no field says why"
+        return self._found("asked", f"another answer was asked for: {right}; {by}", fields=fields)
+
+    def _asked(self) -> Verdict:
+        """What one config asks for, judged by what the other does."""
+        one, other = (side.due for side in self.sides)
+        assert one is not None, "it was judged by it"
+        assert other is not None, "it was judged by it"
+        try:
+            return compare(one, other, sides=RUNS)
+        except OtherSteps as error:
+            return other_steps(error)
+
+    def _size(self) -> str:
+        """The largest difference of a gradient, by what rounding alone does to it."""
+        due = self.sides[0].due
+        assert due is not None, "it was judged by it"
+        pairs = zip(self.one.operations, due.operations, strict=True)
+        floored = tuple(replace(one, floors=wanted.floors) for one, wanted in pairs)
+        with one_thread():
+            numbers = compare(replace(self.one, operations=floored), self.other, sides=RUNS)
+        found = [one for one in numbers.measured.of("gradient") if one.error and one.floor]
+        if not found:
+            return ""
+        worst = max(found, key=lambda one: one.error / (one.floor or 1.0))
+        return f"a gradient by {small(worst.error)}, where rounding alone makes {small(worst.floor or 0.0)}"
+
+    def _found(self, reason: Reason, said: str, *, fields: Sequence[str] = (), size: str = "") -> Difference:
+        lines = [line for side, file in zip(self.sides, self.files, strict=True) for line in side.next(file)]
+        return Difference(reason, said, tuple(fields), size, self.sides, tuple(lines))
+
+    def _that_are(self, outcome: str) -> list[str]:
+        return [name for name, side in zip(NAMES, self.sides, strict=True) if side.outcome == outcome]
+
+
+def other_steps(error: OtherSteps) -> Verdict:
+    """That two records differ before any number is compared."""
+    return Verdict("two records", "fail", "none", (), headline=error.reason, sides=RUNS)
+
+
+def _whose(names: Sequence[str]) -> str:
+    return "their own configs" if len(names) > 1 else "its own config"
+
+
+def _list(names: Sequence[str]) -> str:
+    """Names, as a sentence has them."""
+    return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
