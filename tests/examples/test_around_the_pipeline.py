@@ -99,7 +99,7 @@ def test_a_mean_where_a_sum_was_meant(whitebox: WhiteBox) -> None:
     verdict = judged(whitebox, partial(replicated, fault="mean for sum"))
     assert failing(verdict) == {"gradient", "grad-norm"}
     assert "0.5 times expected, cosine 1.000000" in first(verdict, "gradient").seen
-    note = "all are 1/2 of what is expected: a mean over 2 replicas where a sum was due"
+    note = "all are 1/2 of what is expected, as a mean over 2 replicas in place of a sum gives"
     assert verdict.law("gradient").note.endswith(note)
 
 

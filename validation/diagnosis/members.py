@@ -272,12 +272,14 @@ class Members:
                 if seen is not None and whole is not None and whole.any():
                     factor = multiple_of(seen, whole)
                     factors.add(None if factor is None else round(factor * self.replicas.count, 2))
-        count = self.replicas.count
+        count, each = self.replicas.count, self.replicas.microbatches // self.replicas.count
         if count > 1 and factors == {1.0}:
-            detail = f"all are 1/{count} of what is expected: a mean over {count} replicas where a sum was due"
+            detail = f"all are 1/{count} of what is expected, as a mean over {count} replicas in place of a sum gives"
             yield Cause("scale", factor=1 / count, detail=detail)
         if count > 1 and factors == {float(count * count)}:
-            detail = f"all are {count} times what is expected: a sum over {count} replicas where a mean was due"
+            undivided = f", or a loss not divided by the {each} microbatches of a replica," * (each == count)
+            why = f"as a sum over {count} replicas in place of a mean{undivided} gives"
+            detail = f"all are {count} times what is expected, {why}"
             yield Cause("scale", factor=float(count), detail=detail)
 
     def _norms_of_all(self) -> Iterator[Cause]:

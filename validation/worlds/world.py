@@ -94,7 +94,6 @@ def _order(job: Callable[..., object], arguments: tuple[object, ...]) -> bytes:
         raise WorldError(told + unshippable((job, *arguments))) from error
 
 
-
 def _label(job: Callable[..., object]) -> str:
     named = job if hasattr(job, "__qualname__") else type(job)  # a functools.partial has no name of its own
     return f"{named.__module__}.{named.__qualname__}"

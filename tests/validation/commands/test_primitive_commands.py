@@ -30,8 +30,8 @@ def test_the_table_is_printed_and_written(tmp_path: Path, capsys: pytest.Capture
 def test_some_of_it_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["primitives", "TP", "dp", "-q"]) == 0
     assert [line for line in capsys.readouterr().out.splitlines() if line and line[0] != " "] == [
-        "tp      tensor parallel",
-        "ddp     data parallel",
+        "tp         tensor parallel",
+        "ddp        data parallel",
     ]
     assert main(["primitives", "tpp"]) == 2
     assert "unknown primitive 'tpp': did you mean 'tp'?" in capsys.readouterr().err

@@ -48,8 +48,11 @@ def test_a_replica_that_kept_its_own(factor: float) -> None:
 @pytest.mark.parametrize(
     ("factor", "note"),
     [
-        (0.5, "all are 1/2 of what is expected: a mean over 2 replicas where a sum was due"),
-        (2.0, "all are 2 times what is expected: a sum over 2 replicas where a mean was due"),
+        (0.5, "all are 1/2 of what is expected, as a mean over 2 replicas in place of a sum gives"),
+        (
+            2.0,
+            "all are 2 times what is expected, as a sum over 2 replicas in place of a mean, or a loss not divided by the 2 microbatches of a replica, gives",
+        ),
     ],
 )
 def test_a_mean_and_a_sum_exchanged(factor: float, note: str) -> None:

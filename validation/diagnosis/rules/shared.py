@@ -122,7 +122,21 @@ def on_rank(cause: Cause, evidence: Evidence) -> Cause:
         return cause  # told of a rank, not of a stage
     if evidence.members is None or cause.rank != evidence.placement[cause.stage]:
         return cause
+    if (holder := _holder_of_shard(cause, evidence)) is not None:
+        return replace(cause, rank=holder)
     return replace(cause, rank=_rank_of(cause.stage, cause.microbatches, evidence))
+
+
+def _holder_of_shard(cause: Cause, evidence: Evidence) -> int | None:
+    """The rank with the wrong part of a parameter that ranks have in parts; None of any other."""
+    assert evidence.members is not None, "asked for only where there are members"
+    stage = next((one for one in evidence.members.stages if one.index == cause.stage), None)
+    numbers = [] if stage is None else [k for k, name in stage.names.items() if name == cause.parameter]
+    if stage is None or not any(k in part.shards for k in numbers for _, part in stage.part.members):
+        return None
+    site = cause.stage, cause.parameter
+    wrong = [m.rank for m in evidence.verdict.mismatches if m.law == "gradient" and (m.stage, m.parameter) == site]
+    return wrong[0] if wrong else None
 
 
 def _rank_of(stage: int, microbatches: Sequence[int], evidence: Evidence) -> int | None:

@@ -124,7 +124,7 @@ def _differences(configs: Configs) -> Html | None:
 
 def _why(rows: Rows) -> Html | None:
     facts = [joined([tag("dt", name), tag("dd", text)]) for name, text in rows]
-    return sections.section("Why", tag("dl", *facts, class_="about")) if facts else None
+    return section("Why", tag("dl", *facts, class_="about")) if facts else None
 
 
 def _about(verdict: Verdict) -> Html:

@@ -99,7 +99,7 @@ def test_what_is_wrong_on_one_replica_alone_is_told_of_its_rank(whitebox: WhiteB
 
 def test_a_sum_in_place_of_a_mean_is_told(whitebox: WhiteBox) -> None:
     (cause,) = judged(whitebox, lambda name: True, summed=True).cause
-    assert cause.detail.endswith("a sum over 2 replicas where a mean was due")
+    assert cause.detail.endswith("as a sum over 2 replicas in place of a mean gives")
 
 
 def test_losses_that_are_too_large_are_no_sum_over_replicas(whitebox: WhiteBox) -> None:
