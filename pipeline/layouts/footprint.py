@@ -141,13 +141,18 @@ def _total(held: Footprint) -> float:
 
 
 def _of_rank(job: Job, layout: Layout, own: Parameters, activations: float) -> Footprint:
-    return Footprint(
-        # With ZeRO-3 one layer is in use while the next is gathered; with ZeRO-2 one layer's gradient is whole.
-        weights=_held(_BF16, 3, own, layout) + (2 * _BF16 * own.layer if layout.zero >= 3 else 0),
-        gradients=_held(job.gradient_bytes, 2, own, layout)
-        + (job.gradient_bytes * own.layer if layout.zero >= 2 else 0),
-        optimizer=_held(job.optimizer_bytes, 1, own, layout),
-        activations=activations,
+    return Footprint(*_state(job, layout, own), activations)
+
+
+def _state(job: Job, layout: Layout, own: Parameters) -> tuple[float, float, float]:
+    """Bytes of weights, gradients and optimizer."""
+    # With ZeRO-3 one layer is in use while the next is gathered; with ZeRO-2 one layer's gradient is whole.
+    gathered = 2 * _BF16 * own.layer if layout.zero >= 3 else 0
+    unsharded = job.gradient_bytes * own.layer if layout.zero >= 2 else 0
+    return (
+        _held(_BF16, 3, own, layout) + gathered,
+        _held(job.gradient_bytes, 2, own, layout) + unsharded,
+        _held(job.optimizer_bytes, 1, own, layout),
     )
 
 
@@ -162,7 +167,7 @@ def least_held(job: Job, layout: Layout) -> float:
     """Bytes of the device that holds most, with the activations of one microbatch: no schedule holds less."""
     count = tokens(job, layout)
     kinds = _kinds_of_rank(job.model, layout.pipeline, layout.recompute, layout.tp, layout.ep)
-    return max(_of_rank(job, layout, own, count * once).total for own, once in kinds)
+    return max(sum(_state(job, layout, own)) + count * once for own, once in kinds)
 
 
 @cache

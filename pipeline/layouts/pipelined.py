@@ -16,7 +16,7 @@ from pipeproof.pipeline.simulate import Times, simulate
 # Schedules that advice chooses from: what they hold and their bubble no longer change once a pipeline is full.
 OFFERED = ("1f1b", "interleaved", "zb-h1", "zb-v", "v-half")
 # Of a pipeline that is simulated; public runs have up to 64 ranks. V-Half is drawn unit by unit, which takes longest.
-MOST_STAGES: Mapping[str, int] = {**dict.fromkeys(OFFERED, 128), "v-half": 64}
+MOST_STAGES: Mapping[str, int] = {**dict.fromkeys(OFFERED, 128), "v-half": 32}
 _WHOLE = ("1f1b", "interleaved")  # those whose backward is in one piece
 # Times P microbatches fill a pipeline: it is as slow as whole steps are, within 1 %, and holds as much. A test says so.
 _FULL, _HOLDS = 3, 2

@@ -71,8 +71,9 @@ def unhindered(job: Job, cluster: Cluster, layout: Layout) -> float:
 
 def least_time(job: Job, cluster: Cluster, layout: Layout) -> float:
     """Seconds that a step takes at least: no schedule is faster."""
-    waiting = _exposed(job, cluster, layout, _of_microbatch(job, cluster, layout))
-    return unhindered(job, cluster, layout) * least_stretch(job, layout) + waiting
+    one = _of_microbatch(job, cluster, layout)
+    work = (one.compute + one.said) * layout.microbatches(job)
+    return work * least_stretch(job, layout) + _exposed(job, cluster, layout, one)
 
 
 def step_time(job: Job, cluster: Cluster, layout: Layout) -> StepTime:

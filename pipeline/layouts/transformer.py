@@ -83,7 +83,7 @@ class Transformer:
             counted(what, getattr(self, what), least=0, most=_MOST)
         if self.heads % self.keys:
             raise ScheduleError(
-                f"heads {self.heads} are no multiple of the {self.keys} of keys and values: use one"
+                f"heads {self.heads} are no multiple of the {self.keys} of keys and values, which serve as many each"
             )
         if not self.head_size and self.hidden % self.heads:
             raise ScheduleError(

@@ -91,7 +91,7 @@ def test_a_config_is_the_model_of_the_table() -> None:
         ({"hidden_size": "4096"}, "hidden_size is '4096': expected a whole number"),
         ({"vocab_size": True}, "vocab_size is True: expected a whole number"),
         ({"num_attention_heads": 0}, "heads is 0: expected at least 1"),
-        ({"num_attention_heads": 31}, "heads 31 are no multiple of the 8 of keys and values, each of which serves"),
+        ({"num_attention_heads": 31}, "heads 31 are no multiple of the 8 of keys and values, which serve as many each"),
         ({"num_attention_heads": 24}, "hidden 4096 is no multiple of heads 24"),
         ({"num_key_value_heads": 7}, "heads 32 are no multiple of the 7 of keys and values"),
         ({"num_key_value_heads": -8}, "kv_heads is -8: expected at least 0"),
