@@ -77,7 +77,14 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="ci/bench",
         description=__doc__,
-        epilog="\n".join(["parts:", *(f"  {name:2}  {part.title} ({part.unit})" for name, part in PARTS.items())]),
+        epilog="\n".join(
+            [
+                "parts:",
+                *(f"  {name:2}  {part.title} ({part.unit})" for name, part in PARTS.items()),
+                "",
+                "Exit status: 0 measured; 2 bad usage.",
+            ]
+        ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("parts", nargs="*", metavar="|".join(PARTS), help="the parts to run (default: all)")

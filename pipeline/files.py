@@ -46,7 +46,7 @@ def read_json(path: str | Path, *, expected: str) -> dict[str, Any]:
     try:
         found = json.loads(_bytes(Path(path)), object_pairs_hook=_once)
     except OSError as error:
-        raise ScheduleError(f"cannot read {path}: {error.strerror or error}; expected {expected}") from None
+        raise ScheduleError(f"{cannot_read(path, error)}: expected {expected}") from None
     except (ValueError, RecursionError) as error:  # also of a name with a null character
         raise ScheduleError(f"{path} is no JSON ({error}): expected {expected}") from None
     if not isinstance(found, dict):

@@ -150,10 +150,9 @@ def acyclic(schedule: Schedule) -> Iterator[Violation]:
         yield Violation("acyclic", f"{action} waits for {need}, which never comes", rank, ((rank, slot),))
     cycle = graph.shortest_cycle(~reached)[::-1]
     if len(cycle) > 1:
-        said = [f"rank {columns.rank[entry]} at {columns.action(entry)}" for entry in [*cycle, cycle[0]]]
-        yield Violation(
-            "acyclic", ", which waits for ".join(said).replace(", which", "", 1), None, tuple(map(columns.cell, cycle))
-        )
+        first, *others = [f"rank {columns.rank[entry]} at {columns.action(entry)}" for entry in [*cycle, cycle[0]]]
+        told = f"{first} waits for {', which waits for '.join(others)}"
+        yield Violation("acyclic", told, None, tuple(map(columns.cell, cycle)))
 
 
 def within_memory(limit: float, *, weight_memory: float = 1.0, sizes: Sequence[float] = ()) -> Law:

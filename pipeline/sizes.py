@@ -21,6 +21,13 @@ def counted(what: str, value: int, *, least: int = 1, most: int) -> int:
     return value
 
 
+def seconds(timeout_s: float) -> float:
+    """``timeout_s`` itself, if it can be the bound of a wait. Raises ``ValueError``."""
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s <= MOST_SECONDS:
+        raise ValueError(f"timeout_s is {timeout_s!r}: expected seconds above 0, and at most {MOST_SECONDS:g}")
+    return timeout_s
+
+
 def measured(what: str, value: float, *, zero: bool = False) -> float:
     """``value`` itself, once it is known to be finite and above 0, or 0 where ``zero`` is allowed."""
     if not is_number(value, zero=zero):

@@ -3,7 +3,7 @@
 Weights, gradients and the optimizer's state: Rajbhandari et al., ZeRO, 2020. Activations: Korthikanti et al., Reducing
 activation recomputation in large transformer models, 2022, counted tensor by tensor; where attention keeps its scores
 and dropout its masks, these sums are that paper's s b h (34 + 5 a s / h). Gated activations are fused. How many
-microbatches are held at once is read from the schedule.
+microbatches are held at once is read from the schedule, and every stage counts the layers that it has.
 
 Tensors are counted in bytes for each token, in bf16: h hidden, f the inner width, d a head.
 """
@@ -11,8 +11,8 @@ Tensors are counted in bytes for each token, in bf16: h hidden, f the inner widt
 from dataclasses import dataclass
 from functools import cache
 
-from pipeproof.pipeline.layouts.layout import Job, Layout, Recompute
-from pipeproof.pipeline.layouts.pipelined import pipelined, stages_of
+from pipeproof.pipeline.layouts.layout import Job, Layout, Pipeline, Recompute
+from pipeproof.pipeline.layouts.pipelined import Stages, peaks, stages_of
 from pipeproof.pipeline.layouts.transformer import Transformer
 
 _BF16 = 2
@@ -54,13 +54,14 @@ def kept(model: Transformer, layer: int, recompute: Recompute, *, scores: int = 
     hidden = _BF16 * model.hidden
     if recompute is Recompute.FULL:
         return Kept(hidden, 0)
-    inner, keys = _BF16 * model.heads * model.head, _BF16 * model.keys * model.head
     again = recompute is Recompute.SELECTIVE
     copies, width = _visits(model, layer)
     # Both inputs of the norms and, unless they are computed again, what the norms give.
     whole = 2 * hidden + (0 if again else (1 + copies) * hidden) + dropout * hidden
-    # Queries, keys, values, what attention gives; one or two inner tensors, and what the activation makes of them.
-    sharded = 2 * inner + 2 * keys + (1 + model.gated + (not again)) * _BF16 * width
+    # What latent attention is made of, before and, unless that is computed again, behind its norms.
+    whole += (2 - again) * _BF16 * model.compressed_width
+    # One or two inner tensors, and what the activation makes of them.
+    sharded = _BF16 * model.attended_width + (1 + model.gated + (not again)) * _BF16 * width
     return Kept(whole, sharded + 5 * model.heads * scores)
 
 
@@ -87,36 +88,66 @@ class Parameters:
 
 def parameters(model: Transformer, layout: Layout, rank: int) -> Parameters:
     """What pipeline rank ``rank`` holds before any sharding over data-parallel ranks."""
-    return _parameters(model, layout.tp, layout.ep, stages_of(layout, model.layers), rank)
+    return every_rank(model, layout)[rank]
+
+
+def every_rank(model: Transformer, layout: Layout) -> tuple[Parameters, ...]:
+    """The same of all pipeline ranks."""
+    return _parameters(model, layout.tp, layout.ep, layout.pipeline)
+
+
+def most_meets(model: Transformer, layout: Layout, *, experts: bool) -> float:
+    """Parameters that replicas of the largest rank have in common; ``experts``: replicas of these are there, too."""
+    return _most(model, layout.tp, layout.ep, layout.pipeline, experts)
 
 
 @cache
-def _parameters(model: Transformer, tp: int, ep: int, stages: tuple[tuple[range, int], ...], rank: int) -> Parameters:
-    layers = [layer for stage, at in stages if at == rank for layer in stage]
-    dense = sum(map(model.shared, layers)) / tp
+def _most(model: Transformer, tp: int, ep: int, pipeline: Pipeline, experts: bool) -> float:
+    return max(own.dense + own.experts * experts for own in _parameters(model, tp, ep, pipeline))
+
+
+@cache
+def _parameters(model: Transformer, tp: int, ep: int, pipeline: Pipeline) -> tuple[Parameters, ...]:
+    stages = stages_of(pipeline, model.layers)
+    layers = [[layer for stage, at in stages if at == rank for layer in stage] for rank in range(pipeline.ranks)]
+    return tuple(_of_layers(model, tp, ep, own, _ends(model, stages, rank)) for rank, own in enumerate(layers))
+
+
+def _of_layers(model: Transformer, tp: int, ep: int, layers: list[int], ends: int) -> Parameters:
+    dense = [model.shared(layer) / tp for layer in layers]
     experts = [model.routed(layer) / (tp * ep) for layer in layers]
+    return Parameters(sum(dense) + ends / tp, sum(experts), max(map(sum, zip(dense, experts, strict=True))))
+
+
+def _ends(model: Transformer, stages: Stages, rank: int) -> int:
+    """Parameters of ``rank`` before the first layer and after the last."""
     first_of, last_of = stages[0][1], stages[-1][1]
     ends = (rank == first_of) * model.embedding + (rank == last_of) * model.output
     if model.tied and first_of != last_of:  # the last stage has a copy
         ends += (rank == last_of) * model.vocabulary * model.hidden
-    largest = max(model.shared(layer) / tp + own for layer, own in zip(layers, experts, strict=True))
-    return Parameters(dense + ends / tp, sum(experts), largest)
+    return ends
 
 
 def footprint(job: Job, layout: Layout) -> Footprint:
-    """The device that holds most: the first of the pipeline, with the embedding, or the last, with the output."""
-    return max((_of_rank(job, layout, rank) for rank in {0, layout.pp - 1}), key=lambda one: one.total)
+    """The device that holds most."""
+    model, count = job.model, tokens(job, layout)
+    sizes, besides = _of_stages(model, layout.pipeline, layout.recompute, layout.tp)
+    held = zip(every_rank(model, layout), peaks(job, layout, sizes), besides, strict=True)
+    return max((_of_rank(job, layout, own, count * (at_once + more)) for own, at_once, more in held), key=_total)
 
 
-def _of_rank(job: Job, layout: Layout, rank: int) -> Footprint:
-    own = parameters(job.model, layout, rank)
+def _total(held: Footprint) -> float:
+    return held.total
+
+
+def _of_rank(job: Job, layout: Layout, own: Parameters, activations: float) -> Footprint:
     return Footprint(
         # With ZeRO-3 one layer is in use while the next is gathered; with ZeRO-2 one layer's gradient is whole.
         weights=_held(_BF16, 3, own, layout) + (2 * _BF16 * own.layer if layout.zero >= 3 else 0),
         gradients=_held(job.gradient_bytes, 2, own, layout)
         + (job.gradient_bytes * own.layer if layout.zero >= 2 else 0),
         optimizer=_held(job.optimizer_bytes, 1, own, layout),
-        activations=_activations(job, layout, rank),
+        activations=activations,
     )
 
 
@@ -128,20 +159,46 @@ def _held(each: int, stage: int, own: Parameters, layout: Layout) -> float:
 
 
 def least_held(job: Job, layout: Layout) -> float:
-    """Bytes of the first rank before any activation: no schedule holds less."""
-    own = parameters(job.model, layout, 0)
-    sizes = {3: _BF16, 2: job.gradient_bytes, 1: job.optimizer_bytes}
-    return sum(_held(each, stage, own, layout) for stage, each in sizes.items())
+    """Bytes of the device that holds most, with the activations of one microbatch: no schedule holds less."""
+    count = tokens(job, layout)
+    kinds = _kinds_of_rank(job.model, layout.pipeline, layout.recompute, layout.tp, layout.ep)
+    return max(_of_rank(job, layout, own, count * once).total for own, once in kinds)
 
 
-def _activations(job: Job, layout: Layout, rank: int) -> float:
-    model, last = job.model, job.model.layers - 1
-    bytes_a_token = pipelined(job, layout).held[rank] * kept(model, last, layout.recompute).on(layout.tp)
-    if layout.recompute is Recompute.FULL:  # the layer whose turn it is
-        bytes_a_token += kept(model, last, Recompute.NONE).on(layout.tp)
-    if rank == stages_of(layout, model.layers)[-1][1]:
-        bytes_a_token += (2 * _BF16 * model.hidden + _FP32 * model.vocabulary) / layout.tp
-    return bytes_a_token * tokens(job, layout)
+@cache
+def _kinds_of_rank(
+    model: Transformer, pipeline: Pipeline, recompute: Recompute, tp: int, ep: int
+) -> tuple[tuple[Parameters, float], ...]:
+    """What ranks hold, and of each token of one microbatch; ranks that hold the same are one."""
+    sizes, besides = _of_stages(model, pipeline, recompute, tp)
+    once = list(besides)
+    for size, (_, rank) in zip(sizes, stages_of(pipeline, model.layers), strict=True):
+        once[rank] += size
+    return tuple(dict.fromkeys(zip(_parameters(model, tp, ep, pipeline), once, strict=True)))
+
+
+@cache
+def _of_stages(
+    model: Transformer, pipeline: Pipeline, recompute: Recompute, tp: int
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """What each stage keeps of a token, and what each rank has besides, of one microbatch at a time.
+
+    That is the layer that is computed again, whose turn it is, and on the last stage's rank what makes the loss.
+    """
+    stages, each = stages_of(pipeline, model.layers), _kept_of_each(model, recompute, tp)
+    sizes = [sum(each[layer] for layer in layers) for layers, _ in stages]
+    besides = [0.0] * pipeline.ranks
+    if recompute is Recompute.FULL:
+        whole = _kept_of_each(model, Recompute.NONE, tp)
+        for layers, rank in stages:
+            besides[rank] = max([besides[rank], *(whole[layer] for layer in layers)])
+    besides[stages[-1][1]] += (2 * _BF16 * model.hidden + _FP32 * model.vocabulary) / tp
+    return tuple(sizes), tuple(besides)
+
+
+@cache
+def _kept_of_each(model: Transformer, recompute: Recompute, tp: int) -> tuple[float, ...]:
+    return tuple(kept(model, layer, recompute).on(tp) for layer in range(model.layers))
 
 
 def tokens(job: Job, layout: Layout) -> float:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from pipeproof.pipeline.layouts.transformer import Transformer
 
@@ -34,6 +35,14 @@ class Job:
     optimizer_bytes: int = 12
 
 
+class Pipeline(NamedTuple):
+    """What a schedule depends on, besides microbatches."""
+
+    schedule: str
+    ranks: int
+    virtual: int
+
+
 @dataclass(frozen=True)
 class Layout:
     """Ranks = tp * cp * pp * dp, neighbours in the order tp, cp, dp, pp: tp within a node first.
@@ -59,6 +68,11 @@ class Layout:
         return self.tp * self.cp * self.pp * self.dp
 
     @property
+    def pipeline(self) -> Pipeline:
+        """The pipeline alone."""
+        return Pipeline(self.schedule, self.pp, self.virtual)
+
+    @property
     def shards(self) -> int:
         """Ranks that hold the same dense parameters."""
         return self.dp * self.cp
@@ -73,6 +87,13 @@ class Layout:
         """The sizes above one: ``tp 8, pp 16, dp 128``."""
         named = {"tp": self.tp, "cp": self.cp, "pp": self.pp, "dp": self.dp, "ep": self.ep}
         return ", ".join(f"{name} {size}" for name, size in named.items() if size > 1) or "one device"
+
+    @property
+    def words(self) -> str:
+        """All but the schedule: ``tp 8, pp 16, dp 128, ZeRO-1, selective recompute``."""
+        zero = f", ZeRO-{self.zero}" if self.zero else ""
+        again = f", {self.recompute} recompute" if self.recompute is not Recompute.NONE else ""
+        return f"{self.sizes}{zero}{again}"
 
     def microbatches(self, job: Job) -> int:
         """How many a pipeline gets in a step."""

@@ -1,23 +1,25 @@
 """The fastest layouts that fit: every legal one is weighed, and those that could be among the best are simulated."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache
-from heapq import nsmallest
-from itertools import product
+from heapq import heapify, heappop, heappush, nsmallest
+from itertools import count, product
+from math import inf
 
 from pipeproof.pipeline.layouts.cluster import Cluster
 from pipeproof.pipeline.layouts.footprint import Footprint, footprint, least_held
 from pipeproof.pipeline.layouts.layout import Job, Layout, Recompute, problems
-from pipeproof.pipeline.layouts.pipelined import OFFERED
-from pipeproof.pipeline.layouts.step_time import StepTime, least_time, step_time
+from pipeproof.pipeline.layouts.pipelined import MOST_STAGES, OFFERED
+from pipeproof.pipeline.layouts.step_time import StepTime, least_time, step_time, unhindered
 from pipeproof.pipeline.schedule import ScheduleError
-from pipeproof.pipeline.schedules import VEE
+from pipeproof.pipeline.schedules import LOOPED, VEE
 
 LONG = 32_768  # tokens: from here on a sequence is worth dividing over ranks
 _MICRO = (1, 2, 4, 8)
 _CHUNKS = (2, 4, 8)
+_FEW = 10  # meshes, where nothing fits
 
 
 class Kind(StrEnum):
@@ -67,60 +69,91 @@ class Found:
 def search(job: Job, cluster: Cluster, allowed: Allowed, *, most: int = 3) -> Found:
     """The ``most`` fastest layouts that differ in more than schedule, recompute, ZeRO and the size of a microbatch.
 
-    Layouts are taken by the time that no schedule can beat; the search ends where that is above the last of the best.
+    Meshes, and the layouts on them, are taken by the time that no schedule can beat; the search ends where that is
+    above the last of the best.
     """
     room = allowed.room * cluster.device.memory
-    every = list(layouts(job, cluster, allowed))
-    fitting = [layout for layout in every if least_held(job, layout) <= room]
+    every = list(meshes(job, cluster, allowed))
+    numbers = count()
+    waiting = [(_least_on(job, cluster, mesh, allowed), next(numbers), mesh, False) for mesh in every]
+    heapify(waiting)
     found: dict[tuple[int, ...], Choice] = {}
-    for least, _, layout in sorted((least_time(job, cluster, layout), k, layout) for k, layout in enumerate(fitting)):
-        if len(found) >= most and least > nsmallest(most, (choice.time.total for choice in found.values()))[-1]:
-            break
-        choice = weighed(job, cluster, layout)
-        if choice is None or choice.footprint.total > room:
+    limit = inf
+    while waiting and waiting[0][0] <= limit:
+        _, _, layout, whole = heappop(waiting)
+        if not whole:
+            for one in on_mesh(layout, job, allowed):
+                if least_held(job, one) <= room and (least := least_time(job, cluster, one)) <= limit:
+                    heappush(waiting, (least, next(numbers), one, True))
             continue
-        if choice.sizes not in found or choice.time.total < found[choice.sizes].time.total:
-            found[choice.sizes] = choice
+        choice = weighed(job, cluster, layout, room=room)
+        if choice is None or (choice.sizes in found and choice.time.total >= found[choice.sizes].time.total):
+            continue
+        found[choice.sizes] = choice
+        if len(found) >= most:
+            limit = nsmallest(most, (one.time.total for one in found.values()))[-1]
     best = tuple(nsmallest(most, found.values(), key=lambda choice: choice.time.total))
-    return Found(best, None if best else _least(job, cluster, every))
+    return Found(best, None if best else _least(job, cluster, every, allowed))
 
 
-def weighed(job: Job, cluster: Cluster, layout: Layout) -> Choice | None:
-    """``layout`` with its figures; None where its schedule cannot be built for these sizes."""
+def weighed(job: Job, cluster: Cluster, layout: Layout, *, room: float = inf) -> Choice | None:
+    """``layout`` with its figures; None where it needs more ``room``, or its schedule cannot be for these sizes."""
     try:
-        return Choice(layout, footprint(job, layout), step_time(job, cluster, layout))
+        held = footprint(job, layout)
+        return Choice(layout, held, step_time(job, cluster, layout)) if held.total <= room else None
     except ScheduleError:
         return None
 
 
-def _least(job: Job, cluster: Cluster, every: list[Layout]) -> Choice | None:
-    """What comes nearest to fitting, of the few that hold least before any activation."""
-    nearest = nsmallest(
-        30, every, key=lambda layout: (least_held(job, layout), layout.micro, layout.recompute != "full")
-    )
-    choices = [choice for layout in nearest if (choice := weighed(job, cluster, layout)) is not None]
+def _least_on(job: Job, cluster: Cluster, mesh: Layout, allowed: Allowed) -> float:
+    """Seconds that no layout on ``mesh`` can beat."""
+    again = min(allowed.recompute, key=lambda one: one is Recompute.FULL)
+    return unhindered(job, cluster, replace(mesh, recompute=again))
+
+
+def _least(job: Job, cluster: Cluster, every: list[Layout], allowed: Allowed) -> Choice | None:
+    """What comes nearest to fitting, of the few meshes on which least is held before any activation."""
+
+    def held(mesh: Layout) -> float:
+        return least_held(job, replace(mesh, zero=max(allowed.zero), recompute=allowed.recompute[-1]))
+
+    near = [one for mesh in nsmallest(_FEW, every, key=held) for one in on_mesh(mesh, job, allowed)]
+    near.sort(key=lambda layout: least_held(job, layout))
+    choices = [choice for one in near[:30] if (choice := weighed(job, cluster, one)) is not None]
     return min(choices, key=lambda choice: choice.footprint.total, default=None)
 
 
 def layouts(job: Job, cluster: Cluster, allowed: Allowed) -> Iterator[Layout]:
     """Every legal layout of all devices."""
+    for mesh in meshes(job, cluster, allowed):
+        yield from on_mesh(mesh, job, allowed)
+
+
+def meshes(job: Job, cluster: Cluster, allowed: Allowed) -> Iterator[Layout]:
+    """Every legal way to divide all devices, and the batch into microbatches."""
     experts = job.model.experts
     expert_sizes = _divisors(experts.count) if experts and Kind.EXPERT in allowed.kinds else (1,)
     tensor = _divisors(min(cluster.per_node, cluster.devices)) if Kind.TENSOR in allowed.kinds else (1,)
     context = _divisors(cluster.devices) if Kind.CONTEXT in allowed.kinds and job.sequence >= LONG else (1,)
+    deepest = min(job.model.layers, max(MOST_STAGES[name] for name in allowed.schedules))
     for tp, cp in product(tensor, context):
         rest, over = divmod(cluster.devices, tp * cp)
-        if over:
-            continue
         for pp in _divisors(rest) if Kind.PIPELINE in allowed.kinds else (1,):
-            dp = rest // pp
+            if over or pp > deepest or job.batch % (rest // pp):
+                continue
             for ep, micro in product(expert_sizes, allowed.micro):
-                if any(problems(Layout(tp, cp, pp, dp, ep, micro=micro), job)):
-                    continue
-                for zero, recompute in product(allowed.zero if dp * cp > 1 else allowed.zero[:1], allowed.recompute):
-                    for schedule, virtual in _schedules(pp, allowed.schedules):
-                        if pp * virtual <= job.model.layers:
-                            yield Layout(tp, cp, pp, dp, ep, zero, recompute, schedule, virtual, micro)
+                mesh = Layout(tp, cp, pp, rest // pp, ep, micro=micro)
+                if not any(problems(mesh, job)):
+                    yield mesh
+
+
+def on_mesh(mesh: Layout, job: Job, allowed: Allowed) -> Iterator[Layout]:
+    """The layouts that differ in schedule, recompute and ZeRO alone."""
+    for zero, recompute in product(allowed.zero if mesh.shards > 1 else allowed.zero[:1], allowed.recompute):
+        for schedule, virtual in _schedules(mesh.pp, allowed.schedules):
+            in_rounds = virtual == 1 or schedule not in LOOPED or mesh.microbatches(job) % mesh.pp == 0
+            if in_rounds and mesh.pp * virtual <= min(job.model.layers, MOST_STAGES[schedule]):
+                yield replace(mesh, zero=zero, recompute=recompute, schedule=schedule, virtual=virtual)
 
 
 def _schedules(pp: int, names: tuple[str, ...]) -> Iterator[tuple[str, int]]:

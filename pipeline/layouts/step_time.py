@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from functools import cache
 
 from pipeproof.pipeline.layouts.cluster import Cluster
-from pipeproof.pipeline.layouts.footprint import parameters, tokens
+from pipeproof.pipeline.layouts.footprint import most_meets, tokens
 from pipeproof.pipeline.layouts.layout import Job, Layout, Recompute
-from pipeproof.pipeline.layouts.pipelined import pipelined
+from pipeproof.pipeline.layouts.pipelined import least_stretch, stretch
 
 _BF16 = 2
 _LARGE_MATMUL = 0.65  # of a device's speed, where matrices are large
@@ -63,10 +63,16 @@ class _Passes:
         return self.tp + self.cp + self.ep + self.pp
 
 
-def least_time(job: Job, cluster: Cluster, layout: Layout) -> float:
-    """Seconds of a step if no rank ever waited: no schedule is faster."""
+def unhindered(job: Job, cluster: Cluster, layout: Layout) -> float:
+    """Seconds of a step if no rank ever waited, and replicas said nothing."""
     one = _of_microbatch(job, cluster, layout)
     return (one.compute + one.said) * layout.microbatches(job)
+
+
+def least_time(job: Job, cluster: Cluster, layout: Layout) -> float:
+    """Seconds that a step takes at least: no schedule is faster."""
+    waiting = _exposed(job, cluster, layout, _of_microbatch(job, cluster, layout))
+    return unhindered(job, cluster, layout) * least_stretch(job, layout) + waiting
 
 
 def step_time(job: Job, cluster: Cluster, layout: Layout) -> StepTime:
@@ -82,7 +88,7 @@ def step_time(job: Job, cluster: Cluster, layout: Layout) -> StepTime:
         ep=one.ep * count,
         pp=one.pp * count,
         dp=_exposed(job, cluster, layout, one),
-        bubble=work * (pipelined(job, layout).stretch - 1),
+        bubble=work * (stretch(job, layout) - 1),
         operations=operations,
     )
 
@@ -92,7 +98,7 @@ def _forward_operations(job: Job) -> tuple[float, float]:
     """Of one token: by experts, and by all else, the projection to the vocabulary included."""
     model, layers = job.model, range(job.model.layers)
     experts = 2.0 * sum(model.active(layer) - model.shared(layer) for layer in layers)
-    total = sum(model.operations(layer, job.sequence) for layer in layers) + 2.0 * model.hidden * model.vocabulary
+    total = sum(model.operations(layer, job.sequence) for layer in layers) + model.output_operations
     return experts, total - experts
 
 
@@ -116,13 +122,13 @@ def _of_microbatch(job: Job, cluster: Cluster, layout: Layout) -> _Passes:
     tp = rounds * layers * wire(4 * hidden * (layout.tp - 1) / layout.tp, layout.tp)
     # Dispatch and combine, each to another rank but for one in ep.
     visits = experts.per_token * hidden / layout.tp if experts else 0.0
-    ep = rounds * layers * wire(2 * visits * (layout.ep - 1) / layout.ep, layout.tp * layout.ep)
+    ep = (
+        rounds * model.routed_layers / layout.pp * wire(2 * visits * (layout.ep - 1) / layout.ep, layout.tp * layout.ep)
+    )
     # Keys and values go round the ring while attention computes on what is there.
     keys = 2 * count * model.keys * model.head * _BF16 / layout.tp
     ring = rounds * layers * wire(keys * (layout.cp - 1), layout.tp * layout.cp)
-    attention = (
-        2.0 * job.sequence * model.heads * model.head * count * layers / layout.tp * passes / cluster.device.flops
-    )
+    attention = passes * layers * count * model.attention_operations(job.sequence) / layout.tp / cluster.device.flops
     # Each stage's output goes to the next, and its gradient comes back.
     hops = layout.virtual * (2 if layout.pp > 1 else 0)
     pp = hops * wire(hidden / layout.tp, layout.tp * layout.cp * layout.dp * layout.pp)
@@ -144,11 +150,10 @@ def _exposed(job: Job, cluster: Cluster, layout: Layout, one: _Passes) -> float:
     """
     if layout.shards == 1:
         return 0.0
-    own = parameters(job.model, layout, 0)
     group = layout.tp * layout.shards
     share = (layout.shards - 1) / layout.shards
     speed = cluster.between(group) * _WIRE
-    held = own.dense + own.experts * (layout.expert_shards > 1)
+    held = most_meets(job.model, layout, experts=layout.expert_shards > 1)
     gradients, weights = (each * held * share / speed for each in (job.gradient_bytes, _BF16))
     count = layout.microbatches(job)
     backward, forward = one.compute * 2 / 3, one.compute / 3

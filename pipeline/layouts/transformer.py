@@ -1,7 +1,7 @@
 """Transformers as planning sees them: sizes, parameters and operations, from a table, from a config or by hand."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from pipeproof.pipeline.schedule import ScheduleError
@@ -9,6 +9,7 @@ from pipeproof.pipeline.schedules import known_are
 from pipeproof.pipeline.sizes import counted
 
 _MOST = 1 << 24  # of any size of a model
+_MOST_EXPERTS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,10 @@ class Latent:
     rotary: int
     value: int
 
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            counted(f"{one.name} of latent attention", getattr(self, one.name), least=0, most=_MOST)
+
 
 @dataclass(frozen=True)
 class Experts:
@@ -38,6 +43,14 @@ class Experts:
     size: int
     shared: int = 0
     dense_layers: int = 0
+
+    def __post_init__(self) -> None:
+        counted("experts", self.count, most=_MOST_EXPERTS)
+        counted("the width of an expert", self.size, most=_MOST)
+        counted("shared experts", self.shared, least=0, most=_MOST_EXPERTS)
+        counted("layers without experts", self.dense_layers, least=0, most=_MOST)
+        if not 1 <= self.per_token <= self.count:
+            raise ScheduleError(f"a token visits {self.per_token} of {self.count} experts: expected 1 to {self.count}")
 
 
 @dataclass(frozen=True)
@@ -66,6 +79,12 @@ class Transformer:
     def __post_init__(self) -> None:
         for what in ("layers", "hidden", "heads", "vocabulary", "feed_forward"):
             counted(what, getattr(self, what), most=_MOST)
+        for what in ("kv_heads", "head_size", "positions"):
+            counted(what, getattr(self, what), least=0, most=_MOST)
+        if self.heads % self.keys:
+            raise ScheduleError(
+                f"heads {self.heads} are no multiple of the {self.keys} of keys and values, each of which serves as many"
+            )
         if not self.head_size and self.hidden % self.heads:
             raise ScheduleError(
                 f"hidden {self.hidden} is no multiple of heads {self.heads}: change one (or say head_dim in a config)"
@@ -108,6 +127,11 @@ class Transformer:
     def is_dense(self, layer: int) -> bool:
         """Whether ``layer`` has no experts."""
         return self.experts is None or layer < self.experts.dense_layers
+
+    @property
+    def routed_layers(self) -> int:
+        """Layers that have experts."""
+        return 0 if self.experts is None else max(0, self.layers - self.experts.dense_layers)
 
     def shared(self, layer: int) -> int:
         """Parameters of ``layer`` that every token uses: all but routed experts."""
@@ -153,7 +177,29 @@ class Transformer:
 
         Attention is causal: on average a token sees half the sequence.
         """
-        return 2.0 * self.active(layer) + 2.0 * sequence * self.heads * self._attended
+        return 2.0 * self.active(layer) + self.attention_operations(sequence)
+
+    def attention_operations(self, sequence: int) -> float:
+        """Those of a layer for which no parameter is needed."""
+        return 2.0 * sequence * self.heads * self._attended
+
+    @property
+    def output_operations(self) -> float:
+        """Of the projection to the vocabulary, for one token."""
+        return 2.0 * self.hidden * self.vocabulary
+
+    @property
+    def attended_width(self) -> int:
+        """Numbers of a token that attention keeps: queries, keys, values, and what it gives."""
+        latent = self.latent
+        if latent is None:
+            return 2 * (self.heads + self.keys) * self.head
+        return 2 * self.heads * (latent.plain + latent.rotary + latent.value)
+
+    @property
+    def compressed_width(self) -> int:
+        """Numbers of a token that latent attention makes these of; 0 without it."""
+        return 0 if self.latent is None else self.latent.query_rank + self.latent.kv_rank + self.latent.rotary
 
     @property
     def _attended(self) -> float:
@@ -251,7 +297,7 @@ def model_of_config(config: Mapping[str, Any], *, name: str) -> Transformer:
         name,
         gated=not plain,
         biased=plain,
-        tied=bool(config.get("tie_word_embeddings", plain)),
+        tied=_true(config, "tie_word_embeddings", default=plain),
         experts=_experts(config, found["feed_forward"]),
         latent=_latent(config),
         **found,
@@ -266,6 +312,13 @@ def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
                 raise ScheduleError(f"{name} is {value!r}: expected a whole number")
             return value
     return None
+
+
+def _true(config: Mapping[str, Any], name: str, *, default: bool) -> bool:
+    value = config.get(name, default)
+    if not isinstance(value, bool):
+        raise ScheduleError(f"{name} is {value!r}: expected true or false")
+    return value
 
 
 def _experts(config: Mapping[str, Any], width: int) -> Experts | None:

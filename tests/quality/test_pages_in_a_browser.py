@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from pipeproof.reports.page.advice import advice_page
 from pipeproof.reports.page.campaign import Entry, campaign
 from pipeproof.reports.page.page import page
+from tests.support.advised import advised
 from tests.support.verdicts import BARE, FAILED, PASSED, large
 
 playwright = pytest.importorskip("playwright.sync_api", reason="pages are not seen in a browser: playwright is missing")
@@ -22,6 +24,7 @@ PAGES = {
     "unknown": lambda: page(BARE),
     "campaign": lambda: campaign(ENTRIES, said="four cases", left_out={"dualpipe": "it needs more ranks"}),
     "large": lambda: page(large()),
+    "advice": lambda: advice_page(advised()),
 }
 Opened = Callable[..., Any]
 
@@ -73,7 +76,7 @@ OVERLAPS = """() => {
 }"""
 
 
-@pytest.mark.parametrize("name", ["fail", "pass", "unknown", "campaign"])
+@pytest.mark.parametrize("name", ["fail", "pass", "unknown", "campaign", "advice"])
 def test_nothing_overlaps_and_nothing_is_wider_than_the_window(opened: Opened, name: str) -> None:
     shown = opened(name)
     for width in (360, 1280, 3840):

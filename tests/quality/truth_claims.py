@@ -82,7 +82,7 @@ _SAYS_NOTHING = (
     r"first compared wrong: ",
     r"stage \d+: no combination of what the reference knows makes its gradients",
     r"stage \d+: the coefficients of .* are not decided",
-    r"stage \d+: the gradient of \S+ is (no multiple|wrong in|no sum)",
+    r"stage \d+: the gradient of \S+ is (no multiple|wrong in|no sum|\w+\[.*, expected )",
     r"not reproduced: ",
     r"a race, or something else that is not seeded",
     r"the runtime \S+ is not ours",
@@ -95,6 +95,8 @@ _SAYS_NOTHING = (
     r"where the reference passes from stage to stage could not be found",
     r"all microbatches are the same: ",
     r"the cause was not found in time",
+    r"shards of \S+: ",
+    r"rank \d+, stage \d+: the gradient of \S+ is of shape ",
     r"what follows from this was not judged",
 )
 

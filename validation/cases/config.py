@@ -24,10 +24,10 @@ FORMAT, VERSION = "pipeproof/config", 1
 _MOST = 1 << 24  # of any size of a job
 _RANKS = 4  # of a pipeline that stands for a longer one
 _EACH = 2  # ranks along an axis, where a stack stands for a larger one
-_GRADIENTS = 2  # ZeRO shards them from this stage on
+_MOST_ZERO = 3
 _RECOMPUTE: Mapping[str, str] = MappingProxyType({"full": "recompute", "selective": "recompute-selective"})
 _AXES = ("pp", "dp", "tp", "sp", "cp", "ep")
-_REPLICAS = ("ddp", "zero-2", "zero-3", "ep")  # primitives whose ranks have microbatches of their own
+_REPLICAS = ("ddp", "zero-1", "zero-2", "zero-3", "ep")  # primitives whose ranks have microbatches of their own
 STACKED = "decoder"  # the model of a config that is a stack as it stands
 # What a job says and no case: axes, ZeRO's stage, what is computed again, sequences of a microbatch and their tokens.
 LAYOUT: Mapping[str, int | str] = MappingProxyType(
@@ -65,7 +65,10 @@ class Config:
         """
         if not self.scaled:
             if self.not_run:
-                raise CaseError(f"{self.name}: {', '.join(self.not_run)}: a case has pp and dp alone; leave it out")
+                raise CaseError(
+                    f"{self.name}: {', '.join(self.not_run)}: a case has pp and dp alone; leave it out, or say "
+                    f'"model": "{STACKED}", which is run with more'
+                )
             return Case.of_config(self.data)
         ranks, virtual = min(self["pp"], _RANKS), self["virtual"]
         stages = counted("layers", ranks * virtual, most=MOST_LAYERS)
@@ -102,8 +105,8 @@ class Config:
     def _primitives(self) -> dict[str, int]:
         """Those it asks for and a stack can have, in the order of a mesh, and their sizes; 0 of one that has none."""
         replicas = self["dp"] // self["ep"] if self["dp"] % self["ep"] == 0 else self["dp"]
-        sharded = f"zero-{self['zero']}" if self["zero"] >= _GRADIENTS else "ddp"
         cut = "sp" if self["sp"] > 1 else "tp"
+        sharded = "ddp" if self["zero"] == 0 or self._has_tensors_in_shards else f"zero-{self['zero']}"
         sizes = {
             PIPELINE: self["pp"],
             sharded: replicas,
@@ -113,6 +116,11 @@ class Config:
         }
         again = _RECOMPUTE.get(self["recompute"])
         return {name: size for name, size in sizes.items() if size > 1} | ({again: 0} if again else {})
+
+    @property
+    def _has_tensors_in_shards(self) -> bool:
+        """Whether it asks for ZeRO-1 with what its optimizer does not take."""
+        return bool(self["zero"] == 1 and max(self["tp"], self["sp"]) > 1)
 
     @property
     def scaled(self) -> bool:
@@ -154,17 +162,19 @@ class Config:
                 f"{self['microbatches']} microbatches, a decoder of {some(stack.layers, 'layer')} in fp32 for "
                 f"{self['model']}"
             )
-        found += [f"not run: {'; '.join(self._not_stacked)}"] if self._not_stacked else []
+        found += [f"not run: {'; '.join(self.not_stacked)}"] if self.not_stacked else []
         return found + self._other_versions
 
     @property
-    def _not_stacked(self) -> list[str]:
+    def not_stacked(self) -> list[str]:
         """What it asks for and its stack has not, with the reason."""
         found = []
-        if self["zero"] == 1:
-            found.append("zero 1, which shards the optimizer alone: no step here has one")
-        if self["zero"] >= _GRADIENTS and self["dp"] == self["ep"]:
-            found.append(f"zero {self['zero']}: no two ranks hold the same")
+        if self["zero"] and self["dp"] == self["ep"]:
+            found.append(
+                f"zero {self['zero']}, for no two replicas hold the same {'experts' * (self['ep'] > 1) or 'stage'}"
+            )
+        elif self._has_tensors_in_shards:
+            found.append("zero 1, for torch's ZeroRedundancyOptimizer takes no DTensors, which tp and sp make")
         if self["ep"] > 1 and self["cp"] > 1:
             found.append(f"cp {self['cp']}, for with experts another model is trained than on one device")
         return found
@@ -193,7 +203,8 @@ def read_config(path: str) -> Config:
         )
     _check_types(data, path)
     for name, least in _LEAST.items():
-        counted(f"{path}: {name}", data.get(name, least), least=least, most=_MOST)
+        most = _MOST_ZERO if name == "zero" else _MOST
+        counted(f"{path}: {name}", data.get(name, least), least=least, most=most)
     if (again := data.get("recompute", "none")) not in list(Recompute):
         raise CaseError(f"{path}: unknown recompute {again!r}: {known_are(again, list(map(str, Recompute)))}")
     return Config(data, path)

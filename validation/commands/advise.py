@@ -3,11 +3,12 @@
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 from pipeproof.cases.config import Config
 from pipeproof.commands.ending import WRONG
-from pipeproof.commands.option_parser import UsageError, add_count, number, offers, without_effect
+from pipeproof.commands.option_parser import UsageError, add_count, number, offers, whole, without_effect
 from pipeproof.commands.outputs import Outputs, add_file, add_outputs
 from pipeproof.pipeline.files import read_json
 from pipeproof.pipeline.layouts.cluster import ACCELERATORS, GIB, UNITS, Accelerator, Cluster, accelerator_named
@@ -20,6 +21,7 @@ from pipeproof.pipeline.layouts.transformer import MODELS, Experts, Transformer,
 from pipeproof.pipeline.schedules import LOOPED
 from pipeproof.pipeline.sizes import counted
 from pipeproof.reports.columns import Column, table
+from pipeproof.reports.page.advice import Advice, advice_page
 from pipeproof.reports.terminal import Terminal
 
 _MOST_BATCH = 1 << 24
@@ -55,14 +57,14 @@ def add_advise_command(commands: "argparse._SubParsersAction[Any]") -> None:
     add_count(job, "--sequence", "N", "tokens of a sequence", default=4096)
     _add_cluster(parser.add_argument_group("the cluster"))
     limits = parser.add_argument_group("what may be used")
-    limits.add_argument("--zero", type=int, choices=(0, 1, 2, 3), default=3, help="the highest stage of ZeRO")
+    limits.add_argument("--zero", type=whole, choices=(0, 1, 2, 3), default=3, help="the highest stage of ZeRO")
     limits.add_argument(
         "--recompute", choices=("allowed", "never"), default="allowed", help="whether activations may be recomputed"
     )
     add_count(limits, "--most", "N", "how many layouts are listed", default=3)
     parser.add_argument("--list", action="store_true", help="the models and devices that are known, and their figures")
     add_file(parser, "--write", "write the fastest layout there as a config, for validate --config")
-    add_outputs(parser, what="steps and layouts")
+    add_outputs(parser, what="steps and layouts", page=True)
     parser.set_defaults(run=_advise)
 
 
@@ -98,24 +100,28 @@ def _advise(options: argparse.Namespace) -> int:
         with Terminal().progress("advise"):
             steps = path(job, cluster, allowed)
             found = search(job, cluster, allowed, most=counted("most", options.most, most=100))
-        Terminal().detail(_asked(job, cluster))
+        said, line = _ending(found, steps, job, cluster)
+        Terminal().detail("\n".join(_asked(job, cluster)))
         Terminal().detail("\n" + table(_STEPS, list(map(_step, steps)), Terminal().width) + "\n")
         if found.best:
             rows = [_row(choice, job, cluster) for choice in found.best]
             Terminal().detail(table(_LAYOUTS, rows, Terminal().width) + "\n")
-        Terminal().say(_ending(found, steps, job, cluster))
+        Terminal().say(f"{said} {line}" if line else said)
         if found.best and files.write.wanted:
             files.write.write(_config(found.best[0].layout, job).text())
+        advice = Advice(job, cluster, steps, found.best, _asked(job, cluster), said, line, allowed.room)
         return files.finish(
             0 if found.best else WRONG,
+            page=partial(advice_page, advice),
             steps=[_step_data(step) for step in steps],
             layouts=[_data(choice, cluster) for choice in found.best],
+            next=line or None,
         )
 
 
 def _config(layout: Layout, job: Job) -> Config:
     """What ``validate --config`` runs small."""
-    split = [len(layers) for layers, _ in stages_of(layout, job.model.layers)]
+    split = [len(layers) for layers, _ in stages_of(layout.pipeline, job.model.layers)]
     sizes = {"microbatches": layout.microbatches(job), "split": split, "sequence": job.sequence}
     return Config({**asdict(layout), **sizes, "model": job.model.name, "dtype": "bf16"})
 
@@ -185,19 +191,19 @@ def _billions(count: int) -> str:
     return f"{count / 1e9:.1f} B"
 
 
-def _asked(job: Job, cluster: Cluster) -> str:
+def _asked(job: Job, cluster: Cluster) -> tuple[str, ...]:
     model, device = job.model, cluster.device
     active = f", {_billions(model.active_parameters)} of them active" if model.experts else ""
     return (
-        f"{model.name}: {_billions(model.parameters)} parameters{active}; {model.layers} layers\n"
-        f"a batch of {job.batch:,} x {job.sequence:,} tokens\n"
-        f"{cluster.devices:,} {device.name}, {cluster.per_node} in a node, {device.memory / GIB:.3g} GiB each\n"
-        f"{_ASSUMED}"
+        f"{model.name}: {_billions(model.parameters)} parameters{active}; {model.layers} layers",
+        f"a batch of {job.batch:,} x {job.sequence:,} tokens",
+        f"{cluster.devices:,} {device.name}, {cluster.per_node} in a node, {device.memory / GIB:.3g} GiB each",
+        _ASSUMED,
     )
 
 
 _STEPS = [
-    Column("add", least=17, gap=0),
+    Column("add", least=23, gap=0),
     Column("", gap=2),
     Column("weights", right=True, drop=5, gap=2),
     Column("gradients", right=True, drop=6, gap=2),
@@ -216,13 +222,7 @@ def _step(step: Step) -> tuple[str, ...]:
     held, layout = step.choice.footprint, step.choice.layout
     parts = (held.weights, held.gradients, held.optimizer, held.activations, held.total)
     gib = [f"{part / GIB:,.{0 if part > 100 * GIB else 1}f}" for part in parts]
-    return (step.name, step.outcome, *gib, f"{step.choice.time.total:.3g} s", _layout(layout), step.reason)
-
-
-def _layout(layout: Layout) -> str:
-    zero = f", ZeRO-{layout.zero}" if layout.zero else ""
-    again = f", {layout.recompute} recompute" if layout.recompute is not Recompute.NONE else ""
-    return f"{layout.sizes}{zero}{again}"
+    return (step.name, step.outcome, *gib, f"{step.choice.time.total:.3g} s", layout.words, step.reason)
 
 
 _LAYOUTS = [
@@ -237,20 +237,20 @@ _LAYOUTS = [
 ]
 
 
-def _ending(found: Found, steps: Sequence[Step], job: Job, cluster: Cluster) -> str:
+def _ending(found: Found, steps: Sequence[Step], job: Job, cluster: Cluster) -> tuple[str, str]:
     """Where to begin and what to type next, or why there is nothing to begin with."""
-    if not found.best:
-        if found.least is None:
-            return f"No layout is legal: use another number of devices than {cluster.devices:,}, or another batch."
-        return "Nothing fits: use more devices, or devices with more memory."
-    return _next(steps, job)
+    if found.best:
+        return _next(steps, job)
+    if found.least is None:
+        return f"No layout is legal: use another number of devices than {cluster.devices:,}, or another batch.", ""
+    return "Nothing fits: use more devices, or devices with more memory.", ""
 
 
 def _row(choice: Choice, job: Job, cluster: Cluster) -> tuple[str, ...]:
     layout, time = choice.layout, choice.time
     chunks = f" V={layout.virtual}" if layout.schedule in LOOPED and layout.virtual > 1 else ""
     return (
-        _layout(layout),
+        layout.words,
         f"{layout.schedule}{chunks}" if layout.pp > 1 else "",
         f"{layout.microbatches(job)} of {layout.micro}",
         f"{choice.footprint.total / GIB:.1f}",
@@ -261,21 +261,19 @@ def _row(choice: Choice, job: Job, cluster: Cluster) -> tuple[str, ...]:
     )
 
 
-def _next(steps: Sequence[Step], job: Job) -> str:
+def _next(steps: Sequence[Step], job: Job) -> tuple[str, str]:
     """Where the steps led: what is faster than that by little has more that can go wrong."""
     layout = next(step.choice.layout for step in reversed(steps) if step.choice and step.outcome is Outcome.TAKEN)
-    begin = f"Begin with {_layout(layout)}"
+    begin, config = f"Begin with {layout.words}", _config(layout, job)
+    if config.stack is not None:
+        without = f" (not run: {'; '.join(config.not_stacked)})" if config.not_stacked else ""
+        return f"{begin}. Validate a small one of its kind{without}:", config.stack.replay
     if layout.pp == 1:
-        return f"{begin}. It needs no pipeline. Validate one step of it: pipeproof init"
-    ranks = min(layout.pp, 4)
-    microbatches = ranks * min(2, max(1, layout.microbatches(job) // layout.pp))
-    sizes = f"--ranks {ranks}"
-    if layout.schedule in LOOPED and layout.virtual > 1:
-        sizes += f" --virtual {layout.virtual} --layers {ranks * layout.virtual}"
-    return (
-        f"{begin}. Validate its schedule, small: pipeproof validate --schedule {layout.schedule} {sizes} "
-        f"--microbatches {microbatches}"
-    )
+        return f"{begin}. Validate one step of your own:", "pipeproof init"
+    case = config.case
+    looped = f" --virtual {layout.virtual} --layers {sum(case.split)}" if case.schedule in LOOPED else ""
+    line = f"pipeproof validate --schedule {case.schedule} --ranks {case.ranks}{looped}"
+    return f"{begin}. Validate its schedule, small:", f"{line} --microbatches {case.microbatches}"
 
 
 def _held(held: Footprint) -> dict[str, float]:

@@ -17,7 +17,8 @@ from pipeproof.pipeline.sizes import MOST_MICROBATCHES, MOST_SEED, counted, some
 from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.launcher import start_fork_server
 
-_SAID = ("schedule", "microbatches", "seed")  # what a stack takes of the options that say which case
+_SAID = ("schedule", "virtual", "microbatches", "seed")  # what a stack takes of the options that say which case
+_NAMES = max(map(len, PRIMITIVES)) + 2  # the width of their column
 _MICROBATCHES, _SCHEDULE = 4, "1f1b"
 
 
@@ -52,7 +53,7 @@ def _primitives(options: argparse.Namespace) -> int:
 
 
 def _lines(one: Primitive, found: Figures) -> Iterator[str]:
-    yield f"{one.name:<8}{one.title}"
+    yield f"{one.name:<{_NAMES}}{one.title}"
     for what, text in (
         ("saves", " ".join(one.saves)),
         ("costs", " ".join(one.costs)),
@@ -126,10 +127,11 @@ def stacks_of(options: argparse.Namespace) -> Iterator[Stack]:
     lines = _lines_of(options)
     found = [Stack.parse(line, microbatches=microbatches, seed=options.seed) for line in lines]
     piped = any(stack.has_pipeline for stack in found)
-    without_effect(options, () if piped else ["--schedule"], f"with {', '.join(lines)}, which has no pp")
+    without_effect(options, () if piped else ["--schedule", "--virtual"], f"with {', '.join(lines)}, which has no pp")
     for line, stack in zip(lines, found, strict=True):
         for name in schedules if stack.has_pipeline else [_SCHEDULE]:
-            yield Stack.parse(line, schedule=name, microbatches=microbatches, seed=options.seed)
+            virtual = options.virtual if stack.has_pipeline else None
+            yield Stack.parse(line, schedule=name, virtual=virtual, microbatches=microbatches, seed=options.seed)
 
 
 def _lines_of(options: argparse.Namespace) -> list[str]:

@@ -14,7 +14,7 @@ from pipeproof.judging.cause import Cause
 from pipeproof.judging.tolerance import error, scalar_error
 from pipeproof.observers.shards import Shard
 from pipeproof.observers.watching import Call
-from pipeproof.pipeline.sizes import some
+from pipeproof.pipeline.sizes import MOST_RANKS, some
 from pipeproof.reference.step import Contribution, Gradient, Site
 
 
@@ -50,9 +50,13 @@ class Replicas:
 
         Raises ``ReplicasError`` for what cannot be.
         """
-        if isinstance(ranks, int):
-            return cls((0,) * ranks, microbatches)
+        if type(ranks) is int:
+            return cls((0,) * _counted(ranks, ranks), microbatches)
+        if not isinstance(ranks, list | tuple | range | Mapping):
+            wanted = "how many, the replica of each as a list, or a mesh, its axes and their sizes"
+            raise ReplicasError(f"ranks is {ranks!r}: expected {wanted}")
         if not isinstance(ranks, Mapping):
+            _counted(len(ranks), len(ranks))
             return cls(tuple(ranks), microbatches)
         if not ranks:
             raise ReplicasError("ranks is empty: expected a mesh, its axes and their sizes, e.g. {'pp': 2, 'dp': 2}")
@@ -62,6 +66,7 @@ class Replicas:
                 raise ReplicasError(f"ranks has an axis {axis!r}: expected some of {known}")
             if type(size) is not int or size < 1:
                 raise ReplicasError(f"ranks has {size!r} along {axis!r}: expected how many ranks there are")
+        _counted(math.prod(ranks.values()), dict(ranks))
         return cls(
             _along(ranks, DATA),
             microbatches,
@@ -92,6 +97,12 @@ class Replicas:
     @property
     def _numbers(self) -> str:
         return f"{some(self.microbatches, 'microbatch')} for {some(self.count, 'replica')}"
+
+
+def _counted(count: int, said: object) -> int:
+    if not 1 <= count <= MOST_RANKS:
+        raise ReplicasError(f"ranks is {said}: expected at least 1, and at most {MOST_RANKS}")
+    return count
 
 
 def _along(axes: Mapping[str, int], some: Sequence[str]) -> tuple[int, ...]:

@@ -228,7 +228,10 @@ def _unknown(
             yield f"stage {one.stage}: the coefficients of {terms} are not decided by so few, or so similar, numbers"
         named = {cause.parameter for cause in sums[one.stage]}
         for odd in one.odd:
-            if not odd.is_known and odd.parameter not in named:
+            if odd.kind == "shape":
+                told = f"the gradient of {odd.parameter} is {odd.text}: of a part, hand back its place"
+                yield f"stage {one.stage}: {told}"
+            elif not odd.is_known and odd.parameter not in named:
                 where = None if odd.part is None else odd.part.text
                 what = _NOTHING if where is None else f"wrong in {where} alone, in a way that tells nothing"
                 told = "; ".join(filter(None, (what, odd.words)))
@@ -342,8 +345,6 @@ def _of_elements(update: Update, odd: Likeness, within: float) -> Iterator[Cause
         yield Cause("misplaced", detail=f"what is there belongs in {odd.source.text}")
     elif odd.kind == "other" and odd.label is not None:
         yield Cause("misplaced", detail=f"it is {gradient_of(odd.label)}")
-    elif odd.kind == "shape":
-        yield Cause("partition", detail="its gradient has another shape")
     elif odd.kind == "multiple" and odd.factor is not None:
         fault = uniform(update, odd.factor, within)
         yield Cause(fault.kind, factor=fault.factor, detail=f"{odd.factor:.6g} times" if fault.detail else "")

@@ -95,15 +95,15 @@ class Assembled:
         return tuple(replace(one, index=index) for index, one in enumerate(_in_order(rows, [*self._parameters])))
 
     def _whole(self, part: Part, names: Mapping[int, str]) -> Part:
-        """``part``, with flat shards put together as the whole parameters that the model has under ``names``."""
-        sizes = {k: (self._parameters[name].numel(),) for k, name in names.items()}
-        members = tuple((rank, replace(one, shards=sized(one.shards, sizes))) for rank, one in part.members)
+        """``part``, with shards put together as the whole parameters that the model has under ``names``."""
+        shapes = {k: tuple(self._parameters[name].shape) for k, name in names.items()}
+        members = tuple((rank, replace(one, shards=sized(one.shards, shapes))) for rank, one in part.members)
         gradients = list(part.gradients)
-        for k in (k for k in names if k in part.shards and part.shards[k].flat):
+        for k in (k for k in names if k in part.shards and part.shards[k].shape is None):
             lying = [(one.shards[k], one.gradients[k]) for _, one in members if k in one.shards]
             whole = None if untiled([shard for shard, _ in lying]) else gathered(lying)
             gradients[k] = gradients[k] if whole is None else whole.view(self._parameters[names[k]].shape)
-        return replace(part, gradients=tuple(gradients), shards=sized(part.shards, sizes), members=members)
+        return replace(part, gradients=tuple(gradients), shards=sized(part.shards, shapes), members=members)
 
     @cached_property
     def owner(self) -> dict[str, int]:

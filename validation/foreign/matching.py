@@ -40,6 +40,13 @@ class NamesError(ValueError):
     """A ``names=`` that does not tell a name."""
 
 
+def check_names(names: object) -> None:
+    """Raise ``NamesError`` for what cannot be ``names``."""
+    pairs = isinstance(names, Mapping) and all(isinstance(one, str) for pair in names.items() for one in pair)
+    if not (names is None or pairs or callable(names)):
+        raise NamesError(f"names= is {names!r}: expected prefixes and what replaces them, or a function of a name")
+
+
 def renamed(names: Names | None, name: str, *, rank: int = 0, chunk: int = 0) -> str | None:
     """What the user's mapping makes of ``name``: a function, or prefixes of which the longest that fits is replaced.
 

@@ -262,7 +262,17 @@ def _shard(part: Tensor | None, where: Shard | Indices | None) -> Shard | None:
 def _copy(gradient: Tensor | None, name: str) -> Tensor | None:
     if gradient is None:
         return None
-    if gradient.is_meta or gradient.is_quantized:
-        why = "it is on the meta device, without any numbers" if gradient.is_meta else "it is quantized"
+    if why := _unreadable(gradient):
         raise HandBackError(f"the gradient of {name} cannot be read: {why}")
     return dense(gradient.detach()).to("cpu", copy=True)
+
+
+def _unreadable(gradient: Tensor) -> str:
+    """Why nobody can compare it; empty where it can be."""
+    if gradient.is_meta:
+        return "it is on the meta device, without any numbers"
+    if gradient.is_quantized:
+        return "it is quantized"
+    if gradient.is_floating_point() or gradient.is_complex():
+        return ""
+    return f"its type is {gradient.dtype}: expected floating point"

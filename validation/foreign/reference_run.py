@@ -43,18 +43,17 @@ class Task:
     loss_divisor: float | None = None
     optimizer: Callable[[nn.Module], Optimizer] | None = None
 
-    def check(self, ranks: int) -> None:
+    def check(self) -> None:
         """Raise ``WhiteBoxError`` for what cannot be."""
         if not callable(self.step):
             raise WhiteBoxError(f"step is {self.step!r}: expected a function step(model, microbatches)")
         if isinstance(self.reference, nn.Module) or not callable(self.reference):
             raise WhiteBoxError(f"reference is a {type(self.reference).__name__}: expected a function that builds it")
-        if ranks < 1:
-            raise WhiteBoxError(f"ranks is {ranks}: expected at least 1")
         if not self.microbatches:
             raise WhiteBoxError("microbatches is empty: expected at least one")
-        if self.loss_divisor is not None and not self.loss_divisor > 0:
-            raise WhiteBoxError(f"loss_divisor is {self.loss_divisor}: expected more than 0")
+        divisor = 1 if self.loss_divisor is None else self.loss_divisor
+        if not isinstance(divisor, int | float) or not divisor > 0:
+            raise WhiteBoxError(f"loss_divisor is {divisor!r}: expected a number above 0")
         if self.optimizer is not None and not callable(self.optimizer):
             raise WhiteBoxError(
                 f"optimizer is {type(self.optimizer).__name__}: expected a function that makes one of the model"

@@ -20,7 +20,7 @@ from pipeproof.diagnosis.members import Replicas
 from pipeproof.foreign.assemble import Assembled
 from pipeproof.foreign.evidence import Beside, evidence_of
 from pipeproof.foreign.handed_back import HandBackError
-from pipeproof.foreign.matching import Names, NamesError
+from pipeproof.foreign.matching import Names, NamesError, check_names
 from pipeproof.foreign.rank import Order, RankMade, Step, digests, join_messages, run_step
 from pipeproof.foreign.reference_run import ReferenceRaised, ReferenceRun, SecondModel, Task, WhiteBoxError, name_of
 from pipeproof.foreign.shared_stages import joined_parts
@@ -30,6 +30,7 @@ from pipeproof.judging.tolerance import Precision
 from pipeproof.judging.verdict import Crash, Verdict
 from pipeproof.observers.observed import Observed
 from pipeproof.observers.sketch import UNSOUGHT, contents
+from pipeproof.pipeline.sizes import seconds
 from pipeproof.reference.data import Batch
 from pipeproof.reference.step import Contribution, Reference, Site
 from pipeproof.worlds.rank_report import NeedsMoreRanks, RankFailed, WorldError
@@ -96,8 +97,10 @@ class WhiteBox:
         began = perf_counter()
         task = Task(step, reference, tuple(microbatches), loss_fn, loss_divisor, optimizer)
         replicas = Replicas.along(ranks, len(task.microbatches))
-        task.check(len(replicas.of))
+        task.check()
         replicas.check()
+        check_names(names)
+        seconds(self.world.timeout_s if timeout_s is None else timeout_s)
         try:
             bounded = self if timeout_s is None else replace(self, timeout_s=timeout_s)
             verdict = bounded._validated(task, replicas, names)
@@ -312,7 +315,8 @@ def _missed(found: Assembled, observed: Observed) -> Sequence[tuple[str, str]]:
     modules = any(local.content is not None for stage in found.stages for local in stage.part.locals)
     norm = any(row[0].norm is not None for row in observed.ranks)
     ordered = len(found.unseen) < len(found.stages) or not found.stages
-    unwatched = found.missed or "no stage was watched: watch(module) does"
+    named = "gradients were handed back, not watched modules" if found.nameless else ""
+    unwatched = found.missed or named or "no stage was watched: watch(module) does"
     if axis := found.replicas.sequence:
         unwatched = f"ranks along {axis} have parts of every sequence, so what passes is not compared"
     unseen = "gradients were handed back, not modules" if found.nameless else "no weight was seen before the step"

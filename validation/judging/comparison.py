@@ -82,6 +82,7 @@ class Comparison:
         self._ledger = ledger
         self._number = number
         self._scenarios = scenarios
+        self._zeros: list[str] = []  # parameters that have them where no gradient is due
         self._trained: dict[str, tuple[int | None, bool]] = {}  # the stage of what has a gradient; did it move?
 
     def held(self, name: str, count: int, *, due: int, stage: int | None = None, rank: int | None = None) -> None:
@@ -138,10 +139,12 @@ class Comparison:
             self._ledger.doubt("grad-norm", f"the other norm is {wanted:.4g}: there is nothing to compare with")
 
     def gradient(self, name: str, seen: Tensor | None, *, rank: int | None = None, stage: int | None = None) -> None:
-        """A parameter's gradient."""
+        """A parameter's gradient. Zeros where none is due are no fault: so does a sum over ranks that all have none."""
         wanted = self._due.gradients[name]
         place = self._at("presence", parameter=name, rank=rank, stage=stage)
-        same = (seen is None) == (wanted is None)
+        zeros = wanted is None and seen is not None and not any_nonzero(seen)
+        self._zeros += [name] * zeros
+        same = zeros or (seen is None) == (wanted is None)
         self._ledger.hold(place, same, seen is not None, wanted is not None, what="gradient")
         if seen is None or wanted is None:
             return
@@ -186,7 +189,10 @@ class Comparison:
             self._ledger.tensors(place, _here(seen), wanted.cpu(), partial(_exact, wanted))
 
     def close(self) -> None:
-        """Say what follows from all of it together: where nothing could be seen."""
+        """Say what follows from all of it together: where nothing could be seen, or zeros stand for nothing."""
+        if self._zeros:
+            told = f"zeros where no gradient is due: {names_of(self._zeros)}; an optimizer may still move them"
+            self._ledger.remark("presence", told)
         still = [stage for stage, moved in self._trained.values() if not moved]
         moving = {stage for stage, moved in self._trained.values() if moved}
         for stage in sorted({*still} - moving, key=str):

@@ -27,8 +27,8 @@ HINTS: Mapping[str, str] = MappingProxyType(
         "zero": "Is the parameter used in the forward that is differentiated? Look for detach, no_grad, and for "
         "anything that clears gradients after the backward.",
         "missing": "Is the parameter in the graph of the loss? Look for detach, no_grad and requires_grad.",
-        "unexpected": "Look at requires_grad: what is frozen in the reference is trained here, or is used where it "
-        "should not be.",
+        "unexpected": "Look at requires_grad: is what is frozen in the reference trained here, or used where it should "
+        "not be?",
         "tied-not-summed": "Add up the gradients of the tied copies over the stages that hold them, before the norm.",
         "tied-doubled": "The copies' gradients are summed more than once, or by a stage that has the sum already: "
         "reduce them once.",

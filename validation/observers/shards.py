@@ -194,9 +194,13 @@ def flat_shard(start: int, part: Tensor | None) -> Shard:
     return Shard(((start, start + shape[0]),), flat=True)
 
 
-def sized(shards: Mapping[int, Shard], sizes: Mapping[int, tuple[int, ...]]) -> dict[int, Shard]:
-    """``shards`` by the parameter's number; flat ones know the size of the whole, where that is in ``sizes``."""
-    return {k: replace(one, shape=sizes.get(k)) if one.flat else one for k, one in shards.items()}
+def sized(shards: Mapping[int, Shard], shapes: Mapping[int, tuple[int, ...]]) -> dict[int, Shard]:
+    """``shards`` by the parameter's number; those that do not know the whole's shape learn it from ``shapes``."""
+
+    def known(shard: Shard, shape: tuple[int, ...]) -> Shard:
+        return replace(shard, shape=(math.prod(shape),) if shard.flat else shape)
+
+    return {k: known(one, shapes[k]) if one.shape is None and k in shapes else one for k, one in shards.items()}
 
 
 def gathered(parts: Sequence[tuple[Shard, Tensor | None]]) -> Tensor | None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar
 
-from pipeproof.pipeline.sizes import MOST_SECONDS
+from pipeproof.pipeline.sizes import seconds
 from pipeproof.worlds.launcher import under_torchrun
 from pipeproof.worlds.processes import Processes
 from pipeproof.worlds.rank_report import Ending, NeedsMoreRanks, RankFailed, RankReport, WorldError, culprit_of
@@ -34,7 +34,7 @@ class World:
         if device not in ("cpu", "cuda"):
             raise ValueError(f"a world's device is cpu or cuda, not {device!r}")
         self.device = device
-        self.timeout_s = _bound(timeout_s)
+        self.timeout_s = seconds(timeout_s)
         self._silent = silent
         self._source: Processes | Torchrun | None = None
 
@@ -62,7 +62,7 @@ class World:
         __tracebackhide__ = True  # in a test's traceback the test's own line is what matters
         if ranks < 1:
             raise ValueError(f"a job runs on at least 1 rank, not {ranks}")
-        bound_s = self.timeout_s if timeout_s is None else _bound(timeout_s)
+        bound_s = self.timeout_s if timeout_s is None else seconds(timeout_s)
         order = _order(job, args)
         if self._source is None:
             source = Torchrun if under_torchrun() else Processes
@@ -93,11 +93,6 @@ def _order(job: Callable[..., object], arguments: tuple[object, ...]) -> bytes:
         told = f"the job cannot be sent to the ranks: {type(error).__name__}: {error}"
         raise WorldError(told + unshippable((job, *arguments))) from error
 
-
-def _bound(timeout_s: float) -> float:
-    if not 0 < timeout_s <= MOST_SECONDS:
-        raise ValueError(f"timeout_s is {timeout_s}: expected seconds above 0, and at most {MOST_SECONDS:g}")
-    return timeout_s
 
 
 def _label(job: Callable[..., object]) -> str:

@@ -1,6 +1,7 @@
 """What a device holds, beside published formulas and beside what torch really keeps."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -9,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention, silu
 from torch.utils.checkpoint import checkpoint
 
-from pipeproof.pipeline.layouts.footprint import footprint, kept, parameters
+from pipeproof.pipeline.layouts.footprint import footprint, kept, least_held, parameters
 from pipeproof.pipeline.layouts.layout import Job, Layout, Recompute
+from pipeproof.pipeline.layouts.pipelined import OFFERED
 from pipeproof.pipeline.layouts.transformer import MODELS, Transformer
 
 GPT = MODELS["gpt-3-175b"]
@@ -152,3 +154,39 @@ def test_experts_are_spread_and_the_rest_is_not() -> None:
     assert spread.dense == alone.dense
     assert spread.experts == alone.experts / 8
     assert alone.dense + alone.experts == model.parameters
+
+
+def test_every_layer_of_a_stage_counts_as_itself() -> None:
+    """Mixtral with two dense layers: half of these sizes, and on the first rank."""
+    mixtral = MODELS["mixtral-8x7b"]
+    assert mixtral.experts is not None
+    model = replace(mixtral, experts=replace(mixtral.experts, dense_layers=8))
+    dense, routed = (kept(model, layer, NONE).on(1) for layer in (0, 8))
+    assert routed > dense
+    job = Job(model, 4, 1024)
+    assert footprint(job, Layout(pp=1)).activations == 1024 * (8 * dense + 24 * routed + 4 * 32_000 + 4 * 4096)
+    # The first rank holds four microbatches of dense layers; the second three of layers with experts, and those.
+    fullest = footprint(job, Layout(pp=4))
+    assert fullest.activations == pytest.approx(1024 * 3 * 8 * routed)
+    assert (
+        fullest.weights == 2 * parameters(model, Layout(pp=4), 1).experts + 2 * parameters(model, Layout(pp=4), 1).dense
+    )
+
+
+def test_latent_attention_keeps_what_it_makes_of_what_was_compressed() -> None:
+    """DeepSeek-V3, 2024: 128 heads whose queries and keys have 128 + 64 numbers, and values 128."""
+    model = MODELS["deepseek-v3"]
+    assert model.attended_width == 128 * (192 + 192 + 128 + 128)
+    assert model.compressed_width == 1536 + 512 + 64
+    assert MODELS["llama-3-8b"].attended_width == 2 * 4096 + 2 * 1024
+
+
+@pytest.mark.parametrize("schedule", OFFERED)
+def test_no_schedule_holds_less_than_the_least(schedule: str) -> None:
+    for model in (MODELS["mixtral-8x7b"], MODELS["deepseek-v3"]):
+        for recompute in Recompute:
+            layout = Layout(
+                pp=4, dp=2, zero=1, schedule=schedule, virtual=1 + (schedule[-1] in "vdf"), recompute=recompute
+            )
+            job = Job(model, 16, 1024)
+            assert least_held(job, layout) <= footprint(job, layout).total

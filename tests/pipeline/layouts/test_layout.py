@@ -19,8 +19,8 @@ MIXTRAL = Job(MODELS["mixtral-8x7b"], 64, 8192)
     [
         (Layout(tp=3), LLAMA, "tp 3 does not divide heads 32: use a divisor"),
         (Layout(tp=64), LLAMA, "tp 64 does not divide heads 32"),
-        (Layout(cp=3), LLAMA, "2 * cp 6 does not divide sequence 8192"),
-        (Layout(dp=3), LLAMA, "dp \\* micro 3 does not divide batch 64"),
+        (Layout(cp=3), LLAMA, r"2 \* cp 6 does not divide sequence 8192"),
+        (Layout(dp=3), LLAMA, r"dp \* micro 3 does not divide batch 64"),
         (Layout(pp=16, virtual=4), LLAMA, "32 layers cannot fill 64 stages"),
         (Layout(dp=8, ep=8), LLAMA, "ep 8: llama-3-8b has no experts"),
         (Layout(dp=8, ep=3), MIXTRAL, "ep 3 does not divide 8 experts"),

@@ -1,55 +1,35 @@
 """The layouts of public training runs are among the first three that are found."""
 
-from collections.abc import Mapping
-from typing import NamedTuple
-
 import pytest
 
 from pipeproof.pipeline.layouts.cluster import ACCELERATORS, Cluster
-from pipeproof.pipeline.layouts.layout import Job, Recompute
-from pipeproof.pipeline.layouts.search import Allowed, Kind, layouts, search, weighed
+from pipeproof.pipeline.layouts.layout import Job, Layout, Recompute, problems
+from pipeproof.pipeline.layouts.search import Allowed, Choice, Kind, layouts, search, weighed
 from pipeproof.pipeline.layouts.step_time import least_time
 from pipeproof.pipeline.layouts.transformer import MODELS
+from tests.pipeline.layouts.public_runs import NOT_FOUND, RUNS, Run
 
 
-class Run(NamedTuple):
-    """A public run: what it trained on what, what ZeRO its framework had then, and tp, cp, pp, dp."""
-
-    model: str
-    batch: int
-    sequence: int
-    device: str
-    devices: int
-    zero: int
-    sizes: tuple[int, int, int, int]
-
-
-RUNS: Mapping[str, Run] = {
-    # Grattafiori et al., The Llama 3 herd of models, 2024, table 4; sequences of 8,192 tokens
-    "llama 3 on 8,192": Run("llama-3-405b", 2048, 8192, "h100", 8192, 1, (8, 1, 16, 64)),
-    "llama 3 on 16,384": Run("llama-3-405b", 2048, 8192, "h100", 16384, 1, (8, 1, 16, 128)),
-    # BigScience, BLOOM, 2022, section 3.4
-    "bloom": Run("bloom-176b", 2048, 2048, "a100", 384, 1, (4, 1, 12, 8)),
-    # Narayanan et al., Efficient large-scale language model training on GPU clusters, 2021, table 1
-    "megatron 1.7 B": Run("gpt-1.7b", 512, 2048, "a100", 32, 0, (1, 1, 1, 32)),
-    "megatron 3.6 B": Run("gpt-3.6b", 512, 2048, "a100", 64, 0, (2, 1, 1, 32)),
-    "megatron 7.5 B": Run("gpt-7.5b", 512, 2048, "a100", 128, 0, (4, 1, 1, 32)),
-    "megatron 76 B": Run("gpt-76b", 1792, 2048, "a100", 1024, 0, (8, 1, 4, 32)),
-    # Korthikanti et al., Reducing activation recomputation in large transformer models, 2022, table 3
-    "22 B": Run("gpt-22b", 4, 2048, "a100", 8, 0, (8, 1, 1, 1)),
-    "175 B": Run("gpt-3-175b", 64, 2048, "a100", 64, 0, (8, 1, 8, 1)),
-    "530 B": Run("gpt-530b", 280, 2048, "a100", 280, 0, (8, 1, 35, 1)),
-}
+def advised(run: Run, allowed: Allowed, *, most: int = 3) -> list[Choice]:
+    cluster = Cluster(ACCELERATORS[run.device], run.devices, run.per_node)
+    return list(search(Job(run.model, run.batch, run.sequence), cluster, allowed, most=most).best)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", RUNS)
-def test_a_public_run_is_among_the_first_three(name: str) -> None:
+def test_a_public_run_is_among_the_first_three_or_known_not_to_be(name: str) -> None:
     run = RUNS[name]
-    cluster = Cluster(ACCELERATORS[run.device], run.devices)
-    allowed = Allowed(zero=tuple(range(run.zero + 1)))
-    found = search(Job(MODELS[run.model], run.batch, run.sequence), cluster, allowed)
-    assert run.sizes in [choice.sizes[:4] for choice in found.best]
+    found = advised(run, Allowed(zero=tuple(range(run.zero + 1))))
+    assert (run.sizes in [choice.sizes for choice in found]) == (name not in NOT_FOUND)
+
+
+def test_most_public_runs_are_found() -> None:
+    assert len(RUNS) == 43
+    assert len(RUNS) - len(NOT_FOUND) == 30
+    for run in RUNS.values():
+        tp, cp, pp, dp, ep = run.sizes
+        assert tp * cp * pp * dp == run.devices
+        assert not list(problems(Layout(tp, cp, pp, dp, ep), Job(run.model, run.batch, run.sequence)))
 
 
 @pytest.mark.long
@@ -57,10 +37,8 @@ def test_a_public_run_is_among_the_first_three(name: str) -> None:
 def test_the_utilization_is_near_the_published_one(name: str, published: float) -> None:
     """Table 4 of the same paper. No constant is fitted to it."""
     run = RUNS[name]
-    cluster = Cluster(ACCELERATORS[run.device], run.devices)
-    job = Job(MODELS[run.model], run.batch, run.sequence)
-    (choice,) = [one for one in search(job, cluster, Allowed(zero=(1,))).best if one.sizes[:4] == run.sizes]
-    assert choice.time.utilization(cluster) == pytest.approx(published, rel=0.1)
+    (choice,) = [one for one in advised(run, Allowed(zero=(1,))) if one.sizes == run.sizes]
+    assert choice.time.utilization(Cluster(ACCELERATORS[run.device], run.devices)) == pytest.approx(published, rel=0.1)
 
 
 SMALL = Job(MODELS["llama-3-8b"], 64, 8192)
@@ -76,7 +54,7 @@ def test_the_search_misses_no_faster_layout() -> None:
     fitting = sorted((one for one in every if one.footprint.total <= room), key=lambda one: one.time.total)
     found = search(SMALL, EIGHT, allowed)
     assert found.best[0].time.total == fitting[0].time.total
-    assert all(one.time.total >= least_time(SMALL, EIGHT, one.layout) for one in every)
+    assert all(one.time.total >= least_time(SMALL, EIGHT, one.layout) * (1 - 1e-9) for one in every)
     kinds = list(dict.fromkeys(one.sizes for one in fitting))
     assert [one.sizes for one in found.best] == kinds[:3]
 

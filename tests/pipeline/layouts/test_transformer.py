@@ -91,7 +91,22 @@ def test_a_config_is_the_model_of_the_table() -> None:
         ({"hidden_size": "4096"}, "hidden_size is '4096': expected a whole number"),
         ({"vocab_size": True}, "vocab_size is True: expected a whole number"),
         ({"num_attention_heads": 0}, "heads is 0: expected at least 1"),
-        ({"num_attention_heads": 31}, "hidden 4096 is no multiple of heads 31"),
+        ({"num_attention_heads": 31}, "heads 31 are no multiple of the 8 of keys and values, each of which serves"),
+        ({"num_attention_heads": 24}, "hidden 4096 is no multiple of heads 24"),
+        ({"num_key_value_heads": 7}, "heads 32 are no multiple of the 7 of keys and values"),
+        ({"num_key_value_heads": -8}, "kv_heads is -8: expected at least 0"),
+        ({"head_dim": -2}, "head_size is -2: expected at least 0"),
+        ({"model_type": "gpt2", "n_positions": -5}, "positions is -5: expected at least 0"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no': expected true or false"),
+        ({"num_experts": -4}, "experts is -4: expected at least 1"),
+        ({"num_experts": 8, "num_experts_per_tok": 9}, "a token visits 9 of 8 experts: expected 1 to 8"),
+        ({"num_experts": 8, "moe_intermediate_size": -5}, "the width of an expert is -5: expected at least 1"),
+        ({"num_experts": 8, "n_shared_experts": -5}, "shared experts is -5: expected at least 0"),
+        ({"num_experts": 8, "first_k_dense_replace": -1}, "layers without experts is -1: expected at least 0"),
+        (
+            {"kv_lora_rank": -1, "qk_nope_head_dim": 0, "qk_rope_head_dim": 0, "v_head_dim": 0},
+            "kv_rank of latent attention is -1: expected at least 0",
+        ),
     ],
 )
 def test_a_config_that_is_none_is_refused(change: dict[str, Any], said: str) -> None:

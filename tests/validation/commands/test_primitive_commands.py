@@ -104,11 +104,14 @@ def test_a_config_with_more_than_a_pipeline_is_run_as_a_stack(
 @pytest.mark.parametrize(
     ("more", "line", "not_run"),
     [
-        ({"zero": 1}, "pp=2,ddp=2,tp=2", ["zero 1, which shards the optimizer alone: no step here has one"]),
+        ({"zero": 1}, "pp=2,ddp=2,tp=2", ["zero 1, for torch's ZeroRedundancyOptimizer takes no DTensors"]),
+        ({"zero": 1, "tp": 1}, "pp=2,zero-1=2", []),
+        ({"zero": 1, "tp": 1, "sp": 2}, "pp=2,ddp=2,sp=2", ["zero 1, for torch's ZeroRedundancyOptimizer"]),
+        ({"zero": 1, "tp": 1, "dp": 1, "cp": 2}, "pp=2,cp=2", ["zero 1, for no two replicas hold the same stage"]),
         ({"zero": 3, "tp": 1, "sp": 4}, "pp=2,zero-3=2,sp=2", []),
         ({"pp": 1, "virtual": 1, "schedule": "1f1b", "split": [64], "cp": 4}, "zero-2=2,cp=2,tp=2", []),
         ({"ep": 8}, "pp=2,zero-2=2,ep=2,tp=2", []),
-        ({"ep": 64, "tp": 1, "zero": 2}, "pp=2,ep=2", ["zero 2: no two ranks hold the same"]),
+        ({"ep": 64, "tp": 1, "zero": 2}, "pp=2,ep=2", ["zero 2, for no two replicas hold the same experts"]),
         ({"ep": 8, "cp": 2}, "pp=2,zero-2=2,ep=2,tp=2", ["cp 2, for with experts another model is trained"]),
         ({"recompute": "full"}, "pp=2,zero-2=2,tp=2,recompute", []),
         ({"recompute": "selective", "zero": 0}, "pp=2,ddp=2,tp=2,recompute-selective", []),

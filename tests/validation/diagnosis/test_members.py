@@ -1,5 +1,7 @@
 """What numbers tell of ranks that have a stage in common; where they fit nothing, nothing is said."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -125,8 +127,16 @@ def test_a_mesh_says_who_shares_data_stages_and_parameters() -> None:
         ({"dp": 0}, "ranks has 0 along 'dp': expected how many ranks there are"),
         ({"tp": "2"}, "ranks has '2' along 'tp'"),
         ({}, "ranks is empty"),
+        ({"dp": 1 << 10, "tp": 1 << 10}, "expected at least 1, and at most 4096"),
+        (0, "ranks is 0: expected at least 1, and at most 4096"),
+        (-1, "ranks is -1: expected at least 1"),
+        (1 << 30, "expected at least 1, and at most 4096"),
+        ([], "ranks is 0: expected at least 1"),
+        (None, "ranks is None: expected how many, the replica of each as a list, or a mesh"),
+        (True, "ranks is True: expected how many"),
+        ("2", "ranks is '2': expected how many"),
     ],
 )
-def test_a_mesh_that_is_none_is_refused(ranks: dict[str, int], sentence: str) -> None:
+def test_ranks_that_are_none_are_refused(ranks: Any, sentence: str) -> None:
     with pytest.raises(ReplicasError, match=sentence):
         Replicas.along(ranks, 4)

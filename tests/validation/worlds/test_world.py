@@ -99,6 +99,8 @@ def test_a_world_wants_ranks_a_bound_and_a_device_that_exist(world: World) -> No
         world.run(total, ranks=0)
     with pytest.raises(ValueError, match="timeout_s is -1: expected seconds above 0"):
         world.run(total, ranks=1, timeout_s=-1)
+    with pytest.raises(ValueError, match="timeout_s is '2': expected seconds above 0"):
+        World(timeout_s="2")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="timeout_s is inf: expected seconds above 0, and at most 1e"):
         World(timeout_s=float("inf"))
     with pytest.raises(ValueError, match="cpu or cuda, not 'tpu'"):

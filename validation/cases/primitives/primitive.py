@@ -64,7 +64,7 @@ def _by_name(*primitives: Primitive) -> Mapping[str, Primitive]:
 PRIMITIVES = _by_name(
     Primitive(
         "recompute",
-        "recompute",
+        "activations computed again",
         (),
         Level.AROUND,
         saves=("A (1 - 1/L) - 2 k h L", "bytes of activations: of each layer what comes in stays"),

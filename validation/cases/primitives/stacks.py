@@ -150,7 +150,9 @@ class Stack:
     @property
     def replay(self) -> str:
         """What to type to run it again."""
-        schedule = f" --schedule {self.schedule}" if self.has_pipeline else ""
+        own = virtuals(canonical_name(self.schedule), looped=2)
+        looped = f" --virtual {self.virtual}" if self.has_pipeline and self.virtual != own else ""
+        schedule = f" --schedule {self.schedule}{looped}" if self.has_pipeline else ""
         return f"pipeproof validate --stack {self}{schedule} --microbatches {self.microbatches} --seed {self.seed}"
 
 

@@ -101,9 +101,18 @@ def _on(ranks: Sequence[int], cause: Cause, members: Members) -> Cause:
 
 
 def apart(evidence: Evidence) -> Sequence[str]:
-    """That ranks do not agree, and nothing says why; empty where they do."""
+    """That ranks do not agree, and nothing says why, or that their parts make up no whole; empty where they do."""
+    broken = next((one for one in evidence.verdict.mismatches if one.law == "shards"), None)
+    if broken is not None:
+        cure = ": hand back every element once, each with its place in the whole" * broken.seen.startswith("part")
+        return (f"shards of {broken.parameter}: {broken.seen}{cure}",)
+    shaped = next((m for m in evidence.verdict.mismatches if m.law == "gradient" and m.seen.startswith("shape ")), None)
+    if shaped is not None:
+        due = shaped.expected.partition(";")[0].removeprefix("shape ")
+        told = f"the gradient of {shaped.parameter} is of {shaped.seen}, expected {due}: of a part, hand back its place"
+        return (f"rank {shaped.rank}, stage {shaped.stage}: {told}",)
     told = "what ranks have of one stage does not go together, in a way that tells nothing"
-    return (*first_of_backward(evidence), told) if evidence.differs("replicas") or evidence.differs("shards") else ()
+    return (*first_of_backward(evidence), told) if evidence.differs("replicas") else ()
 
 
 def on_rank(cause: Cause, evidence: Evidence) -> Cause:

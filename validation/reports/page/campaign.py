@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 from pipeproof.judging.verdict import Verdict, small
 from pipeproof.pipeline.sizes import some
-from pipeproof.reports.page import sections
 from pipeproof.reports.page.grid import Grid
-from pipeproof.reports.page.markup import Html, Part, joined, tag
+from pipeproof.reports.page.markup import Html, Part, joined, section, tag
 from pipeproof.reports.page.page import grid_of, page, parts, top, whole
 from pipeproof.reports.page.sentences import OUTCOMES
 
@@ -89,7 +88,7 @@ def _table(entries: Sequence[Entry], linked: set[int]) -> Html:
     inside = tag("table", tag("caption", caption), tag("thead", tag("tr", *head)), tag("tbody", *rows))
     shown = tag("div", inside, class_="wide tall", tabindex="0", role="region", aria_label=caption)
     whole_ones = tag("p", "Cases that are links are shown whole below.", class_="quiet") if linked else None
-    return sections.section("Cases", shown, whole_ones, wide=True)
+    return section("Cases", shown, whole_ones, wide=True)
 
 
 def _row(k: int, entry: Entry, linked: bool) -> Html:
@@ -125,11 +124,11 @@ def _extremes(entries: Sequence[Entry]) -> list[Html]:
     closest = [tag("li", f"{one.closeness:.2g} floors: {one.verdict.config}") for one in near[:_FEW]]
     exact = tag("p", "Every case that passed did so bit for bit.", class_="quiet")
     return [
-        sections.section("Slowest", tag("ol", *slowest)),
-        sections.section("Closest", tag("ol", *closest) if closest else exact),
+        section("Slowest", tag("ol", *slowest)),
+        section("Closest", tag("ol", *closest) if closest else exact),
     ]
 
 
 def _left_out(left_out: Mapping[str, str]) -> Html | None:
     rows = [joined([tag("dt", name), tag("dd", reason)]) for name, reason in left_out.items()]
-    return sections.section("Not run, and why", tag("dl", *rows)) if rows else None
+    return section("Not run, and why", tag("dl", *rows)) if rows else None

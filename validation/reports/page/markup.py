@@ -56,3 +56,20 @@ def _number(column: int, numbers: Sequence[int]) -> str | None:
 def more(summary: Part, *inside: Part) -> Html:
     """What is shown when asked for."""
     return tag("details", tag("summary", summary), *inside)
+
+
+def section(title: str, *inside: Part, wide: bool = False, missing: str = "") -> Html:
+    """A part of the page; ``missing`` says why there is nothing in it."""
+    inside = inside if any(inside) else (tag("p", f"{missing}.", class_="quiet"),)
+    return tag("section", tag("h2", title), *inside, class_="full" if wide else None)
+
+
+def facts(rows: Iterable[tuple[str, Part]], *, class_: str = "facts") -> Html:
+    """Names, and what there is to say of each; nothing of what is empty."""
+    return tag("dl", *(joined([tag("dt", name), tag("dd", text)]) for name, text in rows if text), class_=class_)
+
+
+def typed(line: str, *, named: str) -> Html:
+    """A line to type, with a button that copies it."""
+    button = tag("button", "Copy", type="button", data_copy=True, aria_label=f"Copy {named}")
+    return tag("p", tag("code", line, tabindex="0"), button, class_="replay")

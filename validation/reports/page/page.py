@@ -1,18 +1,15 @@
 """A verdict as one file of HTML: what is wrong, where, what to do next, and all the numbers that this rests on."""
 
-import json
 from collections.abc import Sequence
-from functools import cache
-from importlib.resources import files
-from string import Template
 
 from pipeproof.judging.cause import KINDS, Cause
 from pipeproof.judging.measured import versions
 from pipeproof.judging.verdict import SCHEMA, Verdict
 from pipeproof.reports.page import sections
+from pipeproof.reports.page.frame import framed
 from pipeproof.reports.page.grid import Grid
 from pipeproof.reports.page.grid_view import cells_told, grid_view
-from pipeproof.reports.page.markup import Html, Part, html, joined, more, table, tag
+from pipeproof.reports.page.markup import Html, Part, facts, joined, more, section, table, tag, typed
 from pipeproof.reports.page.sentences import OUTCOMES, closest, sentence
 
 Configs = Sequence[tuple[str, object, object]]
@@ -42,41 +39,33 @@ def grid_of(verdict: Verdict) -> Grid | None:
 
 def whole(title: str, body: Html, grids: Sequence[Grid]) -> str:
     """A file: ``body`` with the style, the script, and what that has to tell of ``grids``."""
-    told = json.dumps(cells_told(grids), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    parts = {"style": _asset("page.css"), "script": _asset("page.js"), "data": told, "body": body}
-    return Template(_asset("page.html")).substitute(parts, title=html(title))
-
-
-@cache
-def _asset(name: str) -> str:
-    return (files(__package__) / name).read_text(encoding="utf-8")
+    return framed(title, body, cells_told(grids))
 
 
 def top(verdict: Verdict, heading: str = "h1") -> list[Html]:
     """What is read first: the outcome, a sentence, the cause, its place, what to do next, and how to have it again."""
-    facts = [*_of_cause(verdict), *_of_numbers(verdict)]
-    rows = [joined([tag("dt", name), tag("dd", text)]) for name, text in facts if text]
+    known = facts([*_of_cause(verdict), *_of_numbers(verdict)])
     said = tag("span", OUTCOMES[verdict.word], class_=f"badge {verdict.verdict}")
     first = tag("p", said, tag("span", f" {verdict.config}", class_="quiet"))
-    return [first, tag(heading, sentence(verdict), class_="said"), tag("dl", *rows, class_="facts"), _replay(verdict)]
+    return [first, tag(heading, sentence(verdict), class_="said"), known, _replay(verdict)]
 
 
 def _of_cause(verdict: Verdict) -> list[tuple[str, Part]]:
-    facts: list[tuple[str, Part]] = []
+    told: list[tuple[str, Part]] = []
     for number, cause in enumerate(verdict.cause):
-        told = KINDS[cause.kind] if number or verdict.headline else ""  # of the first the heading says it
-        facts.append(("And" if number else "Cause", joined([tag("b", cause.kind), f": {told}" if told else None])))
-        facts.append(("Place", joined([f"{cause}", _own_line(cause)])))
-    facts += [("Next", text) for text in verdict.next]
+        kind = KINDS[cause.kind] if number or verdict.headline else ""  # of the first the heading says it
+        told.append(("And" if number else "Cause", joined([tag("b", cause.kind), f": {kind}" if kind else None])))
+        told.append(("Place", joined([f"{cause}", _own_line(cause)])))
+    told += [("Next", text) for text in verdict.next]
     if verdict.stopped:
-        facts.append(("Stopped", f"before all was compared: {verdict.stopped}"))
+        told.append(("Stopped", f"before all was compared: {verdict.stopped}"))
     if verdict.unsought:
-        facts.append(("Cause", f"not sought: looking for it raised {verdict.unsought}"))
+        told.append(("Cause", f"not sought: looking for it raised {verdict.unsought}"))
     elif verdict.failure and not verdict.cause:
-        facts.append(("Next", "Read below where each rank stood."))
+        told.append(("Next", "Read below where each rank stood."))
     elif verdict.judged and not verdict.cause and (verdict.undecided or verdict.mismatches):
-        facts.append(("Cause", "; ".join(verdict.undecided) or "unknown: the evidence does not decide"))
-    return facts
+        told.append(("Cause", "; ".join(verdict.undecided) or "unknown: the evidence does not decide"))
+    return told
 
 
 def _own_line(cause: Cause) -> Html | None:
@@ -91,19 +80,18 @@ def _of_numbers(verdict: Verdict) -> list[tuple[str, Part]]:
         return [("Numbers", closest(verdict))]
     found, due = verdict.sides
     first, left = verdict.mismatches[0], len(verdict.mismatches) - 1
-    facts: list[tuple[str, Part]] = [
+    told: list[tuple[str, Part]] = [
         ("Where", f"{first.law}: {first.where}{first.later}"),
         (found.title(), first.read(due)),
         (due.title(), f"{first.expected}{first.allowance}"),
     ]
     rest = (tag("li", one.line(due)) for one in verdict.mismatches[1:101])
     also = more(f"{left} more that differ", tag("ul", *rest), f"and {left - 100} more" if left > 100 else None)
-    return [*facts, ("Then", also)] if left else facts
+    return [*told, ("Then", also)] if left else told
 
 
 def _replay(verdict: Verdict) -> Html:
-    button = tag("button", "Copy", type="button", data_copy=True, aria_label="Copy the replay line")
-    return tag("p", tag("code", verdict.replay, tabindex="0"), button, class_="replay")
+    return typed(verdict.replay, named="the replay line")
 
 
 def parts(verdict: Verdict, grid: Grid | None, first: int = 0) -> list[Html | None]:
@@ -111,12 +99,12 @@ def parts(verdict: Verdict, grid: Grid | None, first: int = 0) -> list[Html | No
     shown = None if grid is None else grid_view(grid, first)
     failed = tag("pre", verdict.failure) if verdict.failure else None
     title = "What is broken" if verdict.verdict == "fail" else "What the ranks did instead"
-    instead = sections.section(title, failed, wide=True) if failed else None
+    instead = section(title, failed, wide=True) if failed else None
     if not any(law.checked for law in verdict.laws):
         return [instead, sections.laws(verdict) if verdict.laws else None, _about(verdict)]
     return [
         instead,
-        sections.section("Schedule", shown, wide=True, missing=_NO_GRID),
+        section("Schedule", shown, wide=True, missing=_NO_GRID),
         sections.coefficients(verdict),
         sections.losses(verdict),
         sections.gradients(verdict),
@@ -131,7 +119,7 @@ def parts(verdict: Verdict, grid: Grid | None, first: int = 0) -> list[Html | No
 def _differences(configs: Configs) -> Html | None:
     rows = [[str(part) or "-" for part in row] for row in configs]
     shown = table(["", "one", "other"], rows, caption="What is different in the configs of the two runs")
-    return sections.section("Configs", shown) if rows else None
+    return section("Configs", shown) if rows else None
 
 
 def _why(rows: Rows) -> Html | None:
@@ -141,14 +129,13 @@ def _why(rows: Rows) -> Html | None:
 
 def _about(verdict: Verdict) -> Html:
     """Numbers of the case, what computed, and the verdict as text."""
-    facts = [
+    known: list[tuple[str, Part]] = [
         ("bindings", verdict.bindings),
         ("tier", "" if verdict.tier == "none" else verdict.tier),
         ("seconds", f"{verdict.seconds:.2f}"),
         *versions().items(),
         ("schema", SCHEMA),
     ]
-    rows = [joined([tag("dt", name), tag("dd", text)]) for name, text in facts if text]
     text = more("As text", tag("pre", str(verdict)))
     trace = more("Traceback", tag("pre", verdict.traceback)) if verdict.traceback else None
-    return sections.section("This run", tag("dl", *rows, class_="about"), text, trace)
+    return section("This run", facts(known, class_="about"), text, trace)

@@ -7,16 +7,10 @@ from pipeproof.judging.cause import Cell
 from pipeproof.judging.measured import Compared, Weights
 from pipeproof.judging.verdict import LawResult, Verdict, small
 from pipeproof.reports.page.grid import decades, step_of
-from pipeproof.reports.page.markup import Html, Part, joined, more, table, tag
+from pipeproof.reports.page.markup import Html, Part, joined, more, section, table, tag
 
 _MOST = 64  # columns of coefficients; of more microbatches, those that are not as they should be
 _ROWS = 200  # rows that are shown at once
-
-
-def section(title: str, *inside: Part, wide: bool = False, missing: str = "") -> Html:
-    """A part of the page; ``missing`` says why there is nothing in it."""
-    inside = inside if any(inside) else (tag("p", f"{missing}.", class_="quiet"),)
-    return tag("section", tag("h2", title), *inside, class_="full" if wide else None)
 
 
 def losses(verdict: Verdict) -> Html:
