@@ -199,7 +199,7 @@ def _add_records(commands: Commands) -> None:
         description="What did two runs do differently, and why? Their configs are compared first, then their numbers. "
         "Then each is judged by what its own config asks for: the difference is an order of sums, another answer that "
         "was asked for, or a fault of one of them. Exit status 0: the same, or no further apart than rounding; 1: "
-        "different, or one is wrong by its own config; 3: not known.",
+        "different, or one is wrong by its own config; 3: numbers alone do not decide.",
     )
     differ.add_argument("expected", metavar="one", help="what --record wrote in one run, or `pipeproof record`")
     differ.add_argument("seen", metavar="other", help="what --record wrote in another run")

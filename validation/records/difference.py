@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
+from pipeproof.cases.case import Case
 from pipeproof.judging.judge import one_thread
 from pipeproof.judging.measured import versions
 from pipeproof.judging.mismatch import small
@@ -90,18 +91,25 @@ class _Pair:
     def _of_right_ones(self) -> Difference:
         """Whether what was asked for is the same."""
         asked, right = self._asked(), "both are right by their own configs"
-        if asked.verdict == "unknown":
-            return self._found(
-                "unknown", f"not known: {right}; whether these ask for the same answer is not decided: {asked.reason}"
-            )
-        order = tuple(name for name in self.differing if name in _ORDER)
-        if asked.verdict == "pass":
+        order = self._ordering
+        # That is known of a config by its words, where numbers of a coarse dtype leave it open.
+        alone = asked.verdict == "unknown" and order == self.differing
+        if asked.verdict == "pass" or alone:
             by = f"{_list(order)} differ{'s' * (len(order) == 1)}" if order else "no field that orders sums differs"
             said = f"rounding: {right}, which ask for the same answer; {by}"
             return self._found("rounding", said, fields=order, size=self._size())
-        fields = tuple(name for name in self.differing if name not in order) or order
+        fields = tuple(name for name in self.differing if name not in order)
+        if asked.verdict == "unknown" or (asked.laws and not fields):
+            said = f"not known: {right}; whether these ask for the same answer is not decided: {asked.reason}"
+            return self._found("unknown", said)
         by = f"{_list(fields)} differ{'s' * (len(fields) == 1)}" if fields else "no field says why"
         return self._found("asked", f"another answer was asked for: {right}; {by}", fields=fields)
+
+    @property
+    def _ordering(self) -> tuple[str, ...]:
+        """What differs and lets sums be of another order alone: a split of as many layers, but not of more."""
+        one, other = (Case.parse(side.line).layers for side in self.sides)
+        return tuple(name for name in self.differing if name in _ORDER and (name != "split" or one == other))
 
     def _asked(self) -> Verdict:
         """What one config asks for, judged by what the other does."""
