@@ -128,7 +128,9 @@ class SplitBackward:
 
 
 def _storage(grad: Tensor) -> int:
-    return grad.untyped_storage().data_ptr()
+    """Where its numbers are; those of a DTensor are this rank's part."""
+    local = getattr(grad, "to_local", None)
+    return (grad if local is None else local()).untyped_storage().data_ptr()
 
 
 class _Deferred:

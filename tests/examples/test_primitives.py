@@ -24,6 +24,8 @@ STACKS = {
     "pp, zero-1": Stack({"pp": 2, "dp": 2}, ("zero-1",)),
     "pp, zero-3": Stack({"pp": 2, "fsdp": 2}, ("zero-3",)),
     "pp, tp": Stack({"pp": 2, "tp": 2}, ("tp",)),
+    "pp, tp, a split backward": Stack({"pp": 2, "tp": 2}, ("tp",), schedule="zb-h1"),
+    "pp, tp-by-hand, a loop": Stack({"pp": 2, "tp": 2}, ("tp-by-hand",), schedule="interleaved", virtual=2),
     "pp, ep": Stack({"pp": 2, "ep": 2}, ("ep",)),
     "pp, cp": Stack({"pp": 2, "cp": 2}, ("cp",)),
     "pp, recompute": Stack({"pp": 2}, ("recompute",), dropout=0.2),

@@ -121,7 +121,8 @@ class _Origin:
     """Where the parameters of the model are that the step was given, so that they are known again as objects."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model  # kept, so that no id is used again
+        # Kept, for a step may replace any of them: so no id is used again.
+        self._kept = [*model.modules(), *model.parameters()]
         self._by_holder: dict[tuple[int, str], str] = {}
         self._by_parameter: dict[int, str] = {}
         for prefix, module in model.named_modules():
@@ -130,7 +131,6 @@ class _Origin:
                     name = f"{prefix}.{leaf}" if prefix else leaf
                     self._by_holder.setdefault((id(module), leaf), name)
                     self._by_parameter.setdefault(id(parameter), name)
-        self._kept = dict(model.named_parameters())
 
     def name(self, holder: nn.Module, leaf: str, parameter: nn.Parameter) -> str | None:
         """The reference's name, by the module that holds the parameter if that is known: a tied one has several."""

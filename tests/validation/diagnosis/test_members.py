@@ -51,7 +51,8 @@ def test_a_replica_that_kept_its_own(factor: float) -> None:
         (0.5, "all are 1/2 of what is expected, as a mean over 2 replicas in place of a sum gives"),
         (
             2.0,
-            "all are 2 times what is expected, as a sum over 2 replicas in place of a mean, or a loss not divided by the 2 microbatches of a replica, gives",
+            "all are 2 times what is expected, as a sum over 2 replicas in place of a mean, or a loss not divided by "
+            "the 2 microbatches of a replica, gives",
         ),
     ],
 )

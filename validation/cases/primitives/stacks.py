@@ -60,7 +60,7 @@ class Stack:
             sizes |= along
             names.append(name)
         parts = sorted((name for name in names if name != PIPELINE), key=lambda name: primitive_of(name).level)
-        own = virtuals(canonical_name(schedule), looped=2) if virtual is None else virtual
+        own = _virtual(schedule) if virtual is None else virtual
         found = cls(sizes, tuple(parts), schedule, own if PIPELINE in sizes else 1, microbatches, seed)
         found.check()
         return found
@@ -150,10 +150,14 @@ class Stack:
     @property
     def replay(self) -> str:
         """What to type to run it again."""
-        own = virtuals(canonical_name(self.schedule), looped=2)
-        looped = f" --virtual {self.virtual}" if self.has_pipeline and self.virtual != own else ""
+        looped = f" --virtual {self.virtual}" if self.has_pipeline and self.virtual != _virtual(self.schedule) else ""
         schedule = f" --schedule {self.schedule}{looped}" if self.has_pipeline else ""
         return f"pipeproof validate --stack {self}{schedule} --microbatches {self.microbatches} --seed {self.seed}"
+
+
+def _virtual(schedule: str) -> int:
+    """Stages on a rank, where nothing is said."""
+    return virtuals(canonical_name(schedule), looped=2)
 
 
 def alone(name: str) -> str:
