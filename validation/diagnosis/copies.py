@@ -7,11 +7,12 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from pipeproof.diagnosis.atoms import Term
+from pipeproof.diagnosis.atoms import Term, Update
 from pipeproof.diagnosis.combination import limit_of, residual_of
 from pipeproof.diagnosis.known import Terms
 from pipeproof.diagnosis.likeness import counted
-from pipeproof.diagnosis.members import Members, Part, Replicas, Stage, multiple_of
+from pipeproof.diagnosis.members import Members, Part, Replicas, Stage
+from pipeproof.diagnosis.microbatch_weights import faults_in_counts
 from pipeproof.judging.cause import Cause, listed
 from pipeproof.judging.tolerance import error
 from pipeproof.observers.shards import Shard
@@ -95,7 +96,8 @@ class Copies:
 def copies_of(members: Members, expected: Expected, stage: Stage) -> Iterator[Copies]:
     """The parameters of ``stage`` that several ranks hold."""
     for k, name in stage.names.items():
-        site, holders = (stage.index, name), [(rank, part) for rank, part in stage.part.members if k not in part.lacks]
+        site = (stage.index, name)
+        holders = [(rank, part) for rank, part in stage.part.members if k not in part.lacks and _has_any(part, k)]
         given = [one.gradients.get(site) for one in members.contributions]
         parts = [gradient.double().cpu() for gradient in given if gradient is not None]
         lying: dict[Shard | None, dict[int, Tensor]] = {}
@@ -109,6 +111,11 @@ def copies_of(members: Members, expected: Expected, stage: Stage) -> Iterator[Co
         regions = [Region(seen, row) for seen, row in zip(lying.values(), rows, strict=True) if row is not None]
         if len(regions) == len(lying):
             yield Copies(name, regions, limit_of(due.cpu().flatten(), torch.stack(parts).sum(dim=0).flatten()))
+
+
+def _has_any(part: Part, k: int) -> bool:
+    """Whether it has elements of parameter ``k``: of a flat parameter a rank may have none."""
+    return k not in part.shards or part.shards[k].count > 0
 
 
 def _rows(parts: Sequence[Tensor], where: Shard | None, seen: Mapping[int, Tensor]) -> Tensor | None:
@@ -207,34 +214,53 @@ def _in_parts(
     yield Cause("not-reduced", stage=stage.index, parameter=None if whole else first[0], detail=detail)
 
 
-def multiplied(members: Members, expected: Expected) -> list[Cause]:
-    """A cause for each rank all of whose shards are one multiple of what they should be, where another's are right."""
-    return [cause for stage in members.stages for cause in _multiplied(stage, expected)]
+def of_ranks(members: Members, expected: Expected, update: Update) -> list[Cause]:
+    """What each rank's shards are made of, where ranks differ in that; none if any rank's tells nothing."""
+    return [cause for stage in members.stages for cause in _of_ranks(members, expected, stage, update)]
 
 
-def _multiplied(stage: Stage, expected: Expected) -> Iterator[Cause]:
-    factors = {rank: _factor(stage, part, expected) for rank, part in stage.part.members}
-    odd = {rank: factor for rank, factor in factors.items() if factor is not None and abs(factor - 1) > _ALIKE}
-    if None in factors.values() or len(odd) == len(factors):
+def apart_by_rank(members: Members, expected: Expected) -> bool:
+    """Whether the shards of some ranks are made otherwise than those of others, as far as it is known."""
+    found = (_made_by_rank(members, expected, stage) for stage in members.stages if stage.part.shards)
+    return any(len({*made.values()} - {None}) > 1 for made in found)
+
+
+def _of_ranks(members: Members, expected: Expected, stage: Stage, update: Update) -> Iterator[Cause]:
+    if not stage.part.shards:
         return
-    for rank, factor in odd.items():
-        yield Cause(
-            "scale", rank=rank, stage=stage.index, factor=factor, detail=f"{factor:.4g} times, on this rank alone"
-        )
+    made = _made_by_rank(members, expected, stage)
+    known = {rank: counts for rank, counts in made.items() if counts is not None}
+    if len(known) < len(made) or len({*known.values()}) < 2:
+        return
+    odd = {rank: counts for rank, counts in known.items() if set(counts) != {1.0}}
+    own = _own(list(odd.items()), members.replicas)
+    told = [_told(rank, counts, own[rank]) for rank, counts in odd.items()]
+    if all(told):
+        yield Cause("not-reduced", stage=stage.index, detail=f"not reduced over all replicas: {', '.join(told)}")
+        return
+    for rank, counts in odd.items():
+        for fault in faults_in_counts(update, dict(enumerate(counts)), _ALIKE):
+            detail = "; ".join(filter(None, (fault.detail, "in this rank's shards")))
+            yield Cause(fault.kind, rank, stage.index, fault.microbatches, factor=fault.factor, detail=detail)
 
 
-def _factor(stage: Stage, part: Part, expected: Expected) -> float | None:
-    """How many times what they should be all shards of a rank are; None where that is not one number."""
-    due = {k: expected.gradients.get((stage.index, name)) for k, name in stage.names.items() if k in part.shards}
-    largest = max((float(one.norm()) for one in due.values() if one is not None), default=0.0)
-    found = []
-    for k, whole in due.items():
-        seen = part.gradients[k]
-        if whole is None or seen is None or float(whole.norm()) <= _ROUNDING * largest:
-            continue
-        own = part.shards[k].of(whole.detach().cpu())
-        if own.any():
-            found.append(multiple_of(seen.cpu(), own.double()))
-    known = [one for one in found if one is not None]
-    same = known and len(known) == len(found) and max(known) - min(known) <= _ALIKE * abs(known[0])
-    return known[0] if same else None
+def _made_by_rank(members: Members, expected: Expected, stage: Stage) -> dict[int, Counts | None]:
+    """How often each microbatch is in what each rank has of the stage; None where that is not decided."""
+    held: dict[int, list[tuple[Tensor, Tensor]]] = {}
+    copies = list(copies_of(members, expected, stage))
+    for region in (region for one in copies for region in one.regions):
+        for rank, gradient in region.seen.items():
+            held.setdefault(rank, []).append((gradient, region.rows))
+    limit = max((one.limit for one in copies), default=0.0)
+    return {rank: _made(parts, limit) for rank, parts in sorted(held.items())}
+
+
+def _made(parts: Sequence[tuple[Tensor, Tensor]], limit: float) -> Counts | None:
+    """How often each microbatch is in all of ``parts``, each what is there and what microbatches give there."""
+    seen, rows = torch.cat([one for one, _ in parts]), torch.cat([rows for _, rows in parts], dim=1)
+    whole = rows.sum(dim=0)
+    factor = float((seen * whole).sum() / whole.square().sum()) if whole.any() else 0.0
+    if factor and error(seen, factor * whole) < _ALIKE:
+        return (float(round(factor)) if abs(factor - round(factor)) < _ALIKE else factor,) * len(rows)
+    found = counted(seen, Terms({Term("pair", m, m): row for m, row in enumerate(rows)}, {}), limit)
+    return None if found is None or len(found) < len(rows) else tuple(count for _, count in found)

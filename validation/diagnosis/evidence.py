@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pipeproof.diagnosis.atoms import Update
 from pipeproof.diagnosis.attribution import Attribution, attribute, update_of
+from pipeproof.diagnosis.copies import apart_by_rank
 from pipeproof.diagnosis.divergence import Divergence, Ground, Positions, divergences
 from pipeproof.diagnosis.interference import Broken, Sources, broken_between
 from pipeproof.diagnosis.members import Members
@@ -234,8 +235,11 @@ class Evidence:
     def attribution(self) -> Attribution | None:
         """What the gradients of the update that the failing operation is part of are made of.
 
-        None without one, and where gradients are right and nothing else can be asked.
+        None without one, where gradients are right and nothing else can be asked, and where ranks have shards of sums
+        that differ: together these are of no one sum.
         """
+        if self.members is not None and not self.differs("replicas") and apart_by_rank(self.members, self.expected):
+            return None
         if self.due is not None:
             return attribute(self.due.update) if self.gradients and any(map(self.differs, _OF_GRADIENTS)) else None
         updates = [k for k in range(self.number, len(self.setup.plan)) if self.setup.plan[k] == "train"]

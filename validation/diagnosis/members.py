@@ -34,7 +34,8 @@ class Replicas:
     ``together[rank]``: ranks of one number hold the same stages, each all of their parameters or some; empty where that
     is to be told by what they hand back. ``copies[rank]``: every parameter is held under each of these numbers; empty:
     as ``of``. ``sequence``: the axis along which ranks have parts of every sequence; empty where none is. ``in_step``:
-    one along which ranks wait for each other in every microbatch, so that all must have as many.
+    one along which ranks wait for each other in every microbatch, so that all must have as many. ``axes``: of a mesh,
+    with their sizes.
     """
 
     of: tuple[int, ...]
@@ -43,6 +44,7 @@ class Replicas:
     copies: tuple[int, ...] = ()
     sequence: str = ""
     in_step: str = ""
+    axes: tuple[tuple[str, int], ...] = ()
 
     @classmethod
     def along(cls, ranks: "int | Sequence[int] | Mapping[str, int]", microbatches: int) -> "Replicas":
@@ -74,11 +76,16 @@ class Replicas:
             copies=_along(ranks, [axis for axis in DATA if axis != "ep"]),
             sequence=next((axis for axis in ("cp", "sp") if ranks.get(axis, 1) > 1), ""),
             in_step=next((axis for axis in ("ep", "fsdp", "dp_shard") if ranks.get(axis, 1) > 1), ""),
+            axes=tuple(ranks.items()),
         )
 
     @property
     def count(self) -> int:
         return max(self.of) + 1
+
+    def others_of(self, size: int) -> list[str]:
+        """The axes with so many ranks along which these work on the same data, in words."""
+        return [f"the ranks along {axis}" for axis, count in self.axes if axis in MODEL and count == size]
 
     def share(self, rank: int) -> range:
         """The microbatches that ``rank`` is given: every n-th of them."""
@@ -234,9 +241,7 @@ class Members:
         for k, name in stage.names.items():
             own, gradient = self._gradient((stage.index, name), self.replicas.share(rank)), part.gradients[k]
             if gradient is not None and gradient.numel():
-                seen.append(
-                    multiple_of(gradient, own if own is None or k not in part.shards else part.shards[k].of(own))
-                )
+                seen.append(_times(gradient, own if own is None or k not in part.shards else part.shards[k].of(own)))
         return bool(seen) and None not in seen
 
     def _misplaced(self) -> Iterator[Cause]:
@@ -270,15 +275,16 @@ class Members:
                     stage.part.gradients[k],
                 )
                 if seen is not None and whole is not None and whole.any():
-                    factor = multiple_of(seen, whole)
+                    factor = _times(seen, whole)
                     factors.add(None if factor is None else round(factor * self.replicas.count, 2))
         count, each = self.replicas.count, self.replicas.microbatches // self.replicas.count
+        over = " or ".join([f"{count} replicas", *self.replicas.others_of(count)])
         if count > 1 and factors == {1.0}:
-            detail = f"all are 1/{count} of what is expected, as a mean over {count} replicas in place of a sum gives"
+            detail = f"all are 1/{count} of what is expected, as a mean over {over} in place of a sum gives"
             yield Cause("scale", factor=1 / count, detail=detail)
         if count > 1 and factors == {float(count * count)}:
             undivided = f", or a loss not divided by the {each} microbatches of a replica," * (each == count)
-            why = f"as a sum over {count} replicas in place of a mean{undivided} gives"
+            why = f"as a sum over {over} in place of a mean{undivided} gives"
             detail = f"all are {count} times what is expected, {why}"
             yield Cause("scale", factor=float(count), detail=detail)
 
@@ -351,7 +357,7 @@ def _square(gradient: Tensor | None) -> float:
     return 0.0 if gradient is None else gradient.double().square().sum().item()
 
 
-def multiple_of(seen: Tensor, known: Tensor | None) -> float | None:
+def _times(seen: Tensor, known: Tensor | None) -> float | None:
     """How many times ``known`` ``seen`` is; None if it is no multiple."""
     if known is None or seen.shape != known.shape or not known.any():
         return None

@@ -254,8 +254,9 @@ def _ruled_out(
         if right:
             evidence = f"of stage {one.stage}, {', '.join(right)} {'is' if len(right) == 1 else 'are'} right"
             yield RuledOut((), evidence, len(right))
-    if not all(copy.right for copy in tied):
-        return
+    counted = ("multiple", "counted", "sum", "other", "paired")
+    if not all(copy.right for copy in tied) or any(odd.kind in counted for one in stages for odd in one.odd):
+        return  # what is true of the others is not of these
     terms = [(term, c) for one in stages for term, c in one.coefficients.items()]
     nominal = [c for term, c in terms if term.nominal]
     if not nominal or not all(one.complete and one.compared and not one.undecided for one in stages):

@@ -194,13 +194,16 @@ class Assembled:
 
     @property
     def remarks(self) -> dict[str, str]:
-        """What a watched stage did not show, by the law that would judge it."""
-        watched = [stage for stage in self.stages if stage.part.calls]
+        """What a watched stage did not show, or leaves open, by the law that would judge it."""
+        watched, count = [stage for stage in self.stages if stage.part.calls], self.replicas.count
+        told = []
+        if watched and count > 1:
+            told.append(f"gradients there may be {count} times as large, as those of replicas that are averaged later")
         fed = [str(stage.index) for stage in watched if not any(call.inputs for call in stage.part.calls or ())]
-        if not fed:
-            return {}
-        who = f"stage{'s' * (len(fed) > 1)} {', '.join(fed)} took no tensor as an argument"
-        return {"boundaries": f"{who}: what came in, and the gradient of that, was not compared there"}
+        if fed:
+            who = f"stage{'s' * (len(fed) > 1)} {', '.join(fed)} took no tensor as an argument"
+            told.append(f"{who}: what came in, and the gradient of that, was not compared there")
+        return {"boundaries": "; ".join(told)} if told else {}
 
     @property
     def nameless(self) -> bool:

@@ -26,11 +26,22 @@ def structured(stages: Stages, places: Both, note: Callable[[Cuts], None]) -> di
     tensors = {stage: [_settled(one, stage, stages) for one in columns] for stage, columns in stages.items()}
     cuts, divided = _cuts(tensors, places)
     note(cuts)
-    for stage, columns in tensors.items():
-        flow = _Flow(stage, columns, places, divided[stage])
-        settled = [flow.settled(one) for one in columns]
+    flows = {stage: _Flow(stage, columns, places, divided[stage]) for stage, columns in tensors.items()}
+    scale = _scale({stage: [flow.settled(one) for one in tensors[stage]] for stage, flow in flows.items()})
+    for stage, flow in flows.items():
+        settled = [replace(flow, scale=scale).settled(one) for one in tensors[stage]]
         tensors[stage] = [*settled, *flow.missed(settled)]
     return tensors
+
+
+def _scale(stages: Stages) -> str | None:
+    """Whether gradients flow as those of a replica, or as those of all: as the one nearest to the loss tells."""
+    for _, columns in sorted(stages.items(), reverse=True):
+        for column in sorted(columns, key=lambda one: one.where != RECEIVED):
+            told = {REPLICA if place.endswith(REPLICA) else "" for place in column.own}
+            if column.where in _FLOWING and column.judged and len(told) == 1:
+                return told.pop()
+    return None
 
 
 def _settled(column: Column, stage: int, stages: Stages) -> Column:
@@ -103,12 +114,16 @@ def _cuts(stages: Stages, places: Both) -> tuple[Cuts, Mapping[int, frozenset[st
 
 @dataclass(frozen=True)
 class _Flow:
-    """The gradients of a stage, whose tensors are settled; of ``divided`` places it may have a part alone."""
+    """The gradients of a stage, whose tensors are settled; of ``divided`` places it may have a part alone.
+
+    ``scale``: that of all gradients of the step; None: either.
+    """
 
     stage: int
     columns: Sequence[Column]
     places: Both
     divided: frozenset[str]
+    scale: str | None = None
 
     def settled(self, column: Column) -> Column:
         """``column`` of gradients at the place of the tensors that they are of."""
@@ -116,11 +131,13 @@ class _Flow:
         if tensor is None or not tensor.place:
             return column
         places = self._places(tensor)
-        here = {place + of_replica for place in places for of_replica in ("", REPLICA)}
+        scales = ("", REPLICA) if self.scale is None else (self.scale,)
+        here = {place + scale for place in places for scale in scales}
         own = [place for place in column.places.usual(column.seen) if place in here]
         if not own and not (places and places[0] in column.places.by_place):
             return column
-        return replace(column, own=tuple(own) or column.own, place=[*own, *places][0], judged=bool(own))
+        due = [place + scales[0] for place in places if place + scales[0] in column.places.by_place]
+        return replace(column, own=tuple(own) or column.own, place=[*own, *due, *places][0], judged=bool(own))
 
     def missed(self, came: Sequence[Column]) -> Iterator[Column]:
         """A column of nothing for each gradient that the reference has and that no call was seen to have."""

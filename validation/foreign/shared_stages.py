@@ -124,8 +124,9 @@ def _equal_gradients(site: Site, one: tuple[int, Tensor | None], two: tuple[int,
 
 def _absent(k: int, members: Sequence[Member]) -> str:
     """Which rank alone has no gradient for its shard."""
-    without = [rank for rank, part in members if part.gradients[k] is None and part.shards[k].count]
-    return f"no gradient on rank {without[0]}" if 0 < len(without) < len(members) else ""
+    holders = [(rank, part) for rank, part in members if part.shards[k].count]
+    without = [rank for rank, part in holders if part.gradients[k] is None]
+    return f"no gradient on rank {without[0]}" if 0 < len(without) < len(holders) else ""
 
 
 def _bundles(made: Sequence[RankMade], replicas: Replicas, *, apart: bool) -> list[list[Member]]:

@@ -27,7 +27,7 @@ from pipeproof.foreign.shared_stages import joined_parts
 from pipeproof.judging.judge import judged, one_thread
 from pipeproof.judging.oracle import Answer, Floors, Orders, Pending, Requirements, precision_of_reference
 from pipeproof.judging.tolerance import Precision
-from pipeproof.judging.verdict import Crash, Verdict
+from pipeproof.judging.verdict import Crash, Mismatch, Verdict
 from pipeproof.observers.observed import Observed
 from pipeproof.observers.sketch import UNSOUGHT, contents
 from pipeproof.pipeline.sizes import seconds
@@ -229,13 +229,17 @@ def _at_holders(verdict: Verdict, found: Assembled, made: Sequence[Contribution]
 
     What is held against the model comes first: where ranks differ, the one that the others are held against may be it.
     """
-    placed = [
-        replace(one, rank=found.holder((one.stage, one.parameter), _due((one.stage, one.parameter), made)))
-        if one.law in ("gradient", "presence") and one.stage is not None and one.parameter is not None
-        else one
-        for one in verdict.mismatches
-    ]
-    return replace(verdict, mismatches=tuple(sorted(placed, key=lambda one: one.law == "replicas")))
+    placed = [_at_holder(one, found, made) for one in verdict.mismatches]
+    return replace(verdict, mismatches=tuple(sorted(placed, key=lambda one: one.beside_rank)))
+
+
+def _at_holder(one: Mismatch, found: Assembled, made: Sequence[Contribution]) -> Mismatch:
+    if one.stage is None:
+        return one
+    if one.law in ("gradient", "presence") and one.parameter is not None:
+        return replace(one, rank=found.holder((one.stage, one.parameter), _due((one.stage, one.parameter), made)))
+    several = len(found.stages[one.stage].part.members) > 1
+    return replace(one, rank=None) if one.law == "microbatches" and several and one.microbatch is None else one
 
 
 def _due(site: Site, made: Sequence[Contribution]) -> Tensor | None:

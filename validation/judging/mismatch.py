@@ -99,6 +99,11 @@ class Mismatch:
         return self.seen.replace("times expected", f"times {due}")
 
     @property
+    def beside_rank(self) -> bool:
+        """Whether it was held against another rank, which may itself be wrong, and not against the model."""
+        return self.what == "text" and self.expected.startswith("rank ")
+
+    @property
     def ratio(self) -> float | None:
         """How many times the due number the found one is; None where they are no such numbers."""
         if self.what != "number" or not isinstance(self.found, float) or not isinstance(self.due, float):

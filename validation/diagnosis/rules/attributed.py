@@ -4,6 +4,7 @@ Where no combination explains them: is there one thing that, had it gone wrong, 
 what-ifs are worth a look, each microbatch's by itself; that all gradients follow decides.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -20,13 +21,26 @@ from pipeproof.diagnosis.what_ifs import of_backward, of_forward, spoiled
 from pipeproof.judging.cause import Cause
 from pipeproof.judging.tolerance import error
 from pipeproof.observers.recording import Site
+from pipeproof.pipeline.action import Kind
 from pipeproof.reference.step import objective
+
+
+def cleared(evidence: Evidence) -> Sequence[str]:
+    """That gradients were cleared before they were handed back, where all are missing and the update is right."""
+    laws = {law.name: law for law in evidence.verdict.laws}
+    updated = laws.get("updated-parameters")
+    lost = evidence.differs("presence") and laws["gradient"].checked == 0
+    if not lost or updated is None or updated.outcome != "pass" or not updated.checked:
+        return ()
+    return (
+        "no gradient was handed back, and the weights after the step are right: leave gradients as the update had them",
+    )
 
 
 def attributed(evidence: Evidence) -> list[Cause]:
     """The causes that attribution names; where it finds none, the what-if that gives such gradients."""
     found = evidence.attribution
-    if found is None or found.right or (evidence.sums is not None and evidence.sums.alike):
+    if cleared(evidence) or found is None or found.right or (evidence.sums is not None and evidence.sums.alike):
         return []
     causes = [_undivided(cause, evidence) for cause in found.causes]
     if found.unknown or not causes:  # one thing that gives everything says more than what gives a part
@@ -45,19 +59,31 @@ def _undivided(cause: Cause, evidence: Evidence) -> Cause:
     return replace(cause, kind="scale") if alone and right else cause
 
 
+def _backwards_each(evidence: Evidence, stage: int) -> float | None:
+    """How often every microbatch went backwards through a watched stage; None where that is not one number."""
+    flow = evidence.passed.get(stage)
+    ran = Counter(action.microbatch for action in (flow.actions if flow else ()) if action.kind is Kind.BACKWARD)
+    least, most = min(ran.values(), default=0), max(ran.values(), default=0)
+    return float(most) if len(ran) == evidence.microbatches and least == most > 1 else None
+
+
 def _seen_more(cause: Cause, evidence: Evidence) -> Cause:
     """``cause`` with what losses and watched calls say of it."""
     if cause.kind == "missing" and evidence.differs("loss") and evidence.differs("gradient"):
         told = f"{cause.detail}; what follows from them, losses too, is wrong: they took no part in the forward"
         return replace(cause, kind="computation", detail=told)
-    watched = {*evidence.passed} - evidence.unseen
-    if cause.kind == "swapped-activations" and evidence.differs("loss") and cause.stage in watched:
+    if cause.kind == "scale" and cause.stage is not None and _backwards_each(evidence, cause.stage) == cause.factor:
+        told = f"every backward of it ran {cause.factor:g} times"
+        return replace(cause, kind="doubled", detail=told)
+    if cause.kind == "swapped-activations" and evidence.differs("loss"):  # so its forward had it already
         return or_wrong_message(replace(cause, kind="mispaired"))
     return cause
 
 
 def unexplained(evidence: Evidence) -> Sequence[str]:
     """What is left without an explanation, at the boundaries and in gradients."""
+    if told := cleared(evidence):
+        return told
     found = evidence.unexplained
     found = (*first_of_backward(evidence), *found) if found else found
     if found and evidence.passed:

@@ -215,6 +215,8 @@ def _called_after(evidence: Evidence, stage: int) -> int | None:
 def sound(evidence: Evidence) -> RuledOut | None:
     """What the boundaries rule out: of every stage and microbatch something passed each of them, and all was right."""
     judged = [one for one in evidence.observed.crossings(evidence.number) if one.judged]
+    if evidence.members is not None and evidence.members.replicas.count > 1 and evidence.differs("gradient"):
+        return None  # gradients may pass as those of a replica, or as those of all: a factor shows there not at all
     seen = {(one.action.stage, one.action.microbatch, one.where) for one in judged}
     last, every = evidence.stages - 1, range(evidence.microbatches)
     due = {(stage, m, GIVEN) for stage in range(last + 1) for m in every}

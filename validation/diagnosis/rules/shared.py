@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from pipeproof.diagnosis.attribution import attribute
-from pipeproof.diagnosis.copies import adding_up, multiplied, unreduced
+from pipeproof.diagnosis.copies import adding_up, apart_by_rank, of_ranks, unreduced
 from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.diagnosis.members import Members, Replicas
 from pipeproof.diagnosis.rules.inside import first_of_backward, other_forward, own_parts
@@ -26,14 +26,22 @@ def shared(evidence: Evidence) -> list[Cause]:
         if one.law in ("replicas", "gradient") and evidence.differs(one.law) and not _of_losses(one.cause, evidence)
     ]
     unmet = [cause for cause in told if cause.kind == told[0].kind == "not-reduced"]  # each stage by itself
-    if unmet or told or not evidence.differs("replicas"):
-        return unmet or told[:1]
     members = evidence.members
+    if unmet or told or not evidence.differs("replicas"):
+        return unmet or told[:1] or _of_shards(evidence, members)
     unmet = unreduced(members, evidence.expected)
     wrong = evidence.wrong("gradient", "presence", "replicas")
     unmet = unmet or adding_up(members, evidence.expected, wrong, evidence.used)
-    unmet = unmet or _of_single_ranks(evidence, members) or multiplied(members, evidence.expected)
+    unmet = unmet or _of_single_ranks(evidence, members) or _of_shards(evidence, members)
     return unmet or own_parts(evidence) or other_forward(evidence)
+
+
+def _of_shards(evidence: Evidence, members: Members) -> list[Cause]:
+    """What is wrong with the shards of some ranks, which together give no one sum of microbatches."""
+    wrong = evidence.differs("gradient") or evidence.differs("replicas")
+    if not wrong or evidence.differs("presence") or evidence.due is None:
+        return []
+    return of_ranks(members, evidence.expected, evidence.due.update)
 
 
 def of_replicas(causes: Sequence[Cause], evidence: Evidence) -> Sequence[Cause]:
@@ -106,6 +114,9 @@ def apart(evidence: Evidence) -> Sequence[str]:
     if broken is not None:
         cure = ": hand back every element once, each with its place in the whole" * broken.seen.startswith("part")
         return (f"shards of {broken.parameter}: {broken.seen}{cure}",)
+    if evidence.members is not None and not evidence.differs("replicas") and evidence.differs("gradient"):
+        apart = apart_by_rank(evidence.members, evidence.expected)
+        return ("shards of some ranks are no sum of what those of others are sums of",) if apart else ()
     shaped = next((m for m in evidence.verdict.mismatches if m.law == "gradient" and m.seen.startswith("shape ")), None)
     if shaped is not None:
         due = shaped.expected.partition(";")[0].removeprefix("shape ")

@@ -70,12 +70,14 @@ def update(evidence: Evidence) -> list[Cause]:
     stages = {m.stage for m in found}
     first = found[0]
     one = len(stages) == 1
+    names = list(dict.fromkeys(m.parameter for m in found if m.parameter is not None))
+    more = f"; and so of {some(len(names) - 1, 'more parameter')}" if len(names) > 1 else ""
     cause = Cause(
         "update",
         rank=first.rank if one else None,
         stage=first.stage if one else None,
-        parameter=first.parameter if len(found) == 1 else None,
-        detail=f"{first.seen}, expected {first.expected}; {some(len(found), 'parameter')}",
+        parameter=first.parameter if one else None,
+        detail=f"{first.seen}, expected {first.expected}{more}",
     )
     # A foreign step leaves its gradients as the optimizer had them, and these are right.
     known = evidence.playable is not None or evidence.members is not None
@@ -225,6 +227,8 @@ def norm(evidence: Evidence) -> list[Cause]:
     value = evidence.norms[rank]
     reporting = [one for one in evidence.norms if one is not None or evidence.playable]
     alone = len({m.rank for m in found}) < len(reporting)
+    if evidence.members is not None and not alone and any(not near(one, reporting[0]) for one in reporting[1:]):
+        return _apart(found, evidence)
     if value is None or not right:
         detail = f"norm {value}, expected {right}"
         return [] if evidence.playable is None else [Cause("report", rank=rank if alone else None, detail=detail)]
@@ -234,6 +238,19 @@ def norm(evidence: Evidence) -> list[Cause]:
     if stage is not None and not alone:
         rank, alone = evidence.placement[stage], True
     return [Cause(kind, rank=rank if alone else None, stage=stage, factor=value / right, detail=detail)]
+
+
+def _apart(found: Collection[Mismatch], evidence: Evidence) -> list[Cause]:
+    """Of norms that ranks form each for itself, what the first wrong one is; nothing where it is like nothing known."""
+    rank = min(one.rank or 0 for one in found)
+    value, right = evidence.norms[rank], evidence.expected.norm
+    if value is None or not right:
+        return []
+    text, _ = _called(value, likely_norms(evidence, rank))
+    if text == _NOBODYS:
+        return []
+    detail = f"{value:.6g} in place of {right:.6g}: {text}; ranks report norms of their own"
+    return [Cause("norm", rank=rank, factor=value / right, detail=detail)]
 
 
 def _clipped_by_the_right(evidence: Evidence) -> bool:
