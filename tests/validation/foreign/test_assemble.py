@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 from pipeproof.foreign import HandedBack, WhiteBox, watch
 from pipeproof.judging.verdict import Verdict
@@ -162,3 +163,75 @@ def test_of_gradients_by_name_nobody_says_that_no_stage_was_watched(whitebox: Wh
     verdict = judged(whitebox, step, 1)
     assert verdict.verdict == "pass"
     assert verdict.law("boundaries").note == "gradients were handed back, not watched modules"
+
+
+def test_a_shard_without_elements_is_no_gradient_that_is_missing(whitebox: WhiteBox) -> None:
+    """A parameter without gradient, of whose three rows the fourth rank has none."""
+
+    class Spare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.used, self.unused = nn.Linear(WIDTH, WIDTH), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            made: Tensor = self.used(x)
+            return made
+
+    def step(model: Any, microbatches: list[Any]) -> HandedBack:
+        fully_shard(model)
+        losses = []
+        for x, target in microbatches:
+            loss = loss_fn(model(x), target)
+            loss.backward()  # each rank has one microbatch, and their mean is due
+            losses.append(loss.item())
+        return HandedBack(model, losses)
+
+    verdict = whitebox.validate(step, reference=Spare, microbatches=pairs(4), ranks={"fsdp": 4}, loss_fn=loss_fn)
+    assert verdict.verdict == "pass", verdict
+
+
+def in_halves(model: Any, microbatches: list[Any], *, fault: str) -> HandedBack:
+    """Two replicas, each of which keeps its half of every gradient; the second's is wrong."""
+    own, second = [], dist.get_rank() == 1
+    losses = []
+    for number, (x, target) in enumerate(microbatches):
+        loss = loss_fn(model(x), target)
+        made = torch.autograd.grad(loss / 4, list(model.parameters()))
+        own.append([2 * one if fault == "doubled" and second and number == 1 else one for one in made])
+        losses.append(loss.item())
+    gradients: dict[str, Any] = {}
+    for k, (name, _) in enumerate(model.named_parameters()):
+        whole = torch.stack([made[k] for made in own]).sum(dim=0)
+        dist.all_reduce(whole)
+        if fault == "doubled":
+            extra = own[1][k] / 2 if second else torch.zeros_like(whole)
+            dist.broadcast(extra, 1)
+            whole -= extra * (not second)  # the first half has it once
+        half = len(whole) // 2
+        rows = slice(half, None) if second else slice(0, half)
+        gradients[name] = (-whole[rows] if fault == "sign" and second else whole[rows], rows)
+    return HandedBack(gradients, losses)
+
+
+@pytest.mark.parametrize(("fault", "microbatches"), [("", ()), ("sign", ()), ("doubled", (3,))])
+def test_what_is_wrong_with_one_rank_s_shards_is_not_told_of_the_stage(
+    whitebox: WhiteBox, fault: str, microbatches: tuple[int, ...]
+) -> None:
+    verdict = judged(whitebox, partial(in_halves, fault=fault), {"fsdp": 2})
+    assert verdict.verdict == ("fail" if fault else "pass"), verdict
+    found = [(one.kind, one.rank, one.stage, one.microbatches) for one in verdict.cause]
+    assert found == [(fault, 1, 0, microbatches)] * bool(fault)
+    assert verdict.cells is None
+    assert not {kind for one in verdict.ruled_out for kind in one.kinds}
+
+
+def test_norms_that_ranks_form_each_for_itself_are_not_told_of_all(whitebox: WhiteBox) -> None:
+    def step(model: Any, microbatches: list[Any]) -> HandedBack:
+        gradients, losses = reduced(model, microbatches)
+        own = float(gradients["0.weight" if dist.get_rank() else "2.weight"].norm())
+        return HandedBack(gradients, losses, own)
+
+    verdict = judged(whitebox, step)
+    assert [one.law for one in verdict.mismatches] == ["grad-norm", "grad-norm"]
+    assert all(one.rank is not None for one in verdict.cause)
