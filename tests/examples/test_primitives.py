@@ -1,7 +1,6 @@
 """Each kind of parallelism is right alone and stacked, and bugs in each are caught and named."""
 
 import copy
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,7 +15,7 @@ from pipeproof.cases.primitives.stacked import PARTS, reference_of, step_of, val
 from pipeproof.cases.primitives.stacks import Stack, alone
 from pipeproof.foreign import WhiteBox
 from tests.support.planted_step import Step, planted
-from tests.support.primitives import all_held
+from tests.support.primitives import CAMPAIGN, SEEDS, all_held
 
 STACKS = {
     **{name: Stack.parse(alone(name)) for name in PARTS},
@@ -56,9 +55,7 @@ MORE = {
     "ep, tp": Stack({"ep": 2, "tp": 2}, ("tp", "ep")),
     "pp, zero-3, tp": Stack({"pp": 2, "fsdp": 2, "tp": 2}, ("tp", "zero-3")),
 }
-# A campaign runs all of them, with so many seeds: PRIMITIVES_SEEDS=20 pytest tests/examples/test_primitives.py
-SEEDS = range(int(os.environ.get("PRIMITIVES_SEEDS", "1")))
-RUN = {**STACKS, **(MORE if len(SEEDS) > 1 else {})}
+RUN = {**STACKS, **(MORE if CAMPAIGN else {})}
 
 
 @pytest.mark.parametrize("seed", SEEDS)

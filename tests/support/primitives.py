@@ -1,5 +1,6 @@
 """A stack of primitives, or a step like one, judged; and what must hold of the verdict."""
 
+import os
 from collections.abc import Callable
 
 from torch import nn
@@ -8,6 +9,9 @@ from pipeproof.cases.primitives.stacked import reference_of
 from pipeproof.cases.primitives.stacks import Stack
 from pipeproof.judging.verdict import Verdict
 
+# A campaign runs all stacks and faults, with so many seeds: PRIMITIVES_SEEDS=20 pytest tests/examples/test_primitives.py
+SEEDS = range(int(os.environ.get("PRIMITIVES_SEEDS", "1")))
+CAMPAIGN = len(SEEDS) > 1
 Reference = Callable[[], nn.Module]
 
 
