@@ -31,4 +31,8 @@ if not torch.cuda.is_available():
     torch.Tensor.cuda = lambda tensor, *_, **__: tensor  # type: ignore[method-assign,assignment]
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
     torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
+    _type = torch.Tensor.type
+    torch.Tensor.type = (  # type: ignore[method-assign,assignment]  # which Megatron compares with that of a CUDA device
+        lambda tensor, *given: _type(tensor, *given) if given else _type(tensor).replace("torch.", "torch.cuda.")
+    )
     CudaRNGStatesTracker.fork = lambda *_: nullcontext()

@@ -130,7 +130,7 @@ def step(layout: Layout, model: nn.Module, microbatches: list[Any]) -> HandedBac
     chunks = made(layout)
     optimizer = None
     if layout.optimizer:
-        own = OptimizerConfig(optimizer="sgd", lr=0.1, clip_grad=1.0, use_distributed_optimizer=layout.distributed)
+        own = OptimizerConfig(optimizer="adam", lr=0.1, clip_grad=1.0, use_distributed_optimizer=layout.distributed)
         optimizer = get_megatron_optimizer(own, chunks, use_gloo_process_groups=False)
     forward = forward_step_of_three if layout.three else forward_step
     with megatron.observed(chunks, forward, microbatches, model, optimizer) as seen:
