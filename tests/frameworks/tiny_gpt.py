@@ -165,7 +165,7 @@ def data_of(microbatches: int) -> list[tuple[Tensor, ...]]:
     return made
 
 
-def judged(layout: Layout, *, microbatches: int = 4, own_step: Any = step) -> Any:
+def judged(layout: Layout, *, microbatches: int = 4, own_step: Any = step, whitebox: Any = None) -> Any:
     return megatron.validate(
         partial(own_step, layout),
         reference=partial(provided, layout.whole),
@@ -173,4 +173,5 @@ def judged(layout: Layout, *, microbatches: int = 4, own_step: Any = step) -> An
         microbatches=data_of(microbatches),
         pp=layout.pp,
         dp=layout.dp,
+        whitebox=whitebox,
     )

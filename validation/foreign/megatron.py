@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipeproof.foreign.handed_back import HandedBack
+from pipeproof.foreign.handed_back import FlatShard, HandedBack
 from pipeproof.foreign.reference_run import WhiteBoxError
 from pipeproof.foreign.validator import WhiteBox
 from pipeproof.foreign.validator import validate as validated
@@ -100,6 +100,33 @@ def main_gradient(parameter: nn.Parameter) -> Tensor | None:
     return getattr(parameter, "main_grad", parameter.grad)
 
 
+def gradients_of(chunk: Any) -> dict[nn.Parameter, Tensor | FlatShard | None]:
+    """The gradients of a chunk, as Megatron's optimizer is about to take them: copies."""
+    found = {one: main_gradient(one) for one in bare(chunk).parameters() if one.requires_grad}
+    copies = {one: None if gradient is None else gradient.detach().clone() for one, gradient in found.items()}
+    shards = {one: shard for buffer in _buffers(chunk) for one, shard in _shards(buffer) if one in copies}
+    return copies | shards
+
+
+def _buffers(chunk: Any) -> list[Any]:
+    """Those in which Megatron's DDP has the gradients."""
+    return [*getattr(chunk, "buffers", [])] if not callable(getattr(chunk, "buffers", None)) else []
+
+
+def _shards(buffer: Any) -> Iterator[tuple[nn.Parameter, FlatShard]]:
+    """What this rank has of the gradients in ``buffer``, where a distributed optimizer cuts every bucket up."""
+    ranks = buffer.data_parallel_group.size()
+    if not buffer.ddp_config.use_distributed_optimizer or ranks == 1:
+        return
+    for parameter, (start, end, number) in buffer.param_index_map.items():
+        bucket = buffer.buckets[number]
+        size = bucket.grad_data.numel() // ranks
+        first = bucket.offset + size * buffer.data_parallel_group.rank()
+        low, high = max(start, first), min(end, first + size)
+        part = parameter.main_grad.detach().flatten()[low - start : high - start].clone() if low < high else None
+        yield parameter, FlatShard(part, max(low - start, 0) if low < high else 0)
+
+
 def _routed(model: Any) -> None:
     """Let what the stage before sent come into ``model`` as an argument too, where it can be watched."""
     given: list[Any] = [None]
@@ -134,7 +161,7 @@ class Observation:
     data_iterator: Any
     losses: list[Tensor] = field(default_factory=list)
     norm: Any = None
-    _gradients: dict[nn.Parameter, Tensor | None] | None = None
+    _gradients: dict[nn.Parameter, Tensor | FlatShard | None] | None = None
 
     def handed_back(self) -> HandedBack:
         """What ``whitebox.validate`` wants to have back of the step."""
@@ -147,10 +174,8 @@ class Observation:
         gradients = self._taken() if self._gradients is None else self._gradients
         return HandedBack(models, self.losses or None, self.norm, gradients=gradients, names=global_name)
 
-    def _taken(self) -> dict[nn.Parameter, Tensor | None]:
-        every = [one for chunk in self.chunks for one in bare(chunk).parameters() if one.requires_grad]
-        found = {one: main_gradient(one) for one in every}
-        return {one: None if gradient is None else gradient.detach().clone() for one, gradient in found.items()}
+    def _taken(self) -> dict[nn.Parameter, Tensor | FlatShard | None]:
+        return {one: gradient for chunk in self.chunks for one, gradient in gradients_of(chunk).items()}
 
     def _noting(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """An optimizer's ``step``, noting the gradients that it is given and the norm that it tells."""
