@@ -6,18 +6,18 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-
-import tests.frameworks.on_cpu  # noqa: F401  # first
-from pipeproof.foreign import HandedBack, megatron
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
+from torch import Tensor, nn
+
+import tests.frameworks.on_cpu  # noqa: F401  # first
+from pipeproof.foreign import HandedBack, megatron
 
 SEQUENCE, ROWS, WORDS = 8, 2, 32
 
@@ -116,7 +116,7 @@ def made(layout: Layout) -> list[nn.Module]:
             last=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=number),
             chunk=number,
         )
-        model.model_type = megatron.core("enums").ModelType.encoder_or_decoder
+        model.model_type = ModelType.encoder_or_decoder
         ddp = DistributedDataParallelConfig(
             overlap_grad_reduce=layout.overlap, use_distributed_optimizer=layout.distributed
         )

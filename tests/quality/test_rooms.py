@@ -14,7 +14,7 @@ import pytest
 from tests.support.sources import MODULES, OURS, ROOT, TOP_LEVEL, Source, imported, without_type_checking
 
 # Folders of tests that mirror no package: what holds for all of it, what guides show, and what ci computes.
-MIRROR_NOTHING = ("quality", "examples", "ci", "support", "golden")
+MIRROR_NOTHING = ("quality", "examples", "ci", "support", "golden", "frameworks")
 
 PLAN = set(
     "action schedule schedules columns cells graph dataflow memory laws lower messages transports buffers program_laws "

@@ -8,7 +8,7 @@ Megatron is imported before one of these is called.
 import importlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from importlib.metadata import PackageNotFoundError, version
@@ -46,10 +46,6 @@ def core(name: str = "") -> ModuleType:
     if not found.startswith(tuple(f"{one}." for one in KNOWN)):
         raise MegatronError(f"megatron-core is {found}: this pipeproof knows {', '.join(KNOWN)}, so install one of it")
     return importlib.import_module("megatron.core" + (f".{name}" if name else ""))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Chunks: what Megatron calls the stages of a rank, each in wrappers of its own
 
 
 def bare(chunk: Any) -> Any:
@@ -127,8 +123,9 @@ def _shards(buffer: Any) -> Iterator[tuple[nn.Parameter, FlatShard]]:
         yield parameter, FlatShard(part, max(low - start, 0) if low < high else 0)
 
 
-def _routed(model: Any) -> None:
-    """Let what the stage before sent come into ``model`` as an argument too, where it can be watched."""
+@contextmanager
+def _routed(model: Any) -> Iterator[None]:
+    """While this is open, what the stage before sent comes into ``model`` as an argument too, where it is watched."""
     given: list[Any] = [None]
     take, forward = model.set_input_tensor, model.forward
 
@@ -145,11 +142,12 @@ def _routed(model: Any) -> None:
         return arguments, {**named, "stage_input": given[0]}
 
     model.set_input_tensor, model.forward = set_input_tensor, without
-    model.register_forward_pre_hook(beside, with_kwargs=True)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# A step on a rank
+    hook = model.register_forward_pre_hook(beside, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+        del model.set_input_tensor, model.forward
 
 
 @dataclass
@@ -177,7 +175,7 @@ class Observation:
     def _taken(self) -> dict[nn.Parameter, Tensor | FlatShard | None]:
         return {one: gradient for chunk in self.chunks for one, gradient in gradients_of(chunk).items()}
 
-    def _noting(self, step: Callable[..., Any]) -> Callable[..., Any]:
+    def noting(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """An optimizer's ``step``, noting the gradients that it is given and the norm that it tells."""
 
         @wraps(step)
@@ -197,27 +195,26 @@ def observed(
 ) -> Iterator[Observation]:
     """Observe the step that is trained inside this, from the weights of ``reference``.
 
-    chunks: as Megatron's schedule is given them. ``optimizer``: Megatron's, if the step calls it; its gradients are
+    chunks: as Megatron's schedule is given them. optimizer: Megatron's, if the step calls it. Then its gradients are
     noted when it is called, and the norm when it returns. Without it, gradients are what there is at ``handed_back``.
+    Raises ``MegatronError`` for what is not covered.
     """
     chunks = list(chunks) if isinstance(chunks, list | tuple) else [chunks]
-    _check(bare(chunks[0]).config)
+    check_config(bare(chunks[0]).config)
     load(chunks, reference)
     if hasattr(optimizer, "reload_model_params"):
         optimizer.reload_model_params()
-    for model in map(bare, chunks):
-        _routed(model)
-        watch(model)
     iterators = [iter(microbatches) for _ in chunks]
     seen = Observation(chunks, forward_step, iterators if len(chunks) > 1 else iterators[0])
     seen.forward_step = _losses_noted(forward_step, seen.losses)
-    if optimizer is not None:
-        optimizer.step = seen._noting(optimizer.step)
-    try:
-        yield seen
-    finally:
+    with ExitStack() as stack:
+        for model in map(bare, chunks):
+            stack.enter_context(_routed(model))
+            watch(model)
         if optimizer is not None:
-            del optimizer.step
+            optimizer.step = seen.noting(optimizer.step)
+            stack.callback(delattr, optimizer, "step")
+        yield seen
 
 
 def _losses_noted(forward_step: ForwardStep, losses: list[Tensor]) -> ForwardStep:
@@ -242,21 +239,19 @@ _COVERED = {
     "tensor_model_parallel_size": 1,
     "context_parallel_size": 1,
     "expert_model_parallel_size": 1,
-    "mtp_num_layers": None,
     "num_moe_experts": None,
+    "mtp_num_layers": None,
     "fp16": False,
+    "bf16": False,
 }
 
 
-def _check(config: Any) -> None:
+def check_config(config: Any) -> None:
     """Raise ``MegatronError`` for what would be judged wrongly."""
     for name, value in _COVERED.items():
-        if (given := getattr(config, name, value) or value) != value:
-            raise MegatronError(f"{name} is {given}: pipeproof.megatron covers {value} only, so check the step with it")
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The reference: the whole model on one rank, by the same forward step
+        given = getattr(config, name, value)
+        if given != value:
+            raise MegatronError(f"{name} is {given}: pipeproof.megatron covers {value} only; set it so for the check")
 
 
 def undivided(results: Sequence[Any], config: Any) -> Tensor:
@@ -281,7 +276,7 @@ class Whole(nn.Module):
         config: Any = getattr(bare(self.model), "config", None)
         if (stages := getattr(config, "pipeline_model_parallel_size", None)) != 1:
             raise MegatronError(f"the reference is built with pipeline_model_parallel_size {stages}: expected 1")
-        _check(config)
+        check_config(config)
 
     def results(self, *microbatch: Tensor) -> Sequence[Any]:
         """What the loss function makes of a microbatch."""
@@ -310,7 +305,7 @@ def alone() -> Iterator[None]:
     state = core("parallel_state")
     own = not dist.is_initialized()
     if own:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
     kept = {name: value for name, value in vars(state).items() if re.fullmatch(r"_[A-Z_]+", name)}
     vars(state).update({name: None for name in kept} | _of_one(kept))
     try:
@@ -351,7 +346,7 @@ def validate(
     """The verdict on ``step(reference, microbatches)``, which trains Megatron's chunks inside ``observed``.
 
     reference: builds the whole model, with a config for one stage. forward_step: as Megatron's schedule is given it.
-    microbatches: tuples of tensors, as the data iterator gives them. pp and dp: how many ranks, as Megatron counts them.
+    microbatches: tuples of tensors, as the data iterator gives them. pp, dp: how many ranks, as Megatron counts them.
     """
     core()
     whole = partial(Whole, reference, forward_step)
