@@ -35,4 +35,5 @@ if not torch.cuda.is_available():
     torch.Tensor.type = (  # type: ignore[method-assign,assignment]  # which Megatron compares with that of a CUDA device
         lambda tensor, *given: _type(tensor, *given) if given else _type(tensor).replace("torch.", "torch.cuda.")
     )
+    CudaRNGStatesTracker.add = lambda *_: None
     CudaRNGStatesTracker.fork = lambda *_: nullcontext()

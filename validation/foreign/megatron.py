@@ -10,8 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial, wraps
-from importlib.metadata import PackageNotFoundError, version
+from functools import wraps
 from types import ModuleType
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipeproof.foreign.handed_back import FlatShard, HandedBack
-from pipeproof.foreign.reference_run import WhiteBoxError
+from pipeproof.foreign.reference_run import WhiteBoxError, name_of
 from pipeproof.foreign.validator import WhiteBox
 from pipeproof.foreign.validator import validate as validated
 from pipeproof.judging.verdict import Verdict
@@ -40,12 +39,15 @@ class MegatronError(WhiteBoxError):
 def core(name: str = "") -> ModuleType:
     """Megatron-core, or its module ``name``. Raises ``MegatronError``."""
     try:
-        found = version("megatron-core")
-    except PackageNotFoundError:
+        package = importlib.import_module("megatron.core")
+    except ModuleNotFoundError as error:
+        if error.name not in ("megatron", "megatron.core"):
+            raise
         raise MegatronError("megatron-core is not installed: pip install --no-deps megatron-core==0.16.1") from None
+    found = getattr(package, "__version__", "of no version")
     if not found.startswith(tuple(f"{one}." for one in KNOWN)):
         raise MegatronError(f"megatron-core is {found}: this pipeproof knows {', '.join(KNOWN)}, so install one of it")
-    return importlib.import_module("megatron.core" + (f".{name}" if name else ""))
+    return importlib.import_module(f"megatron.core.{name}") if name else package
 
 
 def bare(chunk: Any) -> Any:
@@ -349,7 +351,7 @@ def validate(
     microbatches: tuples of tensors, as the data iterator gives them. pp, dp: how many ranks, as Megatron counts them.
     """
     core()
-    whole = partial(Whole, reference, forward_step)
+    whole = _Build(reference, forward_step)
     data = [tuple(one) if isinstance(one, tuple | list) else (one,) for one in microbatches]
     run = validated if whitebox is None else whitebox.validate
     return run(
@@ -357,10 +359,35 @@ def validate(
         reference=whole,
         microbatches=data,
         ranks={"pp": pp, "dp": dp},
-        loss_divisor=whole().divisor(data) if data else None,
+        loss_divisor=_divisor(whole, data),
         optimizer=optimizer,
         timeout_s=timeout_s,
     )
+
+
+def _divisor(build: Callable[[], Whole], microbatches: Sequence[Any]) -> float | None:
+    """What losses are divided by; None where the reference cannot tell, which the verdict will say."""
+    try:
+        return build().divisor(microbatches) if microbatches else None
+    except MegatronError:
+        raise
+    except Exception:  # no one type: it is the user's code that runs
+        return None
+
+
+@dataclass(frozen=True)
+class _Build:
+    """Makes the reference; called as the user's function is."""
+
+    build: Callable[[], nn.Module]
+    forward_step: ForwardStep
+
+    @property
+    def __name__(self) -> str:
+        return name_of(self.build)
+
+    def __call__(self) -> Whole:
+        return Whole(self.build, self.forward_step)
 
 
 @dataclass(frozen=True)
@@ -371,7 +398,7 @@ class _Step:
 
     @property
     def __name__(self) -> str:
-        return getattr(self.step, "__name__", "step")
+        return name_of(self.step)
 
     def __call__(self, model: Any, microbatches: list[Any]) -> Any:
         state = core("parallel_state")
