@@ -20,7 +20,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor
 
 from pipeproof.foreign import HandedBack
-from pipeproof.foreign.megatron import bare
+from pipeproof.foreign.megatron_whole import bare
 from tests.frameworks import tiny_gpt
 from tests.frameworks.tiny_gpt import Layout
 

@@ -171,7 +171,6 @@ def judged(layout: Layout, *, microbatches: int = 4, own_step: Any = step, white
         reference=partial(provided, layout.whole),
         forward_step=forward_step_of_three if layout.three else forward_step,
         microbatches=data_of(microbatches),
-        pp=layout.pp,
-        dp=layout.dp,
+        ranks={"pp": layout.pp, "dp": layout.dp},
         whitebox=whitebox,
     )

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 import pipeproof
 from pipeproof import megatron
 from pipeproof.foreign import FlatShard
-from pipeproof.foreign.megatron import MegatronError
+from pipeproof.foreign.megatron_whole import MegatronError, bare, core, undivided
 
 
 class Layer(nn.Module):
@@ -69,8 +70,8 @@ def whole(chunk: Chunk) -> nn.Module:
 
 def test_a_chunk_is_taken_out_of_all_its_wrappers() -> None:
     chunk = Chunk(1, 1)
-    assert megatron.bare(Wrapped(Wrapped(chunk))) is chunk
-    assert megatron.bare(chunk) is chunk
+    assert bare(Wrapped(Wrapped(chunk))) is chunk
+    assert bare(chunk) is chunk
 
 
 def test_layers_have_their_numbers_in_the_whole_model() -> None:
@@ -163,7 +164,7 @@ def test_a_loss_is_what_its_function_means_by_its_results(
     results: tuple[Any, ...], per_token: bool, loss: float
 ) -> None:
     given = tuple(torch.tensor(one) if not isinstance(one, dict) else one for one in results)
-    assert megatron.undivided(given, SimpleNamespace(calculate_per_token_loss=per_token)).item() == loss
+    assert undivided(given, SimpleNamespace(calculate_per_token_loss=per_token)).item() == loss
 
 
 class Optimizer:
@@ -180,7 +181,7 @@ class Optimizer:
 
 
 def forward_step(data: Iterator[Tensor], model: Any) -> tuple[Tensor, Any]:
-    return megatron.bare(model)(next(data)), lambda output: (output.sum(), {})
+    return bare(model)(next(data)), lambda output: (output.sum(), {})
 
 
 def test_a_step_is_observed_and_left_as_it_was() -> None:
@@ -239,22 +240,31 @@ def test_what_is_not_covered_is_said(name: str, value: object) -> None:
 def test_without_megatron_a_sentence_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "megatron", None)
     with pytest.raises(MegatronError, match="megatron-core is not installed: pip install"):
-        megatron.validate(forward_step, reference=nn.Module, forward_step=forward_step, microbatches=[], pp=2)
+        megatron.validate(forward_step, reference=nn.Module, forward_step=forward_step, microbatches=[], ranks=2)
 
 
 def test_another_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    core = ModuleType("megatron.core")
-    core.__version__ = "0.1.2"  # type: ignore[attr-defined]
+    old = ModuleType("megatron.core")
+    old.__version__ = "0.1.2"  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "megatron", ModuleType("megatron"))
-    monkeypatch.setitem(sys.modules, "megatron.core", core)
+    monkeypatch.setitem(sys.modules, "megatron.core", old)
     with pytest.raises(MegatronError, match=r"megatron-core is 0\.1\.2: this pipeproof knows 0\.16"):
-        megatron.core()
+        core()
 
 
-def test_a_module_that_megatron_lacks_is_not_megatron_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "megatron", ModuleType("megatron"))
-    with pytest.raises(MegatronError, match="not installed"):
-        megatron.core()
+def test_an_axis_that_is_not_covered_is_named() -> None:
+    with pytest.raises(MegatronError, match="ranks has the axis 'tp'"):
+        megatron._mesh({"pp": 2, "tp": 2})
+    assert [*megatron._mesh({"dp": 2, "pp": 3}).items()] == [("pp", 3), ("dp", 2)]  # type: ignore[union-attr]
+
+
+def test_what_megatron_itself_lacks_is_not_megatron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "megatron" / "core").mkdir(parents=True)
+    (tmp_path / "megatron" / "core" / "__init__.py").write_text("import no_such_module_of_megatron")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="no_such_module_of_megatron"):
+        core()
+    sys.modules.pop("megatron", None)
 
 
 def test_it_is_at_the_front_door_and_imports_nothing_of_megatron() -> None:
