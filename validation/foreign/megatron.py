@@ -231,7 +231,9 @@ def validate(
     reference: builds the whole model, with a config for one stage. forward_step: as Megatron's schedule is given it.
     microbatches: tuples of tensors, as the data iterator gives them. ranks: how many, all of one pipeline; or
     ``{"pp": 2, "dp": 2}``. optimizer: makes the reference's, as for ``whitebox.validate``. whitebox: whose ranks to
-    use, as pytest's fixture; None: own ones. Raises ``MegatronError``, and what ``whitebox.validate`` raises.
+    use, as pytest's fixture; None: own ones.
+
+    Raises ``MegatronError``, and what ``whitebox.validate`` raises.
     """
     core()
     whole = _Build(reference, forward_step)
