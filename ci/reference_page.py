@@ -48,6 +48,8 @@ PARTS: Mapping[str, Sequence[Name]] = {
         Name("pipeproof.foreign", "HandedBack", "validation/foreign/handed_back.py"),
         Name("pipeproof.foreign", "FlatShard", "validation/foreign/handed_back.py"),
         Name("pipeproof.foreign.torch_pipelining", "step", "validation/foreign/torch_pipelining.py"),
+        Name("pipeproof.foreign.megatron", "validate", "validation/foreign/megatron.py"),
+        Name("pipeproof.foreign.megatron", "observed", "validation/foreign/megatron.py"),
     ),
     "A running job": (
         Name(

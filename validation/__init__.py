@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import pipeproof.foreign as whitebox
+    import pipeproof.foreign.megatron as megatron
     from pipeproof.cases.case import Case as Case
     from pipeproof.cases.case import CaseError as CaseError
     from pipeproof.cases.validator import validate as validate
@@ -52,6 +53,8 @@ _HOMES = {
     "write_record": "records.step_record",
 }
 
+_MODULES = {"megatron": "foreign.megatron", "whitebox": "foreign"}
+
 __all__ = [
     "Case",
     "CaseError",
@@ -68,6 +71,7 @@ __all__ = [
     "WhiteBoxError",
     "World",
     "check_step",
+    "megatron",
     "record_step",
     "validate",
     "whitebox",
@@ -76,8 +80,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "whitebox":
-        return importlib.import_module("pipeproof.foreign")
+    if name in _MODULES:
+        return importlib.import_module(f"pipeproof.{_MODULES[name]}")
     if name == "__version__":
         return importlib.import_module("importlib.metadata").version("pipeproof")
     if name in _HOMES:

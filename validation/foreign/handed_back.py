@@ -38,7 +38,8 @@ class HandedBack:
     rank with a ``FlatShard``, no part of it is there. A gradient may be a DTensor, a part and its index in the whole,
     ``(part, slice(0, 4))``, or a ``FlatShard``. Of several pieces, as of fused queries, keys and values, the index is a
     list, ``(part, [slice(0, 4), slice(8, 12)])``, and the part has them behind each other. A parameter may itself be
-    the part that has this index; where it has no gradient, hand back ``(None, slice(0, 4))``.
+    the part that has this index; where it has no gradient, hand back ``(None, slice(0, 4))``. names: what parameters
+    are called in the reference, where the runtime knows; as ``names=``, which comes first.
     """
 
     modules: Any = ()
@@ -46,6 +47,7 @@ class HandedBack:
     grad_norm: Any = None
     trace: Any = None
     gradients: Any = None
+    names: Any = None
 
     @cached_property
     def by_parameter(self) -> Mapping[int, Any] | None:

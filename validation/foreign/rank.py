@@ -98,7 +98,8 @@ def run_step(context: RankContext, order: Order) -> RankMade:
         sent = sent_messages()
     handed = understood(result, order.name)
     given = digests(order.microbatches)
-    collect = _Collector(context.rank, order.names, origin, first_use, watcher, order.updates)
+    names = handed.names if order.names is None else order.names
+    collect = _Collector(context.rank, names, origin, first_use, watcher, order.updates)
     parts, actions = collect.parts(handed), handed.actions(context.rank)
     doubt = any(part.values for part in parts)
     weights = contents(order.build()) if doubt else order.known

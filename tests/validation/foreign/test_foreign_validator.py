@@ -143,6 +143,17 @@ def test_copies_under_other_names_are_known_by_their_weights(whitebox: WhiteBox)
     assert (verdict.verdict, verdict.tier) == ("pass", "bitwise")
 
 
+def test_a_step_can_tell_the_names_and_names_comes_before_it(whitebox: WhiteBox) -> None:
+    def step(model: nn.Module, microbatches: list[Any]) -> Any:
+        stage = nn.Sequential(*half(model))
+        losses = train(stage, microbatches)
+        gradients = {f"mine.{n}": p.grad for n, p in stage.named_parameters()}
+        return HandedBack([], losses, gradients=gradients, names=lambda n: f"{int(n[5]) + 2 * dist.get_rank()}{n[6:]}")
+
+    assert judged(whitebox, step).verdict == "pass"
+    assert judged(whitebox, step, names={"mine.": "yours."}).law("parameters-once").outcome == "fail"
+
+
 def test_names_can_be_mapped_by_prefix_or_by_a_function(whitebox: WhiteBox) -> None:
     def step(model: nn.Module, microbatches: list[Any]) -> Any:
         stage = nn.Sequential(*half(model))

@@ -1,0 +1,206 @@
+"""Faults at Megatron-core's real places, each from its public history: a step of the tiny GPTModel with one of them."""
+
+import inspect
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import param_and_grad_buffer
+from megatron.core.optimizer import clip_grads
+from megatron.core.optimizer import optimizer as optimizers
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from torch import Tensor
+
+from pipeproof.foreign import HandedBack
+from pipeproof.foreign.megatron_whole import bare
+from tests.frameworks import tiny_gpt
+from tests.frameworks.tiny_gpt import Layout
+
+Plant = Callable[[ExitStack], None]
+Train = Callable[..., None]
+
+
+def patched(stack: ExitStack, place: Any, name: str, wrong: Callable[..., Any]) -> None:
+    """Put ``wrong``, which is given the right one first, in its place."""
+    stack.enter_context(mock.patch.object(place, name, partial(wrong, getattr(place, name))))
+
+
+def divided_by(divisor: Callable[[int], int], stack: ExitStack) -> None:
+    def calc_loss(right: Any, *given: Any, **named: Any) -> Any:
+        return right(*given[:6], divisor(given[6]), *given[7:], **named)
+
+    patched(stack, schedules, "forward_step_calc_loss", calc_loss)
+
+
+def tied_not_reduced(stack: ExitStack) -> None:
+    finalizing = sys.modules["megatron.core.distributed.finalize_model_grads"]
+    stack.enter_context(mock.patch.object(finalizing, "_allreduce_word_embedding_grads"))
+
+
+def not_finalized(stack: ExitStack) -> None:
+    def train_step(right: Train, forward: Any, data: Any, chunks: list[Any], *more: Any) -> None:
+        for chunk in chunks:
+            chunk.config.finalize_model_grads_func = None
+        right(forward, data, chunks, *more)
+
+    patched(stack, tiny_gpt, "train_step", train_step)
+
+
+def other_stream(stack: ExitStack) -> None:
+    """The last stage reads one microbatch ahead."""
+
+    def train_step(right: Train, forward: Any, data: Any, *more: Any) -> None:
+        every = list(data)
+        right(forward, iter(every[1:] + every[:1] if parallel_state.is_pipeline_last_stage() else every), *more)
+
+    patched(stack, tiny_gpt, "train_step", train_step)
+
+
+def stale_buffer(stack: ExitStack) -> None:
+    """What comes for microbatch 2 is what came for 1: its buffer is used before the message is there."""
+    came: list[Tensor] = []
+
+    def received(right: Any, *given: Any, **named: Any) -> Any:
+        made = right(*given, **named)
+        tensor = made[0] if isinstance(made, list) else made
+        if tensor is not None:
+            came.append(tensor)
+            if len(came) == 3:
+                tensor.data.copy_(came[1].data)
+        return made
+
+    for name in ("recv_forward", "send_backward_recv_forward"):
+        right = getattr(P2PCommunicator, name)
+        wrong = lambda *given, _right=right, **named: received(_right, *given, **named)  # noqa: E731  # a method
+        stack.enter_context(mock.patch.object(P2PCommunicator, name, wrong))
+
+
+def last_in_first_out(stack: ExitStack) -> None:
+    name = "forward_backward_pipelining_without_interleaving"
+    text, space = inspect.getsource(getattr(schedules, name)), dict(vars(schedules))
+    assert text.count(".pop(0)") == 4
+    exec(compile(text.replace(".pop(0)", ".pop()"), "wrong_schedule.py", "exec"), space)
+    stack.enter_context(mock.patch.object(schedules, name, space[name]))
+
+
+def other_chunk(stack: ExitStack) -> None:
+    """Rank 1 runs its second chunk in place of its first."""
+
+    def train_step(right: Train, forward: Any, data: Any, chunks: list[Any], *more: Any) -> None:
+        first, second = chunks[:2]
+
+        def wrong(data: Any, model: Any) -> Any:
+            if model is not first or dist.get_rank() != 1:
+                return forward(data, model)
+            bare(second).set_input_tensor([bare(first).decoder.input_tensor])
+            return forward(data, second)
+
+        right(wrong, data, chunks, *more)
+
+    patched(stack, tiny_gpt, "train_step", train_step)
+
+
+def norm_counts_copies(stack: ExitStack) -> None:
+    stack.enter_context(mock.patch.object(optimizers, "param_is_not_shared", return_value=True))
+
+
+def norm_of_one_stage(stack: ExitStack) -> None:
+    def own(right: Any, grads: Any, norm_type: Any = 2, grad_stats_parallel_group: Any = None) -> Any:
+        return right(grads, norm_type, parallel_state.get_tensor_model_parallel_group())
+
+    assert optimizers.get_grad_norm_fp32 is clip_grads.get_grad_norm_fp32
+    patched(stack, optimizers, "get_grad_norm_fp32", own)
+
+
+def not_cleared(stack: ExitStack) -> None:
+    """Weights, which were gathered through the gradients' buffer, are left in it."""
+
+    def train_step(right: Train, forward: Any, data: Any, chunks: list[Any], *more: Any) -> None:
+        for parameter in chunks[0].parameters():
+            parameter.main_grad.copy_(parameter.data)
+        with mock.patch.object(type(chunks[0]), "zero_grad_buffer"):
+            right(forward, data, chunks, *more)
+
+    patched(stack, tiny_gpt, "train_step", train_step)
+
+
+def summed_over_replicas(stack: ExitStack) -> None:
+    """Gradients of replicas are not divided by their number."""
+    right = param_and_grad_buffer._ParamAndGradBucket.__init__
+
+    def made(bucket: Any, *given: Any, **named: Any) -> None:
+        right(bucket, *given, **named)
+        bucket.gradient_scaling_factor = 1.0
+
+    stack.enter_context(mock.patch.object(param_and_grad_buffer._ParamAndGradBucket, "__init__", made))
+
+
+def other_shard(stack: ExitStack) -> None:
+    """Every rank has the shard reduced that is the next rank's."""
+
+    def shards(right: Any, *given: Any) -> Any:
+        made = right(*given)
+        return made[1:] + made[:1]
+
+    patched(stack, param_and_grad_buffer, "shard_buffer", shards)
+
+
+def tokens_of_one_replica(stack: ExitStack) -> None:
+    """Gradients are divided by the tokens of a replica, not of all."""
+
+    def all_reduce(right: Any, tensor: Tensor, *given: Any, **named: Any) -> Any:
+        return None if tensor.dtype == torch.int else right(tensor, *given, **named)
+
+    patched(stack, dist, "all_reduce", all_reduce)
+
+
+def as_it_is(stack: ExitStack) -> None:
+    """Nothing is planted: messages between two ranks cross in Megatron-core 0.16.1 itself."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault, a layout that shows it, and what the verdict is to say: a kind of cause, and where it is.
+
+    ``where`` are ranks and stages, None where the fault is everywhere.
+    """
+
+    plant: Plant
+    layout: Layout
+    kind: str
+    rank: int | None = None
+    stage: int | None = None
+
+
+FAULTS = {
+    "not-divided": Fault(partial(divided_by, lambda count: 1), Layout(), "scale"),
+    "divided-twice": Fault(partial(divided_by, lambda count: count * count), Layout(), "scale"),
+    "tied-not-reduced": Fault(tied_not_reduced, Layout(tied=True), "tied-not-summed"),
+    "not-finalized": Fault(not_finalized, Layout(dp=2), "not-reduced", stage=0),
+    "other-stream": Fault(other_stream, Layout(), "swapped-data"),
+    "stale-buffer": Fault(stale_buffer, Layout(), "mispaired", rank=1, stage=1),
+    "last-in-first-out": Fault(last_in_first_out, Layout(), "mispaired", rank=0, stage=0),
+    "other-chunk": Fault(other_chunk, Layout(vp=3, layers=6, p2p_overlap=True), "zero", rank=1, stage=1),
+    "norm-counts-copies": Fault(norm_counts_copies, Layout(tied=True, optimizer=True), "norm"),
+    "norm-of-one-stage": Fault(norm_of_one_stage, Layout(optimizer=True), "norm"),
+    "not-cleared": Fault(not_cleared, Layout(), "extra-term"),
+    "summed-over-replicas": Fault(summed_over_replicas, Layout(dp=2), "scale"),
+    "other-shard": Fault(other_shard, Layout(dp=2, distributed=True), "not-reduced", stage=0),
+    "tokens-of-one-replica": Fault(tokens_of_one_replica, Layout(dp=2, three=True, per_token=True), "scale"),
+    "crossed-messages": Fault(as_it_is, Layout(vp=2), "wrong-message", rank=1, stage=1),
+}
+
+
+def step(fault: str, layout: Layout, model: Any, microbatches: list[Any]) -> HandedBack:
+    """The step of ``tiny_gpt``, wrong."""
+    with ExitStack() as stack:
+        FAULTS[fault].plant(stack)
+        return tiny_gpt.step(layout, model, microbatches)

@@ -1,0 +1,61 @@
+"""Megatron-core itself under pipeproof: right layouts pass, planted faults are caught, named and located.
+
+``ci/frameworks`` runs this in an environment that has Megatron-core; elsewhere it is skipped.
+"""
+
+import pytest
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed: ci/frameworks installs it")
+
+from functools import partial
+
+from pipeproof.foreign import WhiteBox
+from tests.frameworks import megatron_faults
+from tests.frameworks.megatron_faults import FAULTS
+from tests.frameworks.tiny_gpt import Layout, judged
+
+BITWISE = {
+    "1f1b": (Layout(), 4),
+    "one-stage": (Layout(pp=1), 4),
+    "four-ranks": (Layout(pp=4), 8),
+    "few-microbatches": (Layout(pp=4), 2),
+    "interleaved": (Layout(pp=4, vp=2, layers=8), 4),
+    "interleaved-overlap": (Layout(vp=2, p2p_overlap=True), 4),
+    "interleaved-four-ranks-overlap": (Layout(pp=4, vp=2, layers=8, p2p_overlap=True), 8),
+    "loss-of-three": (Layout(three=True), 4),
+}
+# Not to the bit: shares of tied copies or of replicas are added, or gradients divided by tokens, in another order.
+ROUNDED = {
+    "tied": (Layout(tied=True), 4),
+    "tied-four-ranks-optimizer": (Layout(pp=4, tied=True, optimizer=True), 4),
+    "tied-interleaved": (Layout(vp=2, tied=True, p2p_overlap=True), 4),
+    "per-token": (Layout(three=True, per_token=True), 4),
+    "replicas": (Layout(dp=2), 4),
+    "replicas-per-token": (Layout(dp=2, three=True, per_token=True), 4),
+    "replicas-overlap-tied-optimizer": (Layout(dp=2, overlap=True, tied=True, optimizer=True), 4),
+    "replicas-interleaved": (Layout(dp=2, vp=2, overlap=True, p2p_overlap=True), 4),
+    "distributed-optimizer": (Layout(dp=2, distributed=True, tied=True, optimizer=True, overlap=True), 4),
+}
+
+
+@pytest.mark.pipeproof_ranks
+@pytest.mark.parametrize("name", [*BITWISE, *ROUNDED])
+def test_a_right_layout_passes(name: str, whitebox: WhiteBox) -> None:
+    layout, microbatches = (BITWISE | ROUNDED)[name]
+    verdict = judged(layout, microbatches=microbatches, whitebox=whitebox)
+    assert verdict.verdict == "pass", str(verdict)
+    assert verdict.tier == ("bitwise" if name in BITWISE else "fp32")
+    assert {law.name for law in verdict.laws if law.outcome == "pass"} >= {"gradient", "loss", "boundaries"}
+    assert (verdict.law("grad-norm").outcome == "pass") == layout.optimizer
+
+
+@pytest.mark.pipeproof_ranks
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_caught_named_and_located(name: str, whitebox: WhiteBox) -> None:
+    fault = FAULTS[name]
+    verdict = judged(fault.layout, own_step=partial(megatron_faults.step, name), whitebox=whitebox)
+    assert verdict.verdict == "fail", str(verdict)
+    cause = verdict.cause[0]
+    assert cause.kind == fault.kind, str(verdict)
+    assert fault.rank in (None, cause.rank)
+    assert fault.stage in (None, cause.stage)

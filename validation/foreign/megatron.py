@@ -1,0 +1,303 @@
+"""Megatron-core under ``whitebox.validate``: where its microbatches, losses, gradients, norm and names are.
+
+A user's step makes its chunks as ever and trains inside ``observed``, which hands its own ``forward_step`` and
+``data_iterator`` to Megatron's schedule. ``validate`` takes the reference from the same forward step. Nothing of
+Megatron is imported before one of these is called.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from pipeproof.foreign.handed_back import FlatShard, HandedBack
+from pipeproof.foreign.megatron_whole import (
+    CHILD,
+    ForwardStep,
+    MegatronError,
+    Whole,
+    bare,
+    check_config,
+    core,
+    undivided,
+)
+from pipeproof.foreign.reference_run import name_of
+from pipeproof.foreign.validator import WhiteBox
+from pipeproof.foreign.validator import validate as validated
+from pipeproof.judging.verdict import Verdict
+from pipeproof.observers.watching import watch
+
+_TIED = "embedding.word_embeddings.weight"
+
+
+def global_names(model: nn.Module) -> dict[str, str]:
+    """What the parameters of a stage's model are called in the whole model, by their names here.
+
+    Layers count from 0 on every stage; each knows its number in the whole model, from 1. The output layer of a model
+    that shares its embeddings has a copy of them.
+    """
+    numbers = {
+        prefix: number
+        for prefix, module in model.named_modules()
+        if re.search(r"\.layers\.\d+$", prefix) and isinstance(number := getattr(module, "layer_number", None), int)
+    }
+    tied = getattr(model, "share_embeddings_and_output_weights", False)
+    return {name: _global(name, numbers, tied=tied) for name, _ in model.named_parameters()}
+
+
+def _global(name: str, numbers: Mapping[str, int], *, tied: bool) -> str:
+    if tied and name == "output_layer.weight":
+        return _TIED
+    for prefix, number in numbers.items():
+        if name.startswith(f"{prefix}."):
+            return f"{prefix.rpartition('.')[0]}.{number - 1}.{name.removeprefix(f'{prefix}.')}"
+    return name
+
+
+def load(chunks: Sequence[Any], reference: nn.Module) -> None:
+    """Give the chunks the weights of ``reference``, which ``validate`` handed to the step."""
+    weights = dict(reference.named_parameters(remove_duplicate=False))
+    with torch.no_grad():
+        for chunk in map(bare, chunks):
+            names = global_names(chunk)
+            for name, parameter in chunk.named_parameters():
+                weight = weights.get(f"{CHILD}.{names[name]}")
+                if weight is not None and weight.shape == parameter.shape:
+                    parameter.copy_(weight)
+
+
+def main_gradient(parameter: nn.Parameter) -> Tensor | None:
+    """The gradient that Megatron's optimizer takes: where its DDP is, ``.grad`` is never it."""
+    return getattr(parameter, "main_grad", parameter.grad)
+
+
+def gradients_of(chunk: Any) -> dict[nn.Parameter, Tensor | FlatShard | None]:
+    """The gradients of a chunk, as Megatron's optimizer is about to take them: copies."""
+    found = {one: main_gradient(one) for one in bare(chunk).parameters() if one.requires_grad}
+    copies = {one: None if gradient is None else gradient.detach().clone() for one, gradient in found.items()}
+    shards = {one: shard for buffer in _buffers(chunk) for one, shard in _shards(buffer) if one in copies}
+    return copies | shards
+
+
+def _buffers(chunk: Any) -> list[Any]:
+    """Those in which Megatron's DDP has the gradients."""
+    return [*getattr(chunk, "buffers", [])] if not callable(getattr(chunk, "buffers", None)) else []
+
+
+def _shards(buffer: Any) -> Iterator[tuple[nn.Parameter, FlatShard]]:
+    """What this rank has of the gradients in ``buffer``, where a distributed optimizer cuts every bucket up."""
+    ranks = buffer.data_parallel_group.size()
+    if not buffer.ddp_config.use_distributed_optimizer or ranks == 1:
+        return
+    for parameter, (start, end, number) in buffer.param_index_map.items():
+        bucket = buffer.buckets[number]
+        size = bucket.grad_data.numel() // ranks
+        first = bucket.offset + size * buffer.data_parallel_group.rank()
+        low, high = max(start, first), min(end, first + size)
+        part = parameter.main_grad.detach().flatten()[low - start : high - start].clone() if low < high else None
+        yield parameter, FlatShard(part, max(low - start, 0) if low < high else 0)
+
+
+@contextmanager
+def _routed(model: Any) -> Iterator[None]:
+    """While this is open, what the stage before sent comes into ``model`` as an argument too, where it is watched."""
+    given: list[Any] = [None]
+    take, forward = model.set_input_tensor, model.forward
+
+    @wraps(take)
+    def set_input_tensor(tensor: Any) -> None:
+        given[0] = tensor
+        take(tensor)
+
+    @wraps(forward)
+    def without(*arguments: Any, stage_input: Any = None, **named: Any) -> Any:
+        return forward(*arguments, **named)
+
+    def beside(_: nn.Module, arguments: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return arguments, {**named, "stage_input": given[0]}
+
+    model.set_input_tensor, model.forward = set_input_tensor, without
+    hook = model.register_forward_pre_hook(beside, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+        del model.set_input_tensor, model.forward
+
+
+@dataclass
+class Observation:
+    """What a step shows on a rank. ``forward_step`` and ``data_iterator`` are what to hand to Megatron's schedule."""
+
+    chunks: Sequence[Any]
+    forward_step: ForwardStep
+    data_iterator: Any
+    losses: list[Tensor] = field(default_factory=list)
+    norm: Any = None
+    _gradients: dict[nn.Parameter, Tensor | FlatShard | None] | None = None
+
+    def handed_back(self) -> HandedBack:
+        """What ``whitebox.validate`` wants to have back of the step."""
+        models = [bare(chunk) for chunk in self.chunks]
+        names = [global_names(model) for model in models]
+
+        def global_name(name: str, rank: int, chunk: int) -> str:
+            return f"{CHILD}.{names[chunk][name]}"
+
+        gradients = self._taken() if self._gradients is None else self._gradients
+        return HandedBack(models, self.losses or None, self.norm, gradients=gradients, names=global_name)
+
+    def _taken(self) -> dict[nn.Parameter, Tensor | FlatShard | None]:
+        return {one: gradient for chunk in self.chunks for one, gradient in gradients_of(chunk).items()}
+
+    def noting(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """An optimizer's ``step``, noting the gradients that it is given and the norm that it tells."""
+
+        @wraps(step)
+        def noted(*arguments: Any, **named: Any) -> Any:
+            self._gradients = self._taken()
+            result = step(*arguments, **named)
+            if isinstance(result, tuple) and len(result) == 3:
+                _, self.norm, _ = result
+            return result
+
+        return noted
+
+
+@contextmanager
+def observed(
+    chunks: Any, forward_step: ForwardStep, microbatches: Sequence[Any], reference: nn.Module, optimizer: Any = None
+) -> Iterator[Observation]:
+    """Observe the step that is trained inside this, from the weights of ``reference``.
+
+    chunks: as Megatron's schedule is given them. optimizer: Megatron's, if the step calls it. Then its gradients are
+    noted when it is called, and the norm when it returns. Without it, gradients are what there is at ``handed_back``.
+    Raises ``MegatronError`` for what is not covered.
+    """
+    chunks = list(chunks) if isinstance(chunks, list | tuple) else [chunks]
+    check_config(bare(chunks[0]).config)
+    load(chunks, reference)
+    if hasattr(optimizer, "reload_model_params"):
+        optimizer.reload_model_params()
+    iterators = [iter(microbatches) for _ in chunks]
+    seen = Observation(chunks, forward_step, iterators if len(chunks) > 1 else iterators[0])
+    seen.forward_step = _losses_noted(forward_step, seen.losses)
+    with ExitStack() as stack:
+        for model in map(bare, chunks):
+            stack.enter_context(_routed(model))
+            watch(model)
+        if optimizer is not None:
+            optimizer.step = seen.noting(optimizer.step)
+            stack.callback(delattr, optimizer, "step")
+        yield seen
+
+
+def _losses_noted(forward_step: ForwardStep, losses: list[Tensor]) -> ForwardStep:
+    """``forward_step``, noting every loss before Megatron divides it in place."""
+
+    @wraps(forward_step)
+    def noted(*arguments: Any, **named: Any) -> tuple[Any, Any]:
+        output, function = forward_step(*arguments, **named)
+        config = bare(arguments[1]).config
+
+        def loss_noted(*given: Any, **more: Any) -> Any:
+            results = function(*given, **more)
+            losses.append(undivided(results, config).detach().clone())
+            return results
+
+        return output, loss_noted
+
+    return noted
+
+
+def validate(
+    step: Callable[[Any, list[Any]], Any],
+    *,
+    reference: Callable[[], nn.Module],
+    forward_step: ForwardStep,
+    microbatches: Sequence[Any],
+    ranks: int | Mapping[str, int],
+    optimizer: Callable[[nn.Module], Optimizer] | None = None,
+    whitebox: WhiteBox | None = None,
+) -> Verdict:
+    """The verdict on ``step(reference, microbatches)``, which trains Megatron's chunks inside ``observed``.
+
+    reference: builds the whole model, with a config for one stage. forward_step: as Megatron's schedule is given it.
+    microbatches: tuples of tensors, as the data iterator gives them. ranks: how many, all of one pipeline; or
+    ``{"pp": 2, "dp": 2}``. optimizer: makes the reference's, as for ``whitebox.validate``. whitebox: whose ranks to
+    use, as pytest's fixture; None: own ones.
+
+    Raises ``MegatronError``, and what ``whitebox.validate`` raises.
+    """
+    core()
+    whole = _Build(reference, forward_step)
+    data = [tuple(one) if isinstance(one, tuple | list) else (one,) for one in microbatches]
+    run = validated if whitebox is None else whitebox.validate
+    return run(
+        _Step(step),
+        reference=whole,
+        microbatches=data,
+        ranks=_mesh(ranks),
+        loss_divisor=_divisor(whole, data),
+        optimizer=optimizer,
+    )
+
+
+def _mesh(ranks: int | Mapping[str, int]) -> int | dict[str, int]:
+    """Ranks as Megatron numbers them: those of a stage are neighbours. Raises ``MegatronError``."""
+    if not isinstance(ranks, Mapping):
+        return ranks
+    if other := [axis for axis in ranks if axis not in ("pp", "dp")]:
+        raise MegatronError(f"ranks has the axis {other[0]!r}: pipeproof.megatron covers pp and dp")
+    return {"pp": ranks.get("pp", 1), "dp": ranks.get("dp", 1)}
+
+
+def _divisor(build: Callable[[], Whole], microbatches: Sequence[Any]) -> float | None:
+    """What losses are divided by; None where the reference cannot tell, which the verdict will say."""
+    try:
+        return build().divisor(microbatches) if microbatches else None
+    except MegatronError:
+        raise
+    except Exception:  # no one type: it is the user's code that runs
+        return None
+
+
+@dataclass(frozen=True)
+class _Build:
+    """Makes the reference; called as the user's function is."""
+
+    build: Callable[[], nn.Module]
+    forward_step: ForwardStep
+
+    @property
+    def __name__(self) -> str:
+        return name_of(self.build)
+
+    def __call__(self) -> Whole:
+        return Whole(self.build, self.forward_step)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step that leaves Megatron's state as it was, so that the next layout can be another."""
+
+    step: Callable[[Any, list[Any]], Any]
+
+    @property
+    def __name__(self) -> str:
+        return name_of(self.step)
+
+    def __call__(self, model: Any, microbatches: list[Any]) -> Any:
+        state = core("parallel_state")
+        before = state.model_parallel_is_initialized()
+        try:
+            return self.step(model, microbatches)
+        finally:
+            if not before:
+                state.destroy_model_parallel()

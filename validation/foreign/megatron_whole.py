@@ -1,0 +1,139 @@
+"""The reference of a step of Megatron-core: the whole model on one rank, by the same forward step."""
+
+import importlib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipeproof.foreign.reference_run import WhiteBoxError
+
+ForwardStep = Callable[..., tuple[Any, Any]]  # of a data iterator and a chunk: its output, and a function of that
+KNOWN = ("0.16",)
+CHILD = "model"  # what the reference calls the whole model
+
+
+class MegatronError(WhiteBoxError):
+    """Megatron is missing, of a version that is not known, or used in a way that is not covered."""
+
+
+def core(name: str = "") -> ModuleType:
+    """Megatron-core, or its module ``name``. Raises ``MegatronError``."""
+    try:
+        package = importlib.import_module("megatron.core")
+    except ModuleNotFoundError as error:
+        if error.name not in ("megatron", "megatron.core"):
+            raise
+        raise MegatronError("megatron-core is not installed: pip install --no-deps megatron-core==0.16.1") from None
+    found = getattr(package, "__version__", "of no version")
+    if not found.startswith(tuple(f"{one}." for one in KNOWN)):
+        raise MegatronError(f"megatron-core is {found}: this pipeproof knows {', '.join(KNOWN)}, so install one of it")
+    return importlib.import_module(f"megatron.core.{name}") if name else package
+
+
+def bare(chunk: Any) -> Any:
+    """The model in ``chunk``, without DDP and conversions around it."""
+    while isinstance(inner := getattr(chunk, "module", None), nn.Module):
+        chunk = inner
+    return chunk
+
+
+_COVERED = {
+    "tensor_model_parallel_size": 1,
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "num_moe_experts": None,
+    "mtp_num_layers": None,
+    "fp16": False,
+    "bf16": False,
+}
+
+
+def check_config(config: Any) -> None:
+    """Raise ``MegatronError`` for what would be judged wrongly."""
+    for name, value in _COVERED.items():
+        given = getattr(config, name, value)
+        if given != value:
+            raise MegatronError(f"{name} is {given}: pipeproof.megatron covers {value} only; set it so for the check")
+
+
+def undivided(results: Sequence[Any], config: Any) -> Tensor:
+    """A microbatch's loss, as the convention of a loss function with so many results has it.
+
+    Of two, the first. Of three, the mean over the second, its tokens, unless the gradients are divided by all later.
+    """
+    loss: Tensor = results[0]
+    if len(results) == 3 and not config.calculate_per_token_loss:
+        return loss / torch.clamp(results[1], min=1)
+    return loss
+
+
+class Whole(nn.Module):
+    """The whole model; called with all of a microbatch, it gives the loss."""
+
+    def __init__(self, build: Callable[[], nn.Module], forward_step: ForwardStep) -> None:
+        super().__init__()
+        with alone():
+            self.model = build()
+        self._forward_step = forward_step
+        config: Any = getattr(bare(self.model), "config", None)
+        if (stages := getattr(config, "pipeline_model_parallel_size", None)) != 1:
+            raise MegatronError(f"the reference is built with pipeline_model_parallel_size {stages}: expected 1")
+        check_config(config)
+
+    def results(self, *microbatch: Tensor) -> Sequence[Any]:
+        """What the loss function makes of a microbatch."""
+        with alone():
+            output, function = self._forward_step(iter([microbatch]), self.model)
+            results: Sequence[Any] = function(output)
+        return results
+
+    def forward(self, *microbatch: Tensor) -> Tensor:
+        return undivided(self.results(*microbatch), bare(self.model).config)
+
+    def divisor(self, microbatches: Sequence[Any]) -> float:
+        """What losses are divided by: their number, or where the gradients are divided by tokens, that of all."""
+        if not bare(self.model).config.calculate_per_token_loss:
+            return len(microbatches)
+        with torch.no_grad():
+            counts = [self.results(*one)[1:-1] for one in microbatches]
+        if not all(counts):
+            raise MegatronError("calculate_per_token_loss needs a loss function of three results: loss, tokens, report")
+        return float(sum(count.item() for (count,) in counts))
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """While this is open, Megatron believes that there is one rank."""
+    state = core("parallel_state")
+    own = not dist.is_initialized()
+    if own:
+        dist.init_process_group("gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
+    kept = {name: value for name, value in vars(state).items() if re.fullmatch(r"_[A-Z_]+", name)}
+    vars(state).update({name: None for name in kept} | _of_one(kept))
+    try:
+        yield
+    finally:
+        vars(state).update(kept)
+        if own:
+            dist.destroy_process_group()
+
+
+_ones: dict[int, tuple[Any, Any]] = {}  # by the id of a default group, that and a group of this rank alone
+
+
+def _of_one(names: Mapping[str, Any]) -> dict[str, Any]:
+    """Megatron's groups and their ranks, all of this rank alone."""
+    whole = dist.group.WORLD
+    if id(whole) not in _ones:
+        _ones.clear()
+        _ones[id(whole)] = whole, dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+    _, group = _ones[id(whole)]
+    groups = {name: group for name in names if re.search(r"_GROUP(_|$)", name)}
+    ranks = {name: [dist.get_rank()] for name in names if re.search(r"_RANKS(_|$)", name)}
+    return groups | ranks | {"_GLOBAL_MEMORY_BUFFER": core("utils").GlobalMemoryBuffer()}
