@@ -75,7 +75,8 @@ def _seen_more(cause: Cause, evidence: Evidence) -> Cause:
     if cause.kind == "scale" and cause.stage is not None and _backwards_each(evidence, cause.stage) == cause.factor:
         told = f"every backward of it ran {cause.factor:g} times"
         return replace(cause, kind="doubled", detail=told)
-    if cause.kind == "swapped-activations" and evidence.differs("loss"):  # so its forward had it already
+    watched = {*evidence.passed} - evidence.unseen
+    if cause.kind == "swapped-activations" and evidence.differs("loss") and cause.stage in watched:
         return or_wrong_message(replace(cause, kind="mispaired"))
     return cause
 
