@@ -8,7 +8,6 @@ MOST_ACTIONS = 1 << 24  # P = M = 1024 takes three quarters of that with V = 4 a
 MOST_LAYERS = 1 << 12
 MOST_PROCESSES = 1 << 8  # ranks that really run
 MOST_SEED = (1 << 32) - 1  # what is computed from a seed stays below torch's 2**64
-MOST_SECONDS = 1e6  # of any wait
 _LARGEST = 1e15  # a number: sums over all actions stay finite, and exact to a few digits
 
 
@@ -19,13 +18,6 @@ def counted(what: str, value: int, *, least: int = 1, most: int) -> int:
     if value > most:
         raise ScheduleError(f"{what} is {value}: expected at most {most}")
     return value
-
-
-def seconds(timeout_s: float) -> float:
-    """``timeout_s`` itself, if it can be the bound of a wait. Raises ``ValueError``."""
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s <= MOST_SECONDS:
-        raise ValueError(f"timeout_s is {timeout_s!r}: expected seconds above 0, and at most {MOST_SECONDS:g}")
-    return timeout_s
 
 
 def measured(what: str, value: float, *, zero: bool = False) -> float:

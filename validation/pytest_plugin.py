@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import pytest
 from _pytest._code.code import ExceptionRepr
 
-from pipeproof.pipeline.sizes import seconds
 from pipeproof.worlds.launcher import under_torchrun
 from pipeproof.worlds.rank_report import NeedsMoreRanks
+from pipeproof.worlds.timeout import seconds
 
 if TYPE_CHECKING:
     from pipeproof.foreign import WhiteBox

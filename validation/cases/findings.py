@@ -4,14 +4,13 @@ FINDINGS.md tells causes. A campaign first runs every line here: what shows on t
 and what does not show is drawn like everything else. So nothing is excused that is not there.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from pipeproof.cases.case import Case
-from pipeproof.cases.data import data_for
 from pipeproof.cases.runtimes import OWN, UNUSED
 from pipeproof.cases.validator import validate
 from pipeproof.pipeline.action import GIVES_WEIGHT_GRADIENT, Kind
@@ -85,27 +84,8 @@ def _waits(case: Case, stage: int) -> bool:
     return len(backs) > 1 and Kind.FORWARD not in kinds[backs[0] : backs[-1]]
 
 
-def _unread(case: Case) -> bool:
-    """Whether some optimizer step has no microbatch in which the second stream is read."""
-    return case.stages > 1 and any(
-        all(int(batch.inputs[2]) % 2 == 0 for number in group for batch in data_for(case, number))
-        for group in _updates(case)
-    )
-
-
 def _steps(case: Case) -> int:
     return sum(operation != "eval" for operation in case.plan)
-
-
-def _updates(case: Case) -> Iterator[list[int]]:
-    """The operations whose gradients go into each optimizer step."""
-    group: list[int] = []
-    for number, operation in enumerate(case.plan):
-        if operation != "eval":
-            group.append(number)
-        if operation == "train":
-            yield group
-            group = []
 
 
 FINDINGS = (
@@ -143,11 +123,6 @@ FINDINGS = (
         "losses-by-order",
         "looped-bfs r1 s2 m2 split=1,1 model=mlp plan=train options=unscaled+descending runtime=torch-csv",
         _losses_out_of_order,
-    ),
-    Finding(
-        "zeros-for-none",
-        "looped-bfs r1 s2 m1 split=1,1 model=sometimes plan=train seed=1 options=unscaled runtime=torch",
-        lambda case: case.model == "sometimes" and _unread(case),
     ),
     Finding(
         "split-without-ddp",

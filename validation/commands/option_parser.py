@@ -13,7 +13,8 @@ from textwrap import fill
 from typing import Any, NoReturn
 
 from pipeproof.pipeline.schedules import known_are, nearest
-from pipeproof.pipeline.sizes import MOST_SECONDS, is_number, number_wanted
+from pipeproof.pipeline.sizes import is_number, number_wanted
+from pipeproof.worlds.timeout import MOST_SECONDS
 
 _NEGATIVE = re.compile(r"-(\d|\.\d|inf|nan)", re.IGNORECASE)
 

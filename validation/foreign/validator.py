@@ -30,10 +30,10 @@ from pipeproof.judging.tolerance import Precision
 from pipeproof.judging.verdict import Crash, Mismatch, Verdict
 from pipeproof.observers.observed import Observed
 from pipeproof.observers.sketch import UNSOUGHT, contents
-from pipeproof.pipeline.sizes import seconds
 from pipeproof.reference.data import Batch
 from pipeproof.reference.step import Contribution, Reference, Site
 from pipeproof.worlds.rank_report import NeedsMoreRanks, RankFailed, WorldError
+from pipeproof.worlds.timeout import seconds
 from pipeproof.worlds.world import World
 
 _TOLD = (ReferenceRaised, WorldError)  # errors whose text says what is wrong

@@ -6,11 +6,11 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar
 
-from pipeproof.pipeline.sizes import seconds
 from pipeproof.worlds.launcher import under_torchrun
 from pipeproof.worlds.processes import Processes
 from pipeproof.worlds.rank_report import Ending, NeedsMoreRanks, RankFailed, RankReport, WorldError, culprit_of
 from pipeproof.worlds.shipping import pack, unpack, unshippable
+from pipeproof.worlds.timeout import seconds
 from pipeproof.worlds.torchrun import Torchrun
 from pipeproof.worlds.worker import RankContext
 

@@ -64,6 +64,13 @@ def test_a_finding_is_there_or_torch_has_mended_it(finding: object, world: World
     assert finding.verdict(world) in ({"fail", "raised", "pass"} if finding.name in mended else {"fail", "raised"})  # type: ignore[attr-defined]
 
 
+def test_zeros_where_one_device_has_no_gradient_are_told(world: World) -> None:
+    line = "looped-bfs r1 s2 m1 split=1,1 model=sometimes plan=train seed=1 options=unscaled runtime=torch"
+    verdict = validate(Case.parse(line), world)
+    assert verdict.verdict == "pass"
+    assert "zeros where no gradient is due: blocks.0.other.bias" in verdict.law("presence").note
+
+
 def test_a_finding_shows_in_its_own_line_and_not_in_a_plain_case() -> None:
     plain = Case.parse("zb-h1 r2 s4 m4 split=1,1,1,1 model=mlp options=unscaled plan=train runtime=torch")
     assert not known(plain, FINDINGS)
