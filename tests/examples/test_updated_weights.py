@@ -128,3 +128,20 @@ def test_an_optimizer_that_cannot_be_made_is_said(whitebox: WhiteBox) -> None:
     assert "optimizer=broken raised RuntimeError: no such optimizer" in str(judged(whitebox, alone, optimizer=broken))
     with pytest.raises(WhiteBoxError, match="expected a function that makes one of the model"):
         judged(whitebox, alone, optimizer=adam(build()))
+
+
+@pytest.mark.parametrize(("rate", "told"), [(RATE, True), (2 * RATE, False)])
+def test_gradients_that_were_cleared_after_a_right_update_are_told_so(
+    whitebox: WhiteBox, rate: float, told: bool
+) -> None:
+    """A wrong update is no proof that gradients were there."""
+
+    def step(model: nn.Module, microbatches: Any) -> Any:
+        handed = alone(model, microbatches, rate=rate)
+        model.zero_grad()
+        return handed
+
+    verdict = judged(whitebox, step)
+    assert verdict.verdict == "fail"
+    assert ("the weights after the step are right: leave gradients as the update had them" in str(verdict)) is told
+    assert bool(verdict.cause) is not told

@@ -51,7 +51,7 @@ def _claims(rank: int, seen: RankOperation, leader: int, first: RankOperation) -
         for site in sorted({*own, *other}):
             difference = _difference(own.get(site), other.get(site))
             text = f"another {what.removesuffix('s')} than rank {leader}'s, {difference}"
-            yield Claim("replicas", rank, site, not difference, text, f"rank {leader}'s, bit for bit")
+            yield Claim("replicas", rank, site, not difference, text, f"rank {leader}'s, bit for bit", leader)
 
 
 def _difference(seen: Tensor | None, wanted: Tensor | None) -> str:

@@ -219,10 +219,14 @@ def of_ranks(members: Members, expected: Expected, update: Update) -> list[Cause
     return [cause for stage in members.stages for cause in _of_ranks(members, expected, stage, update)]
 
 
-def apart_by_rank(members: Members, expected: Expected) -> bool:
-    """Whether the shards of some ranks are made otherwise than those of others, as far as it is known."""
-    found = (_made_by_rank(members, expected, stage) for stage in members.stages if stage.part.shards)
-    return any(len({*made.values()} - {None}) > 1 for made in found)
+def apart_by_rank(members: Members, expected: Expected) -> tuple[int, int] | None:
+    """Two ranks whose shards are not made of microbatches alike, as far as it is known; None if all are."""
+    for made in (_made_by_rank(members, expected, stage) for stage in members.stages if stage.part.shards):
+        (rank, counts), *others = [one for one in made.items() if one[1] is not None] or [(0, None)]
+        for other, its in others:
+            if its != counts:
+                return rank, other
+    return None
 
 
 def _of_ranks(members: Members, expected: Expected, stage: Stage, update: Update) -> Iterator[Cause]:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from pipeproof.diagnosis.known import Known
-from pipeproof.diagnosis.likeness import agrees, likeness
+from pipeproof.diagnosis.likeness import likeness
+from pipeproof.judging.tolerance import agrees
 from pipeproof.observers.likeness import Label, Likeness
 from pipeproof.observers.recording import (
     BACKWARD_POINTS,

@@ -27,7 +27,7 @@ from pipeproof.diagnosis.combination import (
 from pipeproof.diagnosis.known import Known, Terms, form, nearest
 from pipeproof.diagnosis.reordering import TELLING, by_chance, reordered
 from pipeproof.diagnosis.rounding import rounded_as
-from pipeproof.judging.tolerance import error, precision_of, same_bits
+from pipeproof.judging.tolerance import agrees, error, precision_of, stands_for_none
 from pipeproof.observers.likeness import MEAN, SAME_NUMBER, Label, Likeness, Part
 from pipeproof.observers.recording import Point
 
@@ -124,7 +124,7 @@ def plainly(seen: Tensor | None, due: Tensor | None, at: Label, every: Callable[
     It is another's only where it is not its own, but for rounding of any kind.
     """
     if seen is None or due is None:
-        return _absent(seen, due, at, Known())
+        return None if seen is None and stands_for_none(due) else _absent(seen, due, at, Known())
     known = every() if error(seen, due) > told_within(due.dtype) else Known()
     return _first((_anothers, *_PLAIN), _Asked(seen.cpu(), due.cpu(), at, known, precision_of(due.dtype).least))
 
@@ -143,20 +143,15 @@ def of_terms(seen: Tensor, at: Label, terms: Terms, limit: float) -> Likeness:
     return Likeness("different", at, words=few)
 
 
-def agrees(seen: Tensor, due: Tensor, limit: float) -> bool:
-    """Whether ``seen`` is ``due``, bit for bit or within ``limit``."""
-    if seen.shape != due.shape or seen.dtype != due.dtype:
-        return False
-    return same_bits(seen, due) or (seen.is_floating_point() and error(seen, due) <= limit)
-
-
 def _first(tests: Sequence[Test], asked: _Asked) -> Likeness | None:
     return next((found for test in tests if (found := test(asked)) is not None), None)
 
 
 def _absent(seen: Tensor | None, due: Tensor | None, at: Label, known: Known) -> Likeness | None:
-    if seen is None:
-        return None if due is None else Likeness("missing", at)
+    if due is not None:
+        return Likeness("missing", at)
+    if seen is None or stands_for_none(seen):
+        return None
     return Likeness("unexpected", at, known.find(seen, at, limit=0.0))
 
 

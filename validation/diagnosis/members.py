@@ -277,13 +277,14 @@ class Members:
                 if seen is not None and whole is not None and whole.any():
                     factor = _times(seen, whole)
                     factors.add(None if factor is None else round(factor * self.replicas.count, 2))
-        count, each = self.replicas.count, self.replicas.microbatches // self.replicas.count
+        count, (each, rest) = self.replicas.count, divmod(self.replicas.microbatches, self.replicas.count)
         over = " or ".join([f"{count} replicas", *self.replicas.others_of(count)])
         if count > 1 and factors == {1.0}:
             detail = f"all are 1/{count} of what is expected, as a mean over {over} in place of a sum gives"
             yield Cause("scale", factor=1 / count, detail=detail)
         if count > 1 and factors == {float(count * count)}:
-            undivided = f", or a loss not divided by the {each} microbatches of a replica," * (each == count)
+            alike = each == count and not rest
+            undivided = f", or a loss not divided by the {each} microbatches of a replica," * alike
             why = f"as a sum over {over} in place of a mean{undivided} gives"
             detail = f"all are {count} times what is expected, {why}"
             yield Cause("scale", factor=float(count), detail=detail)

@@ -17,7 +17,7 @@ from pipeproof.diagnosis.mixed_gradients import gradient_of, mixed
 from pipeproof.diagnosis.module_pairing import Paired
 from pipeproof.diagnosis.tied import Shares, of_copies
 from pipeproof.judging.cause import Cause, RuledOut
-from pipeproof.judging.tolerance import error
+from pipeproof.judging.tolerance import error, stands_for_none
 from pipeproof.observers.likeness import Likeness
 from pipeproof.reference.step import Stage
 
@@ -212,6 +212,11 @@ def _compounded(update: Update, faults: dict[Stage, tuple[Fault, ...]]) -> Cause
     return Cause("scale", factor=ratios[0], detail=detail)
 
 
+def of_a_part(parameter: str, seen: str, due: str) -> str:
+    """That a gradient is of another form than the model's, and what to do where it is a part of it."""
+    return f"the gradient of {parameter} is {seen}, expected {due}: of a part, hand back its place"
+
+
 def _unknown(
     stages: Sequence[Explanation], tied: Sequence[Shares], sums: Mapping[Stage, Sequence[Cause]]
 ) -> Iterator[str]:
@@ -229,8 +234,7 @@ def _unknown(
         named = {cause.parameter for cause in sums[one.stage]}
         for odd in one.odd:
             if odd.kind == "shape":
-                told = f"the gradient of {odd.parameter} is {odd.text}: of a part, hand back its place"
-                yield f"stage {one.stage}: {told}"
+                yield f"stage {one.stage}: {of_a_part(odd.parameter, *odd.forms)}"
             elif not odd.is_known and odd.parameter not in named:
                 where = None if odd.part is None else odd.part.text
                 what = _NOTHING if where is None else f"wrong in {where} alone, in a way that tells nothing"
@@ -325,7 +329,7 @@ def untrained(update: Update) -> Iterator[Cause]:
         trained = update.now.parameters(stage)
         for (owner, name), due in update.expected.items():
             seen = update.observed.get((owner, name))
-            if owner == stage and name not in trained and due is None and seen is not None:
+            if owner == stage and name not in trained and due is None and not stands_for_none(seen):
                 yield Cause("unexpected", stage=stage, parameter=name)
 
 

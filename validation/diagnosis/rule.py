@@ -139,7 +139,7 @@ def _nearest(mismatches: Sequence[Mismatch], cause: Cause) -> tuple[Mismatch, ..
             cause.parameter is not None and one.parameter != cause.parameter,
         )
         near = sum(others) if one.stage in stages else 0
-        return one.operation, one.stage not in stages, near, one.beside_rank, k
+        return one.operation, one.stage not in stages, near, one.beside is not None, k
 
     first = min(range(len(mismatches)), key=away) if stages else 0
     return (*mismatches[first : first + 1], *mismatches[:first], *mismatches[first + 1 :])

@@ -12,7 +12,7 @@ from pipeproof.diagnosis.interference import Broken, Sources, alike, kind_of
 from pipeproof.diagnosis.known import Known
 from pipeproof.diagnosis.likeness import factor_of, likeness, plainly
 from pipeproof.diagnosis.rounding import held_in, rounded_as
-from pipeproof.judging.tolerance import precision_of
+from pipeproof.judging.tolerance import precision_of, stands_for_none
 from pipeproof.observers.likeness import NARROWER, Label, Likeness
 from pipeproof.observers.recording import Addition, Gradients, Site
 
@@ -161,7 +161,7 @@ class _Sums:
         wanted, pair = self._expected[m][name], self._added.get(m, {}).get(name)
         delta = None if pair is None else _delta(*pair)
         if wanted is None:
-            return "unexpected", None, "a gradient where there should be none"
+            return None if stands_for_none(delta) else ("unexpected", None, "a gradient where there should be none")
         if pair is None or delta is None:
             return "missing", None, "no gradient"
         rounding = told_within(wanted.dtype) + _noise(*pair, wanted.dtype) / max(float(wanted.double().norm()), 1e-300)

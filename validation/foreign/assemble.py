@@ -198,7 +198,8 @@ class Assembled:
         watched, count = [stage for stage in self.stages if stage.part.calls], self.replicas.count
         told = []
         if watched and count > 1:
-            told.append(f"gradients there may be {count} times as large, as those of replicas that are averaged later")
+            scales = f"a replica's own scale or {count} times that"
+            told.append(f"gradients there are right at {scales}: a factor of {count} in all of them would not be seen")
         fed = [str(stage.index) for stage in watched if not any(call.inputs for call in stage.part.calls or ())]
         if fed:
             who = f"stage{'s' * (len(fed) > 1)} {', '.join(fed)} took no tensor as an argument"

@@ -91,7 +91,7 @@ def claims(site: Site, k: int, members: Sequence[Member], replicas: Replicas) ->
         content, others = part.locals[k].content, members[0][1].locals[k].content
         if rank != first and content is not None and others is not None:
             seen = f"other weights than rank {first}'s"
-            yield Claim("initial-weights", rank, site, content == others, seen, f"rank {first}'s weights")
+            yield Claim("initial-weights", rank, site, content == others, seen, f"rank {first}'s weights", first)
     yield from _equal_weights(site, k, members)
 
 
@@ -105,8 +105,8 @@ def _equal_weights(site: Site, k: int, members: Sequence[Member]) -> Iterator[Cl
             if leader != rank:
                 kept = digest(weight) == part.locals[k].content
                 seen = "the weights of before the step" if kept else f"other weights than rank {leader}'s"
-                same = same_bits(weight, other)
-                yield Claim("updated-parameters", rank, site, same, seen, f"rank {leader}'s weights, bit for bit")
+                same, expected = same_bits(weight, other), f"rank {leader}'s weights, bit for bit"
+                yield Claim("updated-parameters", rank, site, same, seen, expected, leader)
 
 
 def _equal_gradients(site: Site, one: tuple[int, Tensor | None], two: tuple[int, Tensor | None]) -> Claim:
@@ -114,12 +114,11 @@ def _equal_gradients(site: Site, one: tuple[int, Tensor | None], two: tuple[int,
     expected = f"rank {leader}'s gradient, bit for bit"
     if seen is None or wanted is None:
         held = "no gradient, and rank {} has one" if seen is None else "a gradient, and rank {} has none"
-        return Claim("replicas", rank, site, seen is wanted, held.format(leader), expected)
+        return Claim("replicas", rank, site, seen is wanted, held.format(leader), expected, leader)
     if same_bits(seen, wanted):
-        return Claim("replicas", rank, site, True, "", expected)
-    size = error(seen, wanted)
-    return Claim("replicas", rank, site, False, f"another gradient than rank {leader}'s, relative error {size:.2g}",
-                 expected)  # fmt: skip
+        return Claim("replicas", rank, site, True, "", expected, leader)
+    held = f"another gradient than rank {leader}'s, relative error {error(seen, wanted):.2g}"
+    return Claim("replicas", rank, site, False, held, expected, leader)
 
 
 def _absent(k: int, members: Sequence[Member]) -> str:

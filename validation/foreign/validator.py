@@ -230,7 +230,7 @@ def _at_holders(verdict: Verdict, found: Assembled, made: Sequence[Contribution]
     What is held against the model comes first: where ranks differ, the one that the others are held against may be it.
     """
     placed = [_at_holder(one, found, made) for one in verdict.mismatches]
-    return replace(verdict, mismatches=tuple(sorted(placed, key=lambda one: one.beside_rank)))
+    return replace(verdict, mismatches=tuple(sorted(placed, key=lambda one: one.beside is not None)))
 
 
 def _at_holder(one: Mismatch, found: Assembled, made: Sequence[Contribution]) -> Mismatch:

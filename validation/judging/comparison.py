@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pipeproof.judging.ledger import NOWHERE, Heading, Headings, Ledger
 from pipeproof.judging.oracle import Requirements
-from pipeproof.judging.tolerance import Floor, may_be_rounded, precision_of, same_bits, update_floor
+from pipeproof.judging.tolerance import Floor, may_be_rounded, precision_of, same_bits, stands_for_none, update_floor
 from pipeproof.judging.verdict import Mismatch, Value, What, names_of
 from pipeproof.observers.observed import UNKNOWN_MICROBATCH, Observed
 from pipeproof.observers.sketch import all_finite, any_nonzero
@@ -83,6 +83,7 @@ class Comparison:
         self._number = number
         self._scenarios = scenarios
         self._zeros: list[str] = []  # parameters that have them where no gradient is due
+        self._nones: list[str] = []  # parameters without a gradient where zeros are due
         self._trained: dict[str, tuple[int | None, bool]] = {}  # the stage of what has a gradient; did it move?
 
     def held(self, name: str, count: int, *, due: int, stage: int | None = None, rank: int | None = None) -> None:
@@ -139,12 +140,13 @@ class Comparison:
             self._ledger.doubt("grad-norm", f"the other norm is {wanted:.4g}: there is nothing to compare with")
 
     def gradient(self, name: str, seen: Tensor | None, *, rank: int | None = None, stage: int | None = None) -> None:
-        """A parameter's gradient. Zeros where none is due are no fault: so does a sum over ranks that all have none."""
+        """A parameter's gradient. None and zeros stand for each other: a sum over ranks that all have none is zeros."""
         wanted = self._due.gradients[name]
         place = self._at("presence", parameter=name, rank=rank, stage=stage)
-        zeros = wanted is None and seen is not None and not any_nonzero(seen)
-        self._zeros += [name] * zeros
-        same = zeros or (seen is None) == (wanted is None)
+        same = (seen is None) == (wanted is None)
+        if not same and stands_for_none(seen) and stands_for_none(wanted):
+            (self._zeros if seen is not None else self._nones).append(name)
+            same = True
         self._ledger.hold(place, same, seen is not None, wanted is not None, what="gradient")
         if seen is None or wanted is None:
             return
@@ -192,6 +194,9 @@ class Comparison:
         """Say what follows from all of it together: where nothing could be seen, or zeros stand for nothing."""
         if self._zeros:
             told = f"zeros where no gradient is due: {names_of(self._zeros)}; an optimizer may still move them"
+            self._ledger.remark("presence", told)
+        if self._nones:
+            told = f"no gradient where zeros are due: {names_of(self._nones)}; an optimizer may leave those as they are"
             self._ledger.remark("presence", told)
         still = [stage for stage, moved in self._trained.values() if not moved]
         moving = {stage for stage, moved in self._trained.values() if moved}
@@ -335,7 +340,8 @@ class Execution:
         for rank in self._observed.ranks:
             for claim in rank[number].claims:
                 stage, name = claim.site
-                place = Heading.at(claim.law, number, laws, rank=claim.rank, stage=stage, parameter=name)
+                at = {"rank": claim.rank, "stage": stage, "parameter": name, "beside": claim.beside}
+                place = Heading.at(claim.law, number, laws, **at)
                 self._ledger.hold(place, claim.holds, claim.seen, claim.expected)
 
     def crossings(self, number: int, laws: frozenset[str]) -> None:

@@ -67,7 +67,8 @@ class Mismatch:
 
     ``operation`` counts from 1 over the plan. ``what`` was compared says what ``found`` and ``due`` are: numbers, sizes
     of tensors, whether something is there, how often, which microbatches in which order (None: nobody knows). ``told``
-    is what was found in words, where its value alone does not say it. Fields that do not apply are None.
+    is what was found in words, where its value alone does not say it. ``beside`` is the rank that it was held against,
+    which may itself be wrong; None where that was the model. Fields that do not apply are None.
     """
 
     law: str
@@ -83,6 +84,7 @@ class Mismatch:
     error: float | None = None
     limit: float | None = None
     told: str = ""
+    beside: int | None = None
 
     @property
     def seen(self) -> str:
@@ -97,11 +99,6 @@ class Mismatch:
     def read(self, due: str) -> str:
         """``seen``, where what was due goes by the name ``due``."""
         return self.seen.replace("times expected", f"times {due}")
-
-    @property
-    def beside_rank(self) -> bool:
-        """Whether it was held against another rank, which may itself be wrong, and not against the model."""
-        return self.what == "text" and self.expected.startswith("rank ")
 
     @property
     def ratio(self) -> float | None:

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pipeproof.observers.sketch import bits, in_fp64, is_rounded
+from pipeproof.observers.sketch import any_nonzero, bits, in_fp64, is_rounded
 
 _PIECE = 1 << 14  # elements that are compared at once
 _AS_FAR = 2.0  # times as long, or as short, is a step that some optimizer makes of another rounding
@@ -134,6 +134,18 @@ def same_bits(observed: Tensor, expected: Tensor) -> bool:
     if observed.shape != expected.shape or observed.dtype != expected.dtype:
         return False
     return torch.equal(bits(observed), bits(expected))
+
+
+def agrees(seen: Tensor, due: Tensor, limit: float) -> bool:
+    """Whether ``seen`` is ``due``, bit for bit or within ``limit``."""
+    if seen.shape != due.shape or seen.dtype != due.dtype:
+        return False
+    return same_bits(seen, due) or (seen.is_floating_point() and error(seen, due) <= limit)
+
+
+def stands_for_none(observed: Tensor | None) -> bool:
+    """Whether it is as good as no gradient: zeros, as a sum over ranks gives them that all have none."""
+    return observed is None or not any_nonzero(observed)
 
 
 def error(observed: Tensor, expected: Tensor, *, base: Tensor | None = None, rounded: bool = False) -> float:

@@ -108,7 +108,10 @@ class Passed:
 
 @dataclass(frozen=True)
 class Claim:
-    """Something that must hold of a parameter on a rank, by its law: whether it does, what was seen and expected."""
+    """Something that must hold of a parameter on a rank, by its law: whether it does, what was seen and expected.
+
+    beside: the rank that it is held against, which may itself be wrong; None where that is the model.
+    """
 
     law: str
     rank: int
@@ -116,6 +119,7 @@ class Claim:
     holds: bool
     seen: str
     expected: str
+    beside: int | None = None
 
 
 @dataclass(frozen=True)

@@ -94,10 +94,14 @@ class _Pair:
         order = self._ordering
         # That is known of a config by its words, where numbers of a coarse dtype leave it open.
         alone = asked.verdict == "unknown" and order == self.differing
-        if asked.verdict == "pass" or alone:
-            by = f"{_list(order)} differ{'s' * (len(order) == 1)}" if order else "no field that orders sums differs"
+        if order and (asked.verdict == "pass" or alone):
+            by = f"{_list(order)} differ{'s' * (len(order) == 1)}"
             said = f"rounding: {right}, which ask for the same answer; {by}"
             return self._found("rounding", said, fields=order, size=self._size())
+        if asked.verdict == "pass":
+            why = "no field that orders sums differs, so every bit should agree: run each again to see which one varies"
+            said = f"not known: {right}, which ask for the same answer; {why}"
+            return self._found("unknown", said, size=self._size())
         fields = tuple(name for name in self.differing if name not in order)
         if asked.verdict == "unknown" or (asked.laws and not fields):
             said = f"not known: {right}; whether these ask for the same answer is not decided: {asked.reason}"

@@ -124,22 +124,23 @@ def test_a_rank_whose_shard_is_a_multiple_is_the_one_named(whitebox: WhiteBox, w
 
 
 def test_zeros_where_no_gradient_is_due_are_no_fault_and_are_said(whitebox: WhiteBox) -> None:
-    def step(model: Any, microbatches: list[Any], *, value: float) -> HandedBack:
+    def step(model: Any, microbatches: list[Any], *, value: float, times: float) -> HandedBack:
         losses = losses_of(model, microbatches)
         for parameter in model.parameters():
-            parameter.grad = torch.full_like(parameter, value) if parameter.grad is None else parameter.grad
+            parameter.grad = torch.full_like(parameter, value) if parameter.grad is None else parameter.grad * times
             dist.all_reduce(parameter.grad)
         return HandedBack(model, losses)
 
-    def validated(value: float) -> Verdict:
-        return whitebox.validate(
-            partial(step, value=value), reference=Idle, microbatches=pairs(4), ranks={"dp": 2}, loss_fn=loss_fn
-        )
+    def validated(value: float, times: float = 1.0) -> Verdict:
+        one = partial(step, value=value, times=times)
+        return whitebox.validate(one, reference=Idle, microbatches=pairs(4), ranks={"dp": 2}, loss_fn=loss_fn)
 
     right = validated(0.0)
     assert right.verdict == "pass"
     assert right.law("presence").note.startswith("zeros where no gradient is due: idle.")
     assert [one.kind for one in validated(0.1).cause] == ["unexpected"]
+    (cause,) = validated(0.0, times=2.0).cause  # what is wrong elsewhere does not make zeros a fault
+    assert (cause.kind, cause.factor) == ("scale", 2.0)
 
 
 class Idle(nn.Module):
@@ -234,4 +235,6 @@ def test_norms_that_ranks_form_each_for_itself_are_not_told_of_all(whitebox: Whi
 
     verdict = judged(whitebox, step)
     assert [one.law for one in verdict.mismatches] == ["grad-norm", "grad-norm"]
-    assert all(one.rank is not None for one in verdict.cause)
+    (cause,) = verdict.cause
+    assert (cause.kind, cause.rank) == ("norm", 0)
+    assert cause.detail.endswith("; ranks report norms of their own")

@@ -59,12 +59,13 @@ def _undivided(cause: Cause, evidence: Evidence) -> Cause:
     return replace(cause, kind="scale") if alone and right else cause
 
 
-def _backwards_each(evidence: Evidence, stage: int) -> float | None:
-    """How often every microbatch went backwards through a watched stage; None where that is not one number."""
-    flow = evidence.passed.get(stage)
-    ran = Counter(action.microbatch for action in (flow.actions if flow else ()) if action.kind is Kind.BACKWARD)
-    least, most = min(ran.values(), default=0), max(ran.values(), default=0)
-    return float(most) if len(ran) == evidence.microbatches and least == most > 1 else None
+def _backwards_each(evidence: Evidence, stages: Iterable[int]) -> float | None:
+    """How often every microbatch went backwards through watched stages; None where that is not one number."""
+    times = set()
+    for flow in map(evidence.passed.get, stages):
+        ran = Counter(action.microbatch for action in (flow.actions if flow else ()) if action.kind is Kind.BACKWARD)
+        times |= {ran[m] for m in range(evidence.microbatches)}
+    return float(max(times)) if len(times) == 1 and max(times) > 1 else None
 
 
 def _seen_more(cause: Cause, evidence: Evidence) -> Cause:
@@ -72,9 +73,9 @@ def _seen_more(cause: Cause, evidence: Evidence) -> Cause:
     if cause.kind == "missing" and evidence.differs("loss") and evidence.differs("gradient"):
         told = f"{cause.detail}; what follows from them, losses too, is wrong: they took no part in the forward"
         return replace(cause, kind="computation", detail=told)
-    if cause.kind == "scale" and cause.stage is not None and _backwards_each(evidence, cause.stage) == cause.factor:
-        told = f"every backward of it ran {cause.factor:g} times"
-        return replace(cause, kind="doubled", detail=told)
+    where = range(evidence.stages) if cause.stage is None else [cause.stage]
+    if cause.kind == "scale" and _backwards_each(evidence, where) == cause.factor:
+        return replace(cause, kind="doubled", detail=f"every backward ran {cause.factor:g} times")
     watched = {*evidence.passed} - evidence.unseen
     if cause.kind == "swapped-activations" and evidence.differs("loss") and cause.stage in watched:
         return or_wrong_message(replace(cause, kind="mispaired"))

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from pipeproof.diagnosis.evidence import Due, Evidence
 from pipeproof.diagnosis.interference import became, common_change
-from pipeproof.diagnosis.likeness import agrees
 from pipeproof.diagnosis.rules.repeated import backed_again, rearranged, repeated
 from pipeproof.diagnosis.rules.update import clip_factor, learning_rate
 from pipeproof.judging.cause import Cause, listed
-from pipeproof.judging.tolerance import error, precision_of, same_bits
+from pipeproof.judging.tolerance import agrees, error, precision_of, same_bits
 from pipeproof.judging.verdict import Mismatch
 from pipeproof.observers.recording import Recording, Site
 from pipeproof.pipeline.action import GIVES_WEIGHT_GRADIENT, Kind

@@ -9,8 +9,10 @@ from pipeproof.diagnosis.attribution import attribute
 from pipeproof.diagnosis.copies import adding_up, apart_by_rank, of_ranks, unreduced
 from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.diagnosis.members import Members, Replicas
+from pipeproof.diagnosis.naming import of_a_part
 from pipeproof.diagnosis.rules.inside import first_of_backward, other_forward, own_parts
 from pipeproof.judging.cause import Cause, listed
+from pipeproof.judging.mismatch import Size
 from pipeproof.judging.tolerance import error, scalar_error
 
 _ALIKE = 1e-3  # no verdict hangs on it
@@ -112,16 +114,15 @@ def apart(evidence: Evidence) -> Sequence[str]:
     """That ranks do not agree, and nothing says why, or that their parts make up no whole; empty where they do."""
     broken = next((one for one in evidence.verdict.mismatches if one.law == "shards"), None)
     if broken is not None:
-        cure = ": hand back every element once, each with its place in the whole" * broken.seen.startswith("part")
-        return (f"shards of {broken.parameter}: {broken.seen}{cure}",)
+        cure = "hand back every element once, each with its place in the whole"
+        return (f"shards of {broken.parameter}: {broken.seen}: {cure}",)
     if evidence.members is not None and not evidence.differs("replicas") and evidence.differs("gradient"):
-        apart = apart_by_rank(evidence.members, evidence.expected)
-        return ("shards of some ranks are no sum of what those of others are sums of",) if apart else ()
-    shaped = next((m for m in evidence.verdict.mismatches if m.law == "gradient" and m.seen.startswith("shape ")), None)
-    if shaped is not None:
-        due = shaped.expected.partition(";")[0].removeprefix("shape ")
-        told = f"the gradient of {shaped.parameter} is of {shaped.seen}, expected {due}: of a part, hand back its place"
-        return (f"rank {shaped.rank}, stage {shaped.stage}: {told}",)
+        ranks = apart_by_rank(evidence.members, evidence.expected)
+        return () if ranks is None else (f"the shards of ranks {listed(ranks)} are not made of microbatches alike",)
+    for one in evidence.verdict.mismatches:
+        if isinstance(one.found, Size) and isinstance(one.due, Size) and one.found.shape != one.due.shape:
+            told = of_a_part(f"{one.parameter}", f"of {one.found}", f"{one.due}")
+            return (f"rank {one.rank}, stage {one.stage}: {told}",)
     told = "what ranks have of one stage does not go together, in a way that tells nothing"
     return (*first_of_backward(evidence), told) if evidence.differs("replicas") else ()
 

@@ -70,14 +70,15 @@ def update(evidence: Evidence) -> list[Cause]:
     stages = {m.stage for m in found}
     first = found[0]
     one = len(stages) == 1
-    names = list(dict.fromkeys(m.parameter for m in found if m.parameter is not None))
-    more = f"; and so of {some(len(names) - 1, 'more parameter')}" if len(names) > 1 else ""
+    others = len({m.parameter for m in found if m.parameter is not None}) - 1
+    of = f"{first.parameter}: " if others > 0 else ""
+    more = f"; {some(others, 'more parameter')} {'is' if others == 1 else 'are'} wrong, too" if others > 0 else ""
     cause = Cause(
         "update",
         rank=first.rank if one else None,
         stage=first.stage if one else None,
-        parameter=first.parameter if one else None,
-        detail=f"{first.seen}, expected {first.expected}{more}",
+        parameter=first.parameter if one and others <= 0 else None,
+        detail=f"{of}{first.seen}, expected {first.expected}{more}",
     )
     # A foreign step leaves its gradients as the optimizer had them, and these are right.
     known = evidence.playable is not None or evidence.members is not None

@@ -123,8 +123,7 @@ def _differences(configs: Configs) -> Html | None:
 
 
 def _why(rows: Rows) -> Html | None:
-    facts = [joined([tag("dt", name), tag("dd", text)]) for name, text in rows]
-    return section("Why", tag("dl", *facts, class_="about")) if facts else None
+    return section("Why", facts(rows, class_="about")) if rows else None
 
 
 def _about(verdict: Verdict) -> Html:
