@@ -123,12 +123,6 @@ def _least(job: Job, cluster: Cluster, every: list[Layout], allowed: Allowed) ->
     return min(choices, key=lambda choice: choice.footprint.total, default=None)
 
 
-def layouts(job: Job, cluster: Cluster, allowed: Allowed) -> Iterator[Layout]:
-    """Every legal layout of all devices."""
-    for mesh in meshes(job, cluster, allowed):
-        yield from on_mesh(mesh, job, allowed)
-
-
 def meshes(job: Job, cluster: Cluster, allowed: Allowed) -> Iterator[Layout]:
     """Every legal way to divide all devices, and the batch into microbatches."""
     experts = job.model.experts

@@ -4,9 +4,10 @@ import pytest
 
 from pipeproof.pipeline.layouts.cluster import ACCELERATORS, Cluster
 from pipeproof.pipeline.layouts.layout import Job, Layout, Recompute, problems
-from pipeproof.pipeline.layouts.search import Allowed, Choice, Kind, layouts, search, weighed
+from pipeproof.pipeline.layouts.search import LONG, Allowed, Choice, Kind, search, weighed
 from pipeproof.pipeline.layouts.step_time import least_time
 from pipeproof.pipeline.layouts.transformer import MODELS
+from tests.pipeline.layouts import every_layout
 from tests.pipeline.layouts.public_runs import NOT_FOUND, RUNS, Run
 
 
@@ -50,7 +51,9 @@ def test_the_search_misses_no_faster_layout() -> None:
     """Against every legal layout, weighed one by one."""
     allowed = Allowed(micro=(1, 2))
     room = allowed.room * EIGHT.device.memory
-    every = [one for layout in layouts(SMALL, EIGHT, allowed) if (one := weighed(SMALL, EIGHT, layout)) is not None]
+    assert every_layout.LONG == LONG
+    legal = every_layout.every_layout(SMALL, EIGHT, micro=allowed.micro)
+    every = [one for layout in legal if (one := weighed(SMALL, EIGHT, layout)) is not None]
     fitting = sorted((one for one in every if one.footprint.total <= room), key=lambda one: one.time.total)
     found = search(SMALL, EIGHT, allowed)
     assert found.best[0].time.total == fitting[0].time.total

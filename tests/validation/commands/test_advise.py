@@ -11,10 +11,10 @@ from pipeproof.cases.config import Config, read_config
 from pipeproof.commands.advise import _config
 from pipeproof.commands.cli import main
 from pipeproof.pipeline.layouts.cluster import ACCELERATORS, Cluster
-from pipeproof.pipeline.layouts.layout import Job, Recompute
-from pipeproof.pipeline.layouts.search import Allowed, layouts
+from pipeproof.pipeline.layouts.layout import Job
 from pipeproof.pipeline.layouts.transformer import MODELS
 from pipeproof.reports.terminal import Terminal
+from tests.pipeline.layouts.every_layout import every_layout
 from tests.support.json_schema import documented
 from tests.support.warm_start import Ended
 
@@ -169,7 +169,7 @@ def test_what_it_says_to_type_next_can_be_typed(
 @pytest.mark.parametrize("model", ["mixtral-8x7b", "llama-3-8b"])
 def test_every_layout_has_a_line_to_type(model: str) -> None:
     job = Job(MODELS[model], 64, 32768)
-    every = list(layouts(job, Cluster(ACCELERATORS["h100"], 16), Allowed(micro=(1,), recompute=(*Recompute,)[:2])))
+    every = every_layout(job, Cluster(ACCELERATORS["h100"], 8))
     lines = {_line_of(_config(layout, job)) for layout in every}
     assert {"pp=2,tp=2,recompute-selective", "zero-1=2", "cp=2", "", "pp=2,ddp=2,tp=2"} <= lines | {""}
     assert any("zero-3" in line for line in lines)
