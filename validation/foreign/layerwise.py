@@ -1,0 +1,199 @@
+"""A model too large for one rank: neighbouring layers are models of their own, built, judged and dropped in turn."""
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeproof.foreign.reference_run import WhiteBoxError, name_of
+from pipeproof.judging.judge import one_thread
+from pipeproof.judging.verdict import raised
+from pipeproof.reference.data import Batch
+
+Build = Callable[[], nn.Module]
+LossOf = Callable[[Any, Tensor], Tensor]
+Given = Any  # a tensor or a tuple of tensors: what a layer takes, and gives
+_BOTH = 2  # layers with parameters, in a window
+
+
+class Window(nn.Sequential):
+    """Neighbouring layers, each under its number in the model; ``loss_fn``: of its output and a microbatch's target.
+
+    A layer takes all that the one before it returns, a tensor or several.
+    """
+
+    loss_fn: LossOf
+
+    def forward(self, *given: Tensor) -> Any:
+        """What the last layer returns."""
+        found: Given = given
+        for layer in self:
+            found = layer(*_tuple(found))
+        return found
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """Builds the window of the layers from number ``first`` on, of ``count`` that the model has: a reference."""
+
+    builders: tuple[Build, ...]
+    first: int
+    count: int
+    loss_fn: LossOf
+
+    @property
+    def __name__(self) -> str:
+        last = self.first + len(self.builders) - 1
+        numbers = {0: "layer {0}", 1: "layers {0} and {1}"}.get(last - self.first, "layers {0} to {1}")
+        return f"{numbers.format(self.first, last)} of {self.count}"
+
+    def __call__(self) -> Window:
+        named = {str(self.first + k): build() for k, build in enumerate(self.builders)}
+        window = Window(OrderedDict(named))
+        window.__dict__["loss_fn"] = self.loss_fn  # not as an attribute: a loss that is a module is no layer
+        return window
+
+
+@dataclass(frozen=True)
+class Layered:
+    """A model by the builders of its layers, in order, with what it is trained on; ``device`` as a world has it."""
+
+    builders: Sequence[Build]
+    microbatches: tuple[Any, ...]
+    loss_fn: LossOf
+    device: str
+
+    def check(self) -> None:
+        """Raise ``WhiteBoxError`` for what cannot be."""
+        given: object = self.builders
+        if not isinstance(given, Sequence) or isinstance(given, str):
+            kind = type(given).__name__
+            raise WhiteBoxError(f"layers is a {kind}: expected a list of functions, of which each builds a layer")
+        if not self.builders:
+            raise WhiteBoxError("layers is empty: expected a function for each layer, which builds it")
+        for number, build in enumerate(self.builders):
+            if isinstance(build, nn.Module) or not callable(build):
+                what = f"{self._layer(number)} is a {type(build).__name__}"
+                raise WhiteBoxError(f"{what}: expected a function without arguments that builds it")
+        if not callable(self.loss_fn):
+            raise WhiteBoxError(f"loss_fn is {self.loss_fn!r}: expected a function of output and target")
+
+    def windows(self) -> Iterator[tuple[Neighbours, list[tuple[Given, Tensor]]]]:
+        """Each window, and its microbatches. Raises ``WhiteBoxError`` for layers that are no chain.
+
+        A window ends with the second of its layers that has parameters to train. The next begins with that one, so that
+        what every layer sends back meets parameters of a layer before it.
+        """
+        first, last = 0, -1
+        inputs: list[Given] = [inputs for inputs, _ in self.microbatches]
+        while last + 1 < len(self.builders):
+            last, following, targets = self._reached(first, inputs)
+            ends = last + 1 == len(self.builders)
+            loss_fn = self.loss_fn if ends else off_target
+            due = [target for _, target in self.microbatches] if ends else targets
+            window = Neighbours(tuple(self.builders[first : last + 1]), first, len(self.builders), loss_fn)
+            yield window, list(zip(inputs, due, strict=True))
+            first, inputs = last, following
+
+    def _reached(self, first: int, inputs: list[Given]) -> tuple[int, list[Given], list[Tensor]]:
+        """The last layer of the window from ``first`` on, what it is given, and targets for what it gives."""
+        trained, given, found = 0, inputs, inputs
+        for number in range(first, len(self.builders)):
+            layer = self._built(number)
+            trained += any(parameter.requires_grad for parameter in layer.parameters())
+            given, found = found, [self._called(layer, number, m, one) for m, one in enumerate(found)]
+            if trained == _BOTH:
+                break
+        draw = torch.Generator().manual_seed(number)
+        return number, given, [self._target(one, number, draw) for one in found]
+
+    def _built(self, number: int) -> nn.Module:
+        build = self.builders[number]
+        try:
+            layer: object = build()
+        except Exception as error:  # no one type: it is the user's code
+            what = f"{self._layer(number)} cannot be built: {name_of(build)} raised {raised(error)}"
+            raise WhiteBoxError(what) from error
+        if not isinstance(layer, nn.Module):
+            kind = type(layer).__name__
+            raise WhiteBoxError(f"{self._layer(number)} is a {kind}, by {name_of(build)}: expected a torch.nn.Module")
+        return layer.to(self._place).train()
+
+    def _called(self, layer: nn.Module, number: int, microbatch: int, given: Given) -> Given:
+        """What ``layer`` gives, on the CPU."""
+        own = f"{self._layer(number)}, a {type(layer).__name__},"
+        batch = Batch.of(given, torch.empty(0)).to(self._place)
+        try:
+            with one_thread(), torch.no_grad():
+                found = layer(*batch.inputs)
+        except Exception as error:  # no one type: it is the user's code
+            whose = f"layer {number - 1} gave" if number else "it is given"
+            what = f"what {whose} for microbatch {microbatch}, {_shapes(given)}"
+            raise WhiteBoxError(f"{own} cannot take {what}: it raised {raised(error)}") from error
+        given = _tuple(found)
+        if not given or not all(isinstance(one, Tensor) for one in given):
+            raise WhiteBoxError(f"{own} gave {_kind(found)}: expected a tensor, or a tuple of tensors")
+        moved = tuple(one.detach().cpu() for one in given)
+        return moved if isinstance(found, tuple) else moved[0]
+
+    def _target(self, output: Given, number: int, draw: torch.Generator) -> Tensor:
+        """Random numbers as large as ``output``: in its shape, or in a row where it is several tensors."""
+        drawn = [_like(one, draw) for one in _rounded(output)]
+        if not drawn:
+            raise WhiteBoxError(
+                f"{self._layer(number)} gave no floating-point tensor: nothing could be sent back to it"
+            )
+        return torch.cat([one.flatten() for one in drawn]) if isinstance(output, tuple) else drawn[0]
+
+    @property
+    def _place(self) -> str:
+        return "cpu" if self.device == "cpu" else "cuda:0"
+
+    def _layer(self, number: int) -> str:
+        return f"layer {number} of {len(self.builders)}"
+
+
+def off_target(output: Given, target: Tensor) -> Tensor:
+    """The loss of layers that do not end the model: the mean square of what ``output`` is off ``target``.
+
+    Of several tensors it is the sum of theirs, and the target has the numbers of all in a row. Unlike a product with
+    random numbers it is no sum of terms that cancel, so that rounding stays as small as in any other loss.
+    """
+    outputs = _rounded(output)
+    parts = torch.split(target.flatten(), [one.numel() for one in outputs])
+    off = [(one.flatten() - part).square().mean() for one, part in zip(outputs, parts, strict=True)]
+    return torch.stack(off).sum()
+
+
+def _tuple(given: Given) -> tuple[Any, ...]:
+    return given if isinstance(given, tuple) else (given,)
+
+
+def _rounded(output: Given) -> list[Tensor]:
+    """The tensors of ``output`` that have gradients, complex numbers as pairs."""
+    real = [torch.view_as_real(one) if one.is_complex() else one for one in _tuple(output)]
+    return [one for one in real if one.is_floating_point()]
+
+
+def _like(output: Tensor, draw: torch.Generator) -> Tensor:
+    """Random numbers in its shape, and of its size, so that neither is lost beside the other; in fp32 at least."""
+    wide = output.to(torch.promote_types(output.dtype, torch.float32))
+    size = wide.square().mean().sqrt().item()
+    drawn = torch.randn(output.shape, generator=draw, dtype=wide.dtype)
+    return drawn * size if 0 < size < math.inf else drawn
+
+
+def _shapes(given: Given) -> str:
+    """``(4, 8)``, of each tensor."""
+    return " and ".join(str(tuple(one.shape)) for one in (given if isinstance(given, tuple | list) else [given]))
+
+
+def _kind(found: object) -> str:
+    if not isinstance(found, tuple):
+        return f"a {type(found).__name__}"
+    other = next((type(one).__name__ for one in found if not isinstance(one, Tensor)), "")
+    return f"a tuple with a {other} in it" if other else "an empty tuple"
