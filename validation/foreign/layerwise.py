@@ -18,6 +18,7 @@ Build = Callable[[], nn.Module]
 LossOf = Callable[[Any, Tensor], Tensor]
 Given = Any  # a tensor or a tuple of tensors: what a layer takes, and gives
 _BOTH = 2  # layers with parameters, in a window
+_SEED = 7_919_000  # of targets, away from the small numbers that models and data are seeded with
 
 
 class Window(nn.Sequential):
@@ -59,6 +60,15 @@ class Neighbours:
 
 
 @dataclass(frozen=True)
+class Piece:
+    """A window, and what it is trained on; ``unseen``: what of its gradients no verdict on it tells, in words."""
+
+    window: Neighbours
+    microbatches: Sequence[tuple[Given, Tensor]]
+    unseen: str
+
+
+@dataclass(frozen=True)
 class Layered:
     """A model by the builders of its layers, in order, with what it is trained on; ``device`` as a world has it."""
 
@@ -82,34 +92,48 @@ class Layered:
         if not callable(self.loss_fn):
             raise WhiteBoxError(f"loss_fn is {self.loss_fn!r}: expected a function of output and target")
 
-    def windows(self) -> Iterator[tuple[Neighbours, list[tuple[Given, Tensor]]]]:
-        """Each window, and its microbatches. Raises ``WhiteBoxError`` for layers that are no chain.
+    def windows(self) -> Iterator[Piece]:
+        """Each window with its microbatches. Raises ``WhiteBoxError`` for layers that are no chain.
 
         A window ends with the second of its layers that has parameters to train. The next begins with that one, so that
         what every layer sends back meets parameters of a layer before it.
         """
-        first, last = 0, -1
+        first, last, count = 0, -1, len(self.builders)
         inputs: list[Given] = [inputs for inputs, _ in self.microbatches]
-        while last + 1 < len(self.builders):
-            last, following, targets = self._reached(first, inputs)
-            ends = last + 1 == len(self.builders)
-            loss_fn = self.loss_fn if ends else off_target
+        while last + 1 < count:
+            last, following, targets, unseen = self._reached(first, inputs)
+            ends = last + 1 == count
             due = [target for _, target in self.microbatches] if ends else targets
-            window = Neighbours(tuple(self.builders[first : last + 1]), first, len(self.builders), loss_fn)
-            yield window, list(zip(inputs, due, strict=True))
+            loss_fn = self.loss_fn if ends else off_target
+            window = Neighbours(tuple(self.builders[first : last + 1]), first, count, loss_fn)
+            yield Piece(window, list(zip(inputs, due, strict=True)), unseen if last > first else "")
             first, inputs = last, following
 
-    def _reached(self, first: int, inputs: list[Given]) -> tuple[int, list[Given], list[Tensor]]:
-        """The last layer of the window from ``first`` on, what it is given, and targets for what it gives."""
-        trained, given, found = 0, inputs, inputs
+    def _reached(self, first: int, inputs: list[Given]) -> tuple[int, list[Given], list[Tensor], str]:
+        """The last layer of the window from ``first`` on, what it is given, and targets for what it gives.
+
+        And which tensors of the window's first layer with parameters are not made by these.
+        """
+        trained, given, found, unseen = 0, inputs, inputs, ""
         for number in range(first, len(self.builders)):
             layer = self._built(number)
-            trained += any(parameter.requires_grad for parameter in layer.parameters())
             given, found = found, [self._called(layer, number, m, one) for m, one in enumerate(found)]
+            trains = any(parameter.requires_grad for parameter in layer.parameters())
+            trained += trains
             if trained == _BOTH:
                 break
-        draw = torch.Generator().manual_seed(number)
-        return number, given, [self._target(one, number, draw) for one in found]
+            unseen = self._unseen(layer, number, given[0]) if trains else unseen
+        draw = torch.Generator().manual_seed(_SEED + number)
+        return number, given, [self._target(one, number, draw) for one in found], unseen
+
+    def _unseen(self, layer: nn.Module, number: int, given: Given) -> str:
+        """The tensors that ``layer`` gives and no parameter of its own has a part in, in words; empty if none is."""
+        with one_thread():
+            found = _tuple(layer(*self._moved(given)))
+        own = [k for k, one in enumerate(found) if one.is_floating_point() and not one.requires_grad]
+        outputs = f"{'outputs' if len(own) > 1 else 'output'} {', '.join(map(str, own))}"
+        why = "no parameter of its own has a part in it"
+        return f"what is sent back for {outputs} of layer {number} is not compared: {why}" if own else ""
 
     def _built(self, number: int) -> nn.Module:
         build = self.builders[number]
@@ -126,10 +150,9 @@ class Layered:
     def _called(self, layer: nn.Module, number: int, microbatch: int, given: Given) -> Given:
         """What ``layer`` gives, on the CPU."""
         own = f"{self._layer(number)}, a {type(layer).__name__},"
-        batch = Batch.of(given, torch.empty(0)).to(self._place)
         try:
             with one_thread(), torch.no_grad():
-                found = layer(*batch.inputs)
+                found = layer(*self._moved(given))
         except Exception as error:  # no one type: it is the user's code
             whose = f"layer {number - 1} gave" if number else "it is given"
             what = f"what {whose} for microbatch {microbatch}, {_shapes(given)}"
@@ -148,6 +171,10 @@ class Layered:
                 f"{self._layer(number)} gave no floating-point tensor: nothing could be sent back to it"
             )
         return torch.cat([one.flatten() for one in drawn]) if isinstance(output, tuple) else drawn[0]
+
+    def _moved(self, given: Given) -> list[Tensor]:
+        """Copies where the layers are, for a layer may change what it is given."""
+        return [one.to(self._place, copy=True) for one in Batch.of(given, torch.empty(0)).inputs]
 
     @property
     def _place(self) -> str:

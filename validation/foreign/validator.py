@@ -136,8 +136,8 @@ class WhiteBox:
 
         Not checked: what concerns the whole model (its norm, weights that layers share which are no neighbours, the
         optimizer), and messages between stages, but for those inside a window. Nor what is sent back for a tensor that
-        a layer hands on as it came: build its maker and its taker as one layer. Dropout has to draw by the bits of its
-        input, or be off: else a verdict says that the reference is random.
+        a layer hands on and no parameter of its own had a part in: the verdict says which. Dropout has to draw by the
+        bits of its input, or be off: else a verdict says that the reference is random.
 
         layers: functions that build the layers in order, seeded; each takes all that the one before it gives, a tensor
         or a tuple of tensors. The rest is as in ``validate``; prefixes in ``names`` begin with the layer's number.
@@ -149,8 +149,9 @@ class WhiteBox:
         model.check()
         Task(step, layers[0], model.microbatches, loss_fn, loss_divisor).check()
         judge = partial(self.validate, step, ranks=ranks, loss_divisor=loss_divisor, names=names, timeout_s=timeout_s)
-        for window, pairs in model.windows():
-            yield judge(reference=window, microbatches=pairs, loss_fn=window.loss_fn)
+        for piece in model.windows():
+            verdict = judge(reference=piece.window, microbatches=piece.microbatches, loss_fn=piece.window.loss_fn)
+            yield _with_notes(verdict, {"gradient": piece.unseen})
 
     def _validated(self, task: Task, replicas: Replicas, names: Names | None) -> Verdict:
         title = _title(task, replicas)
