@@ -22,12 +22,16 @@ _SEED = 7_919_000  # of targets, away from the small numbers that models and dat
 
 
 class Window(nn.Sequential):
-    """Neighbouring layers, each under its number in the model; ``loss_fn``: of its output and a microbatch's target.
+    """Neighbouring layers, each under its number in the model, as a step is given them.
 
     A layer takes all that the one before it returns, a tensor or several.
     """
 
-    loss_fn: LossOf
+    @property
+    def loss_fn(self) -> LossOf:
+        """The loss of a microbatch, of the output and the target: yours, if these layers end the model."""
+        loss_fn: LossOf = self.__dict__["its_loss"]  # no attribute: a loss that is a module would be a layer
+        return loss_fn
 
     def forward(self, *given: Tensor) -> Any:
         """What the last layer returns."""
@@ -55,7 +59,7 @@ class Neighbours:
     def __call__(self) -> Window:
         named = {str(self.first + k): build() for k, build in enumerate(self.builders)}
         window = Window(OrderedDict(named))
-        window.__dict__["loss_fn"] = self.loss_fn  # not as an attribute: a loss that is a module is no layer
+        window.__dict__["its_loss"] = self.loss_fn
         return window
 
 
@@ -114,17 +118,20 @@ class Layered:
 
         And which tensors of the window's first layer with parameters are not made by these.
         """
-        trained, given, found, unseen = 0, inputs, inputs, ""
+        trained, given, unseen = 0, inputs, ""
         for number in range(first, len(self.builders)):
             layer = self._built(number)
-            given, found = found, [self._called(layer, number, m, one) for m, one in enumerate(found)]
             trains = any(parameter.requires_grad for parameter in layer.parameters())
             trained += trains
-            if trained == _BOTH:
+            if trained == _BOTH or number + 1 == len(self.builders):
                 break
+            found = [self._called(layer, number, m, one) for m, one in enumerate(given)]
             unseen = self._unseen(layer, number, given[0]) if trains else unseen
+            given = found
         draw = torch.Generator().manual_seed(_SEED + number)
-        return number, given, [self._target(one, number, draw) for one in found], unseen
+        # One at a time, for the outputs of a head may be large.
+        targets = [self._target(self._called(layer, number, m, one), number, draw) for m, one in enumerate(given)]
+        return number, given, targets, unseen
 
     def _unseen(self, layer: nn.Module, number: int, given: Given) -> str:
         """The tensors that ``layer`` gives and no parameter of its own has a part in, in words; empty if none is."""
@@ -164,12 +171,17 @@ class Layered:
         return moved if isinstance(found, tuple) else moved[0]
 
     def _target(self, output: Given, number: int, draw: torch.Generator) -> Tensor:
-        """Random numbers as large as ``output``: in its shape, or in a row where it is several tensors."""
-        drawn = [_like(one, draw) for one in _rounded(output)]
-        if not drawn:
-            raise WhiteBoxError(
-                f"{self._layer(number)} gave no floating-point tensor: nothing could be sent back to it"
-            )
+        """Random numbers as large as ``output``: in its shape, or in a row where it is several tensors.
+
+        After the model's last layer, whose targets are the user's, none.
+        """
+        rounded = _rounded(output)
+        if not rounded:
+            what = f"{self._layer(number)} gave no floating-point tensor"
+            raise WhiteBoxError(f"{what}: nothing could be sent back to it")
+        if number + 1 == len(self.builders):
+            return torch.empty(0)
+        drawn = [_like(one, draw) for one in rounded]
         return torch.cat([one.flatten() for one in drawn]) if isinstance(output, tuple) else drawn[0]
 
     def _moved(self, given: Given) -> list[Tensor]:

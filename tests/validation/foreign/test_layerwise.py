@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
 
-from pipeproof.cases.primitives.layers import Block, Embedding, ExpertBlock, Head, microbatches
+from pipeproof.cases.primitives.layers import Block, Embedding, ExpertBlock, Head, bits, microbatches
 from pipeproof.cases.primitives.layers import loss_fn as of_tokens
 from pipeproof.cases.primitives.sharded import sharded
 from pipeproof.cases.primitives.stacked import gradients_of
@@ -303,6 +303,34 @@ def test_dropout_that_is_not_seeded_is_told(whitebox: WhiteBox) -> None:
     (verdict,) = whitebox.layerwise(alone, layers=layers, microbatches=pairs(), ranks=1, loss_fn=loss_fn)
     assert verdict.verdict == "unknown"
     assert "the reference layers 0 to 2 of 3 is random" in verdict.headline
+
+
+class Drops(nn.Linear):
+    """What it drops follows from what it is given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.manual_seed(bits(x))
+        return nn.functional.dropout(super().forward(x), 0.5, self.training)
+
+
+def test_dropout_that_draws_by_its_input_passes(whitebox: WhiteBox) -> None:
+    layers = [partial(seeded, Drops, number, WIDTH, WIDTH) for number in range(3)]
+    for verdict in whitebox.layerwise(alone, layers=layers, microbatches=pairs(), ranks=1, loss_fn=loss_fn):
+        assert verdict.verdict == "pass", str(verdict)
+
+
+def change_in_place(number: int) -> nn.Module:
+    return seeded(lambda: nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)), number)
+
+
+def test_layers_that_change_what_they_are_given_leave_the_data() -> None:
+    data, layers = tuple(pairs()), [partial(change_in_place, number) for number in range(3)]
+    first, second = Layered(layers, data, loss_fn, "cpu").windows()
+    relu = [nn.functional.relu(x) for x, _ in pairs()]
+    for (x, _), (given, _), (own, _) in zip(pairs(), data, first.microbatches, strict=True):
+        assert torch.equal(x, given)
+        assert torch.equal(x, own)
+    assert all(torch.equal(layers[0]()[1](x), at) for x, (at, _) in zip(relu, second.microbatches, strict=True))
 
 
 def test_the_loss_between_layers() -> None:
