@@ -343,10 +343,6 @@ def unbuildable() -> nn.Module:
     raise KeyError("no weights")
 
 
-def no_module() -> Any:
-    return [1]
-
-
 class Lists(nn.Linear):
     def forward(self, x: Tensor) -> Any:
         return [super().forward(x)]
@@ -369,7 +365,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a model": ({"layers": nn.Sequential(L())}, "layers is a Sequential: expected a list of functions, of which"),
     "a module": ({"layers": [L, L()]}, "layer 1 of 2 is a Linear: expected a function without arguments that"),
     "a number": ({"layers": [L, L, 3]}, "layer 2 of 3 is a int: expected a function without arguments that builds"),
-    "no module": ({"layers": [L, no_module]}, r"layer 1 of 2 is a list, by no_module: expected a torch.nn.Module"),
+    "no module": ({"layers": [L, list]}, "layer 1 of 2 is a list, by list: expected a torch.nn.Module"),
     "raises": ({"layers": [L, unbuildable]}, "layer 1 of 2 cannot be built: unbuildable raised KeyError: 'no weights'"),
     "other widths": (
         {"layers": [partial(linear, 0, 5), L]},
