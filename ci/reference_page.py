@@ -43,7 +43,9 @@ SCHEDULE = (
 PARTS: Mapping[str, Sequence[Name]] = {
     "Your own step": (
         Name("pipeproof.foreign", "validate", "validation/foreign/validator.py"),
-        Name("pipeproof.foreign", "WhiteBox", "validation/foreign/validator.py", methods=("validate",)),
+        Name("pipeproof.foreign", "WhiteBox", "validation/foreign/validator.py", methods=("validate", "layerwise")),
+        Name("pipeproof.foreign", "layerwise", "validation/foreign/validator.py"),
+        Name("pipeproof.foreign", "Window", "validation/foreign/layerwise.py", methods=("loss_fn",)),
         Name("pipeproof.foreign", "watch", "validation/observers/watching.py"),
         Name("pipeproof.foreign", "HandedBack", "validation/foreign/handed_back.py"),
         Name("pipeproof.foreign", "FlatShard", "validation/foreign/handed_back.py"),

@@ -168,7 +168,7 @@ def test_a_fault_is_told_as_a_page_shows(
 ) -> None:
     (own,) = [file for file in folder.glob("*.py") if right in file.read_text()]
     own.write_text(own.read_text().replace(right, wrong))
-    (test,) = [block for block in blocks("python") if block.page == page and block.file.startswith("test_")]
+    (test,) = [block for block in blocks("python") if block.page == page and f'pytest "{block.file}::' in verdict]
     (name,) = re.findall(r"def (test_\w+)", test.text)
     monkeypatch.setenv("PYTEST_CURRENT_TEST", f"{test.file}::{name} (call)")
     with as_in(folder), World() as world, pytest.raises(ValidationFailed) as failed:

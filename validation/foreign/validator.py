@@ -4,14 +4,13 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, zip_longest
 from time import perf_counter
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -20,18 +19,20 @@ from pipeproof.diagnosis.members import Replicas
 from pipeproof.foreign.assemble import Assembled
 from pipeproof.foreign.evidence import Beside, evidence_of
 from pipeproof.foreign.handed_back import HandBackError
+from pipeproof.foreign.holders import at_holders
+from pipeproof.foreign.layerwise import Build, Layered
 from pipeproof.foreign.matching import Names, NamesError, check_names
 from pipeproof.foreign.rank import Order, RankMade, Step, digests, join_messages, run_step
 from pipeproof.foreign.reference_run import ReferenceRaised, ReferenceRun, SecondModel, Task, WhiteBoxError, name_of
 from pipeproof.foreign.shared_stages import joined_parts
+from pipeproof.foreign.unseen import missed, skipped, unreported
 from pipeproof.judging.judge import judged, one_thread
 from pipeproof.judging.oracle import Answer, Floors, Orders, Pending, Requirements, precision_of_reference
 from pipeproof.judging.tolerance import Precision
-from pipeproof.judging.verdict import Crash, Mismatch, Verdict
-from pipeproof.observers.observed import Observed
+from pipeproof.judging.verdict import Crash, Verdict
 from pipeproof.observers.sketch import UNSOUGHT, contents
 from pipeproof.reference.data import Batch
-from pipeproof.reference.step import Contribution, Reference, Site
+from pipeproof.reference.step import Contribution, Reference
 from pipeproof.worlds.rank_report import NeedsMoreRanks, RankFailed, WorldError
 from pipeproof.worlds.timeout import seconds
 from pipeproof.worlds.world import World
@@ -110,6 +111,48 @@ class WhiteBox:
             verdict = _stopped(_title(task, replicas), error)
         return replace(verdict, rerun=_rerun(), seconds=perf_counter() - began)
 
+    def layerwise(
+        self,
+        step: Step,
+        *,
+        layers: Sequence[Build],
+        microbatches: Sequence[Any],
+        ranks: int | Sequence[int] | Mapping[str, int],
+        loss_fn: Callable[[Any, Tensor], Tensor],
+        loss_divisor: float | None = None,
+        names: Names | None = None,
+        timeout_s: float | None = None,
+    ) -> Iterator[Verdict]:
+        """Verdicts on ``step``, one for every two neighbouring layers of a model that is too large for one rank.
+
+        Layers k and k + 1 are a model of their own: ``step(model, microbatches)`` gets a ``Window`` of them, as if it
+        were all, and hands back what ``validate`` wants. Its inputs are what the layers before give. Its loss is
+        ``model.loss_fn(output, target)``: of the last layers ``loss_fn``, else the mean square of what the output is
+        off a target, which is random and seeded. What layer k + 1 sends back meets the parameters of layer k. Layers
+        without parameters to train go with those before them, the first ones with those after them.
+
+        A verdict comes before the next layer is built. Iterate to the end: nothing else runs the rest. Kept are no more
+        than two validated layers, and the tensors at the boundaries of a window and of the next.
+
+        Not checked: what concerns the whole model (its norm, weights that layers share which are no neighbours, the
+        optimizer), and messages between stages, but for those inside a window. Nor what is sent back for a tensor that
+        a layer hands on and no parameter of its own had a part in: the verdict says which. Dropout has to draw by the
+        bits of its input, or be off: else a verdict says that the reference is random.
+
+        layers: functions that build the layers in order, seeded; each takes all that the one before it gives, a tensor
+        or a tuple of tensors. The rest is as in ``validate``; prefixes in ``names`` begin with the layer's number.
+
+        Raises ``WhiteBoxError``, also for a layer that cannot be built or cannot take what it is given, and what
+        ``validate`` raises.
+        """
+        model = Layered(layers, tuple(microbatches), loss_fn, self.world.device)
+        model.check()
+        Task(step, layers[0], model.microbatches, loss_fn, loss_divisor).check()
+        judge = partial(self.validate, step, ranks=ranks, loss_divisor=loss_divisor, names=names, timeout_s=timeout_s)
+        for piece in model.windows():
+            verdict = judge(reference=piece.window, microbatches=piece.microbatches, loss_fn=piece.window.loss_fn)
+            yield _with_notes(verdict, {"gradient": piece.unseen})
+
     def _validated(self, task: Task, replicas: Replicas, names: Names | None) -> Verdict:
         title = _title(task, replicas)
         model = task.built(self.world.device)
@@ -169,6 +212,31 @@ def validate(
         )
 
 
+def layerwise(
+    step: Step,
+    *,
+    layers: Sequence[Build],
+    microbatches: Sequence[Any],
+    ranks: int | Sequence[int] | Mapping[str, int],
+    loss_fn: Callable[[Any, Tensor], Tensor],
+    loss_divisor: float | None = None,
+    names: Names | None = None,
+    timeout_s: float | None = None,
+) -> Iterator[Verdict]:
+    """As ``WhiteBox.layerwise``, on a world that lasts as long as somebody iterates."""
+    with World() as world:
+        yield from WhiteBox(world).layerwise(
+            step,
+            layers=layers,
+            microbatches=microbatches,
+            ranks=ranks,
+            loss_fn=loss_fn,
+            loss_divisor=loss_divisor,
+            names=names,
+            timeout_s=timeout_s,
+        )
+
+
 def _judged(title: str, task: Task, found: Assembled, second: SecondModel, run: ReferenceRun) -> Verdict:
     batches, made, reference = run.batches, run.made(found.owner), run.reference(found.owner, found.copies)
     if other_loss := second.other_loss(made[0].loss, batches[0]):
@@ -187,9 +255,9 @@ def _judged(title: str, task: Task, found: Assembled, second: SecondModel, run: 
         found.due,
         _Oracle(task, reference, batches, made),
         found.tied,
-        skipped=dict(_skipped(found, observed)),
-        missed=dict(_missed(found, observed)),
-        remarks=found.remarks | _unreported(observed),
+        skipped=dict(skipped(found, observed)),
+        missed=dict(missed(found, observed)),
+        remarks=found.remarks | unreported(observed),
         unmatched=found.unmatched,
         unseen=found.unseen,
         uncalled=found.uncalled,
@@ -203,7 +271,7 @@ def _judged(title: str, task: Task, found: Assembled, second: SecondModel, run: 
     if verdict.mismatches and all(one.law in _OF_CALLS for one in verdict.mismatches):
         last = judged(required, found.observed(found.passages(run.places, run.note_handed_on, last=True)))
         verdict = _with_notes(last, {"microbatches": _WARMED_UP}) if last.verdict == "pass" else verdict
-    verdict = _at_holders(_of_first_ranks(verdict), found, made)
+    verdict = at_holders(_of_first_ranks(verdict), found, made)
     if found.watched and found.missed:
         verdict = _with_notes(verdict, dict.fromkeys(_OF_CALLS, found.missed))
     if not verdict.mismatches:
@@ -222,31 +290,6 @@ def _judged(title: str, task: Task, found: Assembled, second: SecondModel, run: 
 
     with one_thread():
         return sought(verdict, told)
-
-
-def _at_holders(verdict: Verdict, found: Assembled, made: Sequence[Contribution]) -> Verdict:
-    """``verdict``; what is wrong with a parameter is placed on a rank that holds it.
-
-    What is held against the model comes first: where ranks differ, the one that the others are held against may be it.
-    """
-    placed = [_at_holder(one, found, made) for one in verdict.mismatches]
-    return replace(verdict, mismatches=tuple(sorted(placed, key=lambda one: one.beside is not None)))
-
-
-def _at_holder(one: Mismatch, found: Assembled, made: Sequence[Contribution]) -> Mismatch:
-    if one.stage is None:
-        return one
-    if one.law in ("gradient", "presence") and one.parameter is not None:
-        return replace(one, rank=found.holder((one.stage, one.parameter), _due((one.stage, one.parameter), made)))
-    several = len(found.stages[one.stage].part.members) > 1
-    return replace(one, rank=None) if one.law == "microbatches" and several and one.microbatch is None else one
-
-
-def _due(site: Site, made: Sequence[Contribution]) -> Tensor | None:
-    """What all microbatches give there."""
-    parts = [one.gradients.get(site) for one in made]
-    given = [one.cpu() for one in parts if one is not None]
-    return torch.stack(given).sum(dim=0) if given else None
 
 
 def _of_first_ranks(verdict: Verdict) -> Verdict:
@@ -305,41 +348,6 @@ def other_data(made: Sequence[RankMade], own: tuple[tuple[bytes, ...], ...]) -> 
                     "makes its own, so seed them alike"
                 )
     return ""
-
-
-def _skipped(found: Assembled, observed: Observed) -> Sequence[tuple[str, str]]:
-    """The laws that do not apply to what was handed back."""
-    claimed = {claim.law for row in observed.ranks for claim in row[0].claims}
-    laws = (("shards", "no parameter is in shards"), ("replicas", "no stage is held by several ranks"))
-    return [(law, reason) for law, reason in laws if law not in claimed]
-
-
-def _missed(found: Assembled, observed: Observed) -> Sequence[tuple[str, str]]:
-    """The laws of whose matter nothing was handed back or watched."""
-    modules = any(local.content is not None for stage in found.stages for local in stage.part.locals)
-    norm = any(row[0].norm is not None for row in observed.ranks)
-    ordered = len(found.unseen) < len(found.stages) or not found.stages
-    named = "gradients were handed back, not watched modules" if found.nameless else ""
-    unwatched = found.missed or named or "no stage was watched: watch(module) does"
-    if axis := found.replicas.sequence:
-        unwatched = f"ranks along {axis} have parts of every sequence, so what passes is not compared"
-    unseen = "gradients were handed back, not modules" if found.nameless else "no weight was seen before the step"
-    return [
-        (law, reason)
-        for law, seen, reason in (
-            ("initial-weights", modules or not found.stages, unseen),
-            ("microbatches", ordered, unwatched),
-            ("boundaries", found.watched, unwatched),
-            ("grad-norm", norm, "no rank reports a norm"),
-        )
-        if not seen
-    ]
-
-
-def _unreported(observed: Observed) -> dict[str, str]:
-    """What the step does not report, by the law that needs it."""
-    told = any(row[0].losses or row[0].loss is not None for row in observed.ranks)
-    return {} if told else {"loss": "no rank reports a loss: hand losses back beside the modules"}
 
 
 def _failed(title: str, failure: RankFailed) -> Verdict:

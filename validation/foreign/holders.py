@@ -1,0 +1,36 @@
+"""Where a mismatch is: on a rank that holds the parameter that is wrong."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from pipeproof.foreign.assemble import Assembled
+from pipeproof.judging.verdict import Mismatch, Verdict
+from pipeproof.reference.step import Contribution, Site
+
+
+def at_holders(verdict: Verdict, found: Assembled, made: Sequence[Contribution]) -> Verdict:
+    """``verdict``; what is wrong with a parameter is placed on a rank that holds it.
+
+    What is held against the model comes first: where ranks differ, the one that the others are held against may be it.
+    """
+    placed = [_at_holder(one, found, made) for one in verdict.mismatches]
+    return replace(verdict, mismatches=tuple(sorted(placed, key=lambda one: one.beside is not None)))
+
+
+def _at_holder(one: Mismatch, found: Assembled, made: Sequence[Contribution]) -> Mismatch:
+    if one.stage is None:
+        return one
+    if one.law in ("gradient", "presence") and one.parameter is not None:
+        return replace(one, rank=found.holder((one.stage, one.parameter), _due((one.stage, one.parameter), made)))
+    several = len(found.stages[one.stage].part.members) > 1
+    return replace(one, rank=None) if one.law == "microbatches" and several and one.microbatch is None else one
+
+
+def _due(site: Site, made: Sequence[Contribution]) -> Tensor | None:
+    """What all microbatches give there."""
+    parts = [one.gradients.get(site) for one in made]
+    given = [one.cpu() for one in parts if one is not None]
+    return torch.stack(given).sum(dim=0) if given else None
