@@ -67,13 +67,11 @@ class Copies:
         """What each rank's is made of; None where that is not decided."""
         found: dict[int, Counts] = {}
         for region in self.regions:
-            terms = Terms({Term("pair", m, m): row for m, row in enumerate(region.rows)}, {})
             for rank, gradient in region.seen.items():
-                counts = counted(gradient, terms, self.limit)
-                right = counts is None and error(gradient, region.rows.sum(dim=0)) < _ALIKE
-                if not right and (counts is None or len(counts) < len(region.rows)):
+                counts = _makeup([(gradient, region.rows)], self.limit)
+                if counts is None:
                     return None
-                found[rank] = (1.0,) * len(region.rows) if right else tuple(c for _, c in counts or ())
+                found[rank] = counts
         return tuple(sorted(found.items()))
 
     def fits(self, pattern: Pattern) -> bool:
@@ -214,14 +212,14 @@ def _in_parts(
     yield Cause("not-reduced", stage=stage.index, parameter=None if whole else first[0], detail=detail)
 
 
-def of_ranks(members: Members, expected: Expected, update: Update) -> list[Cause]:
+def of_shards(members: Members, expected: Expected, update: Update) -> list[Cause]:
     """What each rank's shards are made of, where ranks differ in that; none if any rank's tells nothing."""
-    return [cause for stage in members.stages for cause in _of_ranks(members, expected, stage, update)]
+    return [cause for stage in members.stages for cause in _of_shards(members, expected, stage, update)]
 
 
 def apart_by_rank(members: Members, expected: Expected) -> tuple[int, int] | None:
     """Two ranks whose shards are not made of microbatches alike, as far as it is known; None if all are."""
-    for made in (_made_by_rank(members, expected, stage) for stage in members.stages if stage.part.shards):
+    for made in (_makeup_by_rank(members, expected, stage) for stage in members.stages if stage.part.shards):
         (rank, counts), *others = [one for one in made.items() if one[1] is not None] or [(0, None)]
         for other, its in others:
             if its != counts:
@@ -229,10 +227,10 @@ def apart_by_rank(members: Members, expected: Expected) -> tuple[int, int] | Non
     return None
 
 
-def _of_ranks(members: Members, expected: Expected, stage: Stage, update: Update) -> Iterator[Cause]:
+def _of_shards(members: Members, expected: Expected, stage: Stage, update: Update) -> Iterator[Cause]:
     if not stage.part.shards:
         return
-    made = _made_by_rank(members, expected, stage)
+    made = _makeup_by_rank(members, expected, stage)
     known = {rank: counts for rank, counts in made.items() if counts is not None}
     if len(known) < len(made) or len({*known.values()}) < 2:
         return
@@ -248,7 +246,7 @@ def _of_ranks(members: Members, expected: Expected, stage: Stage, update: Update
             yield Cause(fault.kind, rank, stage.index, fault.microbatches, factor=fault.factor, detail=detail)
 
 
-def _made_by_rank(members: Members, expected: Expected, stage: Stage) -> dict[int, Counts | None]:
+def _makeup_by_rank(members: Members, expected: Expected, stage: Stage) -> dict[int, Counts | None]:
     """How often each microbatch is in what each rank has of the stage; None where that is not decided."""
     held: dict[int, list[tuple[Tensor, Tensor]]] = {}
     copies = list(copies_of(members, expected, stage))
@@ -256,10 +254,10 @@ def _made_by_rank(members: Members, expected: Expected, stage: Stage) -> dict[in
         for rank, gradient in region.seen.items():
             held.setdefault(rank, []).append((gradient, region.rows))
     limit = max((one.limit for one in copies), default=0.0)
-    return {rank: _made(parts, limit) for rank, parts in sorted(held.items())}
+    return {rank: _makeup(parts, limit) for rank, parts in sorted(held.items())}
 
 
-def _made(parts: Sequence[tuple[Tensor, Tensor]], limit: float) -> Counts | None:
+def _makeup(parts: Sequence[tuple[Tensor, Tensor]], limit: float) -> Counts | None:
     """How often each microbatch is in all of ``parts``, each what is there and what microbatches give there."""
     seen, rows = torch.cat([one for one, _ in parts]), torch.cat([rows for _, rows in parts], dim=1)
     whole = rows.sum(dim=0)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from pipeproof.diagnosis.attribution import attribute
-from pipeproof.diagnosis.copies import adding_up, apart_by_rank, of_ranks, unreduced
+from pipeproof.diagnosis.copies import adding_up, apart_by_rank, of_shards, unreduced
 from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.diagnosis.members import Members, Replicas
 from pipeproof.diagnosis.naming import of_a_part
@@ -43,7 +43,7 @@ def _of_shards(evidence: Evidence, members: Members) -> list[Cause]:
     wrong = evidence.differs("gradient") or evidence.differs("replicas")
     if not wrong or evidence.differs("presence") or evidence.due is None:
         return []
-    return of_ranks(members, evidence.expected, evidence.due.update)
+    return of_shards(members, evidence.expected, evidence.due.update)
 
 
 def of_replicas(causes: Sequence[Cause], evidence: Evidence) -> Sequence[Cause]:
