@@ -1,4 +1,7 @@
-"""Bugs in each way to recompute, cut tensors and sequences by hand, and reduce with DDP are caught and named."""
+"""Bugs in each way to recompute, cut tensors and sequences by hand, and reduce with DDP are caught.
+
+Those with a cause are named. Of the others the verdict names none, and says where a tensor is first wrong.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace

@@ -9,7 +9,7 @@ from pipeproof.cases.primitives.stacked import reference_of
 from pipeproof.cases.primitives.stacks import Stack
 from pipeproof.judging.verdict import Verdict
 
-# A campaign runs all stacks and faults, with so many seeds: PRIMITIVES_SEEDS=20 pytest tests/examples/test_prim*.py
+# A campaign runs all stacks with so many seeds, and all faults: ci/primitives stacks
 SEEDS = range(int(os.environ.get("PRIMITIVES_SEEDS", "1")))
 CAMPAIGN = len(SEEDS) > 1
 Reference = Callable[[], nn.Module]

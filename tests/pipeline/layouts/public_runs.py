@@ -117,19 +117,19 @@ RUNS: Mapping[str, Run] = {
     "deepseek-v3": Run(MODELS["deepseek-v3"], 15360, 4096, "h800", 2048, 1, (1, 1, 16, 128, 64)),
 }
 
-# Which of them advice has not among its first three, and why. No constant is fitted to any run.
+# Which of them advice has not among its first three, and why, as far as we know. No constant is fitted to any run.
 NOT_FOUND: Mapping[str, str] = {
     "megatron 2019, 1.2 B": "there was no pipeline in Megatron yet; one that is zero-bubble saves recompute here",
     "megatron 2019, 2.5 B": "as 1.2 B",
     "turing-nlg": "two stages save full recompute of all",
     "megatron 18.4 B": "two ranks of a zero-bubble pipeline, unknown then, cost less than tp 8 instead of 4",
-    "megatron 39.1 B": "as 18.4 B, and fourth",
+    "megatron 39.1 B": "as 18.4 B",
     "glm-130b": "its eight stages fit with full recompute alone; deeper pipelines need none",
     "falcon 40 B": "tp 4 fits, with sequence parallelism, which its framework had not, and says half as much",
     "mpt 30 B": "FSDP alone had neither tensor parallelism nor a pipeline, and so full recompute",
     "olmo 7 B": "a network of 25 GB/s is assumed for A100; with it ZeRO over 216 devices waits in every microbatch",
     "megascale on 3,072": "tp 4 with 12 stages fits, and says half as much",
-    "megascale on 12,288": "sixth, within 6 % of the first: fewer stages fit, for batches are the same size",
-    "llama 3, long": "longer pipelines with cp 32 are 7 % faster; the run kept those of its shorter sequences",
+    "megascale on 12,288": "fewer stages fit, for batches are the same size",
+    "llama 3, long": "longer pipelines with cp 32 are faster; the run kept those of its shorter sequences",
     "deepseek-v3": "experts over 8 nodes cost little where DualPipe computes meanwhile; here ranks wait for them",
 }
