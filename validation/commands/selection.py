@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pipeproof.cases.case import DTYPES, LOSSES, MODELS, SCHEDULES, Case, CaseError, most_stages
 from pipeproof.cases.config import Config, read_config
 from pipeproof.cases.own_schedule import own_schedule
-from pipeproof.commands.option_parser import add_count, add_names, seconds, without_effect
+from pipeproof.commands.option_parser import add_count, add_names, without_effect
 from pipeproof.pipeline.files import is_csv
 from pipeproof.pipeline.lower import Program
 from pipeproof.pipeline.partition import parse_split
@@ -16,6 +16,7 @@ from pipeproof.pipeline.schedule import Schedule, ScheduleError
 from pipeproof.pipeline.schedules import FAMILIES, LOOPED, build, can_have, canonical_name, known_are, virtuals
 from pipeproof.pipeline.sizes import MOST_LAYERS, MOST_RANKS, counted
 from pipeproof.reports.terminal import Terminal
+from pipeproof.worlds.timeout import parsed_seconds
 
 RANKS, MICROBATCHES = 4, 8
 Fits = Callable[[int], object]
@@ -185,9 +186,8 @@ def told_case(config: Config) -> Case:
 
 def add_timeout(parser: argparse.ArgumentParser) -> None:
     """How long one case may take."""
-    parser.add_argument(
-        "--timeout", type=seconds, default=120, metavar="SECONDS", help="a case that takes longer counts as a hang"
-    )
+    hang = "a case that takes longer counts as a hang"
+    parser.add_argument("--timeout", type=parsed_seconds, default=120, metavar="SECONDS", help=hang)
 
 
 def add_world(parser: argparse.ArgumentParser) -> None:
