@@ -101,15 +101,14 @@ def _tell(terminal: Terminal, timings: Sequence[Timing], device: str) -> None:
 def _compared(first: Timing, other: Timing) -> Iterator[str]:
     """How the other compares, in words."""
     ratio = Ratio(first, other)
+    each = f"{min(ratio.rounds):.2f} to {max(ratio.rounds):.2f} in single rounds"
     if len(first.rounds) < FEWEST:
         yield f"{other.name} and {first.name}: too few rounds to compare"
     elif ratio.noise:
-        yield (
-            f"{other.name}: no difference from {first.name} that can be told from noise: ratio {ratio.value:.2f}, and "
-            f"rounds are {ratio.spread:.0%} apart"
-        )
+        known = f"no difference from {first.name} that can be told from noise"
+        yield f"{other.name}: {known}: ratio {ratio.value:.2f}, {each}"
     else:
-        yield f"{other.name} takes {ratio.value:.2f} times as long as {first.name}; rounds are {ratio.spread:.0%} apart"
+        yield f"{other.name} takes {ratio.value:.2f} times as long as {first.name}, {each}"
     if first.work != other.work:
         yield f"{other.name} has other work: {other.work}; {first.name}: {first.work}"
 

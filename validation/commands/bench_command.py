@@ -23,8 +23,8 @@ def add_bench_command(commands: "argparse._SubParsersAction[Any]") -> None:
         "bench",
         help="how long does a small step of each config take? they take turns",
         description="How long does a small step of each config take, and how much memory? They take turns. A ratio to "
-        "the first that is within the spread of rounds is no difference. Nothing is judged but that losses are finite: "
-        "one that is not ends with 1.",
+        "the first is no difference where it is as near to 1 as the ratios of rounds are to each other. Nothing is "
+        "judged but that losses are finite: one that is not ends with 1.",
     )
     parser.add_argument("config", nargs="+", help="a config, a JSON file; the others are compared with the first")
     add_count(parser, "--rounds", "N", "how often each takes its turn, after one that does not count", default=5)

@@ -41,7 +41,7 @@ def test_two_stacks_take_turns(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "pp.json", "tp.json", "--rounds", "3", "--json", "x.json"]) == 0
     out = capsys.readouterr().out
     assert re.match(r"config +ranks +step +spread +ratio +memory +runs\npp\.json +2 +[\d.]+ ms +\d+% +1\.00 ", out)
-    assert re.search(r"\ntp\.json(:| takes) .*rounds are \d+% apart\n3 rounds each\.", out)
+    assert re.search(r"\ntp\.json(:| takes) .*[\d.]+ to [\d.]+ in single rounds\n3 rounds each\.", out)
     assert out.endswith("over gloo on a CPU: their times say little of GPUs, or of large models.\n")
     assert "other work" not in out
     data = documented(Path("x.json").read_text())
@@ -105,17 +105,17 @@ def test_no_difference_is_called_one_that_noise_explains(
     assert main(["bench", "mlp.json", "gpipe.json", "--rounds", "3"]) == 0
     out = capsys.readouterr().out
     assert (
-        "gpipe.json: no difference from mlp.json that can be told from noise: ratio 1.09, and rounds are 18% apart\n"
-        in out
+        "gpipe.json: no difference from mlp.json that can be told from noise: ratio 1.09, 0.92 to 1.10 in single "
+        "rounds\n" in out
     )
     assert "1.00 MiB" in out
 
 
 def test_a_difference_is_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    pretending(rounds(1.0, 2.0, 1.0, 2.0, 1.1, 2.2), monkeypatch)
+    pretending(rounds(1.0, 2.0, 9.0, 18.0, 1.1, 2.2), monkeypatch)
     assert main(["bench", "mlp.json", "gpipe.json", "--rounds", "3", "-q"]) == 0
     out = capsys.readouterr().out
-    assert "gpipe.json takes 2.00 times as long as mlp.json; rounds are 10% apart\n" in out
+    assert "gpipe.json takes 2.00 times as long as mlp.json, 2.00 to 2.00 in single rounds\n" in out
 
 
 def test_a_loss_that_is_not_finite_fails(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
