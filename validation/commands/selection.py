@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pipeproof.cases.case import DTYPES, LOSSES, MODELS, SCHEDULES, Case, CaseError, most_stages
 from pipeproof.cases.config import Config, read_config
 from pipeproof.cases.own_schedule import own_schedule
+from pipeproof.cases.work import Work, notes_of
 from pipeproof.commands.option_parser import add_count, add_names, without_effect
 from pipeproof.pipeline.files import is_csv
 from pipeproof.pipeline.lower import Program
@@ -176,12 +177,10 @@ def config_of(options: argparse.Namespace) -> Config:
     return read_config(options.config)
 
 
-def told_case(config: Config) -> Case:
-    """The case of ``config``, whose notes are told."""
-    case = config.case
-    for note in config.notes:
+def tell_notes(config: Config, work: Work) -> None:
+    """Say what a reader of a verdict on ``work`` must know, which is run of ``config``."""
+    for note in notes_of(config, work):
         Terminal().say(note)
-    return case
 
 
 def add_timeout(parser: argparse.ArgumentParser) -> None:
