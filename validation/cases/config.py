@@ -9,7 +9,7 @@ from dataclasses import MISSING, dataclass
 from types import MappingProxyType
 from typing import Any
 
-from pipeproof.cases.case import CaseError, config_fields
+from pipeproof.cases.case import DEVICES, CaseError, config_fields
 from pipeproof.judging.measured import versions
 from pipeproof.pipeline.files import read_json
 from pipeproof.pipeline.layouts.layout import Recompute
@@ -72,7 +72,26 @@ def read_config(path: str) -> Config:
         counted(f"{path}: {name}", data.get(name, least), least=least, most=most)
     if (again := data.get("recompute", "none")) not in list(Recompute):
         raise CaseError(f"{path}: unknown recompute {again!r}: {known_are(again, list(map(str, Recompute)))}")
-    return Config(data, path)
+    if (device := data.get("device", DEVICES[0])) not in DEVICES:
+        raise CaseError(f"{path}: unknown device {device!r}: {known_are(device, DEVICES)}")
+    config = Config(data, path)
+    _check_axes(config)
+    return config
+
+
+def _check_axes(config: Config) -> None:
+    """Raise ``CaseError`` for axes that do not go together."""
+    dp, tp, sp, cp, ep = (config[name] for name in ("dp", "tp", "sp", "cp", "ep"))
+    if tp > 1 and sp > 1:
+        raise CaseError(
+            f"{config.name}: tp {tp} and sp {sp} do the same work: sp cuts layers as tp does, and sequences too; leave "
+            "one out"
+        )
+    if dp * cp % ep:
+        raise CaseError(
+            f"{config.name}: ep {ep} does not divide dp * cp {dp * cp}: experts are spread over these ranks; use a "
+            "divisor"
+        )
 
 
 def _check_types(data: Mapping[str, Any], path: str) -> None:

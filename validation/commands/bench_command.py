@@ -10,7 +10,7 @@ from pipeproof.cases.timings import FEWEST
 from pipeproof.cases.work import Work, work_of
 from pipeproof.commands.option_parser import add_count
 from pipeproof.commands.outputs import Outputs, add_outputs
-from pipeproof.commands.selection import add_world
+from pipeproof.commands.selection import add_world, device_of
 from pipeproof.pipeline.sizes import counted
 from pipeproof.worlds.launcher import start_fork_server
 
@@ -36,12 +36,12 @@ def add_bench_command(commands: "argparse._SubParsersAction[Any]") -> None:
 def _bench(options: argparse.Namespace) -> int:
     counted("--rounds", options.rounds, least=FEWEST, most=_MOST)
     configs = [read_config(path) for path in options.config]
-    works = [_timed(config) for config in configs]
+    works, device = [_timed(config) for config in configs], device_of(options, configs)
     start_fork_server()
     from pipeproof.commands.bench import bench
     from pipeproof.commands.campaign import Setting
 
-    setting = Setting(options.device, options.timeout, Outputs.of(options))
+    setting = Setting(device, options.timeout, Outputs.of(options))
     return bench(list(zip(configs, works, strict=True)), setting, rounds=options.rounds)
 
 

@@ -21,6 +21,7 @@ from pipeproof.commands.selection import (
     add_timeout,
     add_world,
     config_of,
+    device_of,
     dtype_names,
     schedule_names,
     table_of,
@@ -111,7 +112,7 @@ def _validate(options: argparse.Namespace) -> int:
         if isinstance(work, Stack):
             return validate_config(options, config, work)
         tell_notes(config, work)
-        cases, left_out, device = [work], {}, options.device if "--device" in options.given else work.device
+        cases, left_out, device = [work], {}, device_of(options, [config])
     start_fork_server()
     from pipeproof.commands.campaign import Setting, validate_all
 

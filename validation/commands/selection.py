@@ -2,7 +2,7 @@
 
 import argparse
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeproof.cases.case import DTYPES, LOSSES, MODELS, SCHEDULES, Case, CaseError, most_stages
@@ -175,6 +175,15 @@ def config_of(options: argparse.Namespace) -> Config:
     """The config that ``--config`` names; raises where the command line says of the case, too."""
     without_effect(options, [f"--{name}" for name in OF_TABLE], "with --config, which says it")
     return read_config(options.config)
+
+
+def device_of(options: argparse.Namespace, configs: Sequence[Config]) -> str:
+    """Where these are run: by ``--device``, or else by what they say. Raises ``CaseError`` where they disagree."""
+    said: dict[str, Config] = {config["device"]: config for config in configs if "device" in config.data}
+    if len(said) > 1 and "--device" not in options.given:
+        each = ", ".join(f"{config.name} says {device}" for device, config in said.items())
+        raise CaseError(f"{each}: all run on one device; give --device")
+    return options.device if "--device" in options.given or not said else next(iter(said))
 
 
 def tell_notes(config: Config, work: Work) -> None:

@@ -32,6 +32,9 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "torch": {**MLP, "runtime": "torch"},
         "planted": {**MLP, "specimen": "layernorm-zero"},
         "large": {**DECODER, "tp": 32},
+        "bf16": {**DECODER, "dtype": "bf16"},
+        "here": {**MLP, "device": "cpu"},
+        "there": {**DECODER, "device": "cuda"},
         "job": {**MLP, "model": "llama-3-8b"},
     }.items():
         Path(f"{name}.json").write_text(json.dumps({"format": "pipeproof/config", "version": 1, **data}))
@@ -142,7 +145,10 @@ def test_ranks_that_fail_end_it_without_a_verdict(
         (["bench", "mlp.json", "--rounds", "2"], "--rounds is 2: expected at least 3"),
         (["bench", "torch.json"], "torch.json: runtime torch is not timed here: expected pipeproof; leave it out"),
         (["bench", "planted.json"], "planted.json: specimen layernorm-zero is a planted fault: expected a right step"),
-        (["bench", "mlp.json", "large.json"], "tp 32"),
+        (["bench", "mlp.json", "large.json"], "large.json: stack tp=32: tp 32 does not divide heads 4: use a divisor"),
+        (["bench", "mlp.json", "bf16.json"], 'bf16.json: dtype is "bf16": expected "fp32"'),
+        (["bench", "there.json"], "cuda, but torch finds no CUDA device"),
+        (["bench", "here.json", "there.json"], "here.json says cpu, there.json says cuda: all run on one device; give"),
         (["bench", "mlp.json", "--json", "/no/such/folder/x"], "cannot write /no/such/folder/x"),
     ],
 )

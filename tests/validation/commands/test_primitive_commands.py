@@ -98,3 +98,13 @@ def test_a_config_with_more_than_a_pipeline_is_run_as_a_stack(
     )
     assert lines[-1] == "1 pass; 0 of 1 bit for bit"
     assert main(["validate", "--config", str(file), "--profile"]) == 2
+
+
+def test_a_fault_that_no_stack_has_is_no_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "planted.json"
+    planted = {"schedule": "1f1b", "pp": 2, "virtual": 1, "microbatches": 4, "split": [2, 2], "model": "decoder"}
+    file.write_bytes(Config({**planted, "specimen": "layernorm-zero"}).text())
+    assert main(["validate", "--config", str(file)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert f'{file}: specimen is "layernorm-zero": expected "", for a stack on these axes has no other' in err

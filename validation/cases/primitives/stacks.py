@@ -10,7 +10,7 @@ from pipeproof.cases.primitives.sizes import CHOSEN, EXPERTS, HEADS, SEQUENCE, V
 from pipeproof.pipeline.layouts.layout import Job, Layout, problems
 from pipeproof.pipeline.layouts.transformer import Experts, Transformer
 from pipeproof.pipeline.schedules import build, canonical_name, known_are, virtuals
-from pipeproof.pipeline.sizes import MOST_PROCESSES, counted
+from pipeproof.pipeline.sizes import MOST_MICROBATCHES, MOST_PROCESSES, MOST_SEED, counted
 
 PIPELINE = "pp"
 ONE_DEVICE = "one-device"  # the line of a stack of nothing
@@ -69,6 +69,8 @@ class Stack:
 
     def check(self) -> None:
         """Raise ``StackError`` or ``ScheduleError`` for what cannot be run."""
+        counted(f"microbatches of stack {self}", self.microbatches, most=MOST_MICROBATCHES)
+        counted(f"seed of stack {self}", self.seed, least=0, most=MOST_SEED)
         for problem in self._problems():
             raise StackError(f"stack {self}: {problem}")
         counted(f"ranks of stack {self}", self.ranks, most=MOST_PROCESSES)
