@@ -3,7 +3,6 @@
 All that a test suite of yours could have a name for begins with ``pipeproof``.
 """
 
-import argparse
 from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING
 
@@ -12,7 +11,7 @@ from _pytest._code.code import ExceptionRepr
 
 from pipeproof.worlds.launcher import under_torchrun
 from pipeproof.worlds.rank_report import NeedsMoreRanks
-from pipeproof.worlds.timeout import seconds
+from pipeproof.worlds.timeout import parsed_seconds
 
 if TYPE_CHECKING:
     from pipeproof.foreign import WhiteBox
@@ -29,19 +28,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption(
         "--pipeproof-rank-timeout",
-        type=_seconds,
+        type=parsed_seconds,
         default=300.0,
         metavar="SECONDS",
         help="under torchrun, how long ranks wait for one of them before the session ends (default: 300)",
     )
-
-
-def _seconds(text: str) -> float:
-    """A bound of a wait. Raises what argparse tells users of."""
-    try:
-        return seconds(float(text))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected seconds above 0") from None
 
 
 @pytest.hookimpl(tryfirst=True)
