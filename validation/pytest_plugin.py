@@ -34,6 +34,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="under torchrun, how long ranks wait for one of them before the session ends (default: 300)",
     )
 
+    most = "processes in which tests have left more process groups than this are replaced (default: never)"
+    parser.addini("pipeproof_most_groups", most, default="")
+
+
+def _most_groups(config: pytest.Config) -> int | None:
+    text = str(config.getini("pipeproof_most_groups"))
+    if text and not (text.isascii() and text.isdecimal()):
+        raise pytest.UsageError(
+            f"pipeproof_most_groups is {text!r}: expected how many process groups, as 24, or nothing"
+        )
+    return int(text) if text else None
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
@@ -44,6 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
     fresh = "pipeproof_fresh_ranks: runs on ranks that no test used before, and that none uses after it"
     config.addinivalue_line("markers", fresh)
     config.addinivalue_line("markers", "pipeproof_ranks: starts ranks; every test that uses pipeproof_world has it")
+    _most_groups(config)  # so that a wrong one is told at once
     config.pluginmanager.register(LeftOut(), "pipeproof-left-out")
     if under_torchrun():
         _refuse_workers(config)
@@ -66,7 +79,8 @@ def pipeproof_world(request: pytest.FixtureRequest) -> Iterator["World"]:
     from pipeproof.worlds.world import World  # torch comes with it, so only where a test wants ranks
 
     bound_s = min(120.0, request.config.getoption("--pipeproof-rank-timeout"))
-    with World(device=request.config.getoption("--pipeproof-device"), timeout_s=bound_s) as world:
+    device, most = request.config.getoption("--pipeproof-device"), _most_groups(request.config)
+    with World(device=device, timeout_s=bound_s, most_groups=most) as world:
         yield world
 
 
