@@ -61,15 +61,23 @@ def _global(name: str, numbers: Mapping[str, int], *, tied: bool) -> str:
 
 
 def load(chunks: Sequence[Any], reference: nn.Module) -> None:
-    """Give the chunks the weights of ``reference``, which ``validate`` handed to the step."""
+    """Give the chunks the weights of ``reference``, which ``validate`` handed to the step.
+
+    Raises ``MegatronError`` where the reference has no such parameter, or one of another shape.
+    """
     weights = dict(reference.named_parameters(remove_duplicate=False))
     with torch.no_grad():
         for chunk in map(bare, chunks):
             names = global_names(chunk)
             for name, parameter in chunk.named_parameters():
-                weight = weights.get(f"{CHILD}.{names[name]}")
-                if weight is not None and weight.shape == parameter.shape:
-                    parameter.copy_(weight)
+                own, weight = names[name], weights.get(f"{CHILD}.{names[name]}")
+                if weight is None or weight.shape != parameter.shape:
+                    what = "none" if weight is None else f"one of shape {list(weight.shape)}"
+                    raise MegatronError(
+                        f"a stage has a parameter {own} of shape {list(parameter.shape)}, the reference has {what}: "
+                        "build both by the same function, with the same sizes"
+                    )
+                parameter.copy_(weight)
 
 
 def main_gradient(parameter: nn.Parameter) -> Tensor | None:

@@ -51,6 +51,11 @@ _COVERED = {
     "mtp_num_layers": None,
     "fp16": False,
     "bf16": False,
+    "fp8": None,
+    "fp4": None,
+    # Megatron's own default is 0.1: stages would draw other numbers than the whole model.
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
 }
 
 
@@ -113,7 +118,7 @@ def alone() -> Iterator[None]:
     state = core("parallel_state")
     own = not dist.is_initialized()
     if own:
-        dist.init_process_group("gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     kept = {name: value for name, value in vars(state).items() if re.fullmatch(r"_[A-Z_]+", name)}
     vars(state).update({name: None for name in kept} | _of_one(kept))
     try:

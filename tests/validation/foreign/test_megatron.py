@@ -101,6 +101,23 @@ def test_a_chunk_gets_the_weights_of_its_own_layers() -> None:
         assert not own.equal(reference.get_parameter(f"decoder.layers.{local}.linear.weight"))
 
 
+def test_a_reference_that_lacks_a_parameter_is_said() -> None:
+    sentence = (
+        r"^a stage has a parameter decoder\.layers\.2\.linear\.weight of shape \[2, 2\], the reference has none: build"
+    )
+    with pytest.raises(MegatronError, match=sentence):
+        megatron.load([Chunk(3, 1)], whole(Chunk(1, 2)))
+
+
+def test_a_parameter_of_another_shape_is_said_with_both() -> None:
+    chunk = Chunk(1, 1, last=True)
+    chunk.output_layer = nn.Linear(2, 3, bias=False)
+    with pytest.raises(
+        MegatronError, match=r"output_layer\.weight of shape \[3, 2\], the reference has one of .*\[2, 2\]"
+    ):
+        megatron.load([chunk], whole(Chunk(1, 1, last=True)))
+
+
 def test_gradients_are_main_grad_and_copies() -> None:
     chunk = Chunk(1, 1)
     for parameter in chunk.parameters():
@@ -225,7 +242,16 @@ def test_gradients_are_those_that_the_optimizer_was_given() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("tensor_model_parallel_size", 2), ("num_moe_experts", 4), ("bf16", True), ("fp16", True)]
+    ("name", "value"),
+    [
+        ("tensor_model_parallel_size", 2),
+        ("num_moe_experts", 4),
+        ("bf16", True),
+        ("fp16", True),
+        ("fp8", "hybrid"),
+        ("hidden_dropout", 0.1),
+        ("attention_dropout", 0.1),
+    ],
 )
 def test_what_is_not_covered_is_said(name: str, value: object) -> None:
     chunk = Chunk(1, 1)
