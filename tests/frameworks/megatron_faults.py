@@ -4,7 +4,6 @@ import inspect
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -22,15 +21,10 @@ from torch import Tensor
 from pipeproof.foreign import HandedBack
 from pipeproof.foreign.megatron_whole import bare
 from tests.frameworks import tiny_gpt
+from tests.frameworks.fault import Fault, patched
 from tests.frameworks.tiny_gpt import Layout
 
-Plant = Callable[[ExitStack], None]
 Train = Callable[..., None]
-
-
-def patched(stack: ExitStack, place: Any, name: str, wrong: Callable[..., Any]) -> None:
-    """Put ``wrong``, which is given the right one first, in its place."""
-    stack.enter_context(mock.patch.object(place, name, partial(wrong, getattr(place, name))))
 
 
 def divided_by(divisor: Callable[[int], int], stack: ExitStack) -> None:
@@ -164,16 +158,6 @@ def tokens_of_one_replica(stack: ExitStack) -> None:
 
 def as_it_is(stack: ExitStack) -> None:
     """Nothing is planted: messages between two ranks cross in Megatron-core 0.16.1 itself."""
-
-
-@dataclass(frozen=True)
-class Fault:
-    """A fault, a layout that shows it, and what the verdict is to say: a kind of cause, and all places that have it."""
-
-    plant: Plant
-    layout: Layout
-    kind: str
-    places: tuple[str, ...] = ("everywhere",)
 
 
 EACH_STAGE = ("stage 0", "stage 1")
