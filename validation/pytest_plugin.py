@@ -3,7 +3,6 @@
 All that a test suite of yours could have a name for begins with ``pipeproof``.
 """
 
-import argparse
 from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING
 
@@ -12,7 +11,7 @@ from _pytest._code.code import ExceptionRepr
 
 from pipeproof.worlds.launcher import under_torchrun
 from pipeproof.worlds.rank_report import NeedsMoreRanks
-from pipeproof.worlds.timeout import seconds
+from pipeproof.worlds.timeout import parsed_seconds
 
 if TYPE_CHECKING:
     from pipeproof.foreign import WhiteBox
@@ -29,19 +28,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption(
         "--pipeproof-rank-timeout",
-        type=_seconds,
+        type=parsed_seconds,
         default=300.0,
         metavar="SECONDS",
         help="under torchrun, how long ranks wait for one of them before the session ends (default: 300)",
     )
 
+    most = "processes in which tests have left more process groups than this are replaced (default: never)"
+    parser.addini("pipeproof_most_groups", most, default="")
 
-def _seconds(text: str) -> float:
-    """A bound of a wait. Raises what argparse tells users of."""
-    try:
-        return seconds(float(text))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected seconds above 0") from None
+
+def _most_groups(config: pytest.Config) -> int | None:
+    text = str(config.getini("pipeproof_most_groups"))
+    if text and not (text.isascii() and text.isdecimal()):
+        raise pytest.UsageError(f"pipeproof_most_groups is {text!r}: expected a number of process groups, as 24")
+    return int(text) if text else None
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -53,6 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
     fresh = "pipeproof_fresh_ranks: runs on ranks that no test used before, and that none uses after it"
     config.addinivalue_line("markers", fresh)
     config.addinivalue_line("markers", "pipeproof_ranks: starts ranks; every test that uses pipeproof_world has it")
+    _most_groups(config)  # so that a wrong one is told at once
     config.pluginmanager.register(LeftOut(), "pipeproof-left-out")
     if under_torchrun():
         _refuse_workers(config)
@@ -75,7 +77,8 @@ def pipeproof_world(request: pytest.FixtureRequest) -> Iterator["World"]:
     from pipeproof.worlds.world import World  # torch comes with it, so only where a test wants ranks
 
     bound_s = min(120.0, request.config.getoption("--pipeproof-rank-timeout"))
-    with World(device=request.config.getoption("--pipeproof-device"), timeout_s=bound_s) as world:
+    device, most = request.config.getoption("--pipeproof-device"), _most_groups(request.config)
+    with World(device=device, timeout_s=bound_s, most_groups=most) as world:
         yield world
 
 

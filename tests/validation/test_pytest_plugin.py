@@ -275,6 +275,18 @@ def test_a_rank_that_is_stuck_is_named_and_the_session_ends(launch: Launch) -> N
     assert session.statuses == {3}
 
 
+def test_a_bound_that_is_none_is_refused(python: Run, tmp_path: Path) -> None:
+    run = python(tmp_path, "-m", "pytest", "--pipeproof-rank-timeout=1e9")
+    assert run.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "--pipeproof-rank-timeout: '1e9': expected seconds above 0, and at most 1e+06\n" in run.stdout
+
+
+def test_a_number_of_groups_that_is_none_is_refused(python: Run, tmp_path: Path) -> None:
+    run = python(tmp_path, "-m", "pytest", "-o", "pipeproof_most_groups=-1")
+    assert run.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "pipeproof_most_groups is '-1': expected a number of process groups, as 24\n" in run.stdout
+
+
 def test_a_rank_whose_process_ends_is_named(launch: Launch) -> None:
     session = launch(STUCK.replace("time.sleep(0.1)", "os._exit(7)"))
     story = "rank 1 of 2 did not come to the end of call of test_it.py::test_stuck before torchrun ended the session"

@@ -16,6 +16,7 @@ from pipeproof.cases.primitives.layers import microbatches
 from pipeproof.cases.primitives.stacked import ready, reference_of
 from pipeproof.cases.primitives.stacks import Stack
 from pipeproof.cases.timings import Turn
+from pipeproof.diagnosis.members import Replicas
 from pipeproof.reference.step import Recipe, objective
 from pipeproof.worlds.deterministic import deterministic
 from pipeproof.worlds.worker import RankContext
@@ -104,8 +105,10 @@ def _of_case(context: RankContext, case: Case) -> Callable[[], Running]:
 
 
 def _of_stack(context: RankContext, stack: Stack) -> Callable[[], Running]:
-    """Sets this rank of ``stack`` up, whose microbatches are there."""
-    given = [(x.to(context.device), y.to(context.device)) for x, y in microbatches(stack.microbatches, stack.seed)]
+    """Sets this rank of ``stack`` up, whose microbatches are there: those of its replica."""
+    every = microbatches(stack.microbatches, stack.seed)
+    own = Replicas.along(stack.sizes or 1, stack.microbatches).share(context.rank)
+    given = [(x.to(context.device), y.to(context.device)) for x, y in (every[number] for number in own)]
 
     def setup() -> Running:
         model = reference_of(stack)().to(context.device).train()

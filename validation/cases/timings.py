@@ -68,17 +68,19 @@ class Ratio:
     other: Timing
 
     @property
-    def value(self) -> float:
-        """The median over rounds: what slows the machine for a while slows both."""
-        pairs = zip(self.first.rounds, self.other.rounds, strict=True)
-        return median(other / first for first, other in pairs)
+    def rounds(self) -> list[float]:
+        """That of each round: what slows the machine for a while slows both, and is in none."""
+        return [other / first for first, other in zip(self.first.rounds, self.other.rounds, strict=True)]
 
     @property
-    def spread(self) -> float:
-        """That of either, the larger."""
-        return max(self.first.spread, self.other.spread)
+    def value(self) -> float:
+        """The median over rounds."""
+        return median(self.rounds)
 
     @property
     def noise(self) -> bool:
-        """Whether it cannot be told from noise: it is as near to 1 as rounds are to each other, or they are too few."""
-        return len(self.first.rounds) < FEWEST or max(self.value, 1 / self.value) - 1 <= self.spread
+        """Whether it cannot be told from noise: it is as near to 1 as rounds' are to each other, or they are too few.
+
+        So it is where 1 lies within their range, and where they are all on one side of it, but further apart than that.
+        """
+        return len(self.rounds) < FEWEST or max(self.value, 1 / self.value) <= max(self.rounds) / min(self.rounds)

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from pipeproof.cases.config import Config
+from pipeproof.cases.work import case_of, not_stacked, stack_of
 from pipeproof.commands.ending import WRONG
 from pipeproof.commands.option_parser import UsageError, add_count, number, offers, whole, without_effect
 from pipeproof.commands.outputs import Outputs, add_file, add_outputs
@@ -265,12 +266,13 @@ def _next(steps: Sequence[Step], job: Job) -> tuple[str, str]:
     """Where the steps led: what is faster than that by little has more that can go wrong."""
     layout = next(step.choice.layout for step in reversed(steps) if step.choice and step.outcome is Outcome.TAKEN)
     begin, config = f"Begin with {layout.words}", _config(layout, job)
-    if config.stack is not None:
-        without = f" (not run: {'; '.join(config.not_stacked)})" if config.not_stacked else ""
-        return f"{begin}. Validate a small one of its kind{without}:", config.stack.replay
+    if (stack := stack_of(config)) is not None:
+        left = not_stacked(config)
+        without = f" (not run: {'; '.join(left)})" if left else ""
+        return f"{begin}. Validate a small one of its kind{without}:", stack.replay
     if layout.pp == 1:
         return f"{begin}. Validate one step of your own:", "pipeproof init"
-    case = config.case
+    case = case_of(config)
     looped = f" --virtual {layout.virtual} --layers {sum(case.split)}" if case.schedule in LOOPED else ""
     line = f"pipeproof validate --schedule {case.schedule} --ranks {case.ranks}{looped}"
     return f"{begin}. Validate its schedule, small:", f"{line} --microbatches {case.microbatches}"

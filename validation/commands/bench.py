@@ -9,15 +9,16 @@ from pipeproof.cases.config import Config
 from pipeproof.cases.primitives.stacks import Stack
 from pipeproof.cases.timed_step import take_turn
 from pipeproof.cases.timings import FEWEST, Ratio, Timing
+from pipeproof.cases.work import Work
 from pipeproof.commands.campaign import Setting, enough_ranks
 from pipeproof.commands.ending import NO_VERDICT, WRONG
+from pipeproof.commands.selection import tell_notes
 from pipeproof.pipeline.sizes import some
 from pipeproof.reports.columns import Column, table
 from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.rank_report import RankFailed
 from pipeproof.worlds.world import World
 
-Work = Case | Stack
 _COLUMNS = (
     Column("config", least=8, gap=0),
     Column("ranks", right=True, gap=2),
@@ -38,8 +39,7 @@ def bench(wanted: Sequence[tuple[Config, Work]], setting: Setting, *, rounds: in
     timings = [Timing(config.name, *_told(work)) for (config, _), work in zip(wanted, works, strict=True)]
     with setting.outputs.opened("bench") as files, setting.world() as world:
         for config, work in wanted:
-            for note in config.notes if isinstance(work, Case) else config.stack_notes:
-                terminal.say(note)
+            tell_notes(config, work)
         failed = False
         with files.asked:
             try:
@@ -101,15 +101,14 @@ def _tell(terminal: Terminal, timings: Sequence[Timing], device: str) -> None:
 def _compared(first: Timing, other: Timing) -> Iterator[str]:
     """How the other compares, in words."""
     ratio = Ratio(first, other)
+    each = f"{min(ratio.rounds):.2f} to {max(ratio.rounds):.2f} in single rounds"
     if len(first.rounds) < FEWEST:
         yield f"{other.name} and {first.name}: too few rounds to compare"
     elif ratio.noise:
-        yield (
-            f"{other.name}: no difference from {first.name} that can be told from noise: ratio {ratio.value:.2f}, and "
-            f"rounds are {ratio.spread:.0%} apart"
-        )
+        known = f"no difference from {first.name} that can be told from noise"
+        yield f"{other.name}: {known}: ratio {ratio.value:.2f}, {each}"
     else:
-        yield f"{other.name} takes {ratio.value:.2f} times as long as {first.name}; rounds are {ratio.spread:.0%} apart"
+        yield f"{other.name} takes {ratio.value:.2f} times as long as {first.name}, {each}"
     if first.work != other.work:
         yield f"{other.name} has other work: {other.work}; {first.name}: {first.work}"
 

@@ -5,12 +5,12 @@ from typing import Any
 
 from pipeproof.cases.case import Case, CaseError
 from pipeproof.cases.config import Config, read_config
-from pipeproof.cases.primitives.stacks import Stack
 from pipeproof.cases.runtimes import OWN
 from pipeproof.cases.timings import FEWEST
+from pipeproof.cases.work import Work, work_of
 from pipeproof.commands.option_parser import add_count
 from pipeproof.commands.outputs import Outputs, add_outputs
-from pipeproof.commands.selection import add_world
+from pipeproof.commands.selection import add_world, device_of
 from pipeproof.pipeline.sizes import counted
 from pipeproof.worlds.launcher import start_fork_server
 
@@ -23,8 +23,8 @@ def add_bench_command(commands: "argparse._SubParsersAction[Any]") -> None:
         "bench",
         help="how long does a small step of each config take? they take turns",
         description="How long does a small step of each config take, and how much memory? They take turns. A ratio to "
-        "the first that is within the spread of rounds is no difference. Nothing is judged but that losses are finite: "
-        "one that is not ends with 1.",
+        "the first is no difference where it is as near to 1 as the ratios of rounds are to each other. Nothing is "
+        "judged but that losses are finite: one that is not ends with 1.",
     )
     parser.add_argument("config", nargs="+", help="a config, a JSON file; the others are compared with the first")
     add_count(parser, "--rounds", "N", "how often each takes its turn, after one that does not count", default=5)
@@ -36,24 +36,22 @@ def add_bench_command(commands: "argparse._SubParsersAction[Any]") -> None:
 def _bench(options: argparse.Namespace) -> int:
     counted("--rounds", options.rounds, least=FEWEST, most=_MOST)
     configs = [read_config(path) for path in options.config]
-    works = [work_of(config) for config in configs]
+    works, device = [_timed(config) for config in configs], device_of(options, configs)
     start_fork_server()
     from pipeproof.commands.bench import bench
     from pipeproof.commands.campaign import Setting
 
-    setting = Setting(options.device, options.timeout, Outputs.of(options))
+    setting = Setting(device, options.timeout, Outputs.of(options))
     return bench(list(zip(configs, works, strict=True)), setting, rounds=options.rounds)
 
 
-def work_of(config: Config) -> Case | Stack:
+def _timed(config: Config) -> Work:
     """What of ``config`` is run. Raises ``CaseError`` where that is no step of our own."""
-    if config.stack is not None:
-        return config.stack
-    case = config.case
-    if case.runtime != OWN:
-        raise CaseError(f"{config.name}: runtime {case.runtime} is not timed here: expected {OWN}; leave it out")
-    if case.specimen:
+    work = work_of(config)
+    if isinstance(work, Case) and work.runtime != OWN:
+        raise CaseError(f"{config.name}: runtime {work.runtime} is not timed here: expected {OWN}; leave it out")
+    if isinstance(work, Case) and work.specimen:
         raise CaseError(
-            f"{config.name}: specimen {case.specimen} is a planted fault: expected a right step; leave it out"
+            f"{config.name}: specimen {work.specimen} is a planted fault: expected a right step; leave it out"
         )
-    return case
+    return work

@@ -32,6 +32,8 @@ from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.rank_report import NeedsMoreRanks, RankFailed
 from pipeproof.worlds.world import World
 
+_MOST_GROUPS = 24  # process groups that jobs may leave on a rank; to replace ranks takes seconds
+
 NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
@@ -57,7 +59,7 @@ class Setting:
     def world(self) -> World:
         """The ranks. What they print is for who asks for more, or runs one case to look into it."""
         silent = not (self.explain or Terminal().manner.verbose)
-        return World(device=self.chosen_device, timeout_s=self.timeout_s, silent=silent)
+        return World(device=self.chosen_device, timeout_s=self.timeout_s, silent=silent, most_groups=_MOST_GROUPS)
 
     @property
     def chosen_device(self) -> str:

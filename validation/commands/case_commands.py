@@ -8,7 +8,9 @@ from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 from pipeproof.cases.case import DTYPES, FUZZED_DTYPES, SCHEDULES, Case, CaseError
+from pipeproof.cases.primitives.stacks import Stack
 from pipeproof.cases.runtimes import OWN, TORCH
+from pipeproof.cases.work import case_of, work_of
 from pipeproof.commands.option_parser import UsageError, add_count, add_names, without_effect
 from pipeproof.commands.outputs import Outputs, add_file, add_outputs, add_recording
 from pipeproof.commands.primitive_commands import add_stacks, validate_config, validate_stacks
@@ -19,10 +21,11 @@ from pipeproof.commands.selection import (
     add_timeout,
     add_world,
     config_of,
+    device_of,
     dtype_names,
     schedule_names,
     table_of,
-    told_case,
+    tell_notes,
 )
 from pipeproof.pipeline.files import is_csv
 from pipeproof.pipeline.sizes import MOST_ACTIONS, MOST_PROCESSES, MOST_SEED, counted
@@ -105,10 +108,11 @@ def _validate(options: argparse.Namespace) -> int:
         (cases, left_out), device = table_of(options), options.device
     else:
         config = config_of(options)
-        if config.stack is not None:
-            return validate_config(options, config)
-        case = told_case(config)
-        cases, left_out, device = [case], {}, options.device if "--device" in options.given else case.device
+        work = work_of(config)
+        if isinstance(work, Stack):
+            return validate_config(options, config, work)
+        tell_notes(config, work)
+        cases, left_out, device = [work], {}, device_of(options, [config])
     start_fork_server()
     from pipeproof.commands.campaign import Setting, validate_all
 
@@ -213,7 +217,11 @@ def _record(options: argparse.Namespace) -> int:
 
     if (options.config is None) == (not options.case):
         raise UsageError(f"{options.prog}: expected either the line of a case or --config FILE; give one of the two")
-    case = Case.parse(" ".join(options.case)) if options.config is None else told_case(config_of(options))
+    if options.config is None:
+        return record_case(Case.parse(" ".join(options.case)), options.out)
+    config = config_of(options)
+    case = case_of(config)
+    tell_notes(config, case)
     return record_case(case, options.out)
 
 

@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 
 from pipeproof.pipeline.schedules import known_are, nearest
 from pipeproof.pipeline.sizes import is_number, number_wanted
-from pipeproof.worlds.timeout import MOST_SECONDS
 
 _NEGATIVE = re.compile(r"-(\d|\.\d|inf|nan)", re.IGNORECASE)
 
@@ -138,12 +137,4 @@ def three_numbers(text: str) -> tuple[float, ...]:
     found = numbers(text)
     if len(found) != 3:
         raise ArgumentTypeError(f"{text!r} has {len(found)} numbers: expected three, T_F, T_I and T_W, e.g. 1,1,1")
-    return found
-
-
-def seconds(text: str) -> float:
-    """A bound of time."""
-    found = number(text)
-    if found > MOST_SECONDS:
-        raise ArgumentTypeError(f"{text!r} is too long: expected at most {MOST_SECONDS:g} seconds")
     return found

@@ -8,10 +8,10 @@ from typing import Any
 from pipeproof.cases.config import Config
 from pipeproof.cases.primitives.figures import Figures, figures
 from pipeproof.cases.primitives.primitive import PRIMITIVES, SYMBOLS, VARIANTS, Primitive
-from pipeproof.cases.primitives.stacks import Stack, alone, known_primitive
+from pipeproof.cases.primitives.stacks import ONE_DEVICE, Stack, alone, known_primitive
 from pipeproof.commands.option_parser import UsageError, add_names, offers, without_effect
 from pipeproof.commands.outputs import Outputs, add_outputs
-from pipeproof.commands.selection import OF_TABLE, schedule_names
+from pipeproof.commands.selection import OF_TABLE, device_of, schedule_names, tell_notes
 from pipeproof.judging.mismatch import small
 from pipeproof.pipeline.sizes import MOST_MICROBATCHES, MOST_SEED, counted, some
 from pipeproof.reports.terminal import Terminal
@@ -37,7 +37,7 @@ def add_stacks(parser: argparse.ArgumentParser) -> None:
     known = [*PRIMITIVES, *VARIANTS]
     each = f"kinds of parallelism, each alone on a small decoder: all, or some of {', '.join(known)}"
     add_names(parser, "--primitive", each, known=("all", *known))
-    together = "several together, and the ranks of each: pp=2,tp=2,dp=2"
+    together = f"several together, and the ranks of each: pp=2,tp=2,dp=2; or {ONE_DEVICE}"
     parser.add_argument("--stack", metavar="NAME=N,...", help=together)
 
 
@@ -98,24 +98,22 @@ def validate_stacks(options: argparse.Namespace) -> int:
     what = "--stack" if options.stack is not None else "--primitive"
     useless = [f"--{name}" for name in OF_TABLE if name not in _SAID]
     without_effect(options, [*useless, "--config", "--profile", "--record"], f"with {what}, of a decoder of its own")
-    return _validate(list(stacks_of(options)), options)
+    return _validate(list(stacks_of(options)), options, options.device)
 
 
-def validate_config(options: argparse.Namespace, config: Config) -> int:
-    """``validate`` with a config that is a stack. Its notes are told."""
+def validate_config(options: argparse.Namespace, config: Config, stack: Stack) -> int:
+    """``validate`` with a config of which ``stack`` is run. Its notes are told."""
     without_effect(options, ["--profile", "--record"], f"with {options.config}, which is run as a stack")
-    assert config.stack is not None, "a config without a stack is a case"
-    for note in config.stack_notes:
-        Terminal().say(note)
-    return _validate([config.stack], options)
+    tell_notes(config, stack)
+    return _validate([stack], options, device_of(options, [config]))
 
 
-def _validate(stacks: Sequence[Stack], options: argparse.Namespace) -> int:
+def _validate(stacks: Sequence[Stack], options: argparse.Namespace, device: str) -> int:
     start_fork_server()
     from pipeproof.commands.campaign import Setting
     from pipeproof.commands.stack_runs import run_stacks
 
-    return run_stacks(stacks, Setting(options.device, options.timeout, Outputs.of(options)))
+    return run_stacks(stacks, Setting(device, options.timeout, Outputs.of(options)))
 
 
 def stacks_of(options: argparse.Namespace) -> Iterator[Stack]:

@@ -2,13 +2,14 @@
 
 import argparse
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeproof.cases.case import DTYPES, LOSSES, MODELS, SCHEDULES, Case, CaseError, most_stages
 from pipeproof.cases.config import Config, read_config
 from pipeproof.cases.own_schedule import own_schedule
-from pipeproof.commands.option_parser import add_count, add_names, seconds, without_effect
+from pipeproof.cases.work import Work, notes_of
+from pipeproof.commands.option_parser import add_count, add_names, without_effect
 from pipeproof.pipeline.files import is_csv
 from pipeproof.pipeline.lower import Program
 from pipeproof.pipeline.partition import parse_split
@@ -16,6 +17,7 @@ from pipeproof.pipeline.schedule import Schedule, ScheduleError
 from pipeproof.pipeline.schedules import FAMILIES, LOOPED, build, can_have, canonical_name, known_are, virtuals
 from pipeproof.pipeline.sizes import MOST_LAYERS, MOST_RANKS, counted
 from pipeproof.reports.terminal import Terminal
+from pipeproof.worlds.timeout import parsed_seconds
 
 RANKS, MICROBATCHES = 4, 8
 Fits = Callable[[int], object]
@@ -175,19 +177,25 @@ def config_of(options: argparse.Namespace) -> Config:
     return read_config(options.config)
 
 
-def told_case(config: Config) -> Case:
-    """The case of ``config``, whose notes are told."""
-    case = config.case
-    for note in config.notes:
+def device_of(options: argparse.Namespace, configs: Sequence[Config]) -> str:
+    """Where these are run: by ``--device``, or else by what they say. Raises ``CaseError`` where they disagree."""
+    said: dict[str, Config] = {config["device"]: config for config in configs if "device" in config.data}
+    if len(said) > 1 and "--device" not in options.given:
+        each = ", ".join(f"{config.name} says {device}" for device, config in said.items())
+        raise CaseError(f"{each}: all run on one device; give --device")
+    return options.device if "--device" in options.given or not said else next(iter(said))
+
+
+def tell_notes(config: Config, work: Work) -> None:
+    """Say what a reader of a verdict on ``work`` must know, which is run of ``config``."""
+    for note in notes_of(config, work):
         Terminal().say(note)
-    return case
 
 
 def add_timeout(parser: argparse.ArgumentParser) -> None:
     """How long one case may take."""
-    parser.add_argument(
-        "--timeout", type=seconds, default=120, metavar="SECONDS", help="a case that takes longer counts as a hang"
-    )
+    hang = "a case that takes longer counts as a hang"
+    parser.add_argument("--timeout", type=parsed_seconds, default=120, metavar="SECONDS", help=hang)
 
 
 def add_world(parser: argparse.ArgumentParser) -> None:

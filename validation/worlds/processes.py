@@ -123,11 +123,15 @@ def _channel() -> tuple[Connection, Connection]:
 
 
 class Processes:
-    """A place for ranks: processes started for them, kept, and used again until one fails."""
+    """A place for ranks: processes started for them, kept, and used again until one fails.
 
-    def __init__(self, device: str, *, silent: bool = False) -> None:
+    Or until jobs have left more than ``most_groups`` process groups there.
+    """
+
+    def __init__(self, device: str, *, silent: bool = False, most_groups: int | None = None) -> None:
         self._device = device
         self._silent = silent
+        self._most_groups = most_groups
         self._pools: dict[int, Pool] = {}
 
     def run(
@@ -139,7 +143,10 @@ class Processes:
         if pool is None or not pool.alive:
             pool = self._pools[ranks] = Pool(self._seats(ranks))
         # A GPU's memory is the ranks' alone while they are busy.
-        return pool.run(order, timeout_s=timeout_s, meanwhile=meanwhile if self._device == "cpu" else ())
+        answers = pool.run(order, timeout_s=timeout_s, meanwhile=meanwhile if self._device == "cpu" else ())
+        if self._most_groups is not None and max(answer.groups for answer in answers) > self._most_groups:
+            pool.close()
+        return answers
 
     def close(self) -> None:
         """End all workers."""

@@ -60,7 +60,8 @@ class RankReport:
     rank said it was waiting for; ``peers`` are the ranks that this may be, none where it is every rank that does not
     wait for the same, and None where that is not known; ``progress`` is how far it had come, as ``sent 2 of 4``;
     ``at_s`` is the wall clock at the end, in seconds since the epoch.
-    ``payload`` is, as bytes, the result of a rank that finished, or the ValueError that ended it.
+    ``payload`` is, as bytes, the result of a rank that finished, or the ValueError that ended it. ``groups``: how many
+    process groups jobs have left there so far.
     """
 
     rank: int
@@ -72,6 +73,7 @@ class RankReport:
     peers: tuple[int, ...] | None = None
     payload: bytes = b""
     progress: str = ""
+    groups: int = 0
 
     @property
     def failed(self) -> bool:

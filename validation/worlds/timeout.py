@@ -1,10 +1,30 @@
 """The bound of a wait, in seconds."""
 
+import argparse
+import math
+
 MOST_SECONDS = 1e6
+_WANTED = f"expected seconds above 0, and at most {MOST_SECONDS:g}"
 
 
 def seconds(timeout_s: float) -> float:
     """``timeout_s`` itself, if it can be the bound of a wait. Raises ``ValueError``."""
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s <= MOST_SECONDS:
-        raise ValueError(f"timeout_s is {timeout_s!r}: expected seconds above 0, and at most {MOST_SECONDS:g}")
+    if not _can_be(timeout_s):
+        raise ValueError(f"timeout_s is {timeout_s!r}: {_WANTED}")
     return timeout_s
+
+
+def parsed_seconds(text: str) -> float:
+    """What an option says. Raises what argparse tells users of."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not _can_be(found):
+        raise argparse.ArgumentTypeError(f"{text!r}: {_WANTED}")
+    return found
+
+
+def _can_be(timeout_s: float) -> bool:
+    is_number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
+    return is_number and 0 < timeout_s <= MOST_SECONDS

@@ -142,7 +142,8 @@ def _attempt(rank: int, work: Callable[[], object]) -> RankReport:
     finally:
         at_terminal.finish_lines()
     try:
-        return RankReport(rank, Ending.FINISHED, traceback=parting(), at_s=time.time(), payload=pack(result))
+        made, groups = pack(result), _groups_of_jobs()
+        return RankReport(rank, Ending.FINISHED, traceback=parting(), at_s=time.time(), payload=made, groups=groups)
     except Exception as error:  # no one type: an object that cannot be pickled raises what it likes
         message = f"TypeError: its result, a {type(result).__qualname__}, cannot be sent back: {error}"
         return RankReport(rank, Ending.RAISED, message, at_s=time.time())

@@ -26,16 +26,22 @@ class World:
     are processes of this machine, started when first needed and used again. A world is not for several threads.
     """
 
-    def __init__(self, *, device: str = "cpu", timeout_s: float = 120.0, silent: bool = False) -> None:
+    def __init__(
+        self, *, device: str = "cpu", timeout_s: float = 120.0, silent: bool = False, most_groups: int | None = None
+    ) -> None:
         """``device`` is ``cpu`` or ``cuda``; ``timeout_s`` bounds each run, in seconds. Others raise ValueError.
 
-        ``silent``: what ranks print is not shown, but for the last lines of one that dies.
+        ``silent``: what ranks print is not shown, but for the last lines of one that dies. ``most_groups``: processes
+        in which jobs have left more process groups than this are replaced after a run, and what jobs changed there is
+        gone; None: never. A group cannot be ended for torch caches what uses it, and each of gloo's keeps a thread that
+        wakes a hundred times a second. Not under torchrun.
         """
         if device not in ("cpu", "cuda"):
             raise ValueError(f"a world's device is cpu or cuda, not {device!r}")
         self.device = device
         self.timeout_s = seconds(timeout_s)
         self._silent = silent
+        self._most_groups = most_groups
         self._source: Processes | Torchrun | None = None
 
     def run(
@@ -65,10 +71,14 @@ class World:
         bound_s = self.timeout_s if timeout_s is None else seconds(timeout_s)
         order = _order(job, args)
         if self._source is None:
-            source = Torchrun if under_torchrun() else Processes
-            self._source = source(self.device, silent=self._silent)
+            self._source = self._started()
         label = _label(job)
         return _results(self._source.run(order, label=label, ranks=ranks, timeout_s=bound_s, meanwhile=meanwhile))
+
+    def _started(self) -> Processes | Torchrun:
+        if under_torchrun():
+            return Torchrun(self.device, silent=self._silent)
+        return Processes(self.device, silent=self._silent, most_groups=self._most_groups)
 
     def close(self) -> None:
         """End the processes of this world, whatever they do, within a bound. A later run starts fresh ones."""

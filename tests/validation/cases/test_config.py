@@ -1,4 +1,4 @@
-"""A step's config: what is written is read again, what none has is refused, a large job is run small and says so."""
+"""A step's config: what is written is read again, and what none has is refused."""
 
 import json
 import os
@@ -11,13 +11,10 @@ from hypothesis import given, settings
 from pipeproof.cases.case import Case
 from pipeproof.cases.config import LAYOUT, Config, read_config
 from pipeproof.cases.fuzz import cases
+from pipeproof.cases.work import notes_of, work_of
 from pipeproof.commands.cli import main
 
 CASE = Case.parse("1f1b r2 s2 m4 split=1,1 model=mlp plan=train seed=0")
-LARGE = {
-    **{"schedule": "interleaved", "pp": 16, "virtual": 4, "microbatches": 32, "split": [2] * 62 + [1] * 2},
-    **{"model": "llama-3-405b", "dtype": "bf16", "dp": 64, "tp": 8, "sp": 8, "zero": 1},
-}
 
 
 def written(path: Path, **more: Any) -> str:
@@ -36,31 +33,16 @@ def test_a_case_is_its_config(case: Case) -> None:
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     file = tmp_path / "step.json"
     file.write_bytes(Config({**CASE.config, **LAYOUT}).text())
-    assert read_config(str(file)).case == CASE
-    assert read_config(str(file)).notes == []
+    config = read_config(str(file))
+    assert work_of(config) == CASE
+    assert notes_of(config, CASE) == []
 
 
 def test_what_it_does_not_say_has_the_defaults_of_a_case(tmp_path: Path) -> None:
     least = {"schedule": "gpipe", "pp": 1, "virtual": 1, "microbatches": 2, "split": [2]}
     file = tmp_path / "least.json"
     file.write_bytes(Config(least).text())
-    assert str(read_config(str(file)).case) == "gpipe r1 s1 m2 split=2 model=gpt seed=0"
-
-
-def test_a_large_job_is_run_small_and_says_what_is_left_out(tmp_path: Path) -> None:
-    file = tmp_path / "large.json"
-    file.write_bytes(Config(LARGE).text())
-    config = read_config(str(file))
-    assert str(config.case) == f"interleaved r4 s16 m8 split={','.join('1' * 16)} model=gpt seed=0"
-    assert config.notes == [
-        f"{file} is run small: 4 of 16 pipeline ranks, 8 of 32 microbatches, gpt in fp32 for llama-3-405b",
-        "not run: dp 64, tp 8, sp 8, zero 1",
-    ]
-
-
-def test_another_torch_is_told(tmp_path: Path) -> None:
-    (note,) = read_config(written(tmp_path / "step.json", torch="1.0")).notes
-    assert "was written with torch 1.0; this is " in note
+    assert str(work_of(read_config(str(file)))) == "gpipe r1 s1 m2 split=2 model=gpt seed=0"
 
 
 @pytest.mark.parametrize(
@@ -93,6 +75,10 @@ def test_another_torch_is_told(tmp_path: Path) -> None:
             {"tp": 2},
             'tp 2: a case has pp and dp alone; leave it out, or say "model": "decoder", which is run with more',
         ),
+        ({"tp": 8, "sp": 4}, "tp 8 and sp 4 do the same work: sp cuts layers as tp does, and sequences too; leave one"),
+        ({"ep": 4, "model": "decoder"}, "ep 4 does not divide dp * cp 1: experts are spread over these ranks; use a"),
+        ({"dp": 3, "ep": 2, "model": "llama-3-8b"}, "ep 2 does not divide dp * cp 3: experts are spread over these"),
+        ({"device": "gpu"}, "unknown device 'gpu': did you mean 'cpu'?"),
         ({"pp": 4}, "split 1,1 has 2 sizes: expected 4"),
         ({"dtype": "fp8"}, "unknown dtype 'fp8'"),
         ({"dp": 2}, "replicas=2 are for torch: expected runtime=torch or torch-csv"),

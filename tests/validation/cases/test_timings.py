@@ -34,7 +34,9 @@ def test_a_spread_is_from_the_fastest_round_to_the_slowest() -> None:
 @pytest.mark.parametrize(
     ("first", "other", "noise"),
     [
-        ((1.0, 1.1, 1.2), (1.1, 1.2, 1.25), True),
+        ((1.0, 1.1, 1.2), (1.1, 1.2, 1.15), True),  # 1 lies within the range of ratios
+        ((1.0, 1.0, 1.0), (1.01, 1.05, 1.2), True),  # all beyond it, but further from each other
+        ((1.01, 1.05, 1.2), (1.0, 1.0, 1.0), True),
         ((1.0, 1.1, 1.2), (2.0, 2.2, 2.4), False),
         ((2.0, 2.2, 2.4), (1.0, 1.1, 1.2), False),
         ((1.0, 1.0, 1.0), (1.0, 2.0, 9.0), True),
@@ -42,9 +44,12 @@ def test_a_spread_is_from_the_fastest_round_to_the_slowest() -> None:
         ((1.0, 1.0), (2.0, 2.0), True),
     ],
 )
-def test_a_ratio_within_the_spread_is_noise(first: tuple[float, ...], other: tuple[float, ...], noise: bool) -> None:
+def test_a_ratio_as_near_to_one_as_rounds_are_to_each_other_is_noise(
+    first: tuple[float, ...], other: tuple[float, ...], noise: bool
+) -> None:
     assert Ratio(timed(*first), timed(*other)).noise is noise
 
 
-def test_what_slows_both_in_one_round_is_not_in_the_ratio() -> None:
-    assert Ratio(timed(1.0, 10.0, 1.0), timed(2.0, 20.0, 2.0)).value == 2.0
+def test_what_slows_both_in_one_round_is_neither_in_the_ratio_nor_noise() -> None:
+    ratio = Ratio(timed(1.0, 10.0, 1.0), timed(2.0, 20.0, 2.0))
+    assert (ratio.value, ratio.noise) == (2.0, False)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeproof.cases.config import Config, read_config
+from pipeproof.cases.work import case_of, stack_of
 from pipeproof.commands.advise import _config
 from pipeproof.commands.cli import main
 from pipeproof.pipeline.layouts.cluster import ACCELERATORS, Cluster
@@ -72,7 +73,7 @@ def test_the_first_layout_is_written_as_a_config(
         config = read_config(str(file))
         assert (config["tp"], config["pp"], config["dp"], config["cp"]) == sizes
         assert (sum(config["split"]), config["model"]) == (96, "gpt-3-175b")
-        assert config.case.schedule == config["schedule"]
+        assert case_of(config).schedule == config["schedule"]
 
 
 def test_what_is_known_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,7 +177,7 @@ def test_every_layout_has_a_line_to_type(model: str) -> None:
 
 
 def _line_of(config: Config) -> str:
-    return "" if config.stack is None else str(config.stack)
+    return str(stack_of(config) or "")
 
 
 @pytest.mark.long

@@ -17,58 +17,56 @@ from pipeproof.commands.cli import main
 from pipeproof.worlds.rank_report import Ending, RankFailed, RankReport
 from tests.support.json_schema import documented
 
-DECODER = {"schedule": "1f1b", "virtual": 1, "microbatches": 4, "split": [2, 2], "model": "decoder"}
-MLP = {**DECODER, "split": [1, 1], "model": "mlp", "pp": 2}
+DECODER = {"schedule": "1f1b", "pp": 1, "virtual": 1, "microbatches": 2, "split": [4], "model": "decoder"}
+MLP = {**DECODER, "pp": 2, "split": [1, 1], "model": "mlp"}
 
 
 @pytest.fixture(autouse=True)
 def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name, data in {
-        "pp": {**DECODER, "pp": 2},
-        "tp": {**DECODER, "pp": 1, "tp": 2, "split": [4]},
+        "one": DECODER,
+        "dp": {**DECODER, "dp": 2, "microbatches": 1},
         "mlp": MLP,
         "gpipe": {**MLP, "schedule": "gpipe"},
         "torch": {**MLP, "runtime": "torch"},
         "planted": {**MLP, "specimen": "layernorm-zero"},
-        "large": {**DECODER, "pp": 1, "tp": 32, "split": [4]},
+        "large": {**DECODER, "tp": 32},
+        "bf16": {**DECODER, "dtype": "bf16"},
+        "here": {**MLP, "device": "cpu"},
+        "there": {**DECODER, "device": "cuda"},
+        "job": {**MLP, "model": "llama-3-8b"},
     }.items():
         Path(f"{name}.json").write_text(json.dumps({"format": "pipeproof/config", "version": 1, **data}))
 
 
 @pytest.mark.pipeproof_ranks
-def test_two_stacks_take_turns(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "pp.json", "tp.json", "--rounds", "3", "--json", "x.json"]) == 0
+def test_configs_take_turns(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "one.json", "one.json", "dp.json", "job.json", "--rounds", "3", "--json", "x.json"]) == 0
     out = capsys.readouterr().out
-    assert re.match(r"config +ranks +step +spread +ratio +memory +runs\npp\.json +2 +[\d.]+ ms +\d+% +1\.00 ", out)
-    assert re.search(r"\ntp\.json(:| takes) .*rounds are \d+% apart\n3 rounds each\.", out)
+    note, head, first, *lines = out.splitlines()
+    assert note.startswith("job.json is run small: 2 of 2 pipeline ranks, 2 of 2 microbatches, gpt in fp32 for llama")
+    assert re.fullmatch("config +ranks +step +spread +ratio +memory +runs", head)
+    assert re.fullmatch(r"one\.json +1 +[\d.]+ ms +\d+% +1\.00 +[\d.]+ MiB +stack one-device", first)
+    (compared,) = (line for line in lines if re.match(r"dp\.json(:| takes) ", line))
+    assert re.search(r"[\d.]+ to [\d.]+ in single rounds$", compared)
+    others = [line.partition(" has other work: ")[0] for line in lines if "other work" in line]
+    assert others == ["job.json"], "dp.json computes what one.json does"
+    assert "\n3 rounds each. step: " in out
     assert out.endswith("over gloo on a CPU: their times say little of GPUs, or of large models.\n")
-    assert "other work" not in out
     data = documented(Path("x.json").read_text())
     assert (data["status"], data["rounds"]) == (0, 3)
-    assert [one["runs"] for one in data["timings"]] == ["stack pp=2", "stack tp=2"]
-    for one, loss_ranks in zip(data["timings"], (1, 2), strict=True):
+    assert [one["runs"] for one in data["timings"][:3]] == ["stack one-device"] * 2 + ["stack ddp=2"]
+    # Every rank of a case knows the losses; of a stack, each of dp's those of its own microbatch.
+    for one, ranks, losses in zip(data["timings"], (1, 1, 2, 2), (2, 2, 2, 4), strict=True):
         assert len(one["rounds"]) == 3
         assert min(one["rounds"]) > 0
-        assert len(one["bytes"]) == 2
+        assert len(one["bytes"]) == ranks
         assert min(one["bytes"]) > 0
-        assert one["losses"] == loss_ranks * 4 * (1 + 3 * STEPS)
+        assert one["losses"] == losses * (1 + 3 * STEPS)
         assert one["strange"] == []
-
-
-@pytest.mark.pipeproof_ranks
-def test_a_config_beside_itself_and_one_of_a_large_job(capsys: pytest.CaptureFixture[str]) -> None:
-    write = ["advise", "--model", "llama-3-8b", "--devices", "16", "--write", "advised.json", "-q"]
-    assert main(write) == 0
-    capsys.readouterr()
-    assert main(["bench", "mlp.json", "mlp.json", "advised.json", "--rounds", "3", "--json", "x.json"]) == 0
-    out = capsys.readouterr().out
-    assert "advised.json is run small: " in out
-    assert "advised.json has other work: " in out
-    assert "mlp.json has other work" not in out
-    one, other, _ = documented(Path("x.json").read_text())["timings"]
+    one, other, *_ = data["timings"]
     assert one["bytes"] == pytest.approx(other["bytes"], rel=1e-3), "memory is counted, not sampled"
-    assert one["noise"] is True
 
 
 class Pretended:
@@ -105,17 +103,17 @@ def test_no_difference_is_called_one_that_noise_explains(
     assert main(["bench", "mlp.json", "gpipe.json", "--rounds", "3"]) == 0
     out = capsys.readouterr().out
     assert (
-        "gpipe.json: no difference from mlp.json that can be told from noise: ratio 1.09, and rounds are 18% apart\n"
-        in out
+        "gpipe.json: no difference from mlp.json that can be told from noise: ratio 1.09, 0.92 to 1.10 in single "
+        "rounds\n" in out
     )
     assert "1.00 MiB" in out
 
 
 def test_a_difference_is_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    pretending(rounds(1.0, 2.0, 1.0, 2.0, 1.1, 2.2), monkeypatch)
+    pretending(rounds(1.0, 2.0, 9.0, 18.0, 1.1, 2.2), monkeypatch)
     assert main(["bench", "mlp.json", "gpipe.json", "--rounds", "3", "-q"]) == 0
     out = capsys.readouterr().out
-    assert "gpipe.json takes 2.00 times as long as mlp.json; rounds are 10% apart\n" in out
+    assert "gpipe.json takes 2.00 times as long as mlp.json, 2.00 to 2.00 in single rounds\n" in out
 
 
 def test_a_loss_that_is_not_finite_fails(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +145,10 @@ def test_ranks_that_fail_end_it_without_a_verdict(
         (["bench", "mlp.json", "--rounds", "2"], "--rounds is 2: expected at least 3"),
         (["bench", "torch.json"], "torch.json: runtime torch is not timed here: expected pipeproof; leave it out"),
         (["bench", "planted.json"], "planted.json: specimen layernorm-zero is a planted fault: expected a right step"),
-        (["bench", "mlp.json", "large.json"], "tp 32"),
+        (["bench", "mlp.json", "large.json"], "large.json: stack tp=32: tp 32 does not divide heads 4: use a divisor"),
+        (["bench", "mlp.json", "bf16.json"], 'bf16.json: dtype is "bf16": expected "fp32"'),
+        (["bench", "there.json"], "cuda, but torch finds no CUDA device"),
+        (["bench", "here.json", "there.json"], "here.json says cpu, there.json says cuda: all run on one device; give"),
         (["bench", "mlp.json", "--json", "/no/such/folder/x"], "cannot write /no/such/folder/x"),
     ],
 )

@@ -1,12 +1,11 @@
 """``primitives``, and ``validate --primitive`` and ``--stack``, as a user types them."""
 
-import json
 import shlex
 from pathlib import Path
 
 import pytest
 
-from pipeproof.cases.config import Config, read_config
+from pipeproof.cases.config import Config
 from pipeproof.cases.primitives.primitive import PRIMITIVES
 from pipeproof.commands.cli import main
 from tests.support.json_schema import documented
@@ -94,39 +93,18 @@ def test_a_config_with_more_than_a_pipeline_is_run_as_a_stack(
     assert main(["validate", "--config", str(file)]) == 0
     first, *lines = capsys.readouterr().out.splitlines()
     assert first == (
-        f"{file} is run small: stack pp=2,zero-2=2,tp=2 for pp 16, dp 64, tp 8, 4 of 32 microbatches, a decoder of 8 "
-        "layers in fp32 for llama-3-405b"
+        f"{file} is run small: stack pp=2,zero-2=2,tp=2 for pp 16, dp 64, tp 8, zero 2, 4 of 32 microbatches, "
+        "a decoder of 8 layers in fp32 for llama-3-405b"
     )
     assert lines[-1] == "1 pass; 0 of 1 bit for bit"
     assert main(["validate", "--config", str(file), "--profile"]) == 2
 
 
-@pytest.mark.parametrize(
-    ("more", "line", "not_run"),
-    [
-        ({"zero": 1}, "pp=2,ddp=2,tp=2", ["zero 1, for torch's ZeroRedundancyOptimizer takes no DTensors"]),
-        ({"zero": 1, "tp": 1}, "pp=2,zero-1=2", []),
-        ({"zero": 1, "tp": 1, "sp": 2}, "pp=2,ddp=2,sp=2", ["zero 1, for torch's ZeroRedundancyOptimizer"]),
-        ({"zero": 1, "tp": 1, "dp": 1, "cp": 2}, "pp=2,cp=2", ["zero 1, for no two replicas hold the same stage"]),
-        ({"zero": 3, "tp": 1, "sp": 4}, "pp=2,zero-3=2,sp=2", []),
-        ({"pp": 1, "virtual": 1, "schedule": "1f1b", "split": [64], "cp": 4}, "zero-2=2,cp=2,tp=2", []),
-        ({"ep": 8}, "pp=2,zero-2=2,ep=2,tp=2", []),
-        ({"ep": 64, "tp": 1, "zero": 2}, "pp=2,ep=2", ["zero 2, for no two replicas hold the same experts"]),
-        ({"ep": 8, "cp": 2}, "pp=2,zero-2=2,ep=2,tp=2", ["cp 2, for with experts another model is trained"]),
-        ({"recompute": "full"}, "pp=2,zero-2=2,tp=2,recompute", []),
-        ({"recompute": "selective", "zero": 0}, "pp=2,ddp=2,tp=2,recompute-selective", []),
-        ({"model": "decoder", "pp": 1, "dp": 4, "tp": 4, "virtual": 1, "schedule": "1f1b"}, "zero-2=4,tp=4", []),
-    ],
-)
-def test_which_stack_stands_for_a_config(more: dict[str, object], line: str, not_run: list[str]) -> None:
-    config = Config({**LARGE, **more})
-    assert config.stack is not None
-    assert str(config.stack) == line
-    assert [note.startswith("not run: ") for note in config.stack_notes if "not run" in note] == [True] * len(not_run)
-    assert all(any(words in note for note in config.stack_notes) for words in not_run)
-
-
-def test_a_config_of_a_pipeline_alone_is_a_case(tmp_path: Path) -> None:
-    file = tmp_path / "step.json"
-    file.write_text(json.dumps({**json.loads(Config({**LARGE, "dp": 1, "tp": 1, "zero": 0}).text())}))
-    assert read_config(str(file)).stack is None
+def test_a_fault_that_no_stack_has_is_no_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "planted.json"
+    planted = {"schedule": "1f1b", "pp": 2, "virtual": 1, "microbatches": 4, "split": [2, 2], "model": "decoder"}
+    file.write_bytes(Config({**planted, "specimen": "layernorm-zero"}).text())
+    assert main(["validate", "--config", str(file)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert f'{file}: specimen is "layernorm-zero": expected "", for a stack on these axes has no other' in err

@@ -54,7 +54,7 @@ def test_the_nearest_file_gives_defaults_and_the_command_line_wins(capsys: pytes
         ("[tool.pipeproof.sow]\ncases = 3", "[tool.pipeproof.sow] is of no command: did you mean 'show'? known are "),
         ("help = true", "has 'help', which is no option"),
         ("ranks = 'four'", "[tool.pipeproof] ranks = 'four': expected a whole number"),
-        ("timeout = -1", "[tool.pipeproof] timeout = -1: expected a number above 0"),
+        ("timeout = -1", "[tool.pipeproof] timeout = -1: expected seconds above 0"),
         ("device = 'gpu'", "[tool.pipeproof] device = 'gpu': did you mean 'cpu'? known are auto, cpu, cuda"),
         ("profile = 'yes'", "[tool.pipeproof] profile = 'yes': expected true or false"),
         ("html = false", "[tool.pipeproof] html = False: expected the name of a file"),

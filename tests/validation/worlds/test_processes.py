@@ -1,5 +1,6 @@
 """What the caller does meanwhile is done while workers are busy, and hides none of their failures."""
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,6 +14,7 @@ from pipeproof.worlds.processes import Processes
 from pipeproof.worlds.rank_report import Ending, RankReport
 from pipeproof.worlds.shipping import pack, unpack
 from pipeproof.worlds.worker import RankContext
+from pipeproof.worlds.world import World
 
 pytestmark = pytest.mark.pipeproof_ranks
 pytestmark = pytest.mark.pipeproof_ranks  # it starts processes
@@ -95,3 +97,17 @@ def test_a_step_that_raises_ends_the_run(place: Processes) -> None:
     with pytest.raises(KeyboardInterrupt):
         answers(place, computes_for_ever, endless([], until=KeyboardInterrupt()))
     assert is_sound(place)
+
+
+@pytest.mark.parametrize(("most", "replaced"), [(2, True), (3, False), (None, False)])
+def test_processes_in_which_jobs_leave_too_many_groups_are_replaced(most: int | None, replaced: bool) -> None:
+    def grouping(context: RankContext, groups: int) -> int:
+        for _ in range(groups):
+            dist.new_group([0, 1])
+        return os.getpid()
+
+    with World(most_groups=most) as world:
+        first = world.run(grouping, 2, ranks=2)
+        assert world.run(grouping, 1, ranks=2) == first  # not more than allowed, or allowed
+        after = world.run(grouping, 0, ranks=2)
+        assert (set(after).isdisjoint(first), after == first) == (replaced, not replaced)

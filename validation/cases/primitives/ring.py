@@ -5,6 +5,7 @@ In the backward, blocks go round again, with the gradients that ranks have for t
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,13 +36,45 @@ class Ring(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         """The gradients of queries, keys and values: after a round, those of each block are back where it came from."""
         queries, keys, values, at, found, total = ctx.saved_tensors
-        of_queries, given = torch.zeros_like(queries), gradients[0]
+        attended, of_queries = Attended(queries, at, found, total, gradients[0]), torch.zeros_like(queries)
         block: Sequence[Tensor] = (keys, values, at, torch.zeros_like(keys), torch.zeros_like(values))
         for _ in range(dist.get_world_size(ctx.group)):
-            own, *theirs = block_gradients((queries, at, found, total), block[:3], given)
+            own, *theirs = attended.gradients(Block(*block[:3]))
             of_queries = of_queries + own
             block = passed_on((*block[:3], *added(block[3:], theirs)), ctx.group)
         return of_queries, *block[3:], None, None
+
+
+@dataclass(frozen=True)
+class Block:
+    """Keys and values of one rank, which are of the tokens at ``places``."""
+
+    keys: Tensor
+    values: Tensor
+    places: Tensor
+
+
+@dataclass(frozen=True)
+class Attended:
+    """Queries at the positions ``at``, what attention found for them, and the logarithm of its sum of exponentials.
+
+    ``gradient``: the loss's, of what was found.
+    """
+
+    queries: Tensor
+    at: Tensor
+    found: Tensor
+    total: Tensor
+    gradient: Tensor
+
+    def gradients(self, block: Block) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the queries, as far as they come from ``block``, and of its keys and values."""
+        weights = share(scores(self.queries, self.at, block.keys, block.places), self.total)
+        of_found = (self.gradient * self.found).sum(3, keepdim=True)
+        of_scores = weights * (self.gradient @ block.values.transpose(2, 3) - of_found)
+        of_scores = of_scores / self.queries.shape[3] ** 0.5
+        of_keys, of_values = of_scores.transpose(2, 3) @ self.queries, weights.transpose(2, 3) @ self.gradient
+        return of_scores @ block.keys, of_keys, of_values
 
 
 def scores(queries: Tensor, at: Tensor, keys: Tensor, places: Tensor) -> Tensor:
@@ -67,18 +100,6 @@ def merged(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Te
 def share(part: Tensor, total: Tensor) -> Tensor:
     """What ``part`` is of ``total``, of the logarithms of both; 0 where the total is nothing."""
     return torch.exp(part - total.masked_fill(total == NEVER, 0))
-
-
-def block_gradients(
-    own: tuple[Tensor, Tensor, Tensor, Tensor], block: Sequence[Tensor], given: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Of queries, and of the block's keys and values; ``own``: queries, positions, what was found, and its total."""
-    queries, at, found, total = own
-    keys, values, places = block
-    weights = share(scores(queries, at, keys, places), total)
-    of_scores = weights * (given @ values.transpose(2, 3) - (given * found).sum(3, keepdim=True))
-    of_scores = of_scores / queries.shape[3] ** 0.5
-    return of_scores @ keys, of_scores.transpose(2, 3) @ queries, weights.transpose(2, 3) @ given
 
 
 def added(gradients: Sequence[Tensor], more: Sequence[Tensor]) -> list[Tensor]:

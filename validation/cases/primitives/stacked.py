@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -102,11 +102,38 @@ def run(model: Layers, microbatches: Sequence[Microbatch], *, stack: Stack) -> H
 
 
 @dataclass(frozen=True)
+class Place:
+    """Of a rank: the mesh of its stack, and each part with the axes that it is on."""
+
+    stack: Stack
+    mesh: DeviceMesh
+    parts: Parts
+
+    @classmethod
+    def of(cls, stack: Stack, model: nn.Module) -> Self:
+        """That of this rank."""
+        mesh = mesh_of(stack, model)
+        axes = {name: primitive_of(name).axes for name in stack.parts}
+        return cls(stack, mesh, [(PARTS[name], mesh[own] if own else mesh) for name, own in axes.items()])
+
+    def pipeline(self, modules: Sequence[nn.Module], microbatches: int) -> PipelineSchedule | None:
+        """Of this rank's ``modules``, where stages are on several ranks."""
+        if not self.stack.has_pipeline:
+            return None
+        return PipelineSchedule(
+            kind=self.stack.schedule,
+            n_microbatches=microbatches,
+            stages=modules,
+            loss_fn=loss_of(self.parts),
+            pp_group=self.mesh.get_group(PIPELINE),
+        )
+
+
+@dataclass(frozen=True)
 class Ready:
     """A rank that has its stages and its share of the microbatches: it steps, and again once gradients are cleared."""
 
-    place: tuple[DeviceMesh, Stack]
-    parts: Parts
+    place: Place
     stages: Sequence[Layers]
     modules: Sequence[nn.Module]
     microbatches: Sequence[Microbatch]
@@ -115,45 +142,40 @@ class Ready:
 
     def step(self) -> HandedBack:
         """Forward and backward of every microbatch, all gradients reduced."""
+        parts = self.place.parts
         with ExitStack() as around:
-            for part, _ in self.parts:
+            for part, _ in parts:
                 around.enter_context(part.around())
             if self.pipeline is not None:
                 losses = list(self.pipeline.train_step(self.microbatches, loss_divisor=self.divisor).losses)
             else:
-                losses = accumulated(self.modules[0], self.microbatches, self.divisor, self.parts)
-        return handed_back(self.stages, self.parts, losses=losses, place=self.place)
+                losses = accumulated(self.modules[0], self.microbatches, self.divisor, parts)
+        return self._handed_back(losses)
+
+    def _handed_back(self, losses: Sequence[float]) -> HandedBack:
+        """What this rank made, once all gradients are reduced and parameters are updated."""
+        stack, mesh, parts = self.place.stack, self.place.mesh, self.place.parts
+        each = [(part, stage, own) for part, own in parts for stage in self.stages]
+        for part, stage, own in each:
+            part.finish(stage, own)
+        held = {one: at for part, stage, own in each for one, at in part.held(stage, own).items()}
+        norm = norm_of(self.stages, mesh, in_parts=held)
+        for part, stage, own in each:
+            part.update(stage, own)
+        told = whole(losses, parts) if holds_loss(mesh, stack) else None
+        return HandedBack(self.stages, losses=told, grad_norm=norm, gradients=gradients_of(self.stages, held))
 
 
 def ready(model: Layers, microbatches: Sequence[Microbatch], *, stack: Stack) -> Ready:
     """This rank of ``stack``, before its first step."""
-    mesh = mesh_of(stack, model)
-    parts = [(PARTS[name], mesh[axes] if (axes := primitive_of(name).axes) else mesh) for name in stack.parts]
-    stages = [watch(one) for one in stages_of(model, mesh, stack)]
+    place = Place.of(stack, model)
+    stages = [watch(one) for one in stages_of(model, place.mesh, stack)]
     modules: list[nn.Module] = list(stages)
-    for part, own in parts:
+    for part, own in place.parts:
         modules = [part.apply(module, own) for module in modules]
         microbatches = [part.share(one, own) for one in microbatches]
-    divisor = divisor_of(len(microbatches), parts)
-    pipeline = piped(modules, len(microbatches), parts, (mesh, stack.schedule)) if stack.has_pipeline else None
-    return Ready((mesh, stack), parts, stages, modules, microbatches, divisor, pipeline)
-
-
-def handed_back(
-    stages: Sequence[Layers], parts: Parts, *, losses: Sequence[float], place: tuple[DeviceMesh, Stack]
-) -> HandedBack:
-    """What a rank made, once all gradients are reduced and parameters are updated."""
-    mesh, stack = place
-    for part, own in parts:
-        for stage in stages:
-            part.finish(stage, own)
-    held = {one: at for part, own in parts for stage in stages for one, at in part.held(stage, own).items()}
-    norm = norm_of(stages, mesh, in_parts=held)
-    for part, own in parts:
-        for stage in stages:
-            part.update(stage, own)
-    told = whole(losses, parts) if holds_loss(mesh, stack) else None
-    return HandedBack(stages, losses=told, grad_norm=norm, gradients=gradients_of(stages, held))
+    divisor = divisor_of(len(microbatches), place.parts)
+    return Ready(place, stages, modules, microbatches, divisor, place.pipeline(modules, len(microbatches)))
 
 
 def mesh_of(stack: Stack, model: nn.Module) -> DeviceMesh:
@@ -221,18 +243,6 @@ def accumulated(module: nn.Module, microbatches: Sequence[Microbatch], divisor: 
             (loss / divisor).backward()  # type: ignore[no-untyped-call]  # in torch
         losses.append(loss.item())
     return losses
-
-
-def piped(modules: Sequence[nn.Module], count: int, parts: Parts, pipeline: tuple[DeviceMesh, str]) -> PipelineSchedule:
-    """A pipeline of this rank's stages, of ``count`` microbatches: along its axis of a mesh, by a schedule."""
-    mesh, kind = pipeline
-    return PipelineSchedule(
-        kind=kind,
-        n_microbatches=count,
-        stages=modules,
-        loss_fn=loss_of(parts),
-        pp_group=mesh.get_group(PIPELINE),
-    )
 
 
 def whole(losses: Sequence[float], parts: Parts) -> list[float]:

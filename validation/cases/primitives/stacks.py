@@ -10,9 +10,10 @@ from pipeproof.cases.primitives.sizes import CHOSEN, EXPERTS, HEADS, SEQUENCE, V
 from pipeproof.pipeline.layouts.layout import Job, Layout, problems
 from pipeproof.pipeline.layouts.transformer import Experts, Transformer
 from pipeproof.pipeline.schedules import build, canonical_name, known_are, virtuals
-from pipeproof.pipeline.sizes import MOST_PROCESSES, counted
+from pipeproof.pipeline.sizes import MOST_MICROBATCHES, MOST_PROCESSES, MOST_SEED, counted
 
 PIPELINE = "pp"
+ONE_DEVICE = "one-device"  # the line of a stack of nothing
 _SIZE = 2  # of an axis, where nothing is said
 _APART = ("ddp", "zero-1")  # replicas that meet once a step, and so may have unequal shares
 
@@ -45,12 +46,13 @@ class Stack:
     ) -> "Stack":
         """``pp=2,tp=2,dp=2``: axes in the order of the mesh. Raises ``StackError`` or ``ScheduleError``.
 
-        A primitive of two axes has two sizes: ``hsdp=2x2``. One that has none stands alone. virtual: None is the
+        A primitive of two axes has two sizes: ``hsdp=2x2``. One that has none stands alone. ``ONE_DEVICE`` has none at
+        all. virtual: None is the
         schedule's own number, 2 for a loop.
         """
         sizes: dict[str, int] = {}
         names = list[str]()
-        for item in line.split(","):
+        for item in [] if line.strip().lower() == ONE_DEVICE else line.split(","):
             if not item.strip():
                 where = " between commas" if "," in line else ""
                 raise StackError(f"stack {line!r} names no primitive{where}: expected some, e.g. pp=2,tp=2,dp=2")
@@ -67,6 +69,8 @@ class Stack:
 
     def check(self) -> None:
         """Raise ``StackError`` or ``ScheduleError`` for what cannot be run."""
+        counted(f"microbatches of stack {self}", self.microbatches, most=MOST_MICROBATCHES)
+        counted(f"seed of stack {self}", self.seed, least=0, most=MOST_SEED)
         for problem in self._problems():
             raise StackError(f"stack {self}: {problem}")
         counted(f"ranks of stack {self}", self.ranks, most=MOST_PROCESSES)
@@ -145,7 +149,7 @@ class Stack:
         named = {axes[0]: (name, axes) for name in self.parts if (axes := primitive_of(name).axes)}
         items = [PIPELINE if axis == PIPELINE else named[axis][0] for axis in self.sizes if axis in (PIPELINE, *named)]
         said = [f"{name}={'x'.join(str(self.sizes[axis]) for axis in primitive_of(name).axes)}" for name in items]
-        return ",".join([*said, *(name for name in self.parts if not primitive_of(name).axes)])
+        return ",".join([*said, *(name for name in self.parts if not primitive_of(name).axes)]) or ONE_DEVICE
 
     @property
     def replay(self) -> str:

@@ -17,6 +17,7 @@ from pipeproof.pipeline.schedule import ScheduleError
         ("pp=4", {"pp": 4}, (), "pp=4"),
         ("recompute,dp=2,tp=2", {"dp": 2, "tp": 2}, ("tp", "recompute", "ddp"), "ddp=2,tp=2,recompute"),
         ("ring=2", {"cp": 2}, ("ring",), "ring=2"),
+        (" One-Device", {}, (), "one-device"),
     ],
 )
 def test_a_line_is_a_mesh_and_what_is_on_it(

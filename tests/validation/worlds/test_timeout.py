@@ -1,0 +1,22 @@
+"""The bound of a wait, as code and options say it."""
+
+import math
+from argparse import ArgumentTypeError
+
+import pytest
+
+from pipeproof.worlds.timeout import parsed_seconds, seconds
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "inf", "nan", "1e9", "soon", ""])
+def test_what_bounds_no_wait_is_refused_in_the_same_words(text: str) -> None:
+    with pytest.raises(ArgumentTypeError) as refused:
+        parsed_seconds(text)
+    assert str(refused.value) == f"{text!r}: expected seconds above 0, and at most 1e+06"
+    number = float(text) if text not in ("soon", "") else math.nan
+    with pytest.raises(ValueError, match=r": expected seconds above 0, and at most 1e\+06"):
+        seconds(number)
+
+
+def test_what_does_is_what_it_says() -> None:
+    assert [parsed_seconds("1e6"), parsed_seconds("0.5"), seconds(3)] == [1e6, 0.5, 3]
