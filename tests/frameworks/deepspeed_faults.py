@@ -152,6 +152,10 @@ def not_cleared(stack: ExitStack) -> None:
     method(stack, BF16_Optimizer, "clear_lp_grads", lambda right, optimizer, *given, **named: None)
 
 
+def as_it_is(stack: ExitStack) -> None:
+    """Nothing is planted: in fp32 without ZeRO, DeepSpeed 0.19.8 itself clips by the norm of the first stage alone."""
+
+
 FIRST = "rank 0, stage 0"
 EACH_STAGE = ("stage 0", "stage 1")
 TIED = ("parameter tied_modules.words.weight",)
@@ -169,6 +173,7 @@ FAULTS = {
     "summed-over-replicas": Fault(summed_over_replicas, Layout(dp=2), "scale"),
     "other-shard": Fault(other_shard, Layout(dp=2, zero=1), "not-reduced", EACH_STAGE),
     "not-cleared": Fault(not_cleared, Layout(bf16=True), "doubled", ("microbatches 0, 1, 2",)),
+    "clipped-by-one-stage": Fault(as_it_is, Layout(clipped=True), "norm", ("rank 0",)),
 }
 
 

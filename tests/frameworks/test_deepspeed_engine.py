@@ -20,13 +20,13 @@ BITWISE = {
     "four-ranks": (Layout(pp=4), 8),
     "few-microbatches": (Layout(pp=4), 2),
     "recompute": (Layout(recompute=1), 4),
-    "clipped": (Layout(clipped=True), 4),
 }
 # Not to the bit: shares of tied copies or of replicas are added in another order; norms are of other partial sums.
 FP32 = {
     "tied": (Layout(tied=True), 4),
     "tied-four-ranks": (Layout(pp=4, tied=True), 8),
     "replicas": (Layout(dp=2), 4),
+    "clipped-one-stage": (Layout(pp=1, clipped=True), 4),
     "zero-1-one-replica": (Layout(zero=1), 4),
     "zero-1": (Layout(dp=2, zero=1), 4),
     "zero-1-tied-clipped": (Layout(dp=2, zero=1, tied=True, clipped=True), 4),
@@ -50,9 +50,9 @@ def test_a_right_layout_passes(name: str, whitebox: WhiteBox) -> None:
     assert verdict.tier == TIERS[name]
     passed = {law.name for law in verdict.laws if law.outcome == "pass"}
     assert passed >= {"gradient", "loss", "boundaries"}
-    # The engine tells no norm in fp32 without ZeRO.
-    assert ("grad-norm" in passed) == (layout.bf16 or layout.zero > 0)
-    assert ("shards" in passed) == (layout.zero > 0 and layout.dp > 1 and not layout.bf16)
+    # Without ZeRO or clipping, no norm is computed in fp32.
+    assert ("grad-norm" in passed) == (layout.bf16 or layout.zero > 0 or layout.clipped)
+    assert ("shards" in passed) == (layout.zero > 0 and layout.dp > 1 and layout.accumulate is None)
 
 
 @pytest.mark.pipeproof_ranks

@@ -25,8 +25,10 @@ from pipeproof.observers.watching import watch
 
 Gradient = Tensor | FlatShard | None
 
-# By what the engine calls them: methods, and what is covered of what they return.
+# By what the engine calls them: attributes, or methods that tell.
 _COVERED = {
+    "is_model_parallel": False,
+    "has_moe_layers": False,
     "fp16_enabled": False,
     "torch_autocast_enabled": False,
     "zero_cpu_offload": False,
@@ -83,11 +85,31 @@ class Observation:
             trained = [one for one in self.engine.module.parameters() if one.requires_grad]
             self._gradients = {one: gradient_of(one, replicas) for one in trained}
             self.losses = [loss.detach().clone() for loss in self.engine.fwd_outputs]
-            result = take_step(*arguments, **named)
-            self.norm = self.engine.get_global_grad_norm()
+            with self._clipping_noted():
+                result = take_step(*arguments, **named)
+            if (told := self.engine.get_global_grad_norm()) is not None:
+                self.norm = told
             return result
 
         return noted
+
+    @contextmanager
+    def _clipping_noted(self) -> Iterator[None]:
+        """While this is open, note the norm by which the engine clips in fp32 without ZeRO: it tells it nobody."""
+        place: Any = DEEPSPEED.module("runtime.engine")
+        clip = place.clip_grad_norm_
+
+        @wraps(clip)
+        def noted(*arguments: Any, **named: Any) -> Any:
+            told = clip(*arguments, **named)
+            self.norm = float(told)
+            return told
+
+        place.clip_grad_norm_ = noted
+        try:
+            yield
+        finally:
+            place.clip_grad_norm_ = clip
 
 
 def _as_it_is(name: str, rank: int, chunk: int) -> str:
@@ -103,6 +125,7 @@ def observed(engine: Any, microbatches: Sequence[Any], reference: nn.Module) -> 
     engine's gradient accumulation steps are their number. Raises ``DeepSpeedError`` for what is not covered.
     """
     _check(engine, len(microbatches))
+    _check_types(engine.module, reference)
     DEEPSPEED.load(engine.module.named_parameters(), reference)
     if hasattr(engine.optimizer, "refresh_fp32_params"):
         engine.optimizer.refresh_fp32_params()
@@ -120,11 +143,10 @@ def _check(engine: Any, microbatches: int) -> None:
     known = DEEPSPEED.module("runtime.pipe.engine").PipelineEngine
     if type(engine) is not known:
         raise DeepSpeedError(f"the engine is a {type(engine).__name__}: {DEEPSPEED.adapter} covers PipelineEngine only")
-    options = {name: getattr(engine, name)() for name in _COVERED if hasattr(engine, name)}
-    DEEPSPEED.covers(
-        options | {"is_model_parallel": engine.is_model_parallel, "has_moe_layers": engine.has_moe_layers},
-        _COVERED | {"is_model_parallel": False, "has_moe_layers": False},
-    )
+    values = {name: getattr(engine, name) for name in _COVERED}
+    DEEPSPEED.covers({name: value() if callable(value) else value for name, value in values.items()}, _COVERED)
+    if engine.batch_fn is not None:
+        raise DeepSpeedError("the engine has a batch_fn: give microbatches as it makes them, and leave it out")
     if engine.micro_batches != microbatches:
         raise DeepSpeedError(
             f"gradient_accumulation_steps is {engine.micro_batches}, and the step has {microbatches} microbatches: "
@@ -135,6 +157,16 @@ def _check(engine: Any, microbatches: int) -> None:
         raise DeepSpeedError(
             f"rank {rank} has stage {engine.stage_id}, expected {rank // replicas}: ranks of a stage have to be "
             "neighbours, as in DeepSpeed's own topology"
+        )
+
+
+def _check_types(module: nn.Module, reference: nn.Module) -> None:
+    """Raise ``DeepSpeedError`` where the engine cast its layers, and the reference was not."""
+    types = [{one.dtype for one in part.parameters()} for part in (module, reference)]
+    if theirs := sorted(map(str, types[0] - types[1])):
+        ours = ", ".join(sorted(map(str, types[1])))
+        raise DeepSpeedError(
+            f"the engine's layers are in {theirs[0]}, the reference in {ours}: pass dtype={theirs[0]} to validate"
         )
 
 

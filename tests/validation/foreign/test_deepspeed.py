@@ -34,7 +34,8 @@ class TiedLayerSpec(LayerSpec):
 class PipelineEngine(nn.Module):
     """As DeepSpeed's: ``train_batch`` runs all layers, steps and clears."""
 
-    stage_id, micro_batches, is_model_parallel, has_moe_layers = 0, 2, False, False
+    stage_id, micro_batches, is_model_parallel, has_moe_layers, batch_fn = 0, 2, False, False, None
+    norm: float | None = 1.5
 
     def __init__(self, module: nn.Module, *, fp16: bool = False, **options: Any) -> None:
         super().__init__()
@@ -46,10 +47,20 @@ class PipelineEngine(nn.Module):
     def fp16_enabled(self) -> bool:
         return self._fp16
 
-    def get_global_grad_norm(self) -> float:
-        return 1.5
+    def torch_autocast_enabled(self) -> bool:
+        return False
+
+    zero_cpu_offload = random_ltd_enabled = curriculum_learning_enabled = torch_autocast_enabled
+    is_deepcompile_enabled = torch_autocast_enabled
+
+    def managed_gradient_accumulation(self) -> bool:
+        return True
+
+    def get_global_grad_norm(self) -> float | None:
+        return self.norm
 
     def _take_model_step(self, _: Any = None) -> None:
+        sys.modules["deepspeed.runtime.engine"].clip_grad_norm_(self.module.parameters())
         self.module.zero_grad()
 
     def train_batch(self, data: Iterator[Any]) -> None:
@@ -58,6 +69,13 @@ class PipelineEngine(nn.Module):
             self.fwd_outputs.append(loss.detach())
             (loss / self.micro_batches).backward()
         self._take_model_step()
+
+
+def clip_grad_norm_(parameters: Iterator[nn.Parameter]) -> float:
+    for parameter in parameters:
+        assert parameter.grad is not None
+        parameter.grad.zero_()
+    return 2.5
 
 
 class DualPipeVEngine(PipelineEngine):
@@ -81,6 +99,7 @@ def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
     contents: dict[str, dict[str, Any]] = {
         "pipe": {"LayerSpec": LayerSpec, "TiedLayerSpec": TiedLayerSpec},
         "runtime.pipe.engine": {"PipelineEngine": PipelineEngine},
+        "runtime.engine": {"clip_grad_norm_": clip_grad_norm_},
         "ops": {"__compatible_ops__": {"deepspeed_shm_comm": True}},
     }
     for name in ("comm", "comm.comm", "utils.groups", "runtime.pipe.p2p", *contents):
@@ -153,6 +172,23 @@ def test_a_batch_is_observed_and_the_engine_left_as_it_was() -> None:
     assert "_take_model_step" not in vars(engine)
 
 
+def test_the_norm_that_clips_is_noted_where_the_engine_tells_none() -> None:
+    engine = PipelineEngine(Whole(lambda: [nn.Linear(2, 2)]), norm=None)
+    with deepspeed.observed(engine, DATA, engine.module) as seen:
+        engine.train_batch(seen.data_iterator)
+    assert seen.handed_back().grad_norm == 2.5
+    assert sys.modules["deepspeed.runtime.engine"].clip_grad_norm_ is clip_grad_norm_
+
+
+def test_a_reference_of_another_type_is_said_with_its_cure() -> None:
+    engine = PipelineEngine(nn.Linear(2, 2, dtype=torch.bfloat16))
+    sentence = (
+        r"^the engine.s layers are in torch.bfloat16, the reference in torch.float32: pass dtype=torch.bfloat16 to"
+    )
+    with pytest.raises(DeepSpeedError, match=sentence), deepspeed.observed(engine, DATA, nn.Linear(2, 2)):
+        pass
+
+
 def test_a_step_that_was_not_taken_is_said() -> None:
     module = Whole(lambda: [nn.Linear(2, 2)])
     with deepspeed.observed(PipelineEngine(module), DATA, module) as seen:
@@ -204,6 +240,7 @@ def test_of_two_gradients_the_one_in_fp32_counts_and_it_is_a_copy() -> None:
         (PipelineEngine(nn.Linear(2, 2), fp16=True), "^fp16_enabled is True: pipeproof.deepspeed covers False only"),
         (PipelineEngine(nn.Linear(2, 2), is_model_parallel=True), "^is_model_parallel is True"),
         (PipelineEngine(nn.Linear(2, 2), has_moe_layers=True), "^has_moe_layers is True"),
+        (PipelineEngine(nn.Linear(2, 2), batch_fn=tuple), "^the engine has a batch_fn: give microbatches as it makes"),
         (PipelineEngine(nn.Linear(2, 2), micro_batches=4), "^gradient_accumulation_steps is 4, and the step has 2"),
         (PipelineEngine(nn.Linear(2, 2), stage_id=1), "^rank 0 has stage 1, expected 0: ranks of a stage have to be"),
     ],
