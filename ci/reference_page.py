@@ -52,6 +52,8 @@ PARTS: Mapping[str, Sequence[Name]] = {
         Name("pipeproof.foreign.torch_pipelining", "step", "validation/foreign/torch_pipelining.py"),
         Name("pipeproof.foreign.megatron", "validate", "validation/foreign/megatron.py"),
         Name("pipeproof.foreign.megatron", "observed", "validation/foreign/megatron.py"),
+        Name("pipeproof.foreign.deepspeed", "validate", "validation/foreign/deepspeed.py"),
+        Name("pipeproof.foreign.deepspeed", "observed", "validation/foreign/deepspeed.py"),
     ),
     "A running job": (
         Name(

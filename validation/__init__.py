@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import pipeproof.foreign as whitebox
+    import pipeproof.foreign.deepspeed as deepspeed
     import pipeproof.foreign.megatron as megatron
     from pipeproof.cases.case import Case as Case
     from pipeproof.cases.case import CaseError as CaseError
@@ -53,7 +54,7 @@ _HOMES = {
     "write_record": "records.step_record",
 }
 
-_MODULES = {"megatron": "foreign.megatron", "whitebox": "foreign"}
+_MODULES = {"deepspeed": "foreign.deepspeed", "megatron": "foreign.megatron", "whitebox": "foreign"}
 
 __all__ = [
     "Case",
@@ -71,6 +72,7 @@ __all__ = [
     "WhiteBoxError",
     "World",
     "check_step",
+    "deepspeed",
     "megatron",
     "record_step",
     "validate",

@@ -4,7 +4,6 @@ import inspect
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -22,15 +21,10 @@ from torch import Tensor
 from pipeproof.foreign import HandedBack
 from pipeproof.foreign.megatron_whole import bare
 from tests.frameworks import tiny_gpt
+from tests.frameworks.fault import Fault, patched
 from tests.frameworks.tiny_gpt import Layout
 
-Plant = Callable[[ExitStack], None]
 Train = Callable[..., None]
-
-
-def patched(stack: ExitStack, place: Any, name: str, wrong: Callable[..., Any]) -> None:
-    """Put ``wrong``, which is given the right one first, in its place."""
-    stack.enter_context(mock.patch.object(place, name, partial(wrong, getattr(place, name))))
 
 
 def divided_by(divisor: Callable[[int], int], stack: ExitStack) -> None:
@@ -166,36 +160,36 @@ def as_it_is(stack: ExitStack) -> None:
     """Nothing is planted: messages between two ranks cross in Megatron-core 0.16.1 itself."""
 
 
-@dataclass(frozen=True)
-class Fault:
-    """A fault, a layout that shows it, and what the verdict is to say: a kind of cause, and where it is.
-
-    ``where`` are ranks and stages, None where the fault is everywhere.
-    """
-
-    plant: Plant
-    layout: Layout
-    kind: str
-    rank: int | None = None
-    stage: int | None = None
-
-
+EACH_STAGE = ("stage 0", "stage 1")
 FAULTS = {
     "not-divided": Fault(partial(divided_by, lambda count: 1), Layout(), "scale"),
     "divided-twice": Fault(partial(divided_by, lambda count: count * count), Layout(), "scale"),
-    "tied-not-reduced": Fault(tied_not_reduced, Layout(tied=True), "tied-not-summed"),
-    "not-finalized": Fault(not_finalized, Layout(dp=2), "not-reduced", stage=0),
-    "other-stream": Fault(other_stream, Layout(), "swapped-data"),
-    "stale-buffer": Fault(stale_buffer, Layout(), "mispaired", rank=1, stage=1),
-    "last-in-first-out": Fault(last_in_first_out, Layout(), "mispaired", rank=0, stage=0),
-    "other-chunk": Fault(other_chunk, Layout(vp=3, layers=6, p2p_overlap=True), "zero", rank=1, stage=1),
+    "tied-not-reduced": Fault(
+        tied_not_reduced, Layout(tied=True), "tied-not-summed", ("parameter model.embedding.word_embeddings.weight",)
+    ),
+    "not-finalized": Fault(not_finalized, Layout(dp=2), "not-reduced", EACH_STAGE),
+    "other-stream": Fault(
+        other_stream, Layout(), "swapped-data", ("rank 0, stage 0, microbatches 0, 1, 2, 3, action 0F0",)
+    ),
+    "stale-buffer": Fault(stale_buffer, Layout(), "mispaired", ("rank 1, stage 1, microbatch 2, action 1F2",)),
+    "last-in-first-out": Fault(
+        last_in_first_out, Layout(), "mispaired", ("rank 0, stage 0, microbatches 0, 1, 2, 3, action 0B0",)
+    ),
+    "other-chunk": Fault(other_chunk, Layout(vp=3, layers=6, p2p_overlap=True), "zero", ("rank 1, stage 1",)),
     "norm-counts-copies": Fault(norm_counts_copies, Layout(tied=True, optimizer=True), "norm"),
-    "norm-of-one-stage": Fault(norm_of_one_stage, Layout(optimizer=True), "norm"),
+    "norm-of-one-stage": Fault(norm_of_one_stage, Layout(optimizer=True), "norm", ("rank 0",)),
     "not-cleared": Fault(not_cleared, Layout(), "extra-term"),
     "summed-over-replicas": Fault(summed_over_replicas, Layout(dp=2), "scale"),
-    "other-shard": Fault(other_shard, Layout(dp=2, distributed=True), "not-reduced", stage=0),
-    "tokens-of-one-replica": Fault(tokens_of_one_replica, Layout(dp=2, three=True, per_token=True), "scale"),
-    "crossed-messages": Fault(as_it_is, Layout(vp=2), "wrong-message", rank=1, stage=1),
+    "other-shard": Fault(other_shard, Layout(dp=2, distributed=True), "not-reduced", EACH_STAGE),
+    "tokens-of-one-replica": Fault(  # one cause for each replica: each divides by another number
+        tokens_of_one_replica, Layout(dp=2, three=True, per_token=True), "scale", ("everywhere", "everywhere")
+    ),
+    "crossed-messages": Fault(
+        as_it_is,
+        Layout(vp=2),
+        "wrong-message",
+        ("rank 1, stage 1, microbatches 2, 3, action 1F2", "rank 1, stage 1, microbatches 0, 1, action 1B0"),
+    ),
 }
 
 

@@ -30,8 +30,6 @@ LAYERS: Mapping[str, set[str]] = {
     "front": {"plan", "run", "reference", "validation", "front"},
 }
 OUTSIDE: Mapping[str, set[str] | None] = {"plan": {"numpy"}, "run": {"torch"}, "reference": {"torch"}}
-# What one file alone may import, where it is used: frameworks, which no package of ours requires.
-FRAMEWORKS = {"validation.foreign.megatron_whole": "megatron"}
 # The rooms of validation, the lowest first: a room imports only rooms before it.
 ROOMS = ("worlds", "observers", "judging", "diagnosis", "foreign", "cases", "records", "reports", "commands")
 LOOSE = 4  # Python files in validation that are in no room
@@ -67,8 +65,6 @@ def arrows(source: Source) -> Iterator[str]:
                 yield f"imports {name}: {own} may not import {target}"
         elif top in ("tests", "ci"):
             yield f"imports {name}"
-        elif top == FRAMEWORKS.get(source.module):
-            continue
         elif top not in sys.stdlib_module_names and top not in (outside or ()):
             yield f"imports {name}, which {own} may not"
 

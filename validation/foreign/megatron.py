@@ -9,16 +9,17 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from pipeproof.foreign.framework import Named
 from pipeproof.foreign.handed_back import FlatShard, HandedBack
 from pipeproof.foreign.megatron_whole import (
     CHILD,
+    MEGATRON,
     ForwardStep,
     MegatronError,
     Whole,
@@ -27,7 +28,6 @@ from pipeproof.foreign.megatron_whole import (
     core,
     undivided,
 )
-from pipeproof.foreign.reference_run import name_of
 from pipeproof.foreign.validator import WhiteBox
 from pipeproof.foreign.validator import validate as validated
 from pipeproof.judging.verdict import Verdict
@@ -61,15 +61,13 @@ def _global(name: str, numbers: Mapping[str, int], *, tied: bool) -> str:
 
 
 def load(chunks: Sequence[Any], reference: nn.Module) -> None:
-    """Give the chunks the weights of ``reference``, which ``validate`` handed to the step."""
-    weights = dict(reference.named_parameters(remove_duplicate=False))
-    with torch.no_grad():
-        for chunk in map(bare, chunks):
-            names = global_names(chunk)
-            for name, parameter in chunk.named_parameters():
-                weight = weights.get(f"{CHILD}.{names[name]}")
-                if weight is not None and weight.shape == parameter.shape:
-                    parameter.copy_(weight)
+    """Give the chunks the weights of ``reference``, which ``validate`` handed to the step.
+
+    Raises ``MegatronError`` where the reference has no such parameter, or one of another shape.
+    """
+    for chunk in map(bare, chunks):
+        names = global_names(chunk)
+        MEGATRON.load(((f"{CHILD}.{names[name]}", one) for name, one in chunk.named_parameters()), reference)
 
 
 def main_gradient(parameter: nn.Parameter) -> Tensor | None:
@@ -236,26 +234,17 @@ def validate(
     Raises ``MegatronError``, and what ``whitebox.validate`` raises.
     """
     core()
-    whole = _Build(reference, forward_step)
+    whole = Named(reference, partial(Whole, reference, forward_step))
     data = [tuple(one) if isinstance(one, tuple | list) else (one,) for one in microbatches]
     run = validated if whitebox is None else whitebox.validate
     return run(
-        _Step(step),
+        Named(step, partial(_left_as_it_was, step)),
         reference=whole,
         microbatches=data,
-        ranks=_mesh(ranks),
+        ranks=MEGATRON.mesh(ranks),
         loss_divisor=_divisor(whole, data),
         optimizer=optimizer,
     )
-
-
-def _mesh(ranks: int | Mapping[str, int]) -> int | dict[str, int]:
-    """Ranks as Megatron numbers them: those of a stage are neighbours. Raises ``MegatronError``."""
-    if not isinstance(ranks, Mapping):
-        return ranks
-    if other := [axis for axis in ranks if axis not in ("pp", "dp")]:
-        raise MegatronError(f"ranks has the axis {other[0]!r}: pipeproof.megatron covers pp and dp")
-    return {"pp": ranks.get("pp", 1), "dp": ranks.get("dp", 1)}
 
 
 def _divisor(build: Callable[[], Whole], microbatches: Sequence[Any]) -> float | None:
@@ -268,36 +257,12 @@ def _divisor(build: Callable[[], Whole], microbatches: Sequence[Any]) -> float |
         return None
 
 
-@dataclass(frozen=True)
-class _Build:
-    """Makes the reference; called as the user's function is."""
-
-    build: Callable[[], nn.Module]
-    forward_step: ForwardStep
-
-    @property
-    def __name__(self) -> str:
-        return name_of(self.build)
-
-    def __call__(self) -> Whole:
-        return Whole(self.build, self.forward_step)
-
-
-@dataclass(frozen=True)
-class _Step:
-    """A step that leaves Megatron's state as it was, so that the next layout can be another."""
-
-    step: Callable[[Any, list[Any]], Any]
-
-    @property
-    def __name__(self) -> str:
-        return name_of(self.step)
-
-    def __call__(self, model: Any, microbatches: list[Any]) -> Any:
-        state = core("parallel_state")
-        before = state.model_parallel_is_initialized()
-        try:
-            return self.step(model, microbatches)
-        finally:
-            if not before:
-                state.destroy_model_parallel()
+def _left_as_it_was(step: Callable[[Any, list[Any]], Any], model: Any, microbatches: list[Any]) -> Any:
+    """Run a step, and leave Megatron's state as it was, so that the next layout can be another."""
+    state = core("parallel_state")
+    before = state.model_parallel_is_initialized()
+    try:
+        return step(model, microbatches)
+    finally:
+        if not before:
+            state.destroy_model_parallel()

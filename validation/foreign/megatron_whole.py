@@ -1,20 +1,18 @@
 """The reference of a step of Megatron-core: the whole model on one rank, by the same forward step."""
 
-import importlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeproof.foreign.framework import Framework
 from pipeproof.foreign.reference_run import WhiteBoxError
 
 ForwardStep = Callable[..., tuple[Any, Any]]  # of a data iterator and a chunk: its output, and a function of that
-KNOWN = ("0.16",)
 CHILD = "model"  # what the reference calls the whole model
 
 
@@ -22,18 +20,15 @@ class MegatronError(WhiteBoxError):
     """Megatron is missing, of a version that is not known, or used in a way that is not covered."""
 
 
-def core(name: str = "") -> ModuleType:
-    """Megatron-core, or its module ``name``. Raises ``MegatronError``."""
-    try:
-        package = importlib.import_module("megatron.core")
-    except ModuleNotFoundError as error:
-        if error.name not in ("megatron", "megatron.core"):
-            raise
-        raise MegatronError("megatron-core is not installed: pip install --no-deps megatron-core==0.16.1") from None
-    found = getattr(package, "__version__", "of no version")
-    if not found.startswith(tuple(f"{one}." for one in KNOWN)):
-        raise MegatronError(f"megatron-core is {found}: this pipeproof knows {', '.join(KNOWN)}, so install one of it")
-    return importlib.import_module(f"megatron.core.{name}") if name else package
+MEGATRON = Framework(
+    "megatron-core",
+    "megatron.core",
+    "pipeproof.megatron",
+    ("0.16",),
+    "pip install --no-deps megatron-core==0.16.1",
+    MegatronError,
+)
+core = MEGATRON.module
 
 
 def bare(chunk: Any) -> Any:
@@ -51,15 +46,17 @@ _COVERED = {
     "mtp_num_layers": None,
     "fp16": False,
     "bf16": False,
+    "fp8": None,
+    "fp4": None,
+    # Megatron's own default is 0.1: stages would draw other numbers than the whole model.
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
 }
 
 
 def check_config(config: Any) -> None:
     """Raise ``MegatronError`` for what would be judged wrongly."""
-    for name, value in _COVERED.items():
-        given = getattr(config, name, value)
-        if given != value:
-            raise MegatronError(f"{name} is {given}: pipeproof.megatron covers {value} only; set it so for the check")
+    MEGATRON.covers(vars(config), _COVERED)
 
 
 def undivided(results: Sequence[Any], config: Any) -> Tensor:
@@ -113,7 +110,8 @@ def alone() -> Iterator[None]:
     state = core("parallel_state")
     own = not dist.is_initialized()
     if own:
-        dist.init_process_group("gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
+        store = dist.HashStore()  # type: ignore[attr-defined]  # it is public
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     kept = {name: value for name, value in vars(state).items() if re.fullmatch(r"_[A-Z_]+", name)}
     vars(state).update({name: None for name in kept} | _of_one(kept))
     try:

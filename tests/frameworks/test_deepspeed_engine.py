@@ -1,0 +1,82 @@
+"""DeepSpeed's PipelineEngine itself under pipeproof: right layouts pass, planted faults are caught, named and located.
+
+``ci/frameworks`` runs this in an environment that has DeepSpeed; elsewhere it is skipped.
+"""
+
+import pytest
+
+pytest.importorskip("deepspeed", reason="deepspeed is not installed: ci/frameworks installs it")
+
+from functools import partial
+
+from pipeproof.foreign import WhiteBox
+from tests.frameworks import deepspeed_faults
+from tests.frameworks.deepspeed_faults import FAULTS
+from tests.frameworks.tiny_pipe import Layout, judged
+
+BITWISE = {
+    "1f1b": (Layout(), 4),
+    "one-stage": (Layout(pp=1), 4),
+    "four-ranks": (Layout(pp=4), 8),
+    "few-microbatches": (Layout(pp=4), 2),
+    "recompute": (Layout(recompute=1), 4),
+}
+# Not to the bit: shares of tied copies or of replicas are added in another order; norms are of other partial sums.
+FP32 = {
+    "tied": (Layout(tied=True), 4),
+    "tied-four-ranks": (Layout(pp=4, tied=True), 8),
+    "replicas": (Layout(dp=2), 4),
+    "clipped-one-stage": (Layout(pp=1, clipped=True), 4),
+    "zero-1-one-replica": (Layout(zero=1), 4),
+    "zero-1": (Layout(dp=2, zero=1), 4),
+    "zero-1-tied-clipped": (Layout(dp=2, zero=1, tied=True, clipped=True), 4),
+}
+BF16 = {
+    "bf16": (Layout(bf16=True), 4),
+    "bf16-tied": (Layout(bf16=True, tied=True), 4),
+    "bf16-replicas": (Layout(bf16=True, dp=2), 4),
+    "bf16-zero-1": (Layout(bf16=True, dp=2, zero=1, tied=True), 4),
+    "bf16-zero-1-summed-in-fp32": (Layout(bf16=True, accumulate="fp32", dp=2, zero=1, tied=True), 4),
+}
+TIERS = {name: tier for tier, names in (("bitwise", BITWISE), ("fp32", FP32), ("bf16", BF16)) for name in names}
+
+
+@pytest.mark.pipeproof_ranks
+@pytest.mark.parametrize("name", TIERS)
+def test_a_right_layout_passes(name: str, whitebox: WhiteBox) -> None:
+    layout, microbatches = (BITWISE | FP32 | BF16)[name]
+    verdict = judged(layout, microbatches=microbatches, whitebox=whitebox)
+    assert verdict.verdict == "pass", str(verdict)
+    assert verdict.tier == TIERS[name]
+    passed = {law.name for law in verdict.laws if law.outcome == "pass"}
+    assert passed >= {"gradient", "loss", "boundaries"}
+    # Without ZeRO or clipping, no norm is computed in fp32.
+    assert ("grad-norm" in passed) == (layout.bf16 or layout.zero > 0 or layout.clipped)
+    assert ("shards" in passed) == (layout.zero > 0 and layout.dp > 1 and layout.accumulate is None)
+
+
+@pytest.mark.pipeproof_ranks
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_caught_named_and_located(name: str, whitebox: WhiteBox) -> None:
+    fault = FAULTS[name]
+    verdict = judged(fault.layout, own_step=partial(deepspeed_faults.step, name), whitebox=whitebox)
+    assert verdict.verdict == "fail", str(verdict)
+    assert [(cause.kind, cause.place) for cause in verdict.cause] == [(fault.kind, place) for place in fault.places]
+
+
+@pytest.mark.pipeproof_ranks
+def test_another_number_of_microbatches_than_the_engine_takes_is_said(whitebox: WhiteBox) -> None:
+    verdict = judged(Layout(), own_step=fewer_microbatches, whitebox=whitebox)
+    assert verdict.verdict == "unknown"
+    assert "gradient_accumulation_steps is 3, and the step has 4 microbatches" in str(verdict)
+
+
+def fewer_microbatches(layout: Layout, model: object, microbatches: list[object]) -> None:
+    import deepspeed
+
+    import pipeproof
+    from tests.frameworks.tiny_pipe import made
+
+    deepspeed.init_distributed()
+    with pipeproof.deepspeed.observed(made(layout, len(microbatches) - 1), microbatches, model):
+        pass

@@ -1,0 +1,42 @@
+"""The guides to frameworks: their programs run and print what they show, and their tables are those of the faults."""
+
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.guides import PAGES, ROOT, blocks
+
+PAGE = "validation/guides/{}.md"
+PACKAGES = {"megatron": "megatron.core", "deepspeed": "deepspeed"}
+FIRST = {"megatron": "import tests.frameworks.on_cpu\n", "deepspeed": ""}  # what the guide leaves to a GPU
+
+
+@pytest.fixture(params=PACKAGES)
+def framework(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    pytest.importorskip(PACKAGES[name], reason=f"{name} is not installed: ci/frameworks installs it")
+    return name
+
+
+def test_its_programs_run_and_print_what_it_shows(framework: str, tmp_path: Path) -> None:
+    page = PAGE.format(framework)
+    programs = [block for block in blocks("py") if block.page == page]
+    for block in programs:
+        (tmp_path / block.file).write_text(FIRST[framework] + block.text)
+    (tmp_path / "tests").symlink_to(ROOT / "tests")
+    command = [sys.executable, "-W", "ignore", programs[-1].file]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True)
+    (shown,) = [block.text for block in blocks("text") if block.page == page]
+    assert shown.strip() in ended.stdout.splitlines(), ended.stdout + ended.stderr
+
+
+def test_its_table_says_of_every_fault_what_the_verdict_says(framework: str) -> None:
+    faults = importlib.import_module(f"tests.frameworks.{framework}_faults").FAULTS
+    rows = re.findall(r"(?m)^\| ([\w-]+)[^|]* \| ([\w-]+) \| ([^|]+) \|$", PAGES[PAGE.format(framework)])
+    head, *shown = rows
+    assert head == ("fault", "named", "where")
+    assert shown == [(name, one.kind, "; ".join(dict.fromkeys(one.places))) for name, one in faults.items()]

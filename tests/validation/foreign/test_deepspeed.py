@@ -1,0 +1,282 @@
+"""What pipeproof.deepspeed knows of DeepSpeed, on an engine that is like its: options, gradients, losses, names."""
+
+import os
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import pipeproof
+from pipeproof import deepspeed
+from pipeproof.foreign import FlatShard
+from pipeproof.foreign.deepspeed_whole import DeepSpeedError, Whole
+
+
+class LayerSpec:
+    def __init__(self, made: type, *arguments: Any) -> None:
+        self.made, self.arguments = made, arguments
+
+    def build(self) -> Any:
+        return self.made(*self.arguments)
+
+
+class TiedLayerSpec(LayerSpec):
+    def __init__(self, key: str, made: type, *arguments: Any, forward_fn: Any = None) -> None:
+        super().__init__(made, *arguments)
+        self.key, self.forward_fn = key, forward_fn
+
+
+class PipelineEngine(nn.Module):
+    """As DeepSpeed's: ``train_batch`` runs all layers, steps and clears."""
+
+    stage_id, micro_batches, is_model_parallel, has_moe_layers, batch_fn = 0, 2, False, False, None
+    norm: float | None = 1.5
+
+    def __init__(self, module: nn.Module, *, fp16: bool = False, **options: Any) -> None:
+        super().__init__()
+        self.module, self.grid, self.optimizer = module, SimpleNamespace(data_parallel_size=1), Refreshed()
+        self.fwd_outputs: list[Tensor] = []
+        self._fp16 = fp16
+        vars(self).update(options)
+
+    def fp16_enabled(self) -> bool:
+        return self._fp16
+
+    def torch_autocast_enabled(self) -> bool:
+        return False
+
+    zero_cpu_offload = random_ltd_enabled = curriculum_learning_enabled = torch_autocast_enabled
+    is_deepcompile_enabled = torch_autocast_enabled
+
+    def managed_gradient_accumulation(self) -> bool:
+        return True
+
+    def get_global_grad_norm(self) -> float | None:
+        return self.norm
+
+    def _take_model_step(self, _: Any = None) -> None:
+        sys.modules["deepspeed.runtime.engine"].clip_grad_norm_(self.module.parameters())
+        self.module.zero_grad()
+
+    def train_batch(self, data: Iterator[Any]) -> None:
+        for _ in range(self.micro_batches):
+            loss = self.module(next(data)[0]).sum()
+            self.fwd_outputs.append(loss.detach())
+            (loss / self.micro_batches).backward()
+        self._take_model_step()
+
+
+def clip_grad_norm_(parameters: Iterator[nn.Parameter]) -> float:
+    for parameter in parameters:
+        assert parameter.grad is not None
+        parameter.grad.zero_()
+    return 2.5
+
+
+class DualPipeVEngine(PipelineEngine):
+    pass
+
+
+class Refreshed:
+    def __init__(self) -> None:
+        self.times = 0
+
+    def refresh_fp32_params(self) -> None:
+        self.times += 1
+
+
+@pytest.fixture(autouse=True)
+def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A DeepSpeed that has what the adapter uses."""
+    package = ModuleType("deepspeed")
+    package.__version__ = "0.19.8"  # type: ignore[attr-defined]  # as DeepSpeed has it
+    monkeypatch.setitem(sys.modules, "deepspeed", package)
+    contents: dict[str, dict[str, Any]] = {
+        "pipe": {"LayerSpec": LayerSpec, "TiedLayerSpec": TiedLayerSpec},
+        "runtime.pipe.engine": {"PipelineEngine": PipelineEngine},
+        "runtime.engine": {"clip_grad_norm_": clip_grad_norm_},
+        "ops": {"__compatible_ops__": {"deepspeed_shm_comm": True}},
+    }
+    for name in ("comm", "comm.comm", "utils.groups", "runtime.pipe.p2p", *contents):
+        module = ModuleType(f"deepspeed.{name}")
+        vars(module).update(contents.get(name, {}))
+        monkeypatch.setitem(sys.modules, f"deepspeed.{name}", module)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+
+
+DATA = [(torch.ones(1, 2), torch.zeros(1)), (torch.full((1, 2), 2.0), torch.zeros(1))]
+
+
+def twice(embedding: nn.Linear, x: Tensor) -> Tensor:
+    return 2 * x @ embedding.weight
+
+
+def layers() -> list[Any]:
+    spec = LayerSpec(nn.Linear, 2, 2)
+    return [TiedLayerSpec("w", nn.Linear, 2, 2), spec, torch.tanh, nn.Linear(2, 2), TiedLayerSpec("w", nn.Linear, 2, 2)]
+
+
+def test_the_reference_has_the_names_of_a_pipeline_module() -> None:
+    names = [name for name, _ in Whole(layers).named_parameters()]
+    assert sorted(names) == ["1.bias", "1.weight", "3.bias", "3.weight", "tied_modules.w.bias", "tied_modules.w.weight"]
+
+
+def test_the_reference_calls_its_layers_one_after_the_other() -> None:
+    tied = TiedLayerSpec("w", nn.Linear, 2, 2, forward_fn=twice)
+    whole, x = Whole(lambda: [TiedLayerSpec("w", nn.Linear, 2, 2), torch.tanh, tied]), torch.ones(1, 2)
+    linear = whole.tied_modules["w"]
+    assert whole(x).equal(2 * torch.tanh(linear(x)) @ linear.weight)
+
+
+def test_a_first_layer_is_given_a_tuple_of_several_inputs() -> None:
+    one, two = torch.ones(2), torch.zeros(2)
+    assert Whole(lambda: [lambda given: given])(one, two) == (one, two)
+
+
+def test_the_reference_is_cast_where_the_engine_is() -> None:
+    assert {one.dtype for one in Whole(layers, torch.bfloat16).parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("layers", "sentence"),
+    [
+        (lambda: [nn.Linear(2, 2), 3], "^layer 1 is a int: expected a module, a LayerSpec or a function$"),
+        (lambda: nn.Linear(2, 2), "^the reference is a Linear: expected layers"),
+        (lambda: [nn.Sequential(nn.Dropout(0.1))], r"^layer 0.0 drops out with p=0.1: set p to 0 for the check$"),
+    ],
+)
+def test_layers_that_cannot_be_are_named(layers: Any, sentence: str) -> None:
+    with pytest.raises(DeepSpeedError, match=sentence):
+        Whole(layers)
+
+
+def test_a_batch_is_observed_and_the_engine_left_as_it_was() -> None:
+    reference = Whole(lambda: [nn.Linear(2, 2)])
+    engine = PipelineEngine(Whole(lambda: [nn.Linear(2, 2)]))
+    with deepspeed.observed(engine, DATA, reference) as seen:
+        engine.train_batch(seen.data_iterator)
+    handed = seen.handed_back()
+    own = engine.module.get_parameter("0.weight")
+    assert own.equal(reference.get_parameter("0.weight"))
+    assert own.grad is None
+    assert handed.gradients[own].eq(1.5).all()
+    assert [one.item() for one in handed.losses] == [one.item() for one in engine.fwd_outputs]
+    assert (handed.grad_norm, engine.optimizer.times) == (1.5, 1)
+    assert handed.names("tied_modules.w.weight", 1, 0) == "tied_modules.w.weight"
+    assert "_take_model_step" not in vars(engine)
+
+
+def test_the_norm_that_clips_is_noted_where_the_engine_tells_none() -> None:
+    engine = PipelineEngine(Whole(lambda: [nn.Linear(2, 2)]), norm=None)
+    with deepspeed.observed(engine, DATA, engine.module) as seen:
+        engine.train_batch(seen.data_iterator)
+    assert seen.handed_back().grad_norm == 2.5
+    assert sys.modules["deepspeed.runtime.engine"].clip_grad_norm_ is clip_grad_norm_
+
+
+def test_a_reference_of_another_type_is_said_with_its_cure() -> None:
+    engine = PipelineEngine(nn.Linear(2, 2, dtype=torch.bfloat16))
+    sentence = (
+        r"^the engine.s layers are in torch.bfloat16, the reference in torch.float32: pass dtype=torch.bfloat16 to"
+    )
+    with pytest.raises(DeepSpeedError, match=sentence), deepspeed.observed(engine, DATA, nn.Linear(2, 2)):
+        pass
+
+
+def test_a_step_that_was_not_taken_is_said() -> None:
+    module = Whole(lambda: [nn.Linear(2, 2)])
+    with deepspeed.observed(PipelineEngine(module), DATA, module) as seen:
+        pass
+    with pytest.raises(DeepSpeedError, match=r"took no step: call engine\.train_batch"):
+        seen.handed_back()
+
+
+def mapped(start: int, part: Tensor) -> SimpleNamespace:
+    return SimpleNamespace(get_lp_grad_fragment=lambda number: part, lp_fragment_address=SimpleNamespace(start=start))
+
+
+def test_the_gradient_is_where_the_engine_keeps_it() -> None:
+    parameter = nn.Parameter(torch.zeros(2, 2))
+    assert deepspeed.gradient_of(parameter, 2) is None
+    parameter._hp_mapping, parameter._index_in_param_group = None, 0  # type: ignore[attr-defined]  # DeepSpeed's
+    nothing = deepspeed.gradient_of(parameter, 2)
+    assert isinstance(nothing, FlatShard)
+    assert nothing.part is None
+    parameter._hp_mapping = mapped(2, torch.ones(2))  # type: ignore[attr-defined]  # DeepSpeed's
+    shard = deepspeed.gradient_of(parameter, 2)
+    assert isinstance(shard, FlatShard)
+    assert isinstance(shard.part, Tensor)
+    assert (shard.part.tolist(), shard.start) == ([1, 1], 2)
+    parameter._hp_mapping = mapped(0, torch.ones(4))  # type: ignore[attr-defined]  # DeepSpeed's
+    alone = deepspeed.gradient_of(parameter, 1)
+    assert isinstance(alone, Tensor)
+    assert alone.tolist() == [[1, 1], [1, 1]]
+
+
+def test_of_two_gradients_the_one_in_fp32_counts_and_it_is_a_copy() -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.ones(2)
+    plain = deepspeed.gradient_of(parameter, 1)
+    parameter._hp_grad = torch.full((2,), 3.0)  # type: ignore[attr-defined]  # DeepSpeed's
+    found = deepspeed.gradient_of(parameter, 1)
+    parameter.grad.zero_()
+    parameter._hp_grad.zero_()  # type: ignore[attr-defined]  # DeepSpeed's
+    assert isinstance(plain, Tensor)
+    assert isinstance(found, Tensor)
+    assert (plain.tolist(), found.tolist()) == ([1, 1], [3, 3])
+
+
+@pytest.mark.parametrize(
+    ("engine", "sentence"),
+    [
+        (nn.Linear, "^the engine is a type: pipeproof.deepspeed covers PipelineEngine only$"),
+        (DualPipeVEngine(nn.Linear(2, 2)), "^the engine is a DualPipeVEngine"),
+        (PipelineEngine(nn.Linear(2, 2), fp16=True), "^fp16_enabled is True: pipeproof.deepspeed covers False only"),
+        (PipelineEngine(nn.Linear(2, 2), is_model_parallel=True), "^is_model_parallel is True"),
+        (PipelineEngine(nn.Linear(2, 2), has_moe_layers=True), "^has_moe_layers is True"),
+        (PipelineEngine(nn.Linear(2, 2), batch_fn=tuple), "^the engine has a batch_fn: give microbatches as it makes"),
+        (PipelineEngine(nn.Linear(2, 2), micro_batches=4), "^gradient_accumulation_steps is 4, and the step has 2"),
+        (PipelineEngine(nn.Linear(2, 2), stage_id=1), "^rank 0 has stage 1, expected 0: ranks of a stage have to be"),
+    ],
+)
+def test_what_is_not_covered_is_said(engine: Any, sentence: str) -> None:
+    with pytest.raises(DeepSpeedError, match=sentence), deepspeed.observed(engine, DATA, nn.Linear(2, 2)):
+        pass
+
+
+def test_a_step_has_what_a_launcher_sets_and_leaves_deepspeed_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "DS_ACCELERATOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("LOCAL_RANK", "7")
+    seen: dict[str, str] = {}
+    comm, ops = sys.modules["deepspeed.comm.comm"], sys.modules["deepspeed.ops"]
+    comm.cdb = None  # type: ignore[attr-defined]  # DeepSpeed's
+
+    def step(model: nn.Module, microbatches: list[Any]) -> str:
+        seen.update(os.environ)
+        assert not ops.__compatible_ops__["deepspeed_shm_comm"]
+        comm.cdb = "made"  # type: ignore[attr-defined]  # DeepSpeed's
+        return "handed"
+
+    before = dict(os.environ)
+    assert deepspeed._left_as_it_was(step, nn.Linear(2, 2), []) == "handed"
+    assert (seen["RANK"], seen["LOCAL_RANK"], seen["LOCAL_SIZE"], seen["DS_ACCELERATOR"]) == ("0", "7", "2", "cpu")
+    assert dict(os.environ) == before
+    assert comm.cdb is None
+    assert ops.__compatible_ops__["deepspeed_shm_comm"]
+
+
+def test_without_deepspeed_a_sentence_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    with pytest.raises(DeepSpeedError, match=r"^deepspeed is not installed: pip install deepspeed==0\.19"):
+        deepspeed.validate(lambda *_: None, reference=layers, microbatches=DATA, ranks=2)
+
+
+def test_it_is_at_the_front_door() -> None:
+    assert pipeproof.deepspeed is deepspeed

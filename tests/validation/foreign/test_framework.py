@@ -1,0 +1,88 @@
+"""What adapters of frameworks share: versions, options, ranks and weights, and the sentences for what is wrong."""
+
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import nn
+
+from pipeproof.foreign.framework import Framework, Named
+from pipeproof.foreign.reference_run import WhiteBoxError
+
+
+class TinyError(WhiteBoxError):
+    pass
+
+
+TINY = Framework("tiny-core", "tiny.core", "pipeproof.tiny", ("0.16", "0.17"), "pip install tiny-core", TinyError)
+
+
+def test_what_is_not_installed_is_said_with_its_cure() -> None:
+    with pytest.raises(TinyError, match=r"^tiny-core is not installed: pip install tiny-core$"):
+        TINY.module()
+
+
+@pytest.mark.parametrize(("version", "known"), [("0.16.1", True), ("0.17.0", True), ("0.1.2", False), ("0.160", False)])
+def test_a_version_is_known_or_named(version: str, known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = ModuleType("tiny.core")
+    package.__version__ = version  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "tiny", ModuleType("tiny"))
+    monkeypatch.setitem(sys.modules, "tiny.core", package)
+    if known:
+        assert TINY.module() is package
+    else:
+        with pytest.raises(TinyError, match=rf"^tiny-core is {version}: this pipeproof knows 0.16, 0.17"):
+            TINY.module()
+
+
+def test_what_the_framework_itself_lacks_is_not_the_framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tiny" / "core").mkdir(parents=True)
+    (tmp_path / "tiny" / "core" / "__init__.py").write_text("import no_such_module_of_tiny")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="no_such_module_of_tiny"):
+        TINY.module()
+    sys.modules.pop("tiny", None)
+
+
+def test_an_option_that_is_not_covered_is_named() -> None:
+    TINY.covers({"a": 1, "other": 5}, {"a": 1, "b": False})
+    with pytest.raises(TinyError, match=r"^a is 2: pipeproof.tiny covers 1 only; set it so for the check$"):
+        TINY.covers({"a": 2}, {"a": 1})
+
+
+def test_an_axis_that_is_not_covered_is_named() -> None:
+    with pytest.raises(TinyError, match="ranks has the axis 'tp'"):
+        TINY.mesh({"pp": 2, "tp": 2})
+    assert [*TINY.mesh({"dp": 2, "pp": 3}).items()] == [("pp", 3), ("dp", 2)]  # type: ignore[union-attr]  # given so
+    assert TINY.mesh(3) == 3
+
+
+def test_parameters_get_the_weights_of_the_reference() -> None:
+    stage, reference = nn.Linear(2, 3), nn.Linear(2, 3)
+    TINY.load([("weight", stage.weight)], reference)
+    assert stage.weight.equal(reference.weight)
+    assert not stage.bias.equal(reference.bias)
+
+
+@pytest.mark.parametrize(
+    ("name", "reference", "has"),
+    [
+        ("gain", nn.Linear(2, 3), "none"),
+        ("weight", nn.Linear(3, 2), r"one of shape \[2, 3\] in float32"),
+        ("weight", nn.Linear(2, 3, dtype=torch.bfloat16), r"one of shape \[3, 2\] in bfloat16"),
+    ],
+)
+def test_a_parameter_that_the_reference_has_not_so_is_said(name: str, reference: nn.Module, has: str) -> None:
+    sentence = rf"^a stage has a parameter {name} of shape \[3, 2\] in float32, the reference has {has}: build both"
+    with pytest.raises(TinyError, match=sentence):
+        TINY.load([(name, nn.Linear(2, 3).weight)], reference)
+
+
+def test_what_is_run_is_called_what_the_user_calls_it() -> None:
+    def build_model() -> None:
+        pass
+
+    named = Named(build_model, lambda number: number + 1)
+    assert (named.__name__, named(2)) == ("build_model", 3)

@@ -1,0 +1,242 @@
+"""DeepSpeed's PipelineEngine under ``whitebox.validate``: where its losses, gradients, norm and names are.
+
+A user's step makes its engine as ever and calls ``train_batch`` inside ``observed``. ``validate`` takes the reference
+from the same layers. Nothing of DeepSpeed is imported before one of these is called.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial, wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipeproof.foreign.deepspeed_whole import DEEPSPEED, DeepSpeedError, Whole
+from pipeproof.foreign.framework import Named
+from pipeproof.foreign.handed_back import FlatShard, HandedBack
+from pipeproof.foreign.validator import WhiteBox
+from pipeproof.foreign.validator import validate as validated
+from pipeproof.judging.verdict import Verdict
+from pipeproof.observers.watching import watch
+
+Gradient = Tensor | FlatShard | None
+
+# By what the engine calls them: attributes, or methods that tell.
+_COVERED = {
+    "is_model_parallel": False,
+    "has_moe_layers": False,
+    "fp16_enabled": False,
+    "torch_autocast_enabled": False,
+    "zero_cpu_offload": False,
+    "random_ltd_enabled": False,
+    "curriculum_learning_enabled": False,
+    "is_deepcompile_enabled": False,
+    "managed_gradient_accumulation": True,
+}
+
+
+def gradient_of(parameter: nn.Parameter, replicas: int) -> Gradient:
+    """The gradient that the engine's optimizer is about to take: a copy.
+
+    It is in ``.grad``; with bf16, flat and of a type of its own. With ZeRO-1, each of several replicas has a part.
+    """
+    whole: Tensor | None = getattr(parameter, "_hp_grad", None)
+    if whole is None:
+        whole = parameter.grad
+    if whole is not None:
+        return whole.detach().clone().view_as(parameter)
+    if not hasattr(parameter, "_hp_mapping"):
+        return None
+    mapping: Any = parameter._hp_mapping
+    if mapping is None:
+        return FlatShard(None)
+    part: Tensor = mapping.get_lp_grad_fragment(parameter._index_in_param_group).detach().clone()  # type: ignore[attr-defined]  # DeepSpeed's
+    return part.view_as(parameter) if replicas == 1 else FlatShard(part.flatten(), mapping.lp_fragment_address.start)
+
+
+@dataclass
+class Observation:
+    """What a step shows on a rank. ``data_iterator`` is what to hand to ``train_batch``."""
+
+    engine: Any
+    data_iterator: Iterator[Any]
+    losses: list[Tensor] = field(default_factory=list)
+    norm: Any = None
+    _gradients: dict[nn.Parameter, Gradient] | None = None
+
+    def handed_back(self) -> HandedBack:
+        """What ``whitebox.validate`` wants to have back of the step."""
+        if self._gradients is None:
+            raise DeepSpeedError("the engine took no step: call engine.train_batch(seen.data_iterator) inside observed")
+        return HandedBack(
+            self.engine.module, self.losses or None, self.norm, gradients=self._gradients, names=_as_it_is
+        )
+
+    def noting(self, take_step: Callable[..., Any]) -> Callable[..., Any]:
+        """The engine's ``take_step``, noting what it is given, and the norm that it tells."""
+
+        @wraps(take_step)
+        def noted(*arguments: Any, **named: Any) -> Any:
+            replicas = self.engine.grid.data_parallel_size
+            trained = [one for one in self.engine.module.parameters() if one.requires_grad]
+            self._gradients = {one: gradient_of(one, replicas) for one in trained}
+            self.losses = [loss.detach().clone() for loss in self.engine.fwd_outputs]
+            with self._clipping_noted():
+                result = take_step(*arguments, **named)
+            if (told := self.engine.get_global_grad_norm()) is not None:
+                self.norm = told
+            return result
+
+        return noted
+
+    @contextmanager
+    def _clipping_noted(self) -> Iterator[None]:
+        """While this is open, note the norm by which the engine clips in fp32 without ZeRO: it tells it nobody."""
+        place: Any = DEEPSPEED.module("runtime.engine")
+        clip = place.clip_grad_norm_
+
+        @wraps(clip)
+        def noted(*arguments: Any, **named: Any) -> Any:
+            told = clip(*arguments, **named)
+            self.norm = float(told)
+            return told
+
+        place.clip_grad_norm_ = noted
+        try:
+            yield
+        finally:
+            place.clip_grad_norm_ = clip
+
+
+def _as_it_is(name: str, rank: int, chunk: int) -> str:
+    """A parameter's name in the reference, which is that in a PipelineModule."""
+    return name
+
+
+@contextmanager
+def observed(engine: Any, microbatches: Sequence[Any], reference: nn.Module) -> Iterator[Observation]:
+    """Observe the batch that is trained inside this, from the weights of ``reference``.
+
+    engine: as ``deepspeed.initialize`` gives it, of a PipelineModule. microbatches: as the step is given them; the
+    engine's gradient accumulation steps are their number. Raises ``DeepSpeedError`` for what is not covered.
+    """
+    _check(engine, len(microbatches))
+    _check_types(engine.module, reference)
+    DEEPSPEED.load(engine.module.named_parameters(), reference)
+    if hasattr(engine.optimizer, "refresh_fp32_params"):
+        engine.optimizer.refresh_fp32_params()
+    seen = Observation(engine, iter(microbatches))
+    watch(engine.module)
+    engine._take_model_step = seen.noting(engine._take_model_step)
+    try:
+        yield seen
+    finally:
+        del engine._take_model_step
+
+
+def _check(engine: Any, microbatches: int) -> None:
+    """Raise ``DeepSpeedError`` for what would be judged wrongly."""
+    known = DEEPSPEED.module("runtime.pipe.engine").PipelineEngine
+    if type(engine) is not known:
+        raise DeepSpeedError(f"the engine is a {type(engine).__name__}: {DEEPSPEED.adapter} covers PipelineEngine only")
+    values = {name: getattr(engine, name) for name in _COVERED}
+    DEEPSPEED.covers({name: value() if callable(value) else value for name, value in values.items()}, _COVERED)
+    if engine.batch_fn is not None:
+        raise DeepSpeedError("the engine has a batch_fn: give microbatches as it makes them, and leave it out")
+    if engine.micro_batches != microbatches:
+        raise DeepSpeedError(
+            f"gradient_accumulation_steps is {engine.micro_batches}, and the step has {microbatches} microbatches: "
+            "let both be the same"
+        )
+    rank, replicas = dist.get_rank(), engine.grid.data_parallel_size
+    if engine.stage_id != rank // replicas:
+        raise DeepSpeedError(
+            f"rank {rank} has stage {engine.stage_id}, expected {rank // replicas}: ranks of a stage have to be "
+            "neighbours, as in DeepSpeed's own topology"
+        )
+
+
+def _check_types(module: nn.Module, reference: nn.Module) -> None:
+    """Raise ``DeepSpeedError`` where the engine cast its layers, and the reference was not."""
+    types = [{one.dtype for one in part.parameters()} for part in (module, reference)]
+    if theirs := sorted(map(str, types[0] - types[1])):
+        ours = ", ".join(sorted(map(str, types[1])))
+        raise DeepSpeedError(
+            f"the engine's layers are in {theirs[0]}, the reference in {ours}: pass dtype={theirs[0]} to validate"
+        )
+
+
+def validate(
+    step: Callable[[Any, list[Any]], Any],
+    *,
+    reference: Callable[[], Any],
+    microbatches: Sequence[Any],
+    ranks: int | Mapping[str, int],
+    loss_fn: Callable[[Any, Tensor], Tensor] | None = None,
+    dtype: torch.dtype | None = None,
+    whitebox: WhiteBox | None = None,
+) -> Verdict:
+    """The verdict on ``step(reference, microbatches)``, which trains a PipelineEngine inside ``observed``.
+
+    reference: gives the layers, seeded, as PipelineModule takes them. microbatches: pairs of inputs and labels, as the
+    data iterator gives them. ranks: how many, all of one pipeline; or ``{"pp": 2, "dp": 2}``. loss_fn: the
+    PipelineModule's; None: the last layer gives the loss. dtype: what the engine's config has the layers cast to.
+    whitebox: whose ranks to use, as pytest's fixture; None: own ones.
+
+    Raises ``DeepSpeedError``, and what ``whitebox.validate`` raises.
+    """
+    DEEPSPEED.module()
+    run = validated if whitebox is None else whitebox.validate
+    return run(
+        Named(step, partial(_left_as_it_was, step)),
+        reference=Named(reference, partial(Whole, reference, dtype)),
+        microbatches=[tuple(one) if isinstance(one, list) else one for one in microbatches],
+        ranks=DEEPSPEED.mesh(ranks),
+        loss_fn=loss_fn or _own_loss,
+    )
+
+
+def _own_loss(output: Tensor, _: Tensor) -> Tensor:
+    return output
+
+
+def _left_as_it_was(step: Callable[[Any, list[Any]], Any], model: nn.Module, microbatches: list[Any]) -> Any:
+    """Run a step as DeepSpeed's launcher would, and leave DeepSpeed as it was: the next layout can be another."""
+    with _launched(next(model.parameters()).device.type), _state_kept():
+        return step(model, microbatches)
+
+
+@contextmanager
+def _launched(device: str) -> Iterator[None]:
+    """While this is open, the environment has what a launcher of DeepSpeed's would have set."""
+    rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
+    wanted = {"LOCAL_RANK": rank, "RANK": rank, "LOCAL_SIZE": ranks, "WORLD_SIZE": ranks}
+    wanted |= {"DS_ACCELERATOR": "cpu"} if device == "cpu" else {}
+    added = {name: value for name, value in wanted.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
+
+
+@contextmanager
+def _state_kept() -> Iterator[None]:
+    """While this is open, DeepSpeed's groups and backend are whatever the step makes."""
+    names = ("comm.comm", "utils.groups", "runtime.pipe.p2p")
+    kept = {name: dict(vars(DEEPSPEED.module(name))) for name in names}
+    operators = DEEPSPEED.module("ops").__compatible_ops__
+    own = dict(operators)
+    # Ranks are used for several layouts. Its shared memory is made for the first one's, and serves inference alone.
+    operators["deepspeed_shm_comm"] = False
+    try:
+        yield
+    finally:
+        operators.update(own)
+        for name, values in kept.items():
+            vars(DEEPSPEED.module(name)).update(values)

@@ -1,0 +1,67 @@
+"""The reference of a step of DeepSpeed's PipelineEngine: the same layers on one rank, one after the other."""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from pipeproof.foreign.framework import Framework
+from pipeproof.foreign.reference_run import WhiteBoxError
+
+
+class DeepSpeedError(WhiteBoxError):
+    """DeepSpeed is missing, of a version that is not known, or used in a way that is not covered."""
+
+
+DEEPSPEED = Framework(
+    "deepspeed", "deepspeed", "pipeproof.deepspeed", ("0.19",), "pip install deepspeed==0.19.8", DeepSpeedError
+)
+
+
+class Whole(nn.Module):
+    """All layers, as ``build`` gives them to a PipelineModule, with the names that they have in one."""
+
+    def __init__(self, build: Callable[[], Iterable[Any]], dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.tied_modules = nn.ModuleDict()
+        layers = build()
+        if not isinstance(layers, Iterable):
+            raise DeepSpeedError(
+                f"the reference is a {type(layers).__name__}: expected layers as PipelineModule is given"
+            )
+        self._calls = [self._made(str(number), layer) for number, layer in enumerate(layers)]
+        if dtype is not None:
+            self.to(dtype)
+        for name, module in self.named_modules():
+            if isinstance(module, _DropoutNd) and module.p:
+                raise DeepSpeedError(f"layer {name} drops out with p={module.p}: set p to 0 for the check")
+
+    def _made(self, name: str, layer: Any) -> Callable[[Any], Any]:
+        """What to call for ``layer``, which is a module, the specification of one, or a function."""
+        if isinstance(layer, nn.Module):
+            self.add_module(name, layer)
+            return layer
+        pipe = DEEPSPEED.module("pipe")
+        if isinstance(layer, pipe.TiedLayerSpec):
+            if layer.key not in self.tied_modules:
+                self.tied_modules[layer.key] = layer.build()
+            tied = self.tied_modules[layer.key]
+            return tied if layer.forward_fn is None else partial(layer.forward_fn, tied)
+        if isinstance(layer, pipe.LayerSpec):
+            made: nn.Module = layer.build()
+            self.add_module(name, made)
+            return made
+        if not callable(layer):
+            raise DeepSpeedError(
+                f"layer {name} is a {type(layer).__name__}: expected a module, a LayerSpec or a function"
+            )
+        return layer  # type: ignore[no-any-return]  # a function of the user's
+
+    def forward(self, *inputs: Tensor) -> Any:
+        made: Any = inputs[0] if len(inputs) == 1 else inputs
+        for call in self._calls:
+            made = call(made)
+        return made

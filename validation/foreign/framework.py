@@ -1,0 +1,93 @@
+"""What every adapter of a framework needs: its package, and sentences for what it does not cover."""
+
+import importlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipeproof.foreign.reference_run import WhiteBoxError, name_of
+
+
+@dataclass(frozen=True)
+class Framework:
+    """A framework, as it is installed and imported, and the versions that its adapter knows.
+
+    error: what is raised where it is missing, or used in a way that is not covered.
+    """
+
+    name: str
+    package: str
+    adapter: str
+    known: tuple[str, ...]
+    install: str
+    error: type[WhiteBoxError]
+
+    def module(self, name: str = "") -> ModuleType:
+        """Its package, or the module ``name`` in it."""
+        try:
+            package = importlib.import_module(self.package)
+        except ModuleNotFoundError as error:
+            if error.name not in (self.package, self.package.partition(".")[0]):
+                raise
+            raise self.error(f"{self.name} is not installed: {self.install}") from None
+        found = getattr(package, "__version__", "of no version")
+        if not found.startswith(tuple(f"{one}." for one in self.known)):
+            known = ", ".join(self.known)
+            raise self.error(f"{self.name} is {found}: this pipeproof knows {known}, so install one of it")
+        return importlib.import_module(f"{self.package}.{name}") if name else package
+
+    def covers(self, given: Mapping[str, Any], covered: Mapping[str, Any]) -> None:
+        """Raise for an option that is not as it is ``covered``. What is not ``given`` is not looked at."""
+        for name, value in covered.items():
+            if given.get(name, value) != value:
+                raise self.error(
+                    f"{name} is {given[name]}: {self.adapter} covers {value} only; set it so for the check"
+                )
+
+    def mesh(self, ranks: int | Mapping[str, int]) -> int | dict[str, int]:
+        """Ranks as these frameworks number them: those of a stage are neighbours."""
+        if not isinstance(ranks, Mapping):
+            return ranks
+        if other := [axis for axis in ranks if axis not in ("pp", "dp")]:
+            raise self.error(f"ranks has the axis {other[0]!r}: {self.adapter} covers pp and dp")
+        return {"pp": ranks.get("pp", 1), "dp": ranks.get("dp", 1)}
+
+    def load(self, parameters: Iterable[tuple[str, nn.Parameter]], reference: nn.Module) -> None:
+        """Give the parameters, by their names in the reference, its weights.
+
+        Raises where the reference has no such parameter, or one of another shape or type.
+        """
+        weights = dict(reference.named_parameters(remove_duplicate=False))
+        with torch.no_grad():
+            for name, parameter in parameters:
+                theirs, weight = _form(parameter), weights.get(name)
+                if weight is None or _form(weight) != theirs:
+                    ours = "none" if weight is None else f"one of {_form(weight)}"
+                    raise self.error(
+                        f"a stage has a parameter {name} of {theirs}, the reference has {ours}: build both by the same "
+                        "function, with the same sizes and types"
+                    )
+                parameter.copy_(weight)
+
+
+def _form(parameter: nn.Parameter) -> str:
+    return f"shape {list(parameter.shape)} in {parameter.dtype}".replace("torch.", "")
+
+
+@dataclass(frozen=True)
+class Named:
+    """``run``, that is called what the user's ``function`` is called."""
+
+    function: Callable[..., Any]
+    run: Callable[..., Any]
+
+    @property
+    def __name__(self) -> str:
+        return name_of(self.function)
+
+    def __call__(self, *given: Any) -> Any:
+        return self.run(*given)
