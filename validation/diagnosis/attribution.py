@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from functools import cache
 
 from pipeproof.diagnosis.atoms import Term, Update, Wrong
-from pipeproof.diagnosis.explanation import Explainer, Explanation
+from pipeproof.diagnosis.explainer import Explainer
+from pipeproof.diagnosis.explanation import Explanation
 from pipeproof.diagnosis.known import Known
 from pipeproof.diagnosis.naming import name_causes
 from pipeproof.diagnosis.played import Played, Setup

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pipeproof.diagnosis.atoms import Atom, Term
-from pipeproof.judging.tolerance import FP32, Floor, precision_of, rounding_of
+from pipeproof.judging.tolerance import FP32, Floor, precision_of, rounding_of, stands_for_none
 from pipeproof.reference.step import Gradient
 
 _CHANCE = 1e-9  # how likely an explanation may be to fit by chance
@@ -300,10 +300,12 @@ def of_noise(terms: Mapping[Term, float], bounds: Mapping[Term, float]) -> bool:
 
 
 def of_rounding(seen: Gradient, due: Gradient, wide: Gradient, largest: float) -> bool:
-    """Whether a gradient is rounding alone, as where a softmax takes no notice of a bias: it tells nothing.
+    """Whether a gradient is nothing, as is due, or rounding alone, as where a softmax takes no notice of a bias.
 
-    ``wide``: what it is in fp64. ``largest`` is the largest element of all gradients that are due.
+    It tells nothing. ``wide``: what it is in fp64. ``largest`` is the largest element of all gradients that are due.
     """
+    if stands_for_none(seen) and stands_for_none(due):
+        return True
     if seen is None or due is None or wide is None or not due.numel():
         return False
     floor = rounding_of(due.cpu(), wide)

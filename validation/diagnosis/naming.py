@@ -120,9 +120,8 @@ def faults_of(update: Update, stage: Explanation, nominal: dict[Term, float]) ->
     calls = sorted({term.gradient for term in nominal if term.what == "earlier"})
     own = {term.activation: c for term, c in nominal.items() if term.what == "pair"}
     within = max(ONE, stage.limit)
-    absent = {one.kind for one in stage.odd}
-    if stage.compared == 0 and len(absent) == 1 and absent <= WHOLE:
-        return (Fault(absent.pop(), detail="every parameter"),)
+    if stage.whole:
+        return (Fault(stage.whole, detail="every parameter"),)
     faults = [*faults_in_counts(update, own, within)]
     for call in calls:
         part = {term.activation: c for term, c in nominal.items() if term[::2] == ("earlier", call)}
@@ -287,15 +286,12 @@ def _with_rank(update: Update, cause: Cause) -> Cause:
     return replace(cause, rank=update.placement[cause.stage], instead=instead)
 
 
-WHOLE = {"missing", "unexpected", "rounded", "not-finite"}  # what a whole stage can be at once
-
-
 def of_parameters(
     update: Update, stages: Sequence[Explanation], sums: Mapping[Stage, Sequence[Cause]]
 ) -> Iterator[Cause]:
     """The parameters that do not follow their stage."""
     for one in stages:
-        if one.compared == 0 and len({each.kind for each in one.odd} & WHOLE) == 1:
+        if one.whole:
             continue  # the stage's own fault
         yield from sums[one.stage]
         groups: dict[Likeness, list[Likeness]] = {}
