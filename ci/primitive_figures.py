@@ -30,7 +30,7 @@ def main() -> int:
     if seeds < 1:
         parser.error(f"--seeds {seeds}: expected at least 1")
     found = {}
-    with World(device="cpu", silent=True, most_groups=24) as world:
+    with World(device="cpu", silent=True, most_groups=100) as world:
         for name in PRIMITIVES:
             found[name] = figures_of(name, seeds, world)
             print(f"{name:<8} {found[name].passed} of {seeds} pass, worst error {found[name].worst:.2g}", flush=True)

@@ -4,6 +4,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,6 +53,32 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def world(pipeproof_world: "World") -> "World":
     """Ours is the plugin's."""
     return pipeproof_world
+
+
+@pytest.fixture(scope="session")
+def silent_ranks() -> Iterator["World"]:
+    """As those of a command, but that they outlive it."""
+    from pipeproof.worlds.world import World
+
+    with World(silent=True, most_groups=100) as world:
+        yield world
+
+
+@pytest.fixture
+def kept_ranks(silent_ranks: "World", monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands of this process run on ranks that are there: torch's tensor parallelism takes seconds to warm up."""
+    from pipeproof.commands.campaign import Setting
+
+    new = Setting.world
+
+    def world(setting: Setting) -> AbstractContextManager["World"]:
+        made = new(setting)
+        if (made.device, made._silent) != (silent_ranks.device, True):
+            return made
+        silent_ranks.timeout_s = made.timeout_s
+        return nullcontext(silent_ranks)
+
+    monkeypatch.setattr(Setting, "world", world)
 
 
 @pytest.fixture(autouse=True)

@@ -41,7 +41,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def _most_groups(config: pytest.Config) -> int | None:
     text = str(config.getini("pipeproof_most_groups"))
     if text and not (text.isascii() and text.isdecimal()):
-        raise pytest.UsageError(f"pipeproof_most_groups is {text!r}: expected a number of process groups, as 24")
+        raise pytest.UsageError(f"pipeproof_most_groups is {text!r}: expected a number of process groups, as 100")
     return int(text) if text else None
 
 

@@ -18,7 +18,8 @@ from pipeproof.cases.primitives.stacked import step_of, validated
 from pipeproof.cases.primitives.stacks import Stack, alone
 from pipeproof.foreign import WhiteBox
 from tests.support.planted_step import Step, planted
-from tests.support.primitives import CAMPAIGN, is_caught
+from tests.support.primitives import is_caught
+from tests.support.sweeps import some
 
 STACKS = {
     "recompute": Stack({}, ("recompute",), dropout=0.2),
@@ -225,7 +226,7 @@ def test_a_bug_where_shares_are_unequal_is_caught(whitebox: WhiteBox, name: str)
     assert is_caught(verdict, cause, told), verdict
 
 
-SIMILAR = (  # to others: a campaign runs them
+SIMILAR = (  # to others
     "drawn anew, reentrant",
     "drawn anew, selective",
     "drawn anew in a pipeline",
@@ -238,7 +239,7 @@ SIMILAR = (  # to others: a campaign runs them
 )
 
 
-@pytest.mark.parametrize("name", [name for name in FAULTS if CAMPAIGN or name not in SIMILAR])
+@pytest.mark.parametrize("name", some(FAULTS, left=SIMILAR))
 def test_a_bug_in_a_primitive_is_caught(whitebox: WhiteBox, name: str) -> None:
     kind, at, change, cause, told = FAULTS[name]
     verdict = validated(STACKS[kind], whitebox, step=planted(step_of(STACKS[kind]), at, change))

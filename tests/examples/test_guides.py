@@ -62,7 +62,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def run(
-    folder: Path, python: Launch, torchrun: Launch, capsys: pytest.CaptureFixture[str]
+    folder: Path, python: Launch, torchrun: Launch, kept_ranks: None, capsys: pytest.CaptureFixture[str]
 ) -> Callable[[str], tuple[int, str]]:
     """Run a command of a page: our own in this process, which has ranks at hand; its status, and what it printed."""
 

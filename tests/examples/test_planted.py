@@ -10,6 +10,7 @@ from test_foreign_runtimes import RANKS, RUNTIMES, build_model, data, loss_fn
 from pipeproof.foreign import WhiteBox
 from pipeproof.judging.cause import Cause
 from pipeproof.judging.verdict import Verdict
+from tests.support.sweeps import SWEEP
 
 # At least these shares of all faults: named right and located where stages are watched, named right where they are not.
 LOCATED, NAMED = 0.95, 0.85
@@ -39,7 +40,7 @@ def outcome(fault: Planted, verdict: Verdict) -> str:
     return "located" if located(fault, found) else "named"
 
 
-@pytest.fixture(params=[True, False], ids=["watched", "final"])
+@pytest.fixture(params=[True, pytest.param(False, marks=SWEEP)], ids=["watched", "final"])
 def watched(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 

@@ -15,7 +15,8 @@ from pipeproof.cases.primitives.stacked import PARTS, reference_of, step_of, val
 from pipeproof.cases.primitives.stacks import Stack, alone
 from pipeproof.foreign import WhiteBox
 from tests.support.planted_step import Step, planted
-from tests.support.primitives import CAMPAIGN, SEEDS, all_held
+from tests.support.primitives import SEEDS, all_held
+from tests.support.sweeps import some
 
 STACKS = {
     **{name: Stack.parse(alone(name)) for name in PARTS},
@@ -55,11 +56,11 @@ MORE = {
     "ep, tp": Stack({"ep": 2, "tp": 2}, ("tp", "ep")),
     "pp, zero-3, tp": Stack({"pp": 2, "fsdp": 2, "tp": 2}, ("tp", "zero-3")),
 }
-RUN = {**STACKS, **(MORE if CAMPAIGN else {})}
+RUN = {**STACKS, **MORE}
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("kind", RUN)
+@pytest.mark.parametrize("kind", some(RUN, left=MORE))
 def test_what_is_right_passes(whitebox: WhiteBox, kind: str, seed: int) -> None:
     stack = RUN[kind]
     verdict = validated(replace(stack, seed=seed), whitebox)

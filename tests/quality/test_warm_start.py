@@ -50,3 +50,30 @@ def test_where_one_fails_the_others_are_ended(warm_start: WarmStart, tmp_path: P
 def test_what_does_not_end_is_ended_by_the_bound(warm_start: WarmStart, tmp_path: Path) -> None:
     with pytest.raises(subprocess.TimeoutExpired):
         run(warm_start, tmp_path, "-c", "import time; time.sleep(60)", bound_s=0.2)
+
+
+SERVED = """
+import multiprocessing, os, sys
+
+def told(pipe):
+    pipe.send((os.environ["NEW"], os.environ.get("OLD"), os.getcwd(), "torch" in sys.modules, os.getppid()))
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("forkserver")
+    os.environ["NEW"], (ours, theirs) = "new", context.Pipe()
+    del os.environ["OLD"]
+    os.chdir("/")
+    child = context.Process(target=told, args=(theirs,))
+    child.start()
+    theirs.close()
+    *found, parent = ours.recv()
+    print(found == ["new", None, "/", True], parent != os.getpid())
+    child.join()
+    sys.exit(child.exitcode)
+"""
+
+
+def test_a_fork_server_is_warm_too_and_has_what_a_new_one_has(warm_start: WarmStart, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SERVED)
+    done = warm_start.run(tmp_path, ["script.py"], [{"OLD": "old"}], bound_s=60)
+    assert (done.returncode, done.stdout) == (0, "True True\n")

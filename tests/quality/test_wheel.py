@@ -21,6 +21,7 @@ from pipeproof.worlds.launcher import launch_environment
 from tests.support.guides import GUIDES
 from tests.support.once import once
 from tests.support.sources import OURS, PACKAGES, ROOT
+from tests.support.sweeps import some
 from tests.support.warm_start import Ended, WarmStart, run_new
 
 pytestmark = pytest.mark.pipeproof_ranks  # it starts processes
@@ -179,7 +180,7 @@ def number_of_tests(project: str) -> int:
     return sum(text.count("\ndef test_") for text in PROJECTS[project].values())
 
 
-@pytest.mark.parametrize("project", PROJECTS)
+@pytest.mark.parametrize("project", some(PROJECTS, left=[name for name in PROJECTS if name != "all of them"]))
 def test_a_project_with_names_like_ours_is_collected(installed: Installed, tmp_path: Path, project: str) -> None:
     """Its modules are its own, also while our plugin loads. What they do then, the project that has all names shows."""
     done = installed.run_warm(written(tmp_path, PROJECTS[project]), *LAUNCHES["pytest"], "--collect-only")
@@ -187,7 +188,7 @@ def test_a_project_with_names_like_ours_is_collected(installed: Installed, tmp_p
     assert f"\n{number_of_tests(project)} test" in done.stdout
 
 
-@pytest.mark.parametrize("launch", LAUNCHES)
+@pytest.mark.parametrize("launch", some(LAUNCHES, left=["pytest"]))  # it is part of pytest -n 2
 def test_a_project_with_all_names_like_ours_is_tested(installed: Installed, tmp_path: Path, launch: str) -> None:
     start = installed.run if launch == "torchrun" else installed.run_warm
     done = start(written(tmp_path, PROJECTS["all of them"]), *LAUNCHES[launch])

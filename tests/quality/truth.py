@@ -197,7 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for what, known in ((parts, PARTS), (schedules, ("", *FAMILIES))):
         if unknown := [name for name in what if name not in known]:
             parser.error(f"{', '.join(unknown)}: known are {', '.join(filter(None, known))}")
-    with World(timeout_s=60.0, most_groups=24) as world:
+    with World(timeout_s=60.0, most_groups=100) as world:
         for one in rows(parts, schedules, only, world):
             found.append(one)
             terminal.say("\n".join([str(one), *told(one)]))

@@ -9,9 +9,8 @@ from pipeproof.cases.primitives.stacked import reference_of
 from pipeproof.cases.primitives.stacks import Stack
 from pipeproof.judging.verdict import Verdict
 
-# A campaign runs all stacks with so many seeds, and all faults: ci/primitives stacks
+# ci/primitives stacks runs all with more
 SEEDS = range(int(os.environ.get("PRIMITIVES_SEEDS", "1")))
-CAMPAIGN = len(SEEDS) > 1
 Reference = Callable[[], nn.Module]
 
 

@@ -2,7 +2,8 @@
 
 ``python warm_start.py`` reads requests from standard input, a line of JSON each: programs that run side by side. When
 all have ended it answers with the request's number and their statuses. Each program has a folder, an environment,
-arguments and an output of its own, and no thread of anybody else; only what was imported is there already.
+arguments and an output of its own, and no thread of anybody else; only what was imported is there already. The same is
+true of the fork server of multiprocessing, where a program wants one.
 """
 
 import atexit
@@ -10,6 +11,7 @@ import json
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -18,7 +20,9 @@ import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from fcntl import F_DUPFD, fcntl
 from itertools import count
+from multiprocessing import process, util
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -114,7 +118,9 @@ class WarmStart:
 
 def serve() -> None:
     """Answer requests until there are no more; each has a process of its own, which waits for the programs."""
-    import torch.distributed.launcher.api  # noqa: F401  # what takes long, once
+    import pytest  # noqa: F401  # what takes long, once
+    import torch._dynamo
+    import torch.distributed.launcher.api  # noqa: F401
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for line in sys.stdin:
@@ -155,6 +161,7 @@ def _forked(request: Mapping[str, Any], environment: Environment) -> int:
     status = 1
     try:
         _become(request, environment)
+        _keep_a_fork_server()
         status = _status_of(request["arguments"])
         threading._shutdown()  # type: ignore[attr-defined]  # as an interpreter does when its program has ended
         atexit._run_exitfuncs()
@@ -169,6 +176,7 @@ def _forked(request: Mapping[str, Any], environment: Environment) -> int:
 def _become(request: Mapping[str, Any], environment: Environment) -> None:
     """Take the program's folder, environment and output."""
     os.chdir(request["folder"])
+    process.ORIGINAL_DIR = request["folder"]  # type: ignore[attr-defined]  # what it was when that was imported
     os.environ.clear()
     os.environ.update(environment)
     output = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -178,6 +186,61 @@ def _become(request: Mapping[str, Any], environment: Environment) -> None:
     sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)
     sys.stderr = open(2, "w", buffering=1, closefd=False, errors="backslashreplace")
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
+
+
+_MANY = 64  # from this descriptor on nobody has any
+_MOST_BYTES = 1 << 20
+
+
+def _keep_a_fork_server() -> None:
+    """Fork now what becomes multiprocessing's fork server when this program starts one, before it has any thread.
+
+    A new one would import torch again. It gets what a new one would: its command, environment, folder and descriptors.
+    """
+    ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+    pid = os.fork()
+    if not pid:
+        ours.close()
+        _serve_forks(theirs)
+    theirs.close()
+    start = util.spawnv_passfds
+
+    def started(path: bytes, arguments: Sequence[Any], descriptors: Sequence[int]) -> int:
+        if "multiprocessing.forkserver" not in str(arguments[-1]) or ours.fileno() < 0:
+            return start(path, arguments, descriptors)
+        masked = [*map(int, signal.pthread_sigmask(signal.SIG_BLOCK, []))]
+        request = [arguments[-1], dict(os.environ), os.getcwd(), masked, descriptors]
+        socket.send_fds(ours, [json.dumps(request).encode()], descriptors)
+        ours.close()
+        return pid
+
+    util.spawnv_passfds = started
+
+
+def _serve_forks(asked: socket.socket) -> None:
+    """Wait for the command of a fork server, and be that; where none comes, end."""
+    request, received, *_ = socket.recv_fds(asked, _MOST_BYTES, 8)
+    status = 0
+    if request:
+        command, environment, folder, masked, descriptors = json.loads(request)
+        moved = [fcntl(one, F_DUPFD, _MANY) for one in received]
+        os.closerange(3, _MANY)
+        for one, wanted in zip(moved, descriptors, strict=True):
+            os.dup2(one, wanted, inheritable=True)
+            os.close(one)
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(folder)
+        sys.path[0], sys.argv = "", ["-c"]
+        signal.pthread_sigmask(signal.SIG_SETMASK, masked)
+        try:
+            exec(command, {"__name__": "__main__"})
+        except SystemExit as ended:
+            status = int(ended.code or 0)
+        except BaseException:  # no one type: this process ends here
+            traceback.print_exc()
+            status = 1
+    os._exit(status)
 
 
 def _status_of(arguments: Sequence[str]) -> int:

@@ -284,7 +284,7 @@ def test_a_bound_that_is_none_is_refused(python: Run, tmp_path: Path) -> None:
 def test_a_number_of_groups_that_is_none_is_refused(python: Run, tmp_path: Path) -> None:
     run = python(tmp_path, "-m", "pytest", "-o", "pipeproof_most_groups=-1")
     assert run.returncode == pytest.ExitCode.USAGE_ERROR
-    assert "pipeproof_most_groups is '-1': expected a number of process groups, as 24\n" in run.stdout
+    assert "pipeproof_most_groups is '-1': expected a number of process groups, as 100\n" in run.stdout
 
 
 def test_a_rank_whose_process_ends_is_named(launch: Launch) -> None:

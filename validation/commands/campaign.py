@@ -32,7 +32,7 @@ from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.rank_report import NeedsMoreRanks, RankFailed
 from pipeproof.worlds.world import World
 
-_MOST_GROUPS = 24  # process groups that jobs may leave on a rank; to replace ranks takes seconds
+_MOST_GROUPS = 100  # process groups that jobs may leave on a rank; to replace ranks takes seconds
 
 NOTHING: Mapping[str, str] = MappingProxyType({})
 

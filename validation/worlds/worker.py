@@ -23,6 +23,7 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: i
 
 from pipeproof.pipeline import waiting
 from pipeproof.worlds import at_terminal
+from pipeproof.worlds.gloo_device import share_gloo_device
 from pipeproof.worlds.launcher import Seat
 from pipeproof.worlds.posted_messages import awaited, parting, progress
 from pipeproof.worlds.rank_report import Ending, RankReport
@@ -83,6 +84,7 @@ def _settle(seat: Seat) -> None:
 def _join(seat: Seat) -> RankContext:
     if seat.device == "cuda":
         torch.cuda.set_device(_device(seat))
+    share_gloo_device()
     backend = "nccl" if seat.device == "cuda" and torch.cuda.device_count() >= seat.local_ranks else "gloo"
     dist.init_process_group(
         backend, store=_open_store(seat.store), rank=seat.rank, world_size=seat.ranks, timeout=_GROUP_TIMEOUT

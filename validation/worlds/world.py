@@ -33,8 +33,8 @@ class World:
 
         ``silent``: what ranks print is not shown, but for the last lines of one that dies. ``most_groups``: processes
         in which jobs have left more process groups than this are replaced after a run, and what jobs changed there is
-        gone; None: never. A group cannot be ended for torch caches what uses it, and each of gloo's keeps a thread that
-        wakes a hundred times a second. Not under torchrun.
+        gone; None: never. A group cannot be ended for torch caches what uses it, and each of gloo's keeps two threads.
+        Not under torchrun.
         """
         if device not in ("cpu", "cuda"):
             raise ValueError(f"a world's device is cpu or cuda, not {device!r}")

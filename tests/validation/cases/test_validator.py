@@ -12,6 +12,7 @@ from pipeproof.judging.verdict import ValidationFailed
 from pipeproof.pipeline.laws import Violation
 from pipeproof.worlds.rank_report import Ending, RankFailed, RankReport
 from pipeproof.worlds.world import World
+from tests.support.sweeps import each_once
 
 SHAPES = {
     "naive": ("naive", 4, 1, (2, 1, 1, 1)),
@@ -31,8 +32,7 @@ def case_of(shape: str, model: str, microbatches: int = 5, **more: object) -> Ca
     return Case(schedule, ranks, virtual, microbatches, split, model=model, **more)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("shape", ["naive", "gpipe", "1f1b", "interleaved"])
+@pytest.mark.parametrize(*each_once(model=MODELS, shape=["naive", "gpipe", "1f1b", "interleaved"]))
 def test_every_schedule_equals_the_reference_bit_for_bit(world: World, shape: str, model: str) -> None:
     verdict = validate(case_of(shape, model, loss="tokens", ragged=True, unequal=True), world)
     assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), verdict.mismatches[:3]
@@ -41,15 +41,15 @@ def test_every_schedule_equals_the_reference_bit_for_bit(world: World, shape: st
     assert {law.name for law in verdict.laws} - exercised == {law for law, owner in only.items() if owner != model}
 
 
-@pytest.mark.parametrize("microbatches", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize("shape", ["gpipe", "1f1b", "1f1b on three", "interleaved deep", "one rank"])
+@pytest.mark.parametrize(
+    *each_once(microbatches=[1, 2, 3, 4, 7], shape=["gpipe", "1f1b", "1f1b on three", "interleaved deep", "one rank"])
+)
 def test_any_number_of_microbatches(world: World, shape: str, microbatches: int) -> None:
     verdict = validate(case_of(shape, "mlp", microbatches, plan=("train",)), world)
     assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), verdict.mismatches[:3]
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("shape", ["1f1b on three", "v-half", "zb-h1"])
+@pytest.mark.parametrize(*each_once(model=MODELS, shape=["1f1b on three", "v-half", "zb-h1"]))
 def test_bf16_equals_the_reference_bit_for_bit(world: World, shape: str, model: str) -> None:
     case = case_of(shape, model, dtype="bf16", loss="tokens", ragged=True, unequal=True)
     verdict = validate(case, world)
@@ -57,9 +57,11 @@ def test_bf16_equals_the_reference_bit_for_bit(world: World, shape: str, model: 
     assert verdict.law("updated-parameters").exact > 0
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp64"])
 @pytest.mark.parametrize(
-    "name", ["microbatch-dropped", "layernorm-zero", "loss-undivided", "clip-last-stage", "activation-nan"]
+    *each_once(
+        dtype=["bf16", "fp64"],
+        name=["microbatch-dropped", "layernorm-zero", "loss-undivided", "clip-last-stage", "activation-nan"],
+    )
 )
 def test_faults_are_caught_in_every_dtype(world: World, name: str, dtype: str) -> None:
     planted = SPECIMENS[name]

@@ -147,6 +147,7 @@ LARGE = ["--model", "llama-3-405b", "--devices", "16384", "--batch", "2048", "--
 
 @pytest.mark.long
 @pytest.mark.pipeproof_ranks
+@pytest.mark.usefixtures("kept_ranks")
 @pytest.mark.parametrize(
     ("asked", "line"),
     [

@@ -37,6 +37,7 @@ def test_some_of_it_by_name(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.pipeproof_ranks
+@pytest.mark.usefixtures("kept_ranks")
 def test_primitives_are_validated_one_by_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "x.json"
     assert main(["validate", "--primitive", "dp,pp", "--schedule", "gpipe,1f1b", "--json", str(file)]) == 0
@@ -49,6 +50,7 @@ def test_primitives_are_validated_one_by_one(tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.mark.pipeproof_ranks
+@pytest.mark.usefixtures("kept_ranks")
 def test_a_verdict_says_how_to_run_it_again(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["validate", "--stack", "pp=2,dp=2", "--seed", "2", "-v"]) == 0
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  replay"))
@@ -85,6 +87,7 @@ def test_what_cannot_be_asked_is_a_sentence(
 
 
 @pytest.mark.pipeproof_ranks
+@pytest.mark.usefixtures("kept_ranks")
 def test_a_config_with_more_than_a_pipeline_is_run_as_a_stack(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
