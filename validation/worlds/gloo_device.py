@@ -21,7 +21,7 @@ def share_gloo_device() -> None:
         devices = functools.cache(_devices)
 
         @functools.wraps(own)
-        def made(self: Any, store: Any, rank: int, size: int, *more: Any, **named: Any) -> None:
+        def made(self: Any, store: Any, rank: int, size: int, *more: Any, **named: Any) -> Any:
             (given, *others) = (*more, *named.values(), None)
             if others != [None] or not isinstance(given, timedelta):  # whoever gives options has devices in them
                 return own(self, store, rank, size, *more, **named)
