@@ -22,12 +22,14 @@ def share_gloo_device() -> None:
 
         @functools.wraps(own)
         def made(self: Any, store: Any, rank: int, size: int, *more: Any, **named: Any) -> Any:
-            (given, *others) = (*more, *named.values(), None)
-            if others != [None] or not isinstance(given, timedelta):  # whoever gives options has devices in them
-                return own(self, store, rank, size, *more, **named)
             options = gloo._Options()
-            options._timeout, options._devices = given, [*devices()]
+            apart = [name for name in named if name != "timeout" and not hasattr(options, name)]
+            if more or apart or not isinstance(named.get("timeout"), timedelta):  # not as torch's groups are made
+                return own(self, store, rank, size, *more, **named)
+            options._timeout, options._devices = named.pop("timeout"), [*devices()]
             options._threads = 2 * len(options._devices)
+            for name, value in named.items():
+                setattr(options, name, value)
             return own(self, store, rank, size, options)
 
         gloo.__init__ = made
