@@ -23,6 +23,15 @@ class Outcome(StrEnum):
     NOT_NEEDED = "not needed"
 
 
+# What else ranks share, beside a batch.
+_SHARED = {
+    Kind.TENSOR: "the heads evenly",
+    Kind.PIPELINE: "the layers evenly",
+    Kind.EXPERT: "the experts evenly",
+    Kind.CONTEXT: "the tokens of a sequence evenly",
+}
+
+
 @dataclass(frozen=True)
 class Step:
     """One kind of parallelism, tried on top of those before. ``choice``: the best with it, if any layout is legal."""
@@ -101,7 +110,7 @@ def _pointless(trial: _Trial, job: Job, used: Allowed, cluster: Cluster) -> str:
     if trial.kind is Kind.CONTEXT and job.sequence < LONG:
         return f"tried for sequences from {LONG:,} tokens on"
     if trial.name == "recompute" and used.recompute != (Recompute.NONE,):
-        return "used from 'recompute on one device' on"
+        return "every step since one device may use it"
     return ""
 
 
@@ -125,7 +134,8 @@ def _judged(before: Found, after: Found, job: Job, trial: _Trial, cluster: Clust
 
 def _why_nothing_fits(least: Choice | None, job: Job, trial: _Trial, cluster: Cluster) -> str:
     if least is None:
-        return f"{trial.devices:,} devices cannot share a batch of {job.batch:,}"
+        others = f" and {_SHARED[trial.kind]}" if trial.kind else ""
+        return f"{trial.devices:,} devices cannot share a batch of {job.batch:,}{others}"
     room = trial.allowed.room * cluster.device.memory / GIB
     return f"needs {_gib(least)} GiB; {room:.3g} of {_memory(cluster)} may be filled"
 

@@ -16,7 +16,9 @@ from pipeproof.cases.primitives.sizes import BATCH, SEQUENCE
 from pipeproof.cases.primitives.stacks import ONE_DEVICE, PIPELINE, Stack, StackError
 from pipeproof.cases.runtimes import OWN
 from pipeproof.judging.measured import versions
+from pipeproof.pipeline.layouts.transformer import MODELS as PUBLIC
 from pipeproof.pipeline.schedule import ScheduleError
+from pipeproof.pipeline.schedules import known_are
 from pipeproof.pipeline.sizes import MOST_LAYERS, counted, some
 
 Work: TypeAlias = Case | Stack
@@ -172,8 +174,15 @@ def _asked(config: Config, *names: str) -> list[str]:
 
 
 def _is_scaled(config: Config) -> bool:
-    """Whether its model is none of a case."""
-    return config["model"] not in MODELS
+    """Whether its model is none of a case. Raises ``CaseError`` for a name that is nobody's.
+
+    What advise writes has a sequence: its model may have been a file's.
+    """
+    model = config["model"]
+    if "sequence" not in config.data and model not in (*MODELS, STACKED, *PUBLIC):
+        ours = known_are(model, [*MODELS, STACKED])
+        raise CaseError(f"{config.name}: unknown model {model!r}: {ours}, and those of pipeproof advise --list")
+    return model not in MODELS
 
 
 def _rounds(config: Config) -> int:

@@ -47,6 +47,13 @@ def test_the_largest_model_takes_tensor_parallelism_and_a_pipeline() -> None:
     assert (last.choice.layout.tp, last.choice.layout.pp) == (8, 16)
 
 
+def test_a_step_that_no_layout_can_take_says_what_its_ranks_would_share() -> None:
+    found = steps("llama-3-8b", 7)
+    assert found["data parallel"].reason.startswith("7 devices cannot share a batch of ")
+    assert found["tensor parallel"].reason == f"{found['data parallel'].reason} and the heads evenly"
+    assert found["recompute"].reason == "every step since one device may use it"
+
+
 @pytest.mark.long
 def test_long_sequences_and_experts_are_tried_where_they_are() -> None:
     assert "has no experts" in steps("llama-3-8b", 8)["expert parallel"].reason

@@ -1,5 +1,6 @@
 """What is run of a config: a large job is run small and says so, and one device is a stack like any other."""
 
+import re
 from typing import Any
 
 import pytest
@@ -168,3 +169,13 @@ def test_a_case_of_ours_is_no_stack() -> None:
 def test_another_torch_is_told() -> None:
     (note,) = notes_of(decoder(torch="1.0"), work_of(decoder()))
     assert "x.json was written with torch 1.0; this is " in note
+
+
+@pytest.mark.parametrize(("model", "guess"), [("decodr", "did you mean 'decoder'? "), ("nosuch", "")])
+def test_a_model_that_nobody_knows_is_refused(model: str, guess: str) -> None:
+    config = Config({**DECODER, "model": model}, "x.json")
+    with pytest.raises(
+        CaseError, match=rf"^x\.json: unknown model '{model}': {re.escape(guess)}known are gpt, .*, decoder"
+    ):
+        work_of(config)
+    assert work_of(Config({**config.data, "sequence": 4096})), "advise writes the name of a file, and a sequence"
