@@ -125,6 +125,8 @@ def _untold(law: str) -> Callable[[Evidence], Sequence[str]]:
 def _began(evidence: Evidence) -> RuledOut | None:
     """Every parameter was seen as the operation began, and is the model's."""
     if evidence.playable is None:
+        if evidence.verdict.law("initial-weights").note:
+            return None  # some were not seen before they were used
         return clears("initial-weights", (), "every stage began with the model's parameters")(evidence)
     if evidence.recording is None or not evidence.recording.parameters.keys() >= evidence.expected.gradients.keys():
         return None

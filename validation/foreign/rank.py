@@ -168,8 +168,9 @@ class _Collector:
             locals_.append(Local(name, renamed(self.names, name, rank=self.rank, chunk=chunk), identical, content))
             held.append((name, _gradient(parameter) if given is None else given.get(id(parameter))))
         calls = self.watcher.calls(module)
-        gradients, shards = _in_parts(held)
         parameters = [parameter for *_, parameter in _parameters(module)]
+        gradients, shards = _in_parts(held)
+        shards = {k: shard.in_all(parameters[k].shape) for k, shard in shards.items()}
         weights = dict(self._of_dtensors(parameters))
         cut = list(_weights_in_parts(parameters, shards))
         after = {k: _as_it_is(one, shards[k] if k in cut else None) for k, one in enumerate(parameters) if self.updates}

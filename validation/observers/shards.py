@@ -76,6 +76,12 @@ class Shard:
             return torch.cat([one.of(whole) for one in self.pieces])
         return whole.flatten()[self.index] if self.flat else whole[self.index]
 
+    def in_all(self, shape: Sequence[int]) -> "Shard":
+        """The same in all dimensions: an index names the first ones, and where no part is there no others are known."""
+        whole = [(0, length) for length in shape]
+        first, *others = ((*one, *whole[len(one) :]) for one in self._each)
+        return self if self.flat else replace(self, bounds=first, beside=tuple(others))
+
     @property
     def count(self) -> int:
         """How many elements."""
@@ -198,7 +204,9 @@ def sized(shards: Mapping[int, Shard], shapes: Mapping[int, tuple[int, ...]]) ->
     """``shards`` by the parameter's number; those that do not know the whole's shape learn it from ``shapes``."""
 
     def known(shard: Shard, shape: tuple[int, ...]) -> Shard:
-        return replace(shard, shape=(math.prod(shape),) if shard.flat else shape)
+        if shard.flat:
+            return replace(shard, shape=(math.prod(shape),))
+        return replace(shard.in_all(shape), shape=shape)
 
     return {k: known(one, shapes[k]) if one.shape is None and k in shapes else one for k, one in shards.items()}
 
