@@ -3,7 +3,7 @@
 import copy
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -121,6 +121,7 @@ def alone() -> Iterator[None]:
     finally:
         vars(state).update(kept)
         if own:
+            _ones.clear()
             dist.destroy_process_group()
 
 
@@ -157,5 +158,6 @@ def _of_one(names: Mapping[str, Any]) -> dict[str, Any]:
 def forget_group() -> None:
     """Let go of the group of this rank alone: a job goes on without it."""
     for _, group in _ones.values():
-        dist.destroy_process_group(group)
+        with suppress(ValueError):  # the job has let go of all groups
+            dist.destroy_process_group(group)
     _ones.clear()

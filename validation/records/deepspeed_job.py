@@ -60,9 +60,9 @@ def _watching(engine: Any, sight: JobSight) -> Iterator[None]:
 
 def _pair(number: int, microbatch: Any) -> tuple[Any, Any]:
     if not isinstance(microbatch, tuple | list) or len(microbatch) != 2:
-        raise DeepSpeedError(
-            f"microbatch {number} is a {type(microbatch).__name__}: expected a pair of inputs and labels"
-        )
+        found = type(microbatch).__name__
+        found += f" of length {len(microbatch)}" if isinstance(microbatch, tuple | list) else ""
+        raise DeepSpeedError(f"microbatch {number} is a {found}: expected a pair of inputs and labels")
     return microbatch[0], microbatch[1]
 
 

@@ -129,7 +129,9 @@ class ReferenceBeside:
         named = dict(model.named_parameters(remove_duplicate=False))
         for what, names in (("no rank holds", named.keys() - held), ("the reference lacks", held.keys() - named)):
             if names:
-                raise RecordError(f"{what} {', '.join(sorted(names))}: give rename= if names differ")
+                raise RecordError(
+                    f"{what} {', '.join(sorted(names))}: build both alike, or give rename= if names differ"
+                )
         with torch.no_grad():
             for name, parameter in named.items():
                 weight = self.fetch(f"weight {name}")

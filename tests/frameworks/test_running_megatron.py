@@ -22,11 +22,10 @@ NAMED = {  # what the step's numbers alone tell: no messages between stages are 
     "not-divided": ("scale", "everywhere"),
     "tied-not-reduced": ("tied-not-summed", "parameter model.embedding.word_embeddings.weight"),
     "not-finalized": ("not-reduced", "stage 0"),
-    "other-stream": ("swapped-data", "microbatches 0, 1, 2, 3"),
     "norm-counts-copies": ("norm", "everywhere"),
-    "norm-of-one-stage": ("norm", "rank 0"),
+    "norm-of-one-stage": ("norm", "everywhere"),
     "summed-over-replicas": ("scale", "everywhere"),
-    "last-in-first-out": ("mispaired", "rank 0, stage 0"),
+    "last-in-first-out": ("swapped-gradients", "rank 0, stage 0, microbatches 0, 1, 2, 3"),
 }
 
 
@@ -48,6 +47,14 @@ def test_a_fault_in_a_job_is_caught_and_named(name: str, world: World) -> None:
     for verdict in world.run(gpt_job.checked, layout, name, ranks=layout.pp * layout.dp):
         assert verdict.verdict == "fail", str(verdict)
         assert (verdict.cause[0].kind, verdict.cause[0].place) == (kind, place), str(verdict)
+
+
+@pytest.mark.pipeproof_ranks
+def test_another_stream_is_caught_and_no_wrong_cause_is_named(world: World) -> None:
+    for verdict in world.run(gpt_job.checked, FAULTS["other-stream"].layout, "other-stream", ranks=2):
+        assert verdict.verdict == "fail", str(verdict)
+        assert verdict.law("loss").outcome == "fail"
+        assert verdict.cause == ()
 
 
 @pytest.mark.pipeproof_ranks
