@@ -64,6 +64,8 @@ PARTS: Mapping[str, Sequence[Name]] = {
             methods=("gradients", "report", "wrap", "verdict"),
         ),
         Name("pipeproof", "SingleDevice", "validation/records/single_device.py"),
+        Name("pipeproof.records.deepspeed_job", "check_step", "validation/records/deepspeed_job.py"),
+        Name("pipeproof.records.megatron_job", "check_step", "validation/records/megatron_job.py"),
         Name("pipeproof", "record_step", "validation/records/step_record.py"),
         Name("pipeproof", "write_record", "validation/records/step_record.py"),
     ),

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import pipeproof.foreign as whitebox
-    import pipeproof.foreign.deepspeed as deepspeed
-    import pipeproof.foreign.megatron as megatron
+    import pipeproof.records.deepspeed_job as deepspeed
+    import pipeproof.records.megatron_job as megatron
     from pipeproof.cases.case import Case as Case
     from pipeproof.cases.case import CaseError as CaseError
     from pipeproof.cases.validator import validate as validate
@@ -54,7 +54,7 @@ _HOMES = {
     "write_record": "records.step_record",
 }
 
-_MODULES = {"deepspeed": "foreign.deepspeed", "megatron": "foreign.megatron", "whitebox": "foreign"}
+_MODULES = {"deepspeed": "records.deepspeed_job", "megatron": "records.megatron_job", "whitebox": "foreign"}
 
 __all__ = [
     "Case",

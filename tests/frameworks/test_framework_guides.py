@@ -14,6 +14,9 @@ PAGE = "validation/guides/{}.md"
 PACKAGES = {"megatron": "megatron.core", "deepspeed": "deepspeed"}
 FIRST = {"megatron": "import tests.frameworks.on_cpu\n", "deepspeed": ""}  # what the guide leaves to a GPU
 
+# How a guide's programs are run, by how their files begin, in the order in which it shows what they print.
+COMMANDS = (["check_"], ["-m", "torch.distributed.run", "--nproc-per-node", "2", "train_"])
+
 
 @pytest.fixture(params=PACKAGES)
 def framework(request: pytest.FixtureRequest) -> str:
@@ -28,10 +31,13 @@ def test_its_programs_run_and_print_what_it_shows(framework: str, tmp_path: Path
     for block in programs:
         (tmp_path / block.file).write_text(FIRST[framework] + block.text)
     (tmp_path / "tests").symlink_to(ROOT / "tests")
-    command = [sys.executable, "-W", "ignore", programs[-1].file]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True)
-    (shown,) = [block.text for block in blocks("text") if block.page == page]
-    assert shown.strip() in ended.stdout.splitlines(), ended.stdout + ended.stderr
+    shown = [block.text for block in blocks("text") if block.page == page]
+    for command, text in zip(COMMANDS, shown, strict=True):
+        (program,) = [block.file for block in programs if block.file.startswith(command[-1])]
+        line = [sys.executable, "-W", "ignore", *command[:-1], program]
+        ended = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+        assert text.strip() in ended.stdout.splitlines(), ended.stdout + ended.stderr
+        assert ended.returncode == 0, ended.stderr
 
 
 def test_its_table_says_of_every_fault_what_the_verdict_says(framework: str) -> None:

@@ -16,14 +16,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeproof.foreign.deepspeed_whole import DEEPSPEED, DeepSpeedError, Whole
-from pipeproof.foreign.framework import Named
-from pipeproof.foreign.handed_back import FlatShard, HandedBack
+from pipeproof.foreign.framework import Named, loss_of_its_own, replaced
+from pipeproof.foreign.handed_back import FlatShard, Gradient, HandedBack, copied
 from pipeproof.foreign.validator import WhiteBox
 from pipeproof.foreign.validator import validate as validated
 from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.watching import watch
-
-Gradient = Tensor | FlatShard | None
 
 # By what the engine calls them: attributes, or methods that tell.
 _COVERED = {
@@ -40,7 +38,7 @@ _COVERED = {
 
 
 def gradient_of(parameter: nn.Parameter, replicas: int) -> Gradient:
-    """The gradient that the engine's optimizer is about to take: a copy.
+    """The gradient that the engine's optimizer is about to take, where the engine has it.
 
     It is in ``.grad``; with bf16, flat and of a type of its own. With ZeRO-1, each of several replicas has a part.
     """
@@ -48,14 +46,57 @@ def gradient_of(parameter: nn.Parameter, replicas: int) -> Gradient:
     if whole is None:
         whole = parameter.grad
     if whole is not None:
-        return whole.detach().clone().view_as(parameter)
+        return whole.detach().view_as(parameter)
     if not hasattr(parameter, "_hp_mapping"):
         return None
     mapping: Any = parameter._hp_mapping
     if mapping is None:
         return FlatShard(None)
-    part: Tensor = mapping.get_lp_grad_fragment(parameter._index_in_param_group).detach().clone()  # type: ignore[attr-defined]  # DeepSpeed's
+    part: Tensor = mapping.get_lp_grad_fragment(parameter._index_in_param_group).detach()  # type: ignore[attr-defined]  # DeepSpeed's
     return part.view_as(parameter) if replicas == 1 else FlatShard(part.flatten(), mapping.lp_fragment_address.start)
+
+
+def gradients_of(engine: Any) -> dict[nn.Parameter, Gradient]:
+    """All of them on this rank."""
+    replicas = engine.grid.data_parallel_size
+    return {one: gradient_of(one, replicas) for one in engine.module.parameters() if one.requires_grad}
+
+
+@contextmanager
+def stepping(engine: Any, *, before: Callable[[], None], after: Callable[[Any], None]) -> Iterator[None]:
+    """While this is open, call ``before`` whenever the optimizer is about to step, and ``after`` with the norm if told.
+
+    Before a step, gradients are complete, and ``engine.fwd_outputs`` has the losses.
+    """
+    take_step = engine._take_model_step
+
+    @wraps(take_step)
+    def noted(*arguments: Any, **named: Any) -> Any:
+        before()
+        with _clipping_noted() as clipped_by:
+            result = take_step(*arguments, **named)
+        told = engine.get_global_grad_norm()
+        for norm in clipped_by[-1:] if told is None else [told]:
+            after(norm)
+        return result
+
+    with replaced(engine, "_take_model_step", noted):
+        yield
+
+
+@contextmanager
+def _clipping_noted() -> Iterator[list[Any]]:
+    """While this is open, note the norms by which the engine clips in fp32 without ZeRO: it tells them nobody."""
+    place: Any = DEEPSPEED.module("runtime.engine")
+    clip, norms = place.clip_grad_norm_, []
+
+    @wraps(clip)
+    def noted(*arguments: Any, **named: Any) -> Any:
+        norms.append(told := clip(*arguments, **named))
+        return told
+
+    with replaced(place, "clip_grad_norm_", noted):
+        yield norms
 
 
 @dataclass
@@ -76,40 +117,14 @@ class Observation:
             self.engine.module, self.losses or None, self.norm, gradients=self._gradients, names=_as_it_is
         )
 
-    def noting(self, take_step: Callable[..., Any]) -> Callable[..., Any]:
-        """The engine's ``take_step``, noting what it is given, and the norm that it tells."""
+    def keep(self) -> None:
+        """Copy what there is before a step."""
+        self._gradients = {one: copied(gradient) for one, gradient in gradients_of(self.engine).items()}
+        self.losses = [loss.detach().clone() for loss in self.engine.fwd_outputs]
 
-        @wraps(take_step)
-        def noted(*arguments: Any, **named: Any) -> Any:
-            replicas = self.engine.grid.data_parallel_size
-            trained = [one for one in self.engine.module.parameters() if one.requires_grad]
-            self._gradients = {one: gradient_of(one, replicas) for one in trained}
-            self.losses = [loss.detach().clone() for loss in self.engine.fwd_outputs]
-            with self._clipping_noted():
-                result = take_step(*arguments, **named)
-            if (told := self.engine.get_global_grad_norm()) is not None:
-                self.norm = told
-            return result
-
-        return noted
-
-    @contextmanager
-    def _clipping_noted(self) -> Iterator[None]:
-        """While this is open, note the norm by which the engine clips in fp32 without ZeRO: it tells it nobody."""
-        place: Any = DEEPSPEED.module("runtime.engine")
-        clip = place.clip_grad_norm_
-
-        @wraps(clip)
-        def noted(*arguments: Any, **named: Any) -> Any:
-            told = clip(*arguments, **named)
-            self.norm = float(told)
-            return told
-
-        place.clip_grad_norm_ = noted
-        try:
-            yield
-        finally:
-            place.clip_grad_norm_ = clip
+    def keep_norm(self, norm: Any) -> None:
+        """Keep the ``norm`` that was told in it."""
+        self.norm = float(norm)
 
 
 def _as_it_is(name: str, rank: int, chunk: int) -> str:
@@ -124,22 +139,20 @@ def observed(engine: Any, microbatches: Sequence[Any], reference: nn.Module) -> 
     engine: as ``deepspeed.initialize`` gives it, of a PipelineModule. microbatches: as the step is given them; the
     engine's gradient accumulation steps are their number. Raises ``DeepSpeedError`` for what is not covered.
     """
-    _check(engine, len(microbatches))
+    check_covered(engine, len(microbatches))
+    _check_neighbours(engine)
     _check_types(engine.module, reference)
     DEEPSPEED.load(engine.module.named_parameters(), reference)
     if hasattr(engine.optimizer, "refresh_fp32_params"):
         engine.optimizer.refresh_fp32_params()
     seen = Observation(engine, iter(microbatches))
     watch(engine.module)
-    engine._take_model_step = seen.noting(engine._take_model_step)
-    try:
+    with stepping(engine, before=seen.keep, after=seen.keep_norm):
         yield seen
-    finally:
-        del engine._take_model_step
 
 
-def _check(engine: Any, microbatches: int) -> None:
-    """Raise ``DeepSpeedError`` for what would be judged wrongly."""
+def check_covered(engine: Any, microbatches: int | None) -> None:
+    """Raise ``DeepSpeedError`` for what would be judged wrongly; ``microbatches`` are so many, if anybody says."""
     known = DEEPSPEED.module("runtime.pipe.engine").PipelineEngine
     if type(engine) is not known:
         raise DeepSpeedError(f"the engine is a {type(engine).__name__}: {DEEPSPEED.adapter} covers PipelineEngine only")
@@ -147,11 +160,15 @@ def _check(engine: Any, microbatches: int) -> None:
     DEEPSPEED.covers({name: value() if callable(value) else value for name, value in values.items()}, _COVERED)
     if engine.batch_fn is not None:
         raise DeepSpeedError("the engine has a batch_fn: give microbatches as it makes them, and leave it out")
-    if engine.micro_batches != microbatches:
+    if microbatches is not None and engine.micro_batches != microbatches:
         raise DeepSpeedError(
             f"gradient_accumulation_steps is {engine.micro_batches}, and the step has {microbatches} microbatches: "
             "let both be the same"
         )
+
+
+def _check_neighbours(engine: Any) -> None:
+    """Raise ``DeepSpeedError`` where ranks are numbered otherwise than ``whitebox.validate`` numbers them."""
     rank, replicas = dist.get_rank(), engine.grid.data_parallel_size
     if engine.stage_id != rank // replicas:
         raise DeepSpeedError(
@@ -196,12 +213,8 @@ def validate(
         reference=Named(reference, partial(Whole, reference, dtype)),
         microbatches=[tuple(one) if isinstance(one, list) else one for one in microbatches],
         ranks=DEEPSPEED.mesh(ranks),
-        loss_fn=loss_fn or _own_loss,
+        loss_fn=loss_fn or loss_of_its_own,
     )
-
-
-def _own_loss(output: Tensor, _: Tensor) -> Tensor:
-    return output
 
 
 def _left_as_it_was(step: Callable[[Any, list[Any]], Any], model: nn.Module, microbatches: list[Any]) -> Any:

@@ -1,13 +1,14 @@
 """What every adapter of a framework needs: its package, and sentences for what it does not cover."""
 
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pipeproof.foreign.reference_run import WhiteBoxError, name_of
 
@@ -64,9 +65,9 @@ class Framework:
         weights = dict(reference.named_parameters(remove_duplicate=False))
         with torch.no_grad():
             for name, parameter in parameters:
-                theirs, weight = _form(parameter), weights.get(name)
-                if weight is None or _form(weight) != theirs:
-                    ours = "none" if weight is None else f"one of {_form(weight)}"
+                theirs, weight = form(parameter), weights.get(name)
+                if weight is None or form(weight) != theirs:
+                    ours = "none" if weight is None else f"one of {form(weight)}"
                     raise self.error(
                         f"a stage has a parameter {name} of {theirs}, the reference has {ours}: build both by the same "
                         "function, with the same sizes and types"
@@ -74,7 +75,8 @@ class Framework:
                 parameter.copy_(weight)
 
 
-def _form(parameter: nn.Parameter) -> str:
+def form(parameter: Tensor) -> str:
+    """Its shape and type, in words."""
     return f"shape {list(parameter.shape)} in {parameter.dtype}".replace("torch.", "")
 
 
@@ -91,3 +93,25 @@ class Named:
 
     def __call__(self, *given: Any) -> Any:
         return self.run(*given)
+
+
+_NOTHING = object()
+
+
+@contextmanager
+def replaced(place: Any, name: str, by: Callable[..., Any]) -> Iterator[None]:
+    """While this is open, ``place`` has ``by`` under that name; then again what it had of its own, or nothing."""
+    own = vars(place).get(name, _NOTHING)
+    setattr(place, name, by)
+    try:
+        yield
+    finally:
+        if own is _NOTHING:
+            delattr(place, name)
+        else:
+            setattr(place, name, own)
+
+
+def loss_of_its_own(output: Tensor, _: Tensor) -> Tensor:
+    """For a reference that gives the loss itself."""
+    return output

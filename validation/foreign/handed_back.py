@@ -26,6 +26,16 @@ class FlatShard:
     start: int = 0
 
 
+Gradient = Tensor | FlatShard | None
+
+
+def copied(gradient: Gradient) -> Gradient:
+    """A copy, which nothing that comes after the step can change."""
+    if isinstance(gradient, FlatShard):
+        return replace(gradient, part=None if gradient.part is None else gradient.part.clone())
+    return None if gradient is None else gradient.detach().clone()
+
+
 @dataclass(frozen=True)
 class HandedBack:
     """What a step made on one rank. A tuple of the first four, in this order, is as good.

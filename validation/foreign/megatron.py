@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipeproof.foreign.framework import Named
-from pipeproof.foreign.handed_back import FlatShard, HandedBack
+from pipeproof.foreign.framework import Named, replaced
+from pipeproof.foreign.handed_back import FlatShard, Gradient, HandedBack, copied
 from pipeproof.foreign.megatron_whole import (
     CHILD,
     MEGATRON,
@@ -48,7 +48,7 @@ def global_names(model: nn.Module) -> dict[str, str]:
         if re.search(r"\.layers\.\d+$", prefix) and isinstance(number := getattr(module, "layer_number", None), int)
     }
     tied = getattr(model, "share_embeddings_and_output_weights", False)
-    return {name: _global(name, numbers, tied=tied) for name, _ in model.named_parameters()}
+    return {name: _global(name, numbers, tied=tied) for name, _ in model.named_parameters(remove_duplicate=False)}
 
 
 def _global(name: str, numbers: Mapping[str, int], *, tied: bool) -> str:
@@ -75,12 +75,21 @@ def main_gradient(parameter: nn.Parameter) -> Tensor | None:
     return getattr(parameter, "main_grad", parameter.grad)
 
 
-def gradients_of(chunk: Any) -> dict[nn.Parameter, Tensor | FlatShard | None]:
-    """The gradients of a chunk, as Megatron's optimizer is about to take them: copies."""
-    found = {one: main_gradient(one) for one in bare(chunk).parameters() if one.requires_grad}
-    copies = {one: None if gradient is None else gradient.detach().clone() for one, gradient in found.items()}
-    shards = {one: shard for buffer in _buffers(chunk) for one, shard in _shards(buffer) if one in copies}
-    return copies | shards
+def gradients_of(chunk: Any) -> dict[nn.Parameter, Gradient]:
+    """The gradients of a chunk, as Megatron's optimizer is about to take them, where they are."""
+    found: dict[nn.Parameter, Gradient] = {
+        one: main_gradient(one) for one in bare(chunk).parameters() if one.requires_grad
+    }
+    return found | {one: shard for buffer in cut_up(chunk) for one, shard in _shards(buffer) if one in found}
+
+
+def cut_up(chunk: Any) -> list[Any]:
+    """The buffers of Megatron's DDP of which every replica has a part alone."""
+    return [
+        one
+        for one in _buffers(chunk)
+        if one.ddp_config.use_distributed_optimizer and one.data_parallel_group.size() > 1
+    ]
 
 
 def _buffers(chunk: Any) -> list[Any]:
@@ -89,16 +98,14 @@ def _buffers(chunk: Any) -> list[Any]:
 
 
 def _shards(buffer: Any) -> Iterator[tuple[nn.Parameter, FlatShard]]:
-    """What this rank has of the gradients in ``buffer``, where a distributed optimizer cuts every bucket up."""
+    """What this rank has of the gradients in ``buffer``, every bucket of which is cut up."""
     ranks = buffer.data_parallel_group.size()
-    if not buffer.ddp_config.use_distributed_optimizer or ranks == 1:
-        return
     for parameter, (start, end, number) in buffer.param_index_map.items():
         bucket = buffer.buckets[number]
         size = bucket.grad_data.numel() // ranks
         first = bucket.offset + size * buffer.data_parallel_group.rank()
         low, high = max(start, first), min(end, first + size)
-        part = parameter.main_grad.detach().flatten()[low - start : high - start].clone() if low < high else None
+        part = parameter.main_grad.detach().flatten()[low - start : high - start] if low < high else None
         yield parameter, FlatShard(part, max(low - start, 0) if low < high else 0)
 
 
@@ -138,7 +145,7 @@ class Observation:
     data_iterator: Any
     losses: list[Tensor] = field(default_factory=list)
     norm: Any = None
-    _gradients: dict[nn.Parameter, Tensor | FlatShard | None] | None = None
+    _gradients: dict[nn.Parameter, Gradient] | None = None
 
     def handed_back(self) -> HandedBack:
         """What ``whitebox.validate`` wants to have back of the step."""
@@ -148,24 +155,35 @@ class Observation:
         def global_name(name: str, rank: int, chunk: int) -> str:
             return f"{CHILD}.{names[chunk][name]}"
 
-        gradients = self._taken() if self._gradients is None else self._gradients
-        return HandedBack(models, self.losses or None, self.norm, gradients=gradients, names=global_name)
+        if self._gradients is None:
+            self.keep()
+        return HandedBack(models, self.losses or None, self.norm, gradients=self._gradients, names=global_name)
 
-    def _taken(self) -> dict[nn.Parameter, Tensor | FlatShard | None]:
-        return {one: gradient for chunk in self.chunks for one, gradient in gradients_of(chunk).items()}
+    def keep(self) -> None:
+        """Copy the gradients that there are now."""
+        taken = [gradients_of(chunk) for chunk in self.chunks]
+        self._gradients = {one: copied(gradient) for found in taken for one, gradient in found.items()}
 
-    def noting(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """An optimizer's ``step``, noting the gradients that it is given and the norm that it tells."""
+    def keep_norm(self, norm: Any) -> None:
+        """Keep the ``norm`` that was told."""
+        self.norm = norm
 
-        @wraps(step)
-        def noted(*arguments: Any, **named: Any) -> Any:
-            self._gradients = self._taken()
-            result = step(*arguments, **named)
-            if isinstance(result, tuple) and len(result) == 3:
-                _, self.norm, _ = result
-            return result
 
-        return noted
+@contextmanager
+def stepping(optimizer: Any, *, before: Callable[[], None], after: Callable[[Any], None]) -> Iterator[None]:
+    """While this is open, call ``before`` whenever ``optimizer`` is to step, and ``after`` with the norm told."""
+    step = optimizer.step
+
+    @wraps(step)
+    def noted(*arguments: Any, **named: Any) -> Any:
+        before()
+        result = step(*arguments, **named)
+        if isinstance(result, tuple) and len(result) == 3:
+            after(result[1])
+        return result
+
+    with replaced(optimizer, "step", noted):
+        yield
 
 
 @contextmanager
@@ -191,8 +209,7 @@ def observed(
             stack.enter_context(_routed(model))
             watch(model)
         if optimizer is not None:
-            optimizer.step = seen.noting(optimizer.step)
-            stack.callback(delattr, optimizer, "step")
+            stack.enter_context(stepping(optimizer, before=seen.keep, after=seen.keep_norm))
         yield seen
 
 
@@ -202,16 +219,32 @@ def _losses_noted(forward_step: ForwardStep, losses: list[Tensor]) -> ForwardSte
     @wraps(forward_step)
     def noted(*arguments: Any, **named: Any) -> tuple[Any, Any]:
         output, function = forward_step(*arguments, **named)
-        config = bare(arguments[1]).config
-
-        def loss_noted(*given: Any, **more: Any) -> Any:
-            results = function(*given, **more)
-            losses.append(undivided(results, config).detach().clone())
-            return results
-
-        return output, loss_noted
+        return output, _loss_noted(function, bare(arguments[1]).config, losses)
 
     return noted
+
+
+def _loss_noted(function: Callable[..., Any], config: Any, losses: list[Tensor]) -> Callable[..., Any]:
+    def noted(*given: Any, **more: Any) -> Any:
+        results = function(*given, **more)
+        losses.append(undivided(results, config).detach().clone())
+        return results
+
+    return noted
+
+
+@contextmanager
+def losses_noted() -> Iterator[list[Tensor]]:
+    """While this is open, note every loss that Megatron's schedules are given, as ``observed`` does."""
+    place, losses = core("pipeline_parallel.schedules"), list[Tensor]()
+    calculate = place.forward_step_calc_loss
+
+    @wraps(calculate)
+    def noted(model: Any, output: Any, function: Any, config: Any, *more: Any, **named: Any) -> Any:
+        return calculate(model, output, _loss_noted(function, config, losses), config, *more, **named)
+
+    with replaced(place, "forward_step_calc_loss", noted):
+        yield losses
 
 
 def validate(

@@ -1,8 +1,9 @@
 """The reference of a step of Megatron-core: the whole model on one rank, by the same forward step."""
 
+import copy
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -115,11 +116,28 @@ def alone() -> Iterator[None]:
     kept = {name: value for name, value in vars(state).items() if re.fullmatch(r"_[A-Z_]+", name)}
     vars(state).update({name: None for name in kept} | _of_one(kept))
     try:
-        yield
+        with _draws_kept():
+            yield
     finally:
         vars(state).update(kept)
         if own:
+            _ones.clear()
             dist.destroy_process_group()
+
+
+@contextmanager
+def _draws_kept() -> Iterator[None]:
+    """While this is open, what is seeded changes nothing for what Megatron draws later."""
+    place = core("tensor_parallel.random")
+    trackers = {name: value for name, value in vars(place).items() if name.startswith("_CUDA_RNG_STATE_TRACKER")}
+    tracker = trackers.get("_CUDA_RNG_STATE_TRACKER")
+    kept = {} if tracker is None else {name: copy.copy(value) for name, value in vars(tracker).items()}
+    try:
+        yield
+    finally:
+        vars(place).update(trackers)
+        if tracker is not None:
+            vars(tracker).update(kept)
 
 
 _ones: dict[int, tuple[Any, Any]] = {}  # by the id of a default group, that and a group of this rank alone
@@ -135,3 +153,11 @@ def _of_one(names: Mapping[str, Any]) -> dict[str, Any]:
     groups = {name: group for name in names if re.search(r"_GROUP(_|$)", name)}
     ranks = {name: [dist.get_rank()] for name in names if re.search(r"_RANKS(_|$)", name)}
     return groups | ranks | {"_GLOBAL_MEMORY_BUFFER": core("utils").GlobalMemoryBuffer()}
+
+
+def forget_group() -> None:
+    """Let go of the group of this rank alone: a job goes on without it."""
+    for _, group in _ones.values():
+        with suppress(ValueError):  # the job has let go of all groups
+            dist.destroy_process_group(group)
+    _ones.clear()

@@ -116,8 +116,12 @@ def _replicas(arrivals: Sequence[Arrival]) -> tuple[int, ...]:
 
 
 def told(problems: Mapping[int, str]) -> str:
-    """What is wrong on each rank, in one line; empty where nothing is."""
-    return "; ".join(f"rank {rank}: {problem}" for rank, problem in problems.items() if problem)
+    """What is wrong on each rank, in one line, once where several say the same; empty where nothing is."""
+    ranks: dict[str, list[int]] = {}
+    for rank, problem in problems.items():
+        ranks.setdefault(problem, []).append(rank)
+    found = [(problem, f"rank{'s' * (len(of) > 1)} {', '.join(map(str, of))}") for problem, of in ranks.items()]
+    return "; ".join(f"{who}: {problem}" for problem, who in found if problem)
 
 
 def disagreement(digests: Sequence[tuple[str, ...] | None]) -> dict[int, str]:

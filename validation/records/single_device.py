@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pipeproof.diagnosis.atoms import Update
-from pipeproof.foreign.reference_run import repeated
+from pipeproof.foreign.framework import form
+from pipeproof.foreign.reference_run import WhiteBoxError, repeated
 from pipeproof.judging.ledger import NOWHERE
 from pipeproof.judging.oracle import copies_apart
 from pipeproof.records.rank_part import Arrival
@@ -19,6 +21,7 @@ from pipeproof.reference.copied import copied
 from pipeproof.reference.data import Batch
 from pipeproof.reference.step import Loss
 from pipeproof.reference.traced import Traced
+from pipeproof.worlds.deterministic import drawing_apart
 from pipeproof.worlds.side_store import Exchange
 
 
@@ -26,12 +29,13 @@ from pipeproof.worlds.side_store import Exchange
 class SingleDevice:
     """How the reference is made: ``build()`` gives the whole model, on any device; its weights are then the job's.
 
-    ``loss_fn``, ``loss_divisor`` and ``floors`` are those of ``record_step``.
+    ``loss_fn``, ``loss_divisor`` and ``floors`` are those of ``record_step``; a divisor that depends on the data is a
+    function of the model and all microbatches.
     """
 
     build: Callable[[], nn.Module]
     loss_fn: LossFn
-    loss_divisor: float | None = None
+    loss_divisor: float | Callable[[Any, Pairs], float] | None = None
     floors: bool = True
 
 
@@ -48,6 +52,7 @@ class ReferenceBeside:
         self._exchange = exchange
         self._timeout_s = timeout_s
         self._laid_out: dict[str, Tensor] = {}
+        self._divisor: float | None = None
 
     def record(
         self, parameters: Mapping[str, Tensor], arrivals: Sequence[Arrival], microbatches: Pairs | None
@@ -77,10 +82,11 @@ class ReferenceBeside:
         Raises ``RecordError`` for microbatches that only their loop can tell how to use.
         """
         assert self.model is not None, "a step was compared with what this model gave"
-        held, divisor = [step.site(name) for name in step.places], self.source.loss_divisor
+        held, divisor = [step.site(name) for name in step.places], self._divisor
         batches = [self._batch(number) for number in range(len(self.microbatches))]
         loss = Loss(self.source.loss_fn, float(len(batches) if divisor is None else divisor))
-        now = Traced(self.model, held=held, batches=batches, loss=loss, losses=step.due.losses, ends={})
+        with drawing_apart():
+            now = Traced(self.model, held=held, batches=batches, loss=loss, losses=step.due.losses, ends={})
         stage_of = {name: stage for stage, name in held}
         owner = {name: stage_of.get(name, NOWHERE) for name, _ in self.model.named_parameters(remove_duplicate=False)}
         return replace(step.of_record, now=now, tied=copies_apart(self.model, owner))
@@ -88,24 +94,28 @@ class ReferenceBeside:
     def repeated(self) -> frozenset[str]:
         """The parameters that the model uses in several places, on rank 0: these may have copies in several stages."""
         assert self.model is not None, "a step was compared with what this model gave"
-        return repeated(copied(self.model), self._batch(0), self.source.loss_fn)
+        with drawing_apart():
+            return repeated(copied(self.model), self._batch(0), self.source.loss_fn)
 
     def _made(self, held: Mapping[str, int], microbatches: Pairs | None) -> tuple[str, str]:
         if microbatches is None:
             return "", "the reference runs here, and there are no microbatches: pass them on rank 0"
         source = self.source
         try:
-            self.model, self.microbatches = self._with_weights(held), microbatches
-            record = record_step(
-                self.model,
-                microbatches,
-                loss_fn=source.loss_fn,
-                loss_divisor=source.loss_divisor,
-                floors=source.floors,
-            )
+            with drawing_apart():
+                self.model, self.microbatches = self._with_weights(held), microbatches
+                divisor = source.loss_divisor
+                self._divisor = divisor(self.model, microbatches) if callable(divisor) else divisor
+                record = record_step(
+                    self.model,
+                    microbatches,
+                    loss_fn=source.loss_fn,
+                    loss_divisor=self._divisor,
+                    floors=source.floors,
+                )
             record = replace(record, operations=tuple(replace(one, buffers={}, before={}) for one in record.operations))
             text = described(record, self._laid_out)
-        except RecordError as error:
+        except (RecordError, WhiteBoxError) as error:
             return "", str(error)
         except Exception as error:  # the user's own code runs in it
             return "", f"the reference raised {type(error).__name__}: {error}"
@@ -119,10 +129,15 @@ class ReferenceBeside:
         named = dict(model.named_parameters(remove_duplicate=False))
         for what, names in (("no rank holds", named.keys() - held), ("the reference lacks", held.keys() - named)):
             if names:
-                raise RecordError(f"{what} {', '.join(sorted(names))}: give rename= if names differ")
+                raise RecordError(
+                    f"{what} {', '.join(sorted(names))}: build both alike, or give rename= if names differ"
+                )
         with torch.no_grad():
             for name, parameter in named.items():
-                parameter.copy_(self.fetch(f"weight {name}"))
+                weight = self.fetch(f"weight {name}")
+                if (ours := form(parameter)) != (theirs := form(weight)):
+                    raise RecordError(f"the reference's {name} is of {ours}, the job's of {theirs}: build both alike")
+                parameter.copy_(weight)
         return model
 
     def _batch(self, number: int) -> Batch:

@@ -139,6 +139,10 @@ class StepCheck:
             self._kept.begin(self._own.gradients)
         return self
 
+    def refuse(self, why: str) -> None:
+        """Say why this rank's part cannot be judged, before the block or in it: the step is unknown then."""
+        self._problem = self._problem or why
+
     @property
     def verdict(self) -> Verdict:
         """The verdict of all ranks together, the same on each. Raises ``CheckError`` before the end of the block."""
@@ -155,7 +159,7 @@ class StepCheck:
             found = self._own.gradients if named is None else named
             compared = {name: found[name] for name in self._expected.gradients if name in found}
             before = len(self._ledger.mismatches)
-            with self._noting():
+            with self.noting():
                 for name in upstream(compared, self._own.places):
                     self._at.gradient(name, compared[name], **self._where(name))
                 wrong = {mismatch.parameter or "" for mismatch in self._ledger.mismatches[before:]}
@@ -169,7 +173,7 @@ class StepCheck:
             return
         rank, share = self._exchange.rank, self._run.shares[self._exchange.rank]
         nobodys = losses is not None and share is None and len(losses) != len(self._expected.losses)
-        with self._noting():
+        with self.noting():
             if nobodys:
                 told = "whose losses these are nobody says: pass each replica the microbatches it runs"
                 self._ledger.doubt("loss", told)
@@ -185,11 +189,21 @@ class StepCheck:
         """For ``PipelineSchedule.wrapped``: its steps then call ``gradients`` themselves, at the right moment."""
         return replace(parts, gradients=_Checked(parts, self))
 
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Keep what is raised inside for all ranks to know in the end: it is the check that failed, and not the job."""
+        try:
+            yield
+        except (RecordError, ContentError) as error:
+            self._problem = self._problem or str(error)
+        except Exception as error:  # no one type, and no reason to end a job
+            self._crash = self._crash or Crash.of(error)
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._at is not None and error is None:
-            with self._noting():
+            with self.noting():
                 self._compare_after(self._at)
         ending = Ending.FINISHED if error is None else Ending.RAISED
         message = "" if error is None else f"{type(error).__name__}: {error}"
@@ -219,7 +233,7 @@ class StepCheck:
         """Agree on what is expected; what stands in the way of a comparison, in sentences, or nothing."""
         record: Record | None = None
         digests: tuple[str, ...] | None = None
-        with self._noting():
+        with self.noting():
             record = self._read()
             digests = None if self._given is None else microbatch_digests(self._given)
             self._own.check_names()
@@ -241,7 +255,7 @@ class StepCheck:
         self._run, self._places = run.as_in(self._expected.microbatches), places_of(arrivals)
         self._at = against(self._expected, self._ledger, number=self._number)
         if self._exchange.rank == 0:
-            with self._noting():
+            with self.noting():
                 self._count(self._at, self._expected)
         return ""
 
@@ -271,16 +285,6 @@ class StepCheck:
             return self._given
         given = self._gather(self._given, "the microbatches of all replicas")
         return run.together(given) if self._exchange.rank == 0 else self._given
-
-    @contextmanager
-    def _noting(self) -> Iterator[None]:
-        """Keep what is wrong with what this rank was given, for all to know in the end."""
-        try:
-            yield
-        except (RecordError, ContentError) as error:
-            self._problem = self._problem or str(error)
-        except Exception as error:  # no one type, and no reason to end a job: it is the check that failed
-            self._crash = self._crash or Crash.of(error)
 
     def _read(self) -> Record | None:
         """The record, where there is one already."""

@@ -6,14 +6,14 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from safetensors.torch import load, save
 from torch import Tensor
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in torch's __all__
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # not in torch's __all__
 
 from pipeproof.worlds.launcher import under_torchrun
-from pipeproof.worlds.rank_report import WorldError
 from pipeproof.worlds.shipping import pack, unpack
 
 _CHUNK = 4 << 20  # bytes; the store drops the connection of whoever sends 8 MiB at once
@@ -37,26 +37,32 @@ class RanksAbsent(Exception):
 
 
 class SideStore:
-    """Exchanges among all ranks, over the store of torchrun's agent.
+    """Exchanges among all ranks, over ``store``: that of torchrun's agent, or of the group of all ranks.
 
     Exchanges belong to a scope, which ``end_scope`` closes on all ranks together. So a rank that left a test early is
     known to be gone as soon as it waits at the end of the scope, and can never meet the others' next test.
     """
 
-    def __init__(self) -> None:
-        environ = os.environ
-        self.rank = int(environ["RANK"])
-        self.ranks = int(environ["WORLD_SIZE"])
-        host, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
-        prefix = f"pipeproof/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_stores)}"
-        agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        server = TCPStore(host, port, is_master=not agent and self.rank == 0, wait_for_workers=False)
-        self.address = f"tcp://{host}:{port}/{prefix}"
-        self._store = PrefixStore(prefix, server)
+    def __init__(self, store: Store, *, rank: int, ranks: int, address: str = "") -> None:
+        self.rank = rank
+        self.ranks = ranks
+        self.address = address
+        self._store = store
         self._hurry = ""
         self._scope = 0
         self._exchanges = 0
         self._outdated: list[str] = []  # this rank's keys of the last exchange that all ranks came to
+
+    @classmethod
+    def of_torchrun(cls) -> "SideStore":
+        """The one over the store of torchrun's agent."""
+        environ = os.environ
+        rank, ranks = int(environ["RANK"]), int(environ["WORLD_SIZE"])
+        host, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+        prefix = f"pipeproof/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_stores)}"
+        agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        server = TCPStore(host, port, is_master=not agent and rank == 0, wait_for_workers=False)
+        return cls(PrefixStore(prefix, server), rank=rank, ranks=ranks, address=f"tcp://{host}:{port}/{prefix}")
 
     def gather(self, value: object, *, what: str, bound_s: float) -> list[Any]:
         """Every rank's value, in rank order. ``what`` names the exchange for the reader of an error.
@@ -181,7 +187,20 @@ class SideStore:
 @functools.cache
 def side_store() -> SideStore:
     """This process's side store: one, so that all its exchanges are counted together."""
-    return SideStore()
+    return SideStore.of_torchrun()
+
+
+_of_groups: "WeakKeyDictionary[dist.ProcessGroup, SideStore]" = WeakKeyDictionary()
+
+
+def _of_default_group() -> SideStore:
+    """The side store over what the group of all ranks met by: one for each such group."""
+    group = dist.group.WORLD
+    assert group is not None, "asked where torch.distributed is initialised"
+    if group not in _of_groups:
+        store = PrefixStore("pipeproof", dist.distributed_c10d._get_default_store())
+        _of_groups[group] = SideStore(store, rank=dist.get_rank(), ranks=dist.get_world_size())
+    return _of_groups[group]
 
 
 _exchanges = itertools.count()  # all ranks make theirs in one order, so a number is the same exchange everywhere
@@ -190,7 +209,7 @@ _exchanges = itertools.count()  # all ranks make theirs in one order, so a numbe
 class Exchange:
     """Every rank calls ``gather`` and ``finish`` alike; tensors are for whoever asks.
 
-    It goes over ``side``, the store of torchrun's agent; where there is none, one rank has nobody to speak with.
+    It goes over ``side``; where there is none, one rank has nobody to speak with.
     """
 
     def __init__(self, side: SideStore | None) -> None:
@@ -236,9 +255,9 @@ class Exchange:
 
 
 def exchange() -> Exchange:
-    """The exchange among this job's ranks. Raises ``WorldError`` for several ranks that torchrun did not start."""
+    """The exchange among this job's ranks, by torchrun's store or by that of their default group."""
     if under_torchrun():
         return Exchange(side_store())
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        raise WorldError(f"{dist.get_world_size()} ranks have no way to agree: start them with torchrun")
+        return Exchange(_of_default_group())
     return Exchange(None)

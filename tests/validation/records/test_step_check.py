@@ -207,8 +207,8 @@ def test_a_reference_that_is_another_model_or_raises_is_said() -> None:
         return nn.Sequential(*build(), nn.Dropout())
 
     for make, words in (
-        (lambda: nn.Sequential(nn.Linear(8, 8)), "the reference lacks 2.bias, 2.weight, 3.bias, 3.weight: give"),
-        (lambda: nn.Sequential(*build(), nn.Linear(8, 8)), "no rank holds 4.bias, 4.weight: give rename="),
+        (lambda: nn.Sequential(nn.Linear(8, 8)), "the reference lacks 2.bias, 2.weight, 3.bias, 3.weight: build both"),
+        (lambda: nn.Sequential(*build(), nn.Linear(8, 8)), "no rank holds 4.bias, 4.weight: build both alike, or give"),
         (broken, "the reference raised RuntimeError: out of memory"),
         (random, "the model does not give the same loss twice: microbatch 0"),
     ):

@@ -1,0 +1,78 @@
+"""A job that trains the tiny GPTModel on ranks of its own: a step of it is checked, then it goes on."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+import pipeproof
+from pipeproof.judging.verdict import Verdict
+from pipeproof.worlds.worker import RankContext
+from tests.frameworks import tiny_gpt
+from tests.frameworks.left import differences, left, seed
+from tests.frameworks.megatron_faults import FAULTS
+from tests.frameworks.tiny_gpt import Layout
+
+MICROBATCHES = 4
+
+
+@contextmanager
+def job_of(layout: Layout, fault: str = "") -> Iterator[tuple[list[Any], Any, list[Any]]]:
+    """The chunks and the optimizer, and the microbatches of this rank's replica."""
+    with ExitStack() as stack:
+        if fault:
+            FAULTS[fault].plant(stack)
+        chunks, optimizer = tiny_gpt.made(layout), None
+        stack.callback(parallel_state.destroy_model_parallel)
+        if layout.optimizer:
+            own = OptimizerConfig(optimizer="adam", lr=0.1, clip_grad=1.0, use_distributed_optimizer=layout.distributed)
+            optimizer = get_megatron_optimizer(own, chunks, use_gloo_process_groups=False)
+        replica = parallel_state.get_data_parallel_rank()
+        yield chunks, optimizer, tiny_gpt.data_of(MICROBATCHES * layout.dp)[replica :: layout.dp]
+
+
+def forward_of(layout: Layout) -> Any:
+    return tiny_gpt.forward_step_of_three if layout.three else tiny_gpt.forward_step
+
+
+def check_of(chunks: list[Any], optimizer: Any, microbatches: list[Any], layout: Layout) -> Any:
+    return pipeproof.megatron.check_step(
+        chunks,
+        optimizer,
+        forward_of(layout),
+        microbatches,
+        reference=partial(tiny_gpt.provided, layout.whole),
+        timeout_s=60.0,
+    )
+
+
+def train(chunks: list[Any], optimizer: Any, microbatches: list[Any], layout: Layout) -> None:
+    data = [iter(microbatches) for _ in chunks]
+    tiny_gpt.train_step(forward_of(layout), data if layout.vp else data[0], chunks, optimizer, len(microbatches))
+
+
+def checked(_: RankContext, layout: Layout, fault: str) -> Verdict:
+    """The verdict on a step that has a fault."""
+    with job_of(layout, fault) as (chunks, optimizer, microbatches):
+        with check_of(chunks, optimizer, microbatches, layout) as check:
+            train(chunks, optimizer, microbatches, layout)
+        return check.verdict
+
+
+def checked_and_unchecked(_: RankContext, layout: Layout) -> tuple[Verdict, list[str]]:
+    """The verdict on a right step, and what is another after it and one more than in a job without a check."""
+    found = []
+    for check_it in (False, True):
+        seed()
+        with job_of(layout) as (chunks, optimizer, microbatches):
+            with check_of(chunks, optimizer, microbatches, layout) if check_it else nullcontext() as check:
+                train(chunks, optimizer, microbatches, layout)
+            first = left(chunks, optimizer)
+            train(chunks, optimizer, microbatches, layout)
+            found.append([first, left(chunks, optimizer)])
+    dist.barrier()
+    return check.verdict, differences(*found)

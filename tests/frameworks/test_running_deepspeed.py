@@ -1,0 +1,68 @@
+"""A step of a running job of DeepSpeed's under pipeproof: right ones pass, faults are named, and the job goes on.
+
+``ci/frameworks`` runs this in an environment that has DeepSpeed; elsewhere it is skipped.
+"""
+
+import pytest
+
+pytest.importorskip("deepspeed", reason="deepspeed is not installed: ci/frameworks installs it")
+
+from pipeproof import World
+from tests.frameworks import pipe_job
+from tests.frameworks.deepspeed_faults import FAULTS
+from tests.frameworks.tiny_pipe import Layout
+
+RIGHT = {
+    "1f1b": (Layout(), "bitwise"),
+    "replicas-tied": (Layout(dp=2, tied=True), "fp32"),
+    "zero-1-one-replica-clipped": (Layout(zero=1, clipped=True), "fp32"),
+    "bf16-tied": (Layout(bf16=True, tied=True), "bf16"),
+    "bf16-replicas": (Layout(bf16=True, dp=2), "bf16"),
+}
+NAMED = {  # what the step's numbers alone tell: no messages between stages are seen
+    "not-divided": ("scale", "everywhere"),
+    "divided-at-each-stage": ("scale", "rank 0, stage 0"),
+    "tied-not-reduced": ("tied-not-summed", "parameter tied_modules.words.weight"),
+    "not-reduced": ("not-reduced", "stage 0"),
+    "other-stream": ("swapped-data", "microbatches 0, 1, 2, 3"),
+    "other-buffer": ("swapped-gradients", "rank 0, stage 0, microbatches 2, 3"),
+    "summed-over-replicas": ("scale", "everywhere"),
+    "not-cleared": ("doubled", "microbatches 0, 1, 2"),
+    "clipped-by-one-stage": ("norm", "rank 1, stage 1"),  # whose gradients are left out
+}
+
+
+@pytest.mark.pipeproof_ranks
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_step_passes_and_the_job_is_as_without_a_check(name: str, world: World) -> None:
+    layout, tier = RIGHT[name]
+    for verdict, harmed in world.run(pipe_job.checked_and_unchecked, layout, ranks=layout.pp * layout.dp):
+        assert (verdict.verdict, verdict.tier) == ("pass", tier), str(verdict)
+        assert {law.name for law in verdict.laws if law.outcome == "pass"} >= {"gradient", "loss", "parameters-once"}
+        assert (verdict.law("grad-norm").outcome == "pass") == (layout.bf16 or layout.zero > 0)
+        assert harmed == []
+
+
+@pytest.mark.pipeproof_ranks
+@pytest.mark.parametrize("name", NAMED)
+def test_a_fault_in_a_job_is_caught_and_named(name: str, world: World) -> None:
+    layout, (kind, place) = FAULTS[name].layout, NAMED[name]
+    for verdict in world.run(pipe_job.checked, layout, name, ranks=layout.pp * layout.dp):
+        assert verdict.verdict == "fail", str(verdict)
+        assert (verdict.cause[0].kind, verdict.cause[0].place) == (kind, place), str(verdict)
+
+
+@pytest.mark.pipeproof_ranks
+def test_shards_of_zero_are_refused_and_the_job_goes_on(world: World) -> None:
+    layout = Layout(dp=2, zero=1)
+    for verdict, harmed in world.run(pipe_job.checked_and_unchecked, layout, ranks=4):
+        assert verdict.verdict == "unknown"
+        assert "ranks 0, 1, 2, 3: with ZeRO-1 each replica has a part of every gradient" in str(verdict)
+        assert harmed == []
+
+
+@pytest.mark.pipeproof_ranks
+def test_what_the_job_raises_is_its_own(world: World) -> None:
+    for raised, verdict, clean in world.run(pipe_job.ended_early, Layout(), ranks=2):
+        assert (raised, clean) == ('KeyError("the job\'s own")', True)
+        assert verdict.startswith("ERROR rank 0 raised KeyError")

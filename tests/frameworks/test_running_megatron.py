@@ -1,0 +1,66 @@
+"""A step of a running job of Megatron-core's under pipeproof: right ones pass, faults are named, and the job goes on.
+
+``ci/frameworks`` runs this in an environment that has Megatron-core; elsewhere it is skipped.
+"""
+
+import pytest
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed: ci/frameworks installs it")
+
+from pipeproof import World
+from tests.frameworks import gpt_job
+from tests.frameworks.megatron_faults import FAULTS
+from tests.frameworks.tiny_gpt import Layout
+
+RIGHT = {
+    "1f1b": (Layout(optimizer=True), "fp32"),
+    "interleaved-tied": (Layout(vp=2, tied=True, p2p_overlap=True, optimizer=True), "fp32"),
+    "replicas-tied": (Layout(dp=2, tied=True, optimizer=True), "fp32"),
+    "replicas-per-token": (Layout(dp=2, three=True, per_token=True, optimizer=True), "fp32"),
+}
+NAMED = {  # what the step's numbers alone tell: no messages between stages are seen
+    "not-divided": ("scale", "everywhere"),
+    "tied-not-reduced": ("tied-not-summed", "parameter model.embedding.word_embeddings.weight"),
+    "not-finalized": ("not-reduced", "stage 0"),
+    "norm-counts-copies": ("norm", "everywhere"),
+    "norm-of-one-stage": ("norm", "everywhere"),
+    "summed-over-replicas": ("scale", "everywhere"),
+    "last-in-first-out": ("swapped-gradients", "rank 0, stage 0, microbatches 0, 1, 2, 3"),
+}
+
+
+@pytest.mark.pipeproof_ranks
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_step_passes_and_the_job_is_as_without_a_check(name: str, world: World) -> None:
+    layout, tier = RIGHT[name]
+    for verdict, harmed in world.run(gpt_job.checked_and_unchecked, layout, ranks=layout.pp * layout.dp):
+        assert (verdict.verdict, verdict.tier) == ("pass", tier), str(verdict)
+        passed = {law.name for law in verdict.laws if law.outcome == "pass"}
+        assert passed >= {"gradient", "loss", "parameters-once", "grad-norm"}
+        assert harmed == []
+
+
+@pytest.mark.pipeproof_ranks
+@pytest.mark.parametrize("name", NAMED)
+def test_a_fault_in_a_job_is_caught_and_named(name: str, world: World) -> None:
+    layout, (kind, place) = FAULTS[name].layout, NAMED[name]
+    for verdict in world.run(gpt_job.checked, layout, name, ranks=layout.pp * layout.dp):
+        assert verdict.verdict == "fail", str(verdict)
+        assert (verdict.cause[0].kind, verdict.cause[0].place) == (kind, place), str(verdict)
+
+
+@pytest.mark.pipeproof_ranks
+def test_another_stream_is_caught_and_no_wrong_cause_is_named(world: World) -> None:
+    for verdict in world.run(gpt_job.checked, FAULTS["other-stream"].layout, "other-stream", ranks=2):
+        assert verdict.verdict == "fail", str(verdict)
+        assert verdict.law("loss").outcome == "fail"
+        assert verdict.cause == ()
+
+
+@pytest.mark.pipeproof_ranks
+def test_shards_of_a_distributed_optimizer_are_refused_and_the_job_goes_on(world: World) -> None:
+    layout = Layout(dp=2, distributed=True, optimizer=True)
+    for verdict, harmed in world.run(gpt_job.checked_and_unchecked, layout, ranks=4):
+        assert verdict.verdict == "unknown"
+        assert "ranks 0, 1, 2, 3: with a distributed optimizer each replica has a part" in str(verdict)
+        assert harmed == []

@@ -1,0 +1,123 @@
+"""One train_batch of a running job, on an engine that is like DeepSpeed's: judged, or refused with a sentence."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pipeproof
+from pipeproof.foreign.deepspeed_whole import Whole
+from pipeproof.judging.verdict import Verdict
+from tests.support.like_deepspeed import DualPipeVEngine, PipelineEngine, installed
+
+
+@pytest.fixture(autouse=True)
+def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch)
+
+
+DATA = [(torch.ones(1, 2), torch.zeros(1)), (torch.full((1, 2), 2.0), torch.zeros(1))]
+
+
+def layers() -> list[Any]:
+    torch.manual_seed(0)
+    return [nn.Linear(2, 2), torch.tanh]
+
+
+def summed(output: Tensor, _: Tensor) -> Tensor:
+    return output.sum()
+
+
+def engine_of(**options: Any) -> PipelineEngine:
+    made = Whole(layers)
+    with torch.no_grad():
+        made.get_parameter("0.weight").fill_(0.25)  # the job has trained
+    return PipelineEngine(made, **{"norm": None} | options)
+
+
+def judged(engine: Any, microbatches: Any = DATA, build: Any = layers) -> Verdict:
+    with pipeproof.deepspeed.check_step(engine, microbatches, reference=build, loss_fn=summed, timeout_s=5) as check:
+        if isinstance(engine, PipelineEngine):
+            engine.train_batch(iter(DATA[: engine.micro_batches]))
+    assert "_take_model_step" not in vars(engine)
+    return check.verdict
+
+
+def test_a_batch_is_held_against_the_weights_that_the_job_has() -> None:
+    engine = engine_of()
+    engine.norm = 1.5  # not that of the gradients
+    verdict = judged(engine)
+    assert {law.name: law.outcome for law in verdict.laws if law.checked} == {
+        "parameters-once": "pass",
+        "loss": "pass",
+        "presence": "pass",
+        "gradient": "pass",
+        "grad-norm": "fail",
+    }
+    assert engine.module.get_parameter("0.weight").eq(0.25).all()
+
+
+def test_gradients_are_those_before_clipping() -> None:
+    verdict = judged(engine_of())  # which clears them when it clips
+    assert verdict.law("gradient").outcome == "pass"
+
+
+@pytest.mark.parametrize(
+    ("engine", "sentence"),
+    [
+        (nn.Linear(2, 2), "the engine is a Linear: pipeproof.deepspeed covers PipelineEngine only"),
+        (DualPipeVEngine(nn.Linear(2, 2)), "the engine is a DualPipeVEngine"),
+        ({"fp16": True}, "fp16_enabled is True: pipeproof.deepspeed covers False only"),
+        ({"batch_fn": tuple}, "the engine has a batch_fn"),
+        ({"micro_batches": 1}, "gradient_accumulation_steps is 1, and the step has 2"),
+    ],
+)
+def test_what_is_not_covered_is_refused_and_the_job_goes_on(engine: Any, sentence: str) -> None:
+    verdict = judged(engine_of(**engine) if isinstance(engine, dict) else engine)
+    assert verdict.verdict == "unknown"
+    assert f"rank 0: {sentence}" in str(verdict)
+
+
+def test_shards_of_zero_are_refused_with_their_cure() -> None:
+    engine = engine_of()
+    engine.grid.data_parallel_size = 2
+    engine.module.get_parameter("0.weight")._hp_mapping = None  # type: ignore[attr-defined]  # DeepSpeed's
+    assert "set zero_optimization's stage to 0 for the checked run, or" in str(judged(engine))
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "build", "sentence"),
+    [
+        (
+            [(torch.ones(1, 2),)] * 2,
+            layers,
+            "microbatch 0 is a tuple of length 1: expected a pair",
+        ),
+        ([torch.ones(1, 2)] * 2, layers, "microbatch 0 is a Tensor: expected a pair of inputs and labels"),
+        (None, layers, "nobody says which microbatches the step is of"),
+        (DATA, lambda: [nn.Linear(2, 2), nn.Dropout(0.1)], "layer 1 drops out with p=0.1: set p to 0 for the check"),
+        (DATA, lambda: [nn.Linear(2, 3)], "the reference's 0.weight is of shape [3, 2] in float32, the job's of shape"),
+        (DATA, lambda: [torch.tanh, nn.Linear(2, 2)], "no rank holds 1.bias, 1.weight: build"),
+    ],
+)
+def test_what_does_not_fit_the_job_is_said(microbatches: Any, build: Any, sentence: str) -> None:
+    verdict = judged(engine_of(), microbatches, build)
+    assert verdict.verdict == "unknown"
+    assert sentence in str(verdict)
+
+
+def test_an_engine_with_a_step_of_its_own_keeps_it() -> None:
+    engine, calls = engine_of(), list[Any]()
+    engine._take_model_step = calls.append  # type: ignore[method-assign]  # a user's
+    own = engine._take_model_step
+    with pipeproof.deepspeed.check_step(engine, DATA, reference=layers, loss_fn=summed, timeout_s=5):
+        engine._take_model_step("rate")
+    assert vars(engine)["_take_model_step"] is own
+    assert calls == ["rate"]
+
+
+def test_a_batch_that_was_not_trained_is_no_pass() -> None:
+    with pipeproof.deepspeed.check_step(engine_of(), DATA, reference=layers, loss_fn=summed, timeout_s=5) as check:
+        pass
+    assert check.verdict.verdict == "unknown"

@@ -1,0 +1,158 @@
+"""A step of a framework's in a job: what its adapter shows is judged, and what goes wrong there ends no job."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipeproof.foreign.reference_run import WhiteBoxError
+from pipeproof.judging.verdict import Verdict
+from pipeproof.records.framework_job import JobSight, JobStep, checking
+from pipeproof.records.single_device import SingleDevice
+from tests.support.steps import pairs
+
+loss_fn = nn.functional.mse_loss
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+
+class Job:
+    """A job with a hook before its optimizer, that an adapter sets while a step is watched."""
+
+    def __init__(self) -> None:
+        self.model, self.losses = build(), list[float]()
+        self.before: Callable[[], None] = lambda: None
+
+    @contextmanager
+    def watching(self, sight: JobSight) -> Iterator[None]:
+        def before() -> None:
+            sight.gradients(lambda: {one: one.grad for one in self.model.parameters()})
+            sight.losses(lambda: self.losses)
+            sight.norm(torch.stack([one.grad.norm() for one in self.model.parameters() if one.grad is not None]).norm())
+
+        self.before = before
+        try:
+            yield
+        finally:
+            del self.before
+
+    def step(self, factor: float = 1.0) -> None:
+        self.losses.clear()
+        self.model.zero_grad()
+        for inputs, target in pairs(3, width=8):
+            loss = loss_fn(self.model(inputs), target)
+            self.losses.append(loss.item())
+            (loss * factor / 3).backward()
+        self.before()
+
+    def as_step(self, **changed: Any) -> JobStep:
+        given = {"stages": {0: self.model}, "microbatches": pairs(3, width=8), "watching": self.watching}
+        return JobStep(**given | {"against": SingleDevice(build, loss_fn)} | changed)
+
+
+def judged(job: Job, *, factor: float = 1.0, steps: int = 1, **changed: Any) -> Verdict:
+    with checking(lambda: job.as_step(**changed), timeout_s=5) as check:
+        for _ in range(steps):
+            job.step(factor)
+    assert "before" not in vars(job)
+    return check.verdict
+
+
+def test_a_right_step_passes_with_losses_gradients_and_norm() -> None:
+    verdict = judged(Job())
+    assert verdict.verdict == "pass", str(verdict)
+    assert {name: verdict.law(name).checked for name in ("loss", "gradient", "grad-norm")} == {
+        "loss": 3,
+        "gradient": 4,
+        "grad-norm": 1,
+    }
+
+
+def test_a_wrong_step_is_named() -> None:
+    verdict = judged(Job(), factor=3.0)
+    assert (verdict.verdict, [cause.kind for cause in verdict.cause]) == ("fail", ["scale"])
+
+
+def test_names_of_the_whole_model_are_used() -> None:
+    def whole() -> nn.Module:
+        return nn.Sequential(build())
+
+    against = SingleDevice(whole, loss_fn)
+    assert judged(Job(), against=against, rename=lambda stage, name: f"{stage}.{name}").verdict == "pass"
+
+
+def test_several_steps_in_one_block_are_no_verdict_on_the_first() -> None:
+    verdict = judged(Job(), steps=2)
+    assert verdict.verdict == "unknown"
+    assert "the block took more than one step of the optimizer: put check_step around one" in str(verdict)
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (WhiteBoxError("fp16 is not covered: switch it off"), "rank 0: fp16 is not covered: switch it off"),
+        (AttributeError("no module"), "rank 0: the check cannot be made of this: AttributeError: no module"),
+    ],
+)
+def test_what_is_refused_is_said_and_the_job_goes_on(error: Exception, sentence: str) -> None:
+    def refused() -> JobStep:
+        raise error
+
+    went_on = False
+    with checking(refused, timeout_s=5) as check:
+        went_on = True
+    assert went_on
+    assert check.verdict.verdict == "unknown"
+    assert sentence in str(check.verdict)
+
+
+def test_an_adapter_that_raises_ends_no_job() -> None:
+    @contextmanager
+    def broken(sight: JobSight) -> Iterator[None]:
+        raise RuntimeError("hooks")
+        yield
+
+    verdict = judged_with(broken)
+    assert verdict.verdict == "unknown"
+    assert "RuntimeError: hooks" in str(verdict)
+
+    @contextmanager
+    def blind(sight: JobSight) -> Iterator[None]:
+        def seen() -> Any:
+            raise RuntimeError("gradients")
+
+        sight.gradients(seen)
+        yield
+
+    assert "RuntimeError: gradients" in str(judged_with(blind))
+
+
+def judged_with(watching: Any) -> Verdict:
+    with checking(lambda: Job().as_step(watching=watching), timeout_s=5) as check:
+        pass
+    return check.verdict
+
+
+def test_what_the_job_raises_is_its_own() -> None:
+    job = Job()
+    with pytest.raises(KeyError), checking(job.as_step, timeout_s=5) as check:
+        raise KeyError("x")
+    assert str(check.verdict).startswith("ERROR rank 0 raised KeyError")
+    assert "before" not in vars(job)
+
+
+def test_the_reference_draws_apart_from_the_job() -> None:
+    torch.manual_seed(3)
+    due = torch.rand(3)
+    torch.manual_seed(3)
+    job = Job()
+    torch.manual_seed(3)
+    with checking(job.as_step, timeout_s=5):
+        found = torch.rand(3)
+    assert found.equal(due)

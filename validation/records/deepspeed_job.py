@@ -1,0 +1,82 @@
+"""DeepSpeed, as users reach it at ``pipeproof.deepspeed``: a step that pipeproof starts, or one of a running job."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeproof.foreign.deepspeed import check_covered, gradients_of, observed, stepping, validate
+from pipeproof.foreign.deepspeed_whole import DeepSpeedError, Whole
+from pipeproof.foreign.framework import loss_of_its_own
+from pipeproof.records.framework_job import JobSight, JobStep, checking
+from pipeproof.records.single_device import SingleDevice
+from pipeproof.records.step_check import StepCheck
+
+__all__ = ["DeepSpeedError", "check_step", "observed", "validate"]
+
+
+def check_step(
+    engine: Any,
+    microbatches: Sequence[Any] | None,
+    *,
+    reference: Callable[[], Any],
+    loss_fn: Callable[[Any, Tensor], Tensor] | None = None,
+    floors: bool = True,
+    timeout_s: float = 300.0,
+) -> AbstractContextManager[StepCheck]:
+    """A context manager around one ``engine.train_batch`` of a running job. Every rank enters it.
+
+    After the block there is a ``verdict``. The job keeps its weights, optimizer and random numbers. It goes on in any
+    case: what is not covered makes the verdict unknown.
+
+    engine: as ``deepspeed.initialize`` gives it, of a PipelineModule. microbatches: pairs of inputs and labels, those
+    that this rank's replica trains in the step; None on a rank that does not have them, and not on rank 0. reference:
+    gives the layers, as PipelineModule takes them. loss_fn: the PipelineModule's; None: the last layer gives the loss.
+    floors and timeout_s are those of ``SingleDevice`` and ``check_step``.
+    """
+    whole = SingleDevice(partial(Whole, reference, _cast_to(engine)), loss_fn or loss_of_its_own, floors=floors)
+    return checking(partial(_step, engine, microbatches, whole), timeout_s=timeout_s)
+
+
+def _step(engine: Any, microbatches: Sequence[Any] | None, whole: SingleDevice) -> JobStep:
+    check_covered(engine, None if microbatches is None else len(microbatches))
+    _check_whole_gradients(engine)
+    pairs = None if microbatches is None else [_pair(number, one) for number, one in enumerate(microbatches)]
+    return JobStep({engine.stage_id: engine.module}, pairs, whole, partial(_watching, engine))
+
+
+@contextmanager
+def _watching(engine: Any, sight: JobSight) -> Iterator[None]:
+    def before() -> None:
+        sight.gradients(partial(gradients_of, engine))
+        sight.losses(lambda: list(engine.fwd_outputs))
+
+    with stepping(engine, before=before, after=sight.norm):
+        yield
+
+
+def _pair(number: int, microbatch: Any) -> tuple[Any, Any]:
+    if not isinstance(microbatch, tuple | list) or len(microbatch) != 2:
+        found = type(microbatch).__name__
+        found += f" of length {len(microbatch)}" if isinstance(microbatch, tuple | list) else ""
+        raise DeepSpeedError(f"microbatch {number} is a {found}: expected a pair of inputs and labels")
+    return microbatch[0], microbatch[1]
+
+
+def _check_whole_gradients(engine: Any) -> None:
+    """Raise ``DeepSpeedError`` where each replica has a part of every gradient alone."""
+    mapped = any(hasattr(one, "_hp_mapping") for one in engine.module.parameters())
+    if mapped and not engine.using_bf16_optimizer and engine.grid.data_parallel_size > 1:
+        raise DeepSpeedError(
+            "with ZeRO-1 each replica has a part of every gradient: check_step compares whole ones; set "
+            "zero_optimization's stage to 0 for the checked run, or give this layout to pipeproof.deepspeed.validate"
+        )
+
+
+def _cast_to(engine: Any) -> torch.dtype | None:
+    """What the engine casts its layers to."""
+    enabled = getattr(engine, "bfloat16_enabled", None)
+    return torch.bfloat16 if enabled is not None and enabled() else None
