@@ -22,6 +22,7 @@ from pipeproof.diagnosis.rules.passages import otherwise, passages, sound
 from pipeproof.diagnosis.rules.report import report, unreported
 from pipeproof.diagnosis.rules.shared import apart, of_replicas, on_rank, shared
 from pipeproof.diagnosis.rules.sums import reduction, sums
+from pipeproof.diagnosis.rules.together import together
 from pipeproof.diagnosis.rules.update import clip, norm, update
 from pipeproof.diagnosis.sights import measured
 from pipeproof.judging.cause import RuledOut
@@ -186,6 +187,7 @@ def _attributed(needs: Callable[[Evidence], bool]) -> Rule[Evidence]:
 RULES: tuple[Rule[Evidence], ...] = (
     Rule(partition, clears("parameters-once", (), "every parameter is held once"), left=nameless),
     Rule(weights, _began, _begun, left=other_weights),
+    Rule(together, needs=_passed),
     Rule(calls, _ran, _watched, otherwise=otherwise),
     Rule(boundaries, _crossed, _recorded, besides=besides),
     Rule(passages, sound, _passed, otherwise=otherwise, besides=besides),

@@ -1,7 +1,7 @@
 """What a diagnosis rests on: the broken laws, and of the run that they are about as much as is known."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -88,6 +88,14 @@ class Sums:
     alike: bool = False
 
 
+@dataclass(frozen=True)
+class Line:
+    """What one line of ranks did, and what passed the boundaries of its watched stages."""
+
+    seen: Observed
+    passed: Mapping[int, Passed]
+
+
 _MADE_RIGHT = "gradients are off by more than rounding explains, and are made of what they should be nevertheless"
 _COARSE = "gradients differ by no more than rounding allows: it is so coarse here that it may hide a lost microbatch"
 
@@ -101,7 +109,7 @@ class Evidence:
 
     The parts: ``playable`` is what it takes to play the run again on one device, and ``due`` what is known of the right
     operation otherwise, ``beside`` the model that gives it. ``seen`` is what the ranks did. ``passed`` is what passed
-    the boundaries of watched stages.
+    the boundaries of watched stages: of one line of ranks; ``others`` are further ones, which hold the same stages.
     ``members`` are ranks with stages in common. ``sums`` is there where all comes from a record.
 
     ``unseen`` are stages of which nobody knows what they did; to the ``frozen`` ones no gradient flows. ``strange``:
@@ -122,6 +130,7 @@ class Evidence:
     beside: ModelBeside | None = None
     seen: Observed | None = None
     passed: Mapping[int, Passed] = field(default_factory=dict)
+    others: tuple[Line, ...] = ()
     members: Members | None = None
     sums: Sums | None = None
     unseen: frozenset[int] = frozenset()
@@ -142,6 +151,15 @@ class Evidence:
     @property
     def stages(self) -> int:
         return len(self.placement)
+
+    @property
+    def lines(self) -> "list[Evidence]":
+        """This, and the same as each other line of ranks shows it."""
+        return [self, *(self._along(line) for line in self.others)]
+
+    def _along(self, line: Line) -> "Evidence":
+        placement = line.seen.schedule.placement
+        return replace(self, seen=line.seen, passed=line.passed, placement=placement, others=())
 
     @property
     def used(self) -> Mapping[str, int]:

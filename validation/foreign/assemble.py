@@ -18,6 +18,7 @@ from pipeproof.judging.oracle import copies_apart
 from pipeproof.judging.tolerance import error
 from pipeproof.observers.observed import Claim, Observed, Passed, RankOperation
 from pipeproof.observers.shards import gathered, sized, untiled
+from pipeproof.observers.watching import Call
 from pipeproof.pipeline.action import Action
 from pipeproof.pipeline.schedule import Schedule
 from pipeproof.reference.step import Site
@@ -214,20 +215,40 @@ class Assembled:
 
     def passages(
         self, places: Both | None, note_handed_on: Callable[[Cuts], None], *, last: bool = False
-    ) -> dict[int, Passed]:
-        """What is known of the boundary of every watched stage; ``places`` are needed where there is one.
+    ) -> list[dict[int, Passed]]:
+        """What is known of the boundary of every watched stage, for each line of ranks that hold them.
 
-        ``last``: by the last call for each microbatch alone.
+        ``places`` are needed where there is one. ``last``: by the last call for each microbatch alone.
         """
-        calls = {stage.index: stage.part.calls for stage in self.stages if stage.part.calls is not None}
-        count = self.replicas.microbatches
-        return {} if places is None else passed(calls, count, places, note_handed_on, last=last)
+        if places is None:
+            return [{} for _ in self._lines]
+        calls = [self._calls(line) for line in self._lines]
+        return passed(calls, self.replicas.microbatches, places, note_handed_on, last=last)
 
-    def observed(self, known: Mapping[int, Passed]) -> Observed:
-        """What was produced; ``known``: what passed the boundaries of stages."""
+    def observed(self, known: Sequence[Mapping[int, Passed]]) -> Observed:
+        """What was produced; ``known``: what passed the boundaries of stages, by line."""
         rows = tuple((self._operation(rank, made, known),) for rank, made in enumerate(self.made))
         placement = tuple(stage.rank for stage in self.stages)
-        return Observed(Schedule("foreign", self.replicas.microbatches, placement, tuple(() for _ in self.made)), rows)
+        schedule = Schedule("foreign", self.replicas.microbatches, placement, tuple(() for _ in self.made))
+        return Observed(schedule, rows, tuple(self._holders(line) for line in self._lines[1:]))
+
+    @property
+    def _lines(self) -> range:
+        return range(1 + max((one.line for one in self.made), default=0))
+
+    def _calls(self, line: int) -> dict[int, tuple[Call, ...]]:
+        """The calls of every watched stage on the ranks of ``line``."""
+        every = {stage.index: stage.part.copies.get(line) if line else stage.part.calls for stage in self.stages}
+        return {stage: calls for stage, calls in every.items() if calls is not None}
+
+    def _holders(self, line: int) -> dict[int, int]:
+        """The first rank of ``line`` with each stage of which it is known what ran on it."""
+        held = {
+            stage.index: [rank for rank, _ in stage.part.members if self.made[rank].line == line]
+            for stage in self.stages
+            if line in stage.part.copies or (stage.part.calls is None and stage.index in self.traced)
+        }
+        return {stage: ranks[0] for stage, ranks in held.items() if ranks}
 
     @cached_property
     def _several(self) -> Collection[str]:
@@ -242,9 +263,11 @@ class Assembled:
     def _by_content(self) -> dict[bytes, Tensor]:
         return {content: self._parameters[name].detach().cpu() for name, content in self.contents.items()}
 
-    def _operation(self, rank: int, made: RankMade, known: Mapping[int, Passed]) -> RankOperation:
+    def _operation(self, rank: int, made: RankMade, known: Sequence[Mapping[int, Passed]]) -> RankOperation:
         own = [stage for stage in self.stages if stage.rank == rank]
-        seen = [known[stage.index] for stage in own if stage.index in known]
+        held = self._holders(made.line)
+        ran = [stage for stage in self.stages if (held.get(stage.index) if made.line else stage.rank) == rank]
+        seen = [flow for stage in ran if (flow := known[made.line].get(stage.index)) is not None]
         actions = _as_done(seen) if made.actions is None else made.actions
         return RankOperation(
             "train",
@@ -260,6 +283,7 @@ class Assembled:
             uncompared=sum(flow.uncompared for flow in seen),
             share=made.share,
             claims=tuple(claim for stage in own for claim in self._claims(stage)),
+            line=made.line,
         )
 
     def _known(self, actions: Sequence[Action]) -> Iterator[Action]:

@@ -4,6 +4,8 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Self
 
 from pipeproof.diagnosis.sketches import is_rounded_sketch, nearest_sketch, of_sketches
 from pipeproof.foreign.boundary_places import Cuts, structured
@@ -20,40 +22,77 @@ from pipeproof.worlds.posted_messages import Came
 _FAINT = 10.0  # times what is taken for rounding: by so much a stage may magnify what is wrong before it
 
 
+def _no_note(cuts: Cuts) -> None:
+    """Notes nothing."""
+
+
 def passed(
-    watched: Mapping[int, Sequence[Call]],
+    lines: Sequence[Mapping[int, Sequence[Call]]],
     microbatches: int,
     places: Both,
-    note_handed_on: Callable[[Cuts], None] = lambda cuts: None,
+    note_handed_on: Callable[[Cuts], None] = _no_note,
     *,
     last: bool = False,
-) -> dict[int, Passed]:
-    """What the calls of every stage were; ``places`` are those of tensors and of gradients.
+) -> list[dict[int, Passed]]:
+    """What the calls of every stage were, of each line of ranks; ``places`` are those of tensors and of gradients.
 
     ``note_handed_on`` notes in them what some stages hand on: parts of gradients. ``last``: of each stage's calls only
     the last so many, as where others warmed it up.
     """
-    own = {
-        stage: without_trial(
-            at_once(last_pass(calls, microbatches) if last else calls, microbatches, places), microbatches, places
-        )
-        for stage, calls in sorted(watched.items())
-    }
-    seen = {stage: list(columns(calls, places)) for stage, calls in own.items()}
-    columns_of = structured(seen, places, note_handed_on)
-    stages = {stage: (calls, columns_of[stage]) for stage, calls in own.items()}
-    found = orders(stages, microbatches)
-    sent, late = _sent(stages, found), _late(stages, found)
-    return {
-        stage: replace(
-            _passed(stage, *there, _Context(stage, found[stage], sent, late)),
-            detached=_detached(own.get(stage - 1, ()), own[stage], found[stage]),
-        )
-        for stage, there in stages.items()
-    }
+    of = partial(_Watched.of, microbatches=microbatches, places=places, last=last)
+    watched = [of(line, note=_no_note if k else note_handed_on) for k, line in enumerate(lines)]  # it is one note
+    late = watched[0].late  # ranks with the same stages divide alike
+    return [one.passed(late if _near(one.late, late) else None) for one in watched]
 
 
-def _late(stages: Mapping[int, tuple[Sequence[Call], Sequence[Column]]], orders: Mapping[int, Order]) -> float | None:
+Stages = Mapping[int, tuple[Sequence[Call], Sequence[Column]]]
+
+
+@dataclass(frozen=True)
+class _Watched:
+    """The calls of one line of ranks, of every stage with their tensors and their order."""
+
+    stages: Stages
+    orders: Mapping[int, Order]
+
+    @classmethod
+    def of(
+        cls,
+        watched: Mapping[int, Sequence[Call]],
+        *,
+        microbatches: int,
+        places: Both,
+        note: Callable[[Cuts], None],
+        last: bool,
+    ) -> Self:
+        own = {
+            stage: without_trial(
+                at_once(last_pass(calls, microbatches) if last else calls, microbatches, places), microbatches, places
+            )
+            for stage, calls in sorted(watched.items())
+        }
+        seen = {stage: list(columns(calls, places)) for stage, calls in own.items()}
+        columns_of = structured(seen, places, note)
+        stages = {stage: (calls, columns_of[stage]) for stage, calls in own.items()}
+        return cls(stages, orders(stages, microbatches))
+
+    @cached_property
+    def late(self) -> float | None:
+        return _late(self.stages, self.orders)
+
+    def passed(self, late: float | None) -> dict[int, Passed]:
+        """What is known; ``late`` as in what crossings are judged by."""
+        sent = _sent(self.stages, self.orders)
+        return {
+            stage: replace(
+                _passed(stage, *there, _Context(stage, self.orders[stage], sent, late)),
+                detached=_detached(self.stages.get(stage - 1, ((), ()))[0], there[0], self.orders[stage]),
+            )
+            for stage, there in self.stages.items()
+        }
+
+
+def _late(stages: Stages, orders: Mapping[int, Order]) -> float | None:
     """How many times the reference's the gradients of all stages are, where a runtime may divide them later: mostly.
 
     None where the content of any tells its place, or where they are no multiples.
@@ -94,7 +133,7 @@ _ONE_FACTOR = 1e-2  # how far apart, relative to their size, factors that are on
 Sent = Mapping[bytes, tuple[Point, str]]  # what stages put out, by its digest: where, and which tensor there
 
 
-def _sent(stages: Mapping[int, tuple[Sequence[Call], Sequence[Column]]], orders: Mapping[int, Order]) -> Sent:
+def _sent(stages: Stages, orders: Mapping[int, Order]) -> Sent:
     """What every stage handed on, right or wrong: where that comes in as something else, it was exchanged.
 
     Not what a stage only passed on, nor what is one in several microbatches: that says of none where it came from.

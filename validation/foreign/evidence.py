@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from pipeproof.diagnosis.atoms import Update
-from pipeproof.diagnosis.evidence import Evidence
+from pipeproof.diagnosis.evidence import Evidence, Line
 from pipeproof.diagnosis.members import Members
 from pipeproof.foreign.assemble import Assembled
 from pipeproof.foreign.survey import Computed
@@ -39,10 +39,9 @@ class Beside:
     made: Sequence[Contribution]
 
 
-def evidence_of(
-    verdict: Verdict, observed: Observed, found: Assembled, beside: Beside, passed: Mapping[int, Passed]
-) -> Evidence:
-    """All that is known of a step; ``passed`` is what is known of the boundaries of watched stages."""
+def evidence_of(verdict: Verdict, lines: Sequence[Line], found: Assembled, beside: Beside) -> Evidence:
+    """All that is known of a step; of the ``lines`` of its ranks, what the first did is looked at first."""
+    observed, passed = lines[0].seen, lines[0].passed
     norms = [row[0].norm for row in observed.ranks]
     due = _Due(observed, found, beside, passed)
     return Evidence(
@@ -56,6 +55,7 @@ def evidence_of(
         beside=due,
         seen=observed,
         passed=passed,
+        others=tuple(lines[1:]),
         members=Members(found.stages, found.replicas, beside.made, norms),
         unseen=found.unseen | {stage for stage, flow in passed.items() if flow.untold},
         frozen=found.frozen,

@@ -49,7 +49,8 @@ class Part:
     those of which the rank has a part, where that lies in the whole, and the part. ``calls`` is None where nobody
     watched, or no call was seen: then ``missed`` says why that may be. ``shards``: where a gradient lies in the whole,
     for those of which the rank has a part only. ``members``: the ranks with this stage and what each handed back, once
-    they are put together. ``lacks``: the parameters that others of them have and this rank has not. ``after``: weights
+    they are put together; ``calls`` are then those of the first line, ``copies`` those of further ones, by the line's
+    number. ``lacks``: the parameters that others of them have and this rank has not. ``after``: weights
     after the step, each with where it lies in the whole (None: it is the whole), if they are wanted.
     """
 
@@ -59,6 +60,7 @@ class Part:
     calls: tuple[Call, ...] | None = None
     shards: Mapping[int, Shard] = field(default_factory=dict)
     members: tuple[tuple[int, "Part"], ...] = ()
+    copies: Mapping[int, tuple[Call, ...]] = field(default_factory=dict)
     missed: str = ""
     lacks: frozenset[int] = frozenset()
     weights: Mapping[int, tuple[Shard, Tensor]] = field(default_factory=dict)
@@ -71,7 +73,7 @@ class RankMade:
 
     ``weights`` are the contents of the reference as this rank builds it, looked up only where some are not the known
     ones; ``given`` are the digests of the microbatches, ``share`` those that it was given to train on. ``sent``: where
-    the user's code sent its messages.
+    the user's code sent its messages. ``line``: which it is of the ranks with the same stages and the same data.
     """
 
     parts: tuple[Part, ...]
@@ -83,6 +85,7 @@ class RankMade:
     given: tuple[tuple[bytes, ...], ...] = ()
     share: tuple[int, ...] | None = None
     sent: Mapping[Message, Stack] = field(default_factory=dict)
+    line: int = 0
 
 
 def run_step(context: RankContext, order: Order) -> RankMade:

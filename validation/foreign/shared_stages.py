@@ -59,15 +59,36 @@ def joined_parts(
     else:
         bundles = _bundles(made, replicas, apart=replicas.count == 1 and mirrored(made, known))
         bundles = [_with_whole_weights(bundle) for bundle in bundles]
+    lines = _lines(bundles, replicas, len(made))
     return [
         replace(
             one,
-            parts=tuple(_merged(bundle, replicas) for bundle in bundles if bundle[0][0] == rank),
+            parts=tuple(_merged(bundle, replicas, lines) for bundle in bundles if bundle[0][0] == rank),
             actions=None if one.actions is None else tuple(_renumbered(one.actions, replicas.share(rank))),
             share=tuple(replicas.share(rank)),
+            line=lines[rank],
         )
         for rank, one in enumerate(made)
     ]
+
+
+def _lines(bundles: Sequence[Sequence[Member]], replicas: Replicas, ranks: int) -> list[int]:
+    """The line of every rank: which it is of those with the same stages and the same data.
+
+    In a bidirectional pipeline all are of one line: ranks with the same stage have microbatches of their own.
+    """
+    found: dict[int, int] = {}
+    for bundle in bundles:
+        times: Counter[int] = Counter()
+        for rank, _ in bundle:
+            found[rank] = min(found.get(rank, ranks), times[replicas.of[rank]])
+            times[replicas.of[rank]] += not _in_turn(bundle, replicas)
+    return [found.get(rank, 0) for rank in range(ranks)]
+
+
+def _in_turn(bundle: Sequence[Member], replicas: Replicas) -> bool:
+    """Whether ranks with the same stage have microbatches of their own without being replicas of each other."""
+    return replicas.count == 1 and not replicas.together and not any(part.shards for _, part in bundle)
 
 
 def claims(site: Site, k: int, members: Sequence[Member], replicas: Replicas) -> Iterator[Claim]:
@@ -217,20 +238,22 @@ def _belongs(rank: int, part: Part, bundle: Sequence[Member], replicas: Replicas
     return apart or bool(part.shards) or replicas.of[rank] not in [replicas.of[at] for at in ranks]
 
 
-def _merged(bundle: Sequence[Member], replicas: Replicas) -> Part:
+def _merged(bundle: Sequence[Member], replicas: Replicas, lines: Sequence[int]) -> Part:
     if any(shard.flat for _, part in bundle for shard in part.shards.values()):
         bundle = [(rank, _flattened(part)) for rank, part in bundle]
     _, first = bundle[0]
     if len(bundle) == 1 and not first.shards:
         return replace(first, members=tuple(bundle))
     holders = [[part for _, part in bundle if k not in part.lacks] for k in range(len(first.locals))]
+    calls = _calls(bundle, replicas, lines)
     return replace(
         first,
         gradients=tuple(_whole(k, parts) for k, parts in enumerate(holders)),
         values={k: parts[0].values[k] for k, parts in enumerate(holders) if k in parts[0].values},
         shards={k: parts[0].shards[k] for k, parts in enumerate(holders) if k in parts[0].shards},
         after={k: (None, whole) for k, parts in enumerate(holders) if (whole := _updated(k, parts)) is not None},
-        calls=_calls(bundle, replicas),
+        calls=calls.pop(0, None),
+        copies=calls,
         members=tuple(bundle),
     )
 
@@ -262,18 +285,19 @@ def _flattened(part: Part) -> Part:
     return replace(part, gradients=tuple(gradients), shards=shards)
 
 
-def _calls(bundle: Sequence[Member], replicas: Replicas) -> tuple[Call, ...] | None:
-    """The calls of one rank of each replica, one after the other; in a bidirectional pipeline, of all."""
+def _calls(bundle: Sequence[Member], replicas: Replicas, lines: Sequence[int]) -> dict[int, tuple[Call, ...]]:
+    """Of every line that was watched, the calls of its ranks, one after the other."""
     if replicas.sequence:
-        return None  # a rank's tensors are parts of the reference's
-    each = replicas.count == 1 and not bundle[0][1].shards
-    seen = {rank if each else replicas.of[rank]: (rank, part.calls) for rank, part in reversed(bundle)}
-    every: list[Call] = []
-    for number, (_, (rank, calls)) in enumerate(sorted(seen.items())):
-        if calls is None:
-            return None
-        every += [call.later(number * _APART, rank=rank) for call in calls]
-    return tuple(every)
+        return {}  # a rank's tensors are parts of the reference's
+    found: dict[int, tuple[Call, ...]] = {}
+    in_turn = _in_turn(bundle, replicas)
+    for line in sorted({lines[rank] for rank, _ in bundle}):
+        own = [(rank, part.calls) for rank, part in reversed(bundle) if lines[rank] == line]
+        seen = sorted({rank if in_turn else replicas.of[rank]: (rank, calls) for rank, calls in own}.items())
+        every = [(number * _APART, rank, calls) for number, (_, (rank, calls)) in enumerate(seen)]
+        if all(calls is not None for *_, calls in every):
+            found[line] = tuple(call.later(time, rank=rank) for time, rank, calls in every for call in calls or ())
+    return found
 
 
 def _renumbered(actions: Sequence[Action], share: range) -> Iterator[Action]:

@@ -15,12 +15,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipeproof.diagnosis.diagnose import explained, sought
+from pipeproof.diagnosis.evidence import Line
 from pipeproof.diagnosis.members import Replicas
 from pipeproof.foreign.assemble import Assembled
 from pipeproof.foreign.evidence import Beside, evidence_of
 from pipeproof.foreign.handed_back import HandBackError
 from pipeproof.foreign.holders import at_holders
 from pipeproof.foreign.layerwise import Build, Layered
+from pipeproof.foreign.lines import from_the_first_wrong
 from pipeproof.foreign.matching import Names, NamesError, check_names
 from pipeproof.foreign.rank import Order, RankMade, Step, digests, join_messages, run_step
 from pipeproof.foreign.reference_run import ReferenceRaised, ReferenceRun, SecondModel, Task, WhiteBoxError, name_of
@@ -278,7 +280,9 @@ def _judged(title: str, task: Task, found: Assembled, second: SecondModel, run: 
         return verdict
     if run.crash is not None:
         return verdict.without_cause(run.crash)
-    evidence = evidence_of(verdict, observed, found, Beside(reference, second.model, batches, task.loss, made), known)
+    beside = Beside(reference, second.model, batches, task.loss, made)
+    lines = [Line(observed.along(number), flows) for number, flows in enumerate(known)]
+    evidence = evidence_of(verdict, from_the_first_wrong(lines), found, beside)
     failed = {law.name for law in verdict.laws if law.outcome == "fail"}
 
     def told() -> Verdict:

@@ -19,7 +19,7 @@ KINDS: Mapping[str, str] = MappingProxyType(
         "doubled": "a microbatch's gradient was added more than once",
         "swapped-activations": "a backward used the activation of another microbatch",
         "swapped-gradients": "a backward used the output gradient of another microbatch",
-        "swapped-data": "a microbatch's inputs and targets are not of the same microbatch",
+        "swapped-data": "a microbatch's inputs, or its targets, are those of another microbatch",
         "stale-gradient": "gradients of an earlier step were added again",
         "stale-tensor": "a tensor of an earlier step was used",
         # Single parameters.

@@ -15,7 +15,8 @@ from pipeproof.judging.ledger import NOWHERE, Heading, Headings, Ledger
 from pipeproof.judging.oracle import Requirements
 from pipeproof.judging.tolerance import Floor, may_be_rounded, precision_of, same_bits, stands_for_none, update_floor
 from pipeproof.judging.verdict import Mismatch, Value, What, names_of
-from pipeproof.observers.observed import UNKNOWN_MICROBATCH, Observed
+from pipeproof.observers.observed import UNKNOWN_MICROBATCH, Crossing, Observed
+from pipeproof.observers.recording import GIVEN, HANDED_ON, KEPT, MADE, RECEIVED
 from pipeproof.observers.sketch import all_finite, any_nonzero
 from pipeproof.pipeline.action import Action, Kind
 
@@ -248,6 +249,9 @@ def _text(values: Sequence[float]) -> str:
     return ", ".join(f"{value:.4g}" for value in values[:_LISTED]) + more
 
 
+_IN_ACTION = (GIVEN, MADE, KEPT, RECEIVED, HANDED_ON)  # in which order tensors cross
+
+
 class Execution:
     """Enters into ``ledger`` how what was observed kept the laws about actions and parameters."""
 
@@ -261,25 +265,30 @@ class Execution:
     def orders(self, number: int, laws: frozenset[str], *, backward: bool) -> Mapping[int, Sequence[int]]:
         """The order of each stage's backwards, as it really was; in index order where it was no order of all."""
         every = list(range(self._required.microbatches))
-        ran: dict[What, dict[int, list[int]]] = {"forward": self._observed.forwards(number)}
-        if backward:
-            ran["backward"] = self._observed.backwards(number)
-        for what, orders in ran.items():
-            idle = self._required.frozen if what == "backward" else ()
-            for stage in sorted(orders.keys() - {*self._required.unseen, *idle}):
-                order = orders[stage]
-                place = self._place.stage("microbatches", number, laws, stage)
-                counted = stage not in self._required.traced
-                self._hold(place, _once_each(order, every), _told(order), tuple(every), what=what, counted=counted)
-        self._calls(number, laws, training=backward)
+        for line in range(1 + len(self._observed.copies)):
+            self._ran(number, laws, line, backward=backward)
+            self._calls(number, laws, line, training=backward)
         ordered = {stage: order for stage, order in self._observed.backwards(number).items() if sorted(order) == every}
         return {stage: every for stage, _ in self._required.due} | ordered
 
-    def _calls(self, number: int, laws: frozenset[str], *, training: bool) -> None:
+    def _ran(self, number: int, laws: frozenset[str], line: int, *, backward: bool) -> None:
+        """Each stage ran each way once for each microbatch."""
+        every = list(range(self._required.microbatches))
+        ran: dict[What, dict[int, list[int]]] = {"forward": self._observed.forwards(number, line)}
+        if backward:
+            ran["backward"] = self._observed.backwards(number, line)
+        for what, orders in ran.items():
+            idle = self._required.frozen if what == "backward" else ()
+            for stage in self._stages(line, but={*self._required.unseen, *idle}):
+                order, place = orders[stage], self._of_stage(number, laws, stage, line)
+                counted = stage not in self._required.traced
+                self._hold(place, _once_each(order, every), _told(order), tuple(every), what=what, counted=counted)
+
+    def _calls(self, number: int, laws: frozenset[str], line: int, *, training: bool) -> None:
         """Each stage's module itself ran once for each microbatch, in training mode or not as it must be."""
-        calls = self._observed.called(number)
-        for stage in sorted({*range(self._observed.schedule.n_stages)} - {*self._required.uncalled}):
-            place = self._place.stage("microbatches", number, laws, stage)
+        calls = self._observed.called(number, line)
+        for stage in self._stages(line, but=self._required.uncalled):
+            place = self._of_stage(number, laws, stage, line)
             seen = sorted(action.microbatch for action, _ in calls if action.stage == stage)
             every = tuple(range(self._required.microbatches))
             self._hold(place, _once_each(seen, every), _told(seen), every, what="calls")
@@ -290,6 +299,15 @@ class Execution:
             wrong = modes - {training}
             wrong = wrong if wrong and self._required.mode_matters() else set()
             self._hold(place, not wrong, not training, training, what="mode")
+
+    def _stages(self, line: int, but: Collection[int]) -> list[int]:
+        """The stages of which it is known what ``line`` did."""
+        there = self._observed.copies[line - 1] if line else range(self._observed.schedule.n_stages)
+        return sorted({*there} - {*but})
+
+    def _of_stage(self, number: int, laws: frozenset[str], stage: int, line: int) -> Heading:
+        own = {"rank": self._observed.copies[line - 1][stage]} if line else {}
+        return self._place.stage("microbatches", number, laws, stage, **own)
 
     def _hold(
         self, place: Heading, holds: bool, seen: Value, expected: Value, *, what: What, counted: bool = True
@@ -347,7 +365,7 @@ class Execution:
     def crossings(self, number: int, laws: frozenset[str]) -> None:
         """What passed the boundaries of stages, along the flow of data: the first to differ is nearest to the fault."""
         crossings = [crossing for crossing in self._observed.crossings(number) if crossing.judged]
-        for crossing in sorted(crossings, key=lambda one: _flow(one.action, self._observed.schedule.n_stages)):
+        for crossing in sorted(crossings, key=lambda one: flow(one, self._observed.schedule.n_stages)):
             stage, _, microbatch = crossing.action
             known = None if microbatch == UNKNOWN_MICROBATCH else microbatch
             own = {} if crossing.rank is None else {"rank": crossing.rank}
@@ -372,7 +390,9 @@ def _told(order: Sequence[int]) -> tuple[int | None, ...]:
     return tuple(None if microbatch == UNKNOWN_MICROBATCH else microbatch for microbatch in order)
 
 
-def _flow(action: Action, n_stages: int) -> tuple[bool, int, int]:
-    """Where ``action`` comes in the flow of data: forwards down the stages, then backwards up."""
+def flow(crossing: Crossing, n_stages: int) -> tuple[bool, int, int, int]:
+    """Where ``crossing`` comes in the flow of data: forwards down the stages, then backwards up."""
+    action = crossing.action
     forward = action.kind is Kind.FORWARD
-    return not forward, action.stage if forward else n_stages - action.stage, action.microbatch
+    after = _IN_ACTION.index(crossing.where) if crossing.where in _IN_ACTION else 0
+    return not forward, action.stage if forward else n_stages - action.stage, action.microbatch, after

@@ -253,7 +253,8 @@ class Judge:
     def _right(self, number: int, expected: Expected) -> set[int]:
         """The stages of which something was computed and everything is right: frozen ones where everything else is."""
         observed = self._observed.gradients(number)
-        wrong = {m.stage for m in self.ledger.mismatches if m.law in ("gradient", "presence", "boundaries")}
+        laws = ("gradient", "presence", "boundaries", "shards", "replicas")
+        wrong = {m.stage for m in self.ledger.mismatches if m.law in laws}
         due = {site for site, one in expected.gradients.items() if one is not None and any_nonzero(one)}
         seen = {stage for stage, name in due if (stage, name) in observed}
         return seen - wrong if wrong or self._others_wrong() else seen | {*self._required.frozen}

@@ -134,7 +134,7 @@ class RankOperation:
     how many tensors there have no place in the reference; ``recording`` is there where the run was recorded;
     ``started`` are the parameters before anything ran, in the first operation.
     ``share`` are the microbatches whose losses it reports (None: all), ``claims`` what must hold between it and other
-    ranks.
+    ranks. ``line``: which it is of the ranks that hold the same stages and work on the same data.
     """
 
     operation: str
@@ -155,14 +155,26 @@ class RankOperation:
     started: Mapping[Site, Tensor] | None = None
     share: tuple[int, ...] | None = None
     claims: tuple[Claim, ...] = ()
+    line: int = 0
+
+    def along(self, line: int) -> "RankOperation":
+        """The same, where what was done counts only if it was done on ``line``."""
+        if self.line == line:
+            return replace(self, line=0)
+        return replace(self, line=0, executed=(), called=(), crossings=(), uncompared=0)
 
 
 @dataclass(frozen=True)
 class Observed:
-    """What every rank produced: ``ranks[r][k]`` is operation k of the plan on rank r."""
+    """What every rank produced: ``ranks[r][k]`` is operation k of the plan on rank r.
+
+    ``copies``: of stages that further lines of ranks hold as well, and what these did is known: by stage the first such
+    rank, one mapping a line.
+    """
 
     schedule: Schedule
     ranks: tuple[tuple[RankOperation, ...], ...]
+    copies: tuple[Mapping[int, int], ...] = ()
 
     @property
     def watched(self) -> bool:
@@ -210,9 +222,16 @@ class Observed:
         )
         return replace(self, ranks=ranks)
 
-    def called(self, operation: int) -> list[tuple[Action, bool]]:
-        """Every call of a stage's module on any rank, and whether it was in training mode."""
-        return [call for rank in self.ranks for call in rank[operation].called]
+    def along(self, line: int) -> "Observed":
+        """What the ranks of ``line`` did, as if no others had done anything; what those handed back stays."""
+        ranks = tuple(tuple(one.along(line) for one in rank) for rank in self.ranks)
+        there = self.copies[line - 1] if line else {}
+        placement = tuple(there.get(stage, rank) for stage, rank in enumerate(self.schedule.placement))
+        return Observed(replace(self.schedule, placement=placement), ranks)
+
+    def called(self, operation: int, line: int = 0) -> list[tuple[Action, bool]]:
+        """Every call of a stage's module on any rank of ``line``, and whether it was in training mode."""
+        return [call for one in self._of(operation, line) for call in one.called]
 
     def crossings(self, operation: int) -> list[Crossing]:
         """Every rank's crossings together."""
@@ -222,20 +241,26 @@ class Observed:
         """How many tensors at watched boundaries have no place in the reference, on all ranks."""
         return sum(rank[operation].uncompared for rank in self.ranks)
 
-    def backwards(self, operation: int) -> dict[int, list[int]]:
-        """For each stage, the microbatches in the order in which their weight gradients were added."""
-        return self._order(operation, GIVES_WEIGHT_GRADIENT)
+    def backwards(self, operation: int, line: int = 0) -> dict[int, list[int]]:
+        """For each stage, the microbatches in the order in which ``line`` added their weight gradients."""
+        return self._order(operation, GIVES_WEIGHT_GRADIENT, line)
 
-    def forwards(self, operation: int) -> dict[int, list[int]]:
-        """For each stage, the microbatches in the order of their forwards."""
-        return self._order(operation, (Kind.FORWARD,))
+    def forwards(self, operation: int, line: int = 0) -> dict[int, list[int]]:
+        """For each stage, the microbatches in the order of their forwards on ``line``."""
+        return self._order(operation, (Kind.FORWARD,), line)
 
-    def _order(self, operation: int, kinds: Collection[Kind]) -> dict[int, list[int]]:
+    def executed(self, operation: int, line: int = 0) -> list[Action]:
+        """Every action on any rank of ``line``."""
+        return [action for one in self._of(operation, line) for action in one.executed]
+
+    def _of(self, operation: int, line: int) -> list[RankOperation]:
+        return [rank[operation] for rank in self.ranks if rank[operation].line == line]
+
+    def _order(self, operation: int, kinds: Collection[Kind], line: int) -> dict[int, list[int]]:
         orders: dict[int, list[int]] = {stage: [] for stage in range(self.schedule.n_stages)}
-        for rank in self.ranks:
-            for stage, kind, microbatch in rank[operation].executed:
-                if kind in kinds:
-                    orders[stage].append(microbatch)
+        for stage, kind, microbatch in self.executed(operation, line):
+            if kind in kinds:
+                orders[stage].append(microbatch)
         return orders
 
     def first_nonfinite(self, operation: int) -> Action | None:

@@ -80,7 +80,7 @@ def strange(call: Call, seed: int, *, keep: tuple[str, ...] = ()) -> Call:
 
 
 def flowing(seen: dict[int, list[Call]], given: list[Batch] | None = None) -> dict[int, Passed]:
-    return passed(seen, MICROBATCHES, places(given or batches()))
+    return passed([seen], MICROBATCHES, places(given or batches()))[0]
 
 
 def forwards(flow: Passed) -> list[int]:
@@ -276,7 +276,7 @@ def streamed(gates: list[Tensor]) -> dict[int, Passed]:
     for batch, gate in zip(given, gates, strict=True):
         whole(*batch.inputs, gate)
     seen = {stage: watcher.calls(module) or [] for stage, module in enumerate(whole.stages)}
-    return passed(seen, MICROBATCHES, survey.places)
+    return passed([seen], MICROBATCHES, survey.places)[0]
 
 
 def wrong_inputs(flow: Passed) -> list[tuple[str, str]]:

@@ -53,7 +53,7 @@ def calls(order: list[int], *, change: float = 1.0, late: Tensor | None = None) 
 
 
 def flow(found: list[Call]) -> Passed:
-    return passed({0: found}, MICROBATCHES, places())[0]
+    return passed([{0: found}], MICROBATCHES, places())[0][0]
 
 
 def wrong(found: Passed) -> list[Crossing]:

@@ -195,15 +195,16 @@ class Boundaries:
 
     def _what(self, point: Point, crossing: Crossing) -> Likeness:
         """What it is there instead, with the tensor's number where there are several."""
-        really = crossing.really
-        assert really is not None, "asked for only where it is wrong"
-        whose = really.kind == "other" and not really.text.endswith(OF_ANOTHER_PLACE)
-        text = f"{really.text}, expected microbatch {point.microbatch}'s" if whose else really.text
+        seen = crossing.really
+        assert seen is not None, "asked for only where it is wrong"
+        whose = seen.kind == "other" and not seen.text.endswith(OF_ANOTHER_PLACE)
+        text = f"{seen.text}, expected microbatch {point.microbatch}'s" if whose else seen.text
         names = [crossing.what] if crossing.what[-1].isdigit() else []
         names += [crossing.place] if crossing.place.startswith(INPUT) and (names or point.stage) else []
-        what = replace(really, words=f"{text} ({', '.join(names)})" if names else text, which=", ".join(names))
-        # A loss that is multiplied gives every gradient of its output that factor.
-        whole = all(one.really is not None and one.really.factor is not None for one in self._at[point])
+        what = replace(seen, words=f"{text} ({', '.join(names)})" if names else text, which=", ".join(names))
+        # A loss that is multiplied, if only by zero, gives every gradient of its output that factor.
+        really = [one.really for one in self._at[point]]
+        whole = all(one is not None and (one.factor is not None or one.kind == "zero") for one in really)
         return what if whole or point.where != FLOWED else replace(what, kind="different", factor=None)
 
     def _telling(self, point: Point, crossing: Crossing, what: Likeness) -> bool:
@@ -239,7 +240,7 @@ class Boundaries:
     def refined(self, found: FirstWrong) -> tuple[str, str] | None:
         """The kind of fault and its words, where the place says more than that a tensor is wrong."""
         point, what = found.point, found.what
-        if what.kind == "missing" and point.where == GIVEN:
+        if (what.kind, point.where) in (("missing", GIVEN), ("zero", FLOWED)):
             return "dropped", what.text
         made = what.label.point if what.label is not None else None
         moved = made is not None and made.where == MADE and self._meant_for(made) != self._rank(point.stage)

@@ -271,10 +271,9 @@ def _ran(evidence: Evidence) -> list[tuple[int, str, int, int]]:
     """(stage, forward or backward, microbatch, how often) of what did not run once."""
     number = evidence.number
     ran: Counter[tuple[int, str, int]] = Counter()
-    for rank in evidence.observed.ranks:
-        for stage, kind, microbatch in rank[number].executed:
-            if kind is Kind.FORWARD or kind in GIVES_WEIGHT_GRADIENT:
-                ran[stage, "forward" if kind is Kind.FORWARD else "backward", microbatch] += 1
+    for stage, kind, microbatch in evidence.observed.executed(number):
+        if kind is Kind.FORWARD or kind in GIVES_WEIGHT_GRADIENT:
+            ran[stage, "forward" if kind is Kind.FORWARD else "backward", microbatch] += 1
     names = ("forward",) if evidence.operation == "eval" else ("forward", "backward")
     judged = {mismatch.stage for mismatch in evidence.verdict.mismatches if mismatch.law == "microbatches"}
     stages = [s for s in range(evidence.stages) if s not in evidence.unseen and s in judged]

@@ -15,7 +15,7 @@ from pipeproof.diagnosis.rules.boundaries import causes_of
 from pipeproof.diagnosis.rules.first_wrong import Boundaries, FirstWrong
 from pipeproof.diagnosis.rules.repeated import or_wrong_message, ordered
 from pipeproof.judging.cause import Cause, RuledOut, listed
-from pipeproof.observers.observed import INPUT, UNKNOWN_MICROBATCH
+from pipeproof.observers.observed import INPUT, UNKNOWN_MICROBATCH, Crossing
 from pipeproof.observers.recording import FLOWED, GIVEN, HANDED_ON, MADE, RECEIVED
 from pipeproof.pipeline.action import Kind
 
@@ -214,9 +214,22 @@ def _called_after(evidence: Evidence, stage: int) -> int | None:
 
 def sound(evidence: Evidence) -> RuledOut | None:
     """What the boundaries rule out: of every stage and microbatch something passed each of them, and all was right."""
-    judged = [one for one in evidence.observed.crossings(evidence.number) if one.judged]
     if evidence.members is not None and evidence.members.replicas.count > 1 and evidence.differs("gradient"):
         return None  # gradients may pass as those of a replica, or as those of all: a factor shows there not at all
+    lines = evidence.lines
+    if not all(map(_all_right, lines)):
+        return None
+    count = sum(len(_judged(line)) for line in lines)
+    return RuledOut(("wrong-message",), "every tensor at the boundaries of stages is right, to half its digits", count)
+
+
+def _judged(evidence: Evidence) -> list[Crossing]:
+    return [one for one in evidence.observed.crossings(evidence.number) if one.judged]
+
+
+def _all_right(evidence: Evidence) -> bool:
+    """Whether that is so of one line of ranks."""
+    judged = _judged(evidence)
     seen = {(one.action.stage, one.action.microbatch, one.where) for one in judged}
     last, every = evidence.stages - 1, range(evidence.microbatches)
     due = {(stage, m, GIVEN) for stage in range(last + 1) for m in every}
@@ -224,11 +237,7 @@ def sound(evidence: Evidence) -> RuledOut | None:
     due |= {(stage, m, HANDED_ON) for stage in range(1, last + 1) for m in every}
     if evidence.differs("loss"):  # what the last stage puts out may be right only where it was compared
         due |= {(last, m, MADE) for m in every}
-    if not seen >= due or not all(one.same for one in judged) or not Boundaries(evidence).right:
-        return None
-    return RuledOut(
-        ("wrong-message",), "every tensor at the boundaries of stages is right, to half its digits", len(judged)
-    )
+    return seen >= due and all(one.same for one in judged) and Boundaries(evidence).right
 
 
 def unexplained_passage(evidence: Evidence) -> tuple[str, ...]:

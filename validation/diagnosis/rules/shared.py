@@ -11,9 +11,11 @@ from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.diagnosis.members import Members, Replicas
 from pipeproof.diagnosis.naming import of_a_part
 from pipeproof.diagnosis.rules.inside import first_of_backward, other_forward, own_parts
+from pipeproof.diagnosis.rules.repeated import ordered
 from pipeproof.judging.cause import Cause, listed
 from pipeproof.judging.mismatch import Size
 from pipeproof.judging.tolerance import error, scalar_error
+from pipeproof.pipeline.action import Kind
 
 _ALIKE = 1e-3  # no verdict hangs on it
 
@@ -136,6 +138,8 @@ def on_rank(cause: Cause, evidence: Evidence) -> Cause:
         return cause
     if (holder := _holder_of_shard(cause, evidence)) is not None:
         return replace(cause, rank=holder)
+    if len(evidence.members.stages[cause.stage].part.members) < 2:
+        return cause
     return replace(cause, rank=_rank_of(cause.stage, cause.microbatches, evidence))
 
 
@@ -152,18 +156,28 @@ def _holder_of_shard(cause: Cause, evidence: Evidence) -> int | None:
 
 
 def _rank_of(stage: int, microbatches: Sequence[int], evidence: Evidence) -> int | None:
-    """The rank of ``stage``; where several hold it, the one that these microbatches were on, if that is one."""
+    """The rank of ``stage``, which several hold: the one that these microbatches were on, if that is one.
+
+    None where further ranks work on the same microbatches, unless what they did is known and is not as wrong.
+    """
     assert evidence.members is not None, "asked for only where there are members"
-    replicas, passed = evidence.members.replicas, evidence.passed
+    replicas, flow = evidence.members.replicas, evidence.passed.get(stage)
+    if any(_as_wrong(stage, line) for line in evidence.lines[1:]):
+        return None
     members = [rank for rank, _ in evidence.members.stages[stage].part.members]
-    if len(members) < 2:
-        return evidence.placement[stage]
-    if replicas.count > 1:
-        ran = {m: rank for rank in reversed(members) for m in replicas.share(rank)}
-    else:
-        ran = {m: r for m, r in passed[stage].ranks.items() if r is not None} if stage in passed else {}
-    found = {ran.get(microbatch) for microbatch in microbatches}
+    ran = {m: rank for rank in reversed(members) for m in replicas.share(rank)} if replicas.count > 1 else {}
+    ran |= {} if flow is None else {m: rank for m, rank in flow.ranks.items() if rank is not None}
+    found = {ran.get(m) for m in microbatches or range(replicas.microbatches)}
     return found.pop() if len(found) == 1 else None
+
+
+def _as_wrong(stage: int, line: Evidence) -> bool:
+    """Whether a line of ranks did something wrong at ``stage``, or nobody knows what it did."""
+    flow, every = line.passed.get(stage), [*range(line.microbatches)]
+    if flow is None or flow.unplaced or not all(one.same for one in flow.crossings):
+        return True
+    kinds = (Kind.FORWARD,) if stage in line.frozen else (Kind.FORWARD, Kind.BACKWARD)
+    return any(sorted(ordered(line, stage, kind)) != every for kind in kinds)
 
 
 def _of_losses(cause: Cause, evidence: Evidence) -> bool:

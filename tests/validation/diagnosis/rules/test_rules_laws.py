@@ -5,15 +5,17 @@ from typing import Any, Literal
 
 from pipeproof.diagnosis.rules.laws import counts, modes
 from pipeproof.judging.verdict import Mismatch
+from pipeproof.observers.observed import Observed, RankOperation
 from pipeproof.pipeline.action import Action, Kind
+from pipeproof.pipeline.schedule import Schedule
 
 STAGES, COUNT = 4, 3
 
 
 def facts(mismatches: list[Mismatch], *ran: Action) -> Any:
     """Two ranks of two stages each, and what they ran."""
-    rows = [[SimpleNamespace(executed=[action for action in ran if action.stage % 2 == rank])] for rank in range(2)]
-    observed = SimpleNamespace(ranks=rows)
+    rows = [(RankOperation("train", (), tuple(one for one in ran if one.stage % 2 == rank)),) for rank in range(2)]
+    observed = Observed(Schedule("", COUNT, (0, 1, 0, 1), ((), ())), tuple(rows))
     return SimpleNamespace(
         verdict=SimpleNamespace(mismatches=mismatches),
         observed=observed,
