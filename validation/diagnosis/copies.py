@@ -1,5 +1,6 @@
 """What ranks have of the gradients that they hold in common: microbatches of their own, or parts of a sum."""
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -125,27 +126,30 @@ def _rows(parts: Sequence[Tensor], where: Shard | None, seen: Mapping[int, Tenso
     return rows if fit and rows.numel() else None
 
 
-def unreduced(members: Members, expected: Expected) -> list[Cause]:
+def unreduced(members: Members, expected: Expected, update: Update) -> list[Cause]:
     """A cause for each stage in which ranks lack microbatches of other replicas, and for its parameters if not all."""
-    return [cause for stage in members.stages for cause in _lacking(members, expected, stage)]
+    return [cause for stage in members.stages for cause in _lacking(members, expected, stage, update)]
 
 
-def _lacking(members: Members, expected: Expected, stage: Stage) -> Iterator[Cause]:
+def _lacking(members: Members, expected: Expected, stage: Stage, update: Update) -> Iterator[Cause]:
     copies, replicas = list(copies_of(members, expected, stage)), members.replicas
     ranks = tuple(sorted(rank for rank, _ in stage.part.members))
     every = range(replicas.microbatches)
-    right: Pattern = tuple((rank, (1.0,) * len(every)) for rank in ranks)
-    alone: Pattern = tuple((rank, tuple(float(m in replicas.share(rank)) for m in every)) for rank in ranks)
-    mean: Pattern = tuple((rank, tuple(replicas.count * c for c in counts)) for rank, counts in alone)
-    odd = [one for one in copies if not one.fits(right)]
+    ones = (1.0,) * len(every)
+    odd = [one for one in copies if not one.fits(_on_all(ranks, ones))]
     found = [pattern for one in odd if (pattern := one.pattern()) is not None]
+    base = _base(found, among=len(copies)) or ones
+    odd = [one for one in odd if not one.fits(_on_all(ranks, base))]
+    alone: Pattern = tuple((rank, tuple(base[m] * (m in replicas.share(rank)) for m in every)) for rank in ranks)
+    mean: Pattern = tuple((rank, tuple(replicas.count * c for c in counts)) for rank, counts in alone)
+    lacking = False
     for pattern in dict.fromkeys([alone, mean, *found]):
         fitting = [one for one in odd if one.fits(pattern)]
         odd = [one for one in odd if one not in fitting]
         held = {rank for one in fitting for rank in one.ranks}
         counts = [(rank, counts) for rank, counts in pattern if rank in held]
         own = _own(counts, replicas)
-        told = [_told(rank, counts, own[rank]) for rank, counts in counts if set(counts) != {1.0}]
+        told = [_told(rank, counts, own[rank], base) for rank, counts in counts if counts != base]
         apart = replicas.count > 1 or sorted(m for some in own.values() for m in some) == list(every)
         if fitting and told and all(told) and apart:
             names = [one.name for one in fitting]
@@ -153,7 +157,23 @@ def _lacking(members: Members, expected: Expected, stage: Stage) -> Iterator[Cau
             whole = all(one.name in names or one.size < faint for one in copies)
             others = f" and {', '.join(names[1:])} are" if len(names) > 1 and not whole else ""
             detail = f"{others} not reduced over all replicas: {', '.join(told)}".lstrip()
+            lacking = True
             yield Cause("not-reduced", stage=stage.index, parameter=None if whole else names[0], detail=detail)
+    for fault in faults_in_counts(update, dict(enumerate(base)), _ALIKE) if lacking and base != ones else ():
+        yield Cause(fault.kind, None, stage.index, fault.microbatches, factor=fault.factor, detail=fault.detail)
+
+
+def _on_all(ranks: Sequence[int], counts: Counts) -> Pattern:
+    """The same on every rank."""
+    return tuple((rank, counts) for rank in ranks)
+
+
+def _base(patterns: Sequence[Pattern], *, among: int) -> Counts | None:
+    """What more than half of the parameters are made of, on all ranks alike; None where that is not one thing."""
+    alike = [{counts for _, counts in pattern} for pattern in patterns]
+    times = Counter(next(iter(one)) for one in alike if len(one) == 1)
+    counts, most = next(iter(times.most_common(1)), (None, 0))
+    return counts if 2 * most > among else None
 
 
 def _own(pattern: Sequence[tuple[int, Counts]], replicas: Replicas) -> dict[int, set[int]]:
@@ -169,14 +189,14 @@ def _own(pattern: Sequence[tuple[int, Counts]], replicas: Replicas) -> dict[int,
     return {rank: {*replicas.share(rank)} for rank in there}
 
 
-def _told(rank: int, counts: Counts, own: set[int]) -> str:
-    """What a rank lacks of other replicas, in words; empty if that is not all that is wrong."""
-    lacking = [m for m, c in enumerate(counts) if c == 0]
-    more = {m: c for m, c in enumerate(counts) if c not in (0.0, 1.0)}
+def _told(rank: int, counts: Counts, own: set[int], base: Counts) -> str:
+    """What a rank lacks of other replicas beside ``base``, in words; empty if that is not all that is wrong."""
+    lacking = [m for m, c in enumerate(counts) if c == 0 and base[m]]
+    more = {m: c for m, c in enumerate(counts) if c not in (0.0, base[m])}
     if not lacking or not own or own & set(lacking) or not own >= set(more):
         return ""
-    if set(lacking) | own == set(range(len(counts))):
-        return f"rank {rank} has the gradient of its own microbatches {listed(sorted(own))} alone"
+    if set(lacking) | own >= {m for m, due in enumerate(base) if due}:
+        return f"rank {rank} has the gradient of its own microbatches {listed(sorted(m for m in own if base[m]))} alone"
     several = len(lacking) > 1
     times = "".join(f" and has its own {m} {c:.4g} times" for m, c in more.items())
     added = f"reduced before {'they were' if several else 'it was'} added"
@@ -236,7 +256,7 @@ def _of_shards(members: Members, expected: Expected, stage: Stage, update: Updat
         return
     odd = {rank: counts for rank, counts in known.items() if set(counts) != {1.0}}
     own = _own(list(odd.items()), members.replicas)
-    told = [_told(rank, counts, own[rank]) for rank, counts in odd.items()]
+    told = [_told(rank, counts, own[rank], (1.0,) * len(counts)) for rank, counts in odd.items()]
     if all(told):
         yield Cause("not-reduced", stage=stage.index, detail=f"not reduced over all replicas: {', '.join(told)}")
         return

@@ -140,8 +140,8 @@ class _About:
     def _message(self, action: Action) -> Iterator[Ran]:
         """Where the message was sent, unless only the buffer is wrong, and received."""
         for one in self._came(action):
-            if one.message is not None and self.cause.kind != "overwritten":
-                yield f"sent by rank {one.message.sender}", one.sent
+            if one.message is not None and one.sent is not None and self.cause.kind != "overwritten":
+                yield f"sent by rank {one.message.sender}", one.sent.stack
             yield "received", one.received
 
     def _came(self, action: Action) -> Sequence[Came]:

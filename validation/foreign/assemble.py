@@ -15,9 +15,9 @@ from pipeproof.foreign.shared_stages import claims
 from pipeproof.foreign.survey import Both
 from pipeproof.judging.ledger import NOWHERE
 from pipeproof.judging.oracle import copies_apart
-from pipeproof.judging.tolerance import error
+from pipeproof.judging.tolerance import error, same_bits
 from pipeproof.observers.observed import Claim, Observed, Passed, RankOperation
-from pipeproof.observers.shards import gathered, sized, untiled
+from pipeproof.observers.shards import Shard, gathered, sized, untiled
 from pipeproof.observers.watching import Call
 from pipeproof.pipeline.action import Action
 from pipeproof.pipeline.schedule import Schedule
@@ -98,13 +98,22 @@ class Assembled:
     def _whole(self, part: Part, names: Mapping[int, str]) -> Part:
         """``part``, with shards put together as the whole parameters that the model has under ``names``."""
         shapes = {k: tuple(self._parameters[name].shape) for k, name in names.items()}
-        members = tuple((rank, replace(one, shards=sized(one.shards, shapes))) for rank, one in part.members)
+        members = tuple(
+            (rank, replace(one, shards=sized(one.shards, shapes), values=self._values(one, names)))
+            for rank, one in part.members
+        )
         gradients = list(part.gradients)
         for k in (k for k in names if k in part.shards and part.shards[k].shape is None):
             lying = [(one.shards[k], one.gradients[k]) for _, one in members if k in one.shards]
             whole = None if untiled([shard for shard, _ in lying]) else gathered(lying)
             gradients[k] = gradients[k] if whole is None else whole.view(self._parameters[names[k]].shape)
         return replace(part, gradients=tuple(gradients), shards=sized(part.shards, shapes), members=members)
+
+    def _values(self, part: Part, names: Mapping[int, str]) -> Mapping[int, Tensor]:
+        """The weights that a rank began with in place of its own, also where they are others of the reference's."""
+        content = {k: part.locals[k].content for k in names}
+        others = {k: one for k, one in content.items() if one is not None and one != self.contents.get(names[k])}
+        return {k: self._by_content[one] for k, one in others.items() if one in self._by_content} | dict(part.values)
 
     @cached_property
     def owner(self) -> dict[str, int]:
@@ -124,6 +133,20 @@ class Assembled:
                     holders = [(rank, part) for rank, part in stage.part.members if k not in part.lacks]
                     wrong = (rank for rank, part in holders if due is not None and _is_wrong(part, k, due))
                     return next(wrong, next((rank for rank, _ in holders), stage.rank))
+        return None
+
+    def beginner(self, site: Site) -> int | None:
+        """The first rank whose part of the weights at ``site`` was not the reference's before the step.
+
+        None where ranks do not have it in parts, or nobody knows.
+        """
+        for stage in self.stages:
+            for k, name in stage.names.items():
+                if (stage.index, name) == site:
+                    seen, due = stage.part.values.get(k), self._parameters[name].detach().cpu()
+                    lying = {rank: part.shards[k] for rank, part in stage.part.members if k in part.shards}
+                    wrong = (rank for rank, at in lying.items() if not at.flat and _differs(seen, due, at))
+                    return next(wrong, None)
         return None
 
     @property
@@ -305,6 +328,10 @@ class Assembled:
             if content is not None:
                 value = stage.part.values.get(k)
                 yield (stage.index, name), self._by_content[content] if value is None else value
+
+
+def _differs(seen: Tensor | None, due: Tensor, at: Shard) -> bool:
+    return seen is not None and seen.shape == due.shape and not same_bits(at.of(seen), at.of(due))
 
 
 def _is_wrong(part: Part, k: int, due: Tensor) -> bool:

@@ -25,6 +25,9 @@ def _at_holder(one: Mismatch, found: Assembled, made: Sequence[Contribution]) ->
         return one
     if one.law in ("gradient", "presence") and one.parameter is not None:
         return replace(one, rank=found.holder((one.stage, one.parameter), _due((one.stage, one.parameter), made)))
+    if one.law == "initial-weights" and one.parameter is not None and one.beside is None:
+        wrong = found.beginner((one.stage, one.parameter))
+        return one if wrong is None else replace(one, rank=wrong)
     lines = [found.made[rank].line for rank, _ in found.stages[one.stage].part.members]
     several = one.rank is not None and lines.count(found.made[one.rank].line) > 1
     return replace(one, rank=None) if one.law == "microbatches" and several and one.microbatch is None else one

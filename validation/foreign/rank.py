@@ -17,8 +17,7 @@ from pipeproof.observers.watching import Call, Watcher, watching
 from pipeproof.pipeline.action import Action
 from pipeproof.reference.step import dense
 from pipeproof.worlds.deterministic import deterministic
-from pipeproof.worlds.posted_messages import Message, noted_messages, sent_messages
-from pipeproof.worlds.stack import Stack
+from pipeproof.worlds.posted_messages import Message, Sent, noted_messages, sent_messages
 from pipeproof.worlds.worker import RankContext
 
 Step = Callable[[Any, list[Any]], Any]  # of the model, of whatever class, and the microbatches
@@ -72,8 +71,8 @@ class RankMade:
     """What one rank brings back.
 
     ``weights`` are the contents of the reference as this rank builds it, looked up only where some are not the known
-    ones; ``given`` are the digests of the microbatches, ``share`` those that it was given to train on. ``sent``: where
-    the user's code sent its messages. ``line``: which it is of the ranks with the same stages and the same data.
+    ones; ``given`` are the digests of the microbatches, ``share`` those that it was given to train on. ``sent``: its
+    messages, and where the user's code sent them. ``line``: which it is of the ranks with the same stages and data.
     """
 
     parts: tuple[Part, ...]
@@ -84,7 +83,7 @@ class RankMade:
     weights: Mapping[str, bytes]
     given: tuple[tuple[bytes, ...], ...] = ()
     share: tuple[int, ...] | None = None
-    sent: Mapping[Message, Stack] = field(default_factory=dict)
+    sent: Mapping[Message, Sent] = field(default_factory=dict)
     line: int = 0
 
 
@@ -111,7 +110,7 @@ def run_step(context: RankContext, order: Order) -> RankMade:
 
 def join_messages(made: Sequence[RankMade]) -> None:
     """Note at the messages that calls were given where they were sent."""
-    sent = {message: stack for one in made for message, stack in one.sent.items()}
+    sent = {message: what for one in made for message, what in one.sent.items()}
     for call in (call for one in made for part in one.parts for call in part.calls or ()):
         call.came = {tensor: came.joined(sent) for tensor, came in call.came.items()}
 

@@ -20,8 +20,8 @@ HINTS: Mapping[str, str] = MappingProxyType(
         "them: first in, first out, or by the microbatch's number.",
         "swapped-gradients": "Compare the order in which the next stage sends gradients with the order in which this "
         "one receives them: both go by microbatch, and so do their tags.",
-        "swapped-data": "Do the first stage and the last take the same microbatch's inputs and targets, from one "
-        "loader in one order?",
+        "swapped-data": "Do the first stage and the last, and ranks that share a stage, take the same microbatch, "
+        "from one loader in one order?",
         "stale-gradient": "Clear gradients before the step: is zero_grad called, on all parameters, and once?",
         "stale-tensor": "Find the buffer or the queue that outlives a step: empty it between two.",
         "zero": "Is the parameter used in the forward that is differentiated? Look for detach, no_grad, and for "

@@ -46,27 +46,34 @@ class Message(NamedTuple):
     number: int
 
 
+class Sent(NamedTuple):
+    """Where the user's code sent a message, and whether all of it was zero."""
+
+    stack: Stack = ()
+    empty: bool = False
+
+
 @dataclass(frozen=True)
 class Came:
-    """Where the user's code received a message, and which it was; where it was ``sent``, its sender's process knows.
+    """Where the user's code received a message, and which it was; what was ``sent`` its sender's process knows.
 
-    None where it may be from any rank, or one that came before it in its group may.
+    None where it may be from any rank, or one that came before it in its group may, or nobody noted it.
     """
 
     received: Stack
     message: Message | None = None
-    sent: Stack = ()
+    sent: Sent | None = None
 
-    def joined(self, sent: Mapping[Message, Stack]) -> "Came":
+    def joined(self, sent: Mapping[Message, Sent]) -> "Came":
         """The same, with what all ranks sent."""
-        return self if self.message is None else replace(self, sent=sent.get(self.message, ()))
+        return self if self.message is None else replace(self, sent=sent.get(self.message))
 
 
 _messages: list[_Posted] = []  # those that are open, and the last one
 _parting: list[str] = []  # of what has ended, its last message
 _ways: Counter[tuple[str, int, int, int]] = Counter()  # how many messages went from a rank to a rank
 _from_any: set[str] = set()  # groups in which messages of any rank were received
-_sent: dict[Message, Stack] = {}
+_sent: dict[Message, Sent] = {}
 
 # By the storage that messages were received into: which of its bytes each filled, the last one last.
 _received: dict[int, tuple[StorageWeakRef, list[tuple[range, Came]]]] = {}
@@ -108,6 +115,7 @@ def parting() -> str:
 
 def _noting(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     def noted(group: dist.ProcessGroup, *arguments: Any) -> Any:
+        empty = name == "send" and _is_empty(arguments[0])
         work = method(group, *arguments)
         peer = dist.get_global_rank(group, arguments[1]) if name != "recv_anysource" else None
         message, stack = _message(name, group, peer, *arguments[2:]), own_stack()
@@ -118,7 +126,7 @@ def _noting(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
             for tensor in filter(torch._C._has_storage, arguments[0]):
                 _receive(tensor, Came(stack, message))
         elif message is not None:
-            _sent[message] = stack
+            _sent[message] = Sent(stack, empty)
         return work
 
     return noted
@@ -136,8 +144,13 @@ def _message(name: str, group: dist.ProcessGroup, peer: int | None, tag: int = 0
     return Message(*way, _ways[way])
 
 
-def sent_messages() -> Mapping[Message, Stack]:
-    """Where in the user's code this rank has sent each of its messages."""
+def _is_empty(tensors: Sequence[Tensor]) -> bool:
+    """Whether there is nothing but zeros."""
+    return not any(tensor.any() for tensor in tensors)
+
+
+def sent_messages() -> Mapping[Message, Sent]:
+    """Where in the user's code this rank has sent each of its messages, and what."""
     return dict(_sent)
 
 

@@ -1,5 +1,8 @@
 """What ranks have of gradients that they hold in common: microbatches of their own, or parts of a sum."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -12,21 +15,22 @@ from pipeproof.observers.shards import Shard
 from pipeproof.reference.step import Contribution, Expected
 
 DRAW = torch.Generator().manual_seed(0)
-NAMES = ("a", "b")
+NAMES = ("a", "b", "c")
 EACH = {name: [torch.randn(32, generator=DRAW) for _ in range(4)] for name in NAMES}
 DUE = {name: torch.stack(parts).sum(dim=0) for name, parts in EACH.items()}
 UPPER, LOWER = Shard(((0, 16),)), Shard(((16, 32),))
 TWO, ONE = Replicas((0, 1), 4), Replicas((0, 0), 4)
-WRONG = frozenset((0, name) for name in NAMES)
+WRONG = frozenset((0, name) for name in NAMES[:2])
+UPDATE: Any = SimpleNamespace(now=SimpleNamespace(batches=[SimpleNamespace(tokens=8)] * 4, microbatches=4), replicas=2)
 EXPECTED = Expected("train", (0.0,) * 4, 0.0, gradients={(0, name): due for name, due in DUE.items()})
 
 
 def members(replicas: Replicas, *ranks: dict[str, Tensor], shards: tuple[Shard, ...] = ()) -> Members:
     """Each rank has gradients of ``NAMES``; with ``shards``, a part of each."""
     locals_ = tuple(Local(name, name) for name in NAMES)
-    own = [{0: shard, 1: shard} for shard in shards] or [{} for _ in ranks]
+    own = [dict.fromkeys(range(len(NAMES)), shard) for shard in shards] or [{} for _ in ranks]
     parts = [
-        Part(locals_, tuple(given[name] for name in NAMES), shards=lying)
+        Part(locals_, tuple(given.get(name, DUE[name]) for name in NAMES), shards=lying)
         for given, lying in zip(ranks, own, strict=True)
     ]
     merged = Part(locals_, parts[0].gradients, members=tuple(enumerate(parts)))
@@ -40,31 +44,42 @@ def share(name: str, *microbatches: int) -> Tensor:
 
 def test_one_parameter_of_one_rank_beside_others_that_are_right() -> None:
     found = members(TWO, DUE | {"b": share("b", 0, 2)}, DUE)
-    (cause,) = unreduced(found, EXPECTED)
+    (cause,) = unreduced(found, EXPECTED, UPDATE)
     assert (cause.kind, cause.stage, cause.parameter) == ("not-reduced", 0, "b")
     assert cause.detail == "not reduced over all replicas: rank 0 has the gradient of its own microbatches 0, 2 alone"
+
+
+def test_one_parameter_beside_others_that_lack_a_microbatch_on_all_ranks() -> None:
+    lost = {name: share(name, 0, 1, 2) for name in NAMES}
+    found = members(TWO, lost | {"b": share("b", 0, 2)}, lost | {"b": share("b", 1)})
+    apart, gone = unreduced(found, EXPECTED, UPDATE)
+    assert (apart.kind, apart.parameter) == ("not-reduced", "b")
+    assert apart.detail.endswith("own microbatches 0, 2 alone, rank 1 has the gradient of its own microbatches 1 alone")
+    assert (gone.kind, gone.stage, gone.microbatches, gone.parameter) == ("dropped", 0, (3,), None)
+    assert unreduced(members(TWO, lost, lost), EXPECTED, UPDATE) == [], "all ranks have the same"
 
 
 def test_shards_that_have_the_microbatches_of_some_ranks() -> None:
     replicas = Replicas((0, 1, 2, 3), 4)
     places = [(some, where) for some in ((0, 1), (2, 3)) for where in (UPPER, LOWER)]
     halves = [{name: where.of(share(name, *some)) for name in NAMES} for some, where in places]
-    (cause,) = unreduced(members(replicas, *halves, shards=(UPPER, LOWER) * 2), EXPECTED)
+    (cause,) = unreduced(members(replicas, *halves, shards=(UPPER, LOWER) * 2), EXPECTED, UPDATE)
     assert cause.parameter is None, "of all parameters"
     assert "rank 1 has the gradient of its own microbatches 0, 1 alone, rank 2" in cause.detail
 
 
 def test_a_rank_that_has_nothing_is_not_called_unreduced() -> None:
-    assert unreduced(members(ONE, DUE, {name: torch.zeros(32) for name in NAMES}), EXPECTED) == []
-    assert unreduced(members(TWO, DUE, DUE), EXPECTED) == []
+    assert unreduced(members(ONE, DUE, {name: torch.zeros(32) for name in NAMES}), EXPECTED, UPDATE) == []
+    assert unreduced(members(TWO, DUE, DUE), EXPECTED, UPDATE) == []
 
 
 def test_parts_of_a_sum() -> None:
     parts = {name: torch.randn(32, generator=DRAW) for name in NAMES}
     rest = {name: DUE[name] - parts[name] for name in NAMES}
-    (cause,) = adding_up(members(ONE, parts, rest), EXPECTED, WRONG, {})
+    every = {(0, name) for name in NAMES}
+    (cause,) = adding_up(members(ONE, parts, rest), EXPECTED, every, {})
     assert cause.detail == "not reduced over ranks 0, 1: what they have adds up to what is expected"
-    assert adding_up(members(ONE, parts, DUE), EXPECTED, WRONG, {}) == [], "one of them has all of it"
+    assert adding_up(members(ONE, parts, DUE), EXPECTED, every, {}) == [], "one of them has all of it"
 
 
 def test_parts_of_a_sum_and_what_was_used_before_them() -> None:

@@ -111,7 +111,7 @@ def messages_of_two(context: RankContext) -> Any:
     """What rank 0 sent, and what rank 1 received: in order of posting, and of another tag in between."""
     with posted.noted_messages():
         if context.rank == 0:
-            tensors = [torch.full((1,), float(value)) for value in (1, 2, 3)]
+            tensors = [torch.full((1,), float(value)) for value in (1, 2, 0)]
             works = [dist.isend(one, 1, tag=tag) for one, tag in zip(tensors, (0, 5, 0), strict=True)]
             return [work.wait() for work in works] and posted.sent_messages()
         tensors = [torch.zeros(1) for _ in range(3)]
@@ -124,8 +124,9 @@ def test_a_message_is_known_again_where_it_was_sent(world: World) -> None:
     sent, received = world.run(messages_of_two, ranks=2)
     joined = {value: came.joined(sent) for value, came in received}
     numbers = {value: (came.message.sender, came.message.tag, came.message.number) for value, came in joined.items()}
-    assert numbers == {1.0: (0, 0, 1), 3.0: (0, 0, 2), 2.0: (0, 5, 1)}
-    assert {came.sent[0].text for came in joined.values()} == {
+    assert numbers == {1.0: (0, 0, 1), 0.0: (0, 0, 2), 2.0: (0, 5, 1)}
+    assert [came.sent.empty for came in joined.values()] == [value == 0.0 for value in joined]
+    assert {came.sent.stack[0].text for came in joined.values()} == {
         "works = [dist.isend(one, 1, tag=tag) for one, tag in zip(tensors, (0, 5, 0), strict=True)]"
     }
 

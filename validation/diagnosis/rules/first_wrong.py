@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from pipeproof.diagnosis.divergence import first_wrong_points
 from pipeproof.diagnosis.evidence import Evidence, ModelBeside
+from pipeproof.diagnosis.members import Stage
 from pipeproof.observers.likeness import Likeness
 from pipeproof.observers.observed import INPUT, OF_ANOTHER_PLACE, Crossing
 from pipeproof.observers.recording import FLOWED, FORWARD_POINTS, GIVEN, HANDED_ON, KEPT, MADE, RECEIVED, Point
@@ -105,7 +106,7 @@ class Boundaries:
         passed = self._evidence.passed
         stage = next((stage for stage, flow in sorted(passed.items()) if any(flow.strange.values())), None)
         beside = self._evidence.beside
-        if stage is None or beside is None or passed[stage].untold or self._in_parts(stage):
+        if stage is None or beside is None or passed[stage].untold or self._puts_out_parts(stage):
             return None
         found = sorted(m for m, strange in passed[stage].strange.items() if strange and self._broke_at(stage, m))
         known = all(beside.lacks(m, one) for m in found for one in passed[stage].strange[m])
@@ -130,11 +131,18 @@ class Boundaries:
         there = self._at.get(point, ())
         return bool(there) and point not in self._unplaced and all(one.judged and one.same for one in there)
 
-    def _in_parts(self, stage: int) -> bool:
-        """Whether ranks have parts of the parameters of ``stage``, and perhaps of what it puts out."""
+    def in_parts(self, stage: int) -> bool:
+        """Whether ranks have parts of the parameters of ``stage``."""
+        return any(one.part.shards for one in self._held(stage))
+
+    def _puts_out_parts(self, stage: int) -> bool:
+        """Whether they have, and perhaps parts of what it puts out, too."""
         members = self._evidence.members
-        own = [] if members is None else [one for one in members.stages if one.index == stage]
-        return any(one.part.shards and not (members and members.alike_outputs(one)) for one in own)
+        return any(one.part.shards and not (members and members.alike_outputs(one)) for one in self._held(stage))
+
+    def _held(self, stage: int) -> Sequence[Stage]:
+        members = self._evidence.members
+        return [] if members is None else [one for one in members.stages if one.index == stage]
 
     def _point(self, crossing: Crossing) -> Point:
         stage, _, microbatch = crossing.action

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pipeproof.diagnosis.evidence import Due, Evidence
 from pipeproof.diagnosis.interference import became, common_change
+from pipeproof.diagnosis.moved import moved_along
 from pipeproof.diagnosis.rules.repeated import backed_again, rearranged, repeated
 from pipeproof.diagnosis.rules.update import clip_factor, learning_rate
 from pipeproof.judging.cause import Cause, listed
@@ -149,10 +150,12 @@ def _weights(
     told = _became(wrong, known, earlier)
     stages = {of for of, _ in wrong}
     one = len(stages) == 1
+    began = [m for m in evidence.verdict.mismatches if m.law == "initial-weights" and (m.stage, m.parameter) in wrong]
+    ranks = {m.rank for m in began} or {evidence.placement[stage]}
     return [
         Cause(
             kind,
-            rank=evidence.placement[stage] if one else None,
+            rank=ranks.pop() if one and len(ranks) == 1 else None,
             stage=stage if one else None,
             parameter=name if len(wrong) == 1 else None,
             detail=f"{what} began with other parameters: {name} has {detail}; {len(wrong)} parameters",
@@ -178,6 +181,9 @@ def _became(
     if any(_same(one, seen, 0.0) for one in earlier):
         return "stale-tensor", "those of an earlier operation"
     pairs = {site: (seen, due.cpu()) for site, seen in wrong.items() if (due := known.get(site[1])) is not None}
+    moved = {site[1]: moved_along(*pair) for site, pair in pairs.items()}
+    if moved and all(moved.values()):
+        return "misplaced", moved[name]
     changes = {site[1]: became(site, due, seen) for site, (seen, due) in pairs.items()}
     change = common_change(changes, {name: seen for (_, name), (seen, _) in pairs.items()})
     if change.kind in ("rounded", "not-finite"):

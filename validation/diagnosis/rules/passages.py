@@ -17,7 +17,7 @@ from pipeproof.diagnosis.rules.repeated import or_wrong_message, ordered
 from pipeproof.judging.cause import Cause, RuledOut, listed
 from pipeproof.observers.observed import INPUT, UNKNOWN_MICROBATCH, Crossing
 from pipeproof.observers.recording import FLOWED, GIVEN, HANDED_ON, MADE, RECEIVED
-from pipeproof.pipeline.action import Kind
+from pipeproof.pipeline.action import Action, Kind
 
 _SAME = 1e-3
 _VAGUE = frozenset({"altered", "computation"})  # that a tensor is another, not what it is
@@ -53,7 +53,7 @@ def passages(evidence: Evidence) -> list[Cause]:
     )
     if everywhere := _of_all_stages(causes, evidence):
         return everywhere
-    named = [informed(_named(cause, evidence), evidence) for cause in causes]
+    named = [informed(_named(_as_sent(cause, evidence), evidence), evidence) for cause in causes]
     named = [_with_orders(_with_parameter(cause, evidence), evidence) for cause in named]
     losses = {one.crossing.at for one in found if one.point.where == FLOWED}
     named = [_or_target(cause) if cause.action in losses else cause for cause in named]
@@ -123,6 +123,22 @@ def _whole(cause: Cause) -> bool:
 def _attributed(evidence: Evidence) -> Sequence[Cause]:
     """The causes that attribution names."""
     return evidence.attribution.causes if evidence.attribution is not None else ()
+
+
+def _as_sent(cause: Cause, evidence: Evidence) -> Cause:
+    """``cause`` of zeros that came: the messages tell whether they were sent so, where it is known which these were."""
+    flow = evidence.passed.get(-1 if cause.stage is None else cause.stage)
+    if cause.kind != "uninitialised" or cause.action is None or flow is None:
+        return cause
+    kind = Kind.BACKWARD if "B" in cause.action else Kind.FORWARD
+    came = [flow.came.get(Action(cause.stage or 0, kind, m), {}).values() for m in cause.microbatches]
+    sent = {None if one.sent is None else one.sent.empty for messages in came for one in messages}
+    if len(sent) != 1 or None in sent or not all(came):
+        return cause
+    if sent == {False}:
+        return replace(cause, detail=f"{cause.detail}, and was not when it was sent", instead=())
+    lost = "dropped" if kind is Kind.BACKWARD else "altered"
+    return replace(cause, kind=lost, detail=f"{cause.detail}, and was so when it was sent", instead=())
 
 
 def _or_target(cause: Cause) -> Cause:
@@ -252,9 +268,12 @@ def unexplained_passage(evidence: Evidence) -> tuple[str, ...]:
 
 
 def _inexact(boundaries: Boundaries, rank: Sequence[int]) -> list[str]:
-    """Where bits first differ: what is wrong behind that may be too little to say where it began."""
+    """Where bits first differ: what is wrong behind that may be too little to say where it began.
+
+    Not where ranks add up what each has a part of: there they differ in what is right, too.
+    """
     found = boundaries.first_inexact()
-    if found is None:
+    if found is None or boundaries.in_parts(found.action.stage):
         return []
     stage = found.action.stage
     return [f"first not bit for bit: rank {rank[stage]}, stage {stage}, {found.at}: {found.what}"]

@@ -1,5 +1,6 @@
 """What is wrong between ranks that have a stage in common, or a copy of one parameter."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from pipeproof.diagnosis.rules.repeated import ordered
 from pipeproof.judging.cause import Cause, listed
 from pipeproof.judging.mismatch import Size
 from pipeproof.judging.tolerance import error, scalar_error
+from pipeproof.observers.recording import GIVEN, HANDED_ON, KEPT, MADE, RECEIVED
 from pipeproof.pipeline.action import Kind
 
 _ALIKE = 1e-3  # no verdict hangs on it
@@ -33,7 +35,7 @@ def shared(evidence: Evidence) -> list[Cause]:
     members = evidence.members
     if unmet or told or not evidence.differs("replicas"):
         return unmet or told[:1] or _of_shards(evidence, members)
-    unmet = unreduced(members, evidence.expected)
+    unmet = [] if evidence.due is None else unreduced(members, evidence.expected, evidence.due.update)
     wrong = evidence.wrong("gradient", "presence", "replicas")
     unmet = unmet or adding_up(members, evidence.expected, wrong, evidence.used)
     unmet = unmet or _of_single_ranks(evidence, members) or _of_shards(evidence, members)
@@ -43,8 +45,8 @@ def shared(evidence: Evidence) -> list[Cause]:
 def _of_shards(evidence: Evidence, members: Members) -> list[Cause]:
     """What is wrong with the shards of some ranks, which together give no one sum of microbatches."""
     wrong = evidence.differs("gradient") or evidence.differs("replicas")
-    if not wrong or evidence.differs("presence") or evidence.due is None:
-        return []
+    if not wrong or evidence.differs("presence") or evidence.differs("loss") or evidence.due is None:
+        return []  # what a loss follows is no matter of sums
     return of_shards(members, evidence.expected, evidence.due.update)
 
 
@@ -132,19 +134,20 @@ def apart(evidence: Evidence) -> Sequence[str]:
 def on_rank(cause: Cause, evidence: Evidence) -> Cause:
     """``cause`` on the rank that had what is wrong, where several hold the stage and its place alone was known."""
     single = evidence.differs("replicas") and cause.action is None and cause.kind not in ("mode", "order")
+    single |= evidence.differs("initial-weights")
     if cause.stage is None or single or cause.kind in ("not-reduced", "misplaced", "norm", "report"):
         return cause  # told of a rank, not of a stage
     if evidence.members is None or cause.rank != evidence.placement[cause.stage]:
         return cause
-    if (holder := _holder_of_shard(cause, evidence)) is not None:
-        return replace(cause, rank=holder)
+    if (placed := _at_holders(cause, evidence)) is not None:
+        return placed
     if len(evidence.members.stages[cause.stage].part.members) < 2:
         return cause
     return replace(cause, rank=_rank_of(cause.stage, cause.microbatches, evidence))
 
 
-def _holder_of_shard(cause: Cause, evidence: Evidence) -> int | None:
-    """The rank with the wrong part of a parameter that ranks have in parts; None of any other."""
+def _at_holders(cause: Cause, evidence: Evidence) -> Cause | None:
+    """``cause`` on the rank with the wrong part of a parameter that ranks have in parts; None of any other."""
     assert evidence.members is not None, "asked for only where there are members"
     stage = next((one for one in evidence.members.stages if one.index == cause.stage), None)
     numbers = [] if stage is None else [k for k, name in stage.names.items() if name == cause.parameter]
@@ -152,17 +155,22 @@ def _holder_of_shard(cause: Cause, evidence: Evidence) -> int | None:
         return None
     site = cause.stage, cause.parameter
     wrong = [m.rank for m in evidence.verdict.mismatches if m.law == "gradient" and (m.stage, m.parameter) == site]
-    return wrong[0] if wrong else None
+    shards = {rank: part.shards.get(k) for k in numbers for rank, part in stage.part.members}
+    holders = [rank for rank, shard in shards.items() if wrong and shard == shards.get(wrong[0] or 0)]
+    if len(holders) < 2:
+        return replace(cause, rank=holders[0]) if holders else None
+    return replace(cause, rank=None, detail="; ".join(filter(None, (cause.detail, f"on ranks {listed(holders)}"))))
 
 
 def _rank_of(stage: int, microbatches: Sequence[int], evidence: Evidence) -> int | None:
     """The rank of ``stage``, which several hold: the one that these microbatches were on, if that is one.
 
-    None where further ranks work on the same microbatches, unless what they did is known and is not as wrong.
+    None where further ranks work on the same microbatches, unless it is known that they were not wrong so soon.
     """
     assert evidence.members is not None, "asked for only where there are members"
     replicas, flow = evidence.members.replicas, evidence.passed.get(stage)
-    if any(_as_wrong(stage, line) for line in evidence.lines[1:]):
+    own = _wrong_from(stage, evidence)
+    if any(_wrong_from(stage, line) <= own for line in evidence.lines[1:]):
         return None
     members = [rank for rank, _ in evidence.members.stages[stage].part.members]
     ran = {m: rank for rank in reversed(members) for m in replicas.share(rank)} if replicas.count > 1 else {}
@@ -171,13 +179,17 @@ def _rank_of(stage: int, microbatches: Sequence[int], evidence: Evidence) -> int
     return found.pop() if len(found) == 1 else None
 
 
-def _as_wrong(stage: int, line: Evidence) -> bool:
-    """Whether a line of ranks did something wrong at ``stage``, or nobody knows what it did."""
+_WHERES = (GIVEN, MADE, KEPT, RECEIVED, HANDED_ON)  # as data flows through a stage
+
+
+def _wrong_from(stage: int, line: Evidence) -> float:
+    """From where in the flow through ``stage`` on a line of ranks was wrong, or may have been; infinite: nowhere."""
     flow, every = line.passed.get(stage), [*range(line.microbatches)]
-    if flow is None or flow.unplaced or not all(one.same for one in flow.crossings):
-        return True
     kinds = (Kind.FORWARD,) if stage in line.frozen else (Kind.FORWARD, Kind.BACKWARD)
-    return any(sorted(ordered(line, stage, kind)) != every for kind in kinds)
+    if flow is None or any(sorted(ordered(line, stage, kind)) != every for kind in kinds):
+        return -1.0
+    wrong = {where for where, _ in flow.unplaced} | {one.where for one in flow.crossings if not one.same}
+    return min((float(k) for k, where in enumerate(_WHERES) if where in wrong), default=math.inf)
 
 
 def _of_losses(cause: Cause, evidence: Evidence) -> bool:

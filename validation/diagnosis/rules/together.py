@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from pipeproof.diagnosis.evidence import Evidence
-from pipeproof.diagnosis.rules.repeated import ordered
+from pipeproof.diagnosis.rules.repeated import or_wrong_message, ordered
 from pipeproof.judging.cause import Cause, listed
 from pipeproof.observers.observed import UNKNOWN_MICROBATCH
 from pipeproof.pipeline.action import Kind
@@ -19,7 +19,8 @@ def together(evidence: Evidence) -> list[Cause]:
         if not all(orders) or any(UNKNOWN_MICROBATCH in one for one in orders) or len({*map(len, orders)}) > 1:
             return []
         if len({*orders}) > 1:
-            return [_cause(evidence, stage, orders)] if _in_parts(evidence, stage) else []
+            once = stage == 0 or len({frozenset(one) for one in orders}) == 1  # else messages were mixed up
+            return [_cause(evidence, stage, orders)] if once and _in_parts(evidence, stage) else []
     return []
 
 
@@ -37,13 +38,14 @@ def _cause(evidence: Evidence, stage: int, orders: Sequence[Order]) -> Cause:
     apart = [k for k, own in enumerate(usual) if odd[k] != own]
     rank, beside = (_rank(one, stage, order[apart[0]]) for one, order in ((line, odd), (other, usual)))
     detail = f"it was called with microbatches {listed(odd)}, and rank {beside}, which has the stage with it, with "
-    return Cause(
-        "order" if stage else "swapped-data",
+    found = Cause(
+        "mispaired" if stage else "swapped-data",
         rank=rank,
         stage=stage,
         microbatches=tuple(sorted({usual[k] for k in apart})),
         detail=f"{detail}{listed(usual)}",
     )
+    return or_wrong_message(found) if stage else found
 
 
 def _rank(line: Evidence, stage: int, microbatch: int) -> int:
