@@ -140,10 +140,37 @@ def _match_part(part: Sequence[Local], known: Mapping[str, bytes | None]) -> _Fo
         return _Found(sure | {k: one.name for k, one in left.items()})
     sure |= dict(_by_content(left, known))
     guesses = dict(_by_neighbours(part, sure, known))
-    rest = {k: one.name for k, one in left.items() if one.name in known and k not in sure | guesses}
+    told = {part[k].name: name for k, name in (sure | guesses).items()}
+    rest = {k: _as_mates(one.name, told) for k, one in left.items() if k not in sure | guesses}
     taken = {*sure.values(), *guesses.values()}
-    named = {k: name for k, name in rest.items() if name not in taken and _nowhere(part[k], known)}
+    named = {k: name for k, name in rest.items() if name in known and name not in taken and _nowhere(part[k], known)}
     return _Found(sure | guesses | named, frozenset(guesses))
+
+
+def _as_mates(name: str, told: Mapping[str, str]) -> str:
+    """``name`` with what those nearest to it in the module have in place of a prefix; as it is where they differ.
+
+    A layer that counts from 0 again does so with all that it holds.
+    """
+    made: dict[int, set[str]] = {}
+    own = name.split(".")
+    for mate, its in told.items():
+        old, new = _prefixes(mate.split("."), its.split("."))
+        if own[: len(old)] == old:
+            made.setdefault(_shared(own, mate.split(".")), set()).add(".".join([*new, *own[len(old) :]]))
+    nearest = made[max(made)] if made else set[str]()
+    return nearest.pop() if len(nearest) == 1 else name
+
+
+def _prefixes(one: list[str], other: list[str]) -> tuple[list[str], list[str]]:
+    """What is left of both without the end that they share."""
+    same = _shared(one[::-1], other[::-1])
+    return one[: len(one) - same], other[: len(other) - same]
+
+
+def _shared(one: Sequence[str], other: Sequence[str]) -> int:
+    """How many parts of two names are one, from the beginning on."""
+    return next((k for k, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _by_content(left: Mapping[int, Local], known: Mapping[str, bytes | None]) -> Iterator[tuple[int, str]]:

@@ -54,6 +54,18 @@ def test_other_weights_under_a_known_name_are_still_that_parameter() -> None:
     assert named([Local("a.norm", content=b"ones"), Local("a.linear", content=b"other")])[1] == "a.linear"
 
 
+@pytest.mark.parametrize("content", [None, b"other"], ids=["not seen", "other weights"])
+def test_what_its_weights_do_not_tell_is_called_as_what_lies_beside_it(content: bytes | None) -> None:
+    part = [Local("a.norm", identical="b.norm"), Local("a.linear", content=content)]
+    assert named(part) == ["b.norm", "b.linear"], "a layer that counts from the beginning again"
+
+
+def test_where_those_beside_it_differ_its_name_counts() -> None:
+    known = {"a.x": b"1", "a.y": b"2", "a.z": b"3", "b.x": b"4", "c.y": b"5"}
+    part = [Local("a.x", identical="b.x"), Local("a.y", identical="c.y"), Local("a.z")]
+    assert match([part], known).names[0, 2] == "a.z"
+
+
 def test_what_is_nowhere_is_said_so() -> None:
     found = match([[Local("extra", content=b"x")], [Local("y", said="z")]], KNOWN)
     assert found.unmatched == {

@@ -1,0 +1,104 @@
+"""Ranks that have each layer together: each is looked at, and the one that is wrong is named."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeproof.foreign import WhiteBox
+from pipeproof.judging.verdict import Verdict
+from tests.support.tensor_parallel import Microbatch, build, loss_fn, microbatches, step
+
+TP, DP, PP = {"tp": 2}, {"dp": 2, "tp": 2}, {"pp": 2, "tp": 2}
+
+
+def judged(whitebox: WhiteBox, ranks: dict[str, int], **planted: Any) -> Verdict:
+    data = microbatches(8 if "dp" in ranks else 4)
+    own = partial(step, ranks=ranks, **planted)
+    return whitebox.validate(own, reference=build, microbatches=data, ranks=ranks, loss_fn=loss_fn)
+
+
+def of(wrong: int, change: Any) -> Any:
+    """``change`` on rank ``wrong`` alone; there of a list, elsewhere the same."""
+    return lambda rank, every: change(every) if rank == wrong else every
+
+
+def others_targets(every: Sequence[Microbatch]) -> list[Microbatch]:
+    return [(x, every[(number + 1) % len(every)][1]) for number, (x, _) in enumerate(every)]
+
+
+def others_inputs(every: Sequence[Microbatch]) -> list[Microbatch]:
+    return [(every[(number + 1) % len(every)][0], target) for number, (_, target) in enumerate(every)]
+
+
+def zero_in_place_of_two(every: Sequence[Microbatch]) -> list[Microbatch]:
+    return [*every[:2], every[0], *every[3:]]
+
+
+def times(wrong: int, factor: float, *microbatches: int) -> Any:
+    return lambda rank, number: factor if rank == wrong and number in (microbatches or range(8)) else 1.0
+
+
+def sent_as(wrong: int, microbatch: int, factor: float) -> Any:
+    def sent(rank: int, number: int, tensor: Tensor) -> Tensor:
+        return tensor * factor if (rank, number) == (wrong, microbatch) else tensor
+
+    return sent
+
+
+def cleared(rank: int, layers: nn.Sequential) -> None:
+    if rank == 3:
+        with torch.no_grad():
+            layers[1].norm.weight.zero_()
+
+
+def doubled_rows(rank: int, layers: nn.Sequential) -> None:
+    if rank % 2:
+        layers[0].up.weight.grad.mul_(2)
+
+
+@pytest.mark.parametrize("ranks", [TP, DP, PP], ids=["tp", "dp, tp", "pp, tp"])
+def test_every_rank_is_compared(whitebox: WhiteBox, ranks: dict[str, int]) -> None:
+    verdict = judged(whitebox, ranks)
+    verdict.raise_if_failed()
+    stages, lines = ranks.get("pp", 1), ranks["tp"]
+    assert verdict.law("microbatches").checked == 4 * stages * lines, "forwards, backwards, calls, mode"
+    each, tensors = len(microbatches(8 if "dp" in ranks else 4)), 4 * stages + 2 * (stages - 1) - (stages - 1)
+    assert verdict.law("boundaries").checked == lines * each * tensors, "of every microbatch on both lines"
+
+
+EVERY, ODD = (0, 1, 2, 3), (1, 3, 5, 7)
+FAULTS: dict[str, tuple[dict[str, int], dict[str, Any], tuple[Any, ...]]] = {
+    # kind, rank, stage, microbatches
+    "targets of the next": (TP, {"given": of(1, others_targets)}, ("swapped-data", 1, 0, EVERY)),
+    "inputs of the next": (TP, {"given": of(1, others_inputs)}, ("swapped-data", 1, 0, EVERY)),
+    "0 in place of 2": (TP, {"given": of(1, zero_in_place_of_two)}, ("swapped-data", 1, 0, (2,))),
+    "all losses undivided": (TP, {"times": times(1, 4.0)}, ("scale", 1, 0, ())),
+    "one loss doubled": (TP, {"times": times(1, 2.0, 2)}, ("scale", 1, 0, (2,))),
+    "one loss lost": (TP, {"times": times(1, 0.0, 2)}, ("dropped", 1, 0, (2,))),
+    "a part cut too early": (TP, {"early": 1}, ("misplaced", 1, 0, ())),
+    "targets in one replica": (DP, {"given": of(3, others_targets)}, ("swapped-data", 3, 0, ODD)),
+    "losses in one replica": (DP, {"times": times(3, 3.0)}, ("scale", 3, 0, ODD)),
+    "a weight cleared": (DP, {"begun": cleared}, ("altered", 3, 0, ())),
+    "parts doubled in both replicas": (DP, {"done": doubled_rows}, ("scale", None, 0, ())),
+    "inputs of the first stage": (PP, {"given": of(1, others_inputs)}, ("swapped-data", 1, 0, EVERY)),
+    "targets of the last stage": (PP, {"given": of(3, others_targets)}, ("swapped-data", 3, 1, EVERY)),
+    "zeros sent": (PP, {"sent": sent_as(1, 2, 0.0)}, ("altered", 3, 1, (2,))),
+    "zero gradients sent": (PP, {"sent": sent_as(3, 1, 0.0)}, ("dropped", 1, 0, (1,))),
+    "gradients sent twice as large": (PP, {"sent": sent_as(3, 1, 2.0)}, ("scale", 1, 0, (1,))),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_rank_that_is_wrong_is_named(whitebox: WhiteBox, fault: str) -> None:
+    ranks, planted, named = FAULTS[fault]
+    verdict = judged(whitebox, ranks, **planted)
+    assert verdict.verdict == "fail"
+    assert verdict.cause, verdict
+    told = [*verdict.cause, *(one for cause in verdict.cause for one in cause.instead)]
+    told += [one for other in verdict.alternatives for one in other]
+    assert named in [(one.kind, one.rank, one.stage, one.microbatches) for one in told], verdict
+    assert not any("every tensor at the boundaries" in one.evidence for one in verdict.ruled_out) or "parts" in fault
