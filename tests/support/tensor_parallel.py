@@ -1,10 +1,7 @@
-"""A step by hand in which two ranks have each layer together, whole tensors between layers; and what may go wrong.
-
-What is planted goes by the rank: ``given`` changes its microbatches, ``times`` by what a loss is multiplied, ``begun``
-its layers before the step, ``sent`` what it hands to the next stage, ``done`` its gradients.
-"""
+"""A step by hand in which two ranks have each layer together, whole tensors between layers; and what may go wrong."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -92,42 +89,50 @@ def microbatches(count: int = COUNT) -> list[Microbatch]:
     return [(torch.randn(6, WIDTH), torch.randn(6, WIDTH)) for _ in range(count)]
 
 
+@dataclass(frozen=True)
+class Planted:
+    """What goes wrong, by the rank: ``given`` changes its microbatches, ``times`` by what a loss is multiplied.
+
+    ``begun`` changes its layers before the step, ``sent`` what it hands to the other stage, ``done`` its gradients.
+    """
+
+    early: int = 0
+    given: Callable[[int, Sequence[Microbatch]], Sequence[Microbatch]] = lambda rank, every: every
+    times: Callable[[int, int], float] = lambda rank, microbatch: 1.0
+    begun: Callable[[int, nn.Sequential], None] = lambda rank, layers: None
+    sent: Callable[[int, int, Tensor], Tensor] = lambda rank, microbatch, tensor: tensor
+    done: Callable[[int, nn.Sequential], None] = lambda rank, layers: None
+
+
 def step(
-    model: nn.Sequential,
-    microbatches: Sequence[Microbatch],
-    *,
-    ranks: dict[str, int],
-    early: int = 0,
-    given: Callable[[int, Sequence[Microbatch]], Sequence[Microbatch]] = lambda rank, every: every,
-    times: Callable[[int, int], float] = lambda rank, microbatch: 1.0,
-    begun: Callable[[int, nn.Sequential], None] = lambda rank, layers: None,
-    sent: Callable[[int, int, Tensor], Tensor] = lambda rank, microbatch, tensor: tensor,
-    done: Callable[[int, nn.Sequential], None] = lambda rank, layers: None,
+    model: nn.Sequential, microbatches: Sequence[Microbatch], *, ranks: dict[str, int], planted: Planted
 ) -> HandedBack:
     """All forwards, then all backwards, of this rank's stage where ``ranks`` has the axis pp; dp and tp as well."""
     mesh, rank = init_device_mesh("cpu", tuple(ranks.values()), mesh_dim_names=tuple(ranks)), dist.get_rank()
     own = model[mesh.get_local_rank("pp") :][:1] if "pp" in ranks else model
-    layers = nn.Sequential(*(Half(one, mesh.get_group("tp"), early=early * mesh.get_local_rank("tp")) for one in own))
-    begun(rank, layers)
+    layers = nn.Sequential(
+        *(Half(one, mesh.get_group("tp"), early=planted.early * mesh.get_local_rank("tp")) for one in own)
+    )
+    planted.begun(rank, layers)
     run = _piped if "pp" in ranks else _accumulated
-    losses = run(watch(layers), given(rank, microbatches), mesh, times, sent)
+    losses = run(watch(layers), planted.given(rank, microbatches), mesh, planted)
     for parameter in layers.parameters() if "dp" in ranks else ():
         dist.all_reduce(parameter.grad, group=mesh.get_group("dp"))
         parameter.grad /= mesh["dp"].size()
-    done(rank, layers)
+    planted.done(rank, layers)
     return HandedBack(layers, losses or None, gradients={k: v for one in layers for k, v in one.gradients.items()})
 
 
-def _accumulated(stage: nn.Module, every: Sequence[Microbatch], mesh: DeviceMesh, times: Any, sent: Any) -> list[float]:
+def _accumulated(stage: nn.Module, every: Sequence[Microbatch], mesh: DeviceMesh, planted: Planted) -> list[float]:
     losses = []
     for number, (x, target) in enumerate(every):
         loss = loss_fn(stage(x), target)
-        (loss * times(dist.get_rank(), number) / len(every)).backward()
+        (loss * planted.times(dist.get_rank(), number) / len(every)).backward()
         losses.append(loss.item())
     return losses
 
 
-def _piped(stage: nn.Module, every: Sequence[Microbatch], mesh: DeviceMesh, times: Any, sent: Any) -> list[float]:
+def _piped(stage: nn.Module, every: Sequence[Microbatch], mesh: DeviceMesh, planted: Planted) -> list[float]:
     """Two stages."""
     group, rank = mesh.get_group("pp"), dist.get_rank()
     other = dist.get_global_rank(group, 1 - group.rank())
@@ -138,16 +143,16 @@ def _piped(stage: nn.Module, every: Sequence[Microbatch], mesh: DeviceMesh, time
             dist.recv(came[-1], other)
             loss = loss_fn(stage(came[-1].requires_grad_()), target)
             losses.append(loss.item())
-            made.append(loss * times(rank, number) / len(every))
+            made.append(loss * planted.times(rank, number) / len(every))
         else:
             made.append(stage(x))
-            dist.send(sent(rank, number, made[-1].detach()), other)
+            dist.send(planted.sent(rank, number, made[-1].detach()), other)
     for number, one in enumerate(made):
         if group.rank():
             one.backward()
             gradient = came[number].grad
             assert gradient is not None
-            dist.send(sent(rank, number, gradient), other)
+            dist.send(planted.sent(rank, number, gradient), other)
         else:
             gradient = torch.empty_like(one)
             dist.recv(gradient, other)

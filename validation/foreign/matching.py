@@ -136,7 +136,8 @@ def _match_part(part: Sequence[Local], known: Mapping[str, bytes | None]) -> _Fo
         return _Found({k: one.said for k, one in enumerate(part) if one.said is not None and one.said in known})
     sure = {k: one.identical for k, one in enumerate(part) if one.identical is not None}
     left = {k: one for k, one in enumerate(part) if k not in sure}
-    if all(one.name in known and one.content in (None, known[one.name]) for one in left.values()):
+    told = {part[k].name: name for k, name in sure.items()}
+    if all(_is_named(one, known, told) for one in left.values()):
         return _Found(sure | {k: one.name for k, one in left.items()})
     sure |= dict(_by_content(left, known))
     guesses = dict(_by_neighbours(part, sure, known))
@@ -145,6 +146,13 @@ def _match_part(part: Sequence[Local], known: Mapping[str, bytes | None]) -> _Fo
     taken = {*sure.values(), *guesses.values()}
     named = {k: name for k, name in rest.items() if name in known and name not in taken and _nowhere(part[k], known)}
     return _Found(sure | guesses | named, frozenset(guesses))
+
+
+def _is_named(one: Local, known: Mapping[str, bytes | None], told: Mapping[str, str]) -> bool:
+    """Whether its name is the reference's, and its weights say so, too; or what lies beside it, where none are seen."""
+    if one.content is None:
+        return one.name in known and _as_mates(one.name, told) == one.name
+    return one.name in known and one.content == known[one.name]
 
 
 def _as_mates(name: str, told: Mapping[str, str]) -> str:

@@ -12,7 +12,7 @@ from pipeproof.judging.cause import Cause
 from pipeproof.observers.observed import Crossing, Passed
 from pipeproof.observers.recording import GIVEN, KEPT
 from pipeproof.pipeline.action import Action
-from pipeproof.worlds.posted_messages import Came, Message
+from pipeproof.worlds.posted_messages import Came, Message, Sent
 from pipeproof.worlds.stack import Line, Stack
 
 
@@ -44,7 +44,7 @@ class _Seen:
     @staticmethod
     def _message(action: str, tensor: int) -> Came:
         received, sent = (at(f"{what} {tensor} of {action}", f"{what}er") for what in ("receive", "send"))
-        return Came(received, Message("", 7, 0, 0, 1), sent)
+        return Came(received, Message("", 7, 0, 0, 1), Sent(sent))
 
 
 def shown(cause: Cause, seen: Any = None, **options: bool) -> list[str]:

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from pipeproof.foreign import WhiteBox
 from pipeproof.judging.verdict import Verdict
-from tests.support.tensor_parallel import Microbatch, build, loss_fn, microbatches, step
+from tests.support.tensor_parallel import Microbatch, Planted, build, loss_fn, microbatches, step
 
 TP, DP, PP = {"tp": 2}, {"dp": 2, "tp": 2}, {"pp": 2, "tp": 2}
 
 
 def judged(whitebox: WhiteBox, ranks: dict[str, int], **planted: Any) -> Verdict:
     data = microbatches(8 if "dp" in ranks else 4)
-    own = partial(step, ranks=ranks, **planted)
+    own = partial(step, ranks=ranks, planted=Planted(**planted))
     return whitebox.validate(own, reference=build, microbatches=data, ranks=ranks, loss_fn=loss_fn)
 
 
