@@ -15,7 +15,7 @@ from torch import Tensor
 from pipeproof.diagnosis.members import Replicas
 from pipeproof.foreign.matching import Local, match
 from pipeproof.foreign.rank import Part, RankMade
-from pipeproof.judging.tolerance import error, same_bits
+from pipeproof.judging.tolerance import error, same_bits, stands_for_none
 from pipeproof.observers.observed import Claim
 from pipeproof.observers.recording import Site
 from pipeproof.observers.shards import Shard, flat_shard, gathered, untiled
@@ -134,6 +134,8 @@ def _equal_gradients(site: Site, one: tuple[int, Tensor | None], two: tuple[int,
     (rank, seen), (leader, wanted) = one, two
     expected = f"rank {leader}'s gradient, bit for bit"
     if seen is None or wanted is None:
+        if stands_for_none(seen) and stands_for_none(wanted):
+            return Claim("replicas", rank, site, True, "", expected, leader)
         held = "no gradient, and rank {} has one" if seen is None else "a gradient, and rank {} has none"
         return Claim("replicas", rank, site, seen is wanted, held.format(leader), expected, leader)
     if same_bits(seen, wanted):
@@ -143,10 +145,11 @@ def _equal_gradients(site: Site, one: tuple[int, Tensor | None], two: tuple[int,
 
 
 def _absent(k: int, members: Sequence[Member]) -> str:
-    """Which rank alone has no gradient for its shard."""
+    """Which rank alone has no gradient for its shard, where others' are more than zeros."""
     holders = [(rank, part) for rank, part in members if part.shards[k].count]
     without = [rank for rank, part in holders if part.gradients[k] is None]
-    return f"no gradient on rank {without[0]}" if 0 < len(without) < len(holders) else ""
+    some = any(not stands_for_none(part.gradients[k]) for _, part in holders)
+    return f"no gradient on rank {without[0]}" if without and some else ""
 
 
 def _bundles(made: Sequence[RankMade], replicas: Replicas, *, apart: bool) -> list[list[Member]]:

@@ -212,11 +212,15 @@ def sized(shards: Mapping[int, Shard], shapes: Mapping[int, tuple[int, ...]]) ->
 
 
 def gathered(parts: Sequence[tuple[Shard, Tensor | None]]) -> Tensor | None:
-    """The whole, of equal parts the first, not a number where no part lies; None where no rank has anything."""
+    """The whole, of equal parts the first, not a number where no part lies; None where no rank has anything.
+
+    Beside nothing but zeros, what is not there is zero, too.
+    """
     given = [(shard, part) for shard, part in reversed(parts) if part is not None]
     if not given:
         return None
-    whole = given[0][1].new_full(_shape([shard for shard, _ in given]), float("nan"))
+    lacking = float("nan") if any(part.any() for _, part in given) else 0.0
+    whole = given[0][1].new_full(_shape([shard for shard, _ in parts]), lacking)
     for shard, part in sorted(dict(given).items(), key=lambda one: one[0].addend):
         rows = torch.split(part, [one.lengths[0] for one in shard.pieces]) if shard.beside else [part]
         for piece, of_it in zip(shard.pieces, rows, strict=True):

@@ -66,6 +66,15 @@ def test_replicas_that_differ(other: Part, complaint: tuple[str, int, str]) -> N
     assert broken([made(part(1, 2)), made(other)], TWICE) == [complaint]
 
 
+def test_zeros_on_one_rank_stand_for_none_on_another() -> None:
+    assert broken([made(part(0, 0)), made(part())], TWICE) == broken([made(part()), made(part(0, 0))], TWICE) == []
+    ranks = [made(part(0, shard=UPPER)), made(part(shard=LOWER))]
+    (whole,) = joined_parts(ranks, ALONE)[0].parts
+    assert isinstance(whole.gradients[0], Tensor)
+    assert whole.gradients[0].tolist() == [0, 0]
+    assert broken(ranks, ALONE) == []
+
+
 def test_a_stage_that_a_replica_lacks() -> None:
     assert broken([made(part(1, 2)), made()], TWICE) == [("replicas", 0, "held by replica 0 alone")]
 
