@@ -70,7 +70,7 @@ EVIDENCE: Sequence[tuple[str, frozenset[str]]] = tuple(
         (r"every (reported loss|loss that was reported) is right$", "report"),
         (r"every microbatch is in every stage's sum$", "dropped"),
         (r"no microbatch is there twice$", "doubled"),
-        (r"every activation met its own microbatch's output gradient$", "swapped"),
+        (r"every activation( in the sums)? met its own microbatch's output gradient$", "swapped"),
         (r"nothing of an earlier step is in the sums$", "stale"),
         (r"what is there is there with factor 1$", "scale"),
     )
@@ -87,6 +87,7 @@ _SAYS_NOTHING = (
     r"a race, or something else that is not seeded",
     r"the runtime \S+ is not ours",
     r"what ranks have of one stage does not go together",
+    r"the loss(es)? of microbatch(es)? [\d, ]+ (is|are) wrong, too, which this does not explain$",
     r"the weights differ before the step, in a way that tells nothing",
     r"parameters of the step and of (the reference|what is expected) do not go together",
     r"losses are wrong and gradients right: ",

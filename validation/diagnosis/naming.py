@@ -267,16 +267,19 @@ def _ruled_out(
     kinds = {cause.kind for cause in causes}
     paired = any(c and term.what in ("pair", "logits", "flow") and not term.nominal for term, c in terms)
     others = any(c and not term.nominal for term, c in terms)
+    there = {term for term, c in terms if term.nominal and c}
+    lost = "" if all(nominal) else " in the sums"
+    swapped = _SWAPPED if {term for term, _ in terms if term.nominal} == there else ()  # else of some nothing is known
     for found, holds, evidence in (
         (("dropped", "zero"), all(nominal), "every microbatch is in every stage's sum"),
         (("doubled",), not paired and not any(c >= 2 for _, c in terms), "no microbatch is there twice"),
-        (_SWAPPED, not others, "every activation met its own microbatch's output gradient"),
+        (swapped, not others and bool(there), f"every activation{lost} met its own microbatch's output gradient"),
         (_STALE, not others and (known or max(nominal) <= 1.0), "nothing of an earlier step is in the sums"),
         (("scale", "sign"), set(nominal) <= {0.0, 1.0}, "what is there is there with factor 1"),
     ):
         if holds and not kinds & set(found):
             told = tuple(kind for kind in found if kind != "swapped-data" or not kinds >= {"dropped", "doubled"})
-            yield RuledOut(told, evidence, len(nominal))
+            yield RuledOut(told, evidence, sum(map(bool, nominal)) if found == swapped else len(nominal))
 
 
 def _with_rank(update: Update, cause: Cause) -> Cause:

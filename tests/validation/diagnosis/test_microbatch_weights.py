@@ -155,8 +155,16 @@ def test_coefficients_that_are_known_rule_out_what_they_leave_no_room_for() -> N
     found = attributed(factors((1,), 1.0, 0.0, 1.0, 1.0))
     cleared = {kind: one.compared for one in found.ruled_out for kind in one.kinds}
     assert {"doubled", "swapped-gradients", "stale-gradient", "scale"} <= cleared.keys()
+    assert {
+        cleared.pop(kind) for kind in ("swapped-activations", "swapped-gradients", "swapped-data", "mispaired")
+    } == {3 * COUNT - 1}, "of one nobody knows what it met"
     assert set(cleared.values()) == {3 * COUNT}
     assert not {"dropped", "zero"} & cleared.keys()
+    found = attributed(factors((0, 1, 2), 1.0, 0.0, 1.0, 1.0))
+    assert not [one for one in found.ruled_out if "swapped-data" in one.kinds], "nor of its data"
+    assert "every activation in the sums met its own microbatch's output gradient" in {
+        one.evidence for one in found.ruled_out
+    }
 
 
 def test_of_output_gradients_that_came_one_late_the_first_microbatch_is_dropped() -> None:

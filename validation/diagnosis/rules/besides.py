@@ -29,7 +29,8 @@ def besides(evidence: Evidence, causes: Sequence[Cause]) -> Found:
     others = [one for one in others if one.stage is not None]
     if not forward:
         told = same and all("B" in (cause.action or "") and cause.kind not in ALIKE[0] for cause in causes)
-        return (others if told else ()), ()
+        left = evidence.playable is None and evidence.attribution is not None and evidence.attribution.unknown
+        return (others if told else ()), (_BEHIND,) if left else ()
     if same:
         return others, ()
     if evidence.playable is not None:  # one thing that gives all that was seen leaves nothing else
