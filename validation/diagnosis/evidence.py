@@ -20,7 +20,7 @@ from pipeproof.judging.oracle import copies_apart
 from pipeproof.judging.tolerance import PRECISIONS
 from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.observed import Observed, Passed
-from pipeproof.observers.recording import Addition, Gradients, Recording, Site
+from pipeproof.observers.recording import RECEIVED, Addition, Gradients, Recording, Site
 from pipeproof.observers.sketch import Sketch
 from pipeproof.reference.passage import Passage
 from pipeproof.reference.step import Contribution, Expected, Gradient
@@ -284,6 +284,20 @@ class Evidence:
         """Whether any gradient is off by more than rounding allows."""
         found = [m for m in self.verdict.mismatches if m.law == "gradient"]
         return any(m.error is None or m.limit is None or m.error > m.limit for m in found)
+
+    def flowed_right(self, stages: Collection[int], factor: float | None) -> bool:
+        """Whether every output gradient of these stages was compared, and was not ``factor`` times what it should be.
+
+        With replicas they may pass as those of one or as those of all.
+        """
+        replicas = 1 if self.members is None else self.members.replicas.count
+        if self.seen is None or factor in (float(replicas), 1 / replicas):
+            return False
+        crossings = [one for one in self.seen.crossings(self.number) if one.where == RECEIVED]
+        right = {(one.action.stage, one.action.microbatch) for one in crossings if one.judged and one.same}
+        wrong = {one.action.stage for one in crossings if not one.same}
+        every = {(stage, microbatch) for stage in stages for microbatch in range(self.microbatches)}
+        return bool(every) and right >= every and wrong.isdisjoint(stages)
 
     def differs(self, law: str) -> bool:
         """Whether ``law`` has a mismatch."""

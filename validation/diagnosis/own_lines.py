@@ -119,9 +119,10 @@ class _About:
                 return None
             forward = action.kind in (Kind.FORWARD, Kind.SEND_F, Kind.RECV_F)
             return action._replace(kind=Kind.FORWARD if forward else Kind.BACKWARD)
-        if cause.kind in _LOSS and cause.parameter:
-            return None
         stage = cause.stage if cause.stage is not None else min(cause.stages, default=None)
+        where = cause.stages or (range(self.evidence.stages) if stage is None else (stage,))
+        if cause.kind in _LOSS and (cause.parameter or self.evidence.flowed_right(where, cause.factor)):
+            return None  # it came after the backwards
         microbatch = min(cause.microbatches, default=0)
         if cause.kind in _LOSS | _SUMMED:
             return Action(self.evidence.stages - 1 if stage is None else stage, Kind.BACKWARD, microbatch)

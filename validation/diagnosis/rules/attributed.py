@@ -76,6 +76,9 @@ def _seen_more(cause: Cause, evidence: Evidence) -> Cause:
     where = range(evidence.stages) if cause.stage is None else [cause.stage]
     if cause.kind == "scale" and _backwards_each(evidence, where) == cause.factor:
         return replace(cause, kind="doubled", detail=f"every backward ran {cause.factor:g} times")
+    if cause.kind in ("scale", "sign") and evidence.flowed_right(where, cause.factor):
+        after = "every output gradient that came in is right: it was multiplied after that"
+        return replace(cause, detail="; ".join(filter(None, (cause.detail, after))))
     watched = {*evidence.passed} - evidence.unseen
     if cause.kind == "swapped-activations" and evidence.differs("loss") and cause.stage in watched:
         return or_wrong_message(replace(cause, kind="mispaired"))

@@ -244,6 +244,8 @@ def first_of_backward(evidence: Evidence) -> Sequence[str]:
     if not used or not wrong or evidence.differs("loss"):
         return ()
     last = max(used.get(name, 0) for _, name in wrong)
+    if not last:
+        return ()  # used outside its module, or nowhere
     stage, name = min(site for site in wrong if used.get(site[1], 0) == last)
     later = sum(used.get(name, 0) > last for _, name in evidence.gradients)  # not other names of one
     who = f"{some(later, 'parameter')} used after it {'is' if later == 1 else 'are'}"
