@@ -40,7 +40,11 @@ def add_recording(parser: argparse.ArgumentParser) -> None:
 
 
 def takes_standard_output(options: argparse.Namespace) -> bool:
-    """Whether a file is to be standard output. Raises ``OutputError`` where two are one: the last would be left."""
+    """Whether a file is to be standard output.
+
+    Raises ``OutputError`` where two are one, for the last would be left, and where one cannot be written: here, before
+    torch is imported, that is said at once.
+    """
     wanted = {f"--{name}": value for name, value in vars(options).items() if isinstance(value, OutPath)}
     taken: dict[str, str] = {}
     for option, path in wanted.items():
@@ -51,6 +55,9 @@ def takes_standard_output(options: argparse.Namespace) -> bool:
             why = "standard output takes one file" if path == "-" else "give each its own file"
             raise OutputError(f"{taken[place]} and {option} are both {path}: {why}")
         taken[place] = option
+    for path in wanted.values():
+        with OutputFile(path):
+            pass
     return "-" in taken
 
 
