@@ -5,11 +5,13 @@ from functools import partial
 
 from pipeproof.cases.primitives.stacked import validated
 from pipeproof.cases.primitives.stacks import Stack
-from pipeproof.commands.campaign import Run, Setting, run_all
+from pipeproof.commands.campaign import Run, Setting, Then, run_all
+from pipeproof.commands.outputs import Opened
 from pipeproof.foreign import WhiteBox
 from pipeproof.judging.verdict import Verdict
 from pipeproof.reports.columns import Column, Layout
 from pipeproof.reports.table import OUTCOME, compared, outcome
+from pipeproof.worlds.world import World
 
 COLUMNS = (
     Column("stack", 24, least=8, gap=0),
@@ -30,7 +32,10 @@ def run_stacks(stacks: Sequence[Stack], setting: Setting) -> int:
 
 
 def _run_of(stack: Stack) -> Run:
-    return Run(str(stack), lambda world, files: (validated(stack, WhiteBox(world)), lambda: None), partial(_row, stack))
+    def judge(world: World, files: Opened) -> tuple[Verdict, Then]:
+        return validated(stack, WhiteBox(world)), lambda: None
+
+    return Run(str(stack), stack.ranks, judge, partial(_row, stack))
 
 
 def _row(stack: Stack, verdict: Verdict, width: int | None) -> str:

@@ -1,6 +1,7 @@
 """``primitives``, and ``validate --primitive`` and ``--stack``, as a user types them."""
 
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from pipeproof.cases.config import Config
 from pipeproof.cases.primitives.primitive import PRIMITIVES
 from pipeproof.commands.cli import main
 from tests.support.json_schema import documented
+from tests.support.warm_start import Ended
 
 LARGE = {
     **{"schedule": "interleaved", "pp": 16, "virtual": 2, "microbatches": 32, "split": [2] * 32, "dtype": "bf16"},
@@ -57,6 +59,29 @@ def test_a_verdict_says_how_to_run_it_again(capsys: pytest.CaptureFixture[str]) 
     words = shlex.split(line)[2:]
     assert words == shlex.split("validate --stack pp=2,ddp=2 --schedule 1f1b --microbatches 4 --seed 2")
     assert main(words) == 0
+
+
+def test_a_path_that_cannot_be_written_is_refused_before_torch_is_imported(
+    tmp_path: Path, new_python: Callable[..., Ended]
+) -> None:
+    code = (
+        "import sys; from pipeproof.commands.cli import main; "
+        "status = main(['validate', '--stack', 'tp=2', '--json', 'nowhere/x.json']); "
+        "assert 'torch' not in sys.modules, 'torch was imported'; sys.exit(status)"
+    )
+    done = new_python(tmp_path, "-c", code)
+    assert (done.returncode, "cannot write nowhere/x.json" in done.stdout) == (2, True), done.stdout
+
+
+@pytest.mark.pipeproof_ranks
+@pytest.mark.usefixtures("kept_ranks")
+def test_many_ranks_are_said_before_they_start(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeproof.worlds.processors._CROWD", 0)
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    assert main(["validate", "--stack", "dp=2"]) == 0
+    assert capsys.readouterr().out.startswith("2 ranks share 1 processor here: this takes long\nstack ")
 
 
 @pytest.mark.parametrize(
