@@ -11,6 +11,7 @@ from enum import StrEnum
 from pipeproof.pipeline.layouts.cluster import GIB, Cluster
 from pipeproof.pipeline.layouts.layout import Job, Recompute
 from pipeproof.pipeline.layouts.search import LONG, Allowed, Choice, Found, Kind, search
+from pipeproof.pipeline.sizes import three_digits
 
 _WORTH = 0.05  # of a step's time: less is no reason to add a kind of parallelism where all fits without it
 
@@ -124,7 +125,10 @@ def _judged(before: Found, after: Found, job: Job, trial: _Trial, cluster: Clust
     was = before.best[0]
     faster = was.time.total / now.time.total
     if trial.devices > was.layout.ranks and faster > 1:
-        return Outcome.TAKEN, f"{trial.devices:,} devices are {faster:.3g} times as fast as {was.layout.ranks:,}"
+        return (
+            Outcome.TAKEN,
+            f"{trial.devices:,} devices are {three_digits(faster)} times as fast as {was.layout.ranks:,}",
+        )
     gain = 1 - now.time.total / was.time.total
     if gain >= _WORTH:
         return Outcome.TAKEN, f"a step takes {gain:.0%} less: {_seconds(now)} for {_seconds(was)}"
@@ -137,11 +141,11 @@ def _why_nothing_fits(least: Choice | None, job: Job, trial: _Trial, cluster: Cl
         others = f" and {_SHARED[trial.kind]}" if trial.kind else ""
         return f"{trial.devices:,} devices cannot share a batch of {job.batch:,}{others}"
     room = trial.allowed.room * cluster.device.memory / GIB
-    return f"needs {_gib(least)} GiB; {room:.3g} of {_memory(cluster)} may be filled"
+    return f"needs {_gib(least)} GiB; {three_digits(room)} of {_memory(cluster)} may be filled"
 
 
 def _seconds(choice: Choice) -> str:
-    return f"{choice.time.total:.3g} s"
+    return f"{three_digits(choice.time.total)} s"
 
 
 def _gib(choice: Choice) -> str:
@@ -149,4 +153,4 @@ def _gib(choice: Choice) -> str:
 
 
 def _memory(cluster: Cluster) -> str:
-    return f"{cluster.device.memory / GIB:.3g}"
+    return three_digits(cluster.device.memory / GIB)

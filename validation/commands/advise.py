@@ -20,8 +20,8 @@ from pipeproof.pipeline.layouts.pipelined import stages_of
 from pipeproof.pipeline.layouts.search import Allowed, Choice, Found, search
 from pipeproof.pipeline.layouts.transformer import MODELS, Experts, Transformer, model_named, model_of_config
 from pipeproof.pipeline.schedules import LOOPED
-from pipeproof.pipeline.sizes import counted
-from pipeproof.reports.columns import Column, table
+from pipeproof.pipeline.sizes import counted, three_digits
+from pipeproof.reports.columns import Column, folded, table
 from pipeproof.reports.page.advice import Advice, advice_page
 from pipeproof.reports.terminal import Terminal
 
@@ -37,8 +37,8 @@ _SIZES = {
 }
 _WITH_LIST = {"--list", "--quiet", "--verbose", "--color"}
 _ASSUMED = (
-    "bf16 with Adam in fp32, gradients summed in fp32, attention that keeps no scores. Use times to compare layouts, "
-    "not as a forecast."
+    "bf16, Adam in fp32, gradients summed in fp32, attention that keeps no scores",
+    "Use times to compare layouts, not as a forecast.",
 )
 
 
@@ -103,10 +103,10 @@ def _advise(options: argparse.Namespace) -> int:
             found = search(job, cluster, allowed, most=counted("most", options.most, most=100))
         said, line = _ending(found, steps, job, cluster)
         Terminal().detail("\n".join(_asked(job, cluster)))
-        Terminal().detail("\n" + table(_STEPS, list(map(_step, steps)), Terminal().width) + "\n")
+        Terminal().detail("\n" + folded(_STEPS, list(map(_step, steps)), Terminal().width) + "\n")
         if found.best:
             rows = [_row(choice, job, cluster) for choice in found.best]
-            Terminal().detail(table(_LAYOUTS, rows, Terminal().width) + "\n")
+            Terminal().detail(folded(_LAYOUTS, rows, Terminal().width) + "\n")
         Terminal().say(f"{said} {line}" if line else said)
         if found.best and files.write.wanted:
             files.write.write(_config(found.best[0].layout, job).text())
@@ -194,47 +194,48 @@ def _billions(count: int) -> str:
 
 def _asked(job: Job, cluster: Cluster) -> tuple[str, ...]:
     model, device = job.model, cluster.device
+    memory = three_digits(device.memory / GIB)
     active = f", {_billions(model.active_parameters)} of them active" if model.experts else ""
     return (
         f"{model.name}: {_billions(model.parameters)} parameters{active}; {model.layers} layers",
         f"a batch of {job.batch:,} x {job.sequence:,} tokens",
-        f"{cluster.devices:,} {device.name}, {cluster.per_node} in a node, {device.memory / GIB:.3g} GiB each",
-        _ASSUMED,
+        f"{cluster.devices:,} {device.name}, {cluster.per_node} in a node, {memory} GiB each",
+        *_ASSUMED,
     )
 
 
 _STEPS = [
-    Column("add", least=23, gap=0),
+    Column("add", gap=0),
     Column("", gap=2),
-    Column("weights", right=True, drop=5, gap=2),
-    Column("gradients", right=True, drop=6, gap=2),
-    Column("optimizer", right=True, drop=7, gap=2),
-    Column("activations", right=True, drop=8, gap=2),
-    Column("GiB", right=True, drop=3, gap=2),
-    Column("time", right=True, drop=2, gap=2),
-    Column("layout", drop=4, gap=2),
-    Column("because", drop=1, gap=2),
+    Column("because", gap=2),
+    Column("weights", right=True, gap=2, fold=True),
+    Column("gradients", right=True, gap=2),
+    Column("optimizer", right=True, gap=2),
+    Column("activations", right=True, gap=2),
+    Column("GiB", right=True, gap=2),
+    Column("time", right=True, gap=2),
+    Column("layout", gap=2, fold=True),
 ]
 
 
 def _step(step: Step) -> tuple[str, ...]:
     if step.choice is None:
-        return (step.name, step.outcome, *[""] * 7, step.reason)
+        return (step.name, step.outcome, step.reason, *[""] * 7)
     held, layout = step.choice.footprint, step.choice.layout
     parts = (held.weights, held.gradients, held.optimizer, held.activations, held.total)
     gib = [f"{part / GIB:,.{0 if part > 100 * GIB else 1}f}" for part in parts]
-    return (step.name, step.outcome, *gib, f"{step.choice.time.total:.3g} s", layout.words, step.reason)
+    return (step.name, step.outcome, step.reason, *gib, f"{three_digits(step.choice.time.total)} s", layout.words)
 
 
 _LAYOUTS = [
-    Column("layout", least=40, gap=0),
-    Column("schedule", drop=2, gap=2),
-    Column("microbatches", right=True, drop=6, gap=2),
-    Column("GiB", right=True, drop=1, gap=2),
-    Column("bubble", right=True, drop=5, gap=2),
-    Column("communication", right=True, drop=4, gap=2),
+    Column("layout", gap=0),
+    Column("schedule", gap=2),
+    Column("microbatches", right=True, gap=2),
+    Column("GiB", right=True, gap=2, fold=True),
+    Column("bubble", right=True, gap=2),
+    Column("communication", right=True, gap=2),
     Column("time", right=True, gap=2),
-    Column("MFU", right=True, drop=3, gap=2),
+    Column("MFU", right=True, gap=2),
 ]
 
 
@@ -257,7 +258,7 @@ def _row(choice: Choice, job: Job, cluster: Cluster) -> tuple[str, ...]:
         f"{choice.footprint.total / GIB:.1f}",
         f"{time.bubble / time.total:.1%}",
         f"{time.communication / time.total:.1%}",
-        f"{time.total:.3g} s",
+        f"{three_digits(time.total)} s",
         f"{time.utilization(cluster):.1%}",
     )
 

@@ -13,20 +13,20 @@ from pipeproof.commands.campaign import Setting, enough_ranks
 from pipeproof.commands.ending import NO_VERDICT, WRONG
 from pipeproof.commands.selection import tell_notes
 from pipeproof.pipeline.sizes import some
-from pipeproof.reports.columns import Column, table
+from pipeproof.reports.columns import Column, folded
 from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.processors import crowded, shared
 from pipeproof.worlds.rank_report import RankFailed
 from pipeproof.worlds.world import World
 
 _COLUMNS = (
-    Column("config", least=8, gap=0),
+    Column("config", gap=0),
     Column("ranks", right=True, gap=2),
     Column("step", right=True, gap=2),
     Column("spread", right=True, gap=2),
     Column("ratio", right=True, gap=2),
     Column("memory", right=True, gap=2),
-    Column("runs", least=8, gap=2, drop=1),
+    Column("runs", gap=2, fold=True),
 )
 _SMALL = "These are small steps over gloo on a CPU: their times say little of GPUs, or of large models."
 _SMALL_THERE = "These are small steps: their times say little of large models."
@@ -94,7 +94,7 @@ def _tell(terminal: Terminal, timings: Sequence[Timing], device: str) -> None:
         )
         for one in timings
     ]
-    terminal.say(table(_COLUMNS, rows, terminal.width))
+    terminal.say(folded(_COLUMNS, rows, terminal.width))
     for one in others:
         terminal.say("\n".join(_compared(first, one)))
     terminal.detail("\n".join(_about(timings, device)))

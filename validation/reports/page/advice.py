@@ -8,7 +8,7 @@ from pipeproof.pipeline.layouts.footprint import Footprint
 from pipeproof.pipeline.layouts.layout import Job, Layout, Recompute
 from pipeproof.pipeline.layouts.path import Outcome, Step
 from pipeproof.pipeline.layouts.search import Choice
-from pipeproof.pipeline.sizes import some
+from pipeproof.pipeline.sizes import some, three_digits
 from pipeproof.reports.page.frame import framed
 from pipeproof.reports.page.markup import Html, Part, facts, joined, section, table, tag, typed
 
@@ -88,7 +88,7 @@ def _row(step: Step, before: Choice | None) -> list[Part]:
     outcome = tag("span", step.outcome, class_=f"outcome {_BADGES[step.outcome]}")
     after = step.choice
     held = ["-" if one is None else _gib(one.footprint.total) for one in (before, after)]
-    rest = ["-", "-"] if after is None else [f"{after.time.total:.3g}", after.layout.words]
+    rest = ["-", "-"] if after is None else [three_digits(after.time.total), after.layout.words]
     return [step.name, outcome, *held, *rest, step.reason]
 
 
@@ -151,7 +151,7 @@ def _layout(choice: Choice, advice: Advice, number: int) -> Html:
         ("Memory", _memory(choice, advice)),
         ("Bubble", _bubble(choice, advice.job)),
         ("Communication", _communication(choice)),
-        ("Time", f"{time.total:.3g} s a step, {time.compute / time.total:.0%} of them computing; "
+        ("Time", f"{three_digits(time.total)} s a step, {time.compute / time.total:.0%} of them computing; "
                  f"{time.utilization(advice.cluster):.1%} of what the devices could do is the model's own work (MFU)."),
     ]  # fmt: skip
     return section(f"{number}. {layout.words}", facts(rows))
@@ -195,5 +195,4 @@ def _communication(choice: Choice) -> str:
 
 
 def _gib(size: float) -> str:
-    gib = size / GIB
-    return f"{gib:,.0f}" if gib >= 100 else f"{gib:.3g}"
+    return three_digits(size / GIB)
