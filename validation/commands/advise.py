@@ -1,10 +1,11 @@
 """``advise``: which kind of parallelism to add next, with the numbers, and the fastest layouts that fit."""
 
 import argparse
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipeproof.cases.config import Config
 from pipeproof.cases.work import case_of, not_stacked, stack_of
@@ -20,10 +21,11 @@ from pipeproof.pipeline.layouts.pipelined import stages_of
 from pipeproof.pipeline.layouts.search import Allowed, Choice, Found, search
 from pipeproof.pipeline.layouts.transformer import MODELS, Experts, Transformer, model_named, model_of_config
 from pipeproof.pipeline.schedules import LOOPED
-from pipeproof.pipeline.sizes import counted, three_digits
+from pipeproof.pipeline.sizes import counted, some, three_digits
 from pipeproof.reports.columns import Column, folded, table
 from pipeproof.reports.page.advice import Advice, advice_page
 from pipeproof.reports.terminal import Terminal
+from pipeproof.worlds.output_file import OutputFile
 
 _MOST_BATCH = 1 << 24
 _MOST_SEQUENCE = 1 << 24
@@ -64,7 +66,8 @@ def add_advise_command(commands: "argparse._SubParsersAction[Any]") -> None:
     )
     add_count(limits, "--most", "N", "how many layouts are listed", default=3)
     parser.add_argument("--list", action="store_true", help="the models and devices that are known, and their figures")
-    add_file(parser, "--write", "write the fastest layout there as a config, for validate --config")
+    add_file(parser, "--write", "write the layout to begin with there as a config, for validate --config and bench")
+    add_count(parser, "--layout", "K", "with --write: the K-th of the listed layouts instead; 1 is the fastest")
     add_outputs(parser, what="steps and layouts", page=True)
     parser.set_defaults(run=_advise)
 
@@ -88,6 +91,7 @@ def _advise(options: argparse.Namespace) -> int:
     if options.list:
         Terminal().say(_known())
         return 0
+    without_effect(options, ["--layout"] if options.write is None else (), "without --write")
     job = Job(
         _model(options),
         counted("batch", options.batch, most=_MOST_BATCH),
@@ -97,27 +101,49 @@ def _advise(options: argparse.Namespace) -> int:
     allowed = Allowed(zero=tuple(range(options.zero + 1)))
     if options.recompute == "never":
         allowed = replace(allowed, recompute=(Recompute.NONE,))
+    most = counted("most", options.most, most=100)
+    if options.layout is not None:
+        counted("--layout", options.layout, most=most)
     with Outputs.of(options).opened("advise") as files:
         with Terminal().progress("advise"):
-            steps = path(job, cluster, allowed)
-            found = search(job, cluster, allowed, most=counted("most", options.most, most=100))
-        said, line = _ending(found, steps, job, cluster)
+            steps, found = path(job, cluster, allowed), search(job, cluster, allowed, most=most)
+        chosen = _chosen(found, steps, options.layout)
+        ending = _ending(found, steps, job, cluster)
         Terminal().detail("\n".join(_asked(job, cluster)))
         Terminal().detail("\n" + folded(_STEPS, list(map(_step, steps)), Terminal().width) + "\n")
         if found.best:
             rows = [_row(choice, job, cluster) for choice in found.best]
             Terminal().detail(folded(_LAYOUTS, rows, Terminal().width) + "\n")
-        Terminal().say(f"{said} {line}" if line else said)
-        if found.best and files.write.wanted:
-            files.write.write(_config(found.best[0].layout, job).text())
-        advice = Advice(job, cluster, steps, found.best, _asked(job, cluster), said, line, allowed.room)
+        Terminal().say(" ".join(filter(None, ending)))
+        if chosen is not None:
+            _write(_config(chosen, job), chosen, files.write)
+        advice = Advice(job, cluster, steps, found.best, _asked(job, cluster), *ending, allowed.room)
         return files.finish(
             0 if found.best else WRONG,
             page=partial(advice_page, advice),
             steps=[_step_data(step) for step in steps],
             layouts=[_data(choice, cluster) for choice in found.best],
-            next=line or None,
+            next=ending.line or None,
         )
+
+
+def _chosen(found: Found, steps: Sequence[Step], number: int | None) -> Layout | None:
+    """The layout to begin with, or the one with this ``number`` in the list; None where nothing fits."""
+    if not found.best:
+        return None
+    if number is None:
+        return _last_taken(steps)
+    if number > len(found.best):
+        raise UsageError(f"--layout {number}: only {some(len(found.best), 'layout')} can be listed; give one of these")
+    return found.best[number - 1].layout
+
+
+def _write(config: Config, layout: Layout, file: OutputFile) -> None:
+    file.write(config.text())
+    if file.name:
+        schedule = f", {layout.schedule}" if layout.pp > 1 else ""
+        runs = f"pipeproof validate --config {shlex.quote(file.name)}"
+        Terminal().detail(f"{file.name}: {layout.words}{schedule}; {runs} runs it small")
 
 
 def _config(layout: Layout, job: Job) -> Config:
@@ -239,13 +265,26 @@ _LAYOUTS = [
 ]
 
 
-def _ending(found: Found, steps: Sequence[Step], job: Job, cluster: Cluster) -> tuple[str, str]:
+class _Ending(NamedTuple):
+    """How it ends: what was found, what to do next, and the line to type for that; the last two may be empty."""
+
+    said: str
+    do: str = ""
+    line: str = ""
+
+
+def _ending(found: Found, steps: Sequence[Step], job: Job, cluster: Cluster) -> _Ending:
     """Where to begin and what to type next, or why there is nothing to begin with."""
     if found.best:
-        return _next(steps, job)
+        return _next(_last_taken(steps), job)
     if found.least is None:
-        return f"No layout is legal: use another number of devices than {cluster.devices:,}, or another batch.", ""
-    return "Nothing fits: use more devices, or devices with more memory.", ""
+        return _Ending(f"No layout is legal: use another number of devices than {cluster.devices:,}, or another batch.")
+    return _Ending("Nothing fits: use more devices, or devices with more memory.")
+
+
+def _last_taken(steps: Sequence[Step]) -> Layout:
+    """Where the steps led: what is faster than that by little has more that can go wrong."""
+    return next(step.choice.layout for step in reversed(steps) if step.choice and step.outcome is Outcome.TAKEN)
 
 
 def _row(choice: Choice, job: Job, cluster: Cluster) -> tuple[str, ...]:
@@ -263,20 +302,19 @@ def _row(choice: Choice, job: Job, cluster: Cluster) -> tuple[str, ...]:
     )
 
 
-def _next(steps: Sequence[Step], job: Job) -> tuple[str, str]:
-    """Where the steps led: what is faster than that by little has more that can go wrong."""
-    layout = next(step.choice.layout for step in reversed(steps) if step.choice and step.outcome is Outcome.TAKEN)
-    begin, config = f"Begin with {layout.words}", _config(layout, job)
+def _next(layout: Layout, job: Job) -> _Ending:
+    """To begin with ``layout``."""
+    begin, config = f"Begin with {layout.words}.", _config(layout, job)
     if (stack := stack_of(config)) is not None:
         left = not_stacked(config)
         without = f" (not run: {'; '.join(left)})" if left else ""
-        return f"{begin}. Validate a small one of its kind{without}:", stack.replay
+        return _Ending(begin, f"Validate a small one of its kind{without}:", stack.replay)
     if layout.pp == 1:
-        return f"{begin}. Validate one step of your own:", "pipeproof init"
+        return _Ending(begin, "Validate one step of your own:", "pipeproof init")
     case = case_of(config)
     looped = f" --virtual {layout.virtual} --layers {sum(case.split)}" if case.schedule in LOOPED else ""
     line = f"pipeproof validate --schedule {case.schedule} --ranks {case.ranks}{looped}"
-    return f"{begin}. Validate its schedule, small:", f"{line} --microbatches {case.microbatches}"
+    return _Ending(begin, "Validate its schedule, small:", f"{line} --microbatches {case.microbatches}")
 
 
 def _held(held: Footprint) -> dict[str, float]:

@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 from pipeproof.commands.ending import Asked
 from pipeproof.judging.verdict import SCHEMA, Verdict
+from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.output_file import OutputError, OutputFile
 
 Group: TypeAlias = Mapping[str, object]
@@ -55,7 +56,7 @@ def takes_standard_output(options: argparse.Namespace) -> bool:
             why = "standard output takes one file" if path == "-" else "give each its own file"
             raise OutputError(f"{taken[place]} and {option} are both {path}: {why}")
         taken[place] = option
-    for path in wanted.values():
+    for path in () if getattr(options, "artifacts", None) else wanted.values():  # which may be the folder of others
         with OutputFile(path):
             pass
     return "-" in taken
@@ -114,6 +115,8 @@ class Opened:
         self.json.write_json(document(self.command, status, verdicts, groups=groups, **more))
         if page is not None and self.html.wanted:
             self.html.write(page().encode(errors="backslashreplace"))  # a file's name may be no text
+            if self.html.name:
+                Terminal().detail(f"{self.html.name}: a page, to look at in a browser")
         if request is not None:
             raise request
         return status

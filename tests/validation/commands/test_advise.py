@@ -1,6 +1,7 @@
 """``advise`` as a user types it."""
 
 import json
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -62,8 +63,28 @@ def test_a_config_or_sizes_stand_for_a_name(tmp_path: Path, capsys: pytest.Captu
     assert "of them active" in capsys.readouterr().out
 
 
+AMONG_64 = ["--model", "gpt-3-175b", "--devices", "64"]
+
+
+def test_what_is_written_is_the_layout_to_begin_with_or_one_of_the_list(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "step.json"
+    for more in ([], ["--layout", "2"]):
+        assert main(["advise", *AMONG_64, "--write", str(file), *more]) == 0
+        out = capsys.readouterr().out
+        begin = re.search(r"Begin with (.*?)\. ", out)
+        second = out.partition("\nlayout  ")[2].splitlines()[2].partition("   ")[0]
+        words = second if more else begin[1]  # type: ignore[index]
+        schedule = read_config(str(file))["schedule"]
+        typed = f"pipeproof validate --config {file}"
+        assert out.endswith(f"\n{file}: {words}, {schedule}; {typed} runs it small\n")
+    assert main(["advise", *AMONG_64, "--write", "-"]) == 0
+    assert "runs it small" not in capsys.readouterr().err, "standard output is no file"
+
+
 @pytest.mark.parametrize(("devices", "status", "sizes"), [(64, 0, (4, 8, 2, 1)), (8, 1, ())])
-def test_the_first_layout_is_written_as_a_config(
+def test_the_layout_to_begin_with_is_written_as_a_config(
     devices: int, status: int, sizes: tuple[int, ...], tmp_path: Path
 ) -> None:
     file = tmp_path / "step.json"
@@ -108,6 +129,15 @@ def test_what_is_known_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (["--model", "llama-3-8b", "--memory", "-1"], "argument --memory: '-1': expected a number above 0"),
         (["--model", "llama-3-8b", "--per-node", "0"], "per-node is 0: expected at least 1"),
         (["--model", "llama-3-8b", "--most", "101"], "most is 101: expected at most 100"),
+        (["--model", "llama-3-8b", "--layout", "2"], "--layout has no effect without --write: leave it out"),
+        (
+            ["--model", "llama-3-8b", "--layout", "4", "--write", "x.json"],
+            "--layout is 4: expected at most 3",
+        ),
+        (
+            ["--model", "gpt-1.7b", "--devices", "1", "--layout", "2", "--write", "x.json"],
+            "--layout 2: only 1 layout can be listed; give one of these",
+        ),
         (["--list", "--html", "page.html"], "--html has no effect with --list: leave it out"),
         (["--layers", "8", "--hidden", "64", "--heads", "7"], "hidden 64 is no multiple of heads 7"),
         (["--layers", "8", "--hidden", "64", "--heads", "8", "--experts", "1"], "experts is 1: expected at least 2"),
@@ -196,10 +226,14 @@ def test_the_largest_are_answered_at_once(model: str, sequence: int) -> None:
 def test_a_page_has_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "advice.html"
     assert main(["advise", *SMALL, "--html", str(file)]) == 0
-    last, shown = capsys.readouterr().out.splitlines()[-1], file.read_text()
-    said, _, line = last.partition(": ")
-    assert f"{said}:</h1>" in shown
+    *_, last, written = capsys.readouterr().out.splitlines()
+    shown = file.read_text()
+    begin, ask, line = re.fullmatch(r"(.*?\.) (.*:) (.*)", last).groups()  # type: ignore[union-attr]
+    assert f"{begin}</h1>" in shown
+    assert f"{ask}</p>" in shown
     assert f">{line}</code>" in shown
+    assert f"<title>llama-3-8b: {begin[:-1]}</title>" in shown
+    assert written == f"{file}: a page, to look at in a browser"
     assert "http" not in shown.replace("http://www.w3.org", "")
 
 

@@ -61,7 +61,7 @@ def test_diff_says_first_how_the_configs_differ(capsys: pytest.CaptureFixture[st
         ["split", "1,1", "2"],
     ]
     assert lines[4][0] == "PASS", "one of the two is what was expected"
-    assert [line[0] for line in lines[-4:]] == ["why", "most", "one", "other"]
+    assert [line[0] for line in lines[-5:]] == ["why", "most", "one", "other", "diff.html:"]
     assert "rounding: both are right" in " ".join(lines[-4])
     assert "schedule, pp and split differ" in shown
     assert main(["diff", "one", "one"]) == 0
@@ -138,7 +138,8 @@ def test_what_a_run_gave_is_recorded_and_judged(capsys: pytest.CaptureFixture[st
     assert not re.search(r"expected|\bright|\bwrong|\bcause\b|\b(pass|fail)\b", numbers, re.IGNORECASE)
     assert "a fault: other is wrong by its own config\n  one       right by its own config: 37 compar" in why
     assert "wrong by its own config: zero rank 1, stage 1, parameter blocks.1.norm.weight\n" in why
-    assert why.endswith("pipeproof compare expected.safetensors faulty\n")
+    written = "diff.html: a page, to look at in a browser\n"
+    assert why.endswith(f"pipeproof compare expected.safetensors faulty\n{written}")
     page = re.sub(r"(?s)<style>.*?</style>|<script.*?</script>|<[^>]*>", " ", Path("diff.html").read_text())
     assert "zero rank 1, stage 1" in page
     told = documented(Path("diff.json").read_text())

@@ -40,7 +40,8 @@ _SAID = {
 class Advice:
     """What was found for ``job`` on ``cluster``: the way, the fastest layouts, and how it ends.
 
-    ``asked`` is the question in lines. ``said`` and ``line``: where to begin, and what to type; the line may be empty.
+    ``asked`` is the question in lines. ``said``: where to begin. ``do`` and ``line``: what to do next, and what to type
+    for that; both may be empty.
     ``room``: the share of memory that may be filled.
     """
 
@@ -50,6 +51,7 @@ class Advice:
     best: tuple[Choice, ...]
     asked: Sequence[str]
     said: str
+    do: str
     line: str
     room: float
 
@@ -61,11 +63,14 @@ def advice_page(advice: Advice) -> str:
         tag("p", badge, tag("span", f" {advice.asked[0]}", class_="quiet")),
         tag("h1", advice.said, class_="said"),
         *(tag("p", line, class_="quiet") for line in advice.asked[1:]),
+        tag("p", advice.do) if advice.do else None,
         typed(advice.line, named="the line to type") if advice.line else None,
     ]
     layouts = [_layout(choice, advice, number) for number, choice in enumerate(advice.best, 1)]
     body = [section("Memory of the fullest device", _picture(advice), wide=True), _path(advice), *layouts]
-    return framed(f"{advice.job.model.name}: {advice.said}", joined([tag("header", *head), tag("main", *body)]), {})
+    return framed(
+        f"{advice.job.model.name}: {advice.said.rstrip('.')}", joined([tag("header", *head), tag("main", *body)]), {}
+    )
 
 
 def _path(advice: Advice) -> Html:
