@@ -24,6 +24,7 @@ class Outcome(StrEnum):
     NOT_NEEDED = "not needed"
 
 
+_AXES = {Kind.TENSOR: "tp", Kind.PIPELINE: "pp", Kind.EXPERT: "ep", Kind.CONTEXT: "cp"}
 # What else ranks share, beside a batch.
 _SHARED = {
     Kind.TENSOR: "the heads evenly",
@@ -35,7 +36,7 @@ _SHARED = {
 
 @dataclass(frozen=True)
 class Step:
-    """One kind of parallelism, tried on top of those before. ``choice``: the best with it, if any layout is legal."""
+    """One kind of parallelism, tried on top of those before. ``choice``: the best with it, if it gives another one."""
 
     name: str
     outcome: Outcome
@@ -65,8 +66,7 @@ def path(job: Job, cluster: Cluster, allowed: Allowed) -> tuple[Step, ...]:
         tried = _with(trial.allowed, used)
         after = search(job, replace(cluster, devices=trial.devices), tried, most=1)
         outcome, reason = _judged(before, after, job, trial, cluster)
-        found = after.best[:1] if after.best != before.best else ()
-        steps.append(Step(trial.name, outcome, reason, found[0] if found else after.least))
+        steps.append(Step(trial.name, outcome, reason, _given(before, after, trial)))
         if outcome is not Outcome.NOT_NEEDED:
             used, before = tried, after
     return tuple(steps)
@@ -115,9 +115,19 @@ def _pointless(trial: _Trial, job: Job, used: Allowed, cluster: Cluster) -> str:
     return ""
 
 
+def _given(before: Found, after: Found, trial: _Trial) -> Choice | None:
+    """What a step gives: the best layout, or the one that needs least, if it is one with this kind of parallelism."""
+    choice = after.best[0] if after.best else after.least
+    if choice is None or choice in (*before.best, before.least):
+        return None
+    return choice if trial.kind is None or getattr(choice.layout, _AXES[trial.kind]) > 1 else None
+
+
 def _judged(before: Found, after: Found, job: Job, trial: _Trial, cluster: Cluster) -> tuple[Outcome, str]:
     """Whether a step is taken, and why."""
     if not after.best:
+        if after.least is not None and _given(before, after, trial) is None:
+            return Outcome.NOT_ENOUGH, f"no layout with it needs less than {_gib(after.least)} GiB"
         return Outcome.NOT_ENOUGH, _why_nothing_fits(after.least, job, trial, cluster)
     now = after.best[0]
     if not before.best:

@@ -177,7 +177,8 @@ def _by_hand(given: Mapping[str, int]) -> Transformer:
         Experts(counted("experts", given["experts"], least=2, most=1 << 16), 2, width) if "experts" in given else None
     )
     vocabulary = given.get("vocab", _VOCABULARY)
-    return Transformer("model", given["layers"], hidden, given["heads"], vocabulary, width, experts=experts)
+    name = ", ".join(f"{size} {count}" for size, count in given.items())
+    return Transformer(name, given["layers"], hidden, given["heads"], vocabulary, width, experts=experts)
 
 
 def _device(options: argparse.Namespace) -> Accelerator:
@@ -189,8 +190,8 @@ def _known() -> str:
     models = [
         (
             model.name,
-            _billions(model.parameters),
-            _billions(model.active_parameters),
+            _size(model.parameters),
+            _size(model.active_parameters),
             str(model.layers),
             str(model.hidden),
         )
@@ -214,16 +215,16 @@ def _known() -> str:
     )
 
 
-def _billions(count: int) -> str:
-    return f"{count / 1e9:.1f} B"
+def _size(parameters: int) -> str:
+    return f"{parameters / 1e9:.1f} B" if parameters >= 1e9 else f"{parameters / 1e6:.1f} M"
 
 
 def _asked(job: Job, cluster: Cluster) -> tuple[str, ...]:
     model, device = job.model, cluster.device
     memory = three_digits(device.memory / GIB)
-    active = f", {_billions(model.active_parameters)} of them active" if model.experts else ""
+    active = f", {_size(model.active_parameters)} of them active" if model.experts else ""
     return (
-        f"{model.name}: {_billions(model.parameters)} parameters{active}; {model.layers} layers",
+        f"{model.name}: {_size(model.parameters)} parameters{active}; {model.layers} layers",
         f"a batch of {job.batch:,} x {job.sequence:,} tokens",
         f"{cluster.devices:,} {device.name}, {cluster.per_node} in a node, {memory} GiB each",
         *_ASSUMED,

@@ -37,7 +37,7 @@ def add_stacks(parser: argparse.ArgumentParser) -> None:
     known = [*PRIMITIVES, *VARIANTS]
     each = f"kinds of parallelism, each alone on a small decoder: all, or some of {', '.join(known)}"
     add_names(parser, "--primitive", each, known=("all", *known))
-    together = f"several together, and the ranks of each: pp=2,tp=2,dp=2; or {ONE_DEVICE}"
+    together = f"several together, and the ranks of each: pp=2,tp=2,ddp=2; or {ONE_DEVICE}"
     parser.add_argument("--stack", metavar="NAME=N,...", help=together)
 
 
@@ -75,7 +75,7 @@ def _legend() -> str:
     symbols = "\n".join(f"  {letter} {what}" for letter, what in SYMBOLS.items())
     return (
         f"{symbols}\nBytes: 2 a weight, 4 a gradient, 12 for Adam.\n"
-        "`pipeproof validate --primitive tp` runs one; `--stack pp=2,tp=2,dp=2` runs several together."
+        "`pipeproof validate --primitive tp` runs one; `--stack pp=2,tp=2,ddp=2` runs several together."
     )
 
 

@@ -60,7 +60,9 @@ def test_a_config_or_sizes_stand_for_a_name(tmp_path: Path, capsys: pytest.Captu
         main(["advise", "--layers", "32", "--hidden", "4096", "--heads", "32", "--experts", "8", "--devices", "64"])
         == 0
     )
-    assert "of them active" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert out.startswith("layers 32, hidden 4096, heads 32, experts 8: 37.8 B parameters, ")
+    assert "of them active" in out
 
 
 AMONG_64 = ["--model", "gpt-3-175b", "--devices", "64"]
