@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipeproof.cases.config import Config
@@ -20,6 +21,7 @@ from pipeproof.pipeline.layouts.path import Outcome, Step, path
 from pipeproof.pipeline.layouts.pipelined import stages_of
 from pipeproof.pipeline.layouts.search import Allowed, Choice, Found, search
 from pipeproof.pipeline.layouts.transformer import MODELS, Experts, Transformer, model_named, model_of_config
+from pipeproof.pipeline.schedule import ScheduleError
 from pipeproof.pipeline.schedules import LOOPED
 from pipeproof.pipeline.sizes import counted, some, three_digits
 from pipeproof.reports.columns import Column, folded, table
@@ -160,8 +162,14 @@ def _model(options: argparse.Namespace) -> Transformer:
     if given:
         raise UsageError(f"--model with --{next(iter(given))}: expected one of the two; leave one out")
     if not options.model.endswith(".json"):
+        if Path(options.model).exists():
+            raise UsageError(f"--model {options.model}: expected a name that --list has, or a file that ends in .json")
         return model_named(options.model)
-    return model_of_config(read_json(options.model, expected="the config.json of a decoder"), name=options.model)
+    data = read_json(options.model, expected="the config.json of a decoder")
+    try:
+        return model_of_config(data, name=options.model)
+    except ScheduleError as error:
+        raise UsageError(f"{options.model}: {error}") from None
 
 
 def _by_hand(given: Mapping[str, int]) -> Transformer:

@@ -41,6 +41,11 @@ def add_stacks(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stack", metavar="NAME=N,...", help=together)
 
 
+def asks_for_primitives(options: argparse.Namespace) -> bool:
+    """Whether ``--primitive`` is said, be it with nothing behind it."""
+    return bool(options.primitive) or "--primitive" in options.given
+
+
 def _primitives(options: argparse.Namespace) -> int:
     chosen = [PRIMITIVES[known_primitive(name, among=PRIMITIVES)] for name in options.name] or PRIMITIVES.values()
     known = figures()
@@ -93,11 +98,11 @@ def _data(one: Primitive, found: Figures) -> dict[str, object]:
 
 def validate_stacks(options: argparse.Namespace) -> int:
     """``validate`` with ``--primitive`` or ``--stack``."""
-    if options.primitive and options.stack is not None:
+    if asks_for_primitives(options) and options.stack is not None:
         raise UsageError("--primitive with --stack: expected one of the two; leave one out")
     what = "--stack" if options.stack is not None else "--primitive"
     useless = [f"--{name}" for name in OF_TABLE if name not in _SAID]
-    without_effect(options, [*useless, "--config", "--profile", "--record"], f"with {what}, of a decoder of its own")
+    without_effect(options, [*useless, "--config", "--profile", "--record"], f"with {what}, which runs a small decoder")
     return _validate(list(stacks_of(options)), options, options.device)
 
 

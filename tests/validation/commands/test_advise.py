@@ -119,7 +119,16 @@ def test_what_is_known_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (["--model", "lama-3-8b"], "unknown model 'lama-3-8b': did you mean 'llama-3-8b'?"),
         (["--model", "llama-3-8b", "--layers", "8"], "--model with --layers: expected one of the two"),
-        (["--model", "nowhere.json"], "nowhere.json"),
+        (
+            ["--model", "nowhere.json"],
+            "cannot read nowhere.json: No such file or directory; give a file with the config.json of a decoder\n",
+        ),
+        (["--model", "."], "--model .: expected a name that --list has, or a file that ends in .json"),
+        (
+            ["--model", "llama-3-8b", "--memory", "80GB"],
+            "a number above 0, and at most 1e+15, without a unit",
+        ),
+        (["--layers", "4097", "--hidden", "64", "--heads", "8"], "layers is 4097: expected at most 4096"),
         (["--model", "llama-3-8b", "--device", "h10"], "unknown device 'h10': did you mean 'h100'?"),
         (["--model", "llama-3-8b", "--devices", "0"], "devices is 0: expected at least 1"),
         (["--model", "llama-3-8b", "--batch", "0"], "batch is 0: expected at least 1"),

@@ -90,9 +90,17 @@ def test_many_ranks_are_said_before_they_start(
         (["--stack", "tp=3"], "tp 3 does not divide heads 4: use a divisor"),
         (["--primitive", "tpp"], "unknown primitive 'tpp': did you mean 'tp'?"),
         (["--primitive", "tp,,cp"], "unknown primitive ''"),
+        (["--primitive", ""], "unknown primitive ''"),
+        (
+            ["--primitive", "zero"],
+            "did you mean 'zero-1', 'zero-2', 'zero-3' or 'zero-3-every'?",
+        ),
         (["--primitive", "tp", "--stack", "pp=2"], "--primitive with --stack: expected one of the two"),
         (["--stack", "tp=2", "--schedule", "gpipe"], "--schedule has no effect with tp=2, which has no pp"),
-        (["--stack", "pp=2", "--model", "mlp"], "--model has no effect with --stack, of a decoder of its own"),
+        (
+            ["--stack", "pp=2", "--model", "mlp"],
+            "--model has no effect with --stack, which runs a small decoder",
+        ),
         (["--stack", "pp=2", "--record", "x"], "--record has no effect with --stack"),
         (["--stack", "pp=2", "--config", "x"], "--config has no effect with --stack"),
         (["--stack", "pp=2", "--microbatches", "0"], "microbatches is 0: expected at least 1"),
