@@ -68,7 +68,7 @@ def add_advise_command(commands: "argparse._SubParsersAction[Any]") -> None:
     )
     add_count(limits, "--most", "N", "how many layouts are listed", default=3)
     parser.add_argument("--list", action="store_true", help="the models and devices that are known, and their figures")
-    add_file(parser, "--write", "write the layout to begin with there as a config, for validate --config and bench")
+    add_file(parser, "--write", "keep the layout to begin with in this file, a config for validate --config and bench")
     add_count(parser, "--layout", "K", "with --write: the K-th of the listed layouts instead; 1 is the fastest")
     add_outputs(parser, what="steps and layouts", page=True)
     parser.set_defaults(run=_advise)
@@ -82,8 +82,8 @@ def _add_cluster(group: "argparse._ArgumentGroup") -> None:
     for option, unit, what in (
         ("--memory", "GIB", "memory of a device"),
         ("--flops", "TFLOPS", "speed of a device in bf16"),
-        ("--link", "GB/S", "between two devices of a node, in one direction"),
-        ("--network", "GB/S", "from a device to other nodes, in one direction"),
+        ("--link", "GB/S", "bandwidth between two devices of a node, in one direction"),
+        ("--network", "GB/S", "bandwidth from a device to other nodes, in one direction"),
     ):
         group.add_argument(option, type=number, metavar=unit, help=f"{what} (default: the device's, as --list has it)")
 

@@ -6,6 +6,7 @@ A width of None is that of a file or a pipe, where all is written.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
+from textwrap import fill
 
 _NARROW = 8  # letters in which most words can still be told apart
 
@@ -140,6 +141,13 @@ def _set_in(columns: Sequence[Column], piece: slice) -> list[Column]:
 def shortened(text: str, width: int | None) -> str:
     """``text``, cut where it is too long."""
     return text if width is None or len(text) <= width else f"{text[: max(0, width - 1)]}…"[:width]
+
+
+def wrapped(text: str, width: int | None, *, indent: int) -> str:
+    """``text`` in lines between words; all but the first are set in."""
+    if width is None or width <= 2 * indent:
+        return text
+    return fill(text, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
 def in_pieces(grid: str, width: int | None) -> str:

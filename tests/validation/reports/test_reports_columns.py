@@ -4,7 +4,7 @@ import pytest
 
 from pipeproof.pipeline import build
 from pipeproof.pipeline.grid import grid
-from pipeproof.reports.columns import Column, Layout, folded, in_pieces, shortened, table
+from pipeproof.reports.columns import Column, Layout, folded, in_pieces, shortened, table, wrapped
 from pipeproof.reports.table import COLUMNS
 
 HEADER = Layout.of(COLUMNS, None).header
@@ -94,3 +94,14 @@ def test_what_a_line_has_no_room_for_goes_to_the_next(width: int | None, lines: 
 def test_a_line_of_a_row_with_nothing_on_it_is_none() -> None:
     assert folded(FOLDED, ROWS, 23).splitlines()[-2:] == ["one device", "  it does not"]
     assert "GiB" not in folded(FOLDED, [["one device", "", "", "it does not"]], 23)
+
+
+def test_a_sentence_is_wrapped_between_words() -> None:
+    said = "  saves   all that pp=2,zero-3=2 needs"
+    assert wrapped(said, 28, indent=10).splitlines() == [
+        "  saves   all that",
+        "          pp=2,zero-3=2",
+        "          needs",
+    ]
+    assert wrapped(said, None, indent=10) == said
+    assert wrapped(said, 12, indent=10) == said
