@@ -46,7 +46,9 @@ def read_json(path: str | Path, *, expected: str) -> dict[str, Any]:
     try:
         found = json.loads(_bytes(Path(path)), object_pairs_hook=_once)
     except OSError as error:
-        raise ScheduleError(f"{cannot_read(path, error)}: expected {expected}") from None
+        raise ScheduleError(f"cannot read {path}: {error.strerror or error}; give a file with {expected}") from None
+    except UnicodeDecodeError:
+        raise ScheduleError(f"{path} is no JSON, and no text in UTF-8: expected {expected}") from None
     except (ValueError, RecursionError) as error:  # also of a name with a null character
         raise ScheduleError(f"{path} is no JSON ({error}): expected {expected}") from None
     if not isinstance(found, dict):
@@ -80,6 +82,8 @@ def _bytes(path: Path) -> bytes:
         data = sys.stdin.buffer.read(_MOST_BYTES + 1)
         size = len(data)
     else:
+        if path.is_dir():
+            raise OSError("it is a directory (- reads standard input)")
         if path.exists() and not path.is_file():  # reading a pipe may never end
             raise OSError("it is no regular file (- reads standard input)")
         size = path.stat().st_size

@@ -40,3 +40,8 @@ def number_wanted(*, zero: bool) -> str:
 def some(count: int, what: str) -> str:
     """``1 rank``, ``2 ranks``, ``2 microbatches``."""
     return f"{count} {what}{'' if count == 1 else 'es' if what.endswith(('ch', 'ss')) else 's'}"
+
+
+def three_digits(value: float) -> str:
+    """``1,234``, ``27.5``, ``0.0123``: three digits, and all those before the point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

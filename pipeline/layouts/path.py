@@ -11,6 +11,7 @@ from enum import StrEnum
 from pipeproof.pipeline.layouts.cluster import GIB, Cluster
 from pipeproof.pipeline.layouts.layout import Job, Recompute
 from pipeproof.pipeline.layouts.search import LONG, Allowed, Choice, Found, Kind, search
+from pipeproof.pipeline.sizes import three_digits
 
 _WORTH = 0.05  # of a step's time: less is no reason to add a kind of parallelism where all fits without it
 
@@ -23,6 +24,7 @@ class Outcome(StrEnum):
     NOT_NEEDED = "not needed"
 
 
+_AXES = {Kind.TENSOR: "tp", Kind.PIPELINE: "pp", Kind.EXPERT: "ep", Kind.CONTEXT: "cp"}
 # What else ranks share, beside a batch.
 _SHARED = {
     Kind.TENSOR: "the heads evenly",
@@ -34,7 +36,7 @@ _SHARED = {
 
 @dataclass(frozen=True)
 class Step:
-    """One kind of parallelism, tried on top of those before. ``choice``: the best with it, if any layout is legal."""
+    """One kind of parallelism, tried on top of those before. ``choice``: the best with it, if it gives another one."""
 
     name: str
     outcome: Outcome
@@ -64,8 +66,7 @@ def path(job: Job, cluster: Cluster, allowed: Allowed) -> tuple[Step, ...]:
         tried = _with(trial.allowed, used)
         after = search(job, replace(cluster, devices=trial.devices), tried, most=1)
         outcome, reason = _judged(before, after, job, trial, cluster)
-        found = after.best[:1] if after.best != before.best else ()
-        steps.append(Step(trial.name, outcome, reason, found[0] if found else after.least))
+        steps.append(Step(trial.name, outcome, reason, _given(before, after, trial)))
         if outcome is not Outcome.NOT_NEEDED:
             used, before = tried, after
     return tuple(steps)
@@ -114,9 +115,19 @@ def _pointless(trial: _Trial, job: Job, used: Allowed, cluster: Cluster) -> str:
     return ""
 
 
+def _given(before: Found, after: Found, trial: _Trial) -> Choice | None:
+    """What a step gives: the best layout, or the one that needs least, if it is one with this kind of parallelism."""
+    choice = after.best[0] if after.best else after.least
+    if choice is None or choice in (*before.best, before.least):
+        return None
+    return choice if trial.kind is None or getattr(choice.layout, _AXES[trial.kind]) > 1 else None
+
+
 def _judged(before: Found, after: Found, job: Job, trial: _Trial, cluster: Cluster) -> tuple[Outcome, str]:
     """Whether a step is taken, and why."""
     if not after.best:
+        if after.least is not None and _given(before, after, trial) is None:
+            return Outcome.NOT_ENOUGH, f"no layout with it needs less than {_gib(after.least)} GiB"
         return Outcome.NOT_ENOUGH, _why_nothing_fits(after.least, job, trial, cluster)
     now = after.best[0]
     if not before.best:
@@ -124,7 +135,10 @@ def _judged(before: Found, after: Found, job: Job, trial: _Trial, cluster: Clust
     was = before.best[0]
     faster = was.time.total / now.time.total
     if trial.devices > was.layout.ranks and faster > 1:
-        return Outcome.TAKEN, f"{trial.devices:,} devices are {faster:.3g} times as fast as {was.layout.ranks:,}"
+        return (
+            Outcome.TAKEN,
+            f"{trial.devices:,} devices are {three_digits(faster)} times as fast as {was.layout.ranks:,}",
+        )
     gain = 1 - now.time.total / was.time.total
     if gain >= _WORTH:
         return Outcome.TAKEN, f"a step takes {gain:.0%} less: {_seconds(now)} for {_seconds(was)}"
@@ -137,11 +151,11 @@ def _why_nothing_fits(least: Choice | None, job: Job, trial: _Trial, cluster: Cl
         others = f" and {_SHARED[trial.kind]}" if trial.kind else ""
         return f"{trial.devices:,} devices cannot share a batch of {job.batch:,}{others}"
     room = trial.allowed.room * cluster.device.memory / GIB
-    return f"needs {_gib(least)} GiB; {room:.3g} of {_memory(cluster)} may be filled"
+    return f"needs {_gib(least)} GiB; {three_digits(room)} of {_memory(cluster)} may be filled"
 
 
 def _seconds(choice: Choice) -> str:
-    return f"{choice.time.total:.3g} s"
+    return f"{three_digits(choice.time.total)} s"
 
 
 def _gib(choice: Choice) -> str:
@@ -149,4 +163,4 @@ def _gib(choice: Choice) -> str:
 
 
 def _memory(cluster: Cluster) -> str:
-    return f"{cluster.device.memory / GIB:.3g}"
+    return three_digits(cluster.device.memory / GIB)

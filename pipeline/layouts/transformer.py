@@ -6,7 +6,7 @@ from typing import Any
 
 from pipeproof.pipeline.schedule import ScheduleError
 from pipeproof.pipeline.schedules import known_are
-from pipeproof.pipeline.sizes import counted
+from pipeproof.pipeline.sizes import MOST_LAYERS, counted
 
 _MOST = 1 << 24  # of any size of a model
 _MOST_EXPERTS = 1 << 16
@@ -77,7 +77,8 @@ class Transformer:
     latent: Latent | None = None
 
     def __post_init__(self) -> None:
-        for what in ("layers", "hidden", "heads", "vocabulary", "feed_forward"):
+        counted("layers", self.layers, most=MOST_LAYERS)
+        for what in ("hidden", "heads", "vocabulary", "feed_forward"):
             counted(what, getattr(self, what), most=_MOST)
         for what in ("kv_heads", "head_size", "positions"):
             counted(what, getattr(self, what), least=0, most=_MOST)
@@ -291,7 +292,7 @@ def model_of_config(config: Mapping[str, Any], *, name: str) -> Transformer:
         found.setdefault("feed_forward", 4 * found["hidden"])
     for ours, theirs in list(_FIELDS.items())[:5]:
         if ours not in found:
-            raise ScheduleError(f"{name} has no {theirs[0]}: expected the config.json of a decoder")
+            raise ScheduleError(f"no {theirs[0]}; expected the config.json of a decoder")
     found["positions"] = (_first(config, ("n_positions",)) or 0) if kind == "gpt2" else 0
     return Transformer(
         name,

@@ -58,16 +58,22 @@ _ALIASES = MappingProxyType(
 )
 
 
+_FEW = 4  # names
+
+
 def nearest(text: str, known: Iterable[str]) -> str:
-    """``did you mean 'x'? `` of the name that ``text`` is most like, or is a part of; or nothing.
+    """``did you mean 'x'? `` of the few names that ``text`` begins, or the one it is most like or part of; or nothing.
 
     Of a mapping it is what that calls the name.
     """
     names = {name.lower(): name for name in known}
     text = text.lower()
-    near = difflib.get_close_matches(text, names, n=1, cutoff=0.6)
+    near = [name for name in names if name.startswith(f"{text}-")]
+    if not 0 < len(near) <= _FEW:
+        near = difflib.get_close_matches(text, names, n=1, cutoff=0.6)
     near = near or sorted((name for name in names if len(text) > 2 and text in name), key=len)[:1]
-    return "".join(f"did you mean {(known[name] if isinstance(known, Mapping) else names[name])!r}? " for name in near)
+    said = [repr(known[name] if isinstance(known, Mapping) else names[name]) for name in near]
+    return f"did you mean {' or '.join(filter(None, [', '.join(said[:-1]), said[-1]]))}? " if said else ""
 
 
 def known_are(text: str, known: Sequence[str]) -> str:

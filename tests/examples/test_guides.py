@@ -32,7 +32,7 @@ EXAMPLES = ROOT / "tests" / "examples"
 README = PAGES["README.md"]
 REWRITE = os.environ.get("GUIDES") == "rewrite"
 # Not run here: what runs this, what test_wheel does, and examples that this session collects anyway.
-ELSEWHERE = ("ci/test", "pip install .", "torchrun --nproc-per-node 2 -m pytest test_my_schedules.py", "pytest test_")
+ELSEWHERE = ("ci/test", "pip install ", "torchrun --nproc-per-node 2 -m pytest test_my_schedules.py", "pytest test_")
 
 LANGUAGES = {"python", "py", "console", "text", "csv", "json"}  # py: of the reference, which is made from the code
 
@@ -234,6 +234,16 @@ def test_the_scripts_that_readme_names_are_there_and_ci_runs_the_tests() -> None
         assert (ROOT / name).stat().st_mode & 0o111
         assert name in pages
     assert "ci/test" in (ROOT / ".ci" / "run").read_text()
+
+
+@pytest.mark.parametrize(("page", "package"), [("megatron", "megatron-core"), ("deepspeed", "deepspeed")])
+def test_a_framework_is_installed_as_ci_does_and_a_wrong_step_fails_the_command(page: str, package: str) -> None:
+    text = PAGES[f"validation/guides/{page}.md"]
+    (pinned,) = set(re.findall(rf"{package}==[\d.]+", (ROOT / "ci" / "frameworks").read_text()))
+    (line,) = re.findall(r"(?m)^\$ (pip install .*)$", text)
+    assert line.split()[-1] == pinned
+    assert line in (ROOT / "validation" / "foreign" / f"{page}_whole.py").read_text(), "the cure where it is missing"
+    assert "    print(verdict)\n    sys.exit(verdict.exit_status)\n" in text
 
 
 def test_the_comparison_can_fail() -> None:

@@ -117,7 +117,8 @@ def test_what_is_no_file_is_refused_in_a_sentence(
     folder.mkdir()
     os.mkfifo(pipe)
     why = "it is no regular file (- reads standard input)"
-    assert told(command, folder, capsys) == (2, f"pipeproof: cannot read {folder}: {why}\n")
+    whole = "it is a directory (- reads standard input)"
+    assert told(command, folder, capsys) == (2, f"pipeproof: cannot read {folder}: {whole}\n")
     assert told(command, pipe, capsys) == (2, f"pipeproof: cannot read {pipe}: {why}\n")
     why = "No such file or directory; give a file that is there and may be read"
     assert told(command, missing, capsys) == (2, f"pipeproof: cannot read {missing}: {why}\n")

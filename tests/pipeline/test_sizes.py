@@ -5,7 +5,7 @@ import math
 import pytest
 
 from pipeproof.pipeline.schedule import ScheduleError
-from pipeproof.pipeline.sizes import MOST_ACTIONS, MOST_MICROBATCHES, MOST_RANKS, counted, measured, some
+from pipeproof.pipeline.sizes import MOST_ACTIONS, MOST_MICROBATCHES, MOST_RANKS, counted, measured, some, three_digits
 
 
 def test_what_is_within_bounds_comes_back() -> None:
@@ -40,3 +40,11 @@ def test_one_is_no_plural() -> None:
         "1 microbatch",
         "3 microbatches",
     ]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0"), (0.01234, "0.0123"), (27.51, "27.5"), (45.0, "45"), (99.97, "100"), (1234.5, "1,234")],
+)
+def test_three_digits_are_never_a_power_of_ten(value: float, text: str) -> None:
+    assert three_digits(value) == text

@@ -16,5 +16,5 @@ def advised(model: str = "llama-3-70b", devices: int = 64) -> Advice:
     job, cluster, allowed = Job(MODELS[model], 128, 8192), Cluster(ACCELERATORS["h100"], devices), Allowed()
     best = search(job, cluster, allowed).best
     asked = (f"{model}: its sizes", "a batch of 128 x 8,192 tokens")
-    said, line = ("Begin here:", "pipeproof validate --stack pp=2,tp=2") if best else ("Nothing fits.", "")
-    return Advice(job, cluster, path(job, cluster, allowed), best, asked, said, line, allowed.room)
+    ending = ("Begin here.", "Validate:", "pipeproof validate --stack pp=2,tp=2") if best else ("Nothing fits.", "", "")
+    return Advice(job, cluster, path(job, cluster, allowed), best, asked, *ending, allowed.room)

@@ -64,7 +64,7 @@ def read_config(path: str) -> Config:
         raise CaseError(f'{path} is no config: expected "format": "{FORMAT}", "version": {VERSION}; add them')
     if type(found := data.pop("version", None)) is not int or found != VERSION:
         raise CaseError(
-            f"{path} is a config of version {found}: this pipeproof reads version {VERSION}; write it again"
+            f"{path} is a config of version {json.dumps(found)}: this pipeproof reads version {VERSION}; write it again"
         )
     _check_types(data, path)
     for name, least in _LEAST.items():

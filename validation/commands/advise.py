@@ -1,10 +1,12 @@
 """``advise``: which kind of parallelism to add next, with the numbers, and the fastest layouts that fit."""
 
 import argparse
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from pipeproof.cases.config import Config
 from pipeproof.cases.work import case_of, not_stacked, stack_of
@@ -19,11 +21,13 @@ from pipeproof.pipeline.layouts.path import Outcome, Step, path
 from pipeproof.pipeline.layouts.pipelined import stages_of
 from pipeproof.pipeline.layouts.search import Allowed, Choice, Found, search
 from pipeproof.pipeline.layouts.transformer import MODELS, Experts, Transformer, model_named, model_of_config
+from pipeproof.pipeline.schedule import ScheduleError
 from pipeproof.pipeline.schedules import LOOPED
-from pipeproof.pipeline.sizes import counted
-from pipeproof.reports.columns import Column, table
+from pipeproof.pipeline.sizes import counted, some, three_digits
+from pipeproof.reports.columns import Column, folded, table
 from pipeproof.reports.page.advice import Advice, advice_page
 from pipeproof.reports.terminal import Terminal
+from pipeproof.worlds.output_file import OutputFile
 
 _MOST_BATCH = 1 << 24
 _MOST_SEQUENCE = 1 << 24
@@ -37,8 +41,8 @@ _SIZES = {
 }
 _WITH_LIST = {"--list", "--quiet", "--verbose", "--color"}
 _ASSUMED = (
-    "bf16 with Adam in fp32, gradients summed in fp32, attention that keeps no scores. Use times to compare layouts, "
-    "not as a forecast."
+    "bf16, Adam in fp32, gradients summed in fp32, attention that keeps no scores",
+    "Use times to compare layouts, not as a forecast.",
 )
 
 
@@ -64,7 +68,8 @@ def add_advise_command(commands: "argparse._SubParsersAction[Any]") -> None:
     )
     add_count(limits, "--most", "N", "how many layouts are listed", default=3)
     parser.add_argument("--list", action="store_true", help="the models and devices that are known, and their figures")
-    add_file(parser, "--write", "write the fastest layout there as a config, for validate --config")
+    add_file(parser, "--write", "keep the layout to begin with in this file, a config for validate --config and bench")
+    add_count(parser, "--layout", "K", "with --write: the K-th of the listed layouts instead; 1 is the fastest")
     add_outputs(parser, what="steps and layouts", page=True)
     parser.set_defaults(run=_advise)
 
@@ -77,8 +82,8 @@ def _add_cluster(group: "argparse._ArgumentGroup") -> None:
     for option, unit, what in (
         ("--memory", "GIB", "memory of a device"),
         ("--flops", "TFLOPS", "speed of a device in bf16"),
-        ("--link", "GB/S", "between two devices of a node, in one direction"),
-        ("--network", "GB/S", "from a device to other nodes, in one direction"),
+        ("--link", "GB/S", "bandwidth between two devices of a node, in one direction"),
+        ("--network", "GB/S", "bandwidth from a device to other nodes, in one direction"),
     ):
         group.add_argument(option, type=number, metavar=unit, help=f"{what} (default: the device's, as --list has it)")
 
@@ -88,6 +93,7 @@ def _advise(options: argparse.Namespace) -> int:
     if options.list:
         Terminal().say(_known())
         return 0
+    without_effect(options, ["--layout"] if options.write is None else (), "without --write")
     job = Job(
         _model(options),
         counted("batch", options.batch, most=_MOST_BATCH),
@@ -97,27 +103,49 @@ def _advise(options: argparse.Namespace) -> int:
     allowed = Allowed(zero=tuple(range(options.zero + 1)))
     if options.recompute == "never":
         allowed = replace(allowed, recompute=(Recompute.NONE,))
+    most = counted("most", options.most, most=100)
+    if options.layout is not None:
+        counted("--layout", options.layout, most=most)
     with Outputs.of(options).opened("advise") as files:
         with Terminal().progress("advise"):
-            steps = path(job, cluster, allowed)
-            found = search(job, cluster, allowed, most=counted("most", options.most, most=100))
-        said, line = _ending(found, steps, job, cluster)
+            steps, found = path(job, cluster, allowed), search(job, cluster, allowed, most=most)
+        chosen = _chosen(found, steps, options.layout)
+        ending = _ending(found, steps, job, cluster)
         Terminal().detail("\n".join(_asked(job, cluster)))
-        Terminal().detail("\n" + table(_STEPS, list(map(_step, steps)), Terminal().width) + "\n")
+        Terminal().detail("\n" + folded(_STEPS, list(map(_step, steps)), Terminal().width) + "\n")
         if found.best:
             rows = [_row(choice, job, cluster) for choice in found.best]
-            Terminal().detail(table(_LAYOUTS, rows, Terminal().width) + "\n")
-        Terminal().say(f"{said} {line}" if line else said)
-        if found.best and files.write.wanted:
-            files.write.write(_config(found.best[0].layout, job).text())
-        advice = Advice(job, cluster, steps, found.best, _asked(job, cluster), said, line, allowed.room)
+            Terminal().detail(folded(_LAYOUTS, rows, Terminal().width) + "\n")
+        Terminal().say(" ".join(filter(None, ending)))
+        if chosen is not None:
+            _write(_config(chosen, job), chosen, files.write)
+        advice = Advice(job, cluster, steps, found.best, _asked(job, cluster), *ending, allowed.room)
         return files.finish(
             0 if found.best else WRONG,
             page=partial(advice_page, advice),
             steps=[_step_data(step) for step in steps],
             layouts=[_data(choice, cluster) for choice in found.best],
-            next=line or None,
+            next=ending.line or None,
         )
+
+
+def _chosen(found: Found, steps: Sequence[Step], number: int | None) -> Layout | None:
+    """The layout to begin with, or the one with this ``number`` in the list; None where nothing fits."""
+    if not found.best:
+        return None
+    if number is None:
+        return _last_taken(steps)
+    if number > len(found.best):
+        raise UsageError(f"--layout {number}: only {some(len(found.best), 'layout')} can be listed; give one of these")
+    return found.best[number - 1].layout
+
+
+def _write(config: Config, layout: Layout, file: OutputFile) -> None:
+    file.write(config.text())
+    if file.name:
+        schedule = f", {layout.schedule}" if layout.pp > 1 else ""
+        runs = f"pipeproof validate --config {shlex.quote(file.name)}"
+        Terminal().detail(f"{file.name}: {layout.words}{schedule}; {runs} runs it small")
 
 
 def _config(layout: Layout, job: Job) -> Config:
@@ -134,8 +162,14 @@ def _model(options: argparse.Namespace) -> Transformer:
     if given:
         raise UsageError(f"--model with --{next(iter(given))}: expected one of the two; leave one out")
     if not options.model.endswith(".json"):
+        if Path(options.model).exists():
+            raise UsageError(f"--model {options.model}: expected a name that --list has, or a file that ends in .json")
         return model_named(options.model)
-    return model_of_config(read_json(options.model, expected="the config.json of a decoder"), name=options.model)
+    data = read_json(options.model, expected="the config.json of a decoder")
+    try:
+        return model_of_config(data, name=options.model)
+    except ScheduleError as error:
+        raise UsageError(f"{options.model}: {error}") from None
 
 
 def _by_hand(given: Mapping[str, int]) -> Transformer:
@@ -151,7 +185,8 @@ def _by_hand(given: Mapping[str, int]) -> Transformer:
         Experts(counted("experts", given["experts"], least=2, most=1 << 16), 2, width) if "experts" in given else None
     )
     vocabulary = given.get("vocab", _VOCABULARY)
-    return Transformer("model", given["layers"], hidden, given["heads"], vocabulary, width, experts=experts)
+    name = ", ".join(f"{size} {count}" for size, count in given.items())
+    return Transformer(name, given["layers"], hidden, given["heads"], vocabulary, width, experts=experts)
 
 
 def _device(options: argparse.Namespace) -> Accelerator:
@@ -163,8 +198,8 @@ def _known() -> str:
     models = [
         (
             model.name,
-            _billions(model.parameters),
-            _billions(model.active_parameters),
+            _size(model.parameters),
+            _size(model.active_parameters),
             str(model.layers),
             str(model.hidden),
         )
@@ -188,63 +223,77 @@ def _known() -> str:
     )
 
 
-def _billions(count: int) -> str:
-    return f"{count / 1e9:.1f} B"
+def _size(parameters: int) -> str:
+    return f"{parameters / 1e9:.1f} B" if parameters >= 1e9 else f"{parameters / 1e6:.1f} M"
 
 
 def _asked(job: Job, cluster: Cluster) -> tuple[str, ...]:
     model, device = job.model, cluster.device
-    active = f", {_billions(model.active_parameters)} of them active" if model.experts else ""
+    memory = three_digits(device.memory / GIB)
+    active = f", {_size(model.active_parameters)} of them active" if model.experts else ""
     return (
-        f"{model.name}: {_billions(model.parameters)} parameters{active}; {model.layers} layers",
+        f"{model.name}: {_size(model.parameters)} parameters{active}; {model.layers} layers",
         f"a batch of {job.batch:,} x {job.sequence:,} tokens",
-        f"{cluster.devices:,} {device.name}, {cluster.per_node} in a node, {device.memory / GIB:.3g} GiB each",
-        _ASSUMED,
+        f"{cluster.devices:,} {device.name}, {cluster.per_node} in a node, {memory} GiB each",
+        *_ASSUMED,
     )
 
 
 _STEPS = [
-    Column("add", least=23, gap=0),
+    Column("add", gap=0),
     Column("", gap=2),
-    Column("weights", right=True, drop=5, gap=2),
-    Column("gradients", right=True, drop=6, gap=2),
-    Column("optimizer", right=True, drop=7, gap=2),
-    Column("activations", right=True, drop=8, gap=2),
-    Column("GiB", right=True, drop=3, gap=2),
-    Column("time", right=True, drop=2, gap=2),
-    Column("layout", drop=4, gap=2),
-    Column("because", drop=1, gap=2),
+    Column("because", gap=2),
+    Column("weights", right=True, gap=2, fold=True),
+    Column("gradients", right=True, gap=2),
+    Column("optimizer", right=True, gap=2),
+    Column("activations", right=True, gap=2),
+    Column("GiB", right=True, gap=2),
+    Column("time", right=True, gap=2),
+    Column("layout", gap=2, fold=True),
 ]
 
 
 def _step(step: Step) -> tuple[str, ...]:
     if step.choice is None:
-        return (step.name, step.outcome, *[""] * 7, step.reason)
+        return (step.name, step.outcome, step.reason, *[""] * 7)
     held, layout = step.choice.footprint, step.choice.layout
     parts = (held.weights, held.gradients, held.optimizer, held.activations, held.total)
     gib = [f"{part / GIB:,.{0 if part > 100 * GIB else 1}f}" for part in parts]
-    return (step.name, step.outcome, *gib, f"{step.choice.time.total:.3g} s", layout.words, step.reason)
+    return (step.name, step.outcome, step.reason, *gib, f"{three_digits(step.choice.time.total)} s", layout.words)
 
 
 _LAYOUTS = [
-    Column("layout", least=40, gap=0),
-    Column("schedule", drop=2, gap=2),
-    Column("microbatches", right=True, drop=6, gap=2),
-    Column("GiB", right=True, drop=1, gap=2),
-    Column("bubble", right=True, drop=5, gap=2),
-    Column("communication", right=True, drop=4, gap=2),
+    Column("layout", gap=0),
+    Column("schedule", gap=2),
+    Column("microbatches", right=True, gap=2),
+    Column("GiB", right=True, gap=2, fold=True),
+    Column("bubble", right=True, gap=2),
+    Column("communication", right=True, gap=2),
     Column("time", right=True, gap=2),
-    Column("MFU", right=True, drop=3, gap=2),
+    Column("MFU", right=True, gap=2),
 ]
 
 
-def _ending(found: Found, steps: Sequence[Step], job: Job, cluster: Cluster) -> tuple[str, str]:
+class _Ending(NamedTuple):
+    """How it ends: what was found, what to do next, and the line to type for that; the last two may be empty."""
+
+    said: str
+    do: str = ""
+    line: str = ""
+
+
+def _ending(found: Found, steps: Sequence[Step], job: Job, cluster: Cluster) -> _Ending:
     """Where to begin and what to type next, or why there is nothing to begin with."""
     if found.best:
-        return _next(steps, job)
+        return _next(_last_taken(steps), job)
     if found.least is None:
-        return f"No layout is legal: use another number of devices than {cluster.devices:,}, or another batch.", ""
-    return "Nothing fits: use more devices, or devices with more memory.", ""
+        return _Ending(f"No layout is legal: use another number of devices than {cluster.devices:,}, or another batch.")
+    return _Ending("Nothing fits: use more devices, or devices with more memory.")
+
+
+def _last_taken(steps: Sequence[Step]) -> Layout:
+    """Where the steps led: what is faster than that by little has more that can go wrong."""
+    return next(step.choice.layout for step in reversed(steps) if step.choice and step.outcome is Outcome.TAKEN)
 
 
 def _row(choice: Choice, job: Job, cluster: Cluster) -> tuple[str, ...]:
@@ -257,25 +306,24 @@ def _row(choice: Choice, job: Job, cluster: Cluster) -> tuple[str, ...]:
         f"{choice.footprint.total / GIB:.1f}",
         f"{time.bubble / time.total:.1%}",
         f"{time.communication / time.total:.1%}",
-        f"{time.total:.3g} s",
+        f"{three_digits(time.total)} s",
         f"{time.utilization(cluster):.1%}",
     )
 
 
-def _next(steps: Sequence[Step], job: Job) -> tuple[str, str]:
-    """Where the steps led: what is faster than that by little has more that can go wrong."""
-    layout = next(step.choice.layout for step in reversed(steps) if step.choice and step.outcome is Outcome.TAKEN)
-    begin, config = f"Begin with {layout.words}", _config(layout, job)
+def _next(layout: Layout, job: Job) -> _Ending:
+    """To begin with ``layout``."""
+    begin, config = f"Begin with {layout.words}.", _config(layout, job)
     if (stack := stack_of(config)) is not None:
         left = not_stacked(config)
         without = f" (not run: {'; '.join(left)})" if left else ""
-        return f"{begin}. Validate a small one of its kind{without}:", stack.replay
+        return _Ending(begin, f"Validate a small one of its kind{without}:", stack.replay)
     if layout.pp == 1:
-        return f"{begin}. Validate one step of your own:", "pipeproof init"
+        return _Ending(begin, "Validate one step of your own:", "pipeproof init")
     case = case_of(config)
     looped = f" --virtual {layout.virtual} --layers {sum(case.split)}" if case.schedule in LOOPED else ""
     line = f"pipeproof validate --schedule {case.schedule} --ranks {case.ranks}{looped}"
-    return f"{begin}. Validate its schedule, small:", f"{line} --microbatches {case.microbatches}"
+    return _Ending(begin, "Validate its schedule, small:", f"{line} --microbatches {case.microbatches}")
 
 
 def _held(held: Footprint) -> dict[str, float]:

@@ -1,6 +1,5 @@
 """What the command ``bench`` does: configs take turns on real ranks, and are compared with the first."""
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -14,19 +13,20 @@ from pipeproof.commands.campaign import Setting, enough_ranks
 from pipeproof.commands.ending import NO_VERDICT, WRONG
 from pipeproof.commands.selection import tell_notes
 from pipeproof.pipeline.sizes import some
-from pipeproof.reports.columns import Column, table
+from pipeproof.reports.columns import Column, folded
 from pipeproof.reports.terminal import Terminal
+from pipeproof.worlds.processors import crowded, shared
 from pipeproof.worlds.rank_report import RankFailed
 from pipeproof.worlds.world import World
 
 _COLUMNS = (
-    Column("config", least=8, gap=0),
+    Column("config", gap=0),
     Column("ranks", right=True, gap=2),
     Column("step", right=True, gap=2),
     Column("spread", right=True, gap=2),
     Column("ratio", right=True, gap=2),
     Column("memory", right=True, gap=2),
-    Column("runs", least=8, gap=2, drop=1),
+    Column("runs", gap=2, fold=True),
 )
 _SMALL = "These are small steps over gloo on a CPU: their times say little of GPUs, or of large models."
 _SMALL_THERE = "These are small steps: their times say little of large models."
@@ -40,6 +40,8 @@ def bench(wanted: Sequence[tuple[Config, Work]], setting: Setting, *, rounds: in
     with setting.outputs.opened("bench") as files, setting.world() as world:
         for config, work in wanted:
             tell_notes(config, work)
+        if many := crowded(max(work.ranks for work in works)):
+            terminal.detail(many)
         failed = False
         with files.asked:
             try:
@@ -92,7 +94,7 @@ def _tell(terminal: Terminal, timings: Sequence[Timing], device: str) -> None:
         )
         for one in timings
     ]
-    terminal.say(table(_COLUMNS, rows, terminal.width))
+    terminal.say(folded(_COLUMNS, rows, terminal.width))
     for one in others:
         terminal.say("\n".join(_compared(first, one)))
     terminal.detail("\n".join(_about(timings, device)))
@@ -115,13 +117,13 @@ def _compared(first: Timing, other: Timing) -> Iterator[str]:
 
 def _about(timings: Sequence[Timing], device: str) -> Iterator[str]:
     """What a reader must know of these numbers."""
-    count, most, processors = len(timings[0].rounds), max(len(one.bytes) for one in timings), os.cpu_count() or 1
+    count, most = len(timings[0].rounds), max(len(one.bytes) for one in timings)
     yield (
         f"{some(count, 'round')} each. step: the median of the slowest rank. spread: the slowest round to the fastest. "
         "memory: parameters and what a step allocates, at most, of the rank with most."
     )
-    if device == "cpu" and most > processors:
-        yield f"{most} ranks share {some(processors, 'processor')} here."
+    if device == "cpu" and (said := shared(most)):
+        yield f"{said}."
     yield _SMALL if device == "cpu" else _SMALL_THERE
 
 

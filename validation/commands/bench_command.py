@@ -22,11 +22,13 @@ def add_bench_command(commands: "argparse._SubParsersAction[Any]") -> None:
     parser = commands.add_parser(
         "bench",
         help="how long does a small step of each config take? they take turns",
-        description="How long does a small step of each config take, and how much memory? They take turns. A ratio to "
-        "the first is no difference where it is as near to 1 as the ratios of rounds are to each other. Nothing is "
-        "judged but that losses are finite: one that is not ends with 1.",
+        description="How long does a small step of each config take, and how much memory? They take turns. Where a "
+        "config differs from the first by no more than single rounds differ, that is called no difference. Nothing is "
+        "judged, except that a loss that is not finite ends with 1.",
     )
-    parser.add_argument("config", nargs="+", help="a config, a JSON file; the others are compared with the first")
+    parser.add_argument(
+        "config", nargs="+", help="a JSON file, as advise --write makes it; the others are compared with the first"
+    )
     add_count(parser, "--rounds", "N", "how often each takes its turn, after one that does not count", default=5)
     add_world(parser)
     add_outputs(parser, what="the numbers")

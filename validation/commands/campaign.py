@@ -29,6 +29,7 @@ from pipeproof.reports.columns import Column, Layout
 from pipeproof.reports.page.campaign import Entry, campaign
 from pipeproof.reports.table import COLUMNS, line, profile_table, summary
 from pipeproof.reports.terminal import Terminal
+from pipeproof.worlds.processors import crowded
 from pipeproof.worlds.rank_report import NeedsMoreRanks, RankFailed
 from pipeproof.worlds.world import World
 
@@ -82,6 +83,7 @@ class Run:
     """
 
     title: str
+    ranks: int
     judge: Callable[[World, Opened], tuple[Verdict, Then]]
     row: Callable[[Verdict, int | None], str]
     doubt: Callable[[], str] = str
@@ -115,7 +117,7 @@ def _run_of(case: Case, setting: Setting) -> Run:
         why = specimen(case.specimen).missing(case)
         return f"this case cannot show {case.specimen}, which {why}" if why else ""
 
-    return Run(str(case), judge, partial(line, case), doubt)
+    return Run(str(case), case.processes, judge, partial(line, case), doubt)
 
 
 def _keep(case: Case, observed: Observed | None, files: Opened, *, profile: bool) -> None:
@@ -137,6 +139,8 @@ def run_all(
     ):
         for name, reason in left_out.items():
             terminal.detail(f"{name} is left out: {reason}")
+        if many := crowded(max(run.ranks for run in runs)):
+            terminal.detail(many)
         with files.asked:
             for number, run in enumerate(runs, start=1):
                 with terminal.progress(f"{number} of {len(runs)}: {run.title}"):

@@ -13,7 +13,7 @@ from pipeproof.cases.runtimes import OWN, TORCH
 from pipeproof.cases.work import case_of, work_of
 from pipeproof.commands.option_parser import UsageError, add_count, add_names, without_effect
 from pipeproof.commands.outputs import Outputs, add_file, add_outputs, add_recording
-from pipeproof.commands.primitive_commands import add_stacks, validate_config, validate_stacks
+from pipeproof.commands.primitive_commands import add_stacks, asks_for_primitives, validate_config, validate_stacks
 from pipeproof.commands.selection import (
     DTYPE_NAMES,
     add_config,
@@ -102,7 +102,7 @@ def _add_replay(commands: Commands) -> None:
 
 
 def _validate(options: argparse.Namespace) -> int:
-    if options.primitive or options.stack is not None:
+    if asks_for_primitives(options) or options.stack is not None:
         return validate_stacks(options)
     if options.config is None:
         (cases, left_out), device = table_of(options), options.device

@@ -1,6 +1,5 @@
 """Running a case to time it: a few steps on real ranks, and nothing that observes but the runtime's own clock."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -16,6 +15,7 @@ from pipeproof.reference.model import DTYPES
 from pipeproof.reports.drawings import Drawings, Paths
 from pipeproof.reports.table import measured_table
 from pipeproof.reports.terminal import Terminal
+from pipeproof.worlds.processors import shared
 from pipeproof.worlds.rank_report import RankFailed
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
@@ -49,9 +49,8 @@ class Measured:
             measured_table(measured.profiles(), predicted.profiles(), width),
             f"makespan: {measured.makespan * 1e3:.1f} ms measured, {predicted.makespan * 1e3:.1f} ms simulated",
         ]
-        ranks, processors = measured.schedule.n_ranks, os.cpu_count() or 1
-        if ranks > processors:
-            lines.append(f"{ranks} ranks share {processors} processors here; the simulator gives each rank its own")
+        if said := shared(measured.schedule.n_ranks):
+            lines.append(f"{said}; the simulator gives each rank its own")
         return "\n".join(lines)
 
 

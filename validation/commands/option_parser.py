@@ -120,7 +120,8 @@ def number(word: str, *, zero: bool = False, text: str = "") -> float:
         value = math.nan
     if not is_number(value, zero=zero):
         inside = f" in {text!r}" if text not in ("", word) else ""
-        raise ArgumentTypeError(f"{word!r}{inside}: expected {number_wanted(zero=zero)}")
+        unit = ", without a unit" if re.fullmatch(r"\s*[\d.]+\s*[A-Za-z/]+\s*", word) else ""
+        raise ArgumentTypeError(f"{word!r}{inside}: expected {number_wanted(zero=zero)}{unit}")
     return value
 
 

@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 from pipeproof.commands.ending import Asked
 from pipeproof.judging.verdict import SCHEMA, Verdict
+from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.output_file import OutputError, OutputFile
 
 Group: TypeAlias = Mapping[str, object]
@@ -40,7 +41,11 @@ def add_recording(parser: argparse.ArgumentParser) -> None:
 
 
 def takes_standard_output(options: argparse.Namespace) -> bool:
-    """Whether a file is to be standard output. Raises ``OutputError`` where two are one: the last would be left."""
+    """Whether a file is to be standard output.
+
+    Raises ``OutputError`` where two are one, for the last would be left, and where one cannot be written: here, before
+    torch is imported, that is said at once.
+    """
     wanted = {f"--{name}": value for name, value in vars(options).items() if isinstance(value, OutPath)}
     taken: dict[str, str] = {}
     for option, path in wanted.items():
@@ -51,6 +56,9 @@ def takes_standard_output(options: argparse.Namespace) -> bool:
             why = "standard output takes one file" if path == "-" else "give each its own file"
             raise OutputError(f"{taken[place]} and {option} are both {path}: {why}")
         taken[place] = option
+    for path in () if getattr(options, "artifacts", None) else wanted.values():  # which may be the folder of others
+        with OutputFile(path):
+            pass
     return "-" in taken
 
 
@@ -107,6 +115,8 @@ class Opened:
         self.json.write_json(document(self.command, status, verdicts, groups=groups, **more))
         if page is not None and self.html.wanted:
             self.html.write(page().encode(errors="backslashreplace"))  # a file's name may be no text
+            if self.html.name:
+                Terminal().detail(f"{self.html.name}: a page, to look at in a browser")
         if request is not None:
             raise request
         return status

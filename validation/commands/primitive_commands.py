@@ -14,10 +14,12 @@ from pipeproof.commands.outputs import Outputs, add_outputs
 from pipeproof.commands.selection import OF_TABLE, device_of, schedule_names, tell_notes
 from pipeproof.judging.mismatch import small
 from pipeproof.pipeline.sizes import MOST_MICROBATCHES, MOST_SEED, counted, some
+from pipeproof.reports.columns import wrapped
 from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.launcher import start_fork_server
 
 _SAID = ("schedule", "virtual", "microbatches", "seed")  # what a stack takes of the options that say which case
+_TEXT = 10  # where what is said of a primitive begins
 _NAMES = max(map(len, PRIMITIVES)) + 2  # the width of their column
 _MICROBATCHES, _SCHEDULE = 4, "1f1b"
 
@@ -26,7 +28,7 @@ def add_primitives_command(commands: "argparse._SubParsersAction[Any]") -> None:
     """Add the command."""
     about = "every kind of parallelism: what it saves and costs, what implements it, how it was validated"
     parser = commands.add_parser("primitives", help=about)
-    named = parser.add_argument("name", nargs="*", help="these alone (default: all)")
+    named = parser.add_argument("name", nargs="*", help="show only these (default: all)")
     offers(named, PRIMITIVES)
     add_outputs(parser, what="the table")
     parser.set_defaults(run=_primitives)
@@ -37,8 +39,13 @@ def add_stacks(parser: argparse.ArgumentParser) -> None:
     known = [*PRIMITIVES, *VARIANTS]
     each = f"kinds of parallelism, each alone on a small decoder: all, or some of {', '.join(known)}"
     add_names(parser, "--primitive", each, known=("all", *known))
-    together = f"several together, and the ranks of each: pp=2,tp=2,dp=2; or {ONE_DEVICE}"
+    together = f"several kinds together, with the number of ranks of each: pp=2,tp=2,ddp=2; or {ONE_DEVICE}"
     parser.add_argument("--stack", metavar="NAME=N,...", help=together)
+
+
+def asks_for_primitives(options: argparse.Namespace) -> bool:
+    """Whether ``--primitive`` is said, be it with nothing behind it."""
+    return bool(options.primitive) or "--primitive" in options.given
 
 
 def _primitives(options: argparse.Namespace) -> int:
@@ -61,7 +68,7 @@ def _lines(one: Primitive, found: Figures) -> Iterator[str]:
         ("here", _validated(found)),
         ("source", one.source),
     ):
-        yield f"  {what:<8}{text}"
+        yield wrapped(f"  {what:<8}{text}", Terminal().width, indent=_TEXT)
 
 
 def _validated(found: Figures) -> str:
@@ -75,7 +82,7 @@ def _legend() -> str:
     symbols = "\n".join(f"  {letter} {what}" for letter, what in SYMBOLS.items())
     return (
         f"{symbols}\nBytes: 2 a weight, 4 a gradient, 12 for Adam.\n"
-        "`pipeproof validate --primitive tp` runs one; `--stack pp=2,tp=2,dp=2` runs several together."
+        "`pipeproof validate --primitive tp` runs one; `--stack pp=2,tp=2,ddp=2` runs several together."
     )
 
 
@@ -93,11 +100,11 @@ def _data(one: Primitive, found: Figures) -> dict[str, object]:
 
 def validate_stacks(options: argparse.Namespace) -> int:
     """``validate`` with ``--primitive`` or ``--stack``."""
-    if options.primitive and options.stack is not None:
+    if asks_for_primitives(options) and options.stack is not None:
         raise UsageError("--primitive with --stack: expected one of the two; leave one out")
     what = "--stack" if options.stack is not None else "--primitive"
     useless = [f"--{name}" for name in OF_TABLE if name not in _SAID]
-    without_effect(options, [*useless, "--config", "--profile", "--record"], f"with {what}, of a decoder of its own")
+    without_effect(options, [*useless, "--config", "--profile", "--record"], f"with {what}, which runs a small decoder")
     return _validate(list(stacks_of(options)), options, options.device)
 
 

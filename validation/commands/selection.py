@@ -164,7 +164,7 @@ def add_table(parser: argparse.ArgumentParser) -> None:
 
 def add_config(parser: argparse.ArgumentParser) -> None:
     """A step's config in place of all of that."""
-    says = "a step's config, a JSON file, in place of all that says which case"
+    says = "run what this JSON file says, a step's config; no option may then say which case"
     parser.add_argument("--config", metavar="FILE", help=says)
 
 

@@ -5,14 +5,16 @@ from functools import partial
 
 from pipeproof.cases.primitives.stacked import validated
 from pipeproof.cases.primitives.stacks import Stack
-from pipeproof.commands.campaign import Run, Setting, run_all
+from pipeproof.commands.campaign import Run, Setting, Then, run_all
+from pipeproof.commands.outputs import Opened
 from pipeproof.foreign import WhiteBox
 from pipeproof.judging.verdict import Verdict
 from pipeproof.reports.columns import Column, Layout
 from pipeproof.reports.table import OUTCOME, compared, outcome
+from pipeproof.worlds.world import World
 
-COLUMNS = (
-    Column("stack", 24, least=8, gap=0),
+_NAMES = 24  # columns of a terminal, where no name takes more
+_FIGURES = (
     Column("schedule", 11, drop=7, gap=2),
     Column("ranks", 5, right=True, drop=4),
     Column("M", 3, right=True, drop=6),
@@ -26,14 +28,19 @@ COLUMNS = (
 
 def run_stacks(stacks: Sequence[Stack], setting: Setting) -> int:
     """Validate each; returns the exit status."""
-    return run_all(list(map(_run_of, stacks)), setting, columns=COLUMNS)
+    longest = max(_NAMES, *(len(str(stack)) for stack in stacks))
+    columns = (Column("stack", longest, gap=0), *_FIGURES)  # which is never cut: it tells one from another
+    return run_all([_run_of(stack, columns) for stack in stacks], setting, columns=columns)
 
 
-def _run_of(stack: Stack) -> Run:
-    return Run(str(stack), lambda world, files: (validated(stack, WhiteBox(world)), lambda: None), partial(_row, stack))
+def _run_of(stack: Stack, columns: Sequence[Column]) -> Run:
+    def judge(world: World, files: Opened) -> tuple[Verdict, Then]:
+        return validated(stack, WhiteBox(world)), lambda: None
+
+    return Run(str(stack), stack.ranks, judge, partial(_row, stack, columns))
 
 
-def _row(stack: Stack, verdict: Verdict, width: int | None) -> str:
+def _row(stack: Stack, columns: Sequence[Column], verdict: Verdict, width: int | None) -> str:
     cells = [str(stack), stack.schedule if stack.has_pipeline else "", str(stack.ranks), str(stack.microbatches)]
     counts = compared(verdict, "loss", "gradient", "replicas", "shards")
-    return Layout.of(COLUMNS, width).row([*cells, *counts, *outcome(verdict)])
+    return Layout.of(columns, width).row([*cells, *counts, *outcome(verdict)])

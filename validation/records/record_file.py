@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from pipeproof.cases.config import FORMAT as CONFIG
 from pipeproof.judging.tolerance import PRECISIONS, Floor
 from pipeproof.observers.recording import Gradients
 from pipeproof.observers.sketch import bits
@@ -74,6 +75,8 @@ def read(path: str | Path) -> Record:
 
     Tensors are read, and checked, when they are asked for.
     """
+    if path == "":
+        raise RecordError("cannot read a file whose name is empty; give it one")
     metadata = _metadata(Path(path))
     if _sha256(metadata["record"]) != metadata["sha256"]:
         raise _altered(path, "its description")
@@ -189,6 +192,11 @@ def _floors(data: Mapping[str, Any]) -> RecordedFloors:
     return RecordedFloors(tuple(map(floor, data["losses"])), floor(data["norm"]), gradients)
 
 
+def _is_config(path: Path) -> bool:
+    with path.open("rb") as file:
+        return f'"{CONFIG}"'.encode() in file.read(1000)
+
+
 def _metadata(path: Path) -> dict[str, str]:
     """The metadata of a record's file, after a look at whether it is one, whole, and of a version that we know."""
     try:
@@ -205,6 +213,9 @@ def _metadata(path: Path) -> dict[str, str]:
         known = found.get("format") == FORMAT
     except (ValueError, KeyError, TypeError, AttributeError):  # neither text nor JSON, or of another form
         known = False
+    if not known and _is_config(path):
+        record = f"`pipeproof record --config {path} --out FILE`"
+        raise RecordError(f"{path} is a config, and no record: {record} writes what is expected of it")
     if not known:
         raise RecordError(f"{path} is no record: expected a file that `pipeproof record` or --record wrote")
     if found.get("version") != str(VERSION):

@@ -1,11 +1,12 @@
-"""Tables and grids as wide as a terminal: what matters least is left out or shortened, and no line is wrapped.
+"""Tables and grids as wide as a terminal: what matters least is left out or shortened, or rows take several lines.
 
 A width of None is that of a file or a pipe, where all is written.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
+from textwrap import fill
 
 _NARROW = 8  # letters in which most words can still be told apart
 
@@ -15,6 +16,7 @@ class Column:
     """A column: its name, how wide it is, and how wide at least (0: as wide as it is).
 
     ``drop``: columns are left out by this number, the largest first; those of 0 stay. ``gap`` is what stands before it.
+    ``fold``: of a row that takes several lines, one best begins here.
     """
 
     name: str
@@ -23,6 +25,7 @@ class Column:
     drop: int = 0
     least: int = 0
     gap: int = 1
+    fold: bool = False
 
     @property
     def needed(self) -> int:
@@ -83,18 +86,68 @@ def table(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int |
 
     A column with nothing in it is left out, and so is the header where no column has a name.
     """
-    cells = [[column.name for column in columns], *rows]
-    there = [k for k in range(len(columns)) if k == 0 or any(row[k] for row in rows)]
-    widest = {k: max(len(row[k]) for row in cells) for k in there}
-    used = [replace(columns[k], width=widest[k], least=min(columns[k].least, widest[k])) for k in there]
+    used, cells = _filled(columns, rows)
     layout = Layout.of(used, width)
     header = [layout.header] if any(column.name for column in columns) else []
-    return "\n".join([*header, *(layout.row([row[k] for k in there]) for row in rows)])
+    return "\n".join([*header, *map(layout.row, cells)])
+
+
+def folded(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None = None) -> str:
+    """As ``table``, but what a line has no room for goes to the next: no column is left out.
+
+    Text is cut only where it is wider than a line.
+    """
+    used, cells = _filled(columns, rows)
+    pieces = list(_folds(used, width))
+    layouts = [Layout.of(_set_in(used, piece), width) for piece in pieces]
+    lines = [layout.header for layout in layouts]
+    for row in cells:
+        lines += [line for piece, layout in zip(pieces, layouts, strict=True) if (line := layout.row(row[piece]))]
+    return "\n".join(lines)
+
+
+_INDENT = 2  # of the lines of a row behind its first
+
+
+def _filled(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> tuple[list[Column], list[list[str]]]:
+    """The columns with anything in them, as wide as that is, and their cells."""
+    there = [k for k in range(len(columns)) if k == 0 or any(row[k] for row in rows)]
+    cells = [[row[k] for k in there] for row in rows]
+    widest = [max(map(len, [columns[k].name, *(row[k] for row in rows)])) for k in there]
+    sized = zip((columns[k] for k in there), widest, strict=True)
+    return [replace(column, width=most, least=min(column.least, most)) for column, most in sized], cells
+
+
+def _folds(columns: Sequence[Column], width: int | None) -> Iterator[slice]:
+    """Which columns stand on one line: those between two folds, and more of them where there is room."""
+    first, taken = 0, 0
+    ends = [k for k, column in enumerate(columns) if column.fold] + [len(columns)]
+    for k, column in enumerate(columns):
+        end = next(end for end in ends if end > k) if k == 0 or column.fold else k + 1
+        together = sum(one.gap + one.width for one in columns[k:end])
+        if width is not None and k > first and taken + together > width:
+            yield slice(first, k)
+            first, taken = k, _INDENT - column.gap
+        taken += column.gap + column.width
+    yield slice(first, len(columns))
+
+
+def _set_in(columns: Sequence[Column], piece: slice) -> list[Column]:
+    """The columns of one line, of which all stay."""
+    first, *others = (replace(column, drop=0) for column in columns[piece])
+    return [replace(first, gap=_INDENT) if piece.start else first, *others]
 
 
 def shortened(text: str, width: int | None) -> str:
     """``text``, cut where it is too long."""
     return text if width is None or len(text) <= width else f"{text[: max(0, width - 1)]}…"[:width]
+
+
+def wrapped(text: str, width: int | None, *, indent: int) -> str:
+    """``text`` in lines between words; all but the first are set in."""
+    if width is None or width <= 2 * indent:
+        return text
+    return fill(text, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
 def in_pieces(grid: str, width: int | None) -> str:

@@ -53,6 +53,11 @@ class OutputFile:
         """Whether anything that is written comes to be anywhere."""
         return self._path is not None
 
+    @property
+    def name(self) -> str:
+        """The file that is wanted; empty where that is none, or standard output."""
+        return "" if self._path is None or self._given in (None, "-") else str(self._given)
+
     def write(self, content: bytes) -> None:
         """Put ``content`` where the file belongs."""
         if self._path is None:

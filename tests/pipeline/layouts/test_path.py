@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipeproof.pipeline.layouts.cluster import ACCELERATORS, Cluster
+from pipeproof.pipeline.layouts.cluster import ACCELERATORS, GIB, Cluster
 from pipeproof.pipeline.layouts.layout import Job, Recompute
 from pipeproof.pipeline.layouts.path import Outcome, Step, path
 from pipeproof.pipeline.layouts.search import Allowed
@@ -92,3 +92,17 @@ def test_what_is_not_allowed_is_no_step() -> None:
 def test_a_step_that_changes_nothing_repeats_no_figures() -> None:
     found = steps("gpt-1.7b", 8, sequence=2048)
     assert [name for name, step in found.items() if step.choice] == ["one device", "data parallel"]
+
+
+@pytest.mark.parametrize("model", ["gpt-1.7b", "mixtral-8x7b"])
+@pytest.mark.parametrize("gib", [1, 40])
+def test_a_step_shows_a_layout_of_its_own_kind_or_none(model: str, gib: int) -> None:
+    device = replace(ACCELERATORS["h100"], memory=gib * GIB)
+    found = {one.name: one for one in path(Job(MODELS[model], 512, 4096), Cluster(device, 8), Allowed())}
+    for name, axis in (("tensor", "tp"), ("pipeline", "pp"), ("expert", "ep")):
+        choice = found[f"{name} parallel"].choice
+        assert choice is None or getattr(choice.layout, axis) > 1
+    if (model, gib) == ("gpt-1.7b", 1):
+        assert found["tensor parallel"].reason.startswith("needs 3.7 GiB; ")
+        assert found["pipeline parallel"].choice is None
+        assert found["pipeline parallel"].reason == "no layout with it needs less than 3.7 GiB"

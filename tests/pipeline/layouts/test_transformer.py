@@ -87,7 +87,7 @@ def test_a_config_is_the_model_of_the_table() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"num_hidden_layers": None}, "mine has no num_hidden_layers: expected the config.json of a decoder"),
+        ({"num_hidden_layers": None}, "no num_hidden_layers; expected the config.json of a decoder"),
         ({"hidden_size": "4096"}, "hidden_size is '4096': expected a whole number"),
         ({"vocab_size": True}, "vocab_size is True: expected a whole number"),
         ({"num_attention_heads": 0}, "heads is 0: expected at least 1"),

@@ -49,8 +49,8 @@ def test_what_it_does_not_say_has_the_defaults_of_a_case(tmp_path: Path) -> None
     ("more", "words"),
     [
         ({"version": 2}, "is a config of version 2: this pipeproof reads version 1; write it again"),
-        ({"version": None}, "is a config of version None"),
-        ({"version": True}, "is a config of version True"),
+        ({"version": None}, "is a config of version null"),
+        ({"version": True}, "is a config of version true"),
         ({"format": "pipeproof/record"}, 'is no config: expected "format": "pipeproof/config"'),
         ({"shedule": "gpipe"}, "has 'shedule', which no config has: did you mean 'schedule'?"),
         ({"pp": "2"}, 'pp is "2": expected a whole number'),

@@ -1,6 +1,7 @@
 """``advise`` as a user types it."""
 
 import json
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -59,11 +60,33 @@ def test_a_config_or_sizes_stand_for_a_name(tmp_path: Path, capsys: pytest.Captu
         main(["advise", "--layers", "32", "--hidden", "4096", "--heads", "32", "--experts", "8", "--devices", "64"])
         == 0
     )
-    assert "of them active" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert out.startswith("layers 32, hidden 4096, heads 32, experts 8: 37.8 B parameters, ")
+    assert "of them active" in out
+
+
+AMONG_64 = ["--model", "gpt-3-175b", "--devices", "64"]
+
+
+def test_what_is_written_is_the_layout_to_begin_with_or_one_of_the_list(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "step.json"
+    for more in ([], ["--layout", "2"]):
+        assert main(["advise", *AMONG_64, "--write", str(file), *more]) == 0
+        out = capsys.readouterr().out
+        begin = re.search(r"Begin with (.*?)\. ", out)
+        second = out.partition("\nlayout  ")[2].splitlines()[2].partition("   ")[0]
+        words = second if more else begin[1]  # type: ignore[index]
+        schedule = read_config(str(file))["schedule"]
+        typed = f"pipeproof validate --config {file}"
+        assert out.endswith(f"\n{file}: {words}, {schedule}; {typed} runs it small\n")
+    assert main(["advise", *AMONG_64, "--write", "-"]) == 0
+    assert "runs it small" not in capsys.readouterr().err, "standard output is no file"
 
 
 @pytest.mark.parametrize(("devices", "status", "sizes"), [(64, 0, (4, 8, 2, 1)), (8, 1, ())])
-def test_the_first_layout_is_written_as_a_config(
+def test_the_layout_to_begin_with_is_written_as_a_config(
     devices: int, status: int, sizes: tuple[int, ...], tmp_path: Path
 ) -> None:
     file = tmp_path / "step.json"
@@ -96,7 +119,16 @@ def test_what_is_known_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (["--model", "lama-3-8b"], "unknown model 'lama-3-8b': did you mean 'llama-3-8b'?"),
         (["--model", "llama-3-8b", "--layers", "8"], "--model with --layers: expected one of the two"),
-        (["--model", "nowhere.json"], "nowhere.json"),
+        (
+            ["--model", "nowhere.json"],
+            "cannot read nowhere.json: No such file or directory; give a file with the config.json of a decoder\n",
+        ),
+        (["--model", "."], "--model .: expected a name that --list has, or a file that ends in .json"),
+        (
+            ["--model", "llama-3-8b", "--memory", "80GB"],
+            "a number above 0, and at most 1e+15, without a unit",
+        ),
+        (["--layers", "4097", "--hidden", "64", "--heads", "8"], "layers is 4097: expected at most 4096"),
         (["--model", "llama-3-8b", "--device", "h10"], "unknown device 'h10': did you mean 'h100'?"),
         (["--model", "llama-3-8b", "--devices", "0"], "devices is 0: expected at least 1"),
         (["--model", "llama-3-8b", "--batch", "0"], "batch is 0: expected at least 1"),
@@ -108,6 +140,15 @@ def test_what_is_known_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (["--model", "llama-3-8b", "--memory", "-1"], "argument --memory: '-1': expected a number above 0"),
         (["--model", "llama-3-8b", "--per-node", "0"], "per-node is 0: expected at least 1"),
         (["--model", "llama-3-8b", "--most", "101"], "most is 101: expected at most 100"),
+        (["--model", "llama-3-8b", "--layout", "2"], "--layout has no effect without --write: leave it out"),
+        (
+            ["--model", "llama-3-8b", "--layout", "4", "--write", "x.json"],
+            "--layout is 4: expected at most 3",
+        ),
+        (
+            ["--model", "gpt-1.7b", "--devices", "1", "--layout", "2", "--write", "x.json"],
+            "--layout 2: only 1 layout can be listed; give one of these",
+        ),
         (["--list", "--html", "page.html"], "--html has no effect with --list: leave it out"),
         (["--layers", "8", "--hidden", "64", "--heads", "7"], "hidden 64 is no multiple of heads 7"),
         (["--layers", "8", "--hidden", "64", "--heads", "8", "--experts", "1"], "experts is 1: expected at least 2"),
@@ -196,10 +237,14 @@ def test_the_largest_are_answered_at_once(model: str, sequence: int) -> None:
 def test_a_page_has_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "advice.html"
     assert main(["advise", *SMALL, "--html", str(file)]) == 0
-    last, shown = capsys.readouterr().out.splitlines()[-1], file.read_text()
-    said, _, line = last.partition(": ")
-    assert f"{said}:</h1>" in shown
+    *_, last, written = capsys.readouterr().out.splitlines()
+    shown = file.read_text()
+    begin, ask, line = re.fullmatch(r"(.*?\.) (.*:) (.*)", last).groups()  # type: ignore[union-attr]
+    assert f"{begin}</h1>" in shown
+    assert f"{ask}</p>" in shown
     assert f">{line}</code>" in shown
+    assert f"<title>llama-3-8b: {begin[:-1]}</title>" in shown
+    assert written == f"{file}: a page, to look at in a browser"
     assert "http" not in shown.replace("http://www.w3.org", "")
 
 
@@ -223,15 +268,27 @@ def test_where_no_layout_is_legal_more_devices_are_no_cure(capsys: pytest.Captur
     assert "a batch of 1 x 4,096 tokens\n" in out
 
 
-def test_reasons_are_whole_at_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Terminal, "width", 80)
+@pytest.mark.parametrize("width", [80, 120])
+def test_tables_are_whole_in_a_terminal(
+    width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert main(["advise", *SMALL]) == 0
-    _, steps, layouts, _ = capsys.readouterr().out.split("\n\n")
-    assert max(map(len, [*steps.splitlines(), *layouts.splitlines()])) <= 80
-    assert "\N{HORIZONTAL ELLIPSIS}" not in steps + layouts
-    assert "because" in steps
+    whole = capsys.readouterr().out
+    monkeypatch.setattr(Terminal, "width", width)
+    assert main(["advise", *SMALL]) == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines()[:-1])) <= width
+    assert sorted(shown.split()) == sorted(whole.split()), "only the places of words are others"
+    _, steps, _, _ = shown.split("\n\n")
+    rows = [line for line in steps.splitlines() if line.startswith(("data parallel", "ZeRO", "expert"))]
+    assert rows[-1].endswith("not needed  the model has no experts"), "what was decided, and why, stand on one line"
+
+
+def test_of_what_is_known_a_column_goes_before_any_is_cut(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Terminal, "width", 30)
     assert main(["advise", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 30
-    assert not [line for line in lines if "\N{HORIZONTAL ELLIPSIS}" in line], "a column goes before any is cut"
+    assert not [line for line in lines if "\N{HORIZONTAL ELLIPSIS}" in line]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeproof.cases.case import Case
+from pipeproof.cases.config import Config
 from pipeproof.commands.cli import main
 from pipeproof.records.case_record import expected_record
 from pipeproof.records.record_file import write
@@ -26,6 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     seeded = expected_record(Case.parse(ONE.replace("seed=0", "seed=1")))
     with OutputFile(str(made / "elsewhere")) as file:
         write(replace(seeded, config={**seeded.config, "torch": "1.0"}), file)
+    (made / "config.json").write_bytes(Config({"pp": 2, "tp": 2}).text())
     return made
 
 
@@ -61,8 +63,8 @@ def test_diff_says_first_how_the_configs_differ(capsys: pytest.CaptureFixture[st
         ["split", "1,1", "2"],
     ]
     assert lines[4][0] == "PASS", "one of the two is what was expected"
-    assert [line[0] for line in lines[-4:]] == ["why", "most", "one", "other"]
-    assert "rounding: both are right" in " ".join(lines[-4])
+    assert [line[0] for line in lines[-5:]] == ["why", "most", "one", "other", "diff.html:"]
+    assert "rounding: both are right" in " ".join(lines[-5])
     assert "schedule, pp and split differ" in shown
     assert main(["diff", "one", "one"]) == 0
     out = capsys.readouterr().out
@@ -106,6 +108,11 @@ def test_a_wrong_number_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
         (["compare", "nowhere", "one"], "cannot read nowhere: No such file"),
         (["compare", __file__, "one"], "is no record: expected a file that `pipeproof record` or --record wrote"),
         (["compare", "one", "one", "--json", "/no/such/folder/x"], "cannot write /no/such/folder/x"),
+        (["diff", "", "one"], "cannot read a file whose name is empty"),
+        (
+            ["diff", "config.json", "one"],
+            "config.json is a config, and no record: `pipeproof record --config",
+        ),
         (["diff", "one", "one", "--html", "/no/such/folder/x"], "cannot write /no/such/folder/x"),
         (["record", "gibberish", "--out", "x"], "'gibberish' is no case"),
         (["record", f"{ONE} specimen=layernorm-zero", "--out", "x"], "what is expected has no specimen; leave it out"),
@@ -138,7 +145,8 @@ def test_what_a_run_gave_is_recorded_and_judged(capsys: pytest.CaptureFixture[st
     assert not re.search(r"expected|\bright|\bwrong|\bcause\b|\b(pass|fail)\b", numbers, re.IGNORECASE)
     assert "a fault: other is wrong by its own config\n  one       right by its own config: 37 compar" in why
     assert "wrong by its own config: zero rank 1, stage 1, parameter blocks.1.norm.weight\n" in why
-    assert why.endswith("pipeproof compare expected.safetensors faulty\n")
+    written = "diff.html: a page, to look at in a browser\n"
+    assert why.endswith(f"pipeproof compare expected.safetensors faulty\n{written}")
     page = re.sub(r"(?s)<style>.*?</style>|<script.*?</script>|<[^>]*>", " ", Path("diff.html").read_text())
     assert "zero rank 1, stage 1" in page
     told = documented(Path("diff.json").read_text())

@@ -1,6 +1,7 @@
 """``primitives``, and ``validate --primitive`` and ``--stack``, as a user types them."""
 
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from pipeproof.cases.config import Config
 from pipeproof.cases.primitives.primitive import PRIMITIVES
 from pipeproof.commands.cli import main
 from tests.support.json_schema import documented
+from tests.support.warm_start import Ended
 
 LARGE = {
     **{"schedule": "interleaved", "pp": 16, "virtual": 2, "microbatches": 32, "split": [2] * 32, "dtype": "bf16"},
@@ -59,15 +61,46 @@ def test_a_verdict_says_how_to_run_it_again(capsys: pytest.CaptureFixture[str]) 
     assert main(words) == 0
 
 
+def test_a_path_that_cannot_be_written_is_refused_before_torch_is_imported(
+    tmp_path: Path, new_python: Callable[..., Ended]
+) -> None:
+    code = (
+        "import sys; from pipeproof.commands.cli import main; "
+        "status = main(['validate', '--stack', 'tp=2', '--json', 'nowhere/x.json']); "
+        "assert 'torch' not in sys.modules, 'torch was imported'; sys.exit(status)"
+    )
+    done = new_python(tmp_path, "-c", code)
+    assert (done.returncode, "cannot write nowhere/x.json" in done.stdout) == (2, True), done.stdout
+
+
+@pytest.mark.pipeproof_ranks
+@pytest.mark.usefixtures("kept_ranks")
+def test_many_ranks_are_said_before_they_start(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeproof.worlds.processors._CROWD", 0)
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    assert main(["validate", "--stack", "dp=2"]) == 0
+    assert capsys.readouterr().out.startswith("2 ranks share 1 processor here: this takes long\nstack ")
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--stack", "tp=3"], "tp 3 does not divide heads 4: use a divisor"),
         (["--primitive", "tpp"], "unknown primitive 'tpp': did you mean 'tp'?"),
         (["--primitive", "tp,,cp"], "unknown primitive ''"),
+        (["--primitive", ""], "unknown primitive ''"),
+        (
+            ["--primitive", "zero"],
+            "did you mean 'zero-1', 'zero-2', 'zero-3' or 'zero-3-every'?",
+        ),
         (["--primitive", "tp", "--stack", "pp=2"], "--primitive with --stack: expected one of the two"),
         (["--stack", "tp=2", "--schedule", "gpipe"], "--schedule has no effect with tp=2, which has no pp"),
-        (["--stack", "pp=2", "--model", "mlp"], "--model has no effect with --stack, of a decoder of its own"),
+        (
+            ["--stack", "pp=2", "--model", "mlp"],
+            "--model has no effect with --stack, which runs a small decoder",
+        ),
         (["--stack", "pp=2", "--record", "x"], "--record has no effect with --stack"),
         (["--stack", "pp=2", "--config", "x"], "--config has no effect with --stack"),
         (["--stack", "pp=2", "--microbatches", "0"], "microbatches is 0: expected at least 1"),

@@ -4,7 +4,7 @@ import pytest
 
 from pipeproof.pipeline import build
 from pipeproof.pipeline.grid import grid
-from pipeproof.reports.columns import Column, Layout, in_pieces, shortened, table
+from pipeproof.reports.columns import Column, Layout, folded, in_pieces, shortened, table, wrapped
 from pipeproof.reports.table import COLUMNS
 
 HEADER = Layout.of(COLUMNS, None).header
@@ -65,3 +65,43 @@ def test_a_long_grid_is_in_pieces_that_say_where_they_begin() -> None:
 
 def test_a_sentence_in_the_place_of_a_grid_stays() -> None:
     assert in_pieces("(cannot draw: 1.5 is no whole unit of time)", 20) == "(cannot draw: 1.5 is no whole unit of time)"
+
+
+FOLDED = [
+    Column("layout", gap=0),
+    Column("GiB", right=True, gap=2, fold=True),
+    Column("time", right=True, gap=2),
+    Column("because", gap=2, fold=True),
+]
+ROWS = [["pp 2, dp 4", "65.9", "27.5 s", "it fits"], ["one device", "", "", "it does not"]]
+
+
+@pytest.mark.parametrize(
+    ("width", "lines"),
+    [
+        (None, ["layout       GiB    time  because", "pp 2, dp 4  65.9  27.5 s  it fits"]),
+        (30, ["layout       GiB    time", "  because", "pp 2, dp 4  65.9  27.5 s", "  it fits"]),
+        (28, ["layout       GiB    time", "  because"]),
+        (23, ["layout", "   GiB    time", "  because", "pp 2, dp 4", "  65.9  27.5 s", "  it fits"]),
+        (10, ["layout", "   GiB", "    time", "  because", "pp 2, dp 4", "  65.9", "  27.5 s", "  it fits"]),
+        (9, ["layout", "   GiB", "    time", "  because", "pp 2, dp…"]),
+    ],
+)
+def test_what_a_line_has_no_room_for_goes_to_the_next(width: int | None, lines: list[str]) -> None:
+    assert folded(FOLDED, ROWS, width).splitlines()[: len(lines)] == lines
+
+
+def test_a_line_of_a_row_with_nothing_on_it_is_none() -> None:
+    assert folded(FOLDED, ROWS, 23).splitlines()[-2:] == ["one device", "  it does not"]
+    assert "GiB" not in folded(FOLDED, [["one device", "", "", "it does not"]], 23)
+
+
+def test_a_sentence_is_wrapped_between_words() -> None:
+    said = "  saves   all that pp=2,zero-3=2 needs"
+    assert wrapped(said, 28, indent=10).splitlines() == [
+        "  saves   all that",
+        "          pp=2,zero-3=2",
+        "          needs",
+    ]
+    assert wrapped(said, None, indent=10) == said
+    assert wrapped(said, 12, indent=10) == said

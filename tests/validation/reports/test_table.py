@@ -8,7 +8,6 @@ import pytest
 
 from pipeproof.cases.case import Case
 from pipeproof.cases.trial import Named
-from pipeproof.commands.advise import _LAYOUTS, _STEPS
 from pipeproof.commands.catalogue import listing
 from pipeproof.commands.schedule_commands import _planned
 from pipeproof.judging.cause import KINDS, Cause, Cell, Cells, OwnLine, RuledOut, alternatives
@@ -203,23 +202,12 @@ def test_measured_beside_simulated_is_two_lines_per_rank() -> None:
 
 
 PAIRS = [("scale", None), ("scale", "scale"), ("scale", "sign"), ("scale", "sign"), ("dropped", "dropped")]
-STEPS = [
-    ["recompute on one device", "not enough", *[""] * 7, "at least 138 GiB a device"],
-    ["ZeRO-1", "taken", "2.0", "1.0", "3.0", "5.0", "11.0", "20.9 s", "dp 8, ZeRO-1", "it fits: 69.6 of 80 GiB"],
-]
 NARROW = {
     "profile": (partial(profile_table, PROFILES), ["rank", "idle"]),
     "measured": (partial(measured_table, PROFILES, PROFILES), ["rank", "idle"]),
     "confusion": (partial(confusion, [*PAIRS, *(("scale", kind) for kind in KINDS)]), ["planted", "named"]),
     "specimens": (lambda width: listing(width=width), ["layernor"]),
     "plan": (lambda width: table(_planned(), list(map(row, plan(Needs(4, 8)))), width), ["schedule", "time"]),
-    "steps": (partial(table, _STEPS, STEPS), ["add", "taken"]),
-    "layouts": (
-        partial(
-            table, _LAYOUTS, [["pp 2, dp 4, ZeRO-3", "interleaved V=4", "4 of 2", "70", "1%", "2%", "20.9 s", "3%"]]
-        ),
-        ["20.9 s"],
-    ),
     "beside": (
         SideBySide.of([build(name, ranks=4, microbatches=8) for name in ("interleaved", "dualpipev")], Times()).text,
         ["memory"],

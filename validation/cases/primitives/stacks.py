@@ -1,4 +1,4 @@
-"""A stack: which primitives, over how many ranks each, as a line says it: ``pp=2,tp=2,dp=2``."""
+"""A stack: which primitives, over how many ranks each, as a line says it: ``pp=2,tp=2,ddp=2``."""
 
 import math
 import re
@@ -44,7 +44,7 @@ class Stack:
     def parse(
         cls, line: str, *, schedule: str = "1f1b", virtual: int | None = None, microbatches: int = 4, seed: int = 0
     ) -> "Stack":
-        """``pp=2,tp=2,dp=2``: axes in the order of the mesh. Raises ``StackError`` or ``ScheduleError``.
+        """``pp=2,tp=2,ddp=2``: axes in the order of the mesh. Raises ``StackError`` or ``ScheduleError``.
 
         A primitive of two axes has two sizes: ``hsdp=2x2``. One that has none stands alone. ``ONE_DEVICE`` has none at
         all. virtual: None is the
@@ -55,7 +55,7 @@ class Stack:
         for item in [] if line.strip().lower() == ONE_DEVICE else line.split(","):
             if not item.strip():
                 where = " between commas" if "," in line else ""
-                raise StackError(f"stack {line!r} names no primitive{where}: expected some, e.g. pp=2,tp=2,dp=2")
+                raise StackError(f"stack {line!r} names no primitive{where}: expected some, e.g. pp=2,tp=2,ddp=2")
             name, along = _item(item.strip(), line)
             if taken := [axis for axis in along if axis in sizes] or [name] * (name in names):
                 raise StackError(f"stack {line!r} has {taken[0]} twice: leave one out")

@@ -8,7 +8,7 @@ from pipeproof.pipeline.layouts.footprint import Footprint
 from pipeproof.pipeline.layouts.layout import Job, Layout, Recompute
 from pipeproof.pipeline.layouts.path import Outcome, Step
 from pipeproof.pipeline.layouts.search import Choice
-from pipeproof.pipeline.sizes import some
+from pipeproof.pipeline.sizes import some, three_digits
 from pipeproof.reports.page.frame import framed
 from pipeproof.reports.page.markup import Html, Part, facts, joined, section, table, tag, typed
 
@@ -40,7 +40,8 @@ _SAID = {
 class Advice:
     """What was found for ``job`` on ``cluster``: the way, the fastest layouts, and how it ends.
 
-    ``asked`` is the question in lines. ``said`` and ``line``: where to begin, and what to type; the line may be empty.
+    ``asked`` is the question in lines. ``said``: where to begin. ``do`` and ``line``: what to do next, and what to type
+    for that; both may be empty.
     ``room``: the share of memory that may be filled.
     """
 
@@ -50,6 +51,7 @@ class Advice:
     best: tuple[Choice, ...]
     asked: Sequence[str]
     said: str
+    do: str
     line: str
     room: float
 
@@ -61,11 +63,14 @@ def advice_page(advice: Advice) -> str:
         tag("p", badge, tag("span", f" {advice.asked[0]}", class_="quiet")),
         tag("h1", advice.said, class_="said"),
         *(tag("p", line, class_="quiet") for line in advice.asked[1:]),
+        tag("p", advice.do) if advice.do else None,
         typed(advice.line, named="the line to type") if advice.line else None,
     ]
     layouts = [_layout(choice, advice, number) for number, choice in enumerate(advice.best, 1)]
     body = [section("Memory of the fullest device", _picture(advice), wide=True), _path(advice), *layouts]
-    return framed(f"{advice.job.model.name}: {advice.said}", joined([tag("header", *head), tag("main", *body)]), {})
+    return framed(
+        f"{advice.job.model.name}: {advice.said.rstrip('.')}", joined([tag("header", *head), tag("main", *body)]), {}
+    )
 
 
 def _path(advice: Advice) -> Html:
@@ -88,7 +93,7 @@ def _row(step: Step, before: Choice | None) -> list[Part]:
     outcome = tag("span", step.outcome, class_=f"outcome {_BADGES[step.outcome]}")
     after = step.choice
     held = ["-" if one is None else _gib(one.footprint.total) for one in (before, after)]
-    rest = ["-", "-"] if after is None else [f"{after.time.total:.3g}", after.layout.words]
+    rest = ["-", "-"] if after is None else [three_digits(after.time.total), after.layout.words]
     return [step.name, outcome, *held, *rest, step.reason]
 
 
@@ -151,7 +156,7 @@ def _layout(choice: Choice, advice: Advice, number: int) -> Html:
         ("Memory", _memory(choice, advice)),
         ("Bubble", _bubble(choice, advice.job)),
         ("Communication", _communication(choice)),
-        ("Time", f"{time.total:.3g} s a step, {time.compute / time.total:.0%} of them computing; "
+        ("Time", f"{three_digits(time.total)} s a step, {time.compute / time.total:.0%} of them computing; "
                  f"{time.utilization(advice.cluster):.1%} of what the devices could do is the model's own work (MFU)."),
     ]  # fmt: skip
     return section(f"{number}. {layout.words}", facts(rows))
@@ -195,5 +200,4 @@ def _communication(choice: Choice) -> str:
 
 
 def _gib(size: float) -> str:
-    gib = size / GIB
-    return f"{gib:,.0f}" if gib >= 100 else f"{gib:.3g}"
+    return three_digits(size / GIB)

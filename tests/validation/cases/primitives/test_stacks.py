@@ -10,7 +10,7 @@ from pipeproof.pipeline.schedule import ScheduleError
 @pytest.mark.parametrize(
     ("line", "sizes", "parts", "said"),
     [
-        ("pp=2,tp=2,dp=2", {"pp": 2, "tp": 2, "dp": 2}, ("tp", "ddp"), "pp=2,tp=2,ddp=2"),
+        ("pp=2,tp=2,ddp=2", {"pp": 2, "tp": 2, "dp": 2}, ("tp", "ddp"), "pp=2,tp=2,ddp=2"),
         (" DP=2 , cp=4", {"dp": 2, "cp": 4}, ("cp", "ddp"), "ddp=2,cp=4"),
         ("hsdp=2x4,sp=2", {"dp_replicate": 2, "dp_shard": 4, "sp": 2}, ("sp", "hsdp"), "hsdp=2x4,sp=2"),
         ("fsdp=2,ep=2", {"fsdp": 2, "ep": 2}, ("ep", "zero-3"), "zero-3=2,ep=2"),
@@ -41,7 +41,7 @@ def test_every_primitive_is_a_stack_of_its_own(name: str) -> None:
     ("line", "words"),
     [
         ("pp=2,tpp=2", "unknown primitive 'tpp' in stack 'pp=2,tpp=2': did you mean 'tp'? known are recompute"),
-        ("", "stack '' names no primitive: expected some, e.g. pp=2,tp=2,dp=2"),
+        ("", "stack '' names no primitive: expected some, e.g. pp=2,tp=2,ddp=2"),
         ("pp=2,", "stack 'pp=2,' names no primitive between commas: expected some"),
         ("pp=2,pp=4", "stack 'pp=2,pp=4' has pp twice: leave one out"),
         ("dp=2,ddp-every=2", "has dp twice: leave one out"),
