@@ -1,6 +1,6 @@
 """A cause shows the lines of the actions that it is about, and of no others."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,8 +26,12 @@ class _Seen:
 
     stages = 2
 
-    def __init__(self, missing: Sequence[str] = (), wrong: Sequence[Crossing] = ()) -> None:
+    def __init__(self, missing: Sequence[str] = (), wrong: Sequence[Crossing] = (), *, flowed: bool = False) -> None:
         self.passed = {stage: self._stage(stage, missing, wrong) for stage in (0, 1)}
+        self._flowed = flowed
+
+    def flowed_right(self, stages: Collection[int], factor: float | None) -> bool:
+        return self._flowed
 
     def _stage(self, stage: int, missing: Sequence[str], wrong: Sequence[Crossing]) -> Passed:
         names = [f"{stage}{kind}{m}" for kind in "FB" for m in range(3) if f"{stage}{kind}{m}" not in missing]
@@ -124,6 +128,12 @@ def test_of_several_tensors_the_wrong_one_is_shown(kind: str, where: str, action
     found = shown(Cause(kind, stage=1, microbatches=(0,), action=action), _Seen(wrong=crossings))
     assert "received: receive 1 of 1F0" in found
     assert not any("0 of" in line for line in found)
+
+
+def test_what_came_after_the_backwards_shows_none_of_their_lines() -> None:
+    for cause in (Cause("scale", factor=4.0), Cause("sign", stage=0)):
+        assert shown(cause, _Seen(flowed=True)) == []
+        assert shown(cause)
 
 
 @pytest.mark.parametrize(
