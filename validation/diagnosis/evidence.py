@@ -48,7 +48,7 @@ class ModelBeside(Protocol):
     after it hold. ``modules``: in which order they end, ``places``: where they put tensors out. ``plain``: it gives the
     same in evaluation. ``lacks``: whether it is known that a tensor of this form is no step of what a microbatch is
     computed by. ``played``: what a microbatch would give if something else passed, tied copies summed; None where it
-    does not run so.
+    does not run so. ``loss_with``: the loss of a microbatch with the target of another, None where it has none such.
     """
 
     @property
@@ -70,6 +70,8 @@ class ModelBeside(Protocol):
     def lacks(self, microbatch: int, seen: Sketch) -> bool: ...
 
     def played(self, microbatch: int, passages: Sequence[Passage]) -> Contribution | None: ...
+
+    def loss_with(self, microbatch: int, target_of: int) -> float | None: ...
 
 
 @dataclass(frozen=True)

@@ -119,6 +119,17 @@ class _Due:
             return None  # modules that do not take such tensors never ran so
         return replace(made, gradients=self._again.total(made.gradients))
 
+    def loss_with(self, microbatch: int, target_of: int) -> float | None:
+        """The loss of a microbatch with the target of another; None where there are no targets, or it does not run."""
+        own, other = self.beside.batches[microbatch], self.beside.batches[target_of].target
+        if not own.target.numel() or own.target.shape != other.shape:
+            return None
+        try:
+            ((loss, _),) = self._again.losses([replace(own, target=other)])
+        except (RuntimeError, TypeError, ValueError, IndexError):
+            return None
+        return loss.item()
+
     @cached_property
     def _again(self) -> Reference:
         return self.beside.reference.of(copied(self.beside.model))

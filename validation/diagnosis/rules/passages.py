@@ -15,11 +15,14 @@ from pipeproof.diagnosis.rules.boundaries import causes_of
 from pipeproof.diagnosis.rules.first_wrong import Boundaries, FirstWrong
 from pipeproof.diagnosis.rules.repeated import or_wrong_message, ordered
 from pipeproof.judging.cause import Cause, RuledOut, listed
+from pipeproof.judging.tolerance import scalar_error
 from pipeproof.observers.observed import INPUT, UNKNOWN_MICROBATCH, Crossing
 from pipeproof.observers.recording import FLOWED, GIVEN, HANDED_ON, MADE, RECEIVED
 from pipeproof.pipeline.action import Action, Kind
 
 _SAME = 1e-3
+_LOSSES_ALIKE = 1e-5  # how far apart, relative to their size, two computations of one loss may be
+_MOST_PAIRS = 256  # of a microbatch and another's target, each of which takes a run of the reference
 _VAGUE = frozenset({"altered", "computation"})  # that a tensor is another, not what it is
 ALIKE: tuple[frozenset[str], ...] = (  # kinds that one fault has where more, or less, of it is seen
     frozenset({"mispaired", "wrong-message", "overwritten", "partition", "stale-tensor"})
@@ -56,7 +59,7 @@ def passages(evidence: Evidence) -> list[Cause]:
     named = [informed(_named(_as_sent(cause, evidence), evidence), evidence) for cause in causes]
     named = [_with_orders(_with_parameter(cause, evidence), evidence) for cause in named]
     losses = {one.crossing.at for one in found if one.point.where == FLOWED}
-    named = [_or_target(cause) if cause.action in losses else cause for cause in named]
+    named = [_or_target(cause, evidence) if cause.action in losses else cause for cause in named]
     return [*_beyond(named, evidence), *named]
 
 
@@ -141,11 +144,42 @@ def _as_sent(cause: Cause, evidence: Evidence) -> Cause:
     return replace(cause, kind=lost, detail=f"{cause.detail}, and was so when it was sent", instead=())
 
 
-def _or_target(cause: Cause) -> Cause:
-    """A loss that is another though its output is right, or one with another target: nobody sees targets."""
+def _or_target(cause: Cause, evidence: Evidence) -> Cause:
+    """A loss that is another though its output is right, or one with another target: nobody sees targets.
+
+    The losses may show whose they are.
+    """
     if cause.kind != "computation":
         return cause
-    return replace(cause, instead=(replace(cause, kind="swapped-data", detail="or its target is not its own"),))
+    whose = _targets(cause, evidence)
+    if not whose:
+        return replace(cause, instead=(replace(cause, kind="swapped-data", detail="or its target is not its own"),))
+    told = f"the output of microbatch{'es' * (len(whose) > 1)} {listed(whose)} is right, and the loss is that with"
+    return replace(cause, kind="swapped-data", detail=f"{told} the target of {listed(whose.values())} ({cause.action})")
+
+
+def _targets(cause: Cause, evidence: Evidence) -> dict[int, int]:
+    """Whose target gives each loss that was seen, with the output of its own microbatch; empty if any tells none."""
+    every, beside = range(evidence.microbatches), evidence.beside
+    if beside is None or cause.stage is None or len(every) * len(cause.microbatches) > _MOST_PAIRS:
+        return {}
+    found: dict[int, int] = {}
+    for microbatch in cause.microbatches:
+        seen = _seen_loss(evidence, cause.stage, microbatch)
+        made = {other: beside.loss_with(microbatch, other) for other in every if other != microbatch}
+        like = [other for other, loss in made.items() if seen and loss and scalar_error(seen, loss) < _LOSSES_ALIKE]
+        if len(like) != 1:
+            return {}
+        found[microbatch] = like[0]
+    return found
+
+
+def _seen_loss(evidence: Evidence, stage: int, microbatch: int) -> float | None:
+    """A microbatch's loss, as the rank reports it that it was on; None where it reports none."""
+    rank = evidence.passed[stage].ranks.get(microbatch)
+    row = evidence.observed.ranks[evidence.placement[stage] if rank is None else rank][evidence.number]
+    share = range(evidence.microbatches) if row.share is None else row.share
+    return dict(zip(share, row.losses, strict=False)).get(microbatch)
 
 
 def _with_parameter(cause: Cause, evidence: Evidence) -> Cause:
