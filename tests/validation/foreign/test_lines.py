@@ -87,7 +87,7 @@ FAULTS: dict[str, tuple[dict[str, int], dict[str, Any], tuple[Any, ...]]] = {
     "inputs of the first stage": (PP, {"given": of(1, others_inputs)}, ("swapped-data", 1, 0, EVERY)),
     "targets of the last stage": (PP, {"given": of(3, others_targets)}, ("swapped-data", 3, 1, EVERY)),
     "zeros sent": (PP, {"sent": sent_as(1, 2, 0.0)}, ("altered", 3, 1, (2,))),
-    "zero gradients sent": (PP, {"sent": sent_as(3, 1, 0.0)}, ("dropped", 1, 0, (1,))),
+    "zero gradients sent": (PP, {"sent": sent_as(3, 1, 0.0)}, ("altered", 1, 0, (1,))),
     "gradients sent twice as large": (PP, {"sent": sent_as(3, 1, 2.0)}, ("scale", 1, 0, (1,))),
 }
 

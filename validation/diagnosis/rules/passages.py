@@ -140,8 +140,7 @@ def _as_sent(cause: Cause, evidence: Evidence) -> Cause:
         return cause
     if sent == {False}:
         return replace(cause, detail=f"{cause.detail}, and was not when it was sent", instead=())
-    lost = "dropped" if kind is Kind.BACKWARD else "altered"
-    return replace(cause, kind=lost, detail=f"{cause.detail}, and was so when it was sent", instead=())
+    return replace(cause, kind="altered", detail=f"{cause.detail}, and was so when it was sent")
 
 
 def _or_target(cause: Cause, evidence: Evidence) -> Cause:
