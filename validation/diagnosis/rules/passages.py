@@ -56,7 +56,7 @@ def passages(evidence: Evidence) -> list[Cause]:
     )
     if everywhere := _of_all_stages(causes, evidence):
         return everywhere
-    named = [informed(_named(_as_sent(cause, evidence), evidence), evidence) for cause in causes]
+    named = [_as_sent(informed(_named(cause, evidence), evidence), evidence) for cause in causes]
     named = [_with_orders(_with_parameter(cause, evidence), evidence) for cause in named]
     losses = {one.crossing.at for one in found if one.point.where == FLOWED}
     named = [_or_target(cause, evidence) if cause.action in losses else cause for cause in named]
