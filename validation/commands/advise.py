@@ -119,6 +119,8 @@ def _advise(options: argparse.Namespace) -> int:
         Terminal().say(" ".join(filter(None, ending)))
         if chosen is not None:
             _write(_config(chosen, job), chosen, files.write)
+        elif options.write is not None:
+            Terminal().detail(f"{options.write}: not written, for there is no layout to begin with")
         advice = Advice(job, cluster, steps, found.best, _asked(job, cluster), *ending, allowed.room)
         return files.finish(
             0 if found.best else WRONG,
@@ -152,7 +154,8 @@ def _config(layout: Layout, job: Job) -> Config:
     """What ``validate --config`` runs small."""
     split = [len(layers) for layers, _ in stages_of(layout.pipeline, job.model.layers)]
     sizes = {"microbatches": layout.microbatches(job), "split": split, "sequence": job.sequence}
-    return Config({**asdict(layout), **sizes, "model": job.model.name, "dtype": "bf16"})
+    name = Path(job.model.name).name if job.model.name.endswith(".json") else job.model.name  # nobody else's folders
+    return Config({**asdict(layout), **sizes, "model": name, "dtype": "bf16"})
 
 
 def _model(options: argparse.Namespace) -> Transformer:

@@ -44,9 +44,13 @@ def test_steps_and_layouts_are_printed_and_written(tmp_path: Path, capsys: pytes
         assert parts["total"] <= 0.9 * 80 * 2**30
 
 
-def test_where_nothing_fits_it_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["advise", "--model", "llama-3-405b", "--devices", "8"]) == 1
-    assert "Nothing fits: use more devices, or devices with more memory." in capsys.readouterr().out
+def test_where_nothing_fits_it_ends_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "a.json"
+    assert main(["advise", "--model", "llama-3-405b", "--devices", "8", "--write", str(file)]) == 1
+    said = capsys.readouterr().out
+    assert "Nothing fits: use more devices, or devices with more memory." in said
+    assert f"{file}: not written, for there is no layout to begin with" in said
+    assert not file.exists()
 
 
 @pytest.mark.long
@@ -54,8 +58,9 @@ def test_a_config_or_sizes_stand_for_a_name(tmp_path: Path, capsys: pytest.Captu
     config = tmp_path / "config.json"
     sizes = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
     config.write_text(json.dumps({**sizes, "vocab_size": 128256, "intermediate_size": 14336}))
-    assert main(["advise", "--model", str(config), *SMALL[2:]]) == 0
+    assert main(["advise", "--model", str(config), *SMALL[2:], "--write", str(tmp_path / "a.json")]) == 0
     assert "config.json: 8.0 B parameters; 32 layers" in capsys.readouterr().out
+    assert json.loads((tmp_path / "a.json").read_text())["model"] == "config.json", "no folder of this machine"
     assert (
         main(["advise", "--layers", "32", "--hidden", "4096", "--heads", "32", "--experts", "8", "--devices", "64"])
         == 0
