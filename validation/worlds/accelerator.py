@@ -80,6 +80,16 @@ def count(kind: str) -> int:
     return torch.accelerator.device_count() if kind == found() else 0
 
 
+def title(kind: str) -> str:
+    """How many there are, and what their makers call them, where torch knows it."""
+    import torch
+
+    if kind == CPU:
+        return CPU
+    named = getattr(torch.get_device_module(kind), "get_device_name", lambda number: kind)
+    return f"{count(kind)} x {named(0)}"
+
+
 def first_of(kind: str) -> str:
     """The device that has the reference, which is on one."""
     return CPU if kind == CPU else f"{kind}:0"
