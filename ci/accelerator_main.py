@@ -23,6 +23,8 @@ from accelerator_result import PartResult, Result, Row, failing, merged, section
 
 _WHOLE_S = 480  # the parts' bounds together, with some for what is between them
 _LOOK_S = 0.2  # how often to look for new rows
+_LOG = 60  # lines that are kept of what a part that broke has printed
+_TRACEBACK = "Traceback (most recent call last):\n"
 _LAST_S = 5.0  # for a process that was ended to be gone
 _STATUS = (
     "Exit status: 0 nothing is wrong, in what ran; 1 a right schedule failed, a planted fault passed, or a part broke; "
@@ -52,7 +54,7 @@ def main() -> int:
             show = lambda now, done=done: out.write(replace(done, parts=[*done.parts, now]))  # noqa: E731
             found = carried_out(blank, wanted, began + planned, show)
             result = replace(result, parts=[*result.parts, found])
-            print(f"\n{section(found)}\n\n{found.told} ({found.seconds:.0f} s)", flush=True)
+            print(f"\n{section(found)}\n\n{found.told} ({found.seconds:.0f} s)", *found.log, sep="\n", flush=True)
             out.write(result)
     except KeyboardInterrupt:
         return 130
@@ -114,7 +116,9 @@ def carried_out(part: PartResult, wanted: object, deadline_s: float, show: Calla
             return replace(part, ended=last["ended"], reason=last["reason"])
         if cut_off:
             return replace(part, ended="cut off", reason=f"after {part.seconds:.0f} s")
-        return replace(part, ended="broken", reason=last_line(errors.read_text()) or f"status {child.returncode}")
+        said = errors.read_text(errors="replace")
+        reason = raised(said) or f"status {child.returncode}"
+        return replace(part, ended="broken", reason=reason, log=said.splitlines()[-_LOG:])
 
 
 def _end(child: "subprocess.Popen[bytes]") -> None:
@@ -133,9 +137,10 @@ def rows_in(path: Path) -> tuple[list[Row], dict[str, str] | None]:
     return merged([Row(**line) for line in lines]), last
 
 
-def last_line(text: str) -> str:
-    """What a traceback ends with."""
-    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
+def raised(text: str) -> str:
+    """What the last traceback in ``text`` ends with, or nothing; the first line, for what is raised may be a page."""
+    lines = iter(text.rpartition(_TRACEBACK)[2].splitlines())
+    return next((line for line in lines if line and not line.startswith((" ", "\t"))), "") if _TRACEBACK in text else ""
 
 
 def _machine(device: str) -> dict[str, str]:

@@ -23,7 +23,10 @@ class Row:
 
 @dataclass(frozen=True)
 class PartResult:
-    """How a part went. ``ended`` is "running", "done", "not run", "cut off" or "broken"; ``reason`` says why."""
+    """How a part went. ``ended`` is "running", "done", "not run", "cut off" or "broken"; ``reason`` says why.
+
+    ``log``: the last lines that a part printed that broke.
+    """
 
     name: str
     title: str
@@ -31,6 +34,7 @@ class PartResult:
     reason: str = ""
     seconds: float = 0.0
     rows: Sequence[Row] = ()
+    log: Sequence[str] = ()
 
     @property
     def wrong(self) -> int:

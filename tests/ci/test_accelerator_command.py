@@ -12,7 +12,7 @@ from pathlib import Path
 import accelerator_main
 import accelerator_parts
 import pytest
-from accelerator_main import carried_out, last_line, rows_in
+from accelerator_main import carried_out, raised, rows_in
 from accelerator_parts import PARTS, NotRun, Wanted, row_of
 from accelerator_result import PartResult, Result, Row, failing, merged, section
 
@@ -123,7 +123,12 @@ def test_a_line_that_is_not_whole_yet_is_no_row(tmp_path: Path) -> None:
     assert rows_in(file) == ([Row("a", "pass")], None)
     file.write_text('{"ended": "done", "reason": ""}\n')
     assert rows_in(file) == ([], {"ended": "done", "reason": ""})
-    assert (last_line("one\nImportError: x\n\n"), last_line("")) == ("ImportError: x", "")
+
+
+def test_what_was_raised_is_told_on_one_line() -> None:
+    text = 'Traceback (most recent call last):\n  File "x"\n    f()\nPipelineMismatch: FAIL\n  cause  no\nreplay x\n'
+    assert raised("before\n" + text) == "PipelineMismatch: FAIL"
+    assert raised("nothing\n") == ""
 
 
 @pytest.fixture

@@ -66,7 +66,7 @@ class Case:
     unequal: bool = False
     plan: tuple[str, ...] = FULL_PLAN
     seed: int = 0
-    device: str = accelerator.CPU
+    device: str = "cpu"
     specimen: str = ""
     runtime: str = OWN
     options: tuple[str, ...] = ()

@@ -6,7 +6,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar
 
-from pipeproof.worlds.accelerator import CPU, refusal, split
+from pipeproof.worlds.accelerator import refusal, split
 from pipeproof.worlds.launcher import under_torchrun
 from pipeproof.worlds.processes import Processes
 from pipeproof.worlds.rank_report import Ending, NeedsMoreRanks, RankFailed, RankReport, WorldError, culprit_of
@@ -28,7 +28,7 @@ class World:
     """
 
     def __init__(
-        self, *, device: str = CPU, timeout_s: float = 120.0, silent: bool = False, most_groups: int | None = None
+        self, *, device: str = "cpu", timeout_s: float = 120.0, silent: bool = False, most_groups: int | None = None
     ) -> None:
         """``device``: of a type such as ``cpu`` or ``cuda``, which the ranks of a host share in turn, or ``cuda:0``, on
         which they all are. ``timeout_s`` bounds each run, in seconds. Others raise ValueError.
