@@ -213,9 +213,9 @@ def test_bad_input_is_a_sentence(arguments: list[str], words: str) -> None:
 
 def test_what_ranks_compute_with_is_set_there_and_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[object] = []
-    monkeypatch.setattr(accelerator_parts.World, "run", lambda self, job, *args, **options: seen.append(args[0]))
+    monkeypatch.setattr(accelerator_parts.World, "run", lambda self, *job, **options: seen.append(job[1:]))
     world = accelerator_parts._world("cpu")
     with accelerator_parts._set(world, Arithmetic(tf32=True)):
         world.run(len, ranks=1)
     world.run(len, ranks=1)
-    assert seen == [Arithmetic(tf32=True), Arithmetic()]
+    assert seen == [(Arithmetic(tf32=True), len), ()], "by themselves they compute as everywhere else"
