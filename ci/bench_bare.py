@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+import bench_ranks
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -35,10 +36,10 @@ def bare(
     interleaved schedule sends several kinds of them between the same two ranks.
     """
     lines, last = list(_lines(schedule, rank)), schedule.n_stages - 1
-    shape = microbatches[0][0].shape
+    shape, device, wire = microbatches[0][0].shape, microbatches[0][0].device, bench_ranks.wire()
 
     def step() -> None:
-        buffers = [None if line.source is None else torch.empty(shape) for line in lines]
+        buffers = [None if line.source is None else torch.empty(shape, device=wire) for line in lines]
         works = [
             None if line.source is None else dist.irecv(buffer, line.source, tag=line.source_tag)
             for line, buffer in zip(lines, buffers, strict=True)
@@ -48,6 +49,7 @@ def bare(
             forward, stage, m, _, source_tag, sink, sink_tag = line
             if work is not None:
                 work.wait()
+                came = came.to(device)
             else:
                 came = here.pop(source_tag, None)
             if forward:
@@ -64,6 +66,7 @@ def bare(
             if sink is None:
                 here[sink_tag] = product
             else:
+                product = product.to(wire)
                 sent.append((product, dist.isend(product, sink, tag=sink_tag)))
         for _, work in sent:
             work.wait()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import bench_cases
+import bench_check
 import bench_diagnosis
 import bench_held
 import bench_overhead
@@ -49,6 +50,7 @@ PARTS = {
     "f": Part("what recording boundary tensors costs", "ms per step", bench_recorder.measure, 2, 40),
     "g": Part("what validating a foreign step adds to it", "seconds", bench_whitebox.measure, 4, 9),
     "h": Part("finding the cause of one failure", "seconds", bench_diagnosis.measure, 4, 3),
+    "i": Part("what check_step adds to a step", "ms per step", bench_check.measure, 2, 20),
 }
 
 

@@ -1,4 +1,4 @@
-"""Ranks for a measurement: processes joined by gloo, and step times taken across all of them."""
+"""Ranks for a measurement: processes in one group, and step times taken across all of them."""
 
 import gc
 import json
@@ -15,25 +15,49 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from pipeproof.worlds import accelerator
+
 Step = Callable[[], None]
 QUIET = 0.15  # cores: the most that other processes may use in a round that counts
 FEWEST = 5  # rounds: with fewer quiet ones than this, all count
 
 
-def on_ranks(n_ranks: int, job: Callable[..., Any], *args: object) -> list[Any]:
-    """What ``job(rank, *args)`` returned on each of ``n_ranks`` freshly spawned ranks, passed on as JSON."""
+def on_ranks(n_ranks: int, job: Callable[..., Any], *args: object, device: str = accelerator.CPU) -> list[Any]:
+    """What ``job(rank, *args)`` returned on each of ``n_ranks`` freshly spawned ranks, passed on as JSON.
+
+    ``device`` is as a world has it; ``own_place`` says where a rank is.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, (n_ranks, folder, job, args), nprocs=n_ranks)
+        mp.spawn(_rank, (n_ranks, folder, device, job, args), nprocs=n_ranks)
         return [json.loads(Path(folder, f"rank{rank}.json").read_text()) for rank in range(n_ranks)]
 
 
-def _rank(rank: int, n_ranks: int, folder: str, job: Callable[..., Any], args: Sequence[object]) -> None:
+def _rank(rank: int, n_ranks: int, folder: str, device: str, job: Callable[..., Any], args: Sequence[object]) -> None:
+    global _place
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=n_ranks)
+    _place = accelerator.place_of(device, rank)
+    accelerator.use(_place)
+    backend, host = accelerator.backend_of(device, n_ranks), accelerator.HOST
+    if backend != host:  # what ranks agree on is on the host
+        backend = f"{accelerator.CPU}:{host},{accelerator.split(device)[0]}:{backend}"
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=n_ranks)
     answer = job(rank, *args)
     Path(folder, f"rank{rank}.json").write_text(json.dumps(answer))
     dist.barrier()
     os._exit(0)  # gloo's threads abort now and then when the group is destroyed right after a collective
+
+
+_place = accelerator.CPU  # of this process, where it is a rank
+
+
+def own_place() -> str:
+    """Where this rank computes."""
+    return _place
+
+
+def wire() -> torch.device:
+    """Where tensors are while they travel: in the host's memory, or where they are computed."""
+    return torch.device(accelerator.CPU if dist.get_backend() == accelerator.HOST else _place)
 
 
 @dataclass(frozen=True)
@@ -63,9 +87,11 @@ def take_turns(steps: Mapping[str, Step], before: Step, turns: Turns) -> dict[st
         for name in names[turn:] + names[:turn]:
             for _ in range(turns.batch):
                 before()
+                accelerator.synchronize(_place)
                 dist.barrier()
                 start = perf_counter()
                 steps[name]()
+                accelerator.synchronize(_place)
                 taken[name].append([start, perf_counter()])
         foreign.append(load.foreign())
     return {"spans": taken, "foreign": foreign}

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from bench_bare import bare
-from bench_ranks import Step
+from bench_ranks import Step, wire
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
@@ -24,6 +25,7 @@ from torch.distributed.pipelining.schedules import (
 
 from pipeproof.pipeline import PipelineSchedule, Schedule, build
 from pipeproof.pipeline.schedules import SPLIT
+from pipeproof.worlds.accelerator import HOST
 
 _TORCH = {
     "gpipe": ScheduleGPipe,
@@ -54,11 +56,16 @@ def schedule_of(name: str, ranks: int, microbatches: int) -> Schedule:
 
 
 def variants(case: Case) -> dict[str, Step]:
-    """The step of each variant that exists for this schedule, by name: a bare loop has whole backwards only."""
+    """The step of each variant that exists for this schedule here, by name.
+
+    A bare loop has whole backwards only, and tells messages apart by tags, as only the host's backend does. torch's
+    sends tensors from where they are, which that backend does not.
+    """
     steps = {"ours": ours(case)}
-    if case.schedule.name not in SPLIT:
+    device, host = case.microbatches[0][0].device, dist.get_backend() == HOST
+    if case.schedule.name not in SPLIT and (host or case.schedule.n_ranks == 1):
         steps["bare"] = bare(case.schedule, case.rank, case.modules, case.microbatches, case.loss_fn)
-    if case.schedule.name in _TORCH:
+    if case.schedule.name in _TORCH and (wire() == device or case.schedule.n_ranks == 1):
         steps["torch"] = torchs(case)
     return steps
 
@@ -86,7 +93,8 @@ def ours(case: Case) -> Step:
 def torchs(case: Case) -> Step:
     """Forward and backward with torch's schedule of that name: it splits one large batch into the same microbatches."""
     n_stages = case.schedule.n_stages
-    stages = [PipelineStage(module, index, n_stages, torch.device("cpu")) for index, module in case.modules.items()]
+    device = case.microbatches[0][0].device
+    stages = [PipelineStage(module, index, n_stages, device) for index, module in case.modules.items()]
     kind = _TORCH[case.schedule.name]
     several = issubclass(kind, PipelineScheduleMulti)
     pipeline = kind(stages if several else stages[0], len(case.microbatches), loss_fn=case.loss_fn)

@@ -91,10 +91,10 @@ class Alone:
 class DistributedTransport:
     """Messages over a torch.distributed process group.
 
-    gloo carries CPU tensors, matched by tag; tensors on a GPU are staged through the host, which is also how several
-    ranks share one GPU (NCCL refuses two ranks on a device). NCCL carries GPU tensors directly, one GPU per rank, in
-    posting order. ``timeout_s`` bounds every wait. Every rank of the group must make one: over gloo, the first time,
-    they connect a second time (lanes.py).
+    gloo carries tensors of the host, matched by tag; those on a device are staged through the host, which is also how
+    several ranks share one device. Every other backend carries the device's own tensors, one device per rank, in
+    posting order, as NCCL does. ``timeout_s`` bounds every wait. Every rank of the group must make one: over gloo, the
+    first time, they connect a second time (lanes.py).
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class DistributedTransport:
     ) -> None:
         self.rank = group.rank()
         self.n_ranks = group.size()
-        self.in_order = dist.get_backend(group) == "nccl"
+        self.in_order = dist.get_backend(group) != "gloo"
         self.timeout_s = timeout_s
         # torch.distributed keeps the group until destroy_process_group. A reference that outlives that call makes gloo
         # abort the interpreter on exit (seen with torch 2.13), so none is kept here.

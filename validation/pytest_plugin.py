@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from _pytest._code.code import ExceptionRepr
 
+from pipeproof.worlds.accelerator import CPU, refusal
 from pipeproof.worlds.launcher import under_torchrun
 from pipeproof.worlds.rank_report import NeedsMoreRanks
 from pipeproof.worlds.timeout import parsed_seconds
@@ -23,9 +24,8 @@ _LEFT_OUT = "pipeproof_ranks"  # a property of a report: how many ranks there we
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Options that concern ranks."""
     group = parser.getgroup("pipeproof", "pipeline-parallel tests on several ranks")
-    group.addoption(
-        "--pipeproof-device", choices=("cpu", "cuda"), default="cpu", help="where ranks compute (default: cpu)"
-    )
+    where = "where ranks compute: cpu, cuda, or another type of device that torch names (default: cpu)"
+    group.addoption("--pipeproof-device", default=CPU, metavar="TYPE", help=where)
     group.addoption(
         "--pipeproof-rank-timeout",
         type=parsed_seconds,
@@ -55,6 +55,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", fresh)
     config.addinivalue_line("markers", "pipeproof_ranks: starts ranks; every test that uses pipeproof_world has it")
     _most_groups(config)  # so that a wrong one is told at once
+    if why := refusal(config.getoption("--pipeproof-device")):
+        raise pytest.UsageError(f"--pipeproof-device: {why}")
     config.pluginmanager.register(LeftOut(), "pipeproof-left-out")
     if under_torchrun():
         _refuse_workers(config)

@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 
-import torch
 from torch.profiler import ProfilerActivity, profile, record_function
+
+from pipeproof.worlds import accelerator
 
 _MARK = "pipeproof: memory is counted from here"
 
@@ -27,24 +28,22 @@ class Allocations:
 
     def mark(self) -> None:
         """Here begins what may be the most."""
-        if self.device != "cpu":
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
+        if self.device != accelerator.CPU:
+            accelerator.begin_peak()
         with record_function(_MARK):
             pass
 
 
 @contextmanager
-def allocations(device: str = "cpu") -> Iterator[Allocations]:
+def allocations(device: str = accelerator.CPU) -> Iterator[Allocations]:
     """Count what the block allocates on ``device``; what is yielded is filled in when it ends."""
     found = Allocations(device)
-    if device != "cpu":
+    if device != accelerator.CPU:
         found.mark()
-        before = torch.cuda.memory_allocated()
+        before = accelerator.held()
         yield found
-        torch.cuda.synchronize()
-        found.net = torch.cuda.memory_allocated() - before
-        found.most = torch.cuda.max_memory_allocated() - before
+        found.net = accelerator.held() - before
+        found.most = accelerator.peak() - before
         return
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         yield found

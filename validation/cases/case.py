@@ -19,6 +19,7 @@ from pipeproof.pipeline.partition import by_sizes
 from pipeproof.pipeline.schedule import Schedule
 from pipeproof.pipeline.schedules import FAMILIES, build, canonical_name, known_are
 from pipeproof.pipeline.sizes import MOST_LAYERS, MOST_PROCESSES, MOST_SEED, counted
+from pipeproof.worlds import accelerator
 
 # One step; a second one; an accumulation over two calls; an evaluation between two steps.
 FULL_PLAN = ("train", "train", "accumulate", "train", "eval", "train")
@@ -29,7 +30,6 @@ MODELS = ("gpt", "gpt-tied", "mlp", "twice", "frozen", "batchnorm", "dropout", *
 LOSSES = ("mean", "tokens")
 DTYPES = ("fp32", "bf16", "fp64")
 FUZZED_DTYPES = DTYPES[:2]  # those that people train in
-DEVICES = ("cpu", "cuda")
 AXES: Mapping[str, str] = MappingProxyType({"ranks": "pp", "replicas": "dp"})  # the field's names, as configs have them
 
 
@@ -89,13 +89,14 @@ class Case:
             ("model", self.model, MODELS),
             ("dtype", self.dtype, DTYPES),
             ("loss", self.loss, LOSSES),
-            ("device", self.device, DEVICES),
             ("runtime", self.runtime, RUNTIMES),
             *(("option", option, OPTIONS) for option in self.options),
         )
         for what, value, known in choices:
             if value not in known:
                 raise CaseError(f"unknown {what} {value!r}: {known_are(value, known)}")
+        if why := accelerator.refusal(self.device):
+            raise CaseError(why)
         for operation in self.plan:
             if operation not in OPERATIONS:
                 raise CaseError(f"unknown operation {operation!r} in the plan: {known_are(operation, OPERATIONS)}")

@@ -9,12 +9,13 @@ from dataclasses import MISSING, dataclass
 from types import MappingProxyType
 from typing import Any
 
-from pipeproof.cases.case import DEVICES, CaseError, config_fields
+from pipeproof.cases.case import CaseError, config_fields
 from pipeproof.judging.measured import versions
 from pipeproof.pipeline.files import read_json
 from pipeproof.pipeline.layouts.layout import Recompute
 from pipeproof.pipeline.schedules import known_are
 from pipeproof.pipeline.sizes import counted
+from pipeproof.worlds import accelerator
 
 FORMAT, VERSION = "pipeproof/config", 1
 _MOST = 1 << 24  # of any size of a job
@@ -72,8 +73,8 @@ def read_config(path: str) -> Config:
         counted(f"{path}: {name}", data.get(name, least), least=least, most=most)
     if (again := data.get("recompute", "none")) not in list(Recompute):
         raise CaseError(f"{path}: unknown recompute {again!r}: {known_are(again, list(map(str, Recompute)))}")
-    if (device := data.get("device", DEVICES[0])) not in DEVICES:
-        raise CaseError(f"{path}: unknown device {device!r}: {known_are(device, DEVICES)}")
+    if why := accelerator.refusal(data.get("device", accelerator.CPU)):
+        raise CaseError(f"{path}: {why}")
     config = Config(data, path)
     _check_axes(config)
     return config

@@ -18,6 +18,7 @@ from pipeproof.judging.verdict import Verdict
 from pipeproof.pipeline.schedule import ScheduleError
 from pipeproof.pipeline.schedules import LOOPED, build, virtuals
 from pipeproof.pipeline.sizes import some
+from pipeproof.worlds.accelerator import CPU
 from pipeproof.worlds.rank_report import RankFailed
 from pipeproof.worlds.world import World
 
@@ -34,7 +35,7 @@ def cases(
     models: Sequence[str] = tuple(plainest_first(MODELS)),
     dtypes: Sequence[str] = FUZZED_DTYPES,
     max_ranks: int = MAX_RANKS,
-    device: str = "cpu",
+    device: str = CPU,
     runtime: str = OWN,
 ) -> Case:
     """Any case: schedule, P 1..4, V 1..3, M 1..9, uneven splits down to a layer a stage, model, dtype, loss, plan.

@@ -11,7 +11,7 @@ from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.observed import Observed
 from pipeproof.reference.model import DTYPES
 from pipeproof.reference.step import Recipe, Reference
-from pipeproof.worlds.deterministic import deterministic
+from pipeproof.worlds.accelerator import deterministic, first_of
 
 
 def judge(case: Case, observed: Observed, *, measure: bool = False) -> Verdict:
@@ -27,7 +27,7 @@ def diagnose(case: Case, observed: Observed, verdict: Verdict) -> Verdict:
 
 def requirements_of(case: Case) -> Requirements:
     """``case`` as a subject: its reference, and what its plan leaves out."""
-    device = "cpu" if case.device == "cpu" else "cuda:0"
+    device = first_of(case.device)
     model = model_for(case).to(device)
     owner = owners(model, case.split)
     oracle = LiveOracle(

@@ -24,7 +24,7 @@ from pipeproof.pipeline.step import Parts, PipelineSchedule
 from pipeproof.pipeline.transport import DistributedTransport
 from pipeproof.reference.model import Model
 from pipeproof.reference.step import Recipe, objective
-from pipeproof.worlds.deterministic import deterministic
+from pipeproof.worlds.accelerator import deterministic
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 

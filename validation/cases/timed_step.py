@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -18,7 +17,7 @@ from pipeproof.cases.primitives.stacks import Stack
 from pipeproof.cases.timings import Turn
 from pipeproof.diagnosis.members import Replicas
 from pipeproof.reference.step import Recipe, objective
-from pipeproof.worlds.deterministic import deterministic
+from pipeproof.worlds.accelerator import deterministic, synchronize
 from pipeproof.worlds.worker import RankContext
 
 STEPS = 3  # timed ones in a turn, after one that is not
@@ -70,19 +69,13 @@ def _timed(context: RankContext, running: Running) -> Turn:
     seconds, losses = list[float](), list[float]()
     for _ in range(STEPS):
         running.clear()
-        _wait(context)
+        synchronize(context.device)
         dist.barrier(group=context.group)
         began = perf_counter()
         losses += running.step()
-        _wait(context)
+        synchronize(context.device)
         seconds.append(perf_counter() - began)
     return Turn(tuple(seconds), tuple(losses))
-
-
-def _wait(context: RankContext) -> None:
-    """Until the device has done what it was given."""
-    if context.device != "cpu":
-        torch.cuda.synchronize()
 
 
 def _of_case(context: RankContext, case: Case) -> Callable[[], Running]:

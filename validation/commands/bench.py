@@ -15,6 +15,7 @@ from pipeproof.commands.selection import tell_notes
 from pipeproof.pipeline.sizes import some
 from pipeproof.reports.columns import Column, folded
 from pipeproof.reports.terminal import Terminal
+from pipeproof.worlds.accelerator import CPU
 from pipeproof.worlds.processors import crowded, shared
 from pipeproof.worlds.rank_report import RankFailed
 from pipeproof.worlds.world import World
@@ -122,9 +123,9 @@ def _about(timings: Sequence[Timing], device: str) -> Iterator[str]:
         f"{some(count, 'round')} each. step: the median of the slowest rank. spread: the slowest round to the fastest. "
         "memory: parameters and what a step allocates, at most, of the rank with most."
     )
-    if device == "cpu" and (said := shared(most)):
+    if device == CPU and (said := shared(most)):
         yield f"{said}."
-    yield _SMALL if device == "cpu" else _SMALL_THERE
+    yield _SMALL if device == CPU else _SMALL_THERE
 
 
 def _data(one: Timing, first: Timing) -> dict[str, object]:

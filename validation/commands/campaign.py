@@ -29,6 +29,8 @@ from pipeproof.reports.columns import Column, Layout
 from pipeproof.reports.page.campaign import Entry, campaign
 from pipeproof.reports.table import COLUMNS, line, profile_table, summary
 from pipeproof.reports.terminal import Terminal
+from pipeproof.worlds import accelerator
+from pipeproof.worlds.accelerator import AUTO
 from pipeproof.worlds.processors import crowded
 from pipeproof.worlds.rank_report import NeedsMoreRanks, RankFailed
 from pipeproof.worlds.world import World
@@ -44,13 +46,13 @@ class Impossible(ValueError):
 
 @dataclass(frozen=True)
 class Setting:
-    """Where cases run, and what is said about them. ``device``: "auto", "cpu" or "cuda".
+    """Where cases run, and what is said about them. ``device``: "auto", or a type of device.
 
     ``outputs`` are files for the verdicts, and for what the ranks of the one case gave. ``plugin``: the file that
     registers the specimen of the one case, which who replays it needs too.
     """
 
-    device: str = "auto"
+    device: str = AUTO
     timeout_s: float = 120.0
     outputs: Outputs = field(default_factory=Outputs)
     profile: bool = False
@@ -64,11 +66,13 @@ class Setting:
 
     @property
     def chosen_device(self) -> str:
-        """Either cpu or cuda. Raises ``Impossible`` for CUDA where there is none."""
-        available = torch.cuda.is_available()
-        if self.device == "cuda" and not available:
-            raise Impossible("--device cuda, but torch finds no CUDA device: use --device cpu, or torch built for CUDA")
-        return "cuda" if available and self.device != "cpu" else "cpu"
+        """The type of device. Raises ``Impossible`` for one that is not here."""
+        if self.device == AUTO:
+            return accelerator.found()
+        if why := accelerator.absence(self.device):
+            cure = f"use --device cpu, or torch built for {self.device} on a machine that has one"
+            raise Impossible(f"--device {self.device}, but {why}: {cure}")
+        return self.device
 
 
 Then = Callable[[], None]  # what is left to do once a verdict is told

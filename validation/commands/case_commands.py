@@ -30,6 +30,7 @@ from pipeproof.commands.selection import (
 from pipeproof.pipeline.files import is_csv
 from pipeproof.pipeline.sizes import MOST_ACTIONS, MOST_PROCESSES, MOST_SEED, counted
 from pipeproof.reports.terminal import Terminal
+from pipeproof.worlds.accelerator import CPU
 from pipeproof.worlds.launcher import start_fork_server
 
 _SHRINKS = "with --shrink, which draws its own schedules and names nothing"
@@ -273,7 +274,7 @@ def _specimens(options: argparse.Namespace) -> int:
         Terminal().say(listing(names, width=Terminal().width))
         return 0
     schedules = schedule_names(options.schedule) if options.schedule else []
-    setting = Setting("cpu", options.timeout, Outputs.of(options))
+    setting = Setting(CPU, options.timeout, Outputs.of(options))
     counted("--seed", options.seed, least=0, most=MOST_SEED)
     if options.shrink:
         return shrink_all(names, setting, seed=options.seed)

@@ -9,7 +9,7 @@ from pipeproof.cases.case import DTYPES, LOSSES, MODELS, SCHEDULES, Case, CaseEr
 from pipeproof.cases.config import Config, read_config
 from pipeproof.cases.own_schedule import own_schedule
 from pipeproof.cases.work import Work, notes_of
-from pipeproof.commands.option_parser import add_count, add_names, without_effect
+from pipeproof.commands.option_parser import add_count, add_names, offers, without_effect
 from pipeproof.pipeline.files import is_csv
 from pipeproof.pipeline.lower import Program
 from pipeproof.pipeline.partition import parse_split
@@ -17,6 +17,7 @@ from pipeproof.pipeline.schedule import Schedule, ScheduleError
 from pipeproof.pipeline.schedules import FAMILIES, LOOPED, build, can_have, canonical_name, known_are, virtuals
 from pipeproof.pipeline.sizes import MOST_LAYERS, MOST_RANKS, counted
 from pipeproof.reports.terminal import Terminal
+from pipeproof.worlds.accelerator import AUTO, COMMON, parsed
 from pipeproof.worlds.timeout import parsed_seconds
 
 RANKS, MICROBATCHES = 4, 8
@@ -200,10 +201,8 @@ def add_timeout(parser: argparse.ArgumentParser) -> None:
 
 def add_world(parser: argparse.ArgumentParser) -> None:
     """Where ranks run, and how long."""
-    devices = ("auto", "cpu", "cuda")
-    parser.add_argument(
-        "--device", choices=devices, default="auto", help="where ranks compute (default auto: cuda if there is one)"
-    )
+    where = "where ranks compute: cpu, cuda, or what else torch names (default auto: the accelerator if there is one)"
+    offers(parser.add_argument("--device", type=parsed, default=AUTO, metavar="TYPE", help=where), (AUTO, *COMMON))
     add_timeout(parser)
 
 

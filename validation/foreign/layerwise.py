@@ -13,6 +13,7 @@ from pipeproof.foreign.reference_run import WhiteBoxError, name_of
 from pipeproof.judging.judge import one_thread
 from pipeproof.judging.verdict import raised
 from pipeproof.reference.data import Batch
+from pipeproof.worlds.accelerator import first_of
 
 Build = Callable[[], nn.Module]
 LossOf = Callable[[Any, Tensor], Tensor]
@@ -190,7 +191,7 @@ class Layered:
 
     @property
     def _place(self) -> str:
-        return "cpu" if self.device == "cpu" else "cuda:0"
+        return first_of(self.device)
 
     def _layer(self, number: int) -> str:
         return f"layer {number} of {len(self.builders)}"

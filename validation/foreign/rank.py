@@ -16,7 +16,7 @@ from pipeproof.observers.sketch import contents, digest
 from pipeproof.observers.watching import Call, Watcher, watching
 from pipeproof.pipeline.action import Action
 from pipeproof.reference.step import dense
-from pipeproof.worlds.deterministic import deterministic
+from pipeproof.worlds.accelerator import deterministic
 from pipeproof.worlds.posted_messages import Message, Sent, noted_messages, sent_messages
 from pipeproof.worlds.worker import RankContext
 

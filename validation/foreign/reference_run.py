@@ -22,6 +22,7 @@ from pipeproof.pipeline.sizes import some
 from pipeproof.reference.data import Batch
 from pipeproof.reference.graph import ends_of, uses
 from pipeproof.reference.step import Contribution, Gradient, Loss, LossError, Recipe, Reference, Site
+from pipeproof.worlds.accelerator import first_of
 
 
 class WhiteBoxError(ValueError):
@@ -104,7 +105,7 @@ class Task:
             raise WhiteBoxError(f"reference {self.name} returned a {type(model).__name__}: expected a torch.nn.Module")
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise WhiteBoxError(f"reference {self.name} has no parameter to train: nothing could be compared")
-        return model.to("cpu" if device == "cpu" else "cuda:0").train()
+        return model.to(first_of(device)).train()
 
     def batches(self, model: nn.Module) -> list[Batch]:
         """The microbatches for the reference, where ``model`` is."""

@@ -30,7 +30,7 @@ from pipeproof.records.record import (
 from pipeproof.records.record_evidence import Step
 from pipeproof.reference.data import Batch
 from pipeproof.reference.step import Expected, Recipe, Reference, Site
-from pipeproof.worlds.deterministic import deterministic
+from pipeproof.worlds.accelerator import deterministic, first_of
 
 Value = TypeVar("Value")
 
@@ -40,7 +40,7 @@ def expected_record(case: Case) -> Record:
 
     Runs on one device: no rank is started.
     """
-    device = "cpu" if case.device == "cpu" else "cuda:0"
+    device = first_of(case.device)
     deterministic(case.device)
     with one_thread():
         model = model_for(case).to(device)

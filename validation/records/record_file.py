@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor
 
 from pipeproof.cases.config import FORMAT as CONFIG
@@ -61,6 +59,9 @@ class Addressed(Mapping[str, Tensor | None]):
 
 def write(record: Record, file: OutputFile) -> None:
     """Put ``record`` into ``file``, whole or not at all."""
+    from safetensors import SafetensorError  # here: a check beside the model needs no file
+    from safetensors.torch import save
+
     tensors: dict[str, Tensor] = {}
     text = described(record, tensors)
     metadata = {"format": FORMAT, "version": str(VERSION), "record": text, "sha256": _sha256(text)}
@@ -75,6 +76,8 @@ def read(path: str | Path) -> Record:
 
     Tensors are read, and checked, when they are asked for.
     """
+    from safetensors import SafetensorError, safe_open
+
     if path == "":
         raise RecordError("cannot read a file whose name is empty; give it one")
     metadata = _metadata(Path(path))

@@ -2,14 +2,13 @@
 
 from dataclasses import dataclass, replace
 
-import torch
-
 from pipeproof.cases.case import Case
 from pipeproof.judging.measured import versions
 from pipeproof.judging.verdict import Crash, Verdict
 from pipeproof.records.case_record import expected_record, own_case
 from pipeproof.records.compare import compare
 from pipeproof.records.record import Record, RecordError
+from pipeproof.worlds.accelerator import absence
 
 _DECIDING = ("torch", "pipeproof")  # versions without which another answer may be due
 _EXPECTED = "expected.safetensors"
@@ -75,6 +74,6 @@ def _computed(record: Record) -> Case:
             raise RecordError(f"it was recorded with {name} {said or 'of no known version'}, and this is {here}")
     if case.replicas > 1:
         raise RecordError(f"it has {case.replicas} replicas, and what is expected is recorded of one pipeline")
-    if case.device != "cpu" and not torch.cuda.is_available():
-        raise RecordError(f"it was computed on {case.device}, which torch does not find here")
+    if why := absence(case.device):
+        raise RecordError(f"it was computed on {case.device}, and {why}")
     return case

@@ -21,7 +21,7 @@ from pipeproof.reference.copied import copied
 from pipeproof.reference.data import Batch
 from pipeproof.reference.step import Loss
 from pipeproof.reference.traced import Traced
-from pipeproof.worlds.deterministic import drawing_apart
+from pipeproof.worlds.drawing import drawing_apart
 from pipeproof.worlds.side_store import Exchange
 
 

@@ -16,6 +16,8 @@ from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from types import ModuleType
 
+from pipeproof.worlds.accelerator import FORKED_LATER
+
 CONTEXT = multiprocessing.get_context("forkserver")
 _RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK")
 _PREFIXES = ("TORCHELASTIC_", "MASTER_", "ROLE_")
@@ -55,7 +57,7 @@ def loopback() -> dict[str, str]:
 class Seat:
     """One rank's place in a world.
 
-    ``device`` is ``cpu`` or ``cuda``; ``store`` is ``file:///path`` or ``tcp://host:port/prefix``; ``folder`` receives
+    ``device`` is as a world has it; ``store`` is ``file:///path`` or ``tcp://host:port/prefix``; ``folder`` receives
     the stacks that only a signal handler can write, and with ``silent`` what the rank prints; ``environment`` is added
     to that of the caller.
     """
@@ -110,18 +112,20 @@ def fork_server() -> Iterator[None]:
     cost an import of pytest or trap a script without a ``__main__`` guard. One thread: ranks share the machine.
     """
     CONTEXT.set_forkserver_preload(_preloaded())
-    script, threads = sys.modules["__main__"], os.environ.get("OMP_NUM_THREADS")
+    script, own = sys.modules["__main__"], {"OMP_NUM_THREADS": "1", **FORKED_LATER}
+    before = {name: os.environ.get(name) for name in own}
     sys.modules["__main__"] = ModuleType("__main__")
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.update(own)
     try:
         _ensure_running()
         yield
     finally:
         sys.modules["__main__"] = script
-        if threads is None:
-            del os.environ["OMP_NUM_THREADS"]
-        else:
-            os.environ["OMP_NUM_THREADS"] = threads
+        for name, text in before.items():
+            if text is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = text
 
 
 def _preloaded() -> list[str]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
+from pipeproof.worlds.accelerator import CPU
 from pipeproof.worlds.at_terminal import debugging
 from pipeproof.worlds.launcher import CONTEXT, Seat, fork_server, loopback
 from pipeproof.worlds.rank_report import Ending, RankReport
@@ -142,8 +143,8 @@ class Processes:
         pool = self._pools.get(ranks)
         if pool is None or not pool.alive:
             pool = self._pools[ranks] = Pool(self._seats(ranks))
-        # A GPU's memory is the ranks' alone while they are busy.
-        answers = pool.run(order, timeout_s=timeout_s, meanwhile=meanwhile if self._device == "cpu" else ())
+        # A device's memory is the ranks' alone while they are busy.
+        answers = pool.run(order, timeout_s=timeout_s, meanwhile=meanwhile if self._device == CPU else ())
         if self._most_groups is not None and max(answer.groups for answer in answers) > self._most_groups:
             pool.close()
         return answers

@@ -11,10 +11,16 @@ from dataclasses import is_dataclass
 from types import CellType, FunctionType, ModuleType
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import torch
 from torch import Tensor
+
+try:
+    from cloudpickle import Pickler, register_pickle_by_value
+except ModuleNotFoundError:  # a checkout beside torch alone, as `ci/accelerator` runs it: all code travels by name
+    from pickle import Pickler
+
+    register_pickle_by_value = None
 
 _OURS = frozenset({"pipeproof"})
 
@@ -68,7 +74,7 @@ def _packs(value: object) -> bool:
     return True
 
 
-class _Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
+class _Packer(Pickler):  # type: ignore[misc]  # cloudpickle has no types
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is Tensor and _plain(obj):
             return _tensor, (obj.reshape(-1).view(torch.uint8).numpy().tobytes(), obj.dtype, obj.shape)
@@ -76,8 +82,10 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
             return _module, (
                 obj.__name__,
             )  # of a kind of its own, as torch.distributed.config, which nobody can pickle
+        if register_pickle_by_value is None:
+            return NotImplemented
         if isinstance(obj, FunctionType | type) and _travels_by_value(obj.__module__):
-            cloudpickle.register_pickle_by_value(sys.modules[obj.__module__])
+            register_pickle_by_value(sys.modules[obj.__module__])
         reduced = super().reducer_override(obj)
         if isinstance(obj, type) and isinstance(reduced, tuple) and len(reduced) == 6:
             make, arguments, state, _, _, complete = reduced

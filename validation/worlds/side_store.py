@@ -9,7 +9,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
-from safetensors.torch import load, save
 from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # not in torch's __all__
 
@@ -235,7 +234,7 @@ class Exchange:
         if self._side is None:
             self._laid_out[name] = tensor.detach()
         else:
-            self._side.put(f"{self._prefix}/{name}", save({"": tensor.detach().cpu().contiguous()}))
+            self._side.put(f"{self._prefix}/{name}", pack(tensor.detach().cpu().contiguous()))
 
     def take(self, name: str, *, bound_s: float) -> Tensor:
         """The tensor of that name, once it is there. Raises ``RanksAbsent`` after the bound in seconds."""
@@ -244,7 +243,8 @@ class Exchange:
         key = f"{self._prefix}/{name}"
         if not self._side.wait_for(key, bound_s):
             raise RanksAbsent({self.rank: f"waited {bound_s:g} s in vain for {name}"}, late=True)
-        return load(self._side.get(key) or b"")[""]
+        found: Tensor = unpack(self._side.get(key) or b"")
+        return found
 
     def clear(self, names: Iterable[str]) -> None:
         """Free what these names take up."""

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # not in __all__
 
 from pipeproof.pipeline import waiting
-from pipeproof.worlds import at_terminal
+from pipeproof.worlds import accelerator, at_terminal
 from pipeproof.worlds.gloo_device import share_gloo_device
 from pipeproof.worlds.launcher import Seat
 from pipeproof.worlds.posted_messages import awaited, parting, progress
@@ -82,24 +82,16 @@ def _settle(seat: Seat) -> None:
 
 
 def _join(seat: Seat) -> RankContext:
-    if seat.device == "cuda":
-        torch.cuda.set_device(_device(seat))
+    place = accelerator.place_of(seat.device, seat.local_rank)
+    accelerator.use(place)
     share_gloo_device()
-    backend = "nccl" if seat.device == "cuda" and torch.cuda.device_count() >= seat.local_ranks else "gloo"
+    backend = accelerator.backend_of(seat.device, seat.local_ranks)
     dist.init_process_group(
         backend, store=_open_store(seat.store), rank=seat.rank, world_size=seat.ranks, timeout=_GROUP_TIMEOUT
     )
     group = dist.group.WORLD
     assert group is not None, "init_process_group returned without a default group"
-    return RankContext(seat.rank, seat.ranks, _device(seat), group)
-
-
-def _device(seat: Seat) -> str:
-    if seat.device == "cpu":
-        return "cpu"
-    if not torch.cuda.is_available():
-        raise ValueError("ranks cannot compute on cuda: this host has no GPU that torch can use")
-    return f"cuda:{seat.local_rank % torch.cuda.device_count()}"  # ranks share the GPUs of their host in turn
+    return RankContext(seat.rank, seat.ranks, place, group)
 
 
 def _open_store(address: str) -> Store:

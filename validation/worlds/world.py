@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar
 
+from pipeproof.worlds.accelerator import refusal, split
 from pipeproof.worlds.launcher import under_torchrun
 from pipeproof.worlds.processes import Processes
 from pipeproof.worlds.rank_report import Ending, NeedsMoreRanks, RankFailed, RankReport, WorldError, culprit_of
@@ -29,15 +30,16 @@ class World:
     def __init__(
         self, *, device: str = "cpu", timeout_s: float = 120.0, silent: bool = False, most_groups: int | None = None
     ) -> None:
-        """``device`` is ``cpu`` or ``cuda``; ``timeout_s`` bounds each run, in seconds. Others raise ValueError.
+        """``device``: of a type such as ``cpu`` or ``cuda``, which the ranks of a host share in turn, or ``cuda:0``, on
+        which they all are. ``timeout_s`` bounds each run, in seconds. Others raise ValueError.
 
         ``silent``: what ranks print is not shown, but for the last lines of one that dies. ``most_groups``: processes
         in which jobs have left more process groups than this are replaced after a run, and what jobs changed there is
         gone; None: never. A group cannot be ended for torch caches what uses it, and each of gloo's keeps two threads.
         Not under torchrun.
         """
-        if device not in ("cpu", "cuda"):
-            raise ValueError(f"a world's device is cpu or cuda, not {device!r}")
+        if why := refusal(split(device)[0]):
+            raise ValueError(why)
         self.device = device
         self.timeout_s = seconds(timeout_s)
         self._silent = silent

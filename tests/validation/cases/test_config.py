@@ -78,7 +78,7 @@ def test_what_it_does_not_say_has_the_defaults_of_a_case(tmp_path: Path) -> None
         ({"tp": 8, "sp": 4}, "tp 8 and sp 4 do the same work: sp cuts layers as tp does, and sequences too; leave one"),
         ({"ep": 4, "model": "decoder"}, "ep 4 does not divide dp * cp 1: experts are spread over these ranks; use a"),
         ({"dp": 3, "ep": 2, "model": "llama-3-8b"}, "ep 2 does not divide dp * cp 3: experts are spread over these"),
-        ({"device": "gpu"}, "unknown device 'gpu': did you mean 'cpu'?"),
+        ({"device": "gpu"}, "unknown device 'gpu': torch names cpu, cuda, xpu"),
         ({"pp": 4}, "split 1,1 has 2 sizes: expected 4"),
         ({"dtype": "fp8"}, "unknown dtype 'fp8'"),
         ({"dp": 2}, "replicas=2 are for torch: expected runtime=torch or torch-csv"),

@@ -147,7 +147,7 @@ def test_ranks_that_fail_end_it_without_a_verdict(
         (["bench", "planted.json"], "planted.json: specimen layernorm-zero is a planted fault: expected a right step"),
         (["bench", "mlp.json", "large.json"], "large.json: stack tp=32: tp 32 does not divide heads 4: use a divisor"),
         (["bench", "mlp.json", "bf16.json"], 'bf16.json: dtype is "bf16": expected "fp32"'),
-        (["bench", "there.json"], "cuda, but torch finds no CUDA device"),
+        (["bench", "there.json"], "cuda, but torch finds no cuda device here"),
         (["bench", "here.json", "there.json"], "here.json says cpu, there.json says cuda: all run on one device; give"),
         (["bench", "mlp.json", "--json", "/no/such/folder/x"], "cannot write /no/such/folder/x"),
     ],

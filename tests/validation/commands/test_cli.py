@@ -58,7 +58,10 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ),
         (["fuzz", "--dtype", "half"], "--dtype half: unknown dtype 'half'"),
         (["validate", "--loss", "max"], "unknown 'max'"),
-        (["validate", "--device", "cuda"], "--device cuda, but torch finds no CUDA device"),
+        (
+            ["validate", "--device", "cuda"],
+            "--device cuda, but torch finds no cuda device here: use --device cpu, or torch built for cuda",
+        ),
         (["validate", "--json", "/no/such/folder/x.json"], "cannot write /no/such/folder/x.json"),
         (["validate", "--html", "/no/such/folder/x.html"], "cannot write /no/such/folder/x.html"),
         (["fuzz", "--html", "/no/such/folder/x.html"], "cannot write /no/such/folder/x.html"),
@@ -74,7 +77,9 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["replay", "1f1b r2 s2 m2 loss=meen"], "unknown loss 'meen': did you mean 'mean'? known are mean, tokens"),
         (["replay", "1f1b r2 s2 m2 runtime=toch"], "unknown runtime 'toch': did you mean 'torch'? known are pipeproof"),
         (["replay", "1f1b r2 s2 m2 specimen=gremlin"], "unknown specimen 'gremlin'"),
-        (["replay", "1f1b r2 s2 m2 device=tpu"], "device"),
+        (["validate", "--device", "cdua"], "unknown device 'cdua': torch names cpu, cuda, xpu, mps, mtia, hpu, and"),
+        (["fuzz", "--device", "cuda:1"], "device 'cuda:1' has a number: expected a type alone, such as cuda"),
+        (["replay", "1f1b r2 s2 m2 device=tpu"], "unknown device 'tpu'"),
         (["show", "zigzag"], "unknown schedule 'zigzag'"),
         (["show", "gpipe", "--virtual", "3"], "virtual is 3, but gpipe has one stage per rank"),
         (["check", "/no/such/file.csv"], "cannot read /no/such/file.csv"),
@@ -171,7 +176,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 def test_bad_input_is_refused_in_a_sentence(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda *_, **__: None)
     assert words in refused(arguments, capsys)
 
 
@@ -201,7 +206,7 @@ def test_help_lists_commands_as_a_user_comes_to_need_them_and_each_says_what_it_
         assert [line.strip() for line in bare] == explained, "every option"
     fuzz = " ".join(helped(["fuzz"], capsys, monkeypatch).split())
     assert "--seed N one seed draws the same cases again (default 0)" in fuzz
-    assert "--device {auto,cpu,cuda} where ranks compute (default auto: cuda if there is one)" in fuzz
+    assert "--device TYPE where ranks compute: cpu, cuda, or what else torch names (default auto: " in fuzz
     advise = " ".join(helped(["advise"], capsys, monkeypatch).split())
     assert "in place of" not in advise
     assert "--layers N how many layers; with --hidden and --heads it describes a model of your own" in advise

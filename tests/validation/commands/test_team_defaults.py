@@ -55,7 +55,7 @@ def test_the_nearest_file_gives_defaults_and_the_command_line_wins(capsys: pytes
         ("help = true", "has 'help', which is no option"),
         ("ranks = 'four'", "[tool.pipeproof] ranks = 'four': expected a whole number"),
         ("timeout = -1", "[tool.pipeproof] timeout = -1: expected seconds above 0"),
-        ("device = 'gpu'", "[tool.pipeproof] device = 'gpu': did you mean 'cpu'? known are auto, cpu, cuda"),
+        ("device = 'gpu'", "[tool.pipeproof] device = 'gpu': unknown device 'gpu': torch names cpu, cuda"),
         ("profile = 'yes'", "[tool.pipeproof] profile = 'yes': expected true or false"),
         ("html = false", "[tool.pipeproof] html = False: expected the name of a file"),
         ("json = 5", "[tool.pipeproof] json = 5: expected the name of a file"),

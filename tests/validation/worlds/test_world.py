@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from pipeproof.pipeline.waiting import waiting
+from pipeproof.worlds.accelerator import found
 from pipeproof.worlds.rank_report import Ending, RankFailed, WorldError
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
@@ -103,7 +104,7 @@ def test_a_world_wants_ranks_a_bound_and_a_device_that_exist(world: World) -> No
         World(timeout_s="2")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="timeout_s is inf: expected seconds above 0, and at most 1e"):
         World(timeout_s=float("inf"))
-    with pytest.raises(ValueError, match="cpu or cuda, not 'tpu'"):
+    with pytest.raises(ValueError, match="unknown device 'tpu': torch names cpu, cuda"):
         World(device="tpu")
 
 
@@ -262,10 +263,13 @@ def test_a_result_that_cannot_be_read_is_told(world: World) -> None:
     assert sound(world)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.skipif(found() == "cuda", reason="there is a GPU")
 @pytest.mark.pipeproof_ranks
 def test_a_device_that_is_not_here_is_bad_input() -> None:
-    with World(device="cuda") as world, pytest.raises(RankFailed, match="this host has no GPU") as caught:
+    with (
+        World(device="cuda") as world,
+        pytest.raises(RankFailed, match="ranks cannot compute on cuda: torch finds no cuda device here") as caught,
+    ):
         world.run(total, ranks=1)
     assert isinstance(caught.value.cause, ValueError)
 

@@ -1,12 +1,13 @@
 """Faults of the model: a stage computes something else, holds other layers, or draws other random numbers."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import MethodType
 
 import torch
 from torch import Tensor, nn
 
-from pipeproof.cases.specimens.planting import NORMS, Change, Changes, middle, on_modules, on_parts, on_stages
+from pipeproof.cases.specimens.planting import NORMS, Call, Change, Changes, middle, on_modules, on_parts, on_stages
 from pipeproof.cases.specimens.specimen import Fault, Needs, Plant, Specimen
 from pipeproof.cases.stages import Slice
 from pipeproof.reference.model import HEADS, Attention, DropoutBlock
@@ -59,6 +60,11 @@ def _reseed(module: nn.Module) -> None:
         for parameter in module.parameters():
             if parameter.dim() == 2:
                 parameter.normal_(std=0.1, generator=generator)
+
+
+def _under_autocast(call: Call) -> AbstractContextManager[object]:
+    device = next(call.stage.module.parameters()).device
+    return torch.autocast(device.type, torch.bfloat16)
 
 
 def _on_pieces(change: Callable[[list[str]], object]) -> Change:
@@ -131,7 +137,7 @@ SPECIMENS: Mapping[str, Specimen] = {
         origin="pytorch/pytorch#116183",
         classes=("tH",),
         fault=Fault("rounded", "loss", stage=middle, alike=("computation",)),
-        plant=on_stages(Changes(during=lambda call: torch.autocast("cpu", torch.bfloat16)), middle),
+        plant=on_stages(Changes(during=_under_autocast), middle),
     ),
     "layers-in-other-order": Specimen(
         summary="the layers of one stage run in the wrong order",

@@ -1,0 +1,71 @@
+"""Part i: what `check_step` adds to a step that it holds against the model on one device."""
+
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from bench_ranks import Turns, conditions, on_ranks, own_place, step_seconds, take_turns
+from bench_table import Row
+from torch import Tensor, nn
+
+from pipeproof import PipelineSchedule, SingleDevice, check_step
+from pipeproof.worlds.accelerator import CPU
+
+WIDTHS = {"width 64": 64, "width 512": 512}
+ROWS, MICROBATCHES, LAYERS = 32, 8, 8
+_LIMIT_S = 20.0  # per row
+loss_fn = nn.functional.mse_loss
+
+
+def measure(*, ranks: int, rounds: int, device: str = CPU, limit_s: float = _LIMIT_S) -> list[Row]:
+    """A row per width: milliseconds of a step alone, and of one that is checked; the check waits for the reference."""
+    taken = on_ranks(ranks, _rank, ranks, Turns(rounds, limit_s), device=device)
+    return [_row(name, [rank[name] for rank in taken]) for name in WIDTHS]
+
+
+def _rank(rank: int, ranks: int, turns: Turns) -> dict[str, Any]:
+    return {name: _steps(width, rank, ranks, turns) for name, width in WIDTHS.items()}
+
+
+def _build(width: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(LAYERS)))
+    return model.to(own_place())
+
+
+def _steps(width: int, rank: int, ranks: int, turns: Turns) -> dict[str, Any]:
+    each = LAYERS // ranks
+    stage = _build(width)[rank * each : (rank + 1) * each]  # a slice keeps the names of the whole
+    optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
+    schedule = PipelineSchedule(
+        kind="1f1b", n_microbatches=MICROBATCHES, stages=[stage], loss_fn=loss_fn, optimizer=optimizer
+    )
+    steps = {
+        "plain": lambda: schedule.train_step(_data(width), max_norm=1.0),
+        "checked": lambda: _checked(schedule, stage, lambda: _build(width), _data(width)),
+    }
+    return take_turns(steps, lambda: None, turns)
+
+
+def _data(width: int) -> list[tuple[Tensor, Tensor]]:
+    draw = torch.Generator().manual_seed(1)
+    drawn = torch.randn(MICROBATCHES, 2, ROWS, width, generator=draw).to(own_place())
+    return [(x, y) for x, y in drawn]
+
+
+def _checked(
+    schedule: PipelineSchedule, stage: nn.Module, build: Callable[[], nn.Module], data: Sequence[tuple[Tensor, Tensor]]
+) -> None:
+    with check_step({dist.get_rank(): stage}, data, against=SingleDevice(build, loss_fn)) as check:
+        result = schedule.wrapped(check.wrap).train_step(data, max_norm=1.0)
+        check.report(losses=result.losses, loss=result.loss, norm=result.grad_norm)
+    check.verdict.raise_if_failed()
+
+
+def _row(name: str, taken: list[dict[str, Any]]) -> Row:
+    seconds = step_seconds(taken, 1)
+    milliseconds = {variant: median(values) * 1e3 for variant, values in seconds.items()}
+    adds = milliseconds["checked"] - milliseconds["plain"]
+    return Row(name, milliseconds, note=f"adds {adds:.0f} ms; {conditions(taken)}")

@@ -1,0 +1,221 @@
+"""ci/accelerator: what it makes of what its parts find, that parts end, and that it runs on the processor."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import accelerator_main
+import accelerator_parts
+import pytest
+from accelerator_main import carried_out, raised, rows_in
+from accelerator_parts import PARTS, NotRun, Wanted, row_of
+from accelerator_result import PartResult, Result, Row, failing, merged, section
+
+from pipeproof.cases.case import Case
+from pipeproof.cases.specimens import SPECIMENS
+from pipeproof.cases.validator import crashed
+from pipeproof.judging.verdict import Verdict
+from pipeproof.worlds.accelerator import Arithmetic
+from tests.support.sources import ROOT
+
+CASE = Case.parse("1f1b r2 s2 m4 model=mlp")
+RIGHT = Row("1f1b", "pass", {"tier": "bitwise"})
+FAILED = Row("zb-h1", "fail", {"why": "scale x4 everywhere"}, wrong=True)
+
+
+def part(*rows: Row, ended: str = "done", reason: str = "") -> PartResult:
+    return PartResult("host", "every schedule", ended, reason, 3.4, rows)
+
+
+@pytest.mark.parametrize(
+    ("parts", "status"),
+    [
+        ([], 0),
+        ([part(RIGHT)], 0),
+        ([part(RIGHT), part(RIGHT, FAILED)], 1),
+        ([part(RIGHT, ended="cut off", reason="after 75 s")], 0),
+        ([part(FAILED, ended="cut off")], 1),
+        ([part(ended="not run", reason="one device")], 0),
+        ([part(ended="broken", reason="ImportError")], 1),
+    ],
+)
+def test_what_is_wrong_decides_the_exit_status(parts: list[PartResult], status: int) -> None:
+    assert Result({}, parts).status == status
+
+
+def test_a_table_has_each_row_and_each_column_that_some_row_has() -> None:
+    result = Result({"device": "cpu", "torch": "2"}, [part(RIGHT, FAILED), part(ended="not run", reason="one device")])
+    assert result.markdown().splitlines() == [
+        "# device cpu, torch 2",
+        "",
+        "| part | what | how it went | time |",
+        "| --- | --- | --- | --- |",
+        "| host | every schedule | done; 1 pass, 1 fail | 3 s |",
+        "| host | every schedule | not run: one device | 3 s |",
+        "",
+        "## every schedule",
+        "",
+        "| what | how it went | tier | why |",
+        "| --- | --- | --- | --- |",
+        "| 1f1b | pass | bitwise |  |",
+        "| zb-h1 | fail |  | scale x4 everywhere |",
+    ]
+    assert [*failing(result.parts[0])] == ["host: zb-h1: fail"]
+
+
+def test_a_long_table_shows_what_is_not_as_it_should_be() -> None:
+    many = [Row(f"fault {number}", "caught") for number in range(60)]
+    text = section(part(*many, Row("fault 60", "NOT caught", wrong=True)))
+    assert "fault 60 | NOT caught" in text
+    assert "fault 59" not in text
+    assert "60 others are as they should be." in text
+
+
+def test_json_has_all_rows_and_the_status() -> None:
+    data = json.loads(json.dumps(Result({"device": "cpu"}, [part(RIGHT, FAILED)]).as_json()))
+    assert (data["format"], data["version"], data["status"]) == ("pipeproof/accelerator", 1, 1)
+    assert (data["parts"][0]["wrong"], data["parts"][0]["ended"]) == (1, "done")
+    assert data["parts"][0]["rows"][1]["cells"] == {"why": "scale x4 everywhere"}
+
+
+def test_a_row_that_goes_on_is_told_once() -> None:
+    assert merged([Row("a", "1"), Row("b", "2"), Row("a", "3")]) == [Row("a", "3"), Row("b", "2")]
+
+
+@pytest.mark.parametrize(
+    ("verdict", "word", "wrong"),
+    [
+        (Verdict("c", "pass", "bitwise", ()), "pass", False),
+        (Verdict("c", "fail", "none", ()), "fail", True),
+        (Verdict("c", "unknown", "none", ()), "unknown", False),
+        (replace(crashed(CASE, None), ended="hang"), "hang", True),
+        (replace(crashed(CASE, None), ended="error"), "error", True),
+    ],
+)
+def test_a_right_case_may_be_undecided_and_may_not_fail(verdict: Verdict, word: str, wrong: bool) -> None:
+    row = row_of(CASE, verdict)
+    assert (row.what, row.outcome, row.wrong) == ("1f1b mlp fp32 P 2 V 1 M 4", word, wrong)
+
+
+def test_a_device_each_needs_several() -> None:
+    with pytest.raises(NotRun, match="one device"):
+        accelerator_parts.a_device_each(Wanted("cpu"), lambda row: None)
+
+
+def test_every_fault_that_a_schedule_can_show_is_planted_on_as_few_ranks_as_show_it() -> None:
+    planted = [accelerator_parts._planted("1f1b", name) for name in SPECIMENS]
+    assert sum(case is not None for case in planted) > 100
+    assert {case.ranks for case in planted if case is not None} == {2, 4}
+
+
+def test_the_bounds_of_all_parts_leave_some_of_the_eight_minutes() -> None:
+    assert 460 <= sum(part.bound_s for part in PARTS.values()) < accelerator_main._WHOLE_S
+
+
+def test_a_line_that_is_not_whole_yet_is_no_row(tmp_path: Path) -> None:
+    file = tmp_path / "rows"
+    file.write_text('{"what": "a", "outcome": "pass", "cells": {}, "wrong": false}\n{"what": "b"')
+    assert rows_in(file) == ([Row("a", "pass")], None)
+    file.write_text('{"ended": "done", "reason": ""}\n')
+    assert rows_in(file) == ([], {"ended": "done", "reason": ""})
+
+
+def test_what_was_raised_is_told_on_one_line() -> None:
+    text = 'Traceback (most recent call last):\n  File "x"\n    f()\nPipelineMismatch: FAIL\n  cause  no\nreplay x\n'
+    assert raised("before\n" + text) == "PipelineMismatch: FAIL"
+    assert raised("nothing\n") == ""
+
+
+@pytest.fixture
+def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file that is run for a part, in place of ours."""
+    monkeypatch.setattr(accelerator_main, "__file__", str(tmp_path / "accelerator_main.py"))
+    return tmp_path / "accelerator_child.py"
+
+
+ONE = """
+import sys, time
+print('{"what": "a", "outcome": "pass", "cells": {}, "wrong": false}', file=open(sys.argv[2], "a"), flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "ended", "reason"),
+    [
+        ("time.sleep(60)", "cut off", "after 1 s"),
+        ("raise OSError('no more room')", "broken", "OSError: no more room"),
+        ("sys.exit(7)", "broken", "status 7"),
+        ('open(sys.argv[2], \'a\').write(\'{"ended": "done", "reason": ""}\\\\n\')', "done", ""),
+    ],
+)
+def test_a_part_ends_and_what_it_found_counts(child: Path, more: str, ended: str, reason: str) -> None:
+    child.write_text(ONE + more.replace("\\\\", "\\"))
+    began = time.monotonic()
+    shown: list[PartResult] = []
+    found = carried_out(PartResult("host", "it"), Wanted("cpu"), began + 1.0, shown.append)
+    assert time.monotonic() - began < 10
+    assert (found.ended, found.reason) == (ended, reason)
+    assert [row.what for row in found.rows] == ["a"]
+    assert all(one.ended == "running" for one in shown)
+
+
+def run(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    told = {**os.environ, "PYTHON": sys.executable, **(environment or {})}
+    return subprocess.run([ROOT / "ci" / "accelerator", *arguments], capture_output=True, text=True, env=told)
+
+
+SHORT: Sequence[str] = ("--device", "cpu", "--schedules", "1f1b", "--bound", "400")
+
+
+@pytest.mark.long
+def test_it_runs_on_the_processor_beside_torch_and_numpy_alone(tmp_path: Path) -> None:
+    """Packages that cannot be imported stand for those that a machine lacks."""
+    lacking = tmp_path / "lacking"
+    for name in ("cloudpickle", "safetensors", "rich", "pytest", "_pytest"):
+        (lacking / name).mkdir(parents=True)
+        (lacking / name / "__init__.py").write_text(f"raise ModuleNotFoundError({name!r})\n")
+    out = tmp_path / "out"
+    ran = run(*SHORT, "--parts", "host,each", "--out", str(out), environment={"PYTHONPATH": str(lacking)})
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    data = json.loads((out / "accelerator.json").read_text())
+    host, each = data["parts"]
+    assert [(row["what"].split()[1], row["outcome"], row["cells"]["tier"]) for row in host["rows"]] == [
+        ("gpt", "pass", "bitwise"),
+        ("gpt-tied", "pass", "bitwise"),
+    ]
+    assert (each["ended"], each["reason"]) == ("not run", "one device")
+    assert (out / "accelerator.md").read_text().startswith("# device cpu, torch ")
+    assert ran.stdout.endswith("0 wrong; each not run\n")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--device", "gpu"], "unknown device 'gpu': torch names cpu, cuda"),
+        (["--device", "mtia"], "--device mtia: torch finds no mtia device here; `ci/accelerator --device cpu` runs"),
+        (["--parts", "hosts"], "--parts: unknown part 'hosts': did you mean 'host'?"),
+        (["--schedules", "1f2b"], "--schedules: unknown schedule '1f2b': did you mean '1f1b'?"),
+        (["--device", "cpu", "--out", "/dev/null/x"], "--out /dev/null/x: Not a directory; name a folder"),
+        (["--cases", "0"], "'0': expected a whole number above 0"),
+    ],
+)
+def test_bad_input_is_a_sentence(arguments: list[str], words: str) -> None:
+    ran = run(*arguments)
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert words in ran.stderr
+
+
+def test_what_ranks_compute_with_is_set_there_and_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+    monkeypatch.setattr(accelerator_parts.World, "run", lambda self, *job, **options: seen.append(job[1:]))
+    world = accelerator_parts._world("cpu")
+    with accelerator_parts._set(world, Arithmetic(tf32=True)):
+        world.run(len, ranks=1)
+    world.run(len, ranks=1)
+    assert seen == [(Arithmetic(tf32=True), len), ()], "by themselves they compute as everywhere else"

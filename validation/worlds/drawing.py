@@ -1,0 +1,22 @@
+"""Random numbers that nobody else notices."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy
+import torch
+
+from pipeproof.worlds.accelerator import drawing
+
+
+@contextmanager
+def drawing_apart() -> Iterator[None]:
+    """While this is open, what is drawn or seeded changes nothing for what is drawn later."""
+    python, arrays = random.getstate(), numpy.random.get_state()
+    with torch.random.fork_rng(drawing()):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            numpy.random.set_state(arrays)
