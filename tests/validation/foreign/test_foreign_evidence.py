@@ -199,8 +199,7 @@ def test_a_sum_in_place_of_a_mean_is_one_factor(whitebox: WhiteBox) -> None:
 
     cause = only(judged(whitebox, step))
     after = "every output gradient that came in is right: it was multiplied after that"
-    assert (cause.kind, cause.detail) == ("scale", f"48, tokens per microbatch; {after}")
-    assert cause.lines == (), "no line of the backward is at fault"
+    assert (cause.kind, cause.detail, cause.lines) == ("scale", f"48, tokens per microbatch; {after}", ())
 
 
 def test_data_that_comes_twice_is_exchanged_data(whitebox: WhiteBox) -> None:
