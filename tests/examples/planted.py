@@ -338,7 +338,7 @@ FAULTS = (
     Planted("one buffer", hand_written, "overwritten", one_buffer, rank=2, stage=2,
             alike=("swapped-activations",)),
     Planted("other labels", hand_written, "swapped-data", around=with_data(3, other_labels), microbatches=(4, 5)),
-    Planted("zero sent back", hand_written, "uninitialised", zero_sent_back, rank=1, stage=1, microbatches=(1,),
+    Planted("zero sent back", hand_written, "altered", zero_sent_back, rank=1, stage=1, microbatches=(1,),
             alike=("dropped",)),
     Planted("norms added", hand_written, "norm", around=with_norm(norms_added)),
     Planted("rounded message", interleaved, "rounded", rounded_message, rank=3, stage=3),
