@@ -277,12 +277,20 @@ def _makeup_by_rank(members: Members, expected: Expected, stage: Stage) -> dict[
     return {rank: _makeup(parts, limit) for rank, parts in sorted(held.items())}
 
 
+def _plain(factor: float) -> float:
+    """A whole number, or one over one, where it is that; else to as many digits as ranks have alike."""
+    for near in (float(round(factor)), 1.0 / (round(1.0 / factor) or 1)):
+        if abs(factor - near) < _ALIKE * abs(factor):
+            return near
+    return float(f"{factor:.3g}")
+
+
 def _makeup(parts: Sequence[tuple[Tensor, Tensor]], limit: float) -> Counts | None:
     """How often each microbatch is in all of ``parts``, each what is there and what microbatches give there."""
     seen, rows = torch.cat([one for one, _ in parts]), torch.cat([rows for _, rows in parts], dim=1)
     whole = rows.sum(dim=0)
     factor = float((seen * whole).sum() / whole.square().sum()) if whole.any() else 0.0
     if factor and error(seen, factor * whole) < _ALIKE:
-        return (float(round(factor)) if abs(factor - round(factor)) < _ALIKE else factor,) * len(rows)
+        return (_plain(factor),) * len(rows)
     found = counted(seen, Terms({Term("pair", m, m): row for m, row in enumerate(rows)}, {}), limit)
     return None if found is None or len(found) < len(rows) else tuple(count for _, count in found)

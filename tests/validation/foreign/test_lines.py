@@ -55,6 +55,11 @@ def cleared(rank: int, layers: nn.Sequential) -> None:
             layers[1].norm.weight.zero_()
 
 
+def halved(rank: int, layers: nn.Sequential) -> None:
+    for parameter in layers.parameters():
+        parameter.grad.mul_(0.5)
+
+
 def doubled_rows(rank: int, layers: nn.Sequential) -> None:
     if rank % 2:
         layers[0].up.weight.grad.mul_(2)
@@ -84,6 +89,7 @@ FAULTS: dict[str, tuple[dict[str, int], dict[str, Any], tuple[Any, ...]]] = {
     "losses in one replica": (DP, {"times": times(3, 3.0)}, ("scale", 3, 0, ODD)),
     "a weight cleared": (DP, {"begun": cleared}, ("altered", 3, 0, ())),
     "parts doubled in both replicas": (DP, {"done": doubled_rows}, ("scale", None, 0, ())),
+    "all parts halved on all ranks": (TP, {"done": halved}, ("scale", None, 0, ())),
     "inputs of the first stage": (PP, {"given": of(1, others_inputs)}, ("swapped-data", 1, 0, EVERY)),
     "targets of the last stage": (PP, {"given": of(3, others_targets)}, ("swapped-data", 3, 1, EVERY)),
     "zeros sent": (PP, {"sent": sent_as(1, 2, 0.0)}, ("altered", 3, 1, (2,))),
