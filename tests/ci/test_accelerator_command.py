@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -147,7 +148,7 @@ print('{"what": "a", "outcome": "pass", "cells": {}, "wrong": false}', file=open
 @pytest.mark.parametrize(
     ("more", "ended", "reason"),
     [
-        ("time.sleep(60)", "cut off", "after 1 s"),
+        ("time.sleep(600)", "cut off", r"after \d+ s"),
         ("raise OSError('no more room')", "broken", "OSError: no more room"),
         ("sys.exit(7)", "broken", "status 7"),
         ('open(sys.argv[2], \'a\').write(\'{"ended": "done", "reason": ""}\\\\n\')', "done", ""),
@@ -157,9 +158,10 @@ def test_a_part_ends_and_what_it_found_counts(child: Path, more: str, ended: str
     child.write_text(ONE + more.replace("\\\\", "\\"))
     began = time.monotonic()
     shown: list[PartResult] = []
-    found = carried_out(PartResult("host", "it"), Wanted("cpu"), began + 1.0, shown.append)
-    assert time.monotonic() - began < 10
-    assert (found.ended, found.reason) == (ended, reason)
+    found = carried_out(PartResult("host", "it"), Wanted("cpu"), began + 8.0, shown.append)
+    assert time.monotonic() - began < 60
+    assert found.ended == ended
+    assert re.fullmatch(reason, found.reason)
     assert [row.what for row in found.rows] == ["a"]
     assert all(one.ended == "running" for one in shown)
 
@@ -169,7 +171,7 @@ def run(*arguments: str, environment: dict[str, str] | None = None) -> subproces
     return subprocess.run([ROOT / "ci" / "accelerator", *arguments], capture_output=True, text=True, env=told)
 
 
-SHORT: Sequence[str] = ("--device", "cpu", "--schedules", "1f1b", "--bound", "400")
+SHORT: Sequence[str] = ("--device", "cpu", "--schedules", "1f1b", "--bound", "4000")
 
 
 @pytest.mark.long
