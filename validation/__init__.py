@@ -55,7 +55,12 @@ _HOMES = {
     "write_record": "records.step_record",
 }
 
-_MODULES = {"deepspeed": "records.deepspeed_job", "megatron": "records.megatron_job", "torchtitan": "foreign.torchtitan", "whitebox": "foreign"}
+_MODULES = {
+    "deepspeed": "records.deepspeed_job",
+    "megatron": "records.megatron_job",
+    "torchtitan": "foreign.torchtitan",
+    "whitebox": "foreign",
+}
 
 __all__ = [
     "Case",

@@ -55,13 +55,9 @@ def model_config(layers: int) -> llama3.Llama3Model.Config:
     return llama3.Llama3Model.Config(
         dim=WIDTH,
         vocab_size=WORDS,
-        tok_embeddings=Embedding.Config(
-            num_embeddings=WORDS, embedding_dim=WIDTH, param_init=llama3._EMBEDDING_INIT
-        ),
+        tok_embeddings=Embedding.Config(num_embeddings=WORDS, embedding_dim=WIDTH, param_init=llama3._EMBEDDING_INIT),
         norm=RMSNorm.Config(normalized_shape=WIDTH, param_init=llama3._NORM_INIT),
-        lm_head=Linear.Config(
-            in_features=WIDTH, out_features=WORDS, param_init=llama3._output_linear_init(WIDTH)
-        ),
+        lm_head=Linear.Config(in_features=WIDTH, out_features=WORDS, param_init=llama3._output_linear_init(WIDTH)),
         layers=made,
     )
 

@@ -20,7 +20,17 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from pipeproof.foreign.framework import Named, form, replaced
 from pipeproof.foreign.handed_back import Gradient, HandedBack, copied
 from pipeproof.foreign.torch_pipelining import Recorder, by_microbatches, stages_of
-from pipeproof.foreign.torchtitan_whole import CHILD, TORCHTITAN, LossFunction, Packed, TitanBatch, TorchtitanError, Whole
+from pipeproof.foreign.torchtitan_whole import (
+    CHILD,
+    TORCHTITAN,
+    LossFunction,
+    Packed,
+    TitanBatch,
+    TorchtitanError,
+    UnitLoss,
+    Whole,
+    check_loss,
+)
 from pipeproof.foreign.validator import WhiteBox
 from pipeproof.foreign.validator import validate as validated
 from pipeproof.judging.verdict import Verdict
@@ -140,9 +150,7 @@ def load(model_parts: Sequence[nn.Module], reference: nn.Module) -> None:
             if weight is None or form(weight) != form(parameter):
                 ours = "none" if weight is None else f"one of {form(weight)}"
                 raise TorchtitanError(f"a model part has {name} of {form(parameter)}, the reference has {ours}")
-            placed = distribute_tensor(
-                weight.detach(), parameter.device_mesh, parameter.placements, src_data_rank=None
-            )
+            placed = distribute_tensor(weight.detach(), parameter.device_mesh, parameter.placements, src_data_rank=None)
             with torch.no_grad():
                 parameter.copy_(placed)
 
@@ -193,13 +201,15 @@ def validate(
     Raises ``TorchtitanError``, and what ``whitebox.validate`` raises.
     """
     TORCHTITAN.module()
+    check_loss(loss_fn)
     packed = Packed.of(microbatches)
     run = validated if whitebox is None else whitebox.validate
     return run(
         Named(step, partial(_unpacked, step, packed)),
-        reference=Named(reference, partial(Whole, reference, loss_fn, packed)),
+        reference=Named(reference, partial(Whole, reference, packed.names)),
         microbatches=[packed.pack(one) for one in microbatches],
         ranks=TORCHTITAN.mesh(ranks),
+        loss_fn=UnitLoss(loss_fn, packed.tokens),
         loss_divisor=1,
     )
 
@@ -208,4 +218,4 @@ def _unpacked(
     step: Callable[[Any, list[TitanBatch]], Any], packed: Packed, whole: Whole, microbatches: Sequence[Any]
 ) -> Any:
     """Run a step on the model itself and microbatches as the dataloader gives them."""
-    return step(whole.model, [packed.unpack(one) for one in microbatches])
+    return step(whole.model, [packed.unpack(*one) for one in microbatches])

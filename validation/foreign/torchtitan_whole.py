@@ -31,7 +31,10 @@ TORCHTITAN = Framework(
 
 @dataclass(frozen=True)
 class Packed:
-    """Microbatches as tuples of tensors: ``input``, what else there is by these names, then labels."""
+    """Microbatches as pairs of inputs, ``input`` and what else there is by these names, and labels.
+
+    tokens: how many count in all of them.
+    """
 
     names: tuple[str, ...]
     tokens: int
@@ -52,14 +55,14 @@ class Packed:
             raise TorchtitanError(f"every label is {ignored}, which the loss ignores: expected one that counts")
         return cls(tuple(names[0]) if names else (), tokens)
 
-    def pack(self, microbatch: TitanBatch) -> tuple[Tensor, ...]:
-        """A microbatch as a tuple."""
+    def pack(self, microbatch: TitanBatch) -> tuple[tuple[Tensor, ...], Tensor]:
+        """A microbatch as a pair of tensors and labels."""
         given, labels = microbatch
-        return (given["input"], *(given[name] for name in self.names), labels)
+        return (given["input"], *(given[name] for name in self.names)), labels
 
-    def unpack(self, microbatch: Sequence[Tensor]) -> TitanBatch:
+    def unpack(self, inputs: Any, labels: Tensor) -> TitanBatch:
         """A microbatch as it was."""
-        first, *others, labels = microbatch
+        first, *others = inputs if isinstance(inputs, tuple | list) else (inputs,)
         return {"input": first, **dict(zip(self.names, others, strict=True))}, labels
 
 
@@ -72,33 +75,38 @@ def _check(number: int, microbatch: Any) -> None:
         )
 
 
-class Whole(nn.Module):
-    """The whole model; called with all of a packed microbatch, it gives the loss that torchtitan differentiates.
+@dataclass(frozen=True)
+class UnitLoss:
+    """The loss that torchtitan differentiates: a sum over tokens, divided by those that count in all of the step."""
 
-    That is the loss function's: a sum over tokens, divided by the tokens that count in all microbatches of the step.
-    """
+    loss_fn: LossFunction
+    tokens: int
 
-    def __init__(self, build: Callable[[], nn.Module], loss_fn: LossFunction, packed: Packed) -> None:
-        super().__init__()
-        check_loss(loss_fn)
-        model = build()
-        if not isinstance(model, nn.Module):
-            raise TorchtitanError(f"the reference is a {type(model).__name__}: expected the whole model, as built")
-        check_model(model)
-        self.model = model
-        self._loss_fn, self._packed = loss_fn, packed
-
-    def forward(self, *microbatch: Tensor) -> Tensor:
-        given, labels = self._packed.unpack(microbatch)
-        named = {name: value for name, value in given.items() if name != "input"}
-        made = self.model(given["input"], **named, **self._masks(named))
-        result = self._loss_fn(made, labels, torch.tensor(self._packed.tokens, device=labels.device))
+    def __call__(self, output: Any, labels: Tensor) -> Tensor:
+        result = self.loss_fn(output, labels, torch.tensor(self.tokens, device=labels.device))
         if not isinstance(result, tuple) or len(result) != 2:
             raise TorchtitanError(
                 f"loss_fn returned a {type(result).__name__}: expected (loss, metrics), as torchtitan's losses return"
             )
         loss: Tensor = result[0]
         return loss
+
+
+class Whole(nn.Module):
+    """The whole model; called with the inputs of a packed microbatch."""
+
+    def __init__(self, build: Callable[[], nn.Module], names: Sequence[str]) -> None:
+        super().__init__()
+        model = build()
+        if not isinstance(model, nn.Module):
+            raise TorchtitanError(f"the reference is a {type(model).__name__}: expected the whole model, as built")
+        check_model(model)
+        self.model = model
+        self._names = names
+
+    def forward(self, first: Tensor, *others: Tensor) -> Any:
+        named = dict(zip(self._names, others, strict=True))
+        return self.model(first, **named, **self._masks(named))
 
     def _masks(self, named: Mapping[str, Tensor]) -> dict[str, Any]:
         """Those that the trainer makes of positions for this kind of attention."""
