@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import pipeproof.foreign as whitebox
-    import pipeproof.records.deepspeed_job as deepspeed
     import pipeproof.foreign.torchtitan as torchtitan
+    import pipeproof.records.deepspeed_job as deepspeed
     import pipeproof.records.megatron_job as megatron
     from pipeproof.cases.case import Case as Case
     from pipeproof.cases.case import CaseError as CaseError
