@@ -35,9 +35,8 @@ def test_a_right_layout_passes(name: str, whitebox: WhiteBox) -> None:
     assert verdict.verdict == "pass", str(verdict)
     assert verdict.tier == ("bitwise" if name in BITWISE else "fp32")
     passed = {law.name for law in verdict.laws if law.outcome == "pass"}
-    assert passed >= {"gradient", "loss", "boundaries", "initial-weights"}
+    assert passed >= {"gradient", "loss", "boundaries", "initial-weights", "shards"}
     assert ("grad-norm" in passed) == layout.clipped
-    assert ("shards" in passed) == (layout.dp * layout.replicate > 1)
 
 
 @pytest.mark.pipeproof_ranks
