@@ -54,6 +54,8 @@ PARTS: Mapping[str, Sequence[Name]] = {
         Name("pipeproof.foreign.megatron", "observed", "validation/foreign/megatron.py"),
         Name("pipeproof.foreign.deepspeed", "validate", "validation/foreign/deepspeed.py"),
         Name("pipeproof.foreign.deepspeed", "observed", "validation/foreign/deepspeed.py"),
+        Name("pipeproof.foreign.torchtitan", "validate", "validation/foreign/torchtitan.py"),
+        Name("pipeproof.foreign.torchtitan", "observed", "validation/foreign/torchtitan.py"),
     ),
     "A running job": (
         Name(

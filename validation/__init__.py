@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import pipeproof.foreign as whitebox
+    import pipeproof.foreign.torchtitan as torchtitan
     import pipeproof.records.deepspeed_job as deepspeed
     import pipeproof.records.megatron_job as megatron
     from pipeproof.cases.case import Case as Case
@@ -54,7 +55,12 @@ _HOMES = {
     "write_record": "records.step_record",
 }
 
-_MODULES = {"deepspeed": "records.deepspeed_job", "megatron": "records.megatron_job", "whitebox": "foreign"}
+_MODULES = {
+    "deepspeed": "records.deepspeed_job",
+    "megatron": "records.megatron_job",
+    "torchtitan": "foreign.torchtitan",
+    "whitebox": "foreign",
+}
 
 __all__ = [
     "Case",
@@ -75,6 +81,7 @@ __all__ = [
     "deepspeed",
     "megatron",
     "record_step",
+    "torchtitan",
     "validate",
     "whitebox",
     "write_record",

@@ -5,7 +5,7 @@ A user's step builds a schedule of any class, also ``_PipelineScheduleRuntime`` 
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -76,38 +76,59 @@ class Recorder:
             self.called.append((self.forward, any(part.training for part in module.modules())))
 
 
-def step(schedule: Any, microbatches: Pairs) -> HandedBack:
+def step(
+    schedule: Any,
+    microbatches: Pairs,
+    *,
+    kwarg_mbs: Sequence[Mapping[str, Any]] | None = None,
+    loss_kwargs: Mapping[str, Any] | None = None,
+) -> HandedBack:
     """One ``schedule.step`` on ``microbatches``, and what ``whitebox.validate`` wants to have back of it.
 
-    The losses are those that the schedule's loss function returned: undivided, unless that function divides.
+    kwarg_mbs: keyword arguments of the stages, for each microbatch. loss_kwargs: those of the loss function, from torch
+    2.13 on. The losses are those that the schedule's loss function returned: undivided, unless that function divides.
     """
     stages, recorder = stages_of(schedule), Recorder(schedule)
     for stage in stages:
         watch(stage.submod, when=lambda: recorder.forward is not None)
     losses: list[Tensor] = []
-    run(schedule.step, schedule, microbatches, losses)
+    options = {} if loss_kwargs is None else {"loss_kwargs": dict(loss_kwargs)}
+    run(schedule.step, schedule, microbatches, losses, kwarg_mbs=kwarg_mbs, **options)
     return HandedBack([stage.submod for stage in stages], losses or None, None, recorder.executed)
 
 
 def run(call: Callable[..., Any], schedule: Any, microbatches: Pairs, losses: list[Tensor], **options: Any) -> None:
-    """Call ``schedule.step`` or ``schedule.eval`` on microbatches as they are, without a batch to split.
-
-    torch takes them so since 2.15; before that its own way of splitting is replaced for this one call.
-    """
+    """Call ``schedule.step`` or ``schedule.eval`` on microbatches as they are, without a batch to split."""
     stages = stages_of(schedule)
     inputs = [pair[0] if isinstance(pair[0], tuple) else (pair[0],) for pair in microbatches]
     fed = inputs if any(stage.is_first for stage in stages) else [()] * len(inputs)
     targets = [target for _, target in microbatches] if any(stage.is_last for stage in stages) else None
+    by_microbatches(call, schedule, arg_mbs=fed, target_mbs=targets, losses=losses, return_outputs=False, **options)
+
+
+def by_microbatches(
+    call: Callable[..., Any],
+    schedule: Any,
+    *,
+    arg_mbs: Any = None,
+    kwarg_mbs: Any = None,
+    target_mbs: Any = None,
+    **options: Any,
+) -> Any:
+    """Call ``schedule.step`` or ``schedule.eval`` with what each microbatch has.
+
+    torch takes them so since 2.15; before that its own way of splitting is replaced for this one call.
+    """
     if "arg_mbs" in inspect.signature(call).parameters:
-        call(arg_mbs=fed, target_mbs=targets, losses=losses, return_outputs=False, **options)
-        return
+        named = {} if kwarg_mbs is None else {"kwarg_mbs": kwarg_mbs}
+        return call(arg_mbs=arg_mbs, target_mbs=target_mbs, **named, **options)
     inner = schedule._step_microbatches
 
     def step_microbatches(_: Any, kwargs: Any, __: Any, *more: Any, **named: Any) -> Any:
-        return inner(fed, kwargs, targets, *more, **named)
+        return inner(arg_mbs, kwargs if kwarg_mbs is None else kwarg_mbs, target_mbs, *more, **named)
 
     schedule._step_microbatches = step_microbatches
     try:
-        call(losses=losses, return_outputs=False, **options)
+        return call(**options)
     finally:
         del schedule._step_microbatches

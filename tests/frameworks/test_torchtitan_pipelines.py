@@ -1,0 +1,55 @@
+"""Torchtitan's own pipelines under pipeproof: right layouts pass, planted faults are caught, named and located.
+
+``ci/frameworks`` runs this in an environment that has torchtitan; elsewhere it is skipped.
+"""
+
+import pytest
+
+pytest.importorskip("torchtitan", reason="torchtitan is not installed: ci/frameworks installs it")
+
+from functools import partial
+
+from pipeproof.foreign import WhiteBox
+from tests.frameworks import torchtitan_faults
+from tests.frameworks.tiny_titan import Layout, judged
+from tests.frameworks.torchtitan_faults import FAULTS
+
+BITWISE = {
+    "1f1b": (Layout(clipped=False), 4),
+    "interleaved": (Layout(schedule="Interleaved1F1B", clipped=False), 4),
+    "zb-v": (Layout(schedule="ZBVZeroBubble", clipped=False), 4),
+}
+# Not to the bit: norms are of other partial sums; replicas add in another order.
+FP32 = {
+    "clipped": (Layout(), 4),
+    "fsdp": (Layout(dp=2), 8),
+    "replicated": (Layout(replicate=2), 8),
+}
+
+
+@pytest.mark.pipeproof_ranks
+@pytest.mark.parametrize("name", BITWISE | FP32)
+def test_a_right_layout_passes(name: str, whitebox: WhiteBox) -> None:
+    layout, microbatches = (BITWISE | FP32)[name]
+    verdict = judged(layout, microbatches=microbatches, whitebox=whitebox)
+    assert verdict.verdict == "pass", str(verdict)
+    assert verdict.tier == ("bitwise" if name in BITWISE else "fp32")
+    passed = {law.name for law in verdict.laws if law.outcome == "pass"}
+    assert passed >= {"gradient", "loss", "boundaries", "initial-weights", "shards"}
+    assert ("grad-norm" in passed) == layout.clipped
+
+
+@pytest.mark.pipeproof_ranks
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_caught_named_and_located(name: str, whitebox: WhiteBox) -> None:
+    fault = FAULTS[name]
+    verdict = judged(fault.layout, own_step=partial(torchtitan_faults.step, name), whitebox=whitebox)
+    assert verdict.verdict == "fail", str(verdict)
+    assert [(cause.kind, cause.place) for cause in verdict.cause] == [(fault.kind, place) for place in fault.places]
+
+
+@pytest.mark.pipeproof_ranks
+def test_positions_that_come_to_the_first_stage_alone_are_caught_without_a_name(whitebox: WhiteBox) -> None:
+    verdict = judged(Layout(), own_step=partial(torchtitan_faults.step, "positions-lost"), whitebox=whitebox)
+    assert verdict.verdict == "fail", str(verdict)
+    assert "rank 1, stage 1, parameter model.layers.2" in str(verdict)

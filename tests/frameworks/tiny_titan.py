@@ -1,0 +1,172 @@
+"""A tiny Llama of torchtitan's and a training step of it, as its trainer takes one, on CPUs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torchtitan.components.loss import IGNORE_INDEX, CrossEntropyLoss
+from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.distributed import ParallelDims, parallel_dims, pipeline_parallel
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.models import llama3
+from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
+from torchtitan.models.common.attention import ScaledDotProductAttention
+
+import pipeproof
+from pipeproof.foreign import HandedBack
+
+ROWS, SEQUENCE, WORDS, WIDTH, HEADS = 2, 8, 64, 16, 2
+Data = Sequence[tuple[dict[str, Tensor], Tensor]]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a step is laid out, and what it is told."""
+
+    schedule: str = "1F1B"
+    pp: int = 2
+    dp: int = 1
+    replicate: int = 1
+    clipped: bool = True
+    layers: int = 4
+
+    @property
+    def ranks(self) -> dict[str, int]:
+        return {"pp": self.pp, "dp": self.dp * self.replicate}
+
+
+def model_config(layers: int) -> llama3.Llama3Model.Config:
+    made = llama3._build_llama3_layers(
+        n_layers=layers,
+        dim=WIDTH,
+        n_heads=HEADS,
+        hidden_dim=2 * WIDTH,
+        rope=ComplexRoPE.Config(dim=WIDTH // HEADS, max_seq_len=4 * SEQUENCE, theta=10000.0, scaling="none"),
+        attn_backend="flex",
+    )
+    for one in made:
+        one.attention.inner_attention = ScaledDotProductAttention.Config()
+    return llama3.Llama3Model.Config(
+        dim=WIDTH,
+        vocab_size=WORDS,
+        tok_embeddings=Embedding.Config(num_embeddings=WORDS, embedding_dim=WIDTH, param_init=llama3._EMBEDDING_INIT),
+        norm=RMSNorm.Config(normalized_shape=WIDTH, param_init=llama3._NORM_INIT),
+        lm_head=Linear.Config(in_features=WIDTH, out_features=WORDS, param_init=llama3._output_linear_init(WIDTH)),
+        layers=made,
+    )
+
+
+def build(layout: Layout) -> nn.Module:
+    torch.manual_seed(0)
+    model: nn.Module = model_config(layout.layers).build()
+    model.init_states()  # type: ignore[operator]  # torchtitan's
+    return model
+
+
+loss_fn = CrossEntropyLoss(CrossEntropyLoss.Config())
+
+
+def made(layout: Layout, model: nn.Module, microbatches: int) -> SimpleNamespace:
+    """What torchtitan's trainer has of this rank after it was made."""
+    parallel_dims.device_type = "cpu"
+    parallelism = ParallelismConfig(
+        pipeline_parallel_degree=layout.pp,
+        pipeline_parallel_schedule=layout.schedule,
+        pipeline_parallel_microbatch_size=ROWS,
+        data_parallel_shard_degree=layout.dp,
+        data_parallel_replicate_degree=layout.replicate,
+        spmd_backend="partial_dtensor",
+    )
+    dims = ParallelDims.from_config(parallelism, dist.get_world_size())
+    dims.build_mesh()
+    schedule, parts, first, last = pipeline_parallel.pipeline_llm(
+        model,
+        parallel_dims=dims,
+        training=TrainingConfig(
+            local_batch_size=ROWS * microbatches, seq_len=SEQUENCE, mixed_precision_param="float32"
+        ),
+        parallelism=parallelism,
+        compile_config=CompileConfig(),
+        ac_config=None,
+        dump_folder="",
+        device=torch.device("cpu"),
+        model_config=model_config(layout.layers),
+        parallelize_fn=llama3.parallelize_llama,
+        loss_fn=loss_fn,
+    )
+    for module in (module for part in parts for module in part.modules() if isinstance(module, FSDPModule)):
+        module.set_force_sum_reduction_for_comms(True)  # torchtitan divides by 1 otherwise, which gloo cannot
+    return SimpleNamespace(
+        parallel_dims=dims, pp_schedule=schedule, model_parts=parts, pp_has_first_stage=first, pp_has_last_stage=last
+    )
+
+
+def valid_tokens(trainer: SimpleNamespace, labels: Sequence[Tensor]) -> Tensor:
+    """The tokens that count in all microbatches of all replicas, as ``Trainer.train_step`` counts them."""
+    own = torch.stack([(one != IGNORE_INDEX).sum() for one in labels]).sum()
+    if trainer.parallel_dims.dp_enabled:
+        own = dist_utils.dist_sum_tensor(own, trainer.parallel_dims.get_mesh("batch"))
+    return own
+
+
+def forward_backward_step(trainer: SimpleNamespace, data: Data, tokens: Tensor) -> None:
+    """As ``Trainer.pp_forward_backward_step``."""
+    trainer.pp_schedule.step(
+        arg_mbs=[(given["input"],) for given, _ in data] if trainer.pp_has_first_stage else None,
+        kwarg_mbs=[{name: one for name, one in given.items() if name != "input"} for given, _ in data],
+        target_mbs=[labels for _, labels in data] if trainer.pp_has_last_stage else None,
+        losses=[] if trainer.pp_has_last_stage else None,
+        loss_kwargs={"global_valid_tokens": tokens},
+        return_outputs=False,
+    )
+
+
+def train_step(layout: Layout, trainer: SimpleNamespace, data: Data) -> None:
+    """As ``Trainer.train_step``."""
+    forward_backward_step(trainer, data, valid_tokens(trainer, [labels for _, labels in data]))
+    if layout.clipped:
+        dist_utils.clip_grad_norm_(
+            [one for part in trainer.model_parts for one in part.parameters()],
+            0.1,
+            foreach=True,
+            pp_mesh=trainer.parallel_dims.get_optional_mesh("pp"),
+        )
+
+
+def step(layout: Layout, model: nn.Module, microbatches: Data) -> HandedBack:
+    trainer = made(layout, model, len(microbatches))
+    with pipeproof.torchtitan.observed(trainer.pp_schedule, trainer.model_parts, model) as seen:
+        train_step(layout, trainer, microbatches)
+    return seen.handed_back()
+
+
+def data_of(microbatches: int) -> Data:
+    """Packed documents: each row has two, of which positions begin anew, and labels of paddings do not count."""
+    torch.manual_seed(1)
+    return [_microbatch(torch.randint(0, WORDS, (ROWS, SEQUENCE + 1)), number) for number in range(microbatches)]
+
+
+def _microbatch(words: Tensor, number: int) -> tuple[dict[str, Tensor], Tensor]:
+    places = torch.arange(SEQUENCE)
+    cut = 2 + number % (SEQUENCE - 3)
+    positions = torch.where(places < cut, places, places - cut).repeat(ROWS, 1)
+    labels = words[:, 1:].clone()
+    labels[0, : number % 3] = IGNORE_INDEX
+    return {"input": words[:, :-1].contiguous(), "positions": positions}, labels
+
+
+def judged(layout: Layout, *, microbatches: int = 4, own_step: Any = step, whitebox: Any = None) -> Any:
+    return pipeproof.torchtitan.validate(
+        partial(own_step, layout),
+        reference=partial(build, layout),
+        loss_fn=loss_fn,
+        microbatches=data_of(microbatches),
+        ranks=layout.ranks,
+        whitebox=whitebox,
+    )

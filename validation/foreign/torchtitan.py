@@ -1,0 +1,221 @@
+"""Torchtitan's pipelines under ``whitebox.validate``: where their losses, gradients, norm and names are.
+
+A user's step makes its schedule and model parts by ``pipeline_llm`` as ever and trains inside ``observed``.
+``validate`` takes the reference from the same model and loss function. Nothing of torchtitan is imported before one of
+these is called.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining.schedules import _PipelineSchedule
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from pipeproof.foreign.framework import Named, form, replaced
+from pipeproof.foreign.handed_back import Gradient, HandedBack, copied
+from pipeproof.foreign.torch_pipelining import Recorder, by_microbatches, stages_of
+from pipeproof.foreign.torchtitan_whole import (
+    CHILD,
+    TORCHTITAN,
+    LossFunction,
+    Packed,
+    TitanBatch,
+    TorchtitanError,
+    UnitLoss,
+    Whole,
+    check_loss,
+)
+from pipeproof.foreign.validator import WhiteBox
+from pipeproof.foreign.validator import validate as validated
+from pipeproof.judging.verdict import Verdict
+from pipeproof.observers.watching import watch
+
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # of recomputation and torch.compile
+_BY_MICROBATCHES = {"arg_mbs", "kwarg_mbs", "target_mbs"}
+
+
+def global_name(name: str) -> str:
+    """What a parameter of a model part is called in the whole model: the same, but for wrappers around modules."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+@dataclass
+class Observation:
+    """What a step shows on a rank."""
+
+    model_parts: Sequence[nn.Module]
+    recorder: Recorder
+    losses: list[Tensor] = field(default_factory=list)
+    norm: Any = None
+    _gradients: dict[nn.Parameter, Gradient] | None = None
+
+    def handed_back(self) -> HandedBack:
+        """What ``whitebox.validate`` wants to have back of the step."""
+        if not self.recorder.executed:
+            raise TorchtitanError("pp_schedule took no step: call pp_schedule.step inside observed")
+        if self._gradients is None:
+            self.keep()
+        return HandedBack(
+            self.model_parts,
+            self.losses or None,
+            self.norm,
+            self.recorder.executed,
+            gradients=self._gradients,
+            names=_in_whole,
+        )
+
+    def keep(self) -> None:
+        """Copy the gradients that there are now."""
+        every = (one for part in self.model_parts for one in part.parameters())
+        self._gradients = {one: copied(one.grad) for one in every if one.requires_grad}
+
+    def clipping(self, norm: Tensor) -> None:
+        """Gradients are about to be clipped by this norm; the first time counts."""
+        if self._gradients is None:
+            self.keep()
+            self.norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+def _in_whole(name: str, rank: int, chunk: int) -> str:
+    """A parameter's name in the reference."""
+    return f"{CHILD}.{global_name(name)}"
+
+
+@contextmanager
+def observed(pp_schedule: Any, model_parts: Sequence[nn.Module], reference: nn.Module) -> Iterator[Observation]:
+    """Observe the step that is trained inside this, from the weights of ``reference``.
+
+    pp_schedule, model_parts: as ``pipeline_llm`` gives them. reference: the model that ``validate`` gave to the step.
+    Gradients are noted before they are clipped, as torchtitan's ``clip_grad_norm_`` does, and the norm with them.
+    Without that, gradients are what there is at ``handed_back``. Raises ``TorchtitanError`` for what is not covered.
+    """
+    _check_covered(pp_schedule, model_parts)
+    load(model_parts, reference)
+    seen = Observation(list(model_parts), Recorder(pp_schedule))
+    for stage in stages_of(pp_schedule):
+        watch(stage.submod, when=lambda: seen.recorder.forward is not None)
+    with ExitStack() as stack:
+        stack.enter_context(replaced(pp_schedule, "step", _step_noted(pp_schedule, seen.losses)))
+        stack.enter_context(replaced(torch.nn.utils, "clip_grads_with_norm_", _clipping_noted(seen)))
+        yield seen
+
+
+def _step_noted(schedule: Any, losses: list[Tensor]) -> Callable[..., Any]:
+    """``schedule.step``, noting every loss; it takes microbatches in every version of torch."""
+    inner = schedule.step
+
+    @wraps(inner)
+    def step(*given: Any, **named: Any) -> Any:
+        found = named.get("losses")
+        found = [] if found is None else found
+        call = partial(by_microbatches, inner, schedule) if _BY_MICROBATCHES & set(named) else inner
+        made = call(*given, **{**named, "losses": found})
+        losses.extend(loss.detach().clone() for loss in found)
+        return made
+
+    return step
+
+
+def _clipping_noted(seen: Observation) -> Callable[..., Any]:
+    """The function by which torchtitan clips, when it has the norm; and what it was told."""
+    clip = torch.nn.utils.clip_grads_with_norm_
+
+    @wraps(clip)
+    def noted(parameters: Any, max_norm: float, total_norm: Tensor, *more: Any, **named: Any) -> Any:
+        seen.clipping(total_norm)
+        return clip(parameters, max_norm, total_norm, *more, **named)
+
+    return noted
+
+
+def load(model_parts: Sequence[nn.Module], reference: nn.Module) -> None:
+    """Give the model parts the weights of ``reference``, also where each rank has a shard of them.
+
+    Raises ``TorchtitanError`` where the reference has no such parameter, or one of another shape or type.
+    """
+    weights = dict(reference.named_parameters(remove_duplicate=False))
+    every = [one for part in model_parts for one in part.named_parameters()]
+    TORCHTITAN.load(((global_name(name), one) for name, one in every if not isinstance(one, DTensor)), reference)
+    for name, parameter in every:
+        if isinstance(parameter, DTensor):
+            weight = weights.get(global_name(name))
+            if weight is None or form(weight) != form(parameter):
+                ours = "none" if weight is None else f"one of {form(weight)}"
+                raise TorchtitanError(f"a model part has {name} of {form(parameter)}, the reference has {ours}")
+            placed = distribute_tensor(weight.detach(), parameter.device_mesh, parameter.placements, src_data_rank=None)
+            with torch.no_grad():
+                parameter.copy_(placed)
+
+
+def _check_covered(schedule: Any, model_parts: Any) -> None:
+    """Raise ``TorchtitanError`` for what would be judged wrongly."""
+    TORCHTITAN.module()
+    if not isinstance(schedule, _PipelineSchedule):
+        raise TorchtitanError(
+            f"pp_schedule is a {type(schedule).__name__}: expected the schedule, which pipeline_llm gives first"
+        )
+    if not isinstance(model_parts, Sequence) or not all(isinstance(one, nn.Module) for one in model_parts):
+        raise TorchtitanError(
+            f"model_parts is a {type(model_parts).__name__}: expected the modules, which pipeline_llm gives second"
+        )
+    for module in (module for part in model_parts for module in part.modules()):
+        if isinstance(module, FSDPModule):
+            _check_precision(module)
+
+
+def _check_precision(module: Any) -> None:
+    """Raise ``TorchtitanError`` where FSDP computes in another type than the reference will."""
+    computed = module._get_fsdp_state()._mp_policy.param_dtype
+    for name, parameter in module.named_parameters():
+        if computed not in (None, parameter.dtype):
+            raise TorchtitanError(
+                f"FSDP computes with {name} in {computed}, the reference in {parameter.dtype}: set "
+                "training.mixed_precision_param to the type of the weights for the check"
+            )
+
+
+def validate(
+    step: Callable[[Any, list[TitanBatch]], Any],
+    *,
+    reference: Callable[[], nn.Module],
+    loss_fn: LossFunction,
+    microbatches: Sequence[TitanBatch],
+    ranks: int | Mapping[str, int],
+    whitebox: WhiteBox | None = None,
+) -> Verdict:
+    """The verdict on ``step(model, microbatches)``, which trains what ``pipeline_llm`` made inside ``observed``.
+
+    reference: builds the whole model, seeded, with its weights; the step is given one. loss_fn: as ``pipeline_llm`` is
+    given it; it returns a loss and metrics. microbatches: pairs of ``input_dict`` and labels, as the dataloader gives
+    them, for all replicas. The loss is divided by the tokens that count in all of them. ranks: how many, all of one
+    pipeline; or ``{"pp": 2, "dp": 2}``. whitebox: whose ranks to use, as pytest's fixture; None: own ones.
+
+    Raises ``TorchtitanError``, and what ``whitebox.validate`` raises.
+    """
+    TORCHTITAN.module()
+    check_loss(loss_fn)
+    packed = Packed.of(microbatches)
+    run = validated if whitebox is None else whitebox.validate
+    return run(
+        Named(step, partial(_unpacked, step, packed)),
+        reference=Named(reference, partial(Whole, reference, packed.names)),
+        microbatches=[packed.pack(one) for one in microbatches],
+        ranks=TORCHTITAN.mesh(ranks),
+        loss_fn=UnitLoss(loss_fn, packed.tokens),
+        loss_divisor=1,
+    )
+
+
+def _unpacked(
+    step: Callable[[Any, list[TitanBatch]], Any], packed: Packed, whole: Whole, microbatches: Sequence[Any]
+) -> Any:
+    """Run a step on the model itself and microbatches as the dataloader gives them."""
+    return step(whole.model, [packed.unpack(*one) for one in microbatches])

@@ -1,0 +1,139 @@
+"""The reference of a step of torchtitan's: the whole model on one rank, and torchtitan's own loss of it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeproof.foreign.framework import Framework
+from pipeproof.foreign.reference_run import WhiteBoxError
+
+CHILD = "model"  # what the reference calls the whole model
+TitanBatch = tuple[Mapping[str, Tensor], Tensor]  # as a dataloader of torchtitan's gives it: input_dict, labels
+LossFunction = Callable[..., Any]
+
+
+class TorchtitanError(WhiteBoxError):
+    """Torchtitan is missing, of a version that is not known, or used in a way that is not covered."""
+
+
+TORCHTITAN = Framework(
+    "torchtitan",
+    "torchtitan",
+    "pipeproof.torchtitan",
+    ("0.3",),
+    "pip install torchtitan==0.3.0",
+    TorchtitanError,
+)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Microbatches as pairs of inputs, ``input`` and what else there is by these names, and labels.
+
+    tokens: how many count in all of them.
+    """
+
+    names: tuple[str, ...]
+    tokens: int
+
+    @classmethod
+    def of(cls, microbatches: Sequence[TitanBatch]) -> "Packed":
+        """How to pack these. Raises ``TorchtitanError`` for what no dataloader of torchtitan's gives."""
+        for number, one in enumerate(microbatches):
+            _check(number, one)
+        inputs, labels = zip(*microbatches, strict=True) if microbatches else ((), ())
+        names = [sorted(set(given) - {"input"}) for given in inputs]
+        for number, found in enumerate(names):
+            if found != names[0]:
+                raise TorchtitanError(f"microbatch {number} has {found} beside its input, microbatch 0 {names[0]}")
+        ignored = TORCHTITAN.module("components.loss").IGNORE_INDEX
+        tokens = sum(int((one != ignored).sum()) for one in labels)
+        if microbatches and not tokens:
+            raise TorchtitanError(f"every label is {ignored}, which the loss ignores: expected one that counts")
+        return cls(tuple(names[0]) if names else (), tokens)
+
+    def pack(self, microbatch: TitanBatch) -> tuple[tuple[Tensor, ...], Tensor]:
+        """A microbatch as a pair of tensors and labels."""
+        given, labels = microbatch
+        return (given["input"], *(given[name] for name in self.names)), labels
+
+    def unpack(self, inputs: Any, labels: Tensor) -> TitanBatch:
+        """A microbatch as it was."""
+        first, *others = inputs if isinstance(inputs, tuple | list) else (inputs,)
+        return {"input": first, **dict(zip(self.names, others, strict=True))}, labels
+
+
+def _check(number: int, microbatch: Any) -> None:
+    pair = isinstance(microbatch, tuple | list) and len(microbatch) == 2
+    if not pair or not isinstance(microbatch[0], Mapping) or "input" not in microbatch[0]:
+        raise TorchtitanError(
+            f"microbatch {number} is a {type(microbatch).__name__}: expected a pair of input_dict, which has an "
+            "input, and labels, as torchtitan's dataloader gives it"
+        )
+
+
+@dataclass(frozen=True)
+class UnitLoss:
+    """The loss that torchtitan differentiates: a sum over tokens, divided by those that count in all of the step."""
+
+    loss_fn: LossFunction
+    tokens: int
+
+    def __call__(self, output: Any, labels: Tensor) -> Tensor:
+        result = self.loss_fn(output, labels, torch.tensor(self.tokens, device=labels.device))
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise TorchtitanError(
+                f"loss_fn returned a {type(result).__name__}: expected (loss, metrics), as torchtitan's losses return"
+            )
+        loss: Tensor = result[0]
+        return loss
+
+
+class Whole(nn.Module):
+    """The whole model; called with the inputs of a packed microbatch."""
+
+    def __init__(self, build: Callable[[], nn.Module], names: Sequence[str]) -> None:
+        super().__init__()
+        model = build()
+        if not isinstance(model, nn.Module):
+            raise TorchtitanError(f"the reference is a {type(model).__name__}: expected the whole model, as built")
+        check_model(model)
+        self.model = model
+        self._names = names
+
+    def forward(self, first: Tensor, *others: Tensor) -> Any:
+        named = dict(zip(self._names, others, strict=True))
+        return self.model(first, **named, **self._masks(named))
+
+    def _masks(self, named: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Those that the trainer makes of positions for this kind of attention."""
+        attention = getattr(getattr(self.model, "config", None), "first_attention", None)
+        inner = getattr(attention, "inner_attention", None)
+        if inner is None or "positions" not in named:
+            return {}
+        place = TORCHTITAN.module("models.common.attention")
+        if not isinstance(inner, place.FlexAttention.Config | place.VarlenAttention.Config):
+            return {}
+        model: Any = self.model
+        return {"attention_masks": model.get_attention_masks(positions=named["positions"])}
+
+
+def check_loss(loss_fn: Any) -> None:
+    """Raise ``TorchtitanError`` for a loss function that is not covered."""
+    if not callable(loss_fn):
+        raise TorchtitanError(f"loss_fn is a {type(loss_fn).__name__}: expected what pipeline_llm is given")
+    if isinstance(loss_fn, TORCHTITAN.module("components.loss").ChunkedLossWrapper):
+        raise TorchtitanError("loss_fn is a ChunkedLossWrapper: use the loss in it for the check, CrossEntropyLoss say")
+
+
+def check_model(model: nn.Module) -> None:
+    """Raise ``TorchtitanError`` for a model that would be judged wrongly."""
+    experts = TORCHTITAN.module("models.common.moe").MoE
+    for name, module in model.named_modules():
+        if isinstance(module, experts):
+            raise TorchtitanError(f"{name} has experts: {TORCHTITAN.adapter} covers dense models only")
+        if isinstance(module, nn.Dropout) and module.p:
+            raise TorchtitanError(f"{name} drops out with p={module.p}: set p to 0 for the check")
