@@ -41,8 +41,8 @@ class HandedBack:
     """What a step made on one rank. A tuple of the first four, in this order, is as good.
 
     modules: one, or a list; empty on a rank that holds nothing. A mapping of parameter names to gradients may take
-    their place. losses: one for each microbatch, undivided; or one number, the whole step's; None if another rank
-    knows. grad_norm: before clipping, if the step computes it. trace: the order in which this rank worked, if the
+    their place. losses: one for each of its microbatches, undivided; or one number, the whole step's, of all replicas;
+    None if another rank knows. grad_norm: before clipping, if the step computes it. trace: the order in which this rank worked, if the
     runtime knows: a ``Trace``, actions, or their names (``0F1``). gradients: those of the modules, if they are not in
     ``.grad``. The keys are names in the module, or the parameters themselves. What is not in it has no gradient. On a
     rank with a ``FlatShard``, no part of it is there. A gradient may be a DTensor, a part and its index in the whole,

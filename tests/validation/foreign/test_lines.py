@@ -49,6 +49,16 @@ def sent_as(wrong: int, microbatch: int, factor: float) -> Any:
     return sent
 
 
+def first_replica(rank: int, microbatch: int) -> float:
+    return 0.5 if rank < 2 else 1.0
+
+
+def changed(rank: int, layers: nn.Sequential) -> None:
+    if rank == 0:
+        with torch.no_grad():
+            layers[1].norm.weight.mul_(2)
+
+
 def cleared(rank: int, layers: nn.Sequential) -> None:
     if rank == 3:
         with torch.no_grad():
@@ -87,6 +97,8 @@ FAULTS: dict[str, tuple[dict[str, int], dict[str, Any], tuple[Any, ...]]] = {
     "a part cut too early": (TP, {"early": 1}, ("misplaced", 1, 0, ())),
     "targets in one replica": (DP, {"given": of(3, others_targets)}, ("swapped-data", 3, 0, ODD)),
     "losses in one replica": (DP, {"times": times(3, 3.0)}, ("scale", 3, 0, ODD)),
+    "losses of the first replica": (DP, {"times": first_replica}, ("scale", None, 0, (0, 2, 4, 6))),
+    "a weight of the first rank": (DP, {"begun": changed}, ("altered", 0, 0, ())),
     "a weight cleared": (DP, {"begun": cleared}, ("altered", 3, 0, ())),
     "parts doubled in both replicas": (DP, {"done": doubled_rows}, ("scale", None, 0, ())),
     "all parts halved on all ranks": (TP, {"done": halved}, ("scale", None, 0, ())),

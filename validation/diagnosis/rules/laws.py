@@ -150,8 +150,8 @@ def _weights(
     told = _became(wrong, known, earlier)
     stages = {of for of, _ in wrong}
     one = len(stages) == 1
-    began = [m for m in evidence.verdict.mismatches if m.law == "initial-weights" and (m.stage, m.parameter) in wrong]
-    ranks = {m.rank for m in began} or {evidence.placement[stage]}
+    began = [m for m in evidence.verdict.mismatches if m.law == "initial-weights" and m.beside is None]
+    ranks = {m.rank for m in began if (m.stage, m.parameter) in wrong} or {evidence.placement[stage]}
     return [
         Cause(
             kind,

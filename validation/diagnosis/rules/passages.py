@@ -54,8 +54,8 @@ def passages(evidence: Evidence) -> list[Cause]:
         refine=lambda one: boundaries.refined(told[one]),
         compounded=lambda: _by_stage(evidence),
     )
-    if everywhere := _of_all_stages(causes, evidence):
-        return everywhere
+    if said := _of_all_stages(causes, evidence) or _of_one_replica(causes, evidence):
+        return said
     named = [_as_sent(informed(_named(cause, evidence), evidence), evidence) for cause in causes]
     named = [_with_orders(_with_parameter(cause, evidence), evidence) for cause in named]
     losses = {one.crossing.at for one in found if one.point.where == FLOWED}
@@ -105,6 +105,20 @@ def _of_all_stages(causes: list[Cause], evidence: Evidence) -> list[Cause]:
     (one,) = found.causes
     every = (one.stage, one.rank) == (None, None) or evidence.stages == 1
     return [one] if one.kind in kinds and every else []
+
+
+def _of_one_replica(causes: list[Cause], evidence: Evidence) -> list[Cause]:
+    """What final gradients say of a factor that is the number of replicas, or one over it.
+
+    Gradients may pass as those of a replica or as those of all: so boundaries do not tell whose are wrong.
+    """
+    count = 1 if evidence.members is None else evidence.members.replicas.count
+    factors = [one.factor for one in causes if one.kind == "scale" and one.factor is not None]
+    either = all(any(abs(factor / due - 1) < _SAME for due in (count, 1 / count)) for factor in factors)
+    said = complete(evidence)
+    if count == 1 or not either or len(factors) < len(causes) or any(one.kind != "scale" for one in said):
+        return []
+    return list(said)
 
 
 def _beyond(causes: Sequence[Cause], evidence: Evidence) -> list[Cause]:

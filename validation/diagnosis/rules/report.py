@@ -100,10 +100,19 @@ def _told(found: Sequence[Mismatch], evidence: Evidence) -> str:
     plain = any(_same(one, number) for number in numbers)
     if alike and (plain or len(found) == count > 1):
         return f"{one:.6g} times the right {'ones' if len(found) > 1 else 'one'}"
+    if _of_own_share(evidence):
+        return "each replica reports the mean of its own microbatches; as one number the whole step's is due"
     if _mean_is_right(evidence):
         return "ranks that work on one replica report their own parts', and the mean of these is right"
     alone = evidence.members is not None and evidence.members.replicas.count == 1
     return "other ranks report the right ones" if alone and len({m.rank for m in found}) < _reporting(evidence) else ""
+
+
+def _of_own_share(evidence: Evidence) -> bool:
+    """Whether every rank reports, as one number, the mean of the losses of its own replica."""
+    rows, right = [row[evidence.number] for row in evidence.observed.ranks], evidence.expected.losses
+    told = [(row.loss, [right[m] for m in row.share]) for row in rows if row.loss is not None and row.share]
+    return bool(told) and all(_same(loss, sum(own) / len(own)) for loss, own in told)
 
 
 def _mean_is_right(evidence: Evidence) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeproof.foreign import WhiteBox
@@ -26,6 +27,18 @@ def build_model() -> nn.Module:
 
 
 data = partial(pairs, COUNT, rows=6, width=5, to=3, seed=1)
+
+
+def replicated(model: Any, microbatches: list[Any]) -> Any:
+    """A right step of a replica, which reports the mean of its own losses."""
+    losses = []
+    for x, target in microbatches:
+        loss = loss_fn(model(x), target)
+        (loss / COUNT).backward()
+        losses.append(loss.item())
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+    return model, sum(losses) / len(losses)
 
 
 def judged(whitebox: WhiteBox, report: Callable[[list[float]], Any]) -> Verdict:
@@ -93,3 +106,11 @@ def test_a_loss_that_was_added_up_over_the_ranks_is_a_wrong_report(whitebox: Whi
 def test_a_step_without_losses_does_not_pass(whitebox: WhiteBox, none: Any) -> None:
     verdict = judged(whitebox, lambda losses: none)
     assert (verdict.verdict, verdict.law("loss").outcome) == ("unknown", "unknown")
+
+
+def test_the_mean_of_a_replica_is_told_from_that_of_all(whitebox: WhiteBox) -> None:
+    verdict = whitebox.validate(replicated, reference=build_model, microbatches=data(), ranks=[0, 1], loss_fn=loss_fn)
+    assert {m.law for m in verdict.mismatches} == {"loss"}
+    (cause,) = verdict.cause
+    told = "each replica reports the mean of its own microbatches; as one number the whole step's is due"
+    assert (cause.kind, told in cause.detail) == ("report", True)
