@@ -42,14 +42,14 @@ class HandedBack:
 
     modules: one, or a list; empty on a rank that holds nothing. A mapping of parameter names to gradients may take
     their place. losses: one for each of its microbatches, undivided; or one number, the whole step's, of all replicas;
-    None if another rank knows. grad_norm: before clipping, if the step computes it. trace: the order in which this rank worked, if the
-    runtime knows: a ``Trace``, actions, or their names (``0F1``). gradients: those of the modules, if they are not in
-    ``.grad``. The keys are names in the module, or the parameters themselves. What is not in it has no gradient. On a
-    rank with a ``FlatShard``, no part of it is there. A gradient may be a DTensor, a part and its index in the whole,
-    ``(part, slice(0, 4))``, or a ``FlatShard``. Of several pieces, as of fused queries, keys and values, the index is a
-    list, ``(part, [slice(0, 4), slice(8, 12)])``, and the part has them behind each other. A parameter may itself be
-    the part that has this index; where it has no gradient, hand back ``(None, slice(0, 4))``. names: what parameters
-    are called in the reference, where the runtime knows; as ``names=``, which comes first.
+    None if another rank knows. grad_norm: before clipping, if the step computes it. trace: the order in which this rank
+    worked, if the runtime knows: a ``Trace``, actions, or their names (``0F1``). gradients: those of the modules, if
+    they are not in ``.grad``. The keys are names in the module, or the parameters themselves. What is not in it has no
+    gradient. On a rank with a ``FlatShard``, no part of it is there. A gradient may be a DTensor, a part and its index
+    in the whole, ``(part, slice(0, 4))``, or a ``FlatShard``. Of several pieces, as of fused queries, keys and values,
+    the index is a list, ``(part, [slice(0, 4), slice(8, 12)])``, and the part has them behind each other. A parameter
+    may itself be the part that has this index; where it has no gradient, hand back ``(None, slice(0, 4))``. names: what
+    parameters are called in the reference, where the runtime knows; as ``names=``, which comes first.
     """
 
     modules: Any = ()
