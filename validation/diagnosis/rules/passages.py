@@ -118,6 +118,8 @@ def _of_one_replica(causes: list[Cause], evidence: Evidence) -> list[Cause]:
     said = complete(evidence)
     if count == 1 or not either or len(factors) < len(causes) or any(one.kind != "scale" for one in said):
         return []
+    if any(abs((other.factor or 0.0) / factor - 1) < _SAME for other in said for factor in factors):
+        return []  # both tell one factor, and boundaries where it came in
     return list(said)
 
 
