@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import pipeproof.foreign as whitebox
-    import pipeproof.foreign.torchtitan as torchtitan
-    import pipeproof.records.deepspeed_job as deepspeed
-    import pipeproof.records.megatron_job as megatron
+    import pipeproof.records.frameworks.deepspeed as deepspeed
+    import pipeproof.records.frameworks.megatron as megatron
+    import pipeproof.records.frameworks.torchtitan as torchtitan
     from pipeproof.cases.case import Case as Case
     from pipeproof.cases.case import CaseError as CaseError
     from pipeproof.cases.validator import validate as validate
@@ -56,9 +56,9 @@ _HOMES = {
 }
 
 _MODULES = {
-    "deepspeed": "records.deepspeed_job",
-    "megatron": "records.megatron_job",
-    "torchtitan": "foreign.torchtitan",
+    "deepspeed": "records.frameworks.deepspeed",
+    "megatron": "records.frameworks.megatron",
+    "torchtitan": "records.frameworks.torchtitan",
     "whitebox": "foreign",
 }
 

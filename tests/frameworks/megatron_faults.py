@@ -19,7 +19,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor
 
 from pipeproof.foreign import HandedBack
-from pipeproof.foreign.megatron_whole import bare
+from pipeproof.foreign.frameworks.megatron_whole import bare
 from tests.frameworks import tiny_gpt
 from tests.frameworks.fault import Fault, patched
 from tests.frameworks.tiny_gpt import Layout

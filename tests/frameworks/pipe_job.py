@@ -8,7 +8,7 @@ from typing import Any
 import deepspeed
 
 import pipeproof
-from pipeproof.foreign.deepspeed import _launched, _state_kept
+from pipeproof.foreign.frameworks.deepspeed import _launched, _state_kept
 from pipeproof.judging.verdict import Verdict
 from pipeproof.worlds.worker import RankContext
 from tests.frameworks import tiny_pipe

@@ -17,7 +17,8 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 import tests.frameworks.on_cpu  # noqa: F401  # first
-from pipeproof.foreign import HandedBack, megatron
+from pipeproof import megatron
+from pipeproof.foreign import HandedBack
 
 SEQUENCE, ROWS, WORDS = 8, 2, 32
 

@@ -33,11 +33,20 @@ class Recorder:
         self.executed: list[Action] = []
         self.called: list[tuple[Action, bool]] = []
         self.forward: Action | None = None  # the one that is under way
-        for stage in stages_of(schedule):
+        self._stages, self._hooks = stages_of(schedule), list[Any]()
+        for stage in self._stages:
             stage.forward_one_chunk = self._around_forward(stage, stage.forward_one_chunk)
             stage.backward_one_chunk = self._around_backward(stage, stage.backward_one_chunk)
             stage.backward_weight_one_chunk = self._around_weight(stage, stage.backward_weight_one_chunk)
-            stage.submod.register_forward_pre_hook(self._note)
+            self._hooks.append(stage.submod.register_forward_pre_hook(self._note))
+
+    def stop(self) -> None:
+        """Note nothing more, and leave the stages as they were."""
+        for hook in self._hooks:
+            hook.remove()
+        for stage in self._stages:
+            for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
+                vars(stage).pop(name, None)
 
     def begin(self) -> None:
         """Forget what was noted so far."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof.diagnosis.atoms import Update
-from pipeproof.foreign.framework import form
+from pipeproof.foreign.frameworks.framework import form
 from pipeproof.foreign.reference_run import WhiteBoxError, repeated
 from pipeproof.judging.ledger import NOWHERE
 from pipeproof.judging.oracle import copies_apart
@@ -26,15 +26,22 @@ from pipeproof.worlds.side_store import Exchange
 
 
 @dataclass(frozen=True)
+class LossOfAll:
+    """A loss function that depends on all microbatches of the step: ``of`` makes it of them."""
+
+    of: Callable[[Pairs], LossFn]
+
+
+@dataclass(frozen=True)
 class SingleDevice:
     """How the reference is made: ``build()`` gives the whole model, on any device; its weights are then the job's.
 
-    ``loss_fn``, ``loss_divisor`` and ``floors`` are those of ``record_step``; a divisor that depends on the data is a
-    function of the model and all microbatches.
+    ``loss_fn``, ``loss_divisor`` and ``floors`` are those of ``record_step``. Of what depends on the data, ``loss_fn``
+    is a ``LossOfAll``, and the divisor a function of the model and all microbatches.
     """
 
     build: Callable[[], nn.Module]
-    loss_fn: LossFn
+    loss_fn: LossFn | LossOfAll
     loss_divisor: float | Callable[[Any, Pairs], float] | None = None
     floors: bool = True
 
@@ -52,6 +59,7 @@ class ReferenceBeside:
         self._exchange = exchange
         self._timeout_s = timeout_s
         self._laid_out: dict[str, Tensor] = {}
+        self._loss_fn: LossFn | None = None
         self._divisor: float | None = None
 
     def record(
@@ -84,7 +92,7 @@ class ReferenceBeside:
         assert self.model is not None, "a step was compared with what this model gave"
         held, divisor = [step.site(name) for name in step.places], self._divisor
         batches = [self._batch(number) for number in range(len(self.microbatches))]
-        loss = Loss(self.source.loss_fn, float(len(batches) if divisor is None else divisor))
+        loss = Loss(self.loss_fn, float(len(batches) if divisor is None else divisor))
         with drawing_apart():
             now = Traced(self.model, held=held, batches=batches, loss=loss, losses=step.due.losses, ends={})
         stage_of = {name: stage for stage, name in held}
@@ -95,7 +103,13 @@ class ReferenceBeside:
         """The parameters that the model uses in several places, on rank 0: these may have copies in several stages."""
         assert self.model is not None, "a step was compared with what this model gave"
         with drawing_apart():
-            return repeated(copied(self.model), self._batch(0), self.source.loss_fn)
+            return repeated(copied(self.model), self._batch(0), self.loss_fn)
+
+    @property
+    def loss_fn(self) -> LossFn:
+        """A microbatch's loss, in this step."""
+        assert self._loss_fn is not None, "a step was compared with what this model gave"
+        return self._loss_fn
 
     def _made(self, held: Mapping[str, int], microbatches: Pairs | None) -> tuple[str, str]:
         if microbatches is None:
@@ -104,12 +118,13 @@ class ReferenceBeside:
         try:
             with drawing_apart():
                 self.model, self.microbatches = self._with_weights(held), microbatches
-                divisor = source.loss_divisor
+                given, divisor = source.loss_fn, source.loss_divisor
+                self._loss_fn = given.of(microbatches) if isinstance(given, LossOfAll) else given
                 self._divisor = divisor(self.model, microbatches) if callable(divisor) else divisor
                 record = record_step(
                     self.model,
                     microbatches,
-                    loss_fn=source.loss_fn,
+                    loss_fn=self._loss_fn,
                     loss_divisor=self._divisor,
                     floors=source.floors,
                 )

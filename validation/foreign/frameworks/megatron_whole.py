@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeproof.foreign.framework import Framework
+from pipeproof.foreign.frameworks.framework import Framework
 from pipeproof.foreign.reference_run import WhiteBoxError
 
 ForwardStep = Callable[..., tuple[Any, Any]]  # of a data iterator and a chunk: its output, and a function of that

@@ -1,13 +1,13 @@
 """The reference of a step of torchtitan's: the whole model on one rank, and torchtitan's own loss of it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pipeproof.foreign.framework import Framework
+from pipeproof.foreign.frameworks.framework import Framework
 from pipeproof.foreign.reference_run import WhiteBoxError
 
 CHILD = "model"  # what the reference calls the whole model
@@ -49,11 +49,7 @@ class Packed:
         for number, found in enumerate(names):
             if found != names[0]:
                 raise TorchtitanError(f"microbatch {number} has {found} beside its input, microbatch 0 {names[0]}")
-        ignored = TORCHTITAN.module("components.loss").IGNORE_INDEX
-        tokens = sum(int((one != ignored).sum()) for one in labels)
-        if microbatches and not tokens:
-            raise TorchtitanError(f"every label is {ignored}, which the loss ignores: expected one that counts")
-        return cls(tuple(names[0]) if names else (), tokens)
+        return cls(tuple(names[0]) if names else (), tokens_in(labels) if microbatches else 0)
 
     def pack(self, microbatch: TitanBatch) -> tuple[tuple[Tensor, ...], Tensor]:
         """A microbatch as a pair of tensors and labels."""
@@ -64,6 +60,14 @@ class Packed:
         """A microbatch as it was."""
         first, *others = inputs if isinstance(inputs, tuple | list) else (inputs,)
         return {"input": first, **dict(zip(self.names, others, strict=True))}, labels
+
+
+def tokens_in(labels: Iterable[Any]) -> int:
+    """How many labels count. Raises ``TorchtitanError`` if none does."""
+    ignored = TORCHTITAN.module("components.loss").IGNORE_INDEX
+    if not (tokens := sum(int((one != ignored).sum()) for one in labels)):
+        raise TorchtitanError(f"every label is {ignored}, which the loss ignores: expected one that counts")
+    return tokens
 
 
 def _check(number: int, microbatch: Any) -> None:

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import pipeproof
-from pipeproof.foreign.megatron_whole import bare
+from pipeproof.foreign.frameworks.megatron_whole import bare
 from pipeproof.judging.verdict import Verdict
+from tests.support.like_megatron import forward_step_calc_loss, installed
 
 DATA = [(torch.ones(1, 2), torch.tensor(1.0)), (torch.full((1, 2), 2.0), torch.tensor(3.0))]
 
@@ -59,34 +60,9 @@ def forward_step(data: Iterator[Any], model: Any) -> tuple[Tensor, Any]:
     return output, lambda output: (output.sum() * tokens, tokens, {})
 
 
-def forward_step_calc_loss(model: Any, output: Any, function: Any, config: Any, count: int) -> Tensor:
-    loss: Tensor = function(output)[0]
-    return loss if config.calculate_per_token_loss else loss.div_(count)
-
-
 @pytest.fixture(autouse=True)
 def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Megatron that has what the adapter uses."""
-    core, own = ModuleType("megatron.core"), ModuleType("megatron")
-    core.__version__ = "0.16.1"  # type: ignore[attr-defined]  # as Megatron has it
-    contents: dict[str, dict[str, Any]] = {
-        "parallel_state": {
-            "_DATA_PARALLEL_GROUP": "the job's",
-            "get_pipeline_model_parallel_rank": lambda: 0,
-            "get_pipeline_model_parallel_world_size": lambda: 1,
-        },
-        "pipeline_parallel": {},
-        "pipeline_parallel.schedules": {"forward_step_calc_loss": forward_step_calc_loss},
-        "tensor_parallel": {},
-        "tensor_parallel.random": {"_CUDA_RNG_STATE_TRACKER": SimpleNamespace(states_={"model": 3})},
-        "utils": {"GlobalMemoryBuffer": object},
-    }
-    monkeypatch.setitem(sys.modules, "megatron", own)
-    monkeypatch.setitem(sys.modules, "megatron.core", core)
-    for name, values in contents.items():
-        module = ModuleType(f"megatron.core.{name}")
-        vars(module).update(values)
-        monkeypatch.setitem(sys.modules, f"megatron.core.{name}", module)
+    installed(monkeypatch)
 
 
 def train(model: Model, optimizer: Any, factor: float = 1.0) -> None:

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import pipeproof
-from pipeproof.foreign import FlatShard, megatron
-from pipeproof.foreign.megatron_whole import MegatronError, bare, undivided
+from pipeproof.foreign import FlatShard
+from pipeproof.foreign.frameworks import megatron
+from pipeproof.foreign.frameworks.megatron_whole import MegatronError, bare, undivided
+from tests.support.like_megatron import installed
 
 
 class Layer(nn.Module):
@@ -170,6 +172,11 @@ def test_a_loss_is_what_its_function_means_by_its_results(
     assert undivided(given, SimpleNamespace(calculate_per_token_loss=per_token)).item() == loss
 
 
+@pytest.fixture
+def _megatron(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch)
+
+
 class Optimizer:
     """As Megatron's: it tells whether it stepped, the norm, and how many zeros there were."""
 
@@ -187,13 +194,14 @@ def forward_step(data: Iterator[Tensor], model: Any) -> tuple[Tensor, Any]:
     return bare(model)(next(data)), lambda output: (output.sum(), {})
 
 
+@pytest.mark.usefixtures("_megatron")
 def test_a_step_is_observed_and_left_as_it_was() -> None:
     chunk, optimizer = Chunk(1, 1), Optimizer()
     with megatron.observed([chunk], forward_step, [torch.ones(1, 2)], whole(Chunk(1, 1)), optimizer) as seen:
         output, loss_function = seen.forward_step(seen.data_iterator, chunk)
-        loss, _ = loss_function(output)
-        kept = loss.item()
-        loss.div_(4)  # as Megatron does
+        schedules = sys.modules["megatron.core.pipeline_parallel.schedules"]
+        loss = schedules.forward_step_calc_loss(chunk, output, loss_function, chunk.config, 4)  # divides in place
+        kept = loss.item() * 4
         assert optimizer.step() == (True, 1.5, None)
     handed = seen.handed_back()
     assert [one.item() for one in handed.losses] == [kept]
@@ -206,6 +214,15 @@ def test_a_step_is_observed_and_left_as_it_was() -> None:
     assert "step" not in vars(optimizer)
 
 
+@pytest.mark.usefixtures("_megatron")
+def test_a_step_that_the_optimizer_did_not_take_is_said() -> None:
+    with megatron.observed(Chunk(1, 1), forward_step, [], whole(Chunk(1, 1)), Optimizer()) as seen:
+        pass
+    with pytest.raises(MegatronError, match=r"^optimizer\.step was not called in the block: pass"):
+        seen.handed_back()
+
+
+@pytest.mark.usefixtures("_megatron")
 def test_what_a_stage_before_sent_passes_through_the_call() -> None:
     chunk, came, given = Chunk(1, 1), torch.ones(1, 2), []
     with megatron.observed(chunk, forward_step, [], whole(Chunk(1, 1))):
@@ -215,6 +232,7 @@ def test_what_a_stage_before_sent_passes_through_the_call() -> None:
     assert given == [came]
 
 
+@pytest.mark.usefixtures("_megatron")
 def test_gradients_are_those_that_the_optimizer_was_given() -> None:
     chunk, optimizer = Chunk(1, 1), Optimizer()
     with megatron.observed(chunk, forward_step, [], whole(Chunk(1, 1)), optimizer) as seen:

@@ -1,17 +1,17 @@
 """DeepSpeed, as users reach it at ``pipeproof.deepspeed``: a step that pipeproof starts, or one of a running job."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipeproof.foreign.deepspeed import check_covered, gradients_of, observed, stepping, validate
-from pipeproof.foreign.deepspeed_whole import DeepSpeedError, Whole
-from pipeproof.foreign.framework import loss_of_its_own
-from pipeproof.records.framework_job import JobSight, JobStep, checking
+from pipeproof.foreign.frameworks.deepspeed import check_count, observed, step_of, validate
+from pipeproof.foreign.frameworks.deepspeed_whole import DeepSpeedError, Whole
+from pipeproof.foreign.frameworks.framework import loss_of_its_own
+from pipeproof.records.frameworks.framework_job import JobStep, checking, pairs_of
 from pipeproof.records.single_device import SingleDevice
 from pipeproof.records.step_check import StepCheck
 
@@ -42,20 +42,11 @@ def check_step(
 
 
 def _step(engine: Any, microbatches: Sequence[Any] | None, whole: SingleDevice) -> JobStep:
-    check_covered(engine, None if microbatches is None else len(microbatches))
+    step = step_of(engine)
+    if microbatches is not None:
+        check_count(engine, microbatches)
     _check_whole_gradients(engine)
-    pairs = None if microbatches is None else [_pair(number, one) for number, one in enumerate(microbatches)]
-    return JobStep({engine.stage_id: engine.module}, pairs, whole, partial(_watching, engine))
-
-
-@contextmanager
-def _watching(engine: Any, sight: JobSight) -> Iterator[None]:
-    def before() -> None:
-        sight.gradients(partial(gradients_of, engine))
-        sight.losses(lambda: list(engine.fwd_outputs))
-
-    with stepping(engine, before=before, after=sight.norm):
-        yield
+    return JobStep(step, pairs_of(microbatches, _pair), whole)
 
 
 def _pair(number: int, microbatch: Any) -> tuple[Any, Any]:

@@ -7,7 +7,6 @@ these is called.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any
 
@@ -17,10 +16,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from pipeproof.foreign.framework import Named, form, replaced
-from pipeproof.foreign.handed_back import Gradient, HandedBack, copied
-from pipeproof.foreign.torch_pipelining import Recorder, by_microbatches, stages_of
-from pipeproof.foreign.torchtitan_whole import (
+from pipeproof.foreign.frameworks.framework import Named, form, replaced
+from pipeproof.foreign.frameworks.framework_step import FrameworkStep, Observation, Sight, observing
+from pipeproof.foreign.frameworks.torchtitan_whole import (
     CHILD,
     TORCHTITAN,
     LossFunction,
@@ -31,10 +29,11 @@ from pipeproof.foreign.torchtitan_whole import (
     Whole,
     check_loss,
 )
+from pipeproof.foreign.handed_back import Gradient
+from pipeproof.foreign.torch_pipelining import Recorder, by_microbatches, stages_of
 from pipeproof.foreign.validator import WhiteBox
 from pipeproof.foreign.validator import validate as validated
 from pipeproof.judging.verdict import Verdict
-from pipeproof.observers.watching import watch
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # of recomputation and torch.compile
 _BY_MICROBATCHES = {"arg_mbs", "kwarg_mbs", "target_mbs"}
@@ -47,46 +46,36 @@ def global_name(name: str) -> str:
     return name
 
 
-@dataclass
-class Observation:
-    """What a step shows on a rank."""
+def step_of(pp_schedule: Any, model_parts: Sequence[nn.Module]) -> FrameworkStep:
+    """The step of this schedule on this rank; raises ``TorchtitanError`` for what is not covered."""
+    _check_covered(pp_schedule, model_parts)
+    recorder, losses = Recorder(pp_schedule), list[Tensor]()
+    stages = stages_of(pp_schedule)
 
-    model_parts: Sequence[nn.Module]
-    recorder: Recorder
-    losses: list[Tensor] = field(default_factory=list)
-    norm: Any = None
-    _gradients: dict[nn.Parameter, Gradient] | None = None
+    def gradients() -> dict[nn.Parameter, Gradient]:
+        if not recorder.executed:
+            raise TorchtitanError("pp_schedule took no step: call pp_schedule.step in the block")
+        return {one: one.grad for part in model_parts for one in part.parameters() if one.requires_grad}
 
-    def handed_back(self) -> HandedBack:
-        """What ``whitebox.validate`` wants to have back of the step."""
-        if not self.recorder.executed:
-            raise TorchtitanError("pp_schedule took no step: call pp_schedule.step inside observed")
-        if self._gradients is None:
-            self.keep()
-        return HandedBack(
-            self.model_parts,
-            self.losses or None,
-            self.norm,
-            self.recorder.executed,
-            gradients=self._gradients,
-            names=_in_whole,
-        )
-
-    def keep(self) -> None:
-        """Copy the gradients that there are now."""
-        every = (one for part in self.model_parts for one in part.parameters())
-        self._gradients = {one: copied(one.grad) for one in every if one.requires_grad}
-
-    def clipping(self, norm: Tensor) -> None:
-        """Gradients are about to be clipped by this norm; the first time counts."""
-        if self._gradients is None:
-            self.keep()
-            self.norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    return FrameworkStep(
+        {stage.stage_index: part for stage, part in zip(stages, model_parts, strict=True)},
+        lambda stage, name: f"{CHILD}.{global_name(name)}",
+        gradients,
+        lambda: losses,
+        partial(_watching, pp_schedule, recorder, losses),
+        when=lambda: recorder.forward is not None,
+        actions=lambda: recorder.executed,
+    )
 
 
-def _in_whole(name: str, rank: int, chunk: int) -> str:
-    """A parameter's name in the reference."""
-    return f"{CHILD}.{global_name(name)}"
+@contextmanager
+def _watching(schedule: Any, recorder: Recorder, losses: list[Tensor], sight: Sight) -> Iterator[None]:
+    """While this is open, note losses, and tell ``sight`` that gradients are about to be clipped, and by which norm."""
+    with ExitStack() as stack:
+        stack.callback(recorder.stop)
+        stack.enter_context(replaced(schedule, "step", _step_noted(schedule, losses)))
+        stack.enter_context(replaced(torch.nn.utils, "clip_grads_with_norm_", _telling(sight)))
+        yield
 
 
 @contextmanager
@@ -97,14 +86,10 @@ def observed(pp_schedule: Any, model_parts: Sequence[nn.Module], reference: nn.M
     Gradients are noted before they are clipped, as torchtitan's ``clip_grad_norm_`` does, and the norm with them.
     Without that, gradients are what there is at ``handed_back``. Raises ``TorchtitanError`` for what is not covered.
     """
-    _check_covered(pp_schedule, model_parts)
+    step = step_of(pp_schedule, model_parts)
     load(model_parts, reference)
-    seen = Observation(list(model_parts), Recorder(pp_schedule))
-    for stage in stages_of(pp_schedule):
-        watch(stage.submod, when=lambda: seen.recorder.forward is not None)
-    with ExitStack() as stack:
-        stack.enter_context(replaced(pp_schedule, "step", _step_noted(pp_schedule, seen.losses)))
-        stack.enter_context(replaced(torch.nn.utils, "clip_grads_with_norm_", _clipping_noted(seen)))
+    seen = Observation(step)
+    with observing(seen, step):
         yield seen
 
 
@@ -124,13 +109,16 @@ def _step_noted(schedule: Any, losses: list[Tensor]) -> Callable[..., Any]:
     return step
 
 
-def _clipping_noted(seen: Observation) -> Callable[..., Any]:
-    """The function by which torchtitan clips, when it has the norm; and what it was told."""
-    clip = torch.nn.utils.clip_grads_with_norm_
+def _telling(sight: Sight) -> Callable[..., Any]:
+    """The function by which torchtitan clips, and which says so the first time: experts are clipped apart."""
+    clip, told = torch.nn.utils.clip_grads_with_norm_, list[Tensor]()
 
     @wraps(clip)
     def noted(parameters: Any, max_norm: float, total_norm: Tensor, *more: Any, **named: Any) -> Any:
-        seen.clipping(total_norm)
+        if not told:
+            told.append(total_norm)
+            sight.complete()
+            sight.norm(total_norm.full_tensor() if isinstance(total_norm, DTensor) else total_norm)
         return clip(parameters, max_norm, total_norm, *more, **named)
 
     return noted
@@ -166,6 +154,8 @@ def _check_covered(schedule: Any, model_parts: Any) -> None:
         raise TorchtitanError(
             f"model_parts is a {type(model_parts).__name__}: expected the modules, which pipeline_llm gives second"
         )
+    if (stages := len(stages_of(schedule))) != len(model_parts):
+        raise TorchtitanError(f"model_parts has {len(model_parts)} modules, this rank of pp_schedule {stages} stages")
     for module in (module for part in model_parts for module in part.modules()):
         if isinstance(module, FSDPModule):
             _check_precision(module)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import pipeproof
-from pipeproof.foreign import torchtitan
-from pipeproof.foreign.torchtitan_whole import Packed, TorchtitanError, UnitLoss, Whole
+from pipeproof.foreign.frameworks import torchtitan
+from pipeproof.foreign.frameworks.torchtitan_whole import Packed, TorchtitanError, UnitLoss, Whole
 
 
 class ChunkedLossWrapper:

@@ -1,16 +1,17 @@
 """A step of a framework's in a job: what its adapter shows is judged, and what goes wrong there ends no job."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from pipeproof.foreign.frameworks.framework_step import FrameworkStep, Sight
 from pipeproof.foreign.reference_run import WhiteBoxError
 from pipeproof.judging.verdict import Verdict
-from pipeproof.records.framework_job import JobSight, JobStep, checking
+from pipeproof.records.frameworks.framework_job import JobStep, checking
 from pipeproof.records.single_device import SingleDevice
 from tests.support.steps import pairs
 
@@ -30,10 +31,9 @@ class Job:
         self.before: Callable[[], None] = lambda: None
 
     @contextmanager
-    def watching(self, sight: JobSight) -> Iterator[None]:
+    def watching(self, sight: Sight) -> Iterator[None]:
         def before() -> None:
-            sight.gradients(lambda: {one: one.grad for one in self.model.parameters()})
-            sight.losses(lambda: self.losses)
+            sight.complete()
             sight.norm(torch.stack([one.grad.norm() for one in self.model.parameters() if one.grad is not None]).norm())
 
         self.before = before
@@ -52,8 +52,15 @@ class Job:
         self.before()
 
     def as_step(self, **changed: Any) -> JobStep:
-        given = {"stages": {0: self.model}, "microbatches": pairs(3, width=8), "watching": self.watching}
-        return JobStep(**given | {"against": SingleDevice(build, loss_fn)} | changed)
+        against = changed.pop("against", SingleDevice(build, loss_fn))
+        given: dict[str, Any] = {
+            "stages": {0: self.model},
+            "name": lambda stage, name: name,
+            "gradients": lambda: {one: one.grad for one in self.model.parameters()},
+            "losses": lambda: self.losses,
+            "watching": self.watching,
+        }
+        return JobStep(FrameworkStep(**given | changed), pairs(3, width=8), against)
 
 
 def judged(job: Job, *, factor: float = 1.0, steps: int = 1, **changed: Any) -> Verdict:
@@ -84,13 +91,13 @@ def test_names_of_the_whole_model_are_used() -> None:
         return nn.Sequential(build())
 
     against = SingleDevice(whole, loss_fn)
-    assert judged(Job(), against=against, rename=lambda stage, name: f"{stage}.{name}").verdict == "pass"
+    assert judged(Job(), against=against, name=lambda stage, name: f"{stage}.{name}").verdict == "pass"
 
 
 def test_several_steps_in_one_block_are_no_verdict_on_the_first() -> None:
     verdict = judged(Job(), steps=2)
     assert verdict.verdict == "unknown"
-    assert "the block took more than one step of the optimizer: put check_step around one" in str(verdict)
+    assert "the block took more than one step of the optimizer: put one step into it" in str(verdict)
 
 
 @pytest.mark.parametrize(
@@ -114,29 +121,33 @@ def test_what_is_refused_is_said_and_the_job_goes_on(error: Exception, sentence:
 
 def test_an_adapter_that_raises_ends_no_job() -> None:
     @contextmanager
-    def broken(sight: JobSight) -> Iterator[None]:
+    def broken(sight: Sight) -> Iterator[None]:
         raise RuntimeError("hooks")
         yield
 
-    verdict = judged_with(broken)
+    verdict = judged_with(watching=broken)
     assert verdict.verdict == "unknown"
     assert "RuntimeError: hooks" in str(verdict)
 
-    @contextmanager
-    def blind(sight: JobSight) -> Iterator[None]:
-        def seen() -> Any:
-            raise RuntimeError("gradients")
+    def blind() -> Any:
+        raise RuntimeError("gradients")
 
-        sight.gradients(seen)
-        yield
-
-    assert "RuntimeError: gradients" in str(judged_with(blind))
+    assert "RuntimeError: gradients" in str(judged_with(gradients=blind))
 
 
-def judged_with(watching: Any) -> Verdict:
-    with checking(lambda: Job().as_step(watching=watching), timeout_s=5) as check:
+def judged_with(**changed: Any) -> Verdict:
+    with checking(lambda: Job().as_step(**changed), timeout_s=5) as check:
         pass
     return check.verdict
+
+
+def test_a_step_that_was_never_complete_is_judged_as_it_is_at_the_end_or_refused() -> None:
+    unfinished = WhiteBoxError("call train_batch in the block")
+    assert "rank 0: call train_batch in the block" in str(judged_with(unfinished=unfinished))
+    job = Job()
+    with checking(lambda: job.as_step(watching=lambda _: nullcontext()), timeout_s=5) as check:
+        job.step()
+    assert check.verdict.verdict == "pass", str(check.verdict)
 
 
 def test_what_the_job_raises_is_its_own() -> None:

@@ -1,27 +1,22 @@
 """Megatron-core, as users reach it at ``pipeproof.megatron``: a step that pipeproof starts, or one of a running job."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from pipeproof.foreign.framework import loss_of_its_own
-from pipeproof.foreign.handed_back import Gradient
-from pipeproof.foreign.megatron import cut_up, global_names, gradients_of, losses_noted, observed, stepping, validate
-from pipeproof.foreign.megatron_whole import (
-    CHILD,
+from pipeproof.foreign.frameworks.framework import loss_of_its_own
+from pipeproof.foreign.frameworks.megatron import chunks_of, cut_up, observed, step_of, validate
+from pipeproof.foreign.frameworks.megatron_whole import (
     ForwardStep,
     MegatronError,
     Whole,
-    bare,
-    check_config,
-    core,
     forget_group,
 )
-from pipeproof.records.framework_job import JobSight, JobStep, checking
+from pipeproof.records.frameworks.framework_job import JobStep, checking, pairs_of
 from pipeproof.records.single_device import SingleDevice
 from pipeproof.records.step_check import StepCheck
 from pipeproof.records.step_record import Pairs
@@ -60,46 +55,16 @@ def check_step(
 
 
 def _step(chunks: Any, optimizer: Any, microbatches: Sequence[Any] | None, whole: SingleDevice) -> JobStep:
-    chunks = list(chunks) if isinstance(chunks, list | tuple) else [chunks]
-    check_config(bare(chunks[0]).config)
-    if any(cut_up(chunk) for chunk in chunks):
+    step = step_of(chunks, optimizer)
+    if any(cut_up(chunk) for chunk in chunks_of(chunks)):
         raise MegatronError(
             "with a distributed optimizer each replica has a part of every gradient: check_step compares whole ones; "
             "set use_distributed_optimizer=False for the checked run, or give the layout to pipeproof.megatron.validate"
         )
-    state = core("parallel_state")
-    rank, ranks = state.get_pipeline_model_parallel_rank(), state.get_pipeline_model_parallel_world_size()
-    stages = {rank + ranks * number: bare(chunk) for number, chunk in enumerate(chunks)}
-    names = {stage: global_names(model) for stage, model in stages.items()}
-    return JobStep(
-        stages,
-        None if microbatches is None else [_pair(one) for one in microbatches],
-        whole,
-        partial(_watching, chunks, optimizer),
-        lambda stage, name: f"{CHILD}.{names[stage].get(name, name)}",
-    )
+    return JobStep(step, pairs_of(microbatches, _pair), whole)
 
 
-@contextmanager
-def _watching(chunks: Sequence[Any], optimizer: Any, sight: JobSight) -> Iterator[None]:
-    def gradients() -> dict[nn.Parameter, Gradient]:
-        return {one: gradient for chunk in chunks for one, gradient in gradients_of(chunk).items()}
-
-    with ExitStack() as stack:
-        losses = stack.enter_context(losses_noted())
-
-        def before() -> None:
-            sight.gradients(gradients)
-            sight.losses(lambda: losses)
-
-        if optimizer is not None:
-            stack.enter_context(stepping(optimizer, before=before, after=sight.norm))
-        yield
-        if optimizer is None:
-            before()
-
-
-def _pair(microbatch: Any) -> tuple[Any, Any]:
+def _pair(_: int, microbatch: Any) -> tuple[Any, Any]:
     """All of it goes into the reference, which gives the loss."""
     return tuple(microbatch) if isinstance(microbatch, tuple | list) else (microbatch,), torch.empty(0)
 

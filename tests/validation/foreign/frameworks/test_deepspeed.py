@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import pipeproof
-from pipeproof.foreign import FlatShard, deepspeed
-from pipeproof.foreign.deepspeed_whole import DeepSpeedError, Whole
+from pipeproof.foreign import FlatShard
+from pipeproof.foreign.frameworks import deepspeed
+from pipeproof.foreign.frameworks.deepspeed_whole import DeepSpeedError, Whole
 from tests.support.like_deepspeed import (
     DualPipeVEngine,
     LayerSpec,

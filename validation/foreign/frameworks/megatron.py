@@ -8,16 +8,15 @@ Megatron is imported before one of these is called.
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipeproof.foreign.framework import Named, replaced
-from pipeproof.foreign.handed_back import FlatShard, Gradient, HandedBack, copied
-from pipeproof.foreign.megatron_whole import (
+from pipeproof.foreign.frameworks.framework import Named, replaced
+from pipeproof.foreign.frameworks.framework_step import FrameworkStep, Observation, Sight, observing
+from pipeproof.foreign.frameworks.megatron_whole import (
     CHILD,
     MEGATRON,
     ForwardStep,
@@ -28,12 +27,13 @@ from pipeproof.foreign.megatron_whole import (
     core,
     undivided,
 )
+from pipeproof.foreign.handed_back import FlatShard, Gradient
 from pipeproof.foreign.validator import WhiteBox
 from pipeproof.foreign.validator import validate as validated
 from pipeproof.judging.verdict import Verdict
-from pipeproof.observers.watching import watch
 
 _TIED = "embedding.word_embeddings.weight"
+_NO_STEP = "optimizer.step was not called in the block: pass the optimizer that takes the step, or None if none does"
 
 
 def global_names(model: nn.Module) -> dict[str, str]:
@@ -136,92 +136,66 @@ def _routed(model: Any) -> Iterator[None]:
         del model.set_input_tensor, model.forward
 
 
-@dataclass
-class Observation:
-    """What a step shows on a rank. ``forward_step`` and ``data_iterator`` are what to hand to Megatron's schedule."""
+def step_of(chunks: Any, optimizer: Any) -> FrameworkStep:
+    """The step of these chunks, which ``optimizer`` takes, if there is one.
 
-    chunks: Sequence[Any]
-    forward_step: ForwardStep
-    data_iterator: Any
-    losses: list[Tensor] = field(default_factory=list)
-    norm: Any = None
-    _gradients: dict[nn.Parameter, Gradient] | None = None
+    Raises ``MegatronError`` for what is not covered.
+    """
+    chunks = chunks_of(chunks)
+    check_config(bare(chunks[0]).config)
+    state, losses = core("parallel_state"), list[Tensor]()
+    rank, ranks = state.get_pipeline_model_parallel_rank(), state.get_pipeline_model_parallel_world_size()
+    stages = {rank + ranks * number: bare(chunk) for number, chunk in enumerate(chunks)}
+    names = {stage: global_names(model) for stage, model in stages.items()}
+    return FrameworkStep(
+        stages,
+        lambda stage, name: f"{CHILD}.{names[stage].get(name, name)}",
+        lambda: {one: gradient for chunk in chunks for one, gradient in gradients_of(chunk).items()},
+        lambda: losses,
+        partial(_watching, optimizer, losses),
+        unfinished=None if optimizer is None else MegatronError(_NO_STEP),
+    )
 
-    def handed_back(self) -> HandedBack:
-        """What ``whitebox.validate`` wants to have back of the step."""
-        models = [bare(chunk) for chunk in self.chunks]
-        names = [global_names(model) for model in models]
 
-        def global_name(name: str, rank: int, chunk: int) -> str:
-            return f"{CHILD}.{names[chunk][name]}"
-
-        if self._gradients is None:
-            self.keep()
-        return HandedBack(models, self.losses or None, self.norm, gradients=self._gradients, names=global_name)
-
-    def keep(self) -> None:
-        """Copy the gradients that there are now."""
-        taken = [gradients_of(chunk) for chunk in self.chunks]
-        self._gradients = {one: copied(gradient) for found in taken for one, gradient in found.items()}
-
-    def keep_norm(self, norm: Any) -> None:
-        """Keep the ``norm`` that was told."""
-        self.norm = norm
+def chunks_of(chunks: Any) -> list[Any]:
+    """One chunk or several, in a list."""
+    return list(chunks) if isinstance(chunks, list | tuple) else [chunks]
 
 
 @contextmanager
-def stepping(optimizer: Any, *, before: Callable[[], None], after: Callable[[Any], None]) -> Iterator[None]:
-    """While this is open, call ``before`` whenever ``optimizer`` is to step, and ``after`` with the norm told."""
-    step = optimizer.step
-
-    @wraps(step)
-    def noted(*arguments: Any, **named: Any) -> Any:
-        before()
-        result = step(*arguments, **named)
-        if isinstance(result, tuple) and len(result) == 3:
-            after(result[1])
-        return result
-
-    with replaced(optimizer, "step", noted):
+def _watching(optimizer: Any, losses: list[Tensor], sight: Sight) -> Iterator[None]:
+    """While this is open, note losses, and tell ``sight`` that the optimizer is about to step, and the norm."""
+    with ExitStack() as stack:
+        stack.enter_context(_noted(losses))
+        if optimizer is not None:
+            stack.enter_context(replaced(optimizer, "step", _telling(optimizer.step, sight)))
         yield
 
 
-@contextmanager
-def observed(
-    chunks: Any, forward_step: ForwardStep, microbatches: Sequence[Any], reference: nn.Module, optimizer: Any = None
-) -> Iterator[Observation]:
-    """Observe the step that is trained inside this, from the weights of ``reference``.
-
-    chunks: as Megatron's schedule is given them. optimizer: Megatron's, if the step calls it. Then its gradients are
-    noted when it is called, and the norm when it returns. Without it, gradients are what there is at ``handed_back``.
-    Raises ``MegatronError`` for what is not covered.
-    """
-    chunks = list(chunks) if isinstance(chunks, list | tuple) else [chunks]
-    check_config(bare(chunks[0]).config)
-    load(chunks, reference)
-    if hasattr(optimizer, "reload_model_params"):
-        optimizer.reload_model_params()
-    iterators = [iter(microbatches) for _ in chunks]
-    seen = Observation(chunks, forward_step, iterators if len(chunks) > 1 else iterators[0])
-    seen.forward_step = _losses_noted(forward_step, seen.losses)
-    with ExitStack() as stack:
-        for model in map(bare, chunks):
-            stack.enter_context(_routed(model))
-            watch(model)
-        if optimizer is not None:
-            stack.enter_context(stepping(optimizer, before=seen.keep, after=seen.keep_norm))
-        yield seen
-
-
-def _losses_noted(forward_step: ForwardStep, losses: list[Tensor]) -> ForwardStep:
-    """``forward_step``, noting every loss before Megatron divides it in place."""
-
-    @wraps(forward_step)
-    def noted(*arguments: Any, **named: Any) -> tuple[Any, Any]:
-        output, function = forward_step(*arguments, **named)
-        return output, _loss_noted(function, bare(arguments[1]).config, losses)
+def _telling(step: Callable[..., Any], sight: Sight) -> Callable[..., Any]:
+    @wraps(step)
+    def noted(*arguments: Any, **named: Any) -> Any:
+        sight.complete()
+        result = step(*arguments, **named)
+        if isinstance(result, tuple) and len(result) == 3 and result[1] is not None:
+            sight.norm(result[1])
+        return result
 
     return noted
+
+
+@contextmanager
+def _noted(losses: list[Tensor]) -> Iterator[None]:
+    """While this is open, note every loss that Megatron's schedules are given, before they divide it in place."""
+    place = core("pipeline_parallel.schedules")
+    calculate = place.forward_step_calc_loss
+
+    @wraps(calculate)
+    def noted(model: Any, output: Any, function: Any, config: Any, *more: Any, **named: Any) -> Any:
+        return calculate(model, output, _loss_noted(function, config, losses), config, *more, **named)
+
+    with replaced(place, "forward_step_calc_loss", noted):
+        yield
 
 
 def _loss_noted(function: Callable[..., Any], config: Any, losses: list[Tensor]) -> Callable[..., Any]:
@@ -233,18 +207,36 @@ def _loss_noted(function: Callable[..., Any], config: Any, losses: list[Tensor])
     return noted
 
 
+class Observed(Observation):
+    """What a step shows. ``forward_step`` and ``data_iterator`` are what to hand to Megatron's schedule."""
+
+    def __init__(self, step: FrameworkStep, data_iterator: Any, forward_step: ForwardStep) -> None:
+        super().__init__(step, data_iterator)
+        self.forward_step = forward_step
+
+
 @contextmanager
-def losses_noted() -> Iterator[list[Tensor]]:
-    """While this is open, note every loss that Megatron's schedules are given, as ``observed`` does."""
-    place, losses = core("pipeline_parallel.schedules"), list[Tensor]()
-    calculate = place.forward_step_calc_loss
+def observed(
+    chunks: Any, forward_step: ForwardStep, microbatches: Sequence[Any], reference: nn.Module, optimizer: Any = None
+) -> Iterator[Observed]:
+    """Observe the step that is trained inside this, from the weights of ``reference``.
 
-    @wraps(calculate)
-    def noted(model: Any, output: Any, function: Any, config: Any, *more: Any, **named: Any) -> Any:
-        return calculate(model, output, _loss_noted(function, config, losses), config, *more, **named)
-
-    with replaced(place, "forward_step_calc_loss", noted):
-        yield losses
+    chunks: as Megatron's schedule is given them. optimizer: Megatron's, if the step calls it. Then its gradients are
+    noted when it is called, and the norm when it returns. Without it, gradients are what there is at ``handed_back``.
+    Raises ``MegatronError`` for what is not covered.
+    """
+    chunks = chunks_of(chunks)
+    step = step_of(chunks, optimizer)
+    load(chunks, reference)
+    if hasattr(optimizer, "reload_model_params"):
+        optimizer.reload_model_params()
+    iterators = [iter(microbatches) for _ in chunks]
+    seen = Observed(step, iterators if len(chunks) > 1 else iterators[0], forward_step)
+    with ExitStack() as stack:
+        for model in step.stages.values():
+            stack.enter_context(_routed(model))  # before it is watched
+        stack.enter_context(observing(seen, step))
+        yield seen
 
 
 def validate(

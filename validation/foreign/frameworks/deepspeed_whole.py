@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from pipeproof.foreign.framework import Framework
+from pipeproof.foreign.frameworks.framework import Framework
 from pipeproof.foreign.reference_run import WhiteBoxError
 
 

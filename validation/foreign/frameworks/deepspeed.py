@@ -7,7 +7,6 @@ from the same layers. Nothing of DeepSpeed is imported before one of these is ca
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any
 
@@ -15,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeproof.foreign.deepspeed_whole import DEEPSPEED, DeepSpeedError, Whole
-from pipeproof.foreign.framework import Named, loss_of_its_own, replaced
-from pipeproof.foreign.handed_back import FlatShard, Gradient, HandedBack, copied
+from pipeproof.foreign.frameworks.deepspeed_whole import DEEPSPEED, DeepSpeedError, Whole
+from pipeproof.foreign.frameworks.framework import Named, loss_of_its_own, replaced
+from pipeproof.foreign.frameworks.framework_step import FrameworkStep, Observation, Sight, observing
+from pipeproof.foreign.handed_back import FlatShard, Gradient
 from pipeproof.foreign.validator import WhiteBox
 from pipeproof.foreign.validator import validate as validated
 from pipeproof.judging.verdict import Verdict
-from pipeproof.observers.watching import watch
 
 # By what the engine calls them: attributes, or methods that tell.
 _COVERED = {
@@ -63,21 +62,18 @@ def gradients_of(engine: Any) -> dict[nn.Parameter, Gradient]:
 
 
 @contextmanager
-def stepping(engine: Any, *, before: Callable[[], None], after: Callable[[Any], None]) -> Iterator[None]:
-    """While this is open, call ``before`` whenever the optimizer is about to step, and ``after`` with the norm if told.
-
-    Before a step, gradients are complete, and ``engine.fwd_outputs`` has the losses.
-    """
+def _watching(engine: Any, sight: Sight) -> Iterator[None]:
+    """While this is open, tell ``sight`` that the optimizer is about to step, and the norm of the gradients."""
     take_step = engine._take_model_step
 
     @wraps(take_step)
     def noted(*arguments: Any, **named: Any) -> Any:
-        before()
+        sight.complete()
         with _clipping_noted() as clipped_by:
             result = take_step(*arguments, **named)
         told = engine.get_global_grad_norm()
         for norm in clipped_by[-1:] if told is None else [told]:
-            after(norm)
+            sight.norm(norm)
         return result
 
     with replaced(engine, "_take_model_step", noted):
@@ -99,37 +95,17 @@ def _clipping_noted() -> Iterator[list[Any]]:
         yield norms
 
 
-@dataclass
-class Observation:
-    """What a step shows on a rank. ``data_iterator`` is what to hand to ``train_batch``."""
-
-    engine: Any
-    data_iterator: Iterator[Any]
-    losses: list[Tensor] = field(default_factory=list)
-    norm: Any = None
-    _gradients: dict[nn.Parameter, Gradient] | None = None
-
-    def handed_back(self) -> HandedBack:
-        """What ``whitebox.validate`` wants to have back of the step."""
-        if self._gradients is None:
-            raise DeepSpeedError("the engine took no step: call engine.train_batch(seen.data_iterator) inside observed")
-        return HandedBack(
-            self.engine.module, self.losses or None, self.norm, gradients=self._gradients, names=_as_it_is
-        )
-
-    def keep(self) -> None:
-        """Copy what there is before a step."""
-        self._gradients = {one: copied(gradient) for one, gradient in gradients_of(self.engine).items()}
-        self.losses = [loss.detach().clone() for loss in self.engine.fwd_outputs]
-
-    def keep_norm(self, norm: Any) -> None:
-        """Keep the ``norm`` that was told in it."""
-        self.norm = float(norm)
-
-
-def _as_it_is(name: str, rank: int, chunk: int) -> str:
-    """A parameter's name in the reference, which is that in a PipelineModule."""
-    return name
+def step_of(engine: Any) -> FrameworkStep:
+    """The engine's step on this rank; raises ``DeepSpeedError`` for what is not covered."""
+    check_covered(engine)
+    return FrameworkStep(
+        {engine.stage_id: engine.module},
+        lambda stage, name: name,  # those of a PipelineModule are the reference's
+        partial(gradients_of, engine),
+        lambda: engine.fwd_outputs,
+        partial(_watching, engine),
+        unfinished=DeepSpeedError("the engine took no step: call engine.train_batch in the block"),
+    )
 
 
 @contextmanager
@@ -137,22 +113,23 @@ def observed(engine: Any, microbatches: Sequence[Any], reference: nn.Module) -> 
     """Observe the batch that is trained inside this, from the weights of ``reference``.
 
     engine: as ``deepspeed.initialize`` gives it, of a PipelineModule. microbatches: as the step is given them; the
-    engine's gradient accumulation steps are their number. Raises ``DeepSpeedError`` for what is not covered.
+    engine's gradient accumulation steps are their number. What this gives has a ``data_iterator`` to hand to
+    ``train_batch``. Raises ``DeepSpeedError`` for what is not covered.
     """
-    check_covered(engine, len(microbatches))
+    step = step_of(engine)
+    check_count(engine, microbatches)
     _check_neighbours(engine)
     _check_types(engine.module, reference)
     DEEPSPEED.load(engine.module.named_parameters(), reference)
     if hasattr(engine.optimizer, "refresh_fp32_params"):
         engine.optimizer.refresh_fp32_params()
-    seen = Observation(engine, iter(microbatches))
-    watch(engine.module)
-    with stepping(engine, before=seen.keep, after=seen.keep_norm):
+    seen = Observation(step, iter(microbatches))
+    with observing(seen, step):
         yield seen
 
 
-def check_covered(engine: Any, microbatches: int | None) -> None:
-    """Raise ``DeepSpeedError`` for what would be judged wrongly; ``microbatches`` are so many, if anybody says."""
+def check_covered(engine: Any) -> None:
+    """Raise ``DeepSpeedError`` for what would be judged wrongly."""
     known = DEEPSPEED.module("runtime.pipe.engine").PipelineEngine
     if type(engine) is not known:
         raise DeepSpeedError(f"the engine is a {type(engine).__name__}: {DEEPSPEED.adapter} covers PipelineEngine only")
@@ -160,10 +137,14 @@ def check_covered(engine: Any, microbatches: int | None) -> None:
     DEEPSPEED.covers({name: value() if callable(value) else value for name, value in values.items()}, _COVERED)
     if engine.batch_fn is not None:
         raise DeepSpeedError("the engine has a batch_fn: give microbatches as it makes them, and leave it out")
-    if microbatches is not None and engine.micro_batches != microbatches:
+
+
+def check_count(engine: Any, microbatches: Sequence[Any]) -> None:
+    """Raise ``DeepSpeedError`` unless the engine takes a step of so many."""
+    if engine.micro_batches != len(microbatches):
         raise DeepSpeedError(
-            f"gradient_accumulation_steps is {engine.micro_batches}, and the step has {microbatches} microbatches: "
-            "let both be the same"
+            f"gradient_accumulation_steps is {engine.micro_batches}, and the step has {len(microbatches)} "
+            "microbatches: let both be the same"
         )
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeproof.foreign.framework import Framework, Named
+from pipeproof.foreign.frameworks.framework import Framework, Named
 from pipeproof.foreign.reference_run import WhiteBoxError
 
 

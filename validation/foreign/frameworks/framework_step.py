@@ -1,0 +1,106 @@
+"""A framework's step on one rank, as its adapter sees it: one value, of which every kind of check is made."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from pipeproof.foreign.handed_back import Gradient, HandedBack, copied
+from pipeproof.foreign.reference_run import WhiteBoxError
+from pipeproof.observers.watching import watch
+from pipeproof.pipeline.action import Action
+
+
+class Sight(Protocol):
+    """Who is told when something of a step is to be seen."""
+
+    def complete(self) -> None:
+        """Gradients are complete now: reduced, not clipped, and not taken by an optimizer yet."""
+
+    def norm(self, norm: Any) -> None:
+        """The framework told this gradient norm, a number."""
+
+
+def _unknown() -> None:
+    """What a framework does in which order, where it does not tell."""
+
+
+@dataclass(frozen=True)
+class FrameworkStep:
+    """A framework's step on one rank.
+
+    stages: this rank's modules by the number of the stage. name: what the reference calls a parameter, by its stage and
+    its name in the module. gradients: those that the optimizer is about to take, where they are now. losses: those of
+    the microbatches so far, undivided; empty where this rank has none. watching: while it is open, the sight is told.
+
+    when: whether a call of a stage counts, asked at every call; None: all do. actions: what this rank did, in order, if
+    the framework tells. unfinished: what is wrong if gradients were never complete; None: then those at the end count.
+    """
+
+    stages: Mapping[int, nn.Module]
+    name: Callable[[int, str], str]
+    gradients: Callable[[], Mapping[nn.Parameter, Gradient]]
+    losses: Callable[[], Sequence[Any]]
+    watching: Callable[[Sight], AbstractContextManager[object]]
+    when: Callable[[], bool] | None = None
+    actions: Callable[[], Sequence[Action] | None] = _unknown
+    unfinished: WhiteBoxError | None = None
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Every parameter of this rank under each of its names, as the reference calls it."""
+        for stage, module in self.stages.items():
+            for name, parameter in module.named_parameters(remove_duplicate=False):
+                yield self.name(stage, name), parameter
+
+
+class Observation:
+    """What a step shows on a rank, kept for ``whitebox.validate``. ``data_iterator``: what to train it on, if any."""
+
+    def __init__(self, step: FrameworkStep, data_iterator: Any = None) -> None:
+        self.data_iterator = data_iterator
+        self._step = step
+        self._gradients: dict[nn.Parameter, Gradient] | None = None
+        self._losses: list[Tensor] = []
+        self._norm: float | None = None
+
+    def handed_back(self) -> HandedBack:
+        """What ``whitebox.validate`` wants to have back of the step."""
+        step = self._step
+        if self._gradients is None:
+            if step.unfinished is not None:
+                raise step.unfinished
+            self.complete()
+        stages = list(step.stages)
+        return HandedBack(
+            list(step.stages.values()),
+            self._losses or None,
+            self._norm,
+            step.actions(),
+            gradients=self._gradients,
+            names=lambda name, rank, chunk: step.name(stages[chunk], name),
+        )
+
+    def complete(self) -> None:
+        """Copy what there is now."""
+        if self._gradients is not None:
+            raise WhiteBoxError(TWO_STEPS)
+        self._gradients = {one: copied(gradient) for one, gradient in self._step.gradients().items()}
+        self._losses = [loss.detach().clone() for loss in self._step.losses()]
+
+    def norm(self, norm: Any) -> None:
+        """Keep the ``norm`` that was told."""
+        self._norm = float(norm)
+
+
+TWO_STEPS = "the block took more than one step of the optimizer: put one step into it"
+
+
+@contextmanager
+def observing(seen: Observation, step: FrameworkStep) -> Iterator[None]:
+    """While this is open, the step is watched, and shows itself to ``seen``."""
+    with step.watching(seen):
+        for module in step.stages.values():
+            watch(module, when=step.when)
+        yield

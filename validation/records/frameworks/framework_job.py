@@ -1,0 +1,99 @@
+"""One step of a running job that a framework runs, as its adapter sees it, held against one device."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from pipeproof.foreign.frameworks.framework_step import TWO_STEPS, FrameworkStep
+from pipeproof.foreign.handed_back import FlatShard, Gradient
+from pipeproof.foreign.reference_run import WhiteBoxError
+from pipeproof.records.single_device import SingleDevice
+from pipeproof.records.step_check import StepCheck
+from pipeproof.records.step_record import Pairs
+
+
+class JobSight:
+    """Shows ``check`` what is seen of a step; what goes wrong in it is the check's own, and ends no job."""
+
+    def __init__(self, check: StepCheck, step: FrameworkStep) -> None:
+        self._check, self._step = check, step
+        self._steps = 0
+
+    def complete(self) -> None:
+        """Compare what the optimizer is about to take, and the losses where this rank has them."""
+        self._steps += 1
+        if self._steps > 1:
+            self._check.refuse(TWO_STEPS)
+            return
+        with self._check.noting():
+            gradients = self._step.gradients()
+            named = ((name, gradients.get(one)) for name, one in self._step.parameters() if one in gradients)
+            self._check.gradients({name: _whole(gradient) for name, gradient in named})
+            if losses := [float(one) for one in self._step.losses()]:
+                self._check.report(losses=losses)
+
+    def norm(self, norm: Any) -> None:
+        """Compare the norm that was told."""
+        with self._check.noting():
+            if self._steps <= 1:
+                self._check.report(norm=float(norm))
+
+    def end(self) -> None:
+        """The step is over: where it was never complete, what there is now is compared, or it is said why not."""
+        if not self._steps and self._step.unfinished is None:
+            self.complete()
+        elif not self._steps:
+            self._check.refuse(str(self._step.unfinished))
+
+
+def _whole(gradient: Gradient) -> Tensor | None:
+    assert not isinstance(gradient, FlatShard), "a job with shards is refused before its step"
+    return gradient
+
+
+@dataclass(frozen=True)
+class JobStep:
+    """A framework's step on a rank, the microbatches of this rank's replica, and what it is held against."""
+
+    step: FrameworkStep
+    microbatches: Pairs | None
+    against: SingleDevice
+
+
+@contextmanager
+def checking(step: Callable[[], JobStep], *, timeout_s: float) -> Iterator[StepCheck]:
+    """The check of what ``step`` gives. What that raises is the verdict's, and no other rank waits for this one."""
+    made, why = _made(step)
+    if made is None:
+        check = StepCheck({}, None, against=SingleDevice(nn.Identity, nn.functional.mse_loss), timeout_s=timeout_s)
+        check.refuse(why)
+        with check:
+            yield check
+        return
+    stages, name = made.step.stages, made.step.name
+    check = StepCheck(stages, made.microbatches, against=made.against, rename=name, timeout_s=timeout_s)
+    with check, ExitStack() as stack:
+        sight, watched = JobSight(check, made.step), False
+        with check.noting():
+            stack.enter_context(made.step.watching(sight))
+            watched = True
+        yield check
+        if watched:
+            sight.end()
+
+
+def _made(step: Callable[[], JobStep]) -> tuple[JobStep | None, str]:
+    try:
+        return step(), ""
+    except WhiteBoxError as error:
+        return None, str(error)
+    except Exception as error:  # no one type: what is given may be anything
+        return None, f"the check cannot be made of this: {type(error).__name__}: {error}"
+
+
+def pairs_of(microbatches: Sequence[Any] | None, pair: Callable[[int, Any], tuple[Any, Any]]) -> Pairs | None:
+    """Microbatches as pairs of inputs and target; ``pair`` makes one of a microbatch and its number."""
+    return None if microbatches is None else [pair(number, one) for number, one in enumerate(microbatches)]

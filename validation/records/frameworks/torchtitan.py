@@ -1,0 +1,69 @@
+"""Torchtitan, as users reach it at ``pipeproof.torchtitan``: a step that pipeproof starts, or one of a running job."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from pipeproof.foreign.frameworks.torchtitan import observed, step_of, validate
+from pipeproof.foreign.frameworks.torchtitan_whole import (
+    LossFunction,
+    Packed,
+    TitanBatch,
+    TorchtitanError,
+    UnitLoss,
+    Whole,
+    check_loss,
+    tokens_in,
+)
+from pipeproof.records.frameworks.framework_job import JobStep, checking
+from pipeproof.records.single_device import LossOfAll, SingleDevice
+from pipeproof.records.step_check import StepCheck
+from pipeproof.records.step_record import Pairs
+
+__all__ = ["TorchtitanError", "check_step", "observed", "validate"]
+
+
+def check_step(
+    pp_schedule: Any,
+    model_parts: Sequence[nn.Module],
+    microbatches: Sequence[TitanBatch] | None,
+    *,
+    reference: Callable[[], nn.Module],
+    loss_fn: LossFunction,
+    floors: bool = True,
+    timeout_s: float = 300.0,
+) -> AbstractContextManager[StepCheck]:
+    """A context manager around one step of a running job: ``pp_schedule.step`` and clipping. Every rank enters it.
+
+    After the block there is a ``verdict``. The job keeps its weights, optimizer and random numbers. It goes on in any
+    case: what is not covered makes the verdict unknown.
+
+    pp_schedule, model_parts, loss_fn: as ``pipeline_llm`` gives and is given them. microbatches: pairs of
+    ``input_dict`` and labels, those that this rank's replica trains in the step; None on a rank that does not have
+    them, and not on rank 0. reference: builds the whole model. floors and timeout_s are those of ``SingleDevice`` and
+    ``check_step``.
+    """
+    step = partial(_step, pp_schedule, model_parts, microbatches, reference, loss_fn, floors)
+    return checking(step, timeout_s=timeout_s)
+
+
+def _step(
+    pp_schedule: Any,
+    model_parts: Sequence[nn.Module],
+    microbatches: Sequence[TitanBatch] | None,
+    reference: Callable[[], nn.Module],
+    loss_fn: LossFunction,
+    floors: bool,
+) -> JobStep:
+    step = step_of(pp_schedule, model_parts)
+    check_loss(loss_fn)
+    packed = Packed.of(microbatches or ())
+
+    def of_all(every: Pairs) -> UnitLoss:
+        return UnitLoss(loss_fn, tokens_in(labels for _, labels in every))
+
+    whole = SingleDevice(partial(Whole, reference, packed.names), LossOfAll(of_all), loss_divisor=1.0, floors=floors)
+    return JobStep(step, None if microbatches is None else [packed.pack(one) for one in microbatches], whole)
