@@ -50,12 +50,12 @@ PARTS: Mapping[str, Sequence[Name]] = {
         Name("pipeproof.foreign", "HandedBack", "validation/foreign/handed_back.py"),
         Name("pipeproof.foreign", "FlatShard", "validation/foreign/handed_back.py"),
         Name("pipeproof.foreign.torch_pipelining", "step", "validation/foreign/torch_pipelining.py"),
-        Name("pipeproof.megatron", "validate", "validation/foreign/frameworks/megatron.py"),
-        Name("pipeproof.megatron", "observed", "validation/foreign/frameworks/megatron.py"),
-        Name("pipeproof.deepspeed", "validate", "validation/foreign/frameworks/deepspeed.py"),
-        Name("pipeproof.deepspeed", "observed", "validation/foreign/frameworks/deepspeed.py"),
-        Name("pipeproof.torchtitan", "validate", "validation/foreign/frameworks/torchtitan.py"),
-        Name("pipeproof.torchtitan", "observed", "validation/foreign/frameworks/torchtitan.py"),
+        Name("pipeproof", "megatron.validate", "validation/foreign/frameworks/megatron.py", own="validate"),
+        Name("pipeproof", "megatron.observed", "validation/foreign/frameworks/megatron.py", own="observed"),
+        Name("pipeproof", "deepspeed.validate", "validation/foreign/frameworks/deepspeed.py", own="validate"),
+        Name("pipeproof", "deepspeed.observed", "validation/foreign/frameworks/deepspeed.py", own="observed"),
+        Name("pipeproof", "torchtitan.validate", "validation/foreign/frameworks/torchtitan.py", own="validate"),
+        Name("pipeproof", "torchtitan.observed", "validation/foreign/frameworks/torchtitan.py", own="observed"),
     ),
     "A running job": (
         Name(
@@ -66,9 +66,9 @@ PARTS: Mapping[str, Sequence[Name]] = {
             methods=("gradients", "report", "wrap", "verdict"),
         ),
         Name("pipeproof", "SingleDevice", "validation/records/single_device.py"),
-        Name("pipeproof.deepspeed", "check_step", "validation/records/frameworks/deepspeed.py"),
-        Name("pipeproof.megatron", "check_step", "validation/records/frameworks/megatron.py"),
-        Name("pipeproof.torchtitan", "check_step", "validation/records/frameworks/torchtitan.py"),
+        Name("pipeproof", "deepspeed.check_step", "validation/records/frameworks/deepspeed.py", own="check_step"),
+        Name("pipeproof", "megatron.check_step", "validation/records/frameworks/megatron.py", own="check_step"),
+        Name("pipeproof", "torchtitan.check_step", "validation/records/frameworks/torchtitan.py", own="check_step"),
         Name("pipeproof", "record_step", "validation/records/step_record.py"),
         Name("pipeproof", "write_record", "validation/records/step_record.py"),
     ),
@@ -165,7 +165,7 @@ def entry(one: Name) -> Iterator[str]:
     """What the page says of a name."""
     body = ast.parse((ROOT / one.file).read_text()).body
     node = found(body, one.own or one.name)
-    yield f"### {one.name}\n\n`from {one.package} import {one.name}`\n"
+    yield f"### {one.name}\n\n`from {one.package} import {one.name.partition('.')[0]}`\n"
     yield f"```py\n{signature(node, one.name)}\n```\n"
     yield f"{told(node)}\n"
     for method in one.methods:

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import re
+from operator import attrgetter
 
 import pytest
 from reference_page import PAGE, PARTS, Name, Node, found, listed, signature, with_names
@@ -37,7 +38,7 @@ def test_every_public_name_is_on_it() -> None:
 
 @pytest.mark.parametrize("one", NAMES, ids=lambda one: f"{one.package}.{one.name}")
 def test_a_name_is_where_the_page_says(one: Name) -> None:
-    there = getattr(importlib.import_module(one.package), one.name)
+    there = attrgetter(one.name)(importlib.import_module(one.package))
     assert there.__name__ == (one.own or one.name)
     assert found(ast.parse((ROOT / one.file).read_text()).body, there.__name__).name == there.__name__
     for method in one.methods:
