@@ -29,6 +29,7 @@ from pipeproof.records.record import (
     upstream,
 )
 from pipeproof.records.record_evidence import Step
+from pipeproof.records.renamed import as_named_in
 
 _SHOWN = 4  # differences of configs in a sentence
 RUNS = ("other", "one")  # two, neither of which is known to be right
@@ -43,8 +44,11 @@ def compare(
     Raises ``OtherSteps`` where the two are not of the same steps: other operations, microbatches or first weights.
     """
     began = perf_counter()
+    seen, renamed = as_named_in(expected, seen)
     _comparable(expected, seen)
     ledger = Ledger(LAWS)
+    if renamed:
+        ledger.remark("parameters-once", renamed)
     title = f"{seen.name} against {expected.name}" if sides == JUDGED else f"{expected.name} and {seen.name}"
     crash = _entered(expected, seen, ledger, sides)
     otherwise = Recorded(expected.operations[0]).precision
@@ -65,13 +69,19 @@ def _entered(expected: Record, seen: Record, ledger: Ledger, sides: tuple[str, s
             _compare(ledger, expected, seen, number)
             compared += 1
         for number in range(compared):  # last, or what is wrong in a later operation would be taken for a consequence
-            _leave_out(ledger, expected.operations[number], seen.operations[number], number, sides)
+            due = expected.operations[number]
+            _leave_out(ledger, due, seen.operations[number], number, sides)
+            if due.operation == "train" and due.norm is None and not expected.framework:
+                ledger.doubt("grad-norm", "there is no norm to compare with")
     except RecordError:
         raise
     except Exception as error:  # no one type: who knows what wrote it
         return Crash.of(error)
-    if not any(one.buffers for record in (expected, seen) for one in record.operations):
+    every = [one for record in (expected, seen) for one in record.operations]
+    if not any(one.buffers for one in every):
         ledger.skip("buffers", "the model has none")
+    if not any(one.parameters for one in every):
+        ledger.miss("updated-parameters", "neither record has weights that an optimizer moved")
     return None
 
 
@@ -80,8 +90,6 @@ def _leave_out(
 ) -> None:
     """Count and name what only one of ``sides`` has: it was not compared."""
     leave_out(ledger, due, number=number, names=[name for name in due.gradients if name in seen.gradients])
-    if due.operation == "train" and due.norm is None:
-        ledger.doubt("grad-norm", "there is no norm to compare with")
     for law, one, other in (
         ("presence", due.gradients, seen.gradients),
         ("gradient", due.gradients, seen.gradients),
@@ -129,7 +137,12 @@ def _compare(ledger: Ledger, expected: Record, seen: Record, number: int) -> Non
         stages = {name: stage for name, (_, stage) in places.items()}
         for name in upstream((name for name in due.gradients if name in one.gradients), stages):
             at.gradient(name, one.gradients[name], **where.get(name, {}))
-        at.norm(math.nan if one.norm is None else one.norm)
+        if untold := [
+            run.framework for run, its in ((expected, due), (seen, one)) if run.framework and its.norm is None
+        ]:
+            ledger.miss("grad-norm", f"{untold[0]} told none")
+        else:
+            at.norm(math.nan if one.norm is None else one.norm)
         for name in (name for name in due.parameters if name in one.parameters):
             at.parameter(name, one.parameters[name], **where.get(name, {}))
     at.close()

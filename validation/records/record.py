@@ -126,6 +126,11 @@ class Record:
         return str(self.config.get("case") or self.config.get("model") or "a step")
 
     @property
+    def framework(self) -> str:
+        """The framework that ran it; empty where that was none."""
+        return str(self.config.get("framework") or "")
+
+    @property
     def max_norm(self) -> float | None:
         """What gradients are clipped to, where that is known."""
         found = self.config.get("max_norm")

@@ -41,6 +41,11 @@ class Framework:
             raise self.error(f"{self.name} is {found}: this pipeproof knows {known}, so install one of it")
         return importlib.import_module(f"{self.package}.{name}") if name else package
 
+    @property
+    def installed(self) -> str:
+        """Its name and version."""
+        return f"{self.name} {self.module().__version__}"
+
     def covers(self, given: Mapping[str, Any], covered: Mapping[str, Any]) -> None:
         """Raise for an option that is not as it is ``covered``. What is not ``given`` is not looked at."""
         for name, value in covered.items():

@@ -48,6 +48,15 @@ class FrameworkStep:
     actions: Callable[[], Sequence[Action] | None] = _unknown
     unfinished: WhiteBoxError | None = None
 
+    def completes_at_its_end(self, steps: int) -> bool:
+        """Whether gradients count as they are at the end, after so many steps of the optimizer were seen.
+
+        Raises ``unfinished``.
+        """
+        if not steps and self.unfinished is not None:
+            raise self.unfinished
+        return not steps
+
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Every parameter of this rank under each of its names, as the reference calls it."""
         for stage, module in self.stages.items():
@@ -68,9 +77,7 @@ class Observation:
     def handed_back(self) -> HandedBack:
         """What ``whitebox.validate`` wants to have back of the step."""
         step = self._step
-        if self._gradients is None:
-            if step.unfinished is not None:
-                raise step.unfinished
+        if step.completes_at_its_end(self._gradients is not None):
             self.complete()
         stages = list(step.stages)
         return HandedBack(

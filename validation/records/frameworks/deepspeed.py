@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from pipeproof.foreign.frameworks.deepspeed import check_count, observed, step_of, validate
-from pipeproof.foreign.frameworks.deepspeed_whole import DeepSpeedError, Whole
+from pipeproof.foreign.frameworks.deepspeed_whole import DEEPSPEED, DeepSpeedError, Whole
 from pipeproof.foreign.frameworks.framework import loss_of_its_own
 from pipeproof.records.frameworks.framework_job import JobStep, checking, pairs_of
+from pipeproof.records.frameworks.recording import StepRecording, recording
 from pipeproof.records.single_device import SingleDevice
 from pipeproof.records.step_check import StepCheck
 
-__all__ = ["DeepSpeedError", "check_step", "observed", "validate"]
+__all__ = ["DeepSpeedError", "check_step", "observed", "record_step", "validate"]
 
 
 def check_step(
@@ -39,6 +40,21 @@ def check_step(
     """
     whole = SingleDevice(partial(Whole, reference, _cast_to(engine)), loss_fn or loss_of_its_own, floors=floors)
     return checking(partial(_step, engine, microbatches, whole), timeout_s=timeout_s)
+
+
+def record_step(
+    engine: Any, microbatches: Sequence[Any] | None, path: str, *, timeout_s: float = 300.0
+) -> AbstractContextManager[StepRecording]:
+    """A context manager around one step of a running job, which records what the step gave. Every rank enters it.
+
+    Rank 0 writes the record into the file at ``path``, for ``pipeproof diff`` and ``compare``. What cannot be recorded
+    is a warning there, and nothing is written. The job keeps its weights, optimizer and random numbers, and goes on.
+
+    engine: as for ``check_step``. microbatches: those that this rank's replica trains in the step, in any form: the
+    record has digests of their tensors alone, so that it is known which steps are of the same data. None on a rank that
+    does not have them. timeout_s bounds each wait for the other ranks.
+    """
+    return recording(partial(step_of, engine), microbatches, path, framework=DEEPSPEED, timeout_s=timeout_s)
 
 
 def _step(engine: Any, microbatches: Sequence[Any] | None, whole: SingleDevice) -> JobStep:

@@ -43,10 +43,11 @@ class JobSight:
 
     def end(self) -> None:
         """The step is over: where it was never complete, what there is now is compared, or it is said why not."""
-        if not self._steps and self._step.unfinished is None:
-            self.complete()
-        elif not self._steps:
-            self._check.refuse(str(self._step.unfinished))
+        try:
+            if self._step.completes_at_its_end(self._steps):
+                self.complete()
+        except WhiteBoxError as unfinished:
+            self._check.refuse(str(unfinished))
 
 
 def _whole(gradient: Gradient) -> Tensor | None:

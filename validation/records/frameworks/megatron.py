@@ -1,7 +1,7 @@
 """Megatron-core, as users reach it at ``pipeproof.megatron``: a step that pipeproof starts, or one of a running job."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -11,17 +11,19 @@ from torch import nn
 from pipeproof.foreign.frameworks.framework import loss_of_its_own
 from pipeproof.foreign.frameworks.megatron import chunks_of, cut_up, observed, step_of, validate
 from pipeproof.foreign.frameworks.megatron_whole import (
+    MEGATRON,
     ForwardStep,
     MegatronError,
     Whole,
     forget_group,
 )
 from pipeproof.records.frameworks.framework_job import JobStep, checking, pairs_of
+from pipeproof.records.frameworks.recording import StepRecording, recording
 from pipeproof.records.single_device import SingleDevice
 from pipeproof.records.step_check import StepCheck
 from pipeproof.records.step_record import Pairs
 
-__all__ = ["MegatronError", "check_step", "observed", "validate"]
+__all__ = ["MegatronError", "check_step", "observed", "record_step", "validate"]
 
 
 @contextmanager
@@ -52,6 +54,21 @@ def check_step(
             yield check
     finally:
         forget_group()
+
+
+def record_step(
+    chunks: Any, optimizer: Any, microbatches: Sequence[Any] | None, path: str, *, timeout_s: float = 300.0
+) -> AbstractContextManager[StepRecording]:
+    """A context manager around one step of a running job, which records what the step gave. Every rank enters it.
+
+    Rank 0 writes the record into the file at ``path``, for ``pipeproof diff`` and ``compare``. What cannot be recorded
+    is a warning there, and nothing is written. The job keeps its weights, optimizer and random numbers, and goes on.
+
+    chunks, optimizer: as for ``check_step``. microbatches: those that this rank's replica trains in the step, in
+    any form: the record has digests of their tensors alone, so that it is known which steps are of the same data. None
+    on a rank that does not have them. timeout_s bounds each wait for the other ranks.
+    """
+    return recording(partial(step_of, chunks, optimizer), microbatches, path, framework=MEGATRON, timeout_s=timeout_s)
 
 
 def _step(chunks: Any, optimizer: Any, microbatches: Sequence[Any] | None, whole: SingleDevice) -> JobStep:

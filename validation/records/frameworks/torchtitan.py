@@ -9,6 +9,7 @@ from torch import nn
 
 from pipeproof.foreign.frameworks.torchtitan import observed, step_of, validate
 from pipeproof.foreign.frameworks.torchtitan_whole import (
+    TORCHTITAN,
     LossFunction,
     Packed,
     TitanBatch,
@@ -19,11 +20,12 @@ from pipeproof.foreign.frameworks.torchtitan_whole import (
     tokens_in,
 )
 from pipeproof.records.frameworks.framework_job import JobStep, checking
+from pipeproof.records.frameworks.recording import StepRecording, recording
 from pipeproof.records.single_device import LossOfAll, SingleDevice
 from pipeproof.records.step_check import StepCheck
 from pipeproof.records.step_record import Pairs
 
-__all__ = ["TorchtitanError", "check_step", "observed", "validate"]
+__all__ = ["TorchtitanError", "check_step", "observed", "record_step", "validate"]
 
 
 def check_step(
@@ -48,6 +50,27 @@ def check_step(
     """
     step = partial(_step, pp_schedule, model_parts, microbatches, reference, loss_fn, floors)
     return checking(step, timeout_s=timeout_s)
+
+
+def record_step(
+    pp_schedule: Any,
+    model_parts: Sequence[nn.Module],
+    microbatches: Sequence[Any] | None,
+    path: str,
+    *,
+    timeout_s: float = 300.0,
+) -> AbstractContextManager[StepRecording]:
+    """A context manager around one step of a running job, which records what the step gave. Every rank enters it.
+
+    Rank 0 writes the record into the file at ``path``, for ``pipeproof diff`` and ``compare``. What cannot be recorded
+    is a warning there, and nothing is written. The job keeps its weights, optimizer and random numbers, and goes on.
+
+    pp_schedule, model_parts: as for ``check_step``. microbatches: those that this rank's replica trains in the step, in
+    any form: the record has digests of their tensors alone, so that it is known which steps are of the same data. None
+    on a rank that does not have them. timeout_s bounds each wait for the other ranks.
+    """
+    step = partial(step_of, pp_schedule, model_parts)
+    return recording(step, microbatches, path, framework=TORCHTITAN, timeout_s=timeout_s)
 
 
 def _step(
