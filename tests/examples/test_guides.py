@@ -244,7 +244,8 @@ def test_a_framework_is_installed_as_ci_does_and_a_wrong_step_fails_the_command(
     (pinned,) = set(re.findall(rf"{package}==[\d.]+", (ROOT / "ci" / "frameworks").read_text()))
     (line,) = re.findall(r"(?m)^\$ (pip install .*)$", text)
     assert line.split()[-1] == pinned
-    assert line in (ROOT / "validation" / "foreign" / f"{page}_whole.py").read_text(), "the cure where it is missing"
+    adapter = ROOT / "validation" / "foreign" / "frameworks" / f"{page}_whole.py"
+    assert line in adapter.read_text(), "the cure where it is missing"
     assert "    print(verdict)\n    sys.exit(verdict.exit_status)\n" in text
 
 

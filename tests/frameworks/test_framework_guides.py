@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeproof.commands import init
 from tests.support.guides import PAGES, ROOT, blocks
 
 PAGE = "validation/guides/{}.md"
@@ -20,6 +21,13 @@ FIRST = {
 
 # How a guide's programs are run, by how their files begin, in the order in which it shows what they print.
 COMMANDS = (["check_"], ["-m", "torch.distributed.run", "--nproc-per-node", "2", "train_"])
+
+FILES = ("test_right.py", "test_wrong.py")
+WRONG = {  # what to put in place of what, in what init writes
+    "megatron": ("forward_step, microbatches, model)", "forward_step, microbatches[::-1], model)"),
+    "deepspeed": ("num_stages=RANKS, loss_fn=loss_fn", "num_stages=RANKS, loss_fn=lambda *given: 2 * loss_fn(*given)"),
+    "torchtitan": ("for _, labels in microbatches]).sum()", "for _, labels in microbatches]).sum() * 2"),
+}
 
 
 @pytest.fixture(params=PACKAGES)
@@ -51,3 +59,18 @@ def test_its_table_says_of_every_fault_what_the_verdict_says(framework: str) -> 
     head, *shown = rows
     assert head == ("fault", "named", "where")
     assert shown == [(name, one.kind, "; ".join(dict.fromkeys(one.places))) for name, one in faults.items()]
+
+
+def test_what_init_writes_passes_as_it_is_and_is_red_where_the_step_is_wrong(framework: str, tmp_path: Path) -> None:
+    right, (place, wrong) = init.text(framework), WRONG[framework]
+    assert right.count(place) == 1
+    for name, content in (("right", right), ("wrong", right.replace(place, wrong))):
+        shimmed = content.replace("    torch.manual_seed(0)\n", f"    {FIRST[framework]}    torch.manual_seed(0)\n")
+        (tmp_path / f"test_{name}.py").write_text(shimmed if FIRST[framework] else content)
+    (tmp_path / "tests").symlink_to(ROOT / "tests")
+    line = [sys.executable, "-m", "pytest", "-W", "ignore", "-rA", "-p", "no:cacheprovider", *FILES]
+    ended = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 1, ended.stdout
+    assert "PASSED test_right.py::test_my_pipeline" in ended.stdout, ended.stdout
+    assert "FAILED test_wrong.py::test_my_pipeline" in ended.stdout, ended.stdout
+    assert "cause     " in ended.stdout, ended.stdout

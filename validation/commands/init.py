@@ -12,7 +12,7 @@ from pipeproof.pipeline.schedules import known_are
 from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.output_file import OutputError
 
-STARTERS = ("custom", "torch", "own")
+STARTERS = ("custom", "torch", "own", "megatron", "deepspeed", "torchtitan")
 _NAME = "test_my_pipeline.py"
 
 
@@ -32,8 +32,9 @@ def add_init_command(commands: "argparse._SubParsersAction[Any]") -> None:
 def _init(options: argparse.Namespace) -> int:
     terminal = Terminal()
     if options.list:
+        width = max(map(len, STARTERS))
         for kind in STARTERS:
-            terminal.say(f"{kind:<6}  {summary(kind)}")
+            terminal.say(f"{kind:<{width}}  {summary(kind)}")
         return 0
     kind, file = options.kind, options.file or _NAME
     if options.file is None and (kind == "-" or kind.endswith(".py")):
@@ -45,6 +46,8 @@ def _init(options: argparse.Namespace) -> int:
         return 0
     write_new(file, text(kind))
     terminal.say(f"{file}: {summary(kind)}")
+    if need := needed(kind):
+        terminal.detail(need)
     terminal.detail(f"It runs as it is:  pytest {shlex.quote(file)}")
     terminal.detail("Then change the three places that are marked CHANGE: model, data, step.")
     return 0
@@ -57,9 +60,18 @@ def text(kind: str) -> str:
 
 def summary(kind: str) -> str:
     """The first line of the file of this kind: what it is for."""
+    return _said(kind)[0]
+
+
+def needed(kind: str) -> str:
+    """The line that says what has to be installed for it; empty where nothing has to be."""
+    return next((line for line in _said(kind) if line.startswith("It needs ")), "")
+
+
+def _said(kind: str) -> list[str]:
     said = ast.get_docstring(ast.parse(text(kind)))
     assert said, f"{kind} says what it is for"
-    return said.splitlines()[0]
+    return said.splitlines()
 
 
 def write_new(file: str, content: str) -> None:

@@ -6,7 +6,13 @@ import pytest
 
 from pipeproof.commands.cli import main
 from pipeproof.commands.init import STARTERS, summary, text, write_new
+from pipeproof.foreign.frameworks.deepspeed_whole import DEEPSPEED
+from pipeproof.foreign.frameworks.framework import Framework
+from pipeproof.foreign.frameworks.megatron_whole import MEGATRON
+from pipeproof.foreign.frameworks.torchtitan_whole import TORCHTITAN
 from pipeproof.worlds.output_file import OutputError
+
+FRAMEWORKS = (MEGATRON, DEEPSPEED, TORCHTITAN)
 
 
 @pytest.fixture(autouse=True)
@@ -24,6 +30,13 @@ def test_a_file_is_written_and_the_next_command_said(
     said = capsys.readouterr().out
     assert summary(kind) in said
     assert "pytest test_mine.py\n" in said
+
+
+@pytest.mark.parametrize("one", FRAMEWORKS, ids=lambda one: one.adapter)
+def test_what_a_framework_needs_is_said(one: Framework, capsys: pytest.CaptureFixture[str]) -> None:
+    kind = one.adapter.rpartition(".")[2]
+    assert main(["init", kind]) == 0
+    assert f"It needs {kind}: {one.install}\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", STARTERS)
@@ -64,7 +77,8 @@ def test_nothing_is_overwritten(folder: Path, capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["tprch"], "unknown kind 'tprch': did you mean 'torch'? known are custom, torch, own; pipeproof init --list"),
+        (["tprch"], "unknown kind 'tprch': did you mean 'torch'? known are custom, torch, own, "),
+        (["tprch"], "; pipeproof init --list says what for"),
         (["own", "mine.py"], "mine.py: expected a name such as test_my_pipeline.py"),
         (["own", "no/test_mine.py"], "cannot write no/test_mine.py: No such file or directory"),
     ],
