@@ -37,11 +37,16 @@ class WatchedStage(AroundStage):
 
     def __init__(self, inner: Stage) -> None:
         super().__init__(inner)
-        self.nonfinite: list[Action] = []
+        self._finite: list[tuple[Action, list[Tensor]]] = []
         self.called: list[tuple[Action, bool]] = []
 
+    @property
+    def nonfinite(self) -> tuple[Action, ...]:
+        """The forwards whose outputs were not finite. Asked after the step: to read it waits for a device."""
+        return tuple(action for action, finite in self._finite if not all(map(bool, finite)))
+
     def begin(self) -> None:
-        self.nonfinite, self.called = [], []
+        self._finite, self.called = [], []
         self.inner.begin()
 
     def forward(self, microbatch: int, inputs: Tensors, goal: Goal | None) -> Tensors:
@@ -52,8 +57,8 @@ class WatchedStage(AroundStage):
         finally:
             hook.remove()
         seen = outputs if goal is None else (self.losses[microbatch],)
-        if not all(bool(tensor.isfinite().all()) for tensor in seen if tensor.is_floating_point()):
-            self.nonfinite.append(Action(self.index, Kind.FORWARD, microbatch))
+        finite = [tensor.detach().isfinite().all() for tensor in seen if tensor.is_floating_point()]
+        self._finite.append((Action(self.index, Kind.FORWARD, microbatch), finite))
         return outputs
 
     def _note(self, module: nn.Module, microbatch: int) -> None:
