@@ -9,7 +9,7 @@ from time import perf_counter
 from pipeproof.cases.case import Case
 from pipeproof.cases.judgement import diagnose, judge
 from pipeproof.cases.observe import observe
-from pipeproof.cases.specimens import SPECIMENS
+from pipeproof.cases.specimens import fault
 from pipeproof.cases.specimens.specimen import Specimen, unchanged
 from pipeproof.cases.validator import crashed, explained, refused
 from pipeproof.judging.cause import Cause
@@ -87,7 +87,7 @@ def try_out(case: Case, world: World, *, record: bool = True) -> Trial:
 
     ``record``: run it again with every boundary tensor recorded, as a validation does.
     """
-    specimen, began = SPECIMENS[case.specimen], perf_counter()
+    specimen, began = fault(case.specimen), perf_counter()
     laws, recorded, final = _outcome(specimen, case, world, record=record)
     planted = specimen.cause(case)
     seconds = perf_counter() - began

@@ -4,7 +4,7 @@ torch is imported by the one that runs, and meanwhile by the fork server where r
 """
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from pipeproof.cases.case import DTYPES, FUZZED_DTYPES, SCHEDULES, Case, CaseError
@@ -30,7 +30,7 @@ from pipeproof.commands.selection import (
 from pipeproof.pipeline.files import is_csv
 from pipeproof.pipeline.sizes import MOST_ACTIONS, MOST_PROCESSES, MOST_SEED, counted
 from pipeproof.reports.terminal import Terminal
-from pipeproof.worlds.accelerator import CPU
+from pipeproof.worlds.accelerator import AUTO, CPU, parsed
 from pipeproof.worlds.launcher import start_fork_server
 
 _SHRINKS = "with --shrink, which draws its own schedules and names nothing"
@@ -244,6 +244,8 @@ def _add_specimens(commands: Commands) -> None:
     there = "plant each on these schedules, or on all, and not in its smallest case"
     add_names(parser, "--schedule", there, known=("all", *SCHEDULES))
     add_names(parser, "--only", "these specimens alone (default: all)", known=_all_specimens)
+    where = "the type of device that ranks compute on (default: cpu); another one shows more faults than the CPU does"
+    parser.add_argument("--device", type=parsed, default=CPU, metavar="TYPE", help=where)
     own = "a Python file that registers specimens of your own: those alone, unless --only says more"
     parser.add_argument("--plugin", metavar="FILE", help=own)
     parser.add_argument("--shrink", action="store_true", help="shrink a random failing case of each to its smallest")
@@ -255,26 +257,28 @@ def _add_specimens(commands: Commands) -> None:
     parser.set_defaults(run=_specimens)
 
 
-def _all_specimens() -> Iterable[str]:
-    from pipeproof.cases.specimens import SPECIMENS
+def _all_specimens() -> Sequence[str]:
+    from pipeproof.cases.specimens import ON_DEVICES, SPECIMENS
 
-    return SPECIMENS
+    return [*SPECIMENS, *ON_DEVICES]
 
 
 def _specimens(options: argparse.Namespace) -> int:
     from pipeproof.commands.campaign import Setting
     from pipeproof.commands.catalogue import chosen, listing, loaded, shrink_all, try_all
 
-    lists = ("--schedule", "--shrink", "--seed", "--final-only", "--timeout", "--json")
+    lists = ("--schedule", "--device", "--shrink", "--seed", "--final-only", "--timeout", "--json")
     without_effect(options, lists if options.list else (), "with --list, which runs nothing")
     without_effect(options, ["--seed"] if not options.shrink else (), "without --shrink")
-    without_effect(options, ["--schedule", "--final-only"] if options.shrink else (), _SHRINKS)
-    names = chosen(options.only, otherwise=[] if options.plugin is None else loaded(options.plugin))
+    without_effect(options, ["--schedule", "--device", "--final-only"] if options.shrink else (), _SHRINKS)
+    own = [] if options.plugin is None else loaded(options.plugin)
     if options.list:
-        Terminal().say(listing(names, width=Terminal().width))
+        listed = chosen(options.only, otherwise=own or _all_specimens(), device=AUTO)
+        Terminal().say(listing(listed, width=Terminal().width))
         return 0
+    names = chosen(options.only, otherwise=own, device=options.device)
     schedules = schedule_names(options.schedule) if options.schedule else []
-    setting = Setting(CPU, options.timeout, Outputs.of(options))
+    setting = Setting(options.device, options.timeout, Outputs.of(options))
     counted("--seed", options.seed, least=0, most=MOST_SEED)
     if options.shrink:
         return shrink_all(names, setting, seed=options.seed)

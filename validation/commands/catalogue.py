@@ -1,11 +1,21 @@
 """The catalogue at work: planted faults in their smallest cases or on whole schedules, caught and named."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from pipeproof.cases.case import Case
 from pipeproof.cases.shrinking import Shrunk, shrink
-from pipeproof.cases.specimens import CONTROLS, FAMILIES, PLUGINS, SPECIMENS, SpecimenError, unknown
+from pipeproof.cases.specimens import (
+    CONTROLS,
+    DEVICE_CONTROLS,
+    FAMILIES,
+    ON_DEVICES,
+    PLUGINS,
+    SPECIMENS,
+    SpecimenError,
+    fault,
+    unknown,
+)
 from pipeproof.cases.specimens.specimen import unchanged
 from pipeproof.cases.trial import Named, Trial, case_for, smallest_of, try_out
 from pipeproof.cases.validator import validate
@@ -15,6 +25,7 @@ from pipeproof.pipeline.schedules import known_are
 from pipeproof.reports.columns import Column, Layout, table
 from pipeproof.reports.table import confusion, pairs_of, totals
 from pipeproof.reports.terminal import Terminal
+from pipeproof.worlds.accelerator import CPU
 from pipeproof.worlds.world import World
 
 _EVIDENCE: Mapping[str, str] = {
@@ -23,14 +34,16 @@ _EVIDENCE: Mapping[str, str] = {
 }
 
 
-def cases_on(names: Iterable[str], schedules: Iterable[str]) -> tuple[list[Case], dict[tuple[str, str], str]]:
+def cases_on(
+    names: Iterable[str], schedules: Iterable[str], *, device: str = CPU
+) -> tuple[list[Case], dict[tuple[str, str], str]]:
     """The cases to run, by schedule; and for each (specimen, schedule) that cannot show the fault, why."""
     wanted = list(names)
     cases, left_out = [], {}
     for schedule in schedules:
         for name in wanted:
-            case = case_for(SPECIMENS[name], schedule)
-            why = SPECIMENS[name].missing(case)
+            case = replace(case_for(fault(name), schedule), device=device)
+            why = fault(name).missing(case)
             if why:
                 left_out[name, schedule] = why
             else:
@@ -38,14 +51,22 @@ def cases_on(names: Iterable[str], schedules: Iterable[str]) -> tuple[list[Case]
     return cases, left_out
 
 
-def chosen(text: str, *, otherwise: Sequence[str] = ()) -> list[str]:
+def known_on(device: str) -> list[str]:
+    """The specimens that ``device`` can show."""
+    return [*SPECIMENS, *(() if device == CPU else ON_DEVICES)]
+
+
+def chosen(text: str, *, device: str, otherwise: Sequence[str] = ()) -> list[str]:
     """The specimens that ``text`` names, separated by commas; for none, those ``otherwise`` given, or all.
 
-    Raises ``SpecimenError``.
+    Raises ``SpecimenError`` for one that there is not, or that ``device`` cannot show.
     """
-    names = [name.strip() for name in text.split(",")] if text else list(otherwise) or list(SPECIMENS)
+    known = known_on(device)
+    names = [name.strip() for name in text.split(",")] if text else list(otherwise) or known
     for name in names:
-        if name not in SPECIMENS:
+        if name in ON_DEVICES and name not in known:
+            raise SpecimenError(f"specimen {name!r} needs a device other than the CPU: name its type with --device")
+        if name not in known:
             raise unknown(name)
     return names
 
@@ -67,8 +88,9 @@ def try_all(names: Sequence[str], schedules: Sequence[str], setting: Setting, *,
     A line for each, then how often each planted kind was named what. 1 where a specimen was not caught or was named
     as something else. ``final_only``: no case is run again to record its boundary tensors.
     """
-    cases, left_out = cases_on(names, schedules) if schedules else ([smallest_of(SPECIMENS[n]) for n in names], {})
-    terminal, trials = Terminal(), list[Trial]()
+    device, terminal, trials = setting.chosen_device, Terminal(), list[Trial]()
+    smallest = [] if schedules else [replace(smallest_of(fault(name)), device=device) for name in names]
+    cases, left_out = cases_on(names, schedules, device=device) if schedules else (smallest, {})
     with setting.outputs.opened("specimens") as files, setting.world() as world:
         terminal.detail(Layout.of(COLUMNS, terminal.width).header)
         with files.asked:
@@ -76,8 +98,8 @@ def try_all(names: Sequence[str], schedules: Sequence[str], setting: Setting, *,
                 with terminal.progress(f"{number} of {len(cases)}: {case}"):
                     trials.append(try_out(case, world, record=not final_only))
                 (terminal.detail if _sound(trials[-1]) else terminal.say)(line(trials[-1], terminal.width))
-            if not schedules and len(names) == len(SPECIMENS):
-                terminal.say(_controls(world))
+            if not schedules and len(names) == len(known_on(device)):
+                terminal.say(_controls(world, device))
         for why, those in _grouped(left_out).items():
             terminal.detail(f"left out, {why}: {', '.join(those)}")
         for which, words in _EVIDENCE.items():
@@ -109,9 +131,11 @@ def _sound(trial: Trial) -> bool:
     return trial.caught and not any(one is not None and one.wrong for one in (trial.recorded, trial.final))
 
 
-def _controls(world: World) -> str:
+def _controls(world: World, device: str) -> str:
     """A sentence on the changes that are no faults."""
-    verdicts = {n: validate(Case.parse(f"{c.smallest} specimen={n}"), world).verdict for n, c in CONTROLS.items()}
+    known = {**CONTROLS, **({} if device == CPU else DEVICE_CONTROLS)}
+    cases = {name: Case.parse(f"{one.smallest} specimen={name} device={device}") for name, one in known.items()}
+    verdicts = {name: validate(case, world).verdict for name, case in cases.items()}
     alarms = [name for name, verdict in verdicts.items() if verdict != "pass"]
     said = f"; FALSE ALARM for {', '.join(alarms)}" if alarms else ""
     return f"{len(verdicts) - len(alarms)} of {len(verdicts)} changes that are no faults pass{said}"
@@ -164,7 +188,7 @@ _LISTED = (
 )
 
 
-def listing(names: Collection[str] = SPECIMENS, *, width: int | None = None) -> str:
+def listing(names: Collection[str], *, width: int | None = None) -> str:
     """One line for each of these specimens: name, family and classes, kind of cause, smallest case, summary, origin."""
     rows = [
         (
@@ -174,7 +198,7 @@ def listing(names: Collection[str] = SPECIMENS, *, width: int | None = None) -> 
             specimen.smallest,
             f"{specimen.summary} ({specimen.origin})",
         )
-        for family, those in [*FAMILIES.items(), ("own", PLUGINS.own)]
+        for family, those in [*FAMILIES.items(), ("devices", [*ON_DEVICES.values()]), ("own", PLUGINS.own)]
         for specimen in those
         if specimen.name in names
     ]

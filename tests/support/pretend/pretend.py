@@ -119,7 +119,10 @@ class _Call:
         except (NotImplementedError, RuntimeError, ValueError, TypeError):  # depends on what tensors hold
             return self._now(given, named)
         outs = [form] if isinstance(form, Tensor) else list(form)
-        raws = [one if one is None else spoiled(torch.empty_strided(one.shape, one.stride(), dtype=one.dtype)) for one in outs]
+        raws = [
+            one if one is None else spoiled(torch.empty_strided(one.shape, one.stride(), dtype=one.dtype))
+            for one in outs
+        ]
 
         def run() -> None:
             found = self._func(*kept[0], **kept[1])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeproof.cases.case import SCHEDULES, Case
-from pipeproof.cases.specimens import CONTROLS, SPECIMENS, SpecimenError
+from pipeproof.cases.specimens import CONTROLS, ON_DEVICES, SPECIMENS, SpecimenError
 from pipeproof.cases.trial import Named, Trial
 from pipeproof.commands import catalogue
 from pipeproof.commands.campaign import Setting
@@ -50,7 +50,7 @@ def test_most_specimens_apply_to_every_schedule(schedule: str) -> None:
 
 
 def test_the_list_has_a_line_for_each_specimen() -> None:
-    lines = listing().splitlines()
+    lines = listing(SPECIMENS).splitlines()
     assert [text.split()[0] for text in lines] == list(SPECIMENS)
     (alone,) = listing(["tied-not-reduced"]).splitlines()
     one = SPECIMENS["tied-not-reduced"]
@@ -59,10 +59,14 @@ def test_the_list_has_a_line_for_each_specimen() -> None:
 
 
 def test_names_are_chosen_or_refused() -> None:
-    assert chosen("") == list(SPECIMENS)
-    assert chosen("clip-twice, clip-never") == ["clip-twice", "clip-never"]
+    assert chosen("", device="cpu") == list(SPECIMENS)
+    assert chosen("", device="cuda") == [*SPECIMENS, *ON_DEVICES]
+    assert chosen("clip-twice, clip-never", device="cpu") == ["clip-twice", "clip-never"]
     with pytest.raises(SpecimenError, match="unknown specimen 'gremlin': pipeproof specimens --list prints all"):
-        chosen("clip-twice,gremlin")
+        chosen("clip-twice,gremlin", device="cuda")
+    assert chosen("other-device", device="cuda") == ["other-device"]
+    with pytest.raises(SpecimenError, match="'other-device' needs a device other than the CPU: name its type with"):
+        chosen("other-device", device="cpu")
 
 
 @pytest.mark.pipeproof_ranks

@@ -8,6 +8,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from pipeproof.cases.specimens import (
+    devices,
     gradients,
     halves,
     memory,
@@ -26,7 +27,8 @@ from pipeproof.cases.specimens.plugin import Plugins, SpecimenError
 from pipeproof.cases.specimens.specimen import Fault, Needs, Planted, Specimen
 from pipeproof.pipeline.schedules import nearest
 
-__all__ = ["CONTROLS", "FAMILIES", "SPECIMENS", "Fault", "Needs", "Specimen", "SpecimenError", "register", "specimen"]
+__all__ = ["CONTROLS", "FAMILIES", "ON_DEVICES", "SPECIMENS", "Fault", "Needs", "Specimen", "SpecimenError"]
+__all__ += ["register", "specimen"]
 
 _MODULES = (scale, microbatches, state, halves, gradients, tied, norm, report, messages, memory, model, order)
 FAMILIES: Mapping[str, Sequence[Specimen]] = MappingProxyType(
@@ -37,10 +39,15 @@ FAMILIES: Mapping[str, Sequence[Specimen]] = MappingProxyType(
 )
 _KNOWN = {one.name: one for family in FAMILIES.values() for one in family}
 SPECIMENS: Mapping[str, Specimen] = MappingProxyType(_KNOWN)
+# Those that only a device shows, and not the CPU.
+ON_DEVICES: Mapping[str, Specimen] = MappingProxyType({n: replace(one, name=n) for n, one in devices.SPECIMENS.items()})
 # Changes without a fault, which must pass.
 CONTROLS: Mapping[str, Planted] = MappingProxyType({n: replace(one, name=n) for n, one in sound.CONTROLS.items()})
+DEVICE_CONTROLS: Mapping[str, Planted] = MappingProxyType(
+    {n: replace(one, name=n) for n, one in devices.CONTROLS.items()}
+)
 _NONE = Planted(summary="nothing planted", origin="")
-PLUGINS = Plugins(_KNOWN, taken=tuple(CONTROLS))
+PLUGINS = Plugins(_KNOWN, taken=(*CONTROLS, *ON_DEVICES, *DEVICE_CONTROLS))
 register = PLUGINS.register
 
 
@@ -48,8 +55,16 @@ def specimen(name: str) -> Planted:
     """The specimen or control ``name``; the empty name plants nothing."""
     if not name:
         return _NONE
-    found = SPECIMENS.get(name) or CONTROLS.get(name)
-    if found is None:
+    for those in (SPECIMENS, CONTROLS, ON_DEVICES, DEVICE_CONTROLS):
+        if name in those:
+            return those[name]
+    raise unknown(name)
+
+
+def fault(name: str) -> Specimen:
+    """The specimen ``name``, which is a fault."""
+    found = specimen(name)
+    if not isinstance(found, Specimen):
         raise unknown(name)
     return found
 
@@ -57,4 +72,4 @@ def specimen(name: str) -> Planted:
 def unknown(name: str) -> SpecimenError:
     """The error that says which is nearest."""
     others = "pipeproof specimens --list prints all; one of your own needs --plugin FILE"
-    return SpecimenError(f"unknown specimen {name!r}: {nearest(name, list(SPECIMENS))}{others}")
+    return SpecimenError(f"unknown specimen {name!r}: {nearest(name, [*SPECIMENS, *ON_DEVICES])}{others}")

@@ -103,7 +103,7 @@ class Plugins:
 def _unfit(specimen: Specimen) -> str:
     """Why its smallest case cannot show it; empty if it can."""
     try:
-        why = specimen.missing(Case.parse(specimen.smallest))
+        why = specimen.needs.missing(Case.parse(specimen.smallest))
     except (CaseError, ScheduleError) as error:
         why = _one_line(error)
     return f"no smallest case has what specimen {specimen.name!r} needs: {why}" if why else ""

@@ -17,6 +17,7 @@ from pipeproof.pipeline.schedule import Schedule
 from pipeproof.pipeline.schedules import virtuals
 from pipeproof.pipeline.step import Parts
 from pipeproof.reference.data import Batch
+from pipeproof.worlds.accelerator import CPU
 
 Plant = Callable[[Parts], Parts]
 Feed = Callable[[Sequence[Batch], Parts], Sequence[Batch]]
@@ -64,7 +65,8 @@ def unchanged(what: T, about: object = None) -> T:
 class Fault:
     """The cause to be named: its kind, and where it is, from the case; and the law that must fail.
 
-    The law is one of the judge's; a static one, where a program is changed; or "deadlock", where ranks never end.
+    The law is one of the judge's; a static one, where a program is changed; "deadlock", where ranks never end; or
+    "crash", where one fails.
     ``alike`` are kinds that final gradients alone may tell no better. ``parameter`` is a pattern: the first parameter
     of the stage that it is found in. What is left out is not asked for.
     """
@@ -83,7 +85,7 @@ class Fault:
         return Cause(
             self.kind,
             rank=None if stage is None else case.built.placement[stage],
-            stage=stage,
+            stage=None if self.kind == "crash" else stage,  # a rank that failed tells no stage
             microbatches=self.microbatches(case) if callable(self.microbatches) else self.microbatches,
             parameter=self._parameter(case, stage) if self.parameter and stage is not None else None,
             factor=None if self.factor is None else self.factor(case),
@@ -99,8 +101,8 @@ class Fault:
 class Needs:
     """What a case must have to show a fault. ``models`` are those that can; empty for all. ``plan`` must occur in the
     case's in this order. ``layers``: on each stage. ``split``: the kinds of backward that the middle stage needs some
-    of. ``one_size``: its microbatches are alike in shape. ``also``: why a case will not do for any other reason, or
-    nothing."""
+    of. ``one_size``: its microbatches are alike in shape. ``device``: ranks compute on one, and not on the CPU.
+    ``also``: why a case will not do for any other reason, or nothing."""
 
     microbatches: int = 1
     ranks: int = 1
@@ -113,6 +115,7 @@ class Needs:
     unequal: bool = False
     one_size: bool = False
     split: bool = False
+    device: bool = False
     also: Callable[[Case], str] = lambda case: ""
 
     def missing(self, case: Case) -> str:
@@ -182,6 +185,8 @@ class Planted:
 
     def missing(self, case: Case) -> str:
         """Why ``case`` cannot show it; empty if it can."""
+        if self.needs.device and case.device == CPU:
+            return "needs a device other than the CPU"
         return self.needs.missing(case)
 
 

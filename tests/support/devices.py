@@ -1,0 +1,62 @@
+"""Programs on a machine that has a device: one that is pretended, or the one that is named."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.support.sources import ROOT
+from tests.support.warm_start import Ended, run_new
+
+BOUND_S = 400.0  # of a busy machine
+CHECKED = """
+import sys
+
+import torch
+from torch import nn
+
+from pipeproof import PipelineSchedule, SingleDevice, World, check_step
+
+loss_fn = nn.functional.mse_loss
+
+
+def steps(context):
+    def build():
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4))).to(context.device)
+
+    stage = build()[2 * context.rank : 2 * context.rank + 2]
+    optimizer = torch.optim.SGD(stage.parameters(), lr=0.5)
+    schedule = PipelineSchedule(
+        kind="1F1B", n_microbatches=4, stages=[stage], loss_fn=loss_fn, optimizer=optimizer, pp_group=context.group
+    )
+    draw = torch.Generator().manual_seed(0)
+    data = [(torch.randn(8, 16, generator=draw).to(context.device), torch.zeros(8, 16).to(context.device))] * 4
+    for _ in range(2):
+        with check_step(stage, data, against=SingleDevice(build, loss_fn)) as check:
+            result = schedule.wrapped(check.wrap).train_step(data, max_norm=0.1)
+            check.report(losses=result.losses, loss=result.loss, norm=result.grad_norm)
+    return str(check.verdict)
+
+
+if __name__ == "__main__":
+    with World(device=sys.argv[1], silent=True) as world:
+        print(world.run(steps, ranks=2)[0])
+"""
+
+
+def pretended(folder: Path, *arguments: str, order: str = "late") -> Ended:
+    """A program on a machine that has the pretended device."""
+    path = str(ROOT / "tests" / "support" / "pretend")
+    return on_device(folder, *arguments, environment={"PYTHONPATH": path, "PRETEND_ORDER": order})
+
+
+def on_device(folder: Path, *arguments: str, environment: dict[str, str] | None = None) -> Ended:
+    """A program on this machine."""
+    return run_new(sys.executable, folder, arguments, {**os.environ, **(environment or {})}, bound_s=BOUND_S)
+
+
+def trials(path: Path) -> dict[str, Any]:
+    """What `pipeproof specimens --json` wrote of each fault."""
+    return {one["specimen"]: one for one in json.loads(path.read_text())["specimens"]}
