@@ -85,6 +85,17 @@ def portable(source: Source) -> Iterator[str]:
             yield f"line {number} names a machine's path or a registry: {match[0]}"
 
 
+MAKERS = re.compile(r"torch\.(?:cuda|xpu|mps|mtia)\b|backends\.cuda|[\"'](?:cuda|nccl)[\"']")
+KNOWS_DEVICES = "validation/worlds/accelerator.py"
+
+
+def any_device(source: Source) -> Iterator[str]:
+    """Devices go by types that torch names; what only one maker's have is in one file."""
+    for number, line in enumerate(source.text.splitlines(), start=1):
+        if source.path != KNOWS_DEVICES and (match := MAKERS.search(line)):
+            yield f"line {number} is about one maker's devices: {match[0]}"
+
+
 Rule = Callable[[Source], Iterator[str]]
 RULES: Mapping[Rule, list[Source]] = {
     short_files: EVERY,
@@ -96,6 +107,7 @@ RULES: Mapping[Rule, list[Source]] = {
     silent: QUIET,
     asserts_with_words: OURS,
     portable: TEXTS,
+    any_device: OURS,
 }
 
 
@@ -146,6 +158,13 @@ BROKEN: Mapping[Rule, Mapping[str, list[str]]] = {
         "\n# https://py" + "pi.org/simple": ["line 2 names a machine's path or a registry: py" + "pi.org"],
         "pip install --in" + "dex-url x": ["line 1 names a machine's path or a registry: in" + "dex-url"],
         "a/home/b and https://example.com/work/x": [],
+    },
+    any_device: {
+        "torch.cuda.synchronize()\nx = 'nccl'": [
+            "line 1 is about one maker's devices: torch.cuda",
+            "line 2 is about one maker's devices: 'nccl'",
+        ],
+        "torch.accelerator.synchronize()  # cuda:0": [],
     },
 }
 
