@@ -50,7 +50,8 @@ def declared() -> set[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = (names for extra, names in project["optional-dependencies"].items() if extra != "dev")
     names = [*project["dependencies"], *(name for names in extras for name in names)]
-    return {re.split(r"[^\w-]", name)[0] for name in names} | {"_pytest", "xdist"}
+    found = {re.split(r"[^\w-]", name)[0] for name in names}
+    return {name.removesuffix("-core") for name in found} | {"_pytest", "xdist"}  # megatron-core is imported as megatron
 
 
 def arrows(source: Source) -> Iterator[str]:

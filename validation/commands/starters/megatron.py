@@ -24,7 +24,7 @@ from pipeproof.foreign import WhiteBox
 RANKS, WORDS, SEQUENCE, ROWS = 2, 64, 8, 2
 
 
-def build_model(pp: int = 1, first: bool = True, last: bool = True) -> Any:
+def build_model(pp: int = 1, *, first: bool = True, last: bool = True) -> Any:
     """CHANGE 1: the whole model, or a stage of it. Dropout is off, for stages would draw other numbers."""
     torch.manual_seed(0)
     model_parallel_cuda_manual_seed(0)
@@ -61,7 +61,8 @@ def microbatches() -> list[tuple[Tensor, ...]]:
 def my_step(model: Any, microbatches: list[Any]) -> Any:
     """CHANGE 3: your layout, and your step. This runs on every rank."""
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=RANKS)
-    chunk = build_model(RANKS, parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage())
+    first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+    chunk = build_model(RANKS, first=first, last=last)
     wrapped = DistributedDataParallel(chunk.config, DistributedDataParallelConfig(), chunk)
     chunk.config.finalize_model_grads_func = finalize_model_grads
     with megatron.observed(wrapped, forward_step, microbatches, model) as seen:
