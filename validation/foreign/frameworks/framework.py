@@ -36,7 +36,7 @@ class Framework:
                 raise
             raise self.error(f"{self.name} is not installed: {self.install}") from None
         found = getattr(package, "__version__", "of no version")
-        if not found.startswith(tuple(f"{one}." for one in self.known)):
+        if not f"{found}.".startswith(tuple(f"{one}." for one in self.known)):
             known = ", ".join(self.known)
             raise self.error(f"{self.name} is {found}: this pipeproof knows {known}, so install one of it")
         return importlib.import_module(f"{self.package}.{name}") if name else package
