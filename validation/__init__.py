@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import pipeproof.foreign as whitebox
     import pipeproof.records.frameworks.deepspeed as deepspeed
     import pipeproof.records.frameworks.megatron as megatron
+    import pipeproof.records.frameworks.nanotron as nanotron
     import pipeproof.records.frameworks.torchtitan as torchtitan
     from pipeproof.cases.case import Case as Case
     from pipeproof.cases.case import CaseError as CaseError
@@ -58,6 +59,7 @@ _HOMES = {
 _MODULES = {
     "deepspeed": "records.frameworks.deepspeed",
     "megatron": "records.frameworks.megatron",
+    "nanotron": "records.frameworks.nanotron",
     "torchtitan": "records.frameworks.torchtitan",
     "whitebox": "foreign",
 }
@@ -80,6 +82,7 @@ __all__ = [
     "check_step",
     "deepspeed",
     "megatron",
+    "nanotron",
     "record_step",
     "torchtitan",
     "validate",

@@ -1,6 +1,5 @@
 """A tiny Llama of nanotron's and a trainer with it, as nanotron's own trainer makes them, on CPUs."""
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -23,6 +22,9 @@ from nanotron.parallel.pipeline_parallel.engine import (
 from nanotron.scaling.parametrization import ParametrizationMethod
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+
+import pipeproof
+from pipeproof.foreign import HandedBack
 
 ROWS, SEQUENCE, WORDS, WIDTH = 2, 8, 32, 16
 ENGINES = {"1f1b": OneForwardOneBackwardPipelineEngine, "afab": AllForwardAllBackwardPipelineEngine}
@@ -148,3 +150,20 @@ def data_of(microbatches: int) -> list[dict[str, Tensor]]:
             }
         )
     return made
+
+
+def step(layout: Layout, model: nn.Module, microbatches: list[dict[str, Tensor]]) -> HandedBack:
+    trainer = Trainer(layout, len(microbatches))
+    with pipeproof.nanotron.observed(trainer, microbatches, model) as seen:
+        trainer.training_step(seen.data_iterator)
+    return seen.handed_back()
+
+
+def judged(layout: Layout, *, microbatches: int = 4, own_step: Any = step, whitebox: Any = None) -> Any:
+    return pipeproof.nanotron.validate(
+        partial(own_step, layout),
+        reference=partial(build, layout),
+        microbatches=data_of(microbatches * layout.dp),
+        ranks=layout.ranks,
+        whitebox=whitebox,
+    )

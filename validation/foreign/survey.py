@@ -51,15 +51,18 @@ class Places:
         others, so that of such most must pass there.
         """
         there = [one for one in seen if one is not None]
-        found: dict[str, set[int]] = {}
-        for one in [one for one in there if one.norm] or there:
+        found: dict[str, tuple[set[int], set[int]]] = {}
+        for k, one in enumerate([one for one in there if one.norm] or there):
             for place, microbatch in self.find(one):
-                found.setdefault(place, set()).add(microbatch)
-        most = max(map(len, found.values()), default=0)
+                numbers, ones = found.setdefault(place, (set(), set()))
+                numbers.add(microbatch)
+                ones.add(k)  # a mask that all microbatches have is one all the same
+        counts = {place: min(map(len, both)) for place, both in found.items()}
+        most = max(counts.values(), default=0)
         short = any(math.prod(one.shape) < _FEW and one.digest not in self._by_content for one in there)
         if short and 2 * most < len(there):
             return ()
-        return tuple(place for place, numbers in found.items() if len(numbers) == most)
+        return tuple(place for place, count in counts.items() if count == most)
 
 
 Both = tuple[Places, Places]  # of tensors, and of gradients

@@ -4,9 +4,8 @@ A user's step makes its engine as ever and calls ``train_batch`` inside ``observ
 from the same layers. Nothing of DeepSpeed is imported before one of these is called.
 """
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial, wraps
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeproof.foreign.frameworks.deepspeed_whole import DEEPSPEED, DeepSpeedError, Whole
-from pipeproof.foreign.frameworks.framework import Named, loss_of_its_own, replaced
+from pipeproof.foreign.frameworks.framework import Named, launched, loss_of_its_own, replaced
 from pipeproof.foreign.frameworks.framework_step import FrameworkStep, Observation, Sight, observing
 from pipeproof.foreign.handed_back import FlatShard, Gradient
 from pipeproof.foreign.validator import WhiteBox
@@ -204,19 +203,10 @@ def _left_as_it_was(step: Callable[[Any, list[Any]], Any], model: nn.Module, mic
         return step(model, microbatches)
 
 
-@contextmanager
-def _launched(device: str) -> Iterator[None]:
+def _launched(device: str) -> AbstractContextManager[None]:
     """While this is open, the environment has what a launcher of DeepSpeed's would have set."""
-    rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
-    wanted = {"LOCAL_RANK": rank, "RANK": rank, "LOCAL_SIZE": ranks, "WORLD_SIZE": ranks}
-    wanted |= {"DS_ACCELERATOR": "cpu"} if device == "cpu" else {}
-    added = {name: value for name, value in wanted.items() if name not in os.environ}
-    os.environ.update(added)
-    try:
-        yield
-    finally:
-        for name in added:
-            del os.environ[name]
+    on_cpu = {"DS_ACCELERATOR": "cpu"} if device == "cpu" else {}
+    return launched(LOCAL_SIZE=str(dist.get_world_size()), **on_cpu)
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """What every adapter of a framework needs: its package, and sentences for what it does not cover."""
 
 import importlib
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeproof.foreign.reference_run import WhiteBoxError, name_of
@@ -120,3 +122,17 @@ def replaced(place: Any, name: str, by: Callable[..., Any]) -> Iterator[None]:
 def loss_of_its_own(output: Tensor, _: Tensor) -> Tensor:
     """For a reference that gives the loss itself."""
     return output
+
+
+@contextmanager
+def launched(**more: str) -> Iterator[None]:
+    """While this is open, the environment has what a launcher would have set on this rank, and ``more``."""
+    rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
+    wanted = {"LOCAL_RANK": rank, "RANK": rank, "WORLD_SIZE": ranks, **more}
+    added = {name: value for name, value in wanted.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]

@@ -314,10 +314,15 @@ def _state_kept() -> Iterator[None]:
     ranks, states = core("distributed"), core("parallel.pipeline_parallel.state")
     kinds = (states.PipelineBatchState, states.PipelineTrainBatchState, states.PipelineEvalBatchState)
     queues = [one for kind in kinds for one in vars(kind).values() if isinstance(one, deque)]
-    try:
-        yield
-    finally:
+
+    def forget() -> None:
         for cached in (ranks.get_rank, ranks.get_global_rank):
             cached.cache_clear()
         for queue in queues:
             queue.clear()
+
+    forget()
+    try:
+        yield
+    finally:
+        forget()

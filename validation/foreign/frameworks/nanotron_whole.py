@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -160,6 +160,8 @@ def alone() -> Iterator[None]:
     with ExitStack() as stack:
         for name, function in _OF_ONE.items():
             stack.enter_context(replaced(place, name, function))
+        default = SimpleNamespace(distributed_c10d=SimpleNamespace(_get_default_group=_One), is_initialized=lambda: True)
+        stack.enter_context(mock.patch.object(core("logging.base"), "torch_dist", default))
         yield
 
 

@@ -1,0 +1,106 @@
+"""Nanotron, as users reach it at ``pipeproof.nanotron``: a step that pipeproof starts, or one of a running job."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipeproof.foreign.frameworks.framework import loss_of_its_own
+from pipeproof.foreign.frameworks.nanotron import check_count, observed, step_of, validate
+from pipeproof.foreign.frameworks.nanotron_whole import NANOTRON, Microbatch, NanotronError, Packed, Whole
+from pipeproof.records.frameworks.framework_job import JobStep, checking
+from pipeproof.records.frameworks.recording import StepRecording, recording
+from pipeproof.records.single_device import SingleDevice
+from pipeproof.records.step_check import StepCheck
+from pipeproof.worlds.side_store import RanksAbsent, exchange
+
+__all__ = ["NanotronError", "check_step", "observed", "record_step", "validate"]
+
+
+def check_step(
+    trainer: Any,
+    microbatches: Sequence[Microbatch] | None,
+    *,
+    reference: Callable[[Any], nn.Module],
+    floors: bool = True,
+    timeout_s: float = 300.0,
+) -> AbstractContextManager[StepCheck]:
+    """A context manager around one ``trainer.training_step`` of a running job. Every rank enters it.
+
+    After the block there is a ``verdict``. The job keeps its weights, optimizer and random numbers. It goes on in any
+    case: what is not covered makes the verdict unknown.
+
+    trainer: nanotron's, or what has its model, parallel_context, optimizer and grad_accumulator. microbatches: those
+    that this rank's replica trains in the step, as its dataloader gives them: what this rank has a pointer for comes
+    from the rank of its pipeline that has it. None on a rank that has nothing of them. reference: builds the model for
+    a ``ParallelContext``; it is given one of a single rank. floors and timeout_s are those of ``SingleDevice`` and
+    ``check_step``; the second bounds the wait for other ranks' microbatches, too.
+    """
+    return checking(partial(_step, trainer, microbatches, reference, floors, timeout_s), timeout_s=timeout_s)
+
+
+def record_step(
+    trainer: Any, microbatches: Sequence[Microbatch] | None, path: str, *, timeout_s: float = 300.0
+) -> AbstractContextManager[StepRecording]:
+    """A context manager around one step of a running job, which records what the step gave. Every rank enters it.
+
+    Rank 0 writes the record into the file at ``path``, for ``pipeproof diff`` and ``compare``. What cannot be recorded
+    is a warning there, and nothing is written. The job keeps its weights, optimizer and random numbers, and goes on.
+
+    trainer, microbatches: as for ``check_step``; the record has digests of the microbatches' tensors alone. timeout_s
+    bounds each wait for the other ranks.
+    """
+    return recording(partial(step_of, trainer), microbatches, path, framework=NANOTRON, timeout_s=timeout_s)
+
+
+def _step(
+    trainer: Any,
+    microbatches: Sequence[Microbatch] | None,
+    reference: Callable[[Any], nn.Module],
+    floors: bool,
+    timeout_s: float,
+) -> JobStep:
+    joined = _joined(trainer, microbatches, timeout_s)  # first: every rank comes to it, whatever it is given
+    step = step_of(trainer)
+    check_count(trainer, joined)
+    packed = Packed.of(joined)
+    whole = SingleDevice(partial(Whole, reference, packed.names), loss_of_its_own, floors=floors)
+    return JobStep(step, [(packed.pack(one), torch.empty(0)) for one in joined], whole)
+
+
+def _joined(
+    trainer: Any, microbatches: Sequence[Microbatch] | None, timeout_s: float
+) -> list[dict[str, Any]]:
+    """The microbatches of this rank's replica with what the ranks of its pipeline have of each. All ranks call it."""
+    replica = _replica(trainer)
+    try:
+        every = exchange().gather((replica, _held(microbatches)), what="the step's microbatches", bound_s=timeout_s)
+    except RanksAbsent as absent:
+        raise NanotronError(f"the step's microbatches are not known: {absent}") from None
+    joined = [dict(one) if isinstance(one, Mapping) else one for one in microbatches or ()]
+    for _, held in (one for one in every if one[0] == replica):
+        joined = joined or [{} for _ in held]
+        for one, more in zip(joined, held, strict=False):
+            if isinstance(one, dict):
+                one.update({name: tensor for name, tensor in more.items() if not isinstance(one.get(name), Tensor)})
+    return joined
+
+
+def _replica(trainer: Any) -> int | None:
+    """The number of this rank's replica; None where the trainer does not tell."""
+    group = getattr(getattr(trainer, "parallel_context", None), "dp_pg", None)
+    return dist.get_rank(group) if isinstance(group, dist.ProcessGroup) else None
+
+
+def _held(microbatches: Any) -> list[dict[str, Tensor]]:
+    """The tensors that this rank has of them."""
+    if not isinstance(microbatches, Sequence):
+        return []
+    return [
+        {name: tensor for name, tensor in one.items() if isinstance(tensor, Tensor)} if isinstance(one, Mapping) else {}
+        for one in microbatches
+    ]
