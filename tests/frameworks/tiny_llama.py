@@ -1,14 +1,15 @@
 """A tiny Llama of nanotron's and a trainer with it, as nanotron's own trainer makes them, on CPUs."""
 
+import tests.frameworks.nanotron_on_cpu  # noqa: F401  # nanotron is imported as that says
+
+# isort: split
+
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import tests.frameworks.nanotron_on_cpu  # noqa: F401  # first
-
 import torch
-import torch.distributed as dist
 from nanotron import trainer as trainers
 from nanotron.config import AdamWOptimizerArgs, LlamaConfig, LRSchedulerArgs, OptimizerArgs, ParallelismArgs
 from nanotron.helpers import init_optimizer_and_grad_accumulator, lr_scheduler_builder
@@ -97,9 +98,7 @@ def optimizer_args(layout: Layout) -> OptimizerArgs:
         clip_grad=layout.clip,
         accumulate_grad_in_fp32=layout.fp32_sums,
         learning_rate_scheduler=LRSchedulerArgs(learning_rate=0.01, lr_warmup_style="constant"),
-        optimizer_factory=AdamWOptimizerArgs(
-            adam_eps=1e-8, adam_beta1=0.9, adam_beta2=0.95, torch_adam_is_fused=False
-        ),
+        optimizer_factory=AdamWOptimizerArgs(adam_eps=1e-8, adam_beta1=0.9, adam_beta2=0.95, torch_adam_is_fused=False),
     )
 
 
@@ -159,11 +158,20 @@ def step(layout: Layout, model: nn.Module, microbatches: list[dict[str, Tensor]]
     return seen.handed_back()
 
 
-def judged(layout: Layout, *, microbatches: int = 4, own_step: Any = step, whitebox: Any = None) -> Any:
+def adam_w(model: nn.Module) -> torch.optim.Optimizer:
+    """As the trainer's, for the whole model."""
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    return torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01)
+
+
+def judged(
+    layout: Layout, *, microbatches: int = 4, own_step: Any = step, updated: bool = False, whitebox: Any = None
+) -> Any:
     return pipeproof.nanotron.validate(
         partial(own_step, layout),
         reference=partial(build, layout),
         microbatches=data_of(microbatches * layout.dp),
         ranks=layout.ranks,
+        optimizer=adam_w if updated else None,
         whitebox=whitebox,
     )

@@ -99,7 +99,7 @@ def bare(model: Any) -> Any:
 
 
 def gradients_of(trainer: Any) -> dict[nn.Parameter, Gradient]:
-    """The gradients that the trainer's optimizer is about to take, where they are: in fp32, if they are summed in it."""
+    """The gradients that the trainer's optimizer is about to take, where it has them."""
     sums = trainer.grad_accumulator
     named = bare(trainer.model).get_named_params_with_correct_tied()
     return {

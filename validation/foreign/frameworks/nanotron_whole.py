@@ -160,7 +160,9 @@ def alone() -> Iterator[None]:
     with ExitStack() as stack:
         for name, function in _OF_ONE.items():
             stack.enter_context(replaced(place, name, function))
-        default = SimpleNamespace(distributed_c10d=SimpleNamespace(_get_default_group=_One), is_initialized=lambda: True)
+        default = SimpleNamespace(
+            distributed_c10d=SimpleNamespace(_get_default_group=_One), is_initialized=lambda: True
+        )
         stack.enter_context(mock.patch.object(core("logging.base"), "torch_dist", default))
         yield
 

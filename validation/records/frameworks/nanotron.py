@@ -1,7 +1,7 @@
 """Nanotron, as users reach it at ``pipeproof.nanotron``: a step that pipeproof starts, or one of a running job."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -43,9 +43,10 @@ def check_step(
     return checking(partial(_step, trainer, microbatches, reference, floors, timeout_s), timeout_s=timeout_s)
 
 
+@contextmanager
 def record_step(
     trainer: Any, microbatches: Sequence[Microbatch] | None, path: str, *, timeout_s: float = 300.0
-) -> AbstractContextManager[StepRecording]:
+) -> Iterator[StepRecording]:
     """A context manager around one step of a running job, which records what the step gave. Every rank enters it.
 
     Rank 0 writes the record into the file at ``path``, for ``pipeproof diff`` and ``compare``. What cannot be recorded
@@ -54,7 +55,12 @@ def record_step(
     trainer, microbatches: as for ``check_step``; the record has digests of the microbatches' tensors alone. timeout_s
     bounds each wait for the other ranks.
     """
-    return recording(partial(step_of, trainer), microbatches, path, framework=NANOTRON, timeout_s=timeout_s)
+    try:
+        joined = _joined(trainer, microbatches, timeout_s) or None
+    except NanotronError:
+        joined = None  # whose data it is is not known
+    with recording(partial(step_of, trainer), joined, path, framework=NANOTRON, timeout_s=timeout_s) as seen:
+        yield seen
 
 
 def _step(
@@ -72,9 +78,7 @@ def _step(
     return JobStep(step, [(packed.pack(one), torch.empty(0)) for one in joined], whole)
 
 
-def _joined(
-    trainer: Any, microbatches: Sequence[Microbatch] | None, timeout_s: float
-) -> list[dict[str, Any]]:
+def _joined(trainer: Any, microbatches: Sequence[Microbatch] | None, timeout_s: float) -> list[dict[str, Any]]:
     """The microbatches of this rank's replica with what the ranks of its pipeline have of each. All ranks call it."""
     replica = _replica(trainer)
     try:

@@ -1,0 +1,87 @@
+"""A step of a running job of nanotron's under pipeproof: right ones pass, faults are named, and the job goes on.
+
+``ci/frameworks`` runs this in an environment that has nanotron; elsewhere it is skipped.
+"""
+
+import pytest
+
+pytest.importorskip("nanotron", reason="nanotron is not installed: ci/frameworks installs it from NANOTRON, a checkout")
+
+from pathlib import Path
+
+from pipeproof import World
+from pipeproof.records.compare import compare
+from tests.frameworks import llama_job
+from tests.frameworks.nanotron_faults import FAULTS, SUMS
+from tests.frameworks.tiny_llama import Layout
+
+RIGHT = {
+    "1f1b": (Layout(), "fp32"),
+    "afab-tied": (Layout(engine="afab", tied=True), "fp32"),
+    "summed-in-fp32": (SUMS, "bf16"),
+    "replicas-ddp-tied-zero-1": (Layout(dp=2, zero=1, tied=True), "fp32"),
+    "unclipped": (Layout(clip=None), "bitwise"),
+}
+NAMED = {  # what the step's numbers alone tell: no messages between stages are seen
+    "not-divided": ("scale", "everywhere"),
+    "tied-not-synced": FAULTS["tied-not-synced"],
+    "tied-averaged": FAULTS["tied-averaged"],
+    "replicas-not-synced": ("not-reduced", "stage 0"),
+    "replicas-summed": ("scale", "everywhere"),
+    "norm-of-one-stage": ("norm", "everywhere"),
+    "norm-counts-copies": ("norm", "everywhere"),
+    "last-in-first-out": ("swapped-gradients", "rank 0, stage 0, microbatches 0, 1, 2, 3"),
+    "half-kept": ("doubled", "microbatches 0, 1, 2"),
+}
+
+
+@pytest.mark.pipeproof_ranks
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_step_passes_and_the_job_is_as_without_a_check(name: str, world: World) -> None:
+    layout, tier = RIGHT[name]
+    for verdict, harmed in world.run(llama_job.checked_and_unchecked, layout, ranks=layout.pp * layout.dp):
+        assert (verdict.verdict, verdict.tier) == ("pass", tier), str(verdict)
+        passed = {law.name for law in verdict.laws if law.outcome == "pass"}
+        assert passed >= {"gradient", "loss", "parameters-once"}
+        assert ("grad-norm" in passed) == (layout.clip is not None)
+        assert harmed == []
+
+
+@pytest.mark.pipeproof_ranks
+@pytest.mark.parametrize("name", NAMED)
+def test_a_fault_in_a_job_is_caught_and_named(name: str, world: World) -> None:
+    layout, said = FAULTS[name].layout, NAMED[name]
+    kind, place = said if isinstance(said, tuple) else (said.kind, said.places[0])
+    for verdict in world.run(llama_job.checked, layout, name, ranks=layout.pp * layout.dp):
+        assert verdict.verdict == "fail", str(verdict)
+        assert (verdict.cause[0].kind, verdict.cause[0].place) == (kind, place), str(verdict)
+
+
+@pytest.mark.pipeproof_ranks
+def test_what_afab_keeps_of_a_step_that_raised_is_found_in_the_next(world: World) -> None:
+    """Nothing is planted: nanotron's queues are of the class, and outlive a step."""
+    for verdict in world.run(llama_job.tried_again, Layout(engine="afab"), ranks=2):
+        assert verdict.verdict == "fail", str(verdict)
+        assert [(cause.kind, cause.place) for cause in verdict.cause] == [("doubled", "microbatches 0, 1")]
+
+
+@pytest.mark.pipeproof_ranks
+def test_gradients_that_were_not_cleared_are_found_in_the_next_step(world: World) -> None:
+    for verdict in world.run(llama_job.not_cleared, SUMS, ranks=2):
+        assert verdict.verdict == "fail", str(verdict)
+        assert {cause.kind for cause in verdict.cause} <= {"doubled", "scale"}, str(verdict)
+
+
+@pytest.mark.pipeproof_ranks
+def test_what_is_no_trainer_is_said_and_the_job_goes_on(world: World) -> None:
+    for said, trained in world.run(llama_job.refused, Layout(), ranks=2):
+        assert "the trainer is a str without model: expected nanotron's DistributedTrainer" in said
+        assert trained
+
+
+@pytest.mark.pipeproof_ranks
+def test_two_recorded_steps_are_compared(world: World, tmp_path: Path) -> None:
+    paths = [tmp_path / f"{name}.json" for name in ("1f1b", "afab")]
+    for path in paths:
+        world.run(llama_job.recorded, Layout(engine=path.stem), str(path), ranks=2)
+    assert compare(*map(str, paths)).verdict == "pass"
