@@ -56,6 +56,8 @@ PARTS: Mapping[str, Sequence[Name]] = {
         Name("pipeproof", "deepspeed.observed", "validation/foreign/frameworks/deepspeed.py", own="observed"),
         Name("pipeproof", "torchtitan.validate", "validation/foreign/frameworks/torchtitan.py", own="validate"),
         Name("pipeproof", "torchtitan.observed", "validation/foreign/frameworks/torchtitan.py", own="observed"),
+        Name("pipeproof", "nanotron.validate", "validation/foreign/frameworks/nanotron.py", own="validate"),
+        Name("pipeproof", "nanotron.observed", "validation/foreign/frameworks/nanotron.py", own="observed"),
     ),
     "A running job": (
         Name(
@@ -72,6 +74,8 @@ PARTS: Mapping[str, Sequence[Name]] = {
         Name("pipeproof", "megatron.record_step", "validation/records/frameworks/megatron.py", own="record_step"),
         Name("pipeproof", "torchtitan.check_step", "validation/records/frameworks/torchtitan.py", own="check_step"),
         Name("pipeproof", "torchtitan.record_step", "validation/records/frameworks/torchtitan.py", own="record_step"),
+        Name("pipeproof", "nanotron.check_step", "validation/records/frameworks/nanotron.py", own="check_step"),
+        Name("pipeproof", "nanotron.record_step", "validation/records/frameworks/nanotron.py", own="record_step"),
         Name("pipeproof", "record_step", "validation/records/step_record.py"),
         Name("pipeproof", "write_record", "validation/records/step_record.py"),
     ),

@@ -12,11 +12,12 @@ from pipeproof.commands import init
 from tests.support.guides import PAGES, ROOT, blocks
 
 PAGE = "validation/guides/{}.md"
-PACKAGES = {"megatron": "megatron.core", "deepspeed": "deepspeed", "torchtitan": "torchtitan"}
+PACKAGES = {"megatron": "megatron.core", "deepspeed": "deepspeed", "torchtitan": "torchtitan", "nanotron": "nanotron"}
 FIRST = {
     "megatron": "import tests.frameworks.on_cpu\n",
     "deepspeed": "",
     "torchtitan": "",
+    "nanotron": "import tests.frameworks.nanotron_on_cpu\n",
 }  # what the guide leaves to a GPU
 
 # How a guide's programs are run, by how their files begin, in the order in which it shows what they print.

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pipeproof import World
 from pipeproof.records.compare import compare
+from pipeproof.records.record_file import read
 from tests.frameworks import llama_job
 from tests.frameworks.nanotron_faults import FAULTS, SUMS
 from tests.frameworks.tiny_llama import Layout
@@ -81,7 +82,8 @@ def test_what_is_no_trainer_is_said_and_the_job_goes_on(world: World) -> None:
 
 @pytest.mark.pipeproof_ranks
 def test_two_recorded_steps_are_compared(world: World, tmp_path: Path) -> None:
-    paths = [tmp_path / f"{name}.json" for name in ("1f1b", "afab")]
+    paths = [tmp_path / f"{name}.safetensors" for name in ("1f1b", "afab")]
     for path in paths:
         world.run(llama_job.recorded, Layout(engine=path.stem), str(path), ranks=2)
-    assert compare(*map(str, paths)).verdict == "pass"
+    verdict = compare(*map(read, map(str, paths)))
+    assert verdict.verdict == "pass", str(verdict)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from nanotron import trainer as trainers
 from nanotron.config import AdamWOptimizerArgs, LlamaConfig, LRSchedulerArgs, OptimizerArgs, ParallelismArgs
 from nanotron.helpers import init_optimizer_and_grad_accumulator, lr_scheduler_builder
@@ -20,6 +21,7 @@ from nanotron.parallel.pipeline_parallel.engine import (
     AllForwardAllBackwardPipelineEngine,
     OneForwardOneBackwardPipelineEngine,
 )
+from nanotron.parallel.tied_parameters import get_tied_id_to_param
 from nanotron.scaling.parametrization import ParametrizationMethod
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -108,6 +110,8 @@ class Trainer(trainers.DistributedTrainer):
     def __init__(self, layout: Layout, microbatches: int) -> None:
         self.parallel_context = ParallelContext(1, layout.pp, layout.dp)
         model = build(layout, self.parallel_context)
+        for (_, ranks), one in get_tied_id_to_param([*model.parameters()], model).items():
+            dist.all_reduce(one.data, op=dist.ReduceOp.AVG, group=self.parallel_context.world_ranks_to_pg[ranks])
         self.unwrapped_model = model
         model.module_id_to_prefix = {id(module): f"{name}." for name, module in model.named_modules()} | {id(model): ""}
         self.model = model

@@ -112,7 +112,7 @@ def step_of(trainer: Any) -> FrameworkStep:
     check_covered(trainer)
     model, losses = bare(trainer.model), list[Tensor]()
     stage = Stage(model)
-    number: int = dist.get_rank(trainer.parallel_context.pp_pg)
+    number: int = trainer.parallel_context.pp_pg.rank()
     return FrameworkStep(
         {number: stage} if any(True for _ in model.parameters()) else {},
         lambda _, name: name,  # blocks are numbered in the whole model, and have their names there
@@ -218,7 +218,7 @@ def cut(microbatch: Microbatch, trainer: Any) -> dict[str, Any]:
     """What this rank has of a microbatch, as nanotron's collators give it: labels at the last stage, the rest at the
     first, and elsewhere a pointer to the rank that has it."""
     pointer = core("parallel.pipeline_parallel.tensor_pointer").TensorPointer
-    model, rank = bare(trainer.model), dist.get_rank(trainer.parallel_context.pp_pg)
+    model, rank = bare(trainer.model), trainer.parallel_context.pp_pg.rank()
     at = {name: model.output_pp_rank if name.startswith("label") else model.input_pp_rank for name in microbatch}
     return {name: one if at[name] == rank else pointer(group_rank=at[name]) for name, one in microbatch.items()}
 
@@ -261,7 +261,7 @@ def check_count(trainer: Any, microbatches: Sequence[Any]) -> None:
 
 def _check_neighbours(context: Any) -> None:
     """Raise ``NanotronError`` where ranks are numbered otherwise than ``whitebox.validate`` numbers them."""
-    rank, stage = dist.get_rank(), dist.get_rank(context.pp_pg)
+    rank, stage = dist.get_rank(), context.pp_pg.rank()
     if stage != rank // context.data_parallel_size:
         raise NanotronError(
             f"rank {rank} has stage {stage}, expected {rank // context.data_parallel_size}: ranks of a stage have to "

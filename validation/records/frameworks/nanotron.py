@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeproof.foreign.frameworks.framework import loss_of_its_own
@@ -97,7 +96,7 @@ def _joined(trainer: Any, microbatches: Sequence[Microbatch] | None, timeout_s: 
 def _replica(trainer: Any) -> int | None:
     """The number of this rank's replica; None where the trainer does not tell."""
     group = getattr(getattr(trainer, "parallel_context", None), "dp_pg", None)
-    return dist.get_rank(group) if isinstance(group, dist.ProcessGroup) else None
+    return None if group is None else int(group.rank())
 
 
 def _held(microbatches: Any) -> list[dict[str, Tensor]]:

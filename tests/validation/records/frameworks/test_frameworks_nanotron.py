@@ -1,0 +1,117 @@
+"""One step of a running job of nanotron's, on a model that is like its: judged, or refused with a sentence."""
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import pipeproof
+from pipeproof.judging.verdict import Verdict
+from tests.support.like_nanotron import DATA, NanotronModel, TensorPointer, Trainer, clip_grad_norm, installed
+
+
+@pytest.fixture(autouse=True)
+def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch)
+
+
+def judged(trainer: Any, *, microbatches: Any = DATA, divisor: float = 2, **config: Any) -> Verdict:
+    inside = clip_grad_norm.__closure__[0].cell_contents  # type: ignore[attr-defined]  # a function that torch wraps
+    with pipeproof.nanotron.check_step(
+        trainer, microbatches, reference=lambda context: NanotronModel(**config), timeout_s=5
+    ) as check:
+        if isinstance(trainer, Trainer) and isinstance(trainer.model, NanotronModel):
+            before = [one.detach().clone() for one in trainer.model.parameters()]
+            trainer.training_step(iter(DATA), divisor)
+            assert not any(map(torch.equal, before, trainer.model.parameters())), "it has trained in any case"
+    assert clip_grad_norm.__closure__[0].cell_contents is inside  # type: ignore[attr-defined]
+    assert sys.modules["nanotron.distributed"].get_rank() == 0
+    assert "step" not in vars(getattr(trainer, "optimizer", SimpleNamespace()))
+    return check.verdict
+
+
+def test_a_right_step_passes_before_it_is_clipped() -> None:
+    trainer = Trainer()
+    nn.init.constant_(trainer.model.first.pp_block.weight, 0.25)  # type: ignore[union-attr,arg-type]  # it has trained
+    verdict = judged(trainer)
+    assert verdict.verdict == "pass", str(verdict)
+    assert {name: verdict.law(name).checked for name in ("loss", "gradient", "grad-norm")} == {
+        "loss": 2,
+        "gradient": 4,
+        "grad-norm": 1,
+    }
+
+
+def test_a_loss_that_is_not_divided_is_named() -> None:
+    assert [cause.kind for cause in judged(Trainer(), divisor=1).cause] == ["scale"]
+
+
+def test_a_block_without_a_step_is_said() -> None:
+    with pipeproof.nanotron.check_step(Trainer(), DATA, reference=lambda _: NanotronModel(), timeout_s=5) as check:
+        pass
+    assert "call trainer.training_step in it" in str(check.verdict)
+
+
+def changed(**what: Any) -> Trainer:
+    trainer = Trainer()
+    for name, value in what.items():
+        owner, _, leaf = name.rpartition("__")
+        place: Any = trainer
+        for step in filter(None, owner.split("__")):
+            place = getattr(place, step)
+        setattr(place, leaf, value)
+    return trainer
+
+
+POINTED = [{**one, "label_ids": TensorPointer(1)} for one in DATA]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "given", "sentence"),
+    [
+        (lambda: "none", {}, "the trainer is a str without model: expected nanotron's DistributedTrainer"),
+        (
+            lambda: changed(parallel_context__tensor_parallel_size=2),
+            {},
+            "tensor_parallel_size is 2: pipeproof",
+        ),
+        (lambda: changed(parallel_context__context_parallel_size=2), {}, "context_parallel_size is 2"),
+        (lambda: changed(parallel_context__expert_parallel_size=2), {}, "expert_parallel_size is 2"),
+        (lambda: Trainer(moe_config="8 experts"), {}, "moe_config is 8 experts: pipeproof.nanotron covers None"),
+        (lambda: Trainer(resid_pdrop=0.1), {}, "resid_pdrop is 0.1: pipeproof.nanotron covers 0.0 only"),
+        (lambda: changed(model__dropout=nn.Dropout(0.1)), {}, "dropout drops out with p=0.1: set p to 0"),
+        (lambda: changed(model__first__rank=1), {}, "block first is on rank 1, and second behind it on 0"),
+        (lambda: changed(model=nn.Linear(2, 2)), {}, "the model is a Linear: expected a NanotronModel"),
+        (lambda: changed(pipeline_engine=3), {}, "the pipeline engine is a int: expected one of nanotron's"),
+        (Trainer, {"microbatches": DATA[:1]}, "batch_accumulation_per_replica is 2, and the step has 1 microbatches"),
+        (Trainer, {"microbatches": [*DATA[:1], 3]}, "microbatch 1 is a int: expected tensors by name"),
+        (Trainer, {"microbatches": POINTED}, "microbatch 0 has a TensorPointer as label_ids: expected tensors only"),
+        (Trainer, {"microbatches": None}, "batch_accumulation_per_replica is 2, and the step has 0 microbatches"),
+        (Trainer, {"tied": ["first.pp_block.weight", "second.pp_block.weight"]}, "call nanotron.trainer.mark_tied"),
+        (Trainer, {"moe_config": 3}, "moe_config is 3"),
+    ],
+)
+def test_what_is_not_covered_is_said_and_the_job_goes_on(trainer: Any, given: Any, sentence: str) -> None:
+    verdict = judged(trainer(), **given)
+    assert verdict.verdict == "unknown"
+    assert sentence in str(verdict)
+
+
+def test_a_version_that_is_not_known_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, version="0.5.1")
+    assert "nanotron is 0.5.1: this pipeproof knows 0.4, so install one of it" in str(judged(Trainer()))
+
+
+def test_a_package_that_does_not_import_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nanotron.parallel.pipeline_parallel.engine", None)
+    said = str(judged(Trainer()))
+    assert "nanotron does not import" in said
+    assert "PyPI has that of 2024" in said
+
+
+def test_a_package_that_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nanotron", None)
+    assert "nanotron is not installed: pip install --no-deps git+https" in str(judged(Trainer()))
