@@ -1,6 +1,7 @@
 """The guides to frameworks: their programs run and print what they show, and their tables are those of the faults."""
 
 import importlib
+import os
 import re
 import subprocess
 import sys
@@ -19,6 +20,7 @@ FIRST = {
     "torchtitan": "",
     "nanotron": "import tests.frameworks.nanotron_on_cpu\n",
 }  # what the guide leaves to a GPU
+AT_START = ("nanotron",)  # which needs it on every rank before anything of it is imported
 
 # How a guide's programs are run, by how their files begin, in the order in which it shows what they print.
 COMMANDS = (["check_"], ["-m", "torch.distributed.run", "--nproc-per-node", "2", "train_"])
@@ -28,6 +30,7 @@ WRONG = {  # what to put in place of what, in what init writes
     "megatron": ("forward_step, microbatches, model)", "forward_step, microbatches[::-1], model)"),
     "deepspeed": ("num_stages=RANKS, loss_fn=loss_fn", "num_stages=RANKS, loss_fn=lambda *given: 2 * loss_fn(*given)"),
     "torchtitan": ("for _, labels in microbatches]).sum()", "for _, labels in microbatches]).sum() * 2"),
+    "nanotron": ("seen.data_iterator, count, None)", "seen.data_iterator, count // 2, None)"),
 }
 
 
@@ -62,15 +65,24 @@ def test_its_table_says_of_every_fault_what_the_verdict_says(framework: str) -> 
     assert shown == [(name, one.kind, "; ".join(dict.fromkeys(one.places))) for name, one in faults.items()]
 
 
+def shimmed(framework: str, content: str) -> str:
+    """``content`` with what it leaves to a GPU, where the model is made; nanotron does not import without it."""
+    seed = "    torch.manual_seed(0)\n"
+    shim = "" if framework in AT_START else FIRST[framework]
+    return content.replace(seed, f"    {shim}{seed}") if shim else content
+
+
 def test_what_init_writes_passes_as_it_is_and_is_red_where_the_step_is_wrong(framework: str, tmp_path: Path) -> None:
     right, (place, wrong) = init.text(framework), WRONG[framework]
     assert right.count(place) == 1
     for name, content in (("right", right), ("wrong", right.replace(place, wrong))):
-        shimmed = content.replace("    torch.manual_seed(0)\n", f"    {FIRST[framework]}    torch.manual_seed(0)\n")
-        (tmp_path / f"test_{name}.py").write_text(shimmed if FIRST[framework] else content)
+        (tmp_path / f"test_{name}.py").write_text(shimmed(framework, content))
     (tmp_path / "tests").symlink_to(ROOT / "tests")
+    if framework in AT_START:
+        (tmp_path / "sitecustomize.py").write_text(FIRST[framework])
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
     line = [sys.executable, "-m", "pytest", "-W", "ignore", "-rA", "-p", "no:cacheprovider", *FILES]
-    ended = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    ended = subprocess.run(line, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 1, ended.stdout
     assert "PASSED test_right.py::test_my_pipeline" in ended.stdout, ended.stdout
     assert "FAILED test_wrong.py::test_my_pipeline" in ended.stdout, ended.stdout

@@ -12,7 +12,7 @@ from pipeproof.pipeline.schedules import known_are
 from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.output_file import OutputError
 
-STARTERS = ("custom", "torch", "own", "megatron", "deepspeed", "torchtitan")
+STARTERS = ("custom", "torch", "own", "megatron", "deepspeed", "torchtitan", "nanotron")
 _NAME = "test_my_pipeline.py"
 
 

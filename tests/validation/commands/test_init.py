@@ -9,10 +9,11 @@ from pipeproof.commands.init import STARTERS, summary, text, write_new
 from pipeproof.foreign.frameworks.deepspeed_whole import DEEPSPEED
 from pipeproof.foreign.frameworks.framework import Framework
 from pipeproof.foreign.frameworks.megatron_whole import MEGATRON
+from pipeproof.foreign.frameworks.nanotron_whole import NANOTRON
 from pipeproof.foreign.frameworks.torchtitan_whole import TORCHTITAN
 from pipeproof.worlds.output_file import OutputError
 
-FRAMEWORKS = (MEGATRON, DEEPSPEED, TORCHTITAN)
+FRAMEWORKS = (MEGATRON, DEEPSPEED, TORCHTITAN, NANOTRON)
 
 
 @pytest.fixture(autouse=True)
