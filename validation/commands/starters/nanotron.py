@@ -24,7 +24,7 @@ from pipeproof import nanotron
 from pipeproof.foreign import WhiteBox
 
 RANKS, WORDS, SEQUENCE, ROWS = 2, 64, 8, 2
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DEVICE = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def build_model(context: ParallelContext) -> Any:
