@@ -51,7 +51,8 @@ def declared() -> set[str]:
     extras = (names for extra, names in project["optional-dependencies"].items() if extra != "dev")
     names = [*project["dependencies"], *(name for names in extras for name in names)]
     found = {re.split(r"[^\w-]", name)[0] for name in names}
-    return {name.removesuffix("-core") for name in found} | {"_pytest", "xdist"}  # megatron-core: megatron
+    elsewhere = {"nanotron"}  # from its repository: what the index has does not import
+    return {name.removesuffix("-core") for name in found} | elsewhere | {"_pytest", "xdist"}  # megatron-core: megatron
 
 
 def arrows(source: Source) -> Iterator[str]:
