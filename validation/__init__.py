@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import pipeproof.records.frameworks.deepspeed as deepspeed
     import pipeproof.records.frameworks.megatron as megatron
     import pipeproof.records.frameworks.torchtitan as torchtitan
+    import pipeproof.records.frameworks.transformers as transformers
     from pipeproof.cases.case import Case as Case
     from pipeproof.cases.case import CaseError as CaseError
     from pipeproof.cases.validator import validate as validate
@@ -59,6 +60,7 @@ _MODULES = {
     "deepspeed": "records.frameworks.deepspeed",
     "megatron": "records.frameworks.megatron",
     "torchtitan": "records.frameworks.torchtitan",
+    "transformers": "records.frameworks.transformers",
     "whitebox": "foreign",
 }
 
@@ -82,6 +84,7 @@ __all__ = [
     "megatron",
     "record_step",
     "torchtitan",
+    "transformers",
     "validate",
     "whitebox",
     "write_record",
