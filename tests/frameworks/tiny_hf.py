@@ -35,7 +35,11 @@ Data = Sequence[dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class Layout:
-    """How a step is laid out, and what it is told. own: by PipelineSchedule, not by torch."""
+    """How a step is laid out, and what it is told.
+
+    own: by PipelineSchedule, not by torch. rows: "padded" on the left, with positions that say so; "masked", the same
+    without positions; "packed", two documents in each; or "plain".
+    """
 
     model: str = "llama"
     schedule: str = "1F1B"
@@ -48,7 +52,7 @@ class Layout:
     dtype: str = "float32"
     loss: str = "tokens"
     clipped: bool = False
-    padded: bool = True
+    rows: str = "padded"
     recompute: bool = False
     attention: str = "sdpa"
 
@@ -65,35 +69,45 @@ def build(layout: Layout) -> Any:
     torch.manual_seed(0)
     config = AutoConfig.for_model(layout.model, **SIZES, num_hidden_layers=layout.layers)
     config.tie_word_embeddings = layout.tied
-    for name in DROPOUTS:
-        if hasattr(config, name):
-            setattr(config, name, 0.0)
+    for name, value in {**dict.fromkeys(DROPOUTS, 0.0), "sliding_window": 4, "embedding_multiplier": 12.0}.items():
+        if getattr(config, name, None) is not None:
+            setattr(config, name, value)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=layout.attention)
     if layout.recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.to(getattr(torch, layout.dtype))
 
 
+INPUTS = {
+    "padded": ("attention_mask", "position_ids"),
+    "masked": ("attention_mask",),
+    "packed": ("position_ids",),
+    "plain": (),
+}
+
+
 def names_of_inputs(layout: Layout) -> tuple[str, ...]:
-    return ("attention_mask", "position_ids") if layout.padded else ()
+    return INPUTS[layout.rows]
 
 
 def data_of(layout: Layout, microbatches: int) -> Data:
-    """Rows that are padded on the left, of other lengths each; paddings and prompts do not count in the loss."""
+    """Rows of other lengths each; paddings and prompts do not count in the loss."""
     torch.manual_seed(1)
     return [_microbatch(layout, torch.randint(3, WORDS, (ROWS, SEQUENCE)), number) for number in range(microbatches)]
 
 
 def _microbatch(layout: Layout, words: Tensor, number: int) -> dict[str, Tensor]:
-    labels, mask = words.clone(), torch.ones_like(words)
-    labels[1, : 1 + number] = IGNORED  # a prompt
-    if not layout.padded:
-        return {"input_ids": words, "labels": labels}
-    mask[0, : 1 + number % 4] = 0
-    labels[mask == 0] = IGNORED
-    words = words.masked_fill(mask == 0, 0)
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    return {"input_ids": words, "attention_mask": mask, "position_ids": positions, "labels": labels}
+    labels, mask, places = words.clone(), torch.ones_like(words), torch.arange(SEQUENCE)
+    labels[1, : 1 + number % 6] = IGNORED  # a prompt
+    cut = 2 + number % 5
+    positions = torch.where(places < cut, places, places - cut).repeat(ROWS, 1)
+    if layout.rows in ("padded", "masked"):
+        mask[0, : 1 + number % 4] = 0
+        labels[mask == 0] = IGNORED
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    every = {"attention_mask": mask, "position_ids": positions}
+    given = {name: every[name] for name in names_of_inputs(layout)}
+    return {"input_ids": words.masked_fill(mask == 0, 0), "labels": labels, **given}
 
 
 def loss_fn(layout: Layout, model: Any, tokens: int, logits: Tensor, labels: Tensor) -> Tensor:
