@@ -24,8 +24,6 @@ from tests.frameworks.fault import Plant, patched
 from tests.frameworks.left import differences, left, seed
 from tests.frameworks.tiny_hf import IGNORED, ROWS, SEQUENCE, WORDS
 
-CHECKED = 1  # the number of the step
-
 
 @dataclass(frozen=True)
 class Job:
@@ -38,13 +36,14 @@ class Job:
     dtype: str = "float32"
     loss: str = "tokens"
     max_norm: float = 1.0
+    checked: int = 1  # the number of the step
 
 
 def rows(count: int = 64) -> list[dict[str, Tensor]]:
     """Of which other numbers of labels count."""
     draw = torch.Generator().manual_seed(1)
     found = [torch.randint(3, WORDS, (SEQUENCE,), generator=draw) for _ in range(count)]
-    labels = [torch.where(torch.arange(SEQUENCE) < number % 7, IGNORED, one) for number, one in enumerate(found)]
+    labels = [torch.where(torch.arange(SEQUENCE) < number % 3, IGNORED, one) for number, one in enumerate(found)]
     return [{"input_ids": one, "labels": counts} for one, counts in zip(found, labels, strict=True)]
 
 
@@ -68,7 +67,7 @@ def trainer_of(job: Job, folder: str, kind: type[Trainer] = Trainer, **more: Any
         output_dir=str(Path(folder)),
         per_device_train_batch_size=ROWS,
         gradient_accumulation_steps=job.accumulation,
-        max_steps=CHECKED + 2,
+        max_steps=job.checked + 2,
         max_grad_norm=job.max_norm,
         learning_rate=0.01,
         use_cpu=True,
@@ -148,7 +147,7 @@ FAULTS: dict[str, tuple[Job, Plant, dict[str, Any]]] = {
     "one-lost": (Job(), nothing, {"kind": OneLost}),
     "not-cleared": (Job(), not_cleared, {}),
     "gpt2-first-counted": (Job(model="gpt2"), nothing, {}),
-    "never-synchronised": (Job(ranks=2), never_synchronised, {}),
+    "never-synchronised": (Job(ranks=2, checked=0), never_synchronised, {}),
     "own-tokens": (Job(ranks=2), nothing, {"average_tokens_across_devices": False}),
     "not-multiplied": (Job(ranks=2), not_multiplied, {}),
 }
@@ -162,7 +161,7 @@ def checked(_: RankContext, job: Job, fault: str = "") -> Verdict:
             _, plant, more = FAULTS[fault]
             plant(stack)
         trainer = trainer_of(job, stack.enter_context(launched(job)), **more)
-        with transformers.check_step(trainer, step=CHECKED, loss=job.loss, timeout_s=60.0) as check:
+        with transformers.check_step(trainer, step=job.checked, loss=job.loss, timeout_s=60.0) as check:
             trainer.train()
         return check.verdict
 
@@ -174,7 +173,7 @@ def checked_and_unchecked(_: RankContext, job: Job) -> tuple[Verdict, list[str]]
         seed()
         with launched(job) as folder:
             trainer = trainer_of(job, folder)
-            context = transformers.check_step(trainer, step=CHECKED, loss=job.loss, timeout_s=60.0)
+            context = transformers.check_step(trainer, step=job.checked, loss=job.loss, timeout_s=60.0)
             with context if check_it else nullcontext() as check:
                 trainer.train()
             found.append([left([trainer.model], trainer.optimizer.optimizer, trainer.accelerator)])

@@ -12,11 +12,17 @@ from pipeproof.commands import init
 from tests.support.guides import PAGES, ROOT, blocks
 
 PAGE = "validation/guides/{}.md"
-PACKAGES = {"megatron": "megatron.core", "deepspeed": "deepspeed", "torchtitan": "torchtitan"}
+PACKAGES = {
+    "megatron": "megatron.core",
+    "deepspeed": "deepspeed",
+    "torchtitan": "torchtitan",
+    "transformers": "transformers",
+}
 FIRST = {
     "megatron": "import tests.frameworks.on_cpu\n",
     "deepspeed": "",
     "torchtitan": "",
+    "transformers": "",
 }  # what the guide leaves to a GPU
 
 # How a guide's programs are run, by how their files begin, in the order in which it shows what they print.

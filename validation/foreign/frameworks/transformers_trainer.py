@@ -64,6 +64,8 @@ def _watching(trainer: Any, losses: list[Tensor], sight: Sight) -> Iterator[None
         return inner(loss, *given, **named)
 
     def clip(inner: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        if not accelerator.sync_gradients:  # gradients of later microbatches are to come
+            return inner(*given, **named)
         tell("clipping")
         norm = inner(*given, **named)
         if len(told) == 1 and norm is not None:
