@@ -56,6 +56,9 @@ PARTS: Mapping[str, Sequence[Name]] = {
         Name("pipeproof", "deepspeed.observed", "validation/foreign/frameworks/deepspeed.py", own="observed"),
         Name("pipeproof", "torchtitan.validate", "validation/foreign/frameworks/torchtitan.py", own="validate"),
         Name("pipeproof", "torchtitan.observed", "validation/foreign/frameworks/torchtitan.py", own="observed"),
+        Name("pipeproof", "transformers.validate", "validation/foreign/frameworks/transformers.py", own="validate"),
+        Name("pipeproof", "transformers.observed", "validation/foreign/frameworks/transformers.py", own="observed"),
+        Name("pipeproof", "transformers.Stage", "validation/foreign/frameworks/transformers_stage.py", own="Stage"),
     ),
     "A running job": (
         Name(
@@ -71,6 +74,7 @@ PARTS: Mapping[str, Sequence[Name]] = {
         Name("pipeproof", "megatron.check_step", "validation/records/frameworks/megatron.py", own="check_step"),
         Name("pipeproof", "megatron.record_step", "validation/records/frameworks/megatron.py", own="record_step"),
         Name("pipeproof", "torchtitan.check_step", "validation/records/frameworks/torchtitan.py", own="check_step"),
+        Name("pipeproof", "transformers.check_step", "validation/records/frameworks/transformers.py", own="check_step"),
         Name("pipeproof", "torchtitan.record_step", "validation/records/frameworks/torchtitan.py", own="record_step"),
         Name("pipeproof", "record_step", "validation/records/step_record.py"),
         Name("pipeproof", "write_record", "validation/records/step_record.py"),

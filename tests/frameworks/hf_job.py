@@ -123,7 +123,9 @@ def never_synchronised(stack: ExitStack) -> None:
             return right(own, *inputs, **named)
 
     inner = ddp.forward
-    stack.enter_context(mock.patch.object(ddp, "forward", lambda own, *given, **named: forward(inner, own, *given, **named)))
+    stack.enter_context(
+        mock.patch.object(ddp, "forward", lambda own, *given, **named: forward(inner, own, *given, **named))
+    )
 
 
 def not_multiplied(stack: ExitStack) -> None:

@@ -56,16 +56,16 @@ def other_inputs(stack: ExitStack) -> None:
 
 def other_labels(stack: ExitStack) -> None:
     """The last stage has the labels of the microbatch after."""
-    given(stack, lambda job, data: [{**one, "labels": data[(k + 1) % len(data)]["labels"]} for k, one in enumerate(data)])
+    given(
+        stack, lambda job, data: [{**one, "labels": data[(k + 1) % len(data)]["labels"]} for k, one in enumerate(data)]
+    )
 
 
 def shifted_twice(stack: ExitStack) -> None:
     """Labels are shifted before the model's loss shifts them."""
 
     def shifted(job: SimpleNamespace, data: Data) -> Data:
-        return [
-            {**one, "labels": nn.functional.pad(one["labels"][:, 1:], (0, 1), value=IGNORED)} for one in data
-        ]
+        return [{**one, "labels": nn.functional.pad(one["labels"][:, 1:], (0, 1), value=IGNORED)} for one in data]
 
     given(stack, shifted)
 
@@ -157,6 +157,7 @@ def scaled_again(stack: ExitStack) -> None:
 
 def other_kinds(stack: ExitStack) -> None:
     """A later stage's layers are numbered from 0, so that each has the mask of another kind of layer."""
+
     def cut(right_cut: Any, layout: Layout, model: Any, number: int) -> nn.Module:
         stage = right_cut(layout, model, number)
         if number > 0:

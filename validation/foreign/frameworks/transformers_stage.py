@@ -51,9 +51,7 @@ class Stage(nn.Module):
         self._received: Tensor | None = None
         own = _shallow(body)
         others = [_LeftOut(self, of_before=k < first) for k in range(len(every))]
-        own._modules[name] = nn.ModuleList(
-            [layer if first <= k < last else others[k] for k, layer in enumerate(every)]
-        )
+        own._modules[name] = nn.ModuleList([layer if first <= k < last else others[k] for k, layer in enumerate(every)])
         before, after = _around(model, body, name)
         own._modules |= {} if self.is_first else {one: _NoEmbedding() for one in before}
         own._modules |= {} if self.is_last else {one: _AsItIs() for one in after}

@@ -1,4 +1,4 @@
-"""Transformers, as users reach it at ``pipeproof.transformers``: models in stages, and steps of a running ``Trainer``."""
+"""Transformers, as users reach it at ``pipeproof.transformers``: models in stages, steps of a running ``Trainer``."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -78,7 +78,8 @@ def check_step(
             made = partial(_step, trainer, microbatches, loss, reference, floors)
             found.of(opened.enter_context(checking(made, timeout_s=timeout_s)))
             if (optimizer := getattr(trainer, "optimizer", None)) is not None:
-                opened.enter_context(replaced(optimizer, "step", _then(optimizer.step, lambda: opened.pop_all().close())))
+                after = _then(optimizer.step, lambda: opened.pop_all().close())
+                opened.enter_context(replaced(optimizer, "step", after))
 
         def fetch(inner: Callable[..., Any], *given: Any, **named: Any) -> Any:
             fetched = inner(*given, **named)

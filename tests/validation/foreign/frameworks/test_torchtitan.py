@@ -61,7 +61,7 @@ def test_microbatches_of_another_kind_are_said(microbatches: Any, sentence: str)
 
 
 def test_labels_of_which_none_counts_are_said() -> None:
-    with pytest.raises(TorchtitanError, match="^every label is -100, which the loss ignores"):
+    with pytest.raises(TorchtitanError, match=r"^every label is -100, which the loss ignores"):
         tokens_in([torch.tensor([-100])])
 
 
