@@ -1,4 +1,4 @@
-"""Faults at the places where people cut models of transformers' into stages: a step of the tiny one with one of them."""
+"""Faults at the places where people cut models of transformers' into stages: a step of a tiny one with one of them."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
