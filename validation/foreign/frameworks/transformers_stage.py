@@ -6,7 +6,7 @@ left out of it. Legend: B rows, T tokens, C width, N words.
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -72,7 +72,7 @@ class Stage(nn.Module):
         output = made.logits if self.is_last else made.last_hidden_state
         return (output, *others) if others and not self.is_last else output
 
-    def train(self, mode: bool = True) -> "Stage":
+    def train(self, mode: bool = True) -> Self:
         """As any module's, of the parts of the model that no module has."""
         for part in (*self._whole, *self._body):
             part.training = mode

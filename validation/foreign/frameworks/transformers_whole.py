@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -89,7 +89,7 @@ class CausalLoss:
     tokens: int | None
 
     @classmethod
-    def of(cls, model: Any, labels: Iterable[Tensor], loss: str) -> "CausalLoss":
+    def of(cls, model: Any, labels: Iterable[Any], loss: str) -> "CausalLoss":
         """The loss of ``model`` for a step with these labels, all of them."""
         tokens = tokens_in(labels)
         return cls(model.loss_function, model.config.vocab_size, tokens if loss == "tokens" else None)
@@ -126,7 +126,7 @@ class Whole(nn.Module):
         """The model, whose modules these are."""
         return self._itself[0]
 
-    def train(self, mode: bool = True) -> "Whole":
+    def train(self, mode: bool = True) -> Self:
         """As any module's, of the model too."""
         self.itself.training = mode
         return super().train(mode)

@@ -119,7 +119,7 @@ def _step(
     build = partial(Whole, partial(copied, model) if reference is None else reference, how.names)
 
     def of_all(every: Pairs) -> CausalLoss:
-        return CausalLoss.of(model, [labels for _, labels in every], loss)  # type: ignore[misc]  # tensors, as packed
+        return CausalLoss.of(model, [labels for _, labels in every], loss)
 
     whole = SingleDevice(build, LossOfAll(of_all), loss_divisor=by, floors=floors)
     return JobStep(step, [pair_of(how, one) for one in microbatches], whole)
