@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from pipeproof.foreign.handed_back import Gradient, HandedBack, copied
 from pipeproof.foreign.reference_run import WhiteBoxError
@@ -71,7 +71,7 @@ class Observation:
         self.data_iterator = data_iterator
         self._step = step
         self._gradients: dict[nn.Parameter, Gradient] | None = None
-        self._losses: list[float] = []
+        self._losses: list[Tensor | float] = []
         self._norm: float | None = None
 
     def handed_back(self) -> HandedBack:
@@ -94,7 +94,7 @@ class Observation:
         if self._gradients is not None:
             raise WhiteBoxError(TWO_STEPS)
         self._gradients = {one: copied(gradient) for one, gradient in self._step.gradients().items()}
-        self._losses = [float(loss) for loss in self._step.losses()]
+        self._losses = [one.detach().clone() if isinstance(one, Tensor) else one for one in self._step.losses()]
 
     def norm(self, norm: Any) -> None:
         """Keep the ``norm`` that was told."""
