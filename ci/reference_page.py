@@ -58,6 +58,9 @@ PARTS: Mapping[str, Sequence[Name]] = {
         Name("pipeproof", "torchtitan.observed", "validation/foreign/frameworks/torchtitan.py", own="observed"),
         Name("pipeproof", "nanotron.validate", "validation/foreign/frameworks/nanotron.py", own="validate"),
         Name("pipeproof", "nanotron.observed", "validation/foreign/frameworks/nanotron.py", own="observed"),
+        Name("pipeproof", "transformers.validate", "validation/foreign/frameworks/transformers.py", own="validate"),
+        Name("pipeproof", "transformers.observed", "validation/foreign/frameworks/transformers.py", own="observed"),
+        Name("pipeproof", "transformers.Stage", "validation/foreign/frameworks/transformers_stage.py", own="Stage"),
     ),
     "A running job": (
         Name(
@@ -73,6 +76,7 @@ PARTS: Mapping[str, Sequence[Name]] = {
         Name("pipeproof", "megatron.check_step", "validation/records/frameworks/megatron.py", own="check_step"),
         Name("pipeproof", "megatron.record_step", "validation/records/frameworks/megatron.py", own="record_step"),
         Name("pipeproof", "torchtitan.check_step", "validation/records/frameworks/torchtitan.py", own="check_step"),
+        Name("pipeproof", "transformers.check_step", "validation/records/frameworks/transformers.py", own="check_step"),
         Name("pipeproof", "torchtitan.record_step", "validation/records/frameworks/torchtitan.py", own="record_step"),
         Name("pipeproof", "nanotron.check_step", "validation/records/frameworks/nanotron.py", own="check_step"),
         Name("pipeproof", "nanotron.record_step", "validation/records/frameworks/nanotron.py", own="record_step"),

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import pipeproof.records.frameworks.megatron as megatron
     import pipeproof.records.frameworks.nanotron as nanotron
     import pipeproof.records.frameworks.torchtitan as torchtitan
+    import pipeproof.records.frameworks.transformers as transformers
     from pipeproof.cases.case import Case as Case
     from pipeproof.cases.case import CaseError as CaseError
     from pipeproof.cases.validator import validate as validate
@@ -61,6 +62,7 @@ _MODULES = {
     "megatron": "records.frameworks.megatron",
     "nanotron": "records.frameworks.nanotron",
     "torchtitan": "records.frameworks.torchtitan",
+    "transformers": "records.frameworks.transformers",
     "whitebox": "foreign",
 }
 
@@ -85,6 +87,7 @@ __all__ = [
     "nanotron",
     "record_step",
     "torchtitan",
+    "transformers",
     "validate",
     "whitebox",
     "write_record",

@@ -13,12 +13,19 @@ from pipeproof.commands import init
 from tests.support.guides import PAGES, ROOT, blocks
 
 PAGE = "validation/guides/{}.md"
-PACKAGES = {"megatron": "megatron.core", "deepspeed": "deepspeed", "torchtitan": "torchtitan", "nanotron": "nanotron"}
+PACKAGES = {
+    "megatron": "megatron.core",
+    "deepspeed": "deepspeed",
+    "torchtitan": "torchtitan",
+    "nanotron": "nanotron",
+    "transformers": "transformers",
+}
 FIRST = {
     "megatron": "import tests.frameworks.on_cpu\n",
     "deepspeed": "",
     "torchtitan": "",
     "nanotron": "import tests.frameworks.nanotron_on_cpu\n",
+    "transformers": "",
 }  # what the guide leaves to a GPU
 AT_START = ("nanotron",)  # which needs it on every rank before anything of it is imported
 
@@ -73,6 +80,8 @@ def shimmed(framework: str, content: str) -> str:
 
 
 def test_what_init_writes_passes_as_it_is_and_is_red_where_the_step_is_wrong(framework: str, tmp_path: Path) -> None:
+    if framework not in WRONG:
+        pytest.skip(f"init writes nothing for {framework} yet")
     right, (place, wrong) = init.text(framework), WRONG[framework]
     assert right.count(place) == 1
     for name, content in (("right", right), ("wrong", right.replace(place, wrong))):

@@ -74,7 +74,7 @@ def _seen_more(cause: Cause, evidence: Evidence) -> Cause:
         told = f"{cause.detail}; what follows from them, losses too, is wrong: they took no part in the forward"
         return replace(cause, kind="computation", detail=told)
     where = range(evidence.stages) if cause.stage is None else [cause.stage]
-    if cause.kind == "scale" and _backwards_each(evidence, where) == cause.factor:
+    if cause.kind == "scale" and cause.factor is not None and _backwards_each(evidence, where) == cause.factor:
         return replace(cause, kind="doubled", detail=f"every backward ran {cause.factor:g} times")
     if cause.kind in ("scale", "sign") and evidence.flowed_right(where, cause.factor):
         after = "every output gradient that came in is right: it was multiplied after that"

@@ -2,7 +2,7 @@
 
 import importlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
@@ -80,6 +80,32 @@ class Framework:
                         "function, with the same sizes and types"
                     )
                 parameter.copy_(weight)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """How mappings of tensors become tuples: ``first``, and then what else there is in all of them, by these names."""
+
+    first: str
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, inputs: Sequence[Mapping[str, Any]], *, first: str, error: type[WhiteBoxError]) -> "Packed":
+        """How to pack these, one for each microbatch. Raises ``error`` where one has other names than the first."""
+        names = [sorted(set(given) - {first}) for given in inputs]
+        for number, found in enumerate(names):
+            if found != names[0]:
+                raise error(f"microbatch {number} has {found} beside its {first}, microbatch 0 {names[0]}")
+        return cls(first, tuple(names[0]) if names else ())
+
+    def pack(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """The tensors of a microbatch."""
+        return (inputs[self.first], *(inputs[name] for name in self.names))
+
+    def unpack(self, tensors: Any) -> dict[str, Tensor]:
+        """They by their names again."""
+        first, *others = tensors if isinstance(tensors, tuple | list) else (tensors,)
+        return {self.first: first, **dict(zip(self.names, others, strict=True))}
 
 
 def form(parameter: Tensor) -> str:

@@ -71,7 +71,7 @@ class Observation:
         self.data_iterator = data_iterator
         self._step = step
         self._gradients: dict[nn.Parameter, Gradient] | None = None
-        self._losses: list[Tensor] = []
+        self._losses: list[Tensor | float] = []
         self._norm: float | None = None
 
     def handed_back(self) -> HandedBack:
@@ -94,7 +94,7 @@ class Observation:
         if self._gradients is not None:
             raise WhiteBoxError(TWO_STEPS)
         self._gradients = {one: copied(gradient) for one, gradient in self._step.gradients().items()}
-        self._losses = [loss.detach().clone() for loss in self._step.losses()]
+        self._losses = [one.detach().clone() if isinstance(one, Tensor) else one for one in self._step.losses()]
 
     def norm(self, norm: Any) -> None:
         """Keep the ``norm`` that was told."""

@@ -6,37 +6,37 @@ these is called.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial, wraps
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from pipeproof.foreign.frameworks.framework import Named, form, replaced
-from pipeproof.foreign.frameworks.framework_step import FrameworkStep, Observation, Sight, observing
+from pipeproof.foreign.frameworks.framework import Named, Packed, form
+from pipeproof.foreign.frameworks.framework_step import FrameworkStep, Observation, observing
+from pipeproof.foreign.frameworks.torch_schedule import step_of_schedule
 from pipeproof.foreign.frameworks.torchtitan_whole import (
     CHILD,
     TORCHTITAN,
     LossFunction,
-    Packed,
     TitanBatch,
     TorchtitanError,
     UnitLoss,
     Whole,
     check_loss,
+    packed,
+    tokens_in,
 )
-from pipeproof.foreign.handed_back import Gradient
-from pipeproof.foreign.torch_pipelining import Recorder, by_microbatches, stages_of
+from pipeproof.foreign.torch_pipelining import stages_of
 from pipeproof.foreign.validator import WhiteBox
 from pipeproof.foreign.validator import validate as validated
 from pipeproof.judging.verdict import Verdict
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # of recomputation and torch.compile
-_BY_MICROBATCHES = {"arg_mbs", "kwarg_mbs", "target_mbs"}
 
 
 def global_name(name: str) -> str:
@@ -49,33 +49,11 @@ def global_name(name: str) -> str:
 def step_of(pp_schedule: Any, model_parts: Sequence[nn.Module]) -> FrameworkStep:
     """The step of this schedule on this rank; raises ``TorchtitanError`` for what is not covered."""
     _check_covered(pp_schedule, model_parts)
-    recorder, losses = Recorder(pp_schedule), list[Tensor]()
-    stages = stages_of(pp_schedule)
-
-    def gradients() -> dict[nn.Parameter, Gradient]:
-        if not recorder.executed:
-            raise TorchtitanError("pp_schedule took no step: call pp_schedule.step in the block")
-        return {one: one.grad for part in model_parts for one in part.parameters() if one.requires_grad}
-
-    return FrameworkStep(
-        {stage.stage_index: part for stage, part in zip(stages, model_parts, strict=True)},
-        lambda stage, name: f"{CHILD}.{global_name(name)}",
-        gradients,
-        lambda: losses,
-        partial(_watching, pp_schedule, recorder, losses),
-        when=lambda: recorder.forward is not None,
-        actions=lambda: recorder.executed,
-    )
+    return step_of_schedule(pp_schedule, model_parts, _in_whole, TorchtitanError)
 
 
-@contextmanager
-def _watching(schedule: Any, recorder: Recorder, losses: list[Tensor], sight: Sight) -> Iterator[None]:
-    """While this is open, note losses, and tell ``sight`` that gradients are about to be clipped, and by which norm."""
-    with ExitStack() as stack:
-        stack.callback(recorder.stop)
-        stack.enter_context(replaced(schedule, "step", _step_noted(schedule, losses)))
-        stack.enter_context(replaced(torch.nn.utils, "clip_grads_with_norm_", _telling(sight)))
-        yield
+def _in_whole(stage: int, name: str) -> str:
+    return f"{CHILD}.{global_name(name)}"
 
 
 @contextmanager
@@ -91,37 +69,6 @@ def observed(pp_schedule: Any, model_parts: Sequence[nn.Module], reference: nn.M
     seen = Observation(step)
     with observing(seen, step):
         yield seen
-
-
-def _step_noted(schedule: Any, losses: list[Tensor]) -> Callable[..., Any]:
-    """``schedule.step``, noting every loss; it takes microbatches in every version of torch."""
-    inner = schedule.step
-
-    @wraps(inner)
-    def step(*given: Any, **named: Any) -> Any:
-        found = named.get("losses")
-        found = [] if found is None else found
-        call = partial(by_microbatches, inner, schedule) if _BY_MICROBATCHES & set(named) else inner
-        made = call(*given, **{**named, "losses": found})
-        losses.extend(loss.detach().clone() for loss in found)
-        return made
-
-    return step
-
-
-def _telling(sight: Sight) -> Callable[..., Any]:
-    """The function by which torchtitan clips, and which says so the first time: experts are clipped apart."""
-    clip, told = torch.nn.utils.clip_grads_with_norm_, list[Tensor]()
-
-    @wraps(clip)
-    def noted(parameters: Any, max_norm: float, total_norm: Tensor, *more: Any, **named: Any) -> Any:
-        if not told:
-            told.append(total_norm)
-            sight.complete()
-            sight.norm(total_norm.full_tensor() if isinstance(total_norm, DTensor) else total_norm)
-        return clip(parameters, max_norm, total_norm, *more, **named)
-
-    return noted
 
 
 def load(model_parts: Sequence[nn.Module], reference: nn.Module) -> None:
@@ -192,20 +139,20 @@ def validate(
     """
     TORCHTITAN.module()
     check_loss(loss_fn)
-    packed = Packed.of(microbatches)
+    how, tokens = packed(microbatches), tokens_in(labels for _, labels in microbatches) if microbatches else 0
     run = validated if whitebox is None else whitebox.validate
     return run(
-        Named(step, partial(_unpacked, step, packed)),
-        reference=Named(reference, partial(Whole, reference, packed.names)),
-        microbatches=[packed.pack(one) for one in microbatches],
+        Named(step, partial(_unpacked, step, how)),
+        reference=Named(reference, partial(Whole, reference, how.names)),
+        microbatches=[(how.pack(given), labels) for given, labels in microbatches],
         ranks=TORCHTITAN.mesh(ranks),
-        loss_fn=UnitLoss(loss_fn, packed.tokens),
+        loss_fn=UnitLoss(loss_fn, tokens),
         loss_divisor=1,
     )
 
 
 def _unpacked(
-    step: Callable[[Any, list[TitanBatch]], Any], packed: Packed, whole: Whole, microbatches: Sequence[Any]
+    step: Callable[[Any, list[TitanBatch]], Any], how: Packed, whole: Whole, microbatches: Sequence[Any]
 ) -> Any:
     """Run a step on the model itself and microbatches as the dataloader gives them."""
-    return step(whole.model, [packed.unpack(*one) for one in microbatches])
+    return step(whole.model, [(how.unpack(inputs), labels) for inputs, labels in microbatches])

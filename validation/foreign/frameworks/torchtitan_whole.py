@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeproof.foreign.frameworks.framework import Framework
+from pipeproof.foreign.frameworks.framework import Framework, Packed
 from pipeproof.foreign.reference_run import WhiteBoxError
 
 CHILD = "model"  # what the reference calls the whole model
@@ -29,37 +29,11 @@ TORCHTITAN = Framework(
 )
 
 
-@dataclass(frozen=True)
-class Packed:
-    """Microbatches as pairs of inputs, ``input`` and what else there is by these names, and labels.
-
-    tokens: how many count in all of them.
-    """
-
-    names: tuple[str, ...]
-    tokens: int
-
-    @classmethod
-    def of(cls, microbatches: Sequence[TitanBatch]) -> "Packed":
-        """How to pack these. Raises ``TorchtitanError`` for what no dataloader of torchtitan's gives."""
-        for number, one in enumerate(microbatches):
-            _check(number, one)
-        inputs, labels = zip(*microbatches, strict=True) if microbatches else ((), ())
-        names = [sorted(set(given) - {"input"}) for given in inputs]
-        for number, found in enumerate(names):
-            if found != names[0]:
-                raise TorchtitanError(f"microbatch {number} has {found} beside its input, microbatch 0 {names[0]}")
-        return cls(tuple(names[0]) if names else (), tokens_in(labels) if microbatches else 0)
-
-    def pack(self, microbatch: TitanBatch) -> tuple[tuple[Tensor, ...], Tensor]:
-        """A microbatch as a pair of tensors and labels."""
-        given, labels = microbatch
-        return (given["input"], *(given[name] for name in self.names)), labels
-
-    def unpack(self, inputs: Any, labels: Tensor) -> TitanBatch:
-        """A microbatch as it was."""
-        first, *others = inputs if isinstance(inputs, tuple | list) else (inputs,)
-        return {"input": first, **dict(zip(self.names, others, strict=True))}, labels
+def packed(microbatches: Sequence[TitanBatch]) -> Packed:
+    """How to pack their inputs. Raises ``TorchtitanError`` for what no dataloader of torchtitan's gives."""
+    for number, one in enumerate(microbatches):
+        _check(number, one)
+    return Packed.of([given for given, _ in microbatches], first="input", error=TorchtitanError)
 
 
 def tokens_in(labels: Iterable[Any]) -> int:

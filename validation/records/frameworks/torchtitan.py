@@ -11,12 +11,12 @@ from pipeproof.foreign.frameworks.torchtitan import observed, step_of, validate
 from pipeproof.foreign.frameworks.torchtitan_whole import (
     TORCHTITAN,
     LossFunction,
-    Packed,
     TitanBatch,
     TorchtitanError,
     UnitLoss,
     Whole,
     check_loss,
+    packed,
     tokens_in,
 )
 from pipeproof.records.frameworks.framework_job import JobStep, checking
@@ -83,10 +83,11 @@ def _step(
 ) -> JobStep:
     step = step_of(pp_schedule, model_parts)
     check_loss(loss_fn)
-    packed = Packed.of(microbatches or ())
+    how = packed(microbatches or ())
 
     def of_all(every: Pairs) -> UnitLoss:
         return UnitLoss(loss_fn, tokens_in(labels for _, labels in every))
 
-    whole = SingleDevice(partial(Whole, reference, packed.names), LossOfAll(of_all), loss_divisor=1.0, floors=floors)
-    return JobStep(step, None if microbatches is None else [packed.pack(one) for one in microbatches], whole)
+    whole = SingleDevice(partial(Whole, reference, how.names), LossOfAll(of_all), loss_divisor=1.0, floors=floors)
+    pairs = None if microbatches is None else [(how.pack(given), labels) for given, labels in microbatches]
+    return JobStep(step, pairs, whole)

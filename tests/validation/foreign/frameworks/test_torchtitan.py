@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import pipeproof
 from pipeproof.foreign.frameworks import torchtitan
-from pipeproof.foreign.frameworks.torchtitan_whole import Packed, TorchtitanError, UnitLoss, Whole
+from pipeproof.foreign.frameworks.torchtitan_whole import TorchtitanError, UnitLoss, Whole, packed, tokens_in
 
 
 class ChunkedLossWrapper:
@@ -40,12 +40,11 @@ ONE = ({"positions": torch.arange(2), "input": torch.ones(2)}, torch.tensor([3, 
 
 
 def test_microbatches_come_back_as_they_were_and_tokens_that_count_are_counted() -> None:
-    packed = Packed.of([ONE, ONE])
-    assert (packed.names, packed.tokens) == (("positions",), 2)
-    given, labels = packed.unpack(*packed.pack(ONE))
+    how = packed([ONE, ONE])
+    assert (how.names, tokens_in([ONE[1], ONE[1]])) == (("positions",), 2)
+    given = how.unpack(how.pack(ONE[0]))
     assert given["input"].equal(torch.ones(2))
     assert given["positions"].equal(torch.arange(2))
-    assert labels is ONE[1]
 
 
 @pytest.mark.parametrize(
@@ -54,12 +53,16 @@ def test_microbatches_come_back_as_they_were_and_tokens_that_count_are_counted()
         ([torch.ones(2)], "^microbatch 0 is a Tensor: expected a pair of input_dict"),
         ([ONE, (torch.ones(2), torch.ones(2))], "^microbatch 1 is a tuple: expected a pair of input_dict"),
         ([ONE, ({"input": torch.ones(2)}, ONE[1])], r"^microbatch 1 has \[\] beside its input, microbatch 0 \['pos"),
-        ([({"input": torch.ones(1)}, torch.tensor([-100]))], "^every label is -100, which the loss ignores"),
     ],
 )
 def test_microbatches_of_another_kind_are_said(microbatches: Any, sentence: str) -> None:
     with pytest.raises(TorchtitanError, match=sentence):
-        Packed.of(microbatches)
+        packed(microbatches)
+
+
+def test_labels_of_which_none_counts_are_said() -> None:
+    with pytest.raises(TorchtitanError, match=r"^every label is -100, which the loss ignores"):
+        tokens_in([torch.tensor([-100])])
 
 
 def test_the_loss_is_told_of_all_tokens_and_its_metrics_are_left_out() -> None:

@@ -1,0 +1,202 @@
+"""A job of transformers' Trainer on ranks of its own, in DDP where there are several: one step of it is checked."""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from torch import Tensor, nn
+from transformers import Trainer, TrainingArguments
+
+from pipeproof import transformers
+from pipeproof.judging.verdict import Verdict
+from pipeproof.worlds.worker import RankContext
+from tests.frameworks import tiny_hf
+from tests.frameworks.fault import Plant, patched
+from tests.frameworks.left import differences, left, seed
+from tests.frameworks.tiny_hf import IGNORED, ROWS, SEQUENCE, WORDS
+
+
+@dataclass(frozen=True)
+class Job:
+    """How a job is laid out, and what it is told."""
+
+    model: str = "llama"
+    ranks: int = 1
+    accumulation: int = 2
+    tied: bool = False
+    dtype: str = "float32"
+    loss: str = "tokens"
+    max_norm: float = 1.0
+    checked: int = 1  # the number of the step
+
+
+def rows(count: int = 64) -> list[dict[str, Tensor]]:
+    """Of which other numbers of labels count."""
+    draw = torch.Generator().manual_seed(1)
+    found = [torch.randint(3, WORDS, (SEQUENCE,), generator=draw) for _ in range(count)]
+    labels = [torch.where(torch.arange(SEQUENCE) < number % 3, IGNORED, one) for number, one in enumerate(found)]
+    return [{"input_ids": one, "labels": counts} for one, counts in zip(found, labels, strict=True)]
+
+
+@contextmanager
+def launched(job: Job) -> Iterator[str]:
+    """While this is open, accelerate finds what a launcher would have set; a folder for what it writes."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    wanted = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": job.ranks, "LOCAL_WORLD_SIZE": job.ranks}
+    several = {name: str(value) for name, value in wanted.items()} if job.ranks > 1 else {}
+    with TemporaryDirectory() as folder, mock.patch.dict(os.environ, several):
+        try:
+            yield folder
+        finally:
+            for state in (AcceleratorState, PartialState, GradientState):
+                state._shared_state.clear()
+
+
+def trainer_of(job: Job, folder: str, kind: type[Trainer] = Trainer, **more: Any) -> Trainer:
+    layout = tiny_hf.Layout(model=job.model, layers=2, tied=job.tied, dtype=job.dtype)
+    arguments = TrainingArguments(
+        output_dir=str(Path(folder)),
+        per_device_train_batch_size=ROWS,
+        gradient_accumulation_steps=job.accumulation,
+        max_steps=job.checked + 2,
+        max_grad_norm=job.max_norm,
+        learning_rate=0.01,
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        ddp_find_unused_parameters=False,
+        **more,
+    )
+    return kind(model=tiny_hf.build(layout), args=arguments, train_dataset=rows())
+
+
+class OwnLoss(Trainer):
+    """A trainer of the user's, whose loss is not told of the tokens in the batch."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        output = model(**inputs)
+        return (output.loss, output) if return_outputs else output.loss
+
+
+class ClippedEarly(Trainer):
+    """A trainer of the user's, which clips after every microbatch."""
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self.accelerator.clip_grad_norm_(model.parameters(), 0.1)
+        return loss
+
+
+class OneLost(Trainer):
+    """A trainer of the user's, which leaves out the second microbatch of every step."""
+
+    microbatch = 0
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        self.microbatch += 1
+        if self.microbatch % self.args.gradient_accumulation_steps == 1:
+            return super().training_step(model, inputs, num_items_in_batch)
+        return torch.zeros(())
+
+
+def not_cleared(stack: ExitStack) -> None:
+    """Gradients of the step before are left."""
+    patched(stack, nn.Module, "zero_grad", lambda right, *given, **named: None)
+
+
+def never_synchronised(stack: ExitStack) -> None:
+    """Replicas keep their own gradients: every microbatch is differentiated in ``no_sync``."""
+    ddp = nn.parallel.DistributedDataParallel
+
+    def forward(right: Any, own: Any, *inputs: Any, **named: Any) -> Any:
+        with own.no_sync():
+            return right(own, *inputs, **named)
+
+    inner = ddp.forward
+    stack.enter_context(
+        mock.patch.object(ddp, "forward", lambda own, *given, **named: forward(inner, own, *given, **named))
+    )
+
+
+def not_multiplied(stack: ExitStack) -> None:
+    """The loss is divided by the tokens of all processes, and DDP takes the mean over them."""
+    inner = Trainer.compute_loss
+
+    def compute_loss(own: Trainer, *given: Any, **named: Any) -> Any:
+        with mock.patch.object(own.args, "average_tokens_across_devices", False):
+            return inner(own, *given, **named)
+
+    stack.enter_context(mock.patch.object(Trainer, "compute_loss", compute_loss))
+
+
+def nothing(stack: ExitStack) -> None:
+    """What is wrong is in the trainer."""
+
+
+FAULTS: dict[str, tuple[Job, Plant, dict[str, Any]]] = {
+    "own-loss": (Job(), nothing, {"kind": OwnLoss}),
+    "clipped-early": (Job(), nothing, {"kind": ClippedEarly}),
+    "one-lost": (Job(), nothing, {"kind": OneLost}),
+    "not-cleared": (Job(), not_cleared, {}),
+    "gpt2-first-counted": (Job(model="gpt2"), nothing, {}),
+    "never-synchronised": (Job(ranks=2, checked=0), never_synchronised, {}),
+    "own-tokens": (Job(ranks=2), nothing, {"average_tokens_across_devices": False}),
+    "not-multiplied": (Job(ranks=2), not_multiplied, {}),
+}
+
+
+def checked(_: RankContext, job: Job, fault: str = "") -> Verdict:
+    """The verdict on a step of a job, which has a fault."""
+    more: dict[str, Any] = {}
+    with ExitStack() as stack:
+        if fault:
+            _, plant, more = FAULTS[fault]
+            plant(stack)
+        trainer = trainer_of(job, stack.enter_context(launched(job)), **more)
+        with transformers.check_step(trainer, step=job.checked, loss=job.loss, timeout_s=60.0) as check:
+            trainer.train()
+        return check.verdict
+
+
+def checked_and_unchecked(_: RankContext, job: Job) -> tuple[Verdict, list[str]]:
+    """The verdict on a right step, and what is another at the end than in a job without a check."""
+    found: list[Sequence[dict[str, Any]]] = []
+    for check_it in (False, True):
+        seed()
+        with launched(job) as folder:
+            trainer = trainer_of(job, folder)
+            context = transformers.check_step(trainer, step=job.checked, loss=job.loss, timeout_s=60.0)
+            with context if check_it else nullcontext() as check:
+                trainer.train()
+            found.append([left([trainer.model], trainer.optimizer.optimizer, trainer.accelerator)])
+    assert check is not None
+    return check.verdict, differences(*found)
+
+
+def ended_early(_: RankContext, job: Job) -> tuple[str, str, bool]:
+    """What a job that raises in its step raises, the verdict on it, and whether the trainer is as it was."""
+    with launched(job) as folder:
+        trainer = trainer_of(job, folder)
+        failing = mock.patch.object(trainer, "compute_loss", partial(_raise, KeyError("the job's own")))
+        with failing:
+            try:
+                with transformers.check_step(trainer, timeout_s=60.0) as check:
+                    trainer.train()
+            except KeyError as error:
+                clean = "get_batch_samples" not in vars(trainer) and "backward" not in vars(trainer.accelerator)
+                return repr(error), str(check.verdict), clean
+    raise AssertionError("what the job raises is the job's")
+
+
+def _raise(error: Exception, *_: Any, **__: Any) -> None:
+    raise error

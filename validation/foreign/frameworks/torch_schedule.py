@@ -1,0 +1,96 @@
+"""A step of a framework whose pipeline is one of torch's schedules: what it shows, whoever's model is in it."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from pipeproof.foreign.frameworks.framework import replaced
+from pipeproof.foreign.frameworks.framework_step import FrameworkStep, Sight
+from pipeproof.foreign.handed_back import Gradient
+from pipeproof.foreign.reference_run import WhiteBoxError
+from pipeproof.foreign.torch_pipelining import Recorder, by_microbatches, stages_of
+
+_BY_MICROBATCHES = {"arg_mbs", "kwarg_mbs", "target_mbs"}
+_CLIPS = ((torch.nn.utils, "clip_grads_with_norm_"), (torch.nn.utils.clip_grad, "_clip_grads_with_norm_"))
+
+
+def step_of_schedule(
+    schedule: Any, modules: Sequence[nn.Module], name: Callable[[int, str], str], error: type[WhiteBoxError]
+) -> FrameworkStep:
+    """The step of this schedule on this rank, whose stages are ``modules``; it takes microbatches in every torch.
+
+    Gradients are complete when torch is about to clip them by a norm, which it then tells; else at the end. ``name`` is
+    that of a ``FrameworkStep``, ``error`` what is raised where there was no step.
+    """
+    recorder, losses = Recorder(schedule), list[Tensor]()
+
+    def gradients() -> dict[nn.Parameter, Gradient]:
+        if not recorder.executed:
+            raise error("pp_schedule took no step: call pp_schedule.step in the block")
+        return {one: one.grad for module in modules for one in module.parameters() if one.requires_grad}
+
+    return FrameworkStep(
+        {stage.stage_index: module for stage, module in zip(stages_of(schedule), modules, strict=True)},
+        name,
+        gradients,
+        lambda: losses,
+        partial(_watching, schedule, recorder, losses),
+        when=lambda: recorder.forward is not None,
+        actions=lambda: recorder.executed,
+    )
+
+
+@contextmanager
+def _watching(schedule: Any, recorder: Recorder, losses: list[Tensor], sight: Sight) -> Iterator[None]:
+    """While this is open, note losses, and tell ``sight`` that gradients are about to be clipped, and by which norm."""
+    with ExitStack() as stack:
+        stack.callback(recorder.stop)
+        stack.enter_context(replaced(schedule, "step", _step_noted(schedule, losses)))
+        stack.enter_context(clipping_told(sight))
+        yield
+
+
+def _step_noted(schedule: Any, losses: list[Tensor]) -> Callable[..., Any]:
+    """``schedule.step``, noting every loss; it takes microbatches in every version of torch."""
+    inner = schedule.step
+
+    @wraps(inner)
+    def step(*given: Any, **named: Any) -> Any:
+        found = named.get("losses")
+        found = [] if found is None else found
+        call = partial(by_microbatches, inner, schedule) if _BY_MICROBATCHES & set(named) else inner
+        made = call(*given, **{**named, "losses": found})
+        losses.extend(loss.detach().clone() for loss in found)
+        return made
+
+    return step
+
+
+@contextmanager
+def clipping_told(sight: Sight) -> Iterator[None]:
+    """While this is open, torch tells ``sight`` when it first clips: parts of a model may be clipped apart.
+
+    It is told before that gradients are complete. The second place is where torch's own ``clip_grad_norm_`` looks.
+    """
+    told = list[Tensor]()
+
+    def telling(clip: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(clip)
+        def noted(parameters: Any, max_norm: float, total_norm: Tensor, *more: Any, **named: Any) -> Any:
+            if not told:
+                told.append(total_norm)
+                sight.complete()
+                sight.norm(total_norm.full_tensor() if isinstance(total_norm, DTensor) else total_norm)
+            return clip(parameters, max_norm, total_norm, *more, **named)
+
+        return noted
+
+    with ExitStack() as stack:
+        for place, name in _CLIPS:
+            stack.enter_context(replaced(place, name, telling(getattr(place, name))))
+        yield
