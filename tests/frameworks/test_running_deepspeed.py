@@ -16,6 +16,8 @@ RIGHT = {
     "1f1b": (Layout(), "bitwise"),
     "replicas-tied": (Layout(dp=2, tied=True), "fp32"),
     "zero-1-one-replica-clipped": (Layout(zero=1, clipped=True), "fp32"),
+    "zero-1": (Layout(dp=2, zero=1), "fp32"),
+    "zero-1-tied-bf16": (Layout(dp=2, zero=1, tied=True, bf16=True), "bf16"),
     "bf16-tied": (Layout(bf16=True, tied=True), "bf16"),
     "bf16-replicas": (Layout(bf16=True, dp=2), "bf16"),
 }

@@ -16,6 +16,11 @@ RIGHT = {
     "1f1b": (Layout(optimizer=True), "fp32"),
     "interleaved-tied": (Layout(vp=2, tied=True, p2p_overlap=True, optimizer=True), "fp32"),
     "replicas-tied": (Layout(dp=2, tied=True, optimizer=True), "fp32"),
+    "shards": (Layout(dp=2, distributed=True, optimizer=True), "fp32"),
+    "shards-tied-interleaved": (
+        Layout(dp=2, vp=2, tied=True, p2p_overlap=True, distributed=True, optimizer=True),
+        "fp32",
+    ),
     "replicas-per-token": (Layout(dp=2, three=True, per_token=True, optimizer=True), "fp32"),
 }
 NAMED = {  # what the step's numbers alone tell: no messages between stages are seen

@@ -12,11 +12,16 @@ from pipeproof.diagnosis.diagnose import explained as explained_evidence
 from pipeproof.diagnosis.diagnose import sought
 from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.diagnosis.evidence import Sums as RecordSums
+from pipeproof.diagnosis.members import Members, Replicas
+from pipeproof.foreign.assemble import Stage as HeldStage
+from pipeproof.foreign.matching import Local
+from pipeproof.foreign.rank import Part
 from pipeproof.judging.verdict import Verdict
+from pipeproof.observers.shards import Shard
 from pipeproof.records.rank_part import Kept, Notes
 from pipeproof.records.record import RankStage, Record, RecordedOperation
 from pipeproof.reference.data import Batch
-from pipeproof.reference.step import Expected, Gradient, Site
+from pipeproof.reference.step import Contribution, Expected, Gradient, Site
 from pipeproof.reference.sums import Sums
 from pipeproof.worlds.side_store import Exchange, RanksAbsent
 
@@ -32,6 +37,7 @@ class Step:
     before; ``norms`` each rank's, None from one that reports none. ``left_out`` wrong gradients are not among ``seen``.
     ``copies``: each rank's gradient of what several hold. ``max_norm`` is what the record clips to, where it says so.
     ``model``: where there is more of the reference than a record, the step as attribution sees it beside that.
+    ``shards``: where each rank's part of a gradient lay; ``replicas``: who worked on what, where that is known.
     """
 
     due: RecordedOperation
@@ -44,6 +50,8 @@ class Step:
     copies: Mapping[str, Mapping[int, Gradient]] = field(default_factory=dict)
     max_norm: float | None = None
     model: "Callable[[Step], Update] | None" = None
+    shards: Mapping[str, Mapping[int, Shard]] = field(default_factory=dict)
+    replicas: Replicas | None = None
 
     def evidence(self, verdict: Verdict) -> Evidence:
         """All that is known of the step, on which ``verdict`` is."""
@@ -60,6 +68,7 @@ class Step:
             number=self.number,
             operation=self.due.operation,
             due=self,
+            members=self._members if self.shards and self.model is not None else None,
             sums=RecordSums(copies, self.left_out, self.max_norm, alike),
             strange=any(m.what == "held" and m.due == 0 for m in verdict.mismatches),
             renamed_by="rename=",
@@ -73,6 +82,36 @@ class Step:
         for stage in range(1 + max(ranks, default=0)):
             found.append(ranks.get(stage, found[-1] if found else 0))
         return tuple(found)
+
+    @property
+    def _members(self) -> Members:
+        """The ranks of every stage with the parts that they had of what was put together."""
+        assert self.replicas is not None, "a model beside a job knows who ran what"
+        update, contributions = self.update, list[Contribution]()
+        for microbatch in range(len(self.due.microbatches)):
+            own = [(s, update.now.contribution(s, microbatch).gradients) for s in range(len(self.placement))]
+            given = {(stage, name): one for stage, found in own for name, one in found.items()}
+            contributions.append(Contribution(self.due.losses[microbatch], given))
+        stages = [self._stage(stage) for stage in range(len(self.placement))]
+        return Members(stages, self.replicas, contributions, self.norms)
+
+    def _stage(self, stage: int) -> HeldStage:
+        """A stage with its ranks, whose parts lie in what they gave together."""
+        names = [name for name in self.seen if self.site(name)[0] == stage]
+        ranks = sorted({rank for name in names for rank, at in self.places.get(name, ()) if at == stage})
+        whole = self._part(names, None)
+        members = tuple((rank, self._part(names, rank)) for rank in ranks)
+        rank = ranks[0] if ranks else self.placement[stage]
+        return HeldStage(stage, rank, replace(whole, members=members), dict(enumerate(names)), {})
+
+    def _part(self, names: Sequence[str], rank: int | None) -> Part:
+        """What ``rank`` has, or all ranks together, of the parameters with these names."""
+        shards = {k: self.shards[name][rank] for k, name in enumerate(names) if rank in self.shards.get(name, ())}
+        gradients = []
+        for k, name in enumerate(names):
+            whole = self.seen[name] if rank is None else self.copies.get(name, {}).get(rank, self.seen[name])
+            gradients.append(whole if whole is None or k not in shards else shards[k].of(whole))
+        return Part(tuple(map(Local, names)), tuple(gradients), shards=shards)
 
     def site(self, name: str) -> Site:
         """Where a parameter is: in the only stage, if nobody says."""
@@ -118,11 +157,14 @@ def checked(
     norms: Sequence[float | None],
     fetch: Callable[[str], Tensor],
     model: Callable[[Step], Update] | None,
+    shards: Mapping[str, Mapping[int, Shard]] | None = None,
+    replicas: Replicas | None = None,
 ) -> Step:
     """A step that was checked by operation ``number`` of ``record``, of what each rank has in its ``notes``.
 
-    ``fetch`` gets what a rank laid out; ``places``, ``norms`` and ``model`` are as the step has them.
+    ``fetch`` gets what a rank laid out; ``places``, ``norms`` and what follows are as the step has them.
     """
+    shards = shards or {}
     due, begun = record.operations[number], dict(record.before(number))
     wrong: dict[str, dict[int, Gradient]] = {}
     for rank, one in enumerate(notes):
@@ -135,7 +177,7 @@ def checked(
     copies = {
         name: {rank: wrong.get(name, {}).get(rank, right.get(name)) for rank, _ in found}
         for name, found in places.items()
-        if len(found) > 1
+        if len(found) > 1 and name not in shards
     }
     blamed = {n: sorted(at, key=lambda one: one[0] not in wrong.get(n, {})) for n, at in places.items()}
     return Step(
@@ -149,6 +191,8 @@ def checked(
         copies=copies,
         max_norm=record.max_norm,
         model=model,
+        shards=shards,
+        replicas=replicas,
     )
 
 

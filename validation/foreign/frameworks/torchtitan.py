@@ -118,7 +118,7 @@ def _telling(sight: Sight) -> Callable[..., Any]:
         if not told:
             told.append(total_norm)
             sight.complete()
-            sight.norm(total_norm.full_tensor() if isinstance(total_norm, DTensor) else total_norm)
+            sight.norm(total_norm)
         return clip(parameters, max_norm, total_norm, *more, **named)
 
     return noted
