@@ -62,10 +62,20 @@ def test_another_stream_is_caught_and_no_wrong_cause_is_named(world: World) -> N
         assert verdict.cause == ()
 
 
+IN_SHARDS = {
+    "other-shard": [("not-reduced", "stage 0"), ("not-reduced", "stage 1")],
+    "not-finalized": [("not-reduced", "stage 0"), ("not-reduced", "stage 1")],
+    "summed-over-replicas": [("scale", "everywhere")],
+    "not-divided": [("scale", "everywhere")],
+    "last-in-first-out": [("swapped-gradients", "stage 0, microbatches 0, 1, 2, 3, 4, 5, 6, 7")],
+    "norm-of-one-stage": [("norm", "rank 0")],
+}
+
+
 @pytest.mark.pipeproof_ranks
-def test_shards_of_a_distributed_optimizer_are_refused_and_the_job_goes_on(world: World) -> None:
+@pytest.mark.parametrize("name", IN_SHARDS)
+def test_a_fault_in_a_job_with_a_distributed_optimizer_is_caught_and_named(name: str, world: World) -> None:
     layout = Layout(dp=2, distributed=True, optimizer=True)
-    for verdict, harmed in world.run(gpt_job.checked_and_unchecked, layout, ranks=4):
-        assert verdict.verdict == "unknown"
-        assert "ranks 0, 1, 2, 3: with a distributed optimizer each replica has a part" in str(verdict)
-        assert harmed == []
+    for verdict in world.run(gpt_job.checked, layout, name, ranks=4):
+        assert verdict.verdict == "fail", str(verdict)
+        assert [(cause.kind, cause.place) for cause in verdict.cause] == IN_SHARDS[name], str(verdict)

@@ -1,10 +1,10 @@
-"""Gradients that several ranks of a job hold: parts are put together on one of them, and copies held against each other.
+"""Gradients that several ranks of a job hold: parts are put together on one of them, copies are held against others.
 
 What ranks say of theirs, a few bytes each, goes to all. A part goes to the rank that judges the whole, through the
 exchange of the check: no rank needs more than its own parts and one whole gradient.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,9 @@ from pipeproof.diagnosis.members import Replicas
 from pipeproof.foreign.handed_back import FlatShard, Gradient, HandBackError
 from pipeproof.foreign.matching import Local
 from pipeproof.foreign.rank import Part, in_parts
-from pipeproof.foreign.shared_stages import Member, claims, whole_gradient
+from pipeproof.foreign.shared_stages import claims, whole_gradient
+from pipeproof.judging.comparison import hold_claim
+from pipeproof.judging.ledger import Ledger
 from pipeproof.judging.tolerance import stands_for_none
 from pipeproof.observers.observed import Claim
 from pipeproof.observers.recording import Site
@@ -31,9 +33,9 @@ LAWS = (
 
 @dataclass(frozen=True)
 class Said:
-    """What a rank says of its gradient: where it lies in the whole (None: it has all), and its digest (None: no tensor).
+    """What a rank says of its gradient: where it lies in the whole (None: it has all), and its digest.
 
-    nothing: it is as good as no gradient.
+    content: None where there is no tensor. nothing: it is as good as no gradient.
     """
 
     shard: Shard | None
@@ -94,7 +96,9 @@ class HeldInCommon:
             what = "the parts of gradients of the checked step"
             self.everybodys = self._exchange.gather(self._said, what=what, bound_s=self._bound_s)
         else:
-            self.everybodys = [self._said if rank == self._exchange.rank else {} for rank in range(self._exchange.ranks)]
+            self.everybodys = [
+                self._said if rank == self._exchange.rank else {} for rank in range(self._exchange.ranks)
+            ]
         groups = list(self._groups())
         for site, ranks, _ in groups:
             self._give(site, ranks)
@@ -102,6 +106,21 @@ class HeldInCommon:
             if ranks[0] == self._exchange.rank:
                 yield self._joined(site, ranks, silent, replicas)
         self._parts.clear()
+
+    def enter(
+        self, ledger: Ledger, number: int, replicas: Replicas, judge: Callable[[str, Tensor | None], None]
+    ) -> None:
+        """Enter into ``ledger`` what must hold between ranks in operation ``number``; ``judge`` what is whole now."""
+        mixed: dict[str, list[str]] = {}
+        for one in self.together(replicas):
+            if one.mixed:
+                mixed.setdefault(one.mixed, []).append(one.name)
+            for claim in one.claims:
+                hold_claim(ledger, claim, number)
+            if one.complete:
+                judge(one.name, one.whole)
+        for told, names in mixed.items():
+            ledger.leave_out("shards", names, told)
 
     def clear(self) -> None:
         """Take back what was laid out, once nobody asks for it any more."""
@@ -156,7 +175,9 @@ class HeldInCommon:
         if not cut:
             return Joined(name, tuple(self._copies(site, ranks)))
         if cut != ranks or silent:
-            said = {rank: "a part" if rank in cut else "all" for rank in ranks} | dict.fromkeys(silent, "nobody knows what")
+            said = {rank: "a part" if rank in cut else "all" for rank in ranks} | dict.fromkeys(
+                silent, "nobody knows what"
+            )
             told = ", ".join(f"rank {rank} has {what}" for rank, what in sorted(said.items()))
             return Joined(name, mixed=told)
         members = [(rank, self._member(site, rank, ranks)) for rank in ranks]
@@ -177,7 +198,9 @@ class HeldInCommon:
         for rank in others:
             other = self._at(site[1], rank)
             same = one.content == other.content or (one.nothing and other.nothing)
-            seen = f"another gradient than rank {first}'s" if other.content else f"no gradient, and rank {first} has one"
+            seen = (
+                f"another gradient than rank {first}'s" if other.content else f"no gradient, and rank {first} has one"
+            )
             yield Claim("replicas", rank, site, same, seen * (not same), f"rank {first}'s gradient, bit for bit", first)
 
 
@@ -195,4 +218,3 @@ def _part_of(name: str, given: Any, shape: tuple[int, ...]) -> tuple[Tensor | No
 def _address(site: Site, rank: int) -> str:
     stage, name = site
     return f"part of the gradient of {name}, stage {stage}, rank {rank}"
-

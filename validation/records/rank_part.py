@@ -1,7 +1,7 @@
 """A rank's part in a checked step: what it brings and holds, by the record's names, and what it keeps for the end."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof.diagnosis.members import Replicas
+from pipeproof.judging.judge import Where
 from pipeproof.judging.tolerance import same_bits
 from pipeproof.observers.recording import Gradients
 from pipeproof.observers.shards import Shard, held_here, shard_of
@@ -151,6 +152,11 @@ def disagreement(digests: Sequence[tuple[str, ...] | None]) -> dict[int, str]:
 Rename = Callable[[int, str], str]
 
 
+def own_name(stage: int, name: str) -> str:
+    """A parameter's name in its stage, for stages that keep the names of the whole model."""
+    return name
+
+
 @dataclass(frozen=True)
 class RankStages:
     """``modules`` by stage; ``rename`` gives the record's name, from a stage's number and a name in it."""
@@ -162,6 +168,11 @@ class RankStages:
     def places(self) -> dict[str, int]:
         """The stage that each parameter is in."""
         return {name: stage for name, stage, _ in self._named}
+
+    def where(self, name: str, rank: int) -> Where:
+        """Where this rank, of this number, has a parameter."""
+        stage = self.places.get(name)
+        return Where(rank=rank) if stage is None else Where(rank=rank, stage=stage)
 
     @cached_property
     def parameters(self) -> dict[str, Tensor]:

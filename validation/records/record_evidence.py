@@ -106,7 +106,8 @@ class Step:
 
     def _part(self, names: Sequence[str], rank: int | None) -> Part:
         """What ``rank`` has, or all ranks together, of the parameters with these names."""
-        shards = {k: self.shards[name][rank] for k, name in enumerate(names) if rank in self.shards.get(name, ())}
+        lying = {} if rank is None else {k: self.shards.get(name, {}).get(rank) for k, name in enumerate(names)}
+        shards = {k: shard for k, shard in lying.items() if shard is not None}
         gradients = []
         for k, name in enumerate(names):
             whole = self.seen[name] if rank is None else self.copies.get(name, {}).get(rank, self.seen[name])

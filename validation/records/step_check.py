@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
@@ -18,8 +19,8 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from pipeproof.foreign.handed_back import Gradient
-from pipeproof.judging.comparison import Comparison, hold_claim, leave_out
-from pipeproof.judging.judge import Where, concluded
+from pipeproof.judging.comparison import Comparison, leave_out
+from pipeproof.judging.judge import concluded
 from pipeproof.judging.ledger import Ledger
 from pipeproof.judging.verdict import Crash, LawResult, Verdict
 from pipeproof.observers.shards import Shard
@@ -36,6 +37,7 @@ from pipeproof.records.rank_part import (
     Rename,
     Run,
     other_run,
+    own_name,
     places_of,
     run_of,
     told,
@@ -63,11 +65,6 @@ _LAST_WORDS_S = 10.0  # a rank that raised waits no longer than this for the oth
 
 class CheckError(ValueError):
     """A check that is used in the wrong order."""
-
-
-def own_name(stage: int, name: str) -> str:
-    """A parameter's name in its stage, for stages that keep the names of the whole model."""
-    return name
 
 
 @dataclass(frozen=True)
@@ -174,7 +171,7 @@ class StepCheck:
 
     def _compare(self, at: Comparison, name: str, gradient: Tensor | None) -> None:
         before = len(self._ledger.mismatches)
-        at.gradient(name, gradient, **self._where(name))
+        at.gradient(name, gradient, **self._own.where(name, self._exchange.rank))
         self._kept.end(name, gradient, wrong=len(self._ledger.mismatches) > before)
 
     def report(
@@ -237,26 +234,17 @@ class StepCheck:
     def _compare_in_common(self, at: Comparison) -> None:
         """Compare the gradients of which ranks have parts, and hold against each other what several have."""
         assert self._held is not None, "there is something to compare"
-        mixed: dict[str, list[str]] = {}
         try:
-            for one in self._held.together(self._run.members):
-                if one.mixed:
-                    mixed.setdefault(one.mixed, []).append(one.name)
-                for claim in one.claims:
-                    hold_claim(self._ledger, claim, self._number)
-                if one.complete:
-                    self._compare(at, one.name, one.whole)
+            self._held.enter(self._ledger, self._number, self._run.members, partial(self._compare, at))
         except RanksAbsent as absent:
             self._absent = absent
-        for told, names in mixed.items():
-            self._ledger.leave_out("shards", names, told)
 
     def _compare_after(self, at: Comparison) -> None:
         """Compare what the step has left."""
         assert self._expected is not None, "there is something to compare with"
         due = [name for name in self._expected.parameters if name in self._own.parameters]
         for name in (name for name in due if name not in self._own.shards):
-            at.parameter(name, self._own.parameters[name], **self._where(name))
+            at.parameter(name, self._own.parameters[name], **self._own.where(name, self._exchange.rank))
         self._ledger.leave_out("updated-parameters", [name for name in due if name in self._own.shards], "in parts")
         if self._run.count == 1 and self._expected.buffers:
             for name, (stage, buffer) in self._own.buffers.items():
@@ -310,11 +298,6 @@ class StepCheck:
             rank, stage = next(iter(self._places.get(name, ())), (None, None))
             at.held(name, count, due=wanted, rank=rank, stage=stage)
 
-    def _where(self, name: str) -> Where:
-        """Where this rank has a parameter."""
-        rank, stage = self._exchange.rank, self._own.places.get(name)
-        return Where(rank=rank) if stage is None else Where(rank=rank, stage=stage)
-
     def _every(self, run: Run) -> Pairs | None:
         """The microbatches of all replicas, on rank 0, which runs the reference; elsewhere this rank's own."""
         if not run.apart:
@@ -355,7 +338,8 @@ class StepCheck:
         if self._run.count == 1:
             self._lost_buffers(ledger, self._expected)
         ledger.forget(IN_COMMON)
-        ledger.mismatches.sort(key=lambda one: ((*LAWS, *IN_COMMON).index(one.law), -math.inf if one.stage is None else -one.stage))
+        order = (*LAWS, *IN_COMMON).index
+        ledger.mismatches.sort(key=lambda one: (order(one.law), -math.inf if one.stage is None else -one.stage))
         if all(part.norm is None for part in parts):
             ledger.miss("grad-norm", "the job reports none")
         if not self._expected.parameters:
