@@ -237,8 +237,7 @@ def leave_out(ledger: Ledger, due: Due, *, number: int = 0, names: Iterable[str]
 
 def hold_claim(ledger: Ledger, claim: Claim, number: int, laws: frozenset[str] = frozenset()) -> None:
     """Enter what must hold between ranks in operation ``number``; ``laws`` are those about its place."""
-    stage, name = claim.site
-    at = {"rank": claim.rank, "stage": stage, "parameter": name, "beside": claim.beside}
+    at = dict(zip(("stage", "parameter"), claim.site, strict=True), rank=claim.rank, beside=claim.beside)
     ledger.hold(Heading.at(claim.law, number, laws, **at), claim.holds, claim.seen, claim.expected)
 
 
@@ -362,9 +361,8 @@ class Execution:
 
     def claims(self, number: int, laws: frozenset[str]) -> None:
         """What must hold between ranks that have a stage in common."""
-        for rank in self._observed.ranks:
-            for claim in rank[number].claims:
-                hold_claim(self._ledger, claim, number, laws)
+        for claim in (claim for rank in self._observed.ranks for claim in rank[number].claims):
+            hold_claim(self._ledger, claim, number, laws)
 
     def crossings(self, number: int, laws: frozenset[str]) -> None:
         """What passed the boundaries of stages, along the flow of data: the first to differ is nearest to the fault."""
