@@ -56,7 +56,11 @@ class Step:
     def evidence(self, verdict: Verdict) -> Evidence:
         """All that is known of the step, on which ``verdict`` is."""
         microbatches, alike = len(self.due.microbatches), len(set(self.due.microbatches)) == 1
-        copies = {(n, tuple(stage for _, stage in self.places[n])): each for n, each in self.copies.items()}
+        copies = {
+            (n, tuple(stage for _, stage in self.places[n])): each
+            for n, each in self.copies.items()
+            if n not in self.shards
+        }
         alike = alike and self.model is None and microbatches > 1
         return Evidence(
             verdict,
@@ -110,7 +114,8 @@ class Step:
         shards = {k: shard for k, shard in lying.items() if shard is not None}
         gradients = []
         for k, name in enumerate(names):
-            whole = self.seen[name] if rank is None else self.copies.get(name, {}).get(rank, self.seen[name])
+            own = {} if rank is None or k in shards else self.copies.get(name, {})
+            whole = self.seen[name] if rank is None else own.get(rank, self.seen[name])
             gradients.append(whole if whole is None or k not in shards else shards[k].of(whole))
         return Part(tuple(map(Local, names)), tuple(gradients), shards=shards)
 
@@ -158,14 +163,11 @@ def checked(
     norms: Sequence[float | None],
     fetch: Callable[[str], Tensor],
     model: Callable[[Step], Update] | None,
-    shards: Mapping[str, Mapping[int, Shard]] | None = None,
-    replicas: Replicas | None = None,
 ) -> Step:
     """A step that was checked by operation ``number`` of ``record``, of what each rank has in its ``notes``.
 
-    ``fetch`` gets what a rank laid out; ``places``, ``norms`` and what follows are as the step has them.
+    ``fetch`` gets what a rank laid out; ``places``, ``norms`` and ``model`` are as the step has them.
     """
-    shards = shards or {}
     due, begun = record.operations[number], dict(record.before(number))
     wrong: dict[str, dict[int, Gradient]] = {}
     for rank, one in enumerate(notes):
@@ -178,7 +180,7 @@ def checked(
     copies = {
         name: {rank: wrong.get(name, {}).get(rank, right.get(name)) for rank, _ in found}
         for name, found in places.items()
-        if len(found) > 1 and name not in shards
+        if len(found) > 1
     }
     blamed = {n: sorted(at, key=lambda one: one[0] not in wrong.get(n, {})) for n, at in places.items()}
     return Step(
@@ -192,8 +194,6 @@ def checked(
         copies=copies,
         max_norm=record.max_norm,
         model=model,
-        shards=shards,
-        replicas=replicas,
     )
 
 

@@ -47,9 +47,7 @@ def _contents(weights: Mapping[str, Tensor]) -> dict[str, bytes | None]:
 
 def _stranger(strangers: list[str], left: list[str]) -> str:
     if strangers:
-        return (
-            f"parameters of other names: weights do not tell which one {strangers[0]} of the second is"
-        )
+        return f"parameters of other names: weights do not tell which one {strangers[0]} of the second is"
     return f"other parameters: the second has none that is {left[0]}" if left else "copies of one parameter"
 
 

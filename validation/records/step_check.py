@@ -369,7 +369,7 @@ class StepCheck:
 
     def _checked(self, parts: Sequence[_Part]) -> Step:
         assert self._record is not None, "there was something to compare with"
-        return checked(
+        found = checked(
             self._record,
             self._number,
             self._places,
@@ -377,9 +377,8 @@ class StepCheck:
             norms=[part.norm for part in parts],
             fetch=lambda name: self._exchange.take(name, bound_s=self._timeout_s),
             model=None if self._beside is None else self._beside.update,
-            shards=None if self._held is None else self._held.shards,
-            replicas=self._run.members,
         )
+        return found if self._held is None else replace(found, shards=self._held.shards, replicas=self._run.members)
 
     def _gather(self, value: object, what: str) -> list[Any]:
         return self._exchange.gather(value, what=what, bound_s=self._timeout_s)

@@ -132,7 +132,6 @@ def test_a_wrong_step_is_named() -> None:
 @pytest.mark.parametrize(
     ("model", "sentence"),
     [
-        (Model(bf16=True), "bf16 is True: pipeproof.megatron covers False only; set it so for the check"),
         (Model(hidden_dropout=0.1), "hidden_dropout is 0.1"),
         (
             nn.Linear(2, 2),
