@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import get_megatron_optimizer
 
 import pipeproof
 from pipeproof.judging.verdict import Verdict
@@ -29,8 +29,7 @@ def job_of(layout: Layout, fault: str = "") -> Iterator[tuple[list[Any], Any, li
         chunks, optimizer = tiny_gpt.made(layout), None
         stack.callback(parallel_state.destroy_model_parallel)
         if layout.optimizer:
-            own = OptimizerConfig(optimizer="adam", lr=0.1, clip_grad=1.0, use_distributed_optimizer=layout.distributed)
-            optimizer = get_megatron_optimizer(own, chunks, use_gloo_process_groups=False)
+            optimizer = get_megatron_optimizer(tiny_gpt.optimizer_config(layout), chunks, use_gloo_process_groups=False)
         replica = parallel_state.get_data_parallel_rank()
         yield chunks, optimizer, tiny_gpt.data_of(MICROBATCHES * layout.dp)[replica :: layout.dp]
 

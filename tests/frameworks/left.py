@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeproof.observers.shards import InShards
+
 
 def seed() -> None:
     """Begin with the same random numbers."""
@@ -23,15 +25,16 @@ def left(modules: Sequence[nn.Module], optimizer: Any, *owners: Any) -> dict[str
         "hooks": [len(one._forward_hooks) + len(one._forward_pre_hooks) for one in every],
         "drawn": (torch.rand(2).tolist(), random.random()),
         "groups": len(dist.distributed_c10d._world.pg_map),
-        "weights": [one.detach().clone() for module in modules for one in module.parameters()],
+        "weights": [*tensors([one for module in modules for one in module.parameters()])],
         "optimizer": [*tensors(optimizer.state_dict())],
     }
 
 
 def tensors(found: Any) -> Iterator[Tensor]:
-    """All that are in a state."""
+    """All that are in a state; of a DTensor what this rank has, as other ranks are not asked."""
     if isinstance(found, Tensor):
-        yield found.detach().clone()
+        own = found.detach()
+        yield (own.to_local() if isinstance(own, InShards) else own).clone()
     elif isinstance(found, dict | list | tuple):
         for one in found.values() if isinstance(found, dict) else found:
             yield from tensors(one)

@@ -16,6 +16,8 @@ RIGHT = {
     "1f1b": (Layout(), "bitwise"),
     "replicas-tied": (Layout(dp=2, tied=True), "fp32"),
     "zero-1-one-replica-clipped": (Layout(zero=1, clipped=True), "fp32"),
+    "zero-1": (Layout(dp=2, zero=1), "fp32"),
+    "zero-1-tied-bf16": (Layout(dp=2, zero=1, tied=True, bf16=True), "bf16"),
     "bf16-tied": (Layout(bf16=True, tied=True), "bf16"),
     "bf16-replicas": (Layout(bf16=True, dp=2), "bf16"),
 }
@@ -52,13 +54,19 @@ def test_a_fault_in_a_job_is_caught_and_named(name: str, world: World) -> None:
         assert (verdict.cause[0].kind, verdict.cause[0].place) == (kind, place), str(verdict)
 
 
+IN_SHARDS = {
+    "other-shard": [("not-reduced", "stage 0"), ("not-reduced", "stage 1")],
+    "not-divided": [("scale", "everywhere")],
+    "other-buffer": [("swapped-gradients", "stage 0, microbatches 2, 3, 6, 7")],
+}
+
+
 @pytest.mark.pipeproof_ranks
-def test_shards_of_zero_are_refused_and_the_job_goes_on(world: World) -> None:
-    layout = Layout(dp=2, zero=1)
-    for verdict, harmed in world.run(pipe_job.checked_and_unchecked, layout, ranks=4):
-        assert verdict.verdict == "unknown"
-        assert "ranks 0, 1, 2, 3: with ZeRO-1 each replica has a part of every gradient" in str(verdict)
-        assert harmed == []
+@pytest.mark.parametrize("name", IN_SHARDS)
+def test_a_fault_in_a_job_with_zero_1_is_caught_and_named(name: str, world: World) -> None:
+    for verdict in world.run(pipe_job.checked, Layout(dp=2, zero=1), name, ranks=4):
+        assert verdict.verdict == "fail", str(verdict)
+        assert [(cause.kind, cause.place) for cause in verdict.cause] == IN_SHARDS[name], str(verdict)
 
 
 @pytest.mark.pipeproof_ranks

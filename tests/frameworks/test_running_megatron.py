@@ -16,6 +16,13 @@ RIGHT = {
     "1f1b": (Layout(optimizer=True), "fp32"),
     "interleaved-tied": (Layout(vp=2, tied=True, p2p_overlap=True, optimizer=True), "fp32"),
     "replicas-tied": (Layout(dp=2, tied=True, optimizer=True), "fp32"),
+    "bf16-tied": (Layout(bf16=True, tied=True, optimizer=True), "bf16"),
+    "bf16-shards": (Layout(bf16=True, dp=2, distributed=True, optimizer=True), "bf16"),
+    "shards": (Layout(dp=2, distributed=True, optimizer=True), "fp32"),
+    "shards-tied-interleaved": (
+        Layout(dp=2, vp=2, tied=True, p2p_overlap=True, distributed=True, optimizer=True),
+        "fp32",
+    ),
     "replicas-per-token": (Layout(dp=2, three=True, per_token=True, optimizer=True), "fp32"),
 }
 NAMED = {  # what the step's numbers alone tell: no messages between stages are seen
@@ -57,10 +64,39 @@ def test_another_stream_is_caught_and_no_wrong_cause_is_named(world: World) -> N
         assert verdict.cause == ()
 
 
+IN_SHARDS = {
+    "other-shard": [("not-reduced", "stage 0"), ("not-reduced", "stage 1")],
+    "not-finalized": [("not-reduced", "stage 0"), ("not-reduced", "stage 1")],
+    "summed-over-replicas": [("scale", "everywhere")],
+    "not-divided": [("scale", "everywhere")],
+    "last-in-first-out": [("swapped-gradients", "stage 0, microbatches 0, 1, 2, 3, 4, 5, 6, 7")],
+    "norm-of-one-stage": [("norm", "rank 0")],
+}
+
+
 @pytest.mark.pipeproof_ranks
-def test_shards_of_a_distributed_optimizer_are_refused_and_the_job_goes_on(world: World) -> None:
+@pytest.mark.parametrize("name", IN_SHARDS)
+def test_a_fault_in_a_job_with_a_distributed_optimizer_is_caught_and_named(name: str, world: World) -> None:
     layout = Layout(dp=2, distributed=True, optimizer=True)
-    for verdict, harmed in world.run(gpt_job.checked_and_unchecked, layout, ranks=4):
-        assert verdict.verdict == "unknown"
-        assert "ranks 0, 1, 2, 3: with a distributed optimizer each replica has a part" in str(verdict)
-        assert harmed == []
+    for verdict in world.run(gpt_job.checked, layout, name, ranks=4):
+        assert verdict.verdict == "fail", str(verdict)
+        assert [(cause.kind, cause.place) for cause in verdict.cause] == IN_SHARDS[name], str(verdict)
+
+
+IN_BF16 = {
+    "not-divided": (Layout(bf16=True, optimizer=True), [("scale", "everywhere")]),
+    "not-finalized": (Layout(bf16=True, dp=2, optimizer=True), []),  # bf16 rounds too much for a name
+    "last-in-first-out": (
+        Layout(bf16=True, optimizer=True),
+        [("swapped-gradients", "rank 0, stage 0, microbatches 0, 1, 2, 3")],
+    ),
+}
+
+
+@pytest.mark.pipeproof_ranks
+@pytest.mark.parametrize("name", IN_BF16)
+def test_a_fault_in_a_job_in_bf16_is_caught_and_named_where_rounding_lets_it(name: str, world: World) -> None:
+    layout, causes = IN_BF16[name]
+    for verdict in world.run(gpt_job.checked, layout, name, ranks=layout.pp * layout.dp):
+        assert verdict.verdict == "fail", str(verdict)
+        assert [(cause.kind, cause.place) for cause in verdict.cause] == causes, str(verdict)

@@ -14,6 +14,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
 from torch import Tensor, nn
 
 import tests.frameworks.on_cpu  # noqa: F401  # first
@@ -38,10 +39,12 @@ class Layout:
     overlap: bool = False
     p2p_overlap: bool = False
     distributed: bool = False
+    bf16: bool = False
 
     @property
     def whole(self) -> "Layout":
-        return Layout(1, layers=self.layers, tied=self.tied, per_token=self.per_token, three=self.three)
+        options = {"per_token": self.per_token, "three": self.three, "bf16": self.bf16}
+        return Layout(1, layers=self.layers, tied=self.tied, **options)
 
 
 def config_of(layout: Layout) -> TransformerConfig:
@@ -53,7 +56,9 @@ def config_of(layout: Layout) -> TransformerConfig:
         hidden_dropout=0.0,
         attention_dropout=0.0,
         use_cpu_initialization=True,
-        pipeline_dtype=torch.float32,
+        bf16=layout.bf16,
+        params_dtype=torch.bfloat16 if layout.bf16 else torch.float32,
+        pipeline_dtype=torch.bfloat16 if layout.bf16 else torch.float32,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vp,
         calculate_per_token_loss=layout.per_token,
@@ -118,8 +123,12 @@ def made(layout: Layout) -> list[nn.Module]:
             chunk=number,
         )
         model.model_type = ModelType.encoder_or_decoder
+        if layout.bf16:
+            model = Float16Module(model.config, model)
         ddp = DistributedDataParallelConfig(
-            overlap_grad_reduce=layout.overlap, use_distributed_optimizer=layout.distributed
+            overlap_grad_reduce=layout.overlap,
+            use_distributed_optimizer=layout.distributed,
+            grad_reduce_in_fp32=layout.bf16,
         )
         chunks.append(DistributedDataParallel(model.config, ddp, model))
     for chunk in chunks:
@@ -127,12 +136,17 @@ def made(layout: Layout) -> list[nn.Module]:
     return chunks
 
 
+def optimizer_config(layout: Layout) -> OptimizerConfig:
+    return OptimizerConfig(
+        optimizer="adam", lr=0.1, clip_grad=1.0, use_distributed_optimizer=layout.distributed, bf16=layout.bf16
+    )
+
+
 def step(layout: Layout, model: nn.Module, microbatches: list[Any]) -> HandedBack:
     chunks = made(layout)
     optimizer = None
     if layout.optimizer:
-        own = OptimizerConfig(optimizer="adam", lr=0.1, clip_grad=1.0, use_distributed_optimizer=layout.distributed)
-        optimizer = get_megatron_optimizer(own, chunks, use_gloo_process_groups=False)
+        optimizer = get_megatron_optimizer(optimizer_config(layout), chunks, use_gloo_process_groups=False)
     forward = forward_step_of_three if layout.three else forward_step
     with megatron.observed(chunks, forward, microbatches, model, optimizer) as seen:
         train_step(seen.forward_step, seen.data_iterator, chunks, optimizer, len(microbatches))

@@ -35,6 +35,7 @@ class Layout:
     replicate: int = 1
     clipped: bool = True
     layers: int = 4
+    whole_batch: bool = False  # as every torch takes it; before 2.15 microbatches are taken inside a check alone
 
     @property
     def ranks(self) -> dict[str, int]:
@@ -103,7 +104,12 @@ def made(layout: Layout, model: nn.Module, microbatches: int) -> SimpleNamespace
     for module in (module for part in parts for module in part.modules() if isinstance(module, FSDPModule)):
         module.set_force_sum_reduction_for_comms(True)  # torchtitan divides by 1 otherwise, which gloo cannot
     return SimpleNamespace(
-        parallel_dims=dims, pp_schedule=schedule, model_parts=parts, pp_has_first_stage=first, pp_has_last_stage=last
+        parallel_dims=dims,
+        pp_schedule=schedule,
+        model_parts=parts,
+        pp_has_first_stage=first,
+        pp_has_last_stage=last,
+        whole_batch=layout.whole_batch,
     )
 
 
@@ -117,6 +123,18 @@ def valid_tokens(trainer: SimpleNamespace, labels: Sequence[Tensor]) -> Tensor:
 
 def forward_backward_step(trainer: SimpleNamespace, data: Data, tokens: Tensor) -> None:
     """As ``Trainer.pp_forward_backward_step``."""
+    if trainer.whole_batch:
+        together = {name: torch.cat([given[name] for given, _ in data]) for name in data[0][0]}
+        words, labels = together.pop("input"), torch.cat([labels for _, labels in data])
+        trainer.pp_schedule.step(
+            *([words] if trainer.pp_has_first_stage else []),
+            target=labels if trainer.pp_has_last_stage else None,
+            losses=[] if trainer.pp_has_last_stage else None,
+            loss_kwargs={"global_valid_tokens": tokens},
+            return_outputs=False,
+            **together,
+        )
+        return
     trainer.pp_schedule.step(
         arg_mbs=[(given["input"],) for given, _ in data] if trainer.pp_has_first_stage else None,
         kwarg_mbs=[{name: one for name, one in given.items() if name != "input"} for given, _ in data],

@@ -180,6 +180,29 @@ def mean_over_replicas(stack: ExitStack) -> None:
     sharded(stack, lambda module: module.set_gradient_divide_factor(2.0))
 
 
+def scattered(stack: ExitStack, wrong: Callable[[Tensor, int], Tensor]) -> None:
+    """Have ranks reduce what ``wrong`` makes of all shards and of a rank, or keep it where it is one shard."""
+
+    def scatter(right: Any, *, output: Tensor, input: Tensor, group: Any, **named: Any) -> Any:
+        made = wrong(input.view(group.size(), -1), group.rank())
+        if made.numel() == input.numel():
+            return right(output=output, input=made.flatten(), group=group, **named)
+        output.copy_(made)
+        return None
+
+    patched(stack, torch.distributed, "reduce_scatter_single", scatter)
+
+
+def shards_off_by_one(stack: ExitStack) -> None:
+    """Every rank is given the sum of the next rank's shard."""
+    scattered(stack, lambda rows, rank: rows.roll(-1, 0))
+
+
+def shard_not_reduced(stack: ExitStack) -> None:
+    """Ranks keep their own part of the sum in their shards."""
+    scattered(stack, lambda rows, rank: rows[rank])
+
+
 LAST = "rank 1, stage 1"
 EVERY = "microbatches 0, 1, 2, 3"
 ATTENTION = "attention.qkv_linear.wqkv.weight"  # of a layer, its first parameter
@@ -204,7 +227,11 @@ FAULTS = {
     ),
     "mean-over-replicas": Fault(mean_over_replicas, Layout(dp=2), "scale"),
 }
-PLANTS = {name: one.plant for name, one in FAULTS.items()} | {"positions-lost": positions_lost}
+PLANTS = {name: one.plant for name, one in FAULTS.items()} | {
+    "positions-lost": positions_lost,
+    "shards-off-by-one": shards_off_by_one,
+    "shards-not-reduced": shard_not_reduced,
+}
 
 
 def step(fault: str, layout: Layout, model: nn.Module, microbatches: Sequence[Any]) -> HandedBack:

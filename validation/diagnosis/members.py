@@ -35,7 +35,7 @@ class Replicas:
     is to be told by what they hand back. ``copies[rank]``: every parameter is held under each of these numbers; empty:
     as ``of``. ``sequence``: the axis along which ranks have parts of every sequence; empty where none is. ``in_step``:
     one along which ranks wait for each other in every microbatch, so that all must have as many. ``axes``: of a mesh,
-    with their sizes.
+    with their sizes. ``shares[rank]``: the microbatches that each rank is given; empty: every n-th of them.
     """
 
     of: tuple[int, ...]
@@ -45,6 +45,7 @@ class Replicas:
     sequence: str = ""
     in_step: str = ""
     axes: tuple[tuple[str, int], ...] = ()
+    shares: tuple[Sequence[int], ...] = ()
 
     @classmethod
     def along(cls, ranks: "int | Sequence[int] | Mapping[str, int]", microbatches: int) -> "Replicas":
@@ -87,9 +88,9 @@ class Replicas:
         """The axes with so many ranks along which these work on the same data, in words."""
         return [f"the ranks along {axis}" for axis, count in self.axes if axis in MODEL and count == size]
 
-    def share(self, rank: int) -> range:
-        """The microbatches that ``rank`` is given: every n-th of them."""
-        return range(self.of[rank], self.microbatches, self.count)
+    def share(self, rank: int) -> Sequence[int]:
+        """The microbatches that ``rank`` is given."""
+        return self.shares[rank] if self.shares else range(self.of[rank], self.microbatches, self.count)
 
     def check(self) -> None:
         """Raise ``ReplicasError`` for what cannot be."""

@@ -152,7 +152,7 @@ class _Collector:
     def parts(self, handed: HandedBack) -> tuple[Part, ...]:
         if handed.gradients is not None and not handed.modules:
             locals_ = tuple(Local(name, said=renamed(self.names, name, rank=self.rank)) for name in handed.gradients)
-            gradients, shards = _in_parts(handed.gradients.items())
+            gradients, shards = in_parts(handed.gradients.items())
             return (Part(locals_, gradients, shards=shards),) if locals_ else ()
         given = handed.by_parameter
         return tuple(self._part(module, chunk, given) for chunk, module in enumerate(handed.modules))
@@ -171,7 +171,7 @@ class _Collector:
             held.append((name, _gradient(parameter) if given is None else given.get(id(parameter))))
         calls = self.watcher.calls(module)
         parameters = [parameter for *_, parameter in _parameters(module)]
-        gradients, shards = _in_parts(held)
+        gradients, shards = in_parts(held)
         shards = {k: shard.in_all(parameters[k].shape) for k, shard in shards.items()}
         weights = dict(self._of_dtensors(parameters))
         cut = list(_weights_in_parts(parameters, shards))
@@ -233,7 +233,7 @@ def _gradient(parameter: nn.Parameter) -> Any:
     return parameter.grad if shard is None else (None, shard)
 
 
-def _in_parts(held: Iterable[tuple[str, Any]]) -> tuple[tuple[Tensor | None, ...], dict[int, Shard]]:
+def in_parts(held: Iterable[tuple[str, Any]]) -> tuple[tuple[Tensor | None, ...], dict[int, Shard]]:
     """What there is of every gradient here, and where it lies in the whole. Raises ``HandBackError``."""
     gradients: list[Tensor | None] = []
     shards: dict[int, Shard] = {}

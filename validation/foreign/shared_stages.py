@@ -251,7 +251,7 @@ def _merged(bundle: Sequence[Member], replicas: Replicas, lines: Sequence[int]) 
     calls = _calls(bundle, replicas, lines)
     return replace(
         first,
-        gradients=tuple(_whole(k, parts) for k, parts in enumerate(holders)),
+        gradients=tuple(whole_gradient(k, parts) for k, parts in enumerate(holders)),
         values={k: parts[0].values[k] for k, parts in enumerate(holders) if k in parts[0].values},
         shards={k: parts[0].shards[k] for k, parts in enumerate(holders) if k in parts[0].shards},
         after={k: (None, whole) for k, parts in enumerate(holders) if (whole := _updated(k, parts)) is not None},
@@ -261,7 +261,7 @@ def _merged(bundle: Sequence[Member], replicas: Replicas, lines: Sequence[int]) 
     )
 
 
-def _whole(k: int, holders: Sequence[Part]) -> Tensor | None:
+def whole_gradient(k: int, holders: Sequence[Part]) -> Tensor | None:
     """A gradient: what the first of its holders has, or what shards make up."""
     if k not in holders[0].shards:
         return holders[0].gradients[k]
@@ -303,7 +303,7 @@ def _calls(bundle: Sequence[Member], replicas: Replicas, lines: Sequence[int]) -
     return found
 
 
-def _renumbered(actions: Sequence[Action], share: range) -> Iterator[Action]:
+def _renumbered(actions: Sequence[Action], share: Sequence[int]) -> Iterator[Action]:
     """A microbatch that the rank was not given keeps a number that nobody has."""
     for action in actions:
         known = 0 <= action.microbatch < len(share)

@@ -15,7 +15,7 @@ from pipeproof.judging.ledger import NOWHERE, Heading, Headings, Ledger
 from pipeproof.judging.oracle import Requirements
 from pipeproof.judging.tolerance import Floor, may_be_rounded, precision_of, same_bits, stands_for_none, update_floor
 from pipeproof.judging.verdict import Mismatch, Value, What, names_of
-from pipeproof.observers.observed import UNKNOWN_MICROBATCH, Crossing, Observed
+from pipeproof.observers.observed import UNKNOWN_MICROBATCH, Claim, Crossing, Observed
 from pipeproof.observers.recording import GIVEN, HANDED_ON, KEPT, MADE, RECEIVED
 from pipeproof.observers.sketch import all_finite, any_nonzero
 from pipeproof.pipeline.action import Action, Kind
@@ -235,6 +235,12 @@ def leave_out(ledger: Ledger, due: Due, *, number: int = 0, names: Iterable[str]
         ledger.leave_out("loss", missing, "not compared")
 
 
+def hold_claim(ledger: Ledger, claim: Claim, number: int, laws: frozenset[str] = frozenset()) -> None:
+    """Enter what must hold between ranks in operation ``number``; ``laws`` are those about its place."""
+    at = dict(zip(("stage", "parameter"), claim.site, strict=True), rank=claim.rank, beside=claim.beside)
+    ledger.hold(Heading.at(claim.law, number, laws, **at), claim.holds, claim.seen, claim.expected)
+
+
 def _exact(wanted: Tensor) -> Floor:
     """The floor of what is only copied, or computed in one order alone."""
     return Floor(0.0, 0.0, 0.0, precision_of(wanted.dtype))
@@ -355,12 +361,8 @@ class Execution:
 
     def claims(self, number: int, laws: frozenset[str]) -> None:
         """What must hold between ranks that have a stage in common."""
-        for rank in self._observed.ranks:
-            for claim in rank[number].claims:
-                stage, name = claim.site
-                at = {"rank": claim.rank, "stage": stage, "parameter": name, "beside": claim.beside}
-                place = Heading.at(claim.law, number, laws, **at)
-                self._ledger.hold(place, claim.holds, claim.seen, claim.expected)
+        for claim in (claim for rank in self._observed.ranks for claim in rank[number].claims):
+            hold_claim(self._ledger, claim, number, laws)
 
     def crossings(self, number: int, laws: frozenset[str]) -> None:
         """What passed the boundaries of stages, along the flow of data: the first to differ is nearest to the fault."""

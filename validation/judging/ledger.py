@@ -176,6 +176,12 @@ class Ledger:
             numbers: tuple[Value, Value] = float(observed), float(expected)
             self.mismatches.append(place.mismatch(*numbers, "number", error=size, limit=allowed.limit))
 
+    def forget(self, laws: Sequence[str]) -> None:
+        """Take out those of ``laws`` of which nothing at all was said."""
+        for law in laws:
+            if law not in self._skipped and not (self._entries[law].checked or self._entries[law].notes):
+                del self._entries[law]
+
     def empty(self, law: str, what: str, count: int = 1) -> None:
         """So many of the comparisons under ``law`` passed, and are ``what`` can show no fault."""
         self._entries[law].empty[what] += count

@@ -87,6 +87,11 @@ class Shard:
         """How many elements."""
         return math.prod(self.lengths)
 
+    @property
+    def is_all(self) -> bool:
+        """Whether it is all that there is."""
+        return self.shape is not None and self.addend[1] == 1 and self.count == math.prod(self.shape)
+
     def overlaps(self, other: "Shard") -> bool:
         """Whether their first pieces do."""
         return all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(self.bounds, other.bounds, strict=True))
@@ -97,6 +102,11 @@ def held_whole(tensor: Tensor) -> Tensor | None:
     if not isinstance(tensor, InShards):
         return tensor
     return tensor.to_local() if all(placement.is_replicate() for placement in tensor.placements) else None
+
+
+def held_here(tensor: Tensor) -> Tensor:
+    """``tensor``, or what this rank has of a DTensor: no other rank is asked."""
+    return tensor.to_local() if isinstance(tensor, InShards) else tensor
 
 
 def shard_of(tensor: Tensor) -> Shard | None:

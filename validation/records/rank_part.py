@@ -1,7 +1,7 @@
 """A rank's part in a checked step: what it brings and holds, by the record's names, and what it keeps for the end."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -9,8 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeproof.diagnosis.members import Replicas
+from pipeproof.judging.judge import Where
 from pipeproof.judging.tolerance import same_bits
 from pipeproof.observers.recording import Gradients
+from pipeproof.observers.shards import Shard, held_here, shard_of
 from pipeproof.records.record import (
     RankStage,
     RecordedOperation,
@@ -22,11 +25,15 @@ from pipeproof.records.record import (
 
 @dataclass(frozen=True)
 class Arrival:
-    """What a rank brings to a check: parameters by name with their stage, its microbatches, and what is wrong."""
+    """What a rank brings to a check: parameters by name with their stage, its microbatches, and what is wrong.
+
+    ``shards``: where the weights lie in the whole ones, of those of which it has a part.
+    """
 
     held: Mapping[str, int]
     microbatches: tuple[str, ...] | None
     problem: str
+    shards: Mapping[str, Shard] = field(default_factory=dict)
 
 
 def places_of(arrivals: Sequence[Arrival]) -> dict[str, list[RankStage]]:
@@ -57,6 +64,12 @@ class Run:
     def apart(self) -> bool:
         """Whether every replica says which microbatches are its own."""
         return self.count > 1 and None not in self.shares
+
+    @property
+    def members(self) -> Replicas:
+        """The same, as what ranks have in common is judged by."""
+        shares = tuple(share or () for share in self.shares) if self.apart else ()
+        return Replicas(self.replicas, len(self.microbatches), shares=shares)
 
     def as_in(self, expected: Sequence[str]) -> "Run":
         """This run, with microbatches numbered as in ``expected``, where they are those."""
@@ -139,6 +152,11 @@ def disagreement(digests: Sequence[tuple[str, ...] | None]) -> dict[int, str]:
 Rename = Callable[[int, str], str]
 
 
+def own_name(stage: int, name: str) -> str:
+    """A parameter's name in its stage, for stages that keep the names of the whole model."""
+    return name
+
+
 @dataclass(frozen=True)
 class RankStages:
     """``modules`` by stage; ``rename`` gives the record's name, from a stage's number and a name in it."""
@@ -151,15 +169,31 @@ class RankStages:
         """The stage that each parameter is in."""
         return {name: stage for name, stage, _ in self._named}
 
+    def where(self, name: str, rank: int) -> Where:
+        """Where this rank, of this number, has a parameter."""
+        stage = self.places.get(name)
+        return Where(rank=rank) if stage is None else Where(rank=rank, stage=stage)
+
     @cached_property
     def parameters(self) -> dict[str, Tensor]:
-        """The parameters themselves, as they are whenever they are looked at."""
-        return {name: parameter for name, _, parameter in self._named}
+        """What this rank has of the parameters, as it is whenever it is looked at."""
+        return {name: held_here(parameter) for name, _, parameter in self._named}
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of whole parameters."""
+        return {name: tuple(parameter.shape) for name, _, parameter in self._named}
+
+    @cached_property
+    def shards(self) -> dict[str, Shard]:
+        """Where what this rank has lies in the whole, of those of which it has a part."""
+        found = {name: shard_of(parameter) for name, _, parameter in self._named}
+        return {name: shard for name, shard in found.items() if shard is not None and not shard.is_all}
 
     @property
     def gradients(self) -> dict[str, Tensor | None]:
         """What is in ``.grad`` now."""
-        return {name: parameter.grad for name, parameter in self.parameters.items()}
+        return {name: parameter.grad for name, _, parameter in self._named}
 
     @property
     def buffers(self) -> dict[str, tuple[int, Tensor]]:
@@ -179,7 +213,7 @@ class RankStages:
 
     def check_start(self, expected: RecordedOperation) -> None:
         """Raise ``RecordError`` where weights are not the recorded ones."""
-        if found := other_weights(expected.before, self.parameters):
+        if found := other_weights(expected.before, self.parameters, self.shards):
             raise RecordError(
                 f"weights that differ from the record's before the step: {found}; start from the recorded ones"
             )
@@ -227,23 +261,21 @@ class Kept:
             if gradient is not None and _plain(gradient) and gradient.any() and self._fits(gradient):
                 self.notes.begun[name] = self._keep(f"begun gradient {name}", gradient)
 
-    def end(self, gradients: Gradients, wrong: Collection[str]) -> None:
-        """Keep those of ``gradients`` that are ``wrong``."""
+    def end(self, name: str, gradient: Tensor | None, *, wrong: bool) -> None:
+        """Keep a gradient that is ``wrong``."""
         notes = self.notes
-        for name, gradient in gradients.items():
-            if name not in wrong:
-                notes.right.add(name)
-            elif gradient is None:
-                notes.wrong[name] = None
-            elif self._fits(gradient):
-                notes.wrong[name] = self._keep(f"wrong gradient {name}", gradient)
-            else:
-                notes.left_out.add(name)
+        if not wrong:
+            notes.right.add(name)
+        elif gradient is None:
+            notes.wrong[name] = None
+        elif self._fits(gradient):
+            notes.wrong[name] = self._keep(f"wrong gradient {name}", gradient)
+        else:
+            notes.left_out.add(name)
         # Where nothing was added since, the backward was over before the check began: that tells nothing.
-        for name, address in list(notes.begun.items()):
-            now = gradients.get(name)
-            if now is not None and same_bits(self.tensors[address], now.detach().cpu()):
-                del notes.begun[name], self.tensors[address]
+        begun = notes.begun.get(name)
+        if begun is not None and gradient is not None and same_bits(self.tensors[begun], gradient.detach().cpu()):
+            del notes.begun[name], self.tensors[begun]
 
     def _fits(self, gradient: Tensor) -> bool:
         fits = gradient.nbytes <= self._room

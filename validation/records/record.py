@@ -25,6 +25,7 @@ from pipeproof.judging.tolerance import (
     same_bits,
 )
 from pipeproof.observers.recording import Gradients
+from pipeproof.observers.shards import Shard
 from pipeproof.observers.sketch import bits
 from pipeproof.reference.step import Expected
 
@@ -166,10 +167,16 @@ def _said(value: object) -> object:
     return ("+" if any(isinstance(one, str) for one in value) else ",").join(map(str, value))
 
 
-def other_weights(expected: Mapping[str, Tensor], seen: Mapping[str, Tensor]) -> str:
-    """The first parameter, in the model's order, that is another before the step, and how far; empty if none is."""
+def other_weights(
+    expected: Mapping[str, Tensor], seen: Mapping[str, Tensor], shards: Mapping[str, Shard] | None = None
+) -> str:
+    """The first parameter, in the model's order, that is another before the step, and how far; empty if none is.
+
+    ``shards``: where what is seen lies, of those that are parts.
+    """
     for name in (name for name in expected if name in seen):  # a record fetches what it is asked for
         one, wanted = seen[name].detach().cpu(), expected[name].cpu()
+        wanted = shards[name].of(wanted) if shards and name in shards else wanted
         if not same_bits(one, wanted):
             return f"{name} first, by a relative error of {error(one, wanted):.1e}"
     return ""

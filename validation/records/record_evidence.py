@@ -12,11 +12,16 @@ from pipeproof.diagnosis.diagnose import explained as explained_evidence
 from pipeproof.diagnosis.diagnose import sought
 from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.diagnosis.evidence import Sums as RecordSums
+from pipeproof.diagnosis.members import Members, Replicas
+from pipeproof.foreign.assemble import Stage as HeldStage
+from pipeproof.foreign.matching import Local
+from pipeproof.foreign.rank import Part
 from pipeproof.judging.verdict import Verdict
+from pipeproof.observers.shards import Shard
 from pipeproof.records.rank_part import Kept, Notes
 from pipeproof.records.record import RankStage, Record, RecordedOperation
 from pipeproof.reference.data import Batch
-from pipeproof.reference.step import Expected, Gradient, Site
+from pipeproof.reference.step import Contribution, Expected, Gradient, Site
 from pipeproof.reference.sums import Sums
 from pipeproof.worlds.side_store import Exchange, RanksAbsent
 
@@ -32,6 +37,7 @@ class Step:
     before; ``norms`` each rank's, None from one that reports none. ``left_out`` wrong gradients are not among ``seen``.
     ``copies``: each rank's gradient of what several hold. ``max_norm`` is what the record clips to, where it says so.
     ``model``: where there is more of the reference than a record, the step as attribution sees it beside that.
+    ``shards``: where each rank's part of a gradient lay; ``replicas``: who worked on what, where that is known.
     """
 
     due: RecordedOperation
@@ -44,11 +50,17 @@ class Step:
     copies: Mapping[str, Mapping[int, Gradient]] = field(default_factory=dict)
     max_norm: float | None = None
     model: "Callable[[Step], Update] | None" = None
+    shards: Mapping[str, Mapping[int, Shard]] = field(default_factory=dict)
+    replicas: Replicas | None = None
 
     def evidence(self, verdict: Verdict) -> Evidence:
         """All that is known of the step, on which ``verdict`` is."""
         microbatches, alike = len(self.due.microbatches), len(set(self.due.microbatches)) == 1
-        copies = {(n, tuple(stage for _, stage in self.places[n])): each for n, each in self.copies.items()}
+        copies = {
+            (n, tuple(stage for _, stage in self.places[n])): each
+            for n, each in self.copies.items()
+            if n not in self.shards
+        }
         alike = alike and self.model is None and microbatches > 1
         return Evidence(
             verdict,
@@ -60,6 +72,7 @@ class Step:
             number=self.number,
             operation=self.due.operation,
             due=self,
+            members=self._members if self.shards and self.model is not None else None,
             sums=RecordSums(copies, self.left_out, self.max_norm, alike),
             strange=any(m.what == "held" and m.due == 0 for m in verdict.mismatches),
             renamed_by="rename=",
@@ -73,6 +86,38 @@ class Step:
         for stage in range(1 + max(ranks, default=0)):
             found.append(ranks.get(stage, found[-1] if found else 0))
         return tuple(found)
+
+    @property
+    def _members(self) -> Members:
+        """The ranks of every stage with the parts that they had of what was put together."""
+        assert self.replicas is not None, "a model beside a job knows who ran what"
+        update, contributions = self.update, list[Contribution]()
+        for microbatch in range(len(self.due.microbatches)):
+            own = [(s, update.now.contribution(s, microbatch).gradients) for s in range(len(self.placement))]
+            given = {(stage, name): one for stage, found in own for name, one in found.items()}
+            contributions.append(Contribution(self.due.losses[microbatch], given))
+        stages = [self._stage(stage) for stage in range(len(self.placement))]
+        return Members(stages, self.replicas, contributions, self.norms)
+
+    def _stage(self, stage: int) -> HeldStage:
+        """A stage with its ranks, whose parts lie in what they gave together."""
+        names = [name for name in self.seen if self.site(name)[0] == stage]
+        ranks = sorted({rank for name in names for rank, at in self.places.get(name, ()) if at == stage})
+        whole = self._part(names, None)
+        members = tuple((rank, self._part(names, rank)) for rank in ranks)
+        rank = ranks[0] if ranks else self.placement[stage]
+        return HeldStage(stage, rank, replace(whole, members=members), dict(enumerate(names)), {})
+
+    def _part(self, names: Sequence[str], rank: int | None) -> Part:
+        """What ``rank`` has, or all ranks together, of the parameters with these names."""
+        lying = {} if rank is None else {k: self.shards.get(name, {}).get(rank) for k, name in enumerate(names)}
+        shards = {k: shard for k, shard in lying.items() if shard is not None}
+        gradients = []
+        for k, name in enumerate(names):
+            own = {} if rank is None or k in shards else self.copies.get(name, {})
+            whole = self.seen[name] if rank is None else own.get(rank, self.seen[name])
+            gradients.append(whole if whole is None or k not in shards else shards[k].of(whole))
+        return Part(tuple(map(Local, names)), tuple(gradients), shards=shards)
 
     def site(self, name: str) -> Site:
         """Where a parameter is: in the only stage, if nobody says."""

@@ -12,6 +12,7 @@ from pipeproof.foreign.frameworks.framework import form
 from pipeproof.foreign.reference_run import WhiteBoxError, repeated
 from pipeproof.judging.ledger import NOWHERE
 from pipeproof.judging.oracle import copies_apart
+from pipeproof.observers.shards import Shard, gathered, untiled
 from pipeproof.records.rank_part import Arrival
 from pipeproof.records.record import Record, RecordError
 from pipeproof.records.record_evidence import Step
@@ -30,6 +31,22 @@ class LossOfAll:
     """A loss function that depends on all microbatches of the step: ``of`` makes it of them."""
 
     of: Callable[[Pairs], LossFn]
+
+
+Held = Mapping[str, Mapping[Shard | None, int]]  # by name, where parts lie (None: all), and the rank that gives it
+
+
+def lying_at(arrivals: Sequence[Arrival]) -> Held:
+    """Of each parameter, the first rank that has it, or the first that has each of its parts."""
+    found: dict[str, dict[Shard | None, int]] = {}
+    for rank, arrival in enumerate(arrivals):
+        for name in arrival.held:
+            found.setdefault(name, {}).setdefault(arrival.shards.get(name), rank)
+    return found
+
+
+def _weight(name: str, rank: int) -> str:
+    return f"weight {name} of rank {rank}"
 
 
 @dataclass(frozen=True)
@@ -66,14 +83,14 @@ class ReferenceBeside:
         self, parameters: Mapping[str, Tensor], arrivals: Sequence[Arrival], microbatches: Pairs | None
     ) -> tuple[Record | None, dict[int, str]]:
         """What a correct step gives, or why there is nothing to say; ``parameters`` are this rank's, by name."""
-        held = {name: rank for rank, arrival in reversed(list(enumerate(arrivals))) for name in arrival.held}
-        given = [name for name, rank in held.items() if rank == self._exchange.rank]
+        held, own = lying_at(arrivals), self._exchange.rank
+        given = [name for name, parts in held.items() if own in parts.values()]
         for name in given:
-            self._exchange.give(f"weight {name}", parameters[name])
-        outcome = self._made(held, microbatches) if self._exchange.rank == 0 else ("", "")
+            self._exchange.give(_weight(name, own), parameters[name])
+        outcome = self._made(held, microbatches) if own == 0 else ("", "")
         what = "the reference of the checked step"
         text, problem = self._exchange.gather(outcome, what=what, bound_s=self._timeout_s)[0]
-        self._exchange.clear(f"weight {name}" for name in given)
+        self._exchange.clear(_weight(name, own) for name in given)
         return (None, {0: problem}) if problem else (restored(text, self.fetch), {})
 
     def fetch(self, name: str) -> Tensor:
@@ -111,7 +128,7 @@ class ReferenceBeside:
         assert self._loss_fn is not None, "a step was compared with what this model gave"
         return self._loss_fn
 
-    def _made(self, held: Mapping[str, int], microbatches: Pairs | None) -> tuple[str, str]:
+    def _made(self, held: Held, microbatches: Pairs | None) -> tuple[str, str]:
         if microbatches is None:
             return "", "the reference runs here, and there are no microbatches: pass them on rank 0"
         source = self.source
@@ -138,7 +155,7 @@ class ReferenceBeside:
             self._exchange.give(address, tensor)
         return text, ""
 
-    def _with_weights(self, held: Mapping[str, object]) -> nn.Module:
+    def _with_weights(self, held: Held) -> nn.Module:
         """The reference with the weights of ``held``, which ranks have; these must be the model's parameters."""
         model = self.source.build()
         named = dict(model.named_parameters(remove_duplicate=False))
@@ -149,11 +166,23 @@ class ReferenceBeside:
                 )
         with torch.no_grad():
             for name, parameter in named.items():
-                weight = self.fetch(f"weight {name}")
+                weight = self._whole(name, held[name])
                 if (ours := form(parameter)) != (theirs := form(weight)):
                     raise RecordError(f"the reference's {name} is of {ours}, the job's of {theirs}: build both alike")
                 parameter.copy_(weight)
         return model
+
+    def _whole(self, name: str, held: Mapping[Shard | None, int]) -> Tensor:
+        """The weight that ranks have, put together of their parts."""
+        parts = [(shard, self.fetch(_weight(name, rank))) for shard, rank in held.items()]
+        lying = [(shard, part) for shard, part in parts if shard is not None]
+        if len(lying) < len(parts):
+            return next(part for shard, part in parts if shard is None)
+        if why := untiled([shard for shard, _ in lying]):
+            raise RecordError(f"what ranks have of the weights of {name} is not all of them: {why}")
+        whole = gathered(lying)
+        assert whole is not None, "every rank has given its part"
+        return whole
 
     def _batch(self, number: int) -> Batch:
         assert self.model is not None, "it runs what the model runs"

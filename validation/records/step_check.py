@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
@@ -17,12 +18,16 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from pipeproof.foreign.handed_back import Gradient
 from pipeproof.judging.comparison import Comparison, leave_out
-from pipeproof.judging.judge import Where, concluded
+from pipeproof.judging.judge import concluded
 from pipeproof.judging.ledger import Ledger
 from pipeproof.judging.verdict import Crash, LawResult, Verdict
+from pipeproof.observers.shards import Shard
 from pipeproof.observers.wrappers import AroundGradients
 from pipeproof.pipeline.step import Parts
+from pipeproof.records.held_in_common import LAWS as IN_COMMON
+from pipeproof.records.held_in_common import HeldInCommon
 from pipeproof.records.rank_part import (
     MOST,
     Arrival,
@@ -32,6 +37,7 @@ from pipeproof.records.rank_part import (
     Rename,
     Run,
     other_run,
+    own_name,
     places_of,
     run_of,
     told,
@@ -59,11 +65,6 @@ _LAST_WORDS_S = 10.0  # a rank that raised waits no longer than this for the oth
 
 class CheckError(ValueError):
     """A check that is used in the wrong order."""
-
-
-def own_name(stage: int, name: str) -> str:
-    """A parameter's name in its stage, for stages that keep the names of the whole model."""
-    return name
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,9 @@ class StepCheck:
         self._timeout_s = timeout_s
         self._source = against
         self._number = operation
-        self._ledger = Ledger(LAWS)
+        self._ledger = Ledger((*LAWS, *IN_COMMON))
+        self._held: HeldInCommon | None = None  # as ``_at``
+        self._shards: Mapping[str, Shard] = {}
         self._at: Comparison | None = None  # None before the step, and where there is nothing to judge
         self._expected: RecordedOperation | None = None
         self._norm: float | None = None
@@ -150,20 +153,26 @@ class StepCheck:
             raise CheckError("the verdict is known at the end of the with block, on every rank")
         return self._verdict
 
-    def gradients(self, named: Mapping[str, Tensor | None] | None = None) -> None:
+    def gradients(self, named: Mapping[str, Gradient] | None = None) -> None:
         """Compare this rank's gradients now: they must be complete, and not clipped yet.
 
-        ``named``: gradients by the record's names, for a runtime that does not keep them in ``.grad``.
+        ``named``: gradients by the record's names, for a runtime that does not keep them in ``.grad``. Of those of
+        which it has a part, in a DTensor or a ``FlatShard``, ranks put parts together at the end of the block.
         """
-        if self._at is not None and self._expected is not None:
+        if self._at is not None and self._held is not None and self._expected is not None:
             found = self._own.gradients if named is None else named
-            compared = {name: found[name] for name in self._expected.gradients if name in found}
-            before = len(self._ledger.mismatches)
+            given = {name: found[name] for name in self._expected.gradients if name in found}
             with self.noting():
-                for name in upstream(compared, self._own.places):
-                    self._at.gradient(name, compared[name], **self._where(name))
-                wrong = {mismatch.parameter or "" for mismatch in self._ledger.mismatches[before:]}
-                self._kept.end(compared, wrong)
+                for name in upstream(given, self._own.places):
+                    one, shard = given[name], self._own.shards.get(name)
+                    whole, gradient = self._held.take(name, (None, shard) if one is None and shard else one)
+                    if whole:
+                        self._compare(self._at, name, gradient)
+
+    def _compare(self, at: Comparison, name: str, gradient: Tensor | None) -> None:
+        before = len(self._ledger.mismatches)
+        at.gradient(name, gradient, **self._own.where(name, self._exchange.rank))
+        self._kept.end(name, gradient, wrong=len(self._ledger.mismatches) > before)
 
     def report(
         self, *, losses: Sequence[float] | None = None, loss: float | None = None, norm: float | None = None
@@ -204,6 +213,7 @@ class StepCheck:
     ) -> None:
         if self._at is not None and error is None:
             with self.noting():
+                self._compare_in_common(self._at)
                 self._compare_after(self._at)
         ending = Ending.FINISHED if error is None else Ending.RAISED
         message = "" if error is None else f"{type(error).__name__}: {error}"
@@ -216,14 +226,26 @@ class StepCheck:
         except RanksAbsent as absent:
             parts, self._absent = [mine], self._absent or absent
         self._verdict = self._explained(self._joined(parts), parts)
+        if self._held is not None:
+            self._held.clear()
         if self._beside is not None:
             self._beside.clear()
+
+    def _compare_in_common(self, at: Comparison) -> None:
+        """Compare the gradients of which ranks have parts, and hold against each other what several have."""
+        assert self._held is not None, "there is something to compare"
+        try:
+            self._held.enter(self._ledger, self._number, self._run.members, partial(self._compare, at))
+        except RanksAbsent as absent:
+            self._absent = absent
 
     def _compare_after(self, at: Comparison) -> None:
         """Compare what the step has left."""
         assert self._expected is not None, "there is something to compare with"
-        for name in (name for name in self._expected.parameters if name in self._own.parameters):
-            at.parameter(name, self._own.parameters[name], **self._where(name))
+        due = [name for name in self._expected.parameters if name in self._own.parameters]
+        for name in (name for name in due if name not in self._own.shards):
+            at.parameter(name, self._own.parameters[name], **self._own.where(name, self._exchange.rank))
+        self._ledger.leave_out("updated-parameters", [name for name in due if name in self._own.shards], "in parts")
         if self._run.count == 1 and self._expected.buffers:
             for name, (stage, buffer) in self._own.buffers.items():
                 at.buffer(name, buffer, rank=self._exchange.rank, stage=stage)
@@ -237,10 +259,11 @@ class StepCheck:
             record = self._read()
             digests = None if self._given is None else microbatch_digests(self._given)
             self._own.check_names()
+            self._shards = self._own.shards
             if record is not None:
                 self._own.check_start(record.operations[self._number])
         problem = self._problem or ("" if self._crash is None else f"the check raised {self._crash.said}")
-        mine = Arrival(self._own.places, digests, problem)
+        mine = Arrival(self._own.places, digests, problem, self._shards)
         arrivals: list[Arrival] = self._gather(mine, "the beginning of the checked step")
         problems = {rank: arrival.problem for rank, arrival in enumerate(arrivals) if arrival.problem}
         run, wrong = run_of(arrivals)
@@ -254,6 +277,7 @@ class StepCheck:
         self._record, self._expected = record, record.operations[self._number]
         self._run, self._places = run.as_in(self._expected.microbatches), places_of(arrivals)
         self._at = against(self._expected, self._ledger, number=self._number)
+        self._held = HeldInCommon(self._exchange, self._places, self._own.shapes, bound_s=self._timeout_s)
         if self._exchange.rank == 0:
             with self.noting():
                 self._count(self._at, self._expected)
@@ -273,11 +297,6 @@ class StepCheck:
             count = 1 if count > 1 and wanted and (copies is None or name in copies) else count
             rank, stage = next(iter(self._places.get(name, ())), (None, None))
             at.held(name, count, due=wanted, rank=rank, stage=stage)
-
-    def _where(self, name: str) -> Where:
-        """Where this rank has a parameter."""
-        rank, stage = self._exchange.rank, self._own.places.get(name)
-        return Where(rank=rank) if stage is None else Where(rank=rank, stage=stage)
 
     def _every(self, run: Run) -> Pairs | None:
         """The microbatches of all replicas, on rank 0, which runs the reference; elsewhere this rank's own."""
@@ -312,13 +331,15 @@ class StepCheck:
             raised = any(one.failed for one in reports)
             ended: Literal["error", "hang"] = "hang" if self._absent and self._absent.late and not raised else "error"
             return replace(blank, headline=headline(known), failure=details(known), ended=ended) if failed else blank
-        ledger = Ledger(LAWS)
+        ledger = Ledger((*LAWS, *IN_COMMON))
         for part in reversed(parts):  # as gradients flow
             ledger.join(part.ledger)
         leave_out(ledger, self._expected, number=self._number)
         if self._run.count == 1:
             self._lost_buffers(ledger, self._expected)
-        ledger.mismatches.sort(key=lambda one: (LAWS.index(one.law), -math.inf if one.stage is None else -one.stage))
+        ledger.forget(IN_COMMON)
+        order = (*LAWS, *IN_COMMON).index
+        ledger.mismatches.sort(key=lambda one: (order(one.law), -math.inf if one.stage is None else -one.stage))
         if all(part.norm is None for part in parts):
             ledger.miss("grad-norm", "the job reports none")
         if not self._expected.parameters:
@@ -348,7 +369,7 @@ class StepCheck:
 
     def _checked(self, parts: Sequence[_Part]) -> Step:
         assert self._record is not None, "there was something to compare with"
-        return checked(
+        found = checked(
             self._record,
             self._number,
             self._places,
@@ -357,6 +378,7 @@ class StepCheck:
             fetch=lambda name: self._exchange.take(name, bound_s=self._timeout_s),
             model=None if self._beside is None else self._beside.update,
         )
+        return found if self._held is None else replace(found, shards=self._held.shards, replicas=self._run.members)
 
     def _gather(self, value: object, what: str) -> list[Any]:
         return self._exchange.gather(value, what=what, bound_s=self._timeout_s)

@@ -117,7 +117,7 @@ def _of_own_share(evidence: Evidence) -> bool:
 
 def _mean_is_right(evidence: Evidence) -> bool:
     """Whether the ranks of each replica report other numbers for every microbatch, whose mean is the right one."""
-    if evidence.members is None:
+    if evidence.members is None or evidence.seen is None:
         return False
     reported: dict[tuple[int, int], list[float]] = {}
     for replica, row in zip(evidence.members.replicas.of, evidence.observed.ranks, strict=True):

@@ -71,8 +71,9 @@ def of_replicas(causes: Sequence[Cause], evidence: Evidence) -> Sequence[Cause]:
 
 def _whole_shares(microbatches: Sequence[int], replicas: Replicas) -> list[int]:
     """The replicas whose microbatches these are; none if it is only some of any replica's."""
-    numbers = sorted({m % replicas.count for m in microbatches})
-    every = [m for number in numbers for m in range(number, replicas.microbatches, replicas.count)]
+    shares = {number: replicas.share(rank) for rank, number in enumerate(replicas.of)}
+    numbers = [number for number, share in sorted(shares.items()) if {*share} & {*microbatches}]
+    every = [m for number in numbers for m in shares[number]]
     return numbers if sorted(every) == sorted(microbatches) else []
 
 
@@ -199,7 +200,9 @@ def _of_losses(cause: Cause, evidence: Evidence) -> bool:
 
 
 def _loss_factor(evidence: Evidence) -> float | None:
-    """How many times what it should be every loss is; None where that is not one number."""
+    """How many times what it should be every loss is; None where that is not one number, or no losses are kept."""
+    if evidence.seen is None:
+        return None
     rows, due = [row[evidence.number] for row in evidence.observed.ranks], evidence.expected
     pairs = [(one, due.losses[m]) for row in rows for m, one in zip(row.share or (), row.losses, strict=False)]
     pairs += [(row.loss, due.loss) for row in rows if row.loss is not None]

@@ -98,7 +98,8 @@ class Observation:
 
     def norm(self, norm: Any) -> None:
         """Keep the ``norm`` that was told."""
-        self._norm = float(norm)
+        whole: Any = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of a DTensor
+        self._norm = float(whole)
 
 
 TWO_STEPS = "the block took more than one step of the optimizer: put one step into it"

@@ -46,7 +46,6 @@ _COVERED = {
     "num_moe_experts": None,
     "mtp_num_layers": None,
     "fp16": False,
-    "bf16": False,
     "fp8": None,
     "fp4": None,
     # Megatron's own default is 0.1: stages would draw other numbers than the whole model.
@@ -77,7 +76,8 @@ class Whole(nn.Module):
     def __init__(self, build: Callable[[], nn.Module], forward_step: ForwardStep) -> None:
         super().__init__()
         with alone():
-            self.model = build()
+            self.model, called = _as_called(build())
+        self._called = (called,)  # in a tuple, so that no name of a parameter is of what is around the model
         self._forward_step = forward_step
         config: Any = getattr(bare(self.model), "config", None)
         if (stages := getattr(config, "pipeline_model_parallel_size", None)) != 1:
@@ -87,7 +87,7 @@ class Whole(nn.Module):
     def results(self, *microbatch: Tensor) -> Sequence[Any]:
         """What the loss function makes of a microbatch."""
         with alone():
-            output, function = self._forward_step(iter([microbatch]), self.model)
+            output, function = self._forward_step(iter([microbatch]), *self._called)
             results: Sequence[Any] = function(output)
         return results
 
@@ -103,6 +103,16 @@ class Whole(nn.Module):
         if not all(counts):
             raise MegatronError("calculate_per_token_loss needs a loss function of three results: loss, tokens, report")
         return float(sum(count.item() for (count,) in counts))
+
+
+def _as_called(model: Any) -> tuple[nn.Module, nn.Module]:
+    """The model, and what Megatron calls: with bf16, what casts its weights, what comes in and what goes out."""
+    config = getattr(bare(model), "config", None)
+    if not getattr(config, "bf16", False):
+        return model, model
+    wraps = core("transformer.module").Float16Module
+    called = model if isinstance(model, wraps) else wraps(config, model)
+    return bare(called), called
 
 
 @contextmanager

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from pipeproof.foreign.frameworks.framework import replaced
 from pipeproof.foreign.frameworks.framework_step import FrameworkStep, Sight
@@ -85,7 +84,7 @@ def clipping_told(sight: Sight) -> Iterator[None]:
             if not told:
                 told.append(total_norm)
                 sight.complete()
-                sight.norm(total_norm.full_tensor() if isinstance(total_norm, DTensor) else total_norm)
+                sight.norm(total_norm)
             return clip(parameters, max_norm, total_norm, *more, **named)
 
         return noted

@@ -61,7 +61,6 @@ def _step(engine: Any, microbatches: Sequence[Any] | None, whole: SingleDevice) 
     step = step_of(engine)
     if microbatches is not None:
         check_count(engine, microbatches)
-    _check_whole_gradients(engine)
     return JobStep(step, pairs_of(microbatches, _pair), whole)
 
 
@@ -71,16 +70,6 @@ def _pair(number: int, microbatch: Any) -> tuple[Any, Any]:
         found += f" of length {len(microbatch)}" if isinstance(microbatch, tuple | list) else ""
         raise DeepSpeedError(f"microbatch {number} is a {found}: expected a pair of inputs and labels")
     return microbatch[0], microbatch[1]
-
-
-def _check_whole_gradients(engine: Any) -> None:
-    """Raise ``DeepSpeedError`` where each replica has a part of every gradient alone."""
-    mapped = any(hasattr(one, "_hp_mapping") for one in engine.module.parameters())
-    if mapped and not engine.using_bf16_optimizer and engine.grid.data_parallel_size > 1:
-        raise DeepSpeedError(
-            "with ZeRO-1 each replica has a part of every gradient: check_step compares whole ones; set "
-            "zero_optimization's stage to 0 for the checked run, or give this layout to pipeproof.deepspeed.validate"
-        )
 
 
 def _cast_to(engine: Any) -> torch.dtype | None:

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from pipeproof.foreign.frameworks.framework_step import TWO_STEPS, FrameworkStep
-from pipeproof.foreign.handed_back import FlatShard, Gradient
 from pipeproof.foreign.reference_run import WhiteBoxError
+from pipeproof.observers.shards import held_whole
 from pipeproof.records.single_device import SingleDevice
 from pipeproof.records.step_check import StepCheck
 from pipeproof.records.step_record import Pairs
@@ -30,16 +30,17 @@ class JobSight:
             return
         with self._check.noting():
             gradients = self._step.gradients()
-            named = ((name, gradients.get(one)) for name, one in self._step.parameters() if one in gradients)
-            self._check.gradients({name: _whole(gradient) for name, gradient in named})
+            named = ((name, gradients[one]) for name, one in self._step.parameters() if one in gradients)
+            self._check.gradients(dict(named))
             if losses := [float(one) for one in self._step.losses()]:
                 self._check.report(losses=losses)
 
     def norm(self, norm: Any) -> None:
         """Compare the norm that was told."""
         with self._check.noting():
-            if self._steps <= 1:
-                self._check.report(norm=float(norm))
+            here = held_whole(norm) if isinstance(norm, Tensor) else norm
+            if self._steps <= 1 and here is not None:  # of a DTensor in parts only all ranks together know it
+                self._check.report(norm=float(here))
 
     def end(self) -> None:
         """The step is over: where it was never complete, what there is now is compared, or it is said why not."""
@@ -48,11 +49,6 @@ class JobSight:
                 self.complete()
         except WhiteBoxError as unfinished:
             self._check.refuse(str(unfinished))
-
-
-def _whole(gradient: Gradient) -> Tensor | None:
-    assert not isinstance(gradient, FlatShard), "a job with shards is refused before its step"
-    return gradient
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pipeproof.foreign.frameworks.framework import loss_of_its_own
-from pipeproof.foreign.frameworks.megatron import chunks_of, cut_up, observed, step_of, validate
+from pipeproof.foreign.frameworks.megatron import observed, step_of, validate
 from pipeproof.foreign.frameworks.megatron_whole import (
     MEGATRON,
     ForwardStep,
@@ -73,11 +73,6 @@ def record_step(
 
 def _step(chunks: Any, optimizer: Any, microbatches: Sequence[Any] | None, whole: SingleDevice) -> JobStep:
     step = step_of(chunks, optimizer)
-    if any(cut_up(chunk) for chunk in chunks_of(chunks)):
-        raise MegatronError(
-            "with a distributed optimizer each replica has a part of every gradient: check_step compares whole ones; "
-            "set use_distributed_optimizer=False for the checked run, or give the layout to pipeproof.megatron.validate"
-        )
     return JobStep(step, pairs_of(microbatches, _pair), whole)
 
 

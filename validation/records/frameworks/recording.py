@@ -77,7 +77,7 @@ class StepRecording:
     def norm(self, norm: Any) -> None:
         """Note the norm that was told."""
         with self.noting():
-            self._norm = float(norm)
+            self._norm = float(_whole(norm) if isinstance(norm, Tensor) else norm)
 
     def finish(self, file: OutputFile | None, *, framework: str) -> None:
         """Put together what all ranks saw, and write it on rank 0."""

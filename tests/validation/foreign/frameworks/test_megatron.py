@@ -250,7 +250,6 @@ def test_gradients_are_those_that_the_optimizer_was_given() -> None:
     [
         ("tensor_model_parallel_size", 2),
         ("num_moe_experts", 4),
-        ("bf16", True),
         ("fp16", True),
         ("fp8", "hybrid"),
         ("hidden_dropout", 0.1),

@@ -129,21 +129,10 @@ def test_a_wrong_step_is_named() -> None:
     assert str(verdict.mismatches[0].parameter).startswith("model.decoder.layers.1.linear")
 
 
-def parted() -> nn.Module:
-    """A chunk in a DDP whose gradients each replica has a part of."""
-    ddp = nn.Module()
-    ddp.module = Model()
-    settings, group = SimpleNamespace(use_distributed_optimizer=True), SimpleNamespace(size=lambda: 2)
-    ddp.buffers = [SimpleNamespace(ddp_config=settings, data_parallel_group=group)]  # type: ignore[assignment,method-assign]  # Megatron's
-    return ddp
-
-
 @pytest.mark.parametrize(
     ("model", "sentence"),
     [
-        (Model(bf16=True), "bf16 is True: pipeproof.megatron covers False only; set it so for the check"),
         (Model(hidden_dropout=0.1), "hidden_dropout is 0.1"),
-        (parted(), "with a distributed optimizer each replica has a part of every gradient: check_step compares whole"),
         (
             nn.Linear(2, 2),
             "the check cannot be made of this: AttributeError: 'Linear' object has no attribute 'config'",

@@ -1,0 +1,77 @@
+"""A step of a running job of torchtitan's under pipeproof: right ones pass, faults are named, and the job goes on.
+
+``ci/frameworks`` runs this in an environment that has torchtitan; elsewhere it is skipped.
+"""
+
+import pytest
+
+pytest.importorskip("torchtitan", reason="torchtitan is not installed: ci/frameworks installs it")
+
+from pipeproof import World
+from tests.frameworks import titan_job
+from tests.frameworks.tiny_titan import Layout
+from tests.frameworks.torchtitan_faults import EVERY, FAULTS
+
+RIGHT = {
+    "1f1b": (Layout(clipped=False), "bitwise"),
+    "1f1b-clipped": (Layout(), "fp32"),
+    "interleaved": (Layout(schedule="Interleaved1F1B"), "fp32"),
+    "zb-v": (Layout(schedule="ZBVZeroBubble", clipped=False), "bitwise"),
+    "fsdp": (Layout(dp=2), "fp32"),
+    "replicated": (Layout(replicate=2), "fp32"),
+}
+
+
+@pytest.mark.pipeproof_ranks
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_step_passes_and_the_job_is_as_without_a_check(name: str, world: World) -> None:
+    layout, tier = RIGHT[name]
+    for verdict, harmed in world.run(titan_job.checked_and_unchecked, layout, ranks=layout.pp * layout.ranks["dp"]):
+        assert (verdict.verdict, verdict.tier) == ("pass", tier), str(verdict)
+        assert {law.name for law in verdict.laws if law.outcome == "pass"} >= {"gradient", "loss", "parameters-once"}
+        assert (verdict.law("grad-norm").outcome == "pass") == layout.clipped
+        assert harmed == []
+
+
+ALL_EIGHT = "microbatches 0, 1, 2, 3, 4, 5, 6, 7"
+IN_SHARDS = Layout(dp=2)
+NAMED = {  # what the step's numbers alone tell: no messages between stages are seen
+    "not-divided": (Layout(), [("scale", "everywhere")]),
+    "own-tokens": (IN_SHARDS, [("scale", ALL_EIGHT)]),
+    "ignored-counted": (Layout(), [("scale", "everywhere")]),
+    "other-labels": (Layout(), [("swapped-data", EVERY)]),
+    "last-dropped": (Layout(), [("dropped", "microbatch 3")]),
+    "scaled-by-schedule": (Layout(), [("scale", "everywhere")]),
+    "layer-twice": (
+        Layout(),
+        [("partition", "stage 0, parameter model.layers.1.attention.qkv_linear.wqkv.weight")],
+    ),
+    "norm-of-one-stage": (Layout(), [("norm", "everywhere")]),
+    "mean-over-replicas": (IN_SHARDS, [("scale", "everywhere")]),
+    "shards-off-by-one": (IN_SHARDS, [("misplaced", "rank 0, stage 0, parameter model.tok_embeddings.weight")]),
+    "shards-not-reduced": (IN_SHARDS, [("not-reduced", "stage 0"), ("not-reduced", "stage 1")]),
+}
+
+
+@pytest.mark.pipeproof_ranks
+@pytest.mark.parametrize("name", NAMED)
+def test_a_fault_in_a_job_is_caught_and_named(name: str, world: World) -> None:
+    layout, causes = NAMED[name]
+    for verdict in world.run(titan_job.checked, layout, name, ranks=layout.pp * layout.ranks["dp"]):
+        assert verdict.verdict == "fail", str(verdict)
+        assert [(cause.kind, cause.place) for cause in verdict.cause] == causes, str(verdict)
+
+
+@pytest.mark.pipeproof_ranks
+@pytest.mark.parametrize("name", ["other-positions", "positions-lost", "labels-not-shifted", "other-weights"])
+def test_what_sums_alone_do_not_tell_is_caught_and_no_cause_is_named(name: str, world: World) -> None:
+    layout = FAULTS[name].layout if name in FAULTS else Layout()
+    for verdict in world.run(titan_job.checked, layout, name, ranks=2):
+        assert (verdict.verdict, verdict.cause) == ("fail", ()), str(verdict)
+
+
+@pytest.mark.pipeproof_ranks
+def test_what_the_job_raises_is_its_own(world: World) -> None:
+    for raised, verdict, clean in world.run(titan_job.ended_early, IN_SHARDS, ranks=4):
+        assert (raised, clean) == ('KeyError("the job\'s own")', True)
+        assert verdict.startswith("ERROR rank 0 raised KeyError")

@@ -1,0 +1,85 @@
+"""A job that trains the tiny Llama on ranks of its own: a step of it is checked, then it goes on."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+import pipeproof
+from pipeproof.judging.verdict import Verdict
+from pipeproof.worlds.worker import RankContext
+from tests.frameworks import tiny_titan
+from tests.frameworks.left import differences, left, seed
+from tests.frameworks.tiny_titan import Data, Layout
+from tests.frameworks.torchtitan_faults import PLANTS
+
+MICROBATCHES = 4
+
+
+@contextmanager
+def trainer_of(layout: Layout, fault: str = "") -> Iterator[tuple[SimpleNamespace, Data]]:
+    """What a trainer has, with an optimizer, and the microbatches of this rank's replica."""
+    layout = replace(layout, whole_batch=True)
+    with ExitStack() as stack:
+        if fault:
+            PLANTS[fault](stack)
+        trainer = tiny_titan.made(layout, tiny_titan.build(layout), MICROBATCHES)
+        trainer.optimizer = torch.optim.AdamW([one for part in trainer.model_parts for one in part.parameters()])
+        replicas = layout.dp * layout.replicate
+        replica = 0 if replicas == 1 else trainer.parallel_dims.get_mesh("batch").get_local_rank()
+        yield trainer, tiny_titan.data_of(MICROBATCHES * replicas)[replica::replicas]
+
+
+def check_of(trainer: SimpleNamespace, microbatches: Data, layout: Layout) -> Any:
+    return pipeproof.torchtitan.check_step(
+        trainer.pp_schedule,
+        trainer.model_parts,
+        microbatches,
+        reference=partial(tiny_titan.build, layout),
+        loss_fn=tiny_titan.loss_fn,
+        timeout_s=60.0,
+    )
+
+
+def train(trainer: SimpleNamespace, microbatches: Data, layout: Layout) -> None:
+    trainer.optimizer.zero_grad()
+    tiny_titan.train_step(layout, trainer, microbatches)
+    trainer.optimizer.step()
+
+
+def checked(_: RankContext, layout: Layout, fault: str) -> Verdict:
+    """The verdict on a step that has a fault."""
+    with trainer_of(layout, fault) as (trainer, microbatches):
+        with check_of(trainer, microbatches, layout) as check:
+            train(trainer, microbatches, layout)
+        return check.verdict
+
+
+def checked_and_unchecked(_: RankContext, layout: Layout) -> tuple[Verdict, list[str]]:
+    """The verdict on a right step, and what is another after it and one more than in a job without a check."""
+    found = []
+    for check_it in (False, True):
+        seed()
+        with trainer_of(layout) as (trainer, microbatches):
+            with check_of(trainer, microbatches, layout) if check_it else nullcontext() as check:
+                train(trainer, microbatches, layout)
+            first = left(trainer.model_parts, trainer.optimizer, trainer.pp_schedule)
+            train(trainer, microbatches, layout)
+            found.append([first, left(trainer.model_parts, trainer.optimizer, trainer.pp_schedule)])
+    return check.verdict, differences(*found)
+
+
+def ended_early(_: RankContext, layout: Layout) -> tuple[str, str, bool]:
+    """What a step that raises on every rank raises, the verdict on it, and whether the schedule is as it was."""
+    with trainer_of(layout) as (trainer, microbatches):
+        check = check_of(trainer, microbatches, layout)
+        try:
+            with check as found:
+                raise KeyError("the job's own")
+        except KeyError as error:
+            return repr(error), str(found.verdict), "step" not in vars(trainer.pp_schedule)
+    raise AssertionError("what the job raises is the job's")
