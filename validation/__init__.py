@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import pipeproof.foreign as whitebox
+    import pipeproof.records.frameworks.colossalai as colossalai
     import pipeproof.records.frameworks.deepspeed as deepspeed
     import pipeproof.records.frameworks.megatron as megatron
     import pipeproof.records.frameworks.nanotron as nanotron
@@ -58,6 +59,7 @@ _HOMES = {
 }
 
 _MODULES = {
+    "colossalai": "records.frameworks.colossalai",
     "deepspeed": "records.frameworks.deepspeed",
     "megatron": "records.frameworks.megatron",
     "nanotron": "records.frameworks.nanotron",
@@ -82,6 +84,7 @@ __all__ = [
     "WhiteBoxError",
     "World",
     "check_step",
+    "colossalai",
     "deepspeed",
     "megatron",
     "nanotron",

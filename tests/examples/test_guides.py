@@ -237,7 +237,13 @@ def test_the_scripts_that_readme_names_are_there_and_ci_runs_the_tests() -> None
 
 
 @pytest.mark.parametrize(
-    ("page", "package"), [("megatron", "megatron-core"), ("deepspeed", "deepspeed"), ("torchtitan", "torchtitan")]
+    ("page", "package"),
+    [
+        ("megatron", "megatron-core"),
+        ("deepspeed", "deepspeed"),
+        ("torchtitan", "torchtitan"),
+        ("colossalai", "colossalai"),
+    ],
 )
 def test_a_framework_is_installed_as_ci_does_and_a_wrong_step_fails_the_command(page: str, package: str) -> None:
     text = PAGES[f"validation/guides/{page}.md"]

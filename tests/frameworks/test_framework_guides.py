@@ -19,6 +19,7 @@ PACKAGES = {
     "torchtitan": "torchtitan",
     "nanotron": "nanotron",
     "transformers": "transformers",
+    "colossalai": "colossalai",
 }
 FIRST = {
     "megatron": "import tests.frameworks.on_cpu\n",
@@ -26,6 +27,7 @@ FIRST = {
     "torchtitan": "",
     "nanotron": "import tests.frameworks.nanotron_on_cpu\n",
     "transformers": "",
+    "colossalai": "import tests.frameworks.colossalai_on_cpu\n",
 }  # what the guide leaves to a GPU
 AT_START = ("nanotron",)  # which needs it on every rank before anything of it is imported
 

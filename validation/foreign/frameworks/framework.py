@@ -19,7 +19,8 @@ from pipeproof.foreign.reference_run import WhiteBoxError, name_of
 class Framework:
     """A framework, as it is installed and imported, and the versions that its adapter knows.
 
-    error: what is raised where it is missing, or used in a way that is not covered.
+    error: what is raised where it is missing, or used in a way that is not covered. axes: in the order in which it
+    numbers ranks; neighbours differ along the last.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Framework:
     known: tuple[str, ...]
     install: str
     error: type[WhiteBoxError]
+    axes: tuple[str, ...] = ("pp", "dp")
 
     def module(self, name: str = "") -> ModuleType:
         """Its package, or the module ``name`` in it."""
@@ -57,12 +59,12 @@ class Framework:
                 )
 
     def mesh(self, ranks: int | Mapping[str, int]) -> int | dict[str, int]:
-        """Ranks as these frameworks number them: those of a stage are neighbours."""
+        """Ranks as the framework numbers them."""
         if not isinstance(ranks, Mapping):
             return ranks
-        if other := [axis for axis in ranks if axis not in ("pp", "dp")]:
+        if other := [axis for axis in ranks if axis not in self.axes]:
             raise self.error(f"ranks has the axis {other[0]!r}: {self.adapter} covers pp and dp")
-        return {"pp": ranks.get("pp", 1), "dp": ranks.get("dp", 1)}
+        return {axis: ranks.get(axis, 1) for axis in self.axes}
 
     def load(self, parameters: Iterable[tuple[str, nn.Parameter]], reference: nn.Module) -> None:
         """Give the parameters, by their names in the reference, its weights.

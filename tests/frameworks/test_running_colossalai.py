@@ -1,0 +1,108 @@
+"""A step of a running job of ColossalAI's under pipeproof: right ones pass, faults are named, and the job goes on.
+
+``ci/frameworks`` runs this in an environment that has ColossalAI; elsewhere it is skipped.
+"""
+
+import pytest
+
+pytest.importorskip("colossalai", reason="colossalai is not installed: ci/frameworks installs it")
+
+from pipeproof import World
+from tests.frameworks import boosted_job
+from tests.frameworks.colossalai_faults import FAULTS
+from tests.frameworks.tiny_colossal import Layout
+
+RIGHT = {
+    "1f1b": (Layout(clipped=False), 4, "bitwise"),
+    "tied-clipped": (Layout(tied=True), 4, "fp32"),
+    "interleaved": (Layout("interleaved", chunks=2), 4, "fp32"),
+    "replicas-tied": (Layout(dp=2, tied=True), 4, "fp32"),
+    "replicas-as-neighbours": (Layout(dp=2, dp_outside=False), 4, "fp32"),
+    "bf16-tied": (Layout(bf16=True, tied=True), 4, "bf16"),
+    "zero-1-one-replica": (Layout(bf16=True, zero=1), 4, "bf16"),
+}
+NAMED = {  # what the step's numbers alone tell: no messages between stages are seen
+    "not-divided": ("scale", "everywhere"),
+    "divided-at-each-stage": ("scale", "rank 0, stage 0"),
+    "tied-not-summed": ("tied-not-summed", "parameter model.words.weight"),
+    "not-reduced": ("not-reduced", "stage 0"),
+    "summed-over-replicas": ("scale", "everywhere"),
+    "other-labels": ("swapped-data", "microbatches 0, 1, 2, 3"),
+    "other-stream": ("swapped-data", "microbatches 0, 1, 2, 3"),
+    "stale-buffer": ("swapped-activations", "rank 1, stage 1, microbatch 2"),
+    "stale-gradient": ("swapped-gradients", "rank 0, stage 0, microbatch 1"),
+    "last-in-first-out": ("swapped-gradients", "rank 0, stage 0, microbatches 0, 1, 2, 3"),
+    "other-chunk": ("missing", "rank 1, stage 1"),
+    "norm-of-one-stage": ("norm", "everywhere"),
+    "copies-counted": ("norm", "everywhere"),
+}
+
+
+@pytest.mark.pipeproof_ranks
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_step_passes_and_the_job_is_as_without_a_check(name: str, world: World) -> None:
+    layout, microbatches, tier = RIGHT[name]
+    ranks = layout.pp * layout.dp
+    for verdict, harmed in world.run(boosted_job.checked_and_unchecked, layout, microbatches, ranks=ranks):
+        assert (verdict.verdict, verdict.tier) == ("pass", tier), str(verdict)
+        assert {law.name for law in verdict.laws if law.outcome == "pass"} >= {"gradient", "loss", "parameters-once"}
+        assert (verdict.law("grad-norm").outcome == "pass") == layout.clipped
+        assert harmed == []
+
+
+@pytest.mark.pipeproof_ranks
+@pytest.mark.parametrize("name", NAMED)
+def test_a_fault_in_a_job_is_caught_and_named(name: str, world: World) -> None:
+    layout, (kind, place) = FAULTS[name].layout, NAMED[name]
+    for verdict in world.run(boosted_job.checked, layout, name, ranks=layout.pp * layout.dp):
+        assert verdict.verdict == "fail", str(verdict)
+        assert (verdict.cause[0].kind, verdict.cause[0].place) == (kind, place), str(verdict)
+
+
+@pytest.mark.pipeproof_ranks
+@pytest.mark.parametrize("layout", [Layout(), Layout(dp=2), Layout("interleaved", chunks=2, tied=True)], ids=str)
+def test_gradients_of_two_batches_are_added(layout: Layout, world: World) -> None:
+    for verdict in world.run(boosted_job.accumulated, layout, True, ranks=layout.pp * layout.dp):
+        assert verdict.verdict == "pass", str(verdict)
+        assert verdict.law("loss").checked == 8 * layout.dp
+
+
+@pytest.mark.pipeproof_ranks
+def test_colossalai_counts_tied_gradients_of_the_first_batch_twice(world: World) -> None:
+    """As it is: without ``no_sync`` what the stages' sum was already is summed over them again with the next batch."""
+    for verdict in world.run(boosted_job.accumulated, Layout(tied=True), False, ranks=2):
+        assert verdict.verdict == "fail", str(verdict)
+        wrong = {m.parameter for m in verdict.mismatches if m.law == "gradient"}
+        assert wrong == {"model.words.weight", "model.head.weight"}
+
+
+REFUSED = {
+    "twice": "execute_pipeline was called 2 times before optimizer.step, and the check was given 1 batch",
+    "no step": "optimizer.step was not called in the block",
+    "ragged": "the batch has 7 rows: expected what is cut into 4 microbatches of equal sizes",
+}
+
+
+@pytest.mark.pipeproof_ranks
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_is_not_covered_is_said_and_the_job_goes_on(kind: str, world: World) -> None:
+    for verdict, trained in world.run(boosted_job.refused, Layout(), kind, ranks=2):
+        assert verdict.startswith("UNKNOWN")
+        assert REFUSED[kind] in verdict
+        assert trained == (kind != "no step")
+
+
+@pytest.mark.pipeproof_ranks
+def test_shards_of_zero_are_refused_and_the_job_goes_on(world: World) -> None:
+    layout = Layout(bf16=True, zero=1, dp=2, tied=True)
+    for verdict, harmed in world.run(boosted_job.checked_and_unchecked, layout, 2, ranks=4):
+        assert verdict.verdict == "unknown"
+        assert "ranks 0, 1, 2, 3: with zero_stage 1 each replica has a part of every gradient" in str(verdict)
+        assert harmed == []
+
+
+@pytest.mark.pipeproof_ranks
+def test_what_the_job_raises_is_its_own(world: World) -> None:
+    for raised, verdict, clean in world.run(boosted_job.ended_early, Layout(), ranks=2):
+        assert (raised, clean) == ('KeyError("the job\'s own")', True)
+        assert verdict.startswith("ERROR rank 0 raised KeyError")

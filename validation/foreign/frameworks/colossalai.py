@@ -1,0 +1,337 @@
+"""ColossalAI's pipelines under ``whitebox.validate``: where their losses, gradients, norm and names are.
+
+A user's step boosts its model as ever and calls ``booster.execute_pipeline`` and ``optimizer.step`` inside
+``observed``. ``validate`` takes the reference from the same model and criterion. Nothing of ColossalAI is imported
+before one of these is called.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial, wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipeproof.foreign.frameworks.colossalai_chunks import stages_of, told_apart
+from pipeproof.foreign.frameworks.colossalai_whole import (
+    CHILD,
+    COLOSSALAI,
+    ColossalAIError,
+    Criterion,
+    OfMicrobatch,
+    Packed,
+    Whole,
+    check_model,
+)
+from pipeproof.foreign.frameworks.framework import Named, replaced
+from pipeproof.foreign.frameworks.framework_step import FrameworkStep, Observation, Sight, observing
+from pipeproof.foreign.handed_back import FlatShard, Gradient
+from pipeproof.foreign.validator import WhiteBox
+from pipeproof.foreign.validator import validate as validated
+from pipeproof.judging.verdict import Verdict
+
+_COVERED = {
+    "tp_size": 1,
+    "sp_size": 1,
+    "enable_sequence_parallelism": False,
+    "cpu_offload": False,
+    "use_fp8": False,
+}
+_PRECISIONS = {"fp32": None, "bf16": torch.bfloat16}  # what the plugin casts a model to
+
+
+def step_of(booster: Any, model: Any, optimizer: Any, batches: int | None = 1) -> FrameworkStep:
+    """The step of a boosted model on this rank, which takes so many batches; None: nobody says.
+
+    Raises ``ColossalAIError`` for what is not covered.
+    """
+    plugin = check_covered(booster, model, optimizer)
+    stages = stages_of(plugin.stage_manager, model.module)
+    losses, runs = list[Tensor](), list[str]()
+
+    def gradients() -> dict[nn.Parameter, Gradient]:
+        if batches not in (None, len(runs)):
+            raise ColossalAIError(
+                f"execute_pipeline was called {len(runs)} times before optimizer.step, and the check was given "
+                f"{batches} batch{'es' * (batches != 1)}: let both be the same"
+            )
+        return gradients_of(model, optimizer)
+
+    return FrameworkStep(
+        stages,
+        lambda stage, name: f"{CHILD}.{name}",
+        gradients,
+        lambda: losses,
+        partial(_watching, plugin, model.module, stages, optimizer, (losses, runs)),
+        unfinished=ColossalAIError("optimizer.step was not called in the block: let the block call it"),
+    )
+
+
+def gradients_of(model: Any, optimizer: Any) -> dict[nn.Parameter, Gradient]:
+    """The gradients that ``optimizer`` is about to take, where they are."""
+    found = [one for one in model.module.parameters() if one.requires_grad]
+    return {one: _sharded(one, optimizer) if is_zero(optimizer) else one.grad for one in found}
+
+
+def is_zero(optimizer: Any) -> bool:
+    """Whether it keeps gradients in parts of its own, one for each replica."""
+    return hasattr(optimizer, "pid_to_grad_store")
+
+
+def _sharded(parameter: nn.Parameter, optimizer: Any) -> Gradient:
+    """What this rank has of a gradient with ZeRO: equal parts of the flattened whole, of which the last are padded."""
+    store = optimizer.pid_to_grad_store[id(parameter)]
+    group = next(k for k, every in optimizer._working_param_groups.items() if any(one is parameter for one in every))
+    parts = store.get_partitioned_gradients_by_param_id(group, id(parameter))
+    if not parts:
+        return None
+    part: Tensor = parts[store.local_rank].detach()
+    if store.world_size == 1:
+        return part.flatten()[: parameter.numel()].view_as(parameter)
+    start = part.numel() * store.local_rank
+    rest = parameter.numel() - start
+    return FlatShard(part.flatten()[:rest], start) if rest > 0 else FlatShard(None)
+
+
+@contextmanager
+def _watching(
+    plugin: Any,
+    module: nn.Module,
+    stages: Mapping[int, nn.Module],
+    optimizer: Any,
+    notes: tuple[list[Tensor], list[str]],
+    sight: Sight,
+) -> Iterator[None]:
+    """While this is open, note losses, and tell ``sight`` that the optimizer is about to step, and the norm."""
+    losses, runs = notes
+    run = plugin.scheduler.forward_backward_step
+
+    @wraps(run)
+    def noted(model: Any, data_iter: Any, criterion: Criterion, *more: Any, **named: Any) -> Any:
+        if torch.is_grad_enabled():
+            runs.append("run")
+            criterion = _noting(criterion, losses)
+        return run(model, data_iter, criterion, *more, **named)
+
+    with ExitStack() as stack:
+        stack.enter_context(replaced(plugin.scheduler, "forward_backward_step", noted))
+        stack.enter_context(replaced(optimizer, "step", _telling(optimizer, sight)))
+        stack.enter_context(told_apart(plugin.stage_manager, module, stages))
+        yield
+
+
+def _noting(criterion: Criterion, losses: list[Tensor]) -> Criterion:
+    """``criterion``, noting every loss before the schedule divides it."""
+
+    @wraps(criterion)
+    def noted(outputs: Any, microbatch: Any) -> Tensor:
+        loss = criterion(outputs, microbatch)
+        losses.append(loss.detach().clone())
+        return loss
+
+    return noted
+
+
+def _telling(optimizer: Any, sight: Sight) -> Callable[..., Any]:
+    step = optimizer.step
+
+    @wraps(step)
+    def noted(*given: Any, **named: Any) -> Any:
+        sight.complete()
+        result = step(*given, **named)
+        if (norm := optimizer.get_grad_norm()) is not None:
+            sight.norm(norm)
+        return result
+
+    return noted
+
+
+@contextmanager
+def observed(
+    booster: Any, model: Any, optimizer: Any, microbatches: Sequence[Any], reference: nn.Module
+) -> Iterator[Observation]:
+    """Observe the batch that is trained inside this, from the weights of ``reference``.
+
+    booster, model, optimizer: as ``execute_pipeline`` is called with them. microbatches: as the step is given them.
+    What this gives has a ``data_iterator`` of the batch that they are cut from, to hand to ``execute_pipeline``. Raises
+    ``ColossalAIError`` for what is not covered.
+    """
+    step = step_of(booster, model, optimizer)
+    packed = _packed(reference)
+    tensors = [packed.pack(one) for one in microbatches]
+    check_count(booster.plugin.scheduler, len(microbatches), packed.rows)
+    _check_order(booster.plugin)
+    _check_types(model.module, reference)
+    COLOSSALAI.load(step.parameters(), reference)
+    optimizer.update_master_params(model)
+    seen = Observation(step, iter([packed.joined(tensors)]))
+    with observing(seen, step):
+        yield seen
+
+
+def _packed(reference: Any) -> Packed:
+    if not isinstance(reference, Whole):
+        raise ColossalAIError(
+            f"the reference is a {type(reference).__name__}: expected the model that validate gave to the step"
+        )
+    return reference.packed
+
+
+def check_covered(booster: Any, model: Any, optimizer: Any) -> Any:
+    """The plugin; raises ``ColossalAIError`` for what would be judged wrongly."""
+    place = COLOSSALAI.module("booster.plugin.hybrid_parallel_plugin")
+    plugin = getattr(booster, "plugin", None)
+    for what, one, kinds in (
+        ("the booster's plugin", plugin, [place.HybridParallelPlugin]),
+        ("the model", model, [place.HybridParallelModule]),
+        (
+            "the optimizer",
+            optimizer,
+            [place.HybridParallelNaiveOptimizer, place.HybridParallelAMPOptimizer, place.HybridParallelZeroOptimizer],
+        ),
+    ):
+        if type(one) not in kinds:
+            raise ColossalAIError(
+                f"{what} is a {type(one).__name__}: {COLOSSALAI.adapter} covers what HybridParallelPlugin boosts"
+            )
+    if plugin.scheduler is None:
+        raise ColossalAIError("pp_size is 1: there is no pipeline; give the plugin a pp_size above 1 for the check")
+    COLOSSALAI.covers(vars(plugin), _COVERED)
+    if plugin.precision not in _PRECISIONS:
+        raise ColossalAIError(
+            f"precision is {plugin.precision}: {COLOSSALAI.adapter} covers fp32 and bf16; set it so for the check"
+        )
+    COLOSSALAI.covers({"fp8_communication": plugin.shard_config.fp8_communication}, {"fp8_communication": False})
+    check_model(model.module)
+    return plugin
+
+
+def check_count(scheduler: Any, count: int, rows: int) -> None:
+    """Raise ``ColossalAIError`` unless ``scheduler`` cuts a batch into so many microbatches of so many rows."""
+    for name, seen, due in (("microbatches", count_of(scheduler), count), ("rows", scheduler.microbatch_size, rows)):
+        if seen is not None and seen != due:
+            has = f"num_microbatches is {seen}" if name == "microbatches" else f"microbatch_size is {seen}"
+            raise ColossalAIError(f"the plugin's {has}, and the step has {due} {name}: let both be the same")
+
+
+def count_of(scheduler: Any) -> int | None:
+    """How many microbatches it was told to cut a batch into, if it was; its classes have two names for it."""
+    count: int | None = getattr(scheduler, "num_microbatches", getattr(scheduler, "num_microbatch", None))
+    return count
+
+
+def _check_order(plugin: Any) -> None:
+    """Raise ``ColossalAIError`` where ranks are numbered otherwise than ``whitebox.validate`` numbers them."""
+    if plugin.dp_axis > plugin.pp_axis and plugin.dp_size > 1:
+        raise ColossalAIError(
+            f"dp_outside is False: {COLOSSALAI.adapter}.validate covers True only, the default; set it so for the check"
+        )
+
+
+def _check_types(module: nn.Module, reference: nn.Module) -> None:
+    """Raise ``ColossalAIError`` where the plugin cast the model, and the reference was not."""
+    types = [{one.dtype for one in part.parameters()} for part in (module, reference)]
+    if theirs := sorted(map(str, types[0] - types[1])):
+        ours = ", ".join(sorted(map(str, types[1])))
+        raise ColossalAIError(
+            f"the model is boosted to {theirs[0]}, the reference is in {ours}: pass dtype={theirs[0]} to validate"
+        )
+
+
+def type_of(plugin: Any) -> torch.dtype | None:
+    """What the plugin casts a model to; None where it leaves it."""
+    return _PRECISIONS[plugin.precision]
+
+
+def validate(
+    step: Callable[[Any, list[Any]], Any],
+    *,
+    reference: Callable[[], nn.Module],
+    criterion: Criterion,
+    microbatches: Sequence[Any],
+    ranks: int | Mapping[str, int],
+    dtype: torch.dtype | None = None,
+    whitebox: WhiteBox | None = None,
+) -> Verdict:
+    """The verdict on ``step(reference, microbatches)``, which trains a boosted model inside ``observed``.
+
+    reference: builds the whole model, seeded, as it is before it is boosted. criterion: as ``execute_pipeline`` is
+    given it. microbatches: as the pipeline cuts them from a batch: dicts, tuples or tensors, of as many rows each, for
+    all replicas. ranks: how many, all of one pipeline; or ``{"dp": 2, "pp": 2}``. dtype: what the plugin casts the
+    model to. whitebox: whose ranks to use, as pytest's fixture; None: own ones.
+
+    Raises ``ColossalAIError``, and what ``whitebox.validate`` raises.
+    """
+    COLOSSALAI.module()
+    packed = Packed.of(microbatches)
+    run = validated if whitebox is None else whitebox.validate
+    return run(
+        Named(step, partial(_left_as_it_was, step)),
+        reference=Named(reference, partial(Whole, reference, packed, dtype)),
+        microbatches=[(packed.pack(one), torch.tensor([number])) for number, one in enumerate(microbatches)],
+        ranks=COLOSSALAI.mesh(ranks),
+        loss_fn=OfMicrobatch(criterion, {(number,): one for number, one in enumerate(microbatches)}),
+    )
+
+
+def _left_as_it_was(step: Callable[[Any, list[Any]], Any], whole: Whole, microbatches: Sequence[Any]) -> Any:
+    """Run a step, and leave ColossalAI as it was, so that the next layout can be another."""
+    with _on(next(whole.parameters()).device.type), _state_kept():
+        return step(whole, [whole.packed.unpack(tensors) for tensors, _ in microbatches])
+
+
+@contextmanager
+def _on(device: str) -> Iterator[None]:
+    """While this is open, ColossalAI works on ``device``: it takes the first GPU that there is."""
+    place: Any = COLOSSALAI.module("accelerator.api")
+    kept = place._ACCELERATOR
+    if kept is None or kept.name != device:
+        place.set_accelerator(device)
+    with ExitStack() as stack:
+        if device == "cpu":
+            stack.enter_context(_handles_kept())
+        # Where torch was built without NCCL, it is asked for what only some vendors' torch has.
+        if not hasattr(dist, "is_hccl_available"):
+            stack.enter_context(replaced(dist, "is_hccl_available", lambda: False))
+        try:
+            yield
+        finally:
+            place._ACCELERATOR = kept
+
+
+_handles: list[Any] = []  # of the messages of the step that is run, or was last
+
+
+@contextmanager
+def _handles_kept() -> Iterator[None]:
+    """While this is open, handles of messages live on: gloo forgets a send whose handle ColossalAI drops.
+
+    They do until the next step, for a rank may be done when its last message is not there yet.
+    """
+    place: Any = COLOSSALAI.module("pipeline.p2p")
+    send_and_receive = place._batch_send_recv_tensor
+    _handles.clear()
+
+    @wraps(send_and_receive)
+    def keeping(*given: Any, **named: Any) -> Any:
+        made = send_and_receive(*given, **named)
+        _handles.append(made[1])
+        return made
+
+    with replaced(place, "_batch_send_recv_tensor", keeping):
+        yield
+
+
+@contextmanager
+def _state_kept() -> Iterator[None]:
+    """While this is open, ColossalAI's only coordinator of ranks is whatever the step makes."""
+    instances: dict[type, Any] = COLOSSALAI.module("context.singleton_meta").SingletonMeta._instances
+    kept = dict(instances)
+    instances.clear()
+    try:
+        yield
+    finally:
+        instances.clear()
+        instances.update(kept)
