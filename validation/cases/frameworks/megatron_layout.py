@@ -81,8 +81,15 @@ class MegatronLayout(FrameworkLayout):
     @property
     def whole(self) -> "MegatronLayout":
         """The same model, for the reference."""
-        loss = {"per_token": self.per_token, "three": self.three}
-        return MegatronLayout(1, layers=self.layers, seed=self.seed, tied=self.tied, bf16=self.bf16, **loss)
+        return MegatronLayout(
+            pp=1,
+            layers=self.layers,
+            seed=self.seed,
+            tied=self.tied,
+            bf16=self.bf16,
+            per_token=self.per_token,
+            three=self.three,
+        )
 
     @property
     def order(self) -> str:
