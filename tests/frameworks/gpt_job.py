@@ -7,15 +7,14 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.optimizer import get_megatron_optimizer
 
 import pipeproof
+from pipeproof.cases.frameworks import tiny_gpt
+from pipeproof.cases.frameworks.megatron_layout import MegatronLayout as Layout
 from pipeproof.judging.verdict import Verdict
 from pipeproof.worlds.worker import RankContext
-from tests.frameworks import tiny_gpt
 from tests.frameworks.left import differences, left, seed
 from tests.frameworks.megatron_faults import FAULTS
-from tests.frameworks.tiny_gpt import Layout
 
 MICROBATCHES = 4
 
@@ -26,23 +25,18 @@ def job_of(layout: Layout, fault: str = "") -> Iterator[tuple[list[Any], Any, li
     with ExitStack() as stack:
         if fault:
             FAULTS[fault].plant(stack)
-        chunks, optimizer = tiny_gpt.made(layout), None
+        chunks = tiny_gpt.made(layout)
         stack.callback(parallel_state.destroy_model_parallel)
-        if layout.optimizer:
-            optimizer = get_megatron_optimizer(tiny_gpt.optimizer_config(layout), chunks, use_gloo_process_groups=False)
+        optimizer = tiny_gpt.optimizer_of(layout, chunks)
         replica = parallel_state.get_data_parallel_rank()
         yield chunks, optimizer, tiny_gpt.data_of(MICROBATCHES * layout.dp)[replica :: layout.dp]
-
-
-def forward_of(layout: Layout) -> Any:
-    return tiny_gpt.forward_step_of_three if layout.three else tiny_gpt.forward_step
 
 
 def check_of(chunks: list[Any], optimizer: Any, microbatches: list[Any], layout: Layout) -> Any:
     return pipeproof.megatron.check_step(
         chunks,
         optimizer,
-        forward_of(layout),
+        tiny_gpt.forward_of(layout),
         microbatches,
         reference=partial(tiny_gpt.provided, layout.whole),
         timeout_s=60.0,
@@ -51,7 +45,9 @@ def check_of(chunks: list[Any], optimizer: Any, microbatches: list[Any], layout:
 
 def train(chunks: list[Any], optimizer: Any, microbatches: list[Any], layout: Layout) -> None:
     data = [iter(microbatches) for _ in chunks]
-    tiny_gpt.train_step(forward_of(layout), data if layout.vp else data[0], chunks, optimizer, len(microbatches))
+    tiny_gpt.train_step(
+        tiny_gpt.forward_of(layout), data if layout.vp > 1 else data[0], chunks, optimizer, len(microbatches)
+    )
 
 
 def checked(_: RankContext, layout: Layout, fault: str) -> Verdict:

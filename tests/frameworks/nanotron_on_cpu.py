@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-import tests.frameworks.cuda_on_cpu  # noqa: F401  # it does so, too
+import pipeproof.cases.frameworks.cuda_on_cpu  # noqa: F401  # it does so, too
 
 
 def flash_attn_varlen_func(

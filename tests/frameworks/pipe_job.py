@@ -8,13 +8,13 @@ from typing import Any
 import deepspeed
 
 import pipeproof
+from pipeproof.cases.frameworks import tiny_pipe
+from pipeproof.cases.frameworks.deepspeed_layout import DeepSpeedLayout as Layout
 from pipeproof.foreign.frameworks.deepspeed import _launched, _state_kept
 from pipeproof.judging.verdict import Verdict
 from pipeproof.worlds.worker import RankContext
-from tests.frameworks import tiny_pipe
 from tests.frameworks.deepspeed_faults import FAULTS
 from tests.frameworks.left import differences, left, seed
-from tests.frameworks.tiny_pipe import Layout
 
 MICROBATCHES = 4
 

@@ -9,10 +9,11 @@ pytest.importorskip("deepspeed", reason="deepspeed is not installed: ci/framewor
 
 from functools import partial
 
+from pipeproof.cases.frameworks.deepspeed_layout import DeepSpeedLayout as Layout
+from pipeproof.cases.frameworks.tiny_pipe import judged
 from pipeproof.foreign import WhiteBox
 from tests.frameworks import deepspeed_faults
 from tests.frameworks.deepspeed_faults import FAULTS
-from tests.frameworks.tiny_pipe import Layout, judged
 
 BITWISE = {
     "1f1b": (Layout(), 4),
@@ -52,7 +53,7 @@ def test_a_right_layout_passes(name: str, whitebox: WhiteBox) -> None:
     assert passed >= {"gradient", "loss", "boundaries"}
     # Without ZeRO or clipping, no norm is computed in fp32.
     assert ("grad-norm" in passed) == (layout.bf16 or layout.zero > 0 or layout.clipped)
-    assert ("shards" in passed) == (layout.zero > 0 and layout.dp > 1 and layout.accumulate is None)
+    assert ("shards" in passed) == (layout.zero > 0 and layout.dp > 1 and layout.accumulate == "none")
 
 
 @pytest.mark.pipeproof_ranks
@@ -75,7 +76,7 @@ def fewer_microbatches(layout: Layout, model: object, microbatches: list[object]
     import deepspeed
 
     import pipeproof
-    from tests.frameworks.tiny_pipe import made
+    from pipeproof.cases.frameworks.tiny_pipe import made
 
     deepspeed.init_distributed()
     with pipeproof.deepspeed.observed(made(layout, len(microbatches) - 1), microbatches, model):

@@ -22,7 +22,7 @@ PACKAGES = {
     "colossalai": "colossalai",
 }
 FIRST = {
-    "megatron": "import tests.frameworks.on_cpu\n",
+    "megatron": "import pipeproof.cases.frameworks.on_cpu\n",
     "deepspeed": "",
     "torchtitan": "",
     "nanotron": "import tests.frameworks.nanotron_on_cpu\n",

@@ -9,10 +9,11 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed: ci/
 
 from functools import partial
 
+from pipeproof.cases.frameworks.megatron_layout import MegatronLayout as Layout
+from pipeproof.cases.frameworks.tiny_gpt import judged
 from pipeproof.foreign import WhiteBox
 from tests.frameworks import megatron_faults
 from tests.frameworks.megatron_faults import FAULTS
-from tests.frameworks.tiny_gpt import Layout, judged
 
 BITWISE = {
     "1f1b": (Layout(), 4),

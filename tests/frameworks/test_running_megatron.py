@@ -8,9 +8,9 @@ import pytest
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: ci/frameworks installs it")
 
 from pipeproof import World
+from pipeproof.cases.frameworks.megatron_layout import MegatronLayout as Layout
 from tests.frameworks import gpt_job
 from tests.frameworks.megatron_faults import FAULTS
-from tests.frameworks.tiny_gpt import Layout
 
 RIGHT = {
     "1f1b": (Layout(optimizer=True), "fp32"),

@@ -8,17 +8,17 @@ import pytest
 pytest.importorskip("torchtitan", reason="torchtitan is not installed: ci/frameworks installs it")
 
 from pipeproof import World
+from pipeproof.cases.frameworks.torchtitan_layout import TorchtitanLayout as Layout
 from tests.frameworks import titan_job
-from tests.frameworks.tiny_titan import Layout
 from tests.frameworks.torchtitan_faults import EVERY, FAULTS
 
 RIGHT = {
-    "1f1b": (Layout(clipped=False), "bitwise"),
-    "1f1b-clipped": (Layout(), "fp32"),
-    "interleaved": (Layout(schedule="Interleaved1F1B"), "fp32"),
-    "zb-v": (Layout(schedule="ZBVZeroBubble", clipped=False), "bitwise"),
-    "fsdp": (Layout(dp=2), "fp32"),
-    "replicated": (Layout(replicate=2), "fp32"),
+    "1f1b": (Layout(), "bitwise"),
+    "1f1b-clipped": (Layout(clipped=True), "fp32"),
+    "interleaved": (Layout(schedule="Interleaved1F1B", vp=2, clipped=True), "fp32"),
+    "zb-v": (Layout(schedule="ZBVZeroBubble", vp=2), "bitwise"),
+    "fsdp": (Layout(dp=2, clipped=True), "fp32"),
+    "replicated": (Layout(dp=2, replicate=2, clipped=True), "fp32"),
 }
 
 
@@ -26,7 +26,7 @@ RIGHT = {
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_step_passes_and_the_job_is_as_without_a_check(name: str, world: World) -> None:
     layout, tier = RIGHT[name]
-    for verdict, harmed in world.run(titan_job.checked_and_unchecked, layout, ranks=layout.pp * layout.ranks["dp"]):
+    for verdict, harmed in world.run(titan_job.checked_and_unchecked, layout, ranks=layout.pp * layout.dp):
         assert (verdict.verdict, verdict.tier) == ("pass", tier), str(verdict)
         assert {law.name for law in verdict.laws if law.outcome == "pass"} >= {"gradient", "loss", "parameters-once"}
         assert (verdict.law("grad-norm").outcome == "pass") == layout.clipped
@@ -34,7 +34,7 @@ def test_a_right_step_passes_and_the_job_is_as_without_a_check(name: str, world:
 
 
 ALL_EIGHT = "microbatches 0, 1, 2, 3, 4, 5, 6, 7"
-IN_SHARDS = Layout(dp=2)
+IN_SHARDS = Layout(dp=2, clipped=True)
 NAMED = {  # what the step's numbers alone tell: no messages between stages are seen
     "not-divided": (Layout(), [("scale", "everywhere")]),
     "own-tokens": (IN_SHARDS, [("scale", ALL_EIGHT)]),
@@ -46,7 +46,7 @@ NAMED = {  # what the step's numbers alone tell: no messages between stages are 
         Layout(),
         [("partition", "stage 0, parameter model.layers.1.attention.qkv_linear.wqkv.weight")],
     ),
-    "norm-of-one-stage": (Layout(), [("norm", "everywhere")]),
+    "norm-of-one-stage": (Layout(clipped=True), [("norm", "everywhere")]),
     "mean-over-replicas": (IN_SHARDS, [("scale", "everywhere")]),
     "shards-off-by-one": (IN_SHARDS, [("misplaced", "rank 0, stage 0, parameter model.tok_embeddings.weight")]),
     "shards-not-reduced": (IN_SHARDS, [("not-reduced", "stage 0"), ("not-reduced", "stage 1")]),
@@ -57,7 +57,7 @@ NAMED = {  # what the step's numbers alone tell: no messages between stages are 
 @pytest.mark.parametrize("name", NAMED)
 def test_a_fault_in_a_job_is_caught_and_named(name: str, world: World) -> None:
     layout, causes = NAMED[name]
-    for verdict in world.run(titan_job.checked, layout, name, ranks=layout.pp * layout.ranks["dp"]):
+    for verdict in world.run(titan_job.checked, layout, name, ranks=layout.pp * layout.dp):
         assert verdict.verdict == "fail", str(verdict)
         assert [(cause.kind, cause.place) for cause in verdict.cause] == causes, str(verdict)
 

@@ -9,21 +9,22 @@ pytest.importorskip("torchtitan", reason="torchtitan is not installed: ci/framew
 
 from functools import partial
 
+from pipeproof.cases.frameworks.tiny_titan import judged
+from pipeproof.cases.frameworks.torchtitan_layout import TorchtitanLayout as Layout
 from pipeproof.foreign import WhiteBox
 from tests.frameworks import torchtitan_faults
-from tests.frameworks.tiny_titan import Layout, judged
 from tests.frameworks.torchtitan_faults import FAULTS
 
 BITWISE = {
-    "1f1b": (Layout(clipped=False), 4),
-    "interleaved": (Layout(schedule="Interleaved1F1B", clipped=False), 4),
-    "zb-v": (Layout(schedule="ZBVZeroBubble", clipped=False), 4),
+    "1f1b": (Layout(), 4),
+    "interleaved": (Layout(schedule="Interleaved1F1B", vp=2), 4),
+    "zb-v": (Layout(schedule="ZBVZeroBubble", vp=2), 4),
 }
 # Not to the bit: norms are of other partial sums; replicas add in another order.
 FP32 = {
-    "clipped": (Layout(), 4),
+    "clipped": (Layout(clipped=True), 4),
     "fsdp": (Layout(dp=2), 8),
-    "replicated": (Layout(replicate=2), 8),
+    "replicated": (Layout(dp=2, replicate=2), 8),
 }
 
 

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 import pipeproof
+from pipeproof.cases.frameworks import tiny_titan
+from pipeproof.cases.frameworks.tiny_titan import Data
+from pipeproof.cases.frameworks.torchtitan_layout import TorchtitanLayout as Layout
 from pipeproof.judging.verdict import Verdict
 from pipeproof.worlds.worker import RankContext
-from tests.frameworks import tiny_titan
 from tests.frameworks.left import differences, left, seed
-from tests.frameworks.tiny_titan import Data, Layout
 from tests.frameworks.torchtitan_faults import PLANTS
 
 MICROBATCHES = 4
@@ -29,7 +30,7 @@ def trainer_of(layout: Layout, fault: str = "") -> Iterator[tuple[SimpleNamespac
             PLANTS[fault](stack)
         trainer = tiny_titan.made(layout, tiny_titan.build(layout), MICROBATCHES)
         trainer.optimizer = torch.optim.AdamW([one for part in trainer.model_parts for one in part.parameters()])
-        replicas = layout.dp * layout.replicate
+        replicas = layout.dp
         replica = 0 if replicas == 1 else trainer.parallel_dims.get_mesh("batch").get_local_rank()
         yield trainer, tiny_titan.data_of(MICROBATCHES * replicas)[replica::replicas]
 

@@ -13,10 +13,11 @@ from torchtitan.components.loss import IGNORE_INDEX, CrossEntropyLoss
 from torchtitan.distributed import pipeline_parallel
 from torchtitan.distributed import utils as dist_utils
 
+from pipeproof.cases.frameworks import tiny_titan
+from pipeproof.cases.frameworks.tiny_titan import Data
+from pipeproof.cases.frameworks.torchtitan_layout import TorchtitanLayout as Layout
 from pipeproof.foreign import HandedBack
-from tests.frameworks import tiny_titan
 from tests.frameworks.fault import Fault, patched
-from tests.frameworks.tiny_titan import Data, Layout
 
 
 def not_divided(stack: ExitStack) -> None:
@@ -218,10 +219,10 @@ FAULTS = {
     "scaled-by-schedule": Fault(scaled_by_schedule, Layout(), "scale"),
     "layer-lost": Fault(layer_lost, Layout(), "partition", (f"parameter model.layers.2.{ATTENTION}",)),
     "layer-twice": Fault(layer_twice, Layout(), "partition", (f"stage 1, parameter model.layers.1.{ATTENTION}",)),
-    "norm-of-one-stage": Fault(norm_of_one_stage, Layout(), "norm", ("rank 0",)),
+    "norm-of-one-stage": Fault(norm_of_one_stage, Layout(clipped=True), "norm", ("rank 0",)),
     "other-weights": Fault(
         other_weights,
-        Layout(schedule="Interleaved1F1B"),
+        Layout(schedule="Interleaved1F1B", vp=2),
         "randomness",
         ("rank 1, stage 3, parameter model.lm_head.weight",),
     ),

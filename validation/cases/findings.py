@@ -9,18 +9,20 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Generic
 
+from pipeproof.cases.any_case import SomeCase, case_of_line
 from pipeproof.cases.case import Case
+from pipeproof.cases.fuzz import judged
 from pipeproof.cases.runtimes import OWN, UNUSED
-from pipeproof.cases.validator import validate
 from pipeproof.pipeline.action import GIVES_WEIGHT_GRADIENT, Kind
 from pipeproof.worlds.rank_report import RankFailed
 from pipeproof.worlds.world import World
 
 
 @dataclass(frozen=True)
-class Finding:
-    """``line`` replays the smallest case; ``shows`` says of a case on torch whether it should show there as well.
+class Finding(Generic[SomeCase]):
+    """``line`` replays the smallest case; ``shows`` says of a case on that runtime whether it should show there too.
 
     ``csv`` is the schedule, where no family has it: ``own.csv`` in the line. ``tries``: how often the line is run until
     it shows something; more than once for what hangs on memory that nobody has initialised, and shows in most runs.
@@ -28,7 +30,7 @@ class Finding:
 
     name: str
     line: str
-    shows: Callable[[Case], bool]
+    shows: Callable[[SomeCase], bool]
     csv: str = ""
     tries: int = 1
 
@@ -42,7 +44,7 @@ class Finding:
             file = Path(folder, "own.csv")
             file.write_text(self.csv)
             try:
-                return validate(Case.parse(self.line.replace("own.csv", str(file))), world).verdict
+                return judged(case_of_line(self.line.replace("own.csv", str(file))), world).verdict
             except RankFailed:
                 return "raised"
 
@@ -88,7 +90,7 @@ def _steps(case: Case) -> int:
     return sum(operation != "eval" for operation in case.plan)
 
 
-FINDINGS = (
+FINDINGS: tuple[Finding[Case], ...] = (
     Finding(
         "scaled-again",
         "gpipe r1 s1 m2 split=1 model=mlp plan=accumulate+train runtime=torch",
@@ -169,6 +171,7 @@ FINDINGS = (
 )
 
 
-def known(case: Case, findings: Sequence[Finding]) -> bool:
+def known(case: SomeCase, findings: Sequence[Finding[SomeCase]]) -> bool:
     """Whether one of ``findings`` should show in ``case``."""
-    return case.runtime != OWN and any(finding.shows(case) for finding in findings)
+    foreign = not isinstance(case, Case) or case.runtime != OWN
+    return foreign and any(finding.shows(case) for finding in findings)

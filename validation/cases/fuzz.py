@@ -5,11 +5,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from time import perf_counter
+from typing import Generic
 
 from hypothesis import HealthCheck, Phase, given, reject, seed, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Flaky
 
+from pipeproof.cases.any_case import AnyCase, SomeCase
 from pipeproof.cases.case import FUZZED_DTYPES, LOSSES, MODELS, SCHEDULES, Case, plainest_first
 from pipeproof.cases.runtimes import OPTIONS, OWN, TORCH, TORCH_CLASSES, TORCH_CSV, why_not
 from pipeproof.cases.validator import crashed, validate
@@ -95,7 +97,7 @@ def _fewest(schedule: str, ranks: int, virtual: int) -> int:
 
 
 @dataclass
-class Tally:
+class Tally(Generic[SomeCase]):
     """How a campaign stands."""
 
     budget: int
@@ -105,10 +107,11 @@ class Tally:
     schedules: Counter[str] = field(default_factory=Counter)
     replicas: Counter[int] = field(default_factory=Counter)
     dtypes: Counter[str] = field(default_factory=Counter)
-    failures: list["Found"] = field(default_factory=list)
+    failures: list["Found[SomeCase]"] = field(default_factory=list)
+    undecided: list["Found[SomeCase]"] = field(default_factory=list)  # rounding is too coarse in them
 
     @property
-    def smallest(self) -> "Found | None":
+    def smallest(self) -> "Found[SomeCase] | None":
         """Of failures so far: the smallest that did repeat, or else the smallest; None where nothing failed."""
         if not self.failures:
             return None
@@ -148,21 +151,30 @@ class Tally:
 
 
 @dataclass(frozen=True)
-class Found:
+class Found(Generic[SomeCase]):
     """The smallest failing case that shrinking reached, with its verdict, or the ranks' failure.
 
     ``repeated``: whether it failed again when it ran again. A fault that comes and goes is a finding all the same.
     """
 
-    case: Case
+    case: SomeCase
     verdict: Verdict | None
     failure: RankFailed | None
     repeated: bool = True
 
 
-def judged(case: Case, world: World) -> Verdict:
-    """The verdict on ``case`` without its cause, which would take a second run."""
-    return validate(case, world, explain=False)
+def judged(case: AnyCase, world: World) -> Verdict:
+    """The verdict on ``case``, without its cause where that would take a second run."""
+    if isinstance(case, Case):
+        return validate(case, world, explain=False)
+    from pipeproof.cases.frameworks.engines import judged as of_framework
+
+    return of_framework(case, world)
+
+
+def _is_undecided(verdict: Verdict) -> bool:
+    """Whether all was compared, and what differs is neither rounding for certain nor a fault for certain."""
+    return verdict.verdict == "unknown" and bool(verdict.mismatches) and not verdict.ended and not verdict.stopped
 
 
 class _NotAPass(Exception):
@@ -171,17 +183,17 @@ class _NotAPass(Exception):
 
 def fuzz(
     world: World,
-    tally: Tally,
+    tally: Tally[SomeCase],
     *,
     seed_: int = 0,
-    strategy: st.SearchStrategy[Case] | None = None,
+    strategy: st.SearchStrategy[SomeCase] | None = None,
     progress: Callable[[], None] = lambda: None,
-    run: Callable[[Case, World], Verdict] = judged,
-) -> Found | None:
+    run: Callable[[SomeCase, World], Verdict] = judged,
+) -> Found[SomeCase] | None:
     """Run as many cases as ``tally`` has a budget for, drawn from ``seed_``, and count them there.
 
-    The same seed and budget give the same cases. Stops at the first that is not a pass and shrinks it. ``progress`` is
-    called after every case.
+    The same seed and budget give the same cases. Stops at the first that is not a pass and shrinks it; not at one that
+    rounding leaves undecided, which the tally keeps. ``progress`` is called after every case.
     """
 
     @seed(seed_)
@@ -195,7 +207,7 @@ def fuzz(
         print_blob=False,
     )
     @given(cases() if strategy is None else strategy)
-    def campaign(case: Case) -> None:
+    def campaign(case: SomeCase) -> None:
         try:
             verdict, failure = run(case, world), None
         except RankFailed as error:
@@ -208,7 +220,9 @@ def fuzz(
         tally.dtypes[case.dtype] += 1
         tally.each.append(replace(verdict or crashed(case, failure), measured=Measured()))
         progress()
-        if outcome != "pass":
+        if verdict is not None and _is_undecided(verdict):
+            tally.undecided.append(Found(case, verdict, None))
+        elif outcome != "pass":
             tally.failures.append(Found(case, verdict, failure))
             raise _NotAPass
 

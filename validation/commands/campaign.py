@@ -7,12 +7,19 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
 from types import MappingProxyType
+from typing import Generic
 
 import torch
 import torch._dynamo  # the reference's optimizer wants it: better now, while the fork server imports the same
+from hypothesis import strategies as st
 
+from pipeproof.cases.any_case import SomeCase
 from pipeproof.cases.case import Case
 from pipeproof.cases.findings import FINDINGS, Finding, known
+from pipeproof.cases.frameworks.engines import installed
+from pipeproof.cases.frameworks.framework_case import FRAMEWORKS, FrameworkCase
+from pipeproof.cases.frameworks.framework_draws import framework_cases
+from pipeproof.cases.frameworks.framework_findings import FRAMEWORK_FINDINGS
 from pipeproof.cases.fuzz import Found, Tally, cases, fuzz
 from pipeproof.cases.judgement import judge
 from pipeproof.cases.observe import observe
@@ -23,6 +30,7 @@ from pipeproof.commands.ending import NO_VERDICT
 from pipeproof.commands.outputs import Opened, Outputs
 from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.observed import Observed
+from pipeproof.pipeline.sizes import some
 from pipeproof.records.case_record import observed_record
 from pipeproof.records.record_file import write
 from pipeproof.reports.columns import Column, Layout
@@ -190,34 +198,59 @@ def fuzz_all(
 
     On a runtime that is not ours, findings that are known and still there are said first, and not drawn.
     """
-    terminal, device = Terminal(), setting.chosen_device
+    if runtime in FRAMEWORKS:
+        on = f"{installed(runtime)}, torch {torch.__version__}"
+        of_framework = Drawn(framework_cases(runtime, max_ranks=max_ranks), FRAMEWORK_FINDINGS[runtime], on)
+        return _campaign(setting, of_framework, Tally[FrameworkCase](budget), seed)
+    device = setting.chosen_device
+    strategy = cases(schedules=schedules, dtypes=dtypes, max_ranks=max_ranks, device=device, runtime=runtime)
+    drawn = Drawn[Case](strategy, FINDINGS if runtime != OWN else (), f"torch {torch.__version__}")
+    return _campaign(setting, drawn, Tally[Case](budget), seed)
+
+
+@dataclass(frozen=True)
+class Drawn(Generic[SomeCase]):
+    """What a campaign draws, and what it leaves out where it is there. ``on``: whose versions these are found on."""
+
+    strategy: st.SearchStrategy[SomeCase]
+    findings: Sequence[Finding[SomeCase]]
+    on: str
+
+
+def _campaign(setting: Setting, drawn: Drawn[SomeCase], tally: Tally[SomeCase], seed: int) -> int:
+    terminal = Terminal()
     with setting.outputs.opened("fuzz") as files, setting.world() as world:
-        there, found, tally = list[Finding](), None, Tally(budget)
-        drawn = cases(schedules=schedules, dtypes=dtypes, max_ranks=max_ranks, device=device, runtime=runtime)
+        there: list[Finding[SomeCase]] = []
+        found: Found[SomeCase] | None = None
         with files.asked, terminal.progress("starting ranks") as show, enough_ranks():
-            there += _findings(world, terminal) if runtime != OWN else []
+            there += _findings(drawn, world, terminal)
             found = fuzz(
                 world,
                 tally,
                 seed_=seed,
-                strategy=drawn.filter(lambda case: not known(case, there)),
+                strategy=drawn.strategy.filter(lambda case: not known(case, there)),
                 progress=lambda: show(f"{tally.cases} of {tally.budget}: {tally}"),
             )
             found = _explained(found, world)
         found = found or tally.smallest
+        left = None if found else next(iter(tally.undecided), None)
         terminal.say(f"seed {seed}: {tally}\n{tally.by_schedule}{tally.by_replicas}")
-        verdicts = [found.verdict or crashed(found.case, found.failure)] if found else []
+        shown = found or left
+        verdicts = [shown.verdict or crashed(shown.case, shown.failure)] if shown else []
         if found is not None:
             terminal.say("a case that is no pass, as small as shrinking made it:")
             if not found.repeated:
                 terminal.say("it did not fail again when run a second time: a race, or something else without a seed")
-            terminal.say(str(verdicts[0]), verdicts[0].word)
+        if left is not None:
+            terminal.say(f"rounding is too coarse to decide {some(len(tally.undecided), 'case')}, such as:")
+        for verdict in verdicts:
+            terminal.say(str(verdict), verdict.word)
         status, findings = verdicts[0].exit_status if verdicts else 0, [finding.name for finding in there]
         page = partial(_page, tally, found, seed)
         return files.finish(status, verdicts, page=page, seed=seed, findings=findings, tally=_data(tally))
 
 
-def _page(tally: Tally, found: Found | None, seed: int) -> str:
+def _page(tally: Tally[SomeCase], found: Found[SomeCase] | None, seed: int) -> str:
     """All cases, what was found at their head: those that shrinking tried, and that were wrong too, are left out."""
     entries = [Entry(one, one.verdict) for one in tally.each if found is None or one.verdict == "pass"]
     if found is not None:
@@ -226,9 +259,12 @@ def _page(tally: Tally, found: Found | None, seed: int) -> str:
     return campaign(entries, said=f"fuzz, seed {seed}: {tally}", left_out=NOTHING)
 
 
-def _explained(found: Found | None, world: World) -> Found | None:
-    """What was found, with its cause: only the smallest case is worth the second run that this takes."""
-    if found is None or found.verdict is None or not found.repeated:
+def _explained(found: Found[SomeCase] | None, world: World) -> Found[SomeCase] | None:
+    """What was found, with its cause: only the smallest case is worth the second run that this takes.
+
+    A framework's case has its cause from its one run.
+    """
+    if found is None or found.verdict is None or not found.repeated or not isinstance(found.case, Case):
         return found
     try:
         return replace(found, verdict=validate(found.case, world))
@@ -236,11 +272,12 @@ def _explained(found: Found | None, world: World) -> Found | None:
         return replace(found, verdict=None, failure=failure)
 
 
-def _findings(world: World, terminal: Terminal) -> list[Finding]:
-    """Run the smallest case of every finding; those that are there on this torch."""
-    there = []
-    terminal.say(f"findings on torch {torch.__version__}; what is there is left out of what is drawn:")
-    for finding in FINDINGS:
+def _findings(drawn: Drawn[SomeCase], world: World, terminal: Terminal) -> list[Finding[SomeCase]]:
+    """Run the smallest case of every finding; those that are there on these versions."""
+    there: list[Finding[SomeCase]] = []
+    if drawn.findings:
+        terminal.say(f"findings on {drawn.on}; what is there is left out of what is drawn:")
+    for finding in drawn.findings:
         with terminal.progress(finding.name), enough_ranks():
             verdict = finding.verdict(world)
         terminal.say(f"  {finding.name:<26} {'absent' if verdict == 'pass' else verdict:<8} {finding.line}")
@@ -283,7 +320,7 @@ def enough_ranks() -> Iterator[None]:
         raise Impossible(f"{error}; start more ranks, or ask for fewer with --ranks or --max-ranks") from error
 
 
-def _data(tally: Tally) -> dict[str, object]:
+def _data(tally: Tally[SomeCase]) -> dict[str, object]:
     return {
         "cases": tally.cases,
         "outcomes": dict(tally.verdicts),

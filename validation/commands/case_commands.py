@@ -7,7 +7,9 @@ import argparse
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
+from pipeproof.cases.any_case import case_of_line
 from pipeproof.cases.case import DTYPES, FUZZED_DTYPES, SCHEDULES, Case, CaseError
+from pipeproof.cases.frameworks.framework_case import FRAMEWORKS, FrameworkCase
 from pipeproof.cases.primitives.stacks import Stack
 from pipeproof.cases.runtimes import OWN, TORCH
 from pipeproof.cases.work import case_of, work_of
@@ -67,8 +69,8 @@ def _add_fuzz(commands: Commands) -> None:
     add_names(parser, "--schedule", f"all, or some of {', '.join(SCHEDULES)}", known=("all", *SCHEDULES), default="all")
     add_names(parser, "--dtype", DTYPE_NAMES, known=DTYPES, default=",".join(FUZZED_DTYPES))
     add_count(parser, "--max-ranks", "P", "the most ranks that a drawn case may have", default=4)
-    runtimes = "which one runs them: torch is torch.distributed.pipelining"
-    parser.add_argument("--runtime", choices=(OWN, TORCH), default=OWN, help=runtimes)
+    runtimes = "which one runs them: torch is torch.distributed.pipelining; a framework's engine, where it is installed"
+    parser.add_argument("--runtime", choices=(OWN, TORCH, *FRAMEWORKS), default=OWN, help=runtimes)
     add_world(parser)
     add_outputs(parser, page=True)
     parser.set_defaults(run=_fuzz)
@@ -149,7 +151,13 @@ def _gate(options: argparse.Namespace) -> int:
 
 
 def _fuzz(options: argparse.Namespace) -> int:
-    without_effect(options, ["--dtype"] if options.runtime != OWN else (), "with --runtime torch, which is run in fp32")
+    if options.runtime in FRAMEWORKS:
+        said = f"with --runtime {options.runtime}, which has its own"
+        without_effect(options, ["--schedule", "--dtype"], said)
+        if options.device not in (AUTO, CPU):
+            raise CaseError(f"--device {options.device}: engines of frameworks are run on CPUs here; give --device cpu")
+    elif options.runtime != OWN:
+        without_effect(options, ["--dtype"], "with --runtime torch, which is run in fp32")
     counted("--cases", options.cases, most=MOST_ACTIONS)
     counted("--max-ranks", options.max_ranks, most=MOST_PROCESSES)
     counted("--seed", options.seed, least=0, most=MOST_SEED)
@@ -157,8 +165,9 @@ def _fuzz(options: argparse.Namespace) -> int:
     start_fork_server()
     from pipeproof.commands.campaign import Setting, fuzz_all
 
+    device = CPU if options.runtime in FRAMEWORKS else options.device
     return fuzz_all(
-        Setting(options.device, options.timeout, Outputs.of(options)),
+        Setting(device, options.timeout, Outputs.of(options)),
         budget=options.cases,
         seed=options.seed,
         schedules=schedules,
@@ -169,7 +178,9 @@ def _fuzz(options: argparse.Namespace) -> int:
 
 
 def _replay(options: argparse.Namespace) -> int:
-    case = Case.parse(" ".join(options.case))
+    case = case_of_line(" ".join(options.case))
+    if isinstance(case, FrameworkCase):
+        return _replay_framework(case, options)
     without_effect(options, ["--plugin"] if not case.specimen else (), "on a line without specimen=")
     start_fork_server()
     from pipeproof.cases.specimens import PLUGINS
@@ -180,6 +191,15 @@ def _replay(options: argparse.Namespace) -> int:
     return validate_all(
         [case], Setting(case.device, options.timeout, Outputs.of(options), explain=True, plugin=options.plugin)
     )
+
+
+def _replay_framework(case: FrameworkCase, options: argparse.Namespace) -> int:
+    without_effect(options, ["--plugin", "--record"], f"on a line of {case.framework}")
+    start_fork_server()
+    from pipeproof.commands.campaign import Setting
+    from pipeproof.commands.framework_runs import replay_framework
+
+    return replay_framework(case, Setting(CPU, options.timeout, Outputs.of(options), explain=True))
 
 
 def _add_records(commands: Commands) -> None:

@@ -10,7 +10,7 @@ from pipeproof.cases.case import FUZZED_DTYPES, MODELS, SCHEDULES, Case
 from pipeproof.cases.fuzz import PLANS, Tally, cases, fuzz
 from pipeproof.cases.runtimes import TORCH
 from pipeproof.cases.validator import validate
-from pipeproof.judging.verdict import LawResult, Verdict
+from pipeproof.judging.verdict import LawResult, Mismatch, Verdict
 from pipeproof.worlds.rank_report import RankFailed
 from pipeproof.worlds.world import World
 
@@ -114,6 +114,15 @@ def test_a_failure_that_repeats_is_preferred_to_a_smaller_one_that_does_not() ->
 def test_unknown_is_not_a_pass_either() -> None:
     _, (_, found) = campaign(5, 0, lambda case, world: replace(PASS, verdict="unknown"))  # type: ignore[misc]
     assert found.verdict.verdict == "unknown"
+
+
+def test_a_campaign_goes_on_where_rounding_is_too_coarse_to_decide() -> None:
+    differs = Mismatch("gradient", 1, error=3e-3, limit=6e-2)
+    coarse = replace(PASS, verdict="unknown", mismatches=(differs,))
+    ran, (tally, found) = campaign(5, 0, lambda case, world: coarse)  # type: ignore[misc]
+    assert found is None
+    assert [one.case for one in tally.undecided] == ran
+    assert len(ran) == 5
 
 
 def test_a_tally_counts_and_reads_well() -> None:

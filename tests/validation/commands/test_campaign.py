@@ -3,14 +3,17 @@
 import signal
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from pipeproof.cases.case import Case
+from pipeproof.cases.frameworks.framework_case import FRAMEWORKS
 from pipeproof.cases.fuzz import Found, Tally
 from pipeproof.commands import campaign
 from pipeproof.commands.campaign import Impossible, Setting, exit_status, fuzz_all, validate_all
+from pipeproof.commands.cli import main
 from pipeproof.commands.ending import AskedToEnd
 from pipeproof.commands.outputs import Outputs
 from pipeproof.judging.verdict import LawResult, Verdict
@@ -107,6 +110,32 @@ def test_what_was_found_before_an_interruption_is_told_and_written(
     assert capsys.readouterr().out.endswith("\n2 pass; 2 of 2 bit for bit; 3 did not run\n")
     data = documented(path.read_text())
     assert (len(data["verdicts"]), data["interrupted"], data["status"]) == (2, True, 130)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_framework_that_is_not_installed_is_one_sentence_with_the_cure(
+    framework: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if find_spec(framework) is not None:
+        pytest.skip(f"{framework} is installed")
+    size = "r2 v1 m4 dp1"
+    for arguments in (["fuzz", "--runtime", framework, "--cases", "1"], ["replay", framework, *size.split()]):
+        assert main(arguments) == 2
+        said = capsys.readouterr().err
+        assert "is not installed: pip install " in said
+        assert said.count("\n") == 1
+
+
+def test_cases_that_rounding_leaves_undecided_are_told_and_there_is_no_verdict(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fuzz(world: World, tally: Tally, **_: object) -> None:
+        tally.undecided += [Found(SOUND, replace(PASSED, verdict="unknown"), None)] * 2
+
+    monkeypatch.setattr(campaign, "fuzz", fuzz)
+    status = fuzz_all(Setting("cpu"), budget=9, seed=0, schedules=("1f1b",), dtypes=("fp32",), max_ranks=4)
+    assert status == 3
+    assert "rounding is too coarse to decide 2 cases, such as:\nUNKNOWN " in capsys.readouterr().out
 
 
 def test_a_failure_that_was_still_being_shrunk_is_told(

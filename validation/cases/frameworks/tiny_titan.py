@@ -1,7 +1,6 @@
 """A tiny Llama of torchtitan's and a training step of it, as its trainer takes one, on CPUs."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -14,35 +13,26 @@ from torchtitan.components.loss import IGNORE_INDEX, CrossEntropyLoss
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims, parallel_dims, pipeline_parallel
 from torchtitan.distributed import utils as dist_utils
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models import llama3
 from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
 from torchtitan.models.common.attention import ScaledDotProductAttention
+from torchtitan.tools.utils import set_default_dtype
 
-import pipeproof
-from pipeproof.foreign import HandedBack
+from pipeproof.cases.frameworks.groups import groups_given_back
+from pipeproof.cases.frameworks.torchtitan_layout import TorchtitanLayout
+from pipeproof.foreign import HandedBack, WhiteBox
+from pipeproof.foreign.frameworks import torchtitan as adapter
+from pipeproof.foreign.frameworks.framework import replaced
+from pipeproof.foreign.torch_pipelining import by_microbatches
+from pipeproof.judging.verdict import Verdict
 
 ROWS, SEQUENCE, WORDS, WIDTH, HEADS = 2, 8, 64, 16, 2
 Data = Sequence[tuple[dict[str, Tensor], Tensor]]
 
 
-@dataclass(frozen=True)
-class Layout:
-    """How a step is laid out, and what it is told."""
-
-    schedule: str = "1F1B"
-    pp: int = 2
-    dp: int = 1
-    replicate: int = 1
-    clipped: bool = True
-    layers: int = 4
-    whole_batch: bool = False  # as every torch takes it; before 2.15 microbatches are taken inside a check alone
-
-    @property
-    def ranks(self) -> dict[str, int]:
-        return {"pp": self.pp, "dp": self.dp * self.replicate}
-
-
-def model_config(layers: int) -> llama3.Llama3Model.Config:
+def model_config(layers: int) -> Any:
+    """Of a model with so many layers."""
     made = llama3._build_llama3_layers(
         n_layers=layers,
         dim=WIDTH,
@@ -63,25 +53,36 @@ def model_config(layers: int) -> llama3.Llama3Model.Config:
     )
 
 
-def build(layout: Layout) -> nn.Module:
-    torch.manual_seed(0)
-    model: nn.Module = model_config(layout.layers).build()
+def build(layout: TorchtitanLayout) -> nn.Module:
+    """The whole model, with its weights."""
+    torch.manual_seed(layout.seed)
+    with set_default_dtype(torch.bfloat16 if layout.bf16 else torch.float32):
+        model: nn.Module = model_config(layout.layers).build()
     model.init_states()  # type: ignore[operator]  # torchtitan's
     return model
 
 
+RECOMPUTATION: Mapping[str, Callable[[], Any]] = {
+    "none": lambda: None,
+    "full": FullAC.Config,
+    "selective": SelectiveAC.Config,
+}
 loss_fn = CrossEntropyLoss(CrossEntropyLoss.Config())
 
 
-def made(layout: Layout, model: nn.Module, microbatches: int) -> SimpleNamespace:
+def made(layout: TorchtitanLayout, model: nn.Module, microbatches: int) -> SimpleNamespace:
     """What torchtitan's trainer has of this rank after it was made."""
     parallel_dims.device_type = "cpu"
     parallelism = ParallelismConfig(
         pipeline_parallel_degree=layout.pp,
         pipeline_parallel_schedule=layout.schedule,
         pipeline_parallel_microbatch_size=ROWS,
-        data_parallel_shard_degree=layout.dp,
+        pipeline_parallel_layers_per_stage=layout.layers_per_stage,
+        pipeline_parallel_first_stage_less_layers=layout.less_first,
+        pipeline_parallel_last_stage_less_layers=layout.less_last,
+        data_parallel_shard_degree=layout.shard,
         data_parallel_replicate_degree=layout.replicate,
+        fsdp_reshard_after_forward=layout.reshard,
         spmd_backend="partial_dtensor",
     )
     dims = ParallelDims.from_config(parallelism, dist.get_world_size())
@@ -90,11 +91,13 @@ def made(layout: Layout, model: nn.Module, microbatches: int) -> SimpleNamespace
         model,
         parallel_dims=dims,
         training=TrainingConfig(
-            local_batch_size=ROWS * microbatches, seq_len=SEQUENCE, mixed_precision_param="float32"
+            local_batch_size=ROWS * microbatches,
+            seq_len=SEQUENCE,
+            mixed_precision_param="bfloat16" if layout.bf16 else "float32",
         ),
         parallelism=parallelism,
         compile_config=CompileConfig(),
-        ac_config=None,
+        ac_config=RECOMPUTATION[layout.ac](),
         dump_folder="",
         device=torch.device("cpu"),
         model_config=model_config(layout.layers),
@@ -145,7 +148,7 @@ def forward_backward_step(trainer: SimpleNamespace, data: Data, tokens: Tensor) 
     )
 
 
-def train_step(layout: Layout, trainer: SimpleNamespace, data: Data) -> None:
+def train_step(layout: TorchtitanLayout, trainer: SimpleNamespace, data: Data) -> None:
     """As ``Trainer.train_step``."""
     forward_backward_step(trainer, data, valid_tokens(trainer, [labels for _, labels in data]))
     if layout.clipped:
@@ -157,16 +160,25 @@ def train_step(layout: Layout, trainer: SimpleNamespace, data: Data) -> None:
         )
 
 
-def step(layout: Layout, model: nn.Module, microbatches: Data) -> HandedBack:
-    trainer = made(layout, model, len(microbatches))
-    with pipeproof.torchtitan.observed(trainer.pp_schedule, trainer.model_parts, model) as seen:
-        train_step(layout, trainer, microbatches)
-    return seen.handed_back()
+def step(layout: TorchtitanLayout, model: nn.Module, microbatches: Data) -> HandedBack:
+    """The step that is judged, on this rank."""
+    with groups_given_back():
+        trainer = made(layout, model, len(microbatches))
+        if layout.second:
+            adapter.load(trainer.model_parts, model)  # what a verdict is about begins here
+            schedule = trainer.pp_schedule
+            with replaced(schedule, "step", partial(by_microbatches, schedule.step, schedule)):  # as observed does
+                train_step(layout, trainer, microbatches)
+            for part in trainer.model_parts:
+                part.zero_grad()
+        with adapter.observed(trainer.pp_schedule, trainer.model_parts, model) as seen:
+            train_step(layout, trainer, microbatches)
+        return seen.handed_back()
 
 
-def data_of(microbatches: int) -> Data:
+def data_of(microbatches: int, seed: int = 0) -> Data:
     """Packed documents: each row has two, of which positions begin anew, and labels of paddings do not count."""
-    torch.manual_seed(1)
+    torch.manual_seed(seed + 1)
     return [_microbatch(torch.randint(0, WORDS, (ROWS, SEQUENCE + 1)), number) for number in range(microbatches)]
 
 
@@ -179,12 +191,15 @@ def _microbatch(words: Tensor, number: int) -> tuple[dict[str, Tensor], Tensor]:
     return {"input": words[:, :-1].contiguous(), "positions": positions}, labels
 
 
-def judged(layout: Layout, *, microbatches: int = 4, own_step: Any = step, whitebox: Any = None) -> Any:
-    return pipeproof.torchtitan.validate(
+def judged(
+    layout: TorchtitanLayout, *, microbatches: int = 4, own_step: Any = step, whitebox: WhiteBox | None = None
+) -> Verdict:
+    """The verdict on a step of so many microbatches, those of all replicas."""
+    return adapter.validate(
         partial(own_step, layout),
         reference=partial(build, layout),
         loss_fn=loss_fn,
-        microbatches=data_of(microbatches),
-        ranks=layout.ranks,
+        microbatches=data_of(microbatches, layout.seed),
+        ranks={"pp": layout.pp, "dp": layout.dp},
         whitebox=whitebox,
     )

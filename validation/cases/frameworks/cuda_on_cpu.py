@@ -24,8 +24,10 @@ def _on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 if not torch.cuda.is_available():
-    for _name in _MAKERS:
-        setattr(torch, _name, _on_cpu(getattr(torch, _name)))
-    torch.Tensor.cuda = lambda tensor, *_, **__: tensor  # type: ignore[method-assign,assignment]
-    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
-    torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
+    cuda: Any = torch.cuda
+    tensors: Any = torch.Tensor
+    for name in _MAKERS:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    tensors.cuda = lambda tensor, *_, **__: tensor
+    cuda.current_device = lambda: torch.device("cpu")
+    cuda.synchronize = lambda *_: None

@@ -1,0 +1,139 @@
+"""A case of a framework's own engine, as a value and as the line that replays it."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import Field, dataclass, fields
+from types import MappingProxyType
+from typing import Any
+
+from pipeproof.cases.case import CaseError
+from pipeproof.cases.frameworks.deepspeed_layout import DeepSpeedLayout
+from pipeproof.cases.frameworks.framework_layout import FrameworkLayout, word
+from pipeproof.cases.frameworks.megatron_layout import MegatronLayout
+from pipeproof.cases.frameworks.torchtitan_layout import TorchtitanLayout
+from pipeproof.pipeline.schedules import known_are
+from pipeproof.pipeline.sizes import MOST_LAYERS, MOST_MICROBATCHES, MOST_PROCESSES, MOST_SEED, counted
+
+LAYOUTS: Mapping[str, type[FrameworkLayout]] = MappingProxyType(
+    {one.framework: one for one in (MegatronLayout, DeepSpeedLayout, TorchtitanLayout)}
+)
+FRAMEWORKS = tuple(LAYOUTS)
+_EXAMPLE = "megatron r2 v1 m4 dp1 layers=4 tied seed=17"
+_LINE = re.compile(r"(\w+)\s+r(\d+)\s+v(\d+)\s+m(\d+)\s+dp(\d+)((?:\s+\S+)*)\s*", flags=re.ASCII)
+
+
+@dataclass(frozen=True)
+class FrameworkCase:
+    """One step of an engine, from weights and data of the layout's seed.
+
+    ``str(case)`` is the replay line and ``parse`` its inverse. Raises ``CaseError``, or ``ScheduleError`` for a number
+    out of bounds. microbatches: those of each replica.
+    """
+
+    layout: FrameworkLayout
+    microbatches: int = 4
+
+    def __post_init__(self) -> None:
+        layout = self.layout
+        counted("ranks", layout.pp, most=MOST_PROCESSES)
+        counted("replicas", layout.dp, most=MOST_PROCESSES // layout.pp)
+        counted("stages on a rank", layout.vp, most=MOST_LAYERS // layout.pp)
+        counted("layers", layout.layers, most=MOST_LAYERS)
+        counted("microbatches", self.microbatches, most=MOST_MICROBATCHES)
+        counted("seed", layout.seed, least=0, most=MOST_SEED)
+        for name, one in layout.told().items():
+            if isinstance(value := getattr(layout, one.name), int):
+                counted(name, value, least=0, most=MOST_LAYERS)
+        if why := layout.why_not(self.microbatches):
+            raise CaseError(f"{self} cannot be: {why}")
+
+    @property
+    def framework(self) -> str:
+        """Whose engine runs it."""
+        return self.layout.framework
+
+    @property
+    def schedule(self) -> str:
+        """What the engine's schedule is called."""
+        return self.layout.order
+
+    @property
+    def stages(self) -> int:
+        return self.layout.pp * self.layout.vp
+
+    @property
+    def layers(self) -> int:
+        return self.layout.layers
+
+    @property
+    def replicas(self) -> int:
+        return self.layout.dp
+
+    @property
+    def processes(self) -> int:
+        """The ranks of all replicas."""
+        return self.layout.pp * self.layout.dp
+
+    @property
+    def dtype(self) -> str:
+        return self.layout.dtype
+
+    @property
+    def bindings(self) -> str:
+        """What the case's letters stand for, as a reader wants them beside a failure."""
+        one = self.layout
+        sizes = f"P {one.pp}, V {one.vp}, M {self.microbatches}, {one.layers} layers"
+        return f"{self.framework}, {self.schedule}, {sizes}, {one.dp} replicas, seed {one.seed}"
+
+    def __str__(self) -> str:
+        one = self.layout
+        head = f"{one.framework} r{one.pp} v{one.vp} m{self.microbatches} dp{one.dp} layers={one.layers}"
+        values = {name: (getattr(one, own.name), own.default) for name, own in one.told().items()}
+        words = (
+            name if value is True else f"{name}={value}" for name, (value, plain) in values.items() if value != plain
+        )
+        return " ".join([head, *words, f"seed={one.seed}"])
+
+    @classmethod
+    def parse(cls, text: str) -> "FrameworkCase":
+        """The case that ``text`` spells: ``megatron r2 v1 m4 dp1 layers=4 tied seed=17``; the rest has defaults."""
+        found = _LINE.fullmatch(text)
+        if found is None or found[1] not in LAYOUTS:
+            raise CaseError(
+                f"{text!r} is no case of a framework: expected one of {', '.join(FRAMEWORKS)}, then ranks, stages on "
+                f"each, microbatches and replicas, e.g. {_EXAMPLE}"
+            )
+        layout, known = LAYOUTS[found[1]], _known(LAYOUTS[found[1]])
+        told: dict[str, Any] = {}
+        for each in found[6].split():
+            name, value = _value(each, known, text)
+            if name in told:
+                raise CaseError(f"{text!r}: {word(name)} is said twice")
+            told[name] = value
+        pp, vp, microbatches, dp = (int(found[number]) for number in (2, 3, 4, 5))
+        return cls(layout(pp=pp, vp=vp, dp=dp, **told), microbatches)
+
+
+def _known(layout: type[FrameworkLayout]) -> dict[str, Field[Any]]:
+    """What a line may say by name."""
+    return {one.name: one for one in fields(layout) if one.name in ("layers", "seed")} | layout.told()
+
+
+def _value(text: str, known: Mapping[str, Field[Any]], line: str) -> tuple[str, Any]:
+    """The field that ``text`` of the line names, and its value."""
+    name, equals, value = text.partition("=")
+    if name not in known or bool(equals) == isinstance(known[name].default, bool):
+        raise CaseError(f"{line!r}: {text!r} is no option: {known_are(name, list(known))}")
+    field = known[name]
+    if isinstance(field.default, bool):
+        return field.name, True
+    if isinstance(field.default, str):
+        return field.name, value
+    if not re.fullmatch(r"\d{1,18}", value, flags=re.ASCII):
+        raise CaseError(f"{line!r}: {text!r}: expected a whole number behind the =")
+    return field.name, int(value)
+
+
+def is_of_framework(text: str) -> bool:
+    """Whether the line begins as one of a framework's case does."""
+    return text.split(maxsplit=1)[:1] in [[name] for name in FRAMEWORKS]
