@@ -46,7 +46,7 @@ def check_of(made: Any, batches: list[Any], layout: Layout) -> Any:
 
 def checked(_: RankContext, layout: Layout, fault: str) -> Verdict:
     """The verdict on a step that has a fault."""
-    with boosted(layout, fault) as (made, batch):
+    with boosted(layout, fault, layout.microbatches) as (made, batch):
         with check_of(made, [batch], layout) as check:
             tiny_colossal.train_step(*made, iter([batch]))
         return check.verdict

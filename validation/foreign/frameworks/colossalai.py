@@ -182,7 +182,7 @@ def _packed(reference: Any) -> Packed:
 def check_covered(booster: Any, model: Any, optimizer: Any) -> Any:
     """The plugin; raises ``ColossalAIError`` for what would be judged wrongly."""
     place = COLOSSALAI.module("booster.plugin.hybrid_parallel_plugin")
-    plugin = getattr(booster, "plugin", None)
+    plugin: Any = getattr(booster, "plugin", None)
     for what, one, kinds in (
         ("the booster's plugin", plugin, [place.HybridParallelPlugin]),
         ("the model", model, [place.HybridParallelModule]),

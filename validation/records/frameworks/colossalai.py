@@ -10,7 +10,6 @@ from torch import nn
 
 from pipeproof.foreign.frameworks.colossalai import (
     count_of,
-    is_zero,
     observed,
     step_of,
     type_of,
@@ -67,19 +66,14 @@ def _step(
             f"batches is a {type(batches).__name__}: expected a list of what the data iterator gives in the step"
         )
     step = step_of(*boosted, batches=None if batches is None else len(batches))
-    booster, _, optimizer = boosted
-    plugin, given = booster.plugin, batches or ()
-    if is_zero(optimizer) and plugin.dp_size > 1:
-        raise ColossalAIError(
-            "with zero_stage 1 each replica has a part of every gradient: check_step compares whole ones; set "
-            "zero_stage=0 for the checked run, or give this layout to pipeproof.colossalai.validate"
-        )
+    plugin, given = boosted[0].plugin, batches or ()
     count, size = count_of(plugin.scheduler), plugin.scheduler.microbatch_size
     microbatches = [one for batch in given for one in cut(batch, count, size)]
     packed = Packed.of(microbatches)
 
     def of_all(every: Pairs) -> OfMicrobatch:
-        return OfMicrobatch(criterion, {tuple(number.tolist()): packed.unpack(inputs) for inputs, number in every})
+        known: Any = every  # pairs as they are made below
+        return OfMicrobatch(criterion, {tuple(number.tolist()): packed.unpack(inputs) for inputs, number in known})
 
     def divisor(_: nn.Module, every: Pairs) -> float:
         return len(every) / len(given)  # each call divides by its own microbatches
