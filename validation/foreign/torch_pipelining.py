@@ -14,6 +14,7 @@ from pipeproof.foreign.handed_back import HandedBack
 from pipeproof.observers.watching import watch
 from pipeproof.pipeline.action import Action, Kind
 
+_CHUNKS = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
 Pairs = Sequence[tuple[Any, Tensor]]  # inputs (a tensor or a tuple of tensors) and target, for each microbatch
 
 
@@ -34,6 +35,7 @@ class Recorder:
         self.called: list[tuple[Action, bool]] = []
         self.forward: Action | None = None  # the one that is under way
         self._stages, self._hooks = stages_of(schedule), list[Any]()
+        self._before = {one: {name: vars(one)[name] for name in _CHUNKS if name in vars(one)} for one in self._stages}
         for stage in self._stages:
             stage.forward_one_chunk = self._around_forward(stage, stage.forward_one_chunk)
             stage.backward_one_chunk = self._around_backward(stage, stage.backward_one_chunk)
@@ -45,8 +47,9 @@ class Recorder:
         for hook in self._hooks:
             hook.remove()
         for stage in self._stages:
-            for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
+            for name in _CHUNKS:
                 vars(stage).pop(name, None)
+            vars(stage).update(self._before[stage])
 
     def begin(self) -> None:
         """Forget what was noted so far."""

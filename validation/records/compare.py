@@ -169,6 +169,8 @@ def _refused(expected: Record, seen: Record, reason: str) -> OtherSteps:
 
 def _counts(record: Record, operation: RecordedOperation) -> Mapping[str, int]:
     """How many places hold each parameter; one each, where a record knows of no places."""
+    if record.framework:  # its replicas and tied copies hold a parameter several times
+        return dict.fromkeys(record.places, 1)
     if record.places:
         return {name: len(found) for name, found in record.places.items()}
     return Counter({*operation.before, *operation.gradients})

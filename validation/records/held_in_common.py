@@ -172,7 +172,7 @@ class HeldInCommon:
     def _joined(self, site: Site, ranks: Sequence[int], silent: Sequence[int], replicas: Replicas) -> Joined:
         _, name = site
         cut = [rank for rank in ranks if self._at(name, rank).shard is not None]
-        if not cut:
+        if not cut and not silent:
             return Joined(name, tuple(self._copies(site, ranks)))
         if cut != ranks or silent:
             said = {rank: "a part" if rank in cut else "all" for rank in ranks} | dict.fromkeys(

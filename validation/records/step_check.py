@@ -19,6 +19,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from pipeproof.foreign.handed_back import Gradient
+from pipeproof.foreign.reference_run import WhiteBoxError
 from pipeproof.judging.comparison import Comparison, leave_out
 from pipeproof.judging.judge import concluded
 from pipeproof.judging.ledger import Ledger
@@ -203,7 +204,7 @@ class StepCheck:
         """Keep what is raised inside for all ranks to know in the end: it is the check that failed, and not the job."""
         try:
             yield
-        except (RecordError, ContentError) as error:
+        except (RecordError, ContentError, WhiteBoxError) as error:
             self._problem = self._problem or str(error)
         except Exception as error:  # no one type, and no reason to end a job
             self._crash = self._crash or Crash.of(error)
@@ -236,8 +237,8 @@ class StepCheck:
         assert self._held is not None, "there is something to compare"
         try:
             self._held.enter(self._ledger, self._number, self._run.members, partial(self._compare, at))
-        except RanksAbsent as absent:
-            self._absent = absent
+        except RanksAbsent as absent:  # all ranks are to know that a part did not come
+            self._problem = self._problem or str(absent)
 
     def _compare_after(self, at: Comparison) -> None:
         """Compare what the step has left."""

@@ -110,6 +110,11 @@ class Packed:
         return {self.first: first, **dict(zip(self.names, others, strict=True))}
 
 
+def unwrapped(name: str, *wrappers: str) -> str:
+    """A parameter's name without the parts that are ``wrappers`` around modules."""
+    return ".".join(part for part in name.split(".") if part not in wrappers)
+
+
 def form(parameter: Tensor) -> str:
     """Its shape and type, in words."""
     return f"shape {list(parameter.shape)} in {parameter.dtype}".replace("torch.", "")

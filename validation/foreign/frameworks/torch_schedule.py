@@ -26,10 +26,10 @@ def step_of_schedule(
     Gradients are complete when torch is about to clip them by a norm, which it then tells; else at the end. ``name`` is
     that of a ``FrameworkStep``, ``error`` what is raised where there was no step.
     """
-    recorder, losses = Recorder(schedule), list[Tensor]()
+    recorders, losses = list[Recorder](), list[Tensor]()
 
     def gradients() -> dict[nn.Parameter, Gradient]:
-        if not recorder.executed:
+        if not any(one.executed for one in recorders):
             raise error("pp_schedule took no step: call pp_schedule.step in the block")
         return {one: one.grad for module in modules for one in module.parameters() if one.requires_grad}
 
@@ -38,17 +38,18 @@ def step_of_schedule(
         name,
         gradients,
         lambda: losses,
-        partial(_watching, schedule, recorder, losses),
-        when=lambda: recorder.forward is not None,
-        actions=lambda: recorder.executed,
+        partial(_watching, schedule, recorders, losses),
+        when=lambda: any(one.forward is not None for one in recorders),
+        actions=lambda: [action for one in recorders for action in one.executed],
     )
 
 
 @contextmanager
-def _watching(schedule: Any, recorder: Recorder, losses: list[Tensor], sight: Sight) -> Iterator[None]:
+def _watching(schedule: Any, recorders: list[Recorder], losses: list[Tensor], sight: Sight) -> Iterator[None]:
     """While this is open, note losses, and tell ``sight`` that gradients are about to be clipped, and by which norm."""
     with ExitStack() as stack:
-        stack.callback(recorder.stop)
+        recorders.append(Recorder(schedule))  # not before: a check that is refused leaves the stages alone
+        stack.callback(recorders[-1].stop)
         stack.enter_context(replaced(schedule, "step", _step_noted(schedule, losses)))
         stack.enter_context(clipping_told(sight))
         yield

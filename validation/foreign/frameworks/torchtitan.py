@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from pipeproof.foreign.frameworks.framework import Named, Packed, form
+from pipeproof.foreign.frameworks.framework import Named, Packed, form, unwrapped
 from pipeproof.foreign.frameworks.framework_step import FrameworkStep, Observation, observing
 from pipeproof.foreign.frameworks.torch_schedule import step_of_schedule
 from pipeproof.foreign.frameworks.torchtitan_whole import (
@@ -36,14 +36,12 @@ from pipeproof.foreign.validator import WhiteBox
 from pipeproof.foreign.validator import validate as validated
 from pipeproof.judging.verdict import Verdict
 
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # of recomputation and torch.compile
+_WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")  # of recomputation and torch.compile
 
 
 def global_name(name: str) -> str:
     """What a parameter of a model part is called in the whole model: the same, but for wrappers around modules."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
+    return unwrapped(name, *_WRAPPERS)
 
 
 def step_of(pp_schedule: Any, model_parts: Sequence[nn.Module]) -> FrameworkStep:

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 
-from pipeproof.foreign.frameworks.framework import Named, Packed, replaced
+from pipeproof.foreign.frameworks.framework import Named, Packed, replaced, unwrapped
 from pipeproof.foreign.frameworks.framework_step import FrameworkStep, Observation, Sight, observing
 from pipeproof.foreign.frameworks.torch_schedule import step_of_schedule
 from pipeproof.foreign.frameworks.transformers_whole import (
@@ -36,14 +36,12 @@ from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.wrappers import AroundGradients
 from pipeproof.pipeline.step import Parts, PipelineSchedule
 
-_WRAPPERS = ("module.", "_checkpoint_wrapped_module.", "_orig_mod.")  # of DDP, recomputation and torch.compile
+_WRAPPERS = ("module", "_checkpoint_wrapped_module", "_orig_mod")  # of DDP, recomputation and torch.compile
 
 
 def name_in_whole(stage: int, name: str) -> str:
     """What a stage's parameter is called in the whole model: the same, but for wrappers around modules."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
+    return unwrapped(name, *_WRAPPERS)
 
 
 def step_of(schedule: Any, stages: Sequence[nn.Module]) -> FrameworkStep:

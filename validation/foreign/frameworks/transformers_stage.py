@@ -46,6 +46,10 @@ class Stage(nn.Module):
         first, last = _even(len(every), number, of) if layers is None else layers
         if not 0 <= first <= last <= len(every):
             raise TransformersError(f"layers is {layers}: expected from and to, within 0 and {len(every)}")
+        if number and not first:
+            raise TransformersError(
+                f"stage {number} begins with layer 0: let stage 0 have a layer too, for models may scale an embedding"
+            )
         self.is_first, self.is_last = number == 0, number == of - 1
         self._inputs = tuple(inputs)
         self._received: Tensor | None = None

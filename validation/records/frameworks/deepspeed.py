@@ -38,7 +38,11 @@ def check_step(
     gives the layers, as PipelineModule takes them. loss_fn: the PipelineModule's; None: the last layer gives the loss.
     floors and timeout_s are those of ``SingleDevice`` and ``check_step``.
     """
-    whole = SingleDevice(partial(Whole, reference, _cast_to(engine)), loss_fn or loss_of_its_own, floors=floors)
+
+    def whole() -> SingleDevice:
+        build = partial(Whole, reference, _cast_to(engine))
+        return SingleDevice(build, loss_fn or loss_of_its_own, floors=floors)
+
     return checking(partial(_step, engine, microbatches, whole), timeout_s=timeout_s)
 
 
@@ -57,11 +61,11 @@ def record_step(
     return recording(partial(step_of, engine), microbatches, path, framework=DEEPSPEED, timeout_s=timeout_s)
 
 
-def _step(engine: Any, microbatches: Sequence[Any] | None, whole: SingleDevice) -> JobStep:
+def _step(engine: Any, microbatches: Sequence[Any] | None, whole: Callable[[], SingleDevice]) -> JobStep:
     step = step_of(engine)
     if microbatches is not None:
         check_count(engine, microbatches)
-    return JobStep(step, pairs_of(microbatches, _pair), whole)
+    return JobStep(step, pairs_of(microbatches, _pair), whole())
 
 
 def _pair(number: int, microbatch: Any) -> tuple[Any, Any]:

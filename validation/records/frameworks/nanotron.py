@@ -56,7 +56,7 @@ def record_step(
     """
     try:
         joined = _joined(trainer, microbatches, timeout_s) or None
-    except NanotronError:
+    except Exception:  # no one type: what is given may be anything, and the job goes on
         joined = None  # whose data it is is not known
     with recording(partial(step_of, trainer), joined, path, framework=NANOTRON, timeout_s=timeout_s) as seen:
         yield seen

@@ -16,7 +16,7 @@ from pipeproof.foreign.handed_back import FlatShard, Gradient
 from pipeproof.foreign.reference_run import WhiteBoxError
 from pipeproof.judging.measured import versions
 from pipeproof.judging.verdict import raised
-from pipeproof.observers.shards import InShards
+from pipeproof.observers.shards import held_whole
 from pipeproof.records.rank_part import Arrival, Run, places_of, run_of, told
 from pipeproof.records.record import Record, RecordedOperation, RecordError, digest
 from pipeproof.records.record_file import write
@@ -40,6 +40,7 @@ class _Seen:
 
 
 _NOTHING = FrameworkStep({}, lambda stage, name: name, dict, list, lambda sight: ExitStack())
+_LAST_WORDS_S = 10.0  # a rank whose step raised waits no longer than this for the others
 KINDS = ("weight", "gradient", "updated weight")
 
 
@@ -77,21 +78,31 @@ class StepRecording:
     def norm(self, norm: Any) -> None:
         """Note the norm that was told."""
         with self.noting():
-            self._norm = float(_whole(norm) if isinstance(norm, Tensor) else norm)
+            self._norm = float(_whole("the norm", norm) if isinstance(norm, Tensor) else norm)
 
-    def finish(self, file: OutputFile | None, *, framework: str) -> None:
-        """Put together what all ranks saw, and write it on rank 0."""
+    def finish(self, file: OutputFile | None, *, framework: str, ended: bool) -> None:
+        """Put together what all ranks saw; rank 0 writes it. Where the step has not ``ended``, nobody waits long."""
+        bound_s = self._timeout_s if ended else min(self._timeout_s, _LAST_WORDS_S)
+        mine, laid_out = _Seen(Arrival({}, None, "")), list[str]()
         with self.noting():
+            if not ended:
+                raise RecordError("the step raised")
             if self._step.completes_at_its_end(self._steps):
                 self.complete()
             self._tensors["updated weight"] = self._weights()
-        laid_out = [*self._laid_out()]
+            laid_out += self._laid_out()
+            mine = self._seen()
+        if self.problem:
+            mine = _Seen(Arrival({}, None, self.problem))
         try:
-            every = self._gather(self._seen(), "the end of the recorded step")
+            every = self._exchange.gather(mine, what="the end of the recorded step", bound_s=bound_s)
             with self.noting():
                 if self._exchange.rank == 0:
                     self._write(_Whole(every, self._exchange, self._timeout_s).record(framework), file)
-            self.problem = self._gather(self.problem, "the record")[0]
+        except RanksAbsent as absent:
+            self.problem = self.problem or str(absent)
+        try:
+            self.problem = self._exchange.finish(self.problem, what="the record", bound_s=bound_s)[0]
         except RanksAbsent as absent:
             self.problem = self.problem or str(absent)
         self._exchange.clear(laid_out)
@@ -114,11 +125,11 @@ class StepRecording:
             self.problem = self.problem or f"recording raised {raised(error)}"
 
     def _weights(self) -> dict[str, Tensor | None]:
-        return {name: _whole(parameter) for name, parameter in self._step.parameters()}
+        return {name: _whole(name, parameter) for name, parameter in self._step.parameters()}
 
     def _part(self, name: str, gradient: Gradient) -> Tensor | None:
         if not isinstance(gradient, FlatShard):
-            return None if gradient is None else _whole(gradient)
+            return None if gradient is None else _whole(name, gradient)
         part = None if gradient.part is None else gradient.part.detach().flatten().to("cpu", copy=True)
         self._spans[name] = (gradient.start, gradient.start + (0 if part is None else part.numel()))
         return part
@@ -146,20 +157,18 @@ class StepRecording:
             for name, _ in module.named_parameters(remove_duplicate=False):
                 yield stage, self._step.name(stage, name)
 
-    def _gather(self, value: object, what: str) -> list[Any]:
-        return self._exchange.gather(value, what=what, bound_s=self._timeout_s)
-
 
 def address_of(kind: str, name: str, rank: int) -> str:
     """Under what a rank lays out a tensor."""
     return f"recorded {kind} {name} of rank {rank}"
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    """A copy of all of it, also where each rank has a shard: then all of them are here."""
-    held: Any = tensor.detach()
-    whole: Tensor = held if not isinstance(tensor, InShards) else held.full_tensor()
-    return whole.to("cpu", copy=True)
+def _whole(name: str, tensor: Tensor) -> Tensor:
+    """A copy of all of it. No other rank is asked: one that does not come would hold the job up."""
+    held = held_whole(tensor.detach())
+    if held is None:
+        raise RecordError(f"{name} is a DTensor in parts, and record_step copies whole ones: use check_step")
+    return held.to("cpu", copy=True)
 
 
 def _content(microbatch: Any) -> str:
@@ -184,12 +193,15 @@ class _Whole:
         before, after = self._named("weight"), self._named("updated weight") if self._moved() else {}
         gradients = self._named("gradient")
         losses = self._losses(run)
-        norms = [one.norm for one in self.every if one.norm is not None]
+        norms = {rank: one.norm for rank, one in enumerate(self.every) if one.norm is not None}
+        if len(set(norms.values())) > 1:
+            said = ", ".join(f"rank {rank} {norm:.9g}" for rank, norm in norms.items())
+            raise RecordError(f"ranks told other norms of one step: {said}; check_step tells which is wrong")
         operation = RecordedOperation(
             "train",
             run.microbatches,
             tuple(losses[number] for number in sorted(losses)),
-            norm=norms[0] if norms else None,
+            norm=next(iter(norms.values()), None),
             before={name: tensor for name, tensor in before.items() if tensor is not None},
             gradients=gradients,
             parameters={name: tensor for name, tensor in after.items() if tensor is not None},
@@ -217,7 +229,13 @@ class _Whole:
             if one.losses and (share is None or len(share) != len(one.losses)):
                 count = "an unknown number of" if share is None else len(share)
                 raise RecordError(f"rank {rank} told {len(one.losses)} losses of {count} microbatches")
-            losses |= dict(zip(share or (), one.losses, strict=False))
+            for number, loss in zip(share or (), one.losses, strict=False):
+                if losses.setdefault(number, loss) != loss:
+                    raise RecordError(
+                        f"rank {rank} told {loss:.9g} of microbatch {number}, another {losses[number]:.9g}"
+                    )
+        if losses and len(losses) < len(run.microbatches):
+            raise RecordError(f"{len(losses)} losses were told, of {len(run.microbatches)} microbatches")
         return losses
 
     def _named(self, kind: str) -> dict[str, Tensor | None]:
@@ -242,7 +260,16 @@ class _Whole:
         return None if found[first] is None else self._take(kind, name, first)
 
     def _joined(self, name: str, ranks: Sequence[int]) -> Tensor:
-        """A gradient of which ranks have parts, which have to make up the whole."""
+        """A gradient of which ranks have parts; each stage's, which copies of a tied weight make several, is whole."""
+        stages: dict[int, list[int]] = {}
+        for rank in ranks:
+            stages.setdefault(self.every[rank].arrival.held[name], []).append(rank)
+        first, *others = (self._of_stage(name, members) for members in stages.values())
+        if not all(one.equal(first) for one in others):
+            raise RecordError(f"copies of {name} have other gradients: check_step tells which is wrong")
+        return first
+
+    def _of_stage(self, name: str, ranks: Sequence[int]) -> Tensor:
         weight = self._take("weight", name, ranks[0])
         flat: Tensor | None = None
         seen = torch.zeros(weight.numel(), dtype=torch.bool)
@@ -283,5 +310,9 @@ def recording(
             made, name = step(), framework.installed
             seen.begin(made)
             stack.enter_context(made.watching(seen))
-        yield seen
-        seen.finish(file, framework=name)
+        ended = False
+        try:
+            yield seen
+            ended = True
+        finally:
+            seen.finish(file, framework=name, ended=ended)

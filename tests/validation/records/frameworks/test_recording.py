@@ -174,6 +174,42 @@ def test_what_cannot_be_recorded_is_a_warning_and_nothing_is_written(tmp_path: P
     refused(tmp_path, "call it", unfinished=WhiteBoxError("call it in the block"), **blind)
 
 
+def test_microbatches_that_are_none_end_no_job(tmp_path: Path) -> None:
+    refused(tmp_path, "recording raised TypeError", data=5)
+
+
+def test_a_step_that_raises_is_the_job_s_own_and_nothing_is_written(tmp_path: Path) -> None:
+    job, path = Job(), str(tmp_path / "a")
+    with (
+        pytest.warns(UserWarning, match="the step was not recorded: the step raised"),
+        pytest.raises(KeyError),
+        recording(job.as_step, pairs(3), path, framework=OURS, timeout_s=5),
+    ):
+        raise KeyError("x")
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_names_that_weights_do_not_tell_are_not_guessed(tmp_path: Path) -> None:
+    """Two norms of ones, in another order of modules: neighbours would tell the wrong one."""
+    for file, order in (("one", ("a", "b")), ("other", ("b", "a"))):
+        job = Job()
+        job.model = nn.Sequential(*job.model, nn.ModuleDict({name: nn.LayerNorm(8) for name in order}))
+        forward = job.model[:2].forward
+        job.model.forward = forward  # type: ignore[method-assign]  # the norms only hold weights here
+        job.prefix = "" if file == "one" else "their."
+        gradients = {one: torch.ones_like(one) for one in job.model.parameters()}
+        with recording(
+            lambda job=job, found=gradients: job.as_step(gradients=lambda: found, watching=lambda _: nullcontext()),  # type: ignore[misc]
+            pairs(3),
+            str(tmp_path / file),
+            framework=OURS,
+            timeout_s=5,
+        ):
+            pass
+    with pytest.raises(OtherSteps, match="weights do not tell which one"):
+        compare(read(tmp_path / "one"), read(tmp_path / "other"), sides=RUNS)
+
+
 def test_a_file_that_cannot_be_written_ends_no_job(tmp_path: Path) -> None:
     job = Job()
     with pytest.warns(UserWarning, match="cannot write .*nowhere/a"):
@@ -223,6 +259,7 @@ def test_parts_that_replicas_have_are_put_together(world: World, tmp_path: Path)
         assert gradient is not None
         assert gradient.equal(parameter.grad)
     assert one.losses == (0, 2, 4, 1, 3, 5)  # the first replica's microbatches come first
+    assert compare(record, record, sides=RUNS).verdict == "pass"  # although two ranks hold every parameter
     gap = of_two(world, tmp_path / "b", shift=1)
     assert str(gap).startswith("rank 1 has elements") or str(gap).startswith("nobody has 1 of")
     weights = of_two(world, tmp_path / "c", other=1.0)
