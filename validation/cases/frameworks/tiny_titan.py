@@ -167,7 +167,8 @@ def step(layout: TorchtitanLayout, model: nn.Module, microbatches: Data) -> Hand
         if layout.second:
             adapter.load(trainer.model_parts, model)  # what a verdict is about begins here
             schedule = trainer.pp_schedule
-            with replaced(schedule, "step", partial(by_microbatches, schedule.step, schedule)):  # as observed does
+            call = schedule.step if layout.whole_batch else partial(by_microbatches, schedule.step, schedule)
+            with replaced(schedule, "step", call):  # as observed does
                 train_step(layout, trainer, microbatches)
             for part in trainer.model_parts:
                 part.zero_grad()
