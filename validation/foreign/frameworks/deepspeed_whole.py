@@ -27,7 +27,7 @@ class Whole(nn.Module):
     def __init__(self, build: Callable[[], Iterable[Any]], dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.tied_modules = nn.ModuleDict()
-        layers = build()
+        layers = DEEPSPEED.built(build)
         if not isinstance(layers, Iterable):
             raise DeepSpeedError(
                 f"the reference is a {type(layers).__name__}: expected layers as PipelineModule is given"

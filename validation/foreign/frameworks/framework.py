@@ -66,6 +66,12 @@ class Framework:
             raise self.error(f"ranks has the axis {other[0]!r}: {self.adapter} covers pp and dp")
         return {axis: ranks.get(axis, 1) for axis in self.axes}
 
+    def built(self, build: Any) -> Any:
+        """What ``build``, the user's reference, gives. Raises where it is no function."""
+        if isinstance(build, nn.Module) or not callable(build):
+            raise self.error(f"reference is a {type(build).__name__}: expected a function that builds it")
+        return build()
+
     def load(self, parameters: Iterable[tuple[str, nn.Parameter]], reference: nn.Module) -> None:
         """Give the parameters, by their names in the reference, its weights.
 

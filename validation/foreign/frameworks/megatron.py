@@ -158,8 +158,14 @@ def step_of(chunks: Any, optimizer: Any) -> FrameworkStep:
 
 
 def chunks_of(chunks: Any) -> list[Any]:
-    """One chunk or several, in a list."""
-    return list(chunks) if isinstance(chunks, list | tuple) else [chunks]
+    """One chunk or several, in a list. Raises ``MegatronError`` for what has no module in it."""
+    found = list(chunks) if isinstance(chunks, list | tuple) else [chunks]
+    if not found or not all(isinstance(one, nn.Module) for one in found):
+        kinds = ", ".join(type(one).__name__ for one in found) or "an empty list"
+        raise MegatronError(
+            f"the model is {kinds}: expected the chunk that Megatron's schedule is given, or a list of them"
+        )
+    return found
 
 
 @contextmanager

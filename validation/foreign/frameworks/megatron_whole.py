@@ -75,8 +75,12 @@ class Whole(nn.Module):
 
     def __init__(self, build: Callable[[], nn.Module], forward_step: ForwardStep) -> None:
         super().__init__()
+        given: Any = forward_step
+        if not callable(given):
+            kind = type(given).__name__
+            raise MegatronError(f"forward_step is a {kind}: expected the function that Megatron's schedule is given")
         with alone():
-            self.model, called = _as_called(build())
+            self.model, called = _as_called(MEGATRON.built(build))
         self._called = (called,)  # in a tuple, so that no name of a parameter is of what is around the model
         self._forward_step = forward_step
         config: Any = getattr(bare(self.model), "config", None)

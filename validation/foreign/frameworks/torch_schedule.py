@@ -50,17 +50,22 @@ def _watching(schedule: Any, recorders: list[Recorder], losses: list[Tensor], si
     with ExitStack() as stack:
         recorders.append(Recorder(schedule))  # not before: a check that is refused leaves the stages alone
         stack.callback(recorders[-1].stop)
-        stack.enter_context(replaced(schedule, "step", _step_noted(schedule, losses)))
-        stack.enter_context(clipping_told(sight))
+        told = stack.enter_context(clipping_told(sight))
+        stack.enter_context(replaced(schedule, "step", _step_noted(schedule, losses, sight, told)))
         yield
 
 
-def _step_noted(schedule: Any, losses: list[Tensor]) -> Callable[..., Any]:
-    """``schedule.step``, noting every loss; it takes microbatches in every version of torch."""
+def _step_noted(schedule: Any, losses: list[Tensor], sight: Sight, told: Sequence[Tensor]) -> Callable[..., Any]:
+    """``schedule.step``, noting every loss; it takes microbatches in every version of torch.
+
+    One that trains after gradients were clipped, of which ``told`` has the norm, is of a second step: ``sight`` hears.
+    """
     inner = schedule.step
 
     @wraps(inner)
     def step(*given: Any, **named: Any) -> Any:
+        if told and getattr(schedule, "_has_backward", True):
+            sight.complete()
         found = named.get("losses")
         found = [] if found is None else found
         call = partial(by_microbatches, inner, schedule) if _BY_MICROBATCHES & set(named) else inner
@@ -72,10 +77,11 @@ def _step_noted(schedule: Any, losses: list[Tensor]) -> Callable[..., Any]:
 
 
 @contextmanager
-def clipping_told(sight: Sight) -> Iterator[None]:
+def clipping_told(sight: Sight) -> Iterator[Sequence[Tensor]]:
     """While this is open, torch tells ``sight`` when it first clips: parts of a model may be clipped apart.
 
-    It is told before that gradients are complete. The second place is where torch's own ``clip_grad_norm_`` looks.
+    It is told before that gradients are complete. What this gives then has the norm. The second place is where torch's
+    own ``clip_grad_norm_`` looks.
     """
     told = list[Tensor]()
 
@@ -93,4 +99,4 @@ def clipping_told(sight: Sight) -> Iterator[None]:
     with ExitStack() as stack:
         for place, name in _CLIPS:
             stack.enter_context(replaced(place, name, telling(getattr(place, name))))
-        yield
+        yield told

@@ -75,7 +75,7 @@ class Whole(nn.Module):
 
     def __init__(self, build: Callable[[], nn.Module], names: Sequence[str]) -> None:
         super().__init__()
-        model = build()
+        model = TORCHTITAN.built(build)
         if not isinstance(model, nn.Module):
             raise TorchtitanError(f"the reference is a {type(model).__name__}: expected the whole model, as built")
         check_model(model)

@@ -14,6 +14,8 @@ from pipeproof.records.single_device import SingleDevice
 from pipeproof.records.step_check import StepCheck
 from pipeproof.records.step_record import Pairs
 
+_OTHERS_S = 300.0  # how long the others are waited for where nobody says it
+
 
 class JobSight:
     """Shows ``check`` what is seen of a step; what goes wrong in it is the check's own, and ends no job."""
@@ -30,8 +32,8 @@ class JobSight:
             return
         with self._check.noting():
             gradients = self._step.gradients()
-            named = ((name, gradients[one]) for name, one in self._step.parameters() if one in gradients)
-            self._check.gradients(dict(named))
+            told = (pair for pair in self._step.parameters() if pair[1] in gradients or not pair[1].requires_grad)
+            self._check.gradients({name: gradients.get(one) for name, one in told})  # of what is frozen there is none
             if losses := [float(one) for one in self._step.losses()]:
                 self._check.report(losses=losses)
 
@@ -64,6 +66,8 @@ class JobStep:
 def checking(step: Callable[[], JobStep], *, timeout_s: float) -> Iterator[StepCheck]:
     """The check of what ``step`` gives. What that raises is the verdict's, and no other rank waits for this one."""
     made, why = _made(step)
+    if not isinstance(timeout_s, int | float) or not timeout_s > 0:
+        made, why, timeout_s = None, f"timeout_s is {timeout_s!r}: expected seconds above 0", _OTHERS_S
     if made is None:
         check = StepCheck({}, None, against=SingleDevice(nn.Identity, nn.functional.mse_loss), timeout_s=timeout_s)
         check.refuse(why)
