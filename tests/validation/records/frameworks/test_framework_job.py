@@ -167,3 +167,25 @@ def test_the_reference_draws_apart_from_the_job() -> None:
     with checking(job.as_step, timeout_s=5):
         found = torch.rand(3)
     assert found.equal(due)
+
+
+def test_what_is_frozen_has_no_gradient_and_is_compared() -> None:
+    def frozen() -> nn.Module:
+        model = build()
+        model.get_parameter("0.weight").requires_grad_(False)
+        return model
+
+    job = Job()
+    job.model = frozen()
+    trained = {"gradients": lambda: {one: one.grad for one in job.model.parameters() if one.requires_grad}}
+    verdict = judged(job, against=SingleDevice(frozen, loss_fn), **trained)
+    assert verdict.verdict == "pass", str(verdict)
+    assert verdict.law("presence").checked == 4
+
+
+@pytest.mark.parametrize("timeout_s", [-1, None])
+def test_a_timeout_that_is_none_is_said_and_the_job_goes_on(timeout_s: Any) -> None:
+    job = Job()
+    with checking(job.as_step, timeout_s=timeout_s) as check:
+        job.step()
+    assert f"timeout_s is {timeout_s}: expected seconds above 0" in str(check.verdict)
