@@ -147,7 +147,7 @@ def test_replicas_and_copies_that_were_not_summed_are_named(
 
 def test_replicas_against_a_record_and_what_nobody_said(replicated: dict[str, Ended]) -> None:
     for run, status, words in (
-        ("plain record", 0, "PASS 60 comparisons"),
+        ("plain record", 0, "PASS 68 comparisons"),
         ("tied record", 3, "UNKNOWN parameters-once: first.weight is in 2 sta"),
     ):
         statuses, (verdict,) = replicated[run]
@@ -155,4 +155,4 @@ def test_replicas_against_a_record_and_what_nobody_said(replicated: dict[str, En
     statuses, (verdict,) = replicated["all given"]
     assert statuses == {3}
     assert verdict.startswith("UNKNOWN loss: whose losses these are nobody says: pass each replica the microbatches")
-    assert re.search(r"pass +parameters-once, presence, gradient: 40 compared", verdict)
+    assert re.search(r"pass +parameters-once, presence, gradient, replicas: 48 compared", verdict)

@@ -120,5 +120,5 @@ def test_a_false_alarm_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         verdict = "fail"
 
     monkeypatch.setattr(catalogue, "validate", lambda case, world: Failed)
-    said = catalogue._controls(World())
+    said = catalogue._controls(World(), "cpu")
     assert said.startswith(f"0 of {len(CONTROLS)} changes that are no faults pass; FALSE ALARM for slow-messages, ")

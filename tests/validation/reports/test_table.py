@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeproof.cases.case import Case
+from pipeproof.cases.specimens import SPECIMENS
 from pipeproof.cases.trial import Named
 from pipeproof.commands.catalogue import listing
 from pipeproof.commands.schedule_commands import _planned
@@ -206,7 +207,7 @@ NARROW = {
     "profile": (partial(profile_table, PROFILES), ["rank", "idle"]),
     "measured": (partial(measured_table, PROFILES, PROFILES), ["rank", "idle"]),
     "confusion": (partial(confusion, [*PAIRS, *(("scale", kind) for kind in KINDS)]), ["planted", "named"]),
-    "specimens": (lambda width: listing(width=width), ["layernor"]),
+    "specimens": (lambda width: listing(SPECIMENS, width=width), ["layernor"]),
     "plan": (lambda width: table(_planned(), list(map(row, plan(Needs(4, 8)))), width), ["schedule", "time"]),
     "beside": (
         SideBySide.of([build(name, ranks=4, microbatches=8) for name in ("interleaved", "dualpipev")], Times()).text,
