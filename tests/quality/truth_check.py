@@ -17,6 +17,8 @@ _ZEROS = frozenset({"uninitialised", "dropped"})  # came back: they were sent, o
 _TARGETS = frozenset({"computation", "swapped-data"})  # of a loss, whose target nobody sees
 _ORDERS = frozenset({"wrong-message", "computation"})  # of inputs: they came so, or so the stage takes them
 
+_TIMES = frozenset({"doubled", "scale", "unequal-weights"})  # which sums do not tell: added again, or multiplied
+
 # How a verdict names what is wrong: what it is, at its place; what it is, at another; nothing; something else.
 # Of a run that is right: silent, or with an alarm.
 Naming = Literal["right", "elsewhere", "unknown", "wrong", "silent", "alarm", "needless"]
@@ -173,7 +175,7 @@ def _of_cause(claim: Claim, truth: Truth) -> Iterator[str]:
 
 def _exchangeable(claim: Claim, part: Truth) -> bool:
     """Whether it is told as an alternative of what the fault is, or that as an alternative of it."""
-    groups = (_SAME_GRADIENTS, _ARRIVED, _ZEROS, _ORDERS, _TARGETS)
+    groups = (_SAME_GRADIENTS, _ARRIVED, _ZEROS, _ORDERS, _TARGETS, _TIMES)
     alike = frozenset[str]().union(*(kinds for kinds in groups if claim.kind in kinds))
     return bool(alike & set(part.kinds) & (claim.instead if claim.role != "or" else alike))
 

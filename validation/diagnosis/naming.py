@@ -39,7 +39,7 @@ def name_causes(
     causes = [*swapped, *_placed(update, faults), *of_parameters(update, stages, sums), *of_copies(update, tied)]
     causes += untrained(update)
     causes = [_with_rank(update, _or_twice(update, cause)) for cause in causes if not _follows(cause, causes)]
-    causes = [_but_for_right(cause, stages) for cause in causes]
+    causes = [_or_multiplied(_but_for_right(cause, stages), causes) for cause in causes]
     unknown = tuple(_unknown(stages, tied, sums))
     ruled_out = tuple(_ruled_out(stages, tied, causes, known=update.before is not None))
     return tuple(dict.fromkeys(causes)), unknown, ruled_out
@@ -74,6 +74,18 @@ def _or_twice(update: Update, cause: Cause) -> Cause:
         return cause
     twice = replace(cause, kind="scale", factor=2.0, detail="or this step's own, which is the same, was added twice")
     return replace(cause, instead=(twice,))
+
+
+def _or_multiplied(cause: Cause, causes: Sequence[Cause]) -> Cause:
+    """``cause`` of microbatches that are there several times, or they were multiplied: sums do not tell which.
+
+    Not where others are missing: then these ran in their place.
+    """
+    if cause.kind != "doubled" or any(other.kind == "dropped" for other in causes):
+        return cause
+    kind = "unequal-weights" if cause.factor is None else "scale"
+    told = f"or {'they were' if len(cause.microbatches) > 1 else 'it was'} multiplied: the loss, or gradients of it"
+    return replace(cause, instead=(replace(cause, kind=kind, detail="; ".join(filter(None, (cause.detail, told)))),))
 
 
 def _decided_faults(update: Update, stage: Explanation, nominal: dict[Term, float]) -> tuple[Fault, ...] | None:

@@ -78,6 +78,8 @@ def _factors(cause: Cause, measured: Measured) -> Iterator[str]:
     if cause.kind != "scale" or cause.factor is None:
         return
     for count, what in _counts(measured):
+        if cause.microbatches and what != "microbatches":
+            continue  # what has a factor in some microbatches alone has nothing to do with ranks or stages
         if count > 1 and _near(cause.factor, count):
             yield f"{count} = the number of {what}: is the loss, or its gradient, divided by it?"
         elif count > 1 and _near(cause.factor * count, 1):

@@ -15,6 +15,7 @@ from pipeproof.diagnosis.rules.inside import first_of_backward, inside, other_fo
 from pipeproof.diagnosis.rules.passages import unexplained_passage
 from pipeproof.diagnosis.rules.repeated import or_wrong_message
 from pipeproof.diagnosis.rules.replayed import replayed
+from pipeproof.diagnosis.rules.several_times import told_apart
 from pipeproof.diagnosis.rules.update import near
 from pipeproof.diagnosis.what_if import Line, Made, WhatIf, same_loss
 from pipeproof.diagnosis.what_ifs import of_backward, of_forward, spoiled
@@ -42,7 +43,7 @@ def attributed(evidence: Evidence) -> list[Cause]:
     found = evidence.attribution
     if cleared(evidence) or found is None or found.right or (evidence.sums is not None and evidence.sums.alike):
         return []
-    causes = [_undivided(cause, evidence) for cause in found.causes]
+    causes = [told_apart(cause, evidence) for cause in found.causes]
     if found.unknown or not causes:  # one thing that gives everything says more than what gives a part
         own = evidence.playable is not None
         causes = (played_through(evidence) if own else replayed(evidence) or inside(evidence)) or causes
@@ -50,13 +51,6 @@ def attributed(evidence: Evidence) -> list[Cause]:
     if evidence.sums is not None:
         return [_clipped(evidence, cause) for cause in causes]
     return causes if evidence.playable is not None else [_seen_more(cause, evidence) for cause in causes]
-
-
-def _undivided(cause: Cause, evidence: Evidence) -> Cause:
-    """``cause`` of one microbatch in place of all; where every loss is right, nothing was, and it was not divided."""
-    right = any(law.name == "loss" and law.outcome == "pass" and law.checked for law in evidence.verdict.laws)
-    alone = cause.kind == "doubled" and cause.factor == evidence.microbatches > 2
-    return replace(cause, kind="scale") if alone and right else cause
 
 
 def _backwards_each(evidence: Evidence, stages: Iterable[int]) -> float | None:

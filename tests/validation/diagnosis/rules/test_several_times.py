@@ -1,0 +1,55 @@
+"""A microbatch that counts several times: was it added again, or multiplied? Only what is seen besides sums tells."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch.nn as nn
+
+from pipeproof.foreign import WhiteBox, watch
+from tests.support.steps import blocks, loss_fn, pairs
+
+
+def last_counts(
+    model: Any, microbatches: list[Any], *, times: float = 2.0, loss: bool = False, again: bool = False, see: bool
+) -> Any:
+    """The last microbatch counts so often: its gradient is multiplied, or its reported loss, or it runs again."""
+    stages = (model[:2], model[2:])
+    first, second = map(watch, stages) if see else stages
+    losses = []
+    for number, (x, target) in enumerate(microbatches):
+        last = number == len(microbatches) - 1
+        factor = times if last and not again else 1.0
+        for _ in range(round(times) if last and again else 1):
+            made: Any = loss_fn(second(first(x)), target)
+            (factor * made / len(microbatches)).backward()
+        losses.append(made.item() * (factor if loss else 1.0))
+    return [first, second], losses
+
+
+@pytest.mark.pipeproof_ranks
+@pytest.mark.parametrize("times", [2.0, 3.0])
+@pytest.mark.parametrize(
+    ("step", "kinds"),
+    [
+        (partial(last_counts, see=False), ["doubled", "scale"]),
+        (partial(last_counts, see=False, again=True), ["doubled", "scale"]),  # near: the very same sums
+        (partial(last_counts, see=False, loss=True), ["scale", "doubled"]),
+        (partial(last_counts, see=True), ["scale"]),  # seen where it came in
+        (partial(last_counts, see=True, loss=True), ["scale"]),
+        (partial(last_counts, see=True, again=True), ["doubled"]),
+    ],
+)
+def test_it_is_said_to_run_again_only_where_that_was_seen(
+    whitebox: WhiteBox, step: Any, kinds: list[str], times: float
+) -> None:
+    verdict = whitebox.validate(
+        partial(step, times=times), reference=built, microbatches=pairs(5), ranks=1, loss_fn=loss_fn
+    )
+    explanations = [verdict.cause, *verdict.alternatives]
+    assert [(cause.kind, cause.microbatches) for (cause,) in explanations] == [(kind, (4,)) for kind in kinds]
+    assert [cause.factor for (cause,) in explanations] == [pytest.approx(times)] * len(kinds)
+
+
+def built() -> nn.Module:
+    return blocks(seed=3)

@@ -1,0 +1,75 @@
+"""Microbatches that count several times in sums: they were added again, or multiplied, which sums do not tell apart."""
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from pipeproof.diagnosis.evidence import Evidence
+from pipeproof.diagnosis.microbatch_weights import SAME
+from pipeproof.judging.cause import Cause
+from pipeproof.observers.recording import RECEIVED
+
+
+def told_apart(cause: Cause, evidence: Evidence) -> Cause:
+    """``cause`` as what else was seen decides it: an output gradient, how often backwards ran, or the loss.
+
+    A loss that is right says nothing: it may have been multiplied after it was reported. One that is not so often what
+    it should be decides nothing alone: what runs again may be added to a loss, too.
+    """
+    if cause.kind != "doubled" or not cause.instead:
+        return cause
+    (multiplied,) = cause.instead
+    several = len(cause.microbatches) > 1
+    if cause.factor == evidence.microbatches > 2 and _losses_are_right(evidence):
+        return replace(multiplied, detail=cause.detail)  # it was not divided: by chance nothing is counted so often
+    if _came_so(cause, evidence):
+        return _with(multiplied, of=cause, told=f"the output gradient{'s are' if several else ' is'} so already")
+    ran = _ran(cause, evidence)
+    if cause.factor is not None and ran == {round(cause.factor)}:
+        return replace(_with(cause, of=cause, told=f"the backward{'s' * several} ran so often"), instead=())
+    if ran != {1} and not _losses_have(cause.factor, cause.microbatches, evidence):
+        return cause
+    told = (
+        f"the backward{'s' * several} ran once" if ran == {1} else f"the loss{'es are' if several else ' is'} so, too"
+    )
+    again = replace(cause, instead=(), detail="or what it gave was added once more")
+    return replace(_with(multiplied, of=cause, told=told), instead=(again,))
+
+
+def _with(cause: Cause, *, of: Cause, told: str) -> Cause:
+    """``cause`` in the words of ``of``, and ``told``."""
+    return replace(cause, detail="; ".join(filter(None, (of.detail, told))))
+
+
+def _came_so(cause: Cause, evidence: Evidence) -> bool:
+    """Whether the last stage concerned was seen to receive another output gradient, of all these microbatches."""
+    last = max(_where(cause, evidence))
+    crossings = () if evidence.seen is None else evidence.seen.crossings(evidence.number)
+    came = {
+        one.action.microbatch for one in crossings if (one.action.stage, one.where) == (last, RECEIVED) and not one.same
+    }
+    return came >= set(cause.microbatches)
+
+
+def _losses_are_right(evidence: Evidence) -> bool:
+    return any(law.name == "loss" and law.outcome == "pass" and law.checked for law in evidence.verdict.laws)
+
+
+def _losses_have(factor: float | None, microbatches: Collection[int], evidence: Evidence) -> bool:
+    """Whether the losses of ``microbatches``, and no others, are ``factor`` times what they should be."""
+    wrong = [m for m in evidence.verdict.mismatches if m.law == "loss" and m.microbatch is not None]
+    if factor is None or {m.microbatch for m in wrong} != set(microbatches):
+        return False
+    return all(m.ratio is not None and abs(m.ratio / factor - 1) <= SAME for m in wrong)
+
+
+def _ran(cause: Cause, evidence: Evidence) -> set[int]:
+    """How often each stage concerned was seen to run backwards through each of the microbatches; empty if unseen."""
+    where = _where(cause, evidence)
+    if evidence.seen is None or not evidence.unseen.isdisjoint(where):
+        return set()
+    ran = evidence.seen.backwards(evidence.number)
+    return {ran.get(stage, []).count(m) for stage in where for m in cause.microbatches}
+
+
+def _where(cause: Cause, evidence: Evidence) -> Collection[int]:
+    return cause.stages or (range(evidence.stages) if cause.stage is None else (cause.stage,))
