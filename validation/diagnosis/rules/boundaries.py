@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from types import MappingProxyType
 
 import torch
@@ -60,7 +59,7 @@ _GRADIENTS = (RECEIVED, FLOWED, HANDED_ON, LOSS)
 
 
 Refine = Callable[[Divergence], tuple[str, str] | None]  # a kind of cause and its words, where more is known
-Compounded = Callable[[], str]
+Came = Callable[[int], Mapping[int, float]]  # by stage, the factor of a microbatch's output gradient
 
 
 def boundaries(evidence: Evidence) -> list[Cause]:
@@ -69,18 +68,25 @@ def boundaries(evidence: Evidence) -> list[Cause]:
         evidence.divergences,
         evidence.microbatches,
         refine=lambda one: _refined(one, evidence),
-        compounded=lambda: _by_stage(evidence),
+        came=lambda microbatch: _came(evidence, microbatch),
+        stages=evidence.stages,
         room=max(_ONE_FACTOR, whole_within(evidence.setup.dtype)),
     )
 
 
 def causes_of(
-    found: Sequence[Divergence], microbatches: int, *, refine: Refine, compounded: Compounded, room: float = _ONE_FACTOR
+    found: Sequence[Divergence],
+    microbatches: int,
+    *,
+    refine: Refine,
+    came: Came,
+    stages: int,
+    room: float = _ONE_FACTOR,
 ) -> list[Cause]:
     """The causes of divergences, which are in the order of the flow.
 
-    ``compounded`` says of a factor how it grows from stage to stage; empty where it does not. ``room``: how far apart,
-    relative to their size, factors that are one may be.
+    ``came``: by which factor a microbatch's output gradients are off, by stage, as far as that is known. ``room``: how
+    far apart, relative to their size, factors that are one may be.
     """
     groups: dict[tuple[str, int, str], list[tuple[Divergence, str]]] = {}
     for one in found:
@@ -88,7 +94,7 @@ def causes_of(
         groups.setdefault((kind, one.point.stage, one.point.where), []).append((one, text))
     causes: dict[tuple[str, str], list[Cause]] = {}  # the same may have happened at further stages, from what was right
     for (kind, _, where), group in groups.items():
-        made = _cause(kind, group, microbatches, compounded=compounded, room=room)
+        made = _cause(kind, group, microbatches, compounded=lambda m: _compounded(came(m), stages), room=room)
         causes.setdefault((kind, where), []).append(made)
     return [_together(each) for each in causes.values()]
 
@@ -196,7 +202,7 @@ def _cut_otherwise(evidence: Evidence, number: int, where: str) -> bool:
 
 
 def _cause(
-    kind: str, group: Sequence[tuple[Divergence, str]], count: int, *, compounded: Compounded, room: float
+    kind: str, group: Sequence[tuple[Divergence, str]], count: int, *, compounded: Callable[[int], str], room: float
 ) -> Cause:
     first, _ = group[0]
     microbatches = tuple(sorted({one.point.microbatch for one, _ in group}))
@@ -205,8 +211,11 @@ def _cause(
     detail = _told(group, every=every)
     if kind == "scale" and max(factors) - min(factors) > room * max(map(abs, factors)):
         kind, detail = _weights(group)
-    elif kind == "scale" and (by_stage := compounded()):
-        return Cause("scale", factor=first.what.factor, detail=f"once more at every stage: {by_stage}")
+    elif kind == "scale" and (by_stage := compounded(first.point.microbatch)):
+        some = () if every else microbatches
+        return Cause(
+            "scale", microbatches=some, factor=first.what.factor, detail=f"once more at every stage: {by_stage}"
+        )
     slot = f", slot {first.slot}" if first.slot is not None else ""
     cause = Cause(
         kind,
@@ -261,22 +270,28 @@ def _weights(group: Sequence[tuple[Divergence, str]]) -> tuple[str, str]:
     return "unequal-weights", f"{group[0][0].point.where}: {text}"
 
 
-def _by_stage(evidence: Evidence) -> str:
-    """The factor of what every stage hands on, where these differ from stage to stage; else empty."""
-    number = evidence.diverged
-    recording, expected = evidence.observed.recording(number), evidence.played[number].tensors()
+def _compounded(came: Mapping[int, float], stages: int) -> str:
+    """What output gradients are off by at each stage, where every stage has the factor once more; else empty."""
+    order = list(reversed(range(stages - 1)))
+    if len(order) < 2 or not came.keys() >= set(order):
+        return ""
+    ratios = [came[stage] / came.get(stage + 1, 1.0) for stage in order]
+    if any(abs(ratio / ratios[0] - 1) > _ONE_FACTOR for ratio in ratios) or abs(ratios[0] - 1) < _ONE_FACTOR:
+        return ""
+    return ", ".join(f"{came[stage]:.4g} at stage {stage}" for stage in order)
+
+
+def _came(evidence: Evidence, microbatch: int) -> Mapping[int, float]:
+    recording, expected = evidence.observed.recording(evidence.diverged), evidence.played[evidence.diverged].tensors()
     assert recording is not None, "a divergence comes from a recording"
     found: dict[int, float] = {}
-    for stage in reversed(range(1, evidence.stages)):
-        point = Point(stage, 0, HANDED_ON)
+    for stage in range(evidence.stages - 1):
+        point = Point(stage, microbatch, RECEIVED)
         for seen, wanted in zip(recording.tensors.get(point, ()), expected[point], strict=False):
             factor = None if seen is None or wanted is None else factor_of(seen, wanted.cpu(), 1e-4)
-            if factor is not None:
+            if factor:
                 found[stage] = factor
-    values = list(found.values())
-    if len(values) < 2 or any(abs(b / a - 1) < 1e-3 for a, b in pairwise(values)):
-        return ""
-    return ", ".join(f"{factor:.4g} at stage {stage}" for stage, factor in found.items())
+    return found
 
 
 def _seen(evidence: Evidence, point: Point) -> Tensor | None:

@@ -7,7 +7,6 @@ these do not go together, both are told.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 from pipeproof.diagnosis.divergence import Divergence
 from pipeproof.diagnosis.evidence import Evidence
@@ -52,7 +51,8 @@ def passages(evidence: Evidence) -> list[Cause]:
         list(told),
         evidence.microbatches,
         refine=lambda one: boundaries.refined(told[one]),
-        compounded=lambda: _by_stage(evidence),
+        came=lambda microbatch: _came(evidence, microbatch),
+        stages=evidence.stages,
     )
     if said := _of_all_stages(causes, evidence) or _of_one_replica(causes, evidence):
         return said
@@ -340,16 +340,13 @@ def _first_wrong(root: FirstWrong, boundaries: Boundaries, rank: Sequence[int]) 
     return f"first seen wrong: {between}{here}, {seen}"
 
 
-def _by_stage(evidence: Evidence) -> str:
-    """The factor of what every stage hands on, where these differ from stage to stage; else empty."""
-    found: dict[int, float] = {}
-    for crossing in evidence.observed.crossings(evidence.number):
-        if crossing.where == HANDED_ON and crossing.really is not None and crossing.really.factor is not None:
-            found.setdefault(crossing.action.stage, crossing.really.factor)
-    ordered = sorted(found.items(), reverse=True)
-    if len(ordered) < 2 or any(abs(b / a - 1) < _SAME for (_, a), (_, b) in pairwise(ordered)):
-        return ""
-    return ", ".join(f"{factor:.4g} at stage {stage}" for stage, factor in ordered)
+def _came(evidence: Evidence, microbatch: int) -> dict[int, float]:
+    """By which factor a microbatch's output gradients were seen to be off, by stage."""
+    return {
+        one.action.stage: one.really.factor
+        for one in evidence.observed.crossings(evidence.number)
+        if (one.action.microbatch, one.where) == (microbatch, RECEIVED) and one.really is not None and one.really.factor
+    }
 
 
 def complete(evidence: Evidence) -> Sequence[Cause]:

@@ -41,13 +41,19 @@ def _with(cause: Cause, *, of: Cause, told: str) -> Cause:
 
 
 def _came_so(cause: Cause, evidence: Evidence) -> bool:
-    """Whether the last stage concerned was seen to receive another output gradient, of all these microbatches."""
+    """Whether the last stage concerned was seen to receive output gradients of that factor, of all microbatches."""
     last = max(_where(cause, evidence))
-    crossings = () if evidence.seen is None else evidence.seen.crossings(evidence.number)
     came = {
-        one.action.microbatch for one in crossings if (one.action.stage, one.where) == (last, RECEIVED) and not one.same
+        one.action.microbatch
+        for one in (() if evidence.seen is None else evidence.seen.crossings(evidence.number))
+        if (one.action.stage, one.where) == (last, RECEIVED)
+        and _is(None if one.really is None else one.really.factor, cause.factor)
     }
     return came >= set(cause.microbatches)
+
+
+def _is(seen: float | None, factor: float | None) -> bool:
+    return seen is not None and factor is not None and abs(seen / factor - 1) <= SAME
 
 
 def _losses_are_right(evidence: Evidence) -> bool:
@@ -59,7 +65,7 @@ def _losses_have(factor: float | None, microbatches: Collection[int], evidence: 
     wrong = [m for m in evidence.verdict.mismatches if m.law == "loss" and m.microbatch is not None]
     if factor is None or {m.microbatch for m in wrong} != set(microbatches):
         return False
-    return all(m.ratio is not None and abs(m.ratio / factor - 1) <= SAME for m in wrong)
+    return all(_is(m.ratio, factor) for m in wrong)
 
 
 def _ran(cause: Cause, evidence: Evidence) -> set[int]:

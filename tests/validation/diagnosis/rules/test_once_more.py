@@ -1,0 +1,53 @@
+"""A factor that every stage has once more, told from one that comes in at two places."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch.nn as nn
+
+from pipeproof.foreign import WhiteBox, watch
+from pipeproof.judging.cause import Cause
+from tests.support.steps import blocks, loss_fn, pairs
+
+
+def scaled_links(model: Any, microbatches: list[Any], *, after: set[int], only: int | None) -> Any:
+    """Four stages; output gradients are doubled as they leave those ``after``, of all microbatches or one."""
+    stages = [watch(model[k : k + 1]) for k in range(4)]
+    losses = []
+    for number, (x, target) in enumerate(microbatches):
+        made: list[Any] = []
+        for stage in stages:
+            given = x if not made else made[-1][1].detach().requires_grad_()
+            made.append((given, stage(given)))
+        loss = loss_fn(made[-1][1], target)
+        losses.append(loss.item())
+        (loss / len(microbatches)).backward()
+        for k in reversed(range(3)):
+            gradient = made[k + 1][0].grad
+            made[k][1].backward(gradient * 2 if k + 1 in after and only in (None, number) else gradient)
+    return stages, losses
+
+
+@pytest.mark.pipeproof_ranks
+@pytest.mark.parametrize(
+    ("after", "only", "place"),
+    [
+        ({1, 2, 3}, None, (None, ())),
+        ({1, 2, 3}, 1, (None, (1,))),
+        ({2, 3}, None, (2, ())),  # near: the first stage has no more than the second
+        ({2, 3}, 1, (2, (1,))),
+    ],
+)
+def test_once_more_at_every_stage_is_said_of_every_stage(
+    whitebox: WhiteBox, after: set[int], only: int | None, place: tuple[int | None, tuple[int, ...]]
+) -> None:
+    step = partial(scaled_links, after=after, only=only)
+    verdict = whitebox.validate(step, reference=built, microbatches=pairs(4), ranks=1, loss_fn=loss_fn)
+    cause: Cause = verdict.cause[0]
+    assert (cause.kind, cause.stage, cause.microbatches) == ("scale", *place)
+    assert ("once more" in cause.detail) is (place[0] is None)
+
+
+def built() -> nn.Module:
+    return blocks(seed=3)
