@@ -284,7 +284,7 @@ def _ruled_out(
     swapped = _SWAPPED if {term for term, _ in terms if term.nominal} == there else ()  # else of some nothing is known
     for found, holds, evidence in (
         (("dropped", "zero"), all(nominal), "every microbatch is in every stage's sum"),
-        (("doubled",), not paired and not any(c >= 2 for _, c in terms), "no microbatch is there twice"),
+        (("doubled",), not paired and not any(c > 1 for _, c in terms), "no microbatch is there twice"),
         (swapped, not others and bool(there), f"every activation{lost} met its own microbatch's output gradient"),
         (_STALE, not others and (known or max(nominal) <= 1.0), "nothing of an earlier step is in the sums"),
         (("scale", "sign"), set(nominal) <= {0.0, 1.0}, "what is there is there with factor 1"),

@@ -49,8 +49,8 @@ _THERE: Mapping[str, tuple[str, str, str]] = MappingProxyType(
         KEPT: ("overwritten", "overwritten", "overwritten"),
         LATE: ("overwritten", "overwritten", "overwritten"),
         # What flows into a module's graph is what was received, and whatever else was derived from its output.
-        FLOWED: ("swapped-gradients", "altered", "extra-term"),
-        HANDED_ON: ("swapped-gradients", "altered", "computation"),
+        FLOWED: ("swapped-gradients", "zero", "extra-term"),
+        HANDED_ON: ("swapped-gradients", "zero", "computation"),
     }
 )
 _ONE_FACTOR = 2e-3

@@ -26,7 +26,8 @@ def repeated(evidence: Evidence) -> list[Cause]:
             before = order or before
             continue
         given = _in_place(order, before)
-        if not given or not _by_module(evidence, stage) or not _came(evidence, stage, given.values()):
+        told = stage == 0 or _by_module(evidence, stage)  # what the first is given nobody sends
+        if not given or not told or not _came(evidence, stage, given.values()):
             return []
         return (_whole(evidence, given) if stage == 0 else []) or [_cause(evidence, stage, given)]
     return []

@@ -23,8 +23,10 @@ def told_apart(cause: Cause, evidence: Evidence) -> Cause:
         return replace(multiplied, detail=cause.detail)  # it was not divided: by chance nothing is counted so often
     if _came_so(cause, evidence):
         return _with(multiplied, of=cause, told=f"the output gradient{'s are' if several else ' is'} so already")
+    if cause.factor is None:
+        return cause  # whole numbers, each another: more likely sums that were added again than weights
     ran = _ran(cause, evidence)
-    if cause.factor is not None and ran == {round(cause.factor)}:
+    if ran == {round(cause.factor)}:
         return replace(_with(cause, of=cause, told=f"the backward{'s' * several} ran so often"), instead=())
     if ran != {1} and not _losses_have(cause.factor, cause.microbatches, evidence):
         return cause
