@@ -83,6 +83,16 @@ def test_a_fault_in_a_job_with_a_distributed_optimizer_is_caught_and_named(name:
         assert [(cause.kind, cause.place) for cause in verdict.cause] == IN_SHARDS[name], str(verdict)
 
 
+@pytest.mark.pipeproof_ranks
+def test_a_shard_that_is_lost_after_gradients_were_compared_is_no_wrong_norm(world: World) -> None:
+    layout = Layout(dp=2, distributed=True, optimizer=True)
+    for verdict in world.run(gpt_job.checked, layout, "shard-zeroed", ranks=4):
+        failed = {law.name for law in verdict.laws if law.outcome == "fail"}
+        assert (verdict.verdict, failed, verdict.cause) == ("fail", {"grad-norm"}, ()), str(verdict)
+        assert "every gradient that was compared is what it should be" in str(verdict)
+        assert "gradients were changed after they were compared and before the norm was formed" in str(verdict)
+
+
 IN_BF16 = {
     "not-divided": (Layout(bf16=True, optimizer=True), [("scale", "everywhere")]),
     "not-finalized": (Layout(bf16=True, dp=2, optimizer=True), []),  # bf16 rounds too much for a name

@@ -234,11 +234,24 @@ def norm(evidence: Evidence) -> list[Cause]:
         detail = f"norm {value}, expected {right}"
         return [] if evidence.playable is None else [Cause("report", rank=rank if alone else None, detail=detail)]
     text, stage = _called(value, chain(likely_norms(evidence, rank), _scaled(value, right)))
+    if text == _NOBODYS and not alone and evidence.playable is None:
+        return []  # gradients may have been changed after they were compared: see ``of_no_known_norm``
     kind = "report" if alone or (text == _NOBODYS and _clipped_by_the_right(evidence)) else "norm"
     detail = f"{value:.6g} in place of {right:.6g}: {text}"
     if stage is not None and not alone:
         rank, alone = evidence.placement[stage], True
     return [Cause(kind, rank=rank if alone else None, stage=stage, factor=value / right, detail=detail)]
+
+
+def of_no_known_norm(evidence: Evidence) -> tuple[str, ...]:
+    """What is said of a norm that is wrong beside gradients that are right, and of which ``norm`` names no cause."""
+    found = [m for m in evidence.verdict.mismatches if m.law == "grad-norm"]
+    if not found or evidence.differs("gradient") or evidence.differs("presence"):
+        return ()
+    return (
+        "the norm is like nothing known of the gradients that were compared: it is formed in another way, or gradients "
+        "were changed after they were compared and before the norm was formed",
+    )
 
 
 def _apart(found: Collection[Mismatch], evidence: Evidence) -> list[Cause]:

@@ -14,6 +14,7 @@ from pipeproof.records.single_device import SingleDevice
 from pipeproof.records.step_check import StepCheck
 from pipeproof.records.step_record import Pairs
 
+_IN_PARTS = "it was told as a DTensor in parts, which are not put together: clip by its full_tensor()"
 _OTHERS_S = 300.0  # how long the others are waited for where nobody says it
 
 
@@ -41,7 +42,9 @@ class JobSight:
         """Compare the norm that was told."""
         with self._check.noting():
             here = held_whole(norm) if isinstance(norm, Tensor) else norm
-            if self._steps <= 1 and here is not None:  # of a DTensor in parts only all ranks together know it
+            if here is None:  # only all ranks together know it, and one that does not come would hold the job up
+                self._check.miss_norm(_IN_PARTS)
+            elif self._steps <= 1:
                 self._check.report(norm=float(here))
 
     def end(self) -> None:
