@@ -1,7 +1,9 @@
 """One step of a running job under torchrun, held against a record, or against the single-device model beside it.
 
-Every rank compares its own stages, one tensor at a time and where the job holds it, so that a check takes no more
-memory than the largest parameter; the verdicts are joined at the end, so that all ranks have the same.
+Every rank compares its own stages, one tensor at a time and where the job holds it, so that comparing takes no more
+memory than the largest parameter. What ranks exchange takes more: the store has all weights while a reference is made
+of them, and of gradients that ranks have in parts all that others are to judge, until the end. The verdicts are joined
+there, so that all ranks have the same.
 """
 
 import shlex
@@ -28,6 +30,7 @@ from pipeproof.pipeline.step import Parts
 from pipeproof.records.held_in_common import HeldInCommon
 from pipeproof.records.rank_part import (
     MOST,
+    AdapterNames,
     Arrival,
     Kept,
     RankStages,
@@ -111,7 +114,8 @@ class StepCheck:
         self._began = perf_counter()
         self._exchange: Exchange = exchange()
         if isinstance(self._source, SingleDevice):
-            self._beside = ReferenceBeside(self._source, self._exchange, timeout_s=self._timeout_s)
+            renamable = not isinstance(self._rename, AdapterNames)
+            self._beside = ReferenceBeside(self._source, self._exchange, timeout_s=self._timeout_s, renamable=renamable)
         modules = self._modules
         numbered = {self._exchange.rank: modules} if isinstance(modules, nn.Module) else modules
         self._own = RankStages(numbered, self._rename)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from pipeproof.foreign.frameworks.framework_step import TWO_STEPS, FrameworkStep
 from pipeproof.foreign.reference_run import WhiteBoxError
 from pipeproof.observers.shards import held_whole
+from pipeproof.records.rank_part import AdapterNames
 from pipeproof.records.single_device import SingleDevice
 from pipeproof.records.step_check import StepCheck
 from pipeproof.records.step_record import Pairs
@@ -77,7 +78,7 @@ def checking(step: Callable[[], JobStep], *, timeout_s: float) -> Iterator[StepC
         with check:
             yield check
         return
-    stages, name = made.step.stages, made.step.name
+    stages, name = made.step.stages, AdapterNames(made.step.name)
     check = StepCheck(stages, made.microbatches, against=made.against, rename=name, timeout_s=timeout_s)
     with check, ExitStack() as stack:
         sight, watched = JobSight(check, made.step), False

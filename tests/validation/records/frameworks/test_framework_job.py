@@ -118,6 +118,18 @@ def test_names_of_the_whole_model_are_used() -> None:
     assert judged(Job(), against=against, name=lambda stage, name: f"{stage}.{name}").verdict == "pass"
 
 
+def test_names_that_do_not_fit_are_said_without_an_option_that_users_lack() -> None:
+    def longer() -> nn.Module:
+        return nn.Sequential(*build(), nn.Linear(8, 8))
+
+    told = str(judged(Job(), against=SingleDevice(longer, loss_fn)))
+    assert "no rank holds 3.bias, 3.weight: build both alike, in the same sizes and with its names" in told
+    job = Job()
+    twice = str(judged(job, stages={0: job.model, 1: job.model}))
+    assert "stages 0 and 1 both have a parameter 0.weight: the whole model has one, so cut it into stages" in twice
+    assert "rename=" not in told + twice
+
+
 def test_several_steps_in_one_block_are_no_verdict_on_the_first() -> None:
     verdict = judged(Job(), steps=2)
     assert verdict.verdict == "unknown"
