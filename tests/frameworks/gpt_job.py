@@ -71,3 +71,11 @@ def checked_and_unchecked(_: RankContext, layout: Layout) -> tuple[Verdict, list
             found.append([first, left(chunks, optimizer)])
     dist.barrier()
     return check.verdict, differences(*found)
+
+
+def drew_others(_: RankContext, layout: Layout) -> Verdict:
+    """The verdict on a right step of other words than the check was given."""
+    with job_of(layout) as (chunks, optimizer, microbatches):
+        with check_of(chunks, optimizer, microbatches, layout) as check:
+            train(chunks, optimizer, [tuple(one.flip(-1) for one in given) for given in microbatches], layout)
+        return check.verdict

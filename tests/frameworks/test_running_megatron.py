@@ -110,3 +110,10 @@ def test_a_fault_in_a_job_in_bf16_is_caught_and_named_where_rounding_lets_it(nam
     for verdict in world.run(gpt_job.checked, layout, name, ranks=layout.pp * layout.dp):
         assert verdict.verdict == "fail", str(verdict)
         assert [(cause.kind, cause.place) for cause in verdict.cause] == causes, str(verdict)
+
+
+@pytest.mark.pipeproof_ranks
+def test_a_step_of_other_data_than_was_given_is_no_wrong_step(world: World) -> None:
+    for verdict in world.run(gpt_job.drew_others, Layout(optimizer=True), ranks=2):
+        assert verdict.verdict == "unknown", str(verdict)
+        assert "the job drew data that is in none of the microbatches given to the check" in str(verdict)

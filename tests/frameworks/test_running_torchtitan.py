@@ -75,3 +75,18 @@ def test_what_the_job_raises_is_its_own(world: World) -> None:
     for raised, verdict, clean in world.run(titan_job.ended_early, IN_SHARDS, ranks=4):
         assert (raised, clean) == ('KeyError("the job\'s own")', True)
         assert verdict.startswith("ERROR rank 0 raised KeyError")
+
+
+@pytest.mark.pipeproof_ranks
+def test_a_step_of_other_data_than_was_given_is_no_wrong_step(world: World) -> None:
+    for verdict in world.run(titan_job.drew_others, Layout(), ranks=2):
+        assert verdict.verdict == "unknown", str(verdict)
+        assert "the job drew data that is in none of the microbatches given to the check" in str(verdict)
+
+
+@pytest.mark.pipeproof_ranks
+@pytest.mark.parametrize("layout", [Layout(), IN_SHARDS], ids=["plain", "shards"])
+def test_two_steps_in_one_block_are_no_verdict_on_the_first(layout: Layout, world: World) -> None:
+    for verdict in world.run(titan_job.trained_twice, layout, ranks=layout.pp * layout.dp):
+        assert verdict.verdict == "unknown", str(verdict)
+        assert "the block took more than one step of the optimizer: put one step into it" in str(verdict)

@@ -25,6 +25,7 @@ from pipeproof.foreign.frameworks.colossalai_whole import (
     Whole,
     check_model,
 )
+from pipeproof.foreign.frameworks.drawn import Drawn
 from pipeproof.foreign.frameworks.framework import Named, replaced
 from pipeproof.foreign.frameworks.framework_step import FrameworkStep, Observation, Sight, observing
 from pipeproof.foreign.handed_back import FlatShard, Gradient
@@ -49,7 +50,7 @@ def step_of(booster: Any, model: Any, optimizer: Any, batches: int | None = 1) -
     """
     plugin = check_covered(booster, model, optimizer)
     stages = stages_of(plugin.stage_manager, model.module)
-    losses, runs = list[Tensor](), list[str]()
+    losses, runs, drawn = list[Tensor](), list[str](), Drawn()
 
     def gradients() -> dict[nn.Parameter, Gradient]:
         if batches not in (None, len(runs)):
@@ -64,8 +65,9 @@ def step_of(booster: Any, model: Any, optimizer: Any, batches: int | None = 1) -
         lambda stage, name: f"{CHILD}.{name}",
         gradients,
         lambda: losses,
-        partial(_watching, plugin, model.module, stages, optimizer, (losses, runs)),
+        partial(_watching, plugin, model.module, stages, optimizer, (losses, runs, drawn)),
         unfinished=ColossalAIError("optimizer.step was not called in the block: let the block call it"),
+        drawn=drawn,
     )
 
 
@@ -101,18 +103,18 @@ def _watching(
     module: nn.Module,
     stages: Mapping[int, nn.Module],
     optimizer: Any,
-    notes: tuple[list[Tensor], list[str]],
+    notes: tuple[list[Tensor], list[str], Drawn],
     sight: Sight,
 ) -> Iterator[None]:
-    """While this is open, note losses, and tell ``sight`` that the optimizer is about to step, and the norm."""
-    losses, runs = notes
+    """While this is open, note losses and data, tell ``sight`` that the optimizer is about to step, and the norm."""
+    losses, runs, drawn = notes
     run = plugin.scheduler.forward_backward_step
 
     @wraps(run)
     def noted(model: Any, data_iter: Any, criterion: Criterion, *more: Any, **named: Any) -> Any:
         if torch.is_grad_enabled():
             runs.append("run")
-            criterion = _noting(criterion, losses)
+            data_iter, criterion = drawn.noting(data_iter), _noting(criterion, losses)
         return run(model, data_iter, criterion, *more, **named)
 
     with ExitStack() as stack:

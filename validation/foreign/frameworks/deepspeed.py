@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeproof.foreign.frameworks.deepspeed_whole import DEEPSPEED, DeepSpeedError, Whole
+from pipeproof.foreign.frameworks.drawn import Drawn
 from pipeproof.foreign.frameworks.framework import Named, launched, loss_of_its_own, replaced
 from pipeproof.foreign.frameworks.framework_step import FrameworkStep, Observation, Sight, observing
 from pipeproof.foreign.handed_back import FlatShard, Gradient
@@ -61,9 +62,15 @@ def gradients_of(engine: Any) -> dict[nn.Parameter, Gradient]:
 
 
 @contextmanager
-def _watching(engine: Any, sight: Sight) -> Iterator[None]:
-    """While this is open, tell ``sight`` that the optimizer is about to step, and the norm of the gradients."""
-    take_step = engine._take_model_step
+def _watching(engine: Any, drawn: Drawn, sight: Sight) -> Iterator[None]:
+    """While this is open, note what is ``drawn``, tell ``sight`` when the optimizer is about to step, and the norm."""
+    take_step, draw = engine._take_model_step, engine._next_batch
+
+    @wraps(draw)
+    def next_batch() -> Any:
+        batch = draw()
+        drawn.note(batch)
+        return batch
 
     @wraps(take_step)
     def noted(*arguments: Any, **named: Any) -> Any:
@@ -75,7 +82,7 @@ def _watching(engine: Any, sight: Sight) -> Iterator[None]:
             sight.norm(norm)
         return result
 
-    with replaced(engine, "_take_model_step", noted):
+    with replaced(engine, "_take_model_step", noted), replaced(engine, "_next_batch", next_batch):
         yield
 
 
@@ -97,13 +104,15 @@ def _clipping_noted() -> Iterator[list[Any]]:
 def step_of(engine: Any) -> FrameworkStep:
     """The engine's step on this rank; raises ``DeepSpeedError`` for what is not covered."""
     check_covered(engine)
+    drawn = Drawn()
     return FrameworkStep(
         {engine.stage_id: engine.module},
         lambda stage, name: name,  # those of a PipelineModule are the reference's
         partial(gradients_of, engine),
         lambda: engine.fwd_outputs,
-        partial(_watching, engine),
+        partial(_watching, engine, drawn),
         unfinished=DeepSpeedError("the engine took no step: call engine.train_batch in the block"),
+        drawn=drawn,
     )
 
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from pipeproof.foreign.frameworks.drawn import Drawn
 from pipeproof.foreign.frameworks.framework import Named, launched, replaced
 from pipeproof.foreign.frameworks.framework_step import FrameworkStep, Observation, Sight, observing
 from pipeproof.foreign.frameworks.nanotron_whole import (
@@ -110,7 +111,7 @@ def gradients_of(trainer: Any) -> dict[nn.Parameter, Gradient]:
 def step_of(trainer: Any) -> FrameworkStep:
     """The step of this trainer on this rank; raises ``NanotronError`` for what is not covered."""
     check_covered(trainer)
-    model, losses = bare(trainer.model), list[Tensor]()
+    model, losses, drawn = bare(trainer.model), list[Tensor](), Drawn()
     stage = Stage(model)
     number: int = trainer.parallel_context.pp_pg.rank()
     return FrameworkStep(
@@ -118,14 +119,15 @@ def step_of(trainer: Any) -> FrameworkStep:
         lambda _, name: name,  # blocks are numbered in the whole model, and have their names there
         partial(gradients_of, trainer),
         lambda: losses,
-        partial(_watching, trainer, stage, losses),
+        partial(_watching, trainer, stage, losses, drawn),
         unfinished=None if trainer.optimizer is None else NanotronError(_NO_STEP),
+        drawn=drawn,
     )
 
 
 @contextmanager
-def _watching(trainer: Any, stage: Stage, losses: list[Tensor], sight: Sight) -> Iterator[None]:
-    """While this is open, note losses, and tell ``sight`` of gradients before they are clipped, and by which norm."""
+def _watching(trainer: Any, stage: Stage, losses: list[Tensor], drawn: Drawn, sight: Sight) -> Iterator[None]:
+    """While this is open, note losses and data, and tell ``sight`` of gradients before clipping, and the norm."""
     told = False
 
     def complete() -> None:
@@ -137,6 +139,8 @@ def _watching(trainer: Any, stage: Stage, losses: list[Tensor], sight: Sight) ->
     with ExitStack() as stack:
         stack.enter_context(stage.noting(losses))
         stack.enter_context(_clipping_noted(complete, sight))
+        if hasattr(getattr(trainer, "pipeline_engine", None), "train_batch_iter"):
+            stack.enter_context(_drawing_noted(trainer.pipeline_engine, drawn))
         if trainer.optimizer is not None:
             step = trainer.optimizer.step
 
@@ -148,6 +152,19 @@ def _watching(trainer: Any, stage: Stage, losses: list[Tensor], sight: Sight) ->
                 return step(*given, **named)
 
             stack.enter_context(replaced(trainer.optimizer, "step", noted))
+        yield
+
+
+@contextmanager
+def _drawing_noted(engine: Any, drawn: Drawn) -> Iterator[None]:
+    """While this is open, note the microbatches that the engine draws."""
+    train = engine.train_batch_iter
+
+    @wraps(train)
+    def noted(model: Any, pg: Any, batch: Any, *more: Any, **named: Any) -> Any:
+        return train(model, pg, drawn.noting(batch), *more, **named)
+
+    with replaced(engine, "train_batch_iter", noted):
         yield
 
 

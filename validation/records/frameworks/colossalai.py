@@ -23,6 +23,7 @@ from pipeproof.foreign.frameworks.colossalai_whole import (
     Whole,
     cut,
 )
+from pipeproof.foreign.frameworks.drawn import contents
 from pipeproof.records.frameworks.framework_job import JobStep, checking
 from pipeproof.records.single_device import LossOfAll, SingleDevice
 from pipeproof.records.step_check import StepCheck
@@ -82,4 +83,4 @@ def _step(
     pairs = [(packed.pack(one), torch.tensor([replica, number])) for number, one in enumerate(microbatches)]
     build = partial(Whole, reference, packed, type_of(plugin))
     whole = SingleDevice(build, LossOfAll(of_all), loss_divisor=divisor)
-    return JobStep(step, None if batches is None else pairs, whole)
+    return JobStep(step, None if batches is None else pairs, whole, contents(batches))

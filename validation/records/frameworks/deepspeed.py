@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pipeproof.foreign.frameworks.deepspeed import check_count, observed, step_of, validate
 from pipeproof.foreign.frameworks.deepspeed_whole import DEEPSPEED, DeepSpeedError, Whole
+from pipeproof.foreign.frameworks.drawn import contents
 from pipeproof.foreign.frameworks.framework import loss_of_its_own
 from pipeproof.records.frameworks.framework_job import JobStep, checking, pairs_of
 from pipeproof.records.frameworks.recording import StepRecording, recording
@@ -65,7 +66,7 @@ def _step(engine: Any, microbatches: Sequence[Any] | None, whole: Callable[[], S
     step = step_of(engine)
     if microbatches is not None:
         check_count(engine, microbatches)
-    return JobStep(step, pairs_of(microbatches, _pair), whole())
+    return JobStep(step, pairs_of(microbatches, _pair), whole(), contents(microbatches))
 
 
 def _pair(number: int, microbatch: Any) -> tuple[Any, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from pipeproof.foreign.frameworks.drawn import NOT_GIVEN, Content
 from pipeproof.foreign.frameworks.framework_step import TWO_STEPS, FrameworkStep
 from pipeproof.foreign.reference_run import WhiteBoxError
 from pipeproof.observers.shards import held_whole
@@ -22,8 +23,8 @@ _OTHERS_S = 300.0  # how long the others are waited for where nobody says it
 class JobSight:
     """Shows ``check`` what is seen of a step; what goes wrong in it is the check's own, and ends no job."""
 
-    def __init__(self, check: StepCheck, step: FrameworkStep) -> None:
-        self._check, self._step = check, step
+    def __init__(self, check: StepCheck, step: FrameworkStep, given: Sequence[Content]) -> None:
+        self._check, self._step, self._given = check, step, given
         self._steps = 0
 
     def complete(self) -> None:
@@ -49,7 +50,12 @@ class JobSight:
                 self._check.report(norm=float(here))
 
     def end(self) -> None:
-        """The step is over: where it was never complete, what there is now is compared, or it is said why not."""
+        """The step is over: where it was never complete, what there is now is compared, or it is said why not.
+
+        A step of other data than the check was given is no wrong step.
+        """
+        if self._step.drawn.is_other_than(self._given):
+            self._check.refuse(NOT_GIVEN)
         try:
             if self._step.completes_at_its_end(self._steps):
                 self.complete()
@@ -59,11 +65,15 @@ class JobSight:
 
 @dataclass(frozen=True)
 class JobStep:
-    """A framework's step on a rank, the microbatches of this rank's replica, and what it is held against."""
+    """A framework's step on a rank, the microbatches of this rank's replica, and what it is held against.
+
+    given: what is in these, as the job draws them; nothing where a rank has none, or that is not seen.
+    """
 
     step: FrameworkStep
     microbatches: Pairs | None
     against: SingleDevice
+    given: Sequence[Content] = ()
 
 
 @contextmanager
@@ -81,7 +91,7 @@ def checking(step: Callable[[], JobStep], *, timeout_s: float) -> Iterator[StepC
     stages, name = made.step.stages, AdapterNames(made.step.name)
     check = StepCheck(stages, made.microbatches, against=made.against, rename=name, timeout_s=timeout_s)
     with check, ExitStack() as stack:
-        sight, watched = JobSight(check, made.step), False
+        sight, watched = JobSight(check, made.step, made.given), False
         with check.noting():
             stack.enter_context(made.step.watching(sight))
             watched = True

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipeproof.foreign.frameworks.drawn import contents
 from pipeproof.foreign.frameworks.framework import loss_of_its_own
 from pipeproof.foreign.frameworks.megatron import observed, step_of, validate
 from pipeproof.foreign.frameworks.megatron_whole import (
@@ -73,7 +74,7 @@ def record_step(
 
 def _step(chunks: Any, optimizer: Any, microbatches: Sequence[Any] | None, whole: SingleDevice) -> JobStep:
     step = step_of(chunks, optimizer)
-    return JobStep(step, pairs_of(microbatches, _pair), whole)
+    return JobStep(step, pairs_of(microbatches, _pair), whole, contents(microbatches))
 
 
 def _pair(_: int, microbatch: Any) -> tuple[Any, Any]:

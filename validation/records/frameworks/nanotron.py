@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeproof.foreign.frameworks.drawn import contents
 from pipeproof.foreign.frameworks.framework import loss_of_its_own
 from pipeproof.foreign.frameworks.nanotron import check_count, observed, step_of, validate
 from pipeproof.foreign.frameworks.nanotron_whole import NANOTRON, Microbatch, NanotronError, Packed, Whole
@@ -74,7 +75,7 @@ def _step(
     check_count(trainer, joined)
     packed = Packed.of(joined)
     whole = SingleDevice(partial(Whole, reference, packed.names), loss_of_its_own, floors=floors)
-    return JobStep(step, [(packed.pack(one), torch.empty(0)) for one in joined], whole)
+    return JobStep(step, [(packed.pack(one), torch.empty(0)) for one in joined], whole, contents(joined))
 
 
 def _joined(trainer: Any, microbatches: Sequence[Microbatch] | None, timeout_s: float) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from pipeproof.foreign.frameworks.drawn import content_of_rows
 from pipeproof.foreign.frameworks.torchtitan import observed, step_of, validate
 from pipeproof.foreign.frameworks.torchtitan_whole import (
     TORCHTITAN,
@@ -90,4 +91,5 @@ def _step(
 
     whole = SingleDevice(partial(Whole, reference, how.names), LossOfAll(of_all), loss_divisor=1.0, floors=floors)
     pairs = None if microbatches is None else [(how.pack(given), labels) for given, labels in microbatches]
-    return JobStep(step, pairs, whole)
+    given_rows = [content_of_rows([given["input"]]) for given, _ in microbatches or ()]
+    return JobStep(step, pairs, whole, given_rows)

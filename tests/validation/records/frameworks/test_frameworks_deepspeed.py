@@ -36,11 +36,11 @@ def engine_of(**options: Any) -> PipelineEngine:
     return PipelineEngine(made, **{"norm": None} | options)
 
 
-def judged(engine: Any, microbatches: Any = DATA, build: Any = layers) -> Verdict:
+def judged(engine: Any, microbatches: Any = DATA, build: Any = layers, drawn: Any = DATA) -> Verdict:
     with pipeproof.deepspeed.check_step(engine, microbatches, reference=build, loss_fn=summed, timeout_s=5) as check:
         if isinstance(engine, PipelineEngine):
-            engine.train_batch(iter(DATA[: engine.micro_batches]))
-    assert "_take_model_step" not in vars(engine)
+            engine.train_batch(iter(drawn[: engine.micro_batches]))
+    assert not {"_take_model_step", "_next_batch"} & vars(engine).keys()
     return check.verdict
 
 
@@ -56,6 +56,13 @@ def test_a_batch_is_held_against_the_weights_that_the_job_has() -> None:
         "grad-norm": "fail",
     }
     assert engine.module.get_parameter("0.weight").eq(0.25).all()
+
+
+def test_a_batch_of_other_microbatches_than_were_given_is_no_wrong_step() -> None:
+    verdict = judged(engine_of(), drawn=[DATA[0], (torch.full((1, 2), 5.0), torch.zeros(1))])
+    assert verdict.verdict == "unknown"
+    assert "rank 0: the job drew data that is in none of the microbatches given to the check" in str(verdict)
+    assert judged(engine_of(), drawn=DATA[:1] * 2).verdict == "fail"  # it is given, and run twice
 
 
 def test_gradients_are_those_before_clipping() -> None:
