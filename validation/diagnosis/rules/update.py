@@ -319,7 +319,11 @@ def likely_norms(evidence: Evidence, rank: int) -> Iterator[Likely]:
         yield "the largest of the ranks' norms", None, max(_root(part.values()) for part in by_rank.values())
     for stage, part in by_stage.items():
         yield f"that of stage {stage}'s gradients alone", stage, _root(part.values())
-    yield "every copy of a tied parameter is counted", None, _root(sizes.values())
+    yield (
+        "every copy of a tied parameter is counted",
+        None,
+        _root([*sizes.values(), *_of_further_copies(evidence, kept)]),
+    )
     yield from _sums_of_norms(sizes.values(), {"ranks": by_rank.values(), "stages": by_stage.values()})
     yield from _other_norms(kept.values())
     flat = _root(size for site, size in sizes.items() if kept[site].dim() < 2)
@@ -334,6 +338,14 @@ def likely_norms(evidence: Evidence, rank: int) -> Iterator[Likely]:
     yield from _of_several(by_stage)
     if evidence.playable is not None:
         yield from _of_case(evidence)
+
+
+def _of_further_copies(evidence: Evidence, kept: Mapping[Site, Tensor]) -> Iterator[float]:
+    """The norms of copies that other stages hold of what ``kept`` has once, as all that comes from a record has."""
+    held = {} if evidence.sums is None else {name: set(stages) for name, stages in evidence.sums.copies}
+    for (stage, name), gradient in kept.items():
+        for _ in held.get(name, set()) - {stage}:
+            yield float(gradient.norm())
 
 
 def _sums_of_norms(

@@ -20,13 +20,12 @@ from pipeproof.foreign.frameworks.colossalai_whole import (
     COLOSSALAI,
     ColossalAIError,
     Criterion,
-    OfMicrobatch,
     Packed,
     Whole,
     check_model,
 )
 from pipeproof.foreign.frameworks.drawn import Drawn
-from pipeproof.foreign.frameworks.framework import Named, replaced
+from pipeproof.foreign.frameworks.framework import Named, OfMicrobatch, replaced
 from pipeproof.foreign.frameworks.framework_step import FrameworkStep, Observation, Sight, observing
 from pipeproof.foreign.handed_back import FlatShard, Gradient
 from pipeproof.foreign.validator import WhiteBox
@@ -267,7 +266,8 @@ def validate(
     Raises ``ColossalAIError``, and what ``whitebox.validate`` raises.
     """
     COLOSSALAI.module()
-    packed = Packed.of(microbatches)
+    COLOSSALAI.check_dtype(dtype)
+    packed = Packed.of(COLOSSALAI.listed(microbatches))
     run = validated if whitebox is None else whitebox.validate
     return run(
         Named(step, partial(_left_as_it_was, step)),

@@ -118,18 +118,6 @@ def _form(microbatch: Any) -> str:
     return f"a {kind} of {sorted(map(str, microbatch))}" if isinstance(microbatch, Mapping) else f"a {kind}"
 
 
-@dataclass(frozen=True)
-class OfMicrobatch:
-    """``criterion``, of outputs and the number of their microbatch: what is told apart from the model's own inputs."""
-
-    criterion: Criterion
-    microbatches: Mapping[tuple[int, ...], Any]
-
-    def __call__(self, outputs: Any, number: Tensor) -> Tensor:
-        microbatch = self.microbatches[tuple(number.tolist())]
-        return self.criterion(outputs, tree_map_only(Tensor, lambda tensor: tensor.to(number.device), microbatch))
-
-
 class Whole(nn.Module):
     """The whole model; called with the tensors of a microbatch."""
 

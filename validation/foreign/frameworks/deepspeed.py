@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeproof.foreign.frameworks.deepspeed_whole import DEEPSPEED, DeepSpeedError, Whole
+from pipeproof.foreign.frameworks.deepspeed_whole import DEEPSPEED, DeepSpeedError, Whole, loss_of_layers
 from pipeproof.foreign.frameworks.drawn import Drawn
-from pipeproof.foreign.frameworks.framework import Named, launched, loss_of_its_own, replaced
+from pipeproof.foreign.frameworks.framework import Named, OfMicrobatch, launched, replaced
 from pipeproof.foreign.frameworks.framework_step import FrameworkStep, Observation, Sight, observing
 from pipeproof.foreign.handed_back import FlatShard, Gradient
 from pipeproof.foreign.validator import WhiteBox
@@ -125,7 +125,7 @@ def observed(engine: Any, microbatches: Sequence[Any], reference: nn.Module) -> 
     ``train_batch``. Raises ``DeepSpeedError`` for what is not covered.
     """
     step = step_of(engine)
-    check_count(engine, microbatches)
+    check_count(engine, DEEPSPEED.listed(microbatches))
     _check_neighbours(engine)
     _check_types(engine.module, reference)
     DEEPSPEED.load(engine.module.named_parameters(), reference)
@@ -196,14 +196,41 @@ def validate(
     Raises ``DeepSpeedError``, and what ``whitebox.validate`` raises.
     """
     DEEPSPEED.module()
+    DEEPSPEED.check_dtype(dtype)
+    data = [tuple(one) if isinstance(one, list) else one for one in DEEPSPEED.listed(microbatches)]
+    loss, train = loss_fn or loss_of_layers, step
+    if any(isinstance(one, tuple) and len(one) == 2 and isinstance(one[1], tuple | list) for one in data):
+        pairs = [pair_of(number, one) for number, one in enumerate(data)]
+        labels: dict[tuple[int, ...], Any] = {(number,): one for number, (_, one) in enumerate(pairs)}
+        loss, train = OfMicrobatch(loss, labels), partial(_with_labels, step, labels)
+        data = [(inputs, torch.tensor([number])) for number, (inputs, _) in enumerate(pairs)]
     run = validated if whitebox is None else whitebox.validate
     return run(
-        Named(step, partial(_left_as_it_was, step)),
+        Named(step, partial(_left_as_it_was, train)),
         reference=Named(reference, partial(Whole, reference, dtype)),
-        microbatches=[tuple(one) if isinstance(one, list) else one for one in microbatches],
+        microbatches=data,
         ranks=DEEPSPEED.mesh(ranks),
-        loss_fn=loss_fn or loss_of_its_own,
+        loss_fn=loss,
     )
+
+
+def pair_of(number: int, microbatch: Any) -> tuple[Any, Any]:
+    """A microbatch as a pair of inputs and labels. Raises ``DeepSpeedError`` where it is none."""
+    if not isinstance(microbatch, tuple | list) or len(microbatch) != 2:
+        found = type(microbatch).__name__
+        found += f" of length {len(microbatch)}" if isinstance(microbatch, tuple | list) else ""
+        raise DeepSpeedError(f"microbatch {number} is a {found}: expected a pair of inputs and labels")
+    return microbatch[0], microbatch[1]
+
+
+def _with_labels(
+    step: Callable[[Any, list[Any]], Any],
+    labels: Mapping[tuple[int, ...], Any],
+    model: nn.Module,
+    microbatches: list[Any],
+) -> Any:
+    """Run a step with the ``labels`` of several tensors for which numbers stand."""
+    return step(model, [(inputs, labels[tuple(number.tolist())]) for inputs, number in microbatches])
 
 
 def _left_as_it_was(step: Callable[[Any, list[Any]], Any], model: nn.Module, microbatches: list[Any]) -> Any:

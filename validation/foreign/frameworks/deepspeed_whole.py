@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from pipeproof.foreign.frameworks.framework import Framework
+from pipeproof.foreign.frameworks.framework import Framework, form
 from pipeproof.foreign.reference_run import WhiteBoxError
 
 
@@ -65,3 +65,11 @@ class Whole(nn.Module):
         for call in self._calls:
             made = call(made)
         return made
+
+
+def loss_of_layers(output: Any, _: Any) -> Tensor:
+    """For layers that give the loss themselves. Raises ``DeepSpeedError`` where they do not."""
+    if not isinstance(output, Tensor) or output.numel() != 1:
+        found = f"a tensor of {form(output)}" if isinstance(output, Tensor) else f"a {type(output).__name__}"
+        raise DeepSpeedError(f"the last layer gives {found}, and no loss: pass the PipelineModule's loss_fn")
+    return output

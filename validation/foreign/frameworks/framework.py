@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from pipeproof.foreign.reference_run import WhiteBoxError, name_of
 
@@ -72,6 +73,18 @@ class Framework:
             raise self.error(f"reference is a {type(build).__name__}: expected a function that builds it")
         return build()
 
+    def listed(self, microbatches: Any, *, what: str = "microbatches") -> Sequence[Any]:
+        """The ``microbatches``. Raises where they are no list: one that is drawn from is the job's, and left alone."""
+        if not isinstance(microbatches, Sequence) or isinstance(microbatches, str):
+            found = "None" if microbatches is None else f"a {type(microbatches).__name__}"
+            raise self.error(f"{what} is {found}: expected a list of those of the step")
+        return microbatches
+
+    def check_dtype(self, dtype: Any) -> None:
+        """Raise where ``dtype`` is neither None nor a type of torch's."""
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise self.error(f"dtype is {dtype!r}: expected a torch.dtype, as torch.bfloat16")
+
     def load(self, parameters: Iterable[tuple[str, nn.Parameter]], reference: nn.Module) -> None:
         """Give the parameters, by their names in the reference, its weights.
 
@@ -114,6 +127,18 @@ class Packed:
         """They by their names again."""
         first, *others = tensors if isinstance(tensors, tuple | list) else (tensors,)
         return {self.first: first, **dict(zip(self.names, others, strict=True))}
+
+
+@dataclass(frozen=True)
+class OfMicrobatch:
+    """``criterion``, of outputs and the number of their microbatch, in place of what is no single tensor of targets."""
+
+    criterion: Callable[[Any, Any], Tensor]
+    microbatches: Mapping[tuple[int, ...], Any]
+
+    def __call__(self, outputs: Any, number: Tensor) -> Tensor:
+        microbatch = self.microbatches[tuple(number.tolist())]
+        return self.criterion(outputs, tree_map_only(Tensor, lambda tensor: tensor.to(number.device), microbatch))
 
 
 def unwrapped(name: str, *wrappers: str) -> str:

@@ -273,7 +273,7 @@ def validate(
     """
     core()
     whole = Named(reference, partial(Whole, reference, forward_step))
-    data = [tuple(one) if isinstance(one, tuple | list) else (one,) for one in microbatches]
+    data = [tuple(one) if isinstance(one, tuple | list) else (one,) for one in MEGATRON.listed(microbatches)]
     run = validated if whitebox is None else whitebox.validate
     return run(
         Named(step, partial(_left_as_it_was, step)),

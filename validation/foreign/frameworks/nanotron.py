@@ -211,7 +211,7 @@ def observed(trainer: Any, microbatches: Sequence[Microbatch], reference: nn.Mod
     has no use for a tensor, it has a pointer to the rank that has. Raises ``NanotronError`` for what is not covered.
     """
     step = step_of(trainer)
-    check_count(trainer, microbatches)
+    check_count(trainer, NANOTRON.listed(microbatches))
     _check_neighbours(trainer.parallel_context)
     load(trainer, step, reference)
     seen = Observation(step, iter([cut(one, trainer) for one in microbatches]))
@@ -305,7 +305,7 @@ def validate(
     Raises ``NanotronError``, and what ``whitebox.validate`` raises.
     """
     core("parallel.pipeline_parallel.engine")
-    packed = Packed.of(microbatches)
+    packed = Packed.of(NANOTRON.listed(microbatches))
     run = validated if whitebox is None else whitebox.validate
     return run(
         Named(step, partial(_left_as_it_was, step, packed)),

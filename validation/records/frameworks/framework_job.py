@@ -12,19 +12,22 @@ from pipeproof.foreign.frameworks.framework_step import TWO_STEPS, FrameworkStep
 from pipeproof.foreign.reference_run import WhiteBoxError
 from pipeproof.observers.shards import held_whole
 from pipeproof.records.rank_part import AdapterNames
+from pipeproof.records.record import RecordError
 from pipeproof.records.single_device import SingleDevice
 from pipeproof.records.step_check import StepCheck
 from pipeproof.records.step_record import Pairs
 
 _IN_PARTS = "it was told as a DTensor in parts, which are not put together: clip by its full_tensor()"
+_TOO_MANY = "the block ran {} microbatches, and the check was given {}: put one step into it, or give it all of them"
 _OTHERS_S = 300.0  # how long the others are waited for where nobody says it
 
 
 class JobSight:
     """Shows ``check`` what is seen of a step; what goes wrong in it is the check's own, and ends no job."""
 
-    def __init__(self, check: StepCheck, step: FrameworkStep, given: Sequence[Content]) -> None:
-        self._check, self._step, self._given = check, step, given
+    def __init__(self, check: StepCheck, made: "JobStep") -> None:
+        self._check, self._step, self._given = check, made.step, made.given
+        self._count = len(made.microbatches or ())
         self._steps = 0
 
     def complete(self) -> None:
@@ -37,7 +40,10 @@ class JobSight:
             gradients = self._step.gradients()
             told = (pair for pair in self._step.parameters() if pair[1] in gradients or not pair[1].requires_grad)
             self._check.gradients({name: gradients.get(one) for name, one in told})  # of what is frozen there is none
-            if losses := [float(one) for one in self._step.losses()]:
+            losses = [float(one) for one in self._step.losses()]
+            if 0 < 2 * self._count <= len(losses):  # no fault of a framework's runs every microbatch once more
+                raise RecordError(_TOO_MANY.format(len(losses), self._count))
+            if losses:
                 self._check.report(losses=losses)
 
     def norm(self, norm: Any) -> None:
@@ -91,7 +97,7 @@ def checking(step: Callable[[], JobStep], *, timeout_s: float) -> Iterator[StepC
     stages, name = made.step.stages, AdapterNames(made.step.name)
     check = StepCheck(stages, made.microbatches, against=made.against, rename=name, timeout_s=timeout_s)
     with check, ExitStack() as stack:
-        sight, watched = JobSight(check, made.step, made.given), False
+        sight, watched = JobSight(check, made), False
         with check.noting():
             stack.enter_context(made.step.watching(sight))
             watched = True

@@ -74,6 +74,8 @@ def record_step(
 
 def _step(chunks: Any, optimizer: Any, microbatches: Sequence[Any] | None, whole: SingleDevice) -> JobStep:
     step = step_of(chunks, optimizer)
+    if microbatches is not None:
+        MEGATRON.listed(microbatches)
     return JobStep(step, pairs_of(microbatches, _pair), whole, contents(microbatches))
 
 

@@ -71,6 +71,8 @@ def _step(
     timeout_s: float,
 ) -> JobStep:
     joined = _joined(trainer, microbatches, timeout_s)  # first: every rank comes to it, whatever it is given
+    if microbatches is not None:
+        NANOTRON.listed(microbatches)
     step = step_of(trainer)
     check_count(trainer, joined)
     packed = Packed.of(joined)
@@ -85,7 +87,10 @@ def _joined(trainer: Any, microbatches: Sequence[Microbatch] | None, timeout_s: 
         every = exchange().gather((replica, _held(microbatches)), what="the step's microbatches", bound_s=timeout_s)
     except RanksAbsent as absent:
         raise NanotronError(f"the step's microbatches are not known: {absent}") from None
-    joined = [dict(one) if isinstance(one, Mapping) else one for one in microbatches or ()]
+    joined = [
+        dict(one) if isinstance(one, Mapping) else one
+        for one in (microbatches if isinstance(microbatches, Sequence) else ())
+    ]
     for _, held in (one for one in every if one[0] == replica):
         joined = joined or [{} for _ in held]
         for one, more in zip(joined, held, strict=False):

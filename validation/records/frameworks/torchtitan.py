@@ -84,6 +84,8 @@ def _step(
 ) -> JobStep:
     step = step_of(pp_schedule, model_parts)
     check_loss(loss_fn)
+    if microbatches is not None:
+        TORCHTITAN.listed(microbatches)
     how = packed(microbatches or ())
 
     def of_all(every: Pairs) -> UnitLoss:

@@ -121,3 +121,25 @@ def test_a_batch_that_was_not_trained_is_no_pass() -> None:
     with pipeproof.deepspeed.check_step(engine_of(), DATA, reference=layers, loss_fn=summed, timeout_s=5) as check:
         pass
     assert check.verdict.verdict == "unknown"
+
+
+def test_a_loss_function_that_the_check_was_not_given_is_named() -> None:
+    engine = engine_of()
+    engine.module.loss_fn = summed
+    with pipeproof.deepspeed.check_step(engine, DATA, reference=layers, timeout_s=5) as check:
+        engine.train_batch(iter(DATA))
+    assert "rank 0: loss_fn is None, and the engine's PipelineModule has summed: pass that to the check" in str(
+        check.verdict
+    )
+    del engine.module.loss_fn
+    with pipeproof.deepspeed.check_step(engine, DATA, reference=layers, timeout_s=5) as check:
+        engine.train_batch(iter(DATA))
+    told = "the last layer gives a tensor of shape [1, 2] in float32, and no loss: pass the PipelineModule's loss_fn"
+    assert told in str(check.verdict)
+
+
+def test_a_source_of_microbatches_is_refused_and_left_to_the_job() -> None:
+    engine, source = engine_of(), iter(DATA)
+    verdict = judged(engine, source, drawn=DATA)
+    assert "microbatches is a list_iterator: expected a list of those of the step" in str(verdict)
+    assert len(list(source)) == 2

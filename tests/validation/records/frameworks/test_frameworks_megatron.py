@@ -164,3 +164,20 @@ def test_a_reference_for_several_stages_is_said() -> None:
 
 def test_rank_0_without_microbatches_is_said() -> None:
     assert "nobody says which microbatches the step is of" in str(judged(Model(), microbatches=None))
+
+
+def test_a_step_in_which_every_token_is_masked_is_said() -> None:
+    masked = [(inputs, torch.tensor(0.0)) for inputs, _ in DATA]
+    told = "the loss function counts 0 tokens in all microbatches: give some of which a label is not masked"
+    verdict = judged(
+        Model(calculate_per_token_loss=True), microbatches=masked, drawn=masked, calculate_per_token_loss=True
+    )
+    assert (verdict.verdict, told in str(verdict)) == ("unknown", True), str(verdict)
+    with pytest.raises(pipeproof.megatron.MegatronError, match=told):
+        pipeproof.megatron.validate(
+            print,
+            reference=lambda: Model(calculate_per_token_loss=True),
+            forward_step=forward_step,
+            microbatches=masked,
+            ranks=1,
+        )
