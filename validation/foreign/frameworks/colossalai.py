@@ -212,9 +212,8 @@ def check_covered(booster: Any, model: Any, optimizer: Any) -> Any:
 def check_count(scheduler: Any, count: int, rows: int) -> None:
     """Raise ``ColossalAIError`` unless ``scheduler`` cuts a batch into so many microbatches of so many rows."""
     for name, seen, due in (("microbatches", count_of(scheduler), count), ("rows", scheduler.microbatch_size, rows)):
-        if seen is not None and seen != due:
-            has = f"num_microbatches is {seen}" if name == "microbatches" else f"microbatch_size is {seen}"
-            raise ColossalAIError(f"the plugin's {has}, and the step has {due} {name}: let both be the same")
+        option = "num_microbatches" if name == "microbatches" else "microbatch_size"
+        COLOSSALAI.check_count(f"the plugin's {option}", seen, due, name)
 
 
 def count_of(scheduler: Any) -> int | None:

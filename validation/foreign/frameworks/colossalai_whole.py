@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
 from pipeproof.foreign.frameworks.framework import Framework
@@ -123,7 +122,7 @@ class Whole(nn.Module):
 
     def __init__(self, build: Callable[[], nn.Module], packed: Packed, dtype: torch.dtype | None = None) -> None:
         super().__init__()
-        model = build()
+        model = COLOSSALAI.built(build)
         if not isinstance(model, nn.Module):
             raise ColossalAIError(
                 f"the reference is a {type(model).__name__}: expected the model, before it is boosted"
@@ -158,6 +157,4 @@ def check_model(model: nn.Module) -> None:
         raise ColossalAIError(
             f"the model has LoRA's layers: {COLOSSALAI.adapter} covers models without; train all of it"
         )
-    for name, module in model.named_modules():
-        if isinstance(module, _DropoutNd) and module.p:
-            raise ColossalAIError(f"{name} drops out with p={module.p}: set p to 0 for the check")
+    COLOSSALAI.check_dropout(model)

@@ -126,7 +126,7 @@ def observed(engine: Any, microbatches: Sequence[Any], reference: nn.Module) -> 
     """
     step = step_of(engine)
     check_count(engine, DEEPSPEED.listed(microbatches))
-    _check_neighbours(engine)
+    DEEPSPEED.check_neighbours(engine.stage_id, engine.grid.data_parallel_size, "DeepSpeed's own topology")
     _check_types(engine.module, reference)
     DEEPSPEED.load(engine.module.named_parameters(), reference)
     if hasattr(engine.optimizer, "refresh_fp32_params"):
@@ -149,21 +149,7 @@ def check_covered(engine: Any) -> None:
 
 def check_count(engine: Any, microbatches: Sequence[Any]) -> None:
     """Raise ``DeepSpeedError`` unless the engine takes a step of so many."""
-    if engine.micro_batches != len(microbatches):
-        raise DeepSpeedError(
-            f"gradient_accumulation_steps is {engine.micro_batches}, and the step has {len(microbatches)} "
-            "microbatches: let both be the same"
-        )
-
-
-def _check_neighbours(engine: Any) -> None:
-    """Raise ``DeepSpeedError`` where ranks are numbered otherwise than ``whitebox.validate`` numbers them."""
-    rank, replicas = dist.get_rank(), engine.grid.data_parallel_size
-    if engine.stage_id != rank // replicas:
-        raise DeepSpeedError(
-            f"rank {rank} has stage {engine.stage_id}, expected {rank // replicas}: ranks of a stage have to be "
-            "neighbours, as in DeepSpeed's own topology"
-        )
+    DEEPSPEED.check_count("gradient_accumulation_steps", engine.micro_batches, len(microbatches))
 
 
 def _check_types(module: nn.Module, reference: nn.Module) -> None:

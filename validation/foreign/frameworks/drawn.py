@@ -1,5 +1,6 @@
 """What a rank of a job draws of its data, by content: held against the microbatches that a check is given."""
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
@@ -9,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from pipeproof.observers.sketch import digest
 
-Content = frozenset[bytes]  # the digests of what is in a microbatch, in no order
+Content = frozenset[tuple[bytes, int]]  # the digests of what is in a microbatch, in no order; equal ones are counted
 NOT_GIVEN = (
     "the job drew data that is in none of the microbatches given to the check: pass those that this rank's replica "
     "trains in the step"
@@ -18,13 +19,14 @@ NOT_GIVEN = (
 
 def content(microbatch: Any) -> Content:
     """That of the tensors in ``microbatch``, in whatever form a framework wants them."""
-    return frozenset(digest(leaf) for leaf in tree_leaves(microbatch) if isinstance(leaf, Tensor))
+    counts = Counter(digest(leaf) for leaf in tree_leaves(microbatch) if isinstance(leaf, Tensor))
+    return frozenset((one, number) for one, count in counts.items() for number in range(count))
 
 
 def content_of_rows(tensors: Iterable[Any]) -> Content:
     """That of the rows of ``tensors``, of which a framework cuts or joins microbatches."""
     found = [one for one in tensors if isinstance(one, Tensor) and one.dim()]
-    return frozenset(digest(row) for one in found for row in one)
+    return frozenset((digest(row), 0) for one in found for row in one)
 
 
 class Drawn:
@@ -49,7 +51,7 @@ class Drawn:
 
     def is_other_than(self, given: Collection[Content]) -> bool:
         """Whether something was drawn that is no part of what was ``given``, and of which nothing given is a part."""
-        known = frozenset[bytes]().union(*given)
+        known = frozenset[tuple[bytes, int]]().union(*given)
         some = [one for one in given if one]
         return bool(known) and any(not one <= known and not any(its <= one for its in some) for one in self._drawn)
 

@@ -13,21 +13,20 @@ from types import CellType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipeproof.foreign.frameworks.drawn import Drawn
-from pipeproof.foreign.frameworks.framework import Named, launched, replaced
+from pipeproof.foreign.frameworks.framework import Named, Packed, launched, replaced
 from pipeproof.foreign.frameworks.framework_step import FrameworkStep, Observation, Sight, observing
 from pipeproof.foreign.frameworks.nanotron_whole import (
     NANOTRON,
     Microbatch,
     NanotronError,
-    Packed,
     Whole,
     check_model,
     core,
+    packed_of,
 )
 from pipeproof.foreign.handed_back import Gradient
 from pipeproof.foreign.validator import WhiteBox
@@ -212,7 +211,8 @@ def observed(trainer: Any, microbatches: Sequence[Microbatch], reference: nn.Mod
     """
     step = step_of(trainer)
     check_count(trainer, NANOTRON.listed(microbatches))
-    _check_neighbours(trainer.parallel_context)
+    context = trainer.parallel_context
+    NANOTRON.check_neighbours(context.pp_pg.rank(), context.data_parallel_size, "nanotron's own ParallelContext")
     load(trainer, step, reference)
     seen = Observation(step, iter([cut(one, trainer) for one in microbatches]))
     with observing(seen, step):
@@ -268,22 +268,8 @@ def check_covered(trainer: Any) -> None:
 
 def check_count(trainer: Any, microbatches: Sequence[Any]) -> None:
     """Raise ``NanotronError`` unless the trainer takes a step of so many."""
-    count = getattr(trainer, "n_micro_batches_per_batch", len(microbatches))
-    if count != len(microbatches):
-        raise NanotronError(
-            f"batch_accumulation_per_replica is {count}, and the step has {len(microbatches)} microbatches: let both "
-            "be the same"
-        )
-
-
-def _check_neighbours(context: Any) -> None:
-    """Raise ``NanotronError`` where ranks are numbered otherwise than ``whitebox.validate`` numbers them."""
-    rank, stage = dist.get_rank(), context.pp_pg.rank()
-    if stage != rank // context.data_parallel_size:
-        raise NanotronError(
-            f"rank {rank} has stage {stage}, expected {rank // context.data_parallel_size}: ranks of a stage have to "
-            "be neighbours, as in nanotron's own ParallelContext"
-        )
+    count = getattr(trainer, "n_micro_batches_per_batch", None)
+    NANOTRON.check_count("batch_accumulation_per_replica", count, len(microbatches))
 
 
 def validate(
@@ -305,7 +291,7 @@ def validate(
     Raises ``NanotronError``, and what ``whitebox.validate`` raises.
     """
     core("parallel.pipeline_parallel.engine")
-    packed = Packed.of(NANOTRON.listed(microbatches))
+    packed = packed_of(NANOTRON.listed(microbatches))
     run = validated if whitebox is None else whitebox.validate
     return run(
         Named(step, partial(_left_as_it_was, step, packed)),

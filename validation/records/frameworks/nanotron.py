@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from pipeproof.foreign.frameworks.drawn import contents
 from pipeproof.foreign.frameworks.framework import loss_of_its_own
 from pipeproof.foreign.frameworks.nanotron import check_count, observed, step_of, validate
-from pipeproof.foreign.frameworks.nanotron_whole import NANOTRON, Microbatch, NanotronError, Packed, Whole
+from pipeproof.foreign.frameworks.nanotron_whole import NANOTRON, Microbatch, NanotronError, Whole, packed_of
 from pipeproof.records.frameworks.framework_job import JobStep, checking
 from pipeproof.records.frameworks.recording import StepRecording, recording
 from pipeproof.records.single_device import SingleDevice
@@ -75,7 +75,7 @@ def _step(
         NANOTRON.listed(microbatches)
     step = step_of(trainer)
     check_count(trainer, joined)
-    packed = Packed.of(joined)
+    packed = packed_of(joined)
     whole = SingleDevice(partial(Whole, reference, packed.names), loss_of_its_own, floors=floors)
     return JobStep(step, [(packed.pack(one), torch.empty(0)) for one in joined], whole, contents(joined))
 
@@ -106,10 +106,12 @@ def _replica(trainer: Any) -> int | None:
 
 
 def _held(microbatches: Any) -> list[dict[str, Tensor]]:
-    """The tensors that this rank has of them."""
+    """The tensors that this rank has of them, on the CPU: they go to ranks that have other devices."""
     if not isinstance(microbatches, Sequence):
         return []
     return [
-        {name: tensor for name, tensor in one.items() if isinstance(tensor, Tensor)} if isinstance(one, Mapping) else {}
+        {name: tensor.cpu() for name, tensor in one.items() if isinstance(tensor, Tensor)}
+        if isinstance(one, Mapping)
+        else {}
         for one in microbatches
     ]
