@@ -21,6 +21,7 @@ from pipeproof.judging.verdict import Verdict
 from pipeproof.worlds.worker import RankContext
 from tests.frameworks import deepspeed_faults, pipe_job
 from tests.frameworks.deepspeed_faults import FAULTS
+from tests.frameworks.fault import named, passed
 
 BITWISE = {
     "1f1b": (Layout(), 4),
@@ -56,11 +57,10 @@ def test_a_right_layout_passes(name: str, whitebox: WhiteBox) -> None:
     verdict = judged(layout, microbatches=microbatches, whitebox=whitebox)
     assert verdict.verdict == "pass", str(verdict)
     assert verdict.tier == TIERS[name]
-    passed = {law.name for law in verdict.laws if law.outcome == "pass"}
-    assert passed >= {"gradient", "loss", "boundaries"}
+    assert passed(verdict) >= {"gradient", "loss", "boundaries"}
     # Without ZeRO or clipping, no norm is computed in fp32.
-    assert ("grad-norm" in passed) == (layout.bf16 or layout.zero > 0 or layout.clipped)
-    assert ("shards" in passed) == (layout.zero > 0 and layout.dp > 1 and layout.accumulate == "none")
+    assert ("grad-norm" in passed(verdict)) == (layout.bf16 or layout.zero > 0 or layout.clipped)
+    assert ("shards" in passed(verdict)) == (layout.zero > 0 and layout.dp > 1 and layout.accumulate == "none")
 
 
 def of_pairs(output: Any, labels: Any) -> Any:
@@ -102,8 +102,7 @@ def test_labels_of_several_tensors_serve_validate_and_check_step_alike(whitebox:
 def test_a_fault_is_caught_named_and_located(name: str, whitebox: WhiteBox) -> None:
     fault = FAULTS[name]
     verdict = judged(fault.layout, own_step=partial(deepspeed_faults.step, name), whitebox=whitebox)
-    assert verdict.verdict == "fail", str(verdict)
-    assert [(cause.kind, cause.place) for cause in verdict.cause] == [(fault.kind, place) for place in fault.places]
+    assert named(verdict) == ("fail", [(fault.kind, place) for place in fault.places]), str(verdict)
 
 
 @pytest.mark.pipeproof_ranks

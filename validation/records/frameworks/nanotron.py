@@ -47,13 +47,9 @@ def check_step(
 def record_step(
     trainer: Any, microbatches: Sequence[Microbatch] | None, path: str, *, timeout_s: float = 300.0
 ) -> Iterator[StepRecording]:
-    """A context manager around one step of a running job, which records what the step gave. Every rank enters it.
+    """A context manager around one step of a running job, which writes what the step gave into the file at ``path``.
 
-    Rank 0 writes the record into the file at ``path``, for ``pipeproof diff`` and ``compare``. What cannot be recorded
-    is a warning there, and nothing is written. The job keeps its weights, optimizer and random numbers, and goes on.
-
-    trainer, microbatches: as for ``check_step``; the record has digests of the microbatches' tensors alone. timeout_s
-    bounds each wait for the other ranks.
+    trainer, microbatches: as for ``check_step``. All else is as for ``deepspeed.record_step``.
     """
     try:
         joined = _joined(trainer, microbatches, timeout_s) or None

@@ -61,14 +61,9 @@ def record_step(
     *,
     timeout_s: float = 300.0,
 ) -> AbstractContextManager[StepRecording]:
-    """A context manager around one step of a running job, which records what the step gave. Every rank enters it.
+    """A context manager around one step of a running job, which writes what the step gave into the file at ``path``.
 
-    Rank 0 writes the record into the file at ``path``, for ``pipeproof diff`` and ``compare``. What cannot be recorded
-    is a warning there, and nothing is written. The job keeps its weights, optimizer and random numbers, and goes on.
-
-    pp_schedule, model_parts: as for ``check_step``. microbatches: those that this rank's replica trains in the step, in
-    any form: the record has digests of their tensors alone, so that it is known which steps are of the same data. None
-    on a rank that does not have them. timeout_s bounds each wait for the other ranks.
+    pp_schedule, model_parts: as for ``check_step``. All else is as for ``deepspeed.record_step``.
     """
     step = partial(step_of, pp_schedule, model_parts)
     return recording(step, microbatches, path, framework=TORCHTITAN, timeout_s=timeout_s)
