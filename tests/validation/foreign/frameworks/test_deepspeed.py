@@ -212,4 +212,4 @@ def test_it_is_at_the_front_door() -> None:
 )
 def test_what_validate_cannot_take_is_said(given: dict[str, Any], sentence: str) -> None:
     with pytest.raises(DeepSpeedError, match=re.escape(sentence)):
-        deepspeed.validate(print, **{"reference": layers, "microbatches": DATA, "ranks": 2} | given)
+        deepspeed.validate(len, **{"reference": layers, "microbatches": DATA, "ranks": 2} | given)
