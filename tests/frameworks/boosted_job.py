@@ -114,3 +114,11 @@ def ended_early(_: RankContext, layout: Layout) -> tuple[str, str, bool]:
             clean = "step" not in vars(optimizer) and "forward_backward_step" not in vars(booster.plugin.scheduler)
             return repr(error), str(found.verdict), clean
     raise AssertionError("what the job raises is the job's")
+
+
+def drew_others(_: RankContext, layout: Layout) -> Verdict:
+    """The verdict on a right step of other words than the check was given."""
+    with boosted(layout) as (made, batch):
+        with check_of(made, [batch], layout) as check:
+            tiny_colossal.train_step(*made, iter([{key: one.flip(-1) for key, one in batch.items()}]))
+        return check.verdict

@@ -7,6 +7,8 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+from pipeproof.judging.verdict import Verdict
+
 Plant = Callable[[ExitStack], None]
 
 
@@ -23,3 +25,13 @@ class Fault:
 def patched(stack: ExitStack, place: Any, name: str, wrong: Callable[..., Any]) -> None:
     """Put ``wrong``, which is given the right one first, in its place."""
     stack.enter_context(mock.patch.object(place, name, partial(wrong, getattr(place, name))))
+
+
+def named(verdict: Verdict) -> tuple[str, list[tuple[str, str]]]:
+    """The outcome, and all causes with their places, the likeliest first."""
+    return verdict.verdict, [(cause.kind, cause.place) for cause in verdict.cause]
+
+
+def passed(verdict: Verdict) -> set[str]:
+    """The laws that were held."""
+    return {law.name for law in verdict.laws if law.outcome == "pass"}

@@ -14,7 +14,7 @@ from pipeproof.cases.frameworks.megatron_layout import MegatronLayout as Layout
 from pipeproof.judging.verdict import Verdict
 from pipeproof.worlds.worker import RankContext
 from tests.frameworks.left import differences, left, seed
-from tests.frameworks.megatron_faults import FAULTS
+from tests.frameworks.megatron_faults import PLANTS
 
 MICROBATCHES = 4
 
@@ -24,7 +24,7 @@ def job_of(layout: Layout, fault: str = "") -> Iterator[tuple[list[Any], Any, li
     """The chunks and the optimizer, and the microbatches of this rank's replica."""
     with ExitStack() as stack:
         if fault:
-            FAULTS[fault].plant(stack)
+            PLANTS[fault](stack)
         chunks = tiny_gpt.made(layout)
         stack.callback(parallel_state.destroy_model_parallel)
         optimizer = tiny_gpt.optimizer_of(layout, chunks)
@@ -71,3 +71,11 @@ def checked_and_unchecked(_: RankContext, layout: Layout) -> tuple[Verdict, list
             found.append([first, left(chunks, optimizer)])
     dist.barrier()
     return check.verdict, differences(*found)
+
+
+def drew_others(_: RankContext, layout: Layout) -> Verdict:
+    """The verdict on a right step of other words than the check was given."""
+    with job_of(layout) as (chunks, optimizer, microbatches):
+        with check_of(chunks, optimizer, microbatches, layout) as check:
+            train(chunks, optimizer, [tuple(one.flip(-1) for one in given) for given in microbatches], layout)
+        return check.verdict

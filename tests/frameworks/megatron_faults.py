@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import param_and_grad_buffer
-from megatron.core.optimizer import clip_grads
+from megatron.core.optimizer import clip_grads, distrib_optimizer
 from megatron.core.optimizer import optimizer as optimizers
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -156,6 +156,20 @@ def tokens_of_one_replica(stack: ExitStack) -> None:
     patched(stack, dist, "all_reduce", all_reduce)
 
 
+def shard_zeroed(stack: ExitStack) -> None:
+    """The optimizer loses what it was given of the largest weight of rank 0's shard, once gradients are complete."""
+    right = distrib_optimizer.DistributedOptimizer._copy_model_grads_to_main_grads
+
+    def copied(optimizer: Any) -> None:
+        right(optimizer)
+        if dist.get_rank() == 0:
+            max((one.grad for group in optimizer.shard_fp32_groups for one in group), key=Tensor.numel).zero_()
+
+    stack.enter_context(
+        mock.patch.object(distrib_optimizer.DistributedOptimizer, "_copy_model_grads_to_main_grads", copied)
+    )
+
+
 def as_it_is(stack: ExitStack) -> None:
     """Nothing is planted: messages between two ranks cross in Megatron-core 0.16.1 itself."""
 
@@ -191,6 +205,7 @@ FAULTS = {
         ("rank 1, stage 1, microbatches 2, 3, action 1F2", "rank 1, stage 1, microbatches 0, 1, action 1B0"),
     ),
 }
+PLANTS = {name: one.plant for name, one in FAULTS.items()} | {"shard-zeroed": shard_zeroed}  # of no known cause
 
 
 def step(fault: str, layout: Layout, model: Any, microbatches: list[Any]) -> HandedBack:

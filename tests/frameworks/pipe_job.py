@@ -73,3 +73,11 @@ def ended_early(_: RankContext, layout: Layout) -> tuple[str, str, bool]:
         except KeyError as error:
             return repr(error), str(found.verdict), "_take_model_step" not in vars(engine)
     raise AssertionError("what the job raises is the job's")
+
+
+def drew_others(_: RankContext, layout: Layout) -> Verdict:
+    """The verdict on a right step of other words than the check was given."""
+    with engine_of(layout) as (engine, microbatches):
+        with check_of(engine, microbatches, layout) as check:
+            tiny_pipe.train_step(engine, iter([(words.flip(-1), labels) for words, labels in microbatches]))
+        return check.verdict

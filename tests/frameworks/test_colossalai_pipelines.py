@@ -12,6 +12,7 @@ from functools import partial
 from pipeproof.foreign import WhiteBox
 from tests.frameworks import colossalai_faults
 from tests.frameworks.colossalai_faults import FAULTS
+from tests.frameworks.fault import named, passed
 from tests.frameworks.tiny_colossal import Layout, judged
 
 # To the bit, but for norms, which are added in another order: these are not computed here.
@@ -53,11 +54,10 @@ def test_a_right_layout_passes(name: str, whitebox: WhiteBox) -> None:
     verdict = judged(layout, microbatches=microbatches, whitebox=whitebox)
     assert verdict.verdict == "pass", str(verdict)
     assert verdict.tier == TIERS[name]
-    passed = {law.name for law in verdict.laws if law.outcome == "pass"}
-    assert passed >= {"gradient", "loss", "boundaries", "microbatches", "initial-weights", "parameters-once"}
-    assert ("grad-norm" in passed) == layout.clipped
-    assert ("tied-copies" in passed) == layout.tied
-    assert ("shards" in passed) == (layout.zero > 0 and layout.dp > 1)
+    assert passed(verdict) >= {"gradient", "loss", "boundaries", "microbatches", "initial-weights", "parameters-once"}
+    assert ("grad-norm" in passed(verdict)) == layout.clipped
+    assert ("tied-copies" in passed(verdict)) == layout.tied
+    assert ("shards" in passed(verdict)) == (layout.zero > 0 and layout.dp > 1)
     # Each of the stages was seen, also of those that share a module: order and mode of both ways.
     assert verdict.law("microbatches").checked == 4 * layout.pp * layout.chunks
 
@@ -68,8 +68,7 @@ def test_a_fault_is_caught_named_and_located(name: str, whitebox: WhiteBox) -> N
     fault = FAULTS[name]
     own_step = partial(colossalai_faults.step, name)
     verdict = judged(fault.layout, microbatches=fault.layout.microbatches, own_step=own_step, whitebox=whitebox)
-    assert verdict.verdict == "fail", str(verdict)
-    assert [(cause.kind, cause.place) for cause in verdict.cause] == [(fault.kind, place) for place in fault.places]
+    assert named(verdict) == ("fail", [(fault.kind, place) for place in fault.places]), str(verdict)
 
 
 @pytest.mark.pipeproof_ranks

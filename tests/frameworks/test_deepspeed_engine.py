@@ -8,12 +8,20 @@ import pytest
 pytest.importorskip("deepspeed", reason="deepspeed is not installed: ci/frameworks installs it")
 
 from functools import partial
+from typing import Any
+from unittest import mock
 
+import pipeproof
+from pipeproof import World
+from pipeproof.cases.frameworks import tiny_pipe
 from pipeproof.cases.frameworks.deepspeed_layout import DeepSpeedLayout as Layout
-from pipeproof.cases.frameworks.tiny_pipe import judged
+from pipeproof.cases.frameworks.tiny_pipe import judged, loss_fn
 from pipeproof.foreign import WhiteBox
-from tests.frameworks import deepspeed_faults
+from pipeproof.judging.verdict import Verdict
+from pipeproof.worlds.worker import RankContext
+from tests.frameworks import deepspeed_faults, pipe_job
 from tests.frameworks.deepspeed_faults import FAULTS
+from tests.frameworks.fault import named, passed
 
 BITWISE = {
     "1f1b": (Layout(), 4),
@@ -49,11 +57,44 @@ def test_a_right_layout_passes(name: str, whitebox: WhiteBox) -> None:
     verdict = judged(layout, microbatches=microbatches, whitebox=whitebox)
     assert verdict.verdict == "pass", str(verdict)
     assert verdict.tier == TIERS[name]
-    passed = {law.name for law in verdict.laws if law.outcome == "pass"}
-    assert passed >= {"gradient", "loss", "boundaries"}
+    assert passed(verdict) >= {"gradient", "loss", "boundaries"}
     # Without ZeRO or clipping, no norm is computed in fp32.
-    assert ("grad-norm" in passed) == (layout.bf16 or layout.zero > 0 or layout.clipped)
-    assert ("shards" in passed) == (layout.zero > 0 and layout.dp > 1 and layout.accumulate == "none")
+    assert ("grad-norm" in passed(verdict)) == (layout.bf16 or layout.zero > 0 or layout.clipped)
+    assert ("shards" in passed(verdict)) == (layout.zero > 0 and layout.dp > 1 and layout.accumulate == "none")
+
+
+def of_pairs(output: Any, labels: Any) -> Any:
+    """The loss of words and of others, which labels have both."""
+    right, other = labels
+    return (loss_fn(output, right) + loss_fn(output, other)) / 2
+
+
+def step_of_pairs(layout: Layout, model: Any, microbatches: list[Any]) -> Any:
+    with mock.patch.object(tiny_pipe, "loss_fn", of_pairs):
+        return tiny_pipe.step(layout, model, microbatches)
+
+
+def checked_of_pairs(_: RankContext, layout: Layout) -> Verdict:
+    with mock.patch.object(tiny_pipe, "loss_fn", of_pairs), pipe_job.engine_of(layout) as (engine, given):
+        microbatches = [(words, (labels, words)) for words, labels in given]
+        with pipe_job.check_of(engine, microbatches, layout) as check:
+            tiny_pipe.train_step(engine, iter(microbatches))
+        return check.verdict
+
+
+@pytest.mark.pipeproof_ranks
+def test_labels_of_several_tensors_serve_validate_and_check_step_alike(whitebox: WhiteBox, world: World) -> None:
+    verdict = pipeproof.deepspeed.validate(
+        partial(step_of_pairs, Layout()),
+        reference=partial(tiny_pipe.layers, Layout()),
+        microbatches=[(words, (labels, words)) for words, labels in tiny_pipe.data_of(4)],
+        ranks=2,
+        loss_fn=of_pairs,
+        whitebox=whitebox,
+    )
+    assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), str(verdict)
+    for verdict in world.run(checked_of_pairs, Layout(), ranks=2):
+        assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), str(verdict)
 
 
 @pytest.mark.pipeproof_ranks
@@ -61,8 +102,7 @@ def test_a_right_layout_passes(name: str, whitebox: WhiteBox) -> None:
 def test_a_fault_is_caught_named_and_located(name: str, whitebox: WhiteBox) -> None:
     fault = FAULTS[name]
     verdict = judged(fault.layout, own_step=partial(deepspeed_faults.step, name), whitebox=whitebox)
-    assert verdict.verdict == "fail", str(verdict)
-    assert [(cause.kind, cause.place) for cause in verdict.cause] == [(fault.kind, place) for place in fault.places]
+    assert named(verdict) == ("fail", [(fault.kind, place) for place in fault.places]), str(verdict)
 
 
 @pytest.mark.pipeproof_ranks

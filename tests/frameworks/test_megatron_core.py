@@ -13,6 +13,7 @@ from pipeproof.cases.frameworks.megatron_layout import MegatronLayout as Layout
 from pipeproof.cases.frameworks.tiny_gpt import judged
 from pipeproof.foreign import WhiteBox
 from tests.frameworks import megatron_faults
+from tests.frameworks.fault import named, passed
 from tests.frameworks.megatron_faults import FAULTS
 
 BITWISE = {
@@ -47,7 +48,7 @@ def test_a_right_layout_passes(name: str, whitebox: WhiteBox) -> None:
     verdict = judged(layout, microbatches=microbatches, whitebox=whitebox)
     assert verdict.verdict == "pass", str(verdict)
     assert verdict.tier == ("bitwise" if name in BITWISE else "fp32")
-    assert {law.name for law in verdict.laws if law.outcome == "pass"} >= {"gradient", "loss", "boundaries"}
+    assert passed(verdict) >= {"gradient", "loss", "boundaries"}
     assert (verdict.law("grad-norm").outcome == "pass") == layout.optimizer
 
 
@@ -56,5 +57,4 @@ def test_a_right_layout_passes(name: str, whitebox: WhiteBox) -> None:
 def test_a_fault_is_caught_named_and_located(name: str, whitebox: WhiteBox) -> None:
     fault = FAULTS[name]
     verdict = judged(fault.layout, own_step=partial(megatron_faults.step, name), whitebox=whitebox)
-    assert verdict.verdict == "fail", str(verdict)
-    assert [(cause.kind, cause.place) for cause in verdict.cause] == [(fault.kind, place) for place in fault.places]
+    assert named(verdict) == ("fail", [(fault.kind, place) for place in fault.places]), str(verdict)

@@ -14,6 +14,7 @@ from typing import Any
 import pipeproof
 from pipeproof.foreign import WhiteBox
 from tests.frameworks import nanotron_faults
+from tests.frameworks.fault import named, passed
 from tests.frameworks.nanotron_faults import FAULTS
 from tests.frameworks.tiny_llama import Layout, Trainer, judged
 
@@ -55,9 +56,8 @@ def test_a_right_layout_passes(name: str, whitebox: WhiteBox) -> None:
     verdict = judged(layout, microbatches=microbatches, whitebox=whitebox)
     assert verdict.verdict == "pass", str(verdict)
     assert verdict.tier == TIERS[name]
-    passed = {law.name for law in verdict.laws if law.outcome == "pass"}
-    assert passed >= {"gradient", "loss", "boundaries"}
-    assert ("grad-norm" in passed) == (layout.clip is not None)
+    assert passed(verdict) >= {"gradient", "loss", "boundaries"}
+    assert ("grad-norm" in passed(verdict)) == (layout.clip is not None)
 
 
 @pytest.mark.pipeproof_ranks
@@ -65,8 +65,7 @@ def test_a_right_layout_passes(name: str, whitebox: WhiteBox) -> None:
 def test_a_fault_is_caught_named_and_located(name: str, whitebox: WhiteBox) -> None:
     fault = FAULTS[name]
     verdict = judged(fault.layout, own_step=partial(nanotron_faults.step, name), whitebox=whitebox)
-    assert verdict.verdict == "fail", str(verdict)
-    assert [(cause.kind, cause.place) for cause in verdict.cause] == [(fault.kind, place) for place in fault.places]
+    assert named(verdict) == ("fail", [(fault.kind, place) for place in fault.places]), str(verdict)
 
 
 @pytest.mark.pipeproof_ranks

@@ -10,6 +10,7 @@ pytest.importorskip("colossalai", reason="colossalai is not installed: ci/framew
 from pipeproof import World
 from tests.frameworks import boosted_job
 from tests.frameworks.colossalai_faults import FAULTS
+from tests.frameworks.fault import named, passed
 from tests.frameworks.tiny_colossal import Layout
 
 RIGHT = {
@@ -47,7 +48,7 @@ def test_a_right_step_passes_and_the_job_is_as_without_a_check(name: str, world:
     ranks = layout.pp * layout.dp
     for verdict, harmed in world.run(boosted_job.checked_and_unchecked, layout, microbatches, ranks=ranks):
         assert (verdict.verdict, verdict.tier) == ("pass", tier), str(verdict)
-        assert {law.name for law in verdict.laws if law.outcome == "pass"} >= {"gradient", "loss", "parameters-once"}
+        assert passed(verdict) >= {"gradient", "loss", "parameters-once"}
         assert (verdict.law("grad-norm").outcome == "pass") == layout.clipped
         assert harmed == []
 
@@ -57,8 +58,8 @@ def test_a_right_step_passes_and_the_job_is_as_without_a_check(name: str, world:
 def test_a_fault_in_a_job_is_caught_and_named(name: str, world: World) -> None:
     layout, (kind, place) = FAULTS[name].layout, NAMED[name]
     for verdict in world.run(boosted_job.checked, layout, name, ranks=layout.pp * layout.dp):
-        assert verdict.verdict == "fail", str(verdict)
-        assert (verdict.cause[0].kind, verdict.cause[0].place) == (kind, place), str(verdict)
+        outcome, causes = named(verdict)
+        assert (outcome, causes[:1]) == ("fail", [(kind, place)]), str(verdict)
 
 
 @pytest.mark.pipeproof_ranks
@@ -99,3 +100,10 @@ def test_what_the_job_raises_is_its_own(world: World) -> None:
     for raised, verdict, clean in world.run(boosted_job.ended_early, Layout(), ranks=2):
         assert (raised, clean) == ('KeyError("the job\'s own")', True)
         assert verdict.startswith("ERROR rank 0 raised KeyError")
+
+
+@pytest.mark.pipeproof_ranks
+def test_a_step_of_other_data_than_was_given_is_no_wrong_step(world: World) -> None:
+    for verdict in world.run(boosted_job.drew_others, Layout(), ranks=2):
+        assert verdict.verdict == "unknown", str(verdict)
+        assert "the job drew data that is in none of the microbatches given to the check" in str(verdict)

@@ -11,6 +11,7 @@ from pipeproof import World
 from pipeproof.cases.frameworks.deepspeed_layout import DeepSpeedLayout as Layout
 from tests.frameworks import pipe_job
 from tests.frameworks.deepspeed_faults import FAULTS
+from tests.frameworks.fault import named, passed
 
 RIGHT = {
     "1f1b": (Layout(), "bitwise"),
@@ -40,7 +41,7 @@ def test_a_right_step_passes_and_the_job_is_as_without_a_check(name: str, world:
     layout, tier = RIGHT[name]
     for verdict, harmed in world.run(pipe_job.checked_and_unchecked, layout, ranks=layout.pp * layout.dp):
         assert (verdict.verdict, verdict.tier) == ("pass", tier), str(verdict)
-        assert {law.name for law in verdict.laws if law.outcome == "pass"} >= {"gradient", "loss", "parameters-once"}
+        assert passed(verdict) >= {"gradient", "loss", "parameters-once"}
         assert (verdict.law("grad-norm").outcome == "pass") == (layout.bf16 or layout.zero > 0)
         assert harmed == []
 
@@ -50,8 +51,8 @@ def test_a_right_step_passes_and_the_job_is_as_without_a_check(name: str, world:
 def test_a_fault_in_a_job_is_caught_and_named(name: str, world: World) -> None:
     layout, (kind, place) = FAULTS[name].layout, NAMED[name]
     for verdict in world.run(pipe_job.checked, layout, name, ranks=layout.pp * layout.dp):
-        assert verdict.verdict == "fail", str(verdict)
-        assert (verdict.cause[0].kind, verdict.cause[0].place) == (kind, place), str(verdict)
+        outcome, causes = named(verdict)
+        assert (outcome, causes[:1]) == ("fail", [(kind, place)]), str(verdict)
 
 
 IN_SHARDS = {
@@ -65,8 +66,7 @@ IN_SHARDS = {
 @pytest.mark.parametrize("name", IN_SHARDS)
 def test_a_fault_in_a_job_with_zero_1_is_caught_and_named(name: str, world: World) -> None:
     for verdict in world.run(pipe_job.checked, Layout(dp=2, zero=1), name, ranks=4):
-        assert verdict.verdict == "fail", str(verdict)
-        assert [(cause.kind, cause.place) for cause in verdict.cause] == IN_SHARDS[name], str(verdict)
+        assert named(verdict) == ("fail", IN_SHARDS[name]), str(verdict)
 
 
 @pytest.mark.pipeproof_ranks
@@ -74,3 +74,10 @@ def test_what_the_job_raises_is_its_own(world: World) -> None:
     for raised, verdict, clean in world.run(pipe_job.ended_early, Layout(), ranks=2):
         assert (raised, clean) == ('KeyError("the job\'s own")', True)
         assert verdict.startswith("ERROR rank 0 raised KeyError")
+
+
+@pytest.mark.pipeproof_ranks
+def test_a_step_of_other_data_than_was_given_is_no_wrong_step(world: World) -> None:
+    for verdict in world.run(pipe_job.drew_others, Layout(), ranks=2):
+        assert verdict.verdict == "unknown", str(verdict)
+        assert "the job drew data that is in none of the microbatches given to the check" in str(verdict)

@@ -10,6 +10,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed: ci/
 from pipeproof import World
 from pipeproof.cases.frameworks.megatron_layout import MegatronLayout as Layout
 from tests.frameworks import gpt_job
+from tests.frameworks.fault import named, passed
 from tests.frameworks.megatron_faults import FAULTS
 
 RIGHT = {
@@ -42,8 +43,7 @@ def test_a_right_step_passes_and_the_job_is_as_without_a_check(name: str, world:
     layout, tier = RIGHT[name]
     for verdict, harmed in world.run(gpt_job.checked_and_unchecked, layout, ranks=layout.pp * layout.dp):
         assert (verdict.verdict, verdict.tier) == ("pass", tier), str(verdict)
-        passed = {law.name for law in verdict.laws if law.outcome == "pass"}
-        assert passed >= {"gradient", "loss", "parameters-once", "grad-norm"}
+        assert passed(verdict) >= {"gradient", "loss", "parameters-once", "grad-norm"}
         assert harmed == []
 
 
@@ -52,8 +52,8 @@ def test_a_right_step_passes_and_the_job_is_as_without_a_check(name: str, world:
 def test_a_fault_in_a_job_is_caught_and_named(name: str, world: World) -> None:
     layout, (kind, place) = FAULTS[name].layout, NAMED[name]
     for verdict in world.run(gpt_job.checked, layout, name, ranks=layout.pp * layout.dp):
-        assert verdict.verdict == "fail", str(verdict)
-        assert (verdict.cause[0].kind, verdict.cause[0].place) == (kind, place), str(verdict)
+        outcome, causes = named(verdict)
+        assert (outcome, causes[:1]) == ("fail", [(kind, place)]), str(verdict)
 
 
 @pytest.mark.pipeproof_ranks
@@ -79,8 +79,17 @@ IN_SHARDS = {
 def test_a_fault_in_a_job_with_a_distributed_optimizer_is_caught_and_named(name: str, world: World) -> None:
     layout = Layout(dp=2, distributed=True, optimizer=True)
     for verdict in world.run(gpt_job.checked, layout, name, ranks=4):
-        assert verdict.verdict == "fail", str(verdict)
-        assert [(cause.kind, cause.place) for cause in verdict.cause] == IN_SHARDS[name], str(verdict)
+        assert named(verdict) == ("fail", IN_SHARDS[name]), str(verdict)
+
+
+@pytest.mark.pipeproof_ranks
+def test_a_shard_that_is_lost_after_gradients_were_compared_is_no_wrong_norm(world: World) -> None:
+    layout = Layout(dp=2, distributed=True, optimizer=True)
+    for verdict in world.run(gpt_job.checked, layout, "shard-zeroed", ranks=4):
+        failed = {law.name for law in verdict.laws if law.outcome == "fail"}
+        assert (verdict.verdict, failed, verdict.cause) == ("fail", {"grad-norm"}, ()), str(verdict)
+        assert "every gradient that was compared is what it should be" in str(verdict)
+        assert "gradients were changed after they were compared and before the norm was formed" in str(verdict)
 
 
 IN_BF16 = {
@@ -98,5 +107,11 @@ IN_BF16 = {
 def test_a_fault_in_a_job_in_bf16_is_caught_and_named_where_rounding_lets_it(name: str, world: World) -> None:
     layout, causes = IN_BF16[name]
     for verdict in world.run(gpt_job.checked, layout, name, ranks=layout.pp * layout.dp):
-        assert verdict.verdict == "fail", str(verdict)
-        assert [(cause.kind, cause.place) for cause in verdict.cause] == causes, str(verdict)
+        assert named(verdict) == ("fail", causes), str(verdict)
+
+
+@pytest.mark.pipeproof_ranks
+def test_a_step_of_other_data_than_was_given_is_no_wrong_step(world: World) -> None:
+    for verdict in world.run(gpt_job.drew_others, Layout(optimizer=True), ranks=2):
+        assert verdict.verdict == "unknown", str(verdict)
+        assert "the job drew data that is in none of the microbatches given to the check" in str(verdict)

@@ -13,6 +13,7 @@ from pipeproof import World
 from pipeproof.records.compare import compare
 from pipeproof.records.record_file import read
 from tests.frameworks import llama_job
+from tests.frameworks.fault import named, passed
 from tests.frameworks.nanotron_faults import FAULTS, SUMS
 from tests.frameworks.tiny_llama import Layout
 
@@ -42,9 +43,8 @@ def test_a_right_step_passes_and_the_job_is_as_without_a_check(name: str, world:
     layout, tier = RIGHT[name]
     for verdict, harmed in world.run(llama_job.checked_and_unchecked, layout, ranks=layout.pp * layout.dp):
         assert (verdict.verdict, verdict.tier) == ("pass", tier), str(verdict)
-        passed = {law.name for law in verdict.laws if law.outcome == "pass"}
-        assert passed >= {"gradient", "loss", "parameters-once"}
-        assert ("grad-norm" in passed) == (layout.clip is not None)
+        assert passed(verdict) >= {"gradient", "loss", "parameters-once"}
+        assert ("grad-norm" in passed(verdict)) == (layout.clip is not None)
         assert harmed == []
 
 
@@ -54,16 +54,15 @@ def test_a_fault_in_a_job_is_caught_and_named(name: str, world: World) -> None:
     layout, said = FAULTS[name].layout, NAMED[name]
     kind, place = said if isinstance(said, tuple) else (said.kind, said.places[0])
     for verdict in world.run(llama_job.checked, layout, name, ranks=layout.pp * layout.dp):
-        assert verdict.verdict == "fail", str(verdict)
-        assert (verdict.cause[0].kind, verdict.cause[0].place) == (kind, place), str(verdict)
+        outcome, causes = named(verdict)
+        assert (outcome, causes[:1]) == ("fail", [(kind, place)]), str(verdict)
 
 
 @pytest.mark.pipeproof_ranks
 def test_what_afab_keeps_of_a_step_that_raised_is_found_in_the_next(world: World) -> None:
     """Nothing is planted: nanotron's queues are of the class, and outlive a step."""
     for verdict in world.run(llama_job.tried_again, Layout(engine="afab"), ranks=2):
-        assert verdict.verdict == "fail", str(verdict)
-        assert [(cause.kind, cause.place) for cause in verdict.cause] == [("doubled", "microbatches 0, 1")]
+        assert named(verdict) == ("fail", [("doubled", "microbatches 0, 1")]), str(verdict)
 
 
 @pytest.mark.pipeproof_ranks

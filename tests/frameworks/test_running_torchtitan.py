@@ -10,6 +10,7 @@ pytest.importorskip("torchtitan", reason="torchtitan is not installed: ci/framew
 from pipeproof import World
 from pipeproof.cases.frameworks.torchtitan_layout import TorchtitanLayout as Layout
 from tests.frameworks import titan_job
+from tests.frameworks.fault import named, passed
 from tests.frameworks.torchtitan_faults import EVERY, FAULTS
 
 RIGHT = {
@@ -28,7 +29,7 @@ def test_a_right_step_passes_and_the_job_is_as_without_a_check(name: str, world:
     layout, tier = RIGHT[name]
     for verdict, harmed in world.run(titan_job.checked_and_unchecked, layout, ranks=layout.pp * layout.dp):
         assert (verdict.verdict, verdict.tier) == ("pass", tier), str(verdict)
-        assert {law.name for law in verdict.laws if law.outcome == "pass"} >= {"gradient", "loss", "parameters-once"}
+        assert passed(verdict) >= {"gradient", "loss", "parameters-once"}
         assert (verdict.law("grad-norm").outcome == "pass") == layout.clipped
         assert harmed == []
 
@@ -58,8 +59,7 @@ NAMED = {  # what the step's numbers alone tell: no messages between stages are 
 def test_a_fault_in_a_job_is_caught_and_named(name: str, world: World) -> None:
     layout, causes = NAMED[name]
     for verdict in world.run(titan_job.checked, layout, name, ranks=layout.pp * layout.dp):
-        assert verdict.verdict == "fail", str(verdict)
-        assert [(cause.kind, cause.place) for cause in verdict.cause] == causes, str(verdict)
+        assert named(verdict) == ("fail", causes), str(verdict)
 
 
 @pytest.mark.pipeproof_ranks
@@ -75,3 +75,25 @@ def test_what_the_job_raises_is_its_own(world: World) -> None:
     for raised, verdict, clean in world.run(titan_job.ended_early, IN_SHARDS, ranks=4):
         assert (raised, clean) == ('KeyError("the job\'s own")', True)
         assert verdict.startswith("ERROR rank 0 raised KeyError")
+
+
+@pytest.mark.pipeproof_ranks
+def test_a_step_of_other_data_than_was_given_is_no_wrong_step(world: World) -> None:
+    for verdict in world.run(titan_job.drew_others, Layout(), ranks=2):
+        assert verdict.verdict == "unknown", str(verdict)
+        assert "the job drew data that is in none of the microbatches given to the check" in str(verdict)
+
+
+@pytest.mark.pipeproof_ranks
+@pytest.mark.parametrize(
+    ("layout", "sentence"),
+    [
+        (Layout(clipped=True), "the block took more than one step of the optimizer: put one step into it"),
+        (Layout(), "rank 1: the block ran 8 microbatches, and the check was given 4: put one step into it"),
+    ],
+    ids=["clipped", "not-clipped"],
+)
+def test_two_steps_in_one_block_are_no_verdict_on_the_first(layout: Layout, sentence: str, world: World) -> None:
+    for verdict in world.run(titan_job.trained_twice, layout, ranks=2):
+        assert verdict.verdict == "unknown", str(verdict)
+        assert sentence in str(verdict)

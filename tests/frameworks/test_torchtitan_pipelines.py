@@ -13,6 +13,7 @@ from pipeproof.cases.frameworks.tiny_titan import judged
 from pipeproof.cases.frameworks.torchtitan_layout import TorchtitanLayout as Layout
 from pipeproof.foreign import WhiteBox
 from tests.frameworks import torchtitan_faults
+from tests.frameworks.fault import named, passed
 from tests.frameworks.torchtitan_faults import FAULTS
 
 BITWISE = {
@@ -35,9 +36,8 @@ def test_a_right_layout_passes(name: str, whitebox: WhiteBox) -> None:
     verdict = judged(layout, microbatches=microbatches, whitebox=whitebox)
     assert verdict.verdict == "pass", str(verdict)
     assert verdict.tier == ("bitwise" if name in BITWISE else "fp32")
-    passed = {law.name for law in verdict.laws if law.outcome == "pass"}
-    assert passed >= {"gradient", "loss", "boundaries", "initial-weights", "shards"}
-    assert ("grad-norm" in passed) == layout.clipped
+    assert passed(verdict) >= {"gradient", "loss", "boundaries", "initial-weights", "shards"}
+    assert ("grad-norm" in passed(verdict)) == layout.clipped
 
 
 @pytest.mark.pipeproof_ranks
@@ -45,8 +45,7 @@ def test_a_right_layout_passes(name: str, whitebox: WhiteBox) -> None:
 def test_a_fault_is_caught_named_and_located(name: str, whitebox: WhiteBox) -> None:
     fault = FAULTS[name]
     verdict = judged(fault.layout, own_step=partial(torchtitan_faults.step, name), whitebox=whitebox)
-    assert verdict.verdict == "fail", str(verdict)
-    assert [(cause.kind, cause.place) for cause in verdict.cause] == [(fault.kind, place) for place in fault.places]
+    assert named(verdict) == ("fail", [(fault.kind, place) for place in fault.places]), str(verdict)
 
 
 @pytest.mark.pipeproof_ranks

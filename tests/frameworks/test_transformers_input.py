@@ -82,6 +82,12 @@ def test_without_a_known_version_a_sentence_says_so(version: str | None, monkeyp
         transformers.validate(len, reference=len, microbatches=[ONE], ranks=2)
 
 
+def test_a_reference_that_is_no_function_is_said() -> None:
+    given: Any = nn.Linear(1, 1)
+    with pytest.raises(TransformersError, match="reference is a Linear: expected a function that builds it"):
+        Whole(given, ())
+
+
 def test_a_loss_of_another_name_and_labels_that_do_not_count_are_said() -> None:
     with pytest.raises(TransformersError, match=r"^loss is 'sum': expected 'tokens'"):
         transformers.validate(len, reference=len, microbatches=[ONE], ranks=2, loss="sum")

@@ -11,6 +11,7 @@ from functools import partial
 
 from pipeproof.foreign import WhiteBox
 from tests.frameworks import transformers_faults
+from tests.frameworks.fault import named, passed
 from tests.frameworks.tiny_hf import Layout, judged
 from tests.frameworks.transformers_faults import FAULTS, UNNAMED
 
@@ -45,10 +46,9 @@ def test_a_right_layout_passes(name: str, whitebox: WhiteBox) -> None:
     verdict = judged(layout, microbatches=4 * layout.dp, whitebox=whitebox)
     assert verdict.verdict == "pass", str(verdict)
     assert verdict.tier == ("bitwise" if name in BITWISE else "fp32")
-    passed = {law.name for law in verdict.laws if law.outcome == "pass"}
-    assert passed >= {"gradient", "loss", "boundaries", "initial-weights", "microbatches"}
-    assert ("grad-norm" in passed) == (layout.clipped or layout.own)
-    assert ("tied-copies" in passed) == layout.tied
+    assert passed(verdict) >= {"gradient", "loss", "boundaries", "initial-weights", "microbatches"}
+    assert ("grad-norm" in passed(verdict)) == (layout.clipped or layout.own)
+    assert ("tied-copies" in passed(verdict)) == layout.tied
 
 
 @pytest.mark.pipeproof_ranks
@@ -56,8 +56,7 @@ def test_a_right_layout_passes(name: str, whitebox: WhiteBox) -> None:
 def test_a_fault_is_caught_named_and_located(name: str, whitebox: WhiteBox) -> None:
     fault = FAULTS[name]
     verdict = judged(fault.layout, own_step=partial(transformers_faults.step, name), whitebox=whitebox)
-    assert verdict.verdict == "fail", str(verdict)
-    assert [(cause.kind, cause.place) for cause in verdict.cause] == [(fault.kind, place) for place in fault.places]
+    assert named(verdict) == ("fail", [(fault.kind, place) for place in fault.places]), str(verdict)
 
 
 @pytest.mark.pipeproof_ranks

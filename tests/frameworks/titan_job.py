@@ -84,3 +84,21 @@ def ended_early(_: RankContext, layout: Layout) -> tuple[str, str, bool]:
         except KeyError as error:
             return repr(error), str(found.verdict), "step" not in vars(trainer.pp_schedule)
     raise AssertionError("what the job raises is the job's")
+
+
+def drew_others(_: RankContext, layout: Layout) -> Verdict:
+    """The verdict on a right step of other words than the check was given."""
+    with trainer_of(layout) as (trainer, microbatches):
+        others = [({**given, "input": given["input"].flip(-1)}, labels) for given, labels in microbatches]
+        with check_of(trainer, microbatches, layout) as check:
+            train(trainer, others, layout)
+        return check.verdict
+
+
+def trained_twice(_: RankContext, layout: Layout) -> Verdict:
+    """The verdict on a block with two steps in it."""
+    with trainer_of(layout) as (trainer, microbatches):
+        with check_of(trainer, microbatches, layout) as check:
+            train(trainer, microbatches, layout)
+            train(trainer, microbatches, layout)
+        return check.verdict

@@ -45,7 +45,7 @@ SENTENCES = {
     "sums": RuledOut((), "each action added what its microbatch contributes", 1),
     "tied": RuledOut(("tied-not-summed", "tied-doubled"), "every copy has the sum of all shares", 1),
     "replicas": RuledOut(("not-reduced",), "ranks that have a stage in common agree", 1),
-    "gradients": RuledOut((), "every gradient is what it should be", 1),
+    "gradients": RuledOut((), "every gradient that was compared is what it should be", 1),
     "norm": RuledOut(("norm",), "the norm is that of the gradients", 1),
     "clip": RuledOut(("clip",), "all gradients were multiplied alike", 1),
     "update": RuledOut(("update",), "the optimizer did what it should", 1),

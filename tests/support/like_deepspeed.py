@@ -57,9 +57,13 @@ class PipelineEngine(nn.Module):
         sys.modules["deepspeed.runtime.engine"].clip_grad_norm_(self.module.parameters())
         self.module.zero_grad()
 
+    def _next_batch(self) -> Any:
+        return next(self.data_iterator)
+
     def train_batch(self, data: Iterator[Any]) -> None:
+        self.data_iterator = data
         for _ in range(self.micro_batches):
-            loss = self.module(next(data)[0]).sum()
+            loss = self.module(self._next_batch()[0]).sum()
             self.fwd_outputs.append(loss.detach())
             (loss / self.micro_batches).backward()
         self._take_model_step()

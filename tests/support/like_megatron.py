@@ -13,6 +13,13 @@ def forward_step_calc_loss(model: Any, output: Any, function: Any, config: Any, 
     return loss if config.calculate_per_token_loss else loss.div_(count)
 
 
+def forward_step(function: Any, data_iterator: Any, model: Any, count: int) -> Any:
+    output, loss = function(data_iterator, model)
+    return sys.modules["megatron.core.pipeline_parallel.schedules"].forward_step_calc_loss(
+        model, output, loss, model.config, count
+    )
+
+
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let it be found for one test."""
     core, own = ModuleType("megatron.core"), ModuleType("megatron")
@@ -24,7 +31,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
             "get_pipeline_model_parallel_world_size": lambda: 1,
         },
         "pipeline_parallel": {},
-        "pipeline_parallel.schedules": {"forward_step_calc_loss": forward_step_calc_loss},
+        "pipeline_parallel.schedules": {"forward_step_calc_loss": forward_step_calc_loss, "forward_step": forward_step},
         "tensor_parallel": {},
         "tensor_parallel.random": {"_CUDA_RNG_STATE_TRACKER": SimpleNamespace(states_={"model": 3})},
         "utils": {"GlobalMemoryBuffer": object},

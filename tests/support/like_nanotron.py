@@ -62,7 +62,9 @@ class NanotronModel(nn.Module):
 
 
 class PipelineEngine:
-    pass
+    def train_batch_iter(self, model: nn.Module, pg: Any, batch: Any, divisor: float) -> None:
+        for microbatch in batch:
+            (model(**microbatch)["loss"] / divisor).backward()
 
 
 class PipelineBatchState:
@@ -124,11 +126,12 @@ class Trainer:
         self.parallel_context = SimpleNamespace(pp_pg=Group(), dp_pg=Group(), data_parallel_size=1, **sizes)
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
         self.grad_accumulator: Any = None
-        self.n_micro_batches_per_batch = 2
+        self.n_micro_batches_per_batch, self.pipeline_engine = 2, PipelineEngine()
 
     def training_step(self, data: Iterator[Any], divisor: float = 2) -> None:
-        for _ in range(self.n_micro_batches_per_batch):
-            (self.model(**next(data))["loss"] / divisor).backward()
+        batch = (next(data) for _ in range(self.n_micro_batches_per_batch))
+        engine = self.pipeline_engine if isinstance(self.pipeline_engine, PipelineEngine) else PipelineEngine()
+        engine.train_batch_iter(self.model, self.parallel_context.pp_pg, batch, divisor)
         clip_grad_norm([*self.model.parameters()], 0.01)
         self.optimizer.step()
         self.optimizer.zero_grad()

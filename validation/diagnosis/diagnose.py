@@ -23,7 +23,7 @@ from pipeproof.diagnosis.rules.report import report, unreported
 from pipeproof.diagnosis.rules.shared import apart, of_replicas, on_rank, shared
 from pipeproof.diagnosis.rules.sums import reduction, sums
 from pipeproof.diagnosis.rules.together import together
-from pipeproof.diagnosis.rules.update import clip, norm, update
+from pipeproof.diagnosis.rules.update import clip, norm, of_no_known_norm, update
 from pipeproof.diagnosis.sights import measured
 from pipeproof.judging.cause import RuledOut
 from pipeproof.judging.judge import one_thread
@@ -113,16 +113,6 @@ def _entered(law: str) -> Callable[[Evidence], bool]:
     return lambda evidence: evidence.playable is not None or evidence.verdict.law(law).checked > 0
 
 
-def _untold(law: str) -> Callable[[Evidence], Sequence[str]]:
-    """What is said where ``law`` is broken, gradients are right, and the rule names no cause."""
-
-    def left(evidence: Evidence) -> Sequence[str]:
-        broken = evidence.differs(law) and not evidence.differs("gradient") and not evidence.differs("presence")
-        return (f"{law}: what is wrong with it tells nothing",) if broken else ()
-
-    return left
-
-
 def _began(evidence: Evidence) -> RuledOut | None:
     """Every parameter was seen as the operation began, and is the model's."""
     if evidence.playable is None:
@@ -179,7 +169,9 @@ def _beside(evidence: Evidence) -> Sequence[RuledOut]:
 
 
 def _attributed(needs: Callable[[Evidence], bool]) -> Rule[Evidence]:
-    whole = clears("gradient", ("scale", "sign", "dropped", "doubled"), "every gradient is what it should be")
+    whole = clears(
+        "gradient", ("scale", "sign", "dropped", "doubled"), "every gradient that was compared is what it should be"
+    )
     return Rule(attributed, whole, needs, left=unexplained, beside=_beside, besides=in_part)
 
 
@@ -203,7 +195,7 @@ RULES: tuple[Rule[Evidence], ...] = (
         norm,
         clears("grad-norm", ("norm",), "the norm is that of the gradients"),
         _entered("grad-norm"),
-        _untold("grad-norm"),
+        of_no_known_norm,
     ),
     Rule(clip, clears("updated-parameters", ("clip",), "all gradients were multiplied alike")),
     Rule(update, clears("updated-parameters", ("update",), "the optimizer did what it should")),

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from pipeproof.diagnosis.evidence import Line
-from pipeproof.judging.comparison import flow
+from pipeproof.judging.execution import flow
 from pipeproof.observers.observed import Crossing
 
 _BY_DESIGN = ("zero", "missing", "shape")  # one rank of a line may have the loss, or hand on a part, for all

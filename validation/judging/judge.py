@@ -10,7 +10,8 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from pipeproof.judging.comparison import Comparison, Due, Execution, leave_out
+from pipeproof.judging.comparison import Comparison, Due, leave_out
+from pipeproof.judging.execution import Execution
 from pipeproof.judging.ledger import NOWHERE, Headings, Ledger
 from pipeproof.judging.measured import Measured
 from pipeproof.judging.measuring import ran_of

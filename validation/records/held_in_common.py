@@ -1,7 +1,7 @@
 """Gradients that several ranks of a job hold: parts are put together on one of them, copies are held against others.
 
 What ranks say of theirs, a few bytes each, goes to all. A part goes to the rank that judges the whole, through the
-exchange of the check: no rank needs more than its own parts and one whole gradient.
+exchange of the check: no rank needs more than its own parts and one whole gradient. The store has all of those at once.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -158,6 +158,16 @@ def own_name(stage: int, name: str) -> str:
 
 
 @dataclass(frozen=True)
+class AdapterNames:
+    """The names that a framework's adapter gives: its users have no rename= to give."""
+
+    named: Rename
+
+    def __call__(self, stage: int, name: str) -> str:
+        return self.named(stage, name)
+
+
+@dataclass(frozen=True)
 class RankStages:
     """``modules`` by stage; ``rename`` gives the record's name, from a stage's number and a name in it."""
 
@@ -209,7 +219,10 @@ class RankStages:
         twice = [name for name, count in Counter(name for name, *_ in self._named).items() if count > 1]
         if twice:
             stages = " and ".join(str(stage) for name, stage, _ in self._named if name == twice[0])
-            raise RecordError(f"stages {stages} both have a parameter {twice[0]}: give rename=, from stage and name")
+            cure = "give rename=, from stage and name"
+            if isinstance(self.rename, AdapterNames):
+                cure = "the whole model has one, so cut it into stages that hold each layer once"
+            raise RecordError(f"stages {stages} both have a parameter {twice[0]}: {cure}")
 
     def check_start(self, expected: RecordedOperation) -> None:
         """Raise ``RecordError`` where weights are not the recorded ones."""

@@ -66,11 +66,14 @@ class SingleDevice:
 class ReferenceBeside:
     """What rank 0 makes of ``source`` for one step; ``timeout_s`` bounds each wait.
 
+    renamable: whether names may be cured by rename=.
+
     ``model``: on rank 0 the reference, with the weights that the step began with; ``microbatches`` are what it runs.
     """
 
-    def __init__(self, source: SingleDevice, exchange: Exchange, *, timeout_s: float) -> None:
+    def __init__(self, source: SingleDevice, exchange: Exchange, *, timeout_s: float, renamable: bool = True) -> None:
         self.source = source
+        self._renamable = renamable
         self.model: nn.Module | None = None
         self.microbatches: Pairs = ()
         self._exchange = exchange
@@ -161,9 +164,10 @@ class ReferenceBeside:
         named = dict(model.named_parameters(remove_duplicate=False))
         for what, names in (("no rank holds", named.keys() - held), ("the reference lacks", held.keys() - named)):
             if names:
-                raise RecordError(
-                    f"{what} {', '.join(sorted(names))}: build both alike, or give rename= if names differ"
+                cure = (
+                    ", or give rename= if names differ" if self._renamable else ", in the same sizes and with its names"
                 )
+                raise RecordError(f"{what} {', '.join(sorted(names))}: build both alike{cure}")
         with torch.no_grad():
             for name, parameter in named.items():
                 weight = self._whole(name, held[name])

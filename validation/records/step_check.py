@@ -1,39 +1,38 @@
 """One step of a running job under torchrun, held against a record, or against the single-device model beside it.
 
-Every rank compares its own stages, one tensor at a time and where the job holds it, so that a check takes no more
-memory than the largest parameter; the verdicts are joined at the end, so that all ranks have the same.
+Every rank compares its own stages, one tensor at a time and where the job holds it, so that comparing takes no more
+memory than the largest parameter. What ranks exchange takes more: the store has all weights while a reference is made
+of them, and of gradients that ranks have in parts all that others are to judge, until the end. The verdicts are joined
+there, so that all ranks have the same.
 """
 
-import math
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor, nn
 
 from pipeproof.foreign.handed_back import Gradient
 from pipeproof.foreign.reference_run import WhiteBoxError
-from pipeproof.judging.comparison import Comparison, leave_out
-from pipeproof.judging.judge import concluded
+from pipeproof.judging.comparison import Comparison
 from pipeproof.judging.ledger import Ledger
-from pipeproof.judging.verdict import Crash, LawResult, Verdict
+from pipeproof.judging.verdict import Crash, Verdict
 from pipeproof.observers.shards import Shard
 from pipeproof.observers.wrappers import AroundGradients
 from pipeproof.pipeline.step import Parts
-from pipeproof.records.held_in_common import LAWS as IN_COMMON
 from pipeproof.records.held_in_common import HeldInCommon
 from pipeproof.records.rank_part import (
     MOST,
+    AdapterNames,
     Arrival,
     Kept,
-    Notes,
     RankStages,
     Rename,
     Run,
@@ -44,10 +43,8 @@ from pipeproof.records.rank_part import (
     told,
 )
 from pipeproof.records.record import (
-    LAWS,
     ContentError,
     Record,
-    Recorded,
     RecordedOperation,
     RecordError,
     against,
@@ -57,8 +54,9 @@ from pipeproof.records.record import (
 from pipeproof.records.record_evidence import Step, checked, explained
 from pipeproof.records.record_file import read
 from pipeproof.records.single_device import ReferenceBeside, SingleDevice
+from pipeproof.records.step_parts import EVERY_LAW, StepPart, joined
 from pipeproof.records.step_record import Pairs
-from pipeproof.worlds.rank_report import Ending, RankReport, details, headline
+from pipeproof.worlds.rank_report import Ending, RankReport
 from pipeproof.worlds.side_store import Exchange, RanksAbsent, exchange
 
 _LAST_WORDS_S = 10.0  # a rank that raised waits no longer than this for the others before it goes its way
@@ -66,21 +64,6 @@ _LAST_WORDS_S = 10.0  # a rank that raised waits no longer than this for the oth
 
 class CheckError(ValueError):
     """A check that is used in the wrong order."""
-
-
-@dataclass(frozen=True)
-class _Part:
-    """What a rank saw of the step: how it ended, what it compared and kept, the norm it reported, what is wrong.
-
-    ``crash``: what was raised while it compared.
-    """
-
-    report: RankReport
-    ledger: Ledger
-    notes: Notes
-    norm: float | None
-    problem: str = ""
-    crash: Crash | None = None
 
 
 class StepCheck:
@@ -111,12 +94,13 @@ class StepCheck:
         self._timeout_s = timeout_s
         self._source = against
         self._number = operation
-        self._ledger = Ledger((*LAWS, *IN_COMMON))
+        self._ledger = Ledger(EVERY_LAW)
         self._held: HeldInCommon | None = None  # as ``_at``
         self._shards: Mapping[str, Shard] = {}
         self._at: Comparison | None = None  # None before the step, and where there is nothing to judge
         self._expected: RecordedOperation | None = None
         self._norm: float | None = None
+        self._no_norm = ""  # why, where this rank was told one and reports none
         self._record: Record | None = None
         self._beside: ReferenceBeside | None = None
         self._problem = ""  # of this rank, with the record
@@ -130,7 +114,8 @@ class StepCheck:
         self._began = perf_counter()
         self._exchange: Exchange = exchange()
         if isinstance(self._source, SingleDevice):
-            self._beside = ReferenceBeside(self._source, self._exchange, timeout_s=self._timeout_s)
+            renamable = not isinstance(self._rename, AdapterNames)
+            self._beside = ReferenceBeside(self._source, self._exchange, timeout_s=self._timeout_s, renamable=renamable)
         modules = self._modules
         numbered = {self._exchange.rank: modules} if isinstance(modules, nn.Module) else modules
         self._own = RankStages(numbered, self._rename)
@@ -195,6 +180,10 @@ class StepCheck:
                 self._norm = float(norm)
                 self._at.norm(self._norm, rank=rank)
 
+    def miss_norm(self, why: str) -> None:
+        """Say why this rank does not report the norm that it was told."""
+        self._no_norm = why
+
     def wrap(self, parts: Parts) -> Parts:
         """For ``PipelineSchedule.wrapped``: its steps then call ``gradients`` themselves, at the right moment."""
         return replace(parts, gradients=_Checked(parts, self))
@@ -219,7 +208,7 @@ class StepCheck:
         ending = Ending.FINISHED if error is None else Ending.RAISED
         message = "" if error is None else f"{type(error).__name__}: {error}"
         about = RankReport(self._exchange.rank, ending, message)
-        mine = _Part(about, self._ledger, self._kept.notes, self._norm, self._problem, self._crash)
+        mine = StepPart(about, self._ledger, self._kept.notes, self._norm, self._problem, self._crash, self._no_norm)
         what = "the end of the checked step"
         bound_s = self._timeout_s if error is None else min(self._timeout_s, _LAST_WORDS_S)
         try:
@@ -316,50 +305,18 @@ class StepCheck:
             raise RecordError(f"operation {self._number} of {'+'.join(plan)} is no training step")
         return found
 
-    def _joined(self, parts: Sequence[_Part]) -> Verdict:
-        took = perf_counter() - self._began
-        rerun = f"torchrun --nproc-per-node {self._exchange.ranks} {shlex.join(sys.argv)}"
-        reports = [part.report for part in parts]
-        absent = {} if self._absent is None else self._absent.reasons
-        known = [one for one in reports if one.failed or one.rank not in absent]
-        came = {one.rank for one in known}
-        known += [RankReport(rank, Ending.ABSENT, reason) for rank, reason in absent.items() if rank not in came]
-        self._obstacle = self._obstacle or told({part.report.rank: part.problem for part in parts})
-        failed = any(one.failed for one in known)
-        if failed or self._obstacle or self._expected is None or self._record is None:
-            laws = (LawResult("comparable", "unknown", note=self._obstacle),) if self._obstacle else ()
-            blank = Verdict("a step of this job", "unknown", "none", laws, seconds=took, rerun=rerun)
-            raised = any(one.failed for one in reports)
-            ended: Literal["error", "hang"] = "hang" if self._absent and self._absent.late and not raised else "error"
-            return replace(blank, headline=headline(known), failure=details(known), ended=ended) if failed else blank
-        ledger = Ledger((*LAWS, *IN_COMMON))
-        for part in reversed(parts):  # as gradients flow
-            ledger.join(part.ledger)
-        leave_out(ledger, self._expected, number=self._number)
-        if self._run.count == 1:
-            self._lost_buffers(ledger, self._expected)
-        ledger.forget(IN_COMMON)
-        order = (*LAWS, *IN_COMMON).index
-        ledger.mismatches.sort(key=lambda one: (order(one.law), -math.inf if one.stage is None else -one.stage))
-        if all(part.norm is None for part in parts):
-            ledger.miss("grad-norm", "the job reports none")
-        if not self._expected.parameters:
-            ledger.skip("updated-parameters", "what is expected makes no update: the optimizer's state is the job's")
-        if not self._expected.buffers:
-            ledger.skip("buffers", "nothing is expected of them")
-        elif self._run.count > 1:
-            ledger.skip("buffers", "each replica leaves its own, of its own microbatches")
-        title, otherwise = f"a step of this job against {self._record.name}", Recorded(self._expected).precision
-        verdict = concluded(ledger, title, otherwise=otherwise, rerun=rerun, seconds=took)
-        return verdict.before_its_end(next((part.crash for part in parts if part.crash is not None), None))
+    def _joined(self, parts: Sequence[StepPart]) -> Verdict:
+        return joined(
+            parts,
+            None if self._record is None or self._expected is None else (self._record, self._number),
+            absent=self._absent,
+            obstacle=self._obstacle,
+            replicas=self._run.count,
+            rerun=f"torchrun --nproc-per-node {self._exchange.ranks} {shlex.join(sys.argv)}",
+            seconds=perf_counter() - self._began,
+        )
 
-    def _lost_buffers(self, ledger: Ledger, expected: RecordedOperation) -> None:
-        """Enter the buffers that no rank has, where every rank looked."""
-        at, compared = against(expected, ledger, number=self._number), ledger.entered("buffers", self._number)
-        for name in [name for name in expected.buffers if name not in compared]:
-            at.buffer(name, None)
-
-    def _explained(self, verdict: Verdict, parts: Sequence[_Part]) -> Verdict:
+    def _explained(self, verdict: Verdict, parts: Sequence[StepPart]) -> Verdict:
         """``verdict`` with its causes, where there is something to explain: all ranks have the same parts."""
         if not verdict.mismatches:
             return verdict
@@ -368,7 +325,7 @@ class StepCheck:
             verdict, self._kept, self._exchange, look=lambda: self._checked(parts).evidence(verdict), bound_s=bound_s
         )
 
-    def _checked(self, parts: Sequence[_Part]) -> Step:
+    def _checked(self, parts: Sequence[StepPart]) -> Step:
         assert self._record is not None, "there was something to compare with"
         found = checked(
             self._record,

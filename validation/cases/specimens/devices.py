@@ -212,6 +212,21 @@ def _reported(result: StepResult, parts: Parts) -> StepResult:
     return result if there.device.type == CPU else replace(result, loss=_early(there + 0).item())
 
 
+def _next_in_its_place(
+    summary: str, origin: str, transport: Callable[[Transport, torch.device], Transport]
+) -> Specimen:
+    """A transport by which the next message comes where the one before has not been read."""
+    return Specimen(
+        summary=summary,
+        origin=origin,
+        classes=("tI", "mE"),
+        fault=_NEXT,
+        needs=_TWO,
+        schedule="gpipe",
+        plant=_transport(transport),
+    )
+
+
 SPECIMENS: Mapping[str, Specimen] = {
     "sent-before-copied": Specimen(
         summary="an activation is sent before its copy has reached the host",
@@ -221,23 +236,15 @@ SPECIMENS: Mapping[str, Specimen] = {
         needs=_ACROSS,
         plant=_transport(_SentEarly),
     ),
-    "pinned-buffer-overwritten": Specimen(
-        summary="one pinned buffer takes every message, also while its copy to the device is under way",
-        origin="vllm-project/vllm-ascend#12079",
-        classes=("tI", "mE"),
-        fault=_NEXT,
-        needs=_TWO,
-        schedule="gpipe",
-        plant=_transport(_OnePinned),
+    "pinned-buffer-overwritten": _next_in_its_place(
+        "one pinned buffer takes every message, also while its copy to the device is under way",
+        "vllm-project/vllm-ascend#12079",
+        _OnePinned,
     ),
-    "device-buffer-reused": Specimen(
-        summary="a side stream copies the next message over one that the stage has not read: no event is waited for",
-        origin="NVIDIA/Megatron-LM#7398; huggingface/trl#7195",
-        classes=("tI", "mE"),
-        fault=_NEXT,
-        needs=_TWO,
-        schedule="gpipe",
-        plant=_transport(_OneBuffer),
+    "device-buffer-reused": _next_in_its_place(
+        "a side stream copies the next message over one that the stage has not read: no event is waited for",
+        "NVIDIA/Megatron-LM#7398; huggingface/trl#7195",
+        _OneBuffer,
     ),
     "side-stream-not-waited-for": Specimen(
         summary="a stage's input is made on a side stream, and used before that has run",

@@ -234,11 +234,24 @@ def norm(evidence: Evidence) -> list[Cause]:
         detail = f"norm {value}, expected {right}"
         return [] if evidence.playable is None else [Cause("report", rank=rank if alone else None, detail=detail)]
     text, stage = _called(value, chain(likely_norms(evidence, rank), _scaled(value, right)))
+    if text == _NOBODYS and not alone and evidence.playable is None:
+        return []  # gradients may have been changed after they were compared: see ``of_no_known_norm``
     kind = "report" if alone or (text == _NOBODYS and _clipped_by_the_right(evidence)) else "norm"
     detail = f"{value:.6g} in place of {right:.6g}: {text}"
     if stage is not None and not alone:
         rank, alone = evidence.placement[stage], True
     return [Cause(kind, rank=rank if alone else None, stage=stage, factor=value / right, detail=detail)]
+
+
+def of_no_known_norm(evidence: Evidence) -> tuple[str, ...]:
+    """What is said of a norm that is wrong beside gradients that are right, and of which ``norm`` names no cause."""
+    found = [m for m in evidence.verdict.mismatches if m.law == "grad-norm"]
+    if not found or evidence.differs("gradient") or evidence.differs("presence"):
+        return ()
+    return (
+        "the norm is like nothing known of the gradients that were compared: it is formed in another way, or gradients "
+        "were changed after they were compared and before the norm was formed",
+    )
 
 
 def _apart(found: Collection[Mismatch], evidence: Evidence) -> list[Cause]:
@@ -306,7 +319,11 @@ def likely_norms(evidence: Evidence, rank: int) -> Iterator[Likely]:
         yield "the largest of the ranks' norms", None, max(_root(part.values()) for part in by_rank.values())
     for stage, part in by_stage.items():
         yield f"that of stage {stage}'s gradients alone", stage, _root(part.values())
-    yield "every copy of a tied parameter is counted", None, _root(sizes.values())
+    yield (
+        "every copy of a tied parameter is counted",
+        None,
+        _root([*sizes.values(), *_of_further_copies(evidence, kept)]),
+    )
     yield from _sums_of_norms(sizes.values(), {"ranks": by_rank.values(), "stages": by_stage.values()})
     yield from _other_norms(kept.values())
     flat = _root(size for site, size in sizes.items() if kept[site].dim() < 2)
@@ -321,6 +338,14 @@ def likely_norms(evidence: Evidence, rank: int) -> Iterator[Likely]:
     yield from _of_several(by_stage)
     if evidence.playable is not None:
         yield from _of_case(evidence)
+
+
+def _of_further_copies(evidence: Evidence, kept: Mapping[Site, Tensor]) -> Iterator[float]:
+    """The norms of copies that other stages hold of what ``kept`` has once, as all that comes from a record has."""
+    held = {} if evidence.sums is None else {name: set(stages) for name, stages in evidence.sums.copies}
+    for (stage, name), gradient in kept.items():
+        for _ in held.get(name, set()) - {stage}:
+            yield float(gradient.norm())
 
 
 def _sums_of_norms(

@@ -20,12 +20,12 @@ from pipeproof.foreign.frameworks.colossalai_whole import (
     COLOSSALAI,
     ColossalAIError,
     Criterion,
-    OfMicrobatch,
     Packed,
     Whole,
     check_model,
 )
-from pipeproof.foreign.frameworks.framework import Named, replaced
+from pipeproof.foreign.frameworks.drawn import Drawn
+from pipeproof.foreign.frameworks.framework import Named, OfMicrobatch, replaced
 from pipeproof.foreign.frameworks.framework_step import FrameworkStep, Observation, Sight, observing
 from pipeproof.foreign.handed_back import FlatShard, Gradient
 from pipeproof.foreign.validator import WhiteBox
@@ -49,7 +49,7 @@ def step_of(booster: Any, model: Any, optimizer: Any, batches: int | None = 1) -
     """
     plugin = check_covered(booster, model, optimizer)
     stages = stages_of(plugin.stage_manager, model.module)
-    losses, runs = list[Tensor](), list[str]()
+    losses, runs, drawn = list[Tensor](), list[str](), Drawn()
 
     def gradients() -> dict[nn.Parameter, Gradient]:
         if batches not in (None, len(runs)):
@@ -64,8 +64,9 @@ def step_of(booster: Any, model: Any, optimizer: Any, batches: int | None = 1) -
         lambda stage, name: f"{CHILD}.{name}",
         gradients,
         lambda: losses,
-        partial(_watching, plugin, model.module, stages, optimizer, (losses, runs)),
+        partial(_watching, plugin, model.module, stages, optimizer, (losses, runs, drawn)),
         unfinished=ColossalAIError("optimizer.step was not called in the block: let the block call it"),
+        drawn=drawn,
     )
 
 
@@ -101,18 +102,18 @@ def _watching(
     module: nn.Module,
     stages: Mapping[int, nn.Module],
     optimizer: Any,
-    notes: tuple[list[Tensor], list[str]],
+    notes: tuple[list[Tensor], list[str], Drawn],
     sight: Sight,
 ) -> Iterator[None]:
-    """While this is open, note losses, and tell ``sight`` that the optimizer is about to step, and the norm."""
-    losses, runs = notes
+    """While this is open, note losses and data, tell ``sight`` that the optimizer is about to step, and the norm."""
+    losses, runs, drawn = notes
     run = plugin.scheduler.forward_backward_step
 
     @wraps(run)
     def noted(model: Any, data_iter: Any, criterion: Criterion, *more: Any, **named: Any) -> Any:
         if torch.is_grad_enabled():
             runs.append("run")
-            criterion = _noting(criterion, losses)
+            data_iter, criterion = drawn.noting(data_iter), _noting(criterion, losses)
         return run(model, data_iter, criterion, *more, **named)
 
     with ExitStack() as stack:
@@ -211,9 +212,8 @@ def check_covered(booster: Any, model: Any, optimizer: Any) -> Any:
 def check_count(scheduler: Any, count: int, rows: int) -> None:
     """Raise ``ColossalAIError`` unless ``scheduler`` cuts a batch into so many microbatches of so many rows."""
     for name, seen, due in (("microbatches", count_of(scheduler), count), ("rows", scheduler.microbatch_size, rows)):
-        if seen is not None and seen != due:
-            has = f"num_microbatches is {seen}" if name == "microbatches" else f"microbatch_size is {seen}"
-            raise ColossalAIError(f"the plugin's {has}, and the step has {due} {name}: let both be the same")
+        option = "num_microbatches" if name == "microbatches" else "microbatch_size"
+        COLOSSALAI.check_count(f"the plugin's {option}", seen, due, name)
 
 
 def count_of(scheduler: Any) -> int | None:
@@ -265,7 +265,8 @@ def validate(
     Raises ``ColossalAIError``, and what ``whitebox.validate`` raises.
     """
     COLOSSALAI.module()
-    packed = Packed.of(microbatches)
+    COLOSSALAI.check_dtype(dtype)
+    packed = Packed.of(COLOSSALAI.listed(microbatches))
     run = validated if whitebox is None else whitebox.validate
     return run(
         Named(step, partial(_left_as_it_was, step)),

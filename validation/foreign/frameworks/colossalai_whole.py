@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
 from pipeproof.foreign.frameworks.framework import Framework
@@ -118,24 +117,12 @@ def _form(microbatch: Any) -> str:
     return f"a {kind} of {sorted(map(str, microbatch))}" if isinstance(microbatch, Mapping) else f"a {kind}"
 
 
-@dataclass(frozen=True)
-class OfMicrobatch:
-    """``criterion``, of outputs and the number of their microbatch: what is told apart from the model's own inputs."""
-
-    criterion: Criterion
-    microbatches: Mapping[tuple[int, ...], Any]
-
-    def __call__(self, outputs: Any, number: Tensor) -> Tensor:
-        microbatch = self.microbatches[tuple(number.tolist())]
-        return self.criterion(outputs, tree_map_only(Tensor, lambda tensor: tensor.to(number.device), microbatch))
-
-
 class Whole(nn.Module):
     """The whole model; called with the tensors of a microbatch."""
 
     def __init__(self, build: Callable[[], nn.Module], packed: Packed, dtype: torch.dtype | None = None) -> None:
         super().__init__()
-        model = build()
+        model = COLOSSALAI.built(build)
         if not isinstance(model, nn.Module):
             raise ColossalAIError(
                 f"the reference is a {type(model).__name__}: expected the model, before it is boosted"
@@ -170,6 +157,4 @@ def check_model(model: nn.Module) -> None:
         raise ColossalAIError(
             f"the model has LoRA's layers: {COLOSSALAI.adapter} covers models without; train all of it"
         )
-    for name, module in model.named_modules():
-        if isinstance(module, _DropoutNd) and module.p:
-            raise ColossalAIError(f"{name} drops out with p={module.p}: set p to 0 for the check")
+    COLOSSALAI.check_dropout(model)

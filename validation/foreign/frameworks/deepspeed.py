@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeproof.foreign.frameworks.deepspeed_whole import DEEPSPEED, DeepSpeedError, Whole
-from pipeproof.foreign.frameworks.framework import Named, launched, loss_of_its_own, replaced
+from pipeproof.foreign.frameworks.deepspeed_whole import DEEPSPEED, DeepSpeedError, Whole, loss_of_layers
+from pipeproof.foreign.frameworks.drawn import Drawn
+from pipeproof.foreign.frameworks.framework import Named, OfMicrobatch, launched, replaced
 from pipeproof.foreign.frameworks.framework_step import FrameworkStep, Observation, Sight, observing
 from pipeproof.foreign.handed_back import FlatShard, Gradient
 from pipeproof.foreign.validator import WhiteBox
@@ -61,9 +62,15 @@ def gradients_of(engine: Any) -> dict[nn.Parameter, Gradient]:
 
 
 @contextmanager
-def _watching(engine: Any, sight: Sight) -> Iterator[None]:
-    """While this is open, tell ``sight`` that the optimizer is about to step, and the norm of the gradients."""
-    take_step = engine._take_model_step
+def _watching(engine: Any, drawn: Drawn, sight: Sight) -> Iterator[None]:
+    """While this is open, note what is ``drawn``, tell ``sight`` when the optimizer is about to step, and the norm."""
+    take_step, draw = engine._take_model_step, engine._next_batch
+
+    @wraps(draw)
+    def next_batch() -> Any:
+        batch = draw()
+        drawn.note(batch)
+        return batch
 
     @wraps(take_step)
     def noted(*arguments: Any, **named: Any) -> Any:
@@ -75,7 +82,7 @@ def _watching(engine: Any, sight: Sight) -> Iterator[None]:
             sight.norm(norm)
         return result
 
-    with replaced(engine, "_take_model_step", noted):
+    with replaced(engine, "_take_model_step", noted), replaced(engine, "_next_batch", next_batch):
         yield
 
 
@@ -97,13 +104,15 @@ def _clipping_noted() -> Iterator[list[Any]]:
 def step_of(engine: Any) -> FrameworkStep:
     """The engine's step on this rank; raises ``DeepSpeedError`` for what is not covered."""
     check_covered(engine)
+    drawn = Drawn()
     return FrameworkStep(
         {engine.stage_id: engine.module},
         lambda stage, name: name,  # those of a PipelineModule are the reference's
         partial(gradients_of, engine),
         lambda: engine.fwd_outputs,
-        partial(_watching, engine),
+        partial(_watching, engine, drawn),
         unfinished=DeepSpeedError("the engine took no step: call engine.train_batch in the block"),
+        drawn=drawn,
     )
 
 
@@ -116,8 +125,8 @@ def observed(engine: Any, microbatches: Sequence[Any], reference: nn.Module) -> 
     ``train_batch``. Raises ``DeepSpeedError`` for what is not covered.
     """
     step = step_of(engine)
-    check_count(engine, microbatches)
-    _check_neighbours(engine)
+    check_count(engine, DEEPSPEED.listed(microbatches))
+    DEEPSPEED.check_neighbours(engine.stage_id, engine.grid.data_parallel_size, "DeepSpeed's own topology")
     _check_types(engine.module, reference)
     DEEPSPEED.load(engine.module.named_parameters(), reference)
     if hasattr(engine.optimizer, "refresh_fp32_params"):
@@ -140,21 +149,7 @@ def check_covered(engine: Any) -> None:
 
 def check_count(engine: Any, microbatches: Sequence[Any]) -> None:
     """Raise ``DeepSpeedError`` unless the engine takes a step of so many."""
-    if engine.micro_batches != len(microbatches):
-        raise DeepSpeedError(
-            f"gradient_accumulation_steps is {engine.micro_batches}, and the step has {len(microbatches)} "
-            "microbatches: let both be the same"
-        )
-
-
-def _check_neighbours(engine: Any) -> None:
-    """Raise ``DeepSpeedError`` where ranks are numbered otherwise than ``whitebox.validate`` numbers them."""
-    rank, replicas = dist.get_rank(), engine.grid.data_parallel_size
-    if engine.stage_id != rank // replicas:
-        raise DeepSpeedError(
-            f"rank {rank} has stage {engine.stage_id}, expected {rank // replicas}: ranks of a stage have to be "
-            "neighbours, as in DeepSpeed's own topology"
-        )
+    DEEPSPEED.check_count("gradient_accumulation_steps", engine.micro_batches, len(microbatches))
 
 
 def _check_types(module: nn.Module, reference: nn.Module) -> None:
@@ -187,14 +182,41 @@ def validate(
     Raises ``DeepSpeedError``, and what ``whitebox.validate`` raises.
     """
     DEEPSPEED.module()
+    DEEPSPEED.check_dtype(dtype)
+    data = [tuple(one) if isinstance(one, list) else one for one in DEEPSPEED.listed(microbatches)]
+    loss, train = loss_fn or loss_of_layers, step
+    if any(isinstance(one, tuple) and len(one) == 2 and isinstance(one[1], tuple | list) for one in data):
+        pairs = [pair_of(number, one) for number, one in enumerate(data)]
+        labels: dict[tuple[int, ...], Any] = {(number,): one for number, (_, one) in enumerate(pairs)}
+        loss, train = OfMicrobatch(loss, labels), partial(_with_labels, step, labels)
+        data = [(inputs, torch.tensor([number])) for number, (inputs, _) in enumerate(pairs)]
     run = validated if whitebox is None else whitebox.validate
     return run(
-        Named(step, partial(_left_as_it_was, step)),
+        Named(step, partial(_left_as_it_was, train)),
         reference=Named(reference, partial(Whole, reference, dtype)),
-        microbatches=[tuple(one) if isinstance(one, list) else one for one in microbatches],
+        microbatches=data,
         ranks=DEEPSPEED.mesh(ranks),
-        loss_fn=loss_fn or loss_of_its_own,
+        loss_fn=loss,
     )
+
+
+def pair_of(number: int, microbatch: Any) -> tuple[Any, Any]:
+    """A microbatch as a pair of inputs and labels. Raises ``DeepSpeedError`` where it is none."""
+    if not isinstance(microbatch, tuple | list) or len(microbatch) != 2:
+        found = type(microbatch).__name__
+        found += f" of length {len(microbatch)}" if isinstance(microbatch, tuple | list) else ""
+        raise DeepSpeedError(f"microbatch {number} is a {found}: expected a pair of inputs and labels")
+    return microbatch[0], microbatch[1]
+
+
+def _with_labels(
+    step: Callable[[Any, list[Any]], Any],
+    labels: Mapping[tuple[int, ...], Any],
+    model: nn.Module,
+    microbatches: list[Any],
+) -> Any:
+    """Run a step with the ``labels`` of several tensors for which numbers stand."""
+    return step(model, [(inputs, labels[tuple(number.tolist())]) for inputs, number in microbatches])
 
 
 def _left_as_it_was(step: Callable[[Any, list[Any]], Any], model: nn.Module, microbatches: list[Any]) -> Any:

@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
 
-from pipeproof.foreign.frameworks.framework import Framework
+from pipeproof.foreign.frameworks.framework import Framework, form
 from pipeproof.foreign.reference_run import WhiteBoxError
 
 
@@ -35,9 +34,7 @@ class Whole(nn.Module):
         self._calls = [self._made(str(number), layer) for number, layer in enumerate(layers)]
         if dtype is not None:
             self.to(dtype)
-        for name, module in self.named_modules():
-            if isinstance(module, _DropoutNd) and module.p:
-                raise DeepSpeedError(f"layer {name} drops out with p={module.p}: set p to 0 for the check")
+        DEEPSPEED.check_dropout(self, what="layer ")
 
     def _made(self, name: str, layer: Any) -> Callable[[Any], Any]:
         """What to call for ``layer``, which is a module, the specification of one, or a function."""
@@ -65,3 +62,11 @@ class Whole(nn.Module):
         for call in self._calls:
             made = call(made)
         return made
+
+
+def loss_of_layers(output: Any, _: Any) -> Tensor:
+    """For layers that give the loss themselves. Raises ``DeepSpeedError`` where they do not."""
+    if not isinstance(output, Tensor) or output.numel() != 1:
+        found = f"a tensor of {form(output)}" if isinstance(output, Tensor) else f"a {type(output).__name__}"
+        raise DeepSpeedError(f"the last layer gives {found}, and no loss: pass the PipelineModule's loss_fn")
+    return output

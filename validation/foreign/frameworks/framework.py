@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils._pytree import tree_map_only
 
 from pipeproof.foreign.reference_run import WhiteBoxError, name_of
 
@@ -66,11 +68,43 @@ class Framework:
             raise self.error(f"ranks has the axis {other[0]!r}: {self.adapter} covers pp and dp")
         return {axis: ranks.get(axis, 1) for axis in self.axes}
 
-    def built(self, build: Any) -> Any:
-        """What ``build``, the user's reference, gives. Raises where it is no function."""
+    def built(self, build: Any, *given: Any) -> Any:
+        """What ``build``, the user's reference, gives for what it is ``given``. Raises where it is no function."""
         if isinstance(build, nn.Module) or not callable(build):
             raise self.error(f"reference is a {type(build).__name__}: expected a function that builds it")
-        return build()
+        return build(*given)
+
+    def listed(self, microbatches: Any, *, what: str = "microbatches") -> Sequence[Any]:
+        """The ``microbatches``. Raises where they are no list: one that is drawn from is the job's, and left alone."""
+        if not isinstance(microbatches, Sequence) or isinstance(microbatches, str):
+            found = "None" if microbatches is None else f"a {type(microbatches).__name__}"
+            raise self.error(f"{what} is {found}: expected a list of those of the step")
+        return microbatches
+
+    def check_count(self, option: str, count: int | None, due: int, what: str = "microbatches") -> None:
+        """Raise unless ``count``, which the ``option`` has, is that of the step; None: nobody says."""
+        if count is not None and count != due:
+            raise self.error(f"{option} is {count}, and the step has {due} {what}: let both be the same")
+
+    def check_neighbours(self, stage: int, replicas: int, numbering: str) -> None:
+        """Raise where this rank, which has ``stage``, is numbered otherwise than ``whitebox.validate`` numbers it."""
+        rank = dist.get_rank()
+        if stage != rank // replicas:
+            raise self.error(
+                f"rank {rank} has stage {stage}, expected {rank // replicas}: ranks of a stage have to be neighbours, "
+                f"as in {numbering}"
+            )
+
+    def check_dropout(self, model: nn.Module, *, what: str = "") -> None:
+        """Raise for a module of torch's that drops out; ``what`` stands before its name."""
+        for name, module in model.named_modules():
+            if isinstance(module, _DropoutNd) and module.p:
+                raise self.error(f"{what}{name} drops out with p={module.p}: set p to 0 for the check")
+
+    def check_dtype(self, dtype: Any) -> None:
+        """Raise where ``dtype`` is neither None nor a type of torch's."""
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise self.error(f"dtype is {dtype!r}: expected a torch.dtype, as torch.bfloat16")
 
     def load(self, parameters: Iterable[tuple[str, nn.Parameter]], reference: nn.Module) -> None:
         """Give the parameters, by their names in the reference, its weights.
@@ -92,28 +126,47 @@ class Framework:
 
 @dataclass(frozen=True)
 class Packed:
-    """How mappings of tensors become tuples: ``first``, and then what else there is in all of them, by these names."""
+    """How mappings of tensors become tuples: ``first``, if any, and then what else all of them have, by these names."""
 
-    first: str
     names: tuple[str, ...]
+    first: str | None = None
 
     @classmethod
-    def of(cls, inputs: Sequence[Mapping[str, Any]], *, first: str, error: type[WhiteBoxError]) -> "Packed":
+    def of(
+        cls, inputs: Sequence[Mapping[str, Any]], *, error: type[WhiteBoxError], first: str | None = None
+    ) -> "Packed":
         """How to pack these, one for each microbatch. Raises ``error`` where one has other names than the first."""
         names = [sorted(set(given) - {first}) for given in inputs]
+        beside = "" if first is None else f" beside its {first}"
         for number, found in enumerate(names):
             if found != names[0]:
-                raise error(f"microbatch {number} has {found} beside its {first}, microbatch 0 {names[0]}")
-        return cls(first, tuple(names[0]) if names else ())
+                raise error(f"microbatch {number} has {found}{beside}, microbatch 0 {names[0]}")
+        return cls(tuple(names[0]) if names else (), first)
 
     def pack(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """The tensors of a microbatch."""
-        return (inputs[self.first], *(inputs[name] for name in self.names))
+        return tuple(inputs[name] for name in self._order)
 
     def unpack(self, tensors: Any) -> dict[str, Tensor]:
         """They by their names again."""
-        first, *others = tensors if isinstance(tensors, tuple | list) else (tensors,)
-        return {self.first: first, **dict(zip(self.names, others, strict=True))}
+        every = tensors if isinstance(tensors, tuple | list) else (tensors,)
+        return dict(zip(self._order, every, strict=True))
+
+    @property
+    def _order(self) -> tuple[str, ...]:
+        return self.names if self.first is None else (self.first, *self.names)
+
+
+@dataclass(frozen=True)
+class OfMicrobatch:
+    """``criterion``, of outputs and the number of their microbatch, in place of what is no single tensor of targets."""
+
+    criterion: Callable[[Any, Any], Tensor]
+    microbatches: Mapping[tuple[int, ...], Any]
+
+    def __call__(self, outputs: Any, number: Tensor) -> Tensor:
+        microbatch = self.microbatches[tuple(number.tolist())]
+        return self.criterion(outputs, tree_map_only(Tensor, lambda tensor: tensor.to(number.device), microbatch))
 
 
 def unwrapped(name: str, *wrappers: str) -> str:

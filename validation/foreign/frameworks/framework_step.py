@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from pipeproof.foreign.frameworks.drawn import Drawn
 from pipeproof.foreign.handed_back import Gradient, HandedBack, copied
 from pipeproof.foreign.reference_run import WhiteBoxError
 from pipeproof.observers.watching import watch
@@ -37,6 +38,7 @@ class FrameworkStep:
 
     when: whether a call of a stage counts, asked at every call; None: all do. actions: what this rank did, in order, if
     the framework tells. unfinished: what is wrong if gradients were never complete; None: then those at the end count.
+    drawn: what this rank drew of its data while it was watched, as far as the adapter sees that.
     """
 
     stages: Mapping[int, nn.Module]
@@ -47,6 +49,7 @@ class FrameworkStep:
     when: Callable[[], bool] | None = None
     actions: Callable[[], Sequence[Action] | None] = _unknown
     unfinished: WhiteBoxError | None = None
+    drawn: Drawn = field(default_factory=Drawn)
 
     def completes_at_its_end(self, steps: int) -> bool:
         """Whether gradients count as they are at the end, after so many steps of the optimizer were seen.

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from pipeproof.foreign.frameworks.drawn import Drawn
 from pipeproof.foreign.frameworks.framework import Named, replaced
 from pipeproof.foreign.frameworks.framework_step import FrameworkStep, Observation, Sight, observing
 from pipeproof.foreign.frameworks.megatron_whole import (
@@ -143,7 +144,7 @@ def step_of(chunks: Any, optimizer: Any) -> FrameworkStep:
     """
     chunks = chunks_of(chunks)
     check_config(bare(chunks[0]).config)
-    state, losses = core("parallel_state"), list[Tensor]()
+    state, losses, drawn = core("parallel_state"), list[Tensor](), Drawn()
     rank, ranks = state.get_pipeline_model_parallel_rank(), state.get_pipeline_model_parallel_world_size()
     stages = {rank + ranks * number: bare(chunk) for number, chunk in enumerate(chunks)}
     names = {stage: global_names(model) for stage, model in stages.items()}
@@ -152,8 +153,9 @@ def step_of(chunks: Any, optimizer: Any) -> FrameworkStep:
         lambda stage, name: f"{CHILD}.{names[stage].get(name, name)}",
         lambda: {one: gradient for chunk in chunks for one, gradient in gradients_of(chunk).items()},
         lambda: losses,
-        partial(_watching, optimizer, losses),
+        partial(_watching, optimizer, losses, drawn),
         unfinished=None if optimizer is None else MegatronError(_NO_STEP),
+        drawn=drawn,
     )
 
 
@@ -169,10 +171,10 @@ def chunks_of(chunks: Any) -> list[Any]:
 
 
 @contextmanager
-def _watching(optimizer: Any, losses: list[Tensor], sight: Sight) -> Iterator[None]:
-    """While this is open, note losses, and tell ``sight`` that the optimizer is about to step, and the norm."""
+def _watching(optimizer: Any, losses: list[Tensor], drawn: Drawn, sight: Sight) -> Iterator[None]:
+    """While this is open, note losses and data, tell ``sight`` that the optimizer is about to step, and the norm."""
     with ExitStack() as stack:
-        stack.enter_context(_noted(losses))
+        stack.enter_context(_noted(losses, drawn))
         if optimizer is not None:
             stack.enter_context(replaced(optimizer, "step", _telling(optimizer.step, sight)))
         yield
@@ -191,16 +193,21 @@ def _telling(step: Callable[..., Any], sight: Sight) -> Callable[..., Any]:
 
 
 @contextmanager
-def _noted(losses: list[Tensor]) -> Iterator[None]:
-    """While this is open, note every loss that Megatron's schedules are given, before they divide it in place."""
+def _noted(losses: list[Tensor], drawn: Drawn) -> Iterator[None]:
+    """While this is open, note what Megatron's schedules are given: every loss, before they divide it in place, and
+    the data that a forward step draws."""
     place = core("pipeline_parallel.schedules")
-    calculate = place.forward_step_calc_loss
+    calculate, forward = place.forward_step_calc_loss, place.forward_step
 
     @wraps(calculate)
     def noted(model: Any, output: Any, function: Any, config: Any, *more: Any, **named: Any) -> Any:
         return calculate(model, output, _loss_noted(function, config, losses), config, *more, **named)
 
-    with replaced(place, "forward_step_calc_loss", noted):
+    @wraps(forward)
+    def drawing(function: Any, data_iterator: Any, *more: Any, **named: Any) -> Any:
+        return forward(function, drawn.noting(data_iterator), *more, **named)
+
+    with replaced(place, "forward_step_calc_loss", noted), replaced(place, "forward_step", drawing):
         yield
 
 
@@ -266,7 +273,7 @@ def validate(
     """
     core()
     whole = Named(reference, partial(Whole, reference, forward_step))
-    data = [tuple(one) if isinstance(one, tuple | list) else (one,) for one in microbatches]
+    data = [tuple(one) if isinstance(one, tuple | list) else (one,) for one in MEGATRON.listed(microbatches)]
     run = validated if whitebox is None else whitebox.validate
     return run(
         Named(step, partial(_left_as_it_was, step)),

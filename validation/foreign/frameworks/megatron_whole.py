@@ -106,7 +106,12 @@ class Whole(nn.Module):
             counts = [self.results(*one)[1:-1] for one in microbatches]
         if not all(counts):
             raise MegatronError("calculate_per_token_loss needs a loss function of three results: loss, tokens, report")
-        return float(sum(count.item() for (count,) in counts))
+        total = float(sum(count.item() for (count,) in counts))
+        if not total:
+            raise MegatronError(
+                "the loss function counts 0 tokens in all microbatches: give some of which a label is not masked"
+            )
+        return total
 
 
 def _as_called(model: Any) -> tuple[nn.Module, nn.Module]:

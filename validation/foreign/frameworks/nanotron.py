@@ -13,20 +13,20 @@ from types import CellType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipeproof.foreign.frameworks.framework import Named, launched, replaced
+from pipeproof.foreign.frameworks.drawn import Drawn
+from pipeproof.foreign.frameworks.framework import Named, Packed, launched, replaced
 from pipeproof.foreign.frameworks.framework_step import FrameworkStep, Observation, Sight, observing
 from pipeproof.foreign.frameworks.nanotron_whole import (
     NANOTRON,
     Microbatch,
     NanotronError,
-    Packed,
     Whole,
     check_model,
     core,
+    packed_of,
 )
 from pipeproof.foreign.handed_back import Gradient
 from pipeproof.foreign.validator import WhiteBox
@@ -110,7 +110,7 @@ def gradients_of(trainer: Any) -> dict[nn.Parameter, Gradient]:
 def step_of(trainer: Any) -> FrameworkStep:
     """The step of this trainer on this rank; raises ``NanotronError`` for what is not covered."""
     check_covered(trainer)
-    model, losses = bare(trainer.model), list[Tensor]()
+    model, losses, drawn = bare(trainer.model), list[Tensor](), Drawn()
     stage = Stage(model)
     number: int = trainer.parallel_context.pp_pg.rank()
     return FrameworkStep(
@@ -118,14 +118,15 @@ def step_of(trainer: Any) -> FrameworkStep:
         lambda _, name: name,  # blocks are numbered in the whole model, and have their names there
         partial(gradients_of, trainer),
         lambda: losses,
-        partial(_watching, trainer, stage, losses),
+        partial(_watching, trainer, stage, losses, drawn),
         unfinished=None if trainer.optimizer is None else NanotronError(_NO_STEP),
+        drawn=drawn,
     )
 
 
 @contextmanager
-def _watching(trainer: Any, stage: Stage, losses: list[Tensor], sight: Sight) -> Iterator[None]:
-    """While this is open, note losses, and tell ``sight`` of gradients before they are clipped, and by which norm."""
+def _watching(trainer: Any, stage: Stage, losses: list[Tensor], drawn: Drawn, sight: Sight) -> Iterator[None]:
+    """While this is open, note losses and data, and tell ``sight`` of gradients before clipping, and the norm."""
     told = False
 
     def complete() -> None:
@@ -137,6 +138,8 @@ def _watching(trainer: Any, stage: Stage, losses: list[Tensor], sight: Sight) ->
     with ExitStack() as stack:
         stack.enter_context(stage.noting(losses))
         stack.enter_context(_clipping_noted(complete, sight))
+        if hasattr(getattr(trainer, "pipeline_engine", None), "train_batch_iter"):
+            stack.enter_context(_drawing_noted(trainer.pipeline_engine, drawn))
         if trainer.optimizer is not None:
             step = trainer.optimizer.step
 
@@ -148,6 +151,19 @@ def _watching(trainer: Any, stage: Stage, losses: list[Tensor], sight: Sight) ->
                 return step(*given, **named)
 
             stack.enter_context(replaced(trainer.optimizer, "step", noted))
+        yield
+
+
+@contextmanager
+def _drawing_noted(engine: Any, drawn: Drawn) -> Iterator[None]:
+    """While this is open, note the microbatches that the engine draws."""
+    train = engine.train_batch_iter
+
+    @wraps(train)
+    def noted(model: Any, pg: Any, batch: Any, *more: Any, **named: Any) -> Any:
+        return train(model, pg, drawn.noting(batch), *more, **named)
+
+    with replaced(engine, "train_batch_iter", noted):
         yield
 
 
@@ -194,8 +210,9 @@ def observed(trainer: Any, microbatches: Sequence[Microbatch], reference: nn.Mod
     has no use for a tensor, it has a pointer to the rank that has. Raises ``NanotronError`` for what is not covered.
     """
     step = step_of(trainer)
-    check_count(trainer, microbatches)
-    _check_neighbours(trainer.parallel_context)
+    check_count(trainer, NANOTRON.listed(microbatches))
+    context = trainer.parallel_context
+    NANOTRON.check_neighbours(context.pp_pg.rank(), context.data_parallel_size, "nanotron's own ParallelContext")
     load(trainer, step, reference)
     seen = Observation(step, iter([cut(one, trainer) for one in microbatches]))
     with observing(seen, step):
@@ -251,22 +268,8 @@ def check_covered(trainer: Any) -> None:
 
 def check_count(trainer: Any, microbatches: Sequence[Any]) -> None:
     """Raise ``NanotronError`` unless the trainer takes a step of so many."""
-    count = getattr(trainer, "n_micro_batches_per_batch", len(microbatches))
-    if count != len(microbatches):
-        raise NanotronError(
-            f"batch_accumulation_per_replica is {count}, and the step has {len(microbatches)} microbatches: let both "
-            "be the same"
-        )
-
-
-def _check_neighbours(context: Any) -> None:
-    """Raise ``NanotronError`` where ranks are numbered otherwise than ``whitebox.validate`` numbers them."""
-    rank, stage = dist.get_rank(), context.pp_pg.rank()
-    if stage != rank // context.data_parallel_size:
-        raise NanotronError(
-            f"rank {rank} has stage {stage}, expected {rank // context.data_parallel_size}: ranks of a stage have to "
-            "be neighbours, as in nanotron's own ParallelContext"
-        )
+    count = getattr(trainer, "n_micro_batches_per_batch", None)
+    NANOTRON.check_count("batch_accumulation_per_replica", count, len(microbatches))
 
 
 def validate(
@@ -288,7 +291,7 @@ def validate(
     Raises ``NanotronError``, and what ``whitebox.validate`` raises.
     """
     core("parallel.pipeline_parallel.engine")
-    packed = Packed.of(microbatches)
+    packed = packed_of(NANOTRON.listed(microbatches))
     run = validated if whitebox is None else whitebox.validate
     return run(
         Named(step, partial(_left_as_it_was, step, packed)),

@@ -3,15 +3,13 @@
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
 
-from pipeproof.foreign.frameworks.framework import Framework, replaced
+from pipeproof.foreign.frameworks.framework import Framework, Packed, replaced
 from pipeproof.foreign.reference_run import WhiteBoxError
 
 CHILD = "model"  # what the reference calls the whole model
@@ -51,38 +49,19 @@ _COVERED = {
 def check_model(model: nn.Module) -> None:
     """Raise ``NanotronError`` for a model that would be judged wrongly."""
     NANOTRON.covers(vars(getattr(model, "config", None) or nn.Module()), _COVERED)
-    for name, module in model.named_modules():
-        if isinstance(module, _DropoutNd) and module.p:
-            raise NanotronError(f"{name} drops out with p={module.p}: set p to 0 for the check")
+    NANOTRON.check_dropout(model)
 
 
-@dataclass(frozen=True)
-class Packed:
-    """Microbatches as tuples of tensors, in the order of these names."""
-
-    names: tuple[str, ...]
-
-    @classmethod
-    def of(cls, microbatches: Sequence[Microbatch]) -> "Packed":
-        """How to pack these. Raises ``NanotronError`` for what no dataloader of nanotron's gives."""
-        for number, one in enumerate(microbatches):
-            if not isinstance(one, Mapping) or not one:
-                raise NanotronError(f"microbatch {number} is a {type(one).__name__}: expected tensors by name")
-            if other := [name for name, value in one.items() if not isinstance(value, Tensor)]:
-                raise NanotronError(
-                    f"microbatch {number} has a {type(one[other[0]]).__name__} as {other[0]}: expected tensors only"
-                )
-            if set(one) != set(microbatches[0]):
-                raise NanotronError(f"microbatch {number} has {sorted(one)}, microbatch 0 {sorted(microbatches[0])}")
-        return cls(tuple(sorted(microbatches[0])) if microbatches else ())
-
-    def pack(self, microbatch: Microbatch) -> tuple[Tensor, ...]:
-        """All of it, in order."""
-        return tuple(microbatch[name] for name in self.names)
-
-    def unpack(self, tensors: Sequence[Tensor] | Tensor) -> dict[str, Tensor]:
-        """The microbatch as it was."""
-        return dict(zip(self.names, [tensors] if isinstance(tensors, Tensor) else tensors, strict=True))
+def packed_of(microbatches: Sequence[Microbatch]) -> Packed:
+    """How to pack these. Raises ``NanotronError`` for what no dataloader of nanotron's gives."""
+    for number, one in enumerate(microbatches):
+        if not isinstance(one, Mapping) or not one:
+            raise NanotronError(f"microbatch {number} is a {type(one).__name__}: expected tensors by name")
+        if other := [name for name, value in one.items() if not isinstance(value, Tensor)]:
+            raise NanotronError(
+                f"microbatch {number} has a {type(one[other[0]]).__name__} as {other[0]}: expected tensors only"
+            )
+    return Packed.of(microbatches, error=NanotronError)
 
 
 class Whole(nn.Module):
@@ -91,7 +70,7 @@ class Whole(nn.Module):
     def __init__(self, build: Callable[[Any], nn.Module], names: Sequence[str]) -> None:
         super().__init__()
         with alone():
-            model = build(_context())
+            model = NANOTRON.built(build, _context())
         if not isinstance(model, nn.Module):
             raise NanotronError(f"the reference is a {type(model).__name__}: expected a model of nanotron's")
         check_model(model)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeproof.foreign.frameworks.drawn import Drawn
 from pipeproof.foreign.frameworks.framework import replaced
 from pipeproof.foreign.frameworks.framework_step import FrameworkStep, Sight
 from pipeproof.foreign.handed_back import Gradient
@@ -26,7 +27,7 @@ def step_of_schedule(
     Gradients are complete when torch is about to clip them by a norm, which it then tells; else at the end. ``name`` is
     that of a ``FrameworkStep``, ``error`` what is raised where there was no step.
     """
-    recorders, losses = list[Recorder](), list[Tensor]()
+    recorders, losses, drawn = list[Recorder](), list[Tensor](), Drawn()
 
     def gradients() -> dict[nn.Parameter, Gradient]:
         if not any(one.executed for one in recorders):
@@ -38,34 +39,42 @@ def step_of_schedule(
         name,
         gradients,
         lambda: losses,
-        partial(_watching, schedule, recorders, losses),
+        partial(_watching, schedule, recorders, losses, drawn),
         when=lambda: any(one.forward is not None for one in recorders),
         actions=lambda: [action for one in recorders for action in one.executed],
+        drawn=drawn,
     )
 
 
 @contextmanager
-def _watching(schedule: Any, recorders: list[Recorder], losses: list[Tensor], sight: Sight) -> Iterator[None]:
-    """While this is open, note losses, and tell ``sight`` that gradients are about to be clipped, and by which norm."""
+def _watching(
+    schedule: Any, recorders: list[Recorder], losses: list[Tensor], drawn: Drawn, sight: Sight
+) -> Iterator[None]:
+    """While this is open, note losses and data, and tell ``sight`` when gradients are to be clipped, and the norm."""
     with ExitStack() as stack:
         recorders.append(Recorder(schedule))  # not before: a check that is refused leaves the stages alone
         stack.callback(recorders[-1].stop)
         told = stack.enter_context(clipping_told(sight))
-        stack.enter_context(replaced(schedule, "step", _step_noted(schedule, losses, sight, told)))
+        stack.enter_context(replaced(schedule, "step", _step_noted(schedule, (losses, drawn), sight, told)))
         yield
 
 
-def _step_noted(schedule: Any, losses: list[Tensor], sight: Sight, told: Sequence[Tensor]) -> Callable[..., Any]:
-    """``schedule.step``, noting every loss; it takes microbatches in every version of torch.
+def _step_noted(
+    schedule: Any, notes: tuple[list[Tensor], Drawn], sight: Sight, told: Sequence[Tensor]
+) -> Callable[..., Any]:
+    """``schedule.step``, noting losses and what goes into the first stage; it takes microbatches in every torch.
 
     One that trains after gradients were clipped, of which ``told`` has the norm, is of a second step: ``sight`` hears.
     """
-    inner = schedule.step
+    inner, (losses, drawn) = schedule.step, notes
 
     @wraps(inner)
     def step(*given: Any, **named: Any) -> Any:
         if told and getattr(schedule, "_has_backward", True):
             sight.complete()
+        for inputs in (given, *(named.get("arg_mbs") or ())):
+            if inputs:
+                drawn.note_rows(inputs[:1])
         found = named.get("losses")
         found = [] if found is None else found
         call = partial(by_microbatches, inner, schedule) if _BY_MICROBATCHES & set(named) else inner

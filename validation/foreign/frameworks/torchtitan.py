@@ -137,6 +137,7 @@ def validate(
     """
     TORCHTITAN.module()
     check_loss(loss_fn)
+    TORCHTITAN.listed(microbatches)
     how, tokens = packed(microbatches), tokens_in(labels for _, labels in microbatches) if microbatches else 0
     run = validated if whitebox is None else whitebox.validate
     return run(

@@ -113,5 +113,4 @@ def check_model(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, experts):
             raise TorchtitanError(f"{name} has experts: {TORCHTITAN.adapter} covers dense models only")
-        if isinstance(module, nn.Dropout) and module.p:
-            raise TorchtitanError(f"{name} drops out with p={module.p}: set p to 0 for the check")
+    TORCHTITAN.check_dropout(model)

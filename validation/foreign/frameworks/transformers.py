@@ -159,7 +159,7 @@ def validate(
     """
     TRANSFORMERS.module()
     by = divisor(loss)
-    how, run = packed(microbatches), validated if whitebox is None else whitebox.validate
+    how, run = packed(TRANSFORMERS.listed(microbatches)), validated if whitebox is None else whitebox.validate
     whole = partial(Whole, reference, how.names)
     return run(
         Named(step, partial(_unpacked, step, how)),

@@ -114,7 +114,7 @@ class Whole(nn.Module):
 
     def __init__(self, build: Callable[[], Any], names: Sequence[str]) -> None:
         super().__init__()
-        model = build()
+        model = TRANSFORMERS.built(build)
         check_model(model)
         _check_loss(model)
         self._modules = model._modules

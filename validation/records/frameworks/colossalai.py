@@ -16,13 +16,15 @@ from pipeproof.foreign.frameworks.colossalai import (
     validate,
 )
 from pipeproof.foreign.frameworks.colossalai_whole import (
+    COLOSSALAI,
     ColossalAIError,
     Criterion,
-    OfMicrobatch,
     Packed,
     Whole,
     cut,
 )
+from pipeproof.foreign.frameworks.drawn import contents
+from pipeproof.foreign.frameworks.framework import OfMicrobatch
 from pipeproof.records.frameworks.framework_job import JobStep, checking
 from pipeproof.records.single_device import LossOfAll, SingleDevice
 from pipeproof.records.step_check import StepCheck
@@ -61,10 +63,8 @@ def _step(
     batches: Sequence[Any] | None,
     reference: Callable[[], nn.Module],
 ) -> JobStep:
-    if batches is not None and not isinstance(batches, list | tuple):
-        raise ColossalAIError(
-            f"batches is a {type(batches).__name__}: expected a list of what the data iterator gives in the step"
-        )
+    if batches is not None:
+        COLOSSALAI.listed(batches, what="batches")
     step = step_of(*boosted, batches=None if batches is None else len(batches))
     plugin, given = boosted[0].plugin, batches or ()
     count, size = count_of(plugin.scheduler), plugin.scheduler.microbatch_size
@@ -82,4 +82,4 @@ def _step(
     pairs = [(packed.pack(one), torch.tensor([replica, number])) for number, one in enumerate(microbatches)]
     build = partial(Whole, reference, packed, type_of(plugin))
     whole = SingleDevice(build, LossOfAll(of_all), loss_divisor=divisor)
-    return JobStep(step, None if batches is None else pairs, whole)
+    return JobStep(step, None if batches is None else pairs, whole, contents(batches))

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeproof.foreign.frameworks.deepspeed import check_count, observed, step_of, validate
-from pipeproof.foreign.frameworks.deepspeed_whole import DEEPSPEED, DeepSpeedError, Whole
-from pipeproof.foreign.frameworks.framework import loss_of_its_own
+from pipeproof.foreign.frameworks.deepspeed import check_count, observed, pair_of, step_of, validate
+from pipeproof.foreign.frameworks.deepspeed_whole import DEEPSPEED, DeepSpeedError, Whole, loss_of_layers
+from pipeproof.foreign.frameworks.drawn import contents
+from pipeproof.foreign.reference_run import name_of
 from pipeproof.records.frameworks.framework_job import JobStep, checking, pairs_of
 from pipeproof.records.frameworks.recording import StepRecording, recording
 from pipeproof.records.single_device import SingleDevice
@@ -41,7 +42,12 @@ def check_step(
 
     def whole() -> SingleDevice:
         build = partial(Whole, reference, _cast_to(engine))
-        return SingleDevice(build, loss_fn or loss_of_its_own, floors=floors)
+        own = getattr(getattr(engine, "module", None), "loss_fn", None)
+        if loss_fn is None and own is not None:
+            raise DeepSpeedError(
+                f"loss_fn is None, and the engine's PipelineModule has {name_of(own)}: pass that to the check"
+            )
+        return SingleDevice(build, loss_fn or loss_of_layers, floors=floors)
 
     return checking(partial(_step, engine, microbatches, whole), timeout_s=timeout_s)
 
@@ -64,16 +70,8 @@ def record_step(
 def _step(engine: Any, microbatches: Sequence[Any] | None, whole: Callable[[], SingleDevice]) -> JobStep:
     step = step_of(engine)
     if microbatches is not None:
-        check_count(engine, microbatches)
-    return JobStep(step, pairs_of(microbatches, _pair), whole())
-
-
-def _pair(number: int, microbatch: Any) -> tuple[Any, Any]:
-    if not isinstance(microbatch, tuple | list) or len(microbatch) != 2:
-        found = type(microbatch).__name__
-        found += f" of length {len(microbatch)}" if isinstance(microbatch, tuple | list) else ""
-        raise DeepSpeedError(f"microbatch {number} is a {found}: expected a pair of inputs and labels")
-    return microbatch[0], microbatch[1]
+        check_count(engine, DEEPSPEED.listed(microbatches))
+    return JobStep(step, pairs_of(microbatches, pair_of), whole(), contents(microbatches))
 
 
 def _cast_to(engine: Any) -> torch.dtype | None:

@@ -7,21 +7,27 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from pipeproof.foreign.frameworks.drawn import NOT_GIVEN, Content
 from pipeproof.foreign.frameworks.framework_step import TWO_STEPS, FrameworkStep
 from pipeproof.foreign.reference_run import WhiteBoxError
 from pipeproof.observers.shards import held_whole
+from pipeproof.records.rank_part import AdapterNames
+from pipeproof.records.record import RecordError
 from pipeproof.records.single_device import SingleDevice
 from pipeproof.records.step_check import StepCheck
 from pipeproof.records.step_record import Pairs
 
+_IN_PARTS = "it was told as a DTensor in parts, which are not put together: clip by its full_tensor()"
+_TOO_MANY = "the block ran {} microbatches, and the check was given {}: put one step into it, or give it all of them"
 _OTHERS_S = 300.0  # how long the others are waited for where nobody says it
 
 
 class JobSight:
     """Shows ``check`` what is seen of a step; what goes wrong in it is the check's own, and ends no job."""
 
-    def __init__(self, check: StepCheck, step: FrameworkStep) -> None:
-        self._check, self._step = check, step
+    def __init__(self, check: StepCheck, made: "JobStep") -> None:
+        self._check, self._step, self._given = check, made.step, made.given
+        self._count = len(made.microbatches or ())
         self._steps = 0
 
     def complete(self) -> None:
@@ -34,18 +40,28 @@ class JobSight:
             gradients = self._step.gradients()
             told = (pair for pair in self._step.parameters() if pair[1] in gradients or not pair[1].requires_grad)
             self._check.gradients({name: gradients.get(one) for name, one in told})  # of what is frozen there is none
-            if losses := [float(one) for one in self._step.losses()]:
+            losses = [float(one) for one in self._step.losses()]
+            if 0 < 2 * self._count <= len(losses):  # no fault of a framework's runs every microbatch once more
+                raise RecordError(_TOO_MANY.format(len(losses), self._count))
+            if losses:
                 self._check.report(losses=losses)
 
     def norm(self, norm: Any) -> None:
         """Compare the norm that was told."""
         with self._check.noting():
             here = held_whole(norm) if isinstance(norm, Tensor) else norm
-            if self._steps <= 1 and here is not None:  # of a DTensor in parts only all ranks together know it
+            if here is None:  # only all ranks together know it, and one that does not come would hold the job up
+                self._check.miss_norm(_IN_PARTS)
+            elif self._steps <= 1:
                 self._check.report(norm=float(here))
 
     def end(self) -> None:
-        """The step is over: where it was never complete, what there is now is compared, or it is said why not."""
+        """The step is over: where it was never complete, what there is now is compared, or it is said why not.
+
+        A step of other data than the check was given is no wrong step.
+        """
+        if self._step.drawn.is_other_than(self._given):
+            self._check.refuse(NOT_GIVEN)
         try:
             if self._step.completes_at_its_end(self._steps):
                 self.complete()
@@ -55,11 +71,15 @@ class JobSight:
 
 @dataclass(frozen=True)
 class JobStep:
-    """A framework's step on a rank, the microbatches of this rank's replica, and what it is held against."""
+    """A framework's step on a rank, the microbatches of this rank's replica, and what it is held against.
+
+    given: what is in these, as the job draws them; nothing where a rank has none, or that is not seen.
+    """
 
     step: FrameworkStep
     microbatches: Pairs | None
     against: SingleDevice
+    given: Sequence[Content] = ()
 
 
 @contextmanager
@@ -74,10 +94,10 @@ def checking(step: Callable[[], JobStep], *, timeout_s: float) -> Iterator[StepC
         with check:
             yield check
         return
-    stages, name = made.step.stages, made.step.name
+    stages, name = made.step.stages, AdapterNames(made.step.name)
     check = StepCheck(stages, made.microbatches, against=made.against, rename=name, timeout_s=timeout_s)
     with check, ExitStack() as stack:
-        sight, watched = JobSight(check, made.step), False
+        sight, watched = JobSight(check, made), False
         with check.noting():
             stack.enter_context(made.step.watching(sight))
             watched = True

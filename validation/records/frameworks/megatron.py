@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipeproof.foreign.frameworks.drawn import contents
 from pipeproof.foreign.frameworks.framework import loss_of_its_own
 from pipeproof.foreign.frameworks.megatron import observed, step_of, validate
 from pipeproof.foreign.frameworks.megatron_whole import (
@@ -59,21 +60,18 @@ def check_step(
 def record_step(
     chunks: Any, optimizer: Any, microbatches: Sequence[Any] | None, path: str, *, timeout_s: float = 300.0
 ) -> AbstractContextManager[StepRecording]:
-    """A context manager around one step of a running job, which records what the step gave. Every rank enters it.
+    """A context manager around one step of a running job, which writes what the step gave into the file at ``path``.
 
-    Rank 0 writes the record into the file at ``path``, for ``pipeproof diff`` and ``compare``. What cannot be recorded
-    is a warning there, and nothing is written. The job keeps its weights, optimizer and random numbers, and goes on.
-
-    chunks, optimizer: as for ``check_step``. microbatches: those that this rank's replica trains in the step, in
-    any form: the record has digests of their tensors alone, so that it is known which steps are of the same data. None
-    on a rank that does not have them. timeout_s bounds each wait for the other ranks.
+    chunks, optimizer: as for ``check_step``. All else is as for ``deepspeed.record_step``.
     """
     return recording(partial(step_of, chunks, optimizer), microbatches, path, framework=MEGATRON, timeout_s=timeout_s)
 
 
 def _step(chunks: Any, optimizer: Any, microbatches: Sequence[Any] | None, whole: SingleDevice) -> JobStep:
     step = step_of(chunks, optimizer)
-    return JobStep(step, pairs_of(microbatches, _pair), whole)
+    if microbatches is not None:
+        MEGATRON.listed(microbatches)
+    return JobStep(step, pairs_of(microbatches, _pair), whole, contents(microbatches))
 
 
 def _pair(_: int, microbatch: Any) -> tuple[Any, Any]:

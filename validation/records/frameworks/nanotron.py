@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeproof.foreign.frameworks.drawn import contents
 from pipeproof.foreign.frameworks.framework import loss_of_its_own
 from pipeproof.foreign.frameworks.nanotron import check_count, observed, step_of, validate
-from pipeproof.foreign.frameworks.nanotron_whole import NANOTRON, Microbatch, NanotronError, Packed, Whole
+from pipeproof.foreign.frameworks.nanotron_whole import NANOTRON, Microbatch, NanotronError, Whole, packed_of
 from pipeproof.records.frameworks.framework_job import JobStep, checking
 from pipeproof.records.frameworks.recording import StepRecording, recording
 from pipeproof.records.single_device import SingleDevice
@@ -46,13 +47,9 @@ def check_step(
 def record_step(
     trainer: Any, microbatches: Sequence[Microbatch] | None, path: str, *, timeout_s: float = 300.0
 ) -> Iterator[StepRecording]:
-    """A context manager around one step of a running job, which records what the step gave. Every rank enters it.
+    """A context manager around one step of a running job, which writes what the step gave into the file at ``path``.
 
-    Rank 0 writes the record into the file at ``path``, for ``pipeproof diff`` and ``compare``. What cannot be recorded
-    is a warning there, and nothing is written. The job keeps its weights, optimizer and random numbers, and goes on.
-
-    trainer, microbatches: as for ``check_step``; the record has digests of the microbatches' tensors alone. timeout_s
-    bounds each wait for the other ranks.
+    trainer, microbatches: as for ``check_step``. All else is as for ``deepspeed.record_step``.
     """
     try:
         joined = _joined(trainer, microbatches, timeout_s) or None
@@ -70,11 +67,13 @@ def _step(
     timeout_s: float,
 ) -> JobStep:
     joined = _joined(trainer, microbatches, timeout_s)  # first: every rank comes to it, whatever it is given
+    if microbatches is not None:
+        NANOTRON.listed(microbatches)
     step = step_of(trainer)
     check_count(trainer, joined)
-    packed = Packed.of(joined)
+    packed = packed_of(joined)
     whole = SingleDevice(partial(Whole, reference, packed.names), loss_of_its_own, floors=floors)
-    return JobStep(step, [(packed.pack(one), torch.empty(0)) for one in joined], whole)
+    return JobStep(step, [(packed.pack(one), torch.empty(0)) for one in joined], whole, contents(joined))
 
 
 def _joined(trainer: Any, microbatches: Sequence[Microbatch] | None, timeout_s: float) -> list[dict[str, Any]]:
@@ -84,7 +83,10 @@ def _joined(trainer: Any, microbatches: Sequence[Microbatch] | None, timeout_s: 
         every = exchange().gather((replica, _held(microbatches)), what="the step's microbatches", bound_s=timeout_s)
     except RanksAbsent as absent:
         raise NanotronError(f"the step's microbatches are not known: {absent}") from None
-    joined = [dict(one) if isinstance(one, Mapping) else one for one in microbatches or ()]
+    joined = [
+        dict(one) if isinstance(one, Mapping) else one
+        for one in (microbatches if isinstance(microbatches, Sequence) else ())
+    ]
     for _, held in (one for one in every if one[0] == replica):
         joined = joined or [{} for _ in held]
         for one, more in zip(joined, held, strict=False):
@@ -100,10 +102,12 @@ def _replica(trainer: Any) -> int | None:
 
 
 def _held(microbatches: Any) -> list[dict[str, Tensor]]:
-    """The tensors that this rank has of them."""
+    """The tensors that this rank has of them, on the CPU: they go to ranks that have other devices."""
     if not isinstance(microbatches, Sequence):
         return []
     return [
-        {name: tensor for name, tensor in one.items() if isinstance(tensor, Tensor)} if isinstance(one, Mapping) else {}
+        {name: tensor.cpu() for name, tensor in one.items() if isinstance(tensor, Tensor)}
+        if isinstance(one, Mapping)
+        else {}
         for one in microbatches
     ]

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from pipeproof.foreign.frameworks.drawn import content_of_rows
 from pipeproof.foreign.frameworks.torchtitan import observed, step_of, validate
 from pipeproof.foreign.frameworks.torchtitan_whole import (
     TORCHTITAN,
@@ -60,14 +61,9 @@ def record_step(
     *,
     timeout_s: float = 300.0,
 ) -> AbstractContextManager[StepRecording]:
-    """A context manager around one step of a running job, which records what the step gave. Every rank enters it.
+    """A context manager around one step of a running job, which writes what the step gave into the file at ``path``.
 
-    Rank 0 writes the record into the file at ``path``, for ``pipeproof diff`` and ``compare``. What cannot be recorded
-    is a warning there, and nothing is written. The job keeps its weights, optimizer and random numbers, and goes on.
-
-    pp_schedule, model_parts: as for ``check_step``. microbatches: those that this rank's replica trains in the step, in
-    any form: the record has digests of their tensors alone, so that it is known which steps are of the same data. None
-    on a rank that does not have them. timeout_s bounds each wait for the other ranks.
+    pp_schedule, model_parts: as for ``check_step``. All else is as for ``deepspeed.record_step``.
     """
     step = partial(step_of, pp_schedule, model_parts)
     return recording(step, microbatches, path, framework=TORCHTITAN, timeout_s=timeout_s)
@@ -83,6 +79,8 @@ def _step(
 ) -> JobStep:
     step = step_of(pp_schedule, model_parts)
     check_loss(loss_fn)
+    if microbatches is not None:
+        TORCHTITAN.listed(microbatches)
     how = packed(microbatches or ())
 
     def of_all(every: Pairs) -> UnitLoss:
@@ -90,4 +88,5 @@ def _step(
 
     whole = SingleDevice(partial(Whole, reference, how.names), LossOfAll(of_all), loss_divisor=1.0, floors=floors)
     pairs = None if microbatches is None else [(how.pack(given), labels) for given, labels in microbatches]
-    return JobStep(step, pairs, whole)
+    given_rows = [content_of_rows([given["input"]]) for given, _ in microbatches or ()]
+    return JobStep(step, pairs, whole, given_rows)

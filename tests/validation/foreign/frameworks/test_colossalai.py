@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 import pipeproof
 from pipeproof.foreign.frameworks.colossalai_chunks import stages_of, told_apart
-from pipeproof.foreign.frameworks.colossalai_whole import ColossalAIError, OfMicrobatch, Packed, Whole, cut
+from pipeproof.foreign.frameworks.colossalai_whole import ColossalAIError, Packed, Whole, cut
+from pipeproof.foreign.frameworks.framework import OfMicrobatch
 
 ROWS = torch.arange(8).view(4, 2)
 

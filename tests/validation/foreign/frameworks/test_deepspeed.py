@@ -1,6 +1,7 @@
 """What pipeproof.deepspeed knows of DeepSpeed, on an engine that is like its: options, gradients, losses, names."""
 
 import os
+import re
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -196,3 +197,19 @@ def test_without_deepspeed_a_sentence_says_so(monkeypatch: pytest.MonkeyPatch) -
 
 def test_it_is_at_the_front_door() -> None:
     assert (pipeproof.deepspeed.observed, pipeproof.deepspeed.validate) == (deepspeed.observed, deepspeed.validate)
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"microbatches": None}, "microbatches is None: expected a list of those of the step"),
+        ({"dtype": "bf16"}, "dtype is 'bf16': expected a torch.dtype, as torch.bfloat16"),
+        (
+            {"microbatches": [(torch.ones(1, 2), (torch.zeros(1), torch.zeros(1))), torch.ones(1, 2)]},
+            "microbatch 1 is a Tensor: expected a pair of inputs and labels",
+        ),
+    ],
+)
+def test_what_validate_cannot_take_is_said(given: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(DeepSpeedError, match=re.escape(sentence)):
+        deepspeed.validate(len, **{"reference": layers, "microbatches": DATA, "ranks": 2} | given)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pipeproof.foreign.frameworks import nanotron
-from pipeproof.foreign.frameworks.nanotron_whole import NanotronError, Packed, Whole
+from pipeproof.foreign.frameworks.nanotron_whole import NanotronError, Whole, packed_of
 from tests.support.like_nanotron import DATA, NanotronModel, Trainer, clip_grad_norm, installed
 
 
@@ -19,7 +19,7 @@ def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_microbatches_come_back_as_they_were() -> None:
-    packed = Packed.of(DATA)
+    packed = packed_of(DATA)
     assert packed.names == ("input_ids", "label_ids")
     assert {name: one.tolist() for name, one in packed.unpack(packed.pack(DATA[1])).items()} == {
         "input_ids": [[2.0, 2.0]],
@@ -29,7 +29,7 @@ def test_microbatches_come_back_as_they_were() -> None:
 
 def test_microbatches_of_other_names_are_said() -> None:
     with pytest.raises(NanotronError, match=r"^microbatch 1 has \['input_ids'\], microbatch 0 \['input_ids', 'label"):
-        Packed.of([DATA[0], {"input_ids": DATA[0]["input_ids"]}])
+        packed_of([DATA[0], {"input_ids": DATA[0]["input_ids"]}])
 
 
 def test_the_reference_is_built_for_one_rank_and_gives_the_loss() -> None:
@@ -39,7 +39,7 @@ def test_the_reference_is_built_for_one_rank_and_gives_the_loss() -> None:
         contexts.append(context)
         return NanotronModel()
 
-    whole, packed = Whole(build, ("input_ids", "label_ids")), Packed.of(DATA)
+    whole, packed = Whole(build, ("input_ids", "label_ids")), packed_of(DATA)
     assert (contexts[0].pp_pg.size(), contexts[0].pp_pg.rank()) == (1, 0)
     assert whole(*packed.pack(DATA[0])).item() == NanotronModel()(**DATA[0])["loss"].item()
     with pytest.raises(NanotronError, match=r"^the reference is a int: expected a model of nanotron's$"):
@@ -77,3 +77,9 @@ def test_another_wrapper_around_clipping_is_said(monkeypatch: pytest.MonkeyPatch
     step, sight = nanotron.step_of(Trainer()), SimpleNamespace()
     with pytest.raises(NanotronError, match=r"^clip_grad_norm is not wrapped"), step.watching(sight):  # type: ignore[arg-type]
         pass
+
+
+def test_a_reference_that_is_no_function_is_said() -> None:
+    given: Any = NanotronModel()
+    with pytest.raises(NanotronError, match="reference is a NanotronModel: expected a function that builds it"):
+        Whole(given, ("input_ids", "label_ids"))

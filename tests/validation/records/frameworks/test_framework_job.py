@@ -29,11 +29,13 @@ class Job:
     def __init__(self) -> None:
         self.model, self.losses = build(), list[float]()
         self.before: Callable[[], None] = lambda: None
+        self.after_complete: Callable[[], None] = lambda: None  # of the optimizer's, before it forms the norm
 
     @contextmanager
     def watching(self, sight: Sight) -> Iterator[None]:
         def before() -> None:
             sight.complete()
+            self.after_complete()
             sight.norm(torch.stack([one.grad.norm() for one in self.model.parameters() if one.grad is not None]).norm())
 
         self.before = before
@@ -86,12 +88,46 @@ def test_a_wrong_step_is_named() -> None:
     assert (verdict.verdict, [cause.kind for cause in verdict.cause]) == ("fail", ["scale"])
 
 
+def test_a_norm_that_is_told_in_parts_is_not_said_to_be_told_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeproof.records.frameworks.framework_job.held_whole", lambda norm: None)
+    law = judged(Job()).law("grad-norm")
+    assert law.outcome == "not seen"
+    assert law.note == "it was told as a DTensor in parts, which are not put together: clip by its full_tensor()"
+
+
+def test_a_norm_like_nothing_known_is_not_laid_upon_the_norm_alone() -> None:
+    job = Job()
+
+    def lose_a_part() -> None:
+        gradient = job.model.get_parameter("0.weight").grad
+        assert gradient is not None
+        gradient[0] = 0.0
+
+    job.after_complete = lose_a_part
+    verdict = judged(job)
+    assert (verdict.verdict, verdict.cause) == ("fail", ())
+    assert verdict.undecided[0].startswith("the norm is like nothing known of the gradients that were compared")
+    assert "every gradient that was compared is what it should be" in [one.evidence for one in verdict.ruled_out]
+
+
 def test_names_of_the_whole_model_are_used() -> None:
     def whole() -> nn.Module:
         return nn.Sequential(build())
 
     against = SingleDevice(whole, loss_fn)
     assert judged(Job(), against=against, name=lambda stage, name: f"{stage}.{name}").verdict == "pass"
+
+
+def test_names_that_do_not_fit_are_said_without_an_option_that_users_lack() -> None:
+    def longer() -> nn.Module:
+        return nn.Sequential(*build(), nn.Linear(8, 8))
+
+    told = str(judged(Job(), against=SingleDevice(longer, loss_fn)))
+    assert "no rank holds 3.bias, 3.weight: build both alike, in the same sizes and with its names" in told
+    job = Job()
+    twice = str(judged(job, stages={0: job.model, 1: job.model}))
+    assert "stages 0 and 1 both have a parameter 0.weight: the whole model has one, so cut it into stages" in twice
+    assert "rename=" not in told + twice
 
 
 def test_several_steps_in_one_block_are_no_verdict_on_the_first() -> None:

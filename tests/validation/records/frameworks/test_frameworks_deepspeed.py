@@ -36,11 +36,11 @@ def engine_of(**options: Any) -> PipelineEngine:
     return PipelineEngine(made, **{"norm": None} | options)
 
 
-def judged(engine: Any, microbatches: Any = DATA, build: Any = layers) -> Verdict:
+def judged(engine: Any, microbatches: Any = DATA, build: Any = layers, drawn: Any = DATA) -> Verdict:
     with pipeproof.deepspeed.check_step(engine, microbatches, reference=build, loss_fn=summed, timeout_s=5) as check:
         if isinstance(engine, PipelineEngine):
-            engine.train_batch(iter(DATA[: engine.micro_batches]))
-    assert "_take_model_step" not in vars(engine)
+            engine.train_batch(iter(drawn[: engine.micro_batches]))
+    assert not {"_take_model_step", "_next_batch"} & vars(engine).keys()
     return check.verdict
 
 
@@ -56,6 +56,13 @@ def test_a_batch_is_held_against_the_weights_that_the_job_has() -> None:
         "grad-norm": "fail",
     }
     assert engine.module.get_parameter("0.weight").eq(0.25).all()
+
+
+def test_a_batch_of_other_microbatches_than_were_given_is_no_wrong_step() -> None:
+    verdict = judged(engine_of(), drawn=[DATA[0], (torch.full((1, 2), 5.0), torch.zeros(1))])
+    assert verdict.verdict == "unknown"
+    assert "rank 0: the job drew data that is in none of the microbatches given to the check" in str(verdict)
+    assert judged(engine_of(), drawn=DATA[:1] * 2).verdict == "fail"  # it is given, and run twice
 
 
 def test_gradients_are_those_before_clipping() -> None:
@@ -114,3 +121,25 @@ def test_a_batch_that_was_not_trained_is_no_pass() -> None:
     with pipeproof.deepspeed.check_step(engine_of(), DATA, reference=layers, loss_fn=summed, timeout_s=5) as check:
         pass
     assert check.verdict.verdict == "unknown"
+
+
+def test_a_loss_function_that_the_check_was_not_given_is_named() -> None:
+    engine = engine_of()
+    engine.module.loss_fn = summed
+    with pipeproof.deepspeed.check_step(engine, DATA, reference=layers, timeout_s=5) as check:
+        engine.train_batch(iter(DATA))
+    assert "rank 0: loss_fn is None, and the engine's PipelineModule has summed: pass that to the check" in str(
+        check.verdict
+    )
+    del engine.module.loss_fn
+    with pipeproof.deepspeed.check_step(engine, DATA, reference=layers, timeout_s=5) as check:
+        engine.train_batch(iter(DATA))
+    told = "the last layer gives a tensor of shape [1, 2] in float32, and no loss: pass the PipelineModule's loss_fn"
+    assert told in str(check.verdict)
+
+
+def test_a_source_of_microbatches_is_refused_and_left_to_the_job() -> None:
+    engine, source = engine_of(), iter(DATA)
+    verdict = judged(engine, source, drawn=DATA)
+    assert "microbatches is a list_iterator: expected a list of those of the step" in str(verdict)
+    assert len(list(source)) == 2

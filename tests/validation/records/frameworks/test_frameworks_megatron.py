@@ -65,14 +65,13 @@ def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch)
 
 
-def train(model: Model, optimizer: Any, factor: float = 1.0) -> None:
+def train(model: Model, optimizer: Any, factor: float = 1.0, drawn: Any = DATA) -> None:
     """As Megatron's schedule and its finalizing do."""
     schedules = sys.modules["megatron.core.pipeline_parallel.schedules"]
     model.zero_grad()
-    data = iter(DATA)
-    for _ in DATA:
-        output, function = forward_step(data, model)
-        loss = schedules.forward_step_calc_loss(model, output, function, model.config, len(DATA))
+    data = iter(drawn)
+    for _ in drawn:
+        loss = schedules.forward_step(forward_step, data, model, len(drawn))
         (loss * factor).backward()
     tokens = 4.0 if model.config.calculate_per_token_loss else 1.0
     for one in model.parameters():
@@ -83,7 +82,13 @@ def train(model: Model, optimizer: Any, factor: float = 1.0) -> None:
 
 
 def judged(
-    model: Any, *, optimizer: Any = None, microbatches: Any = DATA, factor: float = 1.0, **config: Any
+    model: Any,
+    *,
+    optimizer: Any = None,
+    microbatches: Any = DATA,
+    drawn: Any = DATA,
+    factor: float = 1.0,
+    **config: Any,
 ) -> Verdict:
     def reference() -> Model:
         tracker = sys.modules["megatron.core.tensor_parallel.random"]._CUDA_RNG_STATE_TRACKER
@@ -94,7 +99,7 @@ def judged(
         model, optimizer, forward_step, microbatches, reference=reference, timeout_s=5
     ) as check:
         if isinstance(model, Model):
-            train(model, optimizer, factor)
+            train(model, optimizer, factor, drawn)
     assert sys.modules["megatron.core.pipeline_parallel.schedules"].forward_step_calc_loss is forward_step_calc_loss
     assert sys.modules["megatron.core.tensor_parallel.random"]._CUDA_RNG_STATE_TRACKER.states_ == {"model": 3}
     assert sys.modules["megatron.core.parallel_state"]._DATA_PARALLEL_GROUP == "the job's"
@@ -115,6 +120,13 @@ def test_a_right_step_passes_in_names_of_the_whole_model(per_token: bool) -> Non
         "gradient": 4,
         "grad-norm": 1,
     }
+
+
+def test_a_step_of_other_microbatches_than_were_given_is_no_wrong_step() -> None:
+    verdict = judged(Model(), drawn=[DATA[0], (torch.full((1, 2), 5.0), torch.tensor(3.0))])
+    assert verdict.verdict == "unknown"
+    assert "rank 0: the job drew data that is in none of the microbatches given to the check" in str(verdict)
+    assert judged(Model(), drawn=DATA[:1] * 2).verdict == "fail"  # it is given, and run twice
 
 
 def test_without_an_optimizer_gradients_are_those_at_the_end() -> None:
@@ -152,3 +164,20 @@ def test_a_reference_for_several_stages_is_said() -> None:
 
 def test_rank_0_without_microbatches_is_said() -> None:
     assert "nobody says which microbatches the step is of" in str(judged(Model(), microbatches=None))
+
+
+def test_a_step_in_which_every_token_is_masked_is_said() -> None:
+    masked = [(inputs, torch.tensor(0.0)) for inputs, _ in DATA]
+    told = "the loss function counts 0 tokens in all microbatches: give some of which a label is not masked"
+    verdict = judged(
+        Model(calculate_per_token_loss=True), microbatches=masked, drawn=masked, calculate_per_token_loss=True
+    )
+    assert (verdict.verdict, told in str(verdict)) == ("unknown", True), str(verdict)
+    with pytest.raises(pipeproof.megatron.MegatronError, match=told):
+        pipeproof.megatron.validate(
+            len,
+            reference=lambda: Model(calculate_per_token_loss=True),
+            forward_step=forward_step,
+            microbatches=masked,
+            ranks=1,
+        )

@@ -10,6 +10,7 @@ from torch import nn
 
 import pipeproof
 from pipeproof.judging.verdict import Verdict
+from pipeproof.records.frameworks.nanotron import _held
 from tests.support.like_nanotron import DATA, NanotronModel, TensorPointer, Trainer, clip_grad_norm, installed
 
 
@@ -18,14 +19,14 @@ def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch)
 
 
-def judged(trainer: Any, *, microbatches: Any = DATA, divisor: float = 2, **config: Any) -> Verdict:
+def judged(trainer: Any, *, microbatches: Any = DATA, drawn: Any = DATA, divisor: float = 2, **config: Any) -> Verdict:
     inside = clip_grad_norm.__closure__[0].cell_contents  # type: ignore[attr-defined]  # a function that torch wraps
     with pipeproof.nanotron.check_step(
         trainer, microbatches, reference=lambda context: NanotronModel(**config), timeout_s=5
     ) as check:
         if isinstance(trainer, Trainer) and isinstance(trainer.model, NanotronModel):
             before = [one.detach().clone() for one in trainer.model.parameters()]
-            trainer.training_step(iter(DATA), divisor)
+            trainer.training_step(iter(drawn), divisor)
             assert not any(map(torch.equal, before, trainer.model.parameters())), "it has trained in any case"
     assert clip_grad_norm.__closure__[0].cell_contents is inside  # type: ignore[attr-defined]
     assert sys.modules["nanotron.distributed"].get_rank() == 0
@@ -115,3 +116,27 @@ def test_a_package_that_does_not_import_is_said(monkeypatch: pytest.MonkeyPatch)
 def test_a_package_that_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nanotron", None)
     assert "nanotron is not installed: pip install --no-deps git+https" in str(judged(Trainer()))
+
+
+def test_what_goes_to_other_ranks_is_on_the_cpu() -> None:
+    class There(torch.Tensor):
+        """A tensor of another device, as far as it can be one here."""
+
+        def cpu(self, *_: Any, **__: Any) -> torch.Tensor:
+            return torch.zeros(1)
+
+    ((held),) = _held([{"input_ids": torch.ones(1).as_subclass(There), "at": "a pointer"}])
+    assert {name: (type(one), one.item()) for name, one in held.items()} == {"input_ids": (torch.Tensor, 0.0)}
+
+
+def test_a_step_of_other_microbatches_than_were_given_is_no_wrong_step() -> None:
+    verdict = judged(Trainer(), drawn=[DATA[0], {**DATA[1], "input_ids": torch.full((1, 2), 5.0)}])
+    assert verdict.verdict == "unknown"
+    assert "rank 0: the job drew data that is in none of the microbatches given to the check" in str(verdict)
+    assert judged(Trainer(), drawn=DATA[:1] * 2).verdict == "fail"  # it is given, and run twice
+
+
+def test_a_source_of_microbatches_is_refused_and_left_to_the_job() -> None:
+    source = iter(DATA)
+    assert "microbatches is a list_iterator: expected a list" in str(judged(Trainer(), microbatches=source))
+    assert len(list(source)) == 2

@@ -1,0 +1,108 @@
+"""What each rank saw of a checked step, and the one verdict that all of them make of it."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from pipeproof.judging.comparison import leave_out
+from pipeproof.judging.judge import concluded
+from pipeproof.judging.ledger import Ledger
+from pipeproof.judging.verdict import Crash, LawResult, Verdict
+from pipeproof.records.held_in_common import LAWS as IN_COMMON
+from pipeproof.records.rank_part import Notes, told
+from pipeproof.records.record import LAWS, Record, Recorded, RecordedOperation, against
+from pipeproof.worlds.rank_report import Ending, RankReport, details, headline
+from pipeproof.worlds.side_store import RanksAbsent
+
+EVERY_LAW = (*LAWS, *IN_COMMON)
+
+
+@dataclass(frozen=True)
+class StepPart:
+    """What a rank saw of the step: how it ended, what it compared and kept, the norm it reported, what is wrong.
+
+    ``crash``: what was raised while it compared. ``no_norm``: why it reports no norm, where it was told one.
+    """
+
+    report: RankReport
+    ledger: Ledger
+    notes: Notes
+    norm: float | None
+    problem: str = ""
+    crash: Crash | None = None
+    no_norm: str = ""
+
+
+def joined(
+    parts: Sequence[StepPart],
+    due: tuple[Record, int] | None,
+    *,
+    absent: RanksAbsent | None,
+    obstacle: str,
+    replicas: int,
+    rerun: str,
+    seconds: float,
+) -> Verdict:
+    """The verdict on the parts of all ranks that came, held against what is ``due``, an operation of a record.
+
+    absent: who did not come. obstacle: why nothing was compared, or nothing. replicas: how many there are.
+    """
+    ended = _ended_otherwise(parts, absent)
+    obstacle = obstacle or told({part.report.rank: part.problem for part in parts})
+    if ended is None and not obstacle and due is not None:
+        return _compared(parts, *due, replicas=replicas, rerun=rerun, seconds=seconds)
+    laws = (LawResult("comparable", "unknown", note=obstacle),) if obstacle else ()
+    blank = Verdict("a step of this job", "unknown", "none", laws, seconds=seconds, rerun=rerun)
+    if ended is None:
+        return blank
+    known, how = ended
+    return replace(blank, headline=headline(known), failure=details(known), ended=how)
+
+
+def _ended_otherwise(
+    parts: Sequence[StepPart], absent: RanksAbsent | None
+) -> tuple[list[RankReport], Literal["error", "hang"]] | None:
+    """How all ranks ended, and what to call that; None where every one finished its step."""
+    reports = [part.report for part in parts]
+    missing = {} if absent is None else absent.reasons
+    known = [one for one in reports if one.failed or one.rank not in missing]
+    came = {one.rank for one in known}
+    known += [RankReport(rank, Ending.ABSENT, reason) for rank, reason in missing.items() if rank not in came]
+    if not any(one.failed for one in known):
+        return None
+    raised = any(one.failed for one in reports)
+    return known, "hang" if absent is not None and absent.late and not raised else "error"
+
+
+def _compared(
+    parts: Sequence[StepPart], record: Record, number: int, *, replicas: int, rerun: str, seconds: float
+) -> Verdict:
+    """The verdict where every rank compared its part with operation ``number`` of ``record``."""
+    expected, ledger = record.operations[number], Ledger(EVERY_LAW)
+    for part in reversed(parts):  # as gradients flow
+        ledger.join(part.ledger)
+    leave_out(ledger, expected, number=number)
+    if replicas == 1:
+        _enter_lost_buffers(ledger, expected, number)
+    ledger.forget(IN_COMMON)
+    order = EVERY_LAW.index
+    ledger.mismatches.sort(key=lambda one: (order(one.law), -math.inf if one.stage is None else -one.stage))
+    if all(part.norm is None for part in parts):
+        ledger.miss("grad-norm", next((part.no_norm for part in parts if part.no_norm), "the job reports none"))
+    if not expected.parameters:
+        ledger.skip("updated-parameters", "what is expected makes no update: the optimizer's state is the job's")
+    if not expected.buffers:
+        ledger.skip("buffers", "nothing is expected of them")
+    elif replicas > 1:
+        ledger.skip("buffers", "each replica leaves its own, of its own microbatches")
+    title, otherwise = f"a step of this job against {record.name}", Recorded(expected).precision
+    verdict = concluded(ledger, title, otherwise=otherwise, rerun=rerun, seconds=seconds)
+    return verdict.before_its_end(next((part.crash for part in parts if part.crash is not None), None))
+
+
+def _enter_lost_buffers(ledger: Ledger, expected: RecordedOperation, number: int) -> None:
+    """Enter the buffers that no rank has, where every rank looked."""
+    at, compared = against(expected, ledger, number=number), ledger.entered("buffers", number)
+    for name in [name for name in expected.buffers if name not in compared]:
+        at.buffer(name, None)
