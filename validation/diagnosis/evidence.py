@@ -284,8 +284,7 @@ class Evidence:
     @property
     def _beyond_rounding(self) -> bool:
         """Whether any gradient is off by more than rounding allows."""
-        found = [m for m in self.verdict.mismatches if m.law == "gradient"]
-        return any(m.error is None or m.limit is None or m.error > m.limit for m in found)
+        return any(m.law == "gradient" and not m.within for m in self.verdict.mismatches)
 
     def flowed_right(self, stages: Collection[int], factor: float | None) -> bool:
         """Whether every output gradient of these stages was compared, and was not ``factor`` times what it should be.
@@ -306,8 +305,8 @@ class Evidence:
         return any(mismatch.law == law for mismatch in self.verdict.mismatches)
 
     def wrong(self, *laws: str) -> frozenset[Site]:
-        """The parameters of which any of ``laws`` has a mismatch."""
-        found = [m for m in self.verdict.mismatches if m.law in laws]
+        """The parameters of which any of ``laws`` has a mismatch, and more than rounding alone may be."""
+        found = [m for m in self.verdict.mismatches if m.law in laws and not m.within]
         return frozenset((m.stage, m.parameter) for m in found if m.stage is not None and m.parameter is not None)
 
     def earlier(self, stage: int) -> Gradients:

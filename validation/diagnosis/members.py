@@ -334,7 +334,7 @@ class Members:
             for ranks in ([rank], *([peers] if apart else [])):
                 part = math.sqrt(sum(squares[number] for number in ranks))
                 less = len(ranks) < len(self.norms) and scalar_error(part, every) > _ALIKE
-                if norm and less and scalar_error(norm, part) < _ALIKE:
+                if norm and less and scalar_error(norm, part) < _NORMS_ALIKE:
                     several = len(ranks) > 1
                     held = f"rank{'s' * several} {_listed(ranks)} hold{'s' * (not several)} alone"
                     yield Cause("norm", rank=rank, detail=f"rank {rank}'s is the norm of what {held}")

@@ -252,7 +252,7 @@ def _unknown(
                 told = "; ".join(filter(None, (what, odd.words)))
                 yield f"stage {one.stage}: the gradient of {odd.parameter} is {told}"
     for copy in tied:
-        if not copy.explained:
+        if not copy.explained and not copy.apart:
             yield f"stage {copy.stage}: the gradient of {copy.parameter} is no sum of the stages' shares"
 
 

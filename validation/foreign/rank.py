@@ -184,6 +184,8 @@ class _Collector:
             locals_[k] = replace(locals_[k], content=None)
         weights = {k: one for k, one in weights.items() if locals_[k].content is None}
         missed = "" if calls is None or calls else self._missed(module)
+        if calls and given is not None:  # copies: what is cleared in ``.grad`` is not lost to them
+            calls = [replace(call, cleared=()) for call in calls]
         seen_calls = tuple(calls) if calls else None
         return Part(tuple(locals_), gradients, values, seen_calls, shards, missed=missed, weights=weights, after=after)
 

@@ -101,6 +101,11 @@ class Mismatch:
         return self.seen.replace("times expected", f"times {due}")
 
     @property
+    def within(self) -> bool:
+        """Whether it is no more than rounding allows, so that it is no proof of anything."""
+        return self.error is not None and self.limit is not None and self.error <= self.limit
+
+    @property
     def ratio(self) -> float | None:
         """How many times the due number the found one is; None where they are no such numbers."""
         if self.what != "number" or not isinstance(self.found, float) or not isinstance(self.due, float):
