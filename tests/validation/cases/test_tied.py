@@ -260,6 +260,7 @@ def test_copies_that_nobody_summed(whitebox: WhiteBox, kind: str) -> None:
     assert verdict.verdict == "fail"
     assert {cause.kind for cause in verdict.cause} == {"tied-not-summed"}, str(verdict)
     assert "all copies together make the sum" in verdict.cause[0].detail
+    assert not [told for told in verdict.undecided if "no sum of the stages' shares" in told]
 
 
 @pytest.mark.parametrize(

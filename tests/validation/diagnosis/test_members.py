@@ -72,6 +72,10 @@ def test_a_norm_of_own_shards() -> None:
     assert found == {"grad-norm": "rank 1's is the norm of what rank 1 holds alone"}
 
 
+def test_a_norm_that_is_near_that_of_own_shards_by_chance() -> None:
+    assert not notes(part(WHOLE[:2], UPPER), part(WHOLE[2:], LOWER), norms=(None, 1.00015 * WHOLE[2:].norm().item()))
+
+
 def test_a_norm_that_counts_copies_or_leaves_out_what_few_hold() -> None:
     twice = WHOLE.norm().item() * 2**0.5
     told = {"grad-norm": "what several ranks hold is counted once for each of them"}

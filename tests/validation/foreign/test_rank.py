@@ -5,11 +5,12 @@ import weakref
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeproof.foreign import HandedBack, WhiteBox
+from pipeproof.foreign import HandedBack, WhiteBox, watch
 from pipeproof.foreign.rank import _Origin
 from pipeproof.judging.verdict import Verdict
 from tests.support.steps import loss_fn, pairs
@@ -107,3 +108,26 @@ def test_weights_that_were_not_seen_are_not_said_to_be_right(whitebox: WhiteBox)
     assert verdict.verdict == "fail"
     assert "every stage began with the model's parameters" not in [one.evidence for one in verdict.ruled_out]
     assert "a.weight" in verdict.law("initial-weights").note
+
+
+def copied(model: Any, microbatches: list[Any], *, before: bool) -> HandedBack:
+    """One gradient is zero in the copies that are handed back, or a parameter's was cleared; then all are cleared."""
+    watch(model)
+    losses: list[Any] = []
+    for x, target in microbatches:
+        losses.append(loss_fn(model(x), target))
+        (losses[-1] / len(microbatches)).backward()
+    if before:
+        model.zero_grad()
+    kept = {one: torch.zeros_like(one) if k == 0 else one.grad for k, one in enumerate(model.parameters())}
+    model.zero_grad()
+    return HandedBack([model], losses, gradients=None if before else kept)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_what_is_cleared_after_gradients_were_copied_is_not_lost(whitebox: WhiteBox, before: bool) -> None:
+    verdict = whitebox.validate(
+        partial(copied, before=before), reference=two, microbatches=pairs(2), ranks=1, loss_fn=loss_fn
+    )
+    assert verdict.verdict == "fail"
+    assert any(line.what == "cleared" for cause in verdict.cause for line in cause.lines) is before, str(verdict)

@@ -18,6 +18,12 @@ def test_every_kind_of_cause_has_a_hint() -> None:
     assert len(set(HINTS.values())) == len(HINTS)
 
 
+@pytest.mark.parametrize(("factor", "several"), [(2.0, 1), (4.0, 1), (8.0, 2)])
+def test_a_factor_of_some_microbatches_is_no_number_of_ranks_or_stages(factor: float, several: int) -> None:
+    verdict = replace(VERDICT, cause=(Cause("scale", factor=factor, microbatches=(3,)),))
+    assert len(verdict.next) == several
+
+
 @pytest.mark.parametrize(
     ("factor", "said"),
     [

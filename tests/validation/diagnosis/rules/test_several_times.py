@@ -51,5 +51,21 @@ def test_it_is_said_to_run_again_only_where_that_was_seen(
     assert [cause.factor for (cause,) in explanations] == [pytest.approx(times)] * len(kinds)
 
 
+def weighted(model: Any, microbatches: list[Any]) -> Any:
+    """All losses are a fourth: there is one count of targets for each microbatch."""
+    losses = []
+    for x, target in microbatches:
+        loss: Any = loss_fn(model(x), target)
+        (loss / len(microbatches) / 4).backward()
+        losses.append(loss.item())
+    return model, losses
+
+
+@pytest.mark.pipeproof_ranks
+def test_tokens_that_nobody_counts_explain_no_factor(whitebox: WhiteBox) -> None:
+    verdict = whitebox.validate(weighted, reference=built, microbatches=pairs(4), ranks=1, loss_fn=loss_fn)
+    assert verdict.cause[0].detail == "1/4, one over the number of microbatches"
+
+
 def built() -> nn.Module:
     return blocks(seed=3)
