@@ -1,8 +1,11 @@
 """Which microbatch a call was about, from what passed the boundary alone."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
+from pipeproof.foreign import WhiteBox, watch
 from pipeproof.foreign.crossings import passed
 from pipeproof.foreign.survey import Places, Survey
 from pipeproof.observers.observed import Crossing, Passed
@@ -118,3 +121,47 @@ def test_a_factor_is_told_beside_what_every_gradient_may_still_be_divided_by() -
     (crossing,) = wrong(flow(found))
     assert crossing.really is not None
     assert (str(crossing.action), crossing.really.factor) == ("0B1", 4.0)
+
+
+class Scored(nn.Module):
+    """A layer and its mean: one number for each microbatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.layer(x).square().mean()
+        return made
+
+
+class Near(nn.Module):
+    """The same, but the second number is ``last``, but for its last digits."""
+
+    def __init__(self, layer: nn.Module, last: Tensor) -> None:
+        super().__init__()
+        self.layer, self.last, self.calls = layer, last, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.layer(x).square().mean()
+        self.calls += 1
+        return made * (1.00005 * self.last / made.detach()) if self.calls == 2 else made
+
+
+def near_another(model: Any, microbatches: list[Any]) -> Any:
+    near = watch(Near(model.layer, model(microbatches[3][0]).detach()))
+    losses = []
+    for x, _ in microbatches:
+        losses.append(near(x))
+        (losses[-1] / len(microbatches)).backward()
+    return near, losses
+
+
+def test_one_number_that_is_near_anothers_is_not_that(whitebox: WhiteBox) -> None:
+    data = [(torch.randn(2, 4, generator=torch.Generator().manual_seed(m)), torch.zeros(())) for m in range(4)]
+    verdict = whitebox.validate(
+        near_another, reference=Scored, microbatches=data, ranks=1, loss_fn=lambda output, _: output
+    )
+    assert verdict.verdict == "fail"
+    assert "microbatch 3's" not in str(verdict)
