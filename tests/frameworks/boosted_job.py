@@ -68,20 +68,21 @@ class Whole(nn.Module):
 
 def due(layout: Layout) -> Record:
     """The record of the same step on one device."""
-    model = Whole(layout)
-    every = tiny_colossal.data_of(MICROBATCHES * layout.dp)
+    model = Whole(layout).to(layout.dtype)
+    every = tiny_colossal.data_of(layout.microbatches * layout.dp)
     return pipeproof.record_step(
         model,
         [((one["words"], one["labels"]), one["labels"]) for one in every],
         loss_fn=lambda outputs, labels: tiny_colossal.criterion(outputs, {"labels": labels}),
-        optimizer=torch.optim.Adam(model.parameters(), lr=0.01),
+        # In bf16 the job's optimizer has weights of its own, in fp32.
+        optimizer=None if layout.bf16 else torch.optim.Adam(model.parameters(), lr=0.01),
         max_norm=1.0 if layout.clipped else None,
     )
 
 
 def recorded(_: RankContext, layout: Layout, path: str, fault: str) -> str:
     """Record a step that has a fault, or none; why that cannot be."""
-    with boosted(layout, fault) as (made, batch):
+    with boosted(layout, fault, layout.microbatches) as (made, batch):
         with pipeproof.colossalai.record_step(*made, [batch], path, timeout_s=100.0) as seen:
             tiny_colossal.train_step(*made, iter([batch]))
         return seen.problem

@@ -100,7 +100,7 @@ RECORDED_FAULTS = {
 
 @pytest.mark.pipeproof_ranks
 @pytest.mark.parametrize("name", RECORDED_FAULTS)
-def test_a_fault_in_a_recorded_step_is_caught_and_named_where_sums_tell_it(name: str, world: World, tmp_path: Path) -> None:
+def test_a_fault_in_a_recorded_step_is_caught(name: str, world: World, tmp_path: Path) -> None:
     job, causes = RECORDED_FAULTS[name]
     verdict = compared(job, name, world, tmp_path)
     assert named(verdict) == ("fail", causes), str(verdict)

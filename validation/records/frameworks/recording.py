@@ -74,9 +74,9 @@ class StepRecording:
                 raise RecordError(TWO_STEPS)
             gradients = self._step.gradients()
             for name, parameter in self._parameters():
-                if parameter in gradients:
+                if parameter in gradients or not parameter.requires_grad:  # of what is frozen there is none
                     shape = tuple(parameter.shape)
-                    self._keep("gradient", name, *part_of(name, gradients[parameter], shape))
+                    self._keep("gradient", name, *part_of(name, gradients.get(parameter), shape))
             self._losses = tuple(float(one) for one in self._step.losses())
 
     def norm(self, norm: Any) -> None:
