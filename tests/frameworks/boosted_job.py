@@ -5,12 +5,14 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 import pipeproof
 from pipeproof.foreign.frameworks.colossalai import _on, _state_kept
 from pipeproof.foreign.frameworks.colossalai_whole import Packed
 from pipeproof.judging.verdict import Verdict
+from pipeproof.records.record import Record
 from pipeproof.worlds.worker import RankContext
 from tests.frameworks import tiny_colossal
 from tests.frameworks.colossalai_faults import FAULTS
@@ -50,6 +52,40 @@ def checked(_: RankContext, layout: Layout, fault: str) -> Verdict:
         with check_of(made, [batch], layout) as check:
             tiny_colossal.train_step(*made, iter([batch]))
         return check.verdict
+
+
+class Whole(nn.Module):
+    """The model on one device, called as record_step calls it."""
+
+    def __init__(self, layout: Layout) -> None:
+        super().__init__()
+        self._modules = (model := tiny_colossal.build(layout))._modules
+        self._model = [model]
+
+    def forward(self, words: Tensor, labels: Tensor) -> Any:
+        return self._model[0](words, labels)
+
+
+def due(layout: Layout) -> Record:
+    """The record of the same step on one device."""
+    model = Whole(layout).to(layout.dtype)
+    every = tiny_colossal.data_of(layout.microbatches * layout.dp)
+    return pipeproof.record_step(
+        model,
+        [((one["words"], one["labels"]), one["labels"]) for one in every],
+        loss_fn=lambda outputs, labels: tiny_colossal.criterion(outputs, {"labels": labels}),
+        # In bf16 the job's optimizer has weights of its own, in fp32.
+        optimizer=None if layout.bf16 else torch.optim.Adam(model.parameters(), lr=0.01),
+        max_norm=1.0 if layout.clipped else None,
+    )
+
+
+def recorded(_: RankContext, layout: Layout, path: str, fault: str) -> str:
+    """Record a step that has a fault, or none; why that cannot be."""
+    with boosted(layout, fault, layout.microbatches) as (made, batch):
+        with pipeproof.colossalai.record_step(*made, [batch], path, timeout_s=100.0) as seen:
+            tiny_colossal.train_step(*made, iter([batch]))
+        return seen.problem
 
 
 def checked_and_unchecked(_: RankContext, layout: Layout, microbatches: int) -> tuple[Verdict, list[str]]:

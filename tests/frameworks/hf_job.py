@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,6 +17,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
+import pipeproof
 from pipeproof import transformers
 from pipeproof.judging.verdict import Verdict
 from pipeproof.worlds.worker import RankContext
@@ -37,6 +39,7 @@ class Job:
     loss: str = "tokens"
     max_norm: float = 1.0
     checked: int = 1  # the number of the step
+    optimizer: str = "adamw_torch"
 
 
 def rows(count: int = 64) -> list[dict[str, Tensor]]:
@@ -70,6 +73,7 @@ def trainer_of(job: Job, folder: str, kind: type[Trainer] = Trainer, **more: Any
         max_steps=job.checked + 2,
         max_grad_norm=job.max_norm,
         learning_rate=0.01,
+        optim=job.optimizer,
         use_cpu=True,
         report_to=[],
         save_strategy="no",
@@ -181,6 +185,46 @@ def checked_and_unchecked(_: RankContext, job: Job) -> tuple[Verdict, list[str]]
             found.append([left([trainer.model], trainer.optimizer.optimizer, trainer.accelerator)])
     assert check is not None
     return check.verdict, differences(*found)
+
+
+def recorded(_: RankContext, job: Job, path: str, fault: str) -> str:
+    """Record a step that has a fault, or none; why that cannot be."""
+    more: dict[str, Any] = {}
+    with ExitStack() as stack:
+        if fault:
+            _, plant, more = FAULTS[fault]
+            plant(stack)
+        trainer = trainer_of(job, stack.enter_context(launched(job)), **more)
+        with transformers.record_step(trainer, path, step=job.checked, timeout_s=60.0) as seen:
+            trainer.train()
+        return seen.problem
+
+
+def recorded_late(_: RankContext, job: Job, path: str) -> str:
+    """Why a step that the trainer does not come to is not recorded."""
+    with launched(job) as folder:
+        trainer = trainer_of(job, folder)
+        with transformers.record_step(trainer, path, step=9, timeout_s=60.0) as seen:
+            trainer.train()
+        return seen.problem
+
+
+def due(_: RankContext, job: Job, path: str) -> None:
+    """Write the record of the first step on one device, of the batches that a trainer of one process draws."""
+    with launched(job) as folder:
+        trainer = trainer_of(job, folder)
+        batches = [*islice(trainer.get_train_dataloader(), job.accumulation)]
+    model = tiny_hf.build(tiny_hf.Layout(model=job.model, layers=2, tied=job.tied, dtype=job.dtype))
+    tokens = sum(int((one["labels"][:, 1:] != IGNORED).sum()) for one in batches)
+
+    def loss_fn(output: Any, labels: Tensor) -> Tensor:
+        named = {"labels": labels, "vocab_size": WORDS, "num_items_in_batch": tokens}
+        loss: Tensor = model.loss_function(logits=output.logits, **named)
+        return loss
+
+    pairs = [(one["input_ids"], one["labels"]) for one in batches]
+    record = pipeproof.record_step(model, pairs, loss_fn=loss_fn, loss_divisor=1.0, max_norm=job.max_norm)
+    pipeproof.write_record(record, path)
 
 
 def ended_early(_: RankContext, job: Job) -> tuple[str, str, bool]:

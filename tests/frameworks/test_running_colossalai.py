@@ -3,11 +3,15 @@
 ``ci/frameworks`` runs this in an environment that has ColossalAI; elsewhere it is skipped.
 """
 
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("colossalai", reason="colossalai is not installed: ci/frameworks installs it")
 
 from pipeproof import World
+from pipeproof.records.compare import compare
+from pipeproof.records.record_file import read
 from tests.frameworks import boosted_job
 from tests.frameworks.colossalai_faults import FAULTS
 from tests.frameworks.fault import named, passed
@@ -60,6 +64,42 @@ def test_a_fault_in_a_job_is_caught_and_named(name: str, world: World) -> None:
     for verdict in world.run(boosted_job.checked, layout, name, ranks=layout.pp * layout.dp):
         outcome, causes = named(verdict)
         assert (outcome, causes[:1]) == ("fail", [(kind, place)]), str(verdict)
+
+
+RECORDED = {
+    "1f1b": (Layout(), "fp32"),
+    "not-clipped": (Layout(clipped=False), "bitwise"),
+    "interleaved-tied": (Layout("interleaved", chunks=2, tied=True), "fp32"),
+    "zero-1": (Layout(zero=1, dp=2, bf16=True), "bf16"),
+}
+
+
+@pytest.mark.pipeproof_ranks
+@pytest.mark.parametrize("name", RECORDED)
+def test_a_recorded_step_is_that_of_one_device(name: str, world: World, tmp_path: Path) -> None:
+    layout, tier = RECORDED[name]
+    path, ranks = str(tmp_path / "step.safetensors"), layout.pp * layout.dp
+    assert world.run(boosted_job.recorded, layout, path, "", ranks=ranks) == [""] * ranks
+    verdict = compare(boosted_job.due(layout), read(path))
+    assert (verdict.verdict, verdict.tier) == ("pass", tier), str(verdict)
+    assert passed(verdict) >= {"gradient", "loss", "parameters-once", "grad-norm" if layout.clipped else "gradient"}
+    assert (verdict.law("updated-parameters").outcome == "pass") == (not layout.bf16)
+
+
+@pytest.mark.pipeproof_ranks
+def test_a_fault_in_a_recorded_step_is_named(world: World, tmp_path: Path) -> None:
+    path = str(tmp_path / "step.safetensors")
+    assert world.run(boosted_job.recorded, Layout(), path, "not-divided", ranks=2) == ["", ""]
+    assert named(compare(boosted_job.due(Layout()), read(path))) == ("fail", [("scale", "everywhere")])
+
+
+@pytest.mark.pipeproof_ranks
+@pytest.mark.filterwarnings("ignore:the step was not recorded")
+def test_replicas_that_differ_are_no_record_and_the_job_goes_on(world: World, tmp_path: Path) -> None:
+    path = tmp_path / "step.safetensors"
+    for problem in world.run(boosted_job.recorded, Layout(dp=2), str(path), "not-reduced", ranks=4):
+        assert "have another gradient of words.weight: a record has one; check_step tells which" in problem
+    assert not path.exists()
 
 
 @pytest.mark.pipeproof_ranks

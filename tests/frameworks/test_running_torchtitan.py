@@ -3,12 +3,16 @@
 ``ci/frameworks`` runs this in an environment that has torchtitan; elsewhere it is skipped.
 """
 
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("torchtitan", reason="torchtitan is not installed: ci/frameworks installs it")
 
 from pipeproof import World
 from pipeproof.cases.frameworks.torchtitan_layout import TorchtitanLayout as Layout
+from pipeproof.records.compare import compare
+from pipeproof.records.record_file import read
 from tests.frameworks import titan_job
 from tests.frameworks.fault import named, passed
 from tests.frameworks.torchtitan_faults import EVERY, FAULTS
@@ -68,6 +72,45 @@ def test_what_sums_alone_do_not_tell_is_caught_and_no_cause_is_named(name: str, 
     layout = FAULTS[name].layout if name in FAULTS else Layout()
     for verdict in world.run(titan_job.checked, layout, name, ranks=2):
         assert (verdict.verdict, verdict.cause) == ("fail", ()), str(verdict)
+
+
+RECORDED = {
+    "1f1b": (Layout(), "bitwise"),
+    "zb-v": (Layout(schedule="ZBVZeroBubble", vp=2, clipped=True), "fp32"),
+    "fsdp": (IN_SHARDS, "fp32"),
+}
+
+
+@pytest.mark.pipeproof_ranks
+@pytest.mark.parametrize("name", RECORDED)
+def test_a_recorded_step_is_that_of_one_device(name: str, world: World, tmp_path: Path) -> None:
+    layout, tier = RECORDED[name]
+    path = str(tmp_path / "step.safetensors")
+    ranks = layout.pp * layout.dp
+    assert world.run(titan_job.recorded, layout, path, "", ranks=ranks) == [""] * ranks
+    same_bits = tier == "bitwise"  # or Adam's first update makes much of what rounding did to a small gradient
+    verdict = compare(titan_job.due(layout, stepping=same_bits), read(path))
+    assert (verdict.verdict, verdict.tier) == ("pass", tier), str(verdict)
+    assert passed(verdict) >= {"gradient", "loss", "parameters-once"}
+    assert (verdict.law("updated-parameters").outcome == "pass") == same_bits
+    assert (verdict.law("grad-norm").outcome == "pass") == layout.clipped
+
+
+RECORDED_FAULTS = {
+    "not-divided": (Layout(), ("scale", "everywhere")),
+    "mean-over-replicas": (IN_SHARDS, ("scale", "everywhere")),
+}
+
+
+@pytest.mark.pipeproof_ranks
+@pytest.mark.parametrize("name", RECORDED_FAULTS)
+def test_a_fault_in_a_recorded_step_is_named(name: str, world: World, tmp_path: Path) -> None:
+    layout, cause = RECORDED_FAULTS[name]
+    path = str(tmp_path / "step.safetensors")
+    ranks = layout.pp * layout.dp
+    assert world.run(titan_job.recorded, layout, path, name, ranks=ranks) == [""] * ranks
+    verdict = compare(titan_job.due(layout), read(path))
+    assert named(verdict) == ("fail", [cause]), str(verdict)
 
 
 @pytest.mark.pipeproof_ranks

@@ -3,12 +3,18 @@
 ``ci/frameworks`` runs this in an environment that has transformers; elsewhere it is skipped.
 """
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("transformers", reason="transformers is not installed: ci/frameworks installs it")
 pytest.importorskip("accelerate", reason="accelerate is not installed: ci/frameworks installs it")
 
 from pipeproof import World
+from pipeproof.judging.verdict import Verdict
+from pipeproof.records.compare import RUNS, compare
+from pipeproof.records.record_file import read
 from tests.frameworks import hf_job
 from tests.frameworks.fault import named, passed
 from tests.frameworks.hf_job import FAULTS, Job
@@ -51,6 +57,62 @@ def test_a_fault_in_a_job_is_caught_and_named(name: str, world: World) -> None:
     for verdict in world.run(hf_job.checked, job, name, ranks=job.ranks):
         outcome, causes = named(verdict)
         assert (outcome, causes[:1]) == ("fail", [(kind, place)]), str(verdict)
+
+
+RECORDED = {  # each beside one process that trains four microbatches
+    "llama": Job(accumulation=4, checked=0),
+    "tied": Job(accumulation=4, checked=0, tied=True),
+    "ddp": Job(ranks=2, checked=0),
+}
+
+
+@pytest.mark.pipeproof_ranks
+@pytest.mark.parametrize("name", RECORDED)
+def test_a_recorded_step_is_that_of_one_device(name: str, world: World, tmp_path: Path) -> None:
+    verdict = compared(RECORDED[name], "", world, tmp_path)
+    assert (verdict.verdict, verdict.tier) == ("pass", "fp32"), str(verdict)
+    assert passed(verdict) >= {"gradient", "loss", "parameters-once", "grad-norm"}
+    assert verdict.law("loss").checked == 4
+
+
+def compared(job: Job, fault: str, world: World, folder: Path) -> Verdict:
+    due, seen = str(folder / "due.safetensors"), str(folder / "seen.safetensors")
+    world.run(hf_job.due, replace(job, ranks=1, accumulation=job.ranks * job.accumulation), due, ranks=1)
+    assert world.run(hf_job.recorded, job, seen, fault, ranks=job.ranks) == [""] * job.ranks
+    return compare(read(due), read(seen))
+
+
+@pytest.mark.pipeproof_ranks
+def test_one_process_and_ddp_give_the_same_step(world: World, tmp_path: Path) -> None:
+    one, two = Job(accumulation=4, checked=0, optimizer="sgd"), Job(ranks=2, checked=0, optimizer="sgd")
+    paths = [str(tmp_path / f"{name}.safetensors") for name in ("one", "two")]
+    for job, path in zip((one, two), paths, strict=True):
+        assert world.run(hf_job.recorded, job, path, "", ranks=job.ranks) == [""] * job.ranks
+    verdict = compare(*map(read, paths), sides=RUNS)
+    assert (verdict.verdict, verdict.tier) == ("pass", "fp32"), str(verdict)
+
+
+RECORDED_FAULTS = {
+    "not-multiplied": (Job(ranks=2, checked=0), [("scale", "rank 0, stage 0")]),
+    "clipped-early": (Job(checked=0), []),  # a record has sums alone
+}
+
+
+@pytest.mark.pipeproof_ranks
+@pytest.mark.parametrize("name", RECORDED_FAULTS)
+def test_a_fault_in_a_recorded_step_is_caught(name: str, world: World, tmp_path: Path) -> None:
+    job, causes = RECORDED_FAULTS[name]
+    verdict = compared(job, name, world, tmp_path)
+    assert named(verdict) == ("fail", causes), str(verdict)
+
+
+@pytest.mark.pipeproof_ranks
+@pytest.mark.filterwarnings("ignore:the step was not recorded")
+def test_a_step_that_never_came_is_said(world: World, tmp_path: Path) -> None:
+    path = tmp_path / "step.safetensors"
+    (problem,) = world.run(hf_job.recorded_late, Job(), str(path), ranks=1)
+    assert problem == "the block took no step 9: call trainer.train in it, with max_steps above 9"
+    assert not path.exists()
 
 
 @pytest.mark.pipeproof_ranks

@@ -8,12 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torchtitan.components.loss import IGNORE_INDEX
 
 import pipeproof
 from pipeproof.cases.frameworks import tiny_titan
 from pipeproof.cases.frameworks.tiny_titan import Data
 from pipeproof.cases.frameworks.torchtitan_layout import TorchtitanLayout as Layout
 from pipeproof.judging.verdict import Verdict
+from pipeproof.records.record import Record
 from pipeproof.worlds.worker import RankContext
 from tests.frameworks.left import differences, left, seed
 from tests.frameworks.torchtitan_faults import PLANTS
@@ -58,6 +60,47 @@ def checked(_: RankContext, layout: Layout, fault: str) -> Verdict:
         with check_of(trainer, microbatches, layout) as check:
             train(trainer, microbatches, layout)
         return check.verdict
+
+
+class Whole(torch.nn.Module):
+    """The model on one device, called as record_step calls it."""
+
+    def __init__(self, layout: Layout) -> None:
+        super().__init__()
+        self._modules = (model := tiny_titan.build(layout))._modules
+        self._model = [model]
+
+    def forward(self, words: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self._model[0](words, positions=positions)
+        return made
+
+
+def due(layout: Layout, *, stepping: bool = False) -> Record:
+    """The record of the same step on one device; with the optimizer's, if it is ``stepping``."""
+    model, every = Whole(layout), tiny_titan.data_of(MICROBATCHES * layout.dp)
+    tokens = torch.stack([(labels != IGNORE_INDEX).sum() for _, labels in every]).sum()
+
+    def loss_fn(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = tiny_titan.loss_fn(logits, labels, tokens)[0]
+        return loss
+
+    return pipeproof.record_step(
+        model,
+        [((given["input"], given["positions"]), labels) for given, labels in every],
+        loss_fn=loss_fn,
+        loss_divisor=1,
+        optimizer=torch.optim.AdamW(model.parameters()) if stepping else None,
+        max_norm=0.1 if layout.clipped else None,
+    )
+
+
+def recorded(_: RankContext, layout: Layout, path: str, fault: str) -> str:
+    """Record a step that has a fault, or none; why that cannot be."""
+    with trainer_of(layout, fault) as (trainer, microbatches):
+        schedule, parts = trainer.pp_schedule, trainer.model_parts
+        with pipeproof.torchtitan.record_step(schedule, parts, microbatches, path, timeout_s=60.0) as seen:
+            train(trainer, microbatches, layout)
+        return seen.problem
 
 
 def checked_and_unchecked(_: RankContext, layout: Layout) -> tuple[Verdict, list[str]]:

@@ -12,7 +12,7 @@ from pipeproof.pipeline.schedules import known_are
 from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds.output_file import OutputError
 
-STARTERS = ("custom", "torch", "own", "megatron", "deepspeed", "torchtitan", "nanotron")
+STARTERS = ("custom", "torch", "own", "megatron", "deepspeed", "torchtitan", "nanotron", "colossalai", "transformers")
 _NAME = "test_my_pipeline.py"
 
 

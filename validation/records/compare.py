@@ -29,7 +29,7 @@ from pipeproof.records.record import (
     upstream,
 )
 from pipeproof.records.record_evidence import Step
-from pipeproof.records.renamed import as_named_in
+from pipeproof.records.renamed import as_named_in, as_numbered_in, contents_of
 
 _SHOWN = 4  # differences of configs in a sentence
 RUNS = ("other", "one")  # two, neither of which is known to be right
@@ -44,7 +44,7 @@ def compare(
     Raises ``OtherSteps`` where the two are not of the same steps: other operations, microbatches or first weights.
     """
     began = perf_counter()
-    seen, renamed = as_named_in(expected, seen)
+    seen, renamed = as_named_in(expected, as_numbered_in(expected, seen))
     _comparable(expected, seen)
     ledger = Ledger(LAWS)
     if renamed:
@@ -70,7 +70,9 @@ def _entered(expected: Record, seen: Record, ledger: Ledger, sides: tuple[str, s
             compared += 1
         for number in range(compared):  # last, or what is wrong in a later operation would be taken for a consequence
             due = expected.operations[number]
-            _leave_out(ledger, due, seen.operations[number], number, sides)
+            one = seen.operations[number]
+            one = replace(one, parameters={}) if _no_update_due(expected, seen) else one
+            _leave_out(ledger, due, one, number, sides)
             if due.operation == "train" and due.norm is None and not expected.framework:
                 ledger.doubt("grad-norm", "there is no norm to compare with")
     except RecordError:
@@ -78,11 +80,27 @@ def _entered(expected: Record, seen: Record, ledger: Ledger, sides: tuple[str, s
     except Exception as error:  # no one type: who knows what wrote it
         return Crash.of(error)
     every = [one for record in (expected, seen) for one in record.operations]
-    if not any(one.buffers for one in every):
+    if not _have_buffers(expected, seen):
+        ledger.skip("buffers", "nobody records those of a framework's step")
+    elif not any(one.buffers for one in every):
         ledger.skip("buffers", "the model has none")
-    if not any(one.parameters for one in every):
+    if _no_update_due(expected, seen):
+        ledger.skip("updated-parameters", "what is expected makes no update: it was recorded without an optimizer")
+    elif not any(one.parameters for one in every):
         ledger.miss("updated-parameters", "neither record has weights that an optimizer moved")
     return None
+
+
+def _no_update_due(expected: Record, seen: Record) -> bool:
+    """Whether a framework's step is held against one that was recorded without an optimizer."""
+    return (
+        bool(seen.framework) and expected.kind == "expected" and not any(one.parameters for one in expected.operations)
+    )
+
+
+def _have_buffers(*records: Record) -> bool:
+    """Whether all of them would tell of buffers, if there were any."""
+    return not any(one.framework for one in records)
 
 
 def _leave_out(
@@ -131,7 +149,7 @@ def _compare(ledger: Ledger, expected: Record, seen: Record, number: int) -> Non
     at.losses(one.losses)
     if one.loss is not None:
         at.loss(one.loss)
-    for name in dict.fromkeys([*due.buffers, *one.buffers]):
+    for name in dict.fromkeys([*due.buffers, *one.buffers] if _have_buffers(expected, seen) else ()):
         at.buffer(name, one.buffers.get(name), **where.get(name, {}))
     if trained:
         stages = {name: stage for name, (_, stage) in places.items()}
@@ -153,7 +171,10 @@ def _comparable(expected: Record, seen: Record) -> None:
     if plans[0] != plans[1]:
         raise _refused(expected, seen, f"operations {'+'.join(plans[0])} and {'+'.join(plans[1])}")
     for wanted, one in zip(expected.operations, seen.operations, strict=True):
-        if found := other_microbatch(wanted.microbatches, one.microbatches):
+        given = wanted.microbatches, one.microbatches
+        if expected.framework or seen.framework:
+            given = contents_of(wanted), contents_of(one)
+        if found := other_microbatch(*given):
             raise _refused(expected, seen, f"microbatches that are not the same: {found}")
     both = zip(expected.operations, seen.operations, strict=True)
     first = next(((wanted.before, one.before) for wanted, one in both if wanted.before), ({}, {}))

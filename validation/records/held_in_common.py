@@ -76,7 +76,7 @@ class HeldInCommon:
 
     def take(self, name: str, given: Gradient | tuple[None, Shard]) -> tuple[bool, Tensor | None]:
         """Whether this rank has all of a gradient, and then the gradient. Of a part it keeps a copy on the CPU."""
-        part, shard = _part_of(name, given, self._shapes[name])
+        part, shard = part_of(name, given, self._shapes[name])
         alone = len(self._places.get(name, ())) < 2
         if shard is not None and shard.is_all and (alone or not shard.flat):  # of flat ones others may have some, too
             part, shard = None if part is None else part.view(self._shapes[name]), None
@@ -204,7 +204,7 @@ class HeldInCommon:
             yield Claim("replicas", rank, site, same, seen * (not same), f"rank {first}'s gradient, bit for bit", first)
 
 
-def _part_of(name: str, given: Any, shape: tuple[int, ...]) -> tuple[Tensor | None, Shard | None]:
+def part_of(name: str, given: Any, shape: tuple[int, ...]) -> tuple[Tensor | None, Shard | None]:
     """What a rank has of a gradient, and where that lies in the whole; None if it has all. Raises ``RecordError``."""
     if not isinstance(given, FlatShard | InShards | tuple):
         return given, None

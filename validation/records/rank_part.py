@@ -18,6 +18,7 @@ from pipeproof.records.record import (
     RankStage,
     RecordedOperation,
     RecordError,
+    numbers_in,
     other_microbatch,
     other_weights,
 )
@@ -73,12 +74,9 @@ class Run:
 
     def as_in(self, expected: Sequence[str]) -> "Run":
         """This run, with microbatches numbered as in ``expected``, where they are those."""
-        if not self.apart or sorted(expected) != sorted(self.microbatches):
+        place = numbers_in(expected, self.microbatches) if self.apart else None
+        if place is None:
             return self
-        numbers: dict[str, list[int]] = {}
-        for number, digest in reversed(list(enumerate(expected))):
-            numbers.setdefault(digest, []).append(number)
-        place = [numbers[digest].pop() for digest in self.microbatches]
         shares = tuple(tuple(place[number] for number in share or ()) for share in self.shares)
         return Run(self.replicas, tuple(expected), shares)
 

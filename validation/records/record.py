@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from pipeproof.cases.case import AXES
 from pipeproof.judging.comparison import Comparison, Due
@@ -103,9 +104,13 @@ class RecordedFloors:
 
 @dataclass(frozen=True)
 class RecordedOperation(Due):
-    """One operation of a plan: "train", "accumulate" or "eval". ``floors`` is None where nobody measured them."""
+    """One operation of a plan: "train", "accumulate" or "eval". ``floors`` is None where nobody measured them.
+
+    ``contents`` are digests of what is in each microbatch, in whatever form; where nobody took them, there are none.
+    """
 
     floors: RecordedFloors | None = None
+    contents: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -196,6 +201,22 @@ def other_microbatch(expected: Sequence[str], seen: Sequence[str]) -> str:
 def microbatch_digests(microbatches: Sequence[tuple[object, object]]) -> tuple[str, ...]:
     """A digest of each microbatch, a pair of inputs and target: tensors, or tuples, lists and dicts of them."""
     return tuple(digest((_plain(inputs), target)) for inputs, target in microbatches)
+
+
+def content_digests(microbatches: Iterable[object]) -> tuple[str, ...]:
+    """A digest of all tensors of each microbatch, in whatever form a framework wants them: each once, in no order."""
+    leaves = ([leaf for leaf in tree_leaves(one) if isinstance(leaf, Tensor)] for one in microbatches)
+    return tuple(digest(sorted({digest(leaf) for leaf in found})) for found in leaves)
+
+
+def numbers_in(expected: Sequence[str], seen: Sequence[str]) -> list[int] | None:
+    """The number that each microbatch has in ``expected``, by their digests; None where these are not the same ones."""
+    if sorted(expected) != sorted(seen):
+        return None
+    numbers: dict[str, list[int]] = {}
+    for number, one in reversed(list(enumerate(expected))):
+        numbers.setdefault(one, []).append(number)
+    return [numbers[one].pop() for one in seen]
 
 
 def _plain(inputs: object) -> object:

@@ -167,6 +167,7 @@ def _operation(data: Mapping[str, Any], fetch: Fetch) -> RecordedOperation:
         None if data["norm"] is None else float(data["norm"]),
         **{name: Addressed(data[name], fetch) for name in _TENSORS},  # type: ignore[arg-type]  # only gradients are None
         floors=None if data["floors"] is None else _floors(data["floors"]),
+        contents=tuple(data.get("contents", ())),  # which older ones have not
     )
 
 

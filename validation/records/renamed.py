@@ -1,14 +1,17 @@
-"""Two frameworks call one parameter by two names: a record, with the names that another has of the same weights."""
+"""Two frameworks call one parameter by two names: a record, with the names that another has of the same weights.
+
+They number microbatches in their own order, too: a record, with the numbers that another has of the same contents.
+"""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
 from torch import Tensor
 
 from pipeproof.pipeline.sizes import some
-from pipeproof.records.record import OtherSteps, Record, RecordedOperation, digest
+from pipeproof.records.record import OtherSteps, Record, RecordedOperation, digest, numbers_in
 from pipeproof.records.record_file import Addressed
 
 Value = TypeVar("Value")
@@ -40,6 +43,36 @@ def as_named_in(expected: Record, seen: Record) -> tuple[Record, str]:
         cure = "; record a later step, where no two weights are alike"
         raise OtherSteps(f"parameters of other names: weights do not tell which one {told} of the second is", cure)
     return _renamed(seen, names), f"{some(len(names) - len(own), 'parameter')} of other names, matched by their weights"
+
+
+def as_numbered_in(expected: Record, seen: Record) -> Record:
+    """``seen`` with its microbatches numbered as in ``expected``, where a framework ran one and contents are the same.
+
+    Replicas have theirs in an order of their own.
+    """
+    if not (expected.framework or seen.framework) or len(expected.operations) != len(seen.operations):
+        return seen
+    both = zip(expected.operations, seen.operations, strict=True)
+    return replace(seen, operations=tuple(_numbered(wanted, one) for wanted, one in both))
+
+
+def contents_of(operation: RecordedOperation) -> tuple[str, ...]:
+    """What is known of its microbatches in whatever form; a framework's older records have no other digests."""
+    return operation.contents or operation.microbatches
+
+
+def _numbered(wanted: RecordedOperation, one: RecordedOperation) -> RecordedOperation:
+    numbers = numbers_in(contents_of(wanted), contents_of(one))
+    if numbers is None or numbers == sorted(numbers):
+        return one
+
+    def by(found: Sequence[Value]) -> tuple[Value, ...]:
+        return tuple(found[numbers.index(number)] for number in range(len(found)))
+
+    floors = None if one.floors is None else replace(one.floors, losses=by(one.floors.losses))
+    return replace(
+        one, microbatches=by(one.microbatches), contents=by(one.contents), losses=by(one.losses), floors=floors
+    )
 
 
 def _contents(weights: Mapping[str, Tensor]) -> dict[str, bytes | None]:

@@ -11,7 +11,14 @@ from pipeproof.judging.judge import due_of
 from pipeproof.judging.measured import versions
 from pipeproof.judging.oracle import Floors, Pending
 from pipeproof.judging.tolerance import PRECISIONS
-from pipeproof.records.record import Record, RecordedFloors, RecordedOperation, RecordError, microbatch_digests
+from pipeproof.records.record import (
+    Record,
+    RecordedFloors,
+    RecordedOperation,
+    RecordError,
+    content_digests,
+    microbatch_digests,
+)
 from pipeproof.records.record_file import write
 from pipeproof.reference.copied import copied
 from pipeproof.reference.data import Batch
@@ -64,7 +71,7 @@ def record_step(
     measured = _floors(_reference(copied(untouched), recipe), Pending(expected, batches, orders)) if floors else None
     due = due_of(expected)
     due = replace(due, microbatches=microbatch_digests(microbatches), parameters=due.parameters if optimizer else {})
-    operation = RecordedOperation(**vars(due), floors=measured)
+    operation = RecordedOperation(**vars(due), floors=measured, contents=content_digests(microbatches))
     return Record("expected", _config(model, microbatches, divisor, max_norm), (operation,))
 
 

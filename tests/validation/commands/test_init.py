@@ -6,14 +6,16 @@ import pytest
 
 from pipeproof.commands.cli import main
 from pipeproof.commands.init import STARTERS, summary, text, write_new
+from pipeproof.foreign.frameworks.colossalai_whole import COLOSSALAI
 from pipeproof.foreign.frameworks.deepspeed_whole import DEEPSPEED
 from pipeproof.foreign.frameworks.framework import Framework
 from pipeproof.foreign.frameworks.megatron_whole import MEGATRON
 from pipeproof.foreign.frameworks.nanotron_whole import NANOTRON
 from pipeproof.foreign.frameworks.torchtitan_whole import TORCHTITAN
+from pipeproof.foreign.frameworks.transformers_whole import TRANSFORMERS
 from pipeproof.worlds.output_file import OutputError
 
-FRAMEWORKS = (MEGATRON, DEEPSPEED, TORCHTITAN, NANOTRON)
+FRAMEWORKS = (MEGATRON, DEEPSPEED, TORCHTITAN, NANOTRON, COLOSSALAI, TRANSFORMERS)
 
 
 @pytest.fixture(autouse=True)

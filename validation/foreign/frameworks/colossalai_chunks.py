@@ -48,7 +48,7 @@ def stages_of(manager: Any, module: nn.Module) -> dict[int, nn.Module]:
     manager: ColossalAI's ``PipelineStageManager``. Raises ``ColossalAIError`` where nothing tells what is in which.
     """
     if not manager.is_interleave:
-        return {manager.stage: module}
+        return {int(manager.stage): module}
     numbers = numbers_of(manager)
     held = _held(module, manager.stage_indices)
     call = module.forward
@@ -57,7 +57,7 @@ def stages_of(manager: Any, module: nn.Module) -> dict[int, nn.Module]:
 
 def numbers_of(manager: Any) -> list[int]:
     """The stages of this rank, by its chunks: dealt to the ranks in turn, or in a V."""
-    rank, ranks = manager.stage, manager.num_stages
+    rank, ranks = int(manager.stage), int(manager.num_stages)  # numpy's, which are not JSON's
     if manager.use_zbv:
         return [rank, 2 * ranks - 1 - rank]
     return [rank + ranks * chunk for chunk in range(manager.num_model_chunks)]

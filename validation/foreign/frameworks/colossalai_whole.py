@@ -27,6 +27,7 @@ COLOSSALAI = Framework(
     "pip install --no-deps colossalai==0.5.0",
     ColossalAIError,
     axes=("dp", "pp"),
+    child=CHILD,
 )
 
 

@@ -22,7 +22,7 @@ class Framework:
     """A framework, as it is installed and imported, and the versions that its adapter knows.
 
     error: what is raised where it is missing, or used in a way that is not covered. axes: in the order in which it
-    numbers ranks; neighbours differ along the last.
+    numbers ranks; neighbours differ along the last. child: what its reference calls the user's model, which is in it.
     """
 
     name: str
@@ -32,6 +32,7 @@ class Framework:
     install: str
     error: type[WhiteBoxError]
     axes: tuple[str, ...] = ("pp", "dp")
+    child: str = ""
 
     def module(self, name: str = "") -> ModuleType:
         """Its package, or the module ``name`` in it."""
@@ -51,6 +52,10 @@ class Framework:
     def installed(self) -> str:
         """Its name and version."""
         return f"{self.name} {self.module().__version__}"
+
+    def own_name(self, name: str) -> str:
+        """What the user's model calls the parameter that the reference calls ``name``."""
+        return name.removeprefix(f"{self.child}.") if self.child else name
 
     def covers(self, given: Mapping[str, Any], covered: Mapping[str, Any]) -> None:
         """Raise for an option that is not as it is ``covered``. What is not ``given`` is not looked at."""

@@ -28,6 +28,7 @@ MEGATRON = Framework(
     ("0.16",),
     "pip install --no-deps megatron-core==0.16.1",
     MegatronError,
+    child=CHILD,
 )
 core = MEGATRON.module
 

@@ -27,6 +27,7 @@ NANOTRON = Framework(
     ("0.4",),
     "pip install --no-deps git+https://github.com/huggingface/nanotron",
     NanotronError,
+    child=CHILD,
 )
 
 

@@ -26,6 +26,7 @@ TORCHTITAN = Framework(
     ("0.3",),
     "pip install torchtitan==0.3.0",
     TorchtitanError,
+    child=CHILD,
 )
 
 

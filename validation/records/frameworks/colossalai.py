@@ -1,6 +1,6 @@
 """ColossalAI, as users reach it at ``pipeproof.colossalai``: a step that pipeproof starts, or one of a running job."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -25,12 +25,14 @@ from pipeproof.foreign.frameworks.colossalai_whole import (
 )
 from pipeproof.foreign.frameworks.drawn import contents
 from pipeproof.foreign.frameworks.framework import OfMicrobatch
+from pipeproof.foreign.frameworks.framework_step import FrameworkStep
 from pipeproof.records.frameworks.framework_job import JobStep, checking
+from pipeproof.records.frameworks.recording import StepRecording, recording
 from pipeproof.records.single_device import LossOfAll, SingleDevice
 from pipeproof.records.step_check import StepCheck
 from pipeproof.records.step_record import Pairs
 
-__all__ = ["ColossalAIError", "check_step", "observed", "validate"]
+__all__ = ["ColossalAIError", "check_step", "observed", "record_step", "validate"]
 
 
 def check_step(
@@ -57,18 +59,43 @@ def check_step(
     return checking(partial(_step, boosted, criterion, batches, reference), timeout_s=timeout_s)
 
 
+def record_step(
+    booster: Any, model: Any, optimizer: Any, batches: Sequence[Any] | None, path: str, *, timeout_s: float = 300.0
+) -> AbstractContextManager[StepRecording]:
+    """A context manager around one step of a running job, which writes what the step gave into the file at ``path``.
+
+    booster, model, optimizer, batches: as for ``check_step``; the record has the microbatches that are cut from them.
+    All else is as for ``deepspeed.record_step``.
+    """
+    step = partial(_counted_step, (booster, model, optimizer), batches)
+    # Cut when they are wanted: what is wrong with them is the record's.
+    microbatches = None if batches is None else _microbatches(booster, batches)
+    return recording(step, microbatches, path, framework=COLOSSALAI, timeout_s=timeout_s)
+
+
+def _counted_step(boosted: tuple[Any, Any, Any], batches: Sequence[Any] | None) -> FrameworkStep:
+    """The step of so many batches."""
+    if batches is not None:
+        COLOSSALAI.listed(batches, what="batches")
+    return step_of(*boosted, batches=None if batches is None else len(batches))
+
+
+def _microbatches(booster: Any, batches: Sequence[Any]) -> Iterator[Any]:
+    """What the schedule cuts from them."""
+    scheduler = booster.plugin.scheduler
+    for batch in batches:
+        yield from cut(batch, count_of(scheduler), scheduler.microbatch_size)
+
+
 def _step(
     boosted: tuple[Any, Any, Any],
     criterion: Criterion,
     batches: Sequence[Any] | None,
     reference: Callable[[], nn.Module],
 ) -> JobStep:
-    if batches is not None:
-        COLOSSALAI.listed(batches, what="batches")
-    step = step_of(*boosted, batches=None if batches is None else len(batches))
+    step = _counted_step(boosted, batches)
     plugin, given = boosted[0].plugin, batches or ()
-    count, size = count_of(plugin.scheduler), plugin.scheduler.microbatch_size
-    microbatches = [one for batch in given for one in cut(batch, count, size)]
+    microbatches = [*_microbatches(boosted[0], given)]
     packed = Packed.of(microbatches)
 
     def of_all(every: Pairs) -> OfMicrobatch:

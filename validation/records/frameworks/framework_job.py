@@ -17,7 +17,7 @@ from pipeproof.records.single_device import SingleDevice
 from pipeproof.records.step_check import StepCheck
 from pipeproof.records.step_record import Pairs
 
-_IN_PARTS = "it was told as a DTensor in parts, which are not put together: clip by its full_tensor()"
+NORM_IN_PARTS = "it was told as a DTensor in parts, which are not put together: clip by its full_tensor()"
 _TOO_MANY = "the block ran {} microbatches, and the check was given {}: put one step into it, or give it all of them"
 _OTHERS_S = 300.0  # how long the others are waited for where nobody says it
 
@@ -51,7 +51,7 @@ class JobSight:
         with self._check.noting():
             here = held_whole(norm) if isinstance(norm, Tensor) else norm
             if here is None:  # only all ranks together know it, and one that does not come would hold the job up
-                self._check.miss_norm(_IN_PARTS)
+                self._check.miss_norm(NORM_IN_PARTS)
             elif self._steps <= 1:
                 self._check.report(norm=float(here))
 

@@ -1,24 +1,24 @@
-"""The record of one step that a framework ran, on all ranks together: what it gave, by the names of the whole model."""
+"""The record of one step that a framework ran, on all ranks together: what it gave, by the user's names for it."""
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch import Tensor, nn
 
 from pipeproof.foreign.frameworks.framework import Framework
 from pipeproof.foreign.frameworks.framework_step import TWO_STEPS, FrameworkStep
-from pipeproof.foreign.handed_back import FlatShard, Gradient
 from pipeproof.foreign.reference_run import WhiteBoxError
 from pipeproof.judging.measured import versions
+from pipeproof.judging.tolerance import same_bits
 from pipeproof.judging.verdict import raised
-from pipeproof.observers.shards import held_whole
+from pipeproof.observers.shards import Shard, ShardError, gathered, held_here, held_whole, shard_of, untiled
+from pipeproof.records.frameworks.framework_job import NORM_IN_PARTS
+from pipeproof.records.held_in_common import part_of
 from pipeproof.records.rank_part import Arrival, Run, places_of, run_of, told
-from pipeproof.records.record import Record, RecordedOperation, RecordError, digest
+from pipeproof.records.record import Record, RecordedOperation, RecordError, content_digests, digest
 from pipeproof.records.record_file import write
 from pipeproof.worlds.output_file import OutputError, OutputFile
 from pipeproof.worlds.side_store import Exchange, RanksAbsent, exchange
@@ -28,18 +28,20 @@ from pipeproof.worlds.side_store import Exchange, RanksAbsent, exchange
 class _Seen:
     """What a rank has of a step: who has which tensors is told, the tensors are laid out.
 
-    ``digests``: of each kind of tensor by name; None in place of a gradient. ``spans``: where its part of a gradient
-    lies, for those of which it has no more.
+    ``digests``: of each kind of tensor by name; None in place of a gradient. ``shards``: by kind and name, where its
+    part lies in the whole, of those of which it has a part. ``shapes``: those of the whole ones.
     """
 
     arrival: Arrival
     losses: tuple[float, ...] = ()
     norm: float | None = None
     digests: Mapping[str, Mapping[str, str | None]] = field(default_factory=dict)
-    spans: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    shards: Mapping[tuple[str, str], Shard] = field(default_factory=dict)
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 _NOTHING = FrameworkStep({}, lambda stage, name: name, dict, list, lambda sight: ExitStack())
+_TELLS = "check_step tells which is wrong"
 _LAST_WORDS_S = 10.0  # a rank whose step raised waits no longer than this for the others
 KINDS = ("weight", "gradient", "updated weight")
 
@@ -47,13 +49,14 @@ KINDS = ("weight", "gradient", "updated weight")
 class StepRecording:
     """Sees one step. After it rank 0 has the ``record``; where there is none, ``problem`` says why, on every rank."""
 
-    def __init__(self, microbatches: Sequence[Any] | None, *, timeout_s: float) -> None:
+    def __init__(self, microbatches: Iterable[Any] | None, *, framework: Framework, timeout_s: float) -> None:
         self.record: Record | None = None
         self.problem = ""
         self._step, self._microbatches, self._timeout_s = _NOTHING, microbatches, timeout_s
+        self._own_name = framework.own_name
         self._exchange: Exchange = exchange()
         self._tensors: dict[str, dict[str, Tensor | None]] = {kind: {} for kind in KINDS}
-        self._spans: dict[str, tuple[int, int]] = {}
+        self._shards: dict[tuple[str, str], Shard] = {}
         self._losses: tuple[float, ...] = ()
         self._norm: float | None = None
         self._steps = 0
@@ -61,7 +64,7 @@ class StepRecording:
     def begin(self, step: FrameworkStep) -> None:
         """Copy the weights that ``step`` begins with."""
         self._step = step
-        self._tensors["weight"] = self._weights()
+        self._take_weights("weight")
 
     def complete(self) -> None:
         """Copy what the optimizer is about to take, and the losses."""
@@ -70,15 +73,19 @@ class StepRecording:
             if self._steps > 1:
                 raise RecordError(TWO_STEPS)
             gradients = self._step.gradients()
-            for name, parameter in self._step.parameters():
-                if parameter in gradients:
-                    self._tensors["gradient"][name] = self._part(name, gradients[parameter])
+            for name, parameter in self._parameters():
+                if parameter in gradients or not parameter.requires_grad:  # of what is frozen there is none
+                    shape = tuple(parameter.shape)
+                    self._keep("gradient", name, *part_of(name, gradients.get(parameter), shape))
             self._losses = tuple(float(one) for one in self._step.losses())
 
     def norm(self, norm: Any) -> None:
         """Note the norm that was told."""
         with self.noting():
-            self._norm = float(_whole("the norm", norm) if isinstance(norm, Tensor) else norm)
+            here = held_whole(norm.detach()) if isinstance(norm, Tensor) else norm
+            if here is None:  # only all ranks together know it, and one that does not come would hold the job up
+                raise RecordError(f"the norm: {NORM_IN_PARTS}")
+            self._norm = float(here)
 
     def finish(self, file: OutputFile | None, *, framework: str, ended: bool) -> None:
         """Put together what all ranks saw; rank 0 writes it. Where the step has not ``ended``, nobody waits long."""
@@ -89,7 +96,7 @@ class StepRecording:
                 raise RecordError("the step raised")
             if self._step.completes_at_its_end(self._steps):
                 self.complete()
-            self._tensors["updated weight"] = self._weights()
+            self._take_weights("updated weight")
             laid_out += self._laid_out()
             mine = self._seen()
         if self.problem:
@@ -124,15 +131,19 @@ class StepRecording:
         except Exception as error:  # no one type, and no reason to end a job
             self.problem = self.problem or f"recording raised {raised(error)}"
 
-    def _weights(self) -> dict[str, Tensor | None]:
-        return {name: _whole(name, parameter) for name, parameter in self._step.parameters()}
+    def _take_weights(self, kind: str) -> None:
+        for name, parameter in self._parameters():
+            try:
+                shard = shard_of(parameter)
+            except ShardError as error:
+                raise RecordError(f"the {kind} {name} cannot be read: {error}") from None
+            self._keep(kind, name, held_here(parameter), None if shard is None or shard.is_all else shard)
 
-    def _part(self, name: str, gradient: Gradient) -> Tensor | None:
-        if not isinstance(gradient, FlatShard):
-            return None if gradient is None else _whole(name, gradient)
-        part = None if gradient.part is None else gradient.part.detach().flatten().to("cpu", copy=True)
-        self._spans[name] = (gradient.start, gradient.start + (0 if part is None else part.numel()))
-        return part
+    def _keep(self, kind: str, name: str, part: Tensor | None, shard: Shard | None) -> None:
+        """Keep a copy of what this rank has. No other rank is asked: one that does not come would hold the job up."""
+        self._tensors[kind][name] = None if part is None else part.detach().to("cpu", copy=True)
+        if shard is not None:
+            self._shards[kind, name] = shard
 
     def _laid_out(self) -> Iterator[str]:
         """Lay out every tensor of this rank for rank 0; the names of all."""
@@ -145,35 +156,27 @@ class StepRecording:
 
     def _seen(self) -> _Seen:
         held = {name: stage for stage, name in self._names()}
-        given = None if self._microbatches is None else tuple(map(_content, self._microbatches))
+        given = None if self._microbatches is None else content_digests(self._microbatches)
         digests = {
             kind: {name: None if one is None else digest(one) for name, one in named.items()}
             for kind, named in self._tensors.items()
         }
-        return _Seen(Arrival(held, given, self.problem), self._losses, self._norm, digests, self._spans)
+        shapes = {name: tuple(parameter.shape) for name, parameter in self._parameters()}
+        return _Seen(Arrival(held, given, self.problem), self._losses, self._norm, digests, self._shards, shapes)
 
     def _names(self) -> Iterator[tuple[int, str]]:
         for stage, module in self._step.stages.items():
             for name, _ in module.named_parameters(remove_duplicate=False):
-                yield stage, self._step.name(stage, name)
+                yield stage, self._own_name(self._step.name(stage, name))
+
+    def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, parameter in self._step.parameters():
+            yield self._own_name(name), parameter
 
 
 def address_of(kind: str, name: str, rank: int) -> str:
     """Under what a rank lays out a tensor."""
     return f"recorded {kind} {name} of rank {rank}"
-
-
-def _whole(name: str, tensor: Tensor) -> Tensor:
-    """A copy of all of it. No other rank is asked: one that does not come would hold the job up."""
-    held = held_whole(tensor.detach())
-    if held is None:
-        raise RecordError(f"{name} is a DTensor in parts, and record_step copies whole ones: use check_step")
-    return held.to("cpu", copy=True)
-
-
-def _content(microbatch: Any) -> str:
-    """A digest of all tensors of a microbatch, in whatever form a framework wants them: each once, in no order."""
-    return digest(sorted({digest(leaf) for leaf in tree_leaves(microbatch) if isinstance(leaf, Tensor)}))
 
 
 @dataclass(frozen=True)
@@ -190,13 +193,13 @@ class _Whole:
         run, wrong = run_of(arrivals)
         if problems := {rank: one.problem for rank, one in enumerate(arrivals) if one.problem} or wrong:
             raise RecordError(told(problems))
-        before, after = self._named("weight"), self._named("updated weight") if self._moved() else {}
-        gradients = self._named("gradient")
+        before, gradients = self._named("weight"), self._named("gradient")
+        after = self._named("updated weight") if self._moved() else {}
         losses = self._losses(run)
         norms = {rank: one.norm for rank, one in enumerate(self.every) if one.norm is not None}
         if len(set(norms.values())) > 1:
             said = ", ".join(f"rank {rank} {norm:.9g}" for rank, norm in norms.items())
-            raise RecordError(f"ranks told other norms of one step: {said}; check_step tells which is wrong")
+            raise RecordError(f"ranks told other norms of one step: {said}; {_TELLS}")
         operation = RecordedOperation(
             "train",
             run.microbatches,
@@ -205,6 +208,7 @@ class _Whole:
             before={name: tensor for name, tensor in before.items() if tensor is not None},
             gradients=gradients,
             parameters={name: tensor for name, tensor in after.items() if tensor is not None},
+            contents=run.microbatches,
         )
         dtypes = sorted({str(one.dtype).removeprefix("torch.") for one in operation.before.values()})
         config = {
@@ -247,43 +251,47 @@ class _Whole:
         return {name: self._one(kind, name, ranks) for name, ranks in holders.items()}
 
     def _one(self, kind: str, name: str, ranks: Sequence[int]) -> Tensor | None:
-        if kind == "gradient" and any(name in self.every[rank].spans for rank in ranks):
-            return self._joined(name, ranks)
+        if any((kind, name) in self.every[rank].shards for rank in ranks):
+            return self._joined(kind, name, ranks)
+        self._check_same(kind, name, ranks)
+        return self._taken(kind, name, ranks[0])
+
+    def _check_same(self, kind: str, name: str, ranks: Sequence[int]) -> None:
+        """Raise ``RecordError`` where ``ranks`` do not have the same."""
         found = {rank: self.every[rank].digests[kind][name] for rank in ranks}
         first = ranks[0]
         other = next((rank for rank in ranks if found[rank] != found[first]), None)
         if other is not None:
-            raise RecordError(
-                f"ranks {first} and {other} have another {kind} of {name}: a record has one; check_step tells which "
-                "is wrong"
-            )
-        return None if found[first] is None else self._take(kind, name, first)
+            raise RecordError(f"ranks {first} and {other} have another {kind} of {name}: a record has one; {_TELLS}")
 
-    def _joined(self, name: str, ranks: Sequence[int]) -> Tensor:
-        """A gradient of which ranks have parts; each stage's, which copies of a tied weight make several, is whole."""
+    def _joined(self, kind: str, name: str, ranks: Sequence[int]) -> Tensor | None:
+        """What ranks have parts of; each stage's, which copies of a tied weight make several, is whole."""
         stages: dict[int, list[int]] = {}
         for rank in ranks:
             stages.setdefault(self.every[rank].arrival.held[name], []).append(rank)
-        first, *others = (self._of_stage(name, members) for members in stages.values())
-        if not all(one.equal(first) for one in others):
-            raise RecordError(f"copies of {name} have other gradients: check_step tells which is wrong")
+        first, *others = (self._of_stage(kind, name, members) for members in stages.values())
+        if not all(same_bits(one, first) for one in others):
+            raise RecordError(f"copies of {name} have another {kind}: {_TELLS}")
         return first
 
-    def _of_stage(self, name: str, ranks: Sequence[int]) -> Tensor:
-        weight = self._take("weight", name, ranks[0])
-        flat: Tensor | None = None
-        seen = torch.zeros(weight.numel(), dtype=torch.bool)
+    def _of_stage(self, kind: str, name: str, ranks: Sequence[int]) -> Tensor:
+        holders: dict[Shard, list[int]] = {}
         for rank in ranks:
-            start, end = self.every[rank].spans.get(name, (0, 0))
-            if start < end:
-                part = self._take("gradient", name, rank)
-                flat = torch.zeros(weight.numel(), dtype=part.dtype) if flat is None else flat
-                if end > weight.numel() or seen[start:end].any():
-                    raise RecordError(f"rank {rank} has elements {start} to {end - 1} of {name}, which others have too")
-                flat[start:end], seen[start:end] = part, True
-        if flat is None or not seen.all():
-            raise RecordError(f"nobody has {int((~seen).sum())} of {weight.numel()} elements of {name}'s gradient")
-        return flat.view(weight.shape)
+            shard = self.every[rank].shards.get((kind, name))
+            if shard is None:
+                raise RecordError(f"rank {rank} has no part of the {kind} of {name}, and others have: {_TELLS}")
+            holders.setdefault(shard, []).append(rank)
+        for members in holders.values():
+            self._check_same(kind, name, members)
+        if why := untiled([*holders]):
+            raise RecordError(f"what ranks have of the {kind} of {name} is not all of it: {why}; {_TELLS}")
+        whole = gathered([(shard, self._taken(kind, name, members[0])) for shard, members in holders.items()])
+        assert whole is not None, "no part that has elements is None"
+        return whole.view(self.every[ranks[0]].shapes[name])
+
+    def _taken(self, kind: str, name: str, rank: int) -> Tensor | None:
+        """What this rank has of it."""
+        return None if self.every[rank].digests[kind][name] is None else self._take(kind, name, rank)
 
     def _take(self, kind: str, name: str, rank: int) -> Tensor:
         return self.exchange.take(address_of(kind, name, rank), bound_s=self.timeout_s)
@@ -292,7 +300,7 @@ class _Whole:
 @contextmanager
 def recording(
     step: Callable[[], FrameworkStep],
-    microbatches: Sequence[Any] | None,
+    microbatches: Iterable[Any] | None,
     path: str,
     *,
     framework: Framework,
@@ -302,7 +310,7 @@ def recording(
 
     What cannot be recorded is a warning on rank 0. Nothing is written then, and the job goes on.
     """
-    seen, name = StepRecording(microbatches, timeout_s=timeout_s), ""
+    seen, name = StepRecording(microbatches, framework=framework, timeout_s=timeout_s), ""
     file: OutputFile | None = None
     with ExitStack() as stack:
         with seen.noting():

@@ -1,15 +1,17 @@
 """Transformers, as users reach it at ``pipeproof.transformers``: models in stages, steps of a running ``Trainer``."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial, wraps
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 from pipeproof.foreign.frameworks.framework import replaced
+from pipeproof.foreign.frameworks.framework_step import FrameworkStep
 from pipeproof.foreign.frameworks.transformers import observed, validate
 from pipeproof.foreign.frameworks.transformers_stage import Stage
 from pipeproof.foreign.frameworks.transformers_trainer import check_trainer, step_of_trainer
 from pipeproof.foreign.frameworks.transformers_whole import (
+    TRANSFORMERS,
     CausalLoss,
     HfBatch,
     TransformersError,
@@ -20,12 +22,16 @@ from pipeproof.foreign.frameworks.transformers_whole import (
 )
 from pipeproof.judging.verdict import Verdict
 from pipeproof.records.frameworks.framework_job import JobStep, checking
+from pipeproof.records.frameworks.recording import StepRecording, recording
+from pipeproof.records.record import Record
 from pipeproof.records.single_device import LossOfAll, SingleDevice
 from pipeproof.records.step_check import CheckError, StepCheck
 from pipeproof.records.step_record import Pairs
 from pipeproof.reference.copied import copied
 
-__all__ = ["Stage", "TransformersError", "check_step", "observed", "validate"]
+__all__ = ["Stage", "TransformersError", "check_step", "observed", "record_step", "validate"]
+
+Opened = TypeVar("Opened")
 
 
 class TrainerCheck:
@@ -51,6 +57,32 @@ class TrainerCheck:
         self._check = check
 
 
+class TrainerRecording:
+    """The recording of one step of a trainer, which begins and ends inside ``trainer.train``."""
+
+    def __init__(self) -> None:
+        self._seen: StepRecording | None = None
+
+    @property
+    def began(self) -> bool:
+        """Whether the trainer came to the step."""
+        return self._seen is not None
+
+    @property
+    def record(self) -> Record | None:
+        """On rank 0, once the step is over, what it gave; None where that could not be recorded."""
+        return None if self._seen is None else self._seen.record
+
+    @property
+    def problem(self) -> str:
+        """Why there is no record, on every rank; empty where there is one, or the step is not over."""
+        return "" if self._seen is None else self._seen.problem
+
+    def of(self, seen: StepRecording) -> None:
+        """It is this one."""
+        self._seen = seen
+
+
 @contextmanager
 def check_step(
     trainer: Any,
@@ -71,29 +103,75 @@ def check_step(
     is a copy of the trainer's. floors and timeout_s are those of ``SingleDevice`` and ``check_step``.
     """
     found = TrainerCheck()
+
+    def begin(made: Callable[[], JobStep]) -> AbstractContextManager[object]:
+        check = checking(made, timeout_s=timeout_s)
+        return _with_name(check, found.of)
+
+    def of(microbatches: Sequence[HfBatch]) -> AbstractContextManager[object]:
+        return begin(partial(_step, trainer, microbatches, loss, reference, floors))
+
+    with _at_step(trainer, step, of):
+        yield found
+        if not found.began:
+            with begin(partial(_never, trainer, step)):
+                pass
+
+
+@contextmanager
+def record_step(
+    trainer: Any, path: str, *, step: int = 0, loss: str = "tokens", timeout_s: float = 300.0
+) -> Iterator[TrainerRecording]:
+    """A context manager around ``trainer.train()``: what one step of it gave is written into the file at ``path``.
+
+    trainer, step, loss: as for ``check_step``. All else is as for ``deepspeed.record_step``: the microbatches are those
+    that the trainer fetches.
+    """
+    found = TrainerRecording()
+
+    def begin(made: Callable[[], FrameworkStep], given: Sequence[HfBatch] | None) -> AbstractContextManager[object]:
+        seen = recording(made, given, path, framework=TRANSFORMERS, timeout_s=timeout_s)
+        return _with_name(seen, found.of)
+
+    def of(microbatches: Sequence[HfBatch]) -> AbstractContextManager[object]:
+        return begin(partial(_recorded, trainer, microbatches, loss), microbatches)
+
+    with _at_step(trainer, step, of):
+        yield found
+        if not found.began:
+            with begin(partial(_never, trainer, step), None):
+                pass
+
+
+@contextmanager
+def _with_name(opened: AbstractContextManager[Opened], tell: Callable[[Opened], None]) -> Iterator[None]:
+    """Open it, and tell what it gives."""
+    with opened as one:
+        tell(one)
+        yield
+
+
+@contextmanager
+def _at_step(
+    trainer: Any, step: int, begin: Callable[[Sequence[HfBatch]], AbstractContextManager[object]]
+) -> Iterator[None]:
+    """While this is open, what ``begin`` makes of the microbatches of step ``step`` is open around that step."""
     with ExitStack() as opened:
         fetches = iter(range(step + 1))
-
-        def begin(microbatches: Sequence[HfBatch]) -> None:
-            made = partial(_step, trainer, microbatches, loss, reference, floors)
-            found.of(opened.enter_context(checking(made, timeout_s=timeout_s)))
-            if (optimizer := getattr(trainer, "optimizer", None)) is not None:
-                after = _then(optimizer.step, lambda: opened.pop_all().close())
-                opened.enter_context(replaced(optimizer, "step", after))
 
         def fetch(inner: Callable[..., Any], *given: Any, **named: Any) -> Any:
             fetched = inner(*given, **named)
             if next(fetches, None) == step:
-                begin(fetched[0])
+                opened.enter_context(begin(fetched[0]))
+                if (optimizer := getattr(trainer, "optimizer", None)) is not None:
+                    after = _then(optimizer.step, lambda: opened.pop_all().close())
+                    opened.enter_context(replaced(optimizer, "step", after))
             return fetched
 
         place = getattr(trainer, "get_batch_samples", None)
         if place is not None:
             opened.enter_context(replaced(trainer, "get_batch_samples", wraps(place)(partial(fetch, place))))
-        yield found
-        if not found.began:
-            with checking(partial(_never, trainer, step), timeout_s=timeout_s) as check:
-                found.of(check)
+        yield
 
 
 def _then(inner: Callable[..., Any], end: Callable[[], None]) -> Callable[..., Any]:
@@ -106,9 +184,14 @@ def _then(inner: Callable[..., Any], end: Callable[[], None]) -> Callable[..., A
     return step
 
 
-def _never(trainer: Any, step: int) -> JobStep:
+def _never(trainer: Any, step: int) -> NoReturn:
     check_trainer(trainer)
     raise TransformersError(f"the block took no step {step}: call trainer.train in it, with max_steps above {step}")
+
+
+def _recorded(trainer: Any, microbatches: Sequence[HfBatch], loss: str) -> FrameworkStep:
+    divisor(loss)
+    return step_of_trainer(trainer, len(microbatches), loss)
 
 
 def _step(
