@@ -62,15 +62,17 @@ class Task:
         for number in range(len(self.microbatches)):
             self._batch(number)
 
-    def updated(self, reference: Reference, gradients: Mapping[Site, Gradient]) -> dict[Site, Tensor]:
-        """What the optimizer, if there is one, makes of the parameters with these gradients.
+    def updated(
+        self, reference: Reference, gradients: Mapping[Site, Gradient], *, max_norm: float | None
+    ) -> dict[Site, Tensor]:
+        """What the optimizer, if there is one, makes of the parameters with these gradients, clipped to ``max_norm``.
 
         Raises ``ReferenceRaised``.
         """
         if self.optimizer is None:
             return {}
         try:
-            return reference.updated(gradients, self.optimizer)
+            return reference.updated(gradients, self.optimizer, max_norm=max_norm)
         except Exception as error:  # no one type: it is the user's code
             raise ReferenceRaised(f"optimizer={name_of(self.optimizer)} raised {raised(error)}") from error
 

@@ -148,6 +148,7 @@ def step_of(chunks: Any, optimizer: Any) -> FrameworkStep:
     rank, ranks = state.get_pipeline_model_parallel_rank(), state.get_pipeline_model_parallel_world_size()
     stages = {rank + ranks * number: bare(chunk) for number, chunk in enumerate(chunks)}
     names = {stage: global_names(model) for stage, model in stages.items()}
+    told = getattr(optimizer, "config", None)
     return FrameworkStep(
         stages,
         lambda stage, name: f"{CHILD}.{names[stage].get(name, name)}",
@@ -156,6 +157,8 @@ def step_of(chunks: Any, optimizer: Any) -> FrameworkStep:
         partial(_watching, optimizer, losses, drawn),
         unfinished=None if optimizer is None else MegatronError(_NO_STEP),
         drawn=drawn,
+        max_norm=lambda: getattr(told, "clip_grad", None) or None,  # 0: it does not clip
+        masters=bool(getattr(told, "bf16", False) or getattr(told, "fp16", False)),
     )
 
 
