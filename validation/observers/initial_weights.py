@@ -1,4 +1,4 @@
-"""What a step starts from: the weights, as the first call of the module that holds them sees them, and its optimizer."""
+"""What a step starts from: the weights, as the first call of a module that holds them sees them, and its optimizer."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -7,9 +7,9 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from pipeproof.observers.shards import InShards
 from pipeproof.observers.sketch import digest
@@ -106,6 +106,6 @@ _first_use: FirstUse | None = None
 
 
 def step_begins() -> None:
-    """Say that the step that is judged begins now, whatever was trained before. Outside a validation nothing happens."""
+    """Say that the step that is judged begins now, whatever was trained before. Outside a validation it does nothing."""
     if _first_use is not None:
         _first_use.anew()

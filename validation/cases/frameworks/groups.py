@@ -30,7 +30,7 @@ def forget_meshes() -> None:
     that results of today would be on the first one's, whose groups are gone: "Could not resolve the process group".
     """
     for one in gc.get_objects():
-        if isinstance(one, _CACHE) and str(getattr(one, "__module__", "")).startswith("torch.distributed.tensor"):
+        if type(one) is _CACHE and str(getattr(one, "__module__", "")).startswith("torch.distributed.tensor"):
             one.cache_clear()
     native = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
     if native is not None:  # not in every torch
