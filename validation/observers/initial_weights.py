@@ -106,6 +106,6 @@ _first_use: FirstUse | None = None
 
 
 def step_begins() -> None:
-    """Say that the step that is judged begins now, whatever was trained before. Outside a validation it does nothing."""
+    """Say that the step that is judged begins now, whatever was trained before; outside a validation, nothing."""
     if _first_use is not None:
         _first_use.anew()
