@@ -50,6 +50,8 @@ class Task:
             raise WhiteBoxError(f"step is {self.step!r}: expected a function step(model, microbatches)")
         if isinstance(self.reference, nn.Module) or not callable(self.reference):
             raise WhiteBoxError(f"reference is a {type(self.reference).__name__}: expected a function that builds it")
+        if self.loss_fn is not None and not callable(self.loss_fn):
+            raise WhiteBoxError(f"loss_fn is {self.loss_fn!r}: expected a function of output and target")
         if not self.microbatches:
             raise WhiteBoxError("microbatches is empty: expected at least one")
         divisor = 1 if self.loss_divisor is None else self.loss_divisor

@@ -30,7 +30,6 @@ from pipeproof.foreign.frameworks.megatron_whole import (
 )
 from pipeproof.foreign.handed_back import FlatShard, Gradient
 from pipeproof.foreign.validator import WhiteBox
-from pipeproof.foreign.validator import validate as validated
 from pipeproof.judging.verdict import Verdict
 
 _TIED = "embedding.word_embeddings.weight"
@@ -255,6 +254,11 @@ def observed(
         yield seen
 
 
+def check_forward_step(forward_step: Any) -> None:
+    """Raise ``MegatronError`` where it is no function."""
+    MEGATRON.check_function("forward_step", forward_step, "the function that Megatron's schedule is given")
+
+
 def validate(
     step: Callable[[Any, list[Any]], Any],
     *,
@@ -275,10 +279,10 @@ def validate(
     Raises ``MegatronError``, and what ``whitebox.validate`` raises.
     """
     core()
+    check_forward_step(forward_step)
     whole = Named(reference, partial(Whole, reference, forward_step))
     data = [tuple(one) if isinstance(one, tuple | list) else (one,) for one in MEGATRON.listed(microbatches)]
-    run = validated if whitebox is None else whitebox.validate
-    return run(
+    return MEGATRON.judge(whitebox)(
         Named(step, partial(_left_as_it_was, step)),
         reference=whole,
         microbatches=data,

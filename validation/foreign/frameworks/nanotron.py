@@ -31,7 +31,6 @@ from pipeproof.foreign.frameworks.nanotron_whole import (
 )
 from pipeproof.foreign.handed_back import Gradient
 from pipeproof.foreign.validator import WhiteBox
-from pipeproof.foreign.validator import validate as validated
 from pipeproof.judging.verdict import Verdict
 
 _NEEDED = ("model", "parallel_context", "optimizer", "grad_accumulator")
@@ -299,8 +298,7 @@ def validate(
     """
     core("parallel.pipeline_parallel.engine")
     packed = packed_of(NANOTRON.listed(microbatches))
-    run = validated if whitebox is None else whitebox.validate
-    return run(
+    return NANOTRON.judge(whitebox)(
         Named(step, partial(_left_as_it_was, step, packed)),
         reference=Named(reference, partial(Whole, reference, packed.names)),
         microbatches=[packed.pack(one) for one in microbatches],

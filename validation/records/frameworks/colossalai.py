@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from pipeproof.foreign.frameworks.colossalai import (
+    check_criterion,
     count_of,
     observed,
     step_of,
@@ -63,6 +64,7 @@ def _step(
     batches: Sequence[Any] | None,
     reference: Callable[[], nn.Module],
 ) -> JobStep:
+    check_criterion(criterion)
     if batches is not None:
         COLOSSALAI.listed(batches, what="batches")
     step = step_of(*boosted, batches=None if batches is None else len(batches))

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
+from itertools import count
 from typing import Any
 
 from pipeproof.foreign.frameworks.framework import replaced
@@ -72,7 +73,7 @@ def check_step(
     """
     found = TrainerCheck()
     with ExitStack() as opened:
-        fetches = iter(range(step + 1))
+        numbers = count()
 
         def begin(microbatches: Sequence[HfBatch]) -> None:
             made = partial(_step, trainer, microbatches, loss, reference, floors)
@@ -83,7 +84,7 @@ def check_step(
 
         def fetch(inner: Callable[..., Any], *given: Any, **named: Any) -> Any:
             fetched = inner(*given, **named)
-            if next(fetches, None) == step:
+            if next(numbers) == step:
                 begin(fetched[0])
             return fetched
 
@@ -108,6 +109,8 @@ def _then(inner: Callable[..., Any], end: Callable[[], None]) -> Callable[..., A
 
 def _never(trainer: Any, step: int) -> JobStep:
     check_trainer(trainer)
+    if not isinstance(step, int) or step < 0:
+        raise TransformersError(f"step is {step!r}: expected a number from 0, counted from the first in the block")
     raise TransformersError(f"the block took no step {step}: call trainer.train in it, with max_steps above {step}")
 
 
