@@ -159,13 +159,20 @@ class Reference:
         return Expected("train", losses, loss, tuple(contributions), before, gradients=gradients, norm=norm)
 
     def updated(
-        self, gradients: Mapping[Site, Gradient], optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+        self,
+        gradients: Mapping[Site, Gradient],
+        optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+        *,
+        max_norm: float | None = None,
     ) -> dict[Site, Tensor]:
-        """What a first step of ``optimizer``, which is made of a copy of the model, makes of every parameter."""
-        model = copied(self.model)
+        """What a first step of ``optimizer``, which is made of a copy of the model, makes of every parameter.
+
+        ``max_norm``: gradients are clipped to it before.
+        """
+        model, factor = copied(self.model), 1.0 if max_norm is None else clip_factor(self.norm(gradients), max_norm)
         for name, parameter in model.named_parameters():
             gradient = gradients[self._sites[name]]
-            parameter.grad = None if gradient is None else gradient.to(parameter.dtype, copy=True)
+            parameter.grad = None if gradient is None else gradient.to(parameter.dtype, copy=True) * factor
         optimizer(model).step()
         own = {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}
         return {site: own[site[1]] for site in (*self._sites.values(), *self._more)}
@@ -224,9 +231,7 @@ class Reference:
     def _update(self, expected: Expected, max_norm: float) -> Expected:
         gradients = self.total(self._sums)
         norm = self.norm(gradients)
-        # Not min(): Python's min(1.0, nan) is 1.0, and a norm that is not a number must not go unseen.
-        factor = max_norm / (norm + 1e-6) if max_norm < math.inf else 1.0
-        factor = 1.0 if factor > 1.0 else factor
+        factor = clip_factor(norm, max_norm)
         for name, parameter in self.model.named_parameters():
             gradient = gradients[self._sites[name]]
             parameter.grad = None if gradient is None else gradient * factor
@@ -349,6 +354,13 @@ def widened(model: nn.Module) -> nn.Module:
     """``model`` itself, in fp64; complex parts too, which ``double()`` leaves as they are."""
     model.double()._apply(lambda one: one.to(torch.complex128) if one.is_complex() else one)  # type: ignore[no-untyped-call]  # in torch
     return model
+
+
+def clip_factor(norm: float, max_norm: float) -> float:
+    """What clipping to ``max_norm`` multiplies gradients of this ``norm`` by."""
+    # Not min(): Python's min(1.0, nan) is 1.0, and a norm that is not a number must not go unseen.
+    factor = max_norm / (norm + 1e-6) if max_norm < math.inf else 1.0
+    return 1.0 if factor > 1.0 else factor
 
 
 def _norm(gradient: Tensor) -> float:

@@ -1,6 +1,8 @@
 """What the optimizer made of the weights, where the step has one and says how it is made."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,10 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 from pipeproof.foreign import HandedBack, WhiteBox
 from pipeproof.foreign.reference_run import WhiteBoxError
 from pipeproof.judging.verdict import Verdict
+from pipeproof.observers.initial_weights import step_begins
 from tests.support.steps import WIDTH, pairs
 
 loss_fn = nn.functional.mse_loss
-RATE = 1e-2
+RATE, BOUND = 1e-2, 1e-2
 
 
 def build() -> nn.Module:
@@ -61,6 +64,17 @@ def alone(model: nn.Module, microbatches: Any, *, rate: float = RATE, steps: int
     for _ in range(steps):
         optimizer.step()
     return HandedBack(model, losses)
+
+
+def clipping(model: nn.Module, microbatches: Any, *, times: int = 1, kind: Any = torch.optim.AdamW) -> Any:
+    losses = trained(model, model, microbatches)
+    gradients = {one: None if one.grad is None else one.grad.clone() for one in model.parameters()}
+    norm = nn.utils.get_total_norm([one.grad for one in model.parameters() if one.grad is not None])
+    assert norm > BOUND
+    for _ in range(times):
+        nn.utils.clip_grads_with_norm_(model.parameters(), BOUND, norm)
+    kind(model.parameters(), lr=RATE).step()
+    return HandedBack(model, losses, gradients=gradients, max_norm=BOUND)
 
 
 def judged(whitebox: WhiteBox, step: Any, ranks: Any = 1, optimizer: Any = adam) -> Verdict:
@@ -145,3 +159,69 @@ def test_gradients_that_were_cleared_after_a_right_update_are_told_so(
     assert verdict.verdict == "fail"
     assert ("the weights after the step are right: leave gradients as the update had them" in str(verdict)) is told
     assert bool(verdict.cause) is not told
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_right_update_of_clipped_gradients_passes(whitebox: WhiteBox, kind: Any) -> None:
+    verdict = judged(whitebox, partial(clipping, kind=kind), optimizer=lambda model: kind(model.parameters(), lr=RATE))
+    assert verdict.verdict == "pass", verdict
+    assert verdict.law("updated-parameters").checked == 4
+
+
+def test_gradients_that_were_not_clipped_or_clipped_otherwise_are_told(whitebox: WhiteBox) -> None:
+    def unclipped(model: nn.Module, microbatches: Any) -> Any:
+        losses = trained(model, model, microbatches)
+        torch.optim.SGD(model.parameters(), lr=RATE).step()
+        return HandedBack(model, losses, max_norm=BOUND)
+
+    for step, told in ((unclipped, "not clipped"), (partial(clipping, times=2, kind=torch.optim.SGD), "clipped twice")):
+        verdict = judged(whitebox, step, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=RATE))
+        assert {one.law for one in verdict.mismatches} == {"updated-parameters"}
+        assert [one.kind for one in verdict.cause] == ["clip"], verdict
+        assert told in verdict.cause[0].detail
+
+
+def test_updates_of_copies_in_a_wider_type_are_not_compared_and_that_is_said(whitebox: WhiteBox) -> None:
+    def step(model: nn.Module, microbatches: Any) -> Any:
+        return replace(alone(model, microbatches, rate=2 * RATE), masters=True)
+
+    verdict = judged(whitebox, step)
+    assert verdict.verdict == "pass", verdict
+    law = verdict.law("updated-parameters")
+    assert (law.outcome, law.note) == (
+        "not seen",
+        "updates are not compared where the optimizer has copies of the weights in a wider type",
+    )
+
+
+@pytest.mark.parametrize(("momentum", "outcome"), [(0.0, "pass"), (0.9, "not seen")])
+def test_an_optimizer_that_stepped_before_the_step_that_is_judged_is_not_compared(
+    whitebox: WhiteBox, momentum: float, outcome: str
+) -> None:
+    def step(model: nn.Module, microbatches: Any) -> Any:
+        optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=momentum)
+        for one in model.parameters():
+            nn.init.ones_(one)
+        trained(model, model, microbatches)
+        optimizer.step()
+        optimizer.zero_grad()
+        model.load_state_dict(build().state_dict())
+        step_begins()
+        losses = trained(model, model, microbatches)
+        optimizer.step()
+        return HandedBack(model, losses)
+
+    def fresh(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=RATE, momentum=momentum)
+
+    verdict = judged(whitebox, step, optimizer=fresh)
+    assert verdict.verdict == "pass", verdict
+    assert verdict.law("initial-weights").outcome == "pass"
+    assert verdict.law("updated-parameters").outcome == outcome
+
+
+def test_a_bound_of_clipping_that_is_no_number_is_said(whitebox: WhiteBox) -> None:
+    def step(model: nn.Module, microbatches: Any) -> Any:
+        return replace(alone(model, microbatches), max_norm="1.0")
+
+    assert "step returned '1.0' as max_norm: expected a number, or None" in str(judged(whitebox, step))

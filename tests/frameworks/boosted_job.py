@@ -39,11 +39,10 @@ def boosted(
         yield made, packed.joined([packed.pack(one) for one in mine])
 
 
-def check_of(made: Any, batches: list[Any], layout: Layout) -> Any:
-    reference = partial(tiny_colossal.build, layout)
-    return pipeproof.colossalai.check_step(
-        *made, tiny_colossal.criterion, batches, reference=reference, timeout_s=100.0
-    )
+def check_of(made: Any, batches: list[Any], layout: Layout, **other: Any) -> Any:
+    """The check of a step; ``other``: what it is given otherwise."""
+    given = {"criterion": tiny_colossal.criterion, "reference": partial(tiny_colossal.build, layout)} | other
+    return pipeproof.colossalai.check_step(*made, batches=batches, timeout_s=100.0, **given)
 
 
 def checked(_: RankContext, layout: Layout, fault: str) -> Verdict:
@@ -115,7 +114,9 @@ def refused(_: RankContext, layout: Layout, kind: str) -> tuple[str, bool]:
         booster, model, optimizer = made
         before = [one.detach().clone() for one in model.module.parameters()]
         given = {key: one[:-1] for key, one in batch.items()} if kind == "ragged" else batch
-        with check_of(made, [given], layout) as check:
+        others = {"criterion": "mse", "reference": tiny_colossal.build(layout)}
+        other = {kind: others[kind]} if kind in others else {}
+        with check_of(made, [] if kind == "empty" else [given], layout, **other) as check:
             if kind == "twice":
                 booster.execute_pipeline(iter([batch]), model, tiny_colossal.criterion, optimizer)
             if kind != "no step":

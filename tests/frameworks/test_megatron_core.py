@@ -8,6 +8,9 @@ import pytest
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: ci/frameworks installs it")
 
 from functools import partial
+from typing import Any
+
+import torch
 
 from pipeproof.cases.frameworks.megatron_layout import MegatronLayout as Layout
 from pipeproof.cases.frameworks.tiny_gpt import judged
@@ -58,3 +61,31 @@ def test_a_fault_is_caught_named_and_located(name: str, whitebox: WhiteBox) -> N
     fault = FAULTS[name]
     verdict = judged(fault.layout, own_step=partial(megatron_faults.step, name), whitebox=whitebox)
     assert named(verdict) == ("fail", [(fault.kind, place) for place in fault.places]), str(verdict)
+
+
+@pytest.mark.pipeproof_ranks
+@pytest.mark.parametrize(
+    ("layout", "outcome"),
+    [
+        (Layout(optimizer=True), "pass"),
+        (Layout(dp=2, distributed=True, tied=True, optimizer=True), "pass"),
+        (Layout(optimizer=True, bf16=True), "not seen"),  # of copies in fp32
+        (Layout(optimizer=True, second=True), "not seen"),  # the optimizer goes on from the step before
+    ],
+)
+def test_an_update_is_compared_with_one_of_gradients_that_were_clipped_alike(
+    layout: Layout, outcome: str, whitebox: WhiteBox
+) -> None:
+    verdict = judged(layout, optimizer=adam_w, whitebox=whitebox)
+    assert verdict.verdict == "pass", str(verdict)
+    law = verdict.law("updated-parameters")
+    assert law.outcome == outcome, str(verdict)
+    assert ("updates are not compared" in law.note) == (outcome != "pass")
+
+
+def adam_w(model: Any) -> torch.optim.Optimizer:
+    """As Megatron makes one: biases do not decay."""
+    named = dict(model.named_parameters())
+    own = [one for name, one in named.items() if not name.endswith(".bias")]
+    biases = [one for name, one in named.items() if name.endswith(".bias")]
+    return torch.optim.AdamW([{"params": own}, {"params": biases, "weight_decay": 0.0}], lr=0.1, weight_decay=0.01)

@@ -11,8 +11,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
 import pipeproof
 from pipeproof.foreign import WhiteBox
+from pipeproof.foreign.frameworks import nanotron
 from tests.frameworks import nanotron_faults
 from tests.frameworks.fault import named, passed
 from tests.frameworks.nanotron_faults import FAULTS
@@ -74,6 +77,60 @@ def test_weights_after_the_step_are_compared_too(zero: int, whitebox: WhiteBox) 
     verdict = judged(Layout(dp=2, zero=zero), updated=True, whitebox=whitebox)
     assert verdict.verdict == "pass", str(verdict)
     assert verdict.law("updated-parameters").outcome == "pass"
+
+
+CLIPPED = Layout(clip=0.05)
+
+
+@pytest.mark.pipeproof_ranks
+def test_an_update_of_gradients_that_were_clipped_is_compared_with_the_same(whitebox: WhiteBox) -> None:
+    verdict = judged(CLIPPED, updated=True, whitebox=whitebox)
+    assert verdict.verdict == "pass", str(verdict)
+    assert verdict.law("updated-parameters").outcome == "pass"
+    wrong = judged(CLIPPED, own_step=updated_with_less, updated=True, whitebox=whitebox)
+    assert {one.law for one in wrong.mismatches} == {"updated-parameters"}, str(wrong)
+
+
+def updated_with_less(layout: Layout, model: Any, microbatches: list[Any]) -> Any:
+    """The optimizer takes a hundredth of what clipping leaves."""
+    trainer = Trainer(layout, len(microbatches))
+
+    def less(*_: Any) -> None:
+        for one in trainer.unwrapped_model.parameters():
+            one.grad.mul_(0.01)
+
+    with pipeproof.nanotron.observed(trainer, microbatches, model) as seen:
+        hook = register_optimizer_step_pre_hook(less)
+        trainer.training_step(seen.data_iterator)
+        hook.remove()
+    return seen.handed_back()
+
+
+@pytest.mark.pipeproof_ranks
+def test_updates_of_copies_in_fp32_are_said_not_to_be_compared(whitebox: WhiteBox) -> None:
+    verdict = judged(SUMS, updated=True, whitebox=whitebox)
+    assert verdict.verdict == "pass", str(verdict)
+    law = verdict.law("updated-parameters")
+    assert law.outcome == "not seen"
+    assert "not compared where the optimizer has copies of the weights in a wider type" in law.note
+
+
+@pytest.mark.pipeproof_ranks
+@pytest.mark.parametrize("updated", [False, True])
+def test_a_step_may_be_trained_before_the_one_that_is_judged(updated: bool, whitebox: WhiteBox) -> None:
+    verdict = judged(Layout(), own_step=warmed_up, updated=updated, whitebox=whitebox)
+    assert verdict.verdict == "pass", str(verdict)
+    assert "initial-weights" in passed(verdict)
+    if updated:
+        assert "the optimizer had stepped before" in verdict.law("updated-parameters").note
+
+
+def warmed_up(layout: Layout, model: Any, microbatches: list[Any]) -> Any:
+    trainer = Trainer(layout, len(microbatches))
+    trainer.training_step(iter([nanotron.cut(one, trainer) for one in microbatches[::-1]]))
+    with pipeproof.nanotron.observed(trainer, microbatches, model) as seen:
+        trainer.training_step(seen.data_iterator)
+    return seen.handed_back()
 
 
 @pytest.mark.pipeproof_ranks

@@ -122,6 +122,9 @@ def test_colossalai_counts_tied_gradients_of_the_first_batch_twice(world: World)
 REFUSED = {
     "twice": "execute_pipeline was called 2 times before optimizer.step, and the check was given 1 batch",
     "no step": "optimizer.step was not called in the block",
+    "empty": "batches is empty: expected at least one",
+    "criterion": "criterion is 'mse': expected a function of what the model gives and the microbatch",
+    "reference": "reference is a Tiny: expected a function that builds it",
     "ragged": "the batch has 7 rows: expected what is cut into 4 microbatches of equal sizes",
 }
 

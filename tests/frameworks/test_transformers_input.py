@@ -171,6 +171,18 @@ def test_a_step_that_never_came_is_said() -> None:
     assert "the block took no step 9: call trainer.train in it" in str(check.verdict)
 
 
+@pytest.mark.parametrize("step", [-1, None, "x"])
+def test_a_number_of_a_step_that_there_cannot_be_is_said_and_the_job_goes_on(step: Any) -> None:
+    job = Job()
+    with hf_job.launched(job) as folder:
+        trainer = hf_job.trainer_of(job, folder)
+        with transformers.check_step(trainer, step=step) as check:
+            trainer.train()
+        assert trainer.state.global_step == job.checked + 2
+    assert check.verdict.verdict == "unknown"
+    assert f"step is {step!r}: expected a number from 0, counted from the first in the block" in str(check.verdict)
+
+
 def test_without_use_nothing_of_transformers_is_imported() -> None:
     import subprocess
 

@@ -164,7 +164,6 @@ def step(layout: Layout, model: nn.Module, microbatches: list[dict[str, Tensor]]
 
 def adam_w(model: nn.Module) -> torch.optim.Optimizer:
     """As the trainer's, for the whole model."""
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     return torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01)
 
 

@@ -113,6 +113,7 @@ class Evidence:
     operation otherwise, ``beside`` the model that gives it. ``seen`` is what the ranks did. ``passed`` is what passed
     the boundaries of watched stages: of one line of ranks; ``others`` are further ones, which hold the same stages.
     ``members`` are ranks with stages in common. ``sums`` is there where all comes from a record.
+    ``clipped_to`` is what a foreign step says of its clipping.
 
     ``unseen`` are stages of which nobody knows what they did; to the ``frozen`` ones no gradient flows. ``strange``:
     there are parameters that the reference does not have, and the option ``renamed_by`` says which they are.
@@ -135,6 +136,7 @@ class Evidence:
     others: tuple[Line, ...] = ()
     members: Members | None = None
     sums: Sums | None = None
+    clipped_to: float | None = None
     unseen: frozenset[int] = frozenset()
     frozen: range = range(0)
     strange: bool = False
@@ -174,7 +176,7 @@ class Evidence:
         """What gradients are clipped to, where somebody says so."""
         if self.playable is not None:
             return self.playable.max_norm(self.number)
-        return None if self.sums is None else self.sums.max_norm
+        return self.clipped_to if self.sums is None else self.sums.max_norm
 
     @cached_property
     def concerned(self) -> range:

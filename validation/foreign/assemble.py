@@ -231,6 +231,16 @@ class Assembled:
         return {"boundaries": "; ".join(told)} if told else {}
 
     @property
+    def max_norm(self) -> float | None:
+        """What gradients were clipped to before the update, if a rank says so: the first that does."""
+        return next((made.max_norm for made in self.made if made.max_norm is not None), None)
+
+    @property
+    def unlike(self) -> str:
+        """Why weights after the step are not those that the reference's optimizer makes; empty where nobody says so."""
+        return next((made.unlike for made in self.made if made.unlike), "")
+
+    @property
     def nameless(self) -> bool:
         """Whether gradients alone were handed back, so that nobody knows of any weights."""
         every = [one for stage in self.stages for one in stage.part.locals]
@@ -315,11 +325,12 @@ class Assembled:
 
     def _claims(self, stage: Stage) -> Iterator[Claim]:
         for k, name in stage.names.items():
-            yield from claims((stage.index, name), k, stage.part.members, self.replicas)
+            every = claims((stage.index, name), k, stage.part.members, self.replicas)
+            yield from (one for one in every if not (self.unlike and one.law == "updated-parameters"))
 
     def _after(self, stage: Stage) -> Iterator[tuple[Site, Tensor]]:
         for k, name in stage.names.items():
-            if k in stage.part.after:
+            if k in stage.part.after and not self.unlike:
                 yield (stage.index, name), stage.part.after[k][1]
 
     def _before(self, stage: Stage) -> Iterator[tuple[Site, Tensor]]:

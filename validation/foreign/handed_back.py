@@ -49,7 +49,9 @@ class HandedBack:
     in the whole, ``(part, slice(0, 4))``, or a ``FlatShard``. Of several pieces, as of fused queries, keys and values,
     the index is a list, ``(part, [slice(0, 4), slice(8, 12)])``, and the part has them behind each other. A parameter
     may itself be the part that has this index; where it has no gradient, hand back ``(None, slice(0, 4))``. names: what
-    parameters are called in the reference, where the runtime knows; as ``names=``, which comes first.
+    parameters are called in the reference, where the runtime knows; as ``names=``, which comes first. max_norm: to what
+    norm gradients were clipped before the update, for ``optimizer=``. masters: the update is of copies in a wider type,
+    so that weights after it are not compared.
     """
 
     modules: Any = ()
@@ -58,6 +60,8 @@ class HandedBack:
     trace: Any = None
     gradients: Any = None
     names: Any = None
+    max_norm: float | None = None
+    masters: bool = False
 
     @cached_property
     def by_parameter(self) -> Mapping[int, Any] | None:
@@ -114,6 +118,8 @@ def understood(result: object, step: str) -> HandedBack:
         )
     if handed.grad_norm is not None and not _is_number(handed.grad_norm):
         raise HandBackError(f"{step} returned {_named(handed.grad_norm)} as the gradient norm: expected a number")
+    if handed.max_norm is not None and not _is_number(handed.max_norm):
+        raise HandBackError(f"{step} returned {_named(handed.max_norm)} as max_norm: expected a number, or None")
     _check_trace(handed, step)
     return handed
 

@@ -20,6 +20,8 @@ from pipeproof.worlds.accelerator import deterministic
 from pipeproof.worlds.posted_messages import Message, Sent, noted_messages, sent_messages
 from pipeproof.worlds.worker import RankContext
 
+_MASTERS = "updates are not compared where the optimizer has copies of the weights in a wider type"
+_GOES_ON = "updates are not compared where the optimizer had stepped before the step that is judged"
 Step = Callable[[Any, list[Any]], Any]  # of the model, of whatever class, and the microbatches
 
 
@@ -73,6 +75,7 @@ class RankMade:
     ``weights`` are the contents of the reference as this rank builds it, looked up only where some are not the known
     ones; ``given`` are the digests of the microbatches, ``share`` those that it was given to train on. ``sent``: its
     messages, and where the user's code sent them. ``line``: which it is of the ranks with the same stages and data.
+    ``max_norm``: to what gradients were clipped. ``unlike``: why its update is not that of the reference's optimizer.
     """
 
     parts: tuple[Part, ...]
@@ -85,6 +88,8 @@ class RankMade:
     share: tuple[int, ...] | None = None
     sent: Mapping[Message, Sent] = field(default_factory=dict)
     line: int = 0
+    max_norm: float | None = None
+    unlike: str = ""
 
 
 def run_step(context: RankContext, order: Order) -> RankMade:
@@ -105,7 +110,10 @@ def run_step(context: RankContext, order: Order) -> RankMade:
     parts, actions = collect.parts(handed), handed.actions(context.rank)
     doubt = any(part.values for part in parts)
     weights = contents(order.build()) if doubt else order.known
-    return RankMade(parts, handed.by_microbatch, handed.whole_loss, handed.norm, actions, weights, given, sent=sent)
+    told = handed.by_microbatch, handed.whole_loss, handed.norm
+    unlike = _MASTERS if handed.masters else _GOES_ON if first_use.goes_on else ""
+    most = None if handed.max_norm is None else float(handed.max_norm)
+    return RankMade(parts, *told, actions, weights, given, sent=sent, max_norm=most, unlike=unlike)
 
 
 def join_messages(made: Sequence[RankMade]) -> None:

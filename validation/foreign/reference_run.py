@@ -50,6 +50,8 @@ class Task:
             raise WhiteBoxError(f"step is {self.step!r}: expected a function step(model, microbatches)")
         if isinstance(self.reference, nn.Module) or not callable(self.reference):
             raise WhiteBoxError(f"reference is a {type(self.reference).__name__}: expected a function that builds it")
+        if self.loss_fn is not None and not callable(self.loss_fn):
+            raise WhiteBoxError(f"loss_fn is {self.loss_fn!r}: expected a function of output and target")
         if not self.microbatches:
             raise WhiteBoxError("microbatches is empty: expected at least one")
         divisor = 1 if self.loss_divisor is None else self.loss_divisor
@@ -62,15 +64,17 @@ class Task:
         for number in range(len(self.microbatches)):
             self._batch(number)
 
-    def updated(self, reference: Reference, gradients: Mapping[Site, Gradient]) -> dict[Site, Tensor]:
-        """What the optimizer, if there is one, makes of the parameters with these gradients.
+    def updated(
+        self, reference: Reference, gradients: Mapping[Site, Gradient], *, max_norm: float | None
+    ) -> dict[Site, Tensor]:
+        """What the optimizer, if there is one, makes of the parameters with these gradients, clipped to ``max_norm``.
 
         Raises ``ReferenceRaised``.
         """
         if self.optimizer is None:
             return {}
         try:
-            return reference.updated(gradients, self.optimizer)
+            return reference.updated(gradients, self.optimizer, max_norm=max_norm)
         except Exception as error:  # no one type: it is the user's code
             raise ReferenceRaised(f"optimizer={name_of(self.optimizer)} raised {raised(error)}") from error
 

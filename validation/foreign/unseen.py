@@ -30,6 +30,7 @@ def missed(found: Assembled, observed: Observed) -> Sequence[tuple[str, str]]:
             ("microbatches", ordered, unwatched),
             ("boundaries", found.watched, unwatched),
             ("grad-norm", norm, "no rank reports a norm"),
+            ("updated-parameters", not found.unlike, found.unlike),
         )
         if not seen
     ]

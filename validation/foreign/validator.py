@@ -255,7 +255,7 @@ def _judged(title: str, task: Task, found: Assembled, second: SecondModel, run: 
         ("train",),
         len(batches),
         found.due,
-        _Oracle(task, reference, batches, made),
+        _Oracle(replace(task, optimizer=None) if found.unlike else task, reference, batches, made, found.max_norm),
         found.tied,
         skipped=dict(skipped(found, observed)),
         missed=dict(missed(found, observed)),
@@ -326,6 +326,7 @@ class _Oracle:
     reference: Reference
     batches: Sequence[Batch]
     made: Sequence[Contribution]
+    max_norm: float | None = None  # what gradients are clipped to before the update
 
     @property
     def precision(self) -> Precision:
@@ -336,7 +337,7 @@ class _Oracle:
         """The one operation there is."""
         assert number == 0, "a foreign step is one operation"
         expected = self.reference.before_update(self.batches, self.made, orders=orders)
-        updated = partial(self.task.updated, self.reference)
+        updated = partial(self.task.updated, self.reference, max_norm=self.max_norm)
         expected = replace(expected, parameters=updated(expected.gradients))
         pending = (Pending(expected, self.batches, orders),)
         return Answer(expected, Floors(self.reference, pending, updated=updated), math.inf)

@@ -1,4 +1,4 @@
-"""The weights that a step starts from, as the first call of the module that holds them sees them."""
+"""What a step starts from: the weights, as the first call of a module that holds them sees them, and its optimizer."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -8,6 +8,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from pipeproof.observers.shards import InShards
 from pipeproof.observers.sketch import digest
@@ -25,22 +27,37 @@ class FirstUse:
     """While it is open, looks at every parameter when a module that holds it is called for the first time.
 
     A plain hook before forwards touches no graph, so nothing is disturbed; known contents are not even copied.
+    ``goes_on``: an optimizer had kept something of a step before the one that is judged.
     """
 
     def __init__(self, known: Collection[bytes]) -> None:
         self._known = frozenset(known)
+        self.goes_on = False
+        self._stepped: dict[int, Optimizer] = {}
         self._seen: dict[int, tuple[nn.Parameter, Seen]] = {}  # the parameter too, so that its id is not used again
         self._at: dict[tuple[int, str], tuple[nn.Module, Seen]] = {}  # by the module that it was seen in, and its name
         self._parts: dict[int, tuple[nn.Parameter, Tensor]] = {}  # of DTensors, what this rank had
 
     def __enter__(self) -> Self:
+        global _first_use
+        self._outer, _first_use = _first_use, self
         self._hook = register_module_forward_pre_hook(self._look)
+        self._step_hook = register_optimizer_step_post_hook(self._step)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        global _first_use
+        _first_use = self._outer
         self._hook.remove()
+        self._step_hook.remove()
+
+    def anew(self) -> None:
+        """The step that is judged begins now: what was used before it was of another one."""
+        self.goes_on = any(any(map(bool, one.state.values())) for one in self._stepped.values())
+        for seen in (self._seen, self._at, self._parts):
+            seen.clear()
 
     def of(self, parameter: nn.Parameter, holder: nn.Module, leaf: str) -> Seen | None:
         """What ``parameter`` was when it was first used.
@@ -77,6 +94,18 @@ class FirstUse:
                 self._seen[id(parameter)] = parameter, self._note(parameter)
             self._at.setdefault((id(module), leaf), (module, self._seen[id(parameter)][1]))
 
+    def _step(self, optimizer: Optimizer, arguments: Any, named: Any) -> None:
+        self._stepped[id(optimizer)] = optimizer
+
     def _note(self, parameter: nn.Parameter) -> Seen:
         content = digest(parameter)
         return Seen(content, None if content in self._known else parameter.detach().to("cpu", copy=True))
+
+
+_first_use: FirstUse | None = None
+
+
+def step_begins() -> None:
+    """Say that the step that is judged begins now, whatever was trained before; outside a validation, nothing."""
+    if _first_use is not None:
+        _first_use.anew()

@@ -1,9 +1,14 @@
 """Process groups that a framework makes and leaves: a campaign would have thousands."""
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 
+import torch
 import torch.distributed as dist
+
+_CACHE = type(lru_cache(lambda: None))
 
 
 @contextmanager
@@ -12,8 +17,24 @@ def groups_given_back() -> Iterator[None]:
     before = set(_groups())
     yield
     dist.barrier()  # nobody is inside a group any more
-    for group in set(_groups()) - before:
-        dist.destroy_process_group(group)
+    if made := set(_groups()) - before:
+        for group in made:
+            dist.destroy_process_group(group)
+        forget_meshes()
+
+
+def forget_meshes() -> None:
+    """Let DTensors forget what they know of meshes.
+
+    Of an operation on one they remember the mesh of its result. A mesh made later of the same ranks is equal to it, so
+    that results of today would be on the first one's, whose groups are gone: "Could not resolve the process group".
+    """
+    for one in gc.get_objects():
+        if type(one) is _CACHE and str(getattr(one, "__module__", "")).startswith("torch.distributed.tensor"):
+            one.cache_clear()
+    native = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
+    if native is not None:  # not in every torch
+        native()
 
 
 def _groups() -> list[dist.ProcessGroup]:

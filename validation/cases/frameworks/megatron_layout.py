@@ -116,6 +116,10 @@ class MegatronLayout(FrameworkLayout):
         yield ends and accounted, "first and last do not go with with-embedding and with-loss"
         for name, own in (("first", self.first), ("last", self.last)):
             yield bool(own % self.vp), f"{name}={own} is no whole number of layers for each of {self.vp} virtual stages"
+        yield (
+            self.vp > 1 and self.pp == bool(self.first) + bool(self.last),
+            "first and last leave no rank between them, and Megatron divides by that number where stages are virtual",
+        )
         slots = self.layers + self.with_embedding + self.with_loss - self.first - self.last
         ranks = self.pp - bool(self.first) - bool(self.last)
         each = ranks * self.vp

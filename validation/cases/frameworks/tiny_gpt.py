@@ -183,7 +183,6 @@ def step(layout: MegatronLayout, model: nn.Module, microbatches: list[Any]) -> H
         chunks = made(layout)
         optimizer, forward = optimizer_of(layout, chunks), forward_of(layout)
         if layout.second:
-            megatron.load(chunks, model)  # the whole step that a verdict is about begins here
             data = [iter(microbatches) for _ in chunks]
             train_step(forward, data if len(chunks) > 1 else data[0], chunks, optimizer, len(microbatches))
         with megatron.observed(chunks, forward, microbatches, model, optimizer) as seen:
@@ -223,14 +222,20 @@ def data_of(microbatches: int, seed: int = 0) -> list[tuple[Tensor, ...]]:
 
 
 def judged(
-    layout: MegatronLayout, *, microbatches: int = 4, own_step: Any = step, whitebox: WhiteBox | None = None
+    layout: MegatronLayout,
+    *,
+    microbatches: int = 4,
+    own_step: Any = step,
+    optimizer: Any = None,
+    whitebox: WhiteBox | None = None,
 ) -> Verdict:
-    """The verdict on a step of so many microbatches, those of all replicas."""
+    """The verdict on a step of so many microbatches, those of all replicas; ``optimizer`` makes the reference's."""
     return megatron.validate(
         partial(own_step, layout),
         reference=partial(provided, layout.whole),
         forward_step=forward_of(layout),
         microbatches=data_of(microbatches, layout.seed),
         ranks={"pp": layout.pp, "dp": layout.dp},
+        optimizer=optimizer,
         whitebox=whitebox,
     )

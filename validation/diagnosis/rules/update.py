@@ -16,6 +16,7 @@ from pipeproof.judging.verdict import Mismatch, Size
 from pipeproof.observers.recording import Site
 from pipeproof.pipeline.sizes import some
 from pipeproof.reference.step import Recipe
+from pipeproof.reference.step import clip_factor as factor_of
 
 _ALIKE = 1e-5  # numbers that two ways of forming a norm or a factor may differ by
 _ROOM = 16  # roundings
@@ -80,8 +81,9 @@ def update(evidence: Evidence) -> list[Cause]:
         parameter=first.parameter if one and others <= 0 else None,
         detail=f"{of}{first.seen}, expected {first.expected}{more}",
     )
-    # A foreign step leaves its gradients as the optimizer had them, and these are right.
-    known = evidence.playable is not None or evidence.members is not None
+    # A foreign step that does not clip leaves its gradients as the optimizer had them, and these are right.
+    foreign = evidence.members is not None and evidence.max_norm is None
+    known = evidence.playable is not None or foreign
     return [cause if known else _or_clip(cause, evidence)]
 
 
@@ -148,10 +150,7 @@ def factors(evidence: Evidence) -> dict[Site, Factor]:
 
 def clip_factor(evidence: Evidence, size: float | None) -> float:
     """What clipping multiplies by where the norm is ``size``."""
-    if evidence.max_norm is None:
-        return 1.0
-    factor = evidence.max_norm / ((size or 0.0) + 1e-6)
-    return 1.0 if factor > 1.0 else factor
+    return 1.0 if evidence.max_norm is None else factor_of(size or 0.0, evidence.max_norm)
 
 
 def learning_rate() -> float:

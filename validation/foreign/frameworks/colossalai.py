@@ -29,7 +29,6 @@ from pipeproof.foreign.frameworks.framework import Named, OfMicrobatch, replaced
 from pipeproof.foreign.frameworks.framework_step import FrameworkStep, Observation, Sight, observing
 from pipeproof.foreign.handed_back import FlatShard, Gradient
 from pipeproof.foreign.validator import WhiteBox
-from pipeproof.foreign.validator import validate as validated
 from pipeproof.judging.verdict import Verdict
 
 _COVERED = {
@@ -245,6 +244,13 @@ def type_of(plugin: Any) -> torch.dtype | None:
     return _PRECISIONS[plugin.precision]
 
 
+def check_criterion(criterion: Any) -> None:
+    """Raise ``ColossalAIError`` where it is no function."""
+    COLOSSALAI.check_function(
+        "criterion", criterion, "a function of what the model gives and the microbatch, as execute_pipeline is given"
+    )
+
+
 def validate(
     step: Callable[[Any, list[Any]], Any],
     *,
@@ -266,9 +272,9 @@ def validate(
     """
     COLOSSALAI.module()
     COLOSSALAI.check_dtype(dtype)
+    check_criterion(criterion)
     packed = Packed.of(COLOSSALAI.listed(microbatches))
-    run = validated if whitebox is None else whitebox.validate
-    return run(
+    return COLOSSALAI.judge(whitebox)(
         Named(step, partial(_left_as_it_was, step)),
         reference=Named(reference, partial(Whole, reference, packed, dtype)),
         microbatches=[(packed.pack(one), torch.tensor([number])) for number, one in enumerate(microbatches)],

@@ -19,7 +19,6 @@ from pipeproof.foreign.frameworks.framework import Named, OfMicrobatch, launched
 from pipeproof.foreign.frameworks.framework_step import FrameworkStep, Observation, Sight, observing
 from pipeproof.foreign.handed_back import FlatShard, Gradient
 from pipeproof.foreign.validator import WhiteBox
-from pipeproof.foreign.validator import validate as validated
 from pipeproof.judging.verdict import Verdict
 
 # By what the engine calls them: attributes, or methods that tell.
@@ -162,6 +161,14 @@ def _check_types(module: nn.Module, reference: nn.Module) -> None:
         )
 
 
+def check_loss(loss_fn: Any) -> None:
+    """Raise ``DeepSpeedError`` where it is neither None nor a function."""
+    if loss_fn is not None:
+        DEEPSPEED.check_function(
+            "loss_fn", loss_fn, "the PipelineModule's, a function of what the last layer gives and the labels"
+        )
+
+
 def validate(
     step: Callable[[Any, list[Any]], Any],
     *,
@@ -183,6 +190,7 @@ def validate(
     """
     DEEPSPEED.module()
     DEEPSPEED.check_dtype(dtype)
+    check_loss(loss_fn)
     data = [tuple(one) if isinstance(one, list) else one for one in DEEPSPEED.listed(microbatches)]
     loss, train = loss_fn or loss_of_layers, step
     if any(isinstance(one, tuple) and len(one) == 2 and isinstance(one[1], tuple | list) for one in data):
@@ -190,8 +198,7 @@ def validate(
         labels: dict[tuple[int, ...], Any] = {(number,): one for number, (_, one) in enumerate(pairs)}
         loss, train = OfMicrobatch(loss, labels), partial(_with_labels, step, labels)
         data = [(inputs, torch.tensor([number])) for number, (inputs, _) in enumerate(pairs)]
-    run = validated if whitebox is None else whitebox.validate
-    return run(
+    return DEEPSPEED.judge(whitebox)(
         Named(step, partial(_left_as_it_was, train)),
         reference=Named(reference, partial(Whole, reference, dtype)),
         microbatches=data,

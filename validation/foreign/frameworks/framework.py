@@ -15,6 +15,9 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_map_only
 
 from pipeproof.foreign.reference_run import WhiteBoxError, name_of
+from pipeproof.foreign.validator import WhiteBox
+from pipeproof.foreign.validator import validate as validated
+from pipeproof.judging.verdict import Verdict
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,22 @@ class Framework:
         if not isinstance(microbatches, Sequence) or isinstance(microbatches, str):
             found = "None" if microbatches is None else f"a {type(microbatches).__name__}"
             raise self.error(f"{what} is {found}: expected a list of those of the step")
+        if not microbatches:
+            raise self.error(f"{what} is empty: expected at least one")
         return microbatches
+
+    def check_function(self, what: str, given: Any, due: str) -> None:
+        """Raise where what is ``given`` as ``what`` is no function; ``due`` says in words which one it is to be."""
+        if not callable(given) or isinstance(given, type):
+            raise self.error(f"{what} is {shown(given)}: expected {due}")
+
+    def judge(self, whitebox: Any) -> Callable[..., Verdict]:
+        """What judges a step: on the ranks of ``whitebox``, or where that is None, on ranks of its own."""
+        if whitebox is None:
+            return validated
+        if not isinstance(whitebox, WhiteBox):
+            raise self.error(f"whitebox is {shown(whitebox)}: expected pytest's fixture of that name, or None")
+        return whitebox.validate
 
     def check_count(self, option: str, count: int | None, due: int, what: str = "microbatches") -> None:
         """Raise unless ``count``, which the ``option`` has, is that of the step; None: nobody says."""
@@ -177,6 +195,11 @@ class OfMicrobatch:
 def unwrapped(name: str, *wrappers: str) -> str:
     """A parameter's name without the parts that are ``wrappers`` around modules."""
     return ".".join(part for part in name.split(".") if part not in wrappers)
+
+
+def shown(value: Any) -> str:
+    """A value in words: itself where it is short, else what it is."""
+    return repr(value) if value is None or isinstance(value, str | int | float) else f"a {type(value).__name__}"
 
 
 def form(parameter: Tensor) -> str:

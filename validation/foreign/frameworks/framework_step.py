@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from pipeproof.foreign.frameworks.drawn import Drawn
 from pipeproof.foreign.handed_back import Gradient, HandedBack, copied
 from pipeproof.foreign.reference_run import WhiteBoxError
+from pipeproof.observers.initial_weights import step_begins
 from pipeproof.observers.watching import watch
 from pipeproof.pipeline.action import Action
 
@@ -38,7 +39,9 @@ class FrameworkStep:
 
     when: whether a call of a stage counts, asked at every call; None: all do. actions: what this rank did, in order, if
     the framework tells. unfinished: what is wrong if gradients were never complete; None: then those at the end count.
-    drawn: what this rank drew of its data while it was watched, as far as the adapter sees that.
+    drawn: what this rank drew of its data while it was watched, as far as the adapter sees that. max_norm: to what norm
+    gradients were clipped, once they were, if at all. masters: the optimizer updates copies of the weights in a wider
+    type.
     """
 
     stages: Mapping[int, nn.Module]
@@ -50,6 +53,8 @@ class FrameworkStep:
     actions: Callable[[], Sequence[Action] | None] = _unknown
     unfinished: WhiteBoxError | None = None
     drawn: Drawn = field(default_factory=Drawn)
+    max_norm: Callable[[], float | None] = _unknown
+    masters: bool = False
 
     def completes_at_its_end(self, steps: int) -> bool:
         """Whether gradients count as they are at the end, after so many steps of the optimizer were seen.
@@ -90,6 +95,8 @@ class Observation:
             step.actions(),
             gradients=self._gradients,
             names=lambda name, rank, chunk: step.name(stages[chunk], name),
+            max_norm=step.max_norm(),
+            masters=step.masters,
         )
 
     def complete(self) -> None:
@@ -110,7 +117,8 @@ TWO_STEPS = "the block took more than one step of the optimizer: put one step in
 
 @contextmanager
 def observing(seen: Observation, step: FrameworkStep) -> Iterator[None]:
-    """While this is open, the step is watched, and shows itself to ``seen``."""
+    """While this is open, the step is watched, and shows itself to ``seen``. It begins with the weights of now."""
+    step_begins()
     with step.watching(seen):
         for module in step.stages.values():
             watch(module, when=step.when)

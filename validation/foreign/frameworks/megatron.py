@@ -30,7 +30,6 @@ from pipeproof.foreign.frameworks.megatron_whole import (
 )
 from pipeproof.foreign.handed_back import FlatShard, Gradient
 from pipeproof.foreign.validator import WhiteBox
-from pipeproof.foreign.validator import validate as validated
 from pipeproof.judging.verdict import Verdict
 
 _TIED = "embedding.word_embeddings.weight"
@@ -148,6 +147,7 @@ def step_of(chunks: Any, optimizer: Any) -> FrameworkStep:
     rank, ranks = state.get_pipeline_model_parallel_rank(), state.get_pipeline_model_parallel_world_size()
     stages = {rank + ranks * number: bare(chunk) for number, chunk in enumerate(chunks)}
     names = {stage: global_names(model) for stage, model in stages.items()}
+    told = getattr(optimizer, "config", None)
     return FrameworkStep(
         stages,
         lambda stage, name: f"{CHILD}.{names[stage].get(name, name)}",
@@ -156,6 +156,8 @@ def step_of(chunks: Any, optimizer: Any) -> FrameworkStep:
         partial(_watching, optimizer, losses, drawn),
         unfinished=None if optimizer is None else MegatronError(_NO_STEP),
         drawn=drawn,
+        max_norm=lambda: getattr(told, "clip_grad", None) or None,  # 0: it does not clip
+        masters=bool(getattr(told, "bf16", False) or getattr(told, "fp16", False)),
     )
 
 
@@ -252,6 +254,11 @@ def observed(
         yield seen
 
 
+def check_forward_step(forward_step: Any) -> None:
+    """Raise ``MegatronError`` where it is no function."""
+    MEGATRON.check_function("forward_step", forward_step, "the function that Megatron's schedule is given")
+
+
 def validate(
     step: Callable[[Any, list[Any]], Any],
     *,
@@ -272,10 +279,10 @@ def validate(
     Raises ``MegatronError``, and what ``whitebox.validate`` raises.
     """
     core()
+    check_forward_step(forward_step)
     whole = Named(reference, partial(Whole, reference, forward_step))
     data = [tuple(one) if isinstance(one, tuple | list) else (one,) for one in MEGATRON.listed(microbatches)]
-    run = validated if whitebox is None else whitebox.validate
-    return run(
+    return MEGATRON.judge(whitebox)(
         Named(step, partial(_left_as_it_was, step)),
         reference=whole,
         microbatches=data,

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
+from inspect import signature
 from itertools import pairwise
 from types import CellType
 from typing import Any
@@ -30,7 +31,6 @@ from pipeproof.foreign.frameworks.nanotron_whole import (
 )
 from pipeproof.foreign.handed_back import Gradient
 from pipeproof.foreign.validator import WhiteBox
-from pipeproof.foreign.validator import validate as validated
 from pipeproof.judging.verdict import Verdict
 
 _NEEDED = ("model", "parallel_context", "optimizer", "grad_accumulator")
@@ -110,7 +110,7 @@ def gradients_of(trainer: Any) -> dict[nn.Parameter, Gradient]:
 def step_of(trainer: Any) -> FrameworkStep:
     """The step of this trainer on this rank; raises ``NanotronError`` for what is not covered."""
     check_covered(trainer)
-    model, losses, drawn = bare(trainer.model), list[Tensor](), Drawn()
+    model, losses, drawn, bounds = bare(trainer.model), list[Tensor](), Drawn(), list[float]()
     stage = Stage(model)
     number: int = trainer.parallel_context.pp_pg.rank()
     return FrameworkStep(
@@ -118,16 +118,21 @@ def step_of(trainer: Any) -> FrameworkStep:
         lambda _, name: name,  # blocks are numbered in the whole model, and have their names there
         partial(gradients_of, trainer),
         lambda: losses,
-        partial(_watching, trainer, stage, losses, drawn),
+        partial(_watching, trainer, stage, (losses, drawn, bounds)),
         unfinished=None if trainer.optimizer is None else NanotronError(_NO_STEP),
         drawn=drawn,
+        max_norm=lambda: next(iter(bounds), None),
+        masters=trainer.grad_accumulator is not None,  # it has them
     )
 
 
 @contextmanager
-def _watching(trainer: Any, stage: Stage, losses: list[Tensor], drawn: Drawn, sight: Sight) -> Iterator[None]:
-    """While this is open, note losses and data, and tell ``sight`` of gradients before clipping, and the norm."""
-    told = False
+def _watching(
+    trainer: Any, stage: Stage, notes: tuple[list[Tensor], Drawn, list[float]], sight: Sight
+) -> Iterator[None]:
+    """While this is open, note losses, data and bounds of clipping, and tell ``sight`` of gradients before it, and the
+    norm."""
+    (losses, drawn, bounds), told = notes, False
 
     def complete() -> None:
         nonlocal told
@@ -137,7 +142,7 @@ def _watching(trainer: Any, stage: Stage, losses: list[Tensor], drawn: Drawn, si
 
     with ExitStack() as stack:
         stack.enter_context(stage.noting(losses))
-        stack.enter_context(_clipping_noted(complete, sight))
+        stack.enter_context(_clipping_noted(complete, bounds, sight))
         if hasattr(getattr(trainer, "pipeline_engine", None), "train_batch_iter"):
             stack.enter_context(_drawing_noted(trainer.pipeline_engine, drawn))
         if trainer.optimizer is not None:
@@ -168,20 +173,21 @@ def _drawing_noted(engine: Any, drawn: Drawn) -> Iterator[None]:
 
 
 @contextmanager
-def _clipping_noted(complete: Callable[[], None], sight: Sight) -> Iterator[None]:
-    """While this is open, note the first norm by which nanotron clips.
+def _clipping_noted(complete: Callable[[], None], bounds: list[float], sight: Sight) -> Iterator[None]:
+    """While this is open, note the first norm by which nanotron clips, and to which bound.
 
     Scripts import the function by name, so that it is replaced where all find it: inside torch's wrapper around it.
     """
     cell = _inside(core("optim.clip_grads").clip_grad_norm)
-    clip, norms = cell.cell_contents, list[Tensor]()
+    clip = cell.cell_contents
+    bound = signature(clip).bind
 
     @wraps(clip)
     def noted(*given: Any, **named: Any) -> Any:
         complete()
         norm = clip(*given, **named)
-        if not norms:
-            norms.append(norm)
+        if not bounds:
+            bounds.append(float(bound(*given, **named).arguments["max_norm"]))
             sight.norm(norm)
         return norm
 
@@ -292,8 +298,7 @@ def validate(
     """
     core("parallel.pipeline_parallel.engine")
     packed = packed_of(NANOTRON.listed(microbatches))
-    run = validated if whitebox is None else whitebox.validate
-    return run(
+    return NANOTRON.judge(whitebox)(
         Named(step, partial(_left_as_it_was, step, packed)),
         reference=Named(reference, partial(Whole, reference, packed.names)),
         microbatches=[packed.pack(one) for one in microbatches],

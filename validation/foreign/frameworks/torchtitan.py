@@ -33,7 +33,6 @@ from pipeproof.foreign.frameworks.torchtitan_whole import (
 )
 from pipeproof.foreign.torch_pipelining import stages_of
 from pipeproof.foreign.validator import WhiteBox
-from pipeproof.foreign.validator import validate as validated
 from pipeproof.judging.verdict import Verdict
 
 _WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")  # of recomputation and torch.compile
@@ -139,8 +138,7 @@ def validate(
     check_loss(loss_fn)
     TORCHTITAN.listed(microbatches)
     how, tokens = packed(microbatches), tokens_in(labels for _, labels in microbatches) if microbatches else 0
-    run = validated if whitebox is None else whitebox.validate
-    return run(
+    return TORCHTITAN.judge(whitebox)(
         Named(step, partial(_unpacked, step, how)),
         reference=Named(reference, partial(Whole, reference, how.names)),
         microbatches=[(how.pack(given), labels) for given, labels in microbatches],

@@ -31,7 +31,6 @@ from pipeproof.foreign.frameworks.transformers_whole import (
 from pipeproof.foreign.handed_back import Gradient, copied
 from pipeproof.foreign.torch_pipelining import stages_of
 from pipeproof.foreign.validator import WhiteBox
-from pipeproof.foreign.validator import validate as validated
 from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.wrappers import AroundGradients
 from pipeproof.pipeline.step import Parts, PipelineSchedule
@@ -159,9 +158,9 @@ def validate(
     """
     TRANSFORMERS.module()
     by = divisor(loss)
-    how, run = packed(TRANSFORMERS.listed(microbatches)), validated if whitebox is None else whitebox.validate
+    judge, how = TRANSFORMERS.judge(whitebox), packed(TRANSFORMERS.listed(microbatches))
     whole = partial(Whole, reference, how.names)
-    return run(
+    return judge(
         Named(step, partial(_unpacked, step, how)),
         reference=Named(reference, whole),
         microbatches=[pair_of(how, one) for one in microbatches],

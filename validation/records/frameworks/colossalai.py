@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from pipeproof.foreign.frameworks.colossalai import (
+    check_criterion,
     count_of,
     observed,
     step_of,
@@ -93,6 +94,9 @@ def _step(
     batches: Sequence[Any] | None,
     reference: Callable[[], nn.Module],
 ) -> JobStep:
+    check_criterion(criterion)
+    if batches is not None:
+        COLOSSALAI.listed(batches, what="batches")
     step = _counted_step(boosted, batches)
     plugin, given = boosted[0].plugin, batches or ()
     microbatches = [*_microbatches(boosted[0], given)]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeproof.foreign.frameworks.deepspeed import check_count, observed, pair_of, step_of, validate
+from pipeproof.foreign.frameworks.deepspeed import check_count, check_loss, observed, pair_of, step_of, validate
 from pipeproof.foreign.frameworks.deepspeed_whole import DEEPSPEED, DeepSpeedError, Whole, loss_of_layers
 from pipeproof.foreign.frameworks.drawn import contents
 from pipeproof.foreign.reference_run import name_of
@@ -47,6 +47,7 @@ def check_step(
             raise DeepSpeedError(
                 f"loss_fn is None, and the engine's PipelineModule has {name_of(own)}: pass that to the check"
             )
+        check_loss(loss_fn)
         return SingleDevice(build, loss_fn or loss_of_layers, floors=floors)
 
     return checking(partial(_step, engine, microbatches, whole), timeout_s=timeout_s)

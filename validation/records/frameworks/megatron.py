@@ -10,7 +10,7 @@ from torch import nn
 
 from pipeproof.foreign.frameworks.drawn import contents
 from pipeproof.foreign.frameworks.framework import loss_of_its_own
-from pipeproof.foreign.frameworks.megatron import observed, step_of, validate
+from pipeproof.foreign.frameworks.megatron import check_forward_step, observed, step_of, validate
 from pipeproof.foreign.frameworks.megatron_whole import (
     MEGATRON,
     ForwardStep,
@@ -51,7 +51,9 @@ def check_step(
     """
     whole = SingleDevice(partial(Whole, reference, forward_step), loss_of_its_own, loss_divisor=_divisor, floors=floors)
     try:
-        with checking(partial(_step, chunks, optimizer, microbatches, whole), timeout_s=timeout_s) as check:
+        with checking(
+            partial(_step, chunks, optimizer, microbatches, forward_step, whole), timeout_s=timeout_s
+        ) as check:
             yield check
     finally:
         forget_group()
@@ -67,7 +69,10 @@ def record_step(
     return recording(partial(step_of, chunks, optimizer), microbatches, path, framework=MEGATRON, timeout_s=timeout_s)
 
 
-def _step(chunks: Any, optimizer: Any, microbatches: Sequence[Any] | None, whole: SingleDevice) -> JobStep:
+def _step(
+    chunks: Any, optimizer: Any, microbatches: Sequence[Any] | None, forward_step: ForwardStep, whole: SingleDevice
+) -> JobStep:
+    check_forward_step(forward_step)
     step = step_of(chunks, optimizer)
     if microbatches is not None:
         MEGATRON.listed(microbatches)

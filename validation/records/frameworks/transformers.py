@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial, wraps
+from itertools import count
 from typing import Any, NoReturn, TypeVar
 
 from pipeproof.foreign.frameworks.framework import replaced
@@ -157,11 +158,11 @@ def _at_step(
 ) -> Iterator[None]:
     """While this is open, what ``begin`` makes of the microbatches of step ``step`` is open around that step."""
     with ExitStack() as opened:
-        fetches = iter(range(step + 1))
+        numbers = count()
 
         def fetch(inner: Callable[..., Any], *given: Any, **named: Any) -> Any:
             fetched = inner(*given, **named)
-            if next(fetches, None) == step:
+            if next(numbers) == step:
                 opened.enter_context(begin(fetched[0]))
                 if (optimizer := getattr(trainer, "optimizer", None)) is not None:
                     after = _then(optimizer.step, lambda: opened.pop_all().close())
@@ -186,6 +187,8 @@ def _then(inner: Callable[..., Any], end: Callable[[], None]) -> Callable[..., A
 
 def _never(trainer: Any, step: int) -> NoReturn:
     check_trainer(trainer)
+    if not isinstance(step, int) or step < 0:
+        raise TransformersError(f"step is {step!r}: expected a number from 0, counted from the first in the block")
     raise TransformersError(f"the block took no step {step}: call trainer.train in it, with max_steps above {step}")
 
 

@@ -55,6 +55,7 @@ def test_other_lines_are_cases_of_ours() -> None:
         ("megatron r1 v2 m4 dp1", "Megatron has virtual stages on 2 ranks and more"),
         ("megatron r2 v2 m3 dp1", "the last group would have 1 microbatches: Megatron wants 0, or 2 and more"),
         ("megatron r2 v2 m1 dp1", "Megatron wants groups of 2 microbatches at least, and of all 1 at most: not 2"),
+        ("megatron r2 v2 m2 dp1 layers=4 first=2 last=2", "first and last leave no rank between them"),
         ("megatron r2 v1 m4 dp1 group=3", "group=3 is for virtual stages"),
         ("megatron r2 v1 m4 dp1 per-token", "per-token wants a loss function of three results"),
         ("megatron r2 v1 m4 dp1 overlap", "overlap is for replicas"),

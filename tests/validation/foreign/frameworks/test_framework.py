@@ -10,6 +10,7 @@ from torch import nn
 
 from pipeproof.foreign.frameworks.framework import Framework, Named
 from pipeproof.foreign.reference_run import WhiteBoxError
+from pipeproof.foreign.validator import WhiteBox, validate
 
 
 class TinyError(WhiteBoxError):
@@ -86,3 +87,32 @@ def test_what_is_run_is_called_what_the_user_calls_it() -> None:
 
     named = Named(build_model, lambda number: number + 1)
     assert (named.__name__, named(2)) == ("build_model", 3)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (None, "microbatches is None: expected a list of those of the step"),
+        (4, "microbatches is a int: expected a list of those of the step"),
+        ([], "microbatches is empty: expected at least one"),
+    ],
+)
+def test_what_is_no_list_of_microbatches_is_said(given: object, words: str) -> None:
+    with pytest.raises(TinyError, match=f"^{words}$"):
+        TINY.listed(given)
+    assert TINY.listed([1]) == [1]
+
+
+@pytest.mark.parametrize(("given", "shown"), [("mse", "'mse'"), (None, "None"), (nn.MSELoss, "a type")])
+def test_what_is_no_function_is_said(given: object, shown: str) -> None:
+    with pytest.raises(TinyError, match=f"^criterion is {shown}: expected a function of two$"):
+        TINY.check_function("criterion", given, "a function of two")
+    TINY.check_function("criterion", nn.MSELoss(), "a function of two")
+
+
+def test_what_is_no_whitebox_is_said(whitebox: WhiteBox) -> None:
+    for given, shown in (("x", "'x'"), (object(), "a object"), (WhiteBox, "a type")):
+        with pytest.raises(TinyError, match=f"^whitebox is {shown}: expected pytest's fixture of that name, or None$"):
+            TINY.judge(given)
+    assert TINY.judge(None) is validate
+    assert TINY.judge(whitebox) == whitebox.validate
