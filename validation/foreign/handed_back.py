@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from pipeproof.pipeline.action import Action, ActionError
 from pipeproof.pipeline.trace import Trace
+from pipeproof.reference.accumulation import Accumulation
 
 _EXPECTED = "its local modules, or a mapping of parameter names to gradients; then losses; then the gradient norm"
 
@@ -49,7 +50,8 @@ class HandedBack:
     in the whole, ``(part, slice(0, 4))``, or a ``FlatShard``. Of several pieces, as of fused queries, keys and values,
     the index is a list, ``(part, [slice(0, 4), slice(8, 12)])``, and the part has them behind each other. A parameter
     may itself be the part that has this index; where it has no gradient, hand back ``(None, slice(0, 4))``. names: what
-    parameters are called in the reference, where the runtime knows; as ``names=``, which comes first.
+    parameters are called in the reference, where the runtime knows; as ``names=``, which comes first. accumulation: how
+    the runtime adds gradients up, but for the shares of replicas, if it says so.
     """
 
     modules: Any = ()
@@ -58,6 +60,7 @@ class HandedBack:
     trace: Any = None
     gradients: Any = None
     names: Any = None
+    accumulation: Accumulation | None = None
 
     @cached_property
     def by_parameter(self) -> Mapping[int, Any] | None:

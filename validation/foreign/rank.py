@@ -15,6 +15,7 @@ from pipeproof.observers.shards import Indices, InShards, Shard, ShardError, fla
 from pipeproof.observers.sketch import contents, digest
 from pipeproof.observers.watching import Call, Watcher, watching
 from pipeproof.pipeline.action import Action
+from pipeproof.reference.accumulation import Accumulation
 from pipeproof.reference.step import dense
 from pipeproof.worlds.accelerator import deterministic
 from pipeproof.worlds.posted_messages import Message, Sent, noted_messages, sent_messages
@@ -73,6 +74,7 @@ class RankMade:
     ``weights`` are the contents of the reference as this rank builds it, looked up only where some are not the known
     ones; ``given`` are the digests of the microbatches, ``share`` those that it was given to train on. ``sent``: its
     messages, and where the user's code sent them. ``line``: which it is of the ranks with the same stages and data.
+    ``accumulation``: as it was handed back.
     """
 
     parts: tuple[Part, ...]
@@ -85,6 +87,7 @@ class RankMade:
     share: tuple[int, ...] | None = None
     sent: Mapping[Message, Sent] = field(default_factory=dict)
     line: int = 0
+    accumulation: Accumulation | None = None
 
 
 def run_step(context: RankContext, order: Order) -> RankMade:
@@ -105,7 +108,8 @@ def run_step(context: RankContext, order: Order) -> RankMade:
     parts, actions = collect.parts(handed), handed.actions(context.rank)
     doubt = any(part.values for part in parts)
     weights = contents(order.build()) if doubt else order.known
-    return RankMade(parts, handed.by_microbatch, handed.whole_loss, handed.norm, actions, weights, given, sent=sent)
+    told = handed.by_microbatch, handed.whole_loss, handed.norm, actions
+    return RankMade(parts, *told, weights, given, sent=sent, accumulation=handed.accumulation)
 
 
 def join_messages(made: Sequence[RankMade]) -> None:

@@ -12,6 +12,7 @@ from pipeproof.foreign.handed_back import Gradient, HandedBack, copied
 from pipeproof.foreign.reference_run import WhiteBoxError
 from pipeproof.observers.watching import watch
 from pipeproof.pipeline.action import Action
+from pipeproof.reference.accumulation import Accumulation
 
 
 class Sight(Protocol):
@@ -38,7 +39,8 @@ class FrameworkStep:
 
     when: whether a call of a stage counts, asked at every call; None: all do. actions: what this rank did, in order, if
     the framework tells. unfinished: what is wrong if gradients were never complete; None: then those at the end count.
-    drawn: what this rank drew of its data while it was watched, as far as the adapter sees that.
+    drawn: what this rank drew of its data while it was watched, as far as the adapter sees that. accumulation: how it
+    adds gradients up, but for the shares of replicas; None: each in its own type, in the order of the microbatches.
     """
 
     stages: Mapping[int, nn.Module]
@@ -50,6 +52,7 @@ class FrameworkStep:
     actions: Callable[[], Sequence[Action] | None] = _unknown
     unfinished: WhiteBoxError | None = None
     drawn: Drawn = field(default_factory=Drawn)
+    accumulation: Accumulation | None = None
 
     def completes_at_its_end(self, steps: int) -> bool:
         """Whether gradients count as they are at the end, after so many steps of the optimizer were seen.
@@ -90,6 +93,7 @@ class Observation:
             step.actions(),
             gradients=self._gradients,
             names=lambda name, rank, chunk: step.name(stages[chunk], name),
+            accumulation=step.accumulation,
         )
 
     def complete(self) -> None:
