@@ -228,7 +228,7 @@ class Reference:
         factor = 1.0 if factor > 1.0 else factor
         for name, parameter in self.model.named_parameters():
             gradient = gradients[self._sites[name]]
-            parameter.grad = None if gradient is None else gradient * factor
+            parameter.grad = None if gradient is None else (gradient * factor).to(parameter.dtype)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self._sums = {}
