@@ -255,7 +255,7 @@ class ReferenceRun:
         return ReferenceRun(self._task, model, self._replicas, owner=owner, surveyed=watched)
 
     def reference(
-        self, owner: Mapping[str, int], copies: Collection[Site] = (), accumulation: Accumulation = PLAIN
+        self, owner: Mapping[str, int], copies: Collection[Site] = (), *, accumulation: Accumulation = PLAIN
     ) -> Reference:
         """The reference in these stages, which adds gradients up in this way."""
         recipe = Recipe(loss=self._task.loss, accumulation=accumulation)

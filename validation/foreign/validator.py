@@ -245,7 +245,7 @@ def _judged(
     title: str, task: Task, found: Assembled, second: SecondModel, run: ReferenceRun, accumulation: Accumulation
 ) -> Verdict:
     batches, made = run.batches, run.made(found.owner)
-    reference = run.reference(found.owner, found.copies, accumulation)
+    reference = run.reference(found.owner, found.copies, accumulation=accumulation)
     if other_loss := second.other_loss(made[0].loss, batches[0]):
         return _random(title, task, other_loss)
     if all(gradient is None for one in made for gradient in one.gradients.values()):
