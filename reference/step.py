@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from pipeproof.reference.accumulation import PLAIN, Accumulation, added
+from pipeproof.reference.accumulation import Gradient as Gradient
 from pipeproof.reference.copied import copied
 from pipeproof.reference.data import Batch
 from pipeproof.reference.graded import graded
@@ -20,7 +22,6 @@ from pipeproof.reference.model import LossFn, Model
 
 Stage = int
 Site = tuple[Stage, str]  # one stage's copy of a parameter, by its name in the model
-Gradient = Tensor | None
 _Leaves = dict[tuple[Stage, int], tuple[Tensor, nn.Parameter]]  # by the stage and the parameter's identity
 
 
@@ -48,13 +49,15 @@ class Recipe:
     loss: "mean" divides each microbatch's mean loss by the number of microbatches; "tokens" divides each microbatch's
     summed loss by the global number of counting targets; both are the model's own, others are a ``Loss``. Gradients are
     clipped to ``max_norm``, then ``optimizer``, made from the parameters to train, takes a step. ``late``: this part of
-    the divisor is left out before the backward, and gradients are divided by it once they are summed.
+    the divisor is left out before the backward, and gradients are divided by it once they are summed. accumulation: how
+    they are summed.
     """
 
     loss: str | Loss = "mean"
     max_norm: float = 0.1
     late: float = 1.0
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = sgd
+    accumulation: Accumulation = PLAIN
 
 
 @dataclass(frozen=True)
@@ -67,10 +70,6 @@ class Contribution:
     def under(self, owner: Mapping[str, Stage]) -> "Contribution":
         """The same, with every parameter name's site at that name's ``owner``."""
         return replace(self, gradients={(owner[name], name): part for (_, name), part in self.gradients.items()})
-
-    def cast(self, dtype: torch.dtype) -> "Contribution":
-        """The same, with gradients in ``dtype``."""
-        return replace(self, gradients={site: None if g is None else g.to(dtype) for site, g in self.gradients.items()})
 
 
 @dataclass(frozen=True)
@@ -139,7 +138,7 @@ class Reference:
         before = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
         contributions = self.contribute(batches)
         losses = tuple(one.loss for one in contributions)
-        self._sums = accumulate(contributions, orders=orders, onto=self._sums)
+        self._sums = self.accumulate(contributions, orders=orders, onto=self._sums)
         loss = _total(losses) / divisor
         expected = Expected(operation, losses, loss, contributions, before, buffers=self._buffers())
         return self._update(expected, max_norm or self.recipe.max_norm) if operation == "train" else expected
@@ -154,7 +153,7 @@ class Reference:
         _, divisor = objective(self.model, batches, self.recipe)
         losses = tuple(one.loss for one in contributions)
         before = {name: parameter.detach() for name, parameter in self._parameters.items()}
-        gradients = self.total(accumulate(contributions, orders=orders))
+        gradients = self.total(self.accumulate(contributions, orders=orders))
         loss, norm = _total(losses) / divisor, self.norm(gradients)
         return Expected("train", losses, loss, tuple(contributions), before, gradients=gradients, norm=norm)
 
@@ -234,12 +233,31 @@ class Reference:
         factor = clip_factor(norm, max_norm)
         for name, parameter in self.model.named_parameters():
             gradient = gradients[self._sites[name]]
-            parameter.grad = None if gradient is None else gradient * factor
+            parameter.grad = None if gradient is None else (gradient * factor).to(parameter.dtype)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self._sums = {}
         parameters = {self._sites[name]: parameter.detach().clone() for name, parameter in self._parameters.items()}
         return replace(expected, gradients=gradients, norm=norm, parameters=parameters)
+
+    def accumulate(
+        self,
+        contributions: Sequence[Contribution],
+        *,
+        orders: Mapping[Stage, Sequence[int]],
+        onto: Mapping[Site, Gradient] | None = None,
+        by: Accumulation | None = None,
+    ) -> dict[Site, Gradient]:
+        """Add contributions to ``onto``, each site in its stage's order, as the recipe says, or otherwise ``by``.
+
+        A site that nothing contributes to stays None.
+        """
+        by = self.recipe.accumulation if by is None else by
+        sums: dict[Site, Gradient] = {}
+        for site in contributions[0].gradients:
+            parts = [one.gradients[site] for one in contributions]
+            sums[site] = by.total(parts, orders[site[0]], onto=(onto or {}).get(site))
+        return sums
 
     def total(self, sums: Mapping[Site, Gradient]) -> dict[Site, Gradient]:
         """Gradients per site in which the copies of a tied parameter hold the sum of all stages' shares.
@@ -249,7 +267,7 @@ class Reference:
         total: dict[Site, Gradient] = {}
         for copies in self._copies().values():
             shares = {site[0]: sums[site] for site in copies if site in sums}
-            whole = _add([shares[stage] for stage in sorted(shares)])
+            whole = added([shares[stage] for stage in sorted(shares)])
             whole = whole if whole is None or self.late == 1.0 else whole / self.late
             total |= dict.fromkeys(copies, whole)
         return total
@@ -311,20 +329,6 @@ def objective(model: nn.Module, batches: Sequence[Batch], recipe: Recipe) -> tup
     return model.mean_loss, float(len(batches))
 
 
-def accumulate(
-    contributions: Sequence[Contribution],
-    *,
-    orders: Mapping[Stage, Sequence[int]],
-    onto: Mapping[Site, Gradient] | None = None,
-) -> dict[Site, Gradient]:
-    """Add contributions to ``onto``, each site in its stage's order. A site that nothing contributes to stays None."""
-    sums: dict[Site, Gradient] = {}
-    for site in contributions[0].gradients:
-        found = [contributions[microbatch].gradients[site] for microbatch in orders[site[0]]]
-        sums[site] = _add([(onto or {}).get(site), *found])
-    return sums
-
-
 def in_double(reference: Reference, expected: Expected, batches: Sequence[Batch]) -> tuple[Contribution, ...]:
     """The contributions of ``expected`` computed once more in fp64, from the same parameters and microbatches."""
     return _once_more(reference, widened(copied(reference.model)), expected, [b.cast(torch.float64) for b in batches])
@@ -367,17 +371,6 @@ def _norm(gradient: Tensor) -> float:
     """The 2-norm in fp64; of a complex gradient, over real and imaginary parts."""
     real = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
     return float(torch.linalg.vector_norm(real, dtype=torch.float64))
-
-
-def _add(parts: Sequence[Gradient]) -> Gradient:
-    """The sum from left to right, in place as autograd accumulates; a single part is lent; None if every part is."""
-    given = [part for part in parts if part is not None]
-    if len(given) < 2:
-        return given[0] if given else None
-    total = given[0] + given[1]
-    for part in given[2:]:
-        total.add_(part)
-    return total
 
 
 def _total(losses: Sequence[float]) -> float:

@@ -4,6 +4,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -11,7 +12,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import param_and_grad_buffer
+from megatron.core.distributed import DistributedDataParallel, param_and_grad_buffer
 from megatron.core.optimizer import clip_grads, distrib_optimizer
 from megatron.core.optimizer import optimizer as optimizers
 from megatron.core.pipeline_parallel import schedules
@@ -170,6 +171,53 @@ def shard_zeroed(stack: ExitStack) -> None:
     )
 
 
+def hooked(stack: ExitStack, before: Callable[[Any], None], after: Callable[[Any], None]) -> None:
+    """What is done to a parameter around the hook that adds its ``.grad`` to its ``main_grad``, on the last stage."""
+    right = DistributedDataParallel._make_backward_post_hook
+
+    def made(ddp: Any, parameter: Any) -> Any:
+        hook = right(ddp, parameter)
+
+        def wrong(*given: Any) -> None:
+            before(parameter)
+            hook(*given)
+            after(parameter)
+
+        return wrong if parallel_state.is_pipeline_last_stage() else hook
+
+    stack.enter_context(mock.patch.object(DistributedDataParallel, "_make_backward_post_hook", made))
+
+
+def nothing(_: Any) -> None:
+    """The hook is left as it is."""
+
+
+def to_bf16(parameter: Any) -> None:
+    parameter.main_grad.copy_(parameter.main_grad.bfloat16())
+
+
+def added_in_bf16(stack: ExitStack) -> None:
+    """Every sum is rounded to bf16: the buffer has fp32, what adds has not."""
+    hooked(stack, nothing, to_bf16)
+
+
+def cast_to_bf16(stack: ExitStack) -> None:
+    """Gradients that were added up in fp32 go through bf16 once, when they are complete."""
+
+    def finalize(right: Any, chunks: list[Any], *given: Any, **named: Any) -> None:
+        right(chunks, *given, **named)
+        for chunk in chunks if parallel_state.is_pipeline_last_stage() else []:
+            for parameter in chunk.parameters():
+                to_bf16(parameter)
+
+    patched(stack, tiny_gpt, "finalize_model_grads", finalize)
+
+
+def added_again(stack: ExitStack) -> None:
+    """The hook adds what the backward has already put into ``main_grad``, as a fused kernel does."""
+    hooked(stack, lambda one: one.main_grad.add_(one.grad), nothing)
+
+
 def as_it_is(stack: ExitStack) -> None:
     """Nothing is planted: messages between two ranks cross in Megatron-core 0.16.1 itself."""
 
@@ -204,6 +252,14 @@ FAULTS = {
         "wrong-message",
         ("rank 1, stage 1, microbatches 2, 3, action 1F2", "rank 1, stage 1, microbatches 0, 1, action 1B0"),
     ),
+}
+BF16 = Layout(bf16=True, optimizer=True)
+ROUNDED = "rank 1, stage 1, parameter model.decoder.final_layernorm.weight"  # and others, in words
+FAULTS |= {
+    "added-in-bf16": Fault(added_in_bf16, BF16, "rounded", (ROUNDED,)),
+    "cast-to-bf16": Fault(cast_to_bf16, BF16, "rounded", (ROUNDED,)),
+    "added-again": Fault(added_again, BF16, "scale", ("rank 1, stage 1",)),
+    "not-finalized-in-bf16": Fault(not_finalized, replace(BF16, dp=2), "not-reduced", EACH_STAGE),
 }
 PLANTS = {name: one.plant for name, one in FAULTS.items()} | {"shard-zeroed": shard_zeroed}  # of no known cause
 

@@ -29,6 +29,7 @@ BITWISE = {
     "interleaved-four-ranks-overlap": (Layout(pp=4, vp=2, layers=8, p2p_overlap=True), 8),
     "loss-of-three": (Layout(three=True), 4),
     "bf16": (Layout(bf16=True), 4),
+    "bf16-replicas": (Layout(bf16=True, dp=2), 4),
 }
 # Not to the bit: shares of tied copies or of replicas are added, or gradients divided by tokens, in another order.
 ROUNDED = {

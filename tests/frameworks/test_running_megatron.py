@@ -11,14 +11,15 @@ from pipeproof import World
 from pipeproof.cases.frameworks.megatron_layout import MegatronLayout as Layout
 from tests.frameworks import gpt_job
 from tests.frameworks.fault import named, passed
-from tests.frameworks.megatron_faults import FAULTS
+from tests.frameworks.megatron_faults import BF16, FAULTS
 
 RIGHT = {
     "1f1b": (Layout(optimizer=True), "fp32"),
     "interleaved-tied": (Layout(vp=2, tied=True, p2p_overlap=True, optimizer=True), "fp32"),
     "replicas-tied": (Layout(dp=2, tied=True, optimizer=True), "fp32"),
     "bf16-tied": (Layout(bf16=True, tied=True, optimizer=True), "bf16"),
-    "bf16-shards": (Layout(bf16=True, dp=2, distributed=True, optimizer=True), "bf16"),
+    "bf16-replicas": (Layout(bf16=True, dp=2, optimizer=True), "fp32"),
+    "bf16-shards": (Layout(bf16=True, dp=2, distributed=True, optimizer=True), "fp32"),
     "shards": (Layout(dp=2, distributed=True, optimizer=True), "fp32"),
     "shards-tied-interleaved": (
         Layout(dp=2, vp=2, tied=True, p2p_overlap=True, distributed=True, optimizer=True),
@@ -92,11 +93,18 @@ def test_a_shard_that_is_lost_after_gradients_were_compared_is_no_wrong_norm(wor
         assert "gradients were changed after they were compared and before the norm was formed" in str(verdict)
 
 
+ROUNDED = "rank 1, stage 1, parameter model.decoder.layers.2.mlp.linear_fc1.bias"  # and others, in words
 IN_BF16 = {
-    "not-divided": (Layout(bf16=True, optimizer=True), [("scale", "everywhere")]),
-    "not-finalized": (Layout(bf16=True, dp=2, optimizer=True), []),  # bf16 rounds too much for a name
+    "not-divided": (BF16, [("scale", "everywhere")]),
+    "not-finalized": (
+        Layout(bf16=True, dp=2, optimizer=True),
+        [("not-reduced", "stage 0"), ("not-reduced", "stage 1")],
+    ),
+    "added-in-bf16": (BF16, [("rounded", ROUNDED)]),
+    "cast-to-bf16": (BF16, [("rounded", ROUNDED)]),
+    "added-again": (BF16, [("scale", "rank 1, stage 1")]),
     "last-in-first-out": (
-        Layout(bf16=True, optimizer=True),
+        BF16,
         [("swapped-gradients", "rank 0, stage 0, microbatches 0, 1, 2, 3")],
     ),
 }
@@ -104,7 +112,7 @@ IN_BF16 = {
 
 @pytest.mark.pipeproof_ranks
 @pytest.mark.parametrize("name", IN_BF16)
-def test_a_fault_in_a_job_in_bf16_is_caught_and_named_where_rounding_lets_it(name: str, world: World) -> None:
+def test_a_fault_in_a_job_in_bf16_is_caught_and_named(name: str, world: World) -> None:
     layout, causes = IN_BF16[name]
     for verdict in world.run(gpt_job.checked, layout, name, ranks=layout.pp * layout.dp):
         assert named(verdict) == ("fail", causes), str(verdict)

@@ -10,7 +10,7 @@ from pipeproof.cases.stages import owners
 from pipeproof.judging.tolerance import FP32, error
 from pipeproof.reference.data import Batch, Shapes, microbatches
 from pipeproof.reference.model import MODELS, Model, build_model
-from pipeproof.reference.step import Loss, Recipe, Reference, accumulate, in_double, objective, sgd
+from pipeproof.reference.step import Loss, Recipe, Reference, in_double, objective, sgd
 
 SPLIT = (2, 1)
 COUNT = 3
@@ -70,8 +70,9 @@ def test_three_steps_end_where_torchs_own_loop_ends(name: str) -> None:
 
 
 def test_the_order_of_addition_is_the_one_asked_for() -> None:
-    contributions = reference_of("mlp").perform("train", data("mlp"), orders=orders()).contributions
-    forward, backward = (accumulate(contributions, orders=orders(order)) for order in ([0, 1, 2], [2, 1, 0]))
+    reference = reference_of("mlp")
+    contributions = reference.perform("train", data("mlp"), orders=orders()).contributions
+    forward, backward = (reference.accumulate(contributions, orders=orders(order)) for order in ([0, 1, 2], [2, 1, 0]))
     site = (0, "blocks.0.linear.weight")
     parts = [one.gradients[site] for one in contributions]
     assert all(isinstance(part, Tensor) for part in parts)

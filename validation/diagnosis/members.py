@@ -92,6 +92,12 @@ class Replicas:
         """The microbatches that ``rank`` is given."""
         return self.shares[rank] if self.shares else range(self.of[rank], self.microbatches, self.count)
 
+    @property
+    def each(self) -> tuple[tuple[int, ...], ...]:
+        """The microbatches of each replica."""
+        first = {number: rank for rank, number in reversed([*enumerate(self.of)])}
+        return tuple(tuple(self.share(first[number])) for number in range(self.count))
+
     def check(self) -> None:
         """Raise ``ReplicasError`` for what cannot be."""
         if any(type(number) is not int for number in self.of) or sorted({*self.of}) != [*range(self.count)]:

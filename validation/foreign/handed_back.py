@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from pipeproof.pipeline.action import Action, ActionError
 from pipeproof.pipeline.trace import Trace
+from pipeproof.reference.accumulation import Accumulation
 
 _EXPECTED = "its local modules, or a mapping of parameter names to gradients; then losses; then the gradient norm"
 
@@ -51,7 +52,8 @@ class HandedBack:
     may itself be the part that has this index; where it has no gradient, hand back ``(None, slice(0, 4))``. names: what
     parameters are called in the reference, where the runtime knows; as ``names=``, which comes first. max_norm: to what
     norm gradients were clipped before the update, for ``optimizer=``. masters: the update is of copies in a wider type,
-    so that weights after it are not compared.
+    so that weights after it are not compared. accumulation: how the runtime adds gradients up, but for the shares of
+    replicas, if it says so.
     """
 
     modules: Any = ()
@@ -62,6 +64,7 @@ class HandedBack:
     names: Any = None
     max_norm: float | None = None
     masters: bool = False
+    accumulation: Accumulation | None = None
 
     @cached_property
     def by_parameter(self) -> Mapping[int, Any] | None:

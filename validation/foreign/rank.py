@@ -15,6 +15,7 @@ from pipeproof.observers.shards import Indices, InShards, Shard, ShardError, fla
 from pipeproof.observers.sketch import contents, digest
 from pipeproof.observers.watching import Call, Watcher, watching
 from pipeproof.pipeline.action import Action
+from pipeproof.reference.accumulation import Accumulation
 from pipeproof.reference.step import dense
 from pipeproof.worlds.accelerator import deterministic
 from pipeproof.worlds.posted_messages import Message, Sent, noted_messages, sent_messages
@@ -76,6 +77,7 @@ class RankMade:
     ones; ``given`` are the digests of the microbatches, ``share`` those that it was given to train on. ``sent``: its
     messages, and where the user's code sent them. ``line``: which it is of the ranks with the same stages and data.
     ``max_norm``: to what gradients were clipped. ``unlike``: why its update is not that of the reference's optimizer.
+    ``accumulation``: as it was handed back.
     """
 
     parts: tuple[Part, ...]
@@ -90,6 +92,7 @@ class RankMade:
     line: int = 0
     max_norm: float | None = None
     unlike: str = ""
+    accumulation: Accumulation | None = None
 
 
 def run_step(context: RankContext, order: Order) -> RankMade:
@@ -113,7 +116,8 @@ def run_step(context: RankContext, order: Order) -> RankMade:
     told = handed.by_microbatch, handed.whole_loss, handed.norm
     unlike = _MASTERS if handed.masters else _GOES_ON if first_use.goes_on else ""
     most = None if handed.max_norm is None else float(handed.max_norm)
-    return RankMade(parts, *told, actions, weights, given, sent=sent, max_norm=most, unlike=unlike)
+    by = handed.accumulation
+    return RankMade(parts, *told, actions, weights, given, sent=sent, max_norm=most, unlike=unlike, accumulation=by)
 
 
 def join_messages(made: Sequence[RankMade]) -> None:

@@ -19,6 +19,7 @@ from pipeproof.judging.tolerance import FP32, scalar_error
 from pipeproof.judging.verdict import Crash, raised
 from pipeproof.observers.sketch import contents
 from pipeproof.pipeline.sizes import some
+from pipeproof.reference.accumulation import PLAIN, Accumulation
 from pipeproof.reference.data import Batch
 from pipeproof.reference.graph import ends_of, uses
 from pipeproof.reference.step import Contribution, Gradient, Loss, LossError, Recipe, Reference, Site
@@ -257,9 +258,12 @@ class ReferenceRun:
         model = self._task.built(next(self._model.parameters()).device.type) if begun else self._model
         return ReferenceRun(self._task, model, self._replicas, owner=owner, surveyed=watched)
 
-    def reference(self, owner: Mapping[str, int], copies: Collection[Site] = ()) -> Reference:
-        """The reference in these stages."""
-        return Reference(self._model, owner=owner, recipe=Recipe(loss=self._task.loss), copies=copies)
+    def reference(
+        self, owner: Mapping[str, int], copies: Collection[Site] = (), *, accumulation: Accumulation = PLAIN
+    ) -> Reference:
+        """The reference in these stages, which adds gradients up in this way."""
+        recipe = Recipe(loss=self._task.loss, accumulation=accumulation)
+        return Reference(self._model, owner=owner, recipe=recipe, copies=copies)
 
     def made(self, owner: Mapping[str, int]) -> tuple[Contribution, ...]:
         """What every microbatch gives in these stages. Raises ``ReferenceRaised``."""

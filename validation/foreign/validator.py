@@ -33,6 +33,7 @@ from pipeproof.judging.oracle import Answer, Floors, Orders, Pending, Requiremen
 from pipeproof.judging.tolerance import Precision
 from pipeproof.judging.verdict import Crash, Verdict
 from pipeproof.observers.sketch import UNSOUGHT, contents
+from pipeproof.reference.accumulation import PLAIN, Accumulation
 from pipeproof.reference.data import Batch
 from pipeproof.reference.step import Contribution, Reference
 from pipeproof.worlds.rank_report import NeedsMoreRanks, RankFailed, WorldError
@@ -174,7 +175,8 @@ class WhiteBox:
             return _undecided(title, f"the reference {task.name} is not the same everywhere: {why}")
         if other := other_data(made, digests(task.microbatches)):
             return _undecided(title, other)
-        return _judged(title, task, found, second, ahead.settled(found.owner, watched=found.watched))
+        run = ahead.settled(found.owner, watched=found.watched)
+        return _judged(title, task, found, second, run, accumulation_of(made, replicas))
 
     def _made(self, order: Order, meanwhile: Iterable[object]) -> tuple[Sequence[RankMade], RankFailed | None]:
         """What the ranks made of ``order``, or how they failed."""
@@ -239,8 +241,11 @@ def layerwise(
         )
 
 
-def _judged(title: str, task: Task, found: Assembled, second: SecondModel, run: ReferenceRun) -> Verdict:
-    batches, made, reference = run.batches, run.made(found.owner), run.reference(found.owner, found.copies)
+def _judged(
+    title: str, task: Task, found: Assembled, second: SecondModel, run: ReferenceRun, accumulation: Accumulation
+) -> Verdict:
+    batches, made = run.batches, run.made(found.owner)
+    reference = run.reference(found.owner, found.copies, accumulation=accumulation)
     if other_loss := second.other_loss(made[0].loss, batches[0]):
         return _random(title, task, other_loss)
     if all(gradient is None for one in made for gradient in one.gradients.values()):
@@ -353,6 +358,12 @@ def other_data(made: Sequence[RankMade], own: tuple[tuple[bytes, ...], ...]) -> 
                     "makes its own, so seed them alike"
                 )
     return ""
+
+
+def accumulation_of(made: Sequence[RankMade], replicas: Replicas) -> Accumulation:
+    """How the ranks say that they add gradients up, each replica those of its share first."""
+    told = next((one.accumulation for one in made if one.accumulation is not None), None)
+    return PLAIN if told is None else replace(told, shares=replicas.each)
 
 
 def _failed(title: str, failure: RankFailed) -> Verdict:

@@ -148,6 +148,7 @@ class Ledger:
             return
         allowed = floor()
         size, outcome = allowed.compared(observed, expected, base=base, rounded=rounded)
+        allowed = allowed.reached(size, outcome)
         if not is_rounded(expected.dtype):  # a count that is one off is no rounding, however large it is
             outcome = "fail" if size or observed.dtype == expected.dtype else "pass"
         size = self._blind(place, allowed, size, outcome)
@@ -168,7 +169,8 @@ class Ledger:
         base = allowed.size or abs(expected)
         size = abs(observed - expected) / base if base else float("inf")
         size = size if size == size else float("inf")
-        outcome = allowed.outcome(size)
+        outcome = allowed.number(size)
+        allowed = allowed.reached(size, outcome)
         size = self._blind(place, allowed, size, outcome)
         self._enter(place, outcome, size=size, floor=allowed)
         self._keep(place, outcome, error=size, floor=allowed.largest, limit=allowed.limit, **told)

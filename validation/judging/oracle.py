@@ -21,6 +21,7 @@ from pipeproof.judging.tolerance import (
     unmeasured,
 )
 from pipeproof.judging.verdict import raised
+from pipeproof.reference.accumulation import Accumulation
 from pipeproof.reference.data import Batch
 from pipeproof.reference.step import (
     Contribution,
@@ -28,7 +29,6 @@ from pipeproof.reference.step import (
     Gradient,
     Reference,
     Site,
-    accumulate,
     in_double,
     one_place_off,
 )
@@ -68,6 +68,7 @@ class Floors:
         self._updated = updated
         self._pending = tuple(pending)
         self._last = pending[-1].expected
+        self._accumulation = reference.recipe.accumulation
         self._precision = precision_among(reference.model.parameters())
         # Nothing is wider than fp64; there it is the weights that are rounded once more (as TTrace does with inputs).
         self._otherwise = one_place_off if self._precision is FP64 else in_double
@@ -112,21 +113,22 @@ class Floors:
         sums: Sums = {}
         for one in reversed(self._pending):
             orders = {stage: tuple(reversed(order)) for stage, order in one.orders.items()}
-            sums = accumulate(one.expected.contributions, orders=orders, onto=sums)
+            sums = self._reference.accumulate(one.expected.contributions, orders=orders, onto=sums)
         return self._reference.total(sums)
 
     @cached_property
     def _apart_total(self) -> Sums:
-        return self._total(self._apart)
+        # In the types that these are in: no other is to round what is measured.
+        return self._total(self._apart, by=Accumulation(shares=self._accumulation.shares))
 
     @cached_property
     def _nudged_total(self) -> Sums:
         return {} if self._nudged is None else self._total(self._nudged)
 
-    def _total(self, made: Contributions) -> Sums:
+    def _total(self, made: Contributions, *, by: Accumulation | None = None) -> Sums:
         sums: Sums = {}
         for one, contributions in zip(self._pending, made, strict=True):
-            sums = accumulate(contributions, orders=one.orders, onto=sums)
+            sums = self._reference.accumulate(contributions, orders=one.orders, onto=sums, by=by)
         return self._reference.total(sums)
 
     def gradient(self, site: Site) -> Floor:
@@ -143,7 +145,7 @@ class Floors:
 
     def update(self, site: Site) -> Floor:
         """The floor of what is made of one parameter."""
-        floor = self.gradient(site)
+        floor = replace(self.gradient(site), sums=None)  # an update has no more digits than the parameter
         if self._updated is None or floor.noise or site not in self._last.parameters:
             return floor
         permutation, rounding = (self._moved(site, parameters) for parameters in self._updates)
@@ -167,11 +169,8 @@ class Floors:
     def added_in(self, dtype: torch.dtype, site: Site) -> Tensor | None:
         """One site's gradient, if what the microbatches give is added up in ``dtype``."""
         if dtype not in self._wide:
-            sums: Sums = {}
-            for one in self._pending:
-                cast = [made.cast(dtype) for made in one.expected.contributions]
-                sums = accumulate(cast, orders=one.orders, onto=sums)
-            self._wide[dtype] = self._reference.total(sums)
+            by = replace(self._accumulation, dtype=dtype)
+            self._wide[dtype] = self._total([one.expected.contributions for one in self._pending], by=by)
         return self._wide[dtype][site]
 
     def loss(self, microbatch: int) -> Floor:
@@ -198,9 +197,12 @@ class Floors:
         if self.obstacle:
             totals.append(self._nudged_total or self._apart_total)
         permutation, rounding, *nudged = (scalar_error(self._reference.norm(total), norm) for total in totals)
+        floor = Floor(permutation, rounding, 0.0, self._precision)
         if nudged:
-            return unmeasured(self._precision, permutation=permutation, nudged=nudged[0])
-        return Floor(permutation, rounding, 0.0, self._precision)
+            floor = unmeasured(self._precision, permutation=permutation, nudged=nudged[0])
+        wide = precision_among(one for one in self._last.gradients.values() if one is not None)
+        coarse = wide.unit < self._precision.unit
+        return replace(floor, sums=Floor(permutation, 0.0, 0.0, wide)) if coarse else floor
 
     def worst(self) -> float:
         """The largest floor over all gradients."""

@@ -18,6 +18,7 @@ from pipeproof.observers.sketch import any_nonzero, bits, in_fp64, is_rounded
 _PIECE = 1 << 14  # elements that are compared at once
 _AS_FAR = 2.0  # times as long, or as short, is a step that some optimizer makes of another rounding
 _ALONG = 0.5  # the cosine from which on a step leads along the weights, as weight decay does
+_MANY = 16  # numbers that need more digits: by chance so many sums do not all need fewer
 HARDLY = 1e-3  # of a tensor that is nothing but rounding, how much is there again if it is rounded otherwise
 
 
@@ -53,6 +54,8 @@ PRECISIONS: Mapping[torch.dtype, Precision] = MappingProxyType(
     }
 )
 
+_NARROW = MappingProxyType({"bf16": torch.bfloat16, "fp16": torch.float16})
+
 
 def precision_of(dtype: torch.dtype) -> Precision:
     """How ``dtype`` rounds, a complex one as its parts do; others than those that are known are judged as fp32."""
@@ -73,7 +76,9 @@ class Floor:
     where fp64 tells nothing. It lets nothing pass; what it explains is merely no proof of a fault. size: the norm of
     what rounding makes, where the tensor is nothing else, or zero, as where a normalisation takes no notice of a bias:
     what is there instead is compared with that. stride: it is an optimizer's step, which may be as large for such a
-    gradient as for any other: one that is as long passes, wherever it leads.
+    gradient as for any other: one that is as long passes, wherever it leads. sums: where what is added up is rounded
+    coarsely and its sum is not, what rounding that sum alone does: a tensor that is as near is right, however coarse
+    the rest is.
     """
 
     permutation: float
@@ -83,6 +88,7 @@ class Floor:
     nudged: float = 0.0
     size: float = 0.0
     stride: bool = False
+    sums: "Floor | None" = None
 
     @property
     def largest(self) -> float:
@@ -108,11 +114,25 @@ class Floor:
             size = distance(observed, expected) / self.size
             return size, self.outcome(size)
         size = error(observed, expected, base=base, rounded=rounded)
+        if self.sums is not None:
+            passes = self.sums.outcome(size) == "pass"
+            narrow = size > self.sums.limit and rounded_to(self.precision, observed, expected)
+            return size, "pass" if passes else "fail" if narrow else self.outcome(size)
         outcome = self.outcome(size)
         if outcome == "unknown" and self.stride and base is not None:
             far = distance(observed, base) / max(distance(expected, base), 1e-300)
             outcome = "pass" if 1 / _AS_FAR <= far <= _AS_FAR else outcome
         return size, outcome
+
+    def reached(self, error: float, outcome: str = "pass") -> "Floor":
+        """The floor by which such an error has this outcome: that of the ``sums`` alone, where it passes there."""
+        if self.sums is None:
+            return self
+        return self.sums if self.sums.outcome(error) == "pass" or self.outcome(error) != outcome else self
+
+    def number(self, error: float) -> str:
+        """The outcome of a number's error."""
+        return "pass" if self.sums is not None and self.sums.outcome(error) == "pass" else self.outcome(error)
 
     def outcome(self, error: float) -> str:
         """``pass``, ``fail``, or ``unknown``: no proof of rounding, and no proof of a fault either.
@@ -127,6 +147,20 @@ class Floor:
             return "unknown" if blind else "pass"
         explained = error <= self.precision.factor * max(self.largest, self.nudged)
         return "unknown" if explained or error < min(self.fault / 2, self.precision.most) else "fail"
+
+
+def rounded_to(precision: Precision, observed: Tensor, expected: Tensor) -> bool:
+    """Whether ``observed``, of a wider type, has numbers of this ``precision`` alone, where many due ones are no such.
+
+    Other kernels give other numbers, but never these alone.
+    """
+    dtype = _NARROW.get(precision.name)
+    if dtype is None or observed.dtype != expected.dtype or observed.shape != expected.shape:
+        return False
+    if not is_rounded(observed.dtype) or torch.finfo(observed.dtype).eps >= torch.finfo(dtype).eps:
+        return False
+    wide = [one.to(dtype).to(one.dtype) != one for one in (observed, expected)]
+    return bool(observed.any()) and not wide[0].any() and int(wide[1].sum()) >= _MANY
 
 
 def same_bits(observed: Tensor, expected: Tensor) -> bool:
@@ -249,12 +283,17 @@ def floor_of(
     again: Callable[[], Tensor | None] = lambda: None,
 ) -> Floor:
     """The floor of a sum: ``others`` are the same sum in other orders, ``apart`` rounded otherwise, ``parts`` its
-    summands, ``again`` as of ``rounding_of``."""
-    floor = rounding_of(expected, apart, again=again)
+    summands, which say how coarse it is, ``again`` as of ``rounding_of``."""
+    given = [part for part in parts if part is not None]
+    wide, coarse = precision_of(expected.dtype), max((precision_of(one.dtype) for one in (*given, expected)), key=_unit)
+    floor = rounding_of(expected, apart, again=again, precision=coarse)
     permutation = max((floor.compared(other, expected)[0] for other in others), default=0.0)
     size = in_fp64(expected).norm()
-    fault = min((_ratio(in_fp64(part).norm(), size) for part in parts if part is not None), default=0.0)
-    return replace(floor, permutation=permutation, fault=0.0 if floor.noise else fault)
+    fault = min((_ratio(in_fp64(part).norm(), size) for part in given), default=0.0)
+    if floor.noise:
+        return replace(floor, permutation=permutation, fault=0.0)
+    sums = Floor(permutation, 0.0, fault, wide) if wide.unit < coarse.unit else None
+    return replace(floor, permutation=permutation, fault=fault, sums=sums)
 
 
 def rounding_of(
@@ -278,6 +317,10 @@ def rounding_of(
     floor = Floor(0.0, 0.0, 0.0, precision, size=size if left <= HARDLY * size else 0.0)
     apart_by = floor.compared(apart, expected)[0] if floor.noise else error(expected, apart)
     return replace(floor, rounding=apart_by)
+
+
+def _unit(precision: Precision) -> float:
+    return precision.unit
 
 
 def _ratio(top: Tensor, bottom: Tensor) -> float:

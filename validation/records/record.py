@@ -282,7 +282,7 @@ class Recorded:
 
     def update(self, name: str) -> Floor:
         """Of a parameter's movement."""
-        floor = self.gradient(name)
+        floor = replace(self.gradient(name), sums=None)
         return replace(floor, fault=2 * _LOST) if self.expected.floors is None else floor
 
 

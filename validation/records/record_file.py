@@ -190,7 +190,8 @@ def _floors(data: Mapping[str, Any]) -> RecordedFloors:
         precision = {one.name: one for one in PRECISIONS.values()}[values["precision"]["name"]]
         permutation, rounding, fault = (float(values[name]) for name in ("permutation", "rounding", "fault"))
         nudged, size = (float(values.get(name, 0.0)) for name in ("nudged", "size"))
-        return Floor(permutation, rounding, fault, precision, nudged, size)
+        sums = floor(values["sums"]) if values.get("sums") else None
+        return Floor(permutation, rounding, fault, precision, nudged, size, sums=sums)
 
     gradients = {name: floor(one) for name, one in data["gradients"].items()}
     return RecordedFloors(tuple(map(floor, data["losses"])), floor(data["norm"]), gradients)

@@ -1,5 +1,6 @@
 """The single-device model beside a running job: rank 0 makes it, with the weights of all ranks, and lays out a step."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,10 +18,11 @@ from pipeproof.records.rank_part import Arrival
 from pipeproof.records.record import Record, RecordError
 from pipeproof.records.record_evidence import Step
 from pipeproof.records.record_file import described, restored
-from pipeproof.records.step_record import LossFn, Pairs, record_step
+from pipeproof.records.step_record import LossFn, Pairs, recorded
+from pipeproof.reference.accumulation import PLAIN, Accumulation
 from pipeproof.reference.copied import copied
 from pipeproof.reference.data import Batch
-from pipeproof.reference.step import Loss
+from pipeproof.reference.step import Loss, Recipe
 from pipeproof.reference.traced import Traced
 from pipeproof.worlds.drawing import drawing_apart
 from pipeproof.worlds.side_store import Exchange
@@ -54,13 +56,15 @@ class SingleDevice:
     """How the reference is made: ``build()`` gives the whole model, on any device; its weights are then the job's.
 
     ``loss_fn``, ``loss_divisor`` and ``floors`` are those of ``record_step``. Of what depends on the data, ``loss_fn``
-    is a ``LossOfAll``, and the divisor a function of the model and all microbatches.
+    is a ``LossOfAll``, and the divisor a function of the model and all microbatches. accumulation: how the job adds
+    gradients up, but for the shares of its replicas.
     """
 
     build: Callable[[], nn.Module]
     loss_fn: LossFn | LossOfAll
     loss_divisor: float | Callable[[Any, Pairs], float] | None = None
     floors: bool = True
+    accumulation: Accumulation = PLAIN
 
 
 class ReferenceBeside:
@@ -81,15 +85,25 @@ class ReferenceBeside:
         self._laid_out: dict[str, Tensor] = {}
         self._loss_fn: LossFn | None = None
         self._divisor: float | None = None
+        self._shares: tuple[tuple[int, ...], ...] = ()
 
     def record(
-        self, parameters: Mapping[str, Tensor], arrivals: Sequence[Arrival], microbatches: Pairs | None
+        self,
+        parameters: Mapping[str, Tensor],
+        arrivals: Sequence[Arrival],
+        microbatches: Pairs | None,
+        *,
+        shares: tuple[tuple[int, ...], ...] = (),
     ) -> tuple[Record | None, dict[int, str]]:
-        """What a correct step gives, or why there is nothing to say; ``parameters`` are this rank's, by name."""
+        """What a correct step gives, or why there is nothing to say.
+
+        ``parameters`` are this rank's, by name; ``shares`` the microbatches of each replica, where that is known.
+        """
         held, own = lying_at(arrivals), self._exchange.rank
         given = [name for name, parts in held.items() if own in parts.values()]
         for name in given:
             self._exchange.give(_weight(name, own), parameters[name])
+        self._shares = shares
         outcome = self._made(held, microbatches) if own == 0 else ("", "")
         what = "the reference of the checked step"
         text, problem = self._exchange.gather(outcome, what=what, bound_s=self._timeout_s)[0]
@@ -110,11 +124,10 @@ class ReferenceBeside:
         Raises ``RecordError`` for microbatches that only their loop can tell how to use.
         """
         assert self.model is not None, "a step was compared with what this model gave"
-        held, divisor = [step.site(name) for name in step.places], self._divisor
+        held = [step.site(name) for name in step.places]
         batches = [self._batch(number) for number in range(len(self.microbatches))]
-        loss = Loss(self.loss_fn, float(len(batches) if divisor is None else divisor))
         with drawing_apart():
-            now = Traced(self.model, held=held, batches=batches, loss=loss, losses=step.due.losses, ends={})
+            now = Traced(self.model, held=held, batches=batches, loss=self._loss, losses=step.due.losses, ends={})
         stage_of = {name: stage for stage, name in held}
         owner = {name: stage_of.get(name, NOWHERE) for name, _ in self.model.named_parameters(remove_duplicate=False)}
         return replace(step.of_record, now=now, tied=copies_apart(self.model, owner))
@@ -131,6 +144,14 @@ class ReferenceBeside:
         assert self._loss_fn is not None, "a step was compared with what this model gave"
         return self._loss_fn
 
+    @property
+    def _loss(self) -> Loss:
+        return Loss(self.loss_fn, float(len(self.microbatches) if self._divisor is None else self._divisor))
+
+    @property
+    def _recipe(self) -> Recipe:
+        return Recipe(self._loss, math.inf, accumulation=replace(self.source.accumulation, shares=self._shares))
+
     def _made(self, held: Held, microbatches: Pairs | None) -> tuple[str, str]:
         if microbatches is None:
             return "", "the reference runs here, and there are no microbatches: pass them on rank 0"
@@ -141,13 +162,7 @@ class ReferenceBeside:
                 given, divisor = source.loss_fn, source.loss_divisor
                 self._loss_fn = given.of(microbatches) if isinstance(given, LossOfAll) else given
                 self._divisor = divisor(self.model, microbatches) if callable(divisor) else divisor
-                record = record_step(
-                    self.model,
-                    microbatches,
-                    loss_fn=self._loss_fn,
-                    loss_divisor=self._divisor,
-                    floors=source.floors,
-                )
+                record = recorded(self.model, microbatches, self._recipe, floors=source.floors)
             record = replace(record, operations=tuple(replace(one, buffers={}, before={}) for one in record.operations))
             text = described(record, self._laid_out)
         except (RecordError, WhiteBoxError) as error:

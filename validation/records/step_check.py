@@ -259,7 +259,8 @@ class StepCheck:
         run, wrong = run_of(arrivals)
         problems = problems or wrong
         if not problems and self._beside is not None:
-            record, problems = self._beside.record(self._own.parameters, arrivals, self._every(run))
+            shares = run.members.each if run.apart else ()
+            record, problems = self._beside.record(self._own.parameters, arrivals, self._every(run), shares=shares)
         elif not problems and record is not None:
             problems = other_run(run, record.operations[self._number])
         if problems or record is None:

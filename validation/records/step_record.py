@@ -53,26 +53,35 @@ def record_step(
     Raises ``RecordError`` for a model that does not give the same loss twice or has nothing to train, and ``LossError``
     for a loss that cannot be differentiated.
     """
+    divisor = float(len(microbatches) if loss_divisor is None else loss_divisor)
+    recipe = Recipe(Loss(loss_fn, divisor), math.inf if max_norm is None else max_norm)
+    return recorded(model, microbatches, recipe, optimizer=optimizer, floors=floors)
+
+
+def recorded(
+    model: nn.Module,
+    microbatches: Pairs,
+    recipe: Recipe,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    floors: bool = True,
+) -> Record:
+    """As ``record_step``, of a step by this ``recipe``, whose own optimizer is left aside."""
     if not microbatches:
         raise RecordError("microbatches is empty: expected at least one")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise RecordError(f"the model, a {type(model).__name__}, has no parameter to train: nothing could be compared")
-    divisor = float(len(microbatches) if loss_divisor is None else loss_divisor)
     untouched = model
     model, optimizer = copied((model, optimizer))
     batches = [Batch.of(*pair).to(str(next(model.parameters()).device)) for pair in microbatches]
-    recipe = Recipe(
-        Loss(loss_fn, divisor),
-        math.inf if max_norm is None else max_norm,
-        optimizer=lambda some: optimizer or sgd(some),
-    )
+    recipe = replace(recipe, optimizer=lambda some: optimizer or sgd(some))
     orders = {0: range(len(batches))}
     expected = _reference(model, recipe).perform("train", batches, orders=orders)
     measured = _floors(_reference(copied(untouched), recipe), Pending(expected, batches, orders)) if floors else None
     due = due_of(expected)
     due = replace(due, microbatches=microbatch_digests(microbatches), parameters=due.parameters if optimizer else {})
     operation = RecordedOperation(**vars(due), floors=measured, contents=content_digests(microbatches))
-    return Record("expected", _config(model, microbatches, divisor, max_norm), (operation,))
+    return Record("expected", _config(model, microbatches, recipe), (operation,))
 
 
 def write_record(record: Record, path: str) -> None:
@@ -100,13 +109,14 @@ def _floors(reference: Reference, step: Pending) -> RecordedFloors:
     return RecordedFloors.measured(step.expected, Floors(reference, [step]))
 
 
-def _config(model: nn.Module, microbatches: Pairs, divisor: float, max_norm: float | None) -> dict[str, object]:
+def _config(model: nn.Module, microbatches: Pairs, recipe: Recipe) -> dict[str, object]:
+    assert isinstance(recipe.loss, Loss), "a loss of one's own"
     dtypes = {_NAMES.get(parameter.dtype, str(parameter.dtype)) for parameter in model.parameters()}
     return {
         "model": type(model).__name__,
         "microbatches": len(microbatches),
-        "loss_divisor": divisor,
-        "max_norm": max_norm,
+        "loss_divisor": recipe.loss.divisor,
+        "max_norm": recipe.max_norm if recipe.max_norm < math.inf else None,
         "dtype": "+".join(sorted(dtypes)),
         **versions(),
     }

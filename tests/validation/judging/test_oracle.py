@@ -14,7 +14,7 @@ from pipeproof.judging.oracle import Floors, Pending
 from pipeproof.judging.tolerance import FP32, PRECISIONS, error, may_be_rounded, update_floor
 from pipeproof.reference.data import Batch, Shapes, microbatches
 from pipeproof.reference.model import DTYPES, build_model
-from pipeproof.reference.step import Contribution, Expected, Loss, Recipe, Reference, accumulate
+from pipeproof.reference.step import Contribution, Expected, Loss, Recipe, Reference
 
 ORDERS = {0: [0, 1, 2, 3], 1: [3, 2, 1, 0]}
 
@@ -127,10 +127,10 @@ def test_the_same_sum_in_any_order_or_in_a_wide_accumulator_never_fails(name: st
         for one in contributions
     ]
     others = [
-        accumulate(contributions, orders={0: order, 1: order})
+        reference.accumulate(contributions, orders={0: order, 1: order})
         for order in itertools.islice(itertools.permutations(range(4)), 0, None, 4)
     ]
-    others.append(accumulate(wide, orders=ORDERS))
+    others.append(reference.accumulate(wide, orders=ORDERS))
     allowed = {site: floors.gradient(site) for site in floors._last.gradients}
     for sums in others:
         for site, total in reference.total(sums).items():

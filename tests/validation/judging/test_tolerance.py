@@ -315,3 +315,33 @@ def test_half_precision_rounds_as_it_does_and_no_finer(whitebox: WhiteBox) -> No
     verdict = judged(whitebox, backwards_first, reference=in_half, microbatches=microbatches)
     assert (verdict.verdict, verdict.tier) == ("pass", "fp16"), verdict
     assert verdict.law("gradient").worst > FP32.most
+
+
+WIDE = torch.arange(1, 65) / 7  # most need more digits than bf16 has
+
+
+def of_sums(nearest: float = 0.0) -> Floor:
+    """Of sums in fp32 of what is in bf16, where ``nearest`` is what another order makes."""
+    parts = [WIDE.bfloat16() / 64] * 2
+    return floor_of(WIDE, [WIDE * (1 + nearest)], WIDE.double() * (1 + 2.0**-9), parts)
+
+
+def test_what_agrees_as_sums_in_a_wider_type_do_passes_where_bf16_could_hide_a_lost_microbatch() -> None:
+    floor = of_sums()
+    assert floor.sums is not None
+    assert floor.outcome(1e-6) == "unknown"
+    assert floor.compared(WIDE * (1 + 1e-6), WIDE)[1] == "pass"
+    assert floor.reached(1e-6).precision is FP32
+    assert floor.sums.limit == FP32.least
+    assert of_sums(1.0).compared(WIDE * 1.01, WIDE)[1] != "pass"  # not even where another order makes much
+
+
+def test_a_wide_sum_that_has_numbers_of_bf16_alone_fails_and_one_that_is_as_far_off_may_be_rounding() -> None:
+    floor = of_sums()
+    seen = WIDE.bfloat16().float()
+    size, outcome = floor.compared(seen, WIDE)
+    assert (outcome, floor.reached(size, outcome)) == ("fail", floor.sums)
+    other = seen * (1 + 2.0**-16)
+    assert floor.compared(other, WIDE)[1] == "unknown"
+    few = slice(0, 8)  # by chance so few numbers may be such
+    assert floor.compared(seen[few], WIDE[few])[1] == "unknown"

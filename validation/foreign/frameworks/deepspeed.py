@@ -20,6 +20,7 @@ from pipeproof.foreign.frameworks.framework_step import FrameworkStep, Observati
 from pipeproof.foreign.handed_back import FlatShard, Gradient
 from pipeproof.foreign.validator import WhiteBox
 from pipeproof.judging.verdict import Verdict
+from pipeproof.reference.accumulation import Accumulation
 
 # By what the engine calls them: attributes, or methods that tell.
 _COVERED = {
@@ -112,7 +113,16 @@ def step_of(engine: Any) -> FrameworkStep:
         partial(_watching, engine, drawn),
         unfinished=DeepSpeedError("the engine took no step: call engine.train_batch in the block"),
         drawn=drawn,
+        accumulation=_accumulation(engine),
     )
+
+
+def _accumulation(engine: Any) -> Accumulation | None:
+    """What is in bf16 is added up in ``grad_accum_dtype``, and reduced in ``communication_data_type``, mostly bf16."""
+    if not engine.bfloat16_enabled():
+        return None
+    _, dtype = engine.get_data_types()
+    return Accumulation(dtype, engine.communication_data_type)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from pipeproof.foreign.reference_run import WhiteBoxError
 from pipeproof.observers.initial_weights import step_begins
 from pipeproof.observers.watching import watch
 from pipeproof.pipeline.action import Action
+from pipeproof.reference.accumulation import Accumulation
 
 
 class Sight(Protocol):
@@ -41,7 +42,8 @@ class FrameworkStep:
     the framework tells. unfinished: what is wrong if gradients were never complete; None: then those at the end count.
     drawn: what this rank drew of its data while it was watched, as far as the adapter sees that. max_norm: to what norm
     gradients were clipped, once they were, if at all. masters: the optimizer updates copies of the weights in a wider
-    type.
+    type. accumulation: how it adds gradients up, but for the shares of replicas; None: each in its own type, in the
+    order of the microbatches.
     """
 
     stages: Mapping[int, nn.Module]
@@ -55,6 +57,7 @@ class FrameworkStep:
     drawn: Drawn = field(default_factory=Drawn)
     max_norm: Callable[[], float | None] = _unknown
     masters: bool = False
+    accumulation: Accumulation | None = None
 
     def completes_at_its_end(self, steps: int) -> bool:
         """Whether gradients count as they are at the end, after so many steps of the optimizer were seen.
@@ -97,6 +100,7 @@ class Observation:
             names=lambda name, rank, chunk: step.name(stages[chunk], name),
             max_norm=step.max_norm(),
             masters=step.masters,
+            accumulation=step.accumulation,
         )
 
     def complete(self) -> None:

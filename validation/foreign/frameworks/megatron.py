@@ -6,11 +6,12 @@ Megatron is imported before one of these is called.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -31,6 +32,7 @@ from pipeproof.foreign.frameworks.megatron_whole import (
 from pipeproof.foreign.handed_back import FlatShard, Gradient
 from pipeproof.foreign.validator import WhiteBox
 from pipeproof.judging.verdict import Verdict
+from pipeproof.reference.accumulation import Accumulation
 
 _TIED = "embedding.word_embeddings.weight"
 _NO_STEP = "optimizer.step was not called in the block: pass the optimizer that takes the step, or None if none does"
@@ -158,7 +160,14 @@ def step_of(chunks: Any, optimizer: Any) -> FrameworkStep:
         drawn=drawn,
         max_norm=lambda: getattr(told, "clip_grad", None) or None,  # 0: it does not clip
         masters=bool(getattr(told, "bf16", False) or getattr(told, "fp16", False)),
+        accumulation=_accumulation(stages.values()),
     )
+
+
+def _accumulation(models: Iterable[nn.Module]) -> Accumulation | None:
+    """What is in bf16 is added up in the type of ``main_grad``, in fp32 where Megatron is told to, also of replicas."""
+    held = [one for model in models for one in model.parameters() if hasattr(one, "main_grad")]
+    return Accumulation(held[0].main_grad.dtype) if held and held[0].dtype != torch.float32 else None
 
 
 def chunks_of(chunks: Any) -> list[Any]:

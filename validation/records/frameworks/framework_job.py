@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from pipeproof.records.record import RecordError
 from pipeproof.records.single_device import SingleDevice
 from pipeproof.records.step_check import StepCheck
 from pipeproof.records.step_record import Pairs
+from pipeproof.reference.accumulation import PLAIN
 
 NORM_IN_PARTS = "it was told as a DTensor in parts, which are not put together: clip by its full_tensor()"
 _TOO_MANY = "the block ran {} microbatches, and the check was given {}: put one step into it, or give it all of them"
@@ -95,7 +96,8 @@ def checking(step: Callable[[], JobStep], *, timeout_s: float) -> Iterator[StepC
             yield check
         return
     stages, name = made.step.stages, AdapterNames(made.step.name)
-    check = StepCheck(stages, made.microbatches, against=made.against, rename=name, timeout_s=timeout_s)
+    against = replace(made.against, accumulation=made.step.accumulation or PLAIN)
+    check = StepCheck(stages, made.microbatches, against=against, rename=name, timeout_s=timeout_s)
     with check, ExitStack() as stack:
         sight, watched = JobSight(check, made), False
         with check.noting():
