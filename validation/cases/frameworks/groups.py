@@ -1,9 +1,11 @@
 """Process groups that a framework makes and leaves: a campaign would have thousands."""
 
 import gc
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,12 +31,18 @@ def forget_meshes() -> None:
     Of an operation on one they remember the mesh of its result. A mesh made later of the same ranks is equal to it, so
     that results of today would be on the first one's, whose groups are gone: "Could not resolve the process group".
     """
-    for one in gc.get_objects():
-        if type(one) is _CACHE and str(getattr(one, "__module__", "")).startswith("torch.distributed.tensor"):
-            one.cache_clear()
+    for one in _caches(len(sys.modules)):
+        one.cache_clear()
     native = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
     if native is not None:  # not in every torch
         native()
+
+
+@lru_cache(maxsize=1)
+def _caches(modules: int) -> list[Any]:
+    """Those of DTensor's code. They are made as modules are imported, and a walk takes long: one for every number."""
+    every = (one for one in gc.get_objects() if type(one) is _CACHE)
+    return [one for one in every if str(getattr(one, "__module__", "")).startswith("torch.distributed.tensor")]
 
 
 def _groups() -> list[dist.ProcessGroup]:

@@ -95,8 +95,6 @@ def _step(
     reference: Callable[[], nn.Module],
 ) -> JobStep:
     check_criterion(criterion)
-    if batches is not None:
-        COLOSSALAI.listed(batches, what="batches")
     step = _counted_step(boosted, batches)
     plugin, given = boosted[0].plugin, batches or ()
     microbatches = [*_microbatches(boosted[0], given)]
