@@ -51,7 +51,8 @@ def declared() -> set[str]:
     extras = (names for extra, names in project["optional-dependencies"].items() if extra != "dev")
     names = [*project["dependencies"], *(name for names in extras for name in names)]
     found = {re.split(r"[^\w-]", name)[0] for name in names}
-    elsewhere = {"nanotron"}  # from its repository: what the index has does not import
+    # nanotron is from its repository, for what the index has does not import; colossalai asks for an older torch.
+    elsewhere = {"nanotron", "colossalai"}
     return {name.removesuffix("-core") for name in found} | elsewhere | {"_pytest", "xdist"}  # megatron-core: megatron
 
 

@@ -39,6 +39,7 @@ class Model(nn.Module):
 def stage_forward(
     self: Model, words: Tensor, labels: Tensor, hidden_states: Any = None, *, stages: Any, start: int, end: int
 ) -> dict[str, Tensor]:
+    """What a stage does in place of the model's forward."""
     x = self.words(words) if stages.is_first_stage() else hidden_states
     for layer in self.layers[start:end]:
         x = layer(x)
@@ -46,6 +47,8 @@ def stage_forward(
 
 
 class ModelPolicy(Policy):
+    """Which layers a stage holds."""
+
     def config_sanity_check(self) -> None: ...
 
     def preprocess(self) -> Any:
