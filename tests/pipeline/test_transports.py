@@ -10,7 +10,7 @@ from pipeproof.pipeline.action import COMPUTE, SENDS, Action, Kind
 from pipeproof.pipeline.columns import Columns
 from pipeproof.pipeline.lower import Program, lower, program_from_csv
 from pipeproof.pipeline.schedules import FAMILIES, build, virtuals
-from pipeproof.pipeline.transports import Transport, deadlocks
+from pipeproof.pipeline.transports import RULES, Transport, deadlocks
 
 End = tuple[int, int]  # (rank, slot)
 
@@ -47,7 +47,7 @@ def meetings(program: Program, *, by_name: bool) -> dict[End, End]:
 
 def finishes(program: Program, transport: Transport) -> bool:
     """Step every rank as far as it gets, again and again, until nothing moves."""
-    meets = meetings(program, by_name=transport is Transport.UNLIMITED)
+    meets = meetings(program, by_name=RULES[transport].by_name)
     rows = program.ranks
     at = [0] * len(rows)
     done: set[End] = set()

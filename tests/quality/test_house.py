@@ -86,9 +86,10 @@ def portable(source: Source) -> Iterator[str]:
 
 
 MAKERS = re.compile(r"torch\.(?:cuda|xpu|mps|mtia)\b|backends\.cuda|[\"'](?:cuda|nccl)[\"']")
-# One knows what is each maker's; the others give frameworks on CPUs what they ask of CUDA.
+# One knows what is each maker's, one what transports do; the others give frameworks on CPUs what they ask of CUDA.
 KNOW_DEVICES = (
     "validation/worlds/accelerator.py",
+    "pipeline/transports.py",
     *(f"validation/cases/frameworks/{name}.py" for name in ("cuda_on_cpu", "on_cpu")),
 )
 

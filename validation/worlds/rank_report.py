@@ -225,6 +225,22 @@ def of_absent(reasons: Mapping[int, str], ranks: int, stacks: Mapping[int, str])
     ]
 
 
+class Race(ValueError):
+    """What code did with a buffer that was on its way, or a collective that ranks did not call alike.
+
+    ``kind`` is one of a verdict's causes, ``rank`` the one that did it, ``said`` a sentence, then lines of code.
+    """
+
+    def __init__(self, kind: str, rank: int, said: str) -> None:
+        super().__init__(kind, rank, said)
+        self.kind = kind
+        self.rank = rank
+        self.said = said
+
+    def __str__(self) -> str:
+        return self.said
+
+
 class WorldError(RuntimeError):
     """A run on a world did not give every rank's result."""
 
