@@ -10,8 +10,8 @@ from pipeproof.worlds.simulated.meanings import Meaning
 from pipeproof.worlds.simulated.network import Network
 from pipeproof.worlds.simulated.races import copies, overlap, race
 from pipeproof.worlds.simulated.scheduler import Wait
-from pipeproof.worlds.simulated.work import SimulatedWork, where
-from pipeproof.worlds.stack import own_stack
+from pipeproof.worlds.simulated.work import SimulatedWork
+from pipeproof.worlds.stack import Stack, own_stack
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Collectives:
         number = communicator.calls[rank]
         communicator.calls[rank] += 1
         meeting = self._meetings.setdefault((communicator.number, number), _Meeting())
-        self._compare(meeting, call, number, stack=where(stack))
+        self._compare(meeting, call, number, stack)
 
         def wait() -> Wait:
             missing = [there for here, there in communicator.members.items() if here not in meeting.calls]
@@ -69,13 +69,14 @@ class Collectives:
         scheduler.pause()
         return work
 
-    def _compare(self, meeting: _Meeting, call: Call, number: int, *, stack: str) -> None:
+    def _compare(self, meeting: _Meeting, call: Call, number: int, stack: Stack) -> None:
         other, work = next(iter(meeting.calls.values()), (call, None))
         if work is not None and other.text != call.text:
             own = self._network.scheduler.running
             said = f"collective {number} of a group is {other.text} on rank {work.rank} and {call.text} on rank {own}"
-            stacks = (f"rank {work.rank} at", where(work.stack)), (f"rank {own} at", stack)
-            raise race("desynchronised", own, said, *stacks)
+            raise race(
+                "desynchronised", own, said, **{f"rank_{work.rank}_called": work.stack, f"rank_{own}_called": stack}
+            )
 
 
 def _happen(meeting: _Meeting) -> None:

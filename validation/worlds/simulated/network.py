@@ -10,7 +10,7 @@ from pipeproof.pipeline.transports import Queue, Rules
 from pipeproof.worlds.simulated.communicator import Communicator
 from pipeproof.worlds.simulated.races import copies, overlap, race
 from pipeproof.worlds.simulated.scheduler import Scheduler, Wait
-from pipeproof.worlds.simulated.work import SimulatedWork, where
+from pipeproof.worlds.simulated.work import SimulatedWork
 from pipeproof.worlds.stack import own_stack
 
 
@@ -83,8 +83,8 @@ class Network:
         pending = self.pending(own)
         for work in pending:
             if any(overlap(one, other) for one in tensors for other in work.due):
-                lines = ("the first at", where(work.stack)), ("the second at", where(stack))
-                raise race("received-twice", own, f"rank {own} posted two receives into one buffer", *lines)
+                said = f"rank {own} posted two receives into one buffer"
+                raise race("received-twice", own, said, first_posted=work.stack, second_posted=stack)
         wait = _waiting("a message from", communicator, peer)
         work = self.working(SimulatedWork(self.scheduler, wait, stack, (), tensors))
         pending.append(work)
@@ -109,7 +109,7 @@ class Network:
             work.check()
             if not work.met:
                 said = f"rank {rank} returned and had never waited for {work.text}"
-                raise race("never-waited", rank, said, ("it was posted at", where(work.stack)))
+                raise race("never-waited", rank, said, posted=work.stack)
 
     def _current(self) -> Batch:
         return self._batches.get(self.scheduler.running) or Batch(1)
@@ -192,8 +192,8 @@ class Network:
 
     def _carry(self, send: End, receive: End) -> None:
         if fault := _mismatch(send, receive):
-            stacks = ("sent at", where(send.work.stack)), ("received at", where(receive.work.stack))
-            send.work.error = receive.work.error = race("mismatched", receive.work.rank, fault, *stacks)
+            found = race("mismatched", receive.work.rank, fault, sent=send.work.stack, received=receive.work.stack)
+            send.work.error = receive.work.error = found
         came = () if fault else copies(send.tensors)
         receive.work.source = send.rank
         if not send.work.over:

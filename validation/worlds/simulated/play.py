@@ -2,7 +2,7 @@
 
 import traceback
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +102,7 @@ class _Run:
 
     def _report(self, thread: Rank, rank: int) -> RankReport:
         if thread.report is not None:
-            return replace(thread.report, at_s=float(rank))
+            return thread.report
         text, peers, stack = self._told.get(rank, ("", None, ""))
         failed = any(one.report is not None and one.report.failed for one in self._threads())
         why = "" if failed else "can never go on"

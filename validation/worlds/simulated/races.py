@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from pipeproof.worlds.rank_report import Race
+from pipeproof.worlds.stack import Stack
 
 
 def poison(tensors: Sequence[Tensor]) -> None:
@@ -38,10 +39,9 @@ def overlap(one: Tensor, other: Tensor) -> bool:
     return max(here.start, there.start) < min(here.stop, there.stop)
 
 
-def race(kind: str, rank: int, said: str, *stacks: tuple[str, str]) -> Race:
-    """The error: a sentence, then for each stack what ran there and where."""
-    lines = [f"{what}: {where}" for what, where in stacks if where]
-    return Race(kind, rank, "\n".join([said, *lines]))
+def race(kind: str, rank: int, said: str, **stacks: Stack) -> Race:
+    """The error: a sentence, and for each stack, by what ran there, its innermost line."""
+    return Race(kind, rank, said, tuple((what.replace("_", " "), stack[0]) for what, stack in stacks.items() if stack))
 
 
 def _span(tensor: Tensor) -> range:

@@ -1,5 +1,6 @@
 """One simulated rank: a thread that joins the group, does its part, and tells how that ended."""
 
+from dataclasses import replace
 from functools import partial
 from threading import Thread
 
@@ -30,7 +31,7 @@ class Rank(Thread):
                 report = attempt(self._rank, partial(self._part, self._order))
         finally:
             if not scheduler.over:
-                self.report = report
+                self.report = replace(report, at_s=float(scheduler.ended))  # in the order of this run
             scheduler.finish()
 
     def _part(self, order: bytes) -> object:

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from pipeproof.worlds.simulated.network import Network
 from pipeproof.worlds.simulated.races import overlap, race
-from pipeproof.worlds.simulated.work import SimulatedWork, where
+from pipeproof.worlds.simulated.work import SimulatedWork
 from pipeproof.worlds.stack import own_stack
 
 _ONLY_ASK = ("new_", "empty", "zeros", "ones", "full", "rand")  # for a shape or a type: names begin so
@@ -46,9 +46,8 @@ class Reads(TorchFunctionMode):
         for tensor in tensors_in(taken):
             for work in pending:
                 if not work.met and any(overlap(tensor, one) for one in work.due) and _is_read(name, result, tensor):
-                    stacks = ("it was to be received at", where(work.stack)), ("it was used at", where(own_stack()))
                     said = f"rank {self._rank} used a buffer before {work.text} had been waited for"
-                    raise race("read-before-wait", self._rank, said, *stacks)
+                    raise race("read-before-wait", self._rank, said, used=own_stack(), received=work.stack)
 
 
 def _is_read(name: str, result: object, tensor: Tensor) -> bool:

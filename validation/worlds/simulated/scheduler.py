@@ -64,6 +64,11 @@ class Scheduler:
         assert self._running is not None, "nobody has the turn"
         return self._running
 
+    @property
+    def ended(self) -> int:
+        """How many ranks have."""
+        return sum(seat.ended for seat in self.seats)
+
     def offer(self, move: Callable[[], None]) -> None:
         """``move`` may happen from now on; it is called once, by whoever decides that it does."""
         self._moves.append(move)

@@ -62,7 +62,7 @@ class SimulatedWork(Work):
         """
         if self.error is None and not unchanged(self._given, self._before):
             said = f"rank {self.rank} wrote into a buffer while {self.text} was on its way"
-            self.error = race("overwritten-in-flight", self.rank, said, ("it was given away at", where(self.stack)))
+            self.error = race("overwritten-in-flight", self.rank, said, sent=self.stack)
         self._given, self._before = (), []
         self._came, self.over = came, True
         if self._waiting:
@@ -132,8 +132,3 @@ class SimulatedWork(Work):
         """Raise the race that was found."""
         if self.error is not None:
             raise self.error
-
-
-def where(stack: Stack) -> str:
-    """The user's own line of a stack."""
-    return str(stack[0]) if stack else ""
