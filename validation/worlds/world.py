@@ -1,7 +1,7 @@
 """Run a function on several ranks and get every rank's result, wherever the ranks are."""
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar
@@ -13,6 +13,7 @@ from pipeproof.worlds.processes import Processes
 from pipeproof.worlds.rank_report import Ending, NeedsMoreRanks, RankFailed, RankReport, WorldError, culprit_of
 from pipeproof.worlds.shipping import pack, unpack, unshippable
 from pipeproof.worlds.simulated.place import Simulated
+from pipeproof.worlds.simulation import Simulation
 from pipeproof.worlds.timeout import seconds
 from pipeproof.worlds.torchrun import Torchrun
 from pipeproof.worlds.worker import RankContext
@@ -51,8 +52,8 @@ class World:
 
         ``kind``: ``real``, or ``simulated``: all ranks are threads of one process, of which one runs at a time, also
         under torchrun. ``seed`` then decides who is next and when messages move, within what ``transport`` allows, a
-        name of ``pipeline.transports``; both may be set anew between runs. Modules are
-        shared by such ranks: what code keeps there is not one rank's.
+        name of ``pipeline.transports``. Both may be set anew between runs, and ``seeds``: under which of them who looks
+        for races runs each case. Modules are shared by such ranks: what code keeps there is not one rank's.
         """
         if kind not in KINDS:
             raise ValueError(f"kind is {kind!r}: expected {' or '.join(KINDS)}")
@@ -67,7 +68,19 @@ class World:
         self.kind = kind
         self.seed = seed
         self.transport = transport_of(transport)
+        self.seeds = range(seed, seed + 1)
         self._source: Processes | Torchrun | Simulated | None = None
+
+    @property
+    def simulation(self) -> Simulation | None:
+        """What decides the next run; None where the machine does."""
+        return Simulation(self.transport, self.seed) if self.kind == SIMULATED else None
+
+    def interleavings(self) -> Iterator[None]:
+        """Once for each seed that a case is to be run under, which is then this world's; real ranks have no seed."""
+        for seed in self.seeds:
+            self.seed = seed
+            yield
 
     def run(
         self,
