@@ -142,6 +142,7 @@ class Scheduler:
             if not count:
                 if all(seat.ended for seat in self.seats):
                     return None
+                self.seats[self.running].state.leave()  # so that what it waits for is told as of the others
                 self._stuck()
                 self.over = True
                 break
