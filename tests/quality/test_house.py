@@ -25,7 +25,7 @@ def short_functions(source: Source) -> Iterator[str]:
             yield f"{function.name} has {count} lines, above 70"
 
 
-MANY = {"validate": 9, "layerwise": 8}  # a user's one call: every option is in its signature, where an editor shows it
+MANY = {"validate": 10, "layerwise": 8}  # a user's one call: every option is in its signature, where an editor shows it
 
 
 def few_parameters(source: Source) -> Iterator[str]:

@@ -39,10 +39,11 @@ from pipeproof.reports.table import COLUMNS, line, profile_table, summary
 from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds import accelerator
 from pipeproof.worlds.accelerator import AUTO, CPU
+from pipeproof.worlds.kinds import SIMULATED
 from pipeproof.worlds.processors import crowded
 from pipeproof.worlds.rank_report import NeedsMoreRanks, RankFailed
 from pipeproof.worlds.simulation import Simulation
-from pipeproof.worlds.world import SIMULATED, World
+from pipeproof.worlds.world import World
 
 _MOST_GROUPS = 100  # process groups that jobs may leave on a rank; to replace ranks takes seconds
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from pipeproof.pipeline.transports import Transport
+from pipeproof.worlds.kinds import SIMULATED
 
 
 @dataclass(frozen=True)
@@ -13,7 +14,19 @@ class Simulation:
     first: int = 0
     count: int = 1
 
+    def __str__(self) -> str:
+        return f"{SIMULATED}, transport {self.transport.value}, seed {self.first}"
+
     @property
     def options(self) -> str:
         """As a command line has the first of them."""
-        return f"--world simulated --transport {self.transport.value} --interleaving {self.first}"
+        return " ".join(f"--{name} {value}" for name, value in self._said)
+
+    @property
+    def pytest_options(self) -> str:
+        """As pytest has it."""
+        return " ".join(f"--pipeproof-{name}={value}" for name, value in self._said)
+
+    @property
+    def _said(self) -> tuple[tuple[str, object], ...]:
+        return ("world", SIMULATED), ("transport", self.transport.value), ("interleaving", self.first)

@@ -8,6 +8,7 @@ from typing import Any, NoReturn, Self, TypeVar
 
 from pipeproof.pipeline.transports import transport_of
 from pipeproof.worlds.accelerator import CPU, refusal, split
+from pipeproof.worlds.kinds import KINDS, REAL, SIMULATED
 from pipeproof.worlds.launcher import under_torchrun
 from pipeproof.worlds.processes import Processes
 from pipeproof.worlds.rank_report import Ending, NeedsMoreRanks, RankFailed, RankReport, WorldError, culprit_of
@@ -20,7 +21,6 @@ from pipeproof.worlds.worker import RankContext
 
 __all__ = ["NeedsMoreRanks", "RankContext", "RankFailed", "RankReport", "World", "WorldError"]
 
-REAL, SIMULATED = KINDS = ("real", "simulated")
 Result = TypeVar("Result")
 
 

@@ -16,7 +16,9 @@ from pipeproof.worlds.simulated.work import SimulatedWork
 from pipeproof.worlds.stack import own_stack
 
 _ONLY_ASK = ("new_", "empty", "zeros", "ones", "full", "rand")  # for a shape or a type: names begin so
-_READ = frozenset("item tolist numpy backward equal allclose __bool__ __float__ __int__ __repr__ __index__".split())
+_READ = frozenset(
+    "item tolist numpy backward isend send equal allclose __bool__ __float__ __int__ __repr__ __index__".split()
+)
 
 
 class Reads(TorchFunctionMode):
