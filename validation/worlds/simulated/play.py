@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in __all__
-
 from pipeproof.pipeline.transports import RULES, Transport
 from pipeproof.worlds.rank_report import Ending, RankReport
 from pipeproof.worlds.shipping import unpack
@@ -16,6 +14,7 @@ from pipeproof.worlds.simulated.network import Network
 from pipeproof.worlds.simulated.own_state import OwnState
 from pipeproof.worlds.simulated.rank import Rank
 from pipeproof.worlds.simulated.scheduler import Scheduler, Seat, Wait
+from pipeproof.worlds.simulated.shared_store import SharedStore
 from pipeproof.worlds.simulated.torch_inside import standing_in
 from pipeproof.worlds.stack import stack_of
 from pipeproof.worlds.worker import stack_text
@@ -71,7 +70,7 @@ class _Run:
         Net.current = Net(self._network)
 
     def played(self) -> Played:
-        order, store = self._order, HashStore()
+        order, store = self._order, SharedStore(self._scheduler)
         with standing_in(SimulatedGroup, Bare, messages(), batch=self._network.batch):
             threads = [Rank(rank, order.ranks, order.job, store, self._network) for rank in range(order.ranks)]
             for seat, thread in zip(self._seats, threads, strict=True):

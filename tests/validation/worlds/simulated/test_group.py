@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeproof.pipeline.transports import Transport
 from pipeproof.worlds.rank_report import RankFailed
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
@@ -111,6 +112,35 @@ def polls(context: RankContext) -> list[float]:
 
 def test_who_asks_whether_it_has_come_may_read_it(simulated: World) -> None:
     assert simulated.run(polls, ranks=2) == [[1.0, 1.0], [0.0, 0.0]]
+
+
+def built_on_groups(context: RankContext) -> tuple[bool, float, bool]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.nn.parallel import DistributedDataParallel
+
+    mesh = init_device_mesh("cpu", (context.ranks,))
+    whole = distribute_tensor(torch.arange(8.0).reshape(4, 2), mesh, [Shard(0)]).sum().full_tensor()
+
+    def gradient(wrap: Any) -> Tensor:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 4)
+        wrapped = wrap(model)
+        wrapped(torch.full((2, 4), float(context.rank))).sum().backward()
+        found = model.weight.grad
+        assert found is not None, "a backward has run"
+        return found.full_tensor() if hasattr(found, "full_tensor") else found
+
+    mean = torch.full((4, 4), 2.0 * sum(range(context.ranks)) / context.ranks)
+    replicated = torch.equal(gradient(DistributedDataParallel), mean)
+    return replicated, float(whole), torch.equal(gradient(lambda model: fully_shard(model, mesh=mesh)), mean)
+
+
+@pytest.mark.long
+def test_what_torch_builds_on_groups_runs_unchanged(simulated: World) -> None:
+    for simulated.transport in (Transport.UNLIMITED, Transport.PAIR):
+        assert simulated.run(built_on_groups, ranks=2) == [(True, 28.0, True)] * 2
 
 
 def divided(context: RankContext) -> None:
