@@ -21,9 +21,10 @@ class Communicator:
 
 
 class Communicators:
-    """All of a run. Those who come with one store have one communicator."""
+    """All of a run of so many ranks. Those who come with one store have one communicator."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
         self._all: list[Communicator] = []
 
     def join(self, store: Store, rank: int, size: int, *, world_rank: int) -> Communicator:
@@ -33,5 +34,7 @@ class Communicators:
         if number == made.number:
             self._all.append(made)
         found = self._all[number]
+        if size == self._ranks and rank == world_rank:
+            found.members |= {one: one for one in range(size) if one not in found.members}  # also those still to come
         found.members[rank] = world_rank
         return found

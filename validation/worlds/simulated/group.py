@@ -26,7 +26,7 @@ class Net:
     def __init__(self, network: Network) -> None:
         self.network = network
         self.collectives = Collectives(network)
-        self.communicators = Communicators()
+        self.communicators = Communicators(len(network.scheduler.seats))
 
     @staticmethod
     def now() -> "Net":
@@ -46,17 +46,17 @@ class Bare:
 
     def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> SimulatedWork:
         """Post a send to ``peer``, a number in the group."""
-        return self._net.network.send(self._communicator, self._rank, peer, tag, tensors)
+        return self._net.network.send(self._communicator, self._rank, peer, tag, _dense(tensors))
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> SimulatedWork:
         """Post a receive from ``peer``, a number in the group."""
-        return self._net.network.receive(self._communicator, self._rank, peer, tag, tensors)
+        return self._net.network.receive(self._communicator, self._rank, peer, tag, _dense(tensors))
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> SimulatedWork:
         """Post a receive from whoever comes first."""
         if not self._net.network.rules.by_name:
             raise NotSimulated("receive from any rank where messages have no tags, as NCCL has none")
-        return self._net.network.receive(self._communicator, self._rank, None, tag, tensors)
+        return self._net.network.receive(self._communicator, self._rank, None, tag, _dense(tensors))
 
     def call(
         self, name: str, brought: Sequence[Tensor], due: Sequence[Tensor], meaning: meanings.Meaning, told: object = ""
@@ -132,7 +132,7 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> SimulatedWork:
         """Everybody gets a list of everybody's tensors."""
         due = [tensor for tensors in outputs for tensor in tensors]
-        return self._call("all_gather", inputs, due, meanings.gathered, _sizes(inputs))
+        return self._call("all_gather", inputs, due, meanings.gathered, _sizes(due))
 
     def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> SimulatedWork:
         """Everybody gets everybody's tensors, one after the other in one tensor."""
@@ -151,13 +151,13 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> SimulatedWork:
         """One rank gets a list of everybody's tensors."""
         due = [tensor for tensors in outputs for tensor in tensors]
-        told = f"to {opts.rootRank}, {_sizes(inputs)}"
+        told = f"to {opts.rootRank}"  # sizes may differ, and the one rank alone knows them
         return self._call("gather", inputs, due, meanings.gathered_by(opts.rootRank), told)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> SimulatedWork:
         """Everybody gets one of the tensors of one rank."""
         given = [tensor for tensors in inputs for tensor in tensors]
-        told = f"from {opts.rootRank}, {_sizes(outputs)}"
+        told = f"from {opts.rootRank}"
         return self._call("scatter", given, outputs, meanings.scattered_by(opts.rootRank), told)
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> SimulatedWork:
@@ -212,6 +212,13 @@ def _instead(name: str, original: Any) -> Any:
         return original(group, *arguments)
 
     return posted
+
+
+def _dense(tensors: list[Tensor]) -> list[Tensor]:
+    """The same, where they can be sent. Raises what gloo raises."""
+    if not all(tensor.is_contiguous() for tensor in tensors):
+        raise RuntimeError("input tensor has to be contiguous")
+    return tensors
 
 
 def _operation(opts: Any) -> Any:

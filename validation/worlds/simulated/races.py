@@ -36,7 +36,10 @@ def overlap(one: Tensor, other: Tensor) -> bool:
     if one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
         return False
     here, there = _span(one), _span(other)
-    return max(here.start, there.start) < min(here.stop, there.stop)
+    if max(here.start, there.start) >= min(here.stop, there.stop):
+        return False
+    whole = one.is_contiguous() and other.is_contiguous()
+    return whole or one.element_size() != other.element_size() or not _elements(one).isdisjoint(_elements(other))
 
 
 def race(kind: str, rank: int, said: str, **stacks: Stack) -> Race:
@@ -50,6 +53,14 @@ def _span(tensor: Tensor) -> range:
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     count = 1 + sum((length - 1) * step for length, step in steps) if tensor.numel() else 0
     return range(first, first + count * size)
+
+
+def _elements(tensor: Tensor) -> set[int]:
+    """Where its elements lie in its storage."""
+    places = torch.tensor(int(tensor.storage_offset()))
+    for size, step in zip(tensor.shape, tensor.stride(), strict=True):
+        places = places[..., None] + step * torch.arange(size)
+    return set(places.flatten().tolist())
 
 
 def _bare(tensor: Tensor) -> Tensor:

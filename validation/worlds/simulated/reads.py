@@ -15,7 +15,8 @@ from pipeproof.worlds.simulated.races import overlap, race
 from pipeproof.worlds.simulated.work import SimulatedWork
 from pipeproof.worlds.stack import own_stack
 
-_ONLY_ASK = ("new_", "empty", "zeros", "ones", "full", "rand")  # for a shape or a type: names begin so
+# For a shape, a type or another tensor: names begin so, or are these.
+_ONLY_ASK = ("new_", "empty", "zeros", "ones", "full", "rand", "__get__", "grad", "broadcast_tensors")
 _READ = frozenset(
     "item tolist numpy backward isend send equal allclose __bool__ __float__ __int__ __repr__ __index__".split()
 )
@@ -43,7 +44,7 @@ class Reads(TorchFunctionMode):
 
     def _look(self, func: Callable[..., Any], taken: object, result: object, pending: Sequence[SimulatedWork]) -> None:
         name = getattr(func, "__name__", "")
-        if name.startswith(_ONLY_ASK):
+        if name.startswith(_ONLY_ASK) or name.rstrip("_").endswith("_as"):
             return
         for tensor in tensors_in(taken):
             for work in pending:
