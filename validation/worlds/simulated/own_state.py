@@ -39,10 +39,6 @@ class OwnState:
         owned = [(one, one.fresh(one.value)) for one in belongings()]
         return OwnState(values, torch.get_default_dtype(), owned)
 
-    def of(self, module: str, name: str) -> Any:
-        """A belonging of the rank, as the rank left it."""
-        return next(value for one, value in self._belonging if (one.holder.__name__, one.name) == (module, name))
-
     def take(self) -> None:
         """Put all of it in its place."""
         for (_, put), value in zip(_VALUES, self._values, strict=True):

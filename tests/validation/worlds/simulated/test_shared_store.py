@@ -39,5 +39,7 @@ def waits(context: RankContext) -> None:
 
 
 def test_what_never_comes_is_told(simulated: World) -> None:
-    with pytest.raises(RankFailed, match=r"waiting for the store's key \S*never at test_shared_store.py:\d+"):
+    with pytest.raises(
+        RankFailed, match=r"can never go on at test_shared_store.py:\d+, waiting for the store's key \S*never"
+    ):
         simulated.run(waits, ranks=2)
