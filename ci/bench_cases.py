@@ -27,8 +27,8 @@ def measure(*, ranks: int, rounds: int) -> list[Row]:
     """
     kept, spawned = [], []
     with World() as world:
-        validate(_drawn(ranks, 1)[0], world)  # the first pool starts the fork server
-        for case in _drawn(ranks, rounds):
+        validate(drawn(ranks, 1)[0], world)  # the first pool starts the fork server
+        for case in drawn(ranks, rounds):
             kept.append(_timed(lambda case=case: validate(case, world)))
             observed = observe(case, world)
             spawned.append(_timed(lambda case=case: _spawn(case)) + _timed(lambda c=case, o=observed: judge(c, o)))
@@ -37,7 +37,7 @@ def measure(*, ranks: int, rounds: int) -> list[Row]:
     return [Row("fuzz cases", speeds, [times])]
 
 
-def _drawn(ranks: int, count: int) -> list[Case]:
+def drawn(ranks: int, count: int) -> list[Case]:
     """The first ``count`` fuzz cases of this many ranks; the same ones at every call."""
     found: list[Case] = []
 

@@ -16,6 +16,7 @@ import bench_held
 import bench_overhead
 import bench_recorder
 import bench_scale
+import bench_simulated
 import bench_sleep
 import bench_whitebox
 import torch
@@ -51,6 +52,7 @@ PARTS = {
     "g": Part("what validating a foreign step adds to it", "seconds", bench_whitebox.measure, 4, 9),
     "h": Part("finding the cause of one failure", "seconds", bench_diagnosis.measure, 4, 3),
     "i": Part("what check_step adds to a step", "ms per step", bench_check.measure, 2, 20),
+    "j": Part("fuzz cases on simulated ranks, and on real ones", "cases per second", bench_simulated.measure, 2, 10),
 }
 
 

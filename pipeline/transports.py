@@ -1,5 +1,7 @@
 """Transports by what waits for what, and whether a program deadlocks under each.
 
+``RULES`` is the one table of them: the static models here follow it, and so do the simulated world's messages.
+
 A message is one node for both of its ends: it happens when both sides have come to it. Every model adds edges:
 
 ==========  ============================================================================================================
@@ -8,17 +10,19 @@ rank        messages of a rank run one at a time, in posting order: NCCL with on
 pair        messages of two ranks with each other do, either way: NCCL, lazily initialised
 directed    messages from one rank to another do: torch 2.15's communicators per edge
 unlimited   any number is in flight: gloo with tags
+buffered    so, and a send is done when it is issued: whoever waits for it does not wait for its receive
 ==========  ============================================================================================================
 
 In all but strict a rank computes on while messages are under way. A message starts after the last computation that its
 rank issued before it, an action waits for the message that it uses, and a wait for the send that it names. Each model's
-order contains the next one's, so what is free of deadlock under one is so under all below it. Only the last matches
+order contains the next one's, so what is free of deadlock under one is so under all below it. Only the last two match
 messages by name; the others pair the k-th send of a channel with its k-th receive.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import IntEnum, StrEnum
+from types import MappingProxyType
 
 import numpy as np
 
@@ -37,6 +41,96 @@ class Transport(StrEnum):
     PAIR = "pair"
     DIRECTED = "directed"
     UNLIMITED = "unlimited"
+    BUFFERED = "buffered"
+
+
+class Queue(IntEnum):
+    """What shares a queue of messages that run one at a time: the number of things that tell queues of a rank apart."""
+
+    NONE = 0  # nothing: there is no queue
+    RANK = 1  # all of a rank's
+    PAIR = 2  # those of two ranks, either way
+    DIRECTED = 3  # those from one rank to another
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What a transport lets messages do.
+
+    by_name: an end meets the other end of its name, or tag; else the k-th send of a channel meets its k-th receive.
+    queue: which messages run one at a time, in the order in which they are posted. blocking: who posts one waits for
+    it, there and then. buffered: a send is done when it is posted. backend: what torch.distributed calls the like.
+    known_as: its everyday names. source: where that is known from.
+    """
+
+    by_name: bool
+    queue: Queue
+    backend: str
+    source: str
+    blocking: bool = False
+    buffered: bool = False
+    known_as: tuple[str, ...] = ()
+
+
+RULES: Mapping[Transport, Rules] = MappingProxyType(
+    {
+        Transport.STRICT: Rules(
+            by_name=False,
+            queue=Queue.NONE,
+            backend="nccl",
+            source="the MPI standard's synchronous mode, MPI_Ssend: a send ends once its receive has begun",
+            blocking=True,
+            known_as=("rendezvous",),
+        ),
+        Transport.RANK: Rules(
+            by_name=False,
+            queue=Queue.RANK,
+            backend="nccl",
+            source="ProcessGroupNCCL::getKeyForDevice: with eager connection one communicator and stream has all of a "
+            "rank's messages",
+        ),
+        Transport.PAIR: Rules(
+            by_name=False,
+            queue=Queue.PAIR,
+            backend="nccl",
+            source="ProcessGroupNCCL::pointToPoint: the key is the two ranks, the lower first; tags are not passed on",
+            known_as=("nccl",),
+        ),
+        Transport.DIRECTED: Rules(
+            by_name=False,
+            queue=Queue.DIRECTED,
+            backend="nccl",
+            source="torch.distributed.pipelining 2.15: a communicator for each edge and direction",
+        ),
+        Transport.UNLIMITED: Rules(
+            by_name=True,
+            queue=Queue.NONE,
+            backend="gloo",
+            source="gloo's tcp/pair.cc: a buffer's slot is its tag, and it is sent once its receive is announced",
+            known_as=("gloo",),
+        ),
+        Transport.BUFFERED: Rules(
+            by_name=True,
+            queue=Queue.NONE,
+            backend="gloo",
+            source="the MPI standard's buffered mode, MPI_Bsend: a send ends whether or not there is a receive",
+            buffered=True,
+        ),
+    }
+)
+
+
+class TransportNameError(ValueError):
+    """A name that no transport has."""
+
+
+def transport_of(name: str) -> Transport:
+    """The transport of that name, or of that everyday name: ``gloo`` is unlimited. Raises ``TransportNameError``."""
+    for transport, rules in RULES.items():
+        if name in (transport.value, *rules.known_as):
+            return transport
+    known = ", ".join(word for one, rules in RULES.items() for word in (*rules.known_as, one.value))
+    raise TransportNameError(f"transport {name!r} is unknown: expected one of {known}")
 
 
 Edges = tuple[Ints, Ints]  # before, after
@@ -60,8 +154,9 @@ def deadlocks(program: Program) -> Mapping[Transport, Deadlock | None]:
     found: dict[Transport, Deadlock | None] = {}
     free = False  # what one model allows, the next ones do
     for transport in Transport:
-        if not (free and (alike or transport is not Transport.UNLIMITED)):
-            matched = named if transport is Transport.UNLIMITED else in_order
+        by_name = RULES[transport].by_name
+        if not (free and (alike or not by_name)):
+            matched = named if by_name else in_order
             found[transport] = _deadlock(program, messages, matched, transport)
             free = found[transport] is None and _in_order(program, messages)
         else:
@@ -80,8 +175,9 @@ def _deadlock(program: Program, messages: Messages, matched: Edges, transport: T
     node = _nodes(program)
     node[receives] = sends
     parts = [_in_row(columns, np.ones(len(columns), dtype=bool))]
-    if transport is not Transport.STRICT:
-        parts = [*_host(program, messages), *_queues(messages, transport)]
+    rules = RULES[transport]
+    if not rules.blocking:
+        parts = [*_host(program, messages, rules), *_queues(messages, rules.queue)]
     before, after = (np.concatenate(side) for side in zip(*parts, strict=True))
     before, after = node[before], node[after]
     graph = Graph(len(columns), before[before != after], after[before != after])
@@ -109,7 +205,7 @@ def _in_row(columns: Columns, among: Mask) -> Edges:
     return entries[:-1][together], entries[1:][together]
 
 
-def _host(program: Program, messages: Messages) -> Iterator[Edges]:
+def _host(program: Program, messages: Messages, rules: Rules) -> Iterator[Edges]:
     """What holds under every model but strict: computing in order, messages after it, what uses them after those."""
     columns = program.columns
     hosted = columns.is_kind(*COMPUTE, *WAITS)
@@ -120,23 +216,24 @@ def _host(program: Program, messages: Messages) -> Iterator[Edges]:
     yield last[ends], ends
     users = consumers(program, messages)
     yield messages.receives[users >= 0], users[users >= 0]
+    if rules.buffered:
+        return
     waits = np.flatnonzero(columns.is_kind(*WAITS) & (messages.key >= 0))
     sent = messages.first(messages.sends)[messages.key[waits]]
     yield sent[sent >= 0], waits[sent >= 0]
 
 
-def _queues(messages: Messages, transport: Transport) -> Iterator[Edges]:
+def _queues(messages: Messages, queue: Queue) -> Iterator[Edges]:
     """Each message end before the next one of the queue that its rank puts it in."""
     columns = messages.columns
     ends = np.sort(np.concatenate([messages.sends, messages.receives]))
     ways = np.zeros(len(ends)), messages.peer[ends], columns.is_kind(*SENDS)[ends]
-    keys = {Transport.RANK: 1, Transport.PAIR: 2, Transport.DIRECTED: 3}.get(transport)
-    if keys is None:
+    if queue is Queue.NONE:
         return
-    queue = (*reversed(ways[1:keys]), columns.rank[ends])
-    order = np.lexsort((ends, *queue))
+    shared = (*reversed(ways[1:queue]), columns.rank[ends])
+    order = np.lexsort((ends, *shared))
     same = np.ones(len(ends) - 1 if len(ends) else 0, dtype=bool)
-    for key in queue:
+    for key in shared:
         same &= key[order][:-1] == key[order][1:]
     yield ends[order][:-1][same], ends[order][1:][same]
 

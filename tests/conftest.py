@@ -56,6 +56,24 @@ def world(pipeproof_world: "World") -> "World":
 
 
 @pytest.fixture(scope="session")
+def kept_simulated() -> Iterator["World"]:
+    """One process for all tests of simulated ranks."""
+    from pipeproof.worlds.world import World
+
+    with World(kind="simulated", timeout_s=30.0, silent=True) as world:
+        yield world
+
+
+@pytest.fixture
+def simulated(kept_simulated: "World") -> "World":
+    """A simulated world with seed 0 and gloo's rules, until a test sets others."""
+    from pipeproof.pipeline.transports import Transport
+
+    kept_simulated.seed, kept_simulated.transport = 0, Transport.UNLIMITED
+    return kept_simulated
+
+
+@pytest.fixture(scope="session")
 def silent_ranks() -> Iterator["World"]:
     """As those of a command, but that they outlive it."""
     from pipeproof.worlds.world import World

@@ -10,6 +10,7 @@ import pytest
 from _pytest._code.code import ExceptionRepr
 
 from pipeproof.worlds.accelerator import CPU, refusal
+from pipeproof.worlds.kinds import KINDS, REAL
 from pipeproof.worlds.launcher import under_torchrun
 from pipeproof.worlds.rank_report import NeedsMoreRanks
 from pipeproof.worlds.timeout import parsed_seconds
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from pipeproof.foreign import WhiteBox
     from pipeproof.worlds.world import World
 
+_GLOO = "gloo"
 _LEFT_OUT = "pipeproof_ranks"  # a property of a report: how many ranks there were when the test wanted more
 
 
@@ -34,6 +36,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="under torchrun, how long ranks wait for one of them before the session ends (default: 300)",
     )
 
+    group.addoption(
+        "--pipeproof-world", choices=KINDS, default=REAL, help="real ranks, or simulated ones (default: real)"
+    )
+    rules = "what simulated ranks' messages may do: gloo, nccl, and others (default: gloo)"
+    group.addoption("--pipeproof-transport", default=_GLOO, metavar="NAME", help=rules)
+    order = "the seed of simulated ranks: who is next, and what moves (default: 0)"
+    group.addoption("--pipeproof-interleaving", type=int, default=0, metavar="N", help=order)
+
     most = "processes in which tests have left more process groups than this are replaced (default: never)"
     parser.addini("pipeproof_most_groups", most, default="")
 
@@ -43,6 +53,18 @@ def _most_groups(config: pytest.Config) -> int | None:
     if text and not (text.isascii() and text.isdecimal()):
         raise pytest.UsageError(f"pipeproof_most_groups is {text!r}: expected a number of process groups, as 100")
     return int(text) if text else None
+
+
+def _transport(config: pytest.Config) -> str:
+    name: str = config.getoption("--pipeproof-transport")
+    if name != _GLOO:
+        from pipeproof.pipeline.transports import TransportNameError, transport_of  # numpy comes with it
+
+        try:
+            transport_of(name)
+        except TransportNameError as error:
+            raise pytest.UsageError(f"--pipeproof-transport: {error}") from None
+    return name
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -57,6 +79,7 @@ def pytest_configure(config: pytest.Config) -> None:
     _most_groups(config)  # so that a wrong one is told at once
     if why := refusal(config.getoption("--pipeproof-device")):
         raise pytest.UsageError(f"--pipeproof-device: {why}")
+    _transport(config)
     config.pluginmanager.register(LeftOut(), "pipeproof-left-out")
     if under_torchrun():
         _refuse_workers(config)
@@ -80,7 +103,9 @@ def pipeproof_world(request: pytest.FixtureRequest) -> Iterator["World"]:
 
     bound_s = min(120.0, request.config.getoption("--pipeproof-rank-timeout"))
     device, most = request.config.getoption("--pipeproof-device"), _most_groups(request.config)
-    with World(device=device, timeout_s=bound_s, most_groups=most) as world:
+    kind, seed = (request.config.getoption(f"--pipeproof-{name}") for name in ("world", "interleaving"))
+    simulated = {"kind": kind, "seed": seed, "transport": _transport(request.config)}
+    with World(device=device, timeout_s=bound_s, most_groups=most, **simulated) as world:
         yield world
 
 

@@ -4,13 +4,12 @@ from collections import Counter
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from pipeproof.pipeline.action import COMPUTE, SENDS, Action, Kind
-from pipeproof.pipeline.columns import Columns
 from pipeproof.pipeline.lower import Program, lower, program_from_csv
 from pipeproof.pipeline.schedules import FAMILIES, build, virtuals
-from pipeproof.pipeline.transports import Transport, deadlocks
+from pipeproof.pipeline.transports import RULES, Transport, deadlocks
+from tests.support.programs import programs
 
 End = tuple[int, int]  # (rank, slot)
 
@@ -47,7 +46,7 @@ def meetings(program: Program, *, by_name: bool) -> dict[End, End]:
 
 def finishes(program: Program, transport: Transport) -> bool:
     """Step every rank as far as it gets, again and again, until nothing moves."""
-    meets = meetings(program, by_name=transport is Transport.UNLIMITED)
+    meets = meetings(program, by_name=RULES[transport].by_name)
     rows = program.ranks
     at = [0] * len(rows)
     done: set[End] = set()
@@ -87,22 +86,6 @@ def finishes(program: Program, transport: Transport) -> bool:
                 done |= {end, other}
         if (tuple(at), len(done)) == before:
             return all(at[rank] == len(row) for rank, row in enumerate(rows)) and len(done) == len(meets)
-
-
-@st.composite
-def programs(draw: st.DrawFn) -> Program:
-    """A good program, lowered early or not, some of its neighbours swapped."""
-    name = draw(st.sampled_from(["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "v-min"]))
-    sizes = {"ranks": draw(st.integers(2, 3)), "microbatches": draw(st.integers(1, 3))}
-    good = lower(build(name, **sizes, virtual=virtuals(name, looped=2)), early=draw(st.integers(0, 2)))
-    rows = [list(row) for row in good.ranks]
-    for _ in range(draw(st.integers(0, 3))):
-        row = draw(st.sampled_from(rows))
-        slot = draw(st.integers(0, len(row) - 2))
-        pair = row[slot : slot + 2]
-        if any(action.kind not in COMPUTE for action in pair):
-            row[slot : slot + 2] = pair[::-1]
-    return Program(good.schedule, Columns.of(rows))
 
 
 @pytest.mark.long

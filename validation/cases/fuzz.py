@@ -166,7 +166,11 @@ class Found(Generic[SomeCase]):
 def judged(case: AnyCase, world: World) -> Verdict:
     """The verdict on ``case``, without its cause where that would take a second run."""
     if isinstance(case, Case):
-        return validate(case, world, explain=False)
+        for _ in world.interleavings():
+            verdict = validate(case, world, explain=False)
+            if verdict.verdict != "pass":
+                break  # with its seed left in the world, so that who explains it has the same
+        return verdict
     from pipeproof.cases.frameworks.engines import judged as of_framework
 
     return of_framework(case, world)

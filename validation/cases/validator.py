@@ -19,7 +19,7 @@ from pipeproof.pipeline.laws import Violation
 from pipeproof.pipeline.lower import Program, lower
 from pipeproof.pipeline.program_laws import violations as of_program
 from pipeproof.pipeline.sizes import some
-from pipeproof.worlds.rank_report import Ending, RankFailed, RankReport
+from pipeproof.worlds.rank_report import Ending, Race, RankFailed, RankReport
 from pipeproof.worlds.stall import lost_message, waiting_in
 from pipeproof.worlds.world import World
 
@@ -68,6 +68,8 @@ def crashed(case: AnyCase, failure: RankFailed | None) -> Verdict:
     blank = Verdict(str(case), "unknown", "none", (), bindings=case.bindings)
     if failure is None:
         return blank
+    if isinstance(failure.cause, Race):
+        return blank.of_failure(failure)
     culprit = failure.reports[failure.culprit]
     stuck = culprit.ending in (Ending.STUCK, Ending.ABSENT) and culprit.waiting is not None
     if not isinstance(case, Case) or not (stuck or "Timeout" in culprit.message.partition(":")[0]):

@@ -38,9 +38,11 @@ from pipeproof.reports.page.campaign import Entry, campaign
 from pipeproof.reports.table import COLUMNS, line, profile_table, summary
 from pipeproof.reports.terminal import Terminal
 from pipeproof.worlds import accelerator
-from pipeproof.worlds.accelerator import AUTO
+from pipeproof.worlds.accelerator import AUTO, CPU
+from pipeproof.worlds.kinds import SIMULATED
 from pipeproof.worlds.processors import crowded
 from pipeproof.worlds.rank_report import NeedsMoreRanks, RankFailed
+from pipeproof.worlds.simulation import Simulation
 from pipeproof.worlds.world import World
 
 _MOST_GROUPS = 100  # process groups that jobs may leave on a rank; to replace ranks takes seconds
@@ -57,7 +59,7 @@ class Setting:
     """Where cases run, and what is said about them. ``device``: "auto", or a type of device.
 
     ``outputs`` are files for the verdicts, and for what the ranks of the one case gave. ``plugin``: the file that
-    registers the specimen of the one case, which who replays it needs too.
+    registers the specimen of the one case, which who replays it needs too. ``simulation``: None on real ranks.
     """
 
     device: str = AUTO
@@ -66,15 +68,25 @@ class Setting:
     profile: bool = False
     explain: bool = False
     plugin: str | None = None
+    simulation: Simulation | None = None
 
     def world(self) -> World:
         """The ranks. What they print is for who asks for more, or runs one case to look into it."""
         silent = not (self.explain or Terminal().manner.verbose)
+        if (simulation := self.simulation) is not None:
+            seed, transport = simulation.first, simulation.transport.value
+            world = World(kind=SIMULATED, seed=seed, transport=transport, timeout_s=self.timeout_s, silent=silent)
+            world.seeds = range(seed, seed + simulation.count)
+            return world
         return World(device=self.chosen_device, timeout_s=self.timeout_s, silent=silent, most_groups=_MOST_GROUPS)
 
     @property
     def chosen_device(self) -> str:
         """The type of device. Raises ``Impossible`` for one that is not here."""
+        if self.simulation is not None and self.device in (AUTO, CPU):
+            return CPU
+        if self.simulation is not None:
+            raise Impossible(f"--device {self.device} with --world simulated: simulated ranks compute on cpu alone")
         if self.device == AUTO:
             return accelerator.found()
         if why := accelerator.absence(self.device):
@@ -236,7 +248,7 @@ def _campaign(setting: Setting, drawn: Drawn[SomeCase], tally: Tally[SomeCase], 
         left = None if found else next(iter(tally.undecided), None)
         terminal.say(f"seed {seed}: {tally}\n{tally.by_schedule}{tally.by_replicas}")
         shown = found or left
-        verdicts = [shown.verdict or crashed(shown.case, shown.failure)] if shown else []
+        verdicts = [_told_of(shown, world)] if shown else []
         if found is not None:
             terminal.say("a case that is no pass, as small as shrinking made it:")
             if not found.repeated:
@@ -248,6 +260,12 @@ def _campaign(setting: Setting, drawn: Drawn[SomeCase], tally: Tally[SomeCase], 
         status, findings = verdicts[0].exit_status if verdicts else 0, [finding.name for finding in there]
         page = partial(_page, tally, found, seed)
         return files.finish(status, verdicts, page=page, seed=seed, findings=findings, tally=_data(tally))
+
+
+def _told_of(shown: Found[SomeCase], world: World) -> Verdict:
+    """The verdict on what is shown, with the line that replays it."""
+    verdict = shown.verdict or crashed(shown.case, shown.failure)
+    return replacing(verdict, world, seconds=verdict.seconds)
 
 
 def _page(tally: Tally[SomeCase], found: Found[SomeCase] | None, seed: int) -> str:
@@ -295,20 +313,36 @@ def exit_status(verdicts: Sequence[Verdict]) -> int:
 def validated(case: Case, world: World, *, measure: bool = True) -> tuple[Verdict, Observed | None]:
     """The verdict on ``case``, and what its ranks gave; "unknown" and None where they failed.
 
-    ``measure``: measure rounding floors even where every bit agrees. Raises ``Impossible`` for too small a world.
+    Of a simulated world's interleavings it is of the first that is no pass, or of the last. ``measure``: measure
+    rounding floors even where every bit agrees. Raises ``Impossible`` for too small a world.
     """
     if (refused := refusal(case)) is not None:
         return refused, None
     began = perf_counter()
+    for _ in world.interleavings():
+        verdict, observed = _validated(case, world, measure=measure)
+        if verdict.verdict != "pass":
+            break
+    return replacing(verdict, world, seconds=perf_counter() - began), observed
+
+
+def replacing(verdict: Verdict, world: World, *, seconds: float) -> Verdict:
+    """``verdict`` with what it took, and a replay line that names the world which it is of."""
+    if world.simulation is None:
+        return replace(verdict, seconds=seconds)
+    return replace(verdict, seconds=seconds, rerun=f"{verdict.replay} {world.simulation.options}")
+
+
+def _validated(case: Case, world: World, *, measure: bool) -> tuple[Verdict, Observed | None]:
     try:
         with enough_ranks():
             observed = observe(case, world)
     except RankFailed as failure:
-        return replace(crashed(case, failure), seconds=perf_counter() - began), None
+        return crashed(case, failure), None
     verdict = judge(case, observed, measure=measure)
     if verdict.verdict == "fail":
         verdict = explained(case, world, observed, verdict)
-    return replace(verdict, seconds=perf_counter() - began), observed
+    return verdict, observed
 
 
 @contextmanager

@@ -5,6 +5,7 @@ torch is imported by the one that runs, and meanwhile by the fork server where r
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 from pipeproof.cases.any_case import case_of_line
@@ -29,6 +30,7 @@ from pipeproof.commands.selection import (
     table_of,
     tell_notes,
 )
+from pipeproof.commands.simulation_options import SIMULATED_OPTIONS, add_simulation, simulation_of
 from pipeproof.pipeline.files import is_csv
 from pipeproof.pipeline.sizes import MOST_ACTIONS, MOST_PROCESSES, MOST_SEED, counted
 from pipeproof.reports.terminal import Terminal
@@ -57,6 +59,7 @@ def _add_validate(commands: Commands) -> None:
     add_config(parser)
     parser.add_argument("--profile", action="store_true", help="print where each rank's time went")
     add_world(parser)
+    add_simulation(parser)
     add_recording(parser)
     add_outputs(parser, page=True)
     parser.set_defaults(run=_validate)
@@ -72,6 +75,7 @@ def _add_fuzz(commands: Commands) -> None:
     runtimes = "which one runs them: torch is torch.distributed.pipelining; a framework's engine, where it is installed"
     parser.add_argument("--runtime", choices=(OWN, TORCH, *FRAMEWORKS), default=OWN, help=runtimes)
     add_world(parser)
+    add_simulation(parser)
     add_outputs(parser, page=True)
     parser.set_defaults(run=_fuzz)
 
@@ -99,6 +103,7 @@ def _add_replay(commands: Commands) -> None:
     parser.add_argument("case", nargs="+", help=line)
     parser.add_argument("--plugin", metavar="FILE", help="a Python file that registers the specimen of the line")
     add_timeout(parser)
+    add_simulation(parser)
     add_recording(parser)
     add_outputs(parser, what="the verdict", page=True)
     parser.set_defaults(run=_replay)
@@ -119,7 +124,8 @@ def _validate(options: argparse.Namespace) -> int:
     start_fork_server()
     from pipeproof.commands.campaign import Setting, validate_all
 
-    setting = Setting(device, options.timeout, Outputs.of(options), options.profile)
+    simulation = simulation_of(options)
+    setting = Setting(device, options.timeout, Outputs.of(options), options.profile, simulation=simulation)
     return validate_all(cases, setting, left_out=left_out)
 
 
@@ -153,7 +159,7 @@ def _gate(options: argparse.Namespace) -> int:
 def _fuzz(options: argparse.Namespace) -> int:
     if options.runtime in FRAMEWORKS:
         said = f"with --runtime {options.runtime}, which has its own"
-        without_effect(options, ["--schedule", "--dtype"], said)
+        without_effect(options, ["--schedule", "--dtype", *SIMULATED_OPTIONS], said)
         if options.device not in (AUTO, CPU):
             raise CaseError(f"--device {options.device}: engines of frameworks are run on CPUs here; give --device cpu")
     elif options.runtime != OWN:
@@ -167,7 +173,7 @@ def _fuzz(options: argparse.Namespace) -> int:
 
     device = CPU if options.runtime in FRAMEWORKS else options.device
     return fuzz_all(
-        Setting(device, options.timeout, Outputs.of(options)),
+        Setting(device, options.timeout, Outputs.of(options), simulation=simulation_of(options)),
         budget=options.cases,
         seed=options.seed,
         schedules=schedules,
@@ -188,13 +194,12 @@ def _replay(options: argparse.Namespace) -> int:
 
     if options.plugin is not None:
         PLUGINS.load(options.plugin)
-    return validate_all(
-        [case], Setting(case.device, options.timeout, Outputs.of(options), explain=True, plugin=options.plugin)
-    )
+    setting = Setting(case.device, options.timeout, Outputs.of(options), explain=True, plugin=options.plugin)
+    return validate_all([case], replace(setting, simulation=simulation_of(options)))
 
 
 def _replay_framework(case: FrameworkCase, options: argparse.Namespace) -> int:
-    without_effect(options, ["--plugin", "--record"], f"on a line of {case.framework}")
+    without_effect(options, ["--plugin", "--record", *SIMULATED_OPTIONS], f"on a line of {case.framework}")
     start_fork_server()
     from pipeproof.commands.campaign import Setting
     from pipeproof.commands.framework_runs import replay_framework

@@ -36,6 +36,7 @@ from pipeproof.observers.sketch import UNSOUGHT, contents
 from pipeproof.reference.accumulation import PLAIN, Accumulation
 from pipeproof.reference.data import Batch
 from pipeproof.reference.step import Contribution, Reference
+from pipeproof.worlds.kinds import REAL
 from pipeproof.worlds.rank_report import NeedsMoreRanks, RankFailed, WorldError
 from pipeproof.worlds.timeout import seconds
 from pipeproof.worlds.world import World
@@ -112,7 +113,7 @@ class WhiteBox:
             raise
         except Exception as error:  # of the reference, of what the ranks handed back, or ours: never a pass
             verdict = _stopped(_title(task, replicas), error)
-        return replace(verdict, rerun=_rerun(), seconds=perf_counter() - began)
+        return replace(verdict, rerun=_rerun(self.world), seconds=perf_counter() - began)
 
     def layerwise(
         self,
@@ -200,10 +201,15 @@ def validate(
     optimizer: Callable[[nn.Module], Optimizer] | None = None,
     names: Names | None = None,
     timeout_s: float | None = None,
+    world: str = REAL,
 ) -> Verdict:
-    """As ``WhiteBox.validate``, on a world that lasts as long as this call."""
-    with World() as world:
-        return WhiteBox(world).validate(
+    """As ``WhiteBox.validate``, on a world that lasts as long as this call.
+
+    ``world``: ``real``, or ``simulated``, which finds races and hangs that real ranks show once in a thousand runs: one
+    interleaving, with gloo's rules. A ``World`` of one's own has others, and ``WhiteBox`` takes it.
+    """
+    with World(kind=world) as place:
+        return WhiteBox(place).validate(
             step,
             reference=reference,
             microbatches=microbatches,
@@ -393,7 +399,11 @@ def _undecided(title: str, sentence: str) -> Verdict:
     return Verdict(title, "unknown", "none", (), headline=sentence)
 
 
-def _rerun() -> str:
-    """What to type to have the same once more."""
+def _rerun(world: World) -> str:
+    """What to type to have the same once more; what decided a simulated run is in the code, and is said."""
     test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
-    return f'pytest "{test}"' if test else shlex.join(["python", *sys.argv])
+    if world.simulation is None:
+        return f'pytest "{test}"' if test else shlex.join(["python", *sys.argv])
+    if test:
+        return f'pytest "{test}" {world.simulation.pytest_options}'
+    return f"{shlex.join(['python', *sys.argv])}  # {world.simulation}"

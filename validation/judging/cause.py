@@ -54,6 +54,13 @@ KINDS: Mapping[str, str] = MappingProxyType(
         # The order of things.
         "order": "the order of actions breaks a law",
         "deadlock": "ranks wait for each other",
+        # Messages on their way, as the simulated world sees them.
+        "read-before-wait": "a buffer was used before its message had been waited for",
+        "overwritten-in-flight": "a buffer was written while its message was on its way",
+        "never-waited": "nobody waited for a message",
+        "received-twice": "two messages were to be received into one buffer",
+        "mismatched": "a message was received as another size or type than it was sent",
+        "desynchronised": "ranks did not call the same collective",
         "crash": "a rank failed",
     }
 )

@@ -60,6 +60,13 @@ HINTS: Mapping[str, str] = MappingProxyType(
         "partition": "Compare the layers that each stage holds with the split: each layer once, in order.",
         "order": "The line says which law breaks where: change the order of these actions in the schedule.",
         "deadlock": "Look at who waits for whom: one of these sends or receives is missing, or comes too late.",
+        "read-before-wait": "Wait for the work that irecv gave back before anything uses its buffer.",
+        "overwritten-in-flight": "Wait for the send before its buffer is written again, or send a copy.",
+        "never-waited": "Keep the work that isend or irecv gave back, and wait for it before the step returns.",
+        "received-twice": "Give each receive a buffer of its own, or wait for the first before the second is posted.",
+        "mismatched": "Compare what one line sends with what the other receives: number of elements and type.",
+        "desynchronised": "Every rank of a group must call the same collectives in the same order: look for one "
+        "under a condition that ranks do not share.",
         "crash": "Read the rank's traceback: nothing could be compared behind it.",
     }
 )

@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Literal
 
-from pipeproof.judging.cause import KINDS, Cause, Cells, RuledOut
+from pipeproof.judging.cause import KINDS, Cause, Cells, OwnLine, RuledOut
 from pipeproof.judging.hints import hints
 from pipeproof.judging.measured import Measured, versions
 from pipeproof.judging.mismatch import Mismatch as Mismatch
@@ -15,7 +15,7 @@ from pipeproof.judging.mismatch import Size as Size
 from pipeproof.judging.mismatch import Value as Value
 from pipeproof.judging.mismatch import What as What
 from pipeproof.judging.mismatch import small as small
-from pipeproof.worlds.rank_report import RankFailed, details, headline
+from pipeproof.worlds.rank_report import Race, RankFailed, details, headline
 from pipeproof.worlds.stack import Line
 
 SCHEMA = "pipeproof/3"  # of all that is written as JSON: validation/reports/schema.json
@@ -192,7 +192,11 @@ class Verdict:
         return replace(self, verdict=outcome, tier="none", stopped=crash.said, traceback=crash.traceback)
 
     def of_failure(self, failure: RankFailed) -> "Verdict":
-        """This verdict, where ranks failed and there is nothing to judge."""
+        """This verdict, where ranks failed and there is nothing to judge. A race is a fault all the same."""
+        if isinstance(race := failure.cause, Race):
+            lines = tuple(OwnLine(what, line) for what, line in race.lines)
+            cause = Cause(race.kind, rank=race.rank, detail=race.said, lines=lines)
+            return replace(self, verdict="fail", headline=race.said, failure=details(failure.reports), cause=(cause,))
         ended: Literal["error", "hang"] = "hang" if failure.hang else "error"
         return replace(self, headline=headline(failure.reports), failure=details(failure.reports), ended=ended)
 

@@ -19,6 +19,7 @@ from pipeproof.observers.shards import InShards, held_whole
 from pipeproof.observers.sketch import Sketch, sketch
 from pipeproof.pipeline.action import Kind
 from pipeproof.pipeline.split import needs
+from pipeproof.worlds.belongings import belongs_to_rank
 from pipeproof.worlds.posted_messages import Came, received_at
 from pipeproof.worlds.stack import Stack, own_stack
 
@@ -323,6 +324,7 @@ class Watcher:
 
 
 _watcher: Watcher | None = None
+belongs_to_rank(__name__, "_watcher", fresh=lambda _: None)
 
 
 @contextmanager

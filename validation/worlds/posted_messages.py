@@ -33,7 +33,8 @@ class _Posted:
 
     @property
     def open(self) -> bool:
-        return not self.work.is_completed()
+        # Who asks a simulated work whether it is completed may read what it fills from then on; this only looks.
+        return not getattr(self.work, "ended", self.work.is_completed)()
 
 
 class Message(NamedTuple):

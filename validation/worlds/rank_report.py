@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from textwrap import indent
 
+from pipeproof.worlds.stack import Line
+
 
 def unfreed(waits: Mapping[int, Collection[int]]) -> list[tuple[int, ...]]:
     """The groups of ranks that wait for none but each other; one that waits for nobody is such a group by itself.
@@ -223,6 +225,24 @@ def of_absent(reasons: Mapping[int, str], ranks: int, stacks: Mapping[int, str])
         else RankReport(rank, Ending.STOPPED)
         for rank in range(ranks)
     ]
+
+
+class Race(ValueError):
+    """What code did with a buffer that was on its way, or a collective that ranks did not call alike.
+
+    ``kind`` is one of a verdict's causes, ``rank`` the one that did it, ``said`` a sentence. ``lines``: of the user's
+    own code, each with what ran there.
+    """
+
+    def __init__(self, kind: str, rank: int, said: str, lines: tuple[tuple[str, Line], ...] = ()) -> None:
+        super().__init__(kind, rank, said, lines)
+        self.kind = kind
+        self.rank = rank
+        self.said = said
+        self.lines = lines
+
+    def __str__(self) -> str:
+        return "\n".join([self.said, *(f"{what} {line}" for what, line in self.lines)])
 
 
 class WorldError(RuntimeError):

@@ -39,10 +39,15 @@ def own_stack() -> Stack:
 
     Of an installed package its innermost line alone is kept, and only where that comes before the user's own.
     """
+    return stack_of(sys._getframe(1))
+
+
+def stack_of(frame: FrameType) -> Stack:
+    """The same of ``frame``, which may be another thread's."""
     kept: list[Line] = []
-    for frame in _frames(sys._getframe(1)):
-        if not (kept and _installed(frame.f_code.co_filename)):
-            kept.append(_line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+    for one in _frames(frame):
+        if not (kept and _installed(one.f_code.co_filename)):
+            kept.append(_line(one.f_code.co_filename, one.f_lineno, one.f_code.co_name))
         if len(kept) == _MOST:
             break
     return tuple(kept)

@@ -57,10 +57,10 @@ def serve(orders: Connection, questions: Connection, seat: Seat, environment: Ma
     _settle(seat)
     threading.Thread(target=_answer_questions, args=(questions,), daemon=True).start()
     context = functools.cache(functools.partial(_join, seat))
-    orders.send_bytes(pack(_attempt(seat.rank, lambda: bool(context()))))
+    orders.send_bytes(pack(attempt(seat.rank, lambda: bool(context()))))
     try:
         while True:
-            orders.send_bytes(pack(_attempt(seat.rank, functools.partial(_obey, orders.recv_bytes(), context()))))
+            orders.send_bytes(pack(attempt(seat.rank, functools.partial(obey, orders.recv_bytes(), context()))))
     except (EOFError, OSError):
         os._exit(0)  # nobody is left to work for, and an orderly end could wait for other ranks
 
@@ -104,7 +104,8 @@ def _open_store(address: str) -> Store:
     return PrefixStore(url.path.strip("/"), tcp)
 
 
-def _obey(order: bytes, context: RankContext) -> object:
+def obey(order: bytes, context: RankContext) -> object:
+    """Do a rank's part of a packed job. Raises whatever it raises."""
     sys.path[:], job_and_arguments = unpack(order)  # the path first: the job may need it to be unpacked
     job, arguments = unpack(job_and_arguments)
     kept = _groups_of_jobs()
@@ -127,7 +128,8 @@ def _groups_of_jobs() -> int:
     return max(0, len(groups) - 1)
 
 
-def _attempt(rank: int, work: Callable[[], object]) -> RankReport:
+def attempt(rank: int, work: Callable[[], object]) -> RankReport:
+    """How ``work`` ended on ``rank``, with what it gave."""
     parting()  # of a job that failed
     try:
         result = work()
@@ -176,7 +178,7 @@ def _answer_questions(questions: Connection) -> NoReturn:
         while True:
             questions.recv_bytes()
             frames = traceback.extract_stack(sys._current_frames()[main])
-            questions.send_bytes(pack((_stack(frames), *_wait(frames), progress())))
+            questions.send_bytes(pack((stack_text(frames), *_wait(frames), progress())))
     except (EOFError, OSError):
         os._exit(1)  # the controller is gone, and the main thread may be where only this can end it
 
@@ -191,7 +193,8 @@ def _wait(frames: Sequence[traceback.FrameSummary]) -> tuple[str | None, tuple[i
     return collective, None if collective is None else ()
 
 
-def _stack(frames: Sequence[traceback.FrameSummary]) -> str:
+def stack_text(frames: Sequence[traceback.FrameSummary]) -> str:
+    """A stack from the job on."""
     ours = [index for index, frame in enumerate(frames) if frame.filename == __file__]
     return "".join(traceback.format_list(frames[ours[-1] + 1 :] if ours else frames))
 

@@ -1,16 +1,20 @@
 """Run a function on several ranks and get every rank's result, wherever the ranks are."""
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar
 
-from pipeproof.worlds.accelerator import refusal, split
+from pipeproof.pipeline.transports import transport_of
+from pipeproof.worlds.accelerator import CPU, refusal, split
+from pipeproof.worlds.kinds import KINDS, REAL, SIMULATED
 from pipeproof.worlds.launcher import under_torchrun
 from pipeproof.worlds.processes import Processes
 from pipeproof.worlds.rank_report import Ending, NeedsMoreRanks, RankFailed, RankReport, WorldError, culprit_of
 from pipeproof.worlds.shipping import pack, unpack, unshippable
+from pipeproof.worlds.simulated.place import Simulated
+from pipeproof.worlds.simulation import Simulation
 from pipeproof.worlds.timeout import seconds
 from pipeproof.worlds.torchrun import Torchrun
 from pipeproof.worlds.worker import RankContext
@@ -28,7 +32,15 @@ class World:
     """
 
     def __init__(
-        self, *, device: str = "cpu", timeout_s: float = 120.0, silent: bool = False, most_groups: int | None = None
+        self,
+        *,
+        device: str = "cpu",
+        timeout_s: float = 120.0,
+        silent: bool = False,
+        most_groups: int | None = None,
+        kind: str = REAL,
+        seed: int = 0,
+        transport: str = "gloo",
     ) -> None:
         """``device``: of a type such as ``cpu`` or ``cuda``, which the ranks of a host share in turn, or ``cuda:0``, on
         which they all are. ``timeout_s`` bounds each run, in seconds. Others raise ValueError.
@@ -37,14 +49,38 @@ class World:
         in which jobs have left more process groups than this are replaced after a run, and what jobs changed there is
         gone; None: never. A group cannot be ended for torch caches what uses it, and each of gloo's keeps two threads.
         Not under torchrun.
+
+        ``kind``: ``real``, or ``simulated``: all ranks are threads of one process, of which one runs at a time, also
+        under torchrun. ``seed`` then decides who is next and when messages move, within what ``transport`` allows, a
+        name of ``pipeline.transports``. Both may be set anew between runs, and ``seeds``: under which of them who looks
+        for races runs each case. Modules are shared by such ranks: what code keeps there is not one rank's.
         """
+        if kind not in KINDS:
+            raise ValueError(f"kind is {kind!r}: expected {' or '.join(KINDS)}")
+        if kind == SIMULATED and device != CPU:
+            raise ValueError(f"device is {device!r}: simulated ranks are on {CPU}, there is no other device in there")
         if why := refusal(split(device)[0]):
             raise ValueError(why)
         self.device = device
         self.timeout_s = seconds(timeout_s)
         self._silent = silent
         self._most_groups = most_groups
-        self._source: Processes | Torchrun | None = None
+        self.kind = kind
+        self.seed = seed
+        self.transport = transport_of(transport)
+        self.seeds = range(seed, seed + 1)
+        self._source: Processes | Torchrun | Simulated | None = None
+
+    @property
+    def simulation(self) -> Simulation | None:
+        """What decides the next run; None where the machine does."""
+        return Simulation(self.transport, self.seed) if self.kind == SIMULATED else None
+
+    def interleavings(self) -> Iterator[None]:
+        """Once for each seed that a case is to be run under, which is then this world's; real ranks have no seed."""
+        for seed in self.seeds:
+            self.seed = seed
+            yield
 
     def run(
         self,
@@ -74,10 +110,14 @@ class World:
         order = _order(job, args)
         if self._source is None:
             self._source = self._started()
+        if isinstance(self._source, Simulated):
+            self._source.choose(seed=self.seed, transport=self.transport)
         label = _label(job)
         return _results(self._source.run(order, label=label, ranks=ranks, timeout_s=bound_s, meanwhile=meanwhile))
 
-    def _started(self) -> Processes | Torchrun:
+    def _started(self) -> Processes | Torchrun | Simulated:
+        if self.kind == SIMULATED:
+            return Simulated(silent=self._silent)
         if under_torchrun():
             return Torchrun(self.device, silent=self._silent)
         return Processes(self.device, silent=self._silent, most_groups=self._most_groups)

@@ -312,7 +312,7 @@ def test_check_accepts_a_good_schedule_and_lists_what_a_bad_one_breaks(
     assert main(["check", str(good)]) == 0
     out = capsys.readouterr().out
     assert "mine.csv keeps every law: 2 ranks, 4 stages, 4 microbatches" in out
-    assert out.count("no deadlock") == 5
+    assert out.count("no deadlock") == 6
     bad = tmp_path / "bad.csv"
     bad.write_text("0F0,0B0,0B0\n1B0,1F0\n")
     assert main(["check", str(bad)]) == 1

@@ -1,0 +1,122 @@
+"""Whole runtimes in the simulated world: verdicts as on real ranks, races by name, and never one in right code."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+
+from pipeproof import whitebox
+from pipeproof.cases.case import Case
+from pipeproof.cases.validator import validate
+from pipeproof.foreign import WhiteBox
+from pipeproof.judging.verdict import Verdict
+from pipeproof.pipeline.schedules import FAMILIES, virtuals
+from pipeproof.pipeline.transports import Transport
+from pipeproof.worlds.world import World
+from tests.examples.hand_written_1f1b import OneFOneB
+from tests.examples.torch_pipelining import train
+from tests.support.racy_1f1b import RACES, ReadsEarly, WaitsForItsSends, trained
+from tests.support.steps import blocks, loss_fn, pairs
+
+RANKS = 3
+
+
+def judged(world: World, step: Any) -> Verdict:
+    build = partial(blocks, RANKS)
+    return WhiteBox(world).validate(step, reference=build, microbatches=pairs(), ranks=RANKS, loss_fn=loss_fn)
+
+
+def by_hand(runtime: type[OneFOneB]) -> Any:
+    return partial(trained, by=runtime, loss_fn=loss_fn)
+
+
+def by_torch(model: Any, microbatches: list[Any]) -> Any:
+    import torch.distributed as dist
+
+    from pipeproof.foreign import watch
+
+    stage = watch(model[dist.get_rank()])
+    return stage, train(stage, microbatches, loss_fn)
+
+
+def small(name: str) -> Case:
+    count = 2 * virtuals(name, looped=2)
+    return Case.parse(f"{name} r2 s{count} m4 split={','.join('1' * count)} model=mlp")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", FAMILIES)
+def test_our_schedules_are_right_to_the_bit_with_tags_and_in_order(name: str, simulated: World) -> None:
+    for simulated.seed, simulated.transport in enumerate((Transport.UNLIMITED, Transport.PAIR)):
+        verdict = validate(small(name), simulated)
+        assert (verdict.verdict, verdict.tier) == ("pass", "bitwise"), str(verdict)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("step", [by_hand(OneFOneB), by_torch], ids=["by_hand", "by_torch"])
+def test_a_foreign_step_has_the_verdict_that_it_has_on_real_ranks(step: Any, simulated: World, world: World) -> None:
+    real = judged(world, step)
+    assert (real.verdict, real.tier) == ("pass", "bitwise"), str(real)
+    for simulated.seed in range(3):
+        verdict = judged(simulated, step)
+        assert replace(verdict, rerun=real.rerun) == real, str(verdict)
+
+
+@pytest.mark.parametrize("fault", ["one-buffer"])
+def test_a_wrong_answer_is_the_same_wrong_answer(fault: str, simulated: World, world: World) -> None:
+    step = partial(faulty, fault=fault)
+    here, there = judged(simulated, step), judged(world, step)
+    assert here.verdict == "fail", str(here)
+    assert (here.mismatches, here.cause) == (there.mismatches, there.cause)
+
+
+def faulty(model: Any, microbatches: list[Any], *, fault: str) -> Any:
+    return trained(model, microbatches, by=partial(OneFOneB, fault=fault), loss_fn=loss_fn)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("runtime", RACES, ids=lambda runtime: runtime.__name__)
+def test_a_race_is_named_under_some_seed(runtime: type[OneFOneB], simulated: World) -> None:
+    for simulated.seed in range(20):
+        verdict = judged(simulated, by_hand(runtime))
+        if verdict.cause:
+            break
+    (cause,) = verdict.cause
+    assert (verdict.verdict, verdict.exit_status, cause.kind) == ("fail", 1, RACES[runtime]), str(verdict)
+    assert cause.lines, "the user's own lines are told"
+    assert all(one.line.file.endswith(("racy_1f1b.py", "hand_written_1f1b.py")) for one in cause.lines)
+
+
+@pytest.mark.long
+def test_right_code_has_no_race_under_any_of_twenty_seeds(simulated: World) -> None:
+    for simulated.seed in range(20):
+        verdict = judged(simulated, by_torch if simulated.seed % 4 == 0 else by_hand(OneFOneB))
+        assert verdict.verdict == "pass", str(verdict)
+
+
+def test_a_world_by_name_is_one_interleaving() -> None:
+    step, build = by_hand(ReadsEarly), partial(blocks, RANKS)
+    options: Any = {"reference": build, "microbatches": pairs(), "ranks": RANKS, "loss_fn": loss_fn}
+    verdict = whitebox.validate(step, **options, world="simulated")
+    assert [cause.kind for cause in verdict.cause] == ["read-before-wait"], str(verdict)
+    assert verdict.replay.endswith(
+        "--pipeproof-world=simulated --pipeproof-transport=unlimited --pipeproof-interleaving=0"
+    )
+    with pytest.raises(ValueError, match="kind is 'imagined': expected real or simulated"):
+        whitebox.validate(step, **options, world="imagined")
+
+
+def test_what_hangs_with_one_transport_and_not_with_another(simulated: World) -> None:
+    words = {}
+    for simulated.transport in Transport:
+        words[simulated.transport] = judged(simulated, by_hand(WaitsForItsSends)).word
+    assert {transport for transport, word in words.items() if word == "pass"} == {Transport.BUFFERED}
+    assert set(words.values()) == {"pass", "hang"}
+
+
+def test_a_seed_gives_the_same_report_to_the_letter_in_any_process(simulated: World) -> None:
+    with World(kind="simulated", seed=5, silent=True) as another:
+        for runtime in (OneFOneB, *RACES, WaitsForItsSends):
+            simulated.seed = 5
+            once, again, elsewhere = (str(judged(world, by_hand(runtime))) for world in (simulated, simulated, another))
+            assert once == again == elsewhere

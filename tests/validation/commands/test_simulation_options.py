@@ -1,0 +1,55 @@
+"""A simulated world from a command line: what it says, what it refuses, and that a replay line is exact."""
+
+import re
+import shlex
+
+import pytest
+
+from pipeproof.commands.cli import main
+
+LOST = "naive r2 s2 m1 split=1,1 model=mlp plan=train specimen=message-lost seed=0"
+RIGHT = ["--schedule", "1f1b", "--ranks", "2", "--microbatches", "2", "--layers", "2", "--model", "mlp"]
+SIMULATED = ["--world", "simulated"]
+
+
+def test_validate_runs_on_simulated_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", *RIGHT, *SIMULATED, "--transport", "nccl", "--interleavings", "2", "-v"]) == 0
+    out = capsys.readouterr().out
+    assert "1 pass; 1 of 1 bit for bit" in out
+    assert 'seed=0" --world simulated --transport pair --interleaving 1' in out, "the last of two"
+
+
+def test_a_replay_line_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
+    seen = []
+    line = ["replay", LOST, *SIMULATED, "--transport", "buffered", "--interleaving", "7"]
+    for _ in range(2):
+        assert main(line) == 3
+        out = capsys.readouterr().out
+        found = re.search(r"replay +pipeproof (.*)", out)
+        assert found is not None, out
+        line = shlex.split(found[1])
+        seen.append(re.sub(r"\d+\.\d s", "", out))
+    assert line[2:] == ["--world", "simulated", "--transport", "buffered", "--interleaving", "7"]
+    assert seen[0] == seen[1]
+    assert "rank 1 for 1RECV_F0 with rank 0" in seen[0]
+
+
+def test_fuzz_draws_cases_for_simulated_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fuzz", "--cases", "2", "--max-ranks", "2", "--schedule", "naive", *SIMULATED]) == 0
+    assert "2 cases, 2 pass" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--transport", "nccl"], "--transport has no effect without --world simulated"),
+        (["--interleavings", "3"], "--interleavings has no effect without --world simulated"),
+        ([*SIMULATED, "--transport", "pigeon"], "unknown 'pigeon'"),
+        ([*SIMULATED, "--device", "xpu"], "simulated ranks compute on cpu alone"),
+        ([*SIMULATED, "--interleavings", "0"], "--interleavings"),
+        ([*SIMULATED, "--interleaving", "-1"], "--interleaving"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", *RIGHT, *words]) == 2
+    assert said in capsys.readouterr().err

@@ -1,0 +1,153 @@
+"""Everything that torch.distributed calls on a simulated group gives what it gives on real ranks."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeproof.pipeline.transports import Transport
+from pipeproof.worlds.rank_report import RankFailed
+from pipeproof.worlds.worker import RankContext
+from pipeproof.worlds.world import World
+
+
+def every_collective(context: RankContext) -> dict[str, Any]:
+    rank, ranks = context.rank, context.ranks
+    own = torch.arange(6.0).reshape(2, 3) + 10 * rank
+    seen: dict[str, Any] = {}
+
+    def note(name: str, *tensors: Tensor) -> None:
+        seen[name] = [tensor.tolist() for tensor in tensors]
+
+    for operation in (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.PRODUCT):
+        whole = own.clone()
+        dist.all_reduce(whole, operation)
+        note(f"all_reduce {operation}", whole)
+    given = own.clone()
+    dist.broadcast(given, 1)
+    note("broadcast", given)
+    to_one = own.clone()
+    dist.reduce(to_one, 1)
+    note("reduce", *([to_one] if rank == 1 else []))
+    parts = [torch.empty(2, 3) for _ in range(ranks)]
+    dist.all_gather(parts, own)
+    note("all_gather", *parts)
+    whole = torch.empty(2 * ranks, 3)
+    dist.all_gather_into_tensor(whole, own)
+    note("all_gather_into_tensor", whole)
+    dist.gather(own, parts if rank == 0 else None)
+    note("gather", *(parts if rank == 0 else []))
+    scattered = torch.empty(2, 3)
+    dist.scatter(scattered, [own + k for k in range(ranks)] if rank == 0 else None)
+    note("scatter", scattered)
+    share = torch.empty(2, 3)
+    dist.reduce_scatter(share, [own + k for k in range(ranks)])
+    note("reduce_scatter", share)
+    dist.reduce_scatter_tensor(share, whole)
+    note("reduce_scatter_tensor", share)
+    dist.all_to_all(parts, [own + 100 * k for k in range(ranks)])
+    note("all_to_all", *parts)
+    turned = torch.empty(ranks)
+    dist.all_to_all_single(turned, torch.arange(float(ranks)) + 10 * rank)
+    note("all_to_all_single", turned)
+    objects: list[Any] = [None] * ranks
+    dist.all_gather_object(objects, {"rank": rank})
+    listed = [f"from {rank}"]
+    dist.broadcast_object_list(listed, 0)
+    seen["objects"] = objects, listed
+    pair = dist.new_group([0, 1])
+    if rank < 2:
+        dist.all_reduce(own, group=pair)
+    dist.barrier()
+    note("new_group", own)
+    seen["names"] = str(dist.get_backend()), dist.get_rank(), dist.get_world_size(), dist.get_process_group_ranks(pair)
+    return seen
+
+
+def every_message(context: RankContext) -> list[Any]:
+    rank, after, before = context.rank, (context.rank + 1) % context.ranks, (context.rank - 1) % context.ranks
+    own, seen = torch.full((3,), float(rank)), []
+    here, there = torch.empty(3), torch.empty(3)
+    operations = [dist.P2POp(dist.isend, own, after), dist.P2POp(dist.irecv, here, before)]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    sent = dist.isend(own + 10, after, tag=7)
+    came = dist.irecv(there, before, tag=7)
+    assert sent is not None, "its rank is in the group"
+    assert came is not None, "its rank is in the group"
+    came.wait()
+    sent.wait()
+    if rank == 0:
+        dist.send(own, after)
+    elif rank == 1:
+        seen.append(dist.recv(torch.empty(3)))  # from any
+    objects: list[Any] = [None]
+    if rank == 0:
+        dist.send_object_list([{"x": 1}], after)
+    elif rank == 1:
+        dist.recv_object_list(objects, 0)
+    return [here.tolist(), there.tolist(), seen, objects]
+
+
+@pytest.mark.parametrize("job", [every_collective, every_message])
+def test_what_calls_give_is_what_they_give_on_real_ranks(job: Any, simulated: World, world: World) -> None:
+    real = world.run(job, ranks=2)
+    for simulated.seed in range(3):
+        assert simulated.run(job, ranks=2) == real
+
+
+def polls(context: RankContext) -> list[float]:
+    buffer = torch.empty(2)
+    work = dist.irecv(buffer, 1 - context.rank)
+    sent = dist.isend(torch.full((2,), float(context.rank)), 1 - context.rank)
+    assert work is not None, "its rank is in the group"
+    assert sent is not None, "its rank is in the group"
+    while not work.is_completed():
+        pass
+    sent.wait()
+    return buffer.tolist()
+
+
+def test_who_asks_whether_it_has_come_may_read_it(simulated: World) -> None:
+    assert simulated.run(polls, ranks=2) == [[1.0, 1.0], [0.0, 0.0]]
+
+
+def built_on_groups(context: RankContext) -> tuple[bool, float, bool]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.nn.parallel import DistributedDataParallel
+
+    mesh = init_device_mesh("cpu", (context.ranks,))
+    whole = distribute_tensor(torch.arange(8.0).reshape(4, 2), mesh, [Shard(0)]).sum().full_tensor()
+
+    def gradient(wrap: Any) -> Tensor:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 4)
+        wrapped = wrap(model)
+        wrapped(torch.full((2, 4), float(context.rank))).sum().backward()
+        found = model.weight.grad
+        assert found is not None, "a backward has run"
+        return found.full_tensor() if hasattr(found, "full_tensor") else found
+
+    mean = torch.full((4, 4), 2.0 * sum(range(context.ranks)) / context.ranks)
+    replicated = torch.equal(gradient(DistributedDataParallel), mean)
+    return replicated, float(whole), torch.equal(gradient(lambda model: fully_shard(model, mesh=mesh)), mean)
+
+
+@pytest.mark.long
+def test_what_torch_builds_on_groups_runs_unchanged(simulated: World) -> None:
+    for simulated.transport in (Transport.UNLIMITED, Transport.PAIR):
+        assert simulated.run(built_on_groups, ranks=2) == [(True, 28.0, True)] * 2
+
+
+def divided(context: RankContext) -> None:
+    dist.new_group([0, 1], backend="gloo")
+    dist.monitored_barrier()
+
+
+def test_what_is_not_there_says_so(simulated: World) -> None:
+    with pytest.raises(RankFailed, match="monitored_barrier"):
+        simulated.run(divided, ranks=2)

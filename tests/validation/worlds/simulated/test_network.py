@@ -1,0 +1,135 @@
+"""Messages move as a transport allows: what a static model calls a deadlock is one here, and nothing else is."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import assume, given, settings
+
+from pipeproof.pipeline.action import RECEIVES, SENDS, Action, Kind
+from pipeproof.pipeline.lower import Program
+from pipeproof.pipeline.program_laws import message_order
+from pipeproof.pipeline.transports import Transport, deadlocks
+from pipeproof.worlds.rank_report import RankFailed
+from pipeproof.worlds.worker import RankContext
+from pipeproof.worlds.world import World
+from tests.support.programs import programs
+
+_NEEDS = {Kind.FORWARD: Kind.RECV_F, Kind.BACKWARD: Kind.RECV_B, Kind.BACKWARD_INPUT: Kind.RECV_B}
+_SENT = {Kind.WAIT_SEND_F: Kind.SEND_F, Kind.WAIT_SEND_B: Kind.SEND_B}
+
+
+def follow(context: RankContext, program: Program) -> None:
+    """Do what a program says with empty hands: its messages alone, waited for where they are needed."""
+    placement, works = program.schedule.placement, {}
+    for stage, kind, m in program.ranks[context.rank]:
+        if kind in SENDS or kind in RECEIVES:
+            forward = kind in (Kind.SEND_F, Kind.RECV_F)
+            other = stage + (1 if forward is (kind in SENDS) else -1)
+            maker = stage if kind in SENDS else other
+            tag = 2 * (maker * 1000 + m) + forward
+            post: Any = dist.isend if kind in SENDS else dist.irecv
+            works[Action(stage, kind, m)] = post(torch.full((1,), float(tag)), placement[other], tag=tag)
+        elif kind in _SENT:
+            works[Action(stage, _SENT[kind], m)].wait()
+        elif (needed := Action(stage, _NEEDS.get(kind, kind), m)) in works:
+            works[needed].wait()
+    for work in works.values():
+        work.wait()
+
+
+def hangs(world: World, program: Program) -> bool:
+    return stuck(world, follow, program, ranks=len(program.ranks))
+
+
+def stuck(world: World, *job: Any, ranks: int) -> bool:
+    try:
+        world.run(*job, ranks=ranks)
+    except RankFailed as failure:
+        if failure.hang:
+            return True
+        raise
+    return False
+
+
+@pytest.mark.long
+@given(program=programs())
+@settings(deadline=None, max_examples=25)
+def test_static_models_and_simulated_runs_say_the_same(kept_simulated: World, program: Program) -> None:
+    assume(not any(message_order(program)))  # what uses a message before it is posted waits for nothing that runs
+    for transport, found in deadlocks(program).items():
+        kept_simulated.transport = transport
+        for kept_simulated.seed in range(2):
+            assert hangs(kept_simulated, program) is (found is not None), (transport, kept_simulated.seed)
+
+
+def sends_first(context: RankContext) -> None:
+    sent = dist.isend(torch.ones(1), 1 - context.rank)
+    dist.recv(torch.empty(1), 1 - context.rank)
+    assert sent is not None, "its rank is in the group"
+    sent.wait()
+
+
+def batched(context: RankContext) -> None:
+    peer = 1 - context.rank
+    sent, came = dist.P2POp(dist.isend, torch.ones(1), peer), dist.P2POp(dist.irecv, torch.empty(1), peer)
+    for work in dist.batch_isend_irecv([sent, came]):
+        work.wait()
+
+
+def waits_for_its_send(context: RankContext) -> None:
+    dist.send(torch.ones(1), 1 - context.rank)
+    dist.recv(torch.empty(1), 1 - context.rank)
+
+
+EVERY = set(Transport)
+
+
+@pytest.mark.parametrize(
+    ("job", "free"),
+    [
+        (sends_first, EVERY - {Transport.STRICT, Transport.RANK, Transport.PAIR}),
+        (batched, EVERY),
+        (waits_for_its_send, {Transport.BUFFERED}),
+    ],
+)
+def test_which_transports_a_habit_hangs_on(job: Any, free: set[Transport], simulated: World) -> None:
+    found = set()
+    for simulated.transport in Transport:
+        if not stuck(simulated, job, ranks=2):
+            found.add(simulated.transport)
+    assert found == free
+
+
+def crossed(context: RankContext) -> list[float]:
+    if context.rank == 0:
+        works = [dist.isend(torch.full((1,), float(tag)), 1, tag=tag) for tag in (1, 2)]
+    else:
+        buffers = [torch.empty(1) for _ in range(2)]
+        works = [dist.irecv(buffer, 0, tag=tag) for buffer, tag in zip(buffers, (2, 1), strict=True)]
+    for work in works:
+        assert work is not None, "its rank is in the group"
+        work.wait()
+    return [] if context.rank == 0 else [float(buffer) for buffer in buffers]
+
+
+def test_tags_are_heeded_by_gloo_and_by_nothing_that_keeps_order(simulated: World) -> None:
+    for simulated.transport in (Transport.UNLIMITED, Transport.BUFFERED):
+        assert simulated.run(crossed, ranks=2)[1] == [2.0, 1.0]
+    for simulated.transport in (Transport.PAIR, Transport.RANK, Transport.DIRECTED):
+        assert simulated.run(crossed, ranks=2)[1] == [1.0, 2.0]
+
+
+def to_a_subgroup(context: RankContext) -> float:
+    group = dist.new_group([1, 2])
+    buffer = torch.zeros(1)
+    if context.rank == 1:
+        dist.send(torch.ones(1), 2, group=group)
+    elif context.rank == 2:
+        dist.recv(buffer, 1, group=group)
+    return float(buffer)
+
+
+def test_ranks_of_a_subgroup_are_the_worlds(simulated: World) -> None:
+    assert simulated.run(to_a_subgroup, ranks=3) == [0.0, 0.0, 1.0]

@@ -1,0 +1,147 @@
+"""A world of simulated ranks is a world: results, failures and hangs as of real ranks, by its seed."""
+
+import os
+import random
+import re
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pipeproof.worlds.rank_report import Ending, RankFailed
+from pipeproof.worlds.worker import RankContext
+from pipeproof.worlds.world import World
+
+
+def own_numbers(context: RankContext) -> list[float]:
+    torch.manual_seed(context.rank)
+    drawn = []
+    for _ in range(4):
+        drawn += [torch.rand(1).item(), random.random()]
+        dist.barrier()
+    return drawn
+
+
+def test_random_numbers_are_a_ranks_own(simulated: World) -> None:
+    first = simulated.run(own_numbers, ranks=3)
+    for rank, drawn in enumerate(first):
+        torch.manual_seed(rank)
+        assert drawn[::2] == [torch.rand(1).item() for _ in range(4)]
+    simulated.seed = 1
+    assert simulated.run(own_numbers, ranks=3) == first, "who is next changes nothing"
+
+
+def own_modes(context: RankContext) -> list[Any]:
+    seen = []
+    if context.rank == 0:
+        torch.set_default_dtype(torch.float64)
+    torch.set_grad_enabled(context.rank == 0)
+    with torch.autocast("cpu", torch.bfloat16, enabled=context.rank == 1):
+        for _ in range(3):
+            dist.barrier()
+            linear = torch.nn.functional.linear(torch.ones(2, 2), torch.ones(2, 2))
+            seen.append((torch.is_grad_enabled(), torch.get_default_dtype(), linear.dtype))
+    return seen
+
+
+def test_modes_and_the_default_type_are_a_ranks_own(simulated: World) -> None:
+    first, second = simulated.run(own_modes, ranks=2)
+    assert first == [(True, torch.float64, torch.float64)] * 3
+    assert second == [(False, torch.float32, torch.bfloat16)] * 3
+    assert simulated.run(own_modes, ranks=1)[0][0][1] is torch.float64, "each run begins anew"
+
+
+def order_of_events(context: RankContext) -> list[int]:
+    seen = []
+    if context.rank == 0:
+        for _ in range(2 * (context.ranks - 1)):
+            buffer = torch.empty(1)
+            dist.recv(buffer)
+            seen.append(int(buffer))
+    else:
+        for k in range(2):
+            dist.send(torch.tensor([10.0 * context.rank + k]), 0)
+    return seen
+
+
+def test_a_seed_is_an_order_and_orders_differ(simulated: World) -> None:
+    orders = []
+    for simulated.seed in range(8):
+        orders.append(simulated.run(order_of_events, ranks=3)[0])
+        assert simulated.run(order_of_events, ranks=3)[0] == orders[-1]
+    assert len(set(map(tuple, orders))) > 2
+    assert all(order.index(10) < order.index(11) for order in orders), "one that is sent first comes first"
+
+
+def both_receive(context: RankContext) -> None:
+    dist.recv(torch.empty(1), 1 - context.rank)
+
+
+def test_who_waits_for_each_other_is_told_at_once(simulated: World) -> None:
+    began = time.monotonic()
+    with pytest.raises(RankFailed) as failed:
+        simulated.run(both_receive, ranks=2)
+    assert time.monotonic() - began < 10, "nobody waits for a bound"
+    assert failed.value.hang
+    told = str(failed.value)
+    assert "ranks 0 and 1 wait for each other: rank 0 for a message from rank 1, rank 1 for a message from " in told
+    assert re.search(r"rank 0: can never go on at test_place\.py:\d+, waiting for a message from rank 1", told)
+    assert "dist.recv(torch.empty(1), 1 - context.rank)" in told
+
+
+def returns_early(context: RankContext) -> None:
+    if context.rank:
+        dist.barrier()
+
+
+def test_who_has_returned_is_named_where_others_wait_for_it(simulated: World) -> None:
+    with pytest.raises(RankFailed, match=r"rank 0 has returned while others wait for it: rank 1 waits for "):
+        simulated.run(returns_early, ranks=2)
+
+
+def raises(context: RankContext) -> None:
+    if context.rank == 1:
+        raise ValueError("bad split")
+    dist.barrier()
+
+
+def test_a_rank_that_raises_is_the_culprit(simulated: World) -> None:
+    with pytest.raises(RankFailed) as failed:
+        simulated.run(raises, ranks=3)
+    assert failed.value.culprit == 1
+    assert isinstance(failed.value.cause, ValueError)
+    assert [report.ending for report in failed.value.reports] == [Ending.STOPPED, Ending.RAISED, Ending.STOPPED]
+
+
+def locks(context: RankContext) -> None:
+    if context.rank == 1:
+        threading.Event().wait()
+    dist.barrier()
+
+
+def dies(context: RankContext) -> None:
+    if context.rank == 1:
+        os._exit(7)
+    dist.barrier()
+
+
+@pytest.mark.parametrize(
+    ("job", "said"),
+    [(locks, r"rank 1 .*did not come back to the network within 1 s"), (dies, r"exited with status 7")],
+)
+def test_who_blocks_or_dies_is_told_and_the_next_run_is_sound(job: Any, said: str, simulated: World) -> None:
+    with pytest.raises(RankFailed, match=said):
+        simulated.run(job, ranks=2, timeout_s=1.0)
+    assert simulated.run(own_numbers, ranks=2) == simulated.run(own_numbers, ranks=2)
+
+
+def test_bad_options_are_told() -> None:
+    with pytest.raises(ValueError, match="kind is 'imagined': expected real or simulated"):
+        World(kind="imagined")
+    with pytest.raises(ValueError, match="simulated ranks are on cpu"):
+        World(kind="simulated", device="pretend")
+    with pytest.raises(ValueError, match="transport 'carrier pigeon' is unknown: expected one of rendezvous, strict"):
+        World(kind="simulated", transport="carrier pigeon")

@@ -1,0 +1,155 @@
+"""What a race is, and what is none: code that is right on every transport is never told of one."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeproof.worlds.rank_report import Race, RankFailed
+from pipeproof.worlds.simulated.races import fill, overlap, poison, unchanged
+from pipeproof.worlds.worker import RankContext
+from pipeproof.worlds.world import World
+
+Use = Callable[[Tensor, Any], object]
+
+
+def used(context: RankContext, use: Use) -> None:
+    """Rank 1 uses a buffer that rank 0 is about to fill."""
+    if context.rank == 0:
+        dist.send(torch.ones(4), 1)
+        return
+    buffer = torch.zeros(4)
+    work = dist.irecv(buffer, 0)
+    use(buffer, work)
+    assert work is not None, "its rank is in the group"
+    work.wait()
+    assert buffer.tolist() == [1.0] * 4
+
+
+READS: list[Use] = [
+    lambda buffer, work: buffer + 1,
+    lambda buffer, work: buffer.sum(),
+    lambda buffer, work: buffer.tolist(),
+    lambda buffer, work: bool(buffer[0] > 0),
+    lambda buffer, work: torch.zeros(4).copy_(buffer),
+    lambda buffer, work: buffer.view(2, 2)[0].clone(),
+    lambda buffer, work: torch.nn.functional.gelu(buffer),
+    lambda buffer, work: dist.isend(buffer, 0),
+]
+NO_READS: list[Use] = [
+    lambda buffer, work: (
+        buffer.shape,
+        buffer.dtype,
+        buffer.device,
+        buffer.numel(),
+        len(buffer),
+        buffer.is_contiguous(),
+    ),
+    lambda buffer, work: (torch.empty_like(buffer), torch.zeros_like(buffer), buffer.new_empty(3)),
+    lambda buffer, work: (
+        buffer.view(2, 2),
+        buffer.detach(),
+        buffer[1:],
+        buffer.unbind(),
+        torch.ones(4).view_as(buffer),
+    ),
+    lambda buffer, work: (buffer.requires_grad, buffer.grad, buffer.data_ptr(), buffer.untyped_storage()),
+    lambda buffer, work: (work.wait(), buffer + 1),
+    lambda buffer, work: torch.randn(3, 3) @ torch.randn(3, 3),
+]
+
+
+@pytest.mark.parametrize("use", READS)
+def test_a_buffer_that_is_used_before_its_message_is_waited_for(use: Use, simulated: World) -> None:
+    with pytest.raises(RankFailed) as failed:
+        simulated.run(used, use, ranks=2)
+    race = failed.value.cause
+    assert isinstance(race, Race)
+    assert (race.kind, race.rank) == ("read-before-wait", 1)
+    assert race.said == "rank 1 used a buffer before a message from rank 0 had been waited for"
+    assert [what for what, _ in race.lines] == ["used", "received"]
+
+
+@pytest.mark.parametrize("use", NO_READS)
+def test_what_asks_for_a_shape_or_makes_a_view_reads_nothing(use: Use, simulated: World) -> None:
+    simulated.run(used, use, ranks=2)
+
+
+def answered(context: RankContext) -> None:
+    """Who has an answer to what it sent may write there, whether or not it has waited for it."""
+    buffer = torch.ones(4)
+    if context.rank == 0:
+        work = dist.isend(buffer, 1)
+        dist.recv(torch.empty(1), 1)
+        buffer.zero_()
+        assert work is not None, "its rank is in the group"
+        work.wait()
+    else:
+        dist.recv(buffer, 0)
+        dist.send(torch.ones(1), 0)
+
+
+def in_two_halves(context: RankContext) -> list[float]:
+    buffer = torch.zeros(4, 2)
+    halves = [buffer[:2], buffer[2:]]
+    post: Any = dist.isend if context.rank == 0 else dist.irecv
+    works = [post(half.add_(context.rank == 0), 1 - context.rank) for half in halves]
+    for work in works:
+        work.wait()
+    return buffer.flatten().tolist()
+
+
+def beside(context: RankContext) -> float:
+    """Every other row is there, and is read while those between are on their way."""
+    rows = torch.ones(4, 2)
+    if context.rank == 0:
+        dist.send(rows[1], 1)
+        return 0.0
+    work = dist.irecv(rows[1], 0)
+    total = float(rows[::2].sum())
+    assert work is not None, "its rank is in the group"
+    work.wait()
+    return total
+
+
+def test_right_code_is_told_of_no_race(simulated: World) -> None:
+    for simulated.seed in range(5):
+        simulated.run(answered, ranks=2)
+        assert simulated.run(in_two_halves, ranks=2)[1] == [1.0] * 8
+        assert simulated.run(beside, ranks=2)[1] == 4.0
+
+
+def test_a_tensor_with_gaps_is_refused_as_gloo_does(simulated: World, world: World) -> None:
+    for place in (simulated, world):
+        with pytest.raises(RankFailed, match="input tensor has to be contiguous"):
+            place.run(with_gaps, ranks=1)
+
+
+def with_gaps(context: RankContext) -> None:
+    dist.isend(torch.ones(4, 4)[:, :2], 0)
+
+
+def test_memory_in_common() -> None:
+    whole = torch.zeros(4, 4)
+    assert overlap(whole[0], whole)
+    assert not overlap(whole[0], whole[1])
+    assert not overlap(whole[:, :2], whole[:, 2:])
+    assert overlap(whole[:, :3], whole[:, 2:])
+    assert not overlap(whole, torch.zeros(4, 4))
+    assert not overlap(torch.empty(0), torch.empty(0))
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.uint8, torch.bool]
+)
+def test_poison_and_what_comes_leave_no_trace_in_autograd(dtype: torch.dtype) -> None:
+    buffer, content = torch.zeros(3, dtype=dtype), torch.ones(3, dtype=dtype)
+    version = buffer._version
+    poison([buffer])
+    assert not unchanged([buffer], [torch.zeros(3, dtype=dtype)])
+    fill([buffer], [content])
+    assert unchanged([buffer], [content])
+    assert buffer._version == version

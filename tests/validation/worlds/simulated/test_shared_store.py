@@ -1,0 +1,45 @@
+"""The store of a simulated run: calls come back when there is something, and never hold up another rank."""
+
+import pytest
+import torch.distributed as dist
+
+from pipeproof.worlds.rank_report import RankFailed
+from pipeproof.worlds.worker import RankContext
+from pipeproof.worlds.world import World
+
+
+def meets(context: RankContext) -> tuple[str, bool, int, str]:
+    store = dist.PrefixStore("mine", context.group.get_group_store())
+    if context.rank == 2:
+        store.set("key", "value")
+    found = store.get("key").decode()
+    store.wait(["key"])
+    number = store.add("count", 2)
+    dist.barrier()
+    total = store.add("count", 0)
+    first = store.compare_set("once", "", str(context.rank)).decode()
+    dist.barrier()
+    assert store.get("once").decode() == first
+    assert number in range(2, total + 1, 2)
+    return found, store.check(["key", "nothing"]), total, first
+
+
+def test_what_one_rank_puts_there_others_get(simulated: World) -> None:
+    firsts = set()
+    for simulated.seed in range(6):
+        rows = simulated.run(meets, ranks=3)
+        assert {row[:3] for row in rows} == {("value", False, 6)}
+        (first,) = {row[3] for row in rows}
+        firsts.add(first)
+    assert len(firsts) > 1, "who comes first is left to the seed"
+
+
+def waits(context: RankContext) -> None:
+    context.group.get_group_store().get("never")
+
+
+def test_what_never_comes_is_told(simulated: World) -> None:
+    with pytest.raises(
+        RankFailed, match=r"can never go on at test_shared_store.py:\d+, waiting for the store's key \S*never"
+    ):
+        simulated.run(waits, ranks=2)

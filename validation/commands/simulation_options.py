@@ -1,0 +1,33 @@
+"""The options that choose a simulated world, and what they say together."""
+
+import argparse
+
+from pipeproof.commands.option_parser import add_count, without_effect
+from pipeproof.pipeline.sizes import MOST_ACTIONS, MOST_SEED, counted
+from pipeproof.pipeline.transports import RULES, transport_of
+from pipeproof.worlds.kinds import KINDS, REAL
+from pipeproof.worlds.simulation import Simulation
+
+SIMULATED_OPTIONS = ("--world", "--transport", "--interleaving", "--interleavings")
+_TRANSPORTS = [word for one, rules in RULES.items() for word in (*rules.known_as, one.value)]
+
+
+def add_simulation(parser: argparse.ArgumentParser) -> None:
+    """Where ranks are: processes, or threads of one process that a seed interleaves."""
+    group = parser.add_argument_group("simulated ranks")
+    kinds = "real: ranks are processes; simulated: threads of one, run one at a time, so that a seed decides all"
+    group.add_argument("--world", choices=KINDS, default=REAL, help=kinds)
+    rules = "what simulated messages may do: as on gloo, as on NCCL, and others"
+    group.add_argument("--transport", choices=_TRANSPORTS, default="gloo", help=rules)
+    add_count(group, "--interleaving", "N", "the seed of a simulated run: who is next, and what moves", default=0)
+    add_count(group, "--interleavings", "N", "try each case under so many seeds, until one is no pass", default=1)
+
+
+def simulation_of(options: argparse.Namespace) -> Simulation | None:
+    """What is simulated; None on real ranks. Raises ``UsageError`` for options that then say nothing."""
+    if options.world == REAL:
+        without_effect(options, SIMULATED_OPTIONS[1:], "without --world simulated")
+        return None
+    counted("--interleaving", options.interleaving, least=0, most=MOST_SEED)
+    counted("--interleavings", options.interleavings, most=MOST_ACTIONS)
+    return Simulation(transport_of(options.transport), options.interleaving, options.interleavings)

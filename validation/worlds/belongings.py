@@ -1,0 +1,46 @@
+"""What Python keeps once for a process and belongs to a rank, so that ranks which share a process each have their own.
+
+A real rank has a process of its own, so observers keep what they know in modules and put functions of theirs in place
+of torch's. In a simulated world ranks take turns, and whoever gets the turn finds all of this as it left it.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+_Fresh = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class Belonging:
+    """An attribute of a module or a class. ``fresh`` makes of the process's value what a new rank begins with."""
+
+    holder: Any
+    name: str
+    fresh: _Fresh
+
+    @property
+    def value(self) -> Any:
+        """As it is now."""
+        return vars(self.holder)[self.name]  # getattr's would not bind when put back
+
+    def put(self, value: Any) -> None:
+        """Change it, where it is another."""
+        if self.value is not value:
+            setattr(self.holder, self.name, value)
+
+
+_known: dict[tuple[int, str], Belonging] = {}
+
+
+def belongs_to_rank(holder: Any, *names: str, fresh: _Fresh) -> None:
+    """Say that attributes of ``holder``, a class, a module or a module's name, are a rank's own."""
+    found = sys.modules[holder] if isinstance(holder, str) else holder
+    for name in names:
+        _known[id(found), name] = Belonging(found, name, fresh)
+
+
+def belongings() -> tuple[Belonging, ...]:
+    """All that have been named so far."""
+    return tuple(_known.values())

@@ -1,0 +1,87 @@
+"""Collectives: the k-th call of every rank of a communicator is one, and all have to say the same of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from pipeproof.worlds.simulated.communicator import Communicator
+from pipeproof.worlds.simulated.meanings import Meaning
+from pipeproof.worlds.simulated.network import Network
+from pipeproof.worlds.simulated.races import copies, overlap, race
+from pipeproof.worlds.simulated.scheduler import Wait
+from pipeproof.worlds.simulated.work import SimulatedWork
+from pipeproof.worlds.stack import Stack, own_stack
+
+
+@dataclass(frozen=True)
+class Call:
+    """One rank's part of a collective. ``told``: what all ranks must say alike, such as sizes, for people.
+
+    ``brought`` it gives, ``due`` it gets.
+    """
+
+    name: str
+    told: str
+    brought: Sequence[Tensor]
+    due: Sequence[Tensor]
+    meaning: Meaning
+
+    @property
+    def text(self) -> str:
+        """It with what must agree."""
+        return f"{self.name}({self.told})"
+
+
+@dataclass
+class _Meeting:
+    """Those who have come to a collective, by their numbers in the communicator."""
+
+    calls: dict[int, tuple[Call, SimulatedWork]] = field(default_factory=dict)
+
+
+class Collectives:
+    """The collectives of a run."""
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+        self._meetings: dict[tuple[int, int], _Meeting] = {}
+
+    def call(self, communicator: Communicator, rank: int, call: Call) -> SimulatedWork:
+        """The next collective of the rank that has the turn. Raises the race where others call another."""
+        scheduler, stack = self._network.scheduler, own_stack()
+        number = communicator.calls[rank]
+        communicator.calls[rank] += 1
+        meeting = self._meetings.setdefault((communicator.number, number), _Meeting())
+        self._compare(meeting, call, number, stack)
+
+        def wait() -> Wait:
+            missing = [there for here, there in communicator.members.items() if here not in meeting.calls]
+            return Wait(f"torch.distributed.{call.name}", tuple(sorted(missing)))
+
+        blank = [one for one in call.due if not any(overlap(one, other) for other in call.brought)]
+        work = SimulatedWork(scheduler, wait, stack, call.brought, blank)
+        work.due = call.due
+        meeting.calls[rank] = call, self._network.working(work)
+        if len(meeting.calls) == communicator.size:
+            del self._meetings[communicator.number, number]
+            scheduler.offer(lambda: _happen(meeting))
+        scheduler.pause()
+        return work
+
+    def _compare(self, meeting: _Meeting, call: Call, number: int, stack: Stack) -> None:
+        other, work = next(iter(meeting.calls.values()), (call, None))
+        if work is not None and other.text != call.text:
+            own = self._network.scheduler.running
+            said = f"collective {number} of a group is {other.text} on rank {work.rank} and {call.text} on rank {own}"
+            raise race(
+                "desynchronised", own, said, **{f"rank_{work.rank}_called": work.stack, f"rank_{own}_called": stack}
+            )
+
+
+def _happen(meeting: _Meeting) -> None:
+    calls = [meeting.calls[rank] for rank in sorted(meeting.calls)]
+    first, _ = calls[0]
+    results = [copies(gets) for gets in first.meaning([call.brought for call, _ in calls])]
+    for (call, work), gets in zip(calls, results, strict=True):
+        work.end(gets if call.due else ())

@@ -1,0 +1,254 @@
+"""A process group of the simulated world: torch's calls become calls into its network."""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined]  # not in __all__
+
+from pipeproof.worlds.simulated import meanings
+from pipeproof.worlds.simulated.collectives import Call, Collectives
+from pipeproof.worlds.simulated.communicator import Communicators
+from pipeproof.worlds.simulated.meanings import NotSimulated
+from pipeproof.worlds.simulated.network import Network
+from pipeproof.worlds.simulated.work import SimulatedWork
+
+
+class Net:
+    """What the ranks of the run in progress share. There is one run at a time in a process."""
+
+    current: ClassVar["Net | None"] = None
+
+    def __init__(self, network: Network) -> None:
+        self.network = network
+        self.collectives = Collectives(network)
+        self.communicators = Communicators(len(network.scheduler.seats))
+
+    @staticmethod
+    def now() -> "Net":
+        """That of the run in progress."""
+        assert Net.current is not None, "a simulated group lives as long as its run"
+        return Net.current
+
+
+class Bare:
+    """Messages between the ranks of a store, for who makes a gloo group without torch.distributed."""
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta | None = None) -> None:
+        del timeout
+        self._net, self._rank = Net.now(), rank
+        running = self._net.network.scheduler.running
+        self._communicator = self._net.communicators.join(store, rank, size, world_rank=running)
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> SimulatedWork:
+        """Post a send to ``peer``, a number in the group."""
+        return self._net.network.send(self._communicator, self._rank, peer, tag, _dense(tensors))
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> SimulatedWork:
+        """Post a receive from ``peer``, a number in the group."""
+        return self._net.network.receive(self._communicator, self._rank, peer, tag, _dense(tensors))
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> SimulatedWork:
+        """Post a receive from whoever comes first."""
+        if not self._net.network.rules.by_name:
+            raise NotSimulated("receive from any rank where messages have no tags, as NCCL has none")
+        return self._net.network.receive(self._communicator, self._rank, None, tag, _dense(tensors))
+
+    def call(
+        self, name: str, brought: Sequence[Tensor], due: Sequence[Tensor], meaning: meanings.Meaning, told: object = ""
+    ) -> SimulatedWork:
+        """This rank's part of the collective ``name``."""
+        one = Call(name, str(told), brought, due, meaning)
+        return self._net.collectives.call(self._communicator, self._rank, one)
+
+
+class _Options:
+    """What torch asks of a backend's options: anything, and it is forgotten."""
+
+    def __init__(self) -> None:
+        self.is_high_priority_stream = False
+        self._timeout = timedelta(0)
+
+
+_ProcessGroup: Any = dist.ProcessGroup  # torch's stubs have overloads for each, of which it calls one
+
+
+class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
+    """Takes the place of every backend's group. Messages come through functions in place of ProcessGroup's own."""
+
+    Options = _Options
+
+    def __init__(self, store: Store, rank: int, size: int, options: object = None, *, timeout: object = None) -> None:
+        super().__init__(rank, size)
+        self._store, self._name = store, ""
+        self.bare = Bare(store, rank, size)
+        self.options = SimpleNamespace()
+        self._call = self.bare.call
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    @property
+    def group_name(self) -> str:
+        """What torch.distributed calls it."""
+        return self._name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def get_group_store(self) -> Store:
+        """Where its ranks met."""
+        return self._store
+
+    def _set_sequence_number_for_group(self) -> None:
+        return None
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> SimulatedWork:
+        """Reduce each tensor in place."""
+        operation = _operation(opts)
+        told = f"{_named(operation)}, {_sizes(tensors)}"
+        return self._call("all_reduce", tensors, tensors, meanings.all_reduced(operation), told)
+
+    allreduce_coalesced = allreduce
+
+    def reduce(self, tensors: list[Tensor], opts: Any) -> SimulatedWork:
+        """Reduce each tensor in place, on one rank."""
+        meaning = meanings.reduced_to(opts.reduceOp, opts.rootRank)
+        told = f"{_named(opts.reduceOp)}, to {opts.rootRank}, {_sizes(tensors)}"
+        return self._call("reduce", tensors, tensors if self.rank() == opts.rootRank else [], meaning, told)
+
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> SimulatedWork:
+        """Everybody gets the tensors of one rank."""
+        root = 0 if opts is None else opts.rootRank
+        owns = self.rank() == root
+        given, due = (tensors, []) if owns else ([], tensors)
+        return self._call("broadcast", given, due, meanings.of_root(root), f"from {root}, {_sizes(tensors)}")
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> SimulatedWork:
+        """Everybody gets a list of everybody's tensors."""
+        due = [tensor for tensors in outputs for tensor in tensors]
+        return self._call("all_gather", inputs, due, meanings.gathered, _sizes(due))
+
+    def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> SimulatedWork:
+        """Everybody gets everybody's tensors, one after the other in one tensor."""
+        return self.all_gather_single_coalesced([output], [given], opts)
+
+    _allgather_base = all_gather_single
+
+    def all_gather_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> SimulatedWork:
+        """So for several."""
+        return self._call("all_gather_into_tensor", inputs, outputs, meanings.gathered_into_one, _sizes(inputs))
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> SimulatedWork:
+        """One rank gets a list of everybody's tensors."""
+        due = [tensor for tensors in outputs for tensor in tensors]
+        told = f"to {opts.rootRank}"  # sizes may differ, and the one rank alone knows them
+        return self._call("gather", inputs, due, meanings.gathered_by(opts.rootRank), told)
+
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> SimulatedWork:
+        """Everybody gets one of the tensors of one rank."""
+        given = [tensor for tensors in inputs for tensor in tensors]
+        told = f"from {opts.rootRank}"
+        return self._call("scatter", given, outputs, meanings.scattered_by(opts.rootRank), told)
+
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> SimulatedWork:
+        """Everybody gets its part of what everybody's tensors make together."""
+        given, operation = [tensor for tensors in inputs for tensor in tensors], _operation(opts)
+        told = f"{_named(operation)}, {_sizes(given)}"
+        return self._call("reduce_scatter", given, outputs, meanings.reduced_and_scattered(operation), told)
+
+    def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> SimulatedWork:
+        """So where all parts lie in one tensor."""
+        return self.reduce_scatter_single_coalesced([output], [given], opts)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> SimulatedWork:
+        """So for several."""
+        operation = _operation(opts)
+        told = f"{_named(operation)}, {_sizes(inputs)}"
+        return self._call("reduce_scatter_tensor", inputs, outputs, meanings.reduced_and_cut(operation), told)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> SimulatedWork:
+        """Everybody gets a tensor of each rank."""
+        return self._call("all_to_all", inputs, outputs, meanings.exchanged)
+
+    def all_to_all_single(
+        self, output: Tensor, given: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
+    ) -> SimulatedWork:
+        """So where all lie in one tensor, of these lengths along the first dimension; none: of equal lengths."""
+        due, gives = _parts(output, output_sizes, self.size()), _parts(given, input_sizes, self.size())
+        return self._call("all_to_all_single", gives, due, meanings.exchanged)
+
+    alltoall_base = all_to_all_single
+
+    def barrier(self, opts: Any = None) -> SimulatedWork:
+        """All have come."""
+        return self._call("barrier", [], [], meanings.nothing)
+
+
+def messages() -> dict[str, Any]:
+    """The functions in place of a process group's own: of every other group they do what those did."""
+    return {name: _instead(name, vars(dist.ProcessGroup)[name]) for name in ("send", "recv", "recv_anysource")}
+
+
+def _instead(name: str, original: Any) -> Any:
+    def posted(group: dist.ProcessGroup, *arguments: Any) -> Any:
+        if isinstance(group, SimulatedGroup):
+            return getattr(group.bare, name)(*arguments)
+        return original(group, *arguments)
+
+    return posted
+
+
+def _dense(tensors: list[Tensor]) -> list[Tensor]:
+    """The same, where they can be sent. Raises what gloo raises."""
+    if not all(tensor.is_contiguous() for tensor in tensors):
+        raise RuntimeError("input tensor has to be contiguous")
+    return tensors
+
+
+def _operation(opts: Any) -> Any:
+    return dist.ReduceOp.SUM if opts is None else opts.reduceOp
+
+
+def _named(operation: Any) -> str:
+    known = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
+    return next((name for name in known if operation == getattr(dist.ReduceOp, name)), str(operation))
+
+
+def _sizes(tensors: Sequence[Tensor]) -> str:
+    return ", ".join(f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" for tensor in tensors)
+
+
+def _parts(tensor: Tensor, sizes: Sequence[int], count: int) -> list[Tensor]:
+    return list(torch.split(tensor, list(sizes)) if sizes else tensor.chunk(count))
+
+
+def _refuse(kind: type, known: set[str]) -> None:
+    """What a group has and the simulated world does not raises a sentence that names it."""
+    for name in known:
+
+        def refused(self: object, *arguments: object, _name: str = name, **named: object) -> None:
+            raise NotSimulated(f"ProcessGroup.{_name}")
+
+        setattr(kind, name, refused)
+
+
+_refuse(
+    SimulatedGroup,
+    {"allgather_coalesced", "split_group", "merge_remote_group", "monitored_barrier", "_start_coalescing"},
+)

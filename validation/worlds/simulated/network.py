@@ -1,0 +1,238 @@
+"""The simulated network: which ends of messages meet, and when they may, by the rules of a transport."""
+
+from collections import defaultdict, deque
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from pipeproof.pipeline.transports import Queue, Rules
+from pipeproof.worlds.simulated.communicator import Communicator
+from pipeproof.worlds.simulated.races import copies, overlap, race
+from pipeproof.worlds.simulated.scheduler import Scheduler, Wait
+from pipeproof.worlds.simulated.work import SimulatedWork
+from pipeproof.worlds.stack import own_stack
+
+
+@dataclass(eq=False)
+class Batch:
+    """Ends that one call posts: they run together. ``left``: how many are still to come."""
+
+    left: int
+    works: list[SimulatedWork] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class End:
+    """One end of a message. ``rank`` and ``peer`` are numbers in the communicator; no peer: from any rank."""
+
+    communicator: Communicator
+    rank: int
+    peer: int | None
+    tag: int
+    sends: bool
+    tensors: list[Tensor]
+    work: SimulatedWork
+    batch: Batch
+    other: "End | None" = None
+    offered: bool = False
+
+
+_Way = tuple[Hashable, ...]
+
+
+@dataclass
+class _Ends:
+    """The ends of one channel that have not met: there are only ever sends, or only receives."""
+
+    sends: deque[End] = field(default_factory=deque)
+    receives: deque[End] = field(default_factory=deque)
+
+
+class Network:
+    """Carries messages between the ranks of a run, each at a moment that the scheduler chooses."""
+
+    def __init__(self, scheduler: Scheduler, rules: Rules) -> None:
+        self.scheduler = scheduler
+        self.rules = rules
+        self._works: defaultdict[int, list[SimulatedWork]] = defaultdict(list)
+        self._batches: dict[int, Batch] = {}
+        self._ends: defaultdict[_Way, _Ends] = defaultdict(_Ends)
+        self._from_any: defaultdict[_Way, deque[End]] = defaultdict(deque)
+        self._queues: defaultdict[_Way, deque[list[End]]] = defaultdict(deque)
+        self._receiving: defaultdict[int, list[SimulatedWork]] = defaultdict(list)
+
+    def batch(self, count: int) -> None:
+        """The next so many messages of the rank that has the turn are posted in one call."""
+        self._batches[self.scheduler.running] = Batch(count)
+
+    def send(self, communicator: Communicator, rank: int, peer: int, tag: int, tensors: list[Tensor]) -> SimulatedWork:
+        """Post a send of the rank that has the turn."""
+        given = [] if self.rules.buffered else tensors
+        wait = _waiting("a send to", communicator, peer)
+        work = self.working(SimulatedWork(self.scheduler, wait, own_stack(), given, ()))
+        kept = list(copies(tensors)) if self.rules.buffered else tensors
+        self._post(End(communicator, rank, peer, tag, True, kept, work, self._current()))
+        return work
+
+    def receive(
+        self, communicator: Communicator, rank: int, peer: int | None, tag: int, tensors: list[Tensor]
+    ) -> SimulatedWork:
+        """Post a receive of the rank that has the turn."""
+        own, stack = self.scheduler.running, own_stack()
+        pending = self.pending(own)
+        for work in pending:
+            if any(overlap(one, other) for one in tensors for other in work.due):
+                said = f"rank {own} posted two receives into one buffer"
+                raise race("received-twice", own, said, first_posted=work.stack, second_posted=stack)
+        wait = _waiting("a message from", communicator, peer)
+        work = self.working(SimulatedWork(self.scheduler, wait, stack, (), tensors))
+        pending.append(work)
+        self._post(End(communicator, rank, peer, tag, False, tensors, work, self._current()))
+        return work
+
+    def working(self, work: SimulatedWork) -> SimulatedWork:
+        """Keep ``work`` in mind until its rank returns."""
+        self._works[work.rank].append(work)
+        return work
+
+    def pending(self, rank: int) -> list[SimulatedWork]:
+        """The receives of a rank that it has not waited for."""
+        found = self._receiving[rank]
+        if found and any(one.met for one in found):
+            found = self._receiving[rank] = [one for one in found if not one.met]
+        return found
+
+    def leave(self, rank: int) -> None:
+        """A rank has returned. Raises the race that its works tell of: what it never waited for, for one."""
+        for work in self._works.pop(rank, ()):
+            work.check()
+            if not work.met:
+                said = f"rank {rank} returned and had never waited for {work.text}"
+                raise race("never-waited", rank, said, posted=work.stack)
+
+    def _current(self) -> Batch:
+        return self._batches.get(self.scheduler.running) or Batch(1)
+
+    def _post(self, end: End) -> None:
+        batch, rank = end.batch, self.scheduler.running
+        batch.left -= 1
+        batch.works.append(end.work)
+        if not batch.left:
+            self._batches.pop(rank, None)
+        if self.rules.buffered and end.sends:
+            end.work.end()
+        self._enqueue(end)
+        self._match(end)
+        self.scheduler.pause()
+        if self.rules.blocking and not batch.left:
+            for work in batch.works:
+                work.hold()
+
+    def _enqueue(self, end: End) -> None:
+        if (way := self._queue(end)) is None:
+            return
+        queue = self._queues[way]
+        if queue and queue[-1][-1].batch is end.batch:
+            queue[-1].append(end)
+        else:
+            queue.append([end])
+
+    def _queue(self, end: End) -> _Way | None:
+        if self.rules.queue is Queue.NONE:
+            return None
+        return (end.communicator.number, end.rank, *(end.peer, end.sends)[: self.rules.queue - 1])
+
+    def _match(self, end: End) -> None:
+        """Find the other end, where that has been posted."""
+        if end.peer is None:
+            self._match_any(end)
+            return
+        ends = self._ends[self._way(end)]
+        theirs, own = (ends.receives, ends.sends) if end.sends else (ends.sends, ends.receives)
+        from_any = self._from_any[end.communicator.number, end.peer, end.tag] if end.sends else None
+        if theirs:
+            self._meet(end, theirs.popleft())
+        elif from_any:
+            self._meet(end, from_any.popleft())
+        else:
+            own.append(end)
+
+    def _match_any(self, end: End) -> None:
+        found = [
+            ends
+            for (communicator, _, receiver, *tag), ends in self._ends.items()
+            if (communicator, receiver, tag) == (end.communicator.number, end.rank, [end.tag]) and ends.sends
+        ]
+        if found:
+            self._meet(end, self.scheduler.random.choice(found).sends.popleft())
+        else:
+            self._from_any[end.communicator.number, end.rank, end.tag].append(end)
+
+    def _way(self, end: End) -> _Way:
+        sender, receiver = (end.rank, end.peer) if end.sends else (end.peer, end.rank)
+        return (end.communicator.number, sender, receiver, *((end.tag,) if self.rules.by_name else ()))
+
+    def _meet(self, one: End, other: End) -> None:
+        one.other, other.other = other, one
+        self._offer(one)
+
+    def _offer(self, end: End) -> None:
+        """Let a message happen as soon as both of its ends are the next of their queues."""
+        other = end.other
+        if other is None or end.offered or not (self._next(end) and self._next(other)):
+            return
+        end.offered = other.offered = True
+        send, receive = (end, other) if end.sends else (other, end)
+        self.scheduler.offer(lambda: self._carry(send, receive))
+
+    def _next(self, end: End) -> bool:
+        way = self._queue(end)
+        return way is None or end in self._queues[way][0]
+
+    def _carry(self, send: End, receive: End) -> None:
+        if fault := _mismatch(send, receive):
+            found = race("mismatched", receive.work.rank, fault, sent=send.work.stack, received=receive.work.stack)
+            send.work.error = receive.work.error = found
+        came = () if fault else copies(send.tensors)
+        receive.work.source = send.rank
+        if not send.work.over:
+            send.work.end()
+        receive.work.end(came)
+        for end in (send, receive):
+            self._dequeue(end)
+
+    def _dequeue(self, end: End) -> None:
+        if (way := self._queue(end)) is None:
+            return
+        queue = self._queues[way]
+        queue[0].remove(end)
+        if not queue[0]:
+            queue.popleft()
+            for following in queue[0] if queue else ():
+                self._offer(following)
+
+
+def _mismatch(send: End, receive: End) -> str:
+    """What two ends that met disagree on; empty if nothing."""
+    sent, due = ([(tensor.numel(), tensor.dtype) for tensor in end.tensors] for end in (send, receive))
+    if sent == due:
+        return ""
+    told = [", ".join(f"{tensor.dtype} {list(tensor.shape)}" for tensor in end.tensors) for end in (send, receive)]
+    return f"rank {send.work.rank} sent {told[0]}, and rank {receive.work.rank} received it as {told[1]}"
+
+
+class _waiting:
+    """What waits for a message, told when somebody asks: by then the other rank may have come to the group."""
+
+    def __init__(self, what: str, communicator: Communicator, peer: int | None) -> None:
+        self._what, self._communicator, self._peer = what, communicator, peer
+
+    def __call__(self) -> Wait:
+        if self._peer is None:
+            others = self._communicator.members.values()
+            return Wait(f"{self._what} any rank", tuple(sorted(others)))
+        rank = self._communicator.global_rank(self._peer)
+        if rank is None:
+            return Wait(f"{self._what} rank {self._peer} of a group that it has not come to")
+        return Wait(f"{self._what} rank {rank}", (rank,))

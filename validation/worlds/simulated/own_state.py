@@ -1,0 +1,55 @@
+"""What a rank finds as it left it when its turn comes: random numbers, the default type, and what belongs to a rank."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from pipeproof.worlds.belongings import Belonging, belongings
+
+_numpys: Any = np.random  # its stubs leave out what sets its generator
+_Value = tuple[Callable[[], Any], Callable[[Any], object]]
+_VALUES: tuple[_Value, ...] = (
+    (torch.get_rng_state, torch.set_rng_state),
+    (random.getstate, random.setstate),
+    (_numpys.get_bit_generator, _numpys.set_bit_generator),  # as an object: its state takes longer than a step
+)
+
+
+class OwnState:
+    """One rank's, or the process's own before and after a run."""
+
+    def __init__(self, values: list[Any], dtype: torch.dtype, belonging: list[tuple[Belonging, Any]]) -> None:
+        self._values = values
+        self._dtype = dtype
+        self._belonging = belonging
+
+    @staticmethod
+    def now() -> "OwnState":
+        """As it is in this process."""
+        owned = [(one, one.value) for one in belongings()]
+        return OwnState([get() for get, _ in _VALUES], torch.get_default_dtype(), owned)
+
+    @staticmethod
+    def fresh(rank: int) -> "OwnState":
+        """As a process has it that has just started. What others draw from the system is seeded."""
+        values = [torch.Generator().get_state(), random.Random(rank).getstate(), np.random.MT19937(rank)]
+        owned = [(one, one.fresh(one.value)) for one in belongings()]
+        return OwnState(values, torch.get_default_dtype(), owned)
+
+    def take(self) -> None:
+        """Put all of it in its place."""
+        for (_, put), value in zip(_VALUES, self._values, strict=True):
+            put(value)
+        if torch.get_default_dtype() is not self._dtype:
+            torch.set_default_dtype(self._dtype)
+        for one, value in self._belonging:
+            one.put(value)
+
+    def leave(self) -> None:
+        """Keep all of it as it is now."""
+        self._values = [get() for get, _ in _VALUES]
+        self._dtype = torch.get_default_dtype()
+        self._belonging = [(one, one.value) for one, _ in self._belonging]

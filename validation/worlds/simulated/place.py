@@ -1,0 +1,44 @@
+"""A place for simulated ranks: one process for all of them, kept, so that nothing they do can hold up the caller."""
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from pipeproof.pipeline.transports import Transport
+from pipeproof.worlds.accelerator import CPU
+from pipeproof.worlds.processes import Processes
+from pipeproof.worlds.rank_report import RankReport
+from pipeproof.worlds.shipping import pack, unpack
+from pipeproof.worlds.simulated.play import Order, Played, play
+
+_SLACK_S = 10.0  # beyond the bound of a run, for the process to say what did not end
+
+
+class Simulated:
+    """Ranks that are threads of one process. Every run begins anew, and is the same for the same seed."""
+
+    def __init__(self, *, silent: bool = False) -> None:
+        self._seed, self._transport = 0, Transport.UNLIMITED
+        self._process = Processes(CPU, silent=silent)
+
+    def choose(self, *, seed: int, transport: Transport) -> None:
+        """What decides the next runs, and the rules of their messages."""
+        self._seed, self._transport = seed, transport
+
+    def run(
+        self, order: bytes, *, label: str, ranks: int, timeout_s: float, meanwhile: Iterable[object]
+    ) -> Sequence[RankReport]:
+        """One answer for each rank, in rank order."""
+        what = pack((sys.path, pack((play, (Order(order, ranks, self._seed, self._transport, timeout_s),)))))
+        (answer,) = self._process.run(what, label=label, ranks=1, timeout_s=timeout_s + _SLACK_S, meanwhile=meanwhile)
+        if answer.failed:  # the process that has all ranks: none of them can have done better
+            return [replace(answer, rank=rank) for rank in range(ranks)]
+        played = unpack(answer.payload)
+        assert isinstance(played, Played), f"a run gives what was played, not {type(played)}"
+        if not played.sound:
+            self._process.close()
+        return played.reports
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.close()

@@ -1,0 +1,157 @@
+"""A whole run in this process: every rank's part of a job, and how each ended."""
+
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeproof.pipeline.transports import RULES, Transport
+from pipeproof.pipeline.waiting import current
+from pipeproof.worlds.posted_messages import progress
+from pipeproof.worlds.rank_report import Ending, RankReport
+from pipeproof.worlds.shipping import unpack
+from pipeproof.worlds.simulated.group import Bare, Net, SimulatedGroup, messages
+from pipeproof.worlds.simulated.network import Network
+from pipeproof.worlds.simulated.own_state import OwnState
+from pipeproof.worlds.simulated.rank import Rank
+from pipeproof.worlds.simulated.scheduler import Scheduler, Seat
+from pipeproof.worlds.simulated.shared_store import SharedStore
+from pipeproof.worlds.simulated.torch_inside import standing_in
+from pipeproof.worlds.stack import stack_of
+from pipeproof.worlds.worker import stack_text
+
+_END_BOUND_S = 5.0  # for ranks that are told to give up
+
+
+@dataclass(frozen=True)
+class Order:
+    """What to run: a packed job, on so many ranks, with one seed for all that is left to chance, over a transport.
+
+    ``timeout_s`` bounds, in seconds of the clock, what never comes back to the network: a loop, a lock, a sleep.
+    """
+
+    job: bytes
+    ranks: int
+    seed: int
+    transport: Transport
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class Played:
+    """Every rank's report. ``sound``: no rank's thread is left, so that this process can have another run."""
+
+    reports: tuple[RankReport, ...]
+    sound: bool
+
+
+def play(context: Any, order: Order) -> Played:
+    """Run ``order``; a job for a process of its own. The process is afterwards as it was before."""
+    del context
+    with suppress(Exception):  # each rank meets it again, and says so
+        path_and_job = unpack(order.job)
+        unpack(path_and_job[1])  # what it imports is there before anybody's state is noted
+    own = OwnState.now()
+    try:
+        return _Run(order).played()
+    finally:
+        own.take()
+        Net.current = None
+
+
+class _Run:
+    """A run from its first turn to its last."""
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+        self._told: dict[int, _Place] = {}
+        self._seats = [Seat(rank, OwnState.now()) for rank in range(order.ranks)]
+        self._scheduler = Scheduler(self._seats, order.seed, stuck=self._note_stuck)
+        self._network = Network(self._scheduler, RULES[order.transport])
+        Net.current = Net(self._network)
+
+    def played(self) -> Played:
+        order, store = self._order, SharedStore(self._scheduler)
+        with standing_in(SimulatedGroup, Bare, messages(), batch=self._network.batch):
+            threads = [Rank(rank, order.ranks, order.job, store, self._network) for rank in range(order.ranks)]
+            for seat, thread in zip(self._seats, threads, strict=True):
+                seat.state, seat.thread = OwnState.fresh(seat.rank), thread
+                thread.start()
+            self._scheduler.begin()
+            in_time = self._scheduler.done.wait(order.timeout_s)
+            if not in_time:
+                self._note_late()
+                return Played(self._late(threads), sound=False)
+            for thread in threads:
+                thread.join(_END_BOUND_S)
+        sound = not any(thread.is_alive() for thread in threads)
+        return Played(tuple(self._report(thread, rank) for rank, thread in enumerate(threads)), sound)
+
+    def _note_stuck(self) -> None:
+        """Where every rank is, and what it waits for: once they give up, nobody can tell. No rank is running."""
+        for seat in self._seats:
+            if not seat.ended:
+                seat.state.take()  # what a rank knows of itself it says as a rank does that has a process
+                self._told[seat.rank] = _Place.of(seat, current(), progress())
+        self._seats[self._scheduler.running].state.take()
+
+    def _note_late(self) -> None:
+        """The same while one rank goes on, whose state nobody may touch."""
+        for seat in self._seats:
+            if not seat.ended:
+                self._told[seat.rank] = _Place.of(seat, None, "")
+
+    def _report(self, thread: Rank, rank: int) -> RankReport:
+        if thread.report is not None:
+            return thread.report
+        place = self._told.get(rank, _Place())
+        if any(one.report is not None and one.report.failed for one in self._threads()):
+            return place.report(rank, Ending.STOPPED, "")
+        return place.report(rank, Ending.STUCK, f"can never go on{place.line}")
+
+    def _threads(self) -> list[Rank]:
+        return [seat.thread for seat in self._seats if isinstance(seat.thread, Rank)]
+
+    def _late(self, threads: list[Rank]) -> tuple[RankReport, ...]:
+        """The rank that has the turn keeps it; the others are as they are."""
+        running, reports = self._scheduler.running, []
+        why = f"did not come back to the network within {self._order.timeout_s:g} s"
+        for rank, thread in enumerate(threads):
+            place = self._told.get(rank, _Place())
+            stopped = (Ending.STUCK, why) if rank == running else (Ending.STOPPED, "")
+            reports.append(thread.report or place.report(rank, *stopped))
+        return tuple(reports)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a rank is that has not ended: its stack, the user's own line, and what it waits for, from whom."""
+
+    waiting: str | None = None
+    peers: tuple[int, ...] | None = None
+    stack: str = ""
+    line: str = ""
+    progress: str = ""
+
+    @staticmethod
+    def of(seat: Seat, note: str | None, done: str) -> "_Place":
+        """``note``: what its runtime says that it waits for; ``done``: how far it has come."""
+        frame = seat.frame
+        if frame is None:
+            return _Place()
+        frames, own = traceback.extract_stack(frame), stack_of(frame)
+        stack = stack_text([one for one in frames if not _is_ours(one.filename)])
+        line = f" at {Path(own[0].file).name}:{own[0].number}" if own else ""
+        wait = None if seat.wait is None else seat.wait()
+        if wait is None:
+            return _Place(stack=stack, line=line)
+        return _Place(note or wait.text, wait.peers, stack, line, done)
+
+    def report(self, rank: int, ending: Ending, message: str) -> RankReport:
+        """How the rank's part ended here."""
+        return RankReport(rank, ending, message, self.stack, self.waiting, peers=self.peers, progress=self.progress)
+
+
+def _is_ours(file: str) -> bool:
+    return Path(file).parent == Path(__file__).parent

@@ -1,0 +1,78 @@
+"""Races: what code does with a buffer that is on its way. Each is found by what it does."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pipeproof.worlds.rank_report import Race
+from pipeproof.worlds.stack import Stack
+
+
+def poison(tensors: Sequence[Tensor]) -> None:
+    """Fill buffers with what no right code would compute with: NaN, or the largest number of their type."""
+    for tensor in tensors:
+        _bare(tensor).fill_(_worst(tensor.dtype))
+
+
+def fill(tensors: Sequence[Tensor], contents: Sequence[Tensor]) -> None:
+    """Write ``contents`` into buffers as a transport does, which autograd does not see."""
+    for tensor, content in zip(tensors, contents, strict=True):
+        _bare(tensor).copy_(content.view(tensor.shape) if content.numel() == tensor.numel() else content)
+
+
+def copies(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """What is in buffers now."""
+    return tuple(_bare(tensor).clone() for tensor in tensors)
+
+
+def unchanged(tensors: Sequence[Tensor], before: Sequence[Tensor]) -> bool:
+    """Whether buffers hold the same bits as before."""
+    return all(torch.equal(_bits(_bare(one)), _bits(other)) for one, other in zip(tensors, before, strict=True))
+
+
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have memory in common."""
+    if one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
+        return False
+    here, there = _span(one), _span(other)
+    if max(here.start, there.start) >= min(here.stop, there.stop):
+        return False
+    whole = one.is_contiguous() and other.is_contiguous()
+    return whole or one.element_size() != other.element_size() or not _elements(one).isdisjoint(_elements(other))
+
+
+def race(kind: str, rank: int, said: str, **stacks: Stack) -> Race:
+    """The error: a sentence, and for each stack, by what ran there, its innermost line."""
+    return Race(kind, rank, said, tuple((what.replace("_", " "), stack[0]) for what, stack in stacks.items() if stack))
+
+
+def _span(tensor: Tensor) -> range:
+    size = tensor.element_size()
+    first = tensor.storage_offset() * size
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    count = 1 + sum((length - 1) * step for length, step in steps) if tensor.numel() else 0
+    return range(first, first + count * size)
+
+
+def _elements(tensor: Tensor) -> set[int]:
+    """Where its elements lie in its storage."""
+    places = torch.tensor(int(tensor.storage_offset()))
+    for size, step in zip(tensor.shape, tensor.stride(), strict=True):
+        places = places[..., None] + step * torch.arange(size)
+    return set(places.flatten().tolist())
+
+
+def _bare(tensor: Tensor) -> Tensor:
+    """The same memory, with no history and a version of its own."""
+    return tensor.data
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _worst(dtype: torch.dtype) -> float | int | bool:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return True if dtype is torch.bool else torch.iinfo(dtype).max

@@ -1,0 +1,66 @@
+"""Who reads a receive buffer before its work is waited for: what a rank calls is asked for what it takes and gives.
+
+By functions and not by operators: a mode that sees operators changes what autograd keeps, and an observer must not.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from pipeproof.worlds.simulated.network import Network
+from pipeproof.worlds.simulated.races import overlap, race
+from pipeproof.worlds.simulated.work import SimulatedWork
+from pipeproof.worlds.stack import own_stack
+
+# For a shape, a type or another tensor: names begin so, or are these.
+_ONLY_ASK = ("new_", "empty", "zeros", "ones", "full", "rand", "__get__", "grad", "broadcast_tensors")
+_READ = frozenset(
+    "item tolist numpy backward isend send equal allclose __bool__ __float__ __int__ __repr__ __index__".split()
+)
+
+
+class Reads(TorchFunctionMode):
+    """While it is open, the functions that one rank's thread calls may not use what has not come yet.
+
+    A read is what makes another tensor of the buffer, or a number. A view is none, nor what only asks for a shape.
+    """
+
+    def __init__(self, network: Network, rank: int) -> None:
+        super().__init__()
+        self._network = network
+        self._rank = rank
+
+    def __torch_function__(  # type: ignore[override]  # torch always gives both, and the second may be None
+        self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        pending = self._network.pending(self._rank)
+        result = func(*args, **(kwargs or {}))
+        if pending and any(not work.met for work in pending):
+            self._look(func, (args, tuple((kwargs or {}).values())), result, pending)
+        return result
+
+    def _look(self, func: Callable[..., Any], taken: object, result: object, pending: Sequence[SimulatedWork]) -> None:
+        name = getattr(func, "__name__", "")
+        if name.startswith(_ONLY_ASK) or name.rstrip("_").endswith("_as"):
+            return
+        for tensor in tensors_in(taken):
+            for work in pending:
+                if not work.met and any(overlap(tensor, one) for one in work.due) and _is_read(name, result, tensor):
+                    said = f"rank {self._rank} used a buffer before {work.text} had been waited for"
+                    raise race("read-before-wait", self._rank, said, used=own_stack(), received=work.stack)
+
+
+def _is_read(name: str, result: object, tensor: Tensor) -> bool:
+    return name in _READ or any(not overlap(one, tensor) for one in tensors_in(result))
+
+
+def tensors_in(values: object) -> Iterator[Tensor]:
+    """Those in a nest of tuples and lists, with memory to speak of."""
+    if isinstance(values, tuple | list):
+        for value in values:
+            yield from tensors_in(value)
+    elif isinstance(values, Tensor) and values.layout is torch.strided and not values.is_meta:
+        yield values

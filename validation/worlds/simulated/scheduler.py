@@ -1,0 +1,155 @@
+"""Who runs next: ranks are threads of which one has the turn, and a seed decides whose it is, or what moves."""
+
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from types import FrameType
+
+from pipeproof.worlds.simulated.own_state import OwnState
+
+
+class Over(BaseException):
+    """The run has ended: whoever is still waiting gives up. No user's code catches it by name."""
+
+
+@dataclass(frozen=True)
+class Wait:
+    """What a rank waits for, in words, and the ranks that could end that; none: all that do not wait for the same."""
+
+    text: str
+    peers: tuple[int, ...] = ()
+
+
+@dataclass
+class Seat:
+    """One rank's thread, and where it stands. ``wait`` tells, while it cannot go on, what for."""
+
+    rank: int
+    state: OwnState
+    thread: threading.Thread | None = None
+    turn: threading.Lock = field(default_factory=threading.Lock)
+    wait: Callable[[], Wait] | None = None
+    ended: bool = False
+
+    @property
+    def frame(self) -> FrameType | None:
+        """Its innermost frame."""
+        ident = None if self.thread is None else self.thread.ident
+        return None if ident is None else sys._current_frames().get(ident)
+
+
+class Scheduler:
+    """The turns of a run. The thread that gives up its turn itself decides who is next: no other thread is needed.
+
+    ``stuck`` is called once, when nobody can go on.
+    """
+
+    def __init__(self, seats: Sequence[Seat], seed: int, *, stuck: Callable[[], None]) -> None:
+        self.seats = seats
+        self.random = Random(seed)
+        self.over = False
+        self.done = threading.Event()
+        self._ready = [seat.rank for seat in seats]
+        self._moves: list[Callable[[], None]] = []
+        self._stuck = stuck
+        self._running: int | None = None
+        for seat in seats:
+            seat.turn.acquire()
+
+    @property
+    def running(self) -> int:
+        """The rank that has the turn."""
+        assert self._running is not None, "nobody has the turn"
+        return self._running
+
+    @property
+    def ended(self) -> int:
+        """How many ranks have."""
+        return sum(seat.ended for seat in self.seats)
+
+    def offer(self, move: Callable[[], None]) -> None:
+        """``move`` may happen from now on; it is called once, by whoever decides that it does."""
+        self._moves.append(move)
+
+    def begin(self) -> None:
+        """Give somebody the first turn; to be called once all threads wait for theirs."""
+        following = self._following()
+        assert following is not None, "somebody is ready at the start"
+        self._give(following)
+
+    def await_turn(self, rank: int) -> None:
+        """The first thing that a rank's thread does."""
+        self.seats[rank].turn.acquire()
+        self.seats[rank].state.take()
+
+    def pause(self) -> None:
+        """Anybody may be next."""
+        self._hand_over(self.running)
+
+    def block(self, wait: Callable[[], Wait]) -> None:
+        """Not this rank, until somebody wakes it."""
+        rank = self.running
+        if self.over:
+            raise Over
+        self.seats[rank].wait = wait
+        self._ready.remove(rank)
+        self._hand_over(rank)
+
+    def wake(self, rank: int) -> None:
+        """What a rank waited for has come."""
+        if self.seats[rank].wait is not None and not self.over:
+            self.seats[rank].wait = None
+            self._ready.append(rank)
+
+    def finish(self) -> None:
+        """The rank that has the turn has ended: it never gets one again."""
+        seat = self.seats[self.running]
+        seat.ended = True
+        if seat.rank in self._ready:
+            self._ready.remove(seat.rank)
+        seat.state.leave()
+        following = self._following()
+        if following is None:
+            self._running = None
+            self.done.set()
+        else:
+            self._give(following)
+
+    def _hand_over(self, rank: int) -> None:
+        if self.over:
+            raise Over
+        following = self._following()
+        assert following is not None, "one that has not ended can always be next, if only to give up"
+        if following != rank:
+            seat = self.seats[rank]
+            seat.state.leave()
+            self._give(following)
+            seat.turn.acquire()
+            seat.state.take()
+        if self.over:
+            raise Over
+
+    def _give(self, rank: int) -> None:
+        self._running = rank
+        self.seats[rank].turn.release()
+
+    def _following(self) -> int | None:
+        """Who is next; None once all have ended."""
+        while not self.over:
+            count = len(self._ready) + len(self._moves)
+            if not count:
+                if all(seat.ended for seat in self.seats):
+                    return None
+                self.seats[self.running].state.leave()  # so that what it waits for is told as of the others
+                self._stuck()
+                self.over = True
+                break
+            chosen = self.random.randrange(count)
+            if chosen < len(self._ready):
+                return self._ready[chosen]
+            chosen -= len(self._ready)
+            self._moves[chosen], self._moves[-1] = self._moves[-1], self._moves[chosen]
+            self._moves.pop()()
+        return next((seat.rank for seat in self.seats if not seat.ended), None)

@@ -1,0 +1,92 @@
+"""The store through which ranks meet: who asks for what is not there yet waits for its turn, and keeps nobody up."""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import Store  # type: ignore[attr-defined]  # not in __all__
+
+from pipeproof.worlds.simulated.scheduler import Scheduler, Wait
+
+_Key = bytes | str
+
+
+class SharedStore(Store):
+    """Values by their keys, of one run. Every call is an event that a seed may order."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        super().__init__()
+        self._scheduler = scheduler
+        self._values: dict[str, bytes] = {}
+        self._waiting: dict[int, Sequence[str]] = {}
+
+    def set(self, key: str, value: _Key) -> None:
+        """Put it there, in place of what was there."""
+        self._scheduler.pause()
+        self._put(key, value)
+
+    def get(self, key: str) -> bytes:
+        """What is there, once something is."""
+        self.wait([key])
+        return self._values[key]
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a number, which is 0 where there is none."""
+        self._scheduler.pause()
+        number = int(self._values.get(key, b"0")) + amount
+        self._put(key, str(number))
+        return number
+
+    def compare_set(self, key: str, expected: _Key, desired: _Key) -> bytes:
+        """Put ``desired`` there if that is what is expected, or if nothing is; what is there then."""
+        there = self._values.get(key)
+        if there == _bytes(expected) or (there is None and not expected):
+            self._put(key, desired)
+        return self._values.get(key, _bytes(expected))
+
+    def append(self, key: str, value: _Key) -> None:
+        """Put it behind what is there."""
+        self._put(key, self._values.get(key, b"") + _bytes(value))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all are there."""
+        self._scheduler.pause()
+        return all(key in self._values for key in keys)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Until all are there. Time is not real: what never comes is a deadlock."""
+        self._scheduler.pause()
+        while missing := [key for key in keys if key not in self._values]:
+            self._waiting[self._scheduler.running] = missing
+            self._scheduler.block(lambda: Wait(f"the store's key {missing[0]}"))
+
+    def delete_key(self, key: str) -> bool:
+        """Whether it was there: now it is not."""
+        return self._values.pop(key, None) is not None
+
+    def num_keys(self) -> int:
+        """How many there are."""
+        return len(self._values)
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """What is under each, once something is."""
+        return [self.get(key) for key in keys]
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[_Key]) -> None:
+        """Put each there."""
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def has_extended_api(self) -> bool:
+        """Whether it has all of this."""
+        return True
+
+    def _put(self, key: str, value: _Key) -> None:
+        self._values[key] = _bytes(value)
+        for rank in [rank for rank, keys in self._waiting.items() if key in keys]:
+            del self._waiting[rank]
+            self._scheduler.wake(rank)
+
+
+def _bytes(value: Any) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)

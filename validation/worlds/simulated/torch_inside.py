@@ -1,0 +1,103 @@
+"""The private names of torch on which the simulated world rests, all of them, and nothing else.
+
+Tested with torch 2.13. Each is said once what it is for, so that another torch can be told what is missing.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import c10d_logger
+from torch.distributed import distributed_c10d as c10d
+from torch.nn.modules import module as modules
+
+from pipeproof.pipeline import waiting
+from pipeproof.worlds import posted_messages
+from pipeproof.worlds.belongings import belongs_to_rank
+
+_NAMES = {  # of torch.distributed's own record of groups
+    "default_pg": None,
+    "group_count": 0,
+    **{name: dict for name in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag")},
+    "pg_coalesce_state": dict,
+    "comms": list,
+}
+_HOOKS = [name for name in vars(modules) if name.startswith("_global_") and isinstance(vars(modules)[name], dict)]
+_BATCH = "_check_p2p_op_list"  # what batch_isend_irecv calls first
+_LOGGED = "_get_msg_dict"  # what is told of a call that raised, such as NCCL's version, which there may not be
+_BACKENDS = ("ProcessGroupGloo", "ProcessGroupNCCL")
+MESSAGES = ("send", "recv", "recv_anysource")
+
+
+def _world(before: Any) -> SimpleNamespace:
+    """A rank's own record of its groups."""
+    return SimpleNamespace(**{name: make() if callable(make) else make for name, make in _NAMES.items()})
+
+
+belongs_to_rank(c10d, "_world", fresh=_world)
+belongs_to_rank(modules, *_HOOKS, fresh=lambda hooks: hooks.copy())
+belongs_to_rank(torch.nn.Module, "zero_grad", fresh=lambda method: method)
+belongs_to_rank(torch.optim.Optimizer, "zero_grad", fresh=lambda method: method)
+belongs_to_rank(dist.ProcessGroup, *MESSAGES, fresh=lambda method: method)
+belongs_to_rank(waiting, "_note", fresh=lambda _: None)
+belongs_to_rank(
+    posted_messages,
+    *("_posted", "_messages", "_parting", "_ways", "_from_any", "_sent", "_received"),
+    fresh=lambda noted: type(noted)(),
+)
+
+
+@contextmanager
+def standing_in(group: type, bare: type, messages: dict[str, Any], *, batch: Callable[[int], None]) -> Iterator[None]:
+    """While this is open, every group that torch makes is of type ``group``, whatever backend is asked for.
+
+    ``bare``: what users get who make a gloo group without torch.distributed. ``messages``: functions in place of a
+    process group's own, by name. ``batch`` is told how many messages come in one call, before they come. Groups are
+    registered for each thread apart.
+    """
+    changed = (*_BACKENDS, "is_nccl_available", "_get_default_timeout", _BATCH)
+    kept: list[tuple[Any, str, Any]] = [(c10d, name, vars(c10d).get(name)) for name in changed]
+    kept += [(dist, _BACKENDS[0], getattr(dist, _BACKENDS[0])), (c10d_logger, _LOGGED, vars(c10d_logger)[_LOGGED])]
+    kept += [(dist.ProcessGroup, name, vars(dist.ProcessGroup)[name]) for name in messages]
+    for name in _BACKENDS:
+        setattr(c10d, name, group)
+    checked = getattr(c10d, _BATCH)
+
+    def noted(operations: list[Any]) -> None:
+        checked(operations)
+        batch(len(operations))
+
+    setattr(c10d, _BATCH, noted)
+    c10d.is_nccl_available = lambda: True
+    c10d._get_default_timeout = lambda backend: c10d.default_pg_timeout
+    setattr(dist, _BACKENDS[0], bare)
+    setattr(c10d_logger, _LOGGED, lambda name, *_, **__: {"func_name": name})
+    for name, message in messages.items():
+        setattr(dist.ProcessGroup, name, message)
+    isolated: Any = torch._C._distributed_c10d  # the stubs leave this out
+    isolated._set_thread_isolation_mode(True)
+    try:
+        yield
+    finally:
+        isolated._set_thread_isolation_mode(False)
+        for holder, name, value in kept:
+            if value is None:
+                delattr(holder, name)
+            else:
+                setattr(holder, name, value)
+
+
+def joined(backend: str, rank: int, ranks: int, store: Any) -> dist.ProcessGroup:
+    """The group of all ranks, made in a rank's own thread."""
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
+    group = dist.group.WORLD
+    assert group is not None, "init_process_group returned without a default group"
+    return group
+
+
+def without_autograd_threads() -> Any:
+    """Backward runs in the thread that calls it, which is its rank's."""
+    return torch.autograd.set_multithreading_enabled(False)
