@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pipeproof.reference.data import IGNORED, Batch
 from pipeproof.reference.model import LossFn, Model
-from pipeproof.reference.step import Contribution, Recipe, Reference, Site, accumulate, objective
+from pipeproof.reference.step import Contribution, Recipe, Reference, Site, objective
 
 Total = Mapping[Site, Tensor | None]
 NARROW = torch.bfloat16
@@ -49,7 +49,7 @@ class Step:
     def total(self, contributions: Sequence[Contribution], *, without: int | None = None) -> Total:
         """The sum of ``contributions`` in order, those of microbatch ``without`` left out."""
         order = [microbatch for microbatch in range(len(contributions)) if microbatch != without]
-        return self.reference.total(accumulate(contributions, orders=dict.fromkeys(self.stages, order)))
+        return self.reference.total(self.reference.accumulate(contributions, orders=dict.fromkeys(self.stages, order)))
 
     def contribution(
         self, microbatch: int, *, loss: Callable[[LossFn], LossFn] = lambda loss: loss, tokens: int = 0
@@ -107,7 +107,7 @@ def _norm_drops(step: Step) -> Iterator[Total]:
         parts = [replace(one, gradients={site: one.gradients[site] for site in own}) for one in step.contributions]
         for microbatch in range(len(parts)):
             kept = [part for number, part in enumerate(parts) if number != microbatch]
-            yield {**step.right, **accumulate(kept, orders=dict.fromkeys(step.stages, range(len(kept))))}
+            yield {**step.right, **step.reference.accumulate(kept, orders=dict.fromkeys(step.stages, range(len(kept))))}
 
 
 def _drops(step: Step) -> Iterator[Total]:
@@ -143,8 +143,8 @@ def _narrowed(tensor: Tensor) -> Tensor:
 
 def _narrow_sum(step: Step) -> Iterator[Total]:
     orders = dict.fromkeys(step.stages, range(len(step.batches)))
-    right = accumulate(step.contributions, orders=orders)
-    narrow = accumulate([_narrow(one) for one in step.contributions], orders=orders)
+    right = step.reference.accumulate(step.contributions, orders=orders)
+    narrow = step.reference.accumulate([_narrow(one) for one in step.contributions], orders=orders)
     for stage in step.stages:
         own = {site: _like(narrow[site], gradient) for site, gradient in right.items() if site[0] == stage}
         yield step.reference.total({**right, **own})

@@ -45,7 +45,7 @@ class PipelineEngine(nn.Module):
         return False
 
     zero_cpu_offload = random_ltd_enabled = curriculum_learning_enabled = torch_autocast_enabled
-    is_deepcompile_enabled = torch_autocast_enabled
+    is_deepcompile_enabled = bfloat16_enabled = torch_autocast_enabled
 
     def managed_gradient_accumulation(self) -> bool:
         return True

@@ -1,6 +1,5 @@
 """Validating a foreign step: run it on ranks, run the reference, and judge by the laws that show from outside."""
 
-import math
 import os
 import shlex
 import sys
@@ -27,15 +26,13 @@ from pipeproof.foreign.matching import Names, NamesError, check_names
 from pipeproof.foreign.rank import Order, RankMade, Step, digests, join_messages, run_step
 from pipeproof.foreign.reference_run import ReferenceRaised, ReferenceRun, SecondModel, Task, WhiteBoxError, name_of
 from pipeproof.foreign.shared_stages import joined_parts
+from pipeproof.foreign.step_oracle import StepOracle
 from pipeproof.foreign.unseen import missed, skipped, unreported
 from pipeproof.judging.judge import judged, one_thread
-from pipeproof.judging.oracle import Answer, Floors, Orders, Pending, Requirements, precision_of_reference
-from pipeproof.judging.tolerance import Precision
+from pipeproof.judging.oracle import Requirements
 from pipeproof.judging.verdict import Crash, Verdict
 from pipeproof.observers.sketch import UNSOUGHT, contents
 from pipeproof.reference.accumulation import PLAIN, Accumulation
-from pipeproof.reference.data import Batch
-from pipeproof.reference.step import Contribution, Reference
 from pipeproof.worlds.kinds import REAL
 from pipeproof.worlds.rank_report import NeedsMoreRanks, RankFailed, WorldError
 from pipeproof.worlds.timeout import seconds
@@ -266,7 +263,7 @@ def _judged(
         ("train",),
         len(batches),
         found.due,
-        _Oracle(replace(task, optimizer=None) if found.unlike else task, reference, batches, made, found.max_norm),
+        StepOracle(replace(task, optimizer=None) if found.unlike else task, reference, batches, made, found.max_norm),
         found.tied,
         skipped=dict(skipped(found, observed)),
         missed=dict(missed(found, observed)),
@@ -327,31 +324,6 @@ def _with_notes(verdict: Verdict, notes: Mapping[str, str]) -> Verdict:
         for law in verdict.laws
     ]
     return replace(verdict, laws=tuple(laws))
-
-
-@dataclass(frozen=True)
-class _Oracle:
-    """Knows what every microbatch gives, and adds it up in the order that it is asked for."""
-
-    task: Task
-    reference: Reference
-    batches: Sequence[Batch]
-    made: Sequence[Contribution]
-    max_norm: float | None = None  # what gradients are clipped to before the update
-
-    @property
-    def precision(self) -> Precision:
-        """That of the reference's parameters."""
-        return precision_of_reference(self.reference)
-
-    def answer(self, number: int, orders: Orders) -> Answer:
-        """The one operation there is."""
-        assert number == 0, "a foreign step is one operation"
-        expected = self.reference.before_update(self.batches, self.made, orders=orders)
-        updated = partial(self.task.updated, self.reference, max_norm=self.max_norm)
-        expected = replace(expected, parameters=updated(expected.gradients))
-        pending = (Pending(expected, self.batches, orders),)
-        return Answer(expected, Floors(self.reference, pending, updated=updated), math.inf)
 
 
 def other_data(made: Sequence[RankMade], own: tuple[tuple[bytes, ...], ...]) -> str:

@@ -28,11 +28,10 @@ def told_apart(cause: Cause, evidence: Evidence) -> Cause:
     ran = _ran(cause, evidence)
     if ran == {round(cause.factor)}:
         return replace(_with(cause, of=cause, told=f"the backward{'s' * several} ran so often"), instead=())
-    if ran != {1} and not _losses_have(cause.factor, cause.microbatches, evidence):
+    once = ran == {1} and cause.stage is None and not cause.stages  # one stage alone may have added it again
+    if not once and not _losses_have(cause.factor, cause.microbatches, evidence):
         return cause
-    told = (
-        f"the backward{'s' * several} ran once" if ran == {1} else f"the loss{'es are' if several else ' is'} so, too"
-    )
+    told = f"the backward{'s' * several} ran once" if once else f"the loss{'es are' if several else ' is'} so, too"
     again = replace(cause, instead=(), detail="or what it gave was added once more")
     return replace(_with(multiplied, of=cause, told=told), instead=(again,))
 
