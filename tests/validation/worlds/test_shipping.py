@@ -47,6 +47,15 @@ def test_a_function_of_a_test_module_travels_by_value() -> None:
     assert "import_module" not in names_in(pack(names_in))
 
 
+def test_code_that_travels_by_value_is_still_of_its_file() -> None:
+    def outer() -> Any:
+        return lambda: None
+
+    there = unpack(pack(outer))
+    assert there.__code__ is not outer.__code__
+    assert there.__code__.co_filename == there().__code__.co_filename == __file__
+
+
 def test_a_class_that_comes_back_is_the_class_it_was() -> None:
     twice = Point.twice
     point = unpack(pack(Point(3)))
