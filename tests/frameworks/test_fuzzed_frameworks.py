@@ -42,7 +42,7 @@ def test_a_short_campaign_passes(framework: str, world: World) -> None:
     tally = Tally[FrameworkCase](8)
     found = fuzz(world, tally, seed_=5, strategy=drawn)
     assert found is None, str(found.verdict)
-    assert tally.verdicts == {"pass": 8}
+    assert tally.verdicts == {"pass": 8}, [f"{one.case}: {one.verdict}" for one in tally.undecided]
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)

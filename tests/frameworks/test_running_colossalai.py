@@ -70,7 +70,6 @@ RECORDED = {
     "1f1b": (Layout(), "fp32"),
     "not-clipped": (Layout(clipped=False), "bitwise"),
     "interleaved-tied": (Layout("interleaved", chunks=2, tied=True), "fp32"),
-    "zero-1": (Layout(zero=1, dp=2, bf16=True), "bf16"),
 }
 
 
@@ -83,7 +82,17 @@ def test_a_recorded_step_is_that_of_one_device(name: str, world: World, tmp_path
     verdict = compare(boosted_job.due(layout), read(path))
     assert (verdict.verdict, verdict.tier) == ("pass", tier), str(verdict)
     assert passed(verdict) >= {"gradient", "loss", "parameters-once", "grad-norm" if layout.clipped else "gradient"}
-    assert (verdict.law("updated-parameters").outcome == "pass") == (not layout.bf16)
+    assert verdict.law("updated-parameters").outcome == "pass"
+
+
+@pytest.mark.pipeproof_ranks
+def test_a_recorded_step_of_replicas_in_bf16_is_undecided(world: World, tmp_path: Path) -> None:
+    """The reference adds gradients up otherwise than ColossalAI: in bf16 that may hide a lost microbatch."""
+    layout, path = Layout(zero=1, dp=2, bf16=True), str(tmp_path / "step.safetensors")
+    assert world.run(boosted_job.recorded, layout, path, "", ranks=4) == [""] * 4
+    verdict = compare(boosted_job.due(layout), read(path))
+    assert (verdict.verdict, verdict.law("gradient").outcome) == ("unknown", "unknown"), str(verdict)
+    assert passed(verdict) >= {"loss", "parameters-once", "presence", "grad-norm"}
 
 
 @pytest.mark.pipeproof_ranks
