@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeproof.pipeline.transports import Transport
 from pipeproof.worlds.rank_report import Race, RankFailed
 from pipeproof.worlds.simulated.races import fill, overlap, poison, unchanged
 from pipeproof.worlds.worker import RankContext
@@ -153,3 +154,25 @@ def test_poison_and_what_comes_leave_no_trace_in_autograd(dtype: torch.dtype) ->
     fill([buffer], [content])
     assert unchanged([buffer], [content])
     assert buffer._version == version
+
+
+def left_alone(context: RankContext) -> None:
+    """A send that nobody waits for, of a buffer that nobody touches again."""
+    if context.rank == 0:
+        dist.isend(torch.ones(4), 1)
+        return
+    buffer = torch.zeros(4)
+    dist.recv(buffer, 0)
+    assert buffer.tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize("transport", Transport)
+def test_a_send_is_to_be_waited_for_with_gloo_alone(transport: Transport, simulated: World) -> None:
+    simulated.transport = transport
+    if transport is not Transport.UNLIMITED:
+        simulated.run(left_alone, ranks=2)
+        return
+    with pytest.raises(RankFailed) as failed:
+        simulated.run(left_alone, ranks=2)
+    assert isinstance(failed.value.cause, Race)
+    assert (failed.value.cause.kind, failed.value.cause.rank) == ("never-waited", 0)
