@@ -12,8 +12,8 @@ from pipeproof.observers.recording import RECEIVED
 def told_apart(cause: Cause, evidence: Evidence) -> Cause:
     """``cause`` as what else was seen decides it: an output gradient, how often backwards ran, or the loss.
 
-    A loss that is right says nothing: it may have been multiplied after it was reported. One that is not so often what
-    it should be decides nothing alone: what runs again may be added to a loss, too.
+    A loss that is right says nothing: it may have been multiplied after it was reported. A loss that has the factor
+    makes a multiplication likelier, but does not prove one: what runs again may be added to the loss, too.
     """
     if cause.kind != "doubled" or not cause.instead:
         return cause
@@ -27,7 +27,7 @@ def told_apart(cause: Cause, evidence: Evidence) -> Cause:
         return cause  # whole numbers, each another: more likely sums that were added again than weights
     ran = _ran(cause, evidence)
     if ran == {round(cause.factor)}:
-        return replace(_with(cause, of=cause, told=f"the backward{'s' * several} ran so often"), instead=())
+        return replace(_with(cause, of=cause, told=f"the backward{'s' * several} ran {ran.pop()} times"), instead=())
     once = ran == {1} and cause.stage is None and not cause.stages  # one stage alone may have added it again
     if not once and not _losses_have(cause.factor, cause.microbatches, evidence):
         return cause

@@ -1,5 +1,6 @@
 """A factor that every stage has once more, told from one that comes in at two places."""
 
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -11,9 +12,17 @@ from pipeproof.judging.cause import Cause
 from tests.support.steps import blocks, loss_fn, pairs
 
 
-def scaled_links(model: Any, microbatches: list[Any], *, after: set[int], only: int | None) -> Any:
-    """Four stages; output gradients are doubled as they leave those ``after``, of all microbatches or one."""
+def scaled_links(
+    model: Any, microbatches: list[Any], *, after: Collection[int] = (), only: int | None = None, cut: int | None = None
+) -> Any:
+    """Four stages; output gradients are doubled as they leave those ``after``, of all microbatches or one.
+
+    The graph of stage ``cut`` is cut off from its input.
+    """
     stages = [watch(model[k : k + 1]) for k in range(4)]
+    if cut is not None:
+        inner = stages[cut].forward
+        stages[cut].forward = lambda x: inner(x.detach() + 0 * x)
     losses = []
     for number, (x, target) in enumerate(microbatches):
         made: list[Any] = []
@@ -47,6 +56,14 @@ def test_once_more_at_every_stage_is_said_of_every_stage(
     cause: Cause = verdict.cause[0]
     assert (cause.kind, cause.stage, cause.microbatches) == ("scale", *place)
     assert ("once more" in cause.detail) is (place[0] is None)
+
+
+@pytest.mark.pipeproof_ranks
+def test_a_graph_that_was_cut_gives_zeros_that_nobody_wrote(whitebox: WhiteBox) -> None:
+    step = partial(scaled_links, cut=2)
+    verdict = whitebox.validate(step, reference=built, microbatches=pairs(4), ranks=1, loss_fn=loss_fn)
+    first: Cause = verdict.cause[0]
+    assert (first.kind, first.stage, first.action) == ("zero", 2, "2B0")
 
 
 def built() -> nn.Module:
