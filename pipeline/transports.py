@@ -59,8 +59,9 @@ class Rules:
 
     by_name: an end meets the other end of its name, or tag; else the k-th send of a channel meets its k-th receive.
     queue: which messages run one at a time, in the order in which they are posted. blocking: who posts one waits for
-    it, there and then. buffered: a send is done when it is posted. backend: what torch.distributed calls the like.
-    known_as: its everyday names. source: where that is known from.
+    it, there and then. buffered: a send is done when it is posted. keeps_sent: what is sent is kept until it is there,
+    also where nobody keeps the send's work. backend: what torch.distributed calls the like. known_as: its everyday
+    names. source: where that is known from.
     """
 
     by_name: bool
@@ -69,6 +70,7 @@ class Rules:
     source: str
     blocking: bool = False
     buffered: bool = False
+    keeps_sent: bool = True
     known_as: tuple[str, ...] = ()
 
 
@@ -106,7 +108,9 @@ RULES: Mapping[Transport, Rules] = MappingProxyType(
             by_name=True,
             queue=Queue.NONE,
             backend="gloo",
-            source="gloo's tcp/pair.cc: a buffer's slot is its tag, and it is sent once its receive is announced",
+            source="gloo's tcp/pair.cc: a buffer's slot is its tag, and it is sent once its receive is announced; "
+            "the work owns that buffer",
+            keeps_sent=False,
             known_as=("gloo",),
         ),
         Transport.BUFFERED: Rules(

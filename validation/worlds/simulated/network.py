@@ -106,12 +106,11 @@ class Network:
     def leave(self, rank: int) -> None:
         """A rank has returned. Raises the race that its works tell of: what it never waited for, for one.
 
-        A send may be left alone where the device or a copy keeps what is sent; gloo's work has to be kept by its owner.
+        A send may be left alone where the transport keeps what is sent.
         """
-        left_alone = self.rules.buffered or self.rules.backend == "nccl"
         for work in self._works.pop(rank, ()):
             work.check()
-            if not work.met and not (left_alone and not work.due):
+            if not work.met and (work.due or not self.rules.keeps_sent):
                 said = f"rank {rank} returned and had never waited for {work.text}"
                 raise race("never-waited", rank, said, posted=work.stack)
 
