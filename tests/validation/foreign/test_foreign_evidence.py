@@ -165,20 +165,25 @@ def test_a_microbatch_in_place_of_another_was_paired_wrongly_or_came_so(whitebox
     cause, ((other,),) = only(verdict), verdict.alternatives
     assert (cause.kind, cause.stage, cause.microbatches) == ("mispaired", 1, (2,))
     assert cause.detail == (
-        "its input is microbatch 1's, expected microbatch 2's (1F2); "
-        "called with, in this order: stage 0 0, 1, 2, 3, stage 1 0, 1, 1, 3"
+        "its input is that of microbatch 1 in place of 2 (1F2); "
+        "called with, in this order: stage 0: 0, 1, 2, 3; stage 1: 0, 1, 1, 3"
     )
     assert (other.kind, other.stage, other.microbatches) == ("wrong-message", 1, (2,))
 
 
-def test_data_one_too_late_is_exchanged_data_and_nothing_was_dropped(whitebox: WhiteBox) -> None:
+@pytest.mark.parametrize(
+    ("drawn", "wrong"), [((0, 0, 1, 2), (1, 2, 3)), ((0, 1, 1, 2), (2, 3)), ((0, 0, 2, 3), (1,))], ids=str
+)
+def test_data_that_comes_late_or_twice_is_exchanged_data_and_nothing_was_dropped(
+    whitebox: WhiteBox, drawn: tuple[int, ...], wrong: tuple[int, ...]
+) -> None:
     def step(model: Any, microbatches: list[Any]) -> Any:
-        inputs = [x for x, _ in microbatches]
-        late = [(x, target) for x, (_, target) in zip([inputs[0], *inputs], microbatches, strict=False)]
-        return train(own(model), late)
+        return train(
+            own(model), [(microbatches[m][0], target) for m, (_, target) in zip(drawn, microbatches, strict=True)]
+        )
 
     cause = only(judged(whitebox, step))
-    assert (cause.kind, cause.microbatches) == ("swapped-data", (1, 2, 3))
+    assert (cause.kind, cause.rank, cause.stage, cause.microbatches) == ("swapped-data", 0, 0, wrong)
 
 
 def test_the_targets_of_one_microbatch_for_all(whitebox: WhiteBox) -> None:
@@ -200,15 +205,6 @@ def test_a_sum_in_place_of_a_mean_is_one_factor(whitebox: WhiteBox) -> None:
     cause = only(judged(whitebox, step))
     after = "every output gradient that came in is right: it was multiplied after that"
     assert (cause.kind, cause.detail, cause.lines) == ("scale", f"48, tokens per microbatch; {after}", ())
-
-
-def test_data_that_comes_twice_is_exchanged_data(whitebox: WhiteBox) -> None:
-    def step(model: Any, microbatches: list[Any]) -> Any:
-        (x, _), *_ = microbatches
-        return train(own(model), [microbatches[0], (x, microbatches[1][1]), *microbatches[2:]])
-
-    cause = only(judged(whitebox, step))
-    assert (cause.kind, cause.stage, cause.microbatches) == ("swapped-data", 0, (1,))
 
 
 class Squaring(nn.Module):

@@ -99,13 +99,16 @@ def rearranged(evidence: Evidence) -> bool:
 def _in_place(order: Sequence[int], before: Sequence[int]) -> dict[int, int]:
     """For each missing microbatch, the one whose tensors came at its position; empty if it was not so.
 
-    Where all came some places late, and the first until then, that is each but the first.
+    Where from some position on all came some places late, and the one before it until then, that is each from there on.
     """
     if len(order) != len(before):
         return {}
+    apart = {own: came for own, came in zip(before, order, strict=True) if own != came}
+    right = next(k for k, (own, came) in enumerate(zip(before, order, strict=True)) if own != came)
     for late in range(1, len(before)):
-        if all(m == before[max(k - late, 0)] for k, m in enumerate(order)):
-            return {own: came for own, came in zip(before, order, strict=True) if own != came}
+        came_late = [before[max(k - late, right - 1)] for k in range(right, len(before))]
+        if right and list(order[right:]) == came_late:
+            return apart
     missing = [k for k, m in enumerate(before) if m not in order]
     given = {before[k]: order[k] for k in missing}
     spare = Counter(order) - Counter(before)
@@ -124,16 +127,16 @@ def _came(evidence: Evidence, stage: int, others: Collection[int]) -> bool:
 
 
 def _cause(evidence: Evidence, stage: int, given: dict[int, int]) -> Cause:
-    told = ", ".join(f"microbatch {other}'s, expected microbatch {own}'s" for own, other in sorted(given.items()))
+    told = ", ".join(f"of microbatch {other} in place of {own}" for own, other in sorted(given.items()))
     first = min(given)
-    ran = [f"stage {one} {listed(_called(evidence, one))}" for one in (stage - 1, stage) if one >= 0]
+    ran = [f"stage {one}: {listed(_called(evidence, one))}" for one in (stage - 1, stage) if one >= 0]
     found = Cause(
         "mispaired" if stage else "swapped-data",
         rank=evidence.placement[stage],
         stage=stage,
         microbatches=tuple(sorted(given)),
         action=f"{stage}F{first}",
-        detail=f"its input is {told} ({stage}F{first}); called with, in this order: {', '.join(ran)}",
+        detail=f"its input is that {told} ({stage}F{first}); called with, in this order: {'; '.join(ran)}",
     )
     return or_wrong_message(found) if stage else found
 
