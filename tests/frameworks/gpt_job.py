@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -78,4 +79,14 @@ def drew_others(_: RankContext, layout: Layout) -> Verdict:
     with job_of(layout) as (chunks, optimizer, microbatches):
         with check_of(chunks, optimizer, microbatches, layout) as check:
             train(chunks, optimizer, [tuple(one.flip(-1) for one in given) for given in microbatches], layout)
+        return check.verdict
+
+
+def not_cleared(_: RankContext, layout: Layout) -> Verdict:
+    """The verdict on a second step that adds to the gradients of the first."""
+    with job_of(layout) as (chunks, optimizer, microbatches):
+        train(chunks, optimizer, microbatches, layout)
+        with mock.patch.object(type(chunks[0]), "zero_grad_buffer"):
+            with check_of(chunks, optimizer, microbatches[::-1], layout) as check:
+                train(chunks, optimizer, microbatches[::-1], layout)
         return check.verdict

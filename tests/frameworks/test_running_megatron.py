@@ -58,6 +58,12 @@ def test_a_fault_in_a_job_is_caught_and_named(name: str, world: World) -> None:
 
 
 @pytest.mark.pipeproof_ranks
+def test_gradients_of_the_step_before_are_known_where_megatron_adds_to_them(world: World) -> None:
+    for verdict in world.run(gpt_job.not_cleared, Layout(optimizer=True), ranks=2):
+        assert named(verdict) == ("fail", [("stale-gradient", "everywhere")]), str(verdict)
+
+
+@pytest.mark.pipeproof_ranks
 def test_another_stream_is_caught_and_no_wrong_cause_is_named(world: World) -> None:
     for verdict in world.run(gpt_job.checked, FAULTS["other-stream"].layout, "other-stream", ranks=2):
         assert verdict.verdict == "fail", str(verdict)

@@ -241,6 +241,13 @@ class Assembled:
         return next((made.unlike for made in self.made if made.unlike), "")
 
     @property
+    def begun(self) -> dict[Site, Tensor]:
+        """The gradients that were there before the step, and not zero."""
+        return {
+            (s.index, name): s.part.begun[k] for s in self.stages for k, name in s.names.items() if k in s.part.begun
+        }
+
+    @property
     def nameless(self) -> bool:
         """Whether gradients alone were handed back, so that nobody knows of any weights."""
         every = [one for stage in self.stages for one in stage.part.locals]

@@ -89,6 +89,7 @@ class _Due:
             self.observed.gradients(0),
             self._held,
             self._traced,
+            old=self.found.begun,
             tied=[copies for copies in apart if len(copies) > 1],
             placement=self.observed.schedule.placement,
             ranks=len(self.found.made) // self.found.replicas.count,

@@ -53,7 +53,8 @@ class Part:
     for those of which the rank has a part only. ``members``: the ranks with this stage and what each handed back, once
     they are put together; ``calls`` are then those of the first line, ``copies`` those of further ones, by the line's
     number. ``lacks``: the parameters that others of them have and this rank has not. ``after``: weights
-    after the step, each with where it lies in the whole (None: it is the whole), if they are wanted.
+    after the step, each with where it lies in the whole (None: it is the whole), if they are wanted. ``begun``: what
+    gradients were added to, where that was not zero.
     """
 
     locals: tuple[Local, ...]
@@ -67,6 +68,7 @@ class Part:
     lacks: frozenset[int] = frozenset()
     weights: Mapping[int, tuple[Shard, Tensor]] = field(default_factory=dict)
     after: Mapping[int, tuple[Shard | None, Tensor]] = field(default_factory=dict)
+    begun: Mapping[int, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -196,10 +198,13 @@ class _Collector:
             locals_[k] = replace(locals_[k], content=None)
         weights = {k: one for k, one in weights.items() if locals_[k].content is None}
         missed = "" if calls is None or calls else self._missed(module)
+        left = {k: self.first_use.begun(one) for k, one in enumerate(parameters)}
+        begun = {k: one for k, one in left.items() if one is not None}
         if calls and given is not None:  # copies: what is cleared in ``.grad`` is not lost to them
             calls = [replace(call, cleared=()) for call in calls]
         seen_calls = tuple(calls) if calls else None
-        return Part(tuple(locals_), gradients, values, seen_calls, shards, missed=missed, weights=weights, after=after)
+        made = Part(tuple(locals_), gradients, values, seen_calls, shards, missed=missed, weights=weights)
+        return replace(made, after=after, begun=begun)
 
     def _of_dtensors(self, parameters: Sequence[nn.Parameter]) -> Iterator[tuple[int, tuple[Shard, Tensor]]]:
         """The parts of weights in shards, where the whole was never seen."""

@@ -1,6 +1,6 @@
-"""What a step starts from: the weights, as the first call of a module that holds them sees them, and its optimizer."""
+"""What a step starts from: weights and gradients, as the first call of a module that holds them sees them."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -11,8 +11,14 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from pipeproof.observers.shards import InShards
+from pipeproof.observers.shards import InShards, is_plain
 from pipeproof.observers.sketch import digest
+
+SumOf = Callable[[nn.Parameter], object]
+
+
+def _grad(parameter: nn.Parameter) -> Tensor | None:
+    return parameter.grad
 
 
 @dataclass(frozen=True)
@@ -24,7 +30,7 @@ class Seen:
 
 
 class FirstUse:
-    """While it is open, looks at every parameter when a module that holds it is called for the first time.
+    """While it is open, looks at every parameter, and its gradient so far, when a module that holds it is first called.
 
     A plain hook before forwards touches no graph, so nothing is disturbed; known contents are not even copied.
     ``goes_on``: an optimizer had kept something of a step before the one that is judged.
@@ -37,6 +43,8 @@ class FirstUse:
         self._seen: dict[int, tuple[nn.Parameter, Seen]] = {}  # the parameter too, so that its id is not used again
         self._at: dict[tuple[int, str], tuple[nn.Module, Seen]] = {}  # by the module that it was seen in, and its name
         self._parts: dict[int, tuple[nn.Parameter, Tensor]] = {}  # of DTensors, what this rank had
+        self._sum_of: SumOf = _grad
+        self._begun: dict[int, Tensor] = {}  # gradients that were not zero, by the id of their parameter
 
     def __enter__(self) -> Self:
         global _first_use
@@ -53,10 +61,11 @@ class FirstUse:
         self._hook.remove()
         self._step_hook.remove()
 
-    def anew(self) -> None:
-        """The step that is judged begins now: what was used before it was of another one."""
+    def anew(self, sum_of: SumOf) -> None:
+        """The step that is judged begins now: what was used before it was of another one. It adds to ``sum_of``."""
+        self._sum_of = sum_of
         self.goes_on = any(any(map(bool, one.state.values())) for one in self._stepped.values())
-        for seen in (self._seen, self._at, self._parts):
+        for seen in (self._seen, self._at, self._parts, self._begun):
             seen.clear()
 
     def of(self, parameter: nn.Parameter, holder: nn.Module, leaf: str) -> Seen | None:
@@ -76,6 +85,10 @@ class FirstUse:
         """What this rank had of one in shards when it was first used so; None where nobody saw that."""
         return self._parts[id(parameter)][1] if id(parameter) in self._parts else None
 
+    def begun(self, parameter: nn.Parameter) -> Tensor | None:
+        """What its gradient is added to, as ``parameter`` was first used, if that was whole and not zero."""
+        return self._begun.get(id(parameter))
+
     def inside(self, module: nn.Module) -> bool:
         """Whether a part of ``module`` was called that holds parameters."""
         return any(id(part) == at for part in module.modules() if part is not module for at, _ in self._at)
@@ -92,6 +105,7 @@ class FirstUse:
                 continue
             if id(parameter) not in self._seen:
                 self._seen[id(parameter)] = parameter, self._note(parameter)
+                self._begun |= {id(parameter): one for one in _left(self._sum_of(parameter))}
             self._at.setdefault((id(module), leaf), (module, self._seen[id(parameter)][1]))
 
     def _step(self, optimizer: Optimizer, arguments: Any, named: Any) -> None:
@@ -102,10 +116,19 @@ class FirstUse:
         return Seen(content, None if content in self._known else parameter.detach().to("cpu", copy=True))
 
 
+def _left(gradient: object) -> Iterator[Tensor]:
+    """A copy of what a step before left, if anything is there that can be read here and is not zero."""
+    if isinstance(gradient, Tensor) and is_plain(gradient) and gradient.any():
+        yield gradient.detach().to("cpu", copy=True)
+
+
 _first_use: FirstUse | None = None
 
 
-def step_begins() -> None:
-    """Say that the step that is judged begins now, whatever was trained before; outside a validation, nothing."""
+def step_begins(sum_of: SumOf = _grad) -> None:
+    """Say that the step that is judged begins now, whatever was trained before; outside a validation, nothing.
+
+    ``sum_of``: what a parameter's gradient is added to.
+    """
     if _first_use is not None:
-        _first_use.anew()
+        _first_use.anew(sum_of)

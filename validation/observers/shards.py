@@ -97,6 +97,11 @@ class Shard:
         return all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(self.bounds, other.bounds, strict=True))
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Whether it can be looked at without other ranks, and added up: no shard, nothing sparse."""
+    return type(tensor) is Tensor and tensor.layout == torch.strided
+
+
 def held_whole(tensor: Tensor) -> Tensor | None:
     """``tensor``, or all that a DTensor has, where this rank has it; None where it has a part."""
     if not isinstance(tensor, InShards):

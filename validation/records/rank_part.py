@@ -6,14 +6,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from pipeproof.diagnosis.members import Replicas
 from pipeproof.judging.judge import Where
 from pipeproof.judging.tolerance import same_bits
 from pipeproof.observers.recording import Gradients
-from pipeproof.observers.shards import Shard, held_here, shard_of
+from pipeproof.observers.shards import Shard, held_here, is_plain, shard_of
 from pipeproof.records.record import (
     RankStage,
     RecordedOperation,
@@ -267,9 +266,11 @@ class Kept:
         self._rank, self._room = rank, room
 
     def begin(self, gradients: Gradients) -> None:
-        """Keep what is in ``.grad`` before anything is added: it may be what is too much in the end."""
+        """Keep what there is before anything is added, in place of what was kept: it may be too much later."""
         for name, gradient in gradients.items():
-            if gradient is not None and _plain(gradient) and gradient.any() and self._fits(gradient):
+            if (before := self.notes.begun.pop(name, None)) is not None:
+                self._room += self.tensors.pop(before).nbytes
+            if gradient is not None and is_plain(gradient) and gradient.any() and self._fits(gradient):
                 self.notes.begun[name] = self._keep(f"begun gradient {name}", gradient)
 
     def end(self, name: str, gradient: Tensor | None, *, wrong: bool) -> None:
@@ -297,8 +298,3 @@ class Kept:
         address = f"{what} of rank {self._rank}"
         self.tensors[address] = gradient.detach().to("cpu", copy=True)
         return address
-
-
-def _plain(gradient: Tensor) -> bool:
-    """Whether it can be looked at without other ranks, and added up: no shard, nothing sparse."""
-    return type(gradient) is Tensor and gradient.layout == torch.strided

@@ -184,6 +184,12 @@ class StepCheck:
         """Say why this rank does not report the norm that it was told."""
         self._no_norm = why
 
+    def begin(self, gradients: Mapping[str, Gradient]) -> None:
+        """Say what gradients will be added to, by the record's names: what is there by then is no part of the step."""
+        if self._at is not None:
+            with self.noting():
+                self._kept.begin({n: one for n, one in gradients.items() if one is None or isinstance(one, Tensor)})
+
     def wrap(self, parts: Parts) -> Parts:
         """For ``PipelineSchedule.wrapped``: its steps then call ``gradients`` themselves, at the right moment."""
         return replace(parts, gradients=_Checked(parts, self))

@@ -113,6 +113,7 @@ def step_of(engine: Any) -> FrameworkStep:
         partial(_watching, engine, drawn),
         unfinished=DeepSpeedError("the engine took no step: call engine.train_batch in the block"),
         drawn=drawn,
+        sum_of=partial(gradient_of, replicas=engine.grid.data_parallel_size),
         accumulation=_accumulation(engine),
     )
 

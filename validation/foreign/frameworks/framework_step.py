@@ -30,6 +30,11 @@ def _unknown() -> None:
     """What a framework does in which order, where it does not tell."""
 
 
+def _own(parameter: nn.Parameter) -> Tensor | None:
+    """Where autograd adds."""
+    return parameter.grad
+
+
 @dataclass(frozen=True)
 class FrameworkStep:
     """A framework's step on one rank.
@@ -42,8 +47,8 @@ class FrameworkStep:
     the framework tells. unfinished: what is wrong if gradients were never complete; None: then those at the end count.
     drawn: what this rank drew of its data while it was watched, as far as the adapter sees that. max_norm: to what norm
     gradients were clipped, once they were, if at all. masters: the optimizer updates copies of the weights in a wider
-    type. accumulation: how it adds gradients up, but for the shares of replicas; None: each in its own type, in the
-    order of the microbatches.
+    type. sum_of: what microbatches' gradients are being added to, as far as this rank has it. accumulation: how it adds
+    gradients up, but for the shares of replicas; None: each in its own type, in the order of the microbatches.
     """
 
     stages: Mapping[int, nn.Module]
@@ -57,6 +62,7 @@ class FrameworkStep:
     drawn: Drawn = field(default_factory=Drawn)
     max_norm: Callable[[], float | None] = _unknown
     masters: bool = False
+    sum_of: Callable[[nn.Parameter], Gradient] = _own
     accumulation: Accumulation | None = None
 
     def completes_at_its_end(self, steps: int) -> bool:
@@ -67,6 +73,11 @@ class FrameworkStep:
         if not steps and self.unfinished is not None:
             raise self.unfinished
         return not steps
+
+    def sums(self, stage: int) -> dict[str, Gradient]:
+        """What the gradients of ``stage`` are being added to, as the reference calls them."""
+        named = self.stages[stage].named_parameters(remove_duplicate=False)
+        return {self.name(stage, name): self.sum_of(one) for name, one in named}
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Every parameter of this rank under each of its names, as the reference calls it."""
@@ -122,7 +133,7 @@ TWO_STEPS = "the block took more than one step of the optimizer: put one step in
 @contextmanager
 def observing(seen: Observation, step: FrameworkStep) -> Iterator[None]:
     """While this is open, the step is watched, and shows itself to ``seen``. It begins with the weights of now."""
-    step_begins()
+    step_begins(step.sum_of)
     with step.watching(seen):
         for module in step.stages.values():
             watch(module, when=step.when)

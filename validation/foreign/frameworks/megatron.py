@@ -160,6 +160,7 @@ def step_of(chunks: Any, optimizer: Any) -> FrameworkStep:
         drawn=drawn,
         max_norm=lambda: getattr(told, "clip_grad", None) or None,  # 0: it does not clip
         masters=bool(getattr(told, "bf16", False) or getattr(told, "fp16", False)),
+        sum_of=main_gradient,
         accumulation=_accumulation(stages.values()),
     )
 

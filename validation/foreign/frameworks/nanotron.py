@@ -123,6 +123,7 @@ def step_of(trainer: Any) -> FrameworkStep:
         drawn=drawn,
         max_norm=lambda: next(iter(bounds), None),
         masters=trainer.grad_accumulator is not None,  # it has them
+        sum_of=lambda one: gradients_of(trainer).get(one),
     )
 
 

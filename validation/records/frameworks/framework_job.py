@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -102,10 +103,31 @@ def checking(step: Callable[[], JobStep], *, timeout_s: float) -> Iterator[StepC
         sight, watched = JobSight(check, made), False
         with check.noting():
             stack.enter_context(made.step.watching(sight))
+            stack.enter_context(_begun(made.step, check))
             watched = True
         yield check
         if watched:
             sight.end()
+
+
+@contextmanager
+def _begun(step: FrameworkStep, check: StepCheck) -> Iterator[None]:
+    """While this is open, show ``check`` what each stage's gradients are added to, when it is first called."""
+    hooks = dict[int, Any]()
+
+    def first(stage: int, *_: Any) -> None:
+        if (hook := hooks.pop(stage, None)) is not None:
+            hook.remove()
+            with check.noting():
+                check.begin(step.sums(stage))
+
+    for stage, module in step.stages.items():
+        hooks[stage] = module.register_forward_pre_hook(partial(first, stage))
+    try:
+        yield
+    finally:
+        for hook in hooks.values():
+            hook.remove()
 
 
 def _made(step: Callable[[], JobStep]) -> tuple[JobStep | None, str]:
