@@ -12,7 +12,7 @@ from pipeproof.diagnosis.attribution import Attribution, attribute, update_of
 from pipeproof.diagnosis.copies import apart_by_rank
 from pipeproof.diagnosis.divergence import Divergence, Ground, Positions, divergences
 from pipeproof.diagnosis.interference import Broken, Sources, broken_between
-from pipeproof.diagnosis.members import Members
+from pipeproof.diagnosis.members import Members, Replicas
 from pipeproof.diagnosis.played import Played, Setup, parts_of, play
 from pipeproof.diagnosis.sums import broken_additions
 from pipeproof.diagnosis.what_ifs import Tried
@@ -81,13 +81,18 @@ class Sums:
     ``copies``: of each parameter that several hold, with their stages, each rank's gradient. ``left_out``: wrong
     gradients that were not kept.
     ``max_norm`` is what gradients are clipped to, where somebody says so. ``alike``: all microbatches are the same, and
-    known together alone.
+    known together alone. ``replicas``: who worked on what, where that is known.
     """
 
     copies: Mapping[tuple[str, tuple[int, ...]], Mapping[int, Gradient]] = field(default_factory=dict)
     left_out: int = 0
     max_norm: float | None = None
     alike: bool = False
+    replicas: Replicas | None = None
+
+    def holders(self, stage: int) -> set[int]:
+        """The ranks that hold ``stage``, where several do."""
+        return {rank for (_, stages), each in self.copies.items() if stage in stages for rank in each}
 
 
 @dataclass(frozen=True)

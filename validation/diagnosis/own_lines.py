@@ -146,11 +146,11 @@ class _About:
             yield "received", one.received
 
     def _came(self, action: Action) -> Sequence[Came]:
-        """The message that ``action`` was given; of several, the first that is wrong."""
+        """The message that ``action`` was given; of several, the first that is wrong. None where that did not come."""
         wheres = {RECEIVED}
         if action.kind is Kind.FORWARD or self.cause.kind == "overwritten":
             action, wheres = action._replace(kind=Kind.FORWARD), {GIVEN, KEPT}
         passed, came = self._passed(action), self._passed(action).came.get(action, {})
         crossings = (one for one in passed.crossings if one.where in wheres and not one.same)
         wrong = {one.number for one in crossings if one.action.microbatch == action.microbatch}
-        return [came[number] for number in sorted(came, key=lambda number: (number not in wrong, number))[:1]]
+        return [came[number] for number in sorted(came) if number in wrong or not wrong][:1]

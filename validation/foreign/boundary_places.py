@@ -71,10 +71,20 @@ def _neighbours(column: Column, stage: int, stages: Stages) -> Iterator[str]:
         yield from _at(stages, stage, GIVEN, number)
     if stage:
         yield from _at(stages, stage - 1, MADE, number)
-        for other in filter(None, stages):  # what comes into a later stage beside what flows is data of the model's
+        if column.where == GIVEN:
+            yield from _free(stages, stage)
+        # What comes into a later stage beside what flows is data of the model's; numbers may also be what flows.
+        for other in stages if column.is_whole_numbers else filter(None, stages):
             yield from (place for place in _at(stages, other, GIVEN, number) if place.startswith(INPUT))
     else:
         yield f"{INPUT} {number}"
+
+
+def _free(stages: Stages, stage: int) -> list[str]:
+    """Where the stage before has what it hands on, if that is one place alone which no input of ``stage`` is at."""
+    taken = {one.place for one in stages[stage] if one.where == GIVEN}
+    made = {one.place for one in stages.get(stage - 1, ()) if one.where == MADE and one.place} - taken
+    return list(made) if len(made) == 1 else []
 
 
 def _at(stages: Stages, stage: int, where: str, number: int) -> Iterator[str]:

@@ -39,6 +39,11 @@ class Column:
         """What passes there in the reference, by microbatch."""
         return self.places.by_place.get(self.place, {})
 
+    @property
+    def is_whole_numbers(self) -> bool:
+        """Whether no gradient can flow through it, as through words, positions and masks."""
+        return not any(one is not None and one.dtype.is_floating_point for one in self.seen)
+
     def owners(self, seen: Sketch | None) -> set[int]:
         """The microbatches whose tensor ``seen`` is."""
         return set() if seen is None else {number for number, one in self.known.items() if seen.is_like(one)}

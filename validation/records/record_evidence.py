@@ -73,7 +73,7 @@ class Step:
             operation=self.due.operation,
             due=self,
             members=self._members if self.shards and self.model is not None else None,
-            sums=RecordSums(copies, self.left_out, self.max_norm, alike),
+            sums=RecordSums(copies, self.left_out, self.max_norm, alike, self.replicas),
             strange=any(m.what == "held" and m.due == 0 for m in verdict.mismatches),
             renamed_by="rename=",
         )

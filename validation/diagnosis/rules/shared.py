@@ -138,13 +138,27 @@ def on_rank(cause: Cause, evidence: Evidence) -> Cause:
     single |= evidence.differs("initial-weights")
     if cause.stage is None or single or cause.kind in ("not-reduced", "misplaced", "norm", "report"):
         return cause  # told of a rank, not of a stage
-    if evidence.members is None or cause.rank != evidence.placement[cause.stage]:
+    if cause.rank != evidence.placement[cause.stage]:
         return cause
+    if evidence.members is None:
+        return _on_replica(cause, cause.stage, evidence)
     if (placed := _at_holders(cause, evidence)) is not None:
         return placed
     if len(evidence.members.stages[cause.stage].part.members) < 2:
         return cause
     return replace(cause, rank=_rank_of(cause.stage, cause.microbatches, evidence))
+
+
+def _on_replica(cause: Cause, stage: int, evidence: Evidence) -> Cause:
+    """``cause`` on the one rank of ``stage`` that ran its microbatches; on none where several did."""
+    holders = set[int]() if evidence.sums is None else evidence.sums.holders(stage)
+    replicas = None if evidence.sums is None else evidence.sums.replicas
+    if replicas is None or replicas.count < 2 or len(holders) < 2:
+        return cause
+    found = {
+        rank for rank in holders if {*replicas.share(rank)} & {*(cause.microbatches or range(evidence.microbatches))}
+    }
+    return replace(cause, rank=found.pop() if len(found) == 1 else None)
 
 
 def _at_holders(cause: Cause, evidence: Evidence) -> Cause | None:
