@@ -10,13 +10,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import pipeproof.colossalai as colossalai
+    import pipeproof.deepspeed as deepspeed
     import pipeproof.foreign as whitebox
-    import pipeproof.records.frameworks.colossalai as colossalai
-    import pipeproof.records.frameworks.deepspeed as deepspeed
-    import pipeproof.records.frameworks.megatron as megatron
-    import pipeproof.records.frameworks.nanotron as nanotron
-    import pipeproof.records.frameworks.torchtitan as torchtitan
-    import pipeproof.records.frameworks.transformers as transformers
+    import pipeproof.megatron as megatron
+    import pipeproof.nanotron as nanotron
+    import pipeproof.torchtitan as torchtitan
+    import pipeproof.transformers as transformers
     from pipeproof.cases.case import Case as Case
     from pipeproof.cases.case import CaseError as CaseError
     from pipeproof.cases.validator import validate as validate
@@ -58,15 +58,7 @@ _HOMES = {
     "write_record": "records.step_record",
 }
 
-_MODULES = {
-    "colossalai": "records.frameworks.colossalai",
-    "deepspeed": "records.frameworks.deepspeed",
-    "megatron": "records.frameworks.megatron",
-    "nanotron": "records.frameworks.nanotron",
-    "torchtitan": "records.frameworks.torchtitan",
-    "transformers": "records.frameworks.transformers",
-    "whitebox": "foreign",
-}
+_FRAMEWORKS = ("colossalai", "deepspeed", "megatron", "nanotron", "torchtitan", "transformers")
 
 __all__ = [
     "Case",
@@ -98,8 +90,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return importlib.import_module(f"pipeproof.{_MODULES[name]}")
+    if name in _FRAMEWORKS:
+        return importlib.import_module(f"pipeproof.{name}")
+    if name == "whitebox":
+        return importlib.import_module("pipeproof.foreign")
     if name == "__version__":
         return importlib.import_module("importlib.metadata").version("pipeproof")
     if name in _HOMES:

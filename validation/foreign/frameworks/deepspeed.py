@@ -36,14 +36,18 @@ _COVERED = {
 }
 
 
+def sum_of(parameter: nn.Parameter) -> Tensor | None:
+    """What the engine adds gradients to, where that is the whole: with bf16, flat and of a type of its own."""
+    whole: Tensor | None = getattr(parameter, "_hp_grad", None)
+    return parameter.grad if whole is None else whole
+
+
 def gradient_of(parameter: nn.Parameter, replicas: int) -> Gradient:
     """The gradient that the engine's optimizer is about to take, where the engine has it.
 
-    It is in ``.grad``; with bf16, flat and of a type of its own. With ZeRO-1, each of several replicas has a part.
+    With ZeRO-1, each of several replicas has a part.
     """
-    whole: Tensor | None = getattr(parameter, "_hp_grad", None)
-    if whole is None:
-        whole = parameter.grad
+    whole = sum_of(parameter)
     if whole is not None:
         return whole.detach().view_as(parameter)
     if not hasattr(parameter, "_hp_mapping"):
@@ -113,7 +117,7 @@ def step_of(engine: Any) -> FrameworkStep:
         partial(_watching, engine, drawn),
         unfinished=DeepSpeedError("the engine took no step: call engine.train_batch in the block"),
         drawn=drawn,
-        sum_of=partial(gradient_of, replicas=engine.grid.data_parallel_size),
+        sum_of=sum_of,
         accumulation=_accumulation(engine),
     )
 

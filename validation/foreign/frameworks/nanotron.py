@@ -107,6 +107,12 @@ def gradients_of(trainer: Any) -> dict[nn.Parameter, Gradient]:
     }
 
 
+def _sum_of(trainer: Any, names: Mapping[nn.Parameter, str], parameter: nn.Parameter) -> Tensor | None:
+    sums, name = trainer.grad_accumulator, names.get(parameter)
+    found: Tensor | None = parameter.grad if sums is None or name is None else sums.get_grad_buffer(name=name)
+    return found
+
+
 def step_of(trainer: Any) -> FrameworkStep:
     """The step of this trainer on this rank; raises ``NanotronError`` for what is not covered."""
     check_covered(trainer)
@@ -123,7 +129,7 @@ def step_of(trainer: Any) -> FrameworkStep:
         drawn=drawn,
         max_norm=lambda: next(iter(bounds), None),
         masters=trainer.grad_accumulator is not None,  # it has them
-        sum_of=lambda one: gradients_of(trainer).get(one),
+        sum_of=partial(_sum_of, trainer, {one: name for name, one in model.get_named_params_with_correct_tied()}),
     )
 
 

@@ -1,4 +1,4 @@
-"""DeepSpeed, as users reach it at ``pipeproof.deepspeed``: a step that pipeproof starts, or one of a running job."""
+"""DeepSpeed: a step that pipeproof starts, or one of a running job."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager

@@ -1,4 +1,4 @@
-"""ColossalAI, as users reach it at ``pipeproof.colossalai``: a step that pipeproof starts, or one of a running job."""
+"""ColossalAI: a step that pipeproof starts, or one of a running job."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager

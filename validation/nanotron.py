@@ -1,4 +1,4 @@
-"""Nanotron, as users reach it at ``pipeproof.nanotron``: a step that pipeproof starts, or one of a running job."""
+"""Nanotron: a step that pipeproof starts, or one of a running job."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager

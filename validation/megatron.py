@@ -1,4 +1,4 @@
-"""Megatron-core, as users reach it at ``pipeproof.megatron``: a step that pipeproof starts, or one of a running job."""
+"""Megatron-core: a step that pipeproof starts, or one of a running job."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager

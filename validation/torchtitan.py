@@ -1,4 +1,4 @@
-"""Torchtitan, as users reach it at ``pipeproof.torchtitan``: a step that pipeproof starts, or one of a running job."""
+"""Torchtitan: a step that pipeproof starts, or one of a running job."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager

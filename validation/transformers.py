@@ -1,4 +1,4 @@
-"""Transformers, as users reach it at ``pipeproof.transformers``: models in stages, steps of a running ``Trainer``."""
+"""Transformers: models in stages, steps of a running ``Trainer``."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager

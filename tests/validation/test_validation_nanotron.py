@@ -10,7 +10,7 @@ from torch import nn
 
 import pipeproof
 from pipeproof.judging.verdict import Verdict
-from pipeproof.records.frameworks.nanotron import _held
+from pipeproof.nanotron import _held
 from tests.support.like_nanotron import DATA, NanotronModel, TensorPointer, Trainer, clip_grad_norm, installed
 
 
