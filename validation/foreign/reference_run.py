@@ -263,7 +263,7 @@ class ReferenceRun:
     ) -> Reference:
         """The reference in these stages, which adds gradients up in this way."""
         recipe = Recipe(loss=self._task.loss, accumulation=accumulation)
-        return Reference(self._model, owner=owner, recipe=recipe, copies=copies)
+        return Reference(self._model, owner=owner, recipe=recipe, copies=copies, by_use=True)
 
     def made(self, owner: Mapping[str, int]) -> tuple[Contribution, ...]:
         """What every microbatch gives in these stages. Raises ``ReferenceRaised``."""
