@@ -16,7 +16,8 @@ class Accumulation:
     dtype: that of a replica's sum; None: that of what it adds. between: what the sums are cast to while replicas
     reduce them, be it one replica alone; None: they are not. shares: the microbatches of each replica; empty: one
     replica has all. tied_first: the stages that have copies of a tied parameter add theirs up before replicas do; else
-    they do so after them. result: what the whole is cast to at last; None: to nothing else.
+    they do so after them. result: what the whole is cast to at last; None: to nothing else. late: losses are not
+    divided before their backwards, and the whole is instead.
     """
 
     dtype: torch.dtype | None = None
@@ -24,6 +25,7 @@ class Accumulation:
     shares: tuple[tuple[int, ...], ...] = ()
     tied_first: bool = False
     result: torch.dtype | None = None
+    late: bool = False
 
     def total(self, parts: Sequence[Gradient], order: Sequence[int], *, onto: Gradient = None) -> Gradient:
         """``onto``, and ``parts`` by microbatch, in this ``order``. None where all are."""

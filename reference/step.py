@@ -18,7 +18,8 @@ from pipeproof.reference.accumulation import Gradient as Gradient
 from pipeproof.reference.by_use import ByUse
 from pipeproof.reference.contribution import Contribution as Contribution
 from pipeproof.reference.contribution import Site as Site
-from pipeproof.reference.contribution import Stage, parts_of, with_copies_joined
+from pipeproof.reference.contribution import Stage as Stage
+from pipeproof.reference.contribution import parts_of, with_copies_joined
 from pipeproof.reference.copied import copied
 from pipeproof.reference.data import Batch
 from pipeproof.reference.graded import graded

@@ -152,7 +152,8 @@ class ReferenceBeside:
 
     @property
     def _recipe(self) -> Recipe:
-        return Recipe(self._loss, math.inf, accumulation=replace(self.source.accumulation, shares=self._shares))
+        by = replace(self.source.accumulation, shares=self._shares)
+        return Recipe(self._loss, math.inf, late=self._loss.divisor if by.late else 1.0, accumulation=by)
 
     def _made(self, held: Held, microbatches: Pairs | None) -> tuple[str, str]:
         if microbatches is None:
