@@ -15,28 +15,43 @@ class Accumulation:
 
     dtype: that of a replica's sum; None: that of what it adds. between: what the sums are cast to while replicas
     reduce them, be it one replica alone; None: they are not. shares: the microbatches of each replica; empty: one
-    replica has all.
+    replica has all. tied_first: the stages that have copies of a tied parameter add theirs up before replicas do; else
+    they do so after them. result: what the whole is cast to at last; None: to nothing else. late: losses are not
+    divided before their backwards, and the whole is instead.
     """
 
     dtype: torch.dtype | None = None
     between: torch.dtype | None = None
     shares: tuple[tuple[int, ...], ...] = ()
+    tied_first: bool = False
+    result: torch.dtype | None = None
+    late: bool = False
 
     def total(self, parts: Sequence[Gradient], order: Sequence[int], *, onto: Gradient = None) -> Gradient:
         """``onto``, and ``parts`` by microbatch, in this ``order``. None where all are."""
+        return self.reduced(self.of_each(parts, order, onto=onto))
+
+    def of_each(self, parts: Sequence[Gradient], order: Sequence[int], *, onto: Gradient = None) -> list[Gradient]:
+        """The same sum of every replica; ``onto`` is in that of the first."""
         shares = [[m for m in order if m in own] for own in self.shares] or [list(order)]
-        sums = [added([onto if number == 0 else None, *self._cast(parts, own)]) for number, own in enumerate(shares)]
+        return [added([onto if number == 0 else None, *self._cast(parts, own)]) for number, own in enumerate(shares)]
+
+    def reduced(self, sums: Sequence[Gradient]) -> Gradient:
+        """What replicas make of their ``sums``."""
         if self.between is None:
-            return added(sums)
-        whole, kept = added([None if one is None else one.to(self.between) for one in sums]), sums[0]
-        return whole if whole is None or kept is None else whole.to(kept.dtype)
+            return _in(self.result, added(sums))
+        whole, kept = added([_in(self.between, one) for one in sums]), sums[0]
+        return _in(self.result, _in(None if kept is None else kept.dtype, whole))
 
     def _cast(self, parts: Sequence[Gradient], own: Sequence[int]) -> list[Gradient]:
-        given = (parts[m] for m in own)
-        return [one if one is None or self.dtype is None else one.to(self.dtype) for one in given]
+        return [_in(self.dtype, parts[m]) for m in own]
 
 
 PLAIN = Accumulation()
+
+
+def _in(dtype: torch.dtype | None, one: Gradient) -> Gradient:
+    return one if one is None or dtype is None else one.to(dtype)
 
 
 def added(parts: Sequence[Gradient]) -> Gradient:

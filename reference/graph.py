@@ -43,6 +43,19 @@ def uses(ends: Iterable[Edge]) -> Counter[int]:
     return count
 
 
+def consumers(ends: Iterable[Edge], leaves: Collection[int]) -> dict[int, list[tuple[Node, int]]]:
+    """By the id of its tensor: into which nodes each of ``leaves`` went, and as which of their inputs.
+
+    They are in the order of the forward. A transposed weight that is used twice went into one.
+    """
+    found: dict[int, list[tuple[Node, int]]] = {}
+    for node in sorted(_upwards(ends), key=lambda one: one._sequence_nr()):
+        for number, (before, _) in enumerate(node.next_functions):
+            if (leaf := id(getattr(before, "variable", None))) in leaves:
+                found.setdefault(leaf, []).append((node, number))
+    return found
+
+
 def frontier(ends: Iterable[Edge], deep: Mapping[Node, int], stage: int, known: Collection[Edge]) -> set[Edge] | None:
     """The last of the ``known`` edges into which no parameter after ``stage`` went, seen from ``ends``.
 

@@ -15,13 +15,16 @@ from torch.func import functional_call
 
 from pipeproof.reference.accumulation import PLAIN, Accumulation, added
 from pipeproof.reference.accumulation import Gradient as Gradient
+from pipeproof.reference.by_use import ByUse
+from pipeproof.reference.contribution import Contribution as Contribution
+from pipeproof.reference.contribution import Site as Site
+from pipeproof.reference.contribution import Stage as Stage
+from pipeproof.reference.contribution import parts_of, with_copies_joined
 from pipeproof.reference.copied import copied
 from pipeproof.reference.data import Batch
 from pipeproof.reference.graded import graded
 from pipeproof.reference.model import LossFn, Model
 
-Stage = int
-Site = tuple[Stage, str]  # one stage's copy of a parameter, by its name in the model
 _Leaves = dict[tuple[Stage, int], tuple[Tensor, nn.Parameter]]  # by the stage and the parameter's identity
 
 
@@ -61,18 +64,6 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Contribution:
-    """What one microbatch gives: its undivided loss, and its gradient in every site."""
-
-    loss: float
-    gradients: Mapping[Site, Gradient]
-
-    def under(self, owner: Mapping[str, Stage]) -> "Contribution":
-        """The same, with every parameter name's site at that name's ``owner``."""
-        return replace(self, gradients={(owner[name], name): part for (_, name), part in self.gradients.items()})
-
-
-@dataclass(frozen=True)
 class Expected:
     """What an operation must give.
 
@@ -98,14 +89,22 @@ class Reference:
     """A model on one device that is trained operation by operation: "train", "accumulate" or "eval".
 
     ``owner`` maps every parameter name, each name of a tied one too, to the stage that holds a copy under it.
-    ``copies`` are further ones, in other stages under the same names: their shares are not known apart.
+    ``copies`` are further ones, in other stages under the same names. by_use: their shares are told apart where each of
+    these stages has one use; else the first has them all.
     """
 
     def __init__(
-        self, model: nn.Module, *, owner: Mapping[str, Stage], recipe: Recipe, copies: Collection[Site] = ()
+        self,
+        model: nn.Module,
+        *,
+        owner: Mapping[str, Stage],
+        recipe: Recipe,
+        copies: Collection[Site] = (),
+        by_use: bool = False,
     ) -> None:
         self.model = model
         self._more = tuple(copies)
+        self._by_use = by_use
         self.recipe = recipe
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
         self._sites = {name: (owner[name], name) for name in self._parameters}
@@ -117,7 +116,7 @@ class Reference:
     def of(self, model: nn.Module) -> "Reference":
         """The same with another model that is like its own."""
         owner = {name: stage for name, (stage, _) in self._sites.items()}
-        return Reference(model, owner=owner, recipe=self.recipe, copies=self._more)
+        return Reference(model, owner=owner, recipe=self.recipe, copies=self._more, by_use=self._by_use)
 
     def perform(
         self,
@@ -200,10 +199,13 @@ class Reference:
         """One forward and backward, with a leaf of its own for every stage's use of every parameter."""
         loss, leaves, uses = self._forward(batch, loss_fn)
         each, parameters = zip(*leaves.values(), strict=True)
+        apart = ByUse(loss, each if self._by_use else ())
         found = dict(zip(map(id, each), graded(loss / divisor, each, parameters), strict=True))
         gradients = {site: found[id(uses[self._first[name]])] for name, site in self._sites.items() if self._own(name)}
         gradients = dict.fromkeys(self._sites.values()) | gradients
-        return Contribution(loss.item(), {site: None if g is None else dense(g) for site, g in gradients.items()})
+        dense_ = {site: None if g is None else dense(g) for site, g in gradients.items()}
+        told = {name: apart.of(leaf, found[id(leaf)]) for name, leaf in uses.items()}
+        return Contribution(loss.item(), dense_, {name: given for name, given in told.items() if given})
 
     def losses(self, batches: Sequence[Batch]) -> Iterator[tuple[Tensor, float]]:
         """Each microbatch's loss with its graph, and what it is divided by, one after another."""
@@ -252,12 +254,11 @@ class Reference:
 
         A site that nothing contributes to stays None.
         """
-        by = self.recipe.accumulation if by is None else by
-        sums: dict[Site, Gradient] = {}
-        for site in contributions[0].gradients:
-            parts = [one.gradients[site] for one in contributions]
-            sums[site] = by.total(parts, orders[site[0]], onto=(onto or {}).get(site))
-        return sums
+        by, onto = self.recipe.accumulation if by is None else by, onto or {}
+        parts = parts_of(contributions, (*self._sites.values(), *self._more), self._first)
+        each = {site: by.of_each(own, orders[site[0]], onto=onto.get(site)) for site, own in parts.items()}
+        each = with_copies_joined(each, self._copies().values()) if by.tied_first else each
+        return {site: by.reduced(sums) for site, sums in each.items()}
 
     def total(self, sums: Mapping[Site, Gradient]) -> dict[Site, Gradient]:
         """Gradients per site in which the copies of a tied parameter hold the sum of all stages' shares.

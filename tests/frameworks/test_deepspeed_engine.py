@@ -29,11 +29,11 @@ BITWISE = {
     "four-ranks": (Layout(pp=4), 8),
     "few-microbatches": (Layout(pp=4), 2),
     "recompute": (Layout(recompute=1), 4),
-}
-# Not to the bit: shares of tied copies or of replicas are added in another order; norms are of other partial sums.
-FP32 = {
     "tied": (Layout(tied=True), 4),
     "tied-four-ranks": (Layout(pp=4, tied=True), 8),
+}
+# Not to the bit: replicas are added in another order; norms are of other partial sums.
+FP32 = {
     "replicas": (Layout(dp=2), 4),
     "clipped-one-stage": (Layout(pp=1, clipped=True), 4),
     "zero-1-one-replica": (Layout(zero=1), 4),

@@ -30,12 +30,12 @@ BITWISE = {
     "loss-of-three": (Layout(three=True), 4),
     "bf16": (Layout(bf16=True), 4),
     "bf16-replicas": (Layout(bf16=True, dp=2), 4),
-}
-# Not to the bit: shares of tied copies or of replicas are added, or gradients divided by tokens, in another order.
-ROUNDED = {
     "tied": (Layout(tied=True), 4),
-    "tied-four-ranks-optimizer": (Layout(pp=4, tied=True, optimizer=True), 4),
     "tied-interleaved": (Layout(vp=2, tied=True, p2p_overlap=True), 4),
+}
+# Not to the bit: replicas are added, gradients divided by tokens, or norms summed in another order.
+ROUNDED = {
+    "tied-four-ranks-optimizer": (Layout(pp=4, tied=True, optimizer=True), 4),
     "per-token": (Layout(three=True, per_token=True), 4),
     "replicas": (Layout(dp=2), 4),
     "replicas-per-token": (Layout(dp=2, three=True, per_token=True), 4),

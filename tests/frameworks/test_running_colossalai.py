@@ -87,7 +87,7 @@ def test_a_recorded_step_is_that_of_one_device(name: str, world: World, tmp_path
 
 @pytest.mark.pipeproof_ranks
 def test_a_recorded_step_of_replicas_in_bf16_is_undecided(world: World, tmp_path: Path) -> None:
-    """The reference adds gradients up otherwise than ColossalAI: in bf16 that may hide a lost microbatch."""
+    """One device knows of no replicas, which reduce their sums: in bf16 that may hide a lost microbatch."""
     layout, path = Layout(zero=1, dp=2, bf16=True), str(tmp_path / "step.safetensors")
     assert world.run(boosted_job.recorded, layout, path, "", ranks=4) == [""] * 4
     verdict = compare(boosted_job.due(layout), read(path))

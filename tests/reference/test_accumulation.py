@@ -56,3 +56,10 @@ def test_what_nobody_gives_a_gradient_has_none() -> None:
     found = Accumulation(FP32, shares=((0,), (1,))).total([None, a], [0, 1])
     assert found is not None
     assert torch.equal(found, a.float())
+
+
+def test_the_whole_is_cast_at_last() -> None:
+    a, b, c, d = parts()
+    found = Accumulation(FP32, shares=((0, 1), (2, 3)), result=BF16).total([a, b, c, d], [0, 1, 2, 3])
+    assert found is not None
+    assert torch.equal(found, ((a.float() + b.float()) + (c.float() + d.float())).to(BF16))

@@ -78,7 +78,8 @@ class _Due:
     def expected(self) -> Expected:
         """All, but for any update."""
         batches, made = self.beside.batches, self.beside.made
-        orders = dict.fromkeys({stage for stage, _ in made[0].gradients}, range(len(batches)))
+        stages = {stage for stage, _ in (*made[0].gradients, *self.found.copies)}
+        orders = dict.fromkeys(stages, range(len(batches)))
         return self.beside.reference.before_update(batches, made, orders=orders)
 
     @cached_property

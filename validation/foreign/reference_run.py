@@ -211,7 +211,7 @@ class ReferenceRun:
     """An iterator of which each step makes what ``model`` gives for one more microbatch of ``task``.
 
     ``owner`` is the stage of every parameter name. While the ranks have yet to tell it, each name is a stage of its own
-    (None), and the run is surveyed in case they watch.
+    (None), and the run is surveyed in case they watch. late: losses are not divided, and gradients are once added up.
     """
 
     def __init__(
@@ -222,9 +222,11 @@ class ReferenceRun:
         *,
         owner: Mapping[str, int] | None = None,
         surveyed: bool = True,
+        late: bool = False,
     ) -> None:
         self.batches = task.batches(model)
         self._task, self._model, self._replicas = task, model, replicas
+        self._late = task.loss.divisor if late else 1.0
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
         self._survey = Survey(model, replicas=replicas.count) if surveyed else None
         each = {name: number for number, name in enumerate(self._parameters)}
@@ -255,15 +257,22 @@ class ReferenceRun:
         uses = {(id(parameter), owner[name]) for name, parameter in self._parameters.items()}
         if begun and len(uses) == len(self._parameters):
             return self
-        model = self._task.built(next(self._model.parameters()).device.type) if begun else self._model
+        model = self._built() if begun else self._model
         return ReferenceRun(self._task, model, self._replicas, owner=owner, surveyed=watched)
+
+    def divided_late(self, owner: Mapping[str, int], *, watched: bool) -> "ReferenceRun":
+        """Another run in these stages, from the same weights, that divides no loss."""
+        return ReferenceRun(self._task, self._built(), self._replicas, owner=owner, surveyed=watched, late=True)
+
+    def _built(self) -> nn.Module:
+        return self._task.built(next(self._model.parameters()).device.type)
 
     def reference(
         self, owner: Mapping[str, int], copies: Collection[Site] = (), *, accumulation: Accumulation = PLAIN
     ) -> Reference:
         """The reference in these stages, which adds gradients up in this way."""
-        recipe = Recipe(loss=self._task.loss, accumulation=accumulation)
-        return Reference(self._model, owner=owner, recipe=recipe, copies=copies)
+        recipe = Recipe(loss=self._task.loss, late=self._late, accumulation=accumulation)
+        return Reference(self._model, owner=owner, recipe=recipe, copies=copies, by_use=True)
 
     def made(self, owner: Mapping[str, int]) -> tuple[Contribution, ...]:
         """What every microbatch gives in these stages. Raises ``ReferenceRaised``."""
@@ -290,9 +299,8 @@ class ReferenceRun:
             return
         try:
             with one_thread():
-                model = self._task.built(next(self._model.parameters()).device.type)
-                owner = dict.fromkeys(self._parameters, 0)
-                reference = Reference(model, owner=owner, recipe=Recipe(loss=self._task.loss))
+                model, owner = self._built(), dict.fromkeys(self._parameters, 0)
+                reference = Reference(model, owner=owner, recipe=Recipe(loss=self._task.loss, late=self._late))
                 self._survey.look_again(model, reference.losses(self.batches), cuts, [one.loss for one in self._made])
         except (RuntimeError, ReferenceRaised):
             return

@@ -14,6 +14,7 @@ from pipeproof.foreign.handed_back import HandedBack
 from pipeproof.observers.watching import watch
 from pipeproof.pipeline.action import Action, Kind
 
+_ORDERS = ("pipeline_order", "pipeline_order_with_comms")  # of a schedule of several stages on a rank
 _CHUNKS = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
 Pairs = Sequence[tuple[Any, Tensor]]  # inputs (a tensor or a tuple of tensors) and target, for each microbatch
 
@@ -21,6 +22,14 @@ Pairs = Sequence[tuple[Any, Tensor]]  # inputs (a tensor or a tuple of tensors) 
 def stages_of(schedule: Any) -> list[Any]:
     """This rank's stages of a schedule of torch's."""
     return list(schedule._stages) if hasattr(schedule, "_stages") else [schedule._stage]
+
+
+def splits_backwards(schedule: Any) -> bool:
+    """Whether a schedule of torch's has backwards of inputs and of weights apart, on any rank."""
+    orders = [getattr(schedule, name, None) or {} for name in _ORDERS]
+    actions = (action for order in orders for own in order.values() for action in own if action is not None)
+    each = (one for action in actions for one in (action, *(action.sub_actions or ())))
+    return any(one.computation_type.value in ("I", "W") for one in each)
 
 
 class Recorder:

@@ -26,10 +26,8 @@ from pipeproof.foreign.matching import Names, NamesError, check_names
 from pipeproof.foreign.rank import Order, RankMade, Step, digests, join_messages, run_step
 from pipeproof.foreign.reference_run import ReferenceRaised, ReferenceRun, SecondModel, Task, WhiteBoxError, name_of
 from pipeproof.foreign.shared_stages import joined_parts
-from pipeproof.foreign.step_oracle import StepOracle
-from pipeproof.foreign.unseen import missed, skipped, unreported
+from pipeproof.foreign.step_oracle import required_of
 from pipeproof.judging.judge import judged, one_thread
-from pipeproof.judging.oracle import Requirements
 from pipeproof.judging.verdict import Crash, Verdict
 from pipeproof.observers.sketch import UNSOUGHT, contents
 from pipeproof.reference.accumulation import PLAIN, Accumulation
@@ -39,20 +37,6 @@ from pipeproof.worlds.timeout import seconds
 from pipeproof.worlds.world import World
 
 _TOLD = (ReferenceRaised, WorldError)  # errors whose text says what is wrong
-LAWS = (
-    "parameters-once",  # every parameter of the reference is held once, and nothing else is
-    "initial-weights",  # those that the step started from
-    "microbatches",  # every watched stage ran forward and backward once for each microbatch
-    "boundaries",  # what passed the boundaries of watched stages
-    "loss",  # each microbatch's, or the whole step's, on every rank that reports it
-    "presence",  # a gradient is None exactly where the reference's is
-    "gradient",  # every parameter's
-    "shards",  # those of a parameter make up the whole
-    "replicas",  # every replica holds every stage, and has the same gradients
-    "tied-copies",  # gradients of all copies are equal
-    "grad-norm",  # on every rank that reports it
-    "updated-parameters",  # what the optimizer made of them, where there is one
-)
 _OF_CALLS = ("microbatches", "boundaries")  # the laws that only calls of watched stages can break
 _WARMED_UP = "each microbatch's last call counts: those before it left nothing in the gradients, which are right"
 
@@ -248,44 +232,31 @@ def _judged(
     title: str, task: Task, found: Assembled, second: SecondModel, run: ReferenceRun, accumulation: Accumulation
 ) -> Verdict:
     batches, made = run.batches, run.made(found.owner)
-    reference = run.reference(found.owner, found.copies, accumulation=accumulation)
     if other_loss := second.other_loss(made[0].loss, batches[0]):
         return _random(title, task, other_loss)
     if all(gradient is None for one in made for gradient in one.gradients.values()):
         return _undecided(
             title, f"the reference {task.name} gives no parameter a gradient: there is nothing to compare"
         )
-    known = found.passages(run.places, run.note_handed_on)
+    like = run.divided_late(found.owner, watched=found.watched) if accumulation.late else run
+    like.made(found.owner)  # its places are known when it is done
+    reference = like.reference(found.owner, found.copies, accumulation=accumulation)
+    known = found.passages(like.places, like.note_handed_on)
     observed = found.observed(known)
-    required = Requirements(
-        title,
-        LAWS if task.optimizer is not None else LAWS[:-1],
-        ("train",),
-        len(batches),
-        found.due,
-        StepOracle(replace(task, optimizer=None) if found.unlike else task, reference, batches, made, found.max_norm),
-        found.tied,
-        skipped=dict(skipped(found, observed)),
-        missed=dict(missed(found, observed)),
-        remarks=found.remarks | unreported(observed),
-        unmatched=found.unmatched,
-        unseen=found.unseen,
-        uncalled=found.uncalled,
-        frozen=found.frozen,
-        traced=found.traced,
-        every_rank=False,
-        by_numbers=True,
-        mode_matters=lambda: second.mode_matters([one.loss for one in made], batches),
-    )
+    required = required_of(title, task, found, second, run=like, reference=reference, observed=observed)
     verdict = judged(required, observed)
     if verdict.mismatches and all(one.law in _OF_CALLS for one in verdict.mismatches):
-        last = judged(required, found.observed(found.passages(run.places, run.note_handed_on, last=True)))
+        last = judged(required, found.observed(found.passages(like.places, like.note_handed_on, last=True)))
         verdict = _with_notes(last, {"microbatches": _WARMED_UP}) if last.verdict == "pass" else verdict
     verdict = at_holders(_of_first_ranks(verdict), found, made)
     if found.watched and found.missed:
         verdict = _with_notes(verdict, dict.fromkeys(_OF_CALLS, found.missed))
     if not verdict.mismatches:
         return verdict
+    if like is not run:  # a cause is sought beside one that divides what each microbatch gives
+        reference = run.reference(found.owner, found.copies, accumulation=accumulation)
+        known = found.passages(run.places, run.note_handed_on)
+        observed = found.observed(known)
     if run.crash is not None:
         return verdict.without_cause(run.crash)
     beside = Beside(reference, second.model, batches, task.loss, made)

@@ -14,7 +14,7 @@ from pipeproof.foreign.reference_run import WhiteBoxError, repeated
 from pipeproof.judging.ledger import NOWHERE
 from pipeproof.judging.oracle import copies_apart
 from pipeproof.observers.shards import Shard, gathered, untiled
-from pipeproof.records.rank_part import Arrival
+from pipeproof.records.rank_part import Arrival, places_of
 from pipeproof.records.record import Record, RecordError
 from pipeproof.records.record_evidence import Step
 from pipeproof.records.record_file import described, restored
@@ -86,6 +86,7 @@ class ReferenceBeside:
         self._loss_fn: LossFn | None = None
         self._divisor: float | None = None
         self._shares: tuple[tuple[int, ...], ...] = ()
+        self._stages: dict[str, set[int]] = {}
 
     def record(
         self,
@@ -104,6 +105,7 @@ class ReferenceBeside:
         for name in given:
             self._exchange.give(_weight(name, own), parameters[name])
         self._shares = shares
+        self._stages = {name: {stage for _, stage in places} for name, places in places_of(arrivals).items()}
         outcome = self._made(held, microbatches) if own == 0 else ("", "")
         what = "the reference of the checked step"
         text, problem = self._exchange.gather(outcome, what=what, bound_s=self._timeout_s)[0]
@@ -150,7 +152,8 @@ class ReferenceBeside:
 
     @property
     def _recipe(self) -> Recipe:
-        return Recipe(self._loss, math.inf, accumulation=replace(self.source.accumulation, shares=self._shares))
+        by = replace(self.source.accumulation, shares=self._shares)
+        return Recipe(self._loss, math.inf, late=self._loss.divisor if by.late else 1.0, accumulation=by)
 
     def _made(self, held: Held, microbatches: Pairs | None) -> tuple[str, str]:
         if microbatches is None:
@@ -162,7 +165,7 @@ class ReferenceBeside:
                 given, divisor = source.loss_fn, source.loss_divisor
                 self._loss_fn = given.of(microbatches) if isinstance(given, LossOfAll) else given
                 self._divisor = divisor(self.model, microbatches) if callable(divisor) else divisor
-                record = recorded(self.model, microbatches, self._recipe, floors=source.floors)
+                record = recorded(self.model, microbatches, self._recipe, floors=source.floors, stages=self._stages)
             record = replace(record, operations=tuple(replace(one, buffers={}, before={}) for one in record.operations))
             text = described(record, self._laid_out)
         except (RecordError, WhiteBoxError) as error:

@@ -1,8 +1,9 @@
 """The record of one training step of anyone's model on one device: a plain loop over the microbatches."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ _NAMES = {dtype: one.name for dtype, one in PRECISIONS.items() if not dtype.is_c
 
 LossFn = Callable[..., Tensor]
 Pairs = Sequence[tuple[object, object]]
+Stages = Mapping[str, Collection[int]]
 
 
 def record_step(
@@ -65,8 +67,12 @@ def recorded(
     *,
     optimizer: torch.optim.Optimizer | None = None,
     floors: bool = True,
+    stages: Stages = MappingProxyType({}),
 ) -> Record:
-    """As ``record_step``, of a step by this ``recipe``, whose own optimizer is left aside."""
+    """As ``record_step``, of a step by this ``recipe``, whose own optimizer is left aside.
+
+    stages: those that hold each parameter, by name; what is used in several is added up in each of them first.
+    """
     if not microbatches:
         raise RecordError("microbatches is empty: expected at least one")
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -75,9 +81,10 @@ def recorded(
     model, optimizer = copied((model, optimizer))
     batches = [Batch.of(*pair).to(str(next(model.parameters()).device)) for pair in microbatches]
     recipe = replace(recipe, optimizer=lambda some: optimizer or sgd(some))
-    orders = {0: range(len(batches))}
-    expected = _reference(model, recipe).perform("train", batches, orders=orders)
-    measured = _floors(_reference(copied(untouched), recipe), Pending(expected, batches, orders)) if floors else None
+    orders = dict.fromkeys({0, *(one for own in stages.values() for one in own)}, range(len(batches)))
+    expected = _reference(model, recipe, stages).perform("train", batches, orders=orders)
+    beside = _reference(copied(untouched), recipe, stages)
+    measured = _floors(beside, Pending(expected, batches, orders)) if floors else None
     due = due_of(expected)
     due = replace(due, microbatches=microbatch_digests(microbatches), parameters=due.parameters if optimizer else {})
     operation = RecordedOperation(**vars(due), floors=measured, contents=content_digests(microbatches))
@@ -90,15 +97,17 @@ def write_record(record: Record, path: str) -> None:
         write(record, file)
 
 
-def _reference(model: nn.Module, recipe: Recipe) -> Reference:
-    """``model``, all of it in one stage."""
-    owner = {name: 0 for name, _ in model.named_parameters(remove_duplicate=False)}
-    return Reference(model, owner=owner, recipe=recipe)
+def _reference(model: nn.Module, recipe: Recipe, stages: Stages) -> Reference:
+    """``model`` in these ``stages``; all of it in one where they are not known."""
+    held = {name: sorted(stages.get(name, (0,))) for name, _ in model.named_parameters(remove_duplicate=False)}
+    copies = [(stage, name) for name, own in held.items() for stage in own[1:]]
+    owner = {name: own[0] for name, own in held.items()}
+    return Reference(model, owner=owner, recipe=recipe, copies=copies, by_use=bool(copies))
 
 
 def _floors(reference: Reference, step: Pending) -> RecordedFloors:
     """What rounding does to every number of ``step``; ``reference`` is as it was before."""
-    again = _reference(copied(reference.model), reference.recipe).contributing(step.batches[::-1])
+    again = reference.of(copied(reference.model)).contributing(step.batches[::-1])
     others = [one.loss for one in again][::-1]
     for number, (loss, other) in enumerate(zip(step.expected.losses, others, strict=True)):
         if loss != other and (loss == loss or other == other):

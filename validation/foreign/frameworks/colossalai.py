@@ -30,6 +30,7 @@ from pipeproof.foreign.frameworks.framework_step import FrameworkStep, Observati
 from pipeproof.foreign.handed_back import FlatShard, Gradient
 from pipeproof.foreign.validator import WhiteBox
 from pipeproof.judging.verdict import Verdict
+from pipeproof.reference.accumulation import Accumulation
 
 _COVERED = {
     "tp_size": 1,
@@ -66,7 +67,17 @@ def step_of(booster: Any, model: Any, optimizer: Any, batches: int | None = 1) -
         partial(_watching, plugin, model.module, stages, optimizer, (losses, runs, drawn)),
         unfinished=ColossalAIError("optimizer.step was not called in the block: let the block call it"),
         drawn=drawn,
+        accumulation=_accumulation(plugin, optimizer),
     )
+
+
+def _accumulation(plugin: Any, optimizer: Any) -> Accumulation | None:
+    """What is in bf16 is added up in it. Copies of a shared weight are reduced, and then replicas, with ZeRO in another
+    type where it is told one.
+    """
+    if type_of(plugin) is None:
+        return None
+    return Accumulation(between=getattr(optimizer, "_communication_dtype", None), tied_first=True)
 
 
 def gradients_of(model: Any, optimizer: Any) -> dict[nn.Parameter, Gradient]:

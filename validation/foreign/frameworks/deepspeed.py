@@ -123,11 +123,14 @@ def step_of(engine: Any) -> FrameworkStep:
 
 
 def _accumulation(engine: Any) -> Accumulation | None:
-    """What is in bf16 is added up in ``grad_accum_dtype``, and reduced in ``communication_data_type``, mostly bf16."""
+    """What is in bf16 is added up in ``grad_accum_dtype``, and reduced in ``communication_data_type``, mostly bf16.
+
+    Its schedule has ``ReduceTiedGrads`` before ``ReduceGrads``.
+    """
     if not engine.bfloat16_enabled():
         return None
     _, dtype = engine.get_data_types()
-    return Accumulation(dtype, engine.communication_data_type)
+    return Accumulation(dtype, engine.communication_data_type, tied_first=True)
 
 
 @contextmanager

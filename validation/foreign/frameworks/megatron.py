@@ -166,9 +166,16 @@ def step_of(chunks: Any, optimizer: Any) -> FrameworkStep:
 
 
 def _accumulation(models: Iterable[nn.Module]) -> Accumulation | None:
-    """What is in bf16 is added up in the type of ``main_grad``, in fp32 where Megatron is told to, also of replicas."""
+    """What is in bf16 is added up in the type of ``main_grad``, in fp32 where Megatron is told to, also of replicas.
+
+    ``finalize_model_grads`` reduces them, then the copies of a shared weight, and divides by tokens if it is told to.
+    """
+    models = list(models)
     held = [one for model in models for one in model.parameters() if hasattr(one, "main_grad")]
-    return Accumulation(held[0].main_grad.dtype) if held and held[0].dtype != torch.float32 else None
+    if not held or held[0].dtype == torch.float32:
+        return None
+    config: Any = models[0].config
+    return Accumulation(held[0].main_grad.dtype, late=bool(config.calculate_per_token_loss))
 
 
 def chunks_of(chunks: Any) -> list[Any]:

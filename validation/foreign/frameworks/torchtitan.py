@@ -7,6 +7,7 @@ these is called.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -31,9 +32,10 @@ from pipeproof.foreign.frameworks.torchtitan_whole import (
     packed,
     tokens_in,
 )
-from pipeproof.foreign.torch_pipelining import stages_of
+from pipeproof.foreign.torch_pipelining import splits_backwards, stages_of
 from pipeproof.foreign.validator import WhiteBox
 from pipeproof.judging.verdict import Verdict
+from pipeproof.reference.accumulation import Accumulation
 
 _WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")  # of recomputation and torch.compile
 
@@ -46,7 +48,25 @@ def global_name(name: str) -> str:
 def step_of(pp_schedule: Any, model_parts: Sequence[nn.Module]) -> FrameworkStep:
     """The step of this schedule on this rank; raises ``TorchtitanError`` for what is not covered."""
     _check_covered(pp_schedule, model_parts)
-    return step_of_schedule(pp_schedule, model_parts, _in_whole, TorchtitanError)
+    step = step_of_schedule(pp_schedule, model_parts, _in_whole, TorchtitanError)
+    return replace(step, accumulation=None if splits_backwards(pp_schedule) else _accumulation(model_parts))
+
+
+def _accumulation(model_parts: Sequence[nn.Module]) -> Accumulation | None:
+    """FSDP adds up and reduces in its ``reduce_dtype``, and casts what comes of it to the type of the weights.
+
+    It does so on one replica, too. Where a backward of weights is apart, torch adds some of theirs up before that.
+    """
+    modules: list[Any] = [one for part in model_parts for one in part.modules() if isinstance(one, FSDPModule)]
+    types = {
+        (one._get_fsdp_state()._mp_policy.reduce_dtype, parameter.dtype)
+        for one in modules
+        for parameter in one.parameters()
+    }
+    if len(types) != 1:
+        return None
+    ((reduced, own),) = types
+    return None if reduced in (None, own) else Accumulation(reduced, result=own)
 
 
 def _in_whole(stage: int, name: str) -> str:

@@ -1,0 +1,58 @@
+"""What one microbatch gives, and how it falls to the stages."""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from pipeproof.reference.accumulation import Gradient, added
+
+Stage = int
+Site = tuple[Stage, str]  # one stage's copy of a parameter, by its name in the model
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What one microbatch gives: its undivided loss, and its gradient in every site.
+
+    uses: of a parameter that is used several times, by its first name, what each use gives, where that is known apart.
+    """
+
+    loss: float
+    gradients: Mapping[Site, Gradient]
+    uses: Mapping[str, tuple[Gradient, ...]] = field(default_factory=dict)
+
+    def under(self, owner: Mapping[str, Stage]) -> "Contribution":
+        """The same, with every parameter name's site at that name's ``owner``."""
+        return replace(self, gradients={(owner[name], name): part for (_, name), part in self.gradients.items()})
+
+
+def parts_of(
+    contributions: Sequence[Contribution], sites: Iterable[Site], first: Mapping[str, str]
+) -> dict[Site, list[Gradient]]:
+    """What every microbatch gives in every site.
+
+    Stages that have ``sites`` of one parameter by its ``first`` name have a use of it each, in their order, where there
+    are as many uses as stages, and all microbatches tell them apart. Else one site has what all uses give.
+    """
+    parts = {site: [one.gradients[site] for one in contributions] for site in contributions[0].gradients}
+    holders: dict[str, dict[Stage, list[Site]]] = {}
+    for site in sites:
+        holders.setdefault(first[site[1]], {}).setdefault(site[0], []).append(site)
+    for name, stages in holders.items():
+        given = [one.uses.get(name, ()) for one in contributions]
+        if len(stages) > 1 and all(len(one) == len(stages) for one in given):
+            for use, (_, own) in enumerate(sorted(stages.items())):
+                parts |= {site: [one[use] for one in given] for site in own}
+    return parts
+
+
+def with_copies_joined(
+    each: Mapping[Site, list[Gradient]], tied: Iterable[Collection[Site]]
+) -> dict[Site, list[Gradient]]:
+    """The sums of every replica by site, with what sites of one parameter have added up in the first stage of them."""
+    joined = dict(each)
+    for copies in tied:
+        shares = {site[0]: each[site] for site in copies if site in each}
+        whole = [added(own) for own in zip(*(shares[stage] for stage in sorted(shares)), strict=True)]
+        for site in (site for site in copies if site in each):
+            joined[site] = whole if site[0] == min(shares) else [None] * len(whole)
+    return joined
