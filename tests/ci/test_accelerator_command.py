@@ -195,7 +195,6 @@ def test_it_runs_on_the_processor_beside_torch_and_numpy_alone(tmp_path: Path) -
     assert ran.stdout.endswith("0 wrong; each not run\n")
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -207,10 +206,22 @@ def test_it_runs_on_the_processor_beside_torch_and_numpy_alone(tmp_path: Path) -
         (["--cases", "0"], "'0': expected a whole number above 0"),
     ],
 )
-def test_bad_input_is_a_sentence(arguments: list[str], words: str) -> None:
-    ran = run(*arguments)
+def test_bad_input_is_a_sentence(
+    arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["ci/accelerator", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        accelerator_main.main()
+    said = capsys.readouterr()
+    assert (ended.value.code, said.out) == (2, "")
+    assert words in said.err
+
+
+@pytest.mark.long
+def test_the_status_of_bad_input_is_that_of_the_command() -> None:
+    ran = run("--parts", "hosts")
     assert (ran.returncode, ran.stdout) == (2, "")
-    assert words in ran.stderr
+    assert "--parts: unknown part 'hosts': did you mean 'host'?" in ran.stderr
 
 
 def test_what_ranks_compute_with_is_set_there_and_undone(monkeypatch: pytest.MonkeyPatch) -> None:

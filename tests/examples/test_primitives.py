@@ -57,10 +57,11 @@ MORE = {
     "pp, zero-3, tp": Stack({"pp": 2, "fsdp": 2, "tp": 2}, ("tp", "zero-3")),
 }
 RUN = {**STACKS, **MORE}
+SHOWN = ("pp, tp", "pp, ddp, tp")  # by the same with a split backward, and by a guide on as many ranks
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("kind", some(RUN, left=MORE))
+@pytest.mark.parametrize("kind", some(RUN, left=[*MORE, *SHOWN]))
 def test_what_is_right_passes(whitebox: WhiteBox, kind: str, seed: int) -> None:
     stack = RUN[kind]
     verdict = validated(replace(stack, seed=seed), whitebox)
@@ -78,7 +79,7 @@ UNUSED = {
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("kind", UNUSED)
+@pytest.mark.parametrize("kind", some(UNUSED, left=["pp, spare"]))
 def test_what_some_microbatches_or_none_of_them_use_passes(whitebox: WhiteBox, kind: str, seed: int) -> None:
     stack = UNUSED[kind]
     verdict = validated(replace(stack, seed=seed), whitebox)

@@ -18,6 +18,7 @@ from pipeproof.foreign import WhiteBox
 from pipeproof.judging.cause import KINDS, Cause, RuledOut
 from pipeproof.judging.verdict import LawResult, Mismatch, Verdict
 from pipeproof.worlds.world import World
+from tests.support.sweeps import SWEEP
 
 COUNTS = Counts(4, 4, 8)
 DROPPED = Truth(
@@ -264,8 +265,22 @@ PLANTED = (
 )
 
 
-@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault.title in HOLDS], ids=lambda fault: fault.name)
-@pytest.mark.parametrize("watched", [True, False], ids=["watched", "final"])
+# From final gradients: one of each runtime, and the others in a sweep.
+FINAL = ("first not added", "labels exchanged", "second half not added", "last microbatch negated")
+HELD = [fault for fault in FAULTS if fault.title in HOLDS]
+
+
+def test_final_gradients_are_tried_in_every_runtime() -> None:
+    assert {one.runtime for one in HELD if one.name in FINAL} == {one.runtime for one in HELD}
+
+
+@pytest.mark.parametrize(
+    ("fault", "watched"),
+    [
+        *(pytest.param(one, True, id=f"watched-{one.name}") for one in HELD),
+        *(pytest.param(one, False, id=f"final-{one.name}", marks=() if one.name in FINAL else SWEEP) for one in HELD),
+    ],
+)
 def test_nothing_false_is_said_of_a_fault(whitebox: WhiteBox, fault: Planted, watched: bool) -> None:
     found = check(fault.verdict(whitebox, watched=watched), fault.truth, COUNTS, watched=watched)
     assert found.caught, found

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.sources import ROOT
-from tests.support.warm_start import Ended, run_new
+from tests.support.warm_start import Ended, WarmStart, run_new
 
 BOUND_S = 400.0  # of a busy machine
 CHECKED = """
@@ -46,15 +46,25 @@ if __name__ == "__main__":
 """
 
 
-def pretended(folder: Path, *arguments: str, order: str = "late") -> Ended:
-    """A program on a machine that has the pretended device."""
-    path = str(ROOT / "tests" / "support" / "pretend")
-    return on_device(folder, *arguments, environment={"PYTHONPATH": path, "PRETEND_ORDER": order})
+class Pretending:
+    """A machine that has the pretended device, on which programs start with torch and the device imported."""
+
+    def __init__(self) -> None:
+        self._environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests" / "support" / "pretend")}
+        self._warm = WarmStart(self._environment)
+
+    def run(self, folder: Path, *arguments: str, order: str = "late") -> Ended:
+        """A program there, and the device's order of doing what it is given."""
+        return self._warm.run(folder, arguments, [{**self._environment, "PRETEND_ORDER": order}], bound_s=BOUND_S)
+
+    def close(self) -> None:
+        """No more programs."""
+        self._warm.close()
 
 
-def on_device(folder: Path, *arguments: str, environment: dict[str, str] | None = None) -> Ended:
+def on_device(folder: Path, *arguments: str) -> Ended:
     """A program on this machine."""
-    return run_new(sys.executable, folder, arguments, {**os.environ, **(environment or {})}, bound_s=BOUND_S)
+    return run_new(sys.executable, folder, arguments, os.environ, bound_s=BOUND_S)
 
 
 def trials(path: Path) -> dict[str, Any]:

@@ -21,9 +21,12 @@ def share_gloo_device() -> None:
         devices = functools.cache(_devices)
 
         @functools.wraps(own)
-        def made(self: Any, store: Any, rank: int, size: int, *more: Any, **named: Any) -> Any:
+        def made(self: Any, store: Any, rank: int, size: int, *given: Any, **named: Any) -> Any:
             options = gloo._Options()
             apart = [name for name in named if name != "timeout" and not hasattr(options, name)]
+            more = [*given]
+            if len(more) == 1 and isinstance(more[0], timedelta) and "timeout" not in named:
+                named["timeout"] = more.pop()
             if more or apart or not isinstance(named.get("timeout"), timedelta):  # not as torch's groups are made
                 return own(self, store, rank, size, *more, **named)
             options._timeout, options._devices = named.pop("timeout"), [*devices()]

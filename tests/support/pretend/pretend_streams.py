@@ -13,7 +13,10 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
 
-_AHEAD = os.environ.get("PRETEND_ORDER", "late") == "ahead"
+
+def _ahead() -> bool:
+    """Asked when a stream is made: this module may have been imported before the program was chosen."""
+    return os.environ.get("PRETEND_ORDER", "late") == "ahead"
 
 
 class Stream:
@@ -21,7 +24,7 @@ class Stream:
 
     def __init__(self, device: object = None, **options: object) -> None:
         self._tasks: deque[Callable[[], object]] = deque()
-        self._ahead = _AHEAD and bool(_all)
+        self._ahead = _ahead() and bool(_all)
         self._outer: list[Stream] = []
         _all.add(self)
 

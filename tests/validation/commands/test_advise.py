@@ -18,6 +18,7 @@ from pipeproof.pipeline.layouts.transformer import MODELS
 from pipeproof.reports.terminal import Terminal
 from tests.pipeline.layouts.every_layout import every_layout
 from tests.support.json_schema import documented
+from tests.support.sweeps import SWEEP
 from tests.support.warm_start import Ended
 
 SMALL = ["--model", "llama-3-8b", "--devices", "8", "--sequence", "8192"]
@@ -191,13 +192,27 @@ def test_it_needs_no_torch(tmp_path: Path, new_python: Callable[..., Ended]) -> 
 LARGE = ["--model", "llama-3-405b", "--devices", "16384", "--batch", "2048", "--sequence", "8192"]
 
 
+def next_line(asked: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What is said to type next, behind the program's name."""
+    assert main(["advise", *asked, "--most", "1"]) == 0
+    return capsys.readouterr().out.splitlines()[-1].partition("pipeproof ")[2]
+
+
+LARGE_LINE = "--stack pp=2,ddp=2,tp=2,recompute-selective --schedule interleaved --virtual 4"
+
+
+@pytest.mark.long
+def test_what_it_says_to_type_next_of_the_largest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert next_line(LARGE, capsys).startswith(f"validate {LARGE_LINE} ")
+
+
 @pytest.mark.long
 @pytest.mark.pipeproof_ranks
 @pytest.mark.usefixtures("kept_ranks")
 @pytest.mark.parametrize(
     ("asked", "line"),
     [
-        (LARGE, "--stack pp=2,ddp=2,tp=2,recompute-selective --schedule interleaved --virtual 4"),
+        pytest.param(LARGE, LARGE_LINE, marks=SWEEP),  # eight ranks: that such a line runs, a guide shows
         (["--model", "gpt-1.7b", "--sequence", "2048", "--zero", "0"], "--stack ddp=2"),
         (
             ["--model", "llama-3-8b", "--devices", "7", "--batch", "3"],
@@ -208,8 +223,7 @@ LARGE = ["--model", "llama-3-405b", "--devices", "16384", "--batch", "2048", "--
 def test_what_it_says_to_type_next_can_be_typed(
     asked: list[str], line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["advise", *asked, "--most", "1"]) == 0
-    typed = capsys.readouterr().out.splitlines()[-1].partition("pipeproof ")[2]
+    typed = next_line(asked, capsys)
     assert typed.startswith(f"validate {line} ")
     assert main(typed.split()) == 0, capsys.readouterr().err
 

@@ -3,11 +3,13 @@
 import os
 import sys
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from pipeproof.pipeline.lanes import second_lane
 from pipeproof.worlds.worker import RankContext
 from pipeproof.worlds.world import World
 
@@ -36,6 +38,28 @@ def test_a_group_has_no_device_of_its_own(world: World) -> None:
     for first, then, given in world.run(counted, ranks=2):
         assert then - first == 2 * GROUPS
         assert given - then == 3, "who brings a device has that one"
+
+
+def device_threads() -> int:
+    names = [Path(f"/proc/self/task/{thread}/comm").read_text() for thread in os.listdir("/proc/self/task")]
+    return sum("gloo_tcp_loop" in name for name in names)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
+def test_a_second_lane_and_a_group_with_a_bound_in_place_have_none_either(world: World) -> None:
+    def counted(context: RankContext) -> list[int]:
+        counts = [device_threads()]
+        group = dist.new_group([0, 1])
+        assert isinstance(group, dist.ProcessGroup)
+        assert second_lane(group) is not None
+        counts.append(device_threads())
+        alone = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=30))
+        assert alone.size() == 1
+        return [*counts, device_threads()]
+
+    for first, with_lane, with_bound in world.run(counted, ranks=2):
+        assert (with_lane, with_bound) == (first, first)
+        assert first > 0
 
 
 def test_messages_of_several_groups_stay_apart(world: World) -> None:
