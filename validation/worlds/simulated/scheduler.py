@@ -73,6 +73,10 @@ class Scheduler:
         """``move`` may happen from now on; it is called once, by whoever decides that it does."""
         self._moves.append(move)
 
+    def pick(self, count: int) -> int:
+        """Which of so many messages it is that somebody takes from anybody."""
+        return self._adversary.choose((), count)
+
     def begin(self) -> None:
         """Give somebody the first turn; to be called once all threads wait for theirs."""
         following = self._following()
