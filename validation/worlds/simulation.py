@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from pipeproof.pipeline.transports import Transport
 from pipeproof.worlds.kinds import SIMULATED
+from pipeproof.worlds.simulated.adversaries import name_of
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,7 @@ class Simulation:
     count: int = 1
 
     def __str__(self) -> str:
-        return f"{SIMULATED}, transport {self.transport.value}, seed {self.first}"
+        return f"{SIMULATED}, transport {self.transport.value}, seed {self.first} ({name_of(self.first)})"
 
     @property
     def options(self) -> str:

@@ -168,7 +168,7 @@ class Network:
             if (communicator, receiver, tag) == (end.communicator.number, end.rank, [end.tag]) and ends.sends
         ]
         if found:
-            self._meet(end, self.scheduler.random.choice(found).sends.popleft())
+            self._meet(end, found[self.scheduler.pick(len(found))].sends.popleft())
         else:
             self._from_any[end.communicator.number, end.rank, end.tag].append(end)
 

@@ -11,6 +11,7 @@ from pipeproof.pipeline.waiting import current
 from pipeproof.worlds.posted_messages import progress
 from pipeproof.worlds.rank_report import Ending, RankReport
 from pipeproof.worlds.shipping import unpack
+from pipeproof.worlds.simulated.adversaries import Fair
 from pipeproof.worlds.simulated.group import Bare, Net, SimulatedGroup, messages
 from pipeproof.worlds.simulated.network import Network
 from pipeproof.worlds.simulated.own_state import OwnState
@@ -67,7 +68,7 @@ class _Run:
         self._order = order
         self._told: dict[int, _Place] = {}
         self._seats = [Seat(rank, OwnState.now()) for rank in range(order.ranks)]
-        self._scheduler = Scheduler(self._seats, order.seed, stuck=self._note_stuck)
+        self._scheduler = Scheduler(self._seats, Fair(order.seed, order.ranks), stuck=self._note_stuck)
         self._network = Network(self._scheduler, RULES[order.transport])
         Net.current = Net(self._network)
 

@@ -1,12 +1,12 @@
-"""Who runs next: ranks are threads of which one has the turn, and a seed decides whose it is, or what moves."""
+"""Who runs next: ranks are threads of which one has the turn; an adversary decides whose it is, or what moves."""
 
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from random import Random
 from types import FrameType
 
+from pipeproof.worlds.simulated.adversaries import Adversary
 from pipeproof.worlds.simulated.own_state import OwnState
 
 
@@ -46,9 +46,9 @@ class Scheduler:
     ``stuck`` is called once, when nobody can go on.
     """
 
-    def __init__(self, seats: Sequence[Seat], seed: int, *, stuck: Callable[[], None]) -> None:
+    def __init__(self, seats: Sequence[Seat], adversary: Adversary, *, stuck: Callable[[], None]) -> None:
         self.seats = seats
-        self.random = Random(seed)
+        self._adversary = adversary
         self.over = False
         self.done = threading.Event()
         self._ready = [seat.rank for seat in seats]
@@ -72,6 +72,10 @@ class Scheduler:
     def offer(self, move: Callable[[], None]) -> None:
         """``move`` may happen from now on; it is called once, by whoever decides that it does."""
         self._moves.append(move)
+
+    def pick(self, count: int) -> int:
+        """Which of so many messages it is that somebody takes from anybody."""
+        return self._adversary.choose((), count)
 
     def begin(self) -> None:
         """Give somebody the first turn; to be called once all threads wait for theirs."""
@@ -146,10 +150,8 @@ class Scheduler:
                 self._stuck()
                 self.over = True
                 break
-            chosen = self.random.randrange(count)
+            chosen = self._adversary.choose(self._ready, len(self._moves))
             if chosen < len(self._ready):
                 return self._ready[chosen]
-            chosen -= len(self._ready)
-            self._moves[chosen], self._moves[-1] = self._moves[-1], self._moves[chosen]
-            self._moves.pop()()
+            self._moves.pop(chosen - len(self._ready))()
         return next((seat.rank for seat in self.seats if not seat.ended), None)
