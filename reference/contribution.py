@@ -26,17 +26,17 @@ class Contribution:
 
 
 def parts_of(
-    contributions: Sequence[Contribution], sites: Iterable[Site], first: Mapping[str, str]
+    contributions: Sequence[Contribution], sites: Iterable[Site], leaf: Mapping[str, str]
 ) -> dict[Site, list[Gradient]]:
     """What every microbatch gives in every site.
 
-    Stages that have ``sites`` of one parameter by its ``first`` name have a use of it each, in their order, where there
+    Stages that have ``sites`` of one ``leaf``, by its first name, have a use of it each, in their order, where there
     are as many uses as stages, and all microbatches tell them apart. Else one site has what all uses give.
     """
     parts = {site: [one.gradients[site] for one in contributions] for site in contributions[0].gradients}
     holders: dict[str, dict[Stage, list[Site]]] = {}
     for site in sites:
-        holders.setdefault(first[site[1]], {}).setdefault(site[0], []).append(site)
+        holders.setdefault(leaf[site[1]], {}).setdefault(site[0], []).append(site)
     for name, stages in holders.items():
         given = [one.uses.get(name, ()) for one in contributions]
         if len(stages) > 1 and all(len(one) == len(stages) for one in given):

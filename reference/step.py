@@ -109,6 +109,7 @@ class Reference:
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
         self._sites = {name: (owner[name], name) for name in self._parameters}
         self._first = _first_names(model)
+        self._leaf = self._leaf_names()
         self.late = recipe.late
         self._optimizer = recipe.optimizer([p for p in model.parameters() if p.requires_grad])
         self._sums: dict[Site, Gradient] = {}
@@ -225,6 +226,14 @@ class Reference:
         output = functional_call(self.model, uses, batch.inputs, tie_weights=False)
         return differentiable(loss_fn(output, batch.target)), leaves, uses
 
+    def _leaf_names(self) -> dict[str, str]:
+        """For every name the first of those with which it has a leaf in common: of one parameter, in one stage."""
+        names: dict[tuple[Stage, int], str] = {}
+        return {
+            name: names.setdefault((self._sites[first][0], id(self._parameters[first])), first)
+            for name, first in self._first.items()
+        }
+
     def _own(self, name: str) -> bool:
         """Whether the stage of ``name`` has a use of its own: of a module in several stages the first has them all."""
         return self._sites[name][0] == self._sites[self._first[name]][0]
@@ -255,7 +264,7 @@ class Reference:
         A site that nothing contributes to stays None.
         """
         by, onto = self.recipe.accumulation if by is None else by, onto or {}
-        parts = parts_of(contributions, (*self._sites.values(), *self._more), self._first)
+        parts = parts_of(contributions, (*self._sites.values(), *self._more), self._leaf)
         each = {site: by.of_each(own, orders[site[0]], onto=onto.get(site)) for site, own in parts.items()}
         each = with_copies_joined(each, self._copies().values()) if by.tied_first else each
         return {site: by.reduced(sums) for site, sums in each.items()}
