@@ -39,13 +39,13 @@ FP32 = {
     "zero-1-one-replica": (Layout(zero=1), 4),
     "zero-1": (Layout(dp=2, zero=1), 4),
     "zero-1-tied-clipped": (Layout(dp=2, zero=1, tied=True, clipped=True), 4),
+    "bf16-zero-1-summed-in-fp32": (Layout(bf16=True, accumulate="fp32", dp=2, zero=1, tied=True), 4),
 }
 BF16 = {
     "bf16": (Layout(bf16=True), 4),
     "bf16-tied": (Layout(bf16=True, tied=True), 4),
     "bf16-replicas": (Layout(bf16=True, dp=2), 4),
     "bf16-zero-1": (Layout(bf16=True, dp=2, zero=1, tied=True), 4),
-    "bf16-zero-1-summed-in-fp32": (Layout(bf16=True, accumulate="fp32", dp=2, zero=1, tied=True), 4),
 }
 TIERS = {name: tier for tier, names in (("bitwise", BITWISE), ("fp32", FP32), ("bf16", BF16)) for name in names}
 
