@@ -140,9 +140,11 @@ class Atoms:
 
     @cached_property
     def left(self) -> list[Atom]:
-        """The gradient of the step before, where it is known."""
-        names = self._now.parameters(self._stage)
-        old = {name: _double(self._update.old.get((self._stage, name))) for name in names}
+        """The gradient of the step before, or what there was before the step, where it is known and is no weight."""
+        old = dict[str, Gradient]()
+        for name, weight in self._now.parameters(self._stage).items():
+            there = _double(self._update.old.get((self._stage, name)))
+            old[name] = None if there is None or torch.equal(there, weight.detach().double()) else there
         return [Atom(Term("gradient"), old)] if self._update.old else []
 
     @cached_property

@@ -151,7 +151,7 @@ def _leftovers(stage: Explanation) -> Iterator[Fault]:
     """What is in a gradient that is no part of this step."""
     terms = {term: c for term, c in stage.coefficients.items() if not term.nominal and c}
     for what, kind, words in (
-        ("gradient", "stale-gradient", "the gradient of the step before was added"),
+        ("gradient", "stale-gradient", "what was there before the step was added"),
         ("parameter", "extra-term", "the parameter itself was added"),
         ("evaluated", "extra-term", "the gradient of an evaluation was added"),
     ):

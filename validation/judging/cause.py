@@ -20,7 +20,7 @@ KINDS: Mapping[str, str] = MappingProxyType(
         "swapped-activations": "a backward used the activation of another microbatch",
         "swapped-gradients": "a backward used the output gradient of another microbatch",
         "swapped-data": "a microbatch's inputs, or its targets, are those of another microbatch",
-        "stale-gradient": "gradients of an earlier step were added again",
+        "stale-gradient": "gradients were added to what was there before the step",
         "stale-tensor": "a tensor of an earlier step was used",
         # Single parameters.
         "zero": "a gradient is zero",

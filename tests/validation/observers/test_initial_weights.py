@@ -23,4 +23,4 @@ def test_gradients_that_were_there_before_the_step_are_known(whitebox: WhiteBox)
     verdict = whitebox.validate(step, reference=partial(blocks, seed=3), microbatches=data, ranks=1, loss_fn=loss_fn)
     assert verdict.verdict == "fail", str(verdict)
     assert [cause.kind for cause in verdict.cause] == ["stale-gradient"], str(verdict)
-    assert verdict.cause[0].detail == "the gradient of the step before was added, 1 times"
+    assert verdict.cause[0].detail == "what was there before the step was added, 1 times"
