@@ -25,19 +25,17 @@ class Contribution:
         return replace(self, gradients={(owner[name], name): part for (_, name), part in self.gradients.items()})
 
 
-def parts_of(
-    contributions: Sequence[Contribution], sites: Iterable[Site], leaf: Mapping[str, str]
-) -> dict[Site, list[Gradient]]:
+def parts_of(contributions: Sequence[Contribution], shared: Mapping[str, Iterable[Site]]) -> dict[Site, list[Gradient]]:
     """What every microbatch gives in every site.
 
-    Stages that have ``sites`` of one ``leaf``, by its first name, have a use of it each, in their order, where there
-    are as many uses as stages, and all microbatches tell them apart. Else one site has what all uses give.
+    ``shared``: all sites of a parameter of which nothing but its uses is apart. Its stages have a use of it each, in
+    their order, where there are as many uses as stages, and all microbatches tell them apart. Else one site has them.
     """
     parts = {site: [one.gradients[site] for one in contributions] for site in contributions[0].gradients}
-    holders: dict[str, dict[Stage, list[Site]]] = {}
-    for site in sites:
-        holders.setdefault(leaf[site[1]], {}).setdefault(site[0], []).append(site)
-    for name, stages in holders.items():
+    for name, sites in shared.items():
+        stages: dict[Stage, list[Site]] = {}
+        for site in sites:
+            stages.setdefault(site[0], []).append(site)
         given = [one.uses.get(name, ()) for one in contributions]
         if len(stages) > 1 and all(len(one) == len(stages) for one in given):
             for use, (_, own) in enumerate(sorted(stages.items())):

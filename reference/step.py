@@ -264,7 +264,7 @@ class Reference:
         A site that nothing contributes to stays None.
         """
         by, onto = self.recipe.accumulation if by is None else by, onto or {}
-        parts = parts_of(contributions, (*self._sites.values(), *self._more), self._leaf)
+        parts = parts_of(contributions, self._shared())
         each = {site: by.of_each(own, orders[site[0]], onto=onto.get(site)) for site, own in parts.items()}
         each = with_copies_joined(each, self._copies().values()) if by.tied_first else each
         return {site: by.reduced(sums) for site, sums in each.items()}
@@ -291,6 +291,11 @@ class Reference:
         one_each = (gradients[copies[0]] for copies in self._copies().values())
         squares = (_norm(g) ** 2 for g in one_each if g is not None)
         return math.sqrt(math.fsum(squares))
+
+    def _shared(self) -> dict[str, list[Site]]:
+        """The sites of each parameter that has one leaf for all of them, by the leaf's name."""
+        found = (({self._leaf[name] for _, name in sites}, sites) for sites in self._copies().values())
+        return {leaf: sites for (leaf, *others), sites in found if not others}
 
     def _copies(self) -> dict[int, list[Site]]:
         """The sites of each logical parameter, keyed by its tensor's identity, in order of stages."""

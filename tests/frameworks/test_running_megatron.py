@@ -17,7 +17,7 @@ RIGHT = {
     "1f1b": (Layout(optimizer=True), "fp32"),
     "interleaved-tied": (Layout(vp=2, tied=True, p2p_overlap=True, optimizer=True), "fp32"),
     "replicas-tied": (Layout(dp=2, tied=True, optimizer=True), "fp32"),
-    "bf16-tied": (Layout(bf16=True, tied=True, optimizer=True), "bf16"),
+    "bf16-tied": (Layout(bf16=True, tied=True, optimizer=True), "fp32"),
     "bf16-replicas": (Layout(bf16=True, dp=2, optimizer=True), "fp32"),
     "bf16-shards": (Layout(bf16=True, dp=2, distributed=True, optimizer=True), "fp32"),
     "shards": (Layout(dp=2, distributed=True, optimizer=True), "fp32"),

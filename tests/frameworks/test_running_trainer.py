@@ -35,8 +35,8 @@ NAMED = {
     "not-cleared": ("stale-gradient", "rank 0, stage 0"),
     "gpt2-first-counted": ("scale", "rank 0, stage 0"),
     "never-synchronised": ("not-reduced", "stage 0"),
-    "own-tokens": ("scale", "rank 0, stage 0, microbatches 0, 1, 2, 3"),
-    "not-multiplied": ("scale", "rank 0, stage 0"),
+    "own-tokens": ("scale", "stage 0, microbatches 0, 1, 2, 3"),
+    "not-multiplied": ("scale", "stage 0"),
 }
 
 
