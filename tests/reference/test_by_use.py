@@ -110,3 +110,27 @@ def test_what_an_operation_gives_otherwise_than_autograd_is_not_told_apart() -> 
     (one,) = made.contribute([Batch.of(torch.arange(5)[None], torch.arange(5)[None])])
     assert one.gradients[0, NAME] is not None
     assert NAME not in one.uses
+
+
+class TwoNames(Tied):
+    """The last layer has the weight under a name of its own, too, and uses it by the first."""
+
+    def __init__(self, more: int) -> None:
+        super().__init__(more)
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.words.weight
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_weight_of_two_names_has_all_that_its_uses_give(stage: int) -> None:
+    owner = {NAME: 0, "inner.weight": 1, "inner.bias": 1, "head.weight": stage}
+    data = [torch.randint(16, (2, 2, 5), generator=torch.Generator().manual_seed(1)) for _ in range(2)]
+    model = TwoNames(0)
+    made = Reference(model, owner=owner, recipe=Recipe(Loss(loss, 2.0)), copies=[(2, NAME)], by_use=True)
+    contributions = made.contribute([Batch.of(*one) for one in data])
+    found = made.total(made.accumulate(contributions, orders=dict.fromkeys(range(3), (0, 1))))[0, NAME]
+    for words, target in data:
+        (loss(model(words), target) / 2.0).backward()
+    assert found is not None
+    assert model.words.weight.grad is not None
+    torch.testing.assert_close(found, model.words.weight.grad)

@@ -48,11 +48,13 @@ class Places:
         """The places where most of ``seen`` pass, each for another microbatch; none if none of them passes anywhere.
 
         What is zero may be so in many places, and says nothing beside what is not. A few numbers are by chance like
-        others, so that of such most must pass there.
+        others, so that of such most must pass there; and of those in a coarse type all, if none is known to the bit: in
+        it a small number's tangent is the number.
         """
         there = [one for one in seen if one is not None]
+        telling = [one for one in there if one.norm] or there
         found: dict[str, tuple[set[int], set[int]]] = {}
-        for k, one in enumerate([one for one in there if one.norm] or there):
+        for k, one in enumerate(telling):
             for place, microbatch in self.find(one):
                 numbers, ones = found.setdefault(place, (set(), set()))
                 numbers.add(microbatch)
@@ -60,9 +62,14 @@ class Places:
         counts = {place: min(map(len, both)) for place, both in found.items()}
         most = max(counts.values(), default=0)
         short = any(math.prod(one.shape) < _FEW and one.digest not in self._by_content for one in there)
-        if short and 2 * most < len(there):
+        coarse = all(_is_coarse(one.dtype) and one.digest not in self._by_content for one in telling)
+        if (short and 2 * most < len(there)) or (coarse and most < len(telling)):
             return ()
         return tuple(place for place, count in counts.items() if count == most)
+
+
+def _is_coarse(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and torch.finfo(dtype).eps > torch.finfo(torch.float32).eps
 
 
 Both = tuple[Places, Places]  # of tensors, and of gradients

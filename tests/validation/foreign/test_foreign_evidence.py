@@ -185,6 +185,10 @@ def test_data_that_comes_late_or_twice_is_exchanged_data_and_nothing_was_dropped
     cause = only(judged(whitebox, step))
     assert (cause.kind, cause.rank, cause.stage, cause.microbatches) == ("swapped-data", 0, 0, wrong)
 
+    verdict = judged(whitebox, lambda model, microbatches: train(own(model), [microbatches[m] for m in drawn]))
+    named = {cause.kind: len(cause.microbatches) for cause in verdict.cause}
+    assert named == {"dropped": 1, "doubled": 1}
+
 
 def test_the_targets_of_one_microbatch_for_all(whitebox: WhiteBox) -> None:
     def step(model: Any, microbatches: list[Any]) -> Any:

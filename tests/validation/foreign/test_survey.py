@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeproof.foreign import WhiteBox, watch
-from pipeproof.foreign.survey import Computed
+from pipeproof.foreign.survey import Computed, Places
 from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.sketch import sketch
 
@@ -202,3 +202,13 @@ def test_what_is_no_step_of_a_computation_nor_a_change_of_one_is_lacking(seen: T
 
 def test_where_random_numbers_are_drawn_nothing_is_known() -> None:
     assert not computed(lambda x: nn.functional.dropout(x.exp())).lacks(sketch(GIVEN.sin()))
+
+
+def test_what_is_like_some_in_a_coarse_type_and_like_none_to_the_bit_has_no_place() -> None:
+    places, made = Places(), torch.Generator().manual_seed(0)
+    known = [0.05 * torch.randn(32, generator=made).bfloat16() for _ in range(2)] + [torch.randn(32).bfloat16()]
+    for number, one in enumerate(known):
+        places.note("layer", number, one)
+    assert places.usual([sketch(torch.tanh(one)) for one in known]) == ()  # the tangent of the small ones is themselves
+    assert places.usual([sketch(torch.tanh(one)) for one in known[:2]]) == ("layer",)
+    assert places.usual([sketch(one) for one in (known[0], *map(torch.tanh, known[1:]))]) == ("layer",)

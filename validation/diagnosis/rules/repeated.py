@@ -1,7 +1,7 @@
 """A stage that was called as often as it should be, but with one microbatch's tensors in place of another's."""
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from pipeproof.diagnosis.evidence import Evidence
@@ -29,19 +29,20 @@ def repeated(evidence: Evidence) -> list[Cause]:
         told = stage == 0 or _by_module(evidence, stage)  # what the first is given nobody sends
         if not given or not told or not _came(evidence, stage, given.values()):
             return []
-        return (_whole(evidence, given) if stage == 0 else []) or [_cause(evidence, stage, given)]
+        return (_whole(evidence, order) if stage == 0 else []) or [_cause(evidence, stage, given)]
     return []
 
 
-def _whole(evidence: Evidence, given: Mapping[int, int]) -> list[Cause]:
+def _whole(evidence: Evidence, order: Sequence[int]) -> list[Cause]:
     """Microbatches that ran with their own targets too: as gradients say, these and no others came twice or never."""
     found = evidence.attribution
     if found is None or found.unknown or {cause.kind for cause in found.causes} != {*_OTHER_TIMES}:
         return []
     gone, again = ({m for one in found.causes if one.kind == kind for m in one.microbatches} for kind in _OTHER_TIMES)
-    if (gone, again) != ({*given}, {*given.values()}):
+    every = Counter(range(evidence.microbatches))
+    if (gone, again) != ({*(every - Counter(order))}, {*(Counter(order) - every)}):
         return []
-    ran = f"stage 0 was called with, in this order: {listed(_called(evidence, 0))}"
+    ran = f"stage 0 was called with, in this order: {listed(order)}"
     return [replace(cause, detail="; ".join(filter(None, (cause.detail, ran)))) for cause in found.causes]
 
 

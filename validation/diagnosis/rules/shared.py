@@ -150,15 +150,14 @@ def on_rank(cause: Cause, evidence: Evidence) -> Cause:
 
 
 def _on_replica(cause: Cause, stage: int, evidence: Evidence) -> Cause:
-    """``cause`` on the one rank of ``stage`` that ran its microbatches; on none where several did."""
+    """``cause`` on the one rank of ``stage`` that ran its microbatches; on none where several did, or nobody says."""
     holders = set[int]() if evidence.sums is None else evidence.sums.holders(stage)
     replicas = None if evidence.sums is None else evidence.sums.replicas
     if replicas is None or replicas.count < 2 or len(holders) < 2:
         return cause
-    found = {
-        rank for rank in holders if {*replicas.share(rank)} & {*(cause.microbatches or range(evidence.microbatches))}
-    }
-    return replace(cause, rank=found.pop() if len(found) == 1 else None)
+    about = {*(cause.microbatches or range(evidence.microbatches))}
+    found = [rank for rank in holders if {*replicas.share(rank)} & about] if replicas.shares else []
+    return replace(cause, rank=found[0] if len(found) == 1 else None)
 
 
 def _at_holders(cause: Cause, evidence: Evidence) -> Cause | None:

@@ -9,7 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeproof.diagnosis.evidence import Evidence, Sums
+from pipeproof.diagnosis.members import Replicas
+from pipeproof.diagnosis.rules.shared import on_rank
 from pipeproof.foreign import WhiteBox
+from pipeproof.judging.cause import Cause
 from pipeproof.judging.verdict import Verdict
 from tests.support.steps import pairs
 
@@ -139,3 +143,17 @@ def test_every_stage_that_was_not_reduced_is_told(whitebox: WhiteBox) -> None:
     options: dict[str, Any] = {"microbatches": data(), "ranks": [0, 1, 0, 1], "loss_fn": loss_fn}
     causes = whitebox.validate(step, reference=build_model, **options).cause
     assert [(cause.kind, cause.stage) for cause in causes] == [("not-reduced", 0), ("not-reduced", 1)]
+
+
+@pytest.mark.parametrize(
+    ("shares", "microbatches", "rank"),
+    [(((0, 1), (2, 3)), (2,), 1), (((0, 1), (2, 3)), (1, 2), None), ((), (2,), None)],
+    ids=["its own rank", "of both", "nobody says"],
+)
+def test_in_a_job_the_rank_is_told_that_ran_it(
+    shares: tuple[tuple[int, ...], ...], microbatches: tuple[int, ...], rank: int | None
+) -> None:
+    sums = Sums({("weight", (0,)): {0: None, 1: None}}, replicas=Replicas((0, 1), 4, shares=shares))
+    verdict = Verdict("a step", "fail", "none", ())
+    evidence = Evidence(verdict, (0,), 4, 2, gradients={}, norms=(None, None), sums=sums)
+    assert on_rank(Cause("dropped", rank=0, stage=0, microbatches=microbatches), evidence).rank == rank
