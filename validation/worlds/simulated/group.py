@@ -82,7 +82,8 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
 
     Options = _Options
 
-    def __init__(self, store: Store, rank: int, size: int, options: object = None, *, timeout: object = None) -> None:
+    def __init__(self, store: Store, rank: int, size: int, options: object = None, **given: object) -> None:
+        del given  # a timeout, which virtual ranks have no use for, and since torch 2.14 whether it may be made anew
         super().__init__(rank, size)
         self._store, self._name = store, ""
         self.bare = Bare(store, rank, size)
