@@ -204,9 +204,9 @@ class Reference:
         found = dict(zip(map(id, each), graded(loss / divisor, each, parameters), strict=True))
         gradients = {site: found[id(uses[self._first[name]])] for name, site in self._sites.items() if self._own(name)}
         gradients = dict.fromkeys(self._sites.values()) | gradients
-        dense_ = {site: None if g is None else dense(g) for site, g in gradients.items()}
+        whole = {site: None if g is None else dense(g) for site, g in gradients.items()}
         told = {name: apart.of(leaf, found[id(leaf)]) for name, leaf in uses.items()}
-        return Contribution(loss.item(), dense_, {name: given for name, given in told.items() if given})
+        return Contribution(loss.item(), whole, {name: given for name, given in told.items() if given})
 
     def losses(self, batches: Sequence[Batch]) -> Iterator[tuple[Tensor, float]]:
         """Each microbatch's loss with its graph, and what it is divided by, one after another."""

@@ -144,7 +144,7 @@ class Atoms:
         old = dict[str, Gradient]()
         for name, weight in self._now.parameters(self._stage).items():
             there = _double(self._update.old.get((self._stage, name)))
-            old[name] = None if there is None or torch.equal(there, weight.detach().double()) else there
+            old[name] = None if there is None or torch.equal(there, weight.detach().to(there)) else there
         return [Atom(Term("gradient"), old)] if self._update.old else []
 
     @cached_property
