@@ -63,3 +63,13 @@ def added(parts: Sequence[Gradient]) -> Gradient:
     for part in given[2:]:
         total.add_(part)
     return total
+
+
+def added_onto(held: Sequence[Gradient]) -> Gradient:
+    """What a gradient began with that ranks have in common and reduce, where each had one of ``held`` before the step.
+
+    What all had alike is itself; else what some had is summed.
+    """
+    first = held[0]
+    alike = first is not None and all(one is not None and torch.equal(one, first) for one in held)
+    return first if alike else added(held)

@@ -5,6 +5,7 @@ its modules put out and that no parameter of a later stage went into. Whether th
 through there must give each microbatch's gradients.
 """
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from pipeproof.reference.by_use import ByUse
 from pipeproof.reference.copied import copied
 from pipeproof.reference.data import Batch
 from pipeproof.reference.graded import graded
@@ -205,13 +207,31 @@ class Traced:
         own = dict(self._model.named_parameters(remove_duplicate=False))
         parameters = [own[name] for row in rows for name in row]
         found: list[list[Mapping[str, Gradient]]] = []
+        uses: list[Mapping[str, tuple[Gradient, ...]]] = []
         for run, batch in zip(self._runs, self.batches, strict=True):
+            apart = ByUse(run.objective, [self._uses[name] for name in self._joint])
             given = graded(run.objective, wanted, parameters, retain_graph=True)
             if any(gradient is None for gradient in given):
                 given = self._written(batch, run, wanted, parameters) or given
+            whole = dict(zip(map(id, wanted), given, strict=True))
             gradients = iter(given)
             found.append([_wide({name: next(gradients) for name in row}) for row in rows])
+            uses.append({n: apart.of(self._uses[n], whole[id(self._uses[n])]) for n in self._joint})
+        for name, stages in self._joint.items():
+            if all(len(each[name]) == len(stages) for each in uses):
+                for row, each in zip(found, uses, strict=True):
+                    for stage, share in zip(stages, each[name], strict=True):
+                        row[stage] = {**row[stage], **_wide({name: share})}
         return found
+
+    @cached_property
+    def _joint(self) -> Mapping[str, list[Stage]]:
+        """The stages that hold one parameter under one name, which may have a use of it each, in their order."""
+        holders: dict[str, list[Stage]] = {}
+        for stage, name in self._held:
+            holders.setdefault(name, []).append(stage)
+        names = Counter(id(leaf) for leaf in self._leaves.values())  # whose uses are those of one name alone
+        return {n: stages for n, stages in holders.items() if len(stages) > 1 and names[id(self._uses[n])] == 1}
 
     def _written(
         self, batch: Batch, run: Run, wanted: Sequence[Tensor], parameters: Sequence[Tensor]

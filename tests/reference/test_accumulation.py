@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeproof.reference.accumulation import PLAIN, Accumulation, added
+from pipeproof.reference.accumulation import PLAIN, Accumulation, added, added_onto
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -63,3 +63,13 @@ def test_the_whole_is_cast_at_last() -> None:
     found = Accumulation(FP32, shares=((0, 1), (2, 3)), result=BF16).total([a, b, c, d], [0, 1, 2, 3])
     assert found is not None
     assert torch.equal(found, ((a.float() + b.float()) + (c.float() + d.float())).to(BF16))
+
+
+def test_what_replicas_began_with_is_one_alike_or_a_sum() -> None:
+    a, b, *_ = parts()
+    assert added_onto([a, a.clone()]) is a
+    assert added_onto([None, a]) is a
+    assert added_onto([None, None]) is None
+    both = added_onto([a, b])
+    assert both is not None
+    assert torch.equal(both, a + b)

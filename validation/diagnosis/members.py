@@ -138,8 +138,12 @@ class Part(Protocol):
     """What a rank handed back of a stage, by its parameters in order; ``members``: all ranks with this stage.
 
     ``values``: weights before the step, where they are not those of any parameter of the reference. ``lacks``: the
-    parameters that others of them have, and this rank has not.
+    parameters that others of them have, and this rank has not. ``begun``: what gradients were added to, where that was
+    not zero.
     """
+
+    @property
+    def begun(self) -> Mapping[int, Tensor]: ...
 
     @property
     def values(self) -> Mapping[int, Tensor]: ...

@@ -1,6 +1,5 @@
 """The copies of tied parameters: how often each stage's share is in each copy's gradient."""
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -68,7 +67,9 @@ def explain_tied(update: Update, stages: Sequence[Explanation]) -> tuple[Shares,
                     copy = Shares(stage, name, dict.fromkeys(shares, 1.0), explained=True)
                 else:
                     copy = shares_of((stage, name), seen, shares, parts, limit)
-                found.append(replace(copy, joint=_joint(copies), apart=_apart(update, copies, due, limit)))
+                joint = _joint(copies, shares)
+                apart = _apart(update, copies, due, limit) if joint else ()
+                found.append(replace(copy, joint=joint, apart=apart))
     return tuple(found)
 
 
@@ -89,16 +90,18 @@ def shares_of(site: Site, seen: Gradient, shares: Mapping[Stage, Gradient], part
     return _turned(copy, seen, shares, limit) or _lacking(copy, seen, shares, parts, limit) or copy
 
 
-def _joint(copies: Mapping[Stage, str]) -> tuple[Stage, ...]:
-    """The stages that hold a copy under one name."""
-    times = Counter(copies.values())
-    return tuple(sorted(stage for stage, name in copies.items() if times[name] > 1))
+def _joint(copies: Mapping[Stage, str], shares: Mapping[Stage, Gradient]) -> tuple[Stage, ...]:
+    """The stages that hold a copy under one name of which the first is known to have a share alone."""
+    joint = []
+    for name in sorted(set(copies.values())):
+        stages = sorted(stage for stage, own in copies.items() if own == name)
+        if len(stages) > 1 and all(shares[stage] is None for stage in stages[1:]):
+            joint += stages
+    return tuple(sorted(joint))
 
 
 def _apart(update: Update, copies: Mapping[Stage, str], due: Tensor, limit: float) -> tuple[tuple[Stage, ...], ...]:
     """The stages that have the same gradient, group by group, where only all groups together make the sum."""
-    if not _joint(copies):
-        return ()
     groups: list[tuple[Tensor, list[Stage]]] = []
     for stage, name in sorted(copies.items()):
         seen = update.observed.get((stage, name))

@@ -54,14 +54,20 @@ class _Row:
         return frozenset(self.stage.names.values())
 
 
-def _in_order(rows: Sequence[_Row], names: Sequence[str]) -> list[Stage]:
-    """As the model has them, by what only they hold; one all of which others hold too comes by its turn."""
+def _in_order(rows: Sequence[_Row], names: Sequence[str], several: Callable[[], Collection[str]]) -> list[Stage]:
+    """As the model has them, by what only they hold; one all of which others hold too comes by its turn.
+
+    A parameter that is used in ``several`` places is one that others hold too, even where they hold the same.
+    """
     order = {name: number for number, name in enumerate(names)}
-    holders: dict[str, set[frozenset[str]]] = {}
+    holders: dict[str, list[frozenset[str]]] = {}
     for row in rows:
         for name in row.held:
-            holders.setdefault(name, set()).add(row.held)
-    first = {id(row): min((order[name] for name in row.held if len(holders[name]) == 1), default=None) for row in rows}
+            holders.setdefault(name, []).append(row.held)
+    shared = {name for name, held in holders.items() if len(set(held)) > 1}
+    again = {name for name, held in holders.items() if len(held) > 1} - shared
+    shared |= again.intersection(several()) if again else set()
+    first = {id(row): min((order[name] for name in row.held - shared), default=None) for row in rows}
     told = sorted((row for row in rows if first[id(row)] is not None), key=lambda row: (first[id(row)], row.stage.rank))
     for row in sorted((row for row in rows if first[id(row)] is None), key=lambda row: row.turn):
         at = max((k for k, other in enumerate(told, start=1) if row.held and other.turn < row.turn), default=0)
@@ -93,7 +99,10 @@ class Assembled:
             names = {k: name for (at, k), name in found.names.items() if at == number}
             unmatched = {k: why for (at, k), why in found.unmatched.items() if at == number}
             rows.append(_Row(chunk, Stage(number, rank, self._whole(part, names), names, unmatched)))
-        return tuple(replace(one, index=index) for index, one in enumerate(_in_order(rows, [*self._parameters])))
+        return tuple(
+            replace(one, index=index)
+            for index, one in enumerate(_in_order(rows, [*self._parameters], lambda: self._several))
+        )
 
     def _whole(self, part: Part, names: Mapping[int, str]) -> Part:
         """``part``, with shards put together as the whole parameters that the model has under ``names``."""

@@ -22,6 +22,7 @@ from pipeproof.observers.shards import Shard, flat_shard, gathered, untiled
 from pipeproof.observers.sketch import digest
 from pipeproof.observers.watching import Call
 from pipeproof.pipeline.action import Action
+from pipeproof.reference.accumulation import added_onto
 
 
 def likeness(part: Part) -> tuple[object, ...]:
@@ -255,6 +256,11 @@ def _merged(bundle: Sequence[Member], replicas: Replicas, lines: Sequence[int]) 
         values={k: parts[0].values[k] for k, parts in enumerate(holders) if k in parts[0].values},
         shards={k: parts[0].shards[k] for k, parts in enumerate(holders) if k in parts[0].shards},
         after={k: (None, whole) for k, parts in enumerate(holders) if (whole := _updated(k, parts)) is not None},
+        begun={
+            k: left
+            for k, parts in enumerate(holders)
+            if (left := added_onto([part.begun.get(k) for part in parts])) is not None
+        },
         calls=calls.pop(0, None),
         copies=calls,
         members=tuple(bundle),
@@ -276,6 +282,12 @@ def _updated(k: int, holders: Sequence[Part]) -> Tensor | None:
     if not parts:
         return lying[0][1] if lying else None
     return None if untiled([shard for shard, _ in parts]) else gathered(parts)
+
+
+def _begun(holders: Sequence[Sequence[Part]]) -> dict[int, Tensor]:
+    """What gradients were added to on all their holders together."""
+    found = {k: added_onto([part.begun.get(k) for part in parts]) for k, parts in enumerate(holders)}
+    return {k: there for k, there in found.items() if there is not None}
 
 
 def _flattened(part: Part) -> Part:

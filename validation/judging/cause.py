@@ -26,7 +26,7 @@ KINDS: Mapping[str, str] = MappingProxyType(
         "zero": "a gradient is zero",
         "missing": "a parameter got no gradient at all",
         "unexpected": "a parameter got a gradient that should have none",
-        "tied-not-summed": "copies of a tied parameter keep their own stage's share",
+        "tied-not-summed": "copies of a tied parameter do not have each stage's share once",
         "tied-doubled": "a tied parameter's share was counted more than once",
         "extra-term": "something was added to the gradient that is no microbatch's",
         # Ranks that have a stage in common.

@@ -20,6 +20,7 @@ from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.shards import Shard
 from pipeproof.records.rank_part import Kept, Notes
 from pipeproof.records.record import RankStage, Record, RecordedOperation
+from pipeproof.reference.accumulation import added_onto
 from pipeproof.reference.data import Batch
 from pipeproof.reference.step import Contribution, Expected, Gradient, Site
 from pipeproof.reference.sums import Sums
@@ -173,8 +174,10 @@ def checked(
     for rank, one in enumerate(notes):
         for name, address in one.wrong.items():
             wrong.setdefault(name, {})[rank] = None if address is None else fetch(address)
-    for one in reversed(notes):
-        begun |= {name: fetch(address) for name, address in one.begun.items()}
+    for name in {name for one in notes for name in one.begun}:
+        holders = [rank for rank, _ in places.get(name, ())] or range(len(notes))
+        there = [notes[rank].begun.get(name) for rank in holders]
+        begun[name] = added_onto([None if address is None else fetch(address) for address in there])
     right = {name: due.gradients[name] for one in notes for name in one.right}
     first = {name: next(iter(by_rank.values())) for name, by_rank in wrong.items()}
     copies = {

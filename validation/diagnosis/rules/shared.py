@@ -136,6 +136,8 @@ def on_rank(cause: Cause, evidence: Evidence) -> Cause:
     """``cause`` on the rank that had what is wrong, where several hold the stage and its place alone was known."""
     single = evidence.differs("replicas") and cause.action is None and cause.kind not in ("mode", "order")
     single |= evidence.differs("initial-weights")
+    if (placed := _left_before(cause, evidence)) is not None:
+        return placed
     if cause.stage is None or single or cause.kind in ("not-reduced", "misplaced", "norm", "report"):
         return cause  # told of a rank, not of a stage
     if cause.rank != evidence.placement[cause.stage]:
@@ -147,6 +149,18 @@ def on_rank(cause: Cause, evidence: Evidence) -> Cause:
     if len(evidence.members.stages[cause.stage].part.members) < 2:
         return cause
     return replace(cause, rank=_rank_of(cause.stage, cause.microbatches, evidence))
+
+
+def _left_before(cause: Cause, evidence: Evidence) -> Cause | None:
+    """``cause`` of what was there before the step, on the ranks that had something there; None if all of them had."""
+    if evidence.members is None or cause.kind != "stale-gradient" or cause.microbatches:
+        return None
+    stages = [one for one in evidence.members.stages if cause.stage in (None, one.index)]
+    members = [member for stage in stages for member in stage.part.members]
+    had = {rank for rank, part in members if part.begun}
+    if not had or had == {rank for rank, _ in members}:
+        return None
+    return replace(cause, rank=min(had)) if len(had) == 1 else _on([*had], cause, evidence.members)
 
 
 def _on_replica(cause: Cause, stage: int, evidence: Evidence) -> Cause:

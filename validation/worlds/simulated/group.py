@@ -74,6 +74,14 @@ class _Options:
         self._timeout = timedelta(0)
 
 
+class _Backend:
+    """What torch finds behind a group where it asks what its backend can do: nothing beyond messages and calls."""
+
+    supports_coalescing = False
+    supports_splitting = False
+    supports_time_estimate = False
+
+
 _ProcessGroup: Any = dist.ProcessGroup  # torch's stubs have overloads for each, of which it calls one
 
 
@@ -98,6 +106,9 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
     def group_name(self) -> str:
         """What torch.distributed calls it."""
         return self._name
+
+    def _get_backend(self, device: torch.device) -> _Backend:
+        return _Backend()
 
     def _set_group_name(self, name: str) -> None:
         self._name = name
