@@ -1,7 +1,7 @@
 """How the gradients of microbatches are added up: by whom, and in which types."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -17,7 +17,8 @@ class Accumulation:
     reduce them, be it one replica alone; None: they are not. shares: the microbatches of each replica; empty: one
     replica has all. tied_first: the stages that have copies of a tied parameter add theirs up before replicas do; else
     they do so after them. result: what the whole is cast to at last; None: to nothing else. late: losses are not
-    divided before their backwards, and the whole is instead.
+    divided before their backwards, and the whole is instead. bundles: by stage, the microbatches that are added up in
+    their own type before that is cast, by their numbers in a replica; others are cast each.
     """
 
     dtype: torch.dtype | None = None
@@ -26,15 +27,18 @@ class Accumulation:
     tied_first: bool = False
     result: torch.dtype | None = None
     late: bool = False
+    bundles: Mapping[int, Sequence[Sequence[int]]] = field(default_factory=dict)
 
     def total(self, parts: Sequence[Gradient], order: Sequence[int], *, onto: Gradient = None) -> Gradient:
         """``onto``, and ``parts`` by microbatch, in this ``order``. None where all are."""
         return self.reduced(self.of_each(parts, order, onto=onto))
 
-    def of_each(self, parts: Sequence[Gradient], order: Sequence[int], *, onto: Gradient = None) -> list[Gradient]:
-        """The same sum of every replica; ``onto`` is in that of the first."""
-        shares = [[m for m in order if m in own] for own in self.shares] or [list(order)]
-        return [added([onto if number == 0 else None, *self._cast(parts, own)]) for number, own in enumerate(shares)]
+    def of_each(
+        self, parts: Sequence[Gradient], order: Sequence[int], *, onto: Gradient = None, stage: int = 0
+    ) -> list[Gradient]:
+        """The same sum of every replica in a ``stage``; ``onto`` is in that of the first."""
+        shares = [self._cast(parts, order, own, stage) for own in self.shares or (range(len(parts)),)]
+        return [added([onto if number == 0 else None, *cast]) for number, cast in enumerate(shares)]
 
     def reduced(self, sums: Sequence[Gradient]) -> Gradient:
         """What replicas make of their ``sums``."""
@@ -43,8 +47,14 @@ class Accumulation:
         whole, kept = added([_in(self.between, one) for one in sums]), sums[0]
         return _in(self.result, _in(None if kept is None else kept.dtype, whole))
 
-    def _cast(self, parts: Sequence[Gradient], own: Sequence[int]) -> list[Gradient]:
-        return [_in(self.dtype, parts[m]) for m in own]
+    def _cast(self, parts: Sequence[Gradient], order: Sequence[int], own: Sequence[int], stage: int) -> list[Gradient]:
+        """What is added up of a replica's ``own`` microbatches."""
+        bundle = {own[k]: number for number, some in enumerate(self.bundles.get(stage, ())) for k in some}
+        groups: dict[tuple[int, int], list[Gradient]] = {}
+        for m in order:
+            if m in own:
+                groups.setdefault((-1, m) if m not in bundle else (bundle[m], 0), []).append(parts[m])
+        return [_in(self.dtype, added(group)) for group in groups.values()]
 
 
 PLAIN = Accumulation()

@@ -265,7 +265,9 @@ class Reference:
         """
         by, onto = self.recipe.accumulation if by is None else by, onto or {}
         parts = parts_of(contributions, self._shared())
-        each = {site: by.of_each(own, orders[site[0]], onto=onto.get(site)) for site, own in parts.items()}
+        each = {
+            site: by.of_each(own, orders[site[0]], onto=onto.get(site), stage=site[0]) for site, own in parts.items()
+        }
         each = with_copies_joined(each, self._copies().values()) if by.tied_first else each
         return {site: by.reduced(sums) for site, sums in each.items()}
 
@@ -282,9 +284,10 @@ class Reference:
             total |= dict.fromkeys(copies, whole)
         return total
 
-    def home(self, site: Site) -> Site:
-        """Where contributions have what ``site`` gives: for a further copy, at the owner of its name."""
-        return self._sites[site[1]]
+    def homes(self, site: Site) -> list[Site]:
+        """Where contributions have what ``site`` gives, in each stage: of a further copy, at the owner of its name."""
+        copies = self._copies()[id(self._parameters[site[1]])]
+        return list({home[0]: home for home in (self._sites[name] for _, name in copies)}.values())
 
     def norm(self, gradients: Mapping[Site, Gradient]) -> float:
         """The 2-norm over logical parameters, a tied one counted once; sums of squares in fp64, added exactly."""

@@ -22,6 +22,7 @@ RIGHT = {
     "1f1b-clipped": (Layout(clipped=True), "fp32"),
     "interleaved": (Layout(schedule="Interleaved1F1B", vp=2, clipped=True), "fp32"),
     "zb-v": (Layout(schedule="ZBVZeroBubble", vp=2), "bitwise"),
+    "zb-v in bf16": (Layout(schedule="ZBVZeroBubble", vp=2, bf16=True), "bitwise"),
     "fsdp": (Layout(dp=2, clipped=True), "fp32"),
     "replicated": (Layout(dp=2, replicate=2, clipped=True), "fp32"),
 }

@@ -20,6 +20,8 @@ BITWISE = {
     "1f1b": (Layout(), 4),
     "interleaved": (Layout(schedule="Interleaved1F1B", vp=2), 4),
     "zb-v": (Layout(schedule="ZBVZeroBubble", vp=2), 4),
+    "zb-v in bf16": (Layout(schedule="ZBVZeroBubble", vp=2, bf16=True), 8),
+    "zb-h1 in bf16 and shards": (Layout(schedule="InterleavedZeroBubble", vp=2, dp=2, bf16=True), 16),
 }
 # Not to the bit: norms are of other partial sums; replicas add in another order.
 FP32 = {

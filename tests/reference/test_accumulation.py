@@ -73,3 +73,25 @@ def test_what_replicas_began_with_is_one_alike_or_a_sum() -> None:
     both = added_onto([a, b])
     assert both is not None
     assert torch.equal(both, a + b)
+
+
+def test_bundles_are_added_up_in_their_own_type_first() -> None:
+    a, b, c, d = parts()
+    by = Accumulation(FP32, bundles={1: [[1, 2]]})
+    (here,) = by.of_each([a, b, c, d], [0, 1, 2, 3], stage=1)
+    (elsewhere,) = by.of_each([a, b, c, d], [0, 1, 2, 3])
+    assert here is not None
+    assert elsewhere is not None
+    assert torch.equal(here, a.float() + (b + c).float() + d.float())
+    assert torch.equal(elsewhere, a.float() + b.float() + c.float() + d.float())
+    assert not torch.equal(here, elsewhere)
+
+
+def test_bundles_go_by_the_numbers_in_a_replica() -> None:
+    a, b, c, d = parts()
+    by = Accumulation(FP32, shares=((0, 2), (1, 3)), bundles={0: [[0, 1]]})
+    first, second = by.of_each([a, b, c, d], [0, 1, 2, 3])
+    assert first is not None
+    assert second is not None
+    assert torch.equal(first, (a + c).float())
+    assert torch.equal(second, (b + d).float())

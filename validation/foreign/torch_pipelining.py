@@ -5,7 +5,7 @@ A user's step builds a schedule of any class, also ``_PipelineScheduleRuntime`` 
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from pipeproof.foreign.handed_back import HandedBack
 from pipeproof.observers.watching import watch
 from pipeproof.pipeline.action import Action, Kind
 
-_ORDERS = ("pipeline_order", "pipeline_order_with_comms")  # of a schedule of several stages on a rank
+_ORDERS = ("pipeline_order_with_comms", "pipeline_order")  # of a schedule of several stages on a rank
 _CHUNKS = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
 Pairs = Sequence[tuple[Any, Tensor]]  # inputs (a tensor or a tuple of tensors) and target, for each microbatch
 
@@ -24,12 +24,18 @@ def stages_of(schedule: Any) -> list[Any]:
     return list(schedule._stages) if hasattr(schedule, "_stages") else [schedule._stage]
 
 
-def splits_backwards(schedule: Any) -> bool:
-    """Whether a schedule of torch's has backwards of inputs and of weights apart, on any rank."""
-    orders = [getattr(schedule, name, None) or {} for name in _ORDERS]
-    actions = (action for order in orders for own in order.values() for action in own if action is not None)
-    each = (one for action in actions for one in (action, *(action.sub_actions or ())))
-    return any(one.computation_type.value in ("I", "W") for one in each)
+def backwards_of(schedule: Any) -> Iterator[tuple[int, str, int]]:
+    """Stage, kind (B, I or W) and microbatch of every backward that a schedule of torch's has planned, rank by rank.
+
+    Of a schedule of one stage on each rank nothing is planned: none of torch's own has backwards apart there.
+    """
+    planned: Mapping[int, Sequence[Any]] = next(
+        (found for name in _ORDERS if (found := getattr(schedule, name, None))), {}
+    )
+    actions = (action for own in planned.values() for action in own if action is not None)
+    for one in (each for action in actions for each in (action.sub_actions or (action,))):
+        if one.computation_type.value in ("B", "I", "W"):
+            yield one.stage_index, one.computation_type.value, one.microbatch_index
 
 
 class Recorder:

@@ -105,7 +105,7 @@ class _Measured:
     def gradient(self, name: str) -> Floor:
         if name in self.wide:
             return Floor(0.0, 0.0, 0.0, precision_of(self.wide[name].dtype))
-        return self._least if self.floors is None else self.floors.gradient(self.sites[name])
+        return self._least if self.floors is None else self.floors.gradient_by_microbatch(self.sites[name])
 
     @property
     def _least(self) -> Floor:

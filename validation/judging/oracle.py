@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from pipeproof.judging.makeup import Makeup
 from pipeproof.judging.tolerance import (
     FP64,
     HARDLY,
@@ -136,12 +137,27 @@ class Floors:
         expected, other, apart = self._last.gradients[site], self._reversed_total[site], self._apart_total[site]
         if expected is None or other is None or apart is None:
             return Floor(0.0, 0.0, 0.0, self._precision)
-        late, home = self._reference.late, self._reference.home(site)
-        parts = [one.gradients[home] for pending in self._pending for one in pending.expected.contributions]
-        shares = [None if part is None else part.cpu() / late for part in parts]
-        floor = floor_of(expected.cpu(), [other.cpu()], apart.cpu(), shares, again=lambda: self._again(site))
+        floor = floor_of(expected.cpu(), [other.cpu()], apart.cpu(), self._parts(site), again=lambda: self._again(site))
         nudged = self._again(site) if self.obstacle else None
         return floor if nudged is None else replace(floor, nudged=error(expected.cpu(), nudged))
+
+    def gradient_by_microbatch(self, site: Site) -> Floor:
+        """The same, which also tells whether each microbatch is there where rounding is as large as half of one."""
+        floor = self.gradient(site)
+        return floor if not floor.blind or self.obstacle else replace(floor, alike=self._makeup(site).alike)
+
+    def _parts(self, site: Site) -> list[Gradient]:
+        """What each microbatch gives, in every stage that has a copy."""
+        late, homes = self._reference.late, self._reference.homes(site)
+        contributions = [one for pending in self._pending for one in pending.expected.contributions]
+        parts = [one.gradients[home] for one in contributions for home in homes]
+        return [None if part is None else part.cpu() / late for part in parts]
+
+    def _makeup(self, site: Site) -> Makeup:
+        """What the gradient at ``site``, where there is one, is made of, and how well that can be told."""
+        totals = [total[site] for total in (self._last.gradients, self._reversed_total, self._apart_total)]
+        expected, *others = [total.cpu() for total in totals if total is not None]
+        return Makeup.measured(expected, others, self._parts(site), factor=self._precision.factor)
 
     def update(self, site: Site) -> Floor:
         """The floor of what is made of one parameter."""

@@ -6,7 +6,7 @@ largest element; elementwise tolerances and ULPs say nothing about gradients, wh
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal
 
@@ -78,7 +78,8 @@ class Floor:
     what is there instead is compared with that. stride: it is an optimizer's step, which may be as large for such a
     gradient as for any other: one that is as long passes, wherever it leads. sums: where what is added up is rounded
     coarsely and its sum is not, what rounding that sum alone does: a tensor that is as near is right, however coarse
-    the rest is.
+    the rest is. alike: tells of an observed and an expected tensor whether each microbatch is in both as often, where
+    rounding is as large as half of one; None: nothing does.
     """
 
     permutation: float
@@ -89,6 +90,7 @@ class Floor:
     size: float = 0.0
     stride: bool = False
     sums: "Floor | None" = None
+    alike: Callable[[Tensor, Tensor], bool] | None = field(default=None, compare=False, repr=False)
 
     @property
     def largest(self) -> float:
@@ -98,6 +100,11 @@ class Floor:
     def noise(self) -> bool:
         """Whether the tensor is zero, or nothing but rounding: then no fault shows in it."""
         return self.size > 0
+
+    @property
+    def blind(self) -> bool:
+        """Whether rounding is as large as half a lost microbatch."""
+        return not self.noise and 0 < self.fault / 2 <= self.limit
 
     @property
     def limit(self) -> float:
@@ -114,11 +121,13 @@ class Floor:
             size = distance(observed, expected) / self.size
             return size, self.outcome(size)
         size = error(observed, expected, base=base, rounded=rounded)
+        outcome = self.outcome(size)
+        if outcome == "unknown" and size <= self.limit and self.alike is not None and self.alike(observed, expected):
+            outcome = "pass"
         if self.sums is not None:
             passes = self.sums.outcome(size) == "pass"
             narrow = size > self.sums.limit and rounded_to(self.precision, observed, expected)
-            return size, "pass" if passes else "fail" if narrow else self.outcome(size)
-        outcome = self.outcome(size)
+            return size, "pass" if passes else "fail" if narrow else outcome
         if outcome == "unknown" and self.stride and base is not None:
             far = distance(observed, base) / max(distance(expected, base), 1e-300)
             outcome = "pass" if 1 / _AS_FAR <= far <= _AS_FAR else outcome
@@ -126,9 +135,10 @@ class Floor:
 
     def reached(self, error: float, outcome: str = "pass") -> "Floor":
         """The floor by which such an error has this outcome: that of the ``sums`` alone, where it passes there."""
-        if self.sums is None:
-            return self
-        return self.sums if self.sums.outcome(error) == "pass" or self.outcome(error) != outcome else self
+        narrow = outcome == "fail" and self.outcome(error) != outcome
+        if self.sums is not None and (narrow or self.sums.outcome(error) == "pass"):
+            return self.sums
+        return replace(self, alike=None)  # which holds on to what microbatches give
 
     def number(self, error: float) -> str:
         """The outcome of a number's error."""
@@ -142,9 +152,8 @@ class Floor:
         """
         if self.noise:  # that anything is lost of nothing cannot be
             return "pass" if error <= self.limit else "unknown" if error <= self.limit**2 else "fail"
-        blind = 0 < self.fault / 2 <= self.limit  # rounding could hide a lost microbatch
         if error <= self.limit:
-            return "unknown" if blind else "pass"
+            return "unknown" if self.blind else "pass"
         explained = error <= self.precision.factor * max(self.largest, self.nudged)
         return "unknown" if explained or error < min(self.fault / 2, self.precision.most) else "fail"
 

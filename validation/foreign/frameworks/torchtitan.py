@@ -5,7 +5,7 @@ A user's step makes its schedule and model parts by ``pipeline_llm`` as ever and
 these is called.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -32,7 +32,7 @@ from pipeproof.foreign.frameworks.torchtitan_whole import (
     packed,
     tokens_in,
 )
-from pipeproof.foreign.torch_pipelining import splits_backwards, stages_of
+from pipeproof.foreign.torch_pipelining import backwards_of, stages_of
 from pipeproof.foreign.validator import WhiteBox
 from pipeproof.judging.verdict import Verdict
 from pipeproof.reference.accumulation import Accumulation
@@ -49,13 +49,13 @@ def step_of(pp_schedule: Any, model_parts: Sequence[nn.Module]) -> FrameworkStep
     """The step of this schedule on this rank; raises ``TorchtitanError`` for what is not covered."""
     _check_covered(pp_schedule, model_parts)
     step = step_of_schedule(pp_schedule, model_parts, _in_whole, TorchtitanError)
-    return replace(step, accumulation=None if splits_backwards(pp_schedule) else _accumulation(model_parts))
+    return replace(step, accumulation=_accumulation(pp_schedule, model_parts))
 
 
-def _accumulation(model_parts: Sequence[nn.Module]) -> Accumulation | None:
+def _accumulation(pp_schedule: Any, model_parts: Sequence[nn.Module]) -> Accumulation | None:
     """FSDP adds up and reduces in its ``reduce_dtype``, and casts what comes of it to the type of the weights.
 
-    It does so on one replica, too. Where a backward of weights is apart, torch adds some of theirs up before that.
+    It does so on one replica, too.
     """
     modules: list[Any] = [one for part in model_parts for one in part.modules() if isinstance(one, FSDPModule)]
     types = {
@@ -66,7 +66,27 @@ def _accumulation(model_parts: Sequence[nn.Module]) -> Accumulation | None:
     if len(types) != 1:
         return None
     ((reduced, own),) = types
-    return None if reduced in (None, own) else Accumulation(reduced, result=own)
+    return (
+        None
+        if reduced in (None, own)
+        else Accumulation(reduced, result=own, bundles=bundles(backwards_of(pp_schedule)))
+    )
+
+
+def bundles(backwards: Iterable[tuple[int, str, int]]) -> dict[int, list[list[int]]]:
+    """By stage, the microbatches whose gradients of weights torch adds up before FSDP takes them, in their order.
+
+    FSDP takes what there is at each backward through the inputs of a stage, and what is left at the end. The first
+    stage has no gradient of its inputs: its backwards of weights go all the way, and FSDP takes each.
+    """
+    found: dict[int, list[list[int]]] = {}
+    for stage, kind, microbatch in backwards:
+        own = found.setdefault(stage, [[]])
+        if kind != "I":
+            own[-1].append(microbatch)
+        if kind != "W" or stage == 0:
+            own.append([])
+    return {stage: [one for one in own if len(one) > 1] for stage, own in found.items()}
 
 
 def _in_whole(stage: int, name: str) -> str:

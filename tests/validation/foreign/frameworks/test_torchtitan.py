@@ -141,3 +141,10 @@ def test_without_a_known_torchtitan_a_sentence_says_so(
 
 def test_it_is_at_the_front_door() -> None:
     assert (pipeproof.torchtitan.observed, pipeproof.torchtitan.validate) == (torchtitan.observed, torchtitan.validate)
+
+
+def test_what_torch_adds_up_before_fsdp_takes_it_is_a_bundle() -> None:
+    """A backward of inputs, or a whole one, makes FSDP take what there is; the first stage's weights go one by one."""
+    order = "0I0 1I0 1I1 1W0 1W1 1I2 1W2 1B3 1W4 1W5 0W0 0I1 0W1"
+    told = [(int(one[0]), one[1], int(one[2])) for one in order.split()]
+    assert torchtitan.bundles(told) == {0: [], 1: [[0, 1], [2, 3], [4, 5]]}
