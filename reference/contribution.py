@@ -2,9 +2,11 @@
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from pipeproof.reference.accumulation import Gradient, added
 
+Of = TypeVar("Of")
 Stage = int
 Site = tuple[Stage, str]  # one stage's copy of a parameter, by its name in the model
 
@@ -49,8 +51,13 @@ def with_copies_joined(
     """The sums of every replica by site, with what sites of one parameter have added up in the first stage of them."""
     joined = dict(each)
     for copies in tied:
-        shares = {site[0]: each[site] for site in copies if site in each}
-        whole = [added(own) for own in zip(*(shares[stage] for stage in sorted(shares)), strict=True)]
+        shares = by_stage(copies, each)
+        whole = [added(own) for own in zip(*shares.values(), strict=True)]
         for site in (site for site in copies if site in each):
             joined[site] = whole if site[0] == min(shares) else [None] * len(whole)
     return joined
+
+
+def by_stage(copies: Iterable[Site], of: Mapping[Site, Of]) -> dict[Stage, Of]:
+    """What stages have of one parameter, in their order: names of it within a stage are one use, and have the same."""
+    return {site[0]: of[site] for site in sorted(copies) if site in of}

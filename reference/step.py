@@ -19,7 +19,7 @@ from pipeproof.reference.by_use import ByUse
 from pipeproof.reference.contribution import Contribution as Contribution
 from pipeproof.reference.contribution import Site as Site
 from pipeproof.reference.contribution import Stage as Stage
-from pipeproof.reference.contribution import parts_of, with_copies_joined
+from pipeproof.reference.contribution import by_stage, parts_of, with_copies_joined
 from pipeproof.reference.copied import copied
 from pipeproof.reference.data import Batch
 from pipeproof.reference.graded import graded
@@ -278,8 +278,7 @@ class Reference:
         """
         total: dict[Site, Gradient] = {}
         for copies in self._copies().values():
-            shares = {site[0]: sums[site] for site in copies if site in sums}
-            whole = added([shares[stage] for stage in sorted(shares)])
+            whole = added([*by_stage(copies, sums).values()])
             whole = whole if whole is None or self.late == 1.0 else whole / self.late
             total |= dict.fromkeys(copies, whole)
         return total
