@@ -218,6 +218,18 @@ def added_again(stack: ExitStack) -> None:
     hooked(stack, lambda one: one.main_grad.add_(one.grad), nothing)
 
 
+def scaled_otherwise(stack: ExitStack) -> None:
+    """Losses are multiplied by twice what the optimizer divides gradients by."""
+
+    def optimizer_of(right: Any, layout: Layout, chunks: list[Any]) -> Any:
+        made = right(layout, chunks)
+        for chunk in chunks:
+            chunk.config.grad_scale_func = lambda loss: 2 * made.scale_loss(loss)
+        return made
+
+    patched(stack, tiny_gpt, "optimizer_of", optimizer_of)
+
+
 def as_it_is(stack: ExitStack) -> None:
     """Nothing is planted: messages between two ranks cross in Megatron-core 0.16.1 itself."""
 
@@ -259,6 +271,7 @@ FAULTS |= {
     "added-in-bf16": Fault(added_in_bf16, BF16, "rounded", (ROUNDED,)),
     "cast-to-bf16": Fault(cast_to_bf16, BF16, "rounded", (ROUNDED,)),
     "added-again": Fault(added_again, BF16, "scale", ("rank 1, stage 1",)),
+    "scaled-otherwise": Fault(scaled_otherwise, replace(BF16, scaled=True), "scale"),
     "not-finalized-in-bf16": Fault(not_finalized, replace(BF16, dp=2), "not-reduced", EACH_STAGE),
 }
 PLANTS = {name: one.plant for name, one in FAULTS.items()} | {"shard-zeroed": shard_zeroed}  # of no known cause

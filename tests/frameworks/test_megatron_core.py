@@ -42,6 +42,8 @@ ROUNDED = {
     "replicas-overlap-tied-optimizer": (Layout(dp=2, overlap=True, tied=True, optimizer=True), 4),
     "replicas-interleaved": (Layout(dp=2, vp=2, overlap=True, p2p_overlap=True), 4),
     "distributed-optimizer": (Layout(dp=2, distributed=True, tied=True, optimizer=True, overlap=True), 4),
+    "scaled-loss": (Layout(bf16=True, optimizer=True, scaled=True), 4),
+    "scaled-loss-shards": (Layout(dp=2, distributed=True, tied=True, optimizer=True, scaled=True), 4),
 }
 
 

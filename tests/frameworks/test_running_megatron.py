@@ -21,6 +21,7 @@ RIGHT = {
     "bf16-replicas": (Layout(bf16=True, dp=2, optimizer=True), "fp32"),
     "bf16-shards": (Layout(bf16=True, dp=2, distributed=True, optimizer=True), "fp32"),
     "shards": (Layout(dp=2, distributed=True, optimizer=True), "fp32"),
+    "scaled-loss": (Layout(dp=2, distributed=True, optimizer=True, scaled=True), "fp32"),
     "shards-tied-interleaved": (
         Layout(dp=2, vp=2, tied=True, p2p_overlap=True, distributed=True, optimizer=True),
         "fp32",

@@ -24,6 +24,7 @@ from pipeproof.foreign.frameworks import megatron
 from pipeproof.judging.verdict import Verdict
 
 SEQUENCE, ROWS, WORDS = 8, 2, 32
+_SCALE = 512.0  # of a loss, where one is told to have it
 
 
 def config_of(layout: MegatronLayout) -> TransformerConfig:
@@ -173,8 +174,13 @@ def optimizer_of(layout: MegatronLayout, chunks: list[Any]) -> Any:
         clip_grad=0.0 if layout.unclipped else 1.0,
         use_distributed_optimizer=layout.distributed,
         bf16=layout.bf16,
+        loss_scale=_SCALE if layout.scaled else None,
     )
-    return get_megatron_optimizer(own, chunks, use_gloo_process_groups=False)
+    made: Any = get_megatron_optimizer(own, chunks, use_gloo_process_groups=False)
+    if layout.scaled:
+        for chunk in chunks:
+            chunk.config.grad_scale_func = made.scale_loss
+    return made
 
 
 def step(layout: MegatronLayout, model: nn.Module, microbatches: list[Any]) -> HandedBack:

@@ -8,6 +8,7 @@ Megatron is imported before one of these is called.
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial, wraps
 from typing import Any
 
@@ -85,6 +86,29 @@ def gradients_of(chunk: Any) -> dict[nn.Parameter, Gradient]:
     return found | {one: shard for buffer in cut_up(chunk) for one, shard in _shards(buffer) if one in found}
 
 
+def unscaled(gradients: Mapping[nn.Parameter, Gradient], scale: float) -> dict[nn.Parameter, Gradient]:
+    """``gradients`` of a loss that was multiplied by ``scale``, divided by it as Megatron's optimizer will do."""
+    return {one: gradient if scale == 1.0 else _divided(gradient, scale) for one, gradient in gradients.items()}
+
+
+def _divided(gradient: Gradient, scale: float) -> Gradient:
+    if isinstance(gradient, FlatShard):
+        return replace(gradient, part=None if gradient.part is None else gradient.part / scale)
+    return None if gradient is None else gradient / scale
+
+
+def _in_step(gradient: Tensor | None, optimizer: Any) -> Gradient:
+    """``gradient`` as the optimizer will take it."""
+    return gradient if gradient is None else _divided(gradient, _scale(optimizer))
+
+
+def _scale(optimizer: Any) -> float:
+    """What Megatron's optimizer divides gradients by, which is to be the scale of the loss; 1 where it does not."""
+    told = getattr(optimizer, "get_loss_scale", None)
+    nothing = not getattr(optimizer, "chained_optimizers", True)  # to step: such a one asks for a GPU
+    return 1.0 if told is None or nothing else float(told())
+
+
 def cut_up(chunk: Any) -> list[Any]:
     """The buffers of Megatron's DDP of which every replica has a part alone."""
     return [
@@ -153,14 +177,14 @@ def step_of(chunks: Any, optimizer: Any) -> FrameworkStep:
     return FrameworkStep(
         stages,
         lambda stage, name: f"{CHILD}.{names[stage].get(name, name)}",
-        lambda: {one: gradient for chunk in chunks for one, gradient in gradients_of(chunk).items()},
+        lambda: unscaled({one: g for chunk in chunks for one, g in gradients_of(chunk).items()}, _scale(optimizer)),
         lambda: losses,
         partial(_watching, optimizer, losses, drawn),
         unfinished=None if optimizer is None else MegatronError(_NO_STEP),
         drawn=drawn,
         max_norm=lambda: getattr(told, "clip_grad", None) or None,  # 0: it does not clip
         masters=bool(getattr(told, "bf16", False) or getattr(told, "fp16", False)),
-        sum_of=main_gradient,
+        sum_of=lambda one: _in_step(main_gradient(one), optimizer),
         accumulation=_accumulation(stages.values()),
     )
 
