@@ -16,7 +16,7 @@ from pipeproof.judging.ledger import NOWHERE, Headings, Ledger
 from pipeproof.judging.measured import Measured
 from pipeproof.judging.measuring import ran_of
 from pipeproof.judging.oracle import Answer, Floors, Requirements
-from pipeproof.judging.tolerance import FP32, Floor, Precision, error, precision_of, same_bits
+from pipeproof.judging.tolerance import FP32, Floor, Precision, error, precision_of, rounded_to, same_bits
 from pipeproof.judging.verdict import Crash, Tier, Verdict, overall
 from pipeproof.observers.observed import Observed
 from pipeproof.observers.sketch import any_nonzero
@@ -196,8 +196,11 @@ class Judge:
         leave_out(self.ledger, due, number=number, names=())
 
     def _wide(self, number: int, answer: Answer) -> dict[str, Tensor]:
-        """Gradients that were added up in a wider type than their own, where they are just that."""
-        found = {}
+        """Gradients that were added up in a wider type than their own, where they are just that.
+
+        Where some are, those beside them that have no more digits than the narrow type are to be so too.
+        """
+        found, narrow = dict[str, Tensor](), dict[str, Tensor]()
         for site, seen in self._observed.gradients(number).items():
             due = answer.expected.gradients.get(site)
             if seen is None or due is None or answer.floors is None or not _wider(seen, due):
@@ -205,7 +208,9 @@ class Judge:
             wide = answer.floors.added_in(seen.dtype, site)
             if wide is not None and error(seen, wide.cpu()) <= precision_of(seen.dtype).least:
                 found[site[1]] = wide
-        return found
+            elif wide is not None and rounded_to(precision_of(due.dtype), seen, wide.cpu()):
+                narrow[site[1]] = wide
+        return found | narrow if found else {}
 
     def _same_start(self, at: Comparison, number: int, expected: Expected) -> bool:
         """Whether the weights that were seen before the operation are the reference's, on every rank."""

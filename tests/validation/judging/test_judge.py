@@ -2,15 +2,18 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeproof.cases.case import FULL_PLAN, Case
 from pipeproof.cases.data import model_for
 from pipeproof.cases.judgement import judge
 from pipeproof.cases.observe import observe
+from pipeproof.foreign import HandedBack, WhiteBox, watch
 from pipeproof.judging.judge import LAWS, one_thread, scenarios
 from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.observed import Observed, RankOperation
@@ -18,6 +21,7 @@ from pipeproof.observers.recording import Site
 from pipeproof.reference.model import DTYPES, Model, build_model
 from pipeproof.reference.step import Recipe
 from pipeproof.worlds.world import World
+from tests.support.steps import blocks, loss_fn, pairs
 
 CASE = Case("1f1b", 1, 1, 3, (2,), model="mlp", ragged=True)
 SLOT = (0, "blocks.1.linear.weight")
@@ -325,3 +329,33 @@ def test_the_reference_runs_on_one_thread_and_gives_the_others_back() -> None:
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
+
+
+def in_bf16() -> nn.Module:
+    model: nn.Module = blocks(2, seed=3).bfloat16()
+    return model
+
+
+def summed_wide(model: Any, microbatches: list[Any], *, narrow: str) -> Any:
+    """Adds gradients of bf16 up in fp32; what begins with ``narrow`` is rounded to bf16 at each addition."""
+    stage, losses = watch(model), []
+    totals = {one: torch.zeros(one.shape) for one in model.parameters()}
+    for x, target in microbatches:
+        losses.append(loss_fn(stage(x), target))
+        (losses[-1] / len(microbatches)).backward()
+        for name, one in model.named_parameters():
+            totals[one] += one.grad
+            one.grad = None
+            if name.startswith(narrow):
+                totals[one] = totals[one].bfloat16().float()
+    return HandedBack([stage], [loss.item() for loss in losses], gradients=totals)
+
+
+@pytest.mark.parametrize(("narrow", "outcome"), [("none", "pass"), ("0.", "fail"), ("", "pass")])
+def test_sums_in_bf16_beside_sums_in_fp32_fail(whitebox: WhiteBox, narrow: str, outcome: str) -> None:
+    """Where all are so, they may have been added up in bf16 as they should be, and handed back in fp32."""
+    data = [(x.bfloat16(), target) for x, target in pairs(8, rows=8)]
+    step = partial(summed_wide, narrow=narrow)
+    verdict = whitebox.validate(step, reference=in_bf16, microbatches=data, ranks=1, loss_fn=loss_fn)
+    assert verdict.law("gradient").outcome == outcome, str(verdict)
+    assert {one.parameter for one in verdict.mismatches} == ({"0.0.weight"} if outcome == "fail" else set())

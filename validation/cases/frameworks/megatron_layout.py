@@ -22,8 +22,8 @@ class MegatronLayout(FrameworkLayout):
     ``microbatch_group_size_per_vp_stage``; 0: not said. overlap: ``overlap_grad_reduce``; aligned: with
     ``grad_sync_func``. buckets: their size; 0: not said. averaged: ``average_in_collective``. distributed:
     ``use_distributed_optimizer``. optimizer: it steps; unclipped: without clipping. bf16: weights and activations are,
-    gradients are not. scaled: losses are multiplied by ``loss_scale`` before their backwards, and the optimizer divides by
-    it. second: a step is trained before the one that is judged.
+    gradients are not. scaled: losses are multiplied by ``loss_scale`` before their backwards, and the optimizer divides
+    by it. second: a step is trained before the one that is judged.
     """
 
     tied: bool = False
@@ -156,4 +156,7 @@ class MegatronLayout(FrameworkLayout):
         yield self.averaged and (not several or self.per_token), "averaged is for replicas, and not with per-token"
         yield self.unclipped and not self.optimizer, "unclipped is for an optimizer: give optimizer too"
         unscaled = not self.optimizer or not (self.bf16 or self.distributed)
-        yield self.scaled and unscaled, "scaled is for an optimizer that divides: give optimizer, and bf16 or distributed"
+        yield (
+            self.scaled and unscaled,
+            "scaled is for an optimizer that divides: give optimizer, and bf16 or distributed",
+        )
