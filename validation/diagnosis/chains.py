@@ -130,14 +130,18 @@ def _forward_readings(chain: Chain, last: Stage, *, by_use: Sequence[str]) -> li
 
 
 def _by_use(stage: Explanation) -> list[str]:
-    """Which of the two was used too often or too seldom; both if that does not say."""
+    """Which of the two was used too often or too seldom; both if that does not say.
+
+    A right pair that is there several times says nothing: whatever multiplied it did so to both.
+    """
     activations: Counter[int] = Counter()
     gradients: Counter[int] = Counter()
     used = {term: c for term, c in stage.coefficients.items() if c and term.what in ("pair", "logits")}
-    once = min(map(abs, used.values()))  # what is multiplied as a whole was used no more often
+    once = min(abs(c) for term, c in used.items() if not term.nominal)  # what is multiplied was used no more often
     for term, c in used.items():
-        activations[term.activation] += round(c / once)
-        gradients[term.gradient] += round(c / once)
+        times = 1 if term.nominal else round(c / once)
+        activations[term.activation] += times
+        gradients[term.gradient] += times
     uneven = [
         len(set(uses.values())) > 1 or len(uses) < len(activations | gradients) for uses in (activations, gradients)
     ]

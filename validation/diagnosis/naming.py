@@ -16,7 +16,7 @@ from pipeproof.diagnosis.microbatch_weights import ONE, SAME, Fault, factor_word
 from pipeproof.diagnosis.mixed_gradients import gradient_of, mixed
 from pipeproof.diagnosis.module_pairing import Paired
 from pipeproof.diagnosis.tied import Shares, of_copies
-from pipeproof.judging.cause import Cause, RuledOut
+from pipeproof.judging.cause import Cause, RuledOut, listed
 from pipeproof.judging.tolerance import error, stands_for_none
 from pipeproof.observers.likeness import Likeness
 from pipeproof.reference.step import Stage
@@ -252,8 +252,11 @@ def _unknown(
                 told = "; ".join(filter(None, (what, odd.words)))
                 yield f"stage {one.stage}: the gradient of {odd.parameter} is {told}"
     for copy in tied:
-        if not copy.explained and not copy.apart:
+        if not copy.explained and not copy.apart and not copy.joint:
             yield f"stage {copy.stage}: the gradient of {copy.parameter} is no sum of the stages' shares"
+    open_ = (copy for copy in tied if copy.joint and not copy.explained and not copy.apart)
+    for name, joint in dict.fromkeys((copy.parameter, copy.joint) for copy in open_):
+        yield f"what stages {listed(joint)} each give to {name} is not known apart: nothing tells what is wrong with it"
 
 
 def _ruled_out(

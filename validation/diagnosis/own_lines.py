@@ -85,7 +85,8 @@ class _About:
         if kind == "overwritten":
             return [one for came in self._came(action) for one in set_at(came.received, received_by)[:1]]
         last = Action(self.evidence.stages - 1, Kind.BACKWARD, action.microbatch)
-        if kind == "swapped-data" or (kind in _LOSS and action == last and not self._there_alone):
+        met = kind == "swapped-data" and self.cause.action is None  # else it came in so, and the loss is no news
+        if met or (kind in _LOSS and action == last and not self._there_alone):
             found = set_at(self._stack(last), backward_of)
             return [one for one in found if one[1] not in self.forwards][-_SET:]
         return set_at(self._stack(action), backward_of) if kind in _PAIRED else []
@@ -127,10 +128,18 @@ class _About:
         if cause.kind in _LOSS | _SUMMED:
             return Action(self.evidence.stages - 1 if stage is None else stage, Kind.BACKWARD, microbatch)
         if cause.kind in _FORWARDS:
-            return Action(0 if stage is None else stage, Kind.FORWARD, microbatch)
+            met = cause.kind == "swapped-data" and self._came_in_right(microbatch)  # so it is the target that is not
+            first = self.evidence.stages - 1 if met else 0
+            return Action(first if stage is None else stage, Kind.FORWARD, microbatch)
         if stage is None or not cause.microbatches or cause.kind not in _MESSAGES | _PAIRED:
             return None
         return Action(stage, Kind.BACKWARD if cause.kind in _PAIRED else Kind.FORWARD, microbatch)
+
+    def _came_in_right(self, microbatch: int) -> bool:
+        """Whether the first stage was given its own input for a microbatch, as far as that was seen."""
+        passed = self._passed(Action(0, Kind.FORWARD, microbatch))
+        given = [one for one in passed.crossings if (one.where, one.action.microbatch) == (GIVEN, microbatch)]
+        return bool(given) and all(one.same for one in given)
 
     def _passed(self, action: Action) -> Passed:
         return self.evidence.passed.get(action.stage, Passed((), (), ()))

@@ -252,7 +252,8 @@ class Boundaries:
             return "dropped", what.text
         made = what.label.point if what.label is not None else None
         moved = made is not None and made.where == MADE and self._meant_for(made) != self._rank(point.stage)
-        if made is not None and moved and point.where == GIVEN and made.microbatch == point.microbatch:
+        own = made is not None and point.where == GIVEN and made.microbatch == point.microbatch
+        if made is not None and own and (moved or self._always(made.stage, point.stage)):
             return "partition", f"what stage {made.stage} hands on: stages run in another order"
         if found.crossing.place.startswith(INPUT) and point.stage and point.where == GIVEN:
             return "swapped-data" if what.kind == "other" else "altered", what.text
@@ -261,6 +262,17 @@ class Boundaries:
         if point.where == FLOWED and what.kind not in ("other", "zero") and self._other_loss(point.microbatch):
             return "computation", f"{what.text}: the loss or its target, for the output is right"
         return None
+
+    def _always(self, made: int, stage: int) -> bool:
+        """Whether what came into ``stage`` of every microbatch is what ``made``, not the one before, put out of it."""
+        came = {
+            point.microbatch: one.really.label.point
+            for point, there in self._at.items()
+            for one in there
+            if (point.stage, point.where) == (stage, GIVEN) and one.really is not None and one.really.label is not None
+        }
+        every = {m: (made, m) for m in range(self._evidence.microbatches)}
+        return made + 1 != stage and {m: (put.stage, put.microbatch) for m, put in came.items()} == every
 
     def _rank(self, stage: int) -> int | None:
         placement = self._evidence.placement
