@@ -18,12 +18,13 @@ from pipeproof.diagnosis.rules.attributed import attributed, in_part, unexplaine
 from pipeproof.diagnosis.rules.besides import besides
 from pipeproof.diagnosis.rules.boundaries import boundaries
 from pipeproof.diagnosis.rules.laws import buffers, calls, nameless, other_weights, partition, weights
+from pipeproof.diagnosis.rules.norms import norm, of_no_known_norm
 from pipeproof.diagnosis.rules.passages import otherwise, passages, sound
-from pipeproof.diagnosis.rules.report import report, unreported
+from pipeproof.diagnosis.rules.report import order_told, report, unreported
 from pipeproof.diagnosis.rules.shared import apart, of_replicas, on_rank, shared
 from pipeproof.diagnosis.rules.sums import reduction, sums
 from pipeproof.diagnosis.rules.together import together
-from pipeproof.diagnosis.rules.update import clip, norm, of_no_known_norm, update
+from pipeproof.diagnosis.rules.update import clip, update
 from pipeproof.diagnosis.sights import measured
 from pipeproof.judging.cause import RuledOut
 from pipeproof.judging.judge import one_thread
@@ -180,6 +181,7 @@ RULES: tuple[Rule[Evidence], ...] = (
     Rule(partition, clears("parameters-once", (), "every parameter is held once"), left=nameless),
     Rule(weights, _began, _begun, left=other_weights),
     Rule(together, needs=_passed),
+    Rule(order_told, needs=lambda evidence: bool(evidence.told)),
     Rule(calls, _ran, _watched, otherwise=otherwise),
     Rule(boundaries, _crossed, _recorded, besides=besides),
     Rule(passages, sound, _passed, otherwise=otherwise, besides=besides),

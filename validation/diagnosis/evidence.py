@@ -12,8 +12,9 @@ from pipeproof.diagnosis.attribution import Attribution, attribute, update_of
 from pipeproof.diagnosis.copies import apart_by_rank
 from pipeproof.diagnosis.divergence import Divergence, Ground, Positions, divergences
 from pipeproof.diagnosis.interference import Broken, Sources, broken_between
-from pipeproof.diagnosis.members import Members, Replicas
+from pipeproof.diagnosis.members import Members
 from pipeproof.diagnosis.played import Played, Setup, parts_of, play
+from pipeproof.diagnosis.record_sums import RecordSums
 from pipeproof.diagnosis.sums import broken_additions
 from pipeproof.diagnosis.what_ifs import Tried
 from pipeproof.judging.oracle import copies_apart
@@ -75,27 +76,6 @@ class ModelBeside(Protocol):
 
 
 @dataclass(frozen=True)
-class Sums:
-    """What a record adds to the sums that it consists of.
-
-    ``copies``: of each parameter that several hold, with their stages, each rank's gradient. ``left_out``: wrong
-    gradients that were not kept.
-    ``max_norm`` is what gradients are clipped to, where somebody says so. ``alike``: all microbatches are the same, and
-    known together alone. ``replicas``: who worked on what, where that is known.
-    """
-
-    copies: Mapping[tuple[str, tuple[int, ...]], Mapping[int, Gradient]] = field(default_factory=dict)
-    left_out: int = 0
-    max_norm: float | None = None
-    alike: bool = False
-    replicas: Replicas | None = None
-
-    def holders(self, stage: int) -> set[int]:
-        """The ranks that hold ``stage``, where several do."""
-        return {rank for (_, stages), each in self.copies.items() if stage in stages for rank in each}
-
-
-@dataclass(frozen=True)
 class Line:
     """What one line of ranks did, and what passed the boundaries of its watched stages."""
 
@@ -120,8 +100,9 @@ class Evidence:
     ``members`` are ranks with stages in common. ``sums`` is there where all comes from a record.
     ``clipped_to`` is what a foreign step says of its clipping.
 
-    ``unseen`` are stages of which nobody knows what they did; to the ``frozen`` ones no gradient flows. ``strange``:
-    there are parameters that the reference does not have, and the option ``renamed_by`` says which they are.
+    ``unseen`` are stages of which nobody knows what they did; of the ``told`` ones the step says it itself; to the
+    ``frozen`` ones no gradient flows. ``strange``: there are parameters that the reference does not have, and the
+    option ``renamed_by`` says which they are.
     What is costly is worked out when first asked for.
     """
 
@@ -140,9 +121,10 @@ class Evidence:
     passed: Mapping[int, Passed] = field(default_factory=dict)
     others: tuple[Line, ...] = ()
     members: Members | None = None
-    sums: Sums | None = None
+    sums: RecordSums | None = None
     clipped_to: float | None = None
     unseen: frozenset[int] = frozenset()
+    told: frozenset[int] = frozenset()
     frozen: range = range(0)
     strange: bool = False
     renamed_by: str = ""
@@ -160,6 +142,32 @@ class Evidence:
     @property
     def stages(self) -> int:
         return len(self.placement)
+
+    def holders(self, stage: int) -> list[int]:
+        """The ranks that hold ``stage``."""
+        found = set[int]()
+        if self.members is not None:
+            found = {rank for one in self.members.stages if one.index == stage for rank, _ in one.part.members}
+        elif self.sums is not None:
+            found = self.sums.holders(stage)
+        return sorted(found) or [self.placement[stage]]
+
+    def begun(self, stage: int) -> list[int]:
+        """The ranks of ``stage`` that had something in ``.grad`` before the step; none where nobody knows of each."""
+        if self.sums is not None:
+            return sorted((self.sums.begun or {}).get(stage, ()))
+        stages = [] if self.members is None else [one for one in self.members.stages if one.index == stage]
+        return sorted(rank for one in stages for rank, part in one.part.members if part.begun)
+
+    def held(self, rank: int) -> frozenset[Site] | None:
+        """Whose gradients ``rank`` has; None where it has parts of some, or where nobody knows."""
+        if self.members is not None:
+            own = [(one, part) for one in self.members.stages for at, part in one.part.members if at == rank]
+            sites = ((one.index, name) for one, part in own for k, name in one.names.items() if k not in part.lacks)
+            return None if any(part.shards for _, part in own) else frozenset(sites)
+        if self.sums is None:
+            return frozenset(site for site in self.gradients if self.placement[site[0]] == rank)
+        return self.sums.held(rank, self.gradients)
 
     @property
     def lines(self) -> "list[Evidence]":

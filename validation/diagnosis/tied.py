@@ -188,12 +188,19 @@ def of_copies(update: Update, tied: Sequence[Shares]) -> Iterator[Cause]:
             yield Cause("tied-not-summed", parameter=wrong[0].parameter, detail=detail)
             continue
         causes = [cause_of(copy, copies) for copy in wrong if copy.explained]
+        if len(causes) == len(copies) and len({replace(cause, detail="") for cause in causes}) == 1:
+            yield replace(causes[0], detail=f"{causes[0].detail.partition(_IN)[0]}{_IN}every copy")
+            continue
         if any(cause.kind == "altered" for cause in causes):
             yield next(cause for cause in causes if cause.kind == "altered")
         elif causes and len({cause.kind for cause in causes}) == 1 and len(causes) == len(copies):
-            yield replace(causes[0], stage=None, detail="; ".join(map(_held, causes)))
+            one = replace(causes[0], stage=None, detail="; ".join(map(_held, causes)))
+            yield replace(one, instead=_or_multiplied(wrong, copies) if one.kind == "tied-doubled" else ())
         else:
             yield from causes
+
+
+_IN = ", in "
 
 
 def _held(cause: Cause) -> str:
@@ -217,8 +224,35 @@ def cause_of(copy: Shares, copies: Mapping[Stage, str]) -> Cause:
     detail = ", ".join(f"the share of {names[stage]} {count:g} times" for stage, count in copy.counts.items())
     if copy.absent or 0.0 in counts:
         return replace(where, detail=detail)
-    if all(count == round(count) and count >= 1 for count in counts):
+    off = [stage for stage, count in copy.counts.items() if count != 1]
+    if len(off) == 1 < len(counts) and off[0] not in copy.joint and not _is_whole(copy.counts[off[0]]):
+        return _of_share(copy, off[0], copies)
+    if all(map(_is_whole, counts)):
         return replace(where, kind="tied-doubled", detail=detail)
     if max(counts) - min(counts) <= SAME * abs(max(counts)):
         return replace(where, kind="scale", factor=counts[0], detail=detail)
     return replace(where, detail=detail)
+
+
+def _is_whole(count: float) -> bool:
+    """Whether a share may be there that often by being added again."""
+    return count == round(count) and count >= 1
+
+
+def _or_multiplied(wrong: Sequence[Shares], copies: Mapping[Stage, str]) -> tuple[Cause, ...]:
+    """That one stage's share was multiplied, which every copy would show as it does one that is added again."""
+    off = {(stage, count) for copy in wrong for stage, count in copy.counts.items() if count != 1}
+    if len(off) != 1 or any(stage in copy.joint for copy in wrong for stage, _ in off):
+        return ()
+    ((stage, count),) = off
+    told = f"its share is there {count:g} times, the others once{_IN}every copy"
+    return (Cause("scale", stage=stage, parameter=copies[stage], factor=count, detail=told),)
+
+
+def _of_share(copy: Shares, stage: Stage, copies: Mapping[Stage, str]) -> Cause:
+    """That the share of one stage, which is added up with the others, was multiplied."""
+    count = copy.counts[stage]
+    detail = f"its share is there {count:g} times, the others once{_IN}{copy.parameter} of stage {copy.stage}"
+    if count == -1:
+        return Cause("sign", stage=stage, parameter=copies[stage], detail=detail)
+    return Cause("scale", stage=stage, parameter=copies[stage], factor=count, detail=detail)

@@ -58,6 +58,7 @@ def evidence_of(verdict: Verdict, lines: Sequence[Line], found: Assembled, besid
         others=tuple(lines[1:]),
         clipped_to=found.max_norm,
         members=Members(found.stages, found.replicas, beside.made, norms),
+        told=found.traced,
         unseen=found.unseen | {stage for stage, flow in passed.items() if flow.untold},
         frozen=found.frozen,
         strange=bool(found.unmatched),

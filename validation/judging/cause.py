@@ -84,9 +84,9 @@ class Cause:
 
     Fields that do not apply, or that the evidence leaves open, are None.
 
-    microbatches: those concerned. stages: those of a fault that is in several, but not in all. detail: for people, such
-    as ``microbatch 3's, expected microbatch 2's``. instead: other causes that would show the very same. lines: of the
-    user's own code, if they are known, the most useful first.
+    microbatches: those concerned. stages, ranks: those of a fault that is in several, but not in all. detail: for
+    people, such as ``microbatch 3's, expected microbatch 2's``. instead: other causes that would show the very same.
+    lines: of the user's own code, if they are known, the most useful first.
     """
 
     kind: str
@@ -98,6 +98,7 @@ class Cause:
     factor: float | None = None
     detail: str = ""
     stages: tuple[int, ...] = ()
+    ranks: tuple[int, ...] = ()
     instead: tuple["Cause", ...] = ()
     lines: tuple[OwnLine, ...] = field(default=(), compare=False)
 
@@ -108,8 +109,9 @@ class Cause:
     def place(self) -> str:
         """Rank, stage, microbatches, action and parameter, as far as they are known."""
         stages = self.stages or (() if self.stage is None else (self.stage,))
+        ranks = self.ranks or (() if self.rank is None else (self.rank,))
         parts = [
-            ("rank", self.rank),
+            ("ranks" if len(ranks) > 1 else "rank", listed(ranks) or None),
             ("stages" if len(stages) > 1 else "stage", listed(stages) or None),
             ("microbatches" if len(self.microbatches) > 1 else "microbatch", listed(self.microbatches) or None),
             ("action", self.action),

@@ -246,12 +246,14 @@ class Notes:
 
     ``right``: gradients that are what they should be. ``wrong``: where each can be had; None is in place of a gradient.
     ``begun``: the same of what was in ``.grad`` when the step began. ``left_out``: wrong, and too much to keep.
+    ``untold``: of these nobody kept what was there when the step began, although something was.
     """
 
     right: set[str] = field(default_factory=set)
     wrong: dict[str, str | None] = field(default_factory=dict)
     begun: dict[str, str] = field(default_factory=dict)
     left_out: set[str] = field(default_factory=set)
+    untold: set[str] = field(default_factory=set)
 
 
 class Kept:
@@ -270,8 +272,13 @@ class Kept:
         for name, gradient in gradients.items():
             if (before := self.notes.begun.pop(name, None)) is not None:
                 self._room += self.tensors.pop(before).nbytes
-            if gradient is not None and is_plain(gradient) and gradient.any() and self._fits(gradient):
+            self.notes.untold.discard(name)
+            if gradient is None or (is_plain(gradient) and not gradient.any()):
+                continue
+            if is_plain(gradient) and self._fits(gradient):
                 self.notes.begun[name] = self._keep(f"begun gradient {name}", gradient)
+            else:
+                self.notes.untold.add(name)
 
     def end(self, name: str, gradient: Tensor | None, *, wrong: bool) -> None:
         """Keep a gradient that is ``wrong``."""
@@ -288,6 +295,7 @@ class Kept:
         begun = notes.begun.get(name)
         if begun is not None and gradient is not None and same_bits(self.tensors[begun], gradient.detach().cpu()):
             del notes.begun[name], self.tensors[begun]
+            notes.untold.add(name)
 
     def _fits(self, gradient: Tensor) -> bool:
         fits = gradient.nbytes <= self._room

@@ -1,6 +1,6 @@
 """What a diagnosis of a recorded step rests on: what was seen of the step, and what was expected."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -11,8 +11,8 @@ from pipeproof.diagnosis.atoms import Update
 from pipeproof.diagnosis.diagnose import explained as explained_evidence
 from pipeproof.diagnosis.diagnose import sought
 from pipeproof.diagnosis.evidence import Evidence
-from pipeproof.diagnosis.evidence import Sums as RecordSums
 from pipeproof.diagnosis.members import Members, Replicas
+from pipeproof.diagnosis.record_sums import RecordSums
 from pipeproof.foreign.assemble import Stage as HeldStage
 from pipeproof.foreign.matching import Local
 from pipeproof.foreign.rank import Part
@@ -39,6 +39,7 @@ class Step:
     ``copies``: each rank's gradient of what several hold. ``max_norm`` is what the record clips to, where it says so.
     ``model``: where there is more of the reference than a record, the step as attribution sees it beside that.
     ``shards``: where each rank's part of a gradient lay; ``replicas``: who worked on what, where that is known.
+    ``had``: by stage the ranks that began the step with something in ``.grad``; None where that is not known of all.
     """
 
     due: RecordedOperation
@@ -53,6 +54,7 @@ class Step:
     model: "Callable[[Step], Update] | None" = None
     shards: Mapping[str, Mapping[int, Shard]] = field(default_factory=dict)
     replicas: Replicas | None = None
+    had: Mapping[int, Collection[int]] | None = None
 
     def evidence(self, verdict: Verdict) -> Evidence:
         """All that is known of the step, on which ``verdict`` is."""
@@ -62,6 +64,7 @@ class Step:
             for n, each in self.copies.items()
             if n not in self.shards
         }
+        whole = {name: at for name, at in self.places.items() if name not in self.shards}
         alike = alike and self.model is None and microbatches > 1
         return Evidence(
             verdict,
@@ -74,7 +77,7 @@ class Step:
             operation=self.due.operation,
             due=self,
             members=self._members if self.shards and self.model is not None else None,
-            sums=RecordSums(copies, self.left_out, self.max_norm, alike, self.replicas),
+            sums=RecordSums(copies, self.left_out, self.max_norm, alike, self.replicas, whole, self.had),
             strange=any(m.what == "held" and m.due == 0 for m in verdict.mismatches),
             renamed_by="rename=",
         )
@@ -197,7 +200,20 @@ def checked(
         copies=copies,
         max_norm=record.max_norm,
         model=model,
+        had=_had(places, notes),
     )
+
+
+def _had(places: Mapping[str, Sequence[RankStage]], notes: Sequence[Notes]) -> dict[int, set[int]] | None:
+    """By stage the ranks that began with something in ``.grad``; None where that is not known of all."""
+    if any(one.untold for one in notes):
+        return None
+    found: dict[int, set[int]] = {}
+    for name, at in places.items():
+        for rank, stage in at:
+            if name in notes[rank].begun:
+                found.setdefault(stage, set()).add(rank)
+    return found
 
 
 def explained(

@@ -15,7 +15,7 @@ from pipeproof.cases.validator import explained, validate
 from pipeproof.diagnosis.evidence import Evidence, of_run, of_stage
 from pipeproof.diagnosis.rules.boundaries import boundaries
 from pipeproof.diagnosis.rules.laws import weights
-from pipeproof.diagnosis.rules.update import norm
+from pipeproof.diagnosis.rules.norms import norm
 from pipeproof.judging.cause import Cause
 from pipeproof.judging.verdict import Verdict
 from pipeproof.observers.observed import Observed

@@ -5,7 +5,7 @@ comes from may be wrong in them.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -15,7 +15,9 @@ from pipeproof.judging.cause import Cause
 from pipeproof.judging.tolerance import FP32, scalar_error
 from pipeproof.judging.verdict import Mismatch
 from pipeproof.observers.likeness import NARROWER
+from pipeproof.reference.step import Gradient
 
+_SHOWS = 0.05  # of a gradient: so much would be missed
 _UNTOLD = "losses are wrong and gradients right: they are reported otherwise than computed, or a part has no gradient"
 
 
@@ -30,6 +32,46 @@ def report(evidence: Evidence) -> list[Cause]:
     found = _numbers(evidence)
     told = _told(found, evidence) if causes else ""
     return [replace(cause, detail=f"{_first(found)}: {told}; gradients are right") for cause in causes if told]
+
+
+def order_told(evidence: Evidence) -> list[Cause]:
+    """An order that the step handed back, in which microbatches are missing whose gradients are there.
+
+    Where it has one twice, that alone does not show in gradients: it is no matter of this.
+    """
+    found = [m for m in evidence.verdict.mismatches if m.law == "microbatches"]
+    laws = ("gradient", "presence", "tied-copies", "replicas", "boundaries", "buffers")
+    compared = evidence.verdict.law("gradient")
+    if not found or any(map(evidence.differs, laws)) or compared.outcome != "pass" or not compared.checked:
+        return []
+    told = all(m.stage in evidence.told and m.what in ("forward", "backward") for m in found)
+    stages = sorted({m.stage for m in found if m.stage is not None})
+    if not told or not all(_there(evidence, stage, _missing(evidence, stage)) for stage in stages):
+        return []
+    detail = f"the order that was handed back has {found[0].seen}, and all microbatches are in the gradients"
+    one = stages[0] if len(stages) == 1 else None
+    return [Cause("report", stage=one, stages=tuple(stages) if one is None else (), detail=detail)]
+
+
+def _missing(evidence: Evidence, stage: int) -> set[int]:
+    """The microbatches that have no forward, or no backward, in the order of ``stage``."""
+    orders = (evidence.observed.forwards(evidence.number), evidence.observed.backwards(evidence.number))
+    return {m for ran in orders for m in range(evidence.microbatches) if m not in ran[stage]}
+
+
+def _there(evidence: Evidence, stage: int, microbatches: Collection[int]) -> bool:
+    """Whether there are such microbatches, and a right gradient of ``stage`` shows that each of them ran."""
+    if evidence.members is None:
+        return False
+    whole = {site: one for site, one in evidence.gradients.items() if site[0] == stage and one is not None}
+    parts = [evidence.members.contributions[m].gradients for m in microbatches]
+    return bool(parts) and all(
+        any(site in part and _size(part[site]) > _SHOWS * _size(one) for site, one in whole.items()) for part in parts
+    )
+
+
+def _size(gradient: Gradient) -> float:
+    return 0.0 if gradient is None else float(gradient.double().norm())
 
 
 def unreported(evidence: Evidence) -> Sequence[str]:

@@ -1,7 +1,7 @@
 """What is wrong between ranks that have a stage in common, or a copy of one parameter."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -11,13 +11,15 @@ from pipeproof.diagnosis.copies import adding_up, apart_by_rank, of_shards, unre
 from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.diagnosis.members import Members, Replicas
 from pipeproof.diagnosis.naming import of_a_part
+from pipeproof.diagnosis.record_sums import RecordSums
 from pipeproof.diagnosis.rules.inside import first_of_backward, other_forward, own_parts
 from pipeproof.diagnosis.rules.repeated import ordered
 from pipeproof.judging.cause import Cause, listed
 from pipeproof.judging.mismatch import Size
 from pipeproof.judging.tolerance import error, scalar_error
-from pipeproof.observers.recording import GIVEN, HANDED_ON, KEPT, MADE, RECEIVED
+from pipeproof.observers.recording import GIVEN, HANDED_ON, KEPT, MADE, RECEIVED, Site
 from pipeproof.pipeline.action import Kind
+from pipeproof.reference.step import Gradient
 
 _ALIKE = 1e-3  # no verdict hangs on it
 
@@ -25,7 +27,7 @@ _ALIKE = 1e-3  # no verdict hangs on it
 def shared(evidence: Evidence) -> list[Cause]:
     """The likeliest of what is wrong between ranks; of a record, each that its copies tell."""
     if evidence.members is None:
-        return _of_copies(evidence)
+        return _of_copies(evidence) or _of_single_copies(evidence)
     told = [
         _placed(one.cause, evidence)
         for one in evidence.members.found
@@ -38,7 +40,8 @@ def shared(evidence: Evidence) -> list[Cause]:
     unmet = [] if evidence.due is None else unreduced(members, evidence.expected, evidence.due.update)
     wrong = evidence.wrong("gradient", "presence", "replicas")
     unmet = unmet or adding_up(members, evidence.expected, wrong, evidence.used)
-    unmet = unmet or _of_single_ranks(evidence, members) or _of_shards(evidence, members)
+    each = {} if unmet else _each_by_itself(evidence, _of_members(evidence, members))
+    unmet = unmet or [_on(ranks, cause, evidence) for cause, ranks in each.items()] or _of_shards(evidence, members)
     return unmet or own_parts(evidence) or other_forward(evidence)
 
 
@@ -81,38 +84,87 @@ def _replicas(numbers: Sequence[int]) -> str:
     return f"replica{'s' * (len(numbers) > 1)} {listed(numbers)}"
 
 
-def _of_single_ranks(evidence: Evidence, members: Members) -> list[Cause]:
+Turn = tuple[tuple[int, ...], Mapping[Site, Gradient]]  # a rank of every stage, and what these have
+
+
+def _each_by_itself(evidence: Evidence, turns: Iterable[Turn]) -> Mapping[Cause, set[int]]:
     """What each rank's own gradients are made of, where ranks with one stage differ; none if any of them tells nothing.
 
-    Each turn takes another rank of every stage.
+    Every cause comes with its ranks.
+
+    Each of ``turns`` takes another rank of every stage.
     """
+    if evidence.due is None:
+        return {}
+    update, found = evidence.due.update, dict[Cause, set[int]]()
+    for ranks, own in turns:
+        made = attribute(replace(update, observed=own, placement=ranks))
+        if made.unknown:
+            return {}
+        for cause in made.causes:
+            instead = tuple(replace(one, rank=None) for one in cause.instead)
+            at = (ranks[stage] for stage in _stages(cause, evidence))
+            found.setdefault(replace(cause, rank=None, instead=instead), set()).update(at)
+    return found
+
+
+def _of_members(evidence: Evidence, members: Members) -> Iterator[Turn]:
+    """What each rank handed back of its stages; nothing of shards."""
     if evidence.due is None or any(part.shards for stage in members.stages for _, part in stage.part.members):
-        return []
-    update, found = evidence.due.update, dict[Cause, list[int]]()
-    turns = max(len(stage.part.members) for stage in members.stages)
-    for turn in range(turns):
+        return
+    update = evidence.due.update
+    for turn in range(max(len(stage.part.members) for stage in members.stages)):
         taken = [stage.part.members[min(turn, len(stage.part.members) - 1)] for stage in members.stages]
-        ranks = tuple(rank for rank, _ in taken)
         own = {
             (stage.index, name): part.gradients[k]
             for stage, (_, part) in zip(members.stages, taken, strict=True)
             for k, name in stage.names.items()
         }
-        own |= {site: update.observed[site] for site in update.shared}
-        made = attribute(replace(update, observed=own, placement=ranks))
-        if made.unknown:
-            return []
-        for cause in made.causes:
-            found.setdefault(cause, []).extend(ranks)
-    return [cause if cause.rank is not None else _on(ranks, cause, members) for cause, ranks in found.items()]
+        yield tuple(rank for rank, _ in taken), own | {site: update.observed[site] for site in update.shared}
 
 
-def _on(ranks: Sequence[int], cause: Cause, members: Members) -> Cause:
-    """``cause``, which is in several stages, with the ranks that it is on where these are not all."""
-    on = sorted({*ranks})
-    if len(on) == len(members.norms):
-        return cause
-    return replace(cause, detail="; ".join(filter(None, (cause.detail, f"on ranks {listed(on)} alone"))))
+def _of_single_copies(evidence: Evidence) -> list[Cause]:
+    """Copies that are, on some ranks, what is due but for a factor, or for whole parameters.
+
+    Where microbatches are not alike in some copies alone, how ranks reduced them may be why: that is not told here.
+    """
+    sums, sites = evidence.sums, evidence.gradients
+    known = sums is not None and not sums.left_out and not sums.alike and all(name in sums.places for _, name in sites)
+    if sums is None or not known or not evidence.differs("replicas"):
+        return []
+    each = _each_by_itself(evidence, _of_held(evidence, sums))
+    if any(cause.microbatches and ranks < _holders(cause, evidence) for cause, ranks in each.items()):
+        return []
+    return [_on(ranks, cause, evidence) for cause, ranks in each.items()]
+
+
+def _of_held(evidence: Evidence, sums: RecordSums) -> Iterator[Turn]:
+    """What each rank has of its stages, as a record's check kept it; of what it does not hold, what is due."""
+    holders = [evidence.holders(stage) for stage in range(evidence.stages)]
+    copies, due = {name: each for (name, _), each in sums.copies.items()}, evidence.expected.gradients
+    for turn in range(max(map(len, holders))):
+        ranks, own = tuple(one[min(turn, len(one) - 1)] for one in holders), dict[Site, Gradient]()
+        for site, seen in evidence.gradients.items():
+            (stage, name), rank = site, ranks[site[0]]
+            has = (rank, stage) in sums.places[name]
+            own[site] = copies.get(name, {}).get(rank, seen) if has else due.get(site)
+        yield ranks, own
+
+
+def _on(ranks: Collection[int], cause: Cause, evidence: Evidence) -> Cause:
+    """``cause`` on ``ranks``, where these are not all that it may be on."""
+    if cause.stage is not None and len({*ranks}) == 1:
+        return replace(cause, rank=min(ranks))
+    return cause if {*ranks} >= _holders(cause, evidence) else replace(cause, ranks=tuple(sorted({*ranks})))
+
+
+def _holders(cause: Cause, evidence: Evidence) -> set[int]:
+    """All ranks with a stage that ``cause`` is in."""
+    return {rank for stage in _stages(cause, evidence) for rank in evidence.holders(stage)}
+
+
+def _stages(cause: Cause, evidence: Evidence) -> Sequence[int]:
+    return cause.stages or (range(evidence.stages) if cause.stage is None else (cause.stage,))
 
 
 def apart(evidence: Evidence) -> Sequence[str]:
@@ -153,19 +205,17 @@ def on_rank(cause: Cause, evidence: Evidence) -> Cause:
 
 def _left_before(cause: Cause, evidence: Evidence) -> Cause | None:
     """``cause`` of what was there before the step, on the ranks that had something there; None if all of them had."""
-    if evidence.members is None or cause.kind != "stale-gradient" or cause.microbatches:
+    if cause.kind != "stale-gradient" or cause.microbatches:
         return None
-    stages = [one for one in evidence.members.stages if cause.stage in (None, one.index)]
-    members = [member for stage in stages for member in stage.part.members]
-    had = {rank for rank, part in members if part.begun}
-    if not had or had == {rank for rank, _ in members}:
+    had = {rank for stage in _stages(cause, evidence) for rank in evidence.begun(stage)}
+    if not had or had >= _holders(cause, evidence):
         return None
-    return replace(cause, rank=min(had)) if len(had) == 1 else _on([*had], cause, evidence.members)
+    return _on(had, cause, evidence)
 
 
 def _on_replica(cause: Cause, stage: int, evidence: Evidence) -> Cause:
     """``cause`` on the one rank of ``stage`` that ran its microbatches; on none where several did, or nobody says."""
-    holders = set[int]() if evidence.sums is None else evidence.sums.holders(stage)
+    holders = evidence.holders(stage)
     replicas = None if evidence.sums is None else evidence.sums.replicas
     if replicas is None or replicas.count < 2 or len(holders) < 2:
         return cause
@@ -187,7 +237,7 @@ def _at_holders(cause: Cause, evidence: Evidence) -> Cause | None:
     holders = [rank for rank, shard in shards.items() if wrong and shard == shards.get(wrong[0] or 0)]
     if len(holders) < 2:
         return replace(cause, rank=holders[0]) if holders else None
-    return replace(cause, rank=None, detail="; ".join(filter(None, (cause.detail, f"on ranks {listed(holders)}"))))
+    return replace(cause, rank=None, ranks=tuple(holders))
 
 
 def _rank_of(stage: int, microbatches: Sequence[int], evidence: Evidence) -> int | None:
@@ -257,7 +307,7 @@ def _of_copies(evidence: Evidence) -> list[Cause]:
         parts = [one.double().cpu() for k, one in enumerate(given) if not any(torch.equal(one, o) for o in given[:k])]
         whole = torch.stack(parts).sum(dim=0)
         for what, one in (("sum", whole), ("mean", whole / len(parts))):
-            if len(parts) > 1 and error(one, due.double().cpu()) < _ALIKE:
+            if len(parts) > 1 and all(one.any() for one in parts) and error(one, due.double().cpu()) < _ALIKE:
                 told = f"ranks {', '.join(map(str, by_rank))} keep gradients of their own, and their {what} is expected"
         if told:
             found.setdefault((tuple(sorted(set(stages))), told), []).append(name)

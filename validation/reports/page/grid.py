@@ -209,7 +209,8 @@ def _is_at(done: Done, rank: int, cause: Cause) -> bool:
     stages = cause.stages or (() if cause.stage is None else (cause.stage,))
     if cause.action is not None and done.action == cause.action and not cause.microbatches:
         return True
-    if not (cause.action or cause.microbatches) or (cause.rank is not None and rank != cause.rank):
+    ranks = cause.ranks or (() if cause.rank is None else (cause.rank,))
+    if not (cause.action or cause.microbatches) or (ranks and rank not in ranks):
         return False
     named = cause.action is None or _alike(done, cause.action)
     microbatch = not cause.microbatches or done.microbatch in cause.microbatches

@@ -56,7 +56,7 @@ def _at(cause: Cause) -> str:
     stages = cause.stages or (() if cause.stage is None else (cause.stage,))
     parts = [_few("stage", stages), _few("microbatch", cause.microbatches, "microbatches")]
     parts += ["" if cause.parameter is None else f"parameter {cause.parameter}"]
-    parts += ["" if cause.rank is None else f"rank {cause.rank}"]
+    parts += [_few("rank", cause.ranks or (() if cause.rank is None else (cause.rank,)))]
     told = ", ".join(filter(None, parts))
     return f" ({told})" if told else ""
 

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeproof.diagnosis.evidence import Evidence, Sums
+from pipeproof.diagnosis.evidence import Evidence
 from pipeproof.diagnosis.members import Replicas
+from pipeproof.diagnosis.record_sums import RecordSums
 from pipeproof.diagnosis.rules.shared import on_rank
 from pipeproof.foreign import WhiteBox
 from pipeproof.judging.cause import Cause
@@ -153,7 +154,7 @@ def test_every_stage_that_was_not_reduced_is_told(whitebox: WhiteBox) -> None:
 def test_in_a_job_the_rank_is_told_that_ran_it(
     shares: tuple[tuple[int, ...], ...], microbatches: tuple[int, ...], rank: int | None
 ) -> None:
-    sums = Sums({("weight", (0,)): {0: None, 1: None}}, replicas=Replicas((0, 1), 4, shares=shares))
+    sums = RecordSums(replicas=Replicas((0, 1), 4, shares=shares), places={"weight": [(0, 0), (1, 0)]})
     verdict = Verdict("a step", "fail", "none", ())
     evidence = Evidence(verdict, (0,), 4, 2, gradients={}, norms=(None, None), sums=sums)
     assert on_rank(Cause("dropped", rank=0, stage=0, microbatches=microbatches), evidence).rank == rank
